@@ -1,0 +1,1 @@
+"""The shipped configs, so that ``dlo fit --config quickstart`` finds them wherever dlo is installed."""

@@ -1,0 +1,33 @@
+"""dlo: every technique for training large models is a plug-in that one line of YAML switches on.
+
+The public names are loaded when first used, so that ``import dlo_framework`` costs nothing.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from dlo_framework._version import __version__
+
+if TYPE_CHECKING:
+    from dlo_framework.applier import Applier, Phase
+    from dlo_framework.errors import DloError
+    from dlo_framework.plan import ParallelPlan
+    from dlo_framework.task import Task
+
+__all__ = ["Applier", "DloError", "ParallelPlan", "Phase", "Task", "__version__"]
+
+_HOMES = {
+    "Applier": "dlo_framework.applier",
+    "DloError": "dlo_framework.errors",
+    "ParallelPlan": "dlo_framework.plan",
+    "Phase": "dlo_framework.applier",
+    "Task": "dlo_framework.task",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOMES:
+        return getattr(importlib.import_module(_HOMES[name]), name)
+    raise AttributeError(f"module 'dlo_framework' has no attribute {name!r}")

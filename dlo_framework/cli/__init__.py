@@ -1,0 +1,1 @@
+"""The command ``dlo``. Importing this package imports nothing heavy."""

@@ -1,0 +1,26 @@
+"""Errors that are a user's to mend: they say the rule, what was given, and the fix.
+
+The command line prints a :class:`DloError` without a traceback and exits with code 2.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class DloError(ValueError):
+    """Bad input. The message holds the rule, what was given, and the fix."""
+
+
+def nearest(name: str, options: Iterable[str]) -> str | None:
+    """Returns the option that ``name`` was most likely meant to be, or None if none is near."""
+    by_lower = {option.lower(): option for option in options}
+    found = difflib.get_close_matches(name.lower(), by_lower, n=1, cutoff=0.6)
+    return by_lower[found[0]] if found else None
+
+
+def did_you_mean(name: str, options: Iterable[str]) -> str:
+    """Returns ``"; did you mean 'x'?"``, or an empty string where no option is near."""
+    option = nearest(name, options)
+    return f"; did you mean '{option}'?" if option else ""

@@ -1,0 +1,1 @@
+"""Image classification with timm models: ImageNet-style folders, tar shards, and real handwritten digits."""
