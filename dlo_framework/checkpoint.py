@@ -1,0 +1,146 @@
+"""Checkpoint files that are whole or not there, and that run nothing when they are read.
+
+Lightning stages a checkpoint in the temporary folder and moves it without a sync, so that a kill or a full disk
+can destroy the previous one, and torch reads a pickle that may execute code. Here a checkpoint is written beside
+its final place, synced and renamed; and only tensors and plain data are read.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import re
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch.plugins.io import TorchCheckpointIO
+
+from dlo_framework import runs
+from dlo_framework.errors import DloError
+
+PARTIAL = ".partial"
+
+
+class SafeCheckpointIO(TorchCheckpointIO):
+    """Writes a checkpoint atomically, reads it with ``weights_only=True``."""
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any = None) -> None:
+        """Writes ``checkpoint`` to ``path``: beside it first, synced, then renamed over it.
+
+        Raises:
+            DloError: if the disk is too full; what stood at ``path`` still stands there.
+        """
+        target = Path(path)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        need = tensor_bytes(checkpoint)
+        free = _free_bytes(target.parent)
+        if free < need:
+            raise _no_space(target, need, free)
+        partial = target.with_name(target.name + PARTIAL)
+        try:
+            with open(partial, "wb") as file:
+                torch.save(checkpoint, file)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(partial, target)
+        except (OSError, RuntimeError) as error:
+            # torch wraps a failed write in a RuntimeError of its zip writer, without the system's error number.
+            partial.unlink(missing_ok=True)
+            free = _free_bytes(target.parent)
+            if free < need or getattr(error, "errno", None) is not None:
+                raise _no_space(target, need, free) from error
+            raise
+        sync_folder(target.parent)
+
+    def load_checkpoint(
+        self, path: str | Path, map_location: Any = "cpu", weights_only: bool | None = None
+    ) -> dict[str, Any]:
+        """Reads tensors and plain data; ``weights_only`` is True whatever is asked for.
+
+        Raises:
+            DloError: if there is no such file, it is damaged, or it holds anything that would execute.
+        """
+        try:
+            return torch.load(path, map_location=map_location, weights_only=True)
+        except FileNotFoundError:
+            raise DloError(f"no checkpoint {path}") from None
+        except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
+            raise _unreadable(Path(path), error) from None
+
+
+def refuse_unsafe(path: Path) -> None:
+    """Reads which globals a checkpoint's pickle names, without unpickling, and refuses any that is not data.
+
+    Raises:
+        DloError: if it names one that is not allowed, or is no checkpoint at all.
+    """
+    if path.is_dir():
+        return  # A sharded checkpoint; its strategy verifies it.
+    try:
+        unsafe = torch.serialization.get_unsafe_globals_in_checkpoint(path)
+    except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError, IndexError, KeyError):
+        unsafe = []  # Not a zip of torch's: an older pickle, or damage. Loading it tells which, and runs nothing.
+        SafeCheckpointIO().load_checkpoint(path)
+    if unsafe:
+        raise _refused(path, ", ".join(sorted(unsafe)))
+
+
+def sync_folder(folder: Path) -> None:
+    """Makes a rename in ``folder`` survive a power cut."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def remove_partial(folder: Path) -> None:
+    """Removes what a killed run left half-written in ``folder``."""
+    for path in folder.glob(f"*{PARTIAL}"):
+        path.unlink(missing_ok=True)
+
+
+def tensor_bytes(content: Any) -> int:
+    """Returns the bytes of all tensors in a nest of mappings and sequences, shared storage counted once."""
+    seen: dict[int, int] = {}
+
+    def walk(item: Any) -> None:
+        if isinstance(item, torch.Tensor):
+            if item.layout is torch.strided and item.device.type != "meta":
+                storage = item.untyped_storage()
+                seen[storage.data_ptr()] = storage.nbytes()
+        elif isinstance(item, dict):
+            for value in item.values():
+                walk(value)
+        elif isinstance(item, list | tuple):
+            for value in item:
+                walk(value)
+
+    walk(content)
+    return sum(seen.values())
+
+
+def _free_bytes(folder: Path) -> int:
+    status = os.statvfs(folder)
+    return status.f_bavail * status.f_frsize
+
+
+def _no_space(target: Path, need: int, free: int) -> DloError:
+    previous = f"previous {target.name} intact" if target.exists() else "earlier checkpoints intact"
+    return DloError(
+        f"no space for the checkpoint {target}: need {runs.human(need)}, {runs.human(free)} free"
+        f" in {target.parent}; {previous}"
+    )
+
+
+def _refused(path: Path, names: str) -> DloError:
+    return DloError(f"refusing {path}: pickle global {names} not allowed; nothing executed")
+
+
+def _unreadable(path: Path, error: Exception) -> DloError:
+    found = re.search(r"(?:GLOBAL|global) ([\w.]+)", str(error))
+    if isinstance(error, pickle.UnpicklingError) and found:
+        return _refused(path, found.group(1))
+    reason = str(error).split("\n", 1)[0]
+    return DloError(f"cannot read the checkpoint {path}: {reason}; it may be truncated: try an earlier one")

@@ -1,0 +1,29 @@
+"""``dlo configs``: the shipped configs, each with the first line of its opening comment."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from dlo_framework.cli.shipped import resolve_config, shipped_configs
+
+
+def main(argv: list[str]) -> int:
+    """Lists the shipped configs, or prints the one that is named, to copy and change."""
+    parser = argparse.ArgumentParser(prog="dlo configs", description="List the shipped configs, or print one.")
+    parser.add_argument("name", nargs="?", help="print this config: dlo configs quickstart > my.yaml")
+    name = parser.parse_args(argv).name
+    if name:
+        print(Path(resolve_config(name)).read_text(), end="")
+        return 0
+    found = shipped_configs()
+    width = max(map(len, found), default=0)
+    for key, path in found.items():
+        print(f"{key:<{width}}  {first_comment(path)}")
+    return 0
+
+
+def first_comment(path: Path) -> str:
+    """Returns the first line of a config's opening comment, without its ``#``."""
+    line = path.read_text().split("\n", 1)[0]
+    return line.lstrip("# ") if line.startswith("#") else ""

@@ -1,0 +1,194 @@
+"""LightningCLI as dlo runs it: any model and data by class path, one run folder, checks before anything starts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, NoReturn
+
+from lightning.pytorch import LightningDataModule, LightningModule, Trainer
+from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
+from lightning.pytorch.loggers import TensorBoardLogger
+from lightning.pytorch.plugins import CheckpointIO
+from lightning.pytorch.strategies import StrategyRegistry
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+
+from dlo_framework import runs
+from dlo_framework.checkpoint import SafeCheckpointIO, refuse_unsafe
+from dlo_framework.cli.scan import Scan
+from dlo_framework.defaults import add_default_callbacks
+from dlo_framework.errors import DloError, did_you_mean
+from dlo_framework.watch.clock import StepClock
+
+#: Keys of dlo's own, beside LightningCLI's.
+DEFAULT_SEED = 42
+
+
+class ParseError(Exception):
+    """A command line or config that the parser refuses; :mod:`dlo_framework.cli.messages` explains it.
+
+    Not a ValueError: jsonargparse takes those for "this type does not fit, try the next".
+    """
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message)
+        self.known_keys: list[str] = []
+
+
+class DloParser(LightningArgumentParser):
+    """Lightning's parser, which raises instead of printing its usage and exiting."""
+
+    def error(self, message: str, ex: Exception | None = None) -> NoReturn:
+        """Raises a :class:`ParseError`."""
+        raise ParseError(message) from ex
+
+
+class DloCLI(LightningCLI):
+    """LightningCLI with dlo's defaults. See its own documentation for the hooks; here are only the differences.
+
+    Args:
+        found: the scanned command line; its plug-ins have been imported.
+    """
+
+    def __init__(self, found: Scan) -> None:
+        self.command = found.argv[0]
+        self.config_paths = list(found.configs)
+        self.run_folder: Path | None = None
+        super().__init__(
+            model_class=LightningModule,
+            datamodule_class=LightningDataModule,
+            subclass_mode_model=True,
+            subclass_mode_data=True,
+            parser_class=DloParser,
+            parser_kwargs={"prog": "dlo", "allow_abbrev": False, "description": "Train with plug-ins that the config names."},
+            seed_everything_default=DEFAULT_SEED,
+            save_config_callback=None,  # defaults.RunRecord does it, into the run folder.
+            args=found.argv,
+        )
+
+    def subcommands(self) -> dict[str, set[str]]:  # type: ignore[override]
+        """Returns the one command that was given: building the parsers of the others takes seconds."""
+        return {self.command: LightningCLI.subcommands()[self.command]}
+
+    def add_core_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
+        """As Lightning's, but data is optional: a LightningModule may bring its own loaders."""
+        parser.add_lightning_class_args(self.trainer_class, "trainer")
+        parser.add_lightning_class_args(LightningModule, "model", subclass_mode=True)
+        parser.add_lightning_class_args(LightningDataModule, "data", subclass_mode=True, required=False)
+
+    def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
+        """Adds the keys that are dlo's own."""
+        parser.add_argument(
+            "--plugins",
+            type=list[str] | str | None,
+            default=None,
+            help="modules and files of your own to import: [my_pkg.mod, ./file.py]",
+        )
+        parser.add_argument("--run.dir", type=str, default="runs", help="the folder that holds all runs")
+        parser.add_argument(
+            "--run.name", type=str | None, default=None, help="the run's name (default: the config's file name)"
+        )
+
+    def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
+        """Parses; Lightning warns here about arguments that do not come from ``sys.argv``, and ours need not.
+
+        Raises:
+            ParseError: with the keys that would have been right.
+        """
+        try:
+            self.config = parser.parse_args(args)
+        except ParseError as error:
+            error.known_keys = [action.dest for action in self._subcommand_parsers[self.command]._actions]
+            raise
+
+    def _parse_ckpt_path(self) -> None:
+        """Finds the checkpoint that ``--ckpt_path`` names, and refuses an unsafe one, before anything starts.
+
+        Lightning's takes the model's hyperparameters from the checkpoint and lets them override the config; dlo
+        does what the config says.
+        """
+        config = self.config[self.command]
+        if not config.ckpt_path:
+            return
+        if config.ckpt_path in ("last", "best"):
+            config.ckpt_path = str(runs.find_checkpoint(self._runs(), config.ckpt_path))
+        if not Path(config.ckpt_path).exists():
+            raise DloError(f"no checkpoint {config.ckpt_path}; give a path, or 'last' or 'best'")
+        refuse_unsafe(Path(config.ckpt_path))
+
+    def _runs(self) -> Path:
+        """Returns the folder of this config's runs: ``runs/quickstart``."""
+        config = self.config[self.command]
+        name = config.run.name or (Path(self.config_paths[-1]).stem if self.config_paths else "default")
+        return Path(config.run.dir) / name
+
+    def instantiate_classes(self) -> None:
+        """Builds model, data and trainer, then lets each check what the others bring."""
+        super().instantiate_classes()
+        for part, arguments in ((self.datamodule, ()), (self.model, (self.datamodule,))):
+            check = getattr(part, "check", None)
+            if callable(check):
+                check(*arguments)
+
+    def instantiate_trainer(self, **kwargs: Any) -> Trainer:
+        """Builds the trainer with the run's folder, logger, checkpoints and watchers."""
+        config = self._get(self.config_init, "trainer")
+        callbacks = config.get("callbacks") or []
+        callbacks = list(callbacks) if isinstance(callbacks, list) else [callbacks]
+        _check_strategy(config.get("strategy"))
+        kwargs["plugins"] = _with_checkpoint_io(config.get("plugins"))
+        if self.command != "fit" or config.get("fast_dev_run"):
+            if config.get("logger") in (None, True):
+                kwargs["logger"] = False
+            return self._build_trainer(kwargs)
+        self.run_folder = self._resumed_run() or runs.new_run(self._runs())
+        if config.get("logger") in (None, True):
+            kwargs["logger"] = TensorBoardLogger(self.run_folder, name="", version="", default_hp_metric=False)
+        kwargs["callbacks"] = add_default_callbacks(
+            callbacks,
+            run_folder=self.run_folder,
+            model=self.model,
+            config=self.parser.dump(self.config, skip_none=True, skip_link_targets=False),
+            progress_bar=config.get("enable_progress_bar") is not False,
+            checkpoints=config.get("enable_checkpointing") is not False,
+        )
+        kwargs["default_root_dir"] = config.get("default_root_dir") or str(self.run_folder)
+        if config.get("profiler") is None:
+            kwargs["profiler"] = StepClock()
+        return self._build_trainer(kwargs)
+
+    def _build_trainer(self, kwargs: dict[str, Any]) -> Trainer:
+        """Builds the trainer; what it refuses is the user's to mend."""
+        try:
+            return super().instantiate_trainer(**kwargs)
+        except DloError:
+            raise
+        except (MisconfigurationException, ValueError) as error:
+            raise DloError(f"trainer: {error}") from error
+
+    def _resumed_run(self) -> Path | None:
+        """Returns the run folder that ``--ckpt_path`` lies in, if it is one of this config's runs."""
+        path = self.config[self.command].ckpt_path
+        if not path or Path(path).parent.name != runs.CHECKPOINTS:
+            return None
+        run = Path(path).parent.parent
+        return run if run.parent.resolve() == self._runs().resolve() else None
+
+
+def _check_strategy(strategy: Any) -> None:
+    """Raises a DloError, with the nearest match, for a strategy's name that nobody has registered."""
+    if not isinstance(strategy, str):
+        return
+    known = ["auto", *StrategyRegistry.available_strategies()]
+    if strategy not in known:
+        shown = [name for name in known if "spawn" not in name and "fork" not in name and "find_unused" not in name]
+        raise DloError(
+            f"unknown strategy '{strategy}'{did_you_mean(strategy, known)}; available: {', '.join(shown)}"
+        )
+
+
+def _with_checkpoint_io(plugins: Any) -> list[Any]:
+    """Returns Lightning's ``plugins`` with dlo's checkpoint reader and writer, unless the user brings one."""
+    given = plugins if isinstance(plugins, list) else [plugins] if plugins is not None else []
+    if any(isinstance(plugin, CheckpointIO) for plugin in given):
+        return given
+    return [*given, SafeCheckpointIO()]

@@ -1,0 +1,109 @@
+"""The entry point of ``dlo``: it looks at the first word and imports only what that word needs."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+from dlo_framework._version import __version__
+from dlo_framework.errors import DloError, did_you_mean
+
+RUN_COMMANDS = {
+    "fit": "train a model, validating as it goes",
+    "validate": "evaluate a checkpoint on the validation data",
+    "test": "evaluate a checkpoint on the test data",
+    "predict": "run a checkpoint on data without targets",
+}
+OTHER_COMMANDS = {
+    "plugins": "list the plug-ins, show one, or write a new one",
+    "configs": "list the shipped configs, or print one",
+}
+
+HELP = """usage: dlo COMMAND [options]
+
+Every technique for training large models is a plug-in that one line of YAML switches on.
+
+commands:
+{commands}
+
+options:
+  -h, --help   this text; `dlo COMMAND --help` has the options of a command
+  --version    the versions of dlo and of everything under it
+
+examples:
+  dlo fit --config quickstart
+  dlo fit --config my.yaml --trainer.max_epochs 5
+  dlo fit --config my.yaml --ckpt_path last
+  dlo validate --config my.yaml --ckpt_path best
+  dlo plugins show OneCycle"""
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Runs ``dlo``.
+
+    Args:
+        argv: the words after ``dlo``; the process's own where None.
+
+    Returns:
+        The exit code: 0 on success, 2 for bad input, 130 and 143 after Ctrl-C and SIGTERM.
+    """
+    words = sys.argv[1:] if argv is None else argv
+    try:
+        return _dispatch(words)
+    except DloError as error:
+        return _refuse(error)
+    except BrokenPipeError:
+        # The reader of our output, `dlo plugins | head` say, has gone: that is not an error of ours.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+
+
+def _dispatch(words: list[str]) -> int:
+    command = words[0] if words else "--help"
+    if command in ("-h", "--help"):
+        commands = RUN_COMMANDS | OTHER_COMMANDS
+        print(HELP.format(commands="\n".join(f"  {name:<12} {text}" for name, text in commands.items())))
+        return 0
+    if command == "--version":
+        from dlo_framework.versions import format_versions
+
+        print(format_versions())
+        return 0
+    if command == "plugins":
+        from dlo_framework.cli import plugins_command
+
+        return plugins_command.main(words[1:])
+    if command == "configs":
+        from dlo_framework.cli import configs_command
+
+        return configs_command.main(words[1:])
+    if command in RUN_COMMANDS:
+        from dlo_framework.cli.run import run
+
+        return run(words)
+    known = [*RUN_COMMANDS, *OTHER_COMMANDS]
+    raise DloError(f"unknown command '{command}'{did_you_mean(command, known)}; available: {', '.join(known)}")
+
+
+def _refuse(error: DloError) -> int:
+    message = worker_message(error)
+    rank = os.environ.get("RANK") or os.environ.get("LOCAL_RANK")
+    where = f" (rank {rank})" if rank not in (None, "0") else ""
+    print(f"dlo {__version__}: error{where}: {message}", file=sys.stderr)
+    return 2
+
+
+def worker_message(error: BaseException) -> str:
+    """Returns an error's own message, also where a loader's worker has wrapped its traceback around it.
+
+    torch re-raises a worker's exception as ``Type("Caught Type in DataLoader worker process 0.\\nOriginal
+    Traceback ...\\npackage.Type: message")``; the user's message is what stands behind the last type name.
+    """
+    text = str(error)
+    if "Original Traceback" not in text:
+        return text
+    return text.rsplit(f"{type(error).__name__}: ", 1)[-1].strip()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,183 @@
+"""Saying what is wrong with a config: the file, the key, what was given, and the nearest that would be right.
+
+jsonargparse finds that something is wrong; its text tells types of types. So, once it has refused, the configs are
+walked again by the classes' own signatures, and the first fault that a reader can act on is told. Only what the
+walk does not know, wrong types mostly, is taken from jsonargparse's text, in one line.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import re
+from collections.abc import Iterator
+from typing import Any
+
+from dlo_framework.cli.lightning_cli import ParseError
+from dlo_framework.cli.scan import Scan
+from dlo_framework.errors import DloError, did_you_mean
+from dlo_framework.registry import Registry
+
+#: What the class named under a key must be.
+KINDS = {
+    "model": "task",
+    "data": "data",
+    "trainer.callbacks": "callback",
+    "trainer.strategy": "strategy",
+}
+
+
+def explain(error: ParseError, found: Scan, registry: Registry) -> DloError:
+    """Returns the message for a command line or config that the parser refused."""
+    known = error.known_keys
+    for path, config in found.configs.items():
+        fault = next(_faults(config, known, registry), None)
+        if fault:
+            return DloError(f"{path}: {fault}")
+    return DloError(_in_one_line(str(error), known))
+
+
+def _faults(config: dict[str, Any], known: list[str], registry: Registry) -> Iterator[str]:
+    for name in config:
+        if not any(key == name or key.startswith(f"{name}.") for key in known):
+            yield _unknown_key(name, known)
+    trainer = config.get("trainer")
+    if isinstance(trainer, dict):
+        for name in trainer:
+            if f"trainer.{name}" not in known:
+                yield _unknown_key(f"trainer.{name}", known)
+    for key, value in _walk(config):
+        named = value.get("class_path") if isinstance(value, dict) else value if key in KINDS else None
+        if isinstance(named, str):
+            yield from _class_faults(key, named, value, registry)
+
+
+def _walk(content: Any, key: str = "") -> Iterator[tuple[str, Any]]:
+    """Yields (dotted key, value) of everything in a nest; a list's items have the list's key."""
+    if isinstance(content, dict):
+        if key:
+            yield key, content
+        for name, value in content.items():
+            yield from _walk(value, f"{key}.{name}" if key else str(name))
+    elif isinstance(content, list):
+        for value in content:
+            yield from _walk(value, key)
+    else:
+        yield key, content
+
+
+def _class_faults(key: str, class_path: str, value: Any, registry: Registry) -> Iterator[str]:
+    kind = KINDS.get(key)
+    if kind == "strategy" and isinstance(value, str):
+        return  # A name of Lightning's registry; the trainer knows those.
+    try:
+        cls = _find_class(class_path, kind, registry)
+    except DloError as error:
+        yield str(error)
+        return
+    if cls is None or not isinstance(value, dict):
+        return
+    accepted = parameters(cls)
+    for name in value.get("init_args") or {}:
+        if accepted is not None and name not in accepted:
+            yield (
+                f"unknown key '{key}.init_args.{name}' of {cls.__name__}"
+                f"{did_you_mean(name, accepted)}; it takes: {', '.join(accepted) or 'nothing'}"
+            )
+
+
+def _find_class(class_path: str, kind: str | None, registry: Registry) -> type | None:
+    """Returns the class that a class path names; None where this walk cannot tell.
+
+    Raises:
+        DloError: if there is no such class, or it may not be named.
+    """
+    if "." not in class_path:
+        if class_path in registry.names():
+            return registry.load(class_path, kind)
+        found = _imported_subclass(class_path, kind)
+        if found is None and kind is not None:
+            raise registry.unknown(class_path, kind)
+        return found
+    registry.allow_class_path(class_path)
+    module, name = class_path.rsplit(".", 1)
+    try:
+        home = importlib.import_module(module)
+    except ImportError as error:
+        raise DloError(f"class_path '{class_path}': cannot import {module}: {error}") from error
+    if not hasattr(home, name):
+        classes = [other for other, item in vars(home).items() if inspect.isclass(item)]
+        raise DloError(f"class_path '{class_path}': {module} has no {name}{did_you_mean(name, classes)}")
+    found = getattr(home, name)
+    return found if inspect.isclass(found) else None
+
+
+def _imported_subclass(name: str, kind: str | None) -> type | None:
+    """Returns an imported class by short name, Lightning's own ``ModelCheckpoint`` say, as jsonargparse does."""
+    from lightning.pytorch import Callback, LightningDataModule, LightningModule
+    from lightning.pytorch.strategies import Strategy
+
+    bases = {"callback": Callback, "task": LightningModule, "data": LightningDataModule, "strategy": Strategy}
+    stack: list[type] = [bases[kind]] if kind in bases else []
+    seen: set[type] = set()
+    while stack:
+        cls = stack.pop()
+        if cls.__name__ == name:
+            return cls
+        if cls not in seen:
+            seen.add(cls)
+            stack += cls.__subclasses__()
+    return None
+
+
+def parameters(cls: type) -> list[str] | None:
+    """Returns the names that a class's constructor takes, inherited ones too; None where it takes any."""
+    names: list[str] = []
+    for base in inspect.getmro(cls):
+        if "__init__" not in vars(base):
+            continue
+        rest = False
+        for parameter in list(inspect.signature(base.__init__).parameters.values())[1:]:  # type: ignore[misc]
+            if parameter.kind is parameter.VAR_KEYWORD:
+                rest = True
+            elif parameter.kind is not parameter.VAR_POSITIONAL and parameter.name not in names:
+                names.append(parameter.name)
+        if not rest:
+            return names
+    return None if not names else names
+
+
+def _unknown_key(key: str, known: list[str]) -> str:
+    """Returns ``unknown key 'trainer.max_epoch'; did you mean 'max_epochs'?``."""
+    parent, _, name = key.rpartition(".")
+    prefix = f"{parent}." if parent else ""
+    siblings = {other.removeprefix(prefix).split(".")[0] for other in known if other.startswith(prefix)}
+    return f"unknown key '{key}'{did_you_mean(name, siblings)}"
+
+
+def _in_one_line(message: str, known: list[str]) -> str:
+    """Returns jsonargparse's text as one line: key, what was expected, what was given."""
+    option = re.search(r"does not accept option '([^']+)'", message)
+    if option:
+        return _unknown_key(option.group(1), known)
+    stray = re.search(r"unrecognized arguments: (\S+)", message)
+    if stray:
+        name = stray.group(1).split("=")[0]
+        return f"unknown option '{name}'{did_you_mean(name, [f'--{key}' for key in known])}"
+    missing = re.search(r"arguments? (?:is|are) required: (?:\w+\.)?(\w+)", message)
+    if missing:
+        return f"no {missing.group(1)}: name one in a config (--config x.yaml) or by --{missing.group(1)} ClassName"
+    keys = re.findall(r'Parser key "([^"]+)"', message)
+    expected = dict.fromkeys(re.findall(r"Expected an? ([^\n.]+(?:\.[^\s.]+)*)", message))
+    given = re.findall(r"(?:Given value|Got value): (.*)", message)
+    if keys and expected and given:
+        types = " or ".join(_plain(text) for text in expected if "NoneType" not in text)
+        return f"{'.'.join(keys)}: expected {types}, but was {given[0].strip()!r}"
+    return " ".join(message.split())
+
+
+def _plain(text: str) -> str:
+    """Returns ``int`` for ``<class 'int'>``."""
+    found = re.search(r"<class '([^']+)'>", text)
+    return found.group(1) if found else text.strip()
+

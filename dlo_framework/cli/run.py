@@ -1,0 +1,91 @@
+"""``dlo fit | validate | test | predict``: Lightning's own command line, with dlo's plug-ins, run folder and errors."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+from dlo_framework.cli.scan import Scan, scan
+
+
+def run(argv: list[str]) -> int:
+    """Runs one command.
+
+    Args:
+        argv: the words after ``dlo``; the first is the command.
+
+    Returns:
+        The exit code.
+
+    Raises:
+        DloError: on bad input, before processes start or data loads.
+    """
+    found = scan(argv)  # Before the imports below: a missing file is told at once, not after five seconds.
+    _quiet_imports()
+    import lightning  # noqa: F401  It sets PYTORCH_NVML_BASED_CUDA_CHECK, which the next line mends.
+
+    _mend_environment()
+    from dlo_framework.cli.lightning_cli import DloCLI, ParseError
+    from dlo_framework.cli.messages import explain
+    from dlo_framework.stop import RunStopped
+
+    registry = _load_plugins(found)
+    try:
+        DloCLI(found)
+    except ParseError as error:
+        raise explain(error, found, registry) from None
+    except RunStopped as stopped:
+        print(stopped, file=sys.stderr)
+        return stopped.exit_code
+    return 0
+
+
+def _load_plugins(found: Scan) -> Any:
+    """Imports the plug-ins that the command names, and sets what else a class path may name."""
+    import jsonargparse
+
+    from dlo_framework.registry import Registry
+
+    registry = Registry()
+    registry.discover()
+    # A user's own files stand where the user runs dlo.
+    if "" not in sys.path and os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    for spec in found.plugins:
+        registry.load_user_module(spec)
+    for plugin in registry.find_named(found.strings):
+        registry.load(plugin.name, plugin.kind)
+    jsonargparse.set_parsing_settings(
+        import_path_denylist=registry.denied_import_paths(), import_path_allowlist=registry.allowed_import_paths()
+    )
+    return registry
+
+
+def _mend_environment() -> None:
+    """Undoes, where there is no NVIDIA driver, a setting of Lightning's that costs a library lookup a step.
+
+    ``import lightning`` sets ``PYTORCH_NVML_BASED_CUDA_CHECK=1`` so that ``torch.cuda.is_available()`` does not
+    start CUDA before a fork. Optimizers ask that question at each step, and without a driver each answer is a
+    failed ``dlopen`` of NVML: a third of a small model's step. Without a driver there is no CUDA to start.
+    """
+    if sys.platform == "linux" and not Path("/proc/driver/nvidia/version").exists():
+        os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "0"
+
+
+def _quiet_imports() -> None:
+    """Silences warnings of other libraries that no user of dlo can act on."""
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+    warnings.filterwarnings("ignore", message=".*pkg_resources is deprecated.*")
+    warnings.filterwarnings("ignore", message=".*does not have many workers.*")
+    warnings.filterwarnings("ignore", message=".*LeafSpec.* is deprecated.*")
+    logging.getLogger("lightning.pytorch.utilities.rank_zero").addFilter(_is_news)
+
+
+def _is_news(record: logging.LogRecord) -> bool:
+    """Returns False for Lightning's lines that are no news: its tips, and accelerators that nobody asked for."""
+    text = record.getMessage()
+    return not (text.startswith("💡 Tip") or text.startswith(("TPU available: False", "HPU available: False")))

@@ -1,0 +1,36 @@
+"""Finding a config by path, or by name among those that ship with dlo."""
+
+from __future__ import annotations
+
+from importlib import resources
+from pathlib import Path
+
+from dlo_framework.errors import DloError, did_you_mean
+
+
+def shipped_configs() -> dict[str, Path]:
+    """Returns the shipped configs: name without ending (``quickstart``, ``imagenet/coatnet_0``) to path."""
+    root = Path(str(resources.files("dlo_framework.configs")))
+    return {path.relative_to(root).with_suffix("").as_posix(): path for path in sorted(root.rglob("*.yaml"))}
+
+
+def resolve_config(name: str) -> str:
+    """Returns the path of the config ``name``: a file of the user's, or a shipped config's name.
+
+    Raises:
+        DloError: if it is neither; the message names the nearest of each.
+    """
+    if Path(name).is_file():
+        return name
+    shipped = shipped_configs()
+    key = name.removesuffix(".yaml").removesuffix(".yml")
+    if key in shipped:
+        return str(shipped[key])
+    short = key.removeprefix("configs/")
+    if short in shipped:
+        hint = f"; the shipped one is called '{short}': --config {short}"
+    else:
+        folder = Path(name).parent
+        beside = [str(path) for path in folder.glob("*.y*ml")] if folder.is_dir() else []
+        hint = did_you_mean(key, shipped) or did_you_mean(name, beside)
+    raise DloError(f"no config '{name}': neither a file nor a shipped config{hint}; `dlo configs` lists the shipped")

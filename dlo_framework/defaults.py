@@ -1,0 +1,59 @@
+"""The callbacks that every ``dlo fit`` has, unless the config brings its own of the same kind."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from lightning.pytorch import Callback, LightningModule
+from lightning.pytorch.callbacks import ModelCheckpoint, ProgressBar
+
+from dlo_framework import runs
+from dlo_framework.resume import ExactResume
+from dlo_framework.stop import GracefulStop
+from dlo_framework.watch.bar import RunBar
+from dlo_framework.watch.monitor import RunMonitor
+from dlo_framework.watch.summary import RunRecord
+
+
+def add_default_callbacks(
+    callbacks: list[Callback],
+    *,
+    run_folder: Path,
+    model: LightningModule,
+    config: str = "",
+    progress_bar: bool = True,
+    checkpoints: bool = True,
+) -> list[Callback]:
+    """Returns ``callbacks`` with dlo's own beside them.
+
+    Args:
+        callbacks: the user's; one of the same class as a default takes its place.
+        run_folder: where the run keeps its files.
+        model: names the metric that tells the best checkpoint, by ``best_metric = ("val_acc1", "max")``.
+        config: the resolved config as YAML, to be kept with the run.
+        progress_bar: whether to draw a bar.
+        checkpoints: whether to save any.
+    """
+    monitor = next((callback for callback in callbacks if isinstance(callback, RunMonitor)), RunMonitor())
+    defaults: list[Callback] = [monitor, ExactResume(), RunRecord(run_folder, config, monitor)]
+    if progress_bar and not any(isinstance(callback, ProgressBar) for callback in callbacks):
+        defaults.append(RunBar())
+    if checkpoints:
+        if not any(isinstance(callback, ModelCheckpoint) for callback in callbacks):
+            defaults.append(default_checkpoint(run_folder, model))
+        defaults.append(GracefulStop(run_folder / runs.CHECKPOINTS))
+    return callbacks + [callback for callback in defaults if callback not in callbacks]
+
+
+def default_checkpoint(run_folder: Path, model: LightningModule) -> ModelCheckpoint:
+    """Returns Lightning's ModelCheckpoint that keeps the best and the last checkpoint of a run."""
+    metric, mode = getattr(model, "best_metric", None) or (None, "min")
+    return ModelCheckpoint(
+        dirpath=run_folder / runs.CHECKPOINTS,
+        filename="epoch={epoch}-step={step}" + (f"-{metric}={{{metric}:.4f}}" if metric else ""),
+        auto_insert_metric_name=False,
+        monitor=metric,
+        mode=mode,
+        save_top_k=1,
+        save_last=True,
+    )

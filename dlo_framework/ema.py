@@ -1,0 +1,158 @@
+"""An exponential moving average (EMA) of a model's weights, evaluated in the weights' stead.
+
+The averaging of Polyak & Juditsky (1992), as vision recipes use it. Lightning's own `EMAWeightAveraging`
+(2.6.6) is not used because it keeps the average on the CPU when a GPU trains (it is built before the model
+moves), builds the model outside the strategy's context, tests the un-averaged weights with `trainer.test`
+after a fit, and loses the trained weights in a checkpoint that is saved after training ends or during
+validation: such a run does not resume bit for bit. The layout of a checkpoint is Lightning's: `state_dict`
+holds the average, which is what evaluation and export want, and `current_model_state` the trained weights.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.trainer.states import TrainerFn
+from torch import Tensor
+from torch.optim.swa_utils import get_ema_multi_avg_fn
+
+from dlo_framework.errors import DloError
+
+_CURRENT = "current_model_state"
+_STATE = "averaging_state"
+
+
+class WeightEMA(Callback):
+    """Averages the weights after each optimizer step, and evaluates and saves the average.
+
+    Validation runs on the average; training goes on with the trained weights. When training ends, the module
+    holds the average. Works under any strategy that keeps parameters as tensors of the module: each rank
+    averages what it holds.
+
+    Args:
+        decay: Weight of the old average in each step, in [0, 1). The average spans about `1 / (1 - decay)`
+            steps: 0.9999 suits runs of 100,000 steps or more; in shorter ones it would still hold the start.
+
+    Raises:
+        DloError: if `decay` lies outside [0, 1).
+    """
+
+    def __init__(self, decay: float = 0.9999) -> None:
+        if not 0 <= decay < 1:
+            raise DloError(
+                f"the EMA decay lies in [0, 1), given {decay}; 0.9999 is usual, 0.999 for short runs"
+            )
+        self.decay = decay
+        self._update = get_ema_multi_avg_fn(decay)
+        self._average: list[Tensor] | None = None
+        self._updates = 0
+        self._last_step = 0
+        self._swapped = False
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Forgets an earlier run's average: its module holds it."""
+        self._average, self._updates, self._swapped = None, 0, False
+
+    def on_load_checkpoint(
+        self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        """Takes the average out of the module, which has just loaded it, and loads the trained weights."""
+        if _CURRENT not in checkpoint or trainer.state.fn != TrainerFn.FITTING:
+            return
+        self._average = [tensor.detach().clone() for tensor in _tensors(pl_module)]
+        self._updates = int(checkpoint[_STATE]["n_averaged"])
+        trained = {**checkpoint, "state_dict": checkpoint[_CURRENT]}
+        trainer.strategy.load_model_state_dict(trained, strict=pl_module.strict_loading)
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Starts the average at the weights, now on their device, unless it was loaded."""
+        tensors = _tensors(pl_module)
+        self._last_step = trainer.global_step
+        loaded = self._average
+        if loaded is None:
+            self._average = [tensor.detach().clone() for tensor in tensors]
+        else:
+            self._average = [old.to(new.device) for old, new in zip(loaded, tensors, strict=True)]
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Updates the average if the batch ended an optimizer step."""
+        if trainer.global_step == self._last_step or self._average is None:
+            return
+        self._last_step = trainer.global_step
+        with torch.no_grad():
+            self._step(_tensors(pl_module), self._average)
+        self._updates += 1
+
+    def _step(self, tensors: list[Tensor], average: list[Tensor]) -> None:
+        pairs = list(zip(average, tensors, strict=True))
+        floating = [(a, t) for a, t in pairs if t.is_floating_point() and self._updates > 0]
+        if floating:
+            self._update([a for a, _ in floating], [t for _, t in floating], self._updates)
+        for old, new in pairs:
+            # Before the first update the average is only the start; counters are never averaged.
+            if self._updates == 0 or not new.is_floating_point():
+                old.copy_(new)
+
+    def on_validation_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Puts the average in the module."""
+        self._swap_to(pl_module, average=True)
+
+    def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Puts the trained weights back in the module."""
+        self._swap_to(pl_module, average=False)
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Leaves the average in the module; a checkpoint saved from here on still holds both."""
+        self._swap_to(pl_module, average=True)
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """Puts the trained weights back if a validation was interrupted."""
+        self._swap_to(pl_module, average=False)
+
+    def on_save_checkpoint(
+        self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        """Saves the average as `state_dict` and the trained weights beside it."""
+        if self._average is None:
+            return
+        checkpoint[_CURRENT], checkpoint["state_dict"] = self._both_states(trainer, pl_module, checkpoint)
+        checkpoint[_STATE] = {"n_averaged": self._updates}
+
+    def average_only(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        """Puts the average in a weights-only checkpoint, for which Lightning calls no callback."""
+        if self._average is not None and _CURRENT not in checkpoint:
+            _, checkpoint["state_dict"] = self._both_states(trainer, pl_module, checkpoint)
+
+    def _both_states(
+        self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
+    ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """Returns the trained and the averaged state; the module keeps whichever it holds.
+
+        The strategy gathers the state that the module does not hold, as it gathered the one that it does.
+        """
+        held, swapped = checkpoint["state_dict"], self._swapped
+        self._swap_to(pl_module, average=not swapped)
+        other = {
+            name: value.detach().clone()
+            for name, value in trainer.strategy.lightning_module_state_dict().items()
+        }
+        self._swap_to(pl_module, average=swapped)
+        return (other, held) if swapped else (held, other)
+
+    @torch.no_grad()
+    def _swap_to(self, pl_module: LightningModule, *, average: bool) -> None:
+        if self._average is None or self._swapped == average:
+            return
+        for ours, theirs in zip(self._average, _tensors(pl_module), strict=True):
+            held = theirs.detach().clone()
+            theirs.copy_(ours)
+            ours.copy_(held)
+        self._swapped = average
+
+
+def _tensors(module: LightningModule) -> list[Tensor]:
+    return [*(parameter.detach() for parameter in module.parameters()), *module.buffers()]

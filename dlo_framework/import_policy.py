@@ -1,0 +1,77 @@
+"""What a config may name: the allow-list on class paths.
+
+A class path in YAML is an import, and an import runs code. So dlo refuses every path outside the plug-ins
+that the run has loaded, the modules its user lists under ``plugins:``, and the libraries below, before
+anything of it is imported.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from dlo_framework.errors import DloError, nearest
+
+#: Packages whose classes a config may always name.
+ALLOWED_ROOTS = (
+    "torch",
+    "torchvision",
+    "lightning",
+    "timm",
+    "transformers",
+    "dlo_framework",
+    "dlo_plugins",
+    "dlo_tasks",
+)
+
+#: Parts of them that run, unpickle or download what an argument names; training needs none of them in YAML.
+DENIED_PATHS = (
+    "torch.hub",
+    "torch.jit.load",
+    "torch.jit._serialization",
+    "torch.load",
+    "torch.multiprocessing",
+    "torch.package",
+    "torch.serialization",
+    "torch.distributed.launcher",
+    "torch.distributed.run",
+    "torch.utils.cpp_extension",
+    "torch.utils.model_zoo",
+)
+
+#: Packages that hold the same classes under a name that Lightning's own type checks do not accept.
+_RENAMED = {"pytorch_lightning": "lightning.pytorch", "lightning_fabric": "lightning.fabric"}
+
+
+def check_class_path(path: str, allowed: Iterable[str]) -> None:
+    """Refuses a class path that stands under none of ``allowed``, or under one of :data:`DENIED_PATHS`.
+
+    Args:
+        path: a class path from a config. A short name, without a dot, passes: only loaded classes have one.
+        allowed: modules and packages; each covers everything below it. The longest prefix decides.
+
+    Raises:
+        DloError: where it is refused, with what to do about it.
+    """
+    if "." not in path:
+        return
+    verdicts = dict.fromkeys(allowed, True) | dict.fromkeys(DENIED_PATHS, False)
+    parts = path.split(".")
+    prefixes = [".".join(parts[:count]) for count in range(len(parts), 0, -1)]
+    if next((verdicts[prefix] for prefix in prefixes if prefix in verdicts), False):
+        return
+    denied = next((prefix for prefix in prefixes if prefix in DENIED_PATHS), None)
+    if denied:
+        raise DloError(f"class_path '{path}' is refused: '{denied}' runs or loads what its arguments name")
+    raise DloError(
+        f"class_path '{path}' is refused: a config may name plug-ins, modules listed under plugins:, and "
+        f"{', '.join(ALLOWED_ROOTS)}; {_fix(path, parts)}"
+    )
+
+
+def _fix(path: str, parts: list[str]) -> str:
+    if parts[0] in _RENAMED:
+        return f"write '{'.'.join([_RENAMED[parts[0]], *parts[1:]])}'"
+    near = nearest(parts[0], ALLOWED_ROOTS)
+    if near:
+        return f"did you mean '{'.'.join([near, *parts[1:]])}'?"
+    return f"if you trust it, add 'plugins: [{path.rpartition('.')[0]}]' to the config"

@@ -1,0 +1,298 @@
+"""How a model may be cut: pure data that tensor, pipeline and context parallelism and FSDP all read.
+
+A plan names parts of a model by patterns. A pattern is a dotted module or parameter name in which `*` stands
+for exactly one name between dots, `**` for any number of them, and `?` and `[...]` work as in a shell:
+`blocks.*` is `blocks.0` and `blocks.11`, not `blocks.0.attn`. What a pattern matches it owns with all below
+it.
+"""
+
+from __future__ import annotations
+
+import enum
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import TYPE_CHECKING
+
+from dlo_framework.errors import DloError, did_you_mean
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+
+class Rule(enum.StrEnum):
+    """What tensor parallelism does with a module or parameter (Shoeybi et al. 2019, arXiv 1909.08053)."""
+
+    COLUMN = "column"
+    """Output features split over ranks, and the bias with them; the output stays split."""
+    ROW = "row"
+    """Input features split; partial outputs are summed over ranks and the bias is added once."""
+    QKV = "qkv"
+    """Fused projection, output `[3, heads, head_dim]`: whole heads of each of the three go to a rank."""
+    QKV_BY_HEAD = "qkv_by_head"
+    """Fused projection, output `[heads, 3, head_dim]`: a rank's heads are contiguous."""
+    HEADS = "heads"
+    """Column, cut between whole query heads."""
+    KV_HEADS = "kv_heads"
+    """Column, cut between whole key/value heads (fewer than query heads in grouped-query attention)."""
+    LAST_DIM_HEADS = "last_dim_heads"
+    """A tensor whose last dim is one entry a head, such as a table of relative position biases."""
+    VOCAB = "vocab"
+    """Embedding rows, or the logits' columns, split over the vocabulary."""
+    SEQUENCE = "sequence"
+    """Works on activations split along the sequence; its own parameters are whole on each rank."""
+    REPLICATE = "replicate"
+    """Whole on each rank. What no pattern matches is replicated."""
+
+
+@dataclass(frozen=True)
+class ParallelPlan:
+    """Says how a model may be cut. Names are relative to the model itself (a task's `model`).
+
+    Args:
+        blocks: Patterns of the repeated blocks: the unit of sharding, recomputation, compile and pipeline
+            split.
+        stem: Patterns of what runs before the first block, and goes with the first pipeline stage.
+        head: Patterns of what runs after the last block, and goes with the last pipeline stage.
+        tensor: Pattern to :class:`Rule`, or its name; the first that matches a name, or a parent of it,
+            holds.
+        attention: Patterns of the attention modules, where context parallelism hooks in and heads are
+            counted.
+        tied: Groups of parameter names that share one tensor, such as an embedding and the output projection.
+
+    Raises:
+        DloError: for a rule that does not exist, or a tied group of fewer than two names.
+    """
+
+    blocks: tuple[str, ...] = ()
+    stem: tuple[str, ...] = ()
+    head: tuple[str, ...] = ()
+    tensor: Mapping[str, Rule | str] = field(default_factory=dict, hash=False)
+    attention: tuple[str, ...] = ()
+    tied: tuple[tuple[str, ...], ...] = ()
+
+    def __post_init__(self) -> None:
+        for name in ("blocks", "stem", "head", "attention"):
+            given = getattr(self, name)
+            object.__setattr__(self, name, (given,) if isinstance(given, str) else tuple(given))
+        object.__setattr__(self, "tensor", {pattern: _rule(rule) for pattern, rule in self.tensor.items()})
+        object.__setattr__(self, "tied", tuple(tuple(group) for group in self.tied))
+        for group in self.tied:
+            if len(set(group)) < 2:
+                raise DloError(f"a tied group names at least two parameters, given {list(group)}; drop it")
+
+    @classmethod
+    def infer(cls, module: nn.Module) -> ParallelPlan:
+        """Finds a plan without tensor rules for any module that repeats one class of block.
+
+        Blocks are the children of one class in `ModuleList` or `Sequential` containers: of all the classes
+        for which everything else is registered before the first or after the last block, that with the most
+        blocks. Parameters held directly by the blocks' parents count as stem.
+
+        Raises:
+            DloError: if no class of blocks repeats so.
+        """
+        for blocks in sorted(_repeated(module), key=len, reverse=True):
+            sides = _sides(module, blocks)
+            if sides is not None:
+                return cls(blocks=tuple(blocks), stem=sides[0], head=sides[1], tied=tied_groups(module))
+        raise DloError(
+            f"{type(module).__name__} has no run of two or more blocks of one class in a ModuleList or"
+            " Sequential; name them in Task.parallel_plan: ParallelPlan(blocks=(...), stem=(...), head=(...))"
+        )
+
+    def block_names(self, module: nn.Module) -> list[str]:
+        """Returns the names of the blocks in the order in which `module` registers them."""
+        return [name for name, _ in module.named_modules() if name and _any_match(self.blocks, name)]
+
+    def attention_names(self, module: nn.Module) -> list[str]:
+        """Returns the names of the attention modules in the order in which `module` registers them."""
+        return [name for name, _ in module.named_modules() if name and _any_match(self.attention, name)]
+
+    def rule_for(self, name: str) -> Rule:
+        """Returns the rule of a module or parameter: the first pattern that matches it or a parent of it."""
+        for pattern, rule in self.tensor.items():
+            if _owns(pattern, name):
+                return _rule(rule)
+        return Rule.REPLICATE
+
+    def owners(self, name: str) -> list[str]:
+        """Returns which of `"stem"`, `"blocks"` and `"head"` own a parameter; exactly one in a valid plan."""
+        parts = {"stem": self.stem, "blocks": self.blocks, "head": self.head}
+        return [part for part, patterns in parts.items() if any(_owns(pattern, name) for pattern in patterns)]
+
+    def validate(self, module: nn.Module) -> None:
+        """Checks that the plan fits `module`, which may be on the meta device, before anything is cut.
+
+        Raises:
+            DloError: for a pattern that matches nothing, blocks within blocks, a parameter or buffer with no
+                owner or with two, and tied groups that are not the tensors that are in fact shared.
+        """
+        tensors = dict(_named_tensors(module))
+        names = [name for name, _ in module.named_modules() if name]
+        self._check_patterns(names, list(tensors))
+        blocks = self.block_names(module)
+        inner = next((name for name in blocks if any(name.startswith(other + ".") for other in blocks)), None)
+        if inner:
+            raise DloError(f"blocks {list(self.blocks)} match '{inner}', which lies inside another block")
+        for name in tensors:
+            self._check_owner(name, names)
+        self._check_tied(module, tensors)
+
+    def _check_patterns(self, modules: list[str], tensors: list[str]) -> None:
+        known = [*modules, *tensors]
+        for part in ("blocks", "attention"):
+            for pattern in getattr(self, part):
+                _check_matches(part, pattern, modules)
+        for part in ("stem", "head", "tensor"):
+            for pattern in getattr(self, part):
+                _check_matches(part, pattern, known)
+
+    def _check_owner(self, name: str, modules: list[str]) -> None:
+        owners = self.owners(name)
+        if len(owners) == 1:
+            return
+        top = name.split(".")[0]
+        if not owners:
+            raise DloError(
+                f"each parameter belongs to stem, blocks or head, '{name}' to none of them; add '{top}' to"
+                f" stem (if it runs before '{next(iter(self.blocks), 'the blocks')}') or to head"
+            )
+        raise DloError(
+            f"each parameter belongs to one of stem, blocks and head, '{name}' to {' and '.join(owners)};"
+            f" take the pattern that matches it out of {owners[-1]}"
+        )
+
+    def _check_tied(self, module: nn.Module, tensors: Mapping[str, Tensor]) -> None:
+        for group in self.tied:
+            for name in group:
+                if name not in tensors:
+                    raise DloError(f"tied names no parameter '{name}'{did_you_mean(name, tensors)}")
+            other = next((name for name in group if tensors[name] is not tensors[group[0]]), None)
+            if other:
+                raise DloError(
+                    f"tied parameters share one tensor, '{group[0]}' and '{other}' are two; tie them in the"
+                    f" model (one nn.Parameter under both names) or take the group out of the plan"
+                )
+        declared = [set(group) for group in self.tied]
+        for shared in tied_groups(module):
+            apart = len({self._place(name) for name in shared}) > 1
+            if apart and not any(set(shared) <= group for group in declared):
+                raise DloError(
+                    f"{list(shared)} share one tensor and lie in different parts; add them to tied"
+                )
+
+    def _place(self, name: str) -> str:
+        """The block that holds a parameter, or else the part that owns it."""
+        return _block_of(self.blocks, name) or self.owners(name)[0]
+
+
+def tied_groups(module: nn.Module) -> tuple[tuple[str, ...], ...]:
+    """Returns the groups of parameter names of `module` that share one tensor, in order of registration."""
+    groups: dict[int, list[str]] = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        groups.setdefault(id(parameter), []).append(name)
+    return tuple(tuple(names) for names in groups.values() if len(names) > 1)
+
+
+@lru_cache(maxsize=4096)
+def _regex(pattern: str) -> re.Pattern[str]:
+    """Compiles a pattern: `*` is one name, `**` any number of them."""
+    out, rest = "", pattern
+    while rest:
+        found = re.match(r"\*\*|\*|\?|\[!?[^\]]+\]", rest)
+        token = found.group() if found else rest[0]
+        wild = {"**": ".*?", "*": "[^.]+", "?": "[^.]"}
+        if token in wild:
+            out += wild[token]
+        elif found:
+            out += token.replace("[!", "[^")
+        else:
+            out += re.escape(token)
+        rest = rest[len(token) :]
+    return re.compile(out)
+
+
+def _owns(pattern: str, name: str) -> bool:
+    """Whether `pattern` matches `name` or a parent of it."""
+    return _owned_prefix(pattern, name) is not None
+
+
+@lru_cache(maxsize=65536)
+def _owned_prefix(pattern: str, name: str) -> str | None:
+    found = re.match(f"(?:{_regex(pattern).pattern})(?=\\.|$)", name)
+    return found.group() if found else None
+
+
+def _any_match(patterns: Iterable[str], name: str) -> bool:
+    return any(_regex(pattern).fullmatch(name) for pattern in patterns)
+
+
+def _block_of(blocks: Iterable[str], name: str) -> str | None:
+    return next((prefix for p in blocks if (prefix := _owned_prefix(p, name)) is not None), None)
+
+
+def _rule(rule: Rule | str) -> Rule:
+    try:
+        return Rule(rule)
+    except ValueError:
+        raise DloError(
+            f"unknown tensor rule '{rule}'{did_you_mean(str(rule), list(Rule))}; available: {', '.join(Rule)}"
+        ) from None
+
+
+def _check_matches(part: str, pattern: str, names: list[str]) -> None:
+    if not any(_any_match((pattern,), name) for name in names):
+        # Numbers are what `*` mostly stands for, so the nearest name is sought among names without them.
+        shapes = dict.fromkeys(re.sub(r"\.\d+(?=\.|$)", ".*", name) for name in names)
+        raise DloError(
+            f"{part} pattern '{pattern}' matches nothing in the model{did_you_mean(pattern, shapes)}"
+        )
+
+
+def _named_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    yield from module.named_parameters(remove_duplicate=False)
+    yield from module.named_buffers(remove_duplicate=False)
+
+
+def _repeated(module: nn.Module) -> Iterator[list[str]]:
+    """Yields, for each class of children that containers repeat, the names of all those children."""
+    from torch import nn
+
+    found: dict[type[nn.Module], list[str]] = {}
+    for name, container in module.named_modules():
+        if not isinstance(container, nn.ModuleList | nn.Sequential):
+            continue
+        for child_name, child in container.named_children():
+            if next(child.parameters(), None) is not None:
+                found.setdefault(type(child), []).append(f"{name}.{child_name}" if name else child_name)
+    for names in found.values():
+        outer = [name for name in names if not any(name.startswith(other + ".") for other in names)]
+        if Counter(name.rpartition(".")[0] for name in outer).most_common(1)[0][1] >= 2:
+            yield outer
+
+
+def _sides(module: nn.Module, blocks: list[str]) -> tuple[tuple[str, ...], tuple[str, ...]] | None:
+    """Returns what is registered before the first and after the last block; None if anything is between."""
+    stem: dict[str, None] = {}
+    head: dict[str, None] = {}
+    order = [name for name, _ in module.named_modules()]
+    first, last = order.index(blocks[0]), order.index(blocks[-1])
+    parents = {".".join(pieces[:i]) for b in blocks for pieces in [b.split(".")] for i in range(len(pieces))}
+    for name, _ in _named_tensors(module):
+        if any(name.startswith(block + ".") for block in blocks):
+            continue
+        owner = name.rpartition(".")[0]
+        if owner in parents:
+            stem[name] = None
+            continue
+        # The outermost module around this tensor that holds no block: the unit that moves with a stage.
+        pieces = owner.split(".")
+        unit = next(u for i in range(len(pieces)) if (u := ".".join(pieces[: i + 1])) not in parents)
+        at = order.index(unit)
+        if first < at < last:
+            return None
+        (stem if at < first else head)[unit] = None
+    return tuple(stem), tuple(head)

@@ -1,0 +1,120 @@
+"""The plug-ins that installed distributions declare in their metadata, read without importing any of them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from importlib import metadata
+
+from dlo_framework.errors import did_you_mean
+from dlo_framework.plugin_source import SourceNotFoundError, read_summary
+
+KINDS: tuple[str, ...] = ("strategy", "callback", "task", "data", "applier")
+
+#: The entry-point group of a kind is this and its name.
+GROUP_PREFIX = "dlo_framework.plugins."
+
+
+@dataclass(frozen=True)
+class Plugin:
+    """What is known of a plug-in without importing it.
+
+    Attributes:
+        name: the short name that configs use; the class's own.
+        kind: one of :data:`KINDS`.
+        target: ``module:Class``.
+        distribution: the installed distribution that registers it, or what the user named under ``plugins:``.
+        version: the distribution's; empty for the user's own.
+        aliases: further short names.
+    """
+
+    name: str
+    kind: str
+    target: str
+    distribution: str
+    version: str
+    aliases: tuple[str, ...] = ()
+
+    @property
+    def module(self) -> str:
+        """The module that the plug-in is imported from."""
+        return self.target.partition(":")[0]
+
+    @property
+    def class_path(self) -> str:
+        """The target as a config writes it in full: ``module.Class``."""
+        return self.target.replace(":", ".")
+
+    @property
+    def origin(self) -> str:
+        """Where it comes from: ``"dlo_framework 0.1.0"``, or ``"./file.py"``."""
+        return f"{self.distribution} {self.version}".rstrip()
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The name, then the aliases."""
+        return (self.name, *self.aliases)
+
+    @cached_property
+    def summary(self) -> str:
+        """The docstring's first paragraph, from the source; "(not found: ...)" where that is missing."""
+        try:
+            return read_summary(self.target)
+        except SourceNotFoundError as error:
+            return f"(not found: {error})"
+
+    def __str__(self) -> str:
+        return f"{self.origin} ({self.kind} {self.target})"
+
+
+def read_entry_points() -> tuple[list[Plugin], list[str]]:
+    """Reads the entry points of every installed distribution; imports nothing.
+
+    Returns:
+        The plug-ins, and what cannot be one, each as a sentence.
+    """
+    groups: dict[tuple[str, str, str, str], list[str]] = {}
+    problems = []
+    points = metadata.entry_points()
+    for point in (
+        p for group in sorted(points.groups) if _is_ours(group) for p in points.select(group=group)
+    ):
+        kind = point.group.removeprefix(GROUP_PREFIX)
+        distribution, version = _origin_of(point)
+        problem = _problem(kind, point)
+        if problem:
+            problems.append(f"{distribution} {version}: {problem}")
+            continue
+        # A distribution is seen twice where its checkout is on the path beside an install of it: same key.
+        names = groups.setdefault((distribution, version, kind, point.value.replace(" ", "")), [])
+        if point.name not in names:
+            names.append(point.name)
+    return [_with_aliases(names, *key) for key, names in groups.items()], problems
+
+
+def _is_ours(group: str) -> bool:
+    return f"{group}.".startswith(GROUP_PREFIX)
+
+
+def _problem(kind: str, point: metadata.EntryPoint) -> str | None:
+    if kind not in KINDS:
+        groups = [GROUP_PREFIX + known for known in KINDS]
+        hint = did_you_mean(point.group, groups)
+        return f"'{point.name}' is in the unknown group '{point.group}'{hint}; groups: {', '.join(groups)}"
+    module, _, name = point.value.replace(" ", "").partition(":")
+    if not all(part.isidentifier() for part in [*module.split("."), *name.split(".")]):
+        return f"{kind} '{point.name} = {point.value}' must read 'Name = module:Class'"
+    return None
+
+
+def _origin_of(point: metadata.EntryPoint) -> tuple[str, str]:
+    if point.dist is None:
+        return "unknown", ""
+    return point.dist.name, point.dist.version
+
+
+def _with_aliases(names: list[str], distribution: str, version: str, kind: str, target: str) -> Plugin:
+    own = target.rpartition(":")[2].rpartition(".")[2]
+    name = own if own in names else names[0]
+    aliases = tuple(sorted(other for other in names if other != name))
+    return Plugin(name, kind, target, distribution, version, aliases)

@@ -1,0 +1,343 @@
+"""What a class says about itself, read from its source without importing it.
+
+``dlo plugins`` lists a hundred plug-ins in a fraction of a second and runs none of their code: it finds the
+file of a module as Python would, parses it, and reads the docstring and the constructor. Imports and base
+classes are followed from file to file the same way, so that a re-exported class and an inherited constructor
+are found too.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import re
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+
+#: How many imports or base classes are followed before a chain counts as circular.
+_LONGEST_CHAIN = 16
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """A constructor parameter. ``type`` and ``default`` are source text; no ``default`` means required."""
+
+    name: str
+    type: str
+    default: str | None
+    doc: str
+
+
+@dataclass(frozen=True)
+class ClassSource:
+    """A class as its source has it. ``module`` is the one that defines it, behind any re-exports."""
+
+    name: str
+    module: str
+    path: str
+    line: int
+    doc: str
+    parameters: tuple[Parameter, ...]
+
+
+class SourceNotFoundError(LookupError):
+    """There is no such module, or no such class in it."""
+
+
+def find_spec(module: str) -> ModuleSpec | None:
+    """Finds a module as ``import`` would, without importing its parents (``importlib.util.find_spec`` does).
+
+    Args:
+        module: the dotted name. Editable installs, mapped packages and namespace packages are found.
+    """
+    path: list[str] | None = None
+    spec: ModuleSpec | None = None
+    name = ""
+    for part in module.split("."):
+        name = f"{name}.{part}" if name else part
+        spec = _find_one(name, part, path)
+        if spec is None:
+            return None
+        path = list(spec.submodule_search_locations or [])
+    return spec
+
+
+def _find_one(name: str, part: str, path: list[str] | None) -> ModuleSpec | None:
+    try:
+        for finder in sys.meta_path:
+            find = getattr(finder, "find_spec", None)
+            spec = find(name, path) if find is not None else None
+            if spec is not None:
+                return spec
+    except KeyError:
+        # A namespace package inside another asks for its parent in sys.modules, but nothing is imported here.
+        folders = [str(Path(folder) / part) for folder in path or [] if (Path(folder) / part).is_dir()]
+        if folders:
+            spec = ModuleSpec(name, None, is_package=True)
+            spec.submodule_search_locations = folders
+            return spec
+    return None
+
+
+def read_class(target: str) -> ClassSource:
+    """Reads a class's docstring and constructor from its source.
+
+    Args:
+        target: ``module:Class``, as in an entry point.
+
+    Raises:
+        SourceNotFoundError: if the module, its source, or the class cannot be found.
+    """
+    module, _, name = target.partition(":")
+    home = _Module.find(module)
+    if home is None:
+        raise SourceNotFoundError(f"no module {module}")
+    found = home.find_class(name)
+    if found is None:
+        raise SourceNotFoundError(f"no class {name} in {module}")
+    return ClassSource(
+        name=found.node.name,
+        module=found.home.name,
+        path=found.home.path,
+        line=found.node.lineno,
+        doc=ast.get_docstring(found.node) or "",
+        parameters=tuple(found.parameters() or ()),
+    )
+
+
+def read_summary(target: str) -> str:
+    """Returns the first paragraph of a class's docstring, on one line and without markup.
+
+    Args:
+        target: ``module:Class``.
+
+    Raises:
+        SourceNotFoundError: as :func:`read_class`.
+    """
+    module, _, name = target.partition(":")
+    home = _Module.find(module)
+    found = home.find_class(name) if home else None
+    if found is None:
+        raise SourceNotFoundError(f"no class {name} in {module}" if home else f"no module {module}")
+    return summary_of(ast.get_docstring(found.node) or "")
+
+
+def summary_of(doc: str) -> str:
+    """Returns the first paragraph of a docstring, on one line and without markup."""
+    return plain(" ".join(doc.strip().split("\n\n")[0].split()))
+
+
+def plain(text: str) -> str:
+    """Takes roles and backquotes out of a text: ``:class:`~a.B``` becomes ``B``."""
+    text = re.sub(r":[\w:]+:`~[\w.]*?(\w+)`", r"\1", text)
+    text = re.sub(r":[\w:]+:`([^`]+)`", r"\1", text)
+    return re.sub(r"(``?)([^`]+)\1", r"\2", text)
+
+
+@dataclass(frozen=True)
+class _Module:
+    """A parsed module."""
+
+    name: str
+    path: str
+    is_package: bool
+    tree: ast.Module
+
+    @classmethod
+    def find(cls, name: str) -> _Module | None:
+        spec = find_spec(name)
+        get_source = getattr(spec.loader, "get_source", None) if spec else None
+        if spec is None or get_source is None:
+            return None
+        try:
+            source = get_source(name)
+            if source is None:  # A compiled module.
+                return None
+            tree = _parse(source)
+        except (OSError, ImportError, SyntaxError):
+            return None
+        return cls(name, spec.origin or name, spec.submodule_search_locations is not None, tree)
+
+    def statements(self) -> Iterator[ast.stmt]:
+        """Yields the top-level statements, also those inside ``if`` and ``try``."""
+        waiting: list[ast.stmt] = list(self.tree.body)
+        while waiting:
+            node = waiting.pop(0)
+            yield node
+            for field in ("body", "orelse", "finalbody", "handlers"):
+                if isinstance(node, ast.If | ast.Try | ast.ExceptHandler):
+                    waiting += getattr(node, field, [])
+
+    def absolute(self, node: ast.ImportFrom) -> str:
+        """Returns the full name of the module that a ``from ... import`` names."""
+        if not node.level:
+            return node.module or ""
+        parts = self.name.split(".")
+        cut = node.level - self.is_package
+        return ".".join([*(parts[:-cut] if cut else parts), *([node.module] if node.module else [])])
+
+    def find_class(self, name: str, chain: int = 0) -> _Class | None:
+        """Finds a class by its (possibly dotted) name, following imports."""
+        first, _, rest = name.partition(".")
+        if chain > _LONGEST_CHAIN:
+            return None
+        for node in self.statements():
+            if isinstance(node, ast.ClassDef) and node.name == first:
+                return _Class(self, node).nested(rest)
+            found = None
+            if isinstance(node, ast.ImportFrom):
+                found = self._follow_from(node, first, rest, chain)
+            elif isinstance(node, ast.Import) and rest:
+                found = self._follow_import(node, name, chain)
+            if found is not None:
+                return found
+        return None
+
+    def _follow_from(self, node: ast.ImportFrom, first: str, rest: str, chain: int) -> _Class | None:
+        source = self.absolute(node)
+        for alias in node.names:
+            if alias.name == "*":
+                wanted = f"{first}.{rest}" if rest else first
+            elif (alias.asname or alias.name) == first:
+                wanted = f"{alias.name}.{rest}" if rest else alias.name
+            else:
+                continue
+            home = _Module.find(source)
+            found = home.find_class(wanted, chain + 1) if home else None
+            if found is None and rest and alias.name != "*":  # `from a import module`, then `module.Class`.
+                home = _Module.find(f"{source}.{alias.name}")
+                found = home.find_class(rest, chain + 1) if home else None
+            if found is not None:
+                return found
+        return None
+
+    def _follow_import(self, node: ast.Import, name: str, chain: int) -> _Class | None:
+        for alias in node.names:
+            prefix = f"{alias.asname or alias.name}."
+            if name.startswith(prefix):
+                home = _Module.find(alias.name)
+                found = home.find_class(name.removeprefix(prefix), chain + 1) if home else None
+                if found is not None:
+                    return found
+        return None
+
+
+@functools.lru_cache(maxsize=64)
+def _parse(source: str) -> ast.Module:
+    return ast.parse(source)
+
+
+@dataclass(frozen=True)
+class _Class:
+    """A class statement and the module it stands in."""
+
+    home: _Module
+    node: ast.ClassDef
+
+    def nested(self, name: str) -> _Class | None:
+        """Returns the class that ``name`` means inside this one; this one where it is empty."""
+        if not name:
+            return self
+        first, _, rest = name.partition(".")
+        for node in self.node.body:
+            if isinstance(node, ast.ClassDef) and node.name == first:
+                return _Class(self.home, node).nested(rest)
+        return None
+
+    def parameters(self, chain: int = 0) -> list[Parameter] | None:
+        """Returns the constructor's parameters, or None where neither the class nor a base of it has one."""
+        init = next(
+            (n for n in self.node.body if isinstance(n, ast.FunctionDef) and n.name == "__init__"), None
+        )
+        if init is None and self._is_dataclass():
+            return self._documented(self._fields(chain))
+        if init is None:
+            return self._inherited(chain)
+        own = self._documented(_signature(init), ast.get_docstring(init) or "")
+        fixed = _passed_on(init)
+        if fixed is None:
+            return own
+        taken = {parameter.name for parameter in own} | fixed
+        return own + [p for p in self._inherited(chain) or [] if p.name not in taken]
+
+    def _inherited(self, chain: int) -> list[Parameter] | None:
+        for base in self._bases(chain):
+            found = base.parameters(chain + 1)
+            if found is not None:
+                return found
+        return None
+
+    def _bases(self, chain: int) -> Iterator[_Class]:
+        if chain > _LONGEST_CHAIN:
+            return
+        for base in self.node.bases:
+            name = ast.unparse(base.value if isinstance(base, ast.Subscript) else base)
+            found = self.home.find_class(name)
+            if found is not None:
+                yield found
+
+    def _is_dataclass(self) -> bool:
+        names = {ast.unparse(d.func if isinstance(d, ast.Call) else d) for d in self.node.decorator_list}
+        return bool(names & {"dataclass", "dataclasses.dataclass"})
+
+    def _fields(self, chain: int) -> list[Parameter]:
+        fields = {p.name: p for base in self._bases(chain) for p in base.parameters(chain + 1) or []}
+        for node in self.node.body:
+            if not isinstance(node, ast.AnnAssign) or not isinstance(node.target, ast.Name):
+                continue
+            annotation = ast.unparse(node.annotation)
+            if "ClassVar" in annotation:
+                continue
+            fields[node.target.id] = Parameter(node.target.id, annotation, _field_default(node.value), "")
+        return list(fields.values())
+
+    def _documented(self, parameters: list[Parameter], init_doc: str = "") -> list[Parameter]:
+        from docstring_parser import google
+
+        docs = {}
+        for doc in (ast.get_docstring(self.node) or "", init_doc):
+            for entry in google.parse(doc).params:
+                docs[entry.arg_name] = plain(" ".join((entry.description or "").split()))
+        return [replace(p, doc=docs.get(p.name, p.doc)) for p in parameters]
+
+
+def _signature(init: ast.FunctionDef) -> list[Parameter]:
+    arguments = init.args
+    positional = [*arguments.posonlyargs, *arguments.args]
+    defaults: list[ast.expr | None] = [None] * (len(positional) - len(arguments.defaults))
+    pairs = list(zip(positional, [*defaults, *arguments.defaults], strict=True))[1:]  # Without self.
+    pairs += zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True)
+    return [Parameter(a.arg, _annotation(a), ast.unparse(d) if d is not None else None, "") for a, d in pairs]
+
+
+def _annotation(argument: ast.arg) -> str:
+    node = argument.annotation
+    if isinstance(node, ast.Constant) and isinstance(node.value, str):
+        return node.value
+    return ast.unparse(node) if node is not None else ""
+
+
+def _passed_on(init: ast.FunctionDef) -> set[str] | None:
+    """Returns the keywords that ``super().__init__(a=1, **kwargs)`` fixes; None without the ``**kwargs``."""
+    if init.args.kwarg is None:
+        return None
+    for node in ast.walk(init):
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == "super().__init__":
+            passed = [k.value.id for k in node.keywords if k.arg is None and isinstance(k.value, ast.Name)]
+            if init.args.kwarg.arg in passed:
+                return {k.arg for k in node.keywords if k.arg is not None}
+    return None
+
+
+def _field_default(value: ast.expr | None) -> str | None:
+    if not isinstance(value, ast.Call) or ast.unparse(value.func) not in ("field", "dataclasses.field"):
+        return ast.unparse(value) if value is not None else None
+    for keyword in value.keywords:
+        if keyword.arg == "default":
+            return ast.unparse(keyword.value)
+        if keyword.arg == "default_factory":
+            return f"{ast.unparse(keyword.value)}()"
+    return None

@@ -1,0 +1,277 @@
+"""The plug-in registry: which plug-ins are installed, importing those a run names, and checking them.
+
+A plug-in is a class and one line of metadata, an entry point in the group of its kind::
+
+    [options.entry_points]
+    dlo_framework.plugins.callback =
+        OneCycle = dlo_plugins.callbacks.one_cycle:OneCycle
+
+Discovery reads those lines only. A module is imported when a config names its class, so a broken or slow
+plug-in costs nothing to runs that do not use it. Further entries with the same target are aliases: ``zero2``
+for ``ZeroStrategy``.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from collections.abc import Iterable
+from types import ModuleType
+
+from dlo_framework.errors import DloError, did_you_mean
+from dlo_framework.import_policy import ALLOWED_ROOTS, DENIED_PATHS, check_class_path
+from dlo_framework.plugin_entries import GROUP_PREFIX, KINDS, Plugin, read_entry_points
+from dlo_framework.user_modules import import_user_module
+
+__all__ = ["GROUP_PREFIX", "KINDS", "Plugin", "Registry"]
+
+_BASES = {
+    "strategy": "lightning.pytorch.strategies.Strategy",
+    "callback": "lightning.pytorch.Callback",
+    "task": "lightning.pytorch.LightningModule",
+    "data": "lightning.pytorch.LightningDataModule",
+    "applier": "dlo_framework.applier.Applier",
+}
+
+
+class Registry:
+    """The plug-ins of one run. Discovery happens at the first question; :meth:`discover` repeats it."""
+
+    def __init__(self) -> None:
+        self._installed: list[Plugin] | None = None
+        self._users: list[Plugin] = []
+        self._user_modules: list[str] = []
+        self._classes: dict[Plugin, type] = {}
+        #: Entry points that cannot be plug-ins, each as a sentence.
+        self.problems: list[str] = []
+
+    def discover(self) -> None:
+        """Reads the entry points of every installed distribution; imports nothing."""
+        self._installed, self.problems = read_entry_points()
+
+    def plugins(self, kind: str | None = None) -> list[Plugin]:
+        """Returns the plug-ins of a kind, or all, by kind and name."""
+        if self._installed is None:
+            self.discover()
+        known = [*(self._installed or ()), *self._users]
+        chosen = [plugin for plugin in known if kind in (None, plugin.kind)]
+        return sorted(chosen, key=lambda plugin: (KINDS.index(plugin.kind), plugin.name.lower()))
+
+    def names(self, kind: str | None = None) -> list[str]:
+        """Returns the short names, aliases too, of a kind, or all."""
+        return sorted({name for plugin in self.plugins(kind) for name in plugin.names}, key=str.lower)
+
+    def conflict(self, plugin: Plugin) -> str | None:
+        """Returns what is wrong where another plug-in has one of this one's names; None where none has."""
+        for other in self.plugins():
+            shared = [name for name in plugin.names if name in other.names]
+            if other != plugin and shared:
+                first, second = sorted((plugin, other), key=str)
+                return f"plug-in name '{shared[0]}' is taken twice: by {first} and by {second}; uninstall one"
+        return None
+
+    def get(self, name: str, kind: str | None = None) -> Plugin:
+        """Looks a plug-in up by its short name or an alias.
+
+        Raises:
+            DloError: if there is none, or more than one.
+        """
+        found = [plugin for plugin in self.plugins() if name in plugin.names]
+        if found:
+            conflict = self.conflict(found[0])
+            if conflict:
+                raise DloError(conflict)
+            if kind in (None, found[0].kind):
+                return found[0]
+        raise self.unknown(name, kind)
+
+    def unknown(self, name: str, kind: str | None = None, others: Iterable[str] = ()) -> DloError:
+        """Returns the error for a name that no plug-in has.
+
+        Args:
+            name: what was given.
+            kind: what it should have been the name of.
+            others: names that are valid besides the plug-ins', such as Lightning's own strategies.
+        """
+        available = sorted({*self.names(kind), *others}, key=str.lower)
+        message = f"unknown {kind or 'plug-in'} '{name}'{did_you_mean(name, available)}"
+        elsewhere = next((plugin for plugin in self.plugins() if name in plugin.names), None)
+        if elsewhere is not None:
+            message = f"'{name}' is a {elsewhere.kind} plug-in, not a {kind}"
+        return DloError(f"{message}; available: {', '.join(available) or 'none'}")
+
+    def find_named(self, strings: Iterable[str]) -> list[Plugin]:
+        """Returns the plug-ins that any of the strings names, by short name, alias or class path.
+
+        Raises:
+            DloError: if two plug-ins have one of those names.
+        """
+        table = {key: plugin for plugin in self.plugins() for key in (*plugin.names, plugin.class_path)}
+        found = dict.fromkeys(table[text] for text in strings if text in table)
+        for plugin in found:
+            conflict = self.conflict(plugin)
+            if conflict:
+                raise DloError(conflict)
+        return list(found)
+
+    def load(self, name: str, kind: str | None = None) -> type:
+        """Imports one plug-in, and no other, and checks that it is of its kind.
+
+        A strategy's ``register_strategies`` classmethod, if it defines one, is called with Lightning's
+        registry; aliases that it does not register there mean the class with its defaults.
+
+        Args:
+            name: its short name or an alias.
+            kind: if given, what kind it must be.
+
+        Raises:
+            DloError: if it is unknown, does not import, or is not what it is registered as.
+        """
+        plugin = self.get(name, kind)
+        if plugin not in self._classes:
+            loaded = _import_class(plugin)
+            if plugin.kind == "strategy":
+                _register_strategy(plugin, loaded)
+            self._classes[plugin] = loaded
+        return self._classes[plugin]
+
+    def load_user_module(self, spec: str) -> list[Plugin]:
+        """Imports a module or file of the user's and registers the plug-ins that it defines.
+
+        Args:
+            spec: ``my_pkg.mod``, or ``./file.py`` relative to the working directory.
+
+        Returns:
+            Its plug-ins. None where it only defines other classes for configs to name, such as networks.
+
+        Raises:
+            DloError: if there is no such module, it raises, holds nothing a config can name, or takes a name
+                that another plug-in has.
+        """
+        module = import_user_module(spec)
+        found = []
+        classes = _public_classes(module)
+        for cls in classes:
+            kind = _kind_of(cls)
+            if kind is None or inspect.isabstract(cls):
+                continue
+            plugin = self._own(Plugin(cls.__name__, kind, f"{cls.__module__}:{cls.__qualname__}", spec, ""))
+            if kind == "strategy":
+                _register_strategy(plugin, cls)
+            self._classes[plugin] = cls
+            found.append(plugin)
+        if not found and not any(_names_allowed_base(cls) for cls in classes):
+            bases = ", ".join(_BASES.values())
+            raise DloError(
+                f"plugins: '{spec}' defines no plug-in; it needs a public subclass of one of {bases}"
+            )
+        if module.__name__ not in self._user_modules:
+            self._user_modules.append(module.__name__)
+        return found
+
+    def _own(self, plugin: Plugin) -> Plugin:
+        """Registers a user's plug-in, unless it is registered already; returns the registered one."""
+        for other in self.plugins():
+            if other.target == plugin.target:
+                return other
+            if plugin.name in other.names:
+                raise DloError(
+                    f"plug-in name '{plugin.name}' is taken twice: by {other} and by {plugin}; "
+                    f"rename the class in '{plugin.distribution}'"
+                )
+        self._users.append(plugin)
+        return plugin
+
+    def allow_class_path(self, path: str) -> None:
+        """Refuses a class path that a config may not name, before anything of it is imported.
+
+        Raises:
+            DloError: if it lies outside the loaded plug-ins, the modules under ``plugins:`` and
+                :data:`dlo_framework.import_policy.ALLOWED_ROOTS`.
+        """
+        check_class_path(path, self.allowed_import_paths())
+
+    def allowed_import_paths(self) -> list[str]:
+        """Returns jsonargparse's ``import_path_allowlist``: libraries, loaded plug-ins, user modules."""
+        homes = [home for plugin, cls in self._classes.items() for home in (plugin.module, cls.__module__)]
+        return list(dict.fromkeys([*ALLOWED_ROOTS, *self._user_modules, *homes]))
+
+    def denied_import_paths(self) -> list[str]:
+        """Returns jsonargparse's ``import_path_denylist``: all that is not allowed, and some of what is."""
+        return ["*", *DENIED_PATHS]
+
+
+def _import_class(plugin: Plugin) -> type:
+    label = f"plugin '{plugin.name}' ({plugin.origin})"
+    module_path, _, name = plugin.target.partition(":")
+    try:
+        module = importlib.import_module(module_path)
+    except (Exception, SystemExit) as error:
+        raise DloError(f"{label} failed to import: {type(error).__name__}: {error}") from error
+    found: object = module
+    for part in name.split("."):
+        if not hasattr(found, part):
+            hint = did_you_mean(part, [key for key, value in vars(found).items() if inspect.isclass(value)])
+            raise DloError(f"{label}: module {module_path} has no class '{name}'{hint}")
+        found = getattr(found, part)
+    if not isinstance(found, type):
+        raise DloError(f"{label}: {plugin.target} must be a class, but is a {type(found).__name__}")
+    if not issubclass(found, _base_of(plugin.kind)):
+        other = _kind_of(found)
+        fix = f"; register it in the group '{GROUP_PREFIX}{other}'" if other else ""
+        raise DloError(
+            f"{label} is registered as a {plugin.kind}, but {plugin.target} is no subclass of "
+            f"{_BASES[plugin.kind]}{fix}"
+        )
+    return found
+
+
+def _base_of(kind: str) -> type:
+    module, _, name = _BASES[kind].rpartition(".")
+    base = getattr(importlib.import_module(module), name)
+    assert isinstance(base, type)
+    return base
+
+
+def _kind_of(cls: type) -> str | None:
+    return next((kind for kind in KINDS if issubclass(cls, _base_of(kind))), None)
+
+
+def _public_classes(module: ModuleType) -> list[type]:
+    """Returns the classes that a module, or a package's own modules, define under a public name."""
+    found = []
+    for name, value in vars(module).items():
+        if inspect.isclass(value) and not name.startswith("_"):
+            home = value.__module__
+            if home == module.__name__ or (
+                hasattr(module, "__path__") and home.startswith(f"{module.__name__}.")
+            ):
+                found.append(value)
+    return list(dict.fromkeys(found))
+
+
+def _names_allowed_base(cls: type) -> bool:
+    """Returns whether a class derives from an allowed library's: a network, a dataset."""
+    return any(base.__module__.partition(".")[0] in ALLOWED_ROOTS for base in cls.__mro__[1:])
+
+
+def _register_strategy(plugin: Plugin, cls: type) -> None:
+    """Makes a strategy's aliases known to Lightning, so that ``--trainer.strategy zero2`` works."""
+    from lightning.pytorch.strategies import StrategyRegistry
+
+    if any(entry["strategy"] is cls for entry in StrategyRegistry.values()):
+        return
+    register = getattr(cls, "register_strategies", None)
+    if register is not None and "register_strategies" in vars(
+        cls
+    ):  # An inherited one registers its own class.
+        try:
+            register(StrategyRegistry)
+        except Exception as error:
+            raise DloError(
+                f"plugin '{plugin.name}' ({plugin.origin}) failed to register its strategies: "
+                f"{type(error).__name__}: {error}"
+            ) from error
+    for alias in plugin.aliases:
+        if alias not in StrategyRegistry:
+            StrategyRegistry.register(alias, cls, description=plugin.summary)

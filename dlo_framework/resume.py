@@ -1,0 +1,152 @@
+"""Exact resuming: a run that was stopped and resumed gives the same losses as one that was not, bit for bit.
+
+Lightning restores weights, optimizer, schedules and counters; dlo's loaders restore the position in the data.
+What is left, and done here: the random state of Python, NumPy and torch on each rank; gradients that a
+checkpoint catches half-accumulated; and the loop counters of a run that ended in mid-epoch.
+"""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import numpy as np
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+
+KEY = "dlo"
+
+
+class ExactResume(Callback):
+    """Saves and restores what Lightning leaves out; on by default.
+
+    Validation runs on a copy of the random state, so that how often a run validates does not change its training.
+    """
+
+    def __init__(self) -> None:
+        self._loaded: dict[str, Any] | None = None
+        self._before_validation: dict[str, Any] | None = None
+
+    def on_save_checkpoint(
+        self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        """Adds the random state of every rank and half-accumulated gradients to the checkpoint."""
+        state = self._before_validation or random_state()
+        checkpoint[KEY] = {
+            "random_state": _gather(state),
+            "gradients": _gradients(trainer, pl_module) if mid_accumulation(trainer) else None,
+        }
+        if "loops" in checkpoint:
+            _reopen_epoch(trainer, checkpoint["loops"]["fit_loop"])
+
+    def on_load_checkpoint(
+        self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        """Restores the random state, so that loaders that shuffle by it shuffle as they would have."""
+        self._loaded = checkpoint.get(KEY)
+        if self._loaded is not None:
+            restore_random_state(_own_share(self._loaded["random_state"], trainer))
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Restores the random state and the gradients: after this, the next batch is the first to use them."""
+        loaded, self._loaded = self._loaded, None
+        if loaded is None:
+            return
+        # A loader that keeps its own position draws nothing from the global stream when it is restarted. Any
+        # other has drawn its shuffle from it by now, as it would have in the run that was not stopped.
+        if hasattr(trainer.train_dataloader, "load_state_dict"):
+            restore_random_state(_own_share(loaded["random_state"], trainer))
+        if loaded["gradients"] is not None:
+            parameters = dict(pl_module.named_parameters())
+            for name, gradient in loaded["gradients"].items():
+                parameters[name].grad = gradient.to(parameters[name].device)
+
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Sets the training's random state aside."""
+        self._before_validation = random_state()
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Takes the training's random state up again."""
+        if self._before_validation is not None:
+            restore_random_state(self._before_validation)
+            self._before_validation = None
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """Forgets the state of a validation that did not end."""
+        self._before_validation = None
+
+
+def random_state() -> dict[str, Any]:
+    """Returns the state of the random generators of Python, NumPy, torch and the current accelerator.
+
+    Plain numbers and tensors only, so that a checkpoint with it loads with ``weights_only=True``.
+    """
+    version, internal, gauss = random.getstate()
+    name, keys, position, has_gauss, cached = np.random.get_state()
+    state: dict[str, Any] = {
+        "python": (version, torch.tensor(internal, dtype=torch.int64), gauss),
+        "numpy": (name, torch.from_numpy(np.asarray(keys).astype(np.int64)), position, has_gauss, cached),
+        "torch": torch.get_rng_state(),
+    }
+    if torch.cuda.is_initialized():
+        state["cuda"] = torch.cuda.get_rng_state()
+    return state
+
+
+def restore_random_state(state: dict[str, Any]) -> None:
+    """Sets the random generators to a state of :func:`random_state`."""
+    version, internal, gauss = state["python"]
+    random.setstate((version, tuple(internal.tolist()), gauss))
+    name, keys, position, has_gauss, cached = state["numpy"]
+    np.random.set_state((name, keys.numpy().astype(np.uint32), position, has_gauss, cached))
+    torch.set_rng_state(state["torch"])
+    if "cuda" in state and torch.cuda.is_available():
+        torch.cuda.set_rng_state(state["cuda"])
+
+
+def mid_accumulation(trainer: Trainer) -> bool:
+    """Returns whether gradients of the current window are held, waiting for more micro-batches."""
+    loop = trainer.fit_loop.epoch_loop
+    ready = loop.batch_progress.current.ready
+    window_ended = ready % trainer.accumulate_grad_batches == 0 or loop.batch_progress.is_last_batch
+    return trainer.state.fn == "fit" and ready > 0 and not window_ended
+
+
+def _gather(state: dict[str, Any]) -> list[dict[str, Any]]:
+    """Returns every rank's state, in the order of ranks."""
+    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        return [state]
+    states: list[Any] = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(states, state)
+    return states
+
+
+def _own_share(states: list[dict[str, Any]], trainer: Trainer) -> dict[str, Any]:
+    """Returns this rank's saved state; a run resumed on more ranks than it was saved on takes them in turn."""
+    return states[trainer.global_rank % len(states)]
+
+
+def _gradients(trainer: Trainer, module: LightningModule) -> dict[str, torch.Tensor]:
+    """Returns the gradients of the unfinished window by parameter name, their mean over the ranks."""
+    return {
+        name: trainer.strategy.reduce(parameter.grad.clone(), reduce_op="mean").cpu()
+        for name, parameter in module.named_parameters()
+        if parameter.grad is not None
+    }
+
+
+def _reopen_epoch(trainer: Trainer, fit_loop: dict[str, Any]) -> None:
+    """Marks the epoch as unfinished in the loop counters of a checkpoint, where it is.
+
+    When ``max_steps`` or ``max_time`` ends a run in mid-epoch, Lightning counts the epoch as processed before
+    its last checkpoint is saved, and a resumed run would skip the rest of the epoch's data without a word.
+    """
+    progress = fit_loop["epoch_progress"]
+    finished = trainer.fit_loop.epoch_loop.batch_progress.current.ready >= trainer.num_training_batches
+    if finished or fit_loop["epoch_loop.batch_progress"]["is_last_batch"]:
+        return
+    for span in ("total", "current"):
+        started, counts = progress[span]["started"], progress[span]
+        if counts["processed"] == started and started > 0:
+            counts["processed"] = started - 1
+            counts["completed"] = min(counts["completed"], started - 1)

@@ -1,0 +1,114 @@
+"""Stopping a run on request: Ctrl-C and SIGTERM end it at the next optimizer step, with a checkpoint.
+
+All ranks stop at the same step, whichever of them got the signal: each step starts a one-number all-reduce on a
+gloo group of its own and reads the result of the step before, so that nothing waits for it and no accelerator is
+synchronised.
+"""
+
+from __future__ import annotations
+
+import signal
+import sys
+import threading
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import Checkpoint
+
+from dlo_framework import runs
+from dlo_framework.resume import mid_accumulation
+
+
+class RunStopped(Exception):
+    """A run ended on request, its state saved."""
+
+    def __init__(self, signum: int, checkpoint: Path, step: int) -> None:
+        self.exit_code = 128 + signum  # A shell's convention: 130 for Ctrl-C, 143 for SIGTERM.
+        super().__init__(f"stopped at step {step}; saved {checkpoint}; go on with --ckpt_path last")
+
+
+class GracefulStop(Checkpoint):
+    """Ends a run on Ctrl-C or SIGTERM at the next optimizer step, saving ``last.ckpt``; on by default.
+
+    A second Ctrl-C ends it at once. A validation under way is finished first. It is a ``Checkpoint`` so that
+    Lightning calls it after all other callbacks: what it saves holds their work of the step too.
+
+    Args:
+        folder: where ``last.ckpt`` is written.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = Path(folder)
+        self.signum = 0
+        self._previous: dict[int, Any] = {}
+        self._group: dist.ProcessGroup | None = None
+        self._pending: tuple[torch.Tensor, dist.Work] | None = None
+
+    @property
+    def state_key(self) -> str:
+        """One instance a run."""
+        return type(self).__qualname__
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Takes the signals over, after Lightning has: its own SIGTERM handler can deadlock several ranks."""
+        self.folder = Path(trainer.strategy.broadcast(str(self.folder)))
+        if trainer.world_size > 1:
+            self._group = dist.new_group(backend="gloo")
+        if threading.current_thread() is threading.main_thread():
+            for signum in (signal.SIGINT, signal.SIGTERM):
+                self._previous[signum] = signal.signal(signum, self._request)
+
+    def _request(self, signum: int, frame: FrameType | None) -> None:
+        if self.signum:
+            signal.default_int_handler(signum, frame)
+        self.signum = signum
+        print(
+            f"\n{signal.Signals(signum).name}: finishing this step and saving; once more to stop at once",
+            file=sys.stderr,
+            flush=True,
+        )
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Stops at the end of an optimizer step, if asked to."""
+        signum = self._agree() if self._group is not None else self.signum
+        if signum and not mid_accumulation(trainer):
+            self._stop(trainer, signum)
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Stops after a validation, if asked to during it; several ranks agree at their next step instead."""
+        if self.signum and self._group is None and trainer.state.fn == "fit" and not trainer.sanity_checking:
+            self._stop(trainer, self.signum)
+
+    def _agree(self) -> int:
+        """Returns the signal that any rank had by the step before, the same on every rank; 0 if none."""
+        agreed = 0
+        if self._pending is not None:
+            flag, work = self._pending
+            work.wait()
+            agreed = int(flag)
+        flag = torch.tensor(self.signum, dtype=torch.int32)
+        work = dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=self._group, async_op=True)
+        assert work is not None
+        self._pending = (flag, work)
+        # An accumulation window may be open: keep answering until it closes.
+        self.signum = max(self.signum, agreed)
+        return agreed
+
+    def _stop(self, trainer: Trainer, signum: int) -> None:
+        path = self.folder / runs.LAST
+        trainer.save_checkpoint(path)
+        raise RunStopped(signum, path, trainer.global_step)
+
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Gives the signals back."""
+        self._pending = None
+        if threading.current_thread() is threading.main_thread():
+            for signum, handler in self._previous.items():
+                signal.signal(signum, handler)
+        self._previous = {}

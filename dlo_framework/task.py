@@ -1,0 +1,182 @@
+"""The task: a LightningModule that also says how its model may be cut, and brings its steps ready-made.
+
+Any plain LightningModule works with every strategy that does not cut the model into stages. A `Task` adds the
+little that cutting needs. It separates what a step does into `inputs`, the model, `loss` and `metrics`, so
+that a pipeline can run the model's parts on different ranks and still call the task for the rest.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import Any, Literal
+
+from lightning.pytorch import LightningDataModule, LightningModule
+from lightning.pytorch.trainer.states import RunningStage
+from torch import Tensor, nn
+from torchmetrics import Metric
+
+from dlo_framework.plan import ParallelPlan
+
+Stage = Literal["train", "val", "test", "predict"]
+
+_STAGES: dict[RunningStage, Stage] = {
+    RunningStage.TRAINING: "train",
+    RunningStage.SANITY_CHECKING: "val",
+    RunningStage.VALIDATING: "val",
+    RunningStage.TESTING: "test",
+    RunningStage.PREDICTING: "predict",
+}
+
+
+class Task(LightningModule, ABC):
+    """What is trained: a model, its inputs, its loss and its metrics.
+
+    A subclass sets `self.model` in :meth:`configure_model` and implements :meth:`loss`; the rest has
+    defaults. Its :meth:`training_step` returns the loss and logs nothing: the run's monitor logs it, once in
+    a while and without waiting for the device. Validation and test log the loss and each entry of
+    :meth:`metrics`, once an epoch, as `val_loss`, `val_<name>` and `test_<name>`.
+
+    Example:
+        ```python
+        class Regression(Task):
+            def configure_model(self) -> None:
+                if not self.has_model:
+                    self.model = torch.nn.Linear(8, 1)
+
+            def loss(self, outputs, batch):
+                return torch.nn.functional.mse_loss(outputs, batch[1])
+
+            def configure_optimizers(self):
+                return torch.optim.AdamW(self.parameters(), lr=1e-3)
+        ```
+    """
+
+    model: nn.Module
+
+    @property
+    def has_model(self) -> bool:
+        """Whether `self.model` has been built."""
+        return "model" in self._modules
+
+    @abstractmethod
+    def configure_model(self) -> None:
+        """Builds `self.model`.
+
+        It is called more than once, and may run under the meta device or a strategy's context that cuts what
+        is built: so build only `if not self.has_model`, and read no weights' values here.
+        """
+
+    @abstractmethod
+    def loss(self, outputs: Any, batch: Any) -> Tensor:
+        """Returns the training loss, a scalar: the mean over the batch's real samples (not :data:`VOID`
+        ones).
+
+        Args:
+            outputs: What the model returned for `inputs(batch)`.
+            batch: The batch on its device.
+        """
+
+    def check(self, datamodule: LightningDataModule | None) -> None:
+        """Checks the task against the data before any process starts; called by the command line.
+
+        Raises:
+            DloError: if they do not fit each other; the message computes the fix.
+        """
+
+    def inputs(self, batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Returns the model's positional and keyword arguments for a batch.
+
+        The default serves batches that are `(inputs, targets)` pairs, dicts (all of it by keyword) or, in
+        prediction, the inputs alone.
+        """
+        if isinstance(batch, dict):
+            return (), batch
+        return (batch[0] if isinstance(batch, tuple | list) else batch,), {}
+
+    def metrics(self, outputs: Any, batch: Any) -> dict[str, Metric | Tensor]:
+        """Updates the current stage's metrics with a batch, and returns what to log at the epoch's end.
+
+        Called in validation and test (:attr:`stage` says which), and never in training. Return a torchmetrics
+        object, updated but not computed, wherever the mean of the batches' values is not exact (a partial
+        last batch, padding samples, several ranks); it must be an attribute of the task. A plain tensor is
+        averaged over batches and ranks. An entry `"loss"` replaces the mean of :meth:`loss`.
+        """
+        return {}
+
+    def parallel_plan(self) -> ParallelPlan:
+        """Returns how `self.model` may be cut; names are relative to `self.model`.
+
+        The default finds the repeated blocks by itself and has no tensor rules.
+
+        Raises:
+            DloError: if the blocks cannot be found; name them in an override then.
+        """
+        return ParallelPlan.infer(self.model)
+
+    def flops_per_sample(self) -> int | None:
+        """Returns the model's forward FLOPs for one sample, or None to let the monitor count them itself.
+
+        Worth overriding where the operations cannot be counted, such as custom kernels.
+        """
+        return None
+
+    @property
+    def stage(self) -> Stage:
+        """The stage that is running: `train`, `val` (the sanity check too), `test` or `predict`.
+
+        Without a trainer, it is `train` or `val` after the module's own training mode.
+        """
+        trainer = self._trainer
+        stage = trainer.state.stage if trainer is not None else None
+        return _STAGES[stage] if stage is not None else ("train" if self.training else "val")
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs the model."""
+        return self.model(*args, **kwargs)
+
+    def training_step(self, batch: Any, batch_idx: int) -> dict[str, Tensor]:
+        """Returns `{"loss": loss}` of a batch; logs nothing."""
+        return {"loss": self.loss(self._outputs(batch), batch)}
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        """Updates and logs the validation metrics as `val_<name>`."""
+        self._evaluate(batch)
+
+    def test_step(self, batch: Any, batch_idx: int) -> None:
+        """Updates and logs the test metrics as `test_<name>`."""
+        self._evaluate(batch)
+
+    def predict_step(self, batch: Any, batch_idx: int) -> Any:
+        """Returns the model's outputs for a batch."""
+        return self._outputs(batch)
+
+    def _outputs(self, batch: Any) -> Any:
+        args, kwargs = self.inputs(batch)
+        return self.forward(*args, **kwargs)
+
+    def _evaluate(self, batch: Any) -> None:
+        outputs = self._outputs(batch)
+        found = self.metrics(outputs, batch)
+        if "loss" not in found:
+            found = {"loss": self.loss(outputs, batch), **found}
+        for name, value in found.items():
+            is_metric = isinstance(value, Metric)
+            self.log(
+                f"{self.stage}_{name}",
+                value,
+                on_step=False,
+                on_epoch=True,
+                prog_bar=True,
+                sync_dist=not is_metric,
+                batch_size=1 if is_metric else batch_length(batch),
+            )
+
+
+def batch_length(batch: Any) -> int:
+    """Returns the number of samples of a batch: the first dim of the first tensor in it."""
+    if isinstance(batch, Tensor):
+        return batch.shape[0]
+    values = batch.values() if isinstance(batch, dict) else batch
+    return next(
+        (batch_length(value) for value in values if isinstance(value, Tensor | tuple | list | dict)), 1
+    )

@@ -1,0 +1,48 @@
+"""The versions of everything that matters to a run, read from metadata: nothing heavy is imported."""
+
+from __future__ import annotations
+
+import platform
+from importlib import metadata
+
+from dlo_framework._version import __version__
+
+PACKAGES = (
+    "torch",
+    "torchvision",
+    "lightning",
+    "timm",
+    "transformers",
+    "deepspeed",
+    "jsonargparse",
+    "tensorboard",
+    "torchmetrics",
+    "numpy",
+    "simplejpeg",
+    "opencv-python-headless",
+)
+
+
+def versions() -> dict[str, str]:
+    """Returns name to version of dlo, Python, the platform, and each package that is installed."""
+    found = {
+        "dlo_framework": __version__,
+        "python": platform.python_version(),
+        "platform": f"{platform.system()} {platform.machine()}",
+    }
+    for package in PACKAGES:
+        try:
+            found[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def format_versions() -> str:
+    """Returns :func:`versions` as aligned lines, with what is missing named."""
+    found = versions()
+    lines = [f"{name:<24} {version}" for name, version in found.items()]
+    missing = [package for package in PACKAGES if package not in found]
+    if missing:
+        lines.append(f"{'not installed':<24} {', '.join(missing)}")
+    return "\n".join(lines)

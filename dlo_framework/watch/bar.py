@@ -1,0 +1,160 @@
+"""The progress bar: loss, lr and samples/s, redrawn by the clock and not by the step."""
+
+from __future__ import annotations
+
+import sys
+import time
+from typing import Any, TextIO
+
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import ProgressBar
+from tqdm import tqdm
+
+from dlo_framework.watch.monitor import batch_size, data_parallel_size
+
+
+class RunBar(ProgressBar):
+    """One bar an epoch, with the loss, the lr, samples/s and the last validation's metrics; on by default.
+
+    It asks the clock at each step and draws a few times a second; the loss is read from the device only then.
+    Where the output is no terminal, a log file say, it prints a line an epoch, and a line a minute in between.
+
+    Args:
+        redraws_per_second: how often it is drawn on a terminal.
+        seconds_between_lines: how often a line is printed where there is no terminal.
+    """
+
+    def __init__(self, redraws_per_second: float = 5.0, seconds_between_lines: float = 60.0) -> None:
+        super().__init__()
+        self.redraws_per_second = redraws_per_second
+        self.seconds_between_lines = seconds_between_lines
+        self._enabled = True
+        self._bar: tqdm[Any] | None = None
+        self._next = 0.0
+        self._began = 0.0
+        self._validating = 0.0
+        self._samples = 0
+        self._world = 1
+        self._loss: Any = None
+        self._metrics: dict[str, float] = {}
+
+    def disable(self) -> None:
+        """Draws nothing, on the ranks other than the first, or while a callback trains on the side."""
+        self._enabled = False
+
+    def enable(self) -> None:
+        """Draws again."""
+        self._enabled = True
+
+    @property
+    def _stream(self) -> TextIO:
+        return sys.stderr
+
+    @property
+    def _interval(self) -> float:
+        return 1 / self.redraws_per_second if self._stream.isatty() else self.seconds_between_lines
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Reads what does not change during a run."""
+        self._world = data_parallel_size(trainer)
+
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Begins the epoch's bar."""
+        self._open(_label(trainer), self.total_train_batches)
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Counts the batch; draws when it is time to."""
+        if not self._enabled:
+            return
+        self._samples += batch_size(batch) * self._world
+        self._loss = outputs["loss"] if isinstance(outputs, dict) else outputs
+        now = time.perf_counter()
+        if now < self._next:
+            return
+        if self._bar is None:  # An epoch that was resumed in the middle has no start.
+            self.on_train_epoch_start(trainer, pl_module)
+        self._next = now + self._interval
+        self._draw(trainer, batch_idx + 1)
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Draws the epoch's last state."""
+        if self._bar is not None:
+            self._metrics = _floats(trainer.callback_metrics)
+            self._draw(trainer, trainer.fit_loop.epoch_loop.batch_progress.current.ready)
+            self._close()
+
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Notes when validating begins."""
+        self._validating = time.perf_counter()
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Leaves the time of validating out of the rate."""
+        self._began += time.perf_counter() - self._validating
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """Leaves the bar as it stands."""
+        self._close()
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Leaves the bar as it stands."""
+        self._close()
+
+    def print(self, *args: Any, **kwargs: Any) -> None:
+        """Prints above the bar."""
+        tqdm.write(" ".join(map(str, args)), file=self._stream)
+
+    def _open(self, text: str, total: float) -> None:
+        if not self._enabled:
+            return
+        self._close()
+        self._samples, self._began = 0, time.perf_counter()
+        finite = total != float("inf")
+        self._bar = tqdm(
+            desc=text,
+            total=int(total) if finite else None,
+            file=self._stream,
+            mininterval=0,
+            miniters=1,
+            maxinterval=float("inf"),  # 0 < maxinterval starts a thread of tqdm's; this bar is drawn by hand.
+            disable=not self._stream.isatty(),
+            dynamic_ncols=True,
+            bar_format="{desc} {bar:20} {n_fmt}/{total_fmt} [{elapsed}<{remaining}]{postfix}",
+            leave=True,
+        )
+
+    def _draw(self, trainer: Trainer, batches: int) -> None:
+        assert self._bar is not None
+        text = self._text(trainer)
+        if self._bar.disable:
+            print(f"{_label(trainer)} batch {batches}: {text}", file=self._stream, flush=True)
+            return
+        self._bar.n = batches
+        self._bar.set_postfix_str(text, refresh=False)
+        self._bar.refresh()
+
+    def _text(self, trainer: Trainer) -> str:
+        parts = []
+        if self._loss is not None:
+            parts.append(f"loss {float(self._loss):.4f}")
+        if trainer.optimizers:
+            parts.append(f"lr {max(group['lr'] for group in trainer.optimizers[0].param_groups):.2e}")
+        if self._samples:
+            parts.append(f"{self._samples / (time.perf_counter() - self._began):,.0f} samples/s")
+        parts += [f"{name} {value:.4f}" for name, value in self._metrics.items() if name.startswith("val")]
+        return ", ".join(parts)
+
+    def _close(self) -> None:
+        if self._bar is not None:
+            self._bar.close()
+            self._bar = None
+
+
+def _label(trainer: Trainer) -> str:
+    epochs = trainer.max_epochs
+    return f"epoch {trainer.current_epoch + 1}/{epochs if epochs is not None and epochs > 0 else '?'}"
+
+
+def _floats(metrics: Any) -> dict[str, float]:
+    return {name: float(value) for name, value in metrics.items()}

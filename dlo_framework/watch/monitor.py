@@ -1,0 +1,204 @@
+"""The monitor behind TensorBoard and the progress bar: loss, lr, gradient norm, rates, FLOPs, memory."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.loggers import TensorBoardLogger
+
+from dlo_framework.watch.clock import StepClock
+from dlo_framework.watch.flops import FlopCounter, peak_flops
+from dlo_framework.watch.memory import memory_now, memory_peak, reset_memory_peak
+
+
+class RunMonitor(Callback):
+    """Logs what a run does, every ``trainer.log_every_n_steps`` optimizer steps; on by default.
+
+    Between those steps it adds the loss up where it is computed and reads no number from the device.
+
+    ============================ ==========================================================================
+    tag                          meaning
+    ============================ ==========================================================================
+    ``train/loss``               mean training loss since the last record, of this rank's samples
+    ``train/grad_norm``          2-norm of all gradients, after accumulation and unscaling, before clipping
+    ``optim/lr``, ``.../momentum`` of each parameter group (``momentum`` or Adam's first beta)
+    ``speed/samples_per_s``      samples of all ranks a second, validation and checkpoints left out
+    ``speed/data_wait``          fraction of that time spent waiting for the data loader
+    ``speed/step_ms``            milliseconds an optimizer step
+    ``speed/tflops``             achieved model TFLOP/s of one rank, forward and backward, counted once
+    ``speed/mfu``                that over the accelerator's peak (PaLM, arXiv 2204.02311), where it is known
+    ``memory/*``                 GB in use and at most, of the accelerator, or of the process on a CPU
+    ============================ ==========================================================================
+
+    Args:
+        gradient_norm: log the norm of the gradients; it costs one pass over them on the steps that are logged.
+        flops: count the model's FLOPs, on the run's second batch.
+    """
+
+    def __init__(self, gradient_norm: bool = True, flops: bool = True) -> None:
+        self.gradient_norm = gradient_norm
+        self.latest: dict[str, float] = {}
+        self.samples = 0  # of all ranks, over the whole run
+        self.seconds = 0.0  # of training, validation and checkpoints left out
+        self.flops = FlopCounter() if flops else None
+        self._loss: torch.Tensor | None = None
+        self._batches = 0
+        self._window_samples = 0
+        self._window_seconds = 0.0
+        self._window_steps = 0
+        self._started = 0.0
+        self._due = False
+        self._norm: torch.Tensor | None = None
+        self._every = 1
+        self._world = 1
+        self._accumulate = 1
+        self._tick = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        """Samples and seconds go on counting after a resume."""
+        return {"samples": self.samples, "seconds": self.seconds}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Takes up the counts of the run that is resumed."""
+        self.samples, self.seconds = state_dict["samples"], state_dict["seconds"]
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Reads what does not change during a run, so that a step need not."""
+        self._every = max(1, trainer.log_every_n_steps)
+        self._world = data_parallel_size(trainer)
+        self._tick = trainer.global_step
+        reset_memory_peak(trainer.strategy.root_device)
+        self._started = time.perf_counter()
+
+    def on_train_batch_start(
+        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        """Counts FLOPs on one batch, and notes whether this step's numbers are wanted."""
+        if self.flops is not None and self.flops.wanted:
+            self.flops.start(pl_module)
+
+    def on_before_optimizer_step(
+        self, trainer: Trainer, pl_module: LightningModule, optimizer: Any
+    ) -> None:
+        """Measures the gradients' norm on the steps that are logged."""
+        if self.gradient_norm and (self._tick + 1) % self._every == 0:
+            gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+            if gradients:
+                self._norm = torch.nn.utils.get_total_norm(gradients)
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Adds the batch up; every so many steps, logs."""
+        if self.flops is not None and self.flops.running:
+            self.flops.stop(batch_size(batch))
+        loss = outputs["loss"] if isinstance(outputs, dict) else outputs
+        if isinstance(loss, torch.Tensor):
+            loss = loss.detach()
+            self._loss = loss.clone() if self._loss is None else self._loss.add_(loss)
+        self._batches += 1
+        self._window_samples += batch_size(batch)
+        step = trainer.global_step
+        if step != self._tick:
+            self._window_steps += step - self._tick
+            self._tick = step
+            if step % self._every == 0:
+                self.record(trainer)
+
+    def record(self, trainer: Trainer) -> None:
+        """Logs the window since the last record, and opens the next."""
+        now = time.perf_counter()
+        seconds = self._window_seconds + now - self._started
+        samples = self._window_samples * self._world
+        scalars = optimizer_scalars(trainer)
+        if self._loss is not None:
+            scalars["train/loss"] = float(self._loss) / self._batches
+        if self._norm is not None:
+            scalars["train/grad_norm"] = float(self._norm)
+        scalars["speed/samples_per_s"] = samples / seconds
+        scalars["speed/step_ms"] = 1000 * seconds / max(1, self._window_steps)
+        if isinstance(trainer.profiler, StepClock):
+            scalars["speed/data_wait"] = trainer.profiler.take() / seconds
+        if self.flops is not None and self.flops.per_sample:
+            achieved = self.flops.per_sample * self._window_samples / seconds
+            scalars["speed/tflops"] = achieved / 1e12
+            peak = peak_flops(trainer)
+            if peak:
+                scalars["speed/mfu"] = achieved / peak
+        scalars |= memory_now(trainer.strategy.root_device)
+        scalars["epoch"] = trainer.current_epoch
+        self.latest = scalars
+        for logger in trainer.loggers:
+            logger.log_metrics(scalars, step=trainer.global_step)
+        self.samples += samples
+        self.seconds += seconds
+        self._loss = self._norm = None
+        self._batches = self._window_samples = self._window_steps = 0
+        self._window_seconds, self._started = 0.0, now
+
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Stops the clock: validating is not training."""
+        if not trainer.sanity_checking:
+            self._window_seconds += time.perf_counter() - self._started
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Starts it again."""
+        self._started = time.perf_counter()
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Logs what has not been logged yet."""
+        if self._batches:
+            self.record(trainer)
+
+    def peak_memory(self, trainer: Trainer) -> int:
+        """Returns the most bytes that this rank has used: of its accelerator, or of the process on a CPU."""
+        return memory_peak(trainer.strategy.root_device)
+
+
+def batch_size(batch: Any) -> int:
+    """Returns the number of samples in a batch: the length of the first tensor found in it, 1 if none."""
+    if isinstance(batch, torch.Tensor):
+        return len(batch) if batch.ndim else 1
+    if isinstance(batch, dict):
+        batch = tuple(batch.values())
+    if isinstance(batch, list | tuple):
+        for item in batch:
+            if isinstance(item, torch.Tensor | dict | list | tuple):
+                return batch_size(item)
+    return 1
+
+
+def data_parallel_size(trainer: Trainer) -> int:
+    """Returns over how many ranks the samples of a batch are spread."""
+    arguments = getattr(trainer.strategy, "distributed_sampler_kwargs", None)
+    return int(arguments["num_replicas"]) if arguments else 1
+
+
+def optimizer_scalars(trainer: Trainer) -> dict[str, float]:
+    """Returns lr and momentum of each parameter group; groups that agree share one curve."""
+    scalars: dict[str, float] = {}
+    for number, optimizer in enumerate(trainer.optimizers):
+        where = "optim" if len(trainer.optimizers) == 1 else f"optim{number}"
+        for name, values in (
+            ("lr", [float(group["lr"]) for group in optimizer.param_groups]),
+            ("momentum", [momentum for group in optimizer.param_groups if (momentum := _momentum(group)) is not None]),
+        ):
+            if len(set(values)) == 1:
+                scalars[f"{where}/{name}"] = values[0]
+            else:
+                scalars |= {f"{where}/{name}/{index}": value for index, value in enumerate(values)}
+    return scalars
+
+
+def _momentum(group: dict[str, Any]) -> float | None:
+    if "betas" in group:
+        return float(group["betas"][0])
+    return float(group["momentum"]) if "momentum" in group else None
+
+
+def is_tensorboard(logger: Any) -> bool:
+    """Returns whether ``logger`` writes TensorBoard's events, pictures and text included."""
+    return isinstance(logger, TensorBoardLogger)

@@ -1,0 +1,150 @@
+"""What is left of a run: its config, ``summary.json``, a short table, and how to look at the curves."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import yaml
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
+
+from dlo_framework import runs
+from dlo_framework.versions import versions
+from dlo_framework.watch.monitor import RunMonitor, is_tensorboard
+
+
+class RunRecord(Callback):
+    """Writes the run's config at the start, and its summary at the end; on by default.
+
+    ``config.yaml`` is what the run was started with, every default filled in: ``dlo fit --config`` takes it.
+    ``summary.json`` holds metrics, steps, samples, seconds, samples/s, peak memory, strategy, world size,
+    versions and the best checkpoint's path; it is written when a run is interrupted too, and says so.
+
+    Args:
+        folder: the run's folder.
+        config: the resolved config, as YAML.
+        monitor: where samples, seconds and memory are counted.
+    """
+
+    def __init__(self, folder: Path, config: str, monitor: RunMonitor) -> None:
+        self.folder = Path(folder)
+        self.config = config
+        self.monitor = monitor
+        self._began = time.perf_counter()
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Writes ``config.yaml``, and the config as text beside the curves."""
+        self.folder = Path(trainer.strategy.broadcast(str(self.folder)))
+        if not trainer.is_global_zero:
+            return
+        runs.check_space(self.folder)
+        path = self.folder / "config.yaml"
+        if path.exists() and path.read_text() != self.config:
+            resumed = len(list(self.folder.glob("config.resumed-*.yaml"))) + 1
+            path = self.folder / f"config.resumed-{resumed}.yaml"
+        path.write_text(self.config)
+        for logger in trainer.loggers:
+            if is_tensorboard(logger):
+                logger.experiment.add_text("config", f"```yaml\n{self.config}\n```")
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Starts the run's clock."""
+        self._began = time.perf_counter()
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Remembers that training came to its end; checkpoints of this moment are still to be written."""
+        self._seconds = time.perf_counter() - self._began
+
+    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Writes the summary, prints the table and where to look."""
+        summary = self.write(trainer, "finished")
+        if trainer.is_global_zero and summary is not None:
+            for logger in trainer.loggers:
+                if is_tensorboard(logger):
+                    logger.log_hyperparams(_flat(yaml.safe_load(self.config)), summary["metrics"])
+            print_table(self.folder, summary)
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """Writes the summary of a run that did not end by itself."""
+        if trainer.state.fn == "fit" and trainer.is_global_zero and self.folder.is_dir():
+            self.write(trainer, f"interrupted: {type(exception).__name__}")
+
+    def write(self, trainer: Trainer, status: str) -> dict[str, Any] | None:
+        """Writes ``summary.json`` on rank 0, whole or not at all, and returns its content."""
+        if not trainer.is_global_zero:
+            return None
+        summary = self.summary(trainer, status)
+        partial = self.folder / f"{runs.SUMMARY}.partial"
+        partial.write_text(json.dumps(summary, indent=2) + "\n")
+        os.replace(partial, self.folder / runs.SUMMARY)
+        return summary
+
+    def summary(self, trainer: Trainer, status: str) -> dict[str, Any]:
+        """Returns the summary; paths are relative to the run's folder, so that it may be moved."""
+        checkpoint = next((c for c in trainer.checkpoint_callbacks if isinstance(c, ModelCheckpoint)), None)
+        best = checkpoint.best_model_path if checkpoint else ""
+        score = checkpoint.best_model_score if checkpoint else None
+        seconds = self.monitor.seconds
+        return {
+            "status": status,
+            "metrics": {name: float(value) for name, value in sorted(trainer.callback_metrics.items())},
+            "train_loss": self.monitor.latest.get("train/loss"),
+            "best_checkpoint": os.path.relpath(best, self.folder) if best else None,
+            "best_metric": {checkpoint.monitor: float(score)}
+            if checkpoint and checkpoint.monitor and score is not None
+            else None,
+            "epochs": trainer.current_epoch,
+            "steps": trainer.global_step,
+            "samples": self.monitor.samples,
+            "seconds": round(time.perf_counter() - self._began, 3),
+            "training_seconds": round(seconds, 3),
+            "samples_per_second": round(self.monitor.samples / seconds, 3) if seconds else None,
+            "flops_per_sample": (self.monitor.flops.per_sample or None) if self.monitor.flops else None,
+            "peak_memory_bytes": self.monitor.peak_memory(trainer),
+            "strategy": type(trainer.strategy).__name__,
+            "accelerator": type(trainer.accelerator).__name__,
+            "precision": str(trainer.precision),
+            "world_size": trainer.world_size,
+            "versions": versions(),
+        }
+
+
+def print_table(folder: Path, summary: dict[str, Any]) -> None:
+    """Prints what a person wants to know of a run that has ended."""
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(show_header=False, box=None, pad_edge=False)
+    for name, value in summary["metrics"].items():
+        table.add_row(name, f"{value:.4f}")
+    for name, value in (summary["best_metric"] or {}).items():
+        table.add_row(f"best {name}", f"{value:.4f}")
+    table.add_row("epochs, steps", f"{summary['epochs']}, {summary['steps']:,}")
+    rate = summary["samples_per_second"]
+    if rate:
+        table.add_row("samples", f"{summary['samples']:,} at {rate:,.0f} a second")
+    table.add_row("time", f"{summary['seconds']:.0f} s, {summary['training_seconds']:.0f} s of it in training steps")
+    table.add_row("peak memory", runs.human(summary["peak_memory_bytes"]))
+    table.add_row("strategy", f"{summary['strategy']} on {summary['world_size']} rank(s), {summary['precision']}")
+    table.add_row("run folder", str(folder))
+    if summary["best_checkpoint"]:
+        table.add_row("best checkpoint", str(folder / summary["best_checkpoint"]))
+    console = Console(soft_wrap=True)
+    console.print()
+    console.print(table)
+    console.print(f"\nlook at it:  tensorboard --logdir {folder.parent}", highlight=False)
+
+
+def _flat(content: Any, prefix: str = "") -> dict[str, Any]:
+    """Returns nested mappings as one level of dotted keys, lists as text: what TensorBoard's table can show."""
+    if not isinstance(content, dict):
+        simple = content if isinstance(content, int | float | str | bool) else str(content)
+        return {prefix: simple} if content is not None else {}
+    flat: dict[str, Any] = {}
+    for key, value in content.items():
+        flat |= _flat(value, f"{prefix}.{key}" if prefix else str(key))
+    return flat
