@@ -41,9 +41,7 @@ class WeightEMA(Callback):
 
     def __init__(self, decay: float = 0.9999) -> None:
         if not 0 <= decay < 1:
-            raise DloError(
-                f"the EMA decay lies in [0, 1), given {decay}; 0.9999 is usual, 0.999 for short runs"
-            )
+            raise DloError(f"the EMA decay lies in [0, 1), given {decay}; 0.9999 is usual, 0.999 for short runs")
         self.decay = decay
         self._update = get_ema_multi_avg_fn(decay)
         self._average: list[Tensor] | None = None
@@ -55,9 +53,7 @@ class WeightEMA(Callback):
         """Forgets an earlier run's average: its module holds it."""
         self._average, self._updates, self._swapped = None, 0, False
 
-    def on_load_checkpoint(
-        self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
-    ) -> None:
+    def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """Takes the average out of the module, which has just loaded it, and loads the trained weights."""
         if _CURRENT not in checkpoint or trainer.state.fn != TrainerFn.FITTING:
             return
@@ -113,9 +109,7 @@ class WeightEMA(Callback):
         """Puts the trained weights back if a validation was interrupted."""
         self._swap_to(pl_module, average=False)
 
-    def on_save_checkpoint(
-        self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
-    ) -> None:
+    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """Saves the average as `state_dict` and the trained weights beside it."""
         if self._average is None:
             return
@@ -136,10 +130,7 @@ class WeightEMA(Callback):
         """
         held, swapped = checkpoint["state_dict"], self._swapped
         self._swap_to(pl_module, average=not swapped)
-        other = {
-            name: value.detach().clone()
-            for name, value in trainer.strategy.lightning_module_state_dict().items()
-        }
+        other = {name: value.detach().clone() for name, value in trainer.strategy.lightning_module_state_dict().items()}
         self._swap_to(pl_module, average=swapped)
         return (other, held) if swapped else (held, other)
 

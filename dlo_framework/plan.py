@@ -180,9 +180,7 @@ class ParallelPlan:
         for shared in tied_groups(module):
             apart = len({self._place(name) for name in shared}) > 1
             if apart and not any(set(shared) <= group for group in declared):
-                raise DloError(
-                    f"{list(shared)} share one tensor and lie in different parts; add them to tied"
-                )
+                raise DloError(f"{list(shared)} share one tensor and lie in different parts; add them to tied")
 
     def _place(self, name: str) -> str:
         """The block that holds a parameter, or else the part that owns it."""
@@ -247,9 +245,7 @@ def _check_matches(part: str, pattern: str, names: list[str]) -> None:
     if not any(_any_match((pattern,), name) for name in names):
         # Numbers are what `*` mostly stands for, so the nearest name is sought among names without them.
         shapes = dict.fromkeys(re.sub(r"\.\d+(?=\.|$)", ".*", name) for name in names)
-        raise DloError(
-            f"{part} pattern '{pattern}' matches nothing in the model{did_you_mean(pattern, shapes)}"
-        )
+        raise DloError(f"{part} pattern '{pattern}' matches nothing in the model{did_you_mean(pattern, shapes)}")
 
 
 def _named_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:

@@ -76,16 +76,13 @@ def read_entry_points() -> tuple[list[Plugin], list[str]]:
     groups: dict[tuple[str, str, str, str], list[str]] = {}
     problems = []
     points = metadata.entry_points()
-    for point in (
-        p for group in sorted(points.groups) if _is_ours(group) for p in points.select(group=group)
-    ):
+    for point in (p for group in sorted(points.groups) if _is_ours(group) for p in points.select(group=group)):
         kind = point.group.removeprefix(GROUP_PREFIX)
         distribution, version = _origin_of(point)
         problem = _problem(kind, point)
         if problem:
             problems.append(f"{distribution} {version}: {problem}")
             continue
-        # A distribution is seen twice where its checkout is on the path beside an install of it: same key.
         names = groups.setdefault((distribution, version, kind, point.value.replace(" ", "")), [])
         if point.name not in names:
             names.append(point.name)

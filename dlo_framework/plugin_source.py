@@ -91,21 +91,19 @@ def read_class(target: str) -> ClassSource:
     Raises:
         SourceNotFoundError: if the module, its source, or the class cannot be found.
     """
-    module, _, name = target.partition(":")
-    home = _Module.find(module)
-    if home is None:
-        raise SourceNotFoundError(f"no module {module}")
-    found = home.find_class(name)
+    return _find(target).source()
+
+
+def read_class_in_file(path: Path, name: str) -> ClassSource:
+    """Reads a class as :func:`read_class` does, from a file that need not be importable.
+
+    Raises:
+        SourceNotFoundError: if the file has no such class.
+    """
+    found = _Module(path.stem, str(path), False, _parse(path.read_text(encoding="utf-8"))).find_class(name)
     if found is None:
-        raise SourceNotFoundError(f"no class {name} in {module}")
-    return ClassSource(
-        name=found.node.name,
-        module=found.home.name,
-        path=found.home.path,
-        line=found.node.lineno,
-        doc=ast.get_docstring(found.node) or "",
-        parameters=tuple(found.parameters() or ()),
-    )
+        raise SourceNotFoundError(f"no class {name} in {path}")
+    return found.source()
 
 
 def read_summary(target: str) -> str:
@@ -117,12 +115,18 @@ def read_summary(target: str) -> str:
     Raises:
         SourceNotFoundError: as :func:`read_class`.
     """
+    return summary_of(ast.get_docstring(_find(target).node) or "")
+
+
+def _find(target: str) -> _Class:
     module, _, name = target.partition(":")
     home = _Module.find(module)
-    found = home.find_class(name) if home else None
+    if home is None:
+        raise SourceNotFoundError(f"no module {module}")
+    found = home.find_class(name)
     if found is None:
-        raise SourceNotFoundError(f"no class {name} in {module}" if home else f"no module {module}")
-    return summary_of(ast.get_docstring(found.node) or "")
+        raise SourceNotFoundError(f"no class {name} in {module}")
+    return found
 
 
 def summary_of(doc: str) -> str:
@@ -237,6 +241,17 @@ class _Class:
     home: _Module
     node: ast.ClassDef
 
+    def source(self) -> ClassSource:
+        """Returns what the public functions report."""
+        return ClassSource(
+            name=self.node.name,
+            module=self.home.name,
+            path=self.home.path,
+            line=self.node.lineno,
+            doc=ast.get_docstring(self.node) or "",
+            parameters=tuple(self.parameters() or ()),
+        )
+
     def nested(self, name: str) -> _Class | None:
         """Returns the class that ``name`` means inside this one; this one where it is empty."""
         if not name:
@@ -249,9 +264,7 @@ class _Class:
 
     def parameters(self, chain: int = 0) -> list[Parameter] | None:
         """Returns the constructor's parameters, or None where neither the class nor a base of it has one."""
-        init = next(
-            (n for n in self.node.body if isinstance(n, ast.FunctionDef) and n.name == "__init__"), None
-        )
+        init = next((n for n in self.node.body if isinstance(n, ast.FunctionDef) and n.name == "__init__"), None)
         if init is None and self._is_dataclass():
             return self._documented(self._fields(chain))
         if init is None:

@@ -28,7 +28,9 @@ def fraction_seen(trainer: Trainer) -> float:
     fractions = []
     if epochs is not None and epochs > 0:
         batches = trainer.num_training_batches
-        within = trainer.fit_loop.epoch_loop.batch_idx / batches if math.isfinite(batches) and batches else 0.0
+        within = (
+            trainer.fit_loop.epoch_loop.batch_idx / batches if math.isfinite(batches) and batches else 0.0
+        )
         fractions.append((trainer.current_epoch + within) / epochs)
     if steps > 0:
         fractions.append(trainer.global_step / steps)
@@ -42,8 +44,10 @@ def fraction_seen(trainer: Trainer) -> float:
 
 def optimizer_steps(trainer: Trainer) -> float:
     """Returns the number of optimizer steps of the whole run; infinite where the loader has no length."""
-    per_epoch = math.ceil(trainer.num_training_batches / trainer.accumulate_grad_batches) if math.isfinite(
-        trainer.num_training_batches
-    ) else math.inf
+    per_epoch = (
+        math.ceil(trainer.num_training_batches / trainer.accumulate_grad_batches)
+        if math.isfinite(trainer.num_training_batches)
+        else math.inf
+    )
     epochs = trainer.max_epochs if trainer.max_epochs is not None and trainer.max_epochs > 0 else math.inf
     return min(per_epoch * epochs, trainer.max_steps if trainer.max_steps > 0 else math.inf)

@@ -94,11 +94,12 @@ class Registry:
             others: names that are valid besides the plug-ins', such as Lightning's own strategies.
         """
         available = sorted({*self.names(kind), *others}, key=str.lower)
-        message = f"unknown {kind or 'plug-in'} '{name}'{did_you_mean(name, available)}"
+        hint = did_you_mean(name, available)
+        message = f"unknown {kind or 'plug-in'} '{name}'{hint}"
         elsewhere = next((plugin for plugin in self.plugins() if name in plugin.names), None)
         if elsewhere is not None:
-            message = f"'{name}' is a {elsewhere.kind} plug-in, not a {kind}"
-        return DloError(f"{message}; available: {', '.join(available) or 'none'}")
+            hint, message = "", f"'{name}' is a {elsewhere.kind} plug-in, not a {kind}"
+        return DloError(f"{message}{'' if hint else ';'} available: {', '.join(available) or 'none'}")
 
     def find_named(self, strings: Iterable[str]) -> list[Plugin]:
         """Returns the plug-ins that any of the strings names, by short name, alias or class path.
@@ -162,9 +163,7 @@ class Registry:
             found.append(plugin)
         if not found and not any(_names_allowed_base(cls) for cls in classes):
             bases = ", ".join(_BASES.values())
-            raise DloError(
-                f"plugins: '{spec}' defines no plug-in; it needs a public subclass of one of {bases}"
-            )
+            raise DloError(f"plugins: '{spec}' defines no plug-in; it needs a public subclass of one of {bases}")
         if module.__name__ not in self._user_modules:
             self._user_modules.append(module.__name__)
         return found
@@ -243,9 +242,7 @@ def _public_classes(module: ModuleType) -> list[type]:
     for name, value in vars(module).items():
         if inspect.isclass(value) and not name.startswith("_"):
             home = value.__module__
-            if home == module.__name__ or (
-                hasattr(module, "__path__") and home.startswith(f"{module.__name__}.")
-            ):
+            if home == module.__name__ or (hasattr(module, "__path__") and home.startswith(f"{module.__name__}.")):
                 found.append(value)
     return list(dict.fromkeys(found))
 
@@ -262,9 +259,7 @@ def _register_strategy(plugin: Plugin, cls: type) -> None:
     if any(entry["strategy"] is cls for entry in StrategyRegistry.values()):
         return
     register = getattr(cls, "register_strategies", None)
-    if register is not None and "register_strategies" in vars(
-        cls
-    ):  # An inherited one registers its own class.
+    if register is not None and "register_strategies" in vars(cls):  # An inherited one registers its own class.
         try:
             register(StrategyRegistry)
         except Exception as error:

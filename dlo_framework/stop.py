@@ -102,7 +102,7 @@ class GracefulStop(Checkpoint):
 
     def _stop(self, trainer: Trainer, signum: int) -> None:
         path = self.folder / runs.LAST
-        trainer.save_checkpoint(path)
+        trainer.save_checkpoint(path, weights_only=False)
         raise RunStopped(signum, path, trainer.global_step)
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:

@@ -177,6 +177,4 @@ def batch_length(batch: Any) -> int:
     if isinstance(batch, Tensor):
         return batch.shape[0]
     values = batch.values() if isinstance(batch, dict) else batch
-    return next(
-        (batch_length(value) for value in values if isinstance(value, Tensor | tuple | list | dict)), 1
-    )
+    return next((batch_length(value) for value in values if isinstance(value, Tensor | tuple | list | dict)), 1)

@@ -67,9 +67,7 @@ def _existing_file(spec: str) -> Path:
 def _existing_module(spec: str) -> str:
     parts = spec.split(".")
     if not _importable(parts):
-        raise DloError(
-            f"plugins: '{spec}' is neither a module, as in my_pkg.mod, nor a file, as in ./file.py"
-        )
+        raise DloError(f"plugins: '{spec}' is neither a module, as in my_pkg.mod, nor a file, as in ./file.py")
     if spec in sys.modules or find_spec(spec) is not None:
         return spec
     folder = os.getcwd()

@@ -59,7 +59,11 @@ class DloCLI(LightningCLI):
             subclass_mode_model=True,
             subclass_mode_data=True,
             parser_class=DloParser,
-            parser_kwargs={"prog": "dlo", "allow_abbrev": False, "description": "Train with plug-ins that the config names."},
+            parser_kwargs={
+                "prog": "dlo",
+                "allow_abbrev": False,
+                "description": "Train with plug-ins that the config names.",
+            },
             seed_everything_default=DEFAULT_SEED,
             save_config_callback=None,  # defaults.RunRecord does it, into the run folder.
             args=found.argv,
@@ -85,7 +89,10 @@ class DloCLI(LightningCLI):
         )
         parser.add_argument("--run.dir", type=str, default="runs", help="the folder that holds all runs")
         parser.add_argument(
-            "--run.name", type=str | None, default=None, help="the run's name (default: the config's file name)"
+            "--run.name",
+            type=str | None,
+            default=None,
+            help="the run's name (default: the config's file name)",
         )
 
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
@@ -142,7 +149,9 @@ class DloCLI(LightningCLI):
             return self._build_trainer(kwargs)
         self.run_folder = self._resumed_run() or runs.new_run(self._runs())
         if config.get("logger") in (None, True):
-            kwargs["logger"] = TensorBoardLogger(self.run_folder, name="", version="", default_hp_metric=False)
+            kwargs["logger"] = TensorBoardLogger(
+                self.run_folder, name="", version="", default_hp_metric=False
+            )
         kwargs["callbacks"] = add_default_callbacks(
             callbacks,
             run_folder=self.run_folder,
@@ -180,7 +189,9 @@ def _check_strategy(strategy: Any) -> None:
         return
     known = ["auto", *StrategyRegistry.available_strategies()]
     if strategy not in known:
-        shown = [name for name in known if "spawn" not in name and "fork" not in name and "find_unused" not in name]
+        shown = [
+            name for name in known if "spawn" not in name and "fork" not in name and "find_unused" not in name
+        ]
         raise DloError(
             f"unknown strategy '{strategy}'{did_you_mean(strategy, known)}; available: {', '.join(shown)}"
         )

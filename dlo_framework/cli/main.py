@@ -82,7 +82,9 @@ def _dispatch(words: list[str]) -> int:
 
         return run(words)
     known = [*RUN_COMMANDS, *OTHER_COMMANDS]
-    raise DloError(f"unknown command '{command}'{did_you_mean(command, known)}; available: {', '.join(known)}")
+    raise DloError(
+        f"unknown command '{command}'{did_you_mean(command, known)}; available: {', '.join(known)}"
+    )
 
 
 def _refuse(error: DloError) -> int:

@@ -180,4 +180,3 @@ def _plain(text: str) -> str:
     """Returns ``int`` for ``<class 'int'>``."""
     found = re.search(r"<class '([^']+)'>", text)
     return found.group(1) if found else text.strip()
-

@@ -60,7 +60,8 @@ def _load_plugins(found: Scan) -> Any:
     for plugin in registry.find_named(found.strings):
         registry.load(plugin.name, plugin.kind)
     jsonargparse.set_parsing_settings(
-        import_path_denylist=registry.denied_import_paths(), import_path_allowlist=registry.allowed_import_paths()
+        import_path_denylist=registry.denied_import_paths(),
+        import_path_allowlist=registry.allowed_import_paths(),
     )
     return registry
 
@@ -82,10 +83,13 @@ def _quiet_imports() -> None:
     warnings.filterwarnings("ignore", message=".*pkg_resources is deprecated.*")
     warnings.filterwarnings("ignore", message=".*does not have many workers.*")
     warnings.filterwarnings("ignore", message=".*LeafSpec.* is deprecated.*")
+    warnings.filterwarnings("ignore", message="Checkpoint directory .* exists and is not empty")
     logging.getLogger("lightning.pytorch.utilities.rank_zero").addFilter(_is_news)
 
 
 def _is_news(record: logging.LogRecord) -> bool:
     """Returns False for Lightning's lines that are no news: its tips, and accelerators that nobody asked for."""
     text = record.getMessage()
-    return not (text.startswith("💡 Tip") or text.startswith(("TPU available: False", "HPU available: False")))
+    return not (
+        text.startswith("💡 Tip") or text.startswith(("TPU available: False", "HPU available: False"))
+    )

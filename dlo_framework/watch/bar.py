@@ -10,7 +10,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ProgressBar
 from tqdm import tqdm
 
-from dlo_framework.watch.monitor import batch_size, data_parallel_size
+from dlo_framework.watch.monitor import batch_loss, batch_size, data_parallel_size
 
 
 class RunBar(ProgressBar):
@@ -35,7 +35,7 @@ class RunBar(ProgressBar):
         self._validating = 0.0
         self._samples = 0
         self._world = 1
-        self._loss: Any = None
+        self._outputs: Any = None
         self._metrics: dict[str, float] = {}
 
     def disable(self) -> None:
@@ -69,7 +69,7 @@ class RunBar(ProgressBar):
         if not self._enabled:
             return
         self._samples += batch_size(batch) * self._world
-        self._loss = outputs["loss"] if isinstance(outputs, dict) else outputs
+        self._outputs = outputs
         now = time.perf_counter()
         if now < self._next:
             return
@@ -84,6 +84,7 @@ class RunBar(ProgressBar):
             self._metrics = _floats(trainer.callback_metrics)
             self._draw(trainer, trainer.fit_loop.epoch_loop.batch_progress.current.ready)
             self._close()
+            self._outputs = None
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Notes when validating begins."""
@@ -136,8 +137,9 @@ class RunBar(ProgressBar):
 
     def _text(self, trainer: Trainer) -> str:
         parts = []
-        if self._loss is not None:
-            parts.append(f"loss {float(self._loss):.4f}")
+        loss = batch_loss(trainer, self._outputs)
+        if loss is not None:
+            parts.append(f"loss {float(loss):.4f}")
         if trainer.optimizers:
             parts.append(f"lr {max(group['lr'] for group in trainer.optimizers[0].param_groups):.2e}")
         if self._samples:

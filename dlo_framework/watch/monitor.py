@@ -50,11 +50,11 @@ class RunMonitor(Callback):
         self._window_seconds = 0.0
         self._window_steps = 0
         self._started = 0.0
+        self._paused = False
         self._due = False
         self._norm: torch.Tensor | None = None
         self._every = 1
         self._world = 1
-        self._accumulate = 1
         self._tick = 0
 
     def state_dict(self) -> dict[str, Any]:
@@ -71,21 +71,23 @@ class RunMonitor(Callback):
         self._world = data_parallel_size(trainer)
         self._tick = trainer.global_step
         reset_memory_peak(trainer.strategy.root_device)
-        self._started = time.perf_counter()
+        self._started, self._paused = time.perf_counter(), False
 
     def on_train_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        """Counts FLOPs on one batch, and notes whether this step's numbers are wanted."""
+        """Counts FLOPs on one batch; starts the clock again after a validation, and the saving that follows it."""
+        if self._paused:
+            self._paused, self._started = False, time.perf_counter()
         if self.flops is not None and self.flops.wanted:
             self.flops.start(pl_module)
 
-    def on_before_optimizer_step(
-        self, trainer: Trainer, pl_module: LightningModule, optimizer: Any
-    ) -> None:
+    def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Any) -> None:
         """Measures the gradients' norm on the steps that are logged."""
         if self.gradient_norm and (self._tick + 1) % self._every == 0:
-            gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+            gradients = [
+                p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None
+            ]
             if gradients:
                 self._norm = torch.nn.utils.get_total_norm(gradients)
 
@@ -95,10 +97,9 @@ class RunMonitor(Callback):
         """Adds the batch up; every so many steps, logs."""
         if self.flops is not None and self.flops.running:
             self.flops.stop(batch_size(batch))
-        loss = outputs["loss"] if isinstance(outputs, dict) else outputs
-        if isinstance(loss, torch.Tensor):
-            loss = loss.detach()
-            self._loss = loss.clone() if self._loss is None else self._loss.add_(loss)
+        loss = batch_loss(trainer, outputs)
+        if loss is not None:
+            self._loss = loss if self._loss is None else self._loss.add_(loss)
         self._batches += 1
         self._window_samples += batch_size(batch)
         step = trainer.global_step
@@ -111,7 +112,7 @@ class RunMonitor(Callback):
     def record(self, trainer: Trainer) -> None:
         """Logs the window since the last record, and opens the next."""
         now = time.perf_counter()
-        seconds = self._window_seconds + now - self._started
+        seconds = self._window_seconds + (0.0 if self._paused else now - self._started)
         samples = self._window_samples * self._world
         scalars = optimizer_scalars(trainer)
         if self._loss is not None:
@@ -141,12 +142,9 @@ class RunMonitor(Callback):
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Stops the clock: validating is not training."""
-        if not trainer.sanity_checking:
+        if not trainer.sanity_checking and not self._paused:
             self._window_seconds += time.perf_counter() - self._started
-
-    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Starts it again."""
-        self._started = time.perf_counter()
+            self._paused = True
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Logs what has not been logged yet."""
@@ -156,6 +154,18 @@ class RunMonitor(Callback):
     def peak_memory(self, trainer: Trainer) -> int:
         """Returns the most bytes that this rank has used: of its accelerator, or of the process on a CPU."""
         return memory_peak(trainer.strategy.root_device)
+
+
+def batch_loss(trainer: Trainer, outputs: Any) -> torch.Tensor | None:
+    """Returns a new tensor with the batch's loss as ``training_step`` gave it; None where it gave none.
+
+    With automatic optimization Lightning hands hooks the loss divided by the number of accumulated batches.
+    """
+    loss = outputs["loss"] if isinstance(outputs, dict) and "loss" in outputs else outputs
+    if not isinstance(loss, torch.Tensor):
+        return None
+    automatic = trainer.lightning_module.automatic_optimization
+    return loss.detach() * (trainer.accumulate_grad_batches if automatic else 1)
 
 
 def batch_size(batch: Any) -> int:
@@ -184,7 +194,10 @@ def optimizer_scalars(trainer: Trainer) -> dict[str, float]:
         where = "optim" if len(trainer.optimizers) == 1 else f"optim{number}"
         for name, values in (
             ("lr", [float(group["lr"]) for group in optimizer.param_groups]),
-            ("momentum", [momentum for group in optimizer.param_groups if (momentum := _momentum(group)) is not None]),
+            (
+                "momentum",
+                [momentum for group in optimizer.param_groups if (momentum := _momentum(group)) is not None],
+            ),
         ):
             if len(set(values)) == 1:
                 scalars[f"{where}/{name}"] = values[0]

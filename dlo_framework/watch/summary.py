@@ -119,6 +119,8 @@ def print_table(folder: Path, summary: dict[str, Any]) -> None:
     from rich.table import Table
 
     table = Table(show_header=False, box=None, pad_edge=False)
+    table.add_column(no_wrap=True)
+    table.add_column(overflow="fold")
     for name, value in summary["metrics"].items():
         table.add_row(name, f"{value:.4f}")
     for name, value in (summary["best_metric"] or {}).items():
@@ -127,9 +129,13 @@ def print_table(folder: Path, summary: dict[str, Any]) -> None:
     rate = summary["samples_per_second"]
     if rate:
         table.add_row("samples", f"{summary['samples']:,} at {rate:,.0f} a second")
-    table.add_row("time", f"{summary['seconds']:.0f} s, {summary['training_seconds']:.0f} s of it in training steps")
+    table.add_row(
+        "time", f"{summary['seconds']:.0f} s, {summary['training_seconds']:.0f} s of it in training steps"
+    )
     table.add_row("peak memory", runs.human(summary["peak_memory_bytes"]))
-    table.add_row("strategy", f"{summary['strategy']} on {summary['world_size']} rank(s), {summary['precision']}")
+    table.add_row(
+        "strategy", f"{summary['strategy']} on {summary['world_size']} rank(s), {summary['precision']}"
+    )
     table.add_row("run folder", str(folder))
     if summary["best_checkpoint"]:
         table.add_row("best checkpoint", str(folder / summary["best_checkpoint"]))

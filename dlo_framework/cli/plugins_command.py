@@ -1,0 +1,178 @@
+"""``dlo plugins``: lists the plug-ins, shows one, writes a new one. Imports no plug-in, and no torch."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+from dlo_framework.cli.snippet import yaml_snippet
+from dlo_framework.errors import DloError, did_you_mean
+from dlo_framework.plugin_source import ClassSource, SourceNotFoundError, plain, read_class
+from dlo_framework.registry import KINDS, Plugin, Registry
+
+COMMANDS = ("show", "new")
+
+
+class _Parser(argparse.ArgumentParser):
+    """argparse, but bad input is a :class:`DloError` for the caller to print."""
+
+    def error(self, message: str) -> NoReturn:
+        raise DloError(f"{message}; see '{self.prog} --help'")
+
+
+def main(argv: list[str]) -> int:
+    """Runs ``dlo plugins``.
+
+    Args:
+        argv: the words after ``plugins``.
+
+    Returns:
+        The exit code, 0.
+
+    Raises:
+        DloError: on bad input.
+    """
+    first = argv[0] if argv else ""
+    if first and not first.startswith("-") and first not in COMMANDS:
+        raise DloError(_unknown_command(first))
+    given = _parser().parse_args(argv)
+    if given.command == "show":
+        _show(Registry(), given.name, as_json=given.json)
+    elif given.command == "new":
+        from dlo_framework.cli.scaffold import write_plugin
+
+        print(write_plugin(given.kind, given.name, Path(given.dir), Registry()))
+    else:
+        _list(Registry(), as_json=given.json)
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(prog="dlo plugins", description="List every installed plug-in, by kind.")
+    parser.add_argument("--json", action="store_true", help="print JSON, for machines")
+    commands = parser.add_subparsers(dest="command", title="commands", metavar="COMMAND")
+    show = commands.add_parser(
+        "show",
+        help="print one plug-in's parameters, defaults and docs, and YAML to paste",
+        description="Show one.",
+    )
+    show.add_argument("name", metavar="NAME", help="its short name, such as OneCycle")
+    show.add_argument("--json", action="store_true", help="print JSON, for machines")
+    new = commands.add_parser("new", help="write a working plug-in with a passing test", description="Write one.")
+    new.add_argument("kind", metavar="KIND", help=", ".join(KINDS))
+    new.add_argument("name", metavar="NAME", help="the file's name, in snake_case: my_thing")
+    new.add_argument("--dir", default=".", help="where to write it (default: here)")
+    return parser
+
+
+def _unknown_command(word: str) -> str:
+    hint = did_you_mean(word, COMMANDS)
+    if word in Registry().names():
+        hint = f"; did you mean 'dlo plugins show {word}'?"
+    return f"unknown command 'dlo plugins {word}'{hint or ';'} available: {', '.join(COMMANDS)}"
+
+
+def _list(registry: Registry, *, as_json: bool) -> None:
+    plugins = registry.plugins()
+    if as_json:
+        print(json.dumps([_record(registry, plugin) for plugin in plugins], indent=2))
+        return
+    kinds = [kind for kind in KINDS if any(plugin.kind == kind for plugin in plugins)]
+    for kind in kinds:
+        chosen = [plugin for plugin in plugins if plugin.kind == kind]
+        rows = [[", ".join(plugin.names), plugin.summary, plugin.origin] for plugin in chosen]
+        _print_table(kind, ("name", "what it does", "from"), rows)
+    missing = [kind for kind in KINDS if kind not in kinds]
+    if missing:
+        print(f"no plug-ins of kind: {', '.join(missing)}\n")
+    conflicts = dict.fromkeys(conflict for plugin in plugins if (conflict := registry.conflict(plugin)))
+    for problem in (*conflicts, *registry.problems):
+        print(f"warning: {problem}")
+    print("More: dlo plugins show NAME. Your own: dlo plugins new KIND NAME.")
+
+
+def _record(registry: Registry, plugin: Plugin) -> dict[str, Any]:
+    return {
+        "name": plugin.name,
+        "kind": plugin.kind,
+        "aliases": list(plugin.aliases),
+        "description": plugin.summary,
+        "class_path": plugin.class_path,
+        "distribution": plugin.distribution,
+        "version": plugin.version,
+        "conflict": registry.conflict(plugin),
+    }
+
+
+def _show(registry: Registry, name: str, *, as_json: bool) -> None:
+    plugin = registry.get(name)
+    try:
+        source = read_class(plugin.target)
+    except SourceNotFoundError as error:
+        raise DloError(f"plugin '{plugin.name}' ({plugin.origin}): {error}; reinstall {plugin.distribution}") from error
+    snippet = yaml_snippet(plugin.kind, plugin.name, source.parameters)
+    if as_json:
+        parameters = [vars(parameter) for parameter in source.parameters]
+        more = {"doc": source.doc, "parameters": parameters, "yaml": snippet}
+        print(json.dumps({**_record(registry, plugin), "defined_in": _where(source), **more}, indent=2))
+        return
+    print(f"{plugin.name}: {plugin.kind} from {plugin.origin}")
+    if plugin.aliases:
+        print(f"also called {', '.join(plugin.aliases)}")
+    print(f"defined in {_where(source)}\n\n{plain(_without_arguments(source.doc))}\n")
+    rows = [[p.name, p.type, "required" if p.default is None else p.default, p.doc] for p in source.parameters]
+    if rows:
+        _print_table("parameters", ("name", "type", "default", "meaning"), rows)
+    else:
+        print("It has no parameters.\n")
+    print(f"To use it, paste this into a config:\n\n{snippet}")
+
+
+def _where(source: ClassSource) -> str:
+    return f"{source.path}:{source.line}"
+
+
+def _without_arguments(doc: str) -> str:
+    """Returns a docstring without its ``Args:`` section, which the table of parameters has."""
+    kept: list[str] = []
+    skipping = False
+    for line in doc.splitlines():
+        if line.rstrip() == "Args:":
+            skipping = True
+        elif line and not line[0].isspace():
+            skipping = False
+        if not skipping:
+            kept.append(line)
+    return "\n".join(kept).strip()
+
+
+def _print_table(title: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """Prints a table: drawn and wrapped on a terminal, a row a line elsewhere."""
+    if sys.stdout.isatty():
+        from rich import box
+        from rich.console import Console
+        from rich.table import Table
+
+        table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD)
+        for number, column in enumerate(header):
+            table.add_column(column, style="cyan" if number == 0 else "", overflow="fold")
+        for row in rows:
+            table.add_row(*(_escape(cell) for cell in row))
+        Console().print(table)
+        return
+    widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
+    print(title)
+    for row in rows:
+        cells = (cell.ljust(width) for cell, width in zip(row, widths, strict=True))
+        print(f"  {'  '.join(cells)}".rstrip())
+    print()
+
+
+def _escape(text: str) -> str:
+    from rich.markup import escape
+
+    return escape(text)

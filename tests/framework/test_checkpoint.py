@@ -1,0 +1,110 @@
+import os
+import pickle
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from dlo_framework import checkpoint as module
+from dlo_framework.checkpoint import SafeCheckpointIO, refuse_unsafe, remove_partial, tensor_bytes
+from dlo_framework.errors import DloError
+
+
+class Bomb:
+    """Runs a command where it is unpickled."""
+
+    def __init__(self, command: str) -> None:
+        self.command = command
+
+    def __reduce__(self):
+        return os.system, (self.command,)
+
+
+def test_a_saved_checkpoint_reads_back_and_leaves_nothing_else(tmp_path):
+    path = tmp_path / "a" / "last.ckpt"
+    SafeCheckpointIO().save_checkpoint({"x": torch.arange(5), "step": 3}, path)
+    loaded = SafeCheckpointIO().load_checkpoint(path)
+    assert loaded["x"].tolist() == [0, 1, 2, 3, 4]
+    assert loaded["step"] == 3
+    assert [file.name for file in path.parent.iterdir()] == ["last.ckpt"]
+
+
+def test_a_write_that_fails_leaves_the_previous_checkpoint(tmp_path):
+    """The file size limit stands in for a disk that fills in the middle of a write."""
+    path = tmp_path / "last.ckpt"
+    SafeCheckpointIO().save_checkpoint({"x": torch.zeros(10)}, path)
+    code = (
+        "import resource, signal, sys, torch\n"
+        "from dlo_framework.checkpoint import SafeCheckpointIO\n"
+        "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))\n"
+        f"SafeCheckpointIO().save_checkpoint({{'x': torch.zeros(100_000)}}, {str(path)!r})\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode != 0
+    assert "previous last.ckpt intact" in done.stderr or "File too large" in done.stderr
+    assert SafeCheckpointIO().load_checkpoint(path)["x"].shape == (10,)
+    assert [file.name for file in tmp_path.iterdir()] == ["last.ckpt"]
+
+
+def test_a_checkpoint_larger_than_the_disk_is_refused_before_it_is_written(tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "_free_bytes", lambda folder: 1000)
+    with pytest.raises(DloError, match=r"need 4\.0 kB, 1\.0 kB free in .*; earlier checkpoints intact"):
+        SafeCheckpointIO().save_checkpoint({"x": torch.zeros(1000)}, tmp_path / "last.ckpt")
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("legacy", [False, True])
+def test_a_pickle_bomb_is_refused_and_not_executed(tmp_path, legacy):
+    path, proof = tmp_path / "bomb.ckpt", tmp_path / "executed"
+    torch.save(
+        {"state_dict": Bomb(f"touch {proof}")}, path, _use_new_zipfile_serialization=not legacy
+    )
+    for read in (refuse_unsafe, SafeCheckpointIO().load_checkpoint):
+        with pytest.raises(DloError, match=r"refusing .*bomb\.ckpt: pickle global \w+\.system not allowed; nothing executed"):
+            read(path)
+    assert not proof.exists()
+
+
+def test_a_plain_pickle_is_refused_too(tmp_path):
+    path, proof = tmp_path / "bomb.ckpt", tmp_path / "executed"
+    path.write_bytes(pickle.dumps(Bomb(f"touch {proof}")))
+    with pytest.raises(DloError):
+        refuse_unsafe(path)
+    assert not proof.exists()
+
+
+def test_a_truncated_checkpoint_is_named(tmp_path):
+    path = tmp_path / "half.ckpt"
+    torch.save({"x": torch.zeros(1000)}, path)
+    path.write_bytes(path.read_bytes()[:2000])
+    with pytest.raises(DloError, match=r"cannot read the checkpoint .*half\.ckpt"):
+        SafeCheckpointIO().load_checkpoint(path)
+    with pytest.raises(DloError, match=r"half\.ckpt"):
+        refuse_unsafe(path)
+
+
+def test_a_missing_checkpoint_is_named(tmp_path):
+    with pytest.raises(DloError, match=r"no checkpoint .*none\.ckpt"):
+        SafeCheckpointIO().load_checkpoint(tmp_path / "none.ckpt")
+
+
+def test_a_good_checkpoint_is_not_refused(tmp_path):
+    path = tmp_path / "good.ckpt"
+    torch.save({"x": torch.zeros(3), "n": {"a": 1}}, path)
+    refuse_unsafe(path)
+
+
+def test_what_a_killed_save_left_is_removed(tmp_path):
+    (tmp_path / "last.ckpt.partial").write_bytes(b"half")
+    (tmp_path / "last.ckpt").write_bytes(b"whole")
+    remove_partial(tmp_path)
+    assert [file.name for file in tmp_path.iterdir()] == ["last.ckpt"]
+
+
+def test_shared_storage_counts_once():
+    base = torch.zeros(100)
+    assert tensor_bytes({"a": base, "b": [base[:10], (base.view(10, 10),)], "c": torch.zeros(2)}) == 408
+
+

@@ -1,0 +1,188 @@
+import json
+import sys
+
+import pytest
+import torch
+from dlo_framework.defaults import add_default_callbacks
+from dlo_framework.watch.clock import StepClock
+from dlo_framework.watch.monitor import RunMonitor, batch_size, optimizer_scalars
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.loggers import TensorBoardLogger
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from torch.utils.data import DataLoader, TensorDataset
+
+
+class Net(LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = torch.nn.Linear(8, 4, bias=False)
+        self.losses: list[float] = []
+        self.norms: list[float] = []
+
+    def training_step(self, batch, batch_idx):
+        loss = self.net(batch[0]).square().mean()
+        self.losses.append(loss.item())
+        return {"loss": loss}
+
+    def on_before_optimizer_step(self, optimizer):
+        self.norms.append(self.net.weight.grad.norm().item())
+
+    def validation_step(self, batch, batch_idx):
+        self.log("val_loss", self.net(batch[0]).square().mean())
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters(), lr=0.01, betas=(0.8, 0.9))
+
+
+def fit(folder, module=None, batches=20, callbacks=(), **options):
+    module = module or Net()
+    options = {"max_epochs": 2, "log_every_n_steps": 5, "enable_progress_bar": False, **options}
+    trainer = Trainer(
+        accelerator="cpu",
+        enable_model_summary=False,
+        profiler=StepClock(),
+        logger=TensorBoardLogger(folder, name="", version=""),
+        callbacks=add_default_callbacks(
+            list(callbacks),
+            run_folder=folder,
+            model=module,
+            config="{}",
+            progress_bar=options["enable_progress_bar"],
+        ),
+        **options,
+    )
+    data = DataLoader(TensorDataset(torch.randn(batches * 4, 8)), batch_size=4)
+    trainer.fit(module, data, data)
+    return module, trainer
+
+
+def events(folder):
+    accumulator = EventAccumulator(str(folder))
+    accumulator.Reload()
+    return accumulator
+
+
+def test_what_is_logged_is_what_happened(tmp_path):
+    module, _ = fit(tmp_path, accumulate_grad_batches=2)
+    found = events(tmp_path)
+    losses = [event.value for event in found.Scalars("train/loss")]
+    steps = [event.step for event in found.Scalars("train/loss")]
+    assert steps == [5, 10, 15, 20]
+    means = [sum(module.losses[begin : begin + 10]) / 10 for begin in range(0, 40, 10)]
+    assert losses == pytest.approx(means, rel=1e-5)
+    norms = [event.value for event in found.Scalars("train/grad_norm")]
+    assert norms == pytest.approx([module.norms[step - 1] for step in steps], rel=1e-5)
+    assert [event.value for event in found.Scalars("optim/lr")] == pytest.approx([0.01] * 4)
+    assert [event.value for event in found.Scalars("optim/momentum")] == pytest.approx([0.8] * 4)
+    tags = set(found.Tags()["scalars"])
+    assert {
+        "speed/samples_per_s",
+        "speed/data_wait",
+        "speed/step_ms",
+        "speed/tflops",
+        "memory/peak_gb",
+    } <= tags
+    assert all(0 <= event.value < 1 for event in found.Scalars("speed/data_wait"))
+    assert "config/text_summary" in found.Tags()["tensors"]
+
+
+def test_flops_are_the_models(tmp_path):
+    _, trainer = fit(tmp_path)
+    monitor = next(callback for callback in trainer.callbacks if isinstance(callback, RunMonitor))
+    # y = x W of 8 x 4: two per multiply-add forward, and again for the weight's gradient; x needs none.
+    assert monitor.flops.per_sample == 2 * 2 * 8 * 4
+
+
+def test_the_summary_counts_every_sample_and_says_how_it_ended(tmp_path):
+    _, trainer = fit(tmp_path, batches=7, max_epochs=3)
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert summary["samples"] == 7 * 4 * 3
+    assert summary["steps"] == trainer.global_step == 21
+    assert summary["epochs"] == 3
+    assert summary["status"] == "finished"
+    assert summary["world_size"] == 1
+    assert (tmp_path / summary["best_checkpoint"]).is_file()
+    assert summary["metrics"]["val_loss"] == pytest.approx(float(trainer.callback_metrics["val_loss"]))
+    assert summary["versions"]["torch"].split("+")[0] == torch.__version__.split("+")[0]
+
+
+def test_the_summary_of_a_run_that_failed_says_so(tmp_path):
+    class Fails(Net):
+        def training_step(self, batch, batch_idx):
+            if batch_idx == 6:
+                raise RuntimeError("boom")
+            return super().training_step(batch, batch_idx)
+
+    with pytest.raises(RuntimeError, match="boom"):
+        fit(tmp_path, Fails())
+    assert json.loads((tmp_path / "summary.json").read_text())["status"] == "interrupted: RuntimeError"
+
+
+def test_without_a_terminal_the_bar_prints_a_line_an_epoch(tmp_path, capsys):
+    fit(tmp_path, enable_progress_bar=True)
+    lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("epoch ")]
+    ends = [line for line in lines if "batch 20" in line]
+    assert len(ends) == 2
+    for number, line in enumerate(ends, start=1):
+        assert line.startswith(f"epoch {number}/2")
+        assert "loss" in line
+        assert "lr 1.00e-02" in line
+        assert "samples/s" in line
+        assert "val_loss" in line
+
+
+def test_batch_size_looks_into_any_nest():
+    assert batch_size(torch.zeros(3, 2)) == 3
+    assert batch_size((torch.zeros(4, 2), torch.zeros(4))) == 4
+    assert batch_size({"name": "x", "tokens": torch.zeros(5, 7)}) == 5
+    assert batch_size([{"x": torch.zeros(6)}]) == 6
+    assert batch_size("text") == 1
+
+
+def test_groups_that_differ_get_a_curve_each():
+    first, second = torch.nn.Parameter(torch.zeros(1)), torch.nn.Parameter(torch.zeros(1))
+    optimizer = torch.optim.SGD(
+        [{"params": [first], "lr": 0.1}, {"params": [second], "lr": 0.2}], lr=1, momentum=0.9
+    )
+    trainer = type("Trainer", (), {"optimizers": [optimizer]})
+    assert optimizer_scalars(trainer) == {"optim/lr/0": 0.1, "optim/lr/1": 0.2, "optim/momentum": 0.9}
+
+
+def python_calls_a_step(folder, full: bool) -> float:
+    """Returns the Python function calls of one training step, by counting two runs and taking the difference."""
+    counts = []
+    for batches in (100, 200):
+        calls = 0
+
+        def count(frame, event, argument):
+            nonlocal calls
+            calls += event == "call"
+
+        module = Net()
+        options = {
+            "max_epochs": 1,
+            "accelerator": "cpu",
+            "enable_model_summary": False,
+            "limit_val_batches": 0,
+        }
+        if full:
+            options["callbacks"] = add_default_callbacks([], run_folder=folder, model=module, config="{}")
+            options["logger"] = TensorBoardLogger(folder, name="", version="")
+            options["profiler"] = StepClock()
+        else:
+            options |= {"logger": False, "enable_progress_bar": False, "enable_checkpointing": False}
+        trainer = Trainer(**options)
+        data = DataLoader(TensorDataset(torch.randn(batches * 4, 8)), batch_size=4)
+        sys.setprofile(count)
+        try:
+            trainer.fit(module, data)
+        finally:
+            sys.setprofile(None)
+        counts.append(calls)
+    return (counts[1] - counts[0]) / 100
+
+
+def test_everything_on_calls_little_more_python_than_plain_lightning(tmp_path):
+    """Counts are steady where times are not. The watchers add less than a third to Lightning's own."""
+    plain, full = python_calls_a_step(tmp_path, full=False), python_calls_a_step(tmp_path, full=True)
+    assert full < 1.3 * plain, f"{full:.0f} Python calls a step with everything on, {plain:.0f} plain"

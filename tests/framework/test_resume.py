@@ -1,0 +1,206 @@
+"""A run that is stopped and resumed gives the losses of one that is not, bit for bit."""
+
+import random
+import signal
+
+import numpy as np
+import pytest
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+
+from dlo_framework.checkpoint import SafeCheckpointIO
+from dlo_framework.data import ResumableDataModule
+from dlo_framework.defaults import add_default_callbacks
+from dlo_framework.resume import random_state, restore_random_state
+from dlo_framework.stop import RunStopped
+
+SAMPLES, BATCH, EPOCHS = 52, 5, 3  # 10 batches an epoch, the last 2 samples of each order left out
+
+
+class Noisy(torch.utils.data.Dataset):
+    """Samples whose augmentation draws from each of the three global generators."""
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __getitem__(self, index):
+        x = torch.full((6,), index / SAMPLES) + torch.randn(6)
+        return x + random.random() + float(np.random.rand()), index % 3
+
+
+class Data(ResumableDataModule):
+    def __init__(self, workers: int = 0) -> None:
+        super().__init__(batch_size=BATCH, num_workers=workers, seed=3)
+
+    def train_dataloader(self):
+        return self.train_loader(Noisy())
+
+    def val_dataloader(self):
+        return self.eval_loader(Noisy())
+
+
+class Net(LightningModule):
+    """Uses random numbers of torch (dropout), NumPy and Python in each step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = torch.nn.Sequential(torch.nn.Linear(6, 16), torch.nn.Dropout(0.3), torch.nn.Linear(16, 3))
+        self.losses: list[float] = []
+
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        x = x * (1 + 0.1 * random.random()) + 0.1 * float(np.random.rand())
+        loss = torch.nn.functional.cross_entropy(self.net(x), y)
+        self.losses.append(loss.item())
+        return loss
+
+    def validation_step(self, batch, batch_idx):
+        torch.rand(3)  # A validation that draws must not shift the training.
+        self.log("val_loss", torch.nn.functional.cross_entropy(self.net(batch[0]), batch[1]))
+
+    def configure_optimizers(self):
+        optimizer = torch.optim.AdamW(self.parameters(), lr=0.01)
+        schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 100)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+
+class Signal(Callback):
+    """Sends this process a signal, as Ctrl-C or a batch system would, at one batch of training or validation."""
+
+    def __init__(self, batch: int, signum: int = signal.SIGINT, validation: bool = False) -> None:
+        self.batch, self.signum, self.validation, self.seen = batch, signum, validation, 0
+
+    def _count(self, trainer) -> None:
+        if trainer.sanity_checking:
+            return
+        self.seen += 1
+        if self.seen == self.batch:
+            signal.raise_signal(self.signum)
+
+    def on_train_batch_start(self, trainer, *_):
+        if not self.validation:
+            self._count(trainer)
+
+    def on_validation_batch_start(self, trainer, *_):
+        if self.validation:
+            self._count(trainer)
+
+
+def run(folder, *, stop=None, resume=False, workers=0, **options):
+    """Returns the losses of a fit, and the exception that ended it."""
+    torch.manual_seed(1 if not resume else 99)  # A resumed process starts from other random numbers.
+    random.seed(2 if not resume else 98)
+    np.random.seed(3 if not resume else 97)
+    module = Net()
+    callbacks = [stop] if isinstance(stop, Callback) else []
+    options = {"max_epochs": EPOCHS, "accumulate_grad_batches": 4, "log_every_n_steps": 2, **options}
+    trainer = Trainer(
+        accelerator="cpu",
+        logger=False,
+        enable_model_summary=False,
+        plugins=[SafeCheckpointIO()],
+        callbacks=add_default_callbacks(callbacks, run_folder=folder, model=module, config="{}", progress_bar=False),
+        enable_progress_bar=False,
+        **options,
+    )
+    folder.mkdir(exist_ok=True)
+    try:
+        trainer.fit(
+            module, datamodule=Data(workers), ckpt_path=folder / "checkpoints" / "last.ckpt" if resume else None
+        )
+    except RunStopped as stopped:
+        return module.losses, stopped
+    return module.losses, None
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    losses, _ = run(tmp_path_factory.mktemp("whole") / "run")
+    assert len(losses) == 30
+    assert len(set(losses)) == 30
+    return losses
+
+
+def test_two_runs_are_the_same(whole, tmp_path):
+    assert run(tmp_path / "run")[0] == whole
+
+
+@pytest.mark.parametrize(
+    ("batch", "at"),
+    [
+        (3, 4),  # in the middle of an accumulation window: the window is finished first
+        (8, 8),  # at the end of one
+        (10, 10),  # at the epoch's last batch, where a window of two closes early
+        (11, 14),  # at the first batch of the second epoch
+    ],
+)
+def test_stopped_and_resumed(whole, tmp_path, batch, at):
+    before, stopped = run(tmp_path / "run", stop=Signal(batch))
+    assert stopped.exit_code == 130
+    assert before == whole[:at]
+    after, _ = run(tmp_path / "run", resume=True)
+    assert after == whole[at:]
+
+
+def test_stopped_by_sigterm_with_workers(whole, tmp_path):
+    before, stopped = run(tmp_path / "run", stop=Signal(13, signal.SIGTERM), workers=2)
+    assert stopped.exit_code == 143
+    after, _ = run(tmp_path / "run", resume=True, workers=2)
+    assert before + after == whole
+
+
+def test_stopped_twice(whole, tmp_path):
+    first, _ = run(tmp_path / "run", stop=Signal(6))
+    second, _ = run(tmp_path / "run", stop=Signal(7), resume=True)
+    third, _ = run(tmp_path / "run", resume=True)
+    assert min(map(len, (first, second, third))) > 0
+    assert first + second + third == whole
+
+
+def test_stopped_in_a_validation_at_an_epochs_end(whole, tmp_path):
+    before, stopped = run(tmp_path / "run", stop=Signal(13, validation=True))
+    assert stopped is not None
+    after, _ = run(tmp_path / "run", resume=True)
+    assert before == whole[:20]
+    assert after == whole[20:]
+
+
+def test_stopped_in_a_validation_in_mid_epoch_and_mid_accumulation(whole, tmp_path):
+    """Validation after each third batch falls into an open window: its gradients are in the checkpoint."""
+    before, stopped = run(tmp_path / "run", stop=Signal(3, validation=True), val_check_interval=3)
+    assert stopped is not None
+    assert len(before) == 3
+    after, _ = run(tmp_path / "run", resume=True, val_check_interval=3)
+    assert before + after == whole
+
+
+def test_a_run_that_max_steps_ends_in_mid_epoch_goes_on_there(whole, tmp_path):
+    before, _ = run(tmp_path / "run", max_steps=4)
+    assert before == whole[:14]
+    after, _ = run(tmp_path / "run", resume=True)
+    assert after == whole[14:]
+
+
+def test_how_often_a_run_validates_does_not_change_its_training(whole, tmp_path):
+    assert run(tmp_path / "run", val_check_interval=2)[0] == whole
+    assert run(tmp_path / "none", limit_val_batches=0)[0] == whole
+
+
+def test_the_random_state_comes_back_on_all_three():
+    state = random_state()
+    drawn = random.random(), float(np.random.rand()), torch.rand(1).item(), random.gauss(0, 1), np.random.normal()
+    restore_random_state(state)
+    assert drawn == (random.random(), float(np.random.rand()), torch.rand(1).item(), random.gauss(0, 1), np.random.normal())
+
+
+def test_a_second_ctrl_c_ends_at_once(tmp_path):
+    class Twice(Signal):
+        def _count(self, trainer):
+            super()._count(trainer)
+            if self.seen == self.batch:
+                signal.raise_signal(signal.SIGINT)
+
+    with pytest.raises(SystemExit):  # Lightning's own way to end on KeyboardInterrupt
+        run(tmp_path / "run", stop=Twice(3))
+    assert signal.getsignal(signal.SIGINT) is not None
+    signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -1,0 +1,182 @@
+import math
+
+import pytest
+import torch
+from dlo_framework.errors import DloError
+from dlo_plugins.callbacks.one_cycle import OneCycle, group_peaks, phase_ends, piecewise
+from hypothesis import given
+from hypothesis import strategies as st
+from lightning.pytorch import LightningModule, Trainer
+from torch.utils.data import DataLoader, TensorDataset
+
+
+class Regression(LightningModule):
+    """Two parameter groups, SGD with momentum; remembers lr and momentum of each optimizer step."""
+
+    def __init__(self, scheduler: bool = False, lrs: tuple[float, float] = (0.1, 0.01)) -> None:
+        super().__init__()
+        self.first, self.second = torch.nn.Linear(3, 4), torch.nn.Linear(4, 1)
+        self.scheduler, self.lrs = scheduler, lrs
+        self.seen: list[tuple[float, float, float]] = []
+
+    def training_step(self, batch, batch_idx):
+        return self.second(self.first(batch[0])).square().mean()
+
+    def on_before_optimizer_step(self, optimizer):
+        first, second = optimizer.param_groups
+        self.seen.append((first["lr"], second["lr"], first["momentum"]))
+
+    def configure_optimizers(self):
+        groups = [
+            {"params": self.first.parameters(), "lr": self.lrs[0]},
+            {"params": self.second.parameters(), "lr": self.lrs[1]},
+        ]
+        optimizer = torch.optim.SGD(groups, lr=1.0, momentum=0.9)
+        if self.scheduler:
+            return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1)]
+        return optimizer
+
+
+def train(callback, module=None, folder=None, batches=12, **options):
+    module = module or Regression()
+    data = DataLoader(TensorDataset(torch.randn(batches * 2, 3)), batch_size=2)
+    options = {"max_epochs": 2, **options}
+    trainer = Trainer(
+        accelerator="cpu",
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        enable_checkpointing=False,
+        callbacks=[callback],
+        **options,
+    )
+    trainer.fit(module, data)
+    return module, trainer
+
+
+def torchs(steps: int, **options):
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0, momentum=0.9)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=steps, **options)
+    values = []
+    for step in range(steps):
+        values.append((optimizer.param_groups[0]["lr"], optimizer.param_groups[0]["momentum"]))
+        optimizer.step()
+        if step < steps - 1:
+            schedule.step()
+    return values
+
+
+@pytest.mark.parametrize("three_phase", [False, True])
+@pytest.mark.parametrize("anneal", ["cos", "linear"])
+def test_the_torch_preset_is_torchs_schedule(anneal, three_phase):
+    module, _ = train(OneCycle(0.1, preset="torch", anneal=anneal, three_phase=three_phase))
+    expected = torchs(24, anneal_strategy=anneal, three_phase=three_phase)
+    assert len(module.seen) == 24
+    for (lr, _, momentum), (expected_lr, expected_momentum) in zip(module.seen, expected, strict=True):
+        assert lr == pytest.approx(expected_lr, abs=1e-12, rel=0)
+        assert momentum == pytest.approx(expected_momentum, abs=1e-12, rel=0)
+
+
+def fastais(fraction: float, maximum: float) -> tuple[float, float]:
+    """fit_one_cycle with its defaults, from its published formula: two cosine pieces that meet at 25%."""
+
+    def cosine(start: float, end: float, position: float) -> float:
+        return start + (1 + math.cos(math.pi * (1 - position))) * (end - start) / 2
+
+    if fraction < 0.25:
+        position = fraction / 0.25
+        return cosine(maximum / 25, maximum, position), cosine(0.95, 0.85, position)
+    position = (fraction - 0.25) / 0.75
+    return cosine(maximum, maximum / 1e5, position), cosine(0.85, 0.95, position)
+
+
+def test_the_fastai_preset_is_fastais_schedule():
+    module, _ = train(OneCycle(0.1))
+    for step, (lr, _, momentum) in enumerate(module.seen):
+        expected_lr, expected_momentum = fastais(step / 24, 0.1)
+        assert lr == pytest.approx(expected_lr, abs=1e-12, rel=0)
+        assert momentum == pytest.approx(expected_momentum, abs=1e-12, rel=0)
+
+
+def test_accumulation_does_not_shift_the_schedule():
+    """Four micro-batches a step pass through the same curve, at the fractions of samples that they begin at."""
+    module, _ = train(OneCycle(0.1), accumulate_grad_batches=4)
+    assert [lr for lr, _, _ in module.seen] == pytest.approx([fastais(step / 6, 0.1)[0] for step in range(6)])
+
+
+def test_max_steps_ends_the_schedule_where_it_ends_training():
+    module, _ = train(OneCycle(0.1, preset="torch"), max_epochs=-1, max_steps=10)
+    assert module.seen[-1][0] == pytest.approx(0.1 / 25 / 1e4, abs=1e-12)
+
+
+def test_a_single_maximum_keeps_the_groups_ratio_and_a_list_sets_each():
+    module, _ = train(OneCycle(1.0))
+    highest = max(module.seen)
+    assert highest[0] == pytest.approx(1.0)
+    assert highest[1] == pytest.approx(0.1)
+    assert group_peaks([0.1, 0.01], [3.0, 4.0]) == [3.0, 4.0]
+    assert group_peaks([0.1, 0.01], None) == [0.1, 0.01]
+
+
+def test_a_resumed_run_goes_on_where_the_schedule_was(tmp_path):
+    whole, _ = train(OneCycle(0.1), max_epochs=4)
+    half, trainer = train(OneCycle(0.1), max_epochs=4, limit_train_batches=12, max_steps=24)
+    trainer.save_checkpoint(tmp_path / "half.ckpt")
+    rest = Regression()
+    data = DataLoader(TensorDataset(torch.randn(24, 3)), batch_size=2)
+    options = dict.fromkeys(
+        ("logger", "enable_progress_bar", "enable_model_summary", "enable_checkpointing"), False
+    )
+    again = Trainer(accelerator="cpu", max_epochs=4, callbacks=[OneCycle(0.1)], **options)
+    again.fit(rest, data, ckpt_path=tmp_path / "half.ckpt", weights_only=True)
+    assert [s[0] for s in rest.seen] == pytest.approx([s[0] for s in whole.seen[24:]], abs=1e-15)
+
+
+def test_adams_first_beta_is_cycled():
+    class Adam(Regression):
+        def on_before_optimizer_step(self, optimizer):
+            self.seen.append(optimizer.param_groups[0]["betas"])
+
+        def configure_optimizers(self):
+            return torch.optim.AdamW(self.parameters(), betas=(0.9, 0.99))
+
+    module, _ = train(OneCycle(0.1), Adam())
+    assert min(first for first, _ in module.seen) == pytest.approx(0.85)
+    assert {second for _, second in module.seen} == {0.99}
+
+
+def test_it_refuses_another_scheduler_by_name():
+    with pytest.raises(DloError, match="Regression also configures StepLR"):
+        train(OneCycle(0.1), Regression(scheduler=True))
+
+
+def test_it_refuses_a_training_without_an_end():
+    with pytest.raises(DloError, match=r"set trainer\.max_epochs or trainer\.max_steps"):
+        train(OneCycle(0.1), max_epochs=-1)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"pct_start": 1.5}, "pct_start is a fraction"),
+        ({"pct_start": 0.6, "three_phase": True}, "at most 0.5 with three phases"),
+        ({"div_factor": 0.5}, "at least 1"),
+        ({"max_lr": -1.0}, "above 0"),
+        ({"preset": "fast"}, "fastai, torch"),
+    ],
+)
+def test_bad_arguments_are_refused_at_construction(arguments, message):
+    with pytest.raises(DloError, match=message):
+        OneCycle(**arguments)
+
+
+def test_a_list_of_the_wrong_length_is_refused():
+    with pytest.raises(DloError, match="3 given, 2 groups"):
+        train(OneCycle([0.1, 0.2, 0.3]))
+
+
+@given(st.floats(0.05, 0.5), st.booleans(), st.floats(0, 1))
+def test_the_curve_stays_between_its_values(pct_start, three_phase, fraction):
+    values = (0.04, 1.0, 0.04, 1e-5) if three_phase else (0.04, 1.0, 1e-5)
+    value = piecewise(fraction, phase_ends(pct_start, three_phase, 0.0), values, "cos")
+    assert 1e-5 - 1e-12 <= value <= 1 + 1e-12
