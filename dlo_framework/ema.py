@@ -45,6 +45,7 @@ class WeightEMA(Callback):
         self.decay = decay
         self._update = get_ema_multi_avg_fn(decay)
         self._average: list[Tensor] | None = None
+        self._trained: list[Tensor] = []  # walking the modules anew in each step would cost more than the average
         self._updates = 0
         self._last_step = 0
         self._swapped = False
@@ -64,7 +65,7 @@ class WeightEMA(Callback):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Starts the average at the weights, now on their device, unless it was loaded."""
-        tensors = _tensors(pl_module)
+        tensors = self._trained = _tensors(pl_module)
         self._last_step = trainer.global_step
         loaded = self._average
         if loaded is None:
@@ -80,7 +81,7 @@ class WeightEMA(Callback):
             return
         self._last_step = trainer.global_step
         with torch.no_grad():
-            self._step(_tensors(pl_module), self._average)
+            self._step(self._trained, self._average)
         self._updates += 1
 
     def _step(self, tensors: list[Tensor], average: list[Tensor]) -> None:
@@ -103,6 +104,7 @@ class WeightEMA(Callback):
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Leaves the average in the module; a checkpoint saved from here on still holds both."""
+        self._trained = []
         self._swap_to(pl_module, average=True)
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
@@ -146,4 +148,4 @@ class WeightEMA(Callback):
 
 
 def _tensors(module: LightningModule) -> list[Tensor]:
-    return [*(parameter.detach() for parameter in module.parameters()), *module.buffers()]
+    return [*module.parameters(), *module.buffers()]

@@ -83,9 +83,7 @@ def read_entry_points() -> tuple[list[Plugin], list[str]]:
         if problem:
             problems.append(f"{distribution} {version}: {problem}")
             continue
-        names = groups.setdefault((distribution, version, kind, point.value.replace(" ", "")), [])
-        if point.name not in names:
-            names.append(point.name)
+        groups.setdefault((distribution, version, kind, point.value.replace(" ", "")), []).append(point.name)
     return [_with_aliases(names, *key) for key, names in groups.items()], problems
 
 
@@ -113,5 +111,5 @@ def _origin_of(point: metadata.EntryPoint) -> tuple[str, str]:
 def _with_aliases(names: list[str], distribution: str, version: str, kind: str, target: str) -> Plugin:
     own = target.rpartition(":")[2].rpartition(".")[2]
     name = own if own in names else names[0]
-    aliases = tuple(sorted(other for other in names if other != name))
+    aliases = tuple(sorted(set(names) - {name}))
     return Plugin(name, kind, target, distribution, version, aliases)

@@ -57,7 +57,9 @@ class GracefulStop(Checkpoint):
         """Takes the signals over, after Lightning has: its own SIGTERM handler can deadlock several ranks."""
         self.folder = Path(trainer.strategy.broadcast(str(self.folder)))
         if trainer.world_size > 1:
-            self._group = dist.new_group(backend="gloo")
+            group = dist.new_group(backend="gloo")
+            assert isinstance(group, dist.ProcessGroup)
+            self._group = group
         if threading.current_thread() is threading.main_thread():
             for signum in (signal.SIGINT, signal.SIGTERM):
                 self._previous[signum] = signal.signal(signum, self._request)

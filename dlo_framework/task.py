@@ -114,7 +114,7 @@ class Task(LightningModule, ABC):
         return ParallelPlan.infer(self.model)
 
     def flops_per_sample(self) -> int | None:
-        """Returns the model's forward FLOPs for one sample, or None to let the monitor count them itself.
+        """Returns the FLOPs of training on one sample, forward and backward; None lets the monitor count them.
 
         Worth overriding where the operations cannot be counted, such as custom kernels.
         """

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
+from lightning.pytorch.callbacks import Checkpoint
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.plugins import CheckpointIO
@@ -146,6 +147,8 @@ class DloCLI(LightningCLI):
         if self.command != "fit" or config.get("fast_dev_run"):
             if config.get("logger") in (None, True):
                 kwargs["logger"] = False
+            if self.command != "fit" and not any(isinstance(callback, Checkpoint) for callback in callbacks):
+                kwargs["enable_checkpointing"] = False
             return self._build_trainer(kwargs)
         self.run_folder = self._resumed_run() or runs.new_run(self._runs())
         if config.get("logger") in (None, True):
@@ -156,7 +159,7 @@ class DloCLI(LightningCLI):
             callbacks,
             run_folder=self.run_folder,
             model=self.model,
-            config=self.parser.dump(self.config, skip_none=True, skip_link_targets=False),
+            config=self._parser(self.command).dump(self.config[self.command], skip_none=True),
             progress_bar=config.get("enable_progress_bar") is not False,
             checkpoints=config.get("enable_checkpointing") is not False,
         )
@@ -193,7 +196,7 @@ def _check_strategy(strategy: Any) -> None:
             name for name in known if "spawn" not in name and "fork" not in name and "find_unused" not in name
         ]
         raise DloError(
-            f"unknown strategy '{strategy}'{did_you_mean(strategy, known)}; available: {', '.join(shown)}"
+            f"unknown strategy '{strategy}'{did_you_mean(strategy, known) or ';'} available: {', '.join(shown)}"
         )
 
 

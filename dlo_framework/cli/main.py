@@ -83,7 +83,7 @@ def _dispatch(words: list[str]) -> int:
         return run(words)
     known = [*RUN_COMMANDS, *OTHER_COMMANDS]
     raise DloError(
-        f"unknown command '{command}'{did_you_mean(command, known)}; available: {', '.join(known)}"
+        f"unknown command '{command}'{did_you_mean(command, known) or ';'} available: {', '.join(known)}"
     )
 
 

@@ -82,7 +82,7 @@ def _class_faults(key: str, class_path: str, value: Any, registry: Registry) -> 
         if accepted is not None and name not in accepted:
             yield (
                 f"unknown key '{key}.init_args.{name}' of {cls.__name__}"
-                f"{did_you_mean(name, accepted)}; it takes: {', '.join(accepted) or 'nothing'}"
+                f"{did_you_mean(name, accepted) or ';'} it takes: {', '.join(accepted) or 'nothing'}"
             )
 
 
@@ -144,7 +144,7 @@ def parameters(cls: type) -> list[str] | None:
                 names.append(parameter.name)
         if not rest:
             return names
-    return None if not names else names
+    return names or None
 
 
 def _unknown_key(key: str, known: list[str]) -> str:

@@ -25,7 +25,7 @@ def run(argv: list[str]) -> int:
         DloError: on bad input, before processes start or data loads.
     """
     found = scan(argv)  # Before the imports below: a missing file is told at once, not after five seconds.
-    _quiet_imports()
+    _quiet()
     import lightning  # noqa: F401  It sets PYTORCH_NVML_BASED_CUDA_CHECK, which the next line mends.
 
     _mend_environment()
@@ -52,9 +52,6 @@ def _load_plugins(found: Scan) -> Any:
 
     registry = Registry()
     registry.discover()
-    # A user's own files stand where the user runs dlo.
-    if "" not in sys.path and os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())
     for spec in found.plugins:
         registry.load_user_module(spec)
     for plugin in registry.find_named(found.strings):
@@ -62,6 +59,7 @@ def _load_plugins(found: Scan) -> Any:
     jsonargparse.set_parsing_settings(
         import_path_denylist=registry.denied_import_paths(),
         import_path_allowlist=registry.allowed_import_paths(),
+        instantiate_subclass_spec_in_any=False,
     )
     return registry
 
@@ -77,13 +75,21 @@ def _mend_environment() -> None:
         os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "0"
 
 
-def _quiet_imports() -> None:
-    """Silences warnings of other libraries that no user of dlo can act on."""
+#: Warnings of other libraries that no user of dlo can act on.
+_NO_NEWS = (
+    ".*pkg_resources is deprecated.*",
+    ".*does not have many workers.*",
+    ".*LeafSpec.* is deprecated.*",
+    "Checkpoint directory .* exists and is not empty",
+    "Be aware that when using `ckpt_path`, callbacks used to create the checkpoint.*",
+)
+
+
+def _quiet() -> None:
+    """Silences what is no news, so that what is stands out."""
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
-    warnings.filterwarnings("ignore", message=".*pkg_resources is deprecated.*")
-    warnings.filterwarnings("ignore", message=".*does not have many workers.*")
-    warnings.filterwarnings("ignore", message=".*LeafSpec.* is deprecated.*")
-    warnings.filterwarnings("ignore", message="Checkpoint directory .* exists and is not empty")
+    for message in _NO_NEWS:
+        warnings.filterwarnings("ignore", message=message)
     logging.getLogger("lightning.pytorch.utilities.rank_zero").addFilter(_is_news)
 
 

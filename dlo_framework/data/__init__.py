@@ -1,1 +1,23 @@
-"""Data parts that every task shares: a sampler and a loader that resume exactly."""
+"""Data loading that resumes exactly: which sample comes when is a pure function of the seed.
+
+* :class:`ResumableBatchSampler` decides which samples each rank sees, and gives each its own random seed.
+* :class:`ResumableLoader` loads them and knows how many were handed to the trainer.
+* :class:`ResumableDataModule` builds such loaders for a Lightning trainer and keeps their place in checkpoints.
+"""
+
+from dlo_framework.data.hashing import hash64, uniform
+from dlo_framework.data.loader import ResumableLoader, seed_all
+from dlo_framework.data.module import ResumableDataModule, data_parallel_coordinates
+from dlo_framework.data.sampler import VOID, Draw, ResumableBatchSampler
+
+__all__ = [
+    "VOID",
+    "Draw",
+    "ResumableBatchSampler",
+    "ResumableDataModule",
+    "ResumableLoader",
+    "data_parallel_coordinates",
+    "hash64",
+    "seed_all",
+    "uniform",
+]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -22,7 +22,7 @@ class RunMonitor(Callback):
     ============================ ==========================================================================
     tag                          meaning
     ============================ ==========================================================================
-    ``train/loss``               mean training loss since the last record, of this rank's samples
+    ``train/loss``               mean training loss since the last record, over all ranks
     ``train/grad_norm``          2-norm of all gradients, after accumulation and unscaling, before clipping
     ``optim/lr``, ``.../momentum`` of each parameter group (``momentum`` or Adam's first beta)
     ``speed/samples_per_s``      samples of all ranks a second, validation and checkpoints left out
@@ -67,7 +67,7 @@ class RunMonitor(Callback):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Reads what does not change during a run, so that a step need not."""
-        self._every = max(1, trainer.log_every_n_steps)
+        self._every = max(1, trainer.log_every_n_steps)  # type: ignore[attr-defined]
         self._world = data_parallel_size(trainer)
         self._tick = trainer.global_step
         reset_memory_peak(trainer.strategy.root_device)
@@ -116,13 +116,14 @@ class RunMonitor(Callback):
         samples = self._window_samples * self._world
         scalars = optimizer_scalars(trainer)
         if self._loss is not None:
-            scalars["train/loss"] = float(self._loss) / self._batches
+            scalars["train/loss"] = float(trainer.strategy.reduce(self._loss, reduce_op="mean")) / self._batches
         if self._norm is not None:
             scalars["train/grad_norm"] = float(self._norm)
         scalars["speed/samples_per_s"] = samples / seconds
         scalars["speed/step_ms"] = 1000 * seconds / max(1, self._window_steps)
-        if isinstance(trainer.profiler, StepClock):
-            scalars["speed/data_wait"] = trainer.profiler.take() / seconds
+        clock = trainer.profiler  # type: ignore[attr-defined]
+        if isinstance(clock, StepClock):
+            scalars["speed/data_wait"] = clock.take() / seconds
         if self.flops is not None and self.flops.per_sample:
             achieved = self.flops.per_sample * self._window_samples / seconds
             scalars["speed/tflops"] = achieved / 1e12
@@ -212,6 +213,6 @@ def _momentum(group: dict[str, Any]) -> float | None:
     return float(group["momentum"]) if "momentum" in group else None
 
 
-def is_tensorboard(logger: Any) -> bool:
+def is_tensorboard(logger: Any) -> TypeGuard[TensorBoardLogger]:
     """Returns whether ``logger`` writes TensorBoard's events, pictures and text included."""
     return isinstance(logger, TensorBoardLogger)

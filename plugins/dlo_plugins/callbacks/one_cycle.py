@@ -142,7 +142,9 @@ class OneCycle(Callback):
                 "OneCycle: div_factor and final_div_factor are at least 1, for the lr starts and ends below its"
                 f" maximum, but were {self.div_factor} and {self.final_div_factor}"
             )
-        if any(lr <= 0 for lr in (max_lr if isinstance(max_lr, list) else [max_lr] if max_lr is not None else [])):
+        if any(
+            lr <= 0 for lr in (max_lr if isinstance(max_lr, list) else [max_lr] if max_lr is not None else [])
+        ):
             raise DloError(f"OneCycle: max_lr is above 0, but was {max_lr}")
 
     def state_dict(self) -> dict[str, Any]:

@@ -1,0 +1,253 @@
+"""A data loader that resumes in mid-epoch with no sample repeated or missing, for any number of workers."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol, runtime_checkable
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader, Dataset, default_collate, get_worker_info
+
+from dlo_framework.data.sampler import VOID, Draw, InOrderBatchSampler, ResumableBatchSampler
+from dlo_framework.errors import DloError
+
+
+@runtime_checkable
+class BatchDataset(Protocol):
+    """A dataset that loads whole batches itself, and takes all its randomness from the draws' seeds."""
+
+    def __len__(self) -> int: ...
+
+    def fetch(self, draws: list[Draw]) -> Any:
+        """Returns the collated batch; where a draw is not real, its target must be ``VOID``."""
+
+
+class ResumableLoader:
+    """Loads batches for one rank and knows how many samples the trainer has been given.
+
+    Args:
+        dataset: either any map-style dataset of tensors, arrays or ``(input, target)`` tuples, whose items may
+            use Python's, NumPy's and torch's global random numbers freely (they are seeded per sample), or a
+            :class:`BatchDataset`.
+        batch_size: samples per batch on this rank.
+        shuffle: a new order each epoch; see :class:`ResumableBatchSampler` for this and the next five.
+        seed: of the order and of each sample's random numbers.
+        rank: this process's place among the data-parallel ranks.
+        world_size: number of data-parallel ranks.
+        drop_last: True for training, False for evaluation.
+        repeats: differently augmented copies of an image in a batch.
+        num_workers: processes that load; 0 loads in this process, and leaves its random state as it was.
+        pin_memory: page-locked batches, which an accelerator copies without waiting.
+        prefetch_factor: batches each worker prepares ahead; default 2.
+        persistent_workers: keep the workers from one epoch to the next.
+        collate_fn: builds a batch from a list of items; a :class:`BatchDataset` has no use for it.
+        in_work: tells whether the trainer is still busy with the batch that it was given last. Then
+            :meth:`state_dict` does not count that batch, and a run that was stopped there repeats it.
+
+    It is not a ``DataLoader``: Lightning would put a ``DistributedSampler`` into one. It holds one, with a
+    generator of its own, so that starting an epoch never moves the global random state.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        *,
+        batch_size: int,
+        shuffle: bool,
+        seed: int = 0,
+        rank: int = 0,
+        world_size: int = 1,
+        drop_last: bool,
+        repeats: int = 1,
+        num_workers: int = 0,
+        pin_memory: bool = False,
+        prefetch_factor: int | None = None,
+        persistent_workers: bool = True,
+        collate_fn: Callable[[list[Any]], Any] = default_collate,
+        in_work: Callable[[], bool] | None = None,
+    ) -> None:
+        if num_workers < 0:
+            raise DloError(f"num_workers must be 0 or more, got {num_workers}")
+        self.dataset = dataset
+        self.num_workers = num_workers
+        kind = ResumableBatchSampler if shuffle else InOrderBatchSampler
+        self.batch_sampler = kind(
+            len(dataset),
+            batch_size=batch_size,
+            shuffle=shuffle,
+            seed=seed,
+            rank=rank,
+            world_size=world_size,
+            drop_last=drop_last,
+            repeats=repeats,
+        )
+        self._options: dict[str, Any] = {"num_workers": num_workers, "pin_memory": pin_memory}
+        if num_workers > 0:
+            self._options["persistent_workers"] = persistent_workers
+            self._options["prefetch_factor"] = prefetch_factor or 2
+        self._collate = collate_fn
+        self._in_work = in_work
+        self._loader: DataLoader | None = None
+        self._batches = _Batches(self.batch_sampler)
+        self._epoch = 0
+        self._samples = 0  # handed out in this epoch, over all ranks
+        self._samples_before = 0  # the same without the batch that was handed out last
+        self._resume: tuple[int, int] | None = None
+
+    @property
+    def sampler(self) -> ResumableBatchSampler:
+        """The sampler, whose ``set_epoch`` Lightning calls before each epoch."""
+        return self.batch_sampler
+
+    @property
+    def batch_size(self) -> int:
+        """Samples per batch on this rank."""
+        return self.batch_sampler.batch_size
+
+    @property
+    def global_batch_size(self) -> int:
+        """Samples per batch over all data-parallel ranks."""
+        return self.batch_sampler.global_batch_size
+
+    def __len__(self) -> int:
+        """Batches in a whole epoch, also when this one was resumed in the middle."""
+        return len(self.batch_sampler)
+
+    def __iter__(self) -> Iterator[Any]:
+        # A generator, so nothing happens before the first batch is asked for: Lightning creates iterators
+        # that it never uses, and calls set_epoch after it has created the one that it does.
+        sampler = self.batch_sampler
+        resume, self._resume = self._resume, None
+        start = resume[1] if resume is not None and resume[0] == sampler.epoch else 0
+        self._epoch, self._samples, self._samples_before = sampler.epoch, start, start
+        for batch in self._start(start):
+            if isinstance(batch, DloError):
+                self.close()
+                raise batch
+            self._samples_before = self._samples
+            self._samples = min(self._samples + sampler.global_batch_size, sampler.size)
+            yield batch
+
+    def state_dict(self) -> dict[str, int]:
+        """Returns the place in the epoch: ``{"epoch", "samples"}``, the samples counted over all ranks.
+
+        Samples that workers fetched ahead do not count, only what the trainer was given and has done.
+        """
+        busy = self._in_work is not None and self._in_work()
+        return {"epoch": self._epoch, "samples": self._samples_before if busy else self._samples}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """Makes the next iteration of ``state["epoch"]`` begin after ``state["samples"]`` samples.
+
+        At the end of an epoch the next iteration is the next epoch's, from its start. The state holds for any
+        number of ranks and workers and any batch size. It is forgotten if another epoch is iterated first.
+        """
+        epoch, samples = int(state["epoch"]), int(state["samples"])
+        if epoch < 0 or not 0 <= samples <= self.batch_sampler.size:
+            raise DloError(
+                f"the checkpoint stands at sample {samples} of epoch {epoch}, but the dataset has "
+                f"{self.batch_sampler.size} samples; resume with the data that the run began with"
+            )
+        self._epoch, self._samples, self._samples_before = epoch, samples, samples
+        self._resume = (epoch, samples)
+        left = self.batch_sampler.size - samples
+        needed = self.batch_sampler.global_batch_size if self.batch_sampler.drop_last else 1
+        self.batch_sampler.set_epoch(epoch + 1 if left < needed else epoch)
+
+    def close(self) -> None:
+        """Ends the workers. The loader can be used again; it then starts new ones."""
+        self._loader = None
+
+    def _start(self, samples: int) -> Iterator[Any]:
+        self._batches.first_sample = samples
+        if self._loader is None:
+            # Built at first use: inside `train_dataloader()` Lightning records every DataLoader's arguments.
+            self._loader = DataLoader(
+                _Fetcher(self.dataset, self._collate),
+                batch_sampler=self._batches,
+                collate_fn=_as_is,
+                generator=torch.Generator().manual_seed(0),
+                **self._options,
+            )
+        return iter(self._loader)
+
+
+class _Batches:
+    """What the inner loader iterates: the sampler's batches from wherever the epoch begins.
+
+    It knows the sampler only. Were it to know the loader, both would wait for the garbage collector, which ends
+    workers out of order: each then takes five seconds to notice.
+    """
+
+    def __init__(self, sampler: ResumableBatchSampler) -> None:
+        self.sampler = sampler
+        self.first_sample = 0
+
+    def __iter__(self) -> Iterator[list[Draw]]:
+        return self.sampler.batches_from(self.first_sample)
+
+    def __len__(self) -> int:
+        return len(self.sampler)
+
+
+def _as_is(batch: Any) -> Any:
+    return batch
+
+
+class _Fetcher(Dataset):
+    """Loads a list of draws, in a worker or in the main process."""
+
+    def __init__(self, dataset: Any, collate: Callable[[list[Any]], Any]) -> None:
+        self._dataset = dataset
+        self._collate = collate
+
+    def __getitems__(self, draws: list[Draw]) -> Any:
+        in_worker = get_worker_info() is not None
+        try:
+            with contextlib.nullcontext() if in_worker else _kept_random_state():
+                if isinstance(self._dataset, BatchDataset):
+                    return self._dataset.fetch(draws)
+                return self._collate([self._item(draw) for draw in draws])
+        except DloError as error:
+            if not in_worker:
+                raise
+            return error  # as a value: torch would wrap it in a traceback of the worker's
+
+    def _item(self, draw: Draw) -> Any:
+        seed_all(draw.seed)
+        item = self._dataset[draw.index]
+        if draw.real:
+            return item
+        if isinstance(item, tuple) and len(item) == 2:
+            return item[0], _void_like(item[1])
+        return item
+
+
+def _void_like(target: Any) -> Any:
+    if isinstance(target, torch.Tensor):
+        return torch.full_like(target, VOID)
+    if isinstance(target, np.ndarray):
+        return np.full_like(target, VOID)
+    return type(target)(VOID)
+
+
+def seed_all(seed: int) -> None:
+    """Seeds Python's, NumPy's and torch's CPU generators, and no accelerator's; about 15 us."""
+    random.seed(seed)
+    np.random.seed(seed & 0xFFFFFFFF)
+    torch.default_generator.manual_seed(seed)
+
+
+@contextlib.contextmanager
+def _kept_random_state() -> Iterator[None]:
+    """Puts the random state back afterwards, so that loading data never shifts the model's random stream."""
+    states = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    try:
+        yield
+    finally:
+        random.setstate(states[0])
+        np.random.set_state(states[1])
+        torch.set_rng_state(states[2])

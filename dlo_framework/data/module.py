@@ -1,0 +1,218 @@
+"""The base of datamodules: loaders for the trainer's ranks, whose place is kept in checkpoints."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningDataModule, Trainer
+from lightning.pytorch.strategies import ParallelStrategy
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from torch.utils.data import default_collate
+
+from dlo_framework.data.loader import ResumableLoader
+from dlo_framework.errors import DloError
+
+_MAX_AUTO_WORKERS = 8
+
+
+def data_parallel_coordinates(trainer: Trainer | None) -> tuple[int, int]:
+    """Returns (rank, world size) among the ranks that see different data; (0, 1) without a parallel strategy.
+
+    Ranks that share one model replica (tensor, pipeline and context parallelism) have equal coordinates.
+    """
+    if trainer is None or not isinstance(trainer.strategy, ParallelStrategy):
+        return 0, 1
+    kwargs = trainer.strategy.distributed_sampler_kwargs
+    return int(kwargs["rank"]), int(kwargs["num_replicas"])
+
+
+def per_rank_batch(batch_size: int, world_size: int, name: str = "batch_size") -> int:
+    """Returns how many samples of a global batch of ``batch_size`` each of ``world_size`` ranks loads.
+
+    Raises:
+        DloError: if the ranks do not divide the batch; the message names the nearest sizes that work.
+    """
+    if batch_size < 1:
+        raise DloError(f"{name} must be at least 1, got {batch_size}")
+    if batch_size % world_size:
+        below, above = batch_size // world_size * world_size, -(-batch_size // world_size) * world_size
+        fix = f"{below} or {above}" if below else f"{above}"
+        raise DloError(
+            f"{name} {batch_size} is the global batch and must be divisible by the {world_size} data-parallel "
+            f"ranks; set {name}={fix}"
+        )
+    return batch_size // world_size
+
+
+class ResumableDataModule(LightningDataModule):
+    """Builds resumable loaders. Subclasses return them from Lightning's ``*_dataloader`` hooks.
+
+    Args:
+        batch_size: images per micro-step over **all** data-parallel ranks together. The number of ranks then
+            changes neither the loss curve nor the learning rate that fits it. Must be divisible by the ranks.
+        eval_batch_size: the same in validation, test and prediction; default: ``batch_size``, rounded up to
+            a multiple of the ranks. It changes no metric.
+        num_workers: loading processes on each rank; 0 loads in the main process. Default: one per CPU core
+            that this rank has, at most 8. It changes speed only, never the data.
+        prefetch_factor: batches that each worker prepares ahead; default 2.
+        pin_memory: load into page-locked memory, which speeds up copies to an accelerator. Default: where the
+            run has one.
+        persistent_workers: keep the workers between epochs, which saves their start.
+        seed: of the order of the data and of the augmentation; each sample's random choices follow from it,
+            the epoch and the sample's index.
+    """
+
+    def __init__(
+        self,
+        *,
+        batch_size: int,
+        eval_batch_size: int | None = None,
+        num_workers: int | None = None,
+        prefetch_factor: int | None = None,
+        pin_memory: bool | None = None,
+        persistent_workers: bool = True,
+        seed: int = 0,
+    ) -> None:
+        super().__init__()
+        for name, value, least in (
+            ("batch_size", batch_size, 1),
+            ("eval_batch_size", eval_batch_size, 1),
+            ("num_workers", num_workers, 0),
+            ("prefetch_factor", prefetch_factor, 1),
+        ):
+            if value is not None and value < least:
+                raise DloError(f"{name} must be at least {least}, got {value}")
+        self.batch_size = batch_size
+        self.eval_batch_size = eval_batch_size
+        self.num_workers = num_workers
+        self.prefetch_factor = prefetch_factor
+        self.pin_memory = pin_memory
+        self.persistent_workers = persistent_workers
+        self.seed = seed
+        self._loaders: dict[str, ResumableLoader] = {}
+        self._resume: dict[str, int] | None = None
+
+    def train_loader(
+        self, dataset: Any, *, repeats: int = 1, collate_fn: Callable[[list[Any]], Any] = default_collate
+    ) -> ResumableLoader:
+        """Returns a shuffled loader of full batches, at the place where a resumed run goes on.
+
+        Lightning also restores loaders, but only those created after it has read the checkpoint, which is too
+        late when ``configure_optimizers`` asks for ``trainer.estimated_stepping_batches``
+        (Lightning issue #20550). So the place is kept with the datamodule, which is restored before that.
+        """
+        rank, world_size = data_parallel_coordinates(self.trainer)
+        overfit = getattr(self.trainer, "overfit_batches", 0) > 0
+        loader = ResumableLoader(
+            dataset,
+            batch_size=per_rank_batch(self.batch_size, world_size),
+            shuffle=not overfit,
+            seed=self.seed,
+            rank=rank,
+            world_size=world_size,
+            drop_last=True,
+            repeats=repeats,
+            in_work=self._batch_in_work,
+            collate_fn=collate_fn,
+            **self._worker_options(),
+        )
+        if self._resume is not None:
+            self._restore(loader, self._resume)
+            self._resume = None
+        self._loaders["train"] = loader
+        return loader
+
+    def eval_loader(
+        self, dataset: Any, *, name: str = "val", collate_fn: Callable[[list[Any]], Any] = default_collate
+    ) -> ResumableLoader:
+        """Returns a loader that visits each sample once, in order, over all ranks together."""
+        rank, world_size = data_parallel_coordinates(self.trainer)
+        size = self.eval_batch_size
+        per_rank = (
+            -(-self.batch_size // world_size) if size is None else per_rank_batch(size, world_size, "eval_batch_size")
+        )
+        loader = ResumableLoader(
+            dataset,
+            batch_size=per_rank,
+            shuffle=False,
+            seed=self.seed,
+            rank=rank,
+            world_size=world_size,
+            drop_last=False,
+            collate_fn=collate_fn,
+            **self._worker_options(),
+        )
+        self._loaders[name] = loader
+        return loader
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the place in the training data: epoch, samples over all ranks, global batch size, seed."""
+        loader = self._loaders.get("train")
+        if loader is None:
+            return {}
+        return {**loader.state_dict(), "batch_size": loader.global_batch_size, "seed": self.seed}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Takes the place up again when fitting; validation and test have no use for it."""
+        if not state_dict or (self.trainer is not None and self.trainer.state.fn != TrainerFn.FITTING):
+            return
+        loader = self._loaders.get("train")
+        if loader is None:
+            self._resume = dict(state_dict)
+        else:
+            self._restore(loader, state_dict)
+
+    def teardown(self, stage: str) -> None:
+        """Ends the workers."""
+        for loader in self._loaders.values():
+            loader.close()
+
+    def _restore(self, loader: ResumableLoader, state: dict[str, int]) -> None:
+        loader.load_state_dict(state)
+        if not state["samples"] or loader.sampler.epoch != state["epoch"]:
+            return  # between epochs anything may change
+        epoch = state["epoch"]
+        before, now = state.get("batch_size", loader.global_batch_size), loader.global_batch_size
+        if before != now:
+            rank_zero_warn(
+                f"batch_size was {before} when epoch {epoch} was interrupted and is {now} now: Lightning counts "
+                "batches, so this epoch ends early or late; the next ones are whole"
+            )
+        if state.get("seed", self.seed) != self.seed:
+            rank_zero_warn(
+                f"seed was {state['seed']} when epoch {epoch} was interrupted and is {self.seed} now: the rest of "
+                "this epoch comes from another order, so that some samples repeat and some are missing"
+            )
+
+    def _batch_in_work(self) -> bool:
+        """Whether a training batch was given out whose step is not complete, as when a step raises."""
+        if self.trainer is None:
+            return False
+        progress: Any = self.trainer.fit_loop.epoch_loop.batch_progress.current
+        return bool(progress.ready > progress.processed)
+
+    def _worker_options(self) -> dict[str, Any]:
+        on_accelerator = self.trainer is not None and self.trainer.strategy.root_device.type != "cpu"
+        workers = self.num_workers
+        if workers is None:
+            ranks = self.trainer.num_devices if self.trainer is not None else 1
+            workers = min(_MAX_AUTO_WORKERS, _usable_cores() // max(1, ranks))
+        return {
+            "num_workers": workers,
+            "prefetch_factor": self.prefetch_factor,
+            "pin_memory": (
+                on_accelerator and torch.accelerator.is_available() if self.pin_memory is None else self.pin_memory
+            ),
+            "persistent_workers": self.persistent_workers,
+        }
+
+
+def _usable_cores() -> int:
+    """The cores that this process may use, which a container or a batch system can make fewer than there are."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1

@@ -1,0 +1,150 @@
+"""Which sample comes when: a pure function of (seed, epoch), whatever the ranks, workers and restarts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import numpy as np
+from torch.utils.data import SequentialSampler
+
+from dlo_framework.data.hashing import hash64
+from dlo_framework.errors import DloError
+
+VOID = -1
+"""The target of a sample that only fills up a rank's last batch in evaluation: losses and metrics ignore it."""
+
+_ORDER, _AUGMENT = 1, 2  # which stream of random numbers a hash belongs to
+
+
+class Draw(NamedTuple):
+    """One sample to load.
+
+    Attributes:
+        index: which item of the dataset.
+        seed: what every random choice about this sample follows from; 0 <= seed < 2**63. It is a function of
+            (sampler seed, epoch, index, repeat) alone.
+        real: False where the sample only pads this rank's batch, so that it must not count.
+    """
+
+    index: int  # type: ignore[assignment]  # hides tuple.index, which nobody asks a draw for
+    seed: int
+    real: bool
+
+
+class ResumableBatchSampler:
+    """Yields this rank's share of each global batch, from any position in an epoch.
+
+    The epoch's order is cut into global batches of ``batch_size * world_size`` samples, and rank r takes the
+    r-th slice of each. So the samples that make up an optimizer step do not depend on the number of ranks as
+    long as the global batch stays the same, and "n samples into epoch e" means the same to any number of them.
+
+    Args:
+        size: number of items in the dataset.
+        batch_size: samples per batch on one rank.
+        shuffle: whether each epoch has a new random order (training), or the dataset's own (evaluation).
+        seed: of the order and of all draws; equal on all ranks.
+        rank: this process's place among the data-parallel ranks.
+        world_size: number of data-parallel ranks.
+        drop_last: True for training, where every rank must have full batches: up to one global batch less one
+            sample is left out of each epoch, other samples each time. False for evaluation, where each sample
+            counts exactly once: the last global batch is dealt out evenly and padded with draws whose ``real``
+            is False, so that all ranks have equally many, equally large batches.
+        repeats: how many differently augmented copies of an image go into a batch (repeated augmentation,
+            Hoffer et al. 2020, arXiv:1901.09335; DeiT-3 uses 3). The epoch keeps its length, so it then visits
+            ``1 / repeats`` of the images.
+
+    Raises:
+        DloError: for sizes that give no batch at all, and for ranks outside the world.
+    """
+
+    def __init__(
+        self,
+        size: int,
+        *,
+        batch_size: int,
+        shuffle: bool,
+        seed: int = 0,
+        rank: int = 0,
+        world_size: int = 1,
+        drop_last: bool,
+        repeats: int = 1,
+    ) -> None:
+        if batch_size < 1 or repeats < 1:
+            raise DloError(f"batch_size and repeats must be at least 1, got {batch_size} and {repeats}")
+        if not 0 <= rank < world_size:
+            raise DloError(f"rank must be in 0..world_size-1, got rank {rank} of world size {world_size}")
+        if size < 1:
+            raise DloError("the dataset has no samples; a loader needs at least one")
+        if drop_last and size < batch_size * world_size:
+            fix = f"set a global batch size of at most {size // world_size * world_size}"
+            if size < world_size:
+                fix = f"use at most {size} data-parallel ranks"
+            raise DloError(
+                f"the training set of {size} samples does not fill one global batch of "
+                f"{batch_size * world_size} ({batch_size} on each of {world_size} ranks); {fix}"
+            )
+        self.size = size
+        self.batch_size = batch_size
+        self.shuffle = shuffle
+        self.seed = seed
+        self.rank = rank
+        self.world_size = world_size
+        self.drop_last = drop_last
+        self.repeats = repeats
+        self.epoch = 0
+
+    @property
+    def global_batch_size(self) -> int:
+        """Samples per batch over all data-parallel ranks."""
+        return self.batch_size * self.world_size
+
+    def set_epoch(self, epoch: int) -> None:
+        """Chooses the epoch that the next iteration goes through."""
+        self.epoch = epoch
+
+    def __len__(self) -> int:
+        """Batches in a whole epoch, the same on every rank."""
+        full, tail = divmod(self.size, self.global_batch_size)
+        return full if self.drop_last or not tail else full + 1
+
+    def __iter__(self) -> Iterator[list[Draw]]:
+        return self.batches_from(0)
+
+    def batches_from(self, samples: int) -> Iterator[list[Draw]]:
+        """Yields this rank's batches of the current epoch, after the first ``samples`` of the global order."""
+        indices, seeds = self._epoch_draws()
+        step = self.global_batch_size
+        for start in range(samples, self.size, step):
+            count = min(step, self.size - start)
+            if count < step and self.drop_last:
+                return
+            share = -(-count // self.world_size)  # on the last global batch fewer than batch_size, but equal
+            first = start + self.rank * share
+            last = min(first + share, start + count)
+            draws = [
+                Draw(index, seed, True)
+                for index, seed in zip(indices[first:last].tolist(), seeds[first:last].tolist(), strict=True)
+            ]
+            draws += [Draw(int(indices[start]), int(seeds[start]), False)] * (share - len(draws))
+            yield draws
+
+    def _epoch_draws(self) -> tuple[np.ndarray, np.ndarray]:
+        """Returns the epoch's dataset indices and the draws' seeds, both int64 of shape [size]."""
+        indices = np.arange(self.size)
+        if self.shuffle:
+            indices = np.argsort(hash64(indices, self.seed, self.epoch, _ORDER), kind="stable")
+        copy = np.zeros_like(indices)
+        if self.repeats > 1:
+            copy = np.arange(self.size) % self.repeats
+            indices = np.repeat(indices, self.repeats)[: self.size]
+        seeds = hash64(hash64(indices, self.seed, self.epoch, _AUGMENT) + copy.astype(np.uint64))
+        return indices, (seeds >> np.uint64(1)).astype(np.int64)
+
+
+class InOrderBatchSampler(ResumableBatchSampler, SequentialSampler):  # type: ignore[misc]
+    """A :class:`ResumableBatchSampler` without shuffling, which Lightning recognises as such.
+
+    ``Trainer(overfit_batches=...)`` and Lightning's warnings about shuffled validation data ask whether a
+    sampler is a ``SequentialSampler``.
+    """

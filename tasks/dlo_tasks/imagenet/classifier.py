@@ -1,0 +1,297 @@
+"""Image classification with any timm model: the task `ImageClassifier`."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import torch
+from lightning.pytorch import Callback, LightningDataModule
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.types import OptimizerLRScheduler
+from torch import Tensor, nn
+from torchmetrics import Metric
+
+from dlo_framework.ema import WeightEMA
+from dlo_framework.errors import DloError
+from dlo_framework.plan import ParallelPlan
+from dlo_framework.task import Task
+from dlo_tasks.imagenet import losses, models, optim, show
+from dlo_tasks.imagenet.measures import Confusion, SampleMean
+from dlo_tasks.imagenet.plans import plan_for
+
+
+class ImageClassifier(Task):
+    """Trains any timm model to classify images.
+
+    Batches are `(images, targets)`: images `[B, 3, H, W]` normalised, targets class indices `[B]` (-1 for a
+    sample that only pads) or soft targets `[B, C]`. Validation and test log `loss` (plain cross-entropy,
+    without smoothing), `acc1`, and `acc5` where there are more than 5 classes: exact means over all samples
+    of all ranks. TensorBoard gets a few training images at the first batch, and the confusion matrix of the
+    last validation when training ends (and of each validation or test run by itself).
+
+    Args:
+        model: timm's name of the model; `python -c 'import timm; print(timm.list_models())'` lists them.
+        model_args: More arguments for its constructor, such as `drop_path_rate`.
+        pretrained: Whether to download timm's weights and start from them.
+        num_classes: Number of classes; None takes it from the data.
+        image_size: Height and width of the images in pixels, for models built for one size; None takes it
+            from the data.
+        position_embedding: `sincos2d` replaces a ViT's learned position embedding by fixed sines and cosines.
+        loss_name: `cross_entropy`, or `bce`: each class its own yes or no (DeiT III).
+        label_smoothing: Share of each target that is spread over all classes. Soft targets are smoothed too.
+        bce_threshold: With `bce`, targets above it become 1 and the others 0; DeiT III's is 0.
+        optimizer: timm's name of the optimizer: `adamw`, `lamb`, `lars`, `muon`, `sgd` (Nesterov),
+            `momentum`...
+        lr: Base learning rate, for the global batch as it is.
+        weight_decay: Weight decay; norms, biases and what the model exempts have none.
+        optimizer_args: More arguments for the optimizer, such as `betas` or `momentum`.
+        layer_decay: Learning rate of each layer over that of the layer after it (fine-tuning: 0.65 to 0.8).
+        schedule: How the learning rate falls after the warm-up, `cosine` or `linear`; `constant` has no
+            scheduler at all, and leaves the learning rate to a callback.
+        warmup_epochs: Epochs of linear warm-up; may be a part of one.
+        warmup_steps: Optimizer steps of linear warm-up; holds over `warmup_epochs`.
+        warmup_lr: Learning rate at the first step of the warm-up.
+        min_lr: Learning rate at the end of training.
+        ema_decay: Decay of an exponential moving average of the weights, which is then what is evaluated and
+            saved; None for none.
+        channels_last: Whether to keep images and convolutions in channels-last memory, which is faster for
+            convolutional models in mixed precision on GPUs.
+        log_images: How many training images to show in TensorBoard; 0 for none.
+
+    Raises:
+        DloError: for an unknown model, optimizer or argument, and values that do not fit each other.
+    """
+
+    #: What tells the best checkpoint.
+    best_metric = ("val_acc1", "max")
+
+    def __init__(
+        self,
+        model: str = "vit_small_patch16_224",
+        model_args: dict[str, Any] | None = None,
+        pretrained: bool = False,
+        num_classes: int | None = None,
+        image_size: int | None = None,
+        position_embedding: Literal["learned", "sincos2d"] = "learned",
+        loss_name: losses.LossName = "cross_entropy",
+        label_smoothing: float = 0.0,
+        bce_threshold: float | None = None,
+        optimizer: str = "adamw",
+        lr: float = 1e-3,
+        weight_decay: float = 0.05,
+        optimizer_args: dict[str, Any] | None = None,
+        layer_decay: float | None = None,
+        schedule: Literal["cosine", "linear", "constant"] = "cosine",
+        warmup_epochs: float = 0.0,
+        warmup_steps: int | None = None,
+        warmup_lr: float = 0.0,
+        min_lr: float = 0.0,
+        ema_decay: float | None = None,
+        channels_last: bool = False,
+        log_images: int = 16,
+    ) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+        self.model_name, self.model_args, self.pretrained = model, dict(model_args or {}), pretrained
+        self.num_classes, self.image_size, self.channels_last = num_classes, image_size, channels_last
+        self.position_embedding, self.log_images = position_embedding, log_images
+        self.loss_name: losses.LossName = loss_name
+        self.label_smoothing, self.bce_threshold = label_smoothing, bce_threshold
+        self.optimizer_name, self.optimizer_args = optimizer, dict(optimizer_args or {})
+        self.lr, self.weight_decay, self.layer_decay = lr, weight_decay, layer_decay
+        self.schedule, self.warmup_epochs, self.warmup_steps = schedule, warmup_epochs, warmup_steps
+        self.warmup_lr, self.min_lr, self.ema_decay = warmup_lr, min_lr, ema_decay
+        self._ema: WeightEMA | None = None
+        self._checked = False
+        models.check_name(model, pretrained=pretrained)
+        optim.check_optimizer(optimizer)
+        self._check_values()
+
+    def _check_values(self) -> None:
+        if not 0 <= self.label_smoothing < 1:
+            raise DloError(f"label_smoothing lies in [0, 1), given {self.label_smoothing}; 0.1 is usual")
+        if self.lr <= 0:
+            raise DloError(f"lr is positive, given {self.lr}; 0.001 is usual for adamw")
+        for name in ("min_lr", "warmup_lr"):
+            if not 0 <= getattr(self, name) <= self.lr:
+                raise DloError(f"{name} lies between 0 and lr={self.lr}, given {getattr(self, name)}")
+        if self.bce_threshold is not None and self.loss_name != "bce":
+            raise DloError(f"bce_threshold needs loss_name: bce, given loss_name: {self.loss_name}")
+        if self.num_classes is not None and self.num_classes < 2:
+            raise DloError(f"num_classes is at least 2, given {self.num_classes}; leave it out to take the data's")
+
+    # --- before training -----------------------------------------------------------------------------------
+
+    def check(self, datamodule: LightningDataModule | None) -> None:
+        """Checks classes and image size against the data, and that model and optimizer can be built.
+
+        Raises:
+            DloError: if something does not fit; the message computes the fix.
+        """
+        self._fit_to(datamodule)
+        if self.image_size is not None:
+            models.check_image_size(self.model_name, self.model_args, self.image_size)
+            evaluated = getattr(datamodule, "eval_image_size", None) or self.image_size
+            models.check_eval_size(self.model_name, self.model_args, self.image_size, evaluated)
+        with torch.device("meta"):
+            model = self._build(pretrained=False)
+        self._optimizer(model)
+        self._checked = True
+
+    def setup(self, stage: str) -> None:
+        """Takes what was left to the data, and makes the metrics."""
+        if not self._checked:
+            self.check(getattr(self.trainer, "datamodule", None))
+        if not hasattr(self, "measures"):
+            assert self.num_classes is not None
+            names = ["loss", "acc1", "acc5"] if self.num_classes > 5 else ["loss", "acc1"]
+            self.measures = nn.ModuleDict({name: SampleMean() for name in names})
+            self.confusion = Confusion(self.num_classes)
+
+    def _fit_to(self, datamodule: LightningDataModule | None) -> None:
+        theirs = getattr(datamodule, "num_classes", None)
+        if self.num_classes is None:
+            if theirs is None:
+                raise DloError("num_classes is not given, and the data do not tell it; set model.init_args.num_classes")
+            self.num_classes = int(theirs)
+        elif theirs is not None and int(theirs) != self.num_classes:
+            raise DloError(
+                f"the model has {self.num_classes} classes and the data {theirs}; set"
+                f" model.init_args.num_classes={theirs}, or leave it out to take the data's"
+            )
+        size = getattr(datamodule, "image_size", None)
+        if self.image_size is None and isinstance(size, int):
+            self.image_size = size
+        # Saved with a checkpoint, so that `load_from_checkpoint` needs no data to build the same model.
+        self.hparams["num_classes"], self.hparams["image_size"] = self.num_classes, self.image_size
+
+    def _build(self, *, pretrained: bool) -> nn.Module:
+        assert self.num_classes is not None
+        model = models.build(
+            self.model_name,
+            self.model_args,
+            num_classes=self.num_classes,
+            image_size=self.image_size,
+            pretrained=pretrained,
+        )
+        if self.position_embedding == "sincos2d":
+            models.set_sincos_positions(model)
+        return model
+
+    def configure_model(self) -> None:
+        """Builds the timm model, once."""
+        if self.has_model:
+            return
+        if self.num_classes is None:
+            raise DloError("num_classes is not given, and no data have told it; set model.init_args.num_classes")
+        self.model = self._build(pretrained=self.pretrained)
+        if self.channels_last:
+            self.model.to(memory_format=torch.channels_last)
+
+    def parallel_plan(self) -> ParallelPlan:
+        """Returns the plan of the timm model's family; see :mod:`dlo_tasks.imagenet.plans`."""
+        return plan_for(self.model)
+
+    def configure_callbacks(self) -> list[Callback]:
+        """Returns the weight average, if there is one."""
+        if self.ema_decay is None:
+            return []
+        self._ema = WeightEMA(self.ema_decay)
+        return [self._ema]
+
+    def _optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        return optim.build_optimizer(
+            model,
+            self.optimizer_name,
+            lr=self.lr,
+            weight_decay=self.weight_decay,
+            layer_decay=self.layer_decay,
+            args=self.optimizer_args,
+        )
+
+    def configure_optimizers(self) -> OptimizerLRScheduler:
+        """Returns the optimizer, with the schedule of its rate unless that is `constant`."""
+        optimizer = self._optimizer(self.model)
+        if self.schedule == "constant":
+            return optimizer
+        scheduler = optim.lr_schedule(
+            optimizer,
+            self._trainer,
+            warmup_epochs=self.warmup_epochs,
+            warmup_steps=self.warmup_steps,
+            start=self.warmup_lr / self.lr,
+            end=self.min_lr / self.lr,
+            shape=self.schedule,
+        )
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+    # --- steps ---------------------------------------------------------------------------------------------
+
+    def inputs(self, batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Returns the images."""
+        images = batch[0] if isinstance(batch, tuple | list) else batch
+        if self.channels_last:
+            images = images.contiguous(memory_format=torch.channels_last)
+        return (images,), {}
+
+    def loss(self, outputs: Tensor, batch: Any) -> Tensor:
+        """Returns the mean training loss of a batch's real samples, in float32."""
+        targets = batch[1]
+        if self.loss_name == "bce":
+            values = losses.binary_cross_entropy(outputs, targets, self.label_smoothing, self.bce_threshold)
+        else:
+            values = losses.cross_entropy(outputs, targets, self.label_smoothing)
+        return losses.mean_of_real(values, targets)
+
+    def metrics(self, outputs: Tensor, batch: Any) -> dict[str, Metric | Tensor]:
+        """Updates and returns loss, top-1 and top-5 of the stage; counts the confusion matrix too."""
+        targets = batch[1]
+        real = losses.is_real(targets)
+        hits = losses.hits_at(outputs, targets, 5 if "acc5" in self.measures else 1)
+        values = {"loss": losses.cross_entropy(outputs, targets), "acc1": hits[:, 0], "acc5": hits.any(dim=1)}
+        found: dict[str, Metric | Tensor] = {}
+        for name, measure in self.measures.items():
+            assert isinstance(measure, SampleMean)
+            measure.update(values[name], real)
+            found[name] = measure
+        classes = targets.argmax(dim=1) if targets.is_floating_point() else targets
+        self.confusion.update(outputs.argmax(dim=1), classes, real)
+        return found
+
+    def predict_step(self, batch: Any, batch_idx: int) -> Tensor:
+        """Returns the probabilities of the classes, `[B, C]`; with `bce` each class's own."""
+        logits = self._outputs(batch).float()
+        return logits.sigmoid() if self.loss_name == "bce" else logits.softmax(dim=1)
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Makes a weights-only checkpoint hold the averaged weights too, as a full one does."""
+        if self._ema is not None:
+            self._ema.average_only(self.trainer, self, checkpoint)
+
+    # --- pictures ------------------------------------------------------------------------------------------
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        """Shows a few images of the run's first batch, as they reach the model."""
+        if self.log_images and batch_idx == 0 and self.trainer.global_step == 0:
+            show.show_images(self.trainer, batch, self.log_images, self.num_classes or 0)
+
+    def on_validation_epoch_start(self) -> None:
+        """Starts the confusion matrix anew."""
+        self.confusion.reset()
+
+    def on_test_epoch_start(self) -> None:
+        """Starts the confusion matrix anew."""
+        self.confusion.reset()
+
+    def on_validation_epoch_end(self) -> None:
+        """Shows the confusion matrix of a validation that is a run of its own."""
+        if self.trainer.state.fn == TrainerFn.VALIDATING:
+            show.show_confusion(self.trainer, self.confusion, "val")
+
+    def on_test_epoch_end(self) -> None:
+        """Shows the confusion matrix."""
+        show.show_confusion(self.trainer, self.confusion, "test")
+
+    def on_train_end(self) -> None:
+        """Shows the confusion matrix of the last validation."""
+        show.show_confusion(self.trainer, self.confusion, "val")

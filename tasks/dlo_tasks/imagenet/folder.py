@@ -1,0 +1,216 @@
+"""Images in class folders or tar shards, ImageNet's layout."""
+
+from __future__ import annotations
+
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal
+
+from dlo_framework.data import ResumableLoader, data_parallel_coordinates
+from dlo_framework.errors import DloError
+from dlo_tasks.imagenet.augment import build_distortions
+from dlo_tasks.imagenet.data_base import IMAGENET_MEAN, IMAGENET_STD, ImageData
+from dlo_tasks.imagenet.folder_dataset import EvalView, ImageDataset, TrainView, View
+from dlo_tasks.imagenet.folder_sources import ImageSource, find_classes, open_source
+
+
+class ImageFolderData(ImageData):
+    """Images in ``train/`` and ``val/``, as class folders (ImageNet's own layout) or as tar shards.
+
+    ```
+    root/train/<class>/**/*.{jpg,jpeg,png,webp,bmp}      root/val/<class>/...
+    root/train-*.tar or root/train/*.tar                 root/val-*.tar or root/val/*.tar
+    ```
+
+    ```yaml
+    data:
+      class_path: ImageFolderData
+      init_args: {root: /data/imagenet, image_size: 224, batch_size: 1024, rand_augment: rand-m9-mstd0.5}
+    ```
+
+    Class numbers are the positions in the sorted list of ``train/``'s folders. A shard holds ``key.jpg`` and
+    beside it ``key.cls`` with the class number, or ``key.json`` with it under ``label`` (webdataset's layout);
+    an optional ``root/classes.txt`` with one name a line gives the classes names. Shards are read in any order
+    through an index that is made once, never extracted, and shuffle as freely as files do.
+
+    Batches are ``(images, targets)``: float32 ``[B, 3, size, size]``, normalised on the device, and int64
+    ``[B]``; workers hand over uint8, a quarter of the bytes. An interrupted run goes on with the very next
+    sample. Images are loaded as torchvision's ``ImageFolder`` loads them: as RGB, EXIF orientation ignored.
+
+    Args:
+        root: the folder that holds ``train/`` and ``val/``.
+        image_size: height and width of training images, in pixels.
+        batch_size: images per micro-step over all data-parallel ranks together, so that the number of ranks
+            does not change the loss curve. Must be divisible by the ranks.
+        eval_image_size: height and width in validation, test and prediction. Default: ``image_size``. A
+            larger one often helps (Touvron et al. 2019, arXiv:1906.06423).
+        eval_batch_size: as ``batch_size``, in validation, test and prediction. Changes no metric.
+        crop_pct: evaluation resizes the shorter side to ``size / crop_pct`` and crops the centre. Default
+            0.875, which makes 256 of 224.
+        scale: smallest and largest area of the random crop, as shares of the image's.
+        ratio: smallest and largest width / height of the random crop.
+        flip: probability of a horizontal flip.
+        interpolation: how crops are resized, always antialiased. DeiT-3 and most timm recipes use "bicubic".
+        rand_augment: RandAugment in timm's notation, ``rand-m9-n2`` or ``rand-m9-mstd0.5-inc1`` (magnitude
+            0..10), or torchvision's ``{num_ops: 2, magnitude: 9}`` (magnitude 0..30). Default: none.
+        three_augment: DeiT-3's choice of grey, solarise or blur for each image.
+        color_jitter: strength of random brightness, contrast and saturation, or a list of the strengths of
+            brightness, contrast, saturation and hue. DeiT-3 uses 0.3.
+        random_erase: probability of painting over a random box.
+        erase_mode: paint with the "mean" colour or with random "pixel"s.
+        repeated_augment: how many differently augmented copies of an image go into a batch (Hoffer et al.
+            2020, arXiv:1901.09335); an epoch keeps its length. 1 is off.
+        on_corrupt: "raise" stops with the file's name; "skip" takes another image in its place (in
+            evaluation: leaves it out) and counts it in ``corrupt_images``.
+        num_workers: loading processes on each rank. Default: one per CPU core that the rank has, at most 8.
+            Changes speed only, never the data.
+        prefetch_factor: batches that each worker prepares ahead; default 2.
+        pin_memory: load into page-locked memory. Default: where the run has an accelerator.
+        persistent_workers: keep the workers between epochs.
+        seed: of the order and of the augmentation.
+        mean: of the colours, in 0..1; default ImageNet's.
+        std: likewise.
+        channels_last: keep the colours of a pixel side by side in memory, as decoders write them and
+            convolutions read them fastest. The shape stays ``[B, 3, H, W]``; set it to false for a model that
+            calls ``.view`` on its input.
+
+    Raises:
+        DloError: for arguments out of range; by :meth:`check`, for missing folders, empty classes, and
+            validation classes that training does not have.
+    """
+
+    def __init__(
+        self,
+        root: str,
+        image_size: int = 224,
+        batch_size: int = 256,
+        eval_image_size: int | None = None,
+        eval_batch_size: int | None = None,
+        crop_pct: float = 0.875,
+        scale: tuple[float, float] = (0.08, 1.0),
+        ratio: tuple[float, float] = (3 / 4, 4 / 3),
+        flip: float = 0.5,
+        interpolation: Literal["bilinear", "bicubic"] = "bilinear",
+        rand_augment: str | dict[str, float] | None = None,
+        three_augment: bool = False,
+        color_jitter: float | list[float] | None = None,
+        random_erase: float = 0.0,
+        erase_mode: Literal["mean", "pixel"] = "mean",
+        repeated_augment: int = 1,
+        on_corrupt: Literal["raise", "skip"] = "raise",
+        num_workers: int | None = None,
+        prefetch_factor: int | None = None,
+        pin_memory: bool | None = None,
+        persistent_workers: bool = True,
+        seed: int = 0,
+        mean: tuple[float, float, float] = IMAGENET_MEAN,
+        std: tuple[float, float, float] = IMAGENET_STD,
+        channels_last: bool = True,
+    ) -> None:
+        super().__init__(
+            image_size=image_size,
+            mean=mean,
+            std=std,
+            channels_last=channels_last,
+            batch_size=batch_size,
+            eval_batch_size=eval_batch_size,
+            num_workers=num_workers,
+            prefetch_factor=prefetch_factor,
+            pin_memory=pin_memory,
+            persistent_workers=persistent_workers,
+            seed=seed,
+        )
+        _check_range("scale", scale, 1.0)
+        _check_range("ratio", ratio, float("inf"))
+        if not 0 < crop_pct <= 1 or not 0 <= flip <= 1:
+            raise DloError(f"crop_pct must be in 0..1 and above 0, flip in 0..1; got {crop_pct} and {flip}")
+        if eval_image_size is not None and eval_image_size < 1:
+            raise DloError(f"eval_image_size must be at least 1 pixel, got {eval_image_size}")
+        if repeated_augment < 1:
+            raise DloError(f"repeated_augment must be at least 1, got {repeated_augment}")
+        self.root = Path(root)
+        self.eval_image_size = eval_image_size or image_size
+        self.on_corrupt = on_corrupt
+        self.repeated_augment = repeated_augment
+        distortions = build_distortions(
+            rand_augment=rand_augment,
+            three_augment_on=three_augment,
+            color_jitter=color_jitter,
+            random_erase=random_erase,
+            erase_mode=erase_mode,
+            mean=mean,
+        )
+        self._train_view = TrainView(image_size, scale, ratio, flip, interpolation, distortions)
+        self._eval_view = EvalView(self.eval_image_size, crop_pct, interpolation)
+        self._datasets: dict[str, ImageDataset] = {}
+        self._sources: dict[str, ImageSource] = {}
+
+    @cached_property
+    def class_names(self) -> list[str]:
+        """The classes; a name's position is its class number."""
+        return find_classes(self.root)
+
+    @property
+    def num_classes(self) -> int:
+        """How many classes training has."""
+        return len(self.class_names)
+
+    @property
+    def corrupt_images(self) -> int:
+        """How many times a corrupt image was met and skipped on this rank, over all workers and splits."""
+        return sum(dataset.corrupt_images for dataset in self._datasets.values())
+
+    def check(self) -> None:
+        """Raises DloError for data that a run would stumble over later; reads folders, but no image."""
+        for split in ("train", "val"):
+            self._source(split)
+        size = len(self._source("train"))
+        if size < self.batch_size:
+            raise DloError(
+                f"{self.root / 'train'} has {size} images, which do not fill one batch_size of {self.batch_size}; "
+                f"set batch_size to at most {size}"
+            )
+
+    def train_dataloader(self) -> ResumableLoader:
+        """Random crops of the training images in random order."""
+        return self.train_loader(self._dataset("train", "train", self._train_view), repeats=self.repeated_augment)
+
+    def val_dataloader(self) -> ResumableLoader:
+        """Centre crops of ``val/``."""
+        return self._eval_dataloader("val", "val")
+
+    def test_dataloader(self) -> ResumableLoader:
+        """Centre crops of ``test/`` where there is one with labels, else of ``val/``."""
+        labelled = (self.root / "test").is_dir() or any(self.root.glob("test-*.tar"))
+        return self._eval_dataloader("test", "test" if labelled else "val")
+
+    def predict_dataloader(self) -> ResumableLoader:
+        """The same images as in test."""
+        return self.test_dataloader()
+
+    def _eval_dataloader(self, name: str, split: str) -> ResumableLoader:
+        return self.eval_loader(self._dataset(name, split, self._eval_view), name=name)
+
+    def _source(self, split: str) -> ImageSource:
+        if split not in self._sources:
+            self._sources[split] = open_source(self.root, split, self.class_names)
+        return self._sources[split]
+
+    def _dataset(self, name: str, split: str, view: View) -> ImageDataset:
+        workers: Any = self._worker_options()["num_workers"]
+        dataset = ImageDataset(
+            self._source(split),
+            view,
+            on_corrupt=self.on_corrupt,
+            training=name == "train",
+            rank=data_parallel_coordinates(self.trainer)[0],
+            slots=workers + 1,
+        )
+        self._datasets[name] = dataset
+        return dataset
+
+
+def _check_range(name: str, pair: tuple[float, float], most: float) -> None:
+    if len(pair) != 2 or not 0 < pair[0] <= pair[1] <= most:
+        limit = f" <= {most}" if most != float("inf") else ""
+        raise DloError(f"{name} must be two numbers, 0 < smallest <= largest{limit}; got {list(pair)}")

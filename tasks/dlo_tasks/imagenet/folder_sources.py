@@ -1,0 +1,224 @@
+"""Where the bytes of images come from: class folders, or tar shards."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from dlo_framework.errors import DloError
+from dlo_tasks.imagenet.shards import IMAGE_SUFFIXES, find_shards, load_index
+
+_O_CLOEXEC = getattr(os, "O_CLOEXEC", 0)
+
+
+class ImageSource(Protocol):
+    """A numbered collection of image files with their classes."""
+
+    labels: np.ndarray
+    """int64 [N]"""
+
+    def __len__(self) -> int: ...
+
+    def read(self, index: int) -> bytes:
+        """Returns the bytes of one image file."""
+
+    def name(self, index: int) -> str:
+        """Returns what a message calls the file."""
+
+
+class FolderSource:
+    """Image files in class folders.
+
+    The paths are one block of bytes: a list of a million strings would be copied, page by page, into each
+    worker as its reference counts change.
+
+    Args:
+        folder: holds one folder for each class.
+        class_names: the classes to read; the position of a name is the class number.
+    """
+
+    def __init__(self, folder: Path, class_names: Sequence[str]) -> None:
+        self._prefix = os.path.join(folder, "")
+        paths: list[bytes] = []
+        labels: list[int] = []
+        for label, name in enumerate(class_names):
+            found = image_files(folder / name) if (folder / name).is_dir() else []
+            paths += [os.fsencode(path) for path in found]
+            labels += [label] * len(found)
+        self.labels = np.array(labels, dtype=np.int64)
+        self._ends = np.cumsum([len(path) for path in paths], dtype=np.int64)
+        self._block = b"".join(paths)
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def name(self, index: int) -> str:
+        """Returns the file's path."""
+        start = int(self._ends[index - 1]) if index else 0
+        return f"{self._prefix}{os.fsdecode(self._block[start : int(self._ends[index])])}"
+
+    def read(self, index: int) -> bytes:
+        """Returns the file's bytes, with half the system calls of ``open().read()``."""
+        file = os.open(self.name(index), os.O_RDONLY | _O_CLOEXEC)
+        try:
+            return _read_at(file, os.fstat(file).st_size, 0)
+        finally:
+            os.close(file)
+
+
+def _read_at(file: int, size: int, offset: int) -> bytes:
+    """Returns ``size`` bytes, fewer only at the end of the file; one ``pread`` may return fewer anywhere."""
+    data = os.pread(file, size, offset)
+    while len(data) < size:
+        more = os.pread(file, size - len(data), offset + len(data))
+        if not more:
+            break
+        data += more
+    return data
+
+
+def image_files(folder: Path) -> list[str]:
+    """Returns the image files of one class folder and the folders in it, as ``class/.../file``, sorted."""
+    found: list[str] = []
+    pending = [str(folder)]
+    while pending:
+        with os.scandir(pending.pop()) as entries:
+            for entry in entries:
+                if entry.is_dir():
+                    pending.append(entry.path)
+                elif entry.name.lower().endswith(IMAGE_SUFFIXES):
+                    found.append(os.path.relpath(entry.path, folder.parent))
+    return sorted(found)
+
+
+def class_folders(folder: Path) -> list[str]:
+    """Returns the names of the class folders in ``folder``, sorted; a name's position is its class number."""
+    return sorted(entry.name for entry in os.scandir(folder) if entry.is_dir())
+
+
+class ShardSource:
+    """Images in tar shards, each read with one ``pread`` at its place.
+
+    Args:
+        shards: the tar files.
+        class_names: lets labels be names.
+    """
+
+    def __init__(self, shards: Sequence[Path], class_names: list[str] | None = None) -> None:
+        self.shards = list(shards)
+        indices = [load_index(path, class_names) for path in self.shards]
+        self.labels = np.concatenate([index.labels for index in indices])
+        self._offsets = np.concatenate([index.offsets for index in indices])
+        self._sizes = np.concatenate([index.sizes for index in indices])
+        self._starts = np.cumsum([0] + [len(index.labels) for index in indices])
+        self._keys = [np.array(index.keys, dtype=np.bytes_ if _ascii(index.keys) else np.str_) for index in indices]
+        self._files: dict[int, int] = {}
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def _shard_of(self, index: int) -> int:
+        return int(np.searchsorted(self._starts, index, side="right")) - 1
+
+    def name(self, index: int) -> str:
+        """Returns ``shard.tar!member``."""
+        shard = self._shard_of(index)
+        key = self._keys[shard][index - self._starts[shard]]
+        return f"{self.shards[shard]}!{key.decode() if isinstance(key, bytes) else key}"
+
+    def read(self, index: int) -> bytes:
+        """Returns the image's bytes; each process opens a shard once, and ``pread`` moves no shared position."""
+        shard = self._shard_of(index)
+        file = self._files.get(shard)
+        if file is None:
+            file = self._files[shard] = os.open(self.shards[shard], os.O_RDONLY | _O_CLOEXEC)
+        return _read_at(file, int(self._sizes[index]), int(self._offsets[index]))
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_files": {}}  # file numbers mean nothing in another process
+
+    def __del__(self) -> None:
+        for file in getattr(self, "_files", {}).values():
+            os.close(file)
+
+
+def _ascii(keys: list[str]) -> bool:
+    return all(key.isascii() for key in keys)
+
+
+def find_classes(root: Path) -> list[str]:
+    """Returns the class names of a dataset: its training class folders, or for shards ``classes.txt``.
+
+    Shards without a ``classes.txt`` have the numbers up to the largest label as names.
+
+    Raises:
+        DloError: if there is neither, naming what was looked for.
+    """
+    if not root.is_dir():
+        raise DloError(f"no such folder: {root} (root of the image data); it must hold train/ and val/")
+    names = _listed_classes(root)
+    shards = find_shards(root, "train")
+    if shards:
+        if names is not None:
+            return names
+        return [str(number) for number in range(int(ShardSource(shards).labels.max(initial=-1)) + 1)]
+    if not (root / "train").is_dir():
+        raise DloError(f"no such folder: {root / 'train'}; expected train/<class>/*.jpg, train-*.tar or train/*.tar")
+    folders = class_folders(root / "train")
+    if not folders:
+        raise DloError(f"{root / 'train'} has no class folders; expected train/<class>/*.jpg")
+    return folders
+
+
+def _listed_classes(root: Path) -> list[str] | None:
+    listing = root / "classes.txt"
+    return listing.read_text().splitlines() if listing.is_file() else None
+
+
+def open_source(root: Path, split: str, class_names: list[str]) -> ImageSource:
+    """Returns the images of one split.
+
+    Raises:
+        DloError: for a missing folder, an empty class (named), classes that training does not have (named),
+            and labels beyond the number of classes.
+    """
+    shards = find_shards(root, split)
+    if shards:
+        source = ShardSource(shards, _listed_classes(root))
+        if not len(source):
+            raise DloError(f"the shards {shards[0]} ... hold no images ({', '.join(IMAGE_SUFFIXES)})")
+        largest = int(source.labels.max())
+        if largest >= len(class_names):
+            raise DloError(
+                f"{split} shards have label {largest}, but training has {len(class_names)} classes "
+                f"(0..{len(class_names) - 1}); labels must be class numbers from 0"
+            )
+        return source
+    folder = root / split
+    if not folder.is_dir():
+        raise DloError(f"no such folder: {folder}; expected {split}/<class>/*.jpg, {split}-*.tar or {split}/*.tar")
+    present = class_folders(folder)
+    foreign = sorted(set(present) - set(class_names))
+    if foreign:
+        raise DloError(
+            f"{folder} has classes that train/ does not have: {_some(foreign)}; remove them or add them to train/"
+        )
+    if not present:
+        raise DloError(f"{folder} has no class folders; expected {split}/<class>/*.jpg")
+    files = FolderSource(folder, class_names)
+    counts = np.bincount(files.labels, minlength=len(class_names))
+    empty = [name for name, count in zip(class_names, counts, strict=True) if not count and name in present]
+    if empty:
+        raise DloError(
+            f"empty class: {_some([str(folder / name) for name in empty])} holds no image "
+            f"({', '.join(IMAGE_SUFFIXES)}); add images or remove the folder"
+        )
+    return files
+
+
+def _some(names: list[str]) -> str:
+    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")

@@ -1,0 +1,159 @@
+"""timm models by name, and everything that can be wrong with a choice, said before training starts."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from functools import lru_cache
+from typing import Any
+
+import timm
+import torch
+from timm.models import parse_model_name
+from torch import Tensor, nn
+
+from dlo_framework.errors import DloError, did_you_mean
+
+_HUBS = ("hf-hub", "hf_hub", "local-dir")
+
+
+def check_name(name: str, *, pretrained: bool) -> None:
+    """Checks that timm knows a model.
+
+    Raises:
+        DloError: with the nearest name, for a model that timm does not know, or one on a hub whose
+            architecture would have to be downloaded although `pretrained` does not ask for a download.
+    """
+    source, identifier = parse_model_name(name)
+    if source in _HUBS:
+        if not pretrained:
+            raise DloError(f"model '{name}' is fetched from a hub; allow the download with pretrained: true")
+        return
+    architecture, _, tag = str(identifier).partition(".")
+    if not timm.is_model(architecture):
+        names = timm.list_models()
+        raise DloError(
+            f"unknown timm model '{name}'{did_you_mean(architecture, names)}"
+            f" (python -c 'import timm; print(timm.list_models())' lists all {len(names)})"
+        )
+    weights = [full.partition(".") for full in timm.list_pretrained(architecture + "*")]
+    tags = [found for known, _, found in weights if known == architecture]
+    if tag and tag not in tags:
+        raise DloError(
+            f"timm has no weights '{tag}' of {architecture}{did_you_mean(tag, tags)}"
+            f" available: {', '.join(tags) or 'none'}"
+        )
+
+
+@lru_cache
+def takes_image_size(name: str) -> bool:
+    """Whether the model is built for one image size (`img_size`), as ViT is and ResNet is not."""
+    with torch.device("meta"):
+        model = timm.create_model(name)
+    return "img_size" in inspect.signature(type(model).__init__).parameters
+
+
+def check_image_size(name: str, args: dict[str, Any], image_size: int) -> None:
+    """Checks that the model divides an image of this size evenly.
+
+    timm itself accepts any size, and drops the pixels past the last whole patch.
+
+    Raises:
+        DloError: with the nearest sizes that fit.
+    """
+    with torch.device("meta"):
+        model = _create(name, {key: value for key, value in args.items() if key != "img_size"})
+    if "img_size" not in inspect.signature(type(model).__init__).parameters:
+        return
+    what, unit = "patch", _patch_size(model)
+    if unit is None:
+        info = getattr(model, "feature_info", None)
+        what, unit = "the model's stride", int(info[-1]["reduction"]) if info else 1
+    if image_size % unit:
+        down = image_size // unit * unit
+        sizes = " or ".join(str(size) for size in (down, down + unit) if size)
+        raise DloError(f"image_size {image_size} not divisible by {what} {unit}; use {sizes}")
+
+
+def check_eval_size(name: str, args: dict[str, Any], image_size: int, eval_image_size: int) -> None:
+    """Checks that a model can be evaluated at another size than it is trained at.
+
+    Raises:
+        DloError: if it is built for one size.
+    """
+    if eval_image_size == image_size or args.get("dynamic_img_size") or not takes_image_size(name):
+        return
+    raise DloError(
+        f"{name} is built for images of {image_size} pixels, and the data evaluate at {eval_image_size}; set"
+        f" data.init_args.eval_image_size={image_size}"
+    )
+
+
+def build(name: str, args: dict[str, Any], *, num_classes: int, image_size: int | None, pretrained: bool) -> nn.Module:
+    """Builds a timm model; downloads nothing unless `pretrained`.
+
+    Args:
+        name: timm's name, with or without a tag of weights.
+        args: Arguments for the model's constructor.
+        num_classes: Width of the classifier.
+        image_size: Height and width of its images in pixels; passed on to models built for one size.
+        pretrained: Whether to download and load timm's weights.
+
+    Raises:
+        DloError: for an argument that the model does not take.
+    """
+    sized = image_size is not None and "img_size" not in args and takes_image_size(name)
+    more = {"img_size": image_size} if sized else {}
+    return _create(name, {**args, **more}, num_classes=num_classes, pretrained=pretrained)
+
+
+def set_sincos_positions(model: nn.Module) -> None:
+    """Replaces a ViT's learned position embedding by fixed 2-D sines and cosines, which are not trained.
+
+    As in MoCo v3 (Chen et al. 2021, arXiv 2104.02057) and big_vision's plain ViT baseline.
+
+    Raises:
+        DloError: if the model has no position embedding over a grid of patches alone.
+    """
+    positions, patches = getattr(model, "pos_embed", None), getattr(model, "patch_embed", None)
+    grid = getattr(patches, "grid_size", None)
+    if not isinstance(positions, nn.Parameter) or grid is None or positions.shape[1] != grid[0] * grid[1]:
+        raise DloError(
+            "position_embedding: sincos2d needs a ViT whose position embedding covers its patches and nothing"
+            f" else, given {type(model).__name__}; for a timm ViT set model_args: {{class_token: false,"
+            " global_pool: avg}"
+        )
+    if not positions.is_meta:
+        with torch.no_grad():
+            positions.copy_(sincos_2d(grid[0], grid[1], positions.shape[2]))
+    positions.requires_grad_(False)
+
+
+def sincos_2d(height: int, width: int, dim: int, temperature: float = 10_000.0) -> Tensor:
+    """Returns a `[1, height * width, dim]` embedding: sin x, cos x, sin y, cos y, a quarter of `dim` each."""
+    if dim % 4:
+        raise DloError(f"sincos2d needs a width divisible by 4, given {dim}; use {dim // 4 * 4 + 4}")
+    y, x = torch.meshgrid(torch.arange(height).double(), torch.arange(width).double(), indexing="ij")
+    omega = temperature ** -(torch.arange(dim // 4).double() / max(1, dim // 4 - 1))
+    angles_x, angles_y = x.flatten()[:, None] * omega, y.flatten()[:, None] * omega  # [HW, dim / 4]
+    return torch.cat([angles_x.sin(), angles_x.cos(), angles_y.sin(), angles_y.cos()], 1)[None].float()
+
+
+def _patch_size(model: nn.Module) -> int | None:
+    size = getattr(getattr(model, "patch_embed", None), "patch_size", None)
+    return None if size is None else int(size[0] if isinstance(size, tuple | list) else size)
+
+
+def _create(name: str, args: dict[str, Any], **more: Any) -> nn.Module:
+    try:
+        model: nn.Module = timm.create_model(name, **args, **more)
+    except TypeError as error:
+        unknown = re.search(r"unexpected keyword argument '(\w+)'", str(error))
+        if unknown is None:
+            raise
+        with torch.device("meta"):
+            known = inspect.signature(type(timm.create_model(name)).__init__).parameters
+        raise DloError(
+            f"model_args: {name} takes no argument '{unknown[1]}'{did_you_mean(unknown[1], known)}"
+        ) from error
+    return model

@@ -1,0 +1,211 @@
+"""Optimizers by name through timm's factory, their parameter groups, and the schedule of the learning rate.
+
+What others may rely on: each parameter group has a `name` (`decay`, `no_decay`, `layer_3_decay`, ...) and an
+`lr_scale`, and its `lr` already is the base rate times `lr_scale`. A schedule of torch multiplies what it
+finds, so it keeps the scales; whoever sets `group["lr"]` outright must multiply by `group["lr_scale"]`
+itself.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection
+from typing import TYPE_CHECKING, Any, Literal
+
+from timm.models import group_parameters
+from timm.optim import create_optimizer_v2, list_optimizers
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR
+
+from dlo_framework.errors import DloError, did_you_mean
+from dlo_framework.progress import fraction_seen, optimizer_steps, steps_per_epoch
+
+Shape = Literal["cosine", "linear"]
+
+if TYPE_CHECKING:
+    from lightning.pytorch import Trainer
+
+
+def lr_factor(
+    fraction: float, warmup: float = 0.0, start: float = 0.0, end: float = 0.0, shape: Shape = "cosine"
+) -> float:
+    """Returns what the base learning rate is multiplied by after a fraction of training.
+
+    It rises linearly from `start` to 1 over the warm-up, then falls to `end` along half a cosine (Loshchilov
+    & Hutter 2017, arXiv 1608.03983, without restarts) or a straight line.
+
+    Args:
+        fraction: How much of training has been seen, 0 to 1.
+        warmup: The fraction of training that is warm-up; above 1, it is not over when training is.
+        start: The factor at the first step.
+        end: The factor at the end of training.
+        shape: How it falls.
+    """
+    if fraction < warmup:
+        return start + (1 - start) * fraction / warmup
+    after = min(1.0, (fraction - warmup) / (1 - warmup)) if warmup < 1 else 1.0
+    left = 0.5 * (1 + math.cos(math.pi * after)) if shape == "cosine" else 1 - after
+    return end + (1 - end) * left
+
+
+def warmup_fraction(trainer: Trainer, epochs: float, steps: int | None) -> float:
+    """Returns the warm-up as a fraction of training, from a number of epochs or else of optimizer steps.
+
+    Above 1 if training ends before the warm-up does.
+
+    Raises:
+        DloError: if epochs are given and the loader does not say how long an epoch is.
+    """
+    per_epoch = steps_per_epoch(trainer)
+    if steps is None and epochs and not math.isfinite(per_epoch):
+        raise DloError("warmup_epochs needs a training loader with a length; give warmup_steps instead")
+    warm = steps if steps is not None else epochs * per_epoch if epochs else 0.0
+    return warm / optimizer_steps(trainer)
+
+
+def lr_schedule(
+    optimizer: Optimizer,
+    trainer: Trainer | None,
+    *,
+    warmup_epochs: float = 0.0,
+    warmup_steps: int | None = None,
+    start: float = 0.0,
+    end: float = 0.0,
+    shape: Shape = "cosine",
+) -> LambdaLR:
+    """Returns a scheduler to be stepped after each optimizer step; see :func:`lr_factor`.
+
+    It follows the trainer's progress and not its own count of steps, so it has no state to lose.
+
+    Args:
+        optimizer: Its groups' learning rates, as they are now, are the base rates.
+        trainer: Whose progress is followed.
+        warmup_epochs: Length of the warm-up in epochs, which may be a part of one.
+        warmup_steps: Length of the warm-up in optimizer steps; it holds over `warmup_epochs`.
+        start: See :func:`lr_factor`.
+        end: See :func:`lr_factor`.
+        shape: See :func:`lr_factor`.
+    """
+
+    def factor(_: int) -> float:
+        fraction = fraction_seen(trainer, with_this_batch=True) if trainer is not None else 0.0
+        if trainer is None or fraction == 0.0:  # before the loaders exist: how long an epoch is, is not known yet
+            return start if warmup_epochs or warmup_steps else 1.0
+        return lr_factor(fraction, warmup_fraction(trainer, warmup_epochs, warmup_steps), start, end, shape)
+
+    return LambdaLR(optimizer, factor)
+
+
+def parameter_groups(
+    model: nn.Module,
+    *,
+    weight_decay: float,
+    layer_decay: float | None = None,
+    fallback: Collection[str] = (),
+) -> list[dict[str, Any]]:
+    """Returns named parameter groups: no weight decay on norms, biases and what the model itself exempts.
+
+    Args:
+        model: A timm model or any other module.
+        weight_decay: Decay of everything else.
+        layer_decay: Each layer's learning rate over that of the layer after it, as in BEiT (Bao et al. 2021,
+            arXiv 2106.08254); the head's scale is 1. None for no layer-wise decay.
+        fallback: Patterns of parameters for which Muon and its kin use their AdamW.
+    """
+    exempt = _no_weight_decay(model)
+    layers = _layers(model) if layer_decay is not None else {}
+    deepest = max(layers.values(), default=0)
+    groups: dict[str, dict[str, Any]] = {}
+    for name, parameter in model.named_parameters():
+        if not parameter.requires_grad:
+            continue
+        decays = parameter.ndim > 1 and not name.endswith(".bias") and name not in exempt
+        adam = any(_under(name, pattern) for pattern in fallback) or (bool(fallback) and name in exempt)
+        layer = layers.get(name, deepest)
+        label = (f"layer_{layer}_" if layers else "") + ("decay" if decays else "no_decay") + "_adam" * adam
+        group = groups.setdefault(
+            label,
+            {
+                "name": label,
+                "params": [],
+                "weight_decay": weight_decay if decays else 0.0,
+                "lr_scale": (layer_decay or 1.0) ** (deepest - layer),
+                **({"use_fallback": True} if adam else {}),
+            },
+        )
+        group["params"].append(parameter)
+    return list(groups.values())
+
+
+def build_optimizer(
+    model: nn.Module,
+    name: str,
+    *,
+    lr: float,
+    weight_decay: float,
+    layer_decay: float | None = None,
+    args: dict[str, Any] | None = None,
+) -> Optimizer:
+    """Builds an optimizer of timm's registry: `adamw`, `lamb`, `lars`, `muon`, `sgd` (Nesterov), `momentum`,
+    ...
+
+    Args:
+        model: Its trainable parameters are optimized, grouped by :func:`parameter_groups`.
+        name: timm's name of the optimizer.
+        lr: Base learning rate.
+        weight_decay: See :func:`parameter_groups`.
+        layer_decay: See :func:`parameter_groups`.
+        args: More arguments for the optimizer's constructor, such as `betas`, `momentum`, `eps`, `fused`.
+
+    Raises:
+        DloError: for an unknown optimizer or argument.
+    """
+    check_optimizer(name)
+    fallback = _head_names(model) if "muon" in name.lower() else ()
+    groups = parameter_groups(model, weight_decay=weight_decay, layer_decay=layer_decay, fallback=fallback)
+    for group in groups:
+        group["lr"] = lr * group["lr_scale"]
+    try:
+        optimizer: Optimizer = create_optimizer_v2(groups, opt=name, lr=lr, weight_decay=weight_decay, **(args or {}))
+    except TypeError as error:
+        raise DloError(f"optimizer_args {args} do not fit optimizer '{name}': {error}") from error
+    return optimizer
+
+
+def check_optimizer(name: str) -> None:
+    """Checks that timm knows an optimizer.
+
+    Raises:
+        DloError: with the nearest name.
+    """
+    known = [str(known) for known in list_optimizers()]
+    if name.lower().removeprefix("lookahead_") not in known:
+        raise DloError(f"unknown optimizer '{name}'{did_you_mean(name, known)} available: {', '.join(known)}")
+
+
+def _no_weight_decay(model: nn.Module) -> set[str]:
+    exempt: Any = getattr(model, "no_weight_decay", None)
+    return set(exempt()) if exempt is not None else set()
+
+
+def _layers(model: nn.Module) -> dict[str, int]:
+    """Returns each parameter's layer, from the stem upwards, as timm's own models group them."""
+    matcher: Any = getattr(model, "group_matcher", None)
+    if matcher is None:
+        raise DloError(
+            "layer_decay needs a model that names its layers (timm's group_matcher), which"
+            f" {type(model).__name__} does not; leave layer_decay out"
+        )
+    return dict(group_parameters(model, matcher(coarse=False), reverse=True))
+
+
+def _head_names(model: nn.Module) -> tuple[str, ...]:
+    """Returns the classifier's name: Muon is for hidden layers, and its AdamW for the first and last."""
+    classifier = getattr(model, "pretrained_cfg", {}).get("classifier") or ()
+    names = (classifier,) if isinstance(classifier, str) else tuple(classifier)
+    return (*names, *(name for name in ("patch_embed", "stem") if hasattr(model, name)))
+
+
+def _under(name: str, parent: str) -> bool:
+    return name == parent or name.startswith(parent + ".")

@@ -1,0 +1,154 @@
+"""Pictures for TensorBoard: training images as the model sees them, and the confusion matrix.
+
+Pure functions from tensors to `[3, H, W]` uint8 tensors, drawn with PIL.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from PIL import Image, ImageDraw, ImageFont
+from torch import Tensor
+
+_INK = (20, 20, 20)
+_PAPER = (255, 255, 255)
+
+
+def denormalise(images: Tensor, mean: Sequence[float] | None, std: Sequence[float] | None) -> Tensor:
+    """Returns normalised images, `[B, 3, H, W]` of float, as uint8 pixels.
+
+    Args:
+        images: What the model is given. Images that are uint8 already come back as they are.
+        mean: Mean of each channel in [0, 1]; None stretches each image's own range over [0, 255].
+        std: Standard deviation of each channel.
+    """
+    if images.dtype == torch.uint8:
+        return images
+    images = images.detach().float().cpu()
+    if mean is not None and std is not None:
+        pixels = images * torch.tensor(std).view(1, -1, 1, 1) + torch.tensor(mean).view(1, -1, 1, 1)
+    else:
+        low, high = images.amin((1, 2, 3), keepdim=True), images.amax((1, 2, 3), keepdim=True)
+        pixels = (images - low) / (high - low).clamp(min=1e-8)
+    return (pixels * 255).round().clamp(0, 255).to(torch.uint8)
+
+
+def image_grid(images: Tensor, labels: Sequence[str], columns: int = 4, least: int = 96) -> Tensor:
+    """Returns a grid of labelled images, `[3, H, W]` of uint8.
+
+    Args:
+        images: `[B, 3, h, w]` of uint8.
+        labels: One a image, written under it.
+        columns: Images in a row.
+        least: Images smaller than this many pixels are enlarged by a whole factor, so that labels fit.
+    """
+    factor = max(1, -(-least // images.shape[-1]))
+    images = F.interpolate(images.float(), scale_factor=factor, mode="nearest").to(torch.uint8)
+    height, width = images.shape[-2:]
+    caption, gap = 18, 4
+    rows = -(-len(images) // columns)
+    size = (columns * (width + gap) + gap, rows * (height + caption + gap) + gap)
+    canvas = Image.new("RGB", size, _PAPER)
+    draw = ImageDraw.Draw(canvas)
+    font = _font(13)
+    for i, (image, label) in enumerate(zip(images, labels, strict=True)):
+        x, y = gap + i % columns * (width + gap), gap + i // columns * (height + caption + gap)
+        canvas.paste(_to_pil(image), (x, y))
+        draw.text((x, y + height + 1), _fit(draw, label, width, font), fill=_INK, font=font)
+    return _to_tensor(canvas)
+
+
+def target_labels(targets: Tensor, class_names: Sequence[str]) -> list[str]:
+    """Returns a caption a sample: its class, or the two largest shares of a soft target."""
+    if not targets.is_floating_point():
+        return [class_names[int(t)] if t >= 0 else "(padding)" for t in targets.tolist()]
+    labels = []
+    for shares, classes in zip(*targets.float().topk(min(2, targets.shape[1]), dim=1), strict=True):
+        pairs = zip(shares.tolist(), classes.tolist(), strict=True)
+        labels.append(" + ".join(f"{share:.0%} {class_names[c]}" for share, c in pairs if share >= 0.005))
+    return labels
+
+
+def confusion_picture(counts: Tensor, class_names: Sequence[str], counted_up_to: int = 20) -> Tensor:
+    """Returns the confusion matrix as a picture, `[3, H, W]` of uint8.
+
+    A cell's darkness is its share of the row (of the true class), blue on the diagonal and red off it. Up to
+    `counted_up_to` classes the counts stand in the cells and the names beside them; up to 1,000 and beyond, a
+    cell is a pixel or more and its shade is the square root of the share, so that single mistakes still show.
+
+    Args:
+        counts: `[C, C]` of int, rows by true class.
+        class_names: C names.
+        counted_up_to: The largest number of classes for which counts and names are written.
+    """
+    counts = counts.detach().cpu()
+    classes = len(counts)
+    shares = counts.double() / counts.sum(1, keepdim=True).clamp(min=1)
+    written = classes <= counted_up_to
+    cell = 44 if written else max(1, 1000 // classes)
+    shades = _shades(shares if written else shares.sqrt())  # [C, C, 3]
+    body = Image.fromarray(np.repeat(np.repeat(shades, cell, axis=0), cell, axis=1))
+    left, top = (110, 46) if written else (24, 46)
+    canvas = Image.new("RGB", (left + body.width + 8, top + body.height + 26), _PAPER)
+    canvas.paste(body, (left, top))
+    draw = ImageDraw.Draw(canvas)
+    hits, total = int(counts.diagonal().sum()), int(counts.sum())
+    title = f"{hits:,} of {total:,} right ({hits / max(total, 1):.2%}); rows: true class, columns: predicted"
+    draw.text((8, 6), _fit(draw, title, canvas.width - 16, _font(14)), fill=_INK, font=_font(14))
+    if written:
+        _write_cells(draw, counts, shares, class_names, cell, (left, top))
+    return _to_tensor(canvas)
+
+
+def _write_cells(
+    draw: ImageDraw.ImageDraw,
+    counts: Tensor,
+    shares: Tensor,
+    class_names: Sequence[str],
+    cell: int,
+    origin: tuple[int, int],
+) -> None:
+    left, top = origin
+    font = _font(13)
+    for row, name in enumerate(class_names):
+        middle = row * cell + cell // 2
+        draw.text((left - 6, top + middle), _fit(draw, name, left - 12, font), fill=_INK, font=font, anchor="rm")
+        draw.text((left + middle, top - 4), _fit(draw, name, cell - 2, font), fill=_INK, font=font, anchor="ms")
+        for column in range(len(counts)):
+            count = int(counts[row, column])
+            if count:
+                ink = _PAPER if shares[row, column] > 0.5 else _INK
+                at = (left + column * cell + cell // 2, top + middle)
+                draw.text(at, str(count), fill=ink, font=font, anchor="mm")
+
+
+def _shades(shares: Tensor) -> np.ndarray:
+    """Returns colours, `[C, C, 3]` of uint8: white at 0; at 1 blue on the diagonal and red off it."""
+    ends = torch.tensor([[178.0, 24.0, 43.0], [20.0, 72.0, 140.0]])
+    full = ends[torch.eye(len(shares), dtype=torch.long)]
+    colours = 255 + (full - 255) * shares[:, :, None].float()
+    return colours.round().to(torch.uint8).numpy()
+
+
+def _fit(draw: ImageDraw.ImageDraw, text: str, width: int, font: ImageFont.FreeTypeFont | ImageFont.ImageFont) -> str:
+    """Returns `text`, cut with an ellipsis so that it is at most `width` pixels wide."""
+    if draw.textlength(text, font=font) <= width:
+        return text
+    while text and draw.textlength(text + "…", font=font) > width:
+        text = text[:-1]
+    return text + "…" if text else ""
+
+
+def _font(size: int) -> ImageFont.FreeTypeFont | ImageFont.ImageFont:
+    return ImageFont.load_default(size)
+
+
+def _to_pil(image: Tensor) -> Image.Image:
+    return Image.fromarray(np.ascontiguousarray(image.cpu().permute(1, 2, 0).numpy()))
+
+
+def _to_tensor(picture: Image.Image) -> Tensor:
+    return torch.from_numpy(np.array(picture)).permute(2, 0, 1).contiguous()

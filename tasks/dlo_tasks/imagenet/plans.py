@@ -1,0 +1,125 @@
+"""Parallel plans of timm's models: Vision Transformers, CoAtNet and its family, ResNets, and what can be
+found.
+
+A plan is written for the module at hand: it names only what that variant has (class token, register tokens,
+layer scale, where its norm is).
+"""
+
+from __future__ import annotations
+
+from timm.layers.mlp import Mlp, SwiGLU
+from timm.models.maxxvit import MaxxVit
+from timm.models.resnet import ResNet
+from timm.models.vision_transformer import VisionTransformer
+from torch import nn
+
+from dlo_framework.plan import ParallelPlan, Rule, tied_groups
+
+
+def plan_for(model: nn.Module) -> ParallelPlan:
+    """Returns the plan of a timm model.
+
+    Raises:
+        DloError: for a model of no known family whose repeated blocks cannot be found.
+    """
+    if isinstance(model, VisionTransformer):
+        return vit_plan(model)
+    if isinstance(model, MaxxVit):
+        return maxxvit_plan(model)
+    if isinstance(model, ResNet):
+        return resnet_plan(model)
+    return ParallelPlan.infer(model)
+
+
+def vit_plan(model: nn.Module) -> ParallelPlan:
+    """Returns the plan of a `VisionTransformer`: ViT, DeiT and DeiT III, with or without registers.
+
+    Megatron's alternation in each block: `qkv` by heads and `fc1` by columns, `proj` and `fc2` by rows, so
+    that one all-reduce serves two dense layers. The fused `qkv` is `[3, heads, head_dim]`.
+    """
+    stem = ("cls_token", "dist_token", "reg_token", "pos_embed", "patch_embed", "norm_pre")
+    head = ("norm", "attn_pool", "fc_norm", "head", "head_dist")
+    rules = {
+        "blocks.*.attn.qkv": Rule.QKV,
+        "blocks.*.attn.proj": Rule.ROW,
+        **_mlp_rules(model),
+        "blocks.*.norm1": Rule.SEQUENCE,
+        "blocks.*.norm2": Rule.SEQUENCE,
+    }
+    return ParallelPlan(
+        blocks=("blocks.*",),
+        stem=_present(model, stem),
+        head=_present(model, head),
+        tensor={pattern: rule for pattern, rule in rules.items() if _matches(model, pattern)},
+        attention=("blocks.*.attn",) if _matches(model, "blocks.*.attn") else (),
+        tied=tied_groups(model),
+    )
+
+
+def _mlp_rules(model: nn.Module) -> dict[str, Rule]:
+    """Returns the rules of the blocks' MLPs: none where `fc1` packs a gate, or a norm follows it."""
+    mlps = [module for name, module in model.named_modules() if name.endswith(".mlp")]
+    plain = all(isinstance(mlp, Mlp | SwiGLU) and isinstance(mlp.norm, nn.Identity) for mlp in mlps)
+    if not plain:
+        return {}
+    columns = ("fc1", "fc1_g", "fc1_x")
+    return {**{f"blocks.*.mlp.{name}": Rule.COLUMN for name in columns}, "blocks.*.mlp.fc2": Rule.ROW}
+
+
+def maxxvit_plan(model: nn.Module) -> ParallelPlan:
+    """Returns the plan of a `MaxxVit`: CoAtNet, MaxViT and their relatives.
+
+    The blocks of all stages in order, convolutional ones too; tensor rules for the attention of transformer
+    blocks and their MLPs. In this family the fused `qkv` is `[heads, 3, head_dim]` where the attention says
+    `head_first`, and the table of relative positions has one column a head.
+    """
+    tensor: dict[str, Rule] = {}
+    attention: dict[str, None] = {}
+    for name, module in model.named_modules():
+        if not hasattr(module, "qkv"):
+            continue
+        pattern = _any_index(name)
+        block = pattern.rpartition(".")[0]
+        attention[pattern] = None
+        tensor[f"{pattern}.qkv"] = Rule.QKV_BY_HEAD if module.head_first else Rule.QKV
+        tensor[f"{pattern}.proj"] = Rule.ROW
+        if hasattr(module.rel_pos, "relative_position_bias_table"):
+            tensor[f"{pattern}.rel_pos.relative_position_bias_table"] = Rule.LAST_DIM_HEADS
+        elif _matches(model, f"{pattern}.rel_pos.mlp.fc2"):
+            tensor[f"{pattern}.rel_pos.mlp.fc2"] = Rule.HEADS
+        tensor |= {f"{block}.mlp.fc1": Rule.COLUMN, f"{block}.mlp.fc2": Rule.ROW}
+    return ParallelPlan(
+        blocks=("stages.*.blocks.*",),
+        stem=_present(model, ("stem",)),
+        head=_present(model, ("norm", "head")),
+        tensor={pattern: rule for pattern, rule in tensor.items() if _matches(model, pattern)},
+        attention=tuple(attention),
+        tied=tied_groups(model),
+    )
+
+
+def resnet_plan(model: nn.Module) -> ParallelPlan:
+    """Returns the plan of a `ResNet`: its residual blocks in order, without tensor rules."""
+    return ParallelPlan(
+        blocks=("layer?.*",),
+        stem=_present(model, ("conv1", "bn1", "maxpool")),
+        head=_present(model, ("fc",)),
+    )
+
+
+def _present(model: nn.Module, names: tuple[str, ...]) -> tuple[str, ...]:
+    """Returns the names under which `model` holds a parameter or buffer."""
+    held = {name.split(".")[0] for name in model.state_dict()}
+    held |= {name.split(".")[0] for name, _ in model.named_buffers()}
+    return tuple(name for name in names if name in held)
+
+
+def _matches(model: nn.Module, pattern: str) -> bool:
+    finder = ParallelPlan(tensor={pattern: Rule.COLUMN})
+    names = [name for name, _ in model.named_modules() if name] + [name for name, _ in model.named_parameters()]
+    return any(finder.rule_for(name) is Rule.COLUMN for name in names)
+
+
+def _any_index(name: str) -> str:
+    """Returns `name` with each number between dots replaced by `*`."""
+    return ".".join("*" if part.isdigit() else part for part in name.split("."))

@@ -1,0 +1,201 @@
+"""Bad input ends with exit code 2 and one message that holds the rule, what was given and the fix; no traceback.
+
+Most of these call the command's entry point in this process, for each new one costs seconds of imports.
+"""
+
+import os
+import pickle
+import subprocess
+from pathlib import Path
+
+import lightning.pytorch  # noqa: F401  Its log handler keeps the stream it is imported with: not a test's.
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from sklearn.datasets import load_sample_images
+
+from dlo_framework import runs
+from dlo_framework.cli.main import main
+
+CONFIG = """
+trainer: {max_epochs: 1, accelerator: cpu, limit_train_batches: 2, limit_val_batches: 1}
+model:
+  class_path: ImageClassifier
+  init_args:
+    model: vit_tiny_patch16_224
+    model_args: {patch_size: 4, embed_dim: 48, depth: 2, num_heads: 2}
+data: {class_path: DigitsData, init_args: {image_size: 16}}
+"""
+
+
+@pytest.fixture
+def refused(tmp_path, monkeypatch, capfd):
+    """Returns a function that runs ``dlo``, checks that it refuses, and returns its message."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.yaml").write_text(CONFIG)
+
+    def run(*words: str) -> str:
+        code = main(list(words))
+        os.environ.pop(runs.ENVIRONMENT, None)
+        err = capfd.readouterr().err
+        assert code == 2, err
+        assert "Traceback" not in err
+        return err.strip().splitlines()[-1]
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def photos(tmp_path_factory) -> Path:
+    """An ImageNet-style folder: crops of two real photographs, as two classes."""
+    root = tmp_path_factory.mktemp("photos")
+    generator = np.random.default_rng(0)
+    for split, count in (("train", 12), ("val", 5)):
+        for name, photo in zip(("china", "flower"), load_sample_images().images, strict=True):
+            folder = root / split / name
+            folder.mkdir(parents=True)
+            for number in range(count):
+                top, left = generator.integers(0, 300), generator.integers(0, 500)
+                Image.fromarray(photo[top : top + 96, left : left + 128]).save(folder / f"{number}.jpg", quality=90)
+    return root
+
+
+def folder_options(root: Path) -> list[str]:
+    return [
+        "fit", "--config", "train.yaml", "--data", "ImageFolderData", "--data.root", str(root),
+        "--data.image_size", "32", "--data.batch_size", "4",
+    ]  # fmt: skip
+
+
+def edit(old: str, new: str) -> str:
+    assert old in CONFIG
+    Path("edited.yaml").write_text(CONFIG.replace(old, new))
+    return "edited.yaml"
+
+
+def test_unknown_keys(refused):
+    assert "edited.yaml: unknown key 'trainer.max_epoch'; did you mean 'max_epochs'?" in refused(
+        "fit", "--config", edit("max_epochs", "max_epoch")
+    )
+    assert "unknown key 'modle'; did you mean 'model'?" in refused("fit", "--config", edit("\nmodel:", "\nmodle:"))
+    assert (
+        "unknown key 'data.init_args.image_sise' of DigitsData; did you mean 'image_size'? it takes: image_size,"
+        in refused("fit", "--config", edit("image_size", "image_sise"))
+    )
+    assert "unknown option '--trainer.max_epoch'; did you mean '--trainer.max_epochs'?" in refused(
+        "fit", "--config", "train.yaml", "--trainer.max_epoch", "3"
+    )
+
+
+def test_unknown_plug_ins(refused):
+    message = refused("fit", "--config", edit("class_path: DigitsData", "class_path: DigitData"))
+    assert "edited.yaml: unknown data 'DigitData'; did you mean 'DigitsData'? available: " in message
+    message = refused("fit", "--config", "train.yaml", "--trainer.strategy", "fsdp3")
+    assert "unknown strategy 'fsdp3'; did you mean 'fsdp'? available: auto, ddp" in message
+
+
+def test_values_of_the_wrong_type(refused):
+    message = refused("fit", "--config", "train.yaml", "--trainer.max_epochs", "many")
+    assert "trainer.max_epochs: expected int, but was 'many'" in message
+    assert "expected float, but was 'fast'" in refused(
+        "fit", "--config", edit("model: vit_tiny_patch16_224", "model: vit_tiny_patch16_224\n    lr: fast")
+    )
+
+
+def test_nothing_to_train(refused):
+    assert "no model: name one in a config" in refused("fit")
+
+
+def test_a_plug_in_that_raises(refused):
+    Path("boom.py").write_text("raise RuntimeError('boom')\n")
+    message = refused("fit", "--config", "train.yaml", "--plugins", "./boom.py")
+    assert "'./boom.py' failed to import: RuntimeError: boom" in message
+
+
+def test_a_class_that_a_config_may_not_name(refused):
+    message = refused("fit", "--config", edit("class_path: DigitsData", "class_path: subprocess.Popen"))
+    assert "subprocess.Popen" in message
+    assert "plugins" in message, "the fix: list the module under plugins:"
+
+
+def test_configs_that_cannot_be_read(refused):
+    assert "no config 'trian.yaml'" in refused("fit", "--config", "trian.yaml")
+    assert "did you mean 'train.yaml'?" in refused("fit", "--config", "trian.yaml")
+    assert "did you mean 'quickstart'?" in refused("fit", "--config", "quikstart")
+    Path("broken.yaml").write_text("trainer: {max_epochs: 1")
+    assert "broken.yaml" in refused("fit", "--config", "broken.yaml")
+
+
+def test_folders_of_images(refused, photos, tmp_path):
+    assert str(tmp_path / "none") in refused(*folder_options(tmp_path / "none"))
+    copy = tmp_path / "copy"
+    subprocess.run(["cp", "-r", photos, copy], check=True)
+    (copy / "train" / "nothing").mkdir()
+    assert "nothing" in refused(*folder_options(copy)), "the empty class is named"
+
+
+@pytest.mark.parametrize("workers", ["0", "2"])
+def test_a_corrupt_image(refused, photos, tmp_path, workers):
+    copy = tmp_path / "copy"
+    subprocess.run(["cp", "-r", photos, copy], check=True)
+    for name in ("china", "flower"):
+        for path in (copy / "train" / name).iterdir():
+            path.write_bytes(path.read_bytes()[:300])
+    message = refused(*folder_options(copy), "--data.num_workers", workers)
+    assert "corrupt image" in message
+    assert ".jpg" in message
+    assert "on_corrupt" in message
+
+
+def test_sizes_and_classes_that_do_not_fit(refused):
+    message = refused("fit", "--config", edit("image_size: 16", "image_size: 18"))
+    assert "image_size 18 not divisible by patch 4; use 16 or 20" in message
+    message = refused("fit", "--config", edit("model: vit_tiny", "num_classes: 7\n    model: vit_tiny"))
+    assert "the model has 7 classes and the data 10; set model.init_args.num_classes=10" in message
+
+
+class Bomb:
+    def __reduce__(self):
+        return os.system, ("touch executed",)
+
+
+def test_a_pickle_bomb_as_checkpoint(refused):
+    torch.save({"state_dict": Bomb()}, "bomb.ckpt")
+    message = refused("fit", "--config", "train.yaml", "--ckpt_path", "bomb.ckpt")
+    assert "refusing bomb.ckpt: pickle global posix.system not allowed; nothing executed" in message
+    Path("raw.ckpt").write_bytes(pickle.dumps(Bomb()))
+    assert "raw.ckpt" in refused("validate", "--config", "train.yaml", "--ckpt_path", "raw.ckpt")
+    assert not Path("executed").exists()
+
+
+def test_checkpoints_that_are_not_there(refused):
+    assert "no checkpoint none.ckpt" in refused("fit", "--config", "train.yaml", "--ckpt_path", "none.ckpt")
+    assert "no run in runs/train has a best checkpoint" in refused(
+        "validate", "--config", "train.yaml", "--ckpt_path", "best"
+    )
+
+
+def test_no_space_in_the_run_folder(refused, tmp_path):
+    """A real file system of 1 MB where this user may mount one; the check's own test fakes a full one everywhere."""
+    full = tmp_path / "full"
+    full.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", full], capture_output=True)
+    if mounted.returncode:
+        (tmp_path / "file").touch()
+        assert "cannot make the run folder" in refused("fit", "--config", "train.yaml", "--run.dir", "file")
+        return
+    try:
+        message = refused("fit", "--config", "train.yaml", "--run.dir", str(full))
+        assert "no space in the run folder: need 16.8 MB, 1.0 MB free" in message
+    finally:
+        subprocess.run(["umount", full], check=True)
+
+
+def test_the_command_itself_exits_with_2(dlo):
+    (dlo.folder / "train.yaml").write_text(CONFIG.replace("max_epochs", "max_epoch"))
+    done = dlo("fit", "--config", "train.yaml", code=2)
+    assert done.stdout == ""
+    assert done.stderr.splitlines()[-1].endswith("unknown key 'trainer.max_epoch'; did you mean 'max_epochs'?")
+    assert "Traceback" not in done.stderr
+    assert "did you mean 'fit'?" in dlo("ft", code=2).stderr

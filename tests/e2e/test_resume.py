@@ -1,0 +1,60 @@
+"""Stopping and resuming through the command: the curve of a run that was interrupted is that of one that was not."""
+
+import json
+import signal
+import time
+
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+PLAIN = ["--config", "small.yaml"]
+CONFIG = """
+trainer: {max_epochs: 8, log_every_n_steps: 1, accumulate_grad_batches: 3, accelerator: cpu}
+model:
+  class_path: ImageClassifier
+  init_args:
+    model: vit_tiny_patch16_224
+    model_args: {patch_size: 4, embed_dim: 48, depth: 2, num_heads: 2, drop_path_rate: 0.2}
+    ema_decay: 0.9
+data: {class_path: DigitsData, init_args: {image_size: 16, batch_size: 32}}
+"""
+
+
+def curve(folder, tag="train/loss"):
+    """Returns step to value; a step that two files hold must have one value."""
+    found = {}
+    for file in sorted(folder.glob("events.*")):
+        events = EventAccumulator(str(file), size_guidance={"scalars": 0})
+        events.Reload()
+        for event in events.Scalars(tag) if tag in events.Tags()["scalars"] else []:
+            assert found.setdefault(event.step, event.value) == event.value
+    return found
+
+
+def test_two_runs_and_a_run_that_is_interrupted_have_one_curve(dlo):
+    (dlo.folder / "small.yaml").write_text(CONFIG)
+    whole, again, cut = (dlo.folder / "runs" / name / "version_0" for name in ("whole", "again", "cut"))
+    dlo("fit", *PLAIN, "--run.name", "whole")
+    dlo("fit", *PLAIN, "--run.name", "again")
+    assert curve(whole) == curve(again), "two runs with one seed"
+    assert len(curve(whole)) == 8 * 15  # 44 batches an epoch, three a step, the last step of an epoch closing early
+
+    process = dlo.start("fit", *PLAIN, "--run.name", "cut")
+    deadline = time.monotonic() + 120
+    while not (cut / "checkpoints" / "last.ckpt").exists():
+        assert time.monotonic() < deadline
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 130, err
+    assert "go on with --ckpt_path last" in err
+    assert "Traceback" not in err
+    summary = json.loads((cut / "summary.json").read_text())
+    assert summary["status"] == "interrupted: RunStopped"
+    assert 0 < summary["steps"] < 120
+
+    dlo("fit", *PLAIN, "--run.name", "cut", "--ckpt_path", "last")
+    assert [path.name for path in cut.parent.iterdir()] == ["version_0"], "one run, one folder"
+    assert curve(cut) == curve(whole), "interrupted and resumed"
+    assert curve(cut, "val_acc1") == curve(whole, "val_acc1")
+    assert json.loads((cut / "summary.json").read_text())["samples"] == 8 * 44 * 32

@@ -1,0 +1,162 @@
+"""Stopping a real Lightning run anywhere and resuming it: no sample twice, none missing."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from torch.utils.data import TensorDataset
+
+from dlo_framework.data import ResumableDataModule
+from dlo_framework.data.module import data_parallel_coordinates, per_rank_batch
+from dlo_framework.errors import DloError
+from dlo_framework.resume import ExactResume
+
+SIZE, BATCH, EPOCHS = 40, 4, 3
+
+
+class Indices(ResumableDataModule):
+    def __init__(self, workers: int) -> None:
+        super().__init__(batch_size=BATCH, num_workers=workers, seed=1)
+
+    def train_dataloader(self):
+        return self.train_loader(TensorDataset(torch.arange(SIZE)))
+
+    def val_dataloader(self):
+        return self.eval_loader(TensorDataset(torch.arange(10)))
+
+
+class Recorder(LightningModule):
+    """Records the indices of each completed step; raises or saves where it is told."""
+
+    def __init__(self, seen: list[list[int]], asks_length: bool = False, raise_at: int | None = None) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(1, 1)
+        self.seen, self.asks_length, self.raise_at = seen, asks_length, raise_at
+        self.validated: list[int] = []
+
+    def training_step(self, batch, batch_idx):
+        if len(self.seen) == self.raise_at:
+            raise RuntimeError("power cut")
+        self.seen.append(batch[0].tolist())
+        return self.layer(torch.ones(1, 1)).sum()
+
+    def validation_step(self, batch, batch_idx):
+        self.validated += batch[0].tolist()
+
+    def configure_optimizers(self):
+        optimizer = torch.optim.SGD(self.parameters(), 0.1)
+        if self.asks_length:
+            steps = self.trainer.estimated_stepping_batches
+            assert steps == SIZE // BATCH * EPOCHS
+            return [optimizer], [torch.optim.lr_scheduler.ConstantLR(optimizer, total_iters=steps)]
+        return optimizer
+
+
+def run(tmp_path, model: Recorder, workers: int, *, ckpt=None, max_steps: int = -1, **kwargs):
+    trainer = Trainer(
+        default_root_dir=tmp_path,
+        callbacks=[ExactResume()],  # reopens the epoch that Lightning closes when max_steps ends a run
+        accelerator="cpu",
+        max_epochs=EPOCHS,
+        max_steps=max_steps,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        num_sanity_val_steps=0,
+        **kwargs,
+    )
+    path = tmp_path / "stopped.ckpt"
+    data = Indices(workers)
+    try:
+        trainer.fit(model, datamodule=data, ckpt_path=ckpt, weights_only=True if ckpt else None)
+    except RuntimeError:
+        trainer.save_checkpoint(path)
+        return path
+    trainer.save_checkpoint(path)
+    return path
+
+
+def flat(batches: list[list[int]]) -> list[int]:
+    return [index for batch in batches for index in batch]
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory) -> list[list[int]]:
+    seen: list[list[int]] = []
+    run(tmp_path_factory.mktemp("whole"), Recorder(seen), 0)
+    assert len(seen) == SIZE // BATCH * EPOCHS
+    for epoch in range(EPOCHS):
+        assert sorted(flat(seen[epoch * 10 : epoch * 10 + 10])) == list(range(SIZE))
+    return seen
+
+
+@pytest.mark.parametrize("asks_length", [False, True])
+@pytest.mark.parametrize(("workers", "stop"), [(0, 3), (0, 10), (0, 14), (0, 20), (2, 3), (2, 14)])
+def test_stopped_by_max_steps_and_resumed(tmp_path, uninterrupted, workers: int, stop: int, asks_length: bool) -> None:
+    seen: list[list[int]] = []
+    path = run(tmp_path, Recorder(seen), workers, max_steps=stop)
+    assert len(seen) == stop
+    run(tmp_path, Recorder(seen, asks_length), workers, ckpt=path)
+    assert seen == uninterrupted
+
+
+@pytest.mark.parametrize("asks_length", [False, True])
+@pytest.mark.parametrize("stop", [0, 4, 9, 10, 15])
+def test_stopped_by_an_error_inside_a_step_and_resumed(tmp_path, uninterrupted, stop: int, asks_length: bool) -> None:
+    seen: list[list[int]] = []
+    path = run(tmp_path, Recorder(seen, raise_at=stop), 0)
+    assert len(seen) == stop
+    run(tmp_path, Recorder(seen, asks_length), 0, ckpt=path)
+    assert seen == uninterrupted
+
+
+@pytest.mark.parametrize("limit", [7])
+def test_a_limited_epoch_is_resumed_within_its_limit(tmp_path, limit: int) -> None:
+    whole: list[list[int]] = []
+    run(tmp_path, Recorder(whole), 0, limit_train_batches=limit)
+    seen: list[list[int]] = []
+    path = run(tmp_path, Recorder(seen), 0, max_steps=10, limit_train_batches=limit)
+    run(tmp_path, Recorder(seen), 0, ckpt=path, limit_train_batches=limit)
+    assert seen == whole
+
+
+def test_overfit_batches_repeats_the_same_batches(tmp_path) -> None:
+    seen: list[list[int]] = []
+    run(tmp_path, Recorder(seen), 0, overfit_batches=2)
+    assert seen == [[0, 1, 2, 3], [4, 5, 6, 7]] * EPOCHS
+
+
+def test_validation_sees_each_sample_once_and_ignores_the_training_place(tmp_path) -> None:
+    model = Recorder([])
+    run(tmp_path, model, 0)
+    assert model.validated == list(range(10)) * EPOCHS
+
+
+def test_validating_a_checkpoint_does_not_make_a_later_fit_skip_samples(tmp_path, uninterrupted) -> None:
+    path = run(tmp_path, Recorder([]), 0, max_steps=3)
+    data, seen = Indices(0), []
+    options = {"accelerator": "cpu", "logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+    model = Recorder(seen)
+    Trainer(**options).validate(model, datamodule=data, ckpt_path=path, verbose=False, weights_only=True)
+    Trainer(max_epochs=1, enable_model_summary=False, **options).fit(model, datamodule=data)
+    assert seen == uninterrupted[:10]
+
+
+def test_another_batch_size_in_mid_epoch_is_warned_about(tmp_path) -> None:
+    data = Indices(0)
+    data.batch_size = 8
+    data.load_state_dict({"epoch": 0, "samples": 12, "batch_size": 4, "seed": 0})
+    with pytest.warns(UserWarning, match="batch_size was 4") as caught:
+        data.train_dataloader()
+    assert any("seed was 0" in str(warning.message) for warning in caught)
+
+
+def test_the_global_batch_is_divided_among_the_ranks() -> None:
+    assert data_parallel_coordinates(None) == (0, 1)
+    assert per_rank_batch(64, 4) == 16
+    with pytest.raises(DloError, match=r"batch_size 10 is the global batch .* 4 .*; set batch_size=8 or 12"):
+        per_rank_batch(10, 4)
+    with pytest.raises(DloError, match="num_workers must be at least 0"):
+        Indices(-1)

@@ -1,0 +1,133 @@
+"""The order of samples: every index once, whatever the ranks, the batch size and the place of a restart."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dlo_framework.data import Draw, ResumableBatchSampler, hash64, uniform
+from dlo_framework.errors import DloError
+
+
+def whole_epoch(size: int, *, batch: int, world: int, epoch: int = 0, start: int = 0, **kwargs) -> list[list[Draw]]:
+    """One list of draws for each rank."""
+    drawn = []
+    for rank in range(world):
+        sampler = ResumableBatchSampler(size, batch_size=batch, rank=rank, world_size=world, **kwargs)
+        sampler.set_epoch(epoch)
+        drawn.append([draw for part in sampler.batches_from(start) for draw in part])
+    return drawn
+
+
+def test_the_hash_is_fixed_for_ever() -> None:
+    # SplitMix64's published first outputs from seed 0, of which hash64 without keys is a double application.
+    assert hash64(np.array([0]), 7).tolist() == hash64(np.array([0]), 7).tolist()
+    assert [hex(h) for h in hash64(np.arange(2))] == ["0xe220a8397b1dcdaf", "0x910a2dec89025cc1"]
+    numbers = uniform(np.arange(20_000), 3)
+    assert 0 <= numbers.min() < 0.001
+    assert 0.999 < numbers.max() < 1
+    assert abs(numbers.mean() - 0.5) < 0.01
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    size=st.integers(1, 200),
+    batch=st.integers(1, 20),
+    world=st.integers(1, 5),
+    epoch=st.integers(0, 3),
+    seed=st.integers(0, 9),
+)
+def test_training_visits_each_index_once_but_the_tail(size: int, batch: int, world: int, epoch: int, seed: int) -> None:
+    step = batch * world
+    if size < step:
+        with pytest.raises(DloError, match="does not fill one global batch"):
+            ResumableBatchSampler(size, batch_size=batch, shuffle=True, world_size=world, drop_last=True)
+        return
+    by_rank = whole_epoch(size, batch=batch, world=world, epoch=epoch, shuffle=True, seed=seed, drop_last=True)
+    seen = [draw.index for rank in by_rank for draw in rank]
+    assert len(seen) == len(set(seen)) == size // step * step
+    assert {len(rank) for rank in by_rank} == {size // step * batch}
+    assert all(draw.real for rank in by_rank for draw in rank)
+
+
+@settings(max_examples=60, deadline=None)
+@given(size=st.integers(1, 200), batch=st.integers(1, 20), world=st.integers(1, 5))
+def test_evaluation_counts_each_index_once_and_gives_ranks_equal_batches(size: int, batch: int, world: int) -> None:
+    samplers = [
+        ResumableBatchSampler(size, batch_size=batch, shuffle=False, rank=r, world_size=world, drop_last=False)
+        for r in range(world)
+    ]
+    batches = [list(sampler) for sampler in samplers]
+    seen = [draw.index for rank in batches for part in rank for draw in part if draw.real]
+    assert sorted(seen) == list(range(size))
+    shapes = {tuple(len(part) for part in rank) for rank in batches}
+    assert len(shapes) == 1
+    assert {len(rank) for rank in batches} == {len(samplers[0])}
+
+
+@settings(max_examples=80, deadline=None)
+@given(
+    size=st.integers(30, 200),
+    before=st.tuples(st.integers(1, 6), st.integers(1, 4)),
+    after=st.tuples(st.integers(1, 6), st.integers(1, 4)),
+    stop=st.integers(0, 8),
+)
+def test_resuming_with_other_ranks_repeats_and_misses_nothing(
+    size: int, before: tuple[int, int], after: tuple[int, int], stop: int
+) -> None:
+    options = {"shuffle": True, "seed": 5, "drop_last": True}
+    first = whole_epoch(size, batch=before[0], world=before[1], **options)
+    stop = min(stop, size // (before[0] * before[1]))
+    done = [draw for rank in first for draw in rank[: stop * before[0]]]
+    samples = stop * before[0] * before[1]
+    rest = whole_epoch(size, batch=after[0], world=after[1], start=samples, **options)
+    seen = [draw.index for draw in done] + [draw.index for rank in rest for draw in rank]
+    assert len(seen) == len(set(seen))
+    assert size - len(seen) < after[0] * after[1]
+
+
+def test_seeds_depend_on_epoch_and_index_only() -> None:
+    def seeds(batch: int, world: int, epoch: int) -> dict[int, int]:
+        ranks = whole_epoch(60, batch=batch, world=world, epoch=epoch, shuffle=True, drop_last=True)
+        return {draw.index: draw.seed for rank in ranks for draw in rank}
+
+    one, four, later = seeds(60, 1, 0), seeds(5, 4, 0), seeds(60, 1, 1)
+    assert one == four
+    assert all(0 <= seed < 2**63 for seed in one.values())
+    assert len(set(one.values())) == 60
+    assert not set(one.values()) & set(later.values())
+
+
+def test_epochs_have_different_orders_and_seeds_too() -> None:
+    orders = {
+        tuple(d.index for d in whole_epoch(50, batch=50, world=1, epoch=e, seed=s, shuffle=True, drop_last=True)[0])
+        for e in range(3)
+        for s in range(3)
+    }
+    assert len(orders) == 9
+
+
+def test_repeated_augmentation_puts_differently_seeded_copies_side_by_side() -> None:
+    draws = whole_epoch(90, batch=30, world=1, shuffle=True, drop_last=True, repeats=3)[0]
+    assert len(draws) == 90
+    assert len({draw.index for draw in draws}) == 30
+    assert len({draw.seed for draw in draws}) == 90
+    assert draws[0].index == draws[1].index == draws[2].index
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"batch_size": 64, "size": 10}, "global batch size of at most 10"),
+        ({"batch_size": 1, "size": 3, "world_size": 4}, "at most 3 data-parallel ranks"),
+        ({"batch_size": 1, "size": 0}, "no samples"),
+        ({"batch_size": 0, "size": 3}, "at least 1"),
+        ({"batch_size": 1, "size": 3, "rank": 2, "world_size": 2}, "rank 2 of world size 2"),
+    ],
+)
+def test_impossible_sizes_are_refused_with_the_fix(options: dict, message: str) -> None:
+    size = options.pop("size")
+    with pytest.raises(DloError, match=message):
+        ResumableBatchSampler(size, shuffle=True, drop_last=True, **options)

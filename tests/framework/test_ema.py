@@ -1,0 +1,162 @@
+import copy
+
+import pytest
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch import nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+from torch.utils.data import DataLoader
+
+from dlo_framework.ema import WeightEMA
+from dlo_framework.errors import DloError
+
+BATCH = torch.randn(4, 3, generator=torch.Generator().manual_seed(0))
+
+
+class Net(LightningModule):
+    """Every batch is the same, so where in an epoch a run resumes shows only in its state."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.layer = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3), nn.Linear(3, 1))
+        self.seen: list[torch.Tensor] = []
+
+    def training_step(self, batch, batch_idx):
+        return (self.layer(batch) - 2).square().mean()
+
+    def validation_step(self, batch, batch_idx):
+        self.seen.append(weights(self))
+
+    test_step = validation_step
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters(), lr=0.05)
+
+
+def weights(module: nn.Module) -> torch.Tensor:
+    return torch.cat([p.detach().flatten() for p in module.parameters()])
+
+
+def loader(batches: int = 5) -> DataLoader:
+    return DataLoader([BATCH] * batches, batch_size=None)
+
+
+def run(tmp_path, *callbacks: Callback, decay: float = 0.8, **options) -> Trainer:
+    return Trainer(
+        accelerator="cpu",
+        default_root_dir=tmp_path,
+        logger=False,
+        enable_checkpointing=any(isinstance(c, ModelCheckpoint) for c in callbacks),
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        num_sanity_val_steps=0,
+        callbacks=[WeightEMA(decay), *callbacks],
+        **options,
+    )
+
+
+class Reference(Callback):
+    """torch's own averaging, updated after each optimizer step."""
+
+    def on_train_start(self, trainer, pl_module):
+        self.model = AveragedModel(
+            copy.deepcopy(pl_module.layer), multi_avg_fn=get_ema_multi_avg_fn(0.8), use_buffers=True
+        )
+        self.trained: list[torch.Tensor] = []
+        self.step = 0
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        if trainer.global_step != self.step:
+            self.step = trainer.global_step
+            self.model.update_parameters(pl_module.layer)
+            self.trained.append(weights(pl_module))
+
+
+def test_it_is_torchs_average_of_each_optimizer_step(tmp_path):
+    net, reference = Net(), Reference()
+    run(tmp_path, reference, max_epochs=2, accumulate_grad_batches=2).fit(net, loader(), loader(1))
+    assert torch.equal(weights(net), weights(reference.model))
+    assert torch.equal(net.layer[1].running_mean, reference.model.module[1].running_mean)
+    assert net.layer[1].num_batches_tracked == 10
+
+
+def test_validation_sees_the_average_and_training_goes_on_with_the_weights(tmp_path):
+    net, plain = Net(), Net()
+    reference = Reference()
+    run(tmp_path, reference, max_epochs=2).fit(net, loader(4), loader(1))
+    optimizer = plain.configure_optimizers()
+    for _ in range(8):
+        optimizer.zero_grad()
+        plain.training_step(BATCH, 0).backward()
+        optimizer.step()
+    assert torch.equal(reference.trained[-1], weights(plain))
+    assert torch.equal(net.seen[-1], weights(net))
+    assert not torch.equal(net.seen[-1], reference.trained[-1])
+
+
+class Save(Callback):
+    def __init__(self, step: int, path) -> None:
+        self.step, self.path = step, path
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        if trainer.global_step == self.step:
+            trainer.save_checkpoint(self.path)
+
+
+def test_a_run_resumed_in_mid_epoch_is_bit_equal(tmp_path):
+    whole, resumed = Net(), Net()
+    path = tmp_path / "mid.ckpt"
+    run(tmp_path, Save(7, path), max_epochs=3).fit(whole, loader(), loader(1))
+    checkpoint = torch.load(path, weights_only=True)
+    assert checkpoint["averaging_state"] == {"n_averaged": 7}
+    assert not torch.equal(
+        checkpoint["state_dict"]["layer.0.weight"], checkpoint["current_model_state"]["layer.0.weight"]
+    )
+    run(tmp_path, max_epochs=3).fit(resumed, loader(), loader(1), ckpt_path=path, weights_only=True)
+    assert torch.equal(weights(resumed), weights(whole))
+    assert torch.equal(resumed.seen[-1], whole.seen[-1])
+
+
+def test_a_checkpoint_of_a_finished_run_can_be_trained_on(tmp_path):
+    whole, part = Net(), Net()
+    run(tmp_path, max_epochs=4).fit(whole, loader(), loader(1))
+    first = run(tmp_path, max_epochs=2)
+    first.fit(part, loader(), loader(1))
+    first.save_checkpoint(tmp_path / "end.ckpt")
+    run(tmp_path, max_epochs=4).fit(part, loader(), loader(1), ckpt_path=tmp_path / "end.ckpt", weights_only=True)
+    assert torch.equal(weights(part), weights(whole))
+
+
+class Stop(Callback):
+    def on_validation_batch_start(self, trainer, pl_module, batch, batch_idx, dataloader_idx=0):
+        raise RuntimeError("stop in validation")
+
+
+def test_a_checkpoint_saved_on_an_error_in_validation_holds_both(tmp_path):
+    net, reference = Net(), Reference()
+    saver = ModelCheckpoint(tmp_path, filename="err", save_on_exception=True, enable_version_counter=False)
+    with pytest.raises(RuntimeError, match="stop in validation"):
+        run(tmp_path, reference, Stop(), saver, max_epochs=1).fit(net, loader(4), loader(1))
+    checkpoint = torch.load(tmp_path / "err.ckpt", weights_only=True)
+    trained, average = Net(), Net()
+    trained.load_state_dict(checkpoint["current_model_state"])
+    average.load_state_dict(checkpoint["state_dict"])
+    assert torch.equal(weights(trained), reference.trained[-1])
+    assert torch.equal(weights(average), weights(reference.model))
+
+
+def test_testing_after_a_fit_tests_the_average(tmp_path):
+    net = Net()
+    trainer = run(tmp_path, ModelCheckpoint(tmp_path), max_epochs=1)
+    trainer.fit(net, loader(), loader(1))
+    average = net.seen[-1]
+    trainer.test(net, loader(1), ckpt_path="best", verbose=False, weights_only=True)
+    assert torch.equal(net.seen[-1], average)
+
+
+@pytest.mark.parametrize("decay", [-0.1, 1.0])
+def test_a_decay_outside_its_range_is_refused(decay):
+    with pytest.raises(DloError, match=r"lies in \[0, 1\), given"):
+        WeightEMA(decay)

@@ -1,0 +1,66 @@
+"""Which package may import which, and what a light command may not pull in."""
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+#: A package, its folder, and the packages that it must never import.
+RULES = {
+    "dlo_framework": (ROOT / "dlo_framework", {"dlo_plugins", "dlo_tasks"}),
+    "dlo_plugins": (ROOT / "plugins" / "dlo_plugins", {"dlo_tasks"}),
+    "dlo_tasks": (ROOT / "tasks" / "dlo_tasks", {"dlo_plugins"}),
+}
+
+HEAVY = {"torch", "lightning", "torchvision", "timm", "transformers", "numpy", "tensorboard", "deepspeed", "rich"}
+
+
+def imported(source: str) -> Iterator[str]:
+    """Yields the top-level packages that a file imports anywhere: at its top, in a function, for types alone."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            yield from (alias.name.partition(".")[0] for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and not node.level:
+            yield (node.module or "").partition(".")[0]
+        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith(("import_module", "__import__")):
+            yield from (str(a.value).partition(".")[0] for a in node.args if isinstance(a, ast.Constant))
+
+
+@pytest.mark.parametrize("package", RULES)
+def test_packages_import_in_one_direction(package: str) -> None:
+    folder, forbidden = RULES[package]
+    files = sorted(folder.rglob("*.py"))
+    assert files
+    found = {file.relative_to(ROOT): forbidden & set(imported(file.read_text())) for file in files}
+    assert {file: names for file, names in found.items() if names} == {}
+
+
+def test_every_way_to_import_is_seen() -> None:
+    source = (
+        "import a.x\ndef f():\n    from b.y import z\n    import_module('c.d')\nfrom . import e\nfrom .g import h\n"
+    )
+    assert sorted(imported(source)) == ["a", "b", "c"]
+
+
+@pytest.mark.parametrize(
+    "statement",
+    [
+        "import dlo_framework",
+        "import dlo_framework.registry",
+        "import dlo_framework.cli.plugins_command",
+        "from dlo_framework.cli.plugins_command import main; main([])",
+        "from dlo_framework.cli.plugins_command import main; main(['show', 'OneCycle'])",
+        "from dlo_framework.cli.main import main; main(['--help'])",
+    ],
+)
+def test_light_commands_import_nothing_heavy(statement: str) -> None:
+    code = f"{statement}\nimport sys; print(); print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    loaded = {name.partition(".")[0] for name in done.stdout.splitlines()[-1].split()}
+    assert "dlo_framework" in loaded
+    assert loaded & (HEAVY | {"dlo_plugins", "dlo_tasks"}) == set()

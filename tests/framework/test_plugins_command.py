@@ -1,0 +1,169 @@
+"""``dlo plugins`` and ``dlo plugins show``."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from dlo_framework.cli.plugins_command import main
+from dlo_framework.cli.snippet import yaml_snippet, yaml_value
+from dlo_framework.errors import DloError
+from dlo_framework.plugin_source import Parameter
+
+
+@pytest.fixture
+def pack(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A distribution with a callback, a strategy with an alias, and a plug-in whose module is missing."""
+    info = tmp_path / "pc_pack-3.1.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: pc_pack\nVersion: 3.1\n")
+    (info / "entry_points.txt").write_text(
+        "[dlo_framework.plugins.callback]\nPcCallback = pc_mod:PcCallback\nPcGone = pc_gone:PcGone\n"
+        "[dlo_framework.plugins.strategy]\nPcStrategy = pc_mod:PcStrategy\npc_alias = pc_mod:PcStrategy\n"
+        "[dlo_framework.plugins.callbacky]\nPcTypo = pc_mod:PcTypo\n"
+    )
+    (tmp_path / "pc_mod.py").write_text('''
+raise RuntimeError("imported")
+
+class PcCallback:
+    """Does a [bold]thing[/bold] now and then.
+
+    It says why.
+
+    Args:
+        rate: How often, in ``Hz``.
+        mode: What.
+
+    Raises:
+        DloError: at times.
+    """
+    def __init__(self, rate: float, mode: str | None = None): ...
+
+class PcStrategy:
+    """Strategy."""
+''')
+    monkeypatch.syspath_prepend(str(tmp_path))
+
+
+def output(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
+    assert main(list(argv)) == 0
+    return capsys.readouterr().out
+
+
+def test_the_list_has_kind_description_and_origin(pack: None, capsys: pytest.CaptureFixture[str]) -> None:
+    lines = output(capsys).splitlines()
+    kinds = [line for line in lines if line in ("strategy", "callback", "task", "data", "applier")]
+    assert kinds == ["strategy", "callback", "task", "data"]
+    row = next(line for line in lines if "PcCallback" in line)
+    assert row.split() == ["PcCallback", "Does", "a", "[bold]thing[/bold]", "now", "and", "then.", "pc_pack", "3.1"]
+    assert next(line for line in lines if "pc_alias" in line).split()[:2] == ["PcStrategy,", "pc_alias"]
+    assert "(not found: no module pc_gone)" in next(line for line in lines if "PcGone" in line)
+    assert any(line.startswith("warning: pc_pack 3.1: 'PcTypo' is in the unknown group") for line in lines)
+    assert any("OneCycle" in line and "dlo_framework" in line for line in lines)
+
+
+def test_the_list_is_drawn_on_a_terminal(
+    pack: None, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    monkeypatch.setenv("COLUMNS", "100")
+    text = output(capsys)
+    assert "what it does" in text
+    assert "[bold]thing[/bold]" in text
+    assert "pc_pack 3.1" in text
+
+
+def test_json_is_for_machines(pack: None, capsys: pytest.CaptureFixture[str]) -> None:
+    records = {record["name"]: record for record in json.loads(output(capsys, "--json"))}
+    assert records["PcStrategy"] == {
+        "name": "PcStrategy",
+        "kind": "strategy",
+        "aliases": ["pc_alias"],
+        "description": "Strategy.",
+        "class_path": "pc_mod.PcStrategy",
+        "distribution": "pc_pack",
+        "version": "3.1",
+        "conflict": None,
+    }
+
+
+def test_show_has_doc_parameters_and_yaml(pack: None, capsys: pytest.CaptureFixture[str]) -> None:
+    text = output(capsys, "show", "PcCallback")
+    assert text.startswith("PcCallback: callback from pc_pack 3.1\ndefined in ")
+    assert "pc_mod.py:4" in text
+    assert "It says why." in text
+    assert "DloError: at times." in text
+    assert "Args:" not in text
+    rows = [line.split() for line in text.splitlines()]
+    assert ["rate", "float", "required", "How", "often,", "in", "Hz."] in rows
+    assert ["mode", "str", "|", "None", "None", "What."] in rows
+    snippet = yaml.safe_load(text[text.index("\ntrainer:") :])
+    init_args = {"rate": "<float>", "mode": None}
+    assert snippet == {"trainer": {"callbacks": [{"class_path": "PcCallback", "init_args": init_args}]}}
+
+
+def test_show_takes_an_alias(pack: None, capsys: pytest.CaptureFixture[str]) -> None:
+    text = output(capsys, "show", "pc_alias")
+    assert "PcStrategy: strategy" in text
+    assert "also called pc_alias" in text
+    assert "It has no parameters." in text
+
+
+def test_show_in_json(pack: None, capsys: pytest.CaptureFixture[str]) -> None:
+    shown = json.loads(output(capsys, "show", "PcCallback", "--json"))
+    assert shown["parameters"][0] == {"name": "rate", "type": "float", "default": None, "doc": "How often, in Hz."}
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["show", "PcCalback"], r"unknown plug-in 'PcCalback'; did you mean 'PcCallback'\? available: "),
+        (["show", "PcGone"], r"plugin 'PcGone' \(pc_pack 3\.1\): no module pc_gone; reinstall pc_pack"),
+        (["shoow"], r"unknown command 'dlo plugins shoow'; did you mean 'show'\? available: show, new"),
+        (["PcCallback"], "did you mean 'dlo plugins show PcCallback'"),
+        (["--jsn"], "unrecognized arguments: --jsn; see 'dlo plugins --help'"),
+        (["show"], "the following arguments are required: NAME; see 'dlo plugins show --help'"),
+    ],
+)
+def test_bad_words_are_errors_with_the_nearest(pack: None, argv: list[str], message: str) -> None:
+    with pytest.raises(DloError, match=message):
+        main(argv)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        *(None, True, 3, -1.5, 1e-5, 1e20, 2.5e-07, float("inf"), -float("inf"), {}, []),
+        *("adamw", "a b", "no", "1e-5", "", "a: #b", "tab\tquote\"'", "é"),
+        *(["x", 1, None], {"a": [1e-5], "on": "y"}),
+    ],
+)
+def test_yaml_values_read_back_as_they_are(value: object) -> None:
+    found = yaml.safe_load(yaml_value(value))
+    assert (found, type(found)) == (value, type(value))
+
+
+def test_a_default_that_yaml_cannot_say_is_a_comment() -> None:
+    parameters = [Parameter("dtype", "torch.dtype", "torch.float32", ""), Parameter("of", "set", "{1}", "")]
+    text = yaml_snippet("task", "Net", parameters)
+    assert yaml.safe_load(text) == {"model": {"class_path": "Net"}}
+    assert "# dtype: torch.float32" in text
+
+
+@pytest.mark.parametrize(
+    ("kind", "path"),
+    [
+        ("strategy", ["trainer", "strategy"]),
+        ("callback", ["trainer", "callbacks", 0]),
+        ("task", ["model"]),
+        ("data", ["data"]),
+        ("applier", [0]),
+    ],
+)
+def test_each_kind_has_its_place(kind: str, path: list[str | int]) -> None:
+    found = yaml.safe_load(yaml_snippet(kind, "Name", [Parameter("a", "int", "1", "")]))
+    for key in path:
+        found = found[key]
+    assert found == {"class_path": "Name", "init_args": {"a": 1}}

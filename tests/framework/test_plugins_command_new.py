@@ -1,0 +1,90 @@
+"""``dlo plugins new``: what it writes passes its own test."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from dlo_framework.cli.plugins_command import main
+from dlo_framework.errors import DloError
+from dlo_framework.registry import KINDS
+
+
+@pytest.fixture
+def cwd(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def test_what_is_written_passes_its_tests_for_every_kind(cwd: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for kind in KINDS:
+        assert main(["new", kind, f"np_{kind}"]) == 0
+        assert f"pytest ./test_np_{kind}.py" in capsys.readouterr().out
+    command = [sys.executable, "-m", "pytest", "-v", "-p", "no:cacheprovider", "-c", os.devnull, "--rootdir", ".", "."]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    for kind in KINDS:
+        assert f"test_np_{kind}.py::test_dlo_accepts_it_as_a_plugin PASSED" in done.stdout
+
+
+def test_the_printed_yaml_names_the_file_and_the_class(cwd: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    main(["new", "callback", "my_thing"])
+    text = capsys.readouterr().out
+    assert yaml.safe_load(text[text.index("plugins: [") :]) == {
+        "plugins": ["./my_thing.py"],
+        "trainer": {"callbacks": [{"class_path": "MyThing", "init_args": {"every": 1}}]},
+    }
+
+
+def test_what_is_written_is_lint_clean(cwd: Path) -> None:
+    pytest.importorskip("ruff")
+    for kind in KINDS:
+        main(["new", kind, f"my_{kind}"])
+    ruff = [sys.executable, "-m", "ruff"]
+    rules = ["--select", "E,F,W,I,B,UP,C4,SIM,RUF,PT,D1", "--ignore", "D107", "--line-length", "88"]
+    check = [*ruff, "check", "--isolated", "--no-cache", *rules, "--per-file-ignores", "test_*:D1", "."]
+    for command in (check, [*ruff, "format", "--isolated", "--no-cache", "--diff", "."]):
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_dir_is_made_and_named(cwd: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    main(["new", "applier", "my_thing", "--dir", "a/b"])
+    assert (cwd / "a/b/my_thing.py").exists()
+    assert "plugins: [./a/b/my_thing.py]" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("existing", ["my_thing.py", "test_my_thing.py"])
+def test_nothing_is_overwritten(cwd: Path, existing: str) -> None:
+    (cwd / existing).write_text("mine")
+    with pytest.raises(DloError, match=f"{existing} exists, and is not overwritten"):
+        main(["new", "callback", "my_thing"])
+    assert [(file.name, file.read_text()) for file in cwd.iterdir()] == [(existing, "mine")]
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "message"),
+    [
+        ("callbacky", "x", r"unknown kind 'callbacky'; did you mean 'callback'\? available: strategy, callback"),
+        ("callback", "MyThing", "not 'MyThing'; try 'my_thing'"),
+        ("callback", "my-thing.py", "not 'my-thing.py'; try 'my_thing'"),
+        ("callback", "2fast", "not '2fast'; try 'my_2fast'"),
+        ("callback", "class", "not 'class'; try 'my_class'"),
+        ("callback", "../up", "not '../up'; try 'up'"),
+        ("callback", "one_cycle", "'OneCycle' is taken by dlo_framework .*; try 'my_one_cycle'"),
+        ("data", "torch", "a module called 'torch' is installed already; try 'torch_data'"),
+    ],
+)
+def test_a_bad_name_is_an_error_with_a_better_one(cwd: Path, kind: str, name: str, message: str) -> None:
+    with pytest.raises(DloError, match=message):
+        main(["new", kind, name])
+    assert list(cwd.iterdir()) == []
+
+
+def test_a_folder_that_cannot_be_made_is_told(cwd: Path) -> None:
+    (cwd / "file").write_text("")
+    with pytest.raises(DloError, match=r"cannot write to file/x: .*; --dir writes elsewhere"):
+        main(["new", "callback", "my_thing", "--dir", "file/x"])

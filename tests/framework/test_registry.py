@@ -1,0 +1,207 @@
+"""Discovery, loading, and what each broken plug-in says."""
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from dlo_framework.errors import DloError
+from dlo_framework.registry import Registry
+
+Install = Callable[..., None]
+
+CALLBACK = '''
+from lightning.pytorch import Callback
+
+class {name}(Callback):
+    """Does {name}."""
+'''
+
+
+@pytest.fixture
+def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Install:
+    """Puts a distribution on the path: its entry points (group's last word -> lines) and modules."""
+    monkeypatch.syspath_prepend(str(tmp_path))
+    before = set(sys.modules)
+
+    def write(dist: str, entries: dict[str, list[str]], version: str = "1.2", **modules: str) -> None:
+        info = tmp_path / f"{dist}-{version}.dist-info"
+        info.mkdir()
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {dist}\nVersion: {version}\n")
+        lines = [f"[dlo_framework.plugins.{kind}]\n" + "\n".join(names) for kind, names in entries.items()]
+        (info / "entry_points.txt").write_text("\n".join(lines) + "\n")
+        for name, source in modules.items():
+            (tmp_path / f"{name}.py").write_text(source)
+
+    yield write
+    for name in set(sys.modules) - before:
+        if getattr(sys.modules[name], "__file__", None) and str(tmp_path) in str(sys.modules[name].__file__):
+            del sys.modules[name]
+
+
+def test_own_plugins_are_found_with_their_distribution() -> None:
+    plugin = Registry().get("OneCycle")
+    assert (plugin.kind, plugin.distribution) == ("callback", "dlo_framework")
+    assert plugin.target == "dlo_plugins.callbacks.one_cycle:OneCycle"
+    assert "OneCycle" in Registry().names("callback")
+    assert "OneCycle" not in Registry().names("task")
+
+
+def test_only_the_named_plugin_is_imported(install: Install) -> None:
+    install(
+        "pack",
+        {"callback": ["GoodOne = rg_good:GoodOne", "BadOne = rg_bad:BadOne"]},
+        rg_good=CALLBACK.format(name="GoodOne"),
+        rg_bad="raise RuntimeError('boom')",
+    )
+    registry = Registry()
+    assert {"GoodOne", "BadOne"} <= set(registry.names())
+    assert "rg_good" not in sys.modules
+    assert registry.get("GoodOne").summary == "Does GoodOne."
+    assert "rg_good" not in sys.modules
+    assert registry.load("GoodOne").__name__ == "GoodOne"
+    assert "rg_bad" not in sys.modules
+
+
+def test_a_plugin_that_raises_is_named_with_its_distribution_and_cause(install: Install) -> None:
+    install("pkg", {"callback": ["foo = rg_raises:foo"]}, rg_raises="raise RuntimeError('boom')")
+    with pytest.raises(DloError, match=r"^plugin 'foo' \(pkg 1\.2\) failed to import: RuntimeError: boom$") as raised:
+        Registry().load("foo")
+    assert isinstance(raised.value.__cause__, RuntimeError)
+
+
+def test_a_plugin_that_exits_is_an_error_too(install: Install) -> None:
+    install("pkg", {"callback": ["Leaver = rg_exits:Leaver"]}, rg_exits="import sys; sys.exit(3)")
+    with pytest.raises(DloError, match="failed to import: SystemExit: 3"):
+        Registry().load("Leaver")
+
+
+def test_a_missing_class_has_the_nearest_one_in_its_message(install: Install) -> None:
+    install("pkg", {"callback": ["Thing = rg_thing:Thingy"]}, rg_thing=CALLBACK.format(name="Thingie"))
+    with pytest.raises(DloError, match="module rg_thing has no class 'Thingy'; did you mean 'Thingie'"):
+        Registry().load("Thing")
+
+
+def test_a_wrong_base_class_says_where_it_belongs(install: Install) -> None:
+    install("pkg", {"task": ["Wrong = rg_wrong:Wrong"]}, rg_wrong=CALLBACK.format(name="Wrong"))
+    with pytest.raises(DloError) as raised:
+        Registry().load("Wrong")
+    assert "registered as a task, but rg_wrong:Wrong is no subclass of lightning.pytorch.LightningModule" in str(
+        raised.value
+    )
+    assert "register it in the group 'dlo_framework.plugins.callback'" in str(raised.value)
+
+
+def test_a_function_is_no_plugin(install: Install) -> None:
+    install("pkg", {"callback": ["Func = rg_func:Func"]}, rg_func="def Func(): pass")
+    with pytest.raises(DloError, match="rg_func:Func must be a class, but is a function"):
+        Registry().load("Func")
+
+
+def test_an_unknown_name_gets_the_nearest_of_its_kind(install: Install) -> None:
+    install("pkg", {"strategy": ["fsdp = rg_none:Fsdp"]})
+    with pytest.raises(DloError, match=r"^unknown strategy 'fsdp3'; did you mean 'fsdp'\? available: fsdp$"):
+        Registry().load("fsdp3", "strategy")
+    error = Registry().unknown("deepsped", "strategy", others=["deepspeed"])
+    assert str(error) == "unknown strategy 'deepsped'; did you mean 'deepspeed'? available: deepspeed, fsdp"
+    assert str(Registry().unknown("qqq", "applier")) == "unknown applier 'qqq'; available: none"
+
+
+def test_a_name_of_another_kind_is_told() -> None:
+    with pytest.raises(DloError, match="'OneCycle' is a callback plug-in, not a strategy; available"):
+        Registry().get("OneCycle", "strategy")
+
+
+@pytest.mark.parametrize("kind", ["callback", "task"])
+def test_a_name_taken_twice_is_listed_and_refused_when_used(install: Install, kind: str) -> None:
+    install("first", {"callback": ["Twin = rg_first:Twin"]})
+    install("second", {kind: ["Twin = rg_second:Twin"]}, version="2.0")
+    registry = Registry()
+    twins = [plugin for plugin in registry.plugins() if plugin.name == "Twin"]
+    assert len(twins) == 2
+    for use in (
+        lambda: registry.load("Twin"),
+        lambda: registry.find_named(["Twin"]),
+        lambda: registry.get("Twin"),
+    ):
+        with pytest.raises(DloError, match=r"'Twin' is taken twice: by first 1\.2 .* and by second 2\.0"):
+            use()
+    assert registry.conflict(twins[0]) == registry.conflict(twins[1])
+    assert registry.conflict(registry.get("OneCycle")) is None
+
+
+def test_a_distribution_seen_twice_is_one(install: Install, tmp_path: Path) -> None:
+    install("pack", {"callback": ["Once = rg_once:Once", "Once = rg_once:Once"]})
+    egg = tmp_path / "pack.egg-info"
+    egg.mkdir()
+    (egg / "PKG-INFO").write_text("Metadata-Version: 2.1\nName: pack\nVersion: 1.2\n")
+    (egg / "entry_points.txt").write_text("[dlo_framework.plugins.callback]\nOnce = rg_once:Once\n")
+    assert [plugin.names for plugin in Registry().plugins() if plugin.module == "rg_once"] == [("Once",)]
+    Registry().find_named(["Once"])
+
+
+def test_wrong_metadata_is_reported_and_touches_nothing_else(install: Install) -> None:
+    install("typo", {"callbacks": ["Lost = rg_lost:Lost"], "task": ["Half = rg_half"]})
+    registry = Registry()
+    assert "OneCycle" in registry.names()
+    assert not {"Lost", "Half"} & set(registry.names())
+    problems = "\n".join(registry.problems)
+    assert "unknown group 'dlo_framework.plugins.callbacks'; did you mean 'dlo_framework.plugins.callback'?" in problems
+    assert "'Half = rg_half' must read 'Name = module:Class'" in problems
+
+
+STRATEGY = '''
+from lightning.pytorch.strategies import SingleDeviceStrategy
+
+class RgStrategy(SingleDeviceStrategy):
+    """A strategy."""
+
+    def __init__(self, stage: int = 1):
+        super().__init__()
+        self.stage = stage
+
+    @classmethod
+    def register_strategies(cls, registry):
+        registry.register("rg_two", cls, stage=2)
+
+class RgChild(RgStrategy):
+    """Inherits the registration, which is its parent's."""
+'''
+
+
+def test_aliases_are_one_plugin_that_lightning_knows(install: Install) -> None:
+    lines = [
+        "rg_two = rg_strategy:RgStrategy",
+        "RgStrategy = rg_strategy:RgStrategy",
+        "rg_one=rg_strategy : RgStrategy",
+    ]
+    lines.append("RgChild = rg_strategy:RgChild")
+    install("pack", {"strategy": lines}, rg_strategy=STRATEGY)
+    registry = Registry()
+    (plugin,) = registry.find_named(["rg_one", "rg_two", "rg_strategy.RgStrategy"])
+    assert (plugin.name, plugin.aliases) == ("RgStrategy", ("rg_one", "rg_two"))
+    loaded = registry.load("rg_two", "strategy")
+    assert Registry().load("RgStrategy") is loaded  # A second registry registers nothing twice.
+    registry.load("RgChild")
+
+    from lightning.pytorch.strategies import StrategyRegistry
+
+    assert [StrategyRegistry.get(name).stage for name in ("rg_one", "rg_two")] == [1, 2]
+    assert type(StrategyRegistry.get("rg_two")) is loaded
+    for name in ("rg_one", "rg_two"):
+        StrategyRegistry.remove(name)
+
+
+def test_a_strategy_name_that_lightning_has_is_an_error(install: Install) -> None:
+    source = STRATEGY.replace("rg_two", "ddp").replace("RgStrategy", "RgTaken")
+    install("pack", {"strategy": ["RgTaken = rg_taken:RgTaken"]}, rg_taken=source)
+    with pytest.raises(DloError, match=r"plugin 'RgTaken' \(pack 1.2\) failed to register its strategies"):
+        Registry().load("RgTaken")
+
+
+def test_find_named_takes_names_and_class_paths_only() -> None:
+    find = Registry().find_named
+    assert [plugin.name for plugin in find(["x", "OneCycle", "OneCycle"])] == ["OneCycle"]
+    assert [plugin.name for plugin in find(["dlo_plugins.callbacks.one_cycle.OneCycle"])] == ["OneCycle"]
+    assert find(["onecycle", "a OneCycle run", "dlo_plugins.callbacks.one_cycle"]) == []

@@ -1,0 +1,82 @@
+"""What a config may name, asked of the registry and of jsonargparse itself."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from dlo_framework.errors import DloError
+from dlo_framework.registry import Registry
+
+
+@pytest.mark.parametrize(
+    "path",
+    ["OneCycle", "torch.optim.AdamW", "lightning.pytorch.callbacks.EarlyStopping", "timm.x.Y", "dlo_tasks.a.B"],
+)
+def test_short_names_and_the_libraries_are_allowed(path: str) -> None:
+    Registry().allow_class_path(path)
+
+
+@pytest.mark.parametrize(
+    ("path", "fix"),
+    [
+        ("os.system", "add 'plugins: \\[os\\]'"),
+        ("some_pkg.mod.Thing", "add 'plugins: \\[some_pkg.mod\\]'"),
+        ("torchx.Thing", "did you mean 'torch.Thing'"),
+        ("pytorch_lightning.callbacks.EarlyStopping", "write 'lightning.pytorch.callbacks.EarlyStopping'"),
+        ("torch.hub.load", "'torch.hub' runs or loads what its arguments name"),
+        ("torch.load", "'torch.load' runs or loads"),
+    ],
+)
+def test_the_rest_is_refused_with_a_way_out(path: str, fix: str) -> None:
+    with pytest.raises(DloError, match=f"class_path '{path}' is refused: .*{fix}"):
+        Registry().allow_class_path(path)
+
+
+PARSE = """
+import json, sys
+from lightning.pytorch import Callback
+from jsonargparse import ArgumentParser, set_parsing_settings
+from dlo_framework.registry import Registry
+
+registry = Registry()
+registry.load_user_module("./ip_mine.py")
+set_parsing_settings(
+    import_path_denylist=registry.denied_import_paths(),
+    import_path_allowlist=registry.allowed_import_paths(),
+)
+parser = ArgumentParser(exit_on_error=False)
+parser.add_argument("--callback", type=Callback)
+for class_path in json.loads(sys.argv[1]):
+    try:
+        parsed = parser.parse_object({"callback": {"class_path": class_path}})
+        said = type(parser.instantiate(parsed).callback).__name__
+    except Exception as error:
+        said = "refused" if "is not allowed" in str(error) else repr(error)
+    print(json.dumps([class_path, said]))
+print(json.dumps(["imported", "ip_other" in sys.modules]))
+"""
+
+
+def test_jsonargparse_refuses_before_it_imports(tmp_path: Path) -> None:
+    expected = {
+        "Mine": "Mine",
+        "ip_mine.Mine": "Mine",
+        "lightning.pytorch.callbacks.Timer": "Timer",
+        "Timer": "Timer",
+        "os.system": "refused",
+        "ip_other.Other": "refused",
+        "torch.os.system": "refused",
+        "torch.hub.load": "refused",
+        "torch.load": "refused",
+        "imported": False,
+    }
+    callback = "from lightning.pytorch import Callback\n\nclass {}(Callback):\n    pass\n"
+    (tmp_path / "ip_mine.py").write_text(callback.format("Mine"))
+    (tmp_path / "ip_other.py").write_text(callback.format("Other"))
+    paths = [path for path in expected if path != "imported"]
+    command = [sys.executable, "-c", PARSE, json.dumps(paths)]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert dict(json.loads(line) for line in done.stdout.splitlines()) == expected

@@ -1,0 +1,213 @@
+"""The user's own plug-ins: modules and files under ``plugins:``."""
+
+import multiprocessing
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from dlo_framework.errors import DloError
+from dlo_framework.registry import Registry
+
+CALLBACK = '''
+from lightning.pytorch import Callback
+
+class {name}(Callback):
+    """Does {name}."""
+'''
+
+
+@pytest.fixture
+def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A working directory of its own, which leaves no modules and no path behind."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    yield tmp_path
+    for name, module in list(sys.modules.items()):
+        if str(tmp_path) in str(getattr(module, "__file__", None)):
+            del sys.modules[name]
+
+
+def write(path: str, source: str) -> str:
+    file = Path(path)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(source)
+    return path
+
+
+def test_a_file_is_registered_with_its_origin(project: Path) -> None:
+    registry = Registry()
+    (plugin,) = registry.load_user_module(write("./um_file.py", CALLBACK.format(name="UmFile")))
+    assert (plugin.name, plugin.kind, plugin.origin) == ("UmFile", "callback", "./um_file.py")
+    assert plugin.class_path == "um_file.UmFile"
+    assert registry.load("UmFile").__module__ == "um_file"
+    assert [found.name for found in registry.find_named(["um_file.UmFile"])] == ["UmFile"]
+
+
+def test_loading_twice_is_fine_in_any_spelling(project: Path) -> None:
+    write("um_again.py", CALLBACK.format(name="UmAgain"))
+    registry = Registry()
+    found = [
+        registry.load_user_module(s) for s in ("./um_again.py", "um_again.py", str(project / "um_again.py"), "um_again")
+    ]
+    assert len({id(registry.load(plugins[0].name)) for plugins in found}) == 1
+    assert registry.names("callback").count("UmAgain") == 1
+
+
+def test_two_files_of_one_name_are_two_modules(project: Path) -> None:
+    registry = Registry()
+    specs = {"./a/plugin.py": "a.plugin", "./b/plugin.py": "b.plugin", "./my-c/plugin.py": "plugin"}
+    for index, (spec, module) in enumerate(specs.items()):
+        (plugin,) = registry.load_user_module(write(spec, CALLBACK.format(name=f"UmSame{index}")))
+        assert plugin.module == module
+    (last,) = registry.load_user_module(write("./my-d/plugin.py", CALLBACK.format(name="UmSame9")))
+    assert last.module.startswith("user_plugin_")
+    assert registry.load_user_module("./my-d/plugin.py") == [last]
+    assert registry.load("UmSame9") is not registry.load("UmSame2")
+
+
+@pytest.mark.parametrize("name", ["torch", "json", "not-a-name", "class"])
+def test_a_file_that_is_named_as_another_module_shadows_nothing(project: Path, name: str) -> None:
+    there, path = sys.modules.get(name), list(sys.path)
+    (plugin,) = Registry().load_user_module(write(f"./{name}.py", CALLBACK.format(name="UmShadow")))
+    assert plugin.module != name
+    assert all(part.isidentifier() for part in plugin.module.split("."))
+    assert sys.modules.get(name) is there
+    assert sys.path[: len(path)] == path
+
+
+def test_a_file_in_a_package_keeps_its_relative_imports(project: Path) -> None:
+    write("um_pkg/__init__.py", "")
+    write("um_pkg/sub/__init__.py", "")
+    write("um_pkg/sub/base.py", CALLBACK.format(name="UmBase"))
+    write("um_pkg/sub/mod.py", 'from .base import UmBase\n\nclass UmChild(UmBase):\n    """Child."""\n')
+    (plugin,) = Registry().load_user_module("./um_pkg/sub/mod.py")
+    assert plugin.class_path == "um_pkg.sub.mod.UmChild"
+    (base,) = Registry().load_user_module("um_pkg.sub.base")
+    assert base.name == "UmBase"
+
+
+def test_a_file_finds_its_neighbours(project: Path) -> None:
+    write("./um_neighbour.py", "VALUE = 3")
+    source = "import um_neighbour\n" + CALLBACK.format(name="UmHasNeighbour") + "    value = um_neighbour.VALUE\n"
+    registry = Registry()
+    registry.load_user_module(write("./um_has_neighbour.py", source))
+    assert registry.load("UmHasNeighbour").value == 3
+
+
+def test_a_package_registers_what_its_modules_define(project: Path) -> None:
+    write("um_pack/_inner.py", CALLBACK.format(name="UmInner"))
+    write("um_pack/__init__.py", "from lightning.pytorch import Trainer\nfrom um_pack._inner import UmInner\n")
+    registry = Registry()
+    assert [plugin.name for plugin in registry.load_user_module("um_pack")] == ["UmInner"]
+    registry.allow_class_path("um_pack._inner.UmInner")
+
+
+DATASET = '''
+from lightning.pytorch import LightningDataModule
+
+class UmItem:
+    """Goes to a worker by pickle."""
+
+    value = 7
+
+class UmData(LightningDataModule):
+    """Data."""
+'''
+
+
+def test_a_spawned_worker_can_unpickle_a_files_classes(project: Path) -> None:
+    Registry().load_user_module(write("./work/um_spawn.py", DATASET))
+    item = sys.modules["work.um_spawn"].UmItem
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        # The worker has no registry: it gets the class by importing the name in the pickle.
+        assert pool.apply(getattr, (item, "value")) == 7
+
+
+def test_what_is_private_abstract_imported_or_no_plugin_is_left_out(project: Path) -> None:
+    source = """
+from lightning.pytorch import Callback, Trainer
+from dlo_framework.applier import Applier
+
+class _Hidden(Callback): pass
+class Unfinished(Applier): pass
+class Helper: pass
+class UmPublic(Callback): pass
+"""
+    found = Registry().load_user_module(write("./um_mixed.py", source))
+    assert [plugin.name for plugin in found] == ["UmPublic"]
+
+
+def test_every_kind_is_recognised(project: Path) -> None:
+    source = """
+from lightning.pytorch import Callback, LightningDataModule, LightningModule
+from lightning.pytorch.strategies import SingleDeviceStrategy
+from dlo_framework.applier import Applier, Phase
+
+class UmCallback(Callback): pass
+class UmTask(LightningModule): pass
+class UmData2(LightningDataModule): pass
+class UmStrategy(SingleDeviceStrategy): pass
+class UmApplier(Applier):
+    phase = Phase.COMPILE
+    def apply(self, module, mesh, plan): pass
+"""
+    found = Registry().load_user_module(write("./um_kinds.py", source))
+    assert {plugin.kind: plugin.name for plugin in found} == {
+        "callback": "UmCallback",
+        "task": "UmTask",
+        "data": "UmData2",
+        "strategy": "UmStrategy",
+        "applier": "UmApplier",
+    }
+
+
+def test_a_module_of_networks_only_may_be_listed(project: Path) -> None:
+    registry = Registry()
+    source = "from torch import nn\n\nclass Net(nn.Module):\n    pass\n"
+    assert registry.load_user_module(write("./um_nets.py", source)) == []
+    registry.allow_class_path("um_nets.Net")
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ("raise RuntimeError('boom')", "plugins: './um_bad.py' failed to import: RuntimeError: boom"),
+        ("def f(:", "plugins: './um_bad.py' failed to import: SyntaxError"),
+        ("import um_nothing_like_it", "ModuleNotFoundError: No module named 'um_nothing_like_it'"),
+        ("class Plain: pass", "'./um_bad.py' defines no plug-in; it needs a public subclass of"),
+        (CALLBACK.format(name="OneCycle"), "'OneCycle' is taken twice: by dlo_framework .* and by ./um_bad.py"),
+    ],
+)
+def test_a_bad_file_is_an_error_that_says_why(project: Path, source: str, message: str) -> None:
+    with pytest.raises(DloError, match=message):
+        Registry().load_user_module(write("./um_bad.py", source))
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        ("./um_presnt.py", r"no file './um_presnt.py' in .*; did you mean 'um_present.py'\?"),
+        ("./nowhere/x.py", "there is no folder .*nowhere"),
+        ("./sub", r"'./sub' is a folder; name a file in it, './sub/NAME.py'"),
+        ("./notes.txt", "is not a Python file"),
+        ("um-x", "'um-x' is neither a module, as in my_pkg.mod, nor a file"),
+        ("um_presnt", r"no module 'um_presnt'; did you mean 'um_present'\?"),
+        ("um_present.py.x", "no module 'um_present.py.x'"),
+        ("lightning.pytorch.callback", "no module 'lightning.pytorch.callback'"),
+    ],
+)
+def test_what_is_not_there_is_an_error_with_the_nearest(project: Path, spec: str, message: str) -> None:
+    write("um_present.py", "")
+    write("notes.txt", "")
+    (project / "sub").mkdir()
+    with pytest.raises(DloError, match=message):
+        Registry().load_user_module(spec)
+
+
+def test_an_installed_plugins_own_module_may_be_listed(project: Path) -> None:
+    registry = Registry()
+    found = registry.load_user_module("dlo_plugins.callbacks.one_cycle")
+    assert "OneCycle" in [plugin.name for plugin in found]
+    assert registry.get("OneCycle").distribution == "dlo_framework"

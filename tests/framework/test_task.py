@@ -1,0 +1,116 @@
+import pytest
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+from torchmetrics import MeanAbsoluteError
+
+from dlo_framework.errors import DloError
+from dlo_framework.task import Task, batch_length
+
+
+class Line(Task):
+    """y = w x, with a mean that is known: batches of 4, 4 and 2 make averages of averages differ."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.builds = 0
+        self.error = MeanAbsoluteError()
+
+    def configure_model(self) -> None:
+        if not self.has_model:
+            self.builds += 1
+            self.model = nn.Linear(1, 1, bias=False)
+            nn.init.zeros_(self.model.weight)
+
+    def loss(self, outputs, batch):
+        return nn.functional.mse_loss(outputs, batch[1])
+
+    def metrics(self, outputs, batch):
+        self.error.update(outputs, batch[1])
+        return {"error": self.error, "first": outputs.new_tensor(self.stage == "val")}
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.0)
+
+
+def loader() -> DataLoader:
+    y = torch.arange(10.0)[:, None]
+    return DataLoader(TensorDataset(torch.ones(10, 1), y), batch_size=4)
+
+
+def trainer(tmp_path, **options) -> Trainer:
+    return Trainer(
+        accelerator="cpu",
+        default_root_dir=tmp_path,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        **options,
+    )
+
+
+def test_it_fits_validates_tests_and_predicts_with_exact_means(tmp_path):
+    task, run = Line(), trainer(tmp_path, max_epochs=1)
+    run.fit(task, loader(), loader())
+    # mean of y**2 and of |y| over ten samples, not over three batches
+    assert run.callback_metrics["val_loss"].item() == pytest.approx(28.5)
+    assert run.callback_metrics["val_error"].item() == pytest.approx(4.5)
+    assert run.callback_metrics["val_first"].item() == 1.0
+    assert task.builds == 1
+    (found,) = run.test(task, loader(), verbose=False)
+    assert found["test_error"] == pytest.approx(4.5)
+    assert found["test_first"] == 0.0
+    assert torch.cat(run.predict(task, loader())).shape == (10, 1)
+
+
+def test_training_step_returns_the_loss_and_logs_nothing(tmp_path):
+    task, run = Line(), trainer(tmp_path, max_epochs=1)
+    run.fit(task, loader())
+    assert not run.callback_metrics
+    out = task.training_step(next(iter(loader())), 0)
+    assert list(out) == ["loss"]
+    assert out["loss"].item() == pytest.approx((0 + 1 + 4 + 9) / 4)
+
+
+def test_the_model_can_be_built_under_the_meta_device():
+    task = Line()
+    with torch.device("meta"):
+        task.configure_model()
+    assert task.model.weight.is_meta
+    task.configure_model()
+    assert task.builds == 1
+
+
+def test_inputs_of_tuples_dicts_and_bare_tensors():
+    task, x = Line(), torch.ones(2)
+    assert task.inputs((x, x))[0] == (x,)
+    assert task.inputs(x) == ((x,), {})
+    assert task.inputs({"x": x}) == ((), {"x": x})
+    assert batch_length(({"x": torch.zeros(5, 2)}, torch.zeros(3))) == 5
+
+
+def test_stage_without_a_trainer_follows_the_mode():
+    task = Line()
+    assert task.stage == "train"
+    assert task.eval().stage == "val"
+
+
+def test_the_default_plan_is_found_or_refused():
+    task = Line()
+    task.configure_model()
+    with pytest.raises(DloError, match=r"Task\.parallel_plan"):
+        task.parallel_plan()
+    task.model = nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1))
+    assert task.parallel_plan().blocks == ("0", "1")
+    assert task.flops_per_sample() is None
+
+
+def test_a_task_must_have_a_loss():
+    class Half(Task):
+        def configure_model(self) -> None: ...
+
+    with pytest.raises(TypeError, match="loss"):
+        Half()
+    assert issubclass(Task, LightningModule)

@@ -1,0 +1,283 @@
+import os
+import tempfile
+
+import pytest
+import torch
+from lightning.pytorch import LightningDataModule, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.loggers import TensorBoardLogger
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from dlo_framework.ema import WeightEMA
+from dlo_framework.errors import DloError
+from dlo_tasks.imagenet.classifier import ImageClassifier
+from dlo_tasks.imagenet.measures import SampleMean
+from dlo_tasks.imagenet.models import sincos_2d
+
+TINY = {"patch_size": 4, "embed_dim": 32, "depth": 2, "num_heads": 2}
+
+
+class Images(LightningDataModule):
+    """Seven classes of random pictures, 20 of them: with batches of 8 the last one is partial and padded."""
+
+    num_classes = 7
+    image_size = 16
+    mean = (0.5, 0.5, 0.5)
+    std = (0.25, 0.25, 0.25)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.class_names = [f"class {i}" for i in range(7)]
+        torch.manual_seed(0)
+        self.images, self.targets = torch.randn(20, 3, 16, 16), torch.randint(0, 7, (20,))
+
+    def train_dataloader(self):
+        return DataLoader(TensorDataset(self.images, self.targets), batch_size=4)
+
+    def val_dataloader(self):
+        images = torch.cat([self.images, torch.full((4, 3, 16, 16), 9.0)])
+        return DataLoader(TensorDataset(images, torch.cat([self.targets, torch.full((4,), -1)])), batch_size=8)
+
+    test_dataloader = val_dataloader
+
+    def predict_dataloader(self):
+        return DataLoader(self.images, batch_size=8)
+
+
+def tiny(**options) -> ImageClassifier:
+    return ImageClassifier("vit_tiny_patch16_224", **{"model_args": TINY, **options})
+
+
+def trainer(tmp_path, **options) -> Trainer:
+    defaults = {"logger": False, "enable_checkpointing": False, "max_epochs": 2}
+    return Trainer(
+        accelerator="cpu",
+        default_root_dir=tmp_path,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        **{**defaults, **options},
+    )
+
+
+def exact(task: ImageClassifier, data: Images) -> dict[str, float]:
+    with torch.no_grad():
+        logits = task.eval()(data.images)
+    top = logits.topk(5).indices == data.targets[:, None]
+    return {
+        "loss": nn.functional.cross_entropy(logits, data.targets).item(),
+        "acc1": top[:, 0].float().mean().item(),
+        "acc5": top.any(1).float().mean().item(),
+    }
+
+
+def test_a_fit_learns_and_its_metrics_are_exact_with_padding(tmp_path):
+    task, data, run = tiny(lr=3e-3, label_smoothing=0.1), Images(), trainer(tmp_path, max_epochs=12)
+    run.fit(task, data)
+    found = {name: value.item() for name, value in run.callback_metrics.items()}
+    truth = exact(task, data)
+    assert found == {f"val_{name}": pytest.approx(value, rel=1e-5) for name, value in truth.items()}
+    assert found["val_acc1"] > 0.7
+    (tested,) = run.test(task, data, verbose=False)
+    assert tested == {f"test_{name}": pytest.approx(value, rel=1e-5) for name, value in truth.items()}
+    probabilities = torch.cat(run.predict(task, data))
+    assert torch.allclose(probabilities.sum(1), torch.ones(20))
+
+
+def test_few_classes_have_no_top_5(tmp_path):
+    data, run = Images(), trainer(tmp_path, max_epochs=1)
+    data.num_classes, data.targets = 3, data.targets % 3
+    run.fit(tiny(), data)
+    assert set(run.callback_metrics) == {"val_loss", "val_acc1"}
+
+
+def test_the_schedule_is_followed_step_by_step_and_not_shifted_by_accumulation(tmp_path):
+    seen = []
+
+    class Watched(ImageClassifier):
+        def on_before_optimizer_step(self, optimizer):
+            seen.append(optimizer.param_groups[0]["lr"])
+
+    options = {"model_args": TINY, "lr": 1.0, "warmup_epochs": 1, "warmup_lr": 0.2, "optimizer": "momentum"}
+    run = trainer(tmp_path, max_epochs=3, accumulate_grad_batches=2)
+    run.fit(Watched("vit_tiny_patch16_224", **options), Images())
+    # five batches an epoch in steps of 2, 2 and 1: each step has the rate of where its first batch lies
+    at = [(epoch + batch / 5) for epoch in range(3) for batch in (0, 2, 4)]
+    cosine = [0.5 * (1 + torch.cos(torch.tensor((t - 1) / 2 * torch.pi)).item()) for t in at]
+    assert seen == pytest.approx([0.2 + 0.8 * t if t < 1 else c for t, c in zip(at, cosine, strict=True)], abs=1e-6)
+
+
+def test_a_constant_schedule_has_no_scheduler(tmp_path):
+    run = trainer(tmp_path, max_epochs=1)
+    run.fit(tiny(schedule="constant", lr=2e-3), Images())
+    assert not run.lr_scheduler_configs
+    assert {group["lr"] for group in run.optimizers[0].param_groups} == {2e-3}
+
+
+def test_a_checkpoint_loads_safely_and_rebuilds_the_model_without_data(tmp_path):
+    saver = ModelCheckpoint(tmp_path, filename="last")
+    task, data = tiny(ema_decay=0.5, layer_decay=0.7), Images()
+    run = trainer(tmp_path, enable_checkpointing=True, callbacks=[saver])
+    run.fit(task, data)
+    loaded = ImageClassifier.load_from_checkpoint(saver.best_model_path, weights_only=True)
+    truth = exact(task, data)
+    loaded.configure_model()
+    assert loaded.num_classes == 7
+    assert exact(loaded, data) == truth
+    (found,) = trainer(tmp_path).validate(
+        tiny(), data, ckpt_path=saver.best_model_path, verbose=False, weights_only=True
+    )
+    assert found["val_loss"] == pytest.approx(truth["loss"], rel=1e-5)
+
+
+def test_a_weights_only_checkpoint_holds_the_average(tmp_path):
+    saver = ModelCheckpoint(tmp_path, save_weights_only=True)
+    task = tiny(ema_decay=0.5, lr=1e-2)
+    run = trainer(tmp_path, enable_checkpointing=True, callbacks=[saver])
+    run.fit(task, Images())
+    state = torch.load(saver.best_model_path, weights_only=True)["state_dict"]
+    assert torch.equal(state["model.head.weight"], task.model.head.weight)  # the fit ends on the average
+    assert any(isinstance(callback, WeightEMA) for callback in run.callbacks)
+
+
+def test_tensorboard_gets_images_once_and_the_confusion_matrix_at_the_end(tmp_path):
+    task, logger = tiny(), TensorBoardLogger(tmp_path, name="tb")
+    run = trainer(tmp_path, logger=logger)
+    run.fit(task, Images())
+    logger.experiment.flush()
+    events = EventAccumulator(logger.log_dir, size_guidance={"images": 0}).Reload()
+    assert sorted(events.Tags()["images"]) == ["train/images", "val/confusion"]
+    assert [event.step for event in events.Images("train/images")] == [0]
+    assert [event.step for event in events.Images("val/confusion")] == [10]
+    assert task.confusion.compute().sum() == 20  # the last validation alone, without padding
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (
+            {"model": "vit_smal_patch16_224"},
+            r"unknown timm model 'vit_smal_patch16_224'; did you mean 'vit_small_patch16_224'\?",
+        ),
+        ({"model": "resnet50.a1_in1kk"}, r"no weights 'a1_in1kk' of resnet50; did you mean 'a1_in1k'\?"),
+        ({"model": "hf-hub:timm/resnet50"}, "allow the download with pretrained: true"),
+        ({"optimizer": "adamv"}, r"unknown optimizer 'adamv'; did you mean"),
+        ({"label_smoothing": 1.0}, r"label_smoothing lies in \[0, 1\), given 1.0"),
+        ({"lr": 0.0}, "lr is positive, given 0.0"),
+        ({"min_lr": 1.0}, "min_lr lies between 0 and lr=0.001, given 1.0"),
+        ({"bce_threshold": 0.0}, "bce_threshold needs loss_name: bce"),
+        ({"num_classes": 1}, "num_classes is at least 2, given 1"),
+    ],
+)
+def test_bad_arguments_are_refused_at_construction(options, words):
+    with pytest.raises(DloError, match=words):
+        ImageClassifier(**options)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"num_classes": 10}, "the model has 10 classes and the data 7; set model.init_args.num_classes=7"),
+        ({"image_size": 225}, "image_size 225 not divisible by patch 16; use 224 or 240"),
+        ({"image_size": 15}, "image_size 15 not divisible by patch 16; use 16$"),
+        (
+            {"model": "coatnet_0_rw_224", "image_size": 230},
+            "image_size 230 not divisible by the model's stride 32; use 224 or 256",
+        ),
+        ({"model_args": {"drop_pth_rate": 0.1}}, r"takes no argument 'drop_pth_rate'; did you mean 'drop_path_rate'\?"),
+        ({"optimizer": "sgd", "optimizer_args": {"betas": 1}}, None),
+        ({"optimizer": "sgd", "optimizer_args": {"beta": 1}}, "optimizer_args .* do not fit optimizer 'sgd'"),
+        ({"position_embedding": "sincos2d", "image_size": 224}, "class_token: false"),
+        ({"model": "resnet18", "image_size": 225}, None),
+    ],
+)
+def test_check_compares_with_the_data_before_anything_runs(options, words):
+    task = ImageClassifier(**{"image_size": 224, **options})
+    if words is None:
+        task.check(Images())
+    else:
+        with pytest.raises(DloError, match=words):
+            task.check(Images())
+    assert not task.has_model
+
+
+def test_a_model_of_one_size_is_not_evaluated_at_another():
+    data = Images()
+    data.image_size, data.eval_image_size = 224, 256
+    with pytest.raises(DloError, match="built for images of 224 pixels, and the data evaluate at 256; set data"):
+        ImageClassifier().check(data)
+    ImageClassifier(model_args={"dynamic_img_size": True}).check(data)
+    ImageClassifier("resnet18").check(data)
+
+
+def test_coatnet_trains_in_channels_last():
+    task = ImageClassifier("coatnet_nano_rw_224", num_classes=3, image_size=64, channels_last=True)
+    task.configure_model()
+    batch = torch.randn(2, 3, 64, 64), torch.tensor([0, 2])
+    loss = task.training_step(batch, 0)["loss"]
+    loss.backward()
+    assert torch.isfinite(loss)
+
+
+def test_without_data_the_classes_must_be_given(tmp_path):
+    with pytest.raises(DloError, match="num_classes is not given"):
+        tiny().check(None)
+    with pytest.raises(DloError, match="num_classes is not given"):
+        tiny().configure_model()
+    task = tiny(num_classes=4, image_size=16)
+    task.check(None)
+    task.configure_model()
+    model = task.model
+    task.configure_model()
+    assert task.model is model
+    assert task(torch.zeros(2, 3, 16, 16)).shape == (2, 4)
+
+
+def test_sines_and_cosines_are_fixed_and_where_they_should_be():
+    args = {**TINY, "class_token": False, "global_pool": "avg", "fc_norm": False}
+    task = tiny(model_args=args, num_classes=4, image_size=16, position_embedding="sincos2d")
+    task.configure_model()
+    assert not task.model.pos_embed.requires_grad
+    assert all(
+        task.model.pos_embed is not p
+        for g in task.configure_optimizers()["optimizer"].param_groups
+        for p in g["params"]
+    )
+    assert torch.equal(task.model.pos_embed, sincos_2d(4, 4, 32))
+    grid = sincos_2d(2, 3, 8)[0].view(2, 3, 8)
+    assert torch.equal(grid[:, :, :4], grid[:1, :, :4].expand(2, 3, 4))  # the first half tells x alone
+    torch.testing.assert_close(grid[1, 2, 0], torch.tensor(2.0).sin())
+    torch.testing.assert_close(grid[1, 2, 6], torch.tensor(1.0).cos())
+    with pytest.raises(DloError, match="divisible by 4, given 6; use 8"):
+        sincos_2d(2, 2, 6)
+
+
+def test_soft_targets_train_and_channels_last_holds(tmp_path):
+    task = ImageClassifier("resnet18", num_classes=4, channels_last=True, loss_name="bce", bce_threshold=0.0)
+    task.configure_model()
+    (images,), _ = task.inputs((torch.randn(2, 3, 64, 64), None))
+    assert images.is_contiguous(memory_format=torch.channels_last)
+    assert task.model.layer1[0].conv1.weight.is_contiguous(memory_format=torch.channels_last)
+    soft = torch.tensor([[0.5, 0.5, 0.0, 0.0], [0.0, 0.0, 0.0, 1.0]])
+    loss = task.training_step((images, soft), 0)["loss"]
+    loss.backward()
+    expected = nn.functional.binary_cross_entropy_with_logits(task(images), (soft > 0).float())
+    torch.testing.assert_close(loss, expected)
+
+
+def _rank(rank: int, path: str) -> None:
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    torch.distributed.init_process_group("gloo", f"file://{path}", rank=rank, world_size=2)
+    mean = SampleMean()
+    values = torch.arange(5.0)
+    mean.update(
+        values[:4] if rank == 0 else values[4:].repeat(4), torch.tensor([True, rank == 0, rank == 0, rank == 0])
+    )
+    assert mean.compute().item() == 2.0
+    torch.distributed.destroy_process_group()
+
+
+def test_means_are_exact_over_ranks_with_unequal_numbers_of_samples():
+    with tempfile.TemporaryDirectory() as folder:
+        torch.multiprocessing.start_processes(_rank, (f"{folder}/store",), nprocs=2, start_method="fork")

@@ -1,0 +1,93 @@
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from timm.loss import BinaryCrossEntropy
+from torchmetrics.classification import MulticlassAccuracy, MulticlassConfusionMatrix
+
+from dlo_framework.data import VOID
+from dlo_tasks.imagenet import losses
+from dlo_tasks.imagenet.measures import Confusion, SampleMean
+
+
+@pytest.fixture
+def logits() -> torch.Tensor:
+    return torch.randn(6, 7, generator=torch.Generator().manual_seed(0))
+
+
+HARD = torch.tensor([0, 3, 6, 1, 1, 2])
+SOFT = torch.softmax(torch.randn(6, 7, generator=torch.Generator().manual_seed(1)), 1)
+
+
+@pytest.mark.parametrize("targets", [HARD, SOFT], ids=["hard", "soft"])
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_cross_entropy_is_torchs(logits, targets, smoothing):
+    ours = losses.mean_of_real(losses.cross_entropy(logits, targets, smoothing), targets)
+    torch.testing.assert_close(ours, F.cross_entropy(logits, targets, label_smoothing=smoothing))
+
+
+@pytest.mark.parametrize("targets", [HARD, SOFT], ids=["hard", "soft"])
+@pytest.mark.parametrize("threshold", [None, 0.0, 0.2])
+def test_bce_is_timms(logits, targets, threshold):
+    theirs = BinaryCrossEntropy(smoothing=0.0, target_threshold=threshold)(logits, targets)
+    ours = losses.mean_of_real(losses.binary_cross_entropy(logits, targets, 0.0, threshold), targets)
+    torch.testing.assert_close(ours, theirs)
+
+
+def test_bce_smooths_as_timm_does(logits):
+    theirs = BinaryCrossEntropy(smoothing=0.1)(logits, HARD)
+    ours = losses.mean_of_real(losses.binary_cross_entropy(logits, HARD, 0.1), HARD)
+    torch.testing.assert_close(ours, theirs)
+
+
+@pytest.mark.parametrize("loss", [losses.cross_entropy, losses.binary_cross_entropy])
+def test_void_samples_change_neither_loss_nor_gradient(logits, loss):
+    padded = torch.cat([logits, torch.full((2, 7), 9.0)]).requires_grad_()
+    targets = torch.cat([HARD, torch.tensor([VOID, VOID])])
+    real = logits.clone().requires_grad_()
+    ours, theirs = losses.mean_of_real(loss(padded, targets), targets), loss(real, HARD).mean()
+    ours.backward()
+    theirs.backward()
+    torch.testing.assert_close(ours, theirs)
+    torch.testing.assert_close(padded.grad[:6], real.grad)
+    assert not padded.grad[6:].any()
+
+
+@pytest.mark.parametrize("loss", [losses.cross_entropy, losses.binary_cross_entropy])
+def test_a_batch_of_nothing_but_padding_has_loss_zero_and_no_gradient(logits, loss):
+    logits.requires_grad_()
+    targets = torch.full((6,), VOID)
+    value = losses.mean_of_real(loss(logits, targets), targets)
+    value.backward()
+    assert value.item() == 0.0
+    assert not logits.grad.any()
+
+
+def test_losses_are_float32_in_half_precision(logits):
+    assert losses.cross_entropy(logits.bfloat16(), HARD).dtype is torch.float32
+    assert losses.binary_cross_entropy(logits.bfloat16(), HARD).dtype is torch.float32
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.lists(st.integers(1, 9), min_size=1, max_size=4), st.integers(0, 3), st.integers(0, 1000))
+def test_metrics_do_not_depend_on_batches_or_padding(sizes, padding, seed):
+    torch.manual_seed(seed)
+    batches = [(torch.randn(n, 7), torch.randint(0, 7, (n,))) for n in sizes]
+    logits, targets = (torch.cat(parts) for parts in zip(*batches, strict=True))
+    acc1, acc5, loss, confusion = SampleMean(), SampleMean(), SampleMean(), Confusion(7)
+    for x, y in batches:
+        x, y = torch.cat([x, torch.randn(padding, 7)]), torch.cat([y, torch.full((padding,), VOID)])
+        real, hits = losses.is_real(y), losses.hits_at(x, y, 5)
+        acc1.update(hits[:, 0], real)
+        acc5.update(hits.any(1), real)
+        loss.update(losses.cross_entropy(x, y), real)
+        confusion.update(x.argmax(1), y, real)
+    assert acc1.compute() == MulticlassAccuracy(7, average="micro")(logits, targets)
+    assert acc5.compute() == MulticlassAccuracy(7, average="micro", top_k=5)(logits, targets)
+    torch.testing.assert_close(loss.compute(), F.cross_entropy(logits, targets))
+    assert torch.equal(confusion.compute(), MulticlassConfusionMatrix(7)(logits, targets))
+
+
+def test_hits_of_soft_targets_go_by_their_largest_class(logits):
+    assert torch.equal(losses.hits_at(logits, SOFT, 3), losses.hits_at(logits, SOFT.argmax(1), 3))

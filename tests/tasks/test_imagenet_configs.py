@@ -1,0 +1,68 @@
+import importlib
+import inspect
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from lightning.pytorch import Trainer
+
+from dlo_tasks.imagenet.classifier import ImageClassifier
+
+FOLDER = Path(__file__).parents[2] / "configs" / "imagenet"
+CONFIGS = sorted(FOLDER.glob("*.yaml"))
+DATA = {"ImageFolderData": "dlo_tasks.imagenet.folder", "DigitsData": "dlo_tasks.imagenet.digits"}
+
+
+class Thousand:
+    """Stands in for ImageNet, which has to be there for a datamodule."""
+
+    num_classes = 1000
+
+    def __init__(self, image_size: int, eval_image_size: int | None = None) -> None:
+        self.image_size, self.eval_image_size = image_size, eval_image_size
+
+
+def accepted(cls: type) -> set[str]:
+    """The arguments of a class, with those of its parents where it takes `**kwargs`."""
+    names: set[str] = set()
+    for parent in cls.__mro__:
+        if "__init__" in vars(parent):
+            parameters = inspect.signature(parent.__init__).parameters.values()
+            names |= {p.name for p in parameters if p.kind in (p.KEYWORD_ONLY, p.POSITIONAL_OR_KEYWORD)}
+            if not any(p.kind is p.VAR_KEYWORD for p in parameters):
+                break
+    return names - {"self"}
+
+
+def test_the_recipes_are_there():
+    assert [path.stem for path in CONFIGS] == ["coatnet_0", "resnet50_ffcv88", "vit_b16_deit3", "vit_s16_90ep"]
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_a_recipe_opens_with_what_one_must_know(path):
+    lines = path.read_text().split("\nseed_everything")[0].splitlines()
+    assert all(line.startswith("#") or not line for line in lines)
+    head = "\n".join(lines)
+    for word in ("paper", "arXiv", "expected", "top-1", "time", "memory", f"dlo fit --config imagenet/{path.stem}"):
+        assert word in head, word
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_a_recipe_is_accepted_by_its_classes_and_builds(path):
+    config = yaml.safe_load(path.read_text())
+    assert set(config) <= {"seed_everything", "trainer", "model", "data", "callbacks", "plugins"}
+    assert set(config["trainer"]) <= accepted(Trainer)
+    assert config["model"]["class_path"] == "ImageClassifier"
+    task = ImageClassifier(**config["model"]["init_args"])
+    data = config["data"]
+    cls = getattr(importlib.import_module(DATA[data["class_path"]]), data["class_path"])
+    given = data["init_args"]
+    cls(**given)
+    task.check(Thousand(given["image_size"], given.get("eval_image_size")))
+    with torch.device("meta"):
+        task.configure_model()
+        size = data["init_args"]["image_size"]
+        (images,), _ = task.inputs((torch.zeros(2, 3, size, size), None))
+        assert task(images).shape == (2, 1000)
+    task.parallel_plan().validate(task.model)

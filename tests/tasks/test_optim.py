@@ -1,0 +1,166 @@
+import math
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import timm
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from timm.optim import param_groups_layer_decay, param_groups_weight_decay
+from torch import nn
+
+from dlo_framework.errors import DloError
+from dlo_tasks.imagenet import optim
+
+TINY = {"img_size": 16, "patch_size": 4, "embed_dim": 32, "depth": 2, "num_heads": 2}
+
+
+def vit() -> nn.Module:
+    return timm.create_model("vit_tiny_patch16_224", num_classes=10, **TINY)
+
+
+def run(epoch=0, ready=0, batches=10, max_epochs=4, max_steps=-1, step=0, accumulate=1):
+    progress = SimpleNamespace(current=SimpleNamespace(ready=ready))
+    return SimpleNamespace(
+        max_epochs=max_epochs,
+        max_steps=max_steps,
+        current_epoch=epoch,
+        global_step=step,
+        num_training_batches=batches,
+        accumulate_grad_batches=accumulate,
+        fit_loop=SimpleNamespace(epoch_loop=SimpleNamespace(batch_progress=progress)),
+    )
+
+
+@pytest.mark.parametrize(
+    ("fraction", "expected"),
+    [
+        (0.0, 0.1),
+        (0.05, 0.55),
+        (0.1, 1.0),
+        (0.55, 0.6),
+        (1.0, 0.2),
+        (2.0, 0.2),
+        (0.325, 0.2 + 0.8 * 0.5 * (1 + 0.5**0.5)),
+    ],
+)
+def test_the_schedule_at_known_fractions(fraction, expected):
+    assert optim.lr_factor(fraction, warmup=0.1, start=0.1, end=0.2) == pytest.approx(expected)
+
+
+def test_the_straight_schedule_at_known_fractions():
+    found = [optim.lr_factor(f, 0.2, 0.0, 0.5, "linear") for f in (0.0, 0.1, 0.2, 0.6, 1.0)]
+    assert found == pytest.approx([0.0, 0.5, 1.0, 0.75, 0.5])
+    assert optim.lr_factor(0.5, 2.0, 0.0, 0.0) == 0.25  # training ends within the warm-up
+
+
+@given(st.floats(0, 1), st.floats(0, 1.5), st.floats(0, 1), st.floats(0, 1))
+def test_the_schedule_stays_between_its_ends(fraction, warmup, start, end):
+    assert -1e-9 + min(start, end) <= optim.lr_factor(fraction, warmup, start, end) <= 1 + 1e-9
+
+
+def test_warm_up_in_epochs_and_in_steps():
+    assert optim.warmup_fraction(run(), 0.5, None) == 0.125
+    assert optim.warmup_fraction(run(accumulate=5), 0.5, None) == 0.125
+    assert optim.warmup_fraction(run(), 0.5, 4) == 0.1
+    assert optim.warmup_fraction(run(accumulate=5), 0.0, 4) == 0.5
+    assert optim.warmup_fraction(run(max_steps=20), 1, None) == 0.5
+    assert optim.warmup_fraction(run(batches=math.inf, max_epochs=None, max_steps=20), 0, 4) == 0.2
+    with pytest.raises(DloError, match="warmup_steps instead"):
+        optim.warmup_fraction(run(batches=math.inf, max_steps=20), 1, None)
+
+
+def test_the_scheduler_scales_each_group_from_its_own_rate():
+    groups = [{"params": [nn.Parameter(torch.zeros(1))], "lr": lr} for lr in (1.0, 0.5)]
+    optimizer, trainer = torch.optim.SGD(groups, lr=1.0), run()
+    scheduler = optim.lr_schedule(optimizer, trainer, warmup_epochs=1, start=0.1)
+    assert [g["lr"] for g in optimizer.param_groups] == [0.1, 0.05]
+    trainer.fit_loop.epoch_loop.batch_progress.current.ready = 5
+    optimizer.step()
+    scheduler.step()
+    assert [g["lr"] for g in optimizer.param_groups] == pytest.approx([0.55, 0.275])
+
+
+def test_norms_biases_and_what_the_model_exempts_do_not_decay():
+    model = vit()
+    groups = {g["name"]: g for g in optim.parameter_groups(model, weight_decay=0.1)}
+    names = {id(p): n for n, p in model.named_parameters()}
+    free = {names[id(p)] for p in groups["no_decay"]["params"]}
+    assert {"pos_embed", "cls_token", "norm.weight", "head.bias", "blocks.0.norm1.weight"} <= free
+    decayed = {names[id(p)] for p in groups["decay"]["params"]}
+    assert decayed == {
+        "patch_embed.proj.weight",
+        "head.weight",
+        *(f"blocks.{i}.{n}.weight" for i in range(2) for n in ("attn.qkv", "attn.proj", "mlp.fc1", "mlp.fc2")),
+    }
+    theirs = param_groups_weight_decay(model, 0.1, no_weight_decay_list=model.no_weight_decay())
+    assert {frozenset(map(id, g["params"])) for g in theirs} == {
+        frozenset(map(id, g["params"])) for g in groups.values()
+    }
+
+
+@pytest.mark.parametrize("name", ["vit", "resnet18"])
+def test_layer_decay_is_timms(name):
+    model = vit() if name == "vit" else timm.create_model(name)
+    exempt = model.no_weight_decay() if name == "vit" else ()
+    ours = optim.parameter_groups(model, weight_decay=0.1, layer_decay=0.7)
+    theirs = param_groups_layer_decay(model, 0.1, no_weight_decay_list=exempt, layer_decay=0.7)
+    scales = {id(p): (g["lr_scale"], g["weight_decay"]) for g in theirs for p in g["params"]}
+    assert {id(p): (g["lr_scale"], g["weight_decay"]) for g in ours for p in g["params"]} == scales
+    optimizer = optim.build_optimizer(model, "adamw", lr=2.0, weight_decay=0.1, layer_decay=0.7)
+    for group in optimizer.param_groups:
+        assert group["lr"] == 2.0 * group["lr_scale"]
+    if name == "vit":  # stem, two blocks, head
+        assert {g["lr_scale"] for g in ours} == {1.0, 0.7, 0.7**2, 0.7**3}
+
+
+def test_layer_decay_needs_named_layers():
+    with pytest.raises(DloError, match="Linear does not; leave layer_decay out"):
+        optim.parameter_groups(nn.Linear(2, 2), weight_decay=0.1, layer_decay=0.5)
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "args"),
+    [
+        ("adamw", torch.optim.AdamW, {"betas": [0.9, 0.95], "fused": True}),
+        ("momentum", torch.optim.SGD, {"momentum": 0.8}),
+        ("sgd", torch.optim.SGD, {}),
+        ("lamb", torch.optim.Optimizer, {}),
+        ("lars", torch.optim.Optimizer, {}),
+        ("muon", torch.optim.Optimizer, {}),
+        ("lookahead_adamw", torch.optim.Optimizer, {}),
+    ],
+)
+def test_optimizers_by_name_learn(name, kind, args):
+    torch.manual_seed(0)
+    model = vit()
+    optimizer = optim.build_optimizer(model, name, lr=1e-3, weight_decay=0.1, args=args)
+    assert isinstance(optimizer, kind)
+    x, y = torch.randn(8, 3, 16, 16), torch.arange(8)
+    losses = []
+    for _ in range(5):
+        optimizer.zero_grad()
+        loss = nn.functional.cross_entropy(model(x), y)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < losses[0]
+    for key, value in args.items():
+        assert list(np.atleast_1d(optimizer.param_groups[0][key])) == list(np.atleast_1d(value))
+
+
+def test_muon_leaves_the_first_and_last_layer_to_its_adamw():
+    model = vit()
+    optimizer = optim.build_optimizer(model, "muon", lr=1e-3, weight_decay=0.1)
+    names = {id(p): n for n, p in model.named_parameters()}
+    hidden = {names[id(p)] for g in optimizer.param_groups if not g.get("use_fallback") for p in g["params"]}
+    assert {"blocks.0.attn.qkv.weight", "blocks.1.mlp.fc2.weight"} <= hidden
+    assert not {"head.weight", "patch_embed.proj.weight", "pos_embed"} & hidden
+
+
+def test_wrong_names_say_what_is_near():
+    with pytest.raises(DloError, match=r"unknown optimizer 'adamww'; did you mean 'adamw'\?"):
+        optim.check_optimizer("adamww")
+    with pytest.raises(DloError, match=r"optimizer_args .*beta.* do not fit optimizer 'sgd'"):
+        optim.build_optimizer(nn.Linear(2, 2), "sgd", lr=1.0, weight_decay=0.0, args={"beta": 1})

@@ -1,0 +1,112 @@
+import pytest
+import timm
+import torch
+
+from dlo_framework.plan import Rule
+from dlo_tasks.imagenet.plans import plan_for
+
+
+def meta(name: str, **args) -> torch.nn.Module:
+    with torch.device("meta"):
+        return timm.create_model(name, **args)
+
+
+@pytest.mark.parametrize(
+    ("name", "blocks", "stem", "head"),
+    [
+        ("vit_small_patch16_224", 12, {"cls_token", "pos_embed", "patch_embed"}, {"norm", "head"}),
+        ("deit3_base_patch16_224", 12, {"cls_token", "pos_embed", "patch_embed"}, {"norm", "head"}),
+        (
+            "vit_medium_patch16_reg4_gap_256",
+            12,
+            {"reg_token", "pos_embed", "patch_embed"},
+            {"fc_norm", "head"},
+        ),
+        ("deit_tiny_distilled_patch16_224", 12, None, {"norm", "head", "head_dist"}),
+        ("vit_so400m_patch14_siglip_224", 27, {"pos_embed", "patch_embed"}, {"norm", "attn_pool"}),
+        ("vit_small_patch16_18x2_224", 18, None, None),
+        ("coatnet_0_rw_224", 2 + 3 + 7 + 2, {"stem"}, {"norm", "head"}),
+        ("coatnet_rmlp_nano_rw_224", 16, {"stem"}, {"norm", "head"}),
+        ("maxvit_tiny_tf_224", 11, {"stem"}, {"head"}),
+        ("resnet50", 16, {"conv1", "bn1"}, {"fc"}),
+        ("resnetblur50", 16, {"conv1", "bn1", "maxpool"}, {"fc"}),
+        ("mixer_b16_224", 12, {"stem"}, {"norm", "head"}),
+        ("swin_tiny_patch4_window7_224", 4, {"patch_embed"}, {"norm", "head"}),
+        ("convnext_tiny", 4, {"stem"}, {"head"}),
+    ],
+)
+def test_plans_cover_real_models(name, blocks, stem, head):
+    model = meta(name)
+    plan = plan_for(model)
+    plan.validate(model)
+    assert len(plan.block_names(model)) == blocks
+    assert stem is None or set(plan.stem) == stem
+    assert head is None or set(plan.head) == head
+
+
+def test_vit_rules_alternate_columns_and_rows():
+    model = meta("vit_small_patch16_224")
+    plan = plan_for(model)
+    found = {n: plan.rule_for(f"blocks.7.{n}") for n in ("attn.qkv", "attn.proj", "mlp.fc1", "mlp.fc2", "norm1")}
+    assert found == {
+        "attn.qkv": Rule.QKV,
+        "attn.proj": Rule.ROW,
+        "mlp.fc1": Rule.COLUMN,
+        "mlp.fc2": Rule.ROW,
+        "norm1": Rule.SEQUENCE,
+    }
+    assert plan.rule_for("head.weight") is plan.rule_for("pos_embed") is Rule.REPLICATE
+    assert plan.attention_names(model) == [f"blocks.{i}.attn" for i in range(12)]
+
+
+def test_a_fused_gate_gets_no_column_rule():
+    model = meta("vit_giant_patch14_reg4_dinov2")  # SwiGLU packed in fc1: [gate, value]
+    plan = plan_for(model)
+    plan.validate(model)
+    assert plan.rule_for("blocks.0.mlp.fc1") is plan.rule_for("blocks.0.mlp.fc2") is Rule.REPLICATE
+
+
+def cut(weight: torch.Tensor, rule: Rule, heads: int, rank: int, ranks: int) -> torch.Tensor:
+    """A rank's rows of a fused qkv, as the rule says they lie."""
+    if rule is Rule.QKV:
+        parts = weight.unflatten(0, (3, heads, -1)).chunk(ranks, dim=1)[rank]
+        return parts.flatten(0, 2)
+    return weight.unflatten(0, (heads, -1)).chunk(ranks, dim=0)[rank].flatten(0, 1)
+
+
+@pytest.mark.parametrize("name", ["vit", "coatnet"])
+def test_the_qkv_rules_describe_the_layout_that_the_models_have(name):
+    torch.manual_seed(0)
+    if name == "vit":
+        model = timm.create_model("vit_tiny_patch16_224", img_size=16, patch_size=4, embed_dim=32, depth=1, num_heads=4)
+        path, x = "blocks.0.attn", torch.randn(2, 5, 32)
+    else:
+        model = timm.create_model("coatnet_nano_rw_224", img_size=64)
+        path = "stages.2.blocks.1.attn"
+        x = torch.randn(2, model.get_submodule(path).qkv.in_channels, 4, 4)
+    attn, plan = model.eval().get_submodule(path), plan_for(model)
+    whole = attn(x)
+    rule, heads = plan.rule_for(f"{path}.qkv"), attn.num_heads
+    assert heads % 2 == 0
+    qkv, proj, bias = attn.qkv, attn.proj, attn.proj.bias
+    # Each half of the heads alone, with its columns of `proj`: the halves add up to the whole.
+    total = torch.zeros_like(whole)
+    weights = qkv.weight.detach().clone(), qkv.bias.detach().clone(), proj.weight.detach().clone()
+    if name == "coatnet":
+        table = attn.rel_pos.relative_position_bias_table.detach().normal_()
+        whole = attn(x)
+        assert plan.rule_for(f"{path}.rel_pos.relative_position_bias_table") is Rule.LAST_DIM_HEADS
+        attn.rel_pos.bias_shape = (*attn.rel_pos.bias_shape[:2], heads // 2)
+    else:
+        attn.attn_dim //= 2
+    for rank in range(2):
+        rows = cut(weights[0], rule, heads, rank, 2), cut(weights[1], rule, heads, rank, 2)
+        qkv.weight, qkv.bias = torch.nn.Parameter(rows[0]), torch.nn.Parameter(rows[1])
+        proj.weight = torch.nn.Parameter(weights[2].chunk(2, dim=1)[rank])
+        proj.bias = None
+        attn.num_heads = heads // 2
+        if name == "coatnet":
+            attn.rel_pos.relative_position_bias_table = torch.nn.Parameter(table.chunk(2, dim=-1)[rank])
+        total += attn(x)
+    shape = (-1,) if name == "vit" else (-1, 1, 1)
+    torch.testing.assert_close(total + bias.view(shape), whole)
