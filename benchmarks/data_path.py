@@ -41,6 +41,7 @@ from dlo_tasks.imagenet.decode import Box, decode_crop, decoders
 from dlo_tasks.imagenet.folder import ImageFolderData
 
 HEIGHT, WIDTH, SIZE, BATCH = 400, 500, 224, 32
+WORKER_BATCH = 8  # many small batches: how an epoch of few images starts and ends then matters little
 
 
 def write_jpegs(root: Path, count: int, quality: int) -> float:
@@ -132,14 +133,14 @@ def scaling(root: Path, workers: list[int], rounds: int) -> dict[str, int]:
     taken: dict[int, list[float]] = {count: [] for count in workers}
     loaders = {}
     for count in workers:
-        data = ImageFolderData(str(root), image_size=SIZE, batch_size=BATCH, num_workers=count)
+        data = ImageFolderData(str(root), image_size=SIZE, batch_size=WORKER_BATCH, num_workers=count)
         loaders[count] = data.train_dataloader()
         drain(loaders[count])
     for _ in range(rounds):
         for count, loader in loaders.items():
             start = time.perf_counter()
             drain(loader)
-            taken[count].append(len(loader) * BATCH / (time.perf_counter() - start))
+            taken[count].append(len(loader) * WORKER_BATCH / (time.perf_counter() - start))
     return {str(count): round(statistics.median(rates)) for count, rates in taken.items()}
 
 

@@ -19,6 +19,7 @@ from dlo_framework.cli.scan import Scan
 from dlo_framework.defaults import add_default_callbacks
 from dlo_framework.errors import DloError, did_you_mean
 from dlo_framework.watch.clock import StepClock
+from dlo_framework.watch.predictions import SavePredictions
 
 #: Keys of dlo's own, beside LightningCLI's.
 DEFAULT_SEED = 42
@@ -149,6 +150,8 @@ class DloCLI(LightningCLI):
                 kwargs["logger"] = False
             if self.command != "fit" and not any(isinstance(callback, Checkpoint) for callback in callbacks):
                 kwargs["enable_checkpointing"] = False
+            if self.command == "predict":
+                kwargs["callbacks"] = [*callbacks, SavePredictions(self._predictions())]
             return self._build_trainer(kwargs)
         self.run_folder = self._resumed_run() or runs.new_run(self._runs())
         if config.get("logger") in (None, True):
@@ -167,6 +170,11 @@ class DloCLI(LightningCLI):
         if config.get("profiler") is None:
             kwargs["profiler"] = StepClock()
         return self._build_trainer(kwargs)
+
+    def _predictions(self) -> Path:
+        """Returns where predictions go: beside the checkpoint's folder, named after the checkpoint."""
+        run, path = self._resumed_run(), self.config[self.command].ckpt_path
+        return (run or self._runs()) / f"predictions-{Path(path).stem if path else 'untrained'}.pt"
 
     def _build_trainer(self, kwargs: dict[str, Any]) -> Trainer:
         """Builds the trainer; what it refuses is the user's to mend."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -116,7 +117,7 @@ class ResumableDataModule(LightningDataModule):
             world_size=world_size,
             drop_last=True,
             repeats=repeats,
-            in_work=self._batch_in_work,
+            in_work=_step_watch(self),
             collate_fn=collate_fn,
             **self._worker_options(),
         )
@@ -188,13 +189,6 @@ class ResumableDataModule(LightningDataModule):
                 "this epoch comes from another order, so that some samples repeat and some are missing"
             )
 
-    def _batch_in_work(self) -> bool:
-        """Whether a training batch was given out whose step is not complete, as when a step raises."""
-        if self.trainer is None:
-            return False
-        progress: Any = self.trainer.fit_loop.epoch_loop.batch_progress.current
-        return bool(progress.ready > progress.processed)
-
     def _worker_options(self) -> dict[str, Any]:
         on_accelerator = self.trainer is not None and self.trainer.strategy.root_device.type != "cpu"
         workers = self.num_workers
@@ -209,6 +203,24 @@ class ResumableDataModule(LightningDataModule):
             ),
             "persistent_workers": self.persistent_workers,
         }
+
+
+def _step_watch(module: LightningDataModule) -> Callable[[], bool]:
+    """Returns a function that tells whether a training batch was given out whose step is not complete.
+
+    As when a step raises, and a checkpoint is saved then. The function does not keep the datamodule alive: a
+    cycle of references would leave the workers to the garbage collector, which ends them slowly.
+    """
+    reference = weakref.ref(module)
+
+    def batch_in_work() -> bool:
+        owner = reference()
+        if owner is None or owner.trainer is None:
+            return False
+        progress: Any = owner.trainer.fit_loop.epoch_loop.batch_progress.current
+        return bool(progress.ready > progress.processed)
+
+    return batch_in_work
 
 
 def _usable_cores() -> int:

@@ -65,7 +65,9 @@ class RunRecord(Callback):
         if trainer.is_global_zero and summary is not None:
             for logger in trainer.loggers:
                 if is_tensorboard(logger):
-                    logger.log_hyperparams(_flat(yaml.safe_load(self.config)), summary["metrics"])
+                    # Names of their own: under the curves' names they would be points of the curves.
+                    final = {f"final/{name}": value for name, value in summary["metrics"].items()}
+                    logger.log_hyperparams(_flat(yaml.safe_load(self.config)), final, step=summary["steps"])
             print_table(self.folder, summary)
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:

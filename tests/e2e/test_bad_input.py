@@ -9,11 +9,8 @@ import subprocess
 from pathlib import Path
 
 import lightning.pytorch  # noqa: F401  Its log handler keeps the stream it is imported with: not a test's.
-import numpy as np
 import pytest
 import torch
-from PIL import Image
-from sklearn.datasets import load_sample_images
 
 from dlo_framework import runs
 from dlo_framework.cli.main import main
@@ -44,21 +41,6 @@ def refused(tmp_path, monkeypatch, capfd):
         return err.strip().splitlines()[-1]
 
     return run
-
-
-@pytest.fixture(scope="module")
-def photos(tmp_path_factory) -> Path:
-    """An ImageNet-style folder: crops of two real photographs, as two classes."""
-    root = tmp_path_factory.mktemp("photos")
-    generator = np.random.default_rng(0)
-    for split, count in (("train", 12), ("val", 5)):
-        for name, photo in zip(("china", "flower"), load_sample_images().images, strict=True):
-            folder = root / split / name
-            folder.mkdir(parents=True)
-            for number in range(count):
-                top, left = generator.integers(0, 300), generator.integers(0, 500)
-                Image.fromarray(photo[top : top + 96, left : left + 128]).save(folder / f"{number}.jpg", quality=90)
-    return root
 
 
 def folder_options(root: Path) -> list[str]:

@@ -4,8 +4,6 @@ import json
 import signal
 import time
 
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
 PLAIN = ["--config", "small.yaml"]
 CONFIG = """
 trainer: {max_epochs: 8, log_every_n_steps: 1, accumulate_grad_batches: 3, accelerator: cpu}
@@ -19,18 +17,7 @@ data: {class_path: DigitsData, init_args: {image_size: 16, batch_size: 32}}
 """
 
 
-def curve(folder, tag="train/loss"):
-    """Returns step to value; a step that two files hold must have one value."""
-    found = {}
-    for file in sorted(folder.glob("events.*")):
-        events = EventAccumulator(str(file), size_guidance={"scalars": 0})
-        events.Reload()
-        for event in events.Scalars(tag) if tag in events.Tags()["scalars"] else []:
-            assert found.setdefault(event.step, event.value) == event.value
-    return found
-
-
-def test_two_runs_and_a_run_that_is_interrupted_have_one_curve(dlo):
+def test_two_runs_and_a_run_that_is_interrupted_have_one_curve(dlo, curve):
     (dlo.folder / "small.yaml").write_text(CONFIG)
     whole, again, cut = (dlo.folder / "runs" / name / "version_0" for name in ("whole", "again", "cut"))
     dlo("fit", *PLAIN, "--run.name", "whole")

@@ -259,8 +259,10 @@ class ImageClassifier(Task):
         return found
 
     def predict_step(self, batch: Any, batch_idx: int) -> Tensor:
-        """Returns the probabilities of the classes, `[B, C]`; with `bce` each class's own."""
+        """Returns the probabilities of the classes, `[B, C]`, of a batch's real samples; with `bce` each class's own."""
         logits = self._outputs(batch).float()
+        if isinstance(batch, tuple | list):
+            logits = logits[losses.is_real(batch[1])]
         return logits.sigmoid() if self.loss_name == "bce" else logits.softmax(dim=1)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:

@@ -245,17 +245,21 @@ def resize_into(
         flip: whether left and right change places.
     """
     height, width = out.shape[:2]
+    result = out.numpy()
+    crop = pixels[box.top : box.top + box.height, box.left : box.left + box.width]
     cv2 = _cv2()
     if cv2 is not None and interpolation == "bilinear" and box.height <= height and box.width <= width:
         # Enlarging needs no antialiasing, and OpenCV's bilinear is then Pillow's.
-        crop = pixels[box.top : box.top + box.height, box.left : box.left + box.width]
-        cv2.resize(crop, (width, height), dst=out.numpy(), interpolation=cv2.INTER_LINEAR)
-        if flip:
-            out.copy_(out.flip(1))
-        return
-    # A batch dimension before the permutation: so torch sees channels-last memory and takes its vector path.
-    image = torch.from_numpy(pixels).unsqueeze(0).permute(0, 3, 1, 2)
-    crop_t = image[:, :, box.top : box.top + box.height, box.left : box.left + box.width]
-    resized = F.interpolate(crop_t, (height, width), mode=interpolation, antialias=True)
-    rows = resized.permute(0, 2, 3, 1).squeeze(0)
-    out.copy_(rows.flip(1) if flip else rows)
+        resized = cv2.resize(crop, (width, height), interpolation=cv2.INTER_LINEAR)
+    else:
+        # NumPy cuts the crop out, three times as fast as torch would inside. The batch dimension comes before
+        # the permutation: so torch sees channels-last memory and takes its vector path.
+        image = torch.from_numpy(np.ascontiguousarray(crop)).unsqueeze(0).permute(0, 3, 1, 2)
+        reduced = F.interpolate(image, (height, width), mode=interpolation, antialias=True)
+        resized = reduced.permute(0, 2, 3, 1)[0].numpy()
+    if not flip:
+        np.copyto(result, resized)
+    elif cv2 is not None:
+        cv2.flip(resized, 1, dst=result)
+    else:
+        out.copy_(torch.from_numpy(resized).flip(1))

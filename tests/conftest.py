@@ -1,0 +1,109 @@
+"""What the tests share: the command as a user runs it, real photographs, and the curves of a run."""
+
+import os
+import shutil
+import subprocess
+import sys
+from importlib import metadata
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+PACK = Path(__file__).resolve().parents[1] / "plugins" / "example_pack"
+DLO = str(Path(sys.executable).with_name("dlo"))
+
+
+class Command:
+    """Runs ``dlo`` in one folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def environment(self) -> dict[str, str]:
+        mine = {key: value for key, value in os.environ.items() if not key.startswith(("DLO_", "PYTEST"))}
+        return mine | {"COLUMNS": "160", "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+
+    def start(self, *words: str) -> subprocess.Popen:
+        return subprocess.Popen(
+            [DLO, *words],
+            cwd=self.folder,
+            env=self.environment(),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+
+    def __call__(self, *words: str, code: int = 0) -> subprocess.CompletedProcess:
+        process = self.start(*words)
+        out, err = process.communicate(timeout=280)
+        assert process.returncode == code, f"exit code {process.returncode}\n{out[-3000:]}\n{err[-6000:]}"
+        return subprocess.CompletedProcess(words, process.returncode, out, err)
+
+
+@pytest.fixture
+def dlo(tmp_path) -> Command:
+    return Command(tmp_path)
+
+
+@pytest.fixture(scope="module")
+def shared_dlo(tmp_path_factory) -> Command:
+    return Command(tmp_path_factory.mktemp("runs"))
+
+
+@pytest.fixture(scope="session")
+def photos(tmp_path_factory) -> Path:
+    """An ImageNet-style folder: crops of two real photographs, as two classes."""
+    from sklearn.datasets import load_sample_images
+
+    root = tmp_path_factory.mktemp("photos")
+    generator = np.random.default_rng(0)
+    for split, count in (("train", 12), ("val", 5)):
+        for name, photo in zip(("china", "flower"), load_sample_images().images, strict=True):
+            folder = root / split / name
+            folder.mkdir(parents=True)
+            for number in range(count):
+                top, left = generator.integers(0, 300), generator.integers(0, 500)
+                Image.fromarray(photo[top : top + 96, left : left + 128]).save(folder / f"{number}.jpg", quality=90)
+    return root
+
+
+@pytest.fixture
+def curve():
+    """Returns a function: run folder and tag to {step: value}. A step that two event files hold has one value."""
+
+    def read(folder: Path, tag: str = "train/loss") -> dict[int, float]:
+        found: dict[int, float] = {}
+        for file in sorted(folder.glob("events.*")):
+            events = EventAccumulator(str(file), size_guidance={"scalars": 0})
+            events.Reload()
+            for event in events.Scalars(tag) if tag in events.Tags()["scalars"] else []:
+                assert found.setdefault(event.step, event.value) == event.value, f"{tag} at step {event.step}"
+        return found
+
+    return read
+
+
+@pytest.fixture(scope="session")
+def example_pack(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder into which pip has installed the example pack; for a subprocess's PYTHONPATH."""
+    folder = tmp_path_factory.mktemp("example_pack")
+    source, target = folder / "source", folder / "site"
+    # A copy: setuptools leaves its build folder beside the source.
+    shutil.copytree(PACK, source, ignore=shutil.ignore_patterns("build", "*.egg-info", "__pycache__"))
+    command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(target), str(source)]
+    if _setuptools_can_build():
+        command += ["--no-build-isolation", "--no-index"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return target
+
+
+def _setuptools_can_build() -> bool:
+    """Returns whether the pack builds with what is installed, offline; else pip fetches setuptools for it."""
+    try:
+        return int(metadata.version("setuptools").partition(".")[0]) >= 77
+    except metadata.PackageNotFoundError:
+        return False

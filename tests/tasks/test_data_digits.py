@@ -1,0 +1,86 @@
+"""DigitsData: the real digits, their split, their shifts."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from sklearn.datasets import load_digits
+
+from dlo_framework.data import VOID, Draw
+from dlo_framework.errors import DloError
+from dlo_tasks.imagenet.digits import DigitsData, ShiftedImages, load_digits_images
+
+
+def test_images_at_their_own_size_are_scikit_learns() -> None:
+    images, targets = load_digits_images(8)
+    digits = load_digits()
+    assert (images.numpy() == (digits.images * 255 / 16).round()).all()
+    assert (targets.numpy() == digits.target).all()
+    assert load_digits_images(16)[0].shape == (1797, 16, 16)
+
+
+def test_the_split_is_complete_disjoint_and_fixed_by_the_seed() -> None:
+    train, val = DigitsData()._splits
+    assert sorted([*train.tolist(), *val.tolist()]) == list(range(1797))
+    assert len(val) == 359
+    assert torch.equal(DigitsData(batch_size=8)._splits[1], val)
+    assert not torch.equal(DigitsData(seed=1)._splits[1], val)
+
+
+def test_batches_are_normalised_rgb_and_the_same_with_any_number_of_workers() -> None:
+    module = DigitsData()
+    module.check()
+    loader = module.train_dataloader()
+    assert len(loader) == 1438 // 64
+    for (images, targets), (others, same) in zip(loader, DigitsData(num_workers=1).train_dataloader(), strict=True):
+        assert images.dtype == torch.uint8
+        assert torch.equal(images, others)
+        assert torch.equal(targets, same)
+    images, targets = module.on_after_batch_transfer((images, targets), 0)
+    assert images.shape == (64, 3, 16, 16)
+    assert images.dtype == torch.float32
+    assert abs(float(images.mean())) < 0.3
+    assert 0.6 < float(images.std()) < 1.4
+    assert targets.dtype == torch.int64
+
+
+def test_every_shift_happens_and_nothing_else() -> None:
+    image = torch.arange(1, 17, dtype=torch.uint8).view(1, 4, 4)
+    dataset = ShiftedImages(image, torch.tensor([3]), shift=1)
+    padded = torch.nn.functional.pad(image[0], (1, 1, 1, 1))
+    possible = {padded[r : r + 4, c : c + 4].numpy().tobytes() for r in range(3) for c in range(3)}
+    draws = [Draw(0, seed, True) for seed in range(200)]
+    images, targets = dataset.fetch(draws)
+    assert images.shape == (200, 3, 4, 4)
+    assert {shifted[1].numpy().tobytes() for shifted in images} == possible
+    assert torch.equal(dataset.fetch(draws[7:9])[0], images[7:9])
+    assert targets.unique().tolist() == [3]
+
+
+def test_evaluation_is_unshifted_complete_and_void_where_padded() -> None:
+    module = DigitsData(eval_batch_size=100)
+    targets = torch.cat([targets for _, targets in module.val_dataloader()])
+    assert torch.equal(targets, load_digits_images(8)[1][module._splits[1]])
+    _, targets = ShiftedImages(torch.zeros(2, 4, 4, dtype=torch.uint8), torch.tensor([1, 2])).fetch(
+        [Draw(0, 1, True), Draw(1, 1, False)]
+    )
+    assert targets.tolist() == [1, VOID]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"image_size": 4}, "at least 8"),
+        ({"val_fraction": 1.0}, "between 0 and 1"),
+        ({"max_shift": 16}, "max_shift"),
+        ({"batch_size": 0}, "batch_size must be at least 1"),
+    ],
+)
+def test_bad_arguments_are_refused(arguments: dict, message: str) -> None:
+    with pytest.raises(DloError, match=message):
+        DigitsData(**arguments)
+
+
+def test_a_batch_larger_than_the_split_is_refused_by_check() -> None:
+    with pytest.raises(DloError, match="a batch of at most 180"):
+        DigitsData(val_fraction=0.9, batch_size=512).check()

@@ -1,0 +1,339 @@
+"""ImageFolderData: folders and shards, corrupt images, bad layouts, and the pixels that reach the model."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import tarfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from sklearn.datasets import load_sample_images
+from torchvision import transforms
+from torchvision.datasets import ImageFolder
+
+from dlo_framework.data import VOID
+from dlo_framework.errors import DloError
+from dlo_tasks.imagenet.decode import CorruptImage
+from dlo_tasks.imagenet.folder import ImageFolderData
+from dlo_tasks.imagenet.folder_sources import ShardSource
+from dlo_tasks.imagenet.shards import build_index, load_index
+
+PHOTOS = load_sample_images().images
+CLASSES = ["china", "flower"]
+
+
+def jpeg(number: int) -> bytes:
+    photo = PHOTOS[number % 2]
+    buffer = io.BytesIO()
+    Image.fromarray(photo[number : number + 120, 2 * number : 2 * number + 160]).save(buffer, "JPEG", quality=90)
+    return buffer.getvalue()
+
+
+def write_folders(root: Path, count: int = 12) -> Path:
+    for split in ("train", "val"):
+        for number in range(count):
+            path = root / split / CLASSES[number % 2] / f"{number:02d}.jpg"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(jpeg(number))
+    return root
+
+
+def write_tar(path: Path, members: list[tuple[str, bytes]]) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tarfile.open(path, "w") as tar:
+        for name, content in members:
+            member = tarfile.TarInfo(name)
+            member.size = len(content)
+            tar.addfile(member, io.BytesIO(content))
+    return path
+
+
+def write_shards(root: Path, count: int = 12) -> Path:
+    for pattern in ("train-{:03d}.tar", "val/{:03d}.tar"):
+        for shard in range(2):
+            members = []
+            for number in range(shard, count, 2):
+                label = json.dumps({"label": number % 2}) if number % 3 == 0 else str(number % 2)
+                suffix = "json" if number % 3 == 0 else "cls"
+                members += [(f"{number:02d}.jpg", jpeg(number)), (f"{number:02d}.{suffix}", label.encode())]
+            write_tar(root / pattern.format(shard), members)
+    (root / "classes.txt").write_text("\n".join(CLASSES) + "\n")
+    return root
+
+
+def data(root: Path, **kwargs) -> ImageFolderData:
+    return ImageFolderData(str(root), **({"image_size": 32, "batch_size": 4, "num_workers": 0} | kwargs))
+
+
+def batches(module: ImageFolderData, loader) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    return [module.on_after_batch_transfer(batch, 0) for batch in loader]
+
+
+@pytest.mark.parametrize("interpolation", ["bilinear", "bicubic"])
+@pytest.mark.parametrize("crop_pct", [0.875, 1.0])
+def test_evaluation_is_torchvisions(tmp_path: Path, interpolation: str, crop_pct: float) -> None:
+    module = data(write_folders(tmp_path), interpolation=interpolation, crop_pct=crop_pct, eval_image_size=56)
+    mode = transforms.InterpolationMode(interpolation)
+    reference = transforms.Compose(
+        [
+            transforms.Resize(int(56 / crop_pct), interpolation=mode),
+            transforms.CenterCrop(56),
+            transforms.ToTensor(),
+            transforms.Normalize(module.mean, module.std),
+        ]
+    )
+    expected = ImageFolder(str(tmp_path / "val"), reference)
+    images, targets = (torch.cat(part) for part in zip(*batches(module, module.val_dataloader()), strict=True))
+    assert images.shape == (12, 3, 56, 56)
+    assert images.dtype == torch.float32
+    assert targets.tolist() == [label for _, label in expected.samples]
+    level = 1 / 255 / 0.224
+    for image, (other, _) in zip(images, expected, strict=True):
+        assert (image - other).abs().max() < (3 if interpolation == "bilinear" else 12) * level
+        assert (image - other).abs().mean() < 0.3 * level
+
+
+def test_the_same_training_batches_with_any_number_of_workers_and_from_shards(tmp_path: Path) -> None:
+    folders, shards = write_folders(tmp_path / "folders"), write_shards(tmp_path / "shards")
+    options = {"rand_augment": "rand-m9-mstd0.5", "random_erase": 0.5, "erase_mode": "pixel", "color_jitter": 0.2}
+    one = list(data(folders, **options).train_dataloader())
+    two = list(data(folders, num_workers=2, **options).train_dataloader())
+    for (images, targets), (others, other_targets) in zip(one, two, strict=True):
+        assert images.dtype == torch.uint8
+        assert torch.equal(images, others)
+        assert torch.equal(targets, other_targets)
+    module = data(shards, num_workers=2)
+    module.check()
+    assert module.class_names == data(folders).class_names == CLASSES
+    seen = sorted(t for _, targets in module.train_dataloader() for t in targets.tolist())
+    assert seen == [0] * 6 + [1] * 6
+    by_folder = {image.numpy().tobytes() for images, _ in data(folders).val_dataloader() for image in images}
+    by_shard = {image.numpy().tobytes() for images, _ in module.val_dataloader() for image in images}
+    assert by_folder == by_shard
+
+
+def test_epochs_and_seeds_change_the_crops_and_the_order(tmp_path: Path) -> None:
+    module = data(write_folders(tmp_path))
+    loader = module.train_dataloader()
+    first = list(loader)
+    loader.sampler.set_epoch(1)
+    assert not any(torch.equal(a, b) for (a, _), (b, _) in zip(first, loader, strict=True))
+    again = data(tmp_path).train_dataloader()
+    assert all(torch.equal(a, b) for (a, _), (b, _) in zip(first, again, strict=True))
+    other = data(tmp_path, seed=1).train_dataloader()
+    assert not any(torch.equal(a, b) for (a, _), (b, _) in zip(first, other, strict=True))
+
+
+def test_repeated_augmentation_gives_different_views_of_one_image(tmp_path: Path) -> None:
+    loader = data(write_folders(tmp_path), batch_size=6, repeated_augment=3).train_dataloader()
+    draws = next(iter(loader.batch_sampler))
+    images, _ = next(iter(loader))
+    assert draws[0].index == draws[2].index
+    assert not torch.equal(images[0], images[2])
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_corrupt_image_is_named_and_the_run_stops(tmp_path: Path, workers: int) -> None:
+    bad = write_folders(tmp_path) / "train" / "flower" / "03.jpg"
+    bad.write_bytes(jpeg(3)[:2000])
+    with pytest.raises(CorruptImage) as caught:
+        list(data(tmp_path, num_workers=workers).train_dataloader())
+    assert str(caught.value) == f"corrupt image {bad} (index 7, rank 0): truncated; set on_corrupt=skip"
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_corrupt_images_are_replaced_the_same_way_and_counted(tmp_path: Path, workers: int) -> None:
+    write_folders(tmp_path)
+    for name in ("01", "03"):
+        (tmp_path / "train" / "flower" / f"{name}.jpg").write_bytes(b"not a jpeg")
+        (tmp_path / "val" / "flower" / f"{name}.jpg").write_bytes(jpeg(1)[:2000])
+    module = data(tmp_path, on_corrupt="skip", num_workers=workers)
+    assert module.corrupt_images == 0
+    train = list(module.train_dataloader())
+    count = module.corrupt_images
+    assert count >= 2
+    targets = torch.cat([targets for _, targets in train])
+    assert len(targets) == 12
+    assert VOID not in targets
+    reference = data(tmp_path, on_corrupt="skip")
+    for (images, _), (others, _) in zip(train, reference.train_dataloader(), strict=True):
+        assert torch.equal(images, others)
+    assert reference.corrupt_images == count
+    evaluated = torch.cat([targets for _, targets in module.val_dataloader()])
+    assert (evaluated == VOID).sum() == 2
+    assert module.corrupt_images == count + 2
+
+
+def test_a_dataset_of_corrupt_images_only_ends(tmp_path: Path) -> None:
+    write_folders(tmp_path)
+    for path in (tmp_path / "train").rglob("*.jpg"):
+        path.write_bytes(b"")
+    with pytest.raises(DloError, match="100 corrupt images in a row"):
+        list(data(tmp_path, on_corrupt="skip").train_dataloader())
+
+
+@pytest.mark.parametrize("channels_last", [True, False])
+def test_normalising_is_exact_and_leaves_targets_and_floats_alone(tmp_path: Path, channels_last: bool) -> None:
+    module = data(tmp_path, channels_last=channels_last)
+    images = torch.randint(0, 256, (5, 3, 9, 7), dtype=torch.uint8)
+    mean, std = (torch.tensor(v).view(3, 1, 1) for v in (module.mean, module.std))
+    targets = torch.tensor([0, 1, VOID, 2, 3])
+    for given in (images, images.contiguous(memory_format=torch.channels_last)):
+        normalised, same = module.on_after_batch_transfer((given, targets), 0)
+        torch.testing.assert_close(normalised, (images / 255 - mean) / std, atol=2e-6, rtol=0)
+        layout = torch.channels_last if channels_last else torch.contiguous_format
+        assert normalised.is_contiguous(memory_format=layout)
+        assert same is targets
+    floats = torch.rand(1, 3, 4, 4)
+    assert module.on_after_batch_transfer((floats, targets), 0)[0] is floats
+
+
+def break_layout(root: Path, how: str) -> None:
+    if how == "no train":
+        os.rename(root / "train", root / "training")
+    elif how == "no classes":
+        (root / "train").rename(root / "old")
+        (root / "train").mkdir()
+    elif how == "empty class":
+        (root / "train" / "zebra").mkdir()
+        (root / "train" / "zebra" / "notes.txt").write_text("none")
+    elif how == "foreign class":
+        (root / "val" / "flower").rename(root / "val" / "flowers")
+    elif how == "no val":
+        os.rename(root / "val", root / "validation")
+
+
+@pytest.mark.parametrize(
+    ("how", "message"),
+    [
+        ("no train", r"no such folder: .*/train; expected"),
+        ("no classes", "train has no class folders"),
+        ("empty class", r"empty class: .*/train/zebra holds no image"),
+        ("foreign class", "classes that train/ does not have: flowers"),
+        ("no val", r"no such folder: .*/val; expected"),
+    ],
+)
+def test_bad_layouts_are_named_before_a_run_starts(tmp_path: Path, how: str, message: str) -> None:
+    break_layout(write_folders(tmp_path), how)
+    with pytest.raises(DloError, match=message):
+        data(tmp_path).check()
+
+
+def test_checks_of_a_good_dataset_pass_and_of_a_small_one_say_what_fits(tmp_path: Path) -> None:
+    module = data(write_folders(tmp_path))
+    module.check()
+    assert (module.num_classes, module.class_names) == (2, CLASSES)
+    with pytest.raises(DloError, match=r"12 images, .* batch_size of 64; set batch_size to at most 12"):
+        data(tmp_path, batch_size=64).check()
+    with pytest.raises(DloError, match=r"no such folder: .*missing"):
+        data(tmp_path / "missing").check()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"image_size": 0}, "image_size must be at least 1"),
+        ({"scale": (0.5, 1.5)}, "scale must be two numbers"),
+        ({"ratio": (2.0, 1.0)}, "ratio must be two numbers"),
+        ({"crop_pct": 0}, "crop_pct"),
+        ({"rand_augment": "rand-m9-x2"}, "'x2' is not understood"),
+        ({"rand_augment": {"num_ops": 2, "strength": 9}}, "unknown: strength"),
+        ({"rand_augment": "rand-m9", "three_augment": True}, "exclude each other"),
+        ({"random_erase": 1.5}, "probability"),
+        ({"std": (0.0, 1.0, 1.0)}, "std > 0"),
+        ({"repeated_augment": 0}, "repeated_augment"),
+        ({"prefetch_factor": 0}, "prefetch_factor must be at least 1"),
+    ],
+)
+def test_bad_arguments_are_refused(tmp_path: Path, arguments: dict, message: str) -> None:
+    with pytest.raises(DloError, match=message):
+        data(tmp_path, **arguments)
+
+
+def test_an_index_is_read_from_its_cache_until_the_tar_changes(tmp_path: Path) -> None:
+    path = write_tar(tmp_path / "train-0.tar", [("a.jpg", jpeg(0)), ("a.cls", b"1")])
+    first = load_index(path)
+    cache = tmp_path / "train-0.tar.dlo-index.npz"
+    assert cache.exists()
+    content = cache.read_bytes()
+    assert load_index(path).keys == first.keys == ["a.jpg"]
+    assert cache.read_bytes() == content
+    write_tar(path, [("b.jpg", jpeg(1)), ("b.cls", b"0"), ("c.jpg", jpeg(2)), ("c.cls", b"2")])
+    changed = load_index(path)
+    assert (changed.keys, changed.labels.tolist()) == (["b.jpg", "c.jpg"], [0, 2])
+    cache.write_bytes(b"garbage")
+    assert load_index(path).keys == changed.keys
+    assert ShardSource([path]).read(1) == jpeg(2)
+    assert ShardSource([path]).name(1) == f"{path}!c.jpg"
+
+
+def test_an_index_beside_a_read_only_shard_goes_to_the_cache_folder(tmp_path: Path, monkeypatch) -> None:
+    path = write_tar(tmp_path / "train-0.tar", [("a.jpg", jpeg(0)), ("a.cls", b"1")])
+    (tmp_path / "train-0.tar.dlo-index.npz").mkdir()  # nothing can be written there, not even by root
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    load_index(path)
+    assert len(list((tmp_path / "cache" / "dlo" / "tar-index").glob("*.npz"))) == 1
+
+
+def test_a_hostile_tar_reaches_no_file(tmp_path: Path) -> None:
+    secret = tmp_path / "secret.jpg"
+    secret.write_bytes(jpeg(5))
+    path = tmp_path / "train-0.tar"
+    with tarfile.open(path, "w") as tar:
+        for name, kind in (
+            ("link.jpg", tarfile.SYMTYPE),
+            ("hard.jpg", tarfile.LNKTYPE),
+            ("pipe.jpg", tarfile.FIFOTYPE),
+        ):
+            member = tarfile.TarInfo(name)
+            member.type, member.linkname = kind, str(secret)
+            tar.addfile(member)
+        member = tarfile.TarInfo("../../escape.jpg")
+        member.size = len(jpeg(0))
+        tar.addfile(member, io.BytesIO(jpeg(0)))
+        label = tarfile.TarInfo("../../escape.cls")
+        label.size = 1
+        tar.addfile(label, io.BytesIO(b"0"))
+    before = set(tmp_path.rglob("*"))
+    index = build_index(path)
+    assert index.keys == ["../../escape.jpg"]
+    assert set(tmp_path.rglob("*")) == before
+    assert not (tmp_path.parent.parent / "escape.jpg").exists()
+
+
+@pytest.mark.parametrize(
+    ("members", "message"),
+    [
+        ([("a.jpg", b"x")], "'a.jpg' has no label; put a.cls"),
+        ([("a.jpg", b"x"), ("a.cls", b"cat")], "must be a class number"),
+        ([("a.jpg", b"x"), ("a.json", b"[1")], "must be a class number"),
+        ([("a.jpg", b"x"), ("a.cls", b"-1")], "0 or more"),
+        ([("a.jpg", b"x"), ("a.cls", b" " * 70_000)], "64 KiB at most"),
+    ],
+)
+def test_shards_with_bad_labels_are_refused(tmp_path: Path, members: list, message: str) -> None:
+    with pytest.raises(DloError, match=message):
+        build_index(write_tar(tmp_path / "train-0.tar", members))
+
+
+def test_broken_tars_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "train-0.tar"
+    path.write_bytes(np.random.default_rng(0).bytes(5000))
+    with pytest.raises(DloError, match="not a readable, uncompressed tar"):
+        build_index(path)
+    write_tar(path, [("a.cls", b"0"), ("a.jpg", jpeg(0) * 4)])
+    path.write_bytes(path.read_bytes()[:4096])
+    with pytest.raises(DloError, match=r"beyond the end|not a readable"):
+        build_index(path)
+
+
+def test_labels_beyond_the_classes_are_refused(tmp_path: Path) -> None:
+    write_shards(tmp_path)
+    write_tar(tmp_path / "val" / "000.tar", [("a.jpg", jpeg(0)), ("a.cls", b"7")])
+    with pytest.raises(DloError, match=r"val shards have label 7, but training has 2 classes"):
+        data(tmp_path).check()
