@@ -85,12 +85,11 @@ class DigitsData(ImageData):
         image_size: height and width in pixels. Default 16, four patches of 4 each way.
         batch_size: images per micro-step over all data-parallel ranks together, so that the number of ranks
             does not change the loss curve. Must be divisible by the ranks.
-        eval_batch_size: the same in validation, test and prediction. Default: the whole validation split in
-            one batch.
+        eval_batch_size: the same in validation, test and prediction. Default: ``batch_size``. Changes no metric.
         val_fraction: the share of the images that is held out for validation, test and prediction, drawn at
             random with ``seed``.
-        max_shift: each training image is shifted by up to this many pixels in each direction, at random. Without it
-            the same model stays about 1% lower.
+        max_shift: each training image is shifted by up to this many pixels in each direction, at random, which
+            stands for more handwriting than there is.
         num_workers: loading processes on each rank. 0, because loading a batch takes far less time than
             handing it from one process to another.
         seed: of the split, the order and the shifts.

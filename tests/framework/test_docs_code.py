@@ -1,0 +1,128 @@
+"""The code in the documentation runs, and what is drawn or made from the code is up to date."""
+
+import importlib
+import json
+import os
+import re
+import runpy
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+DOCS = ROOT / "docs"
+EXAMPLES = DOCS / "examples"
+
+
+def python_blocks() -> dict[str, list[str]]:
+    """Each page's blocks of Python, without those that a snippet fills."""
+    fence = re.compile(r"^```python[^\n]*\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+    pages = {path.relative_to(DOCS).as_posix(): fence.findall(path.read_text()) for path in DOCS.rglob("*.md")}
+    own = {page: [code for code in found if "--8<--" not in code] for page, found in pages.items()}
+    return {page: found for page, found in own.items() if found}
+
+
+@pytest.mark.parametrize("page", python_blocks())
+def test_the_python_of_a_page_runs(page, monkeypatch):
+    monkeypatch.syspath_prepend(EXAMPLES)
+    names: dict[str, object] = {"__name__": "page"}
+    for code in python_blocks()[page]:
+        exec(compile(code, page, "exec"), names)
+
+
+def dlo(*words: str, cwd: Path) -> str:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "dlo_framework", *words]
+    done = subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.fixture
+def project(tmp_path: Path) -> Path:
+    """The folder in which a reader has made the files of "Write your own"."""
+    for file in EXAMPLES.glob("tumours.*"):
+        shutil.copy(file, tmp_path)
+    return tmp_path
+
+
+def test_the_example_trains(project):
+    dlo("fit", "--config", "tumours.yaml", "--trainer.max_epochs", "8", cwd=project)
+    summary = json.loads((project / "runs/tumours/version_0/summary.json").read_text())
+    assert summary["status"] == "finished"
+    assert summary["best_metric"]["val_acc1"] > 0.93
+    assert set(summary) == set(documented_fields())
+
+
+def documented_fields() -> list[str]:
+    text = (DOCS / "concepts/run-folder.md").read_text().partition("## summary.json")[2].partition("\n## ")[0]
+    cells = re.findall(r"^\| (`.+?) \|", text, re.MULTILINE)
+    return [name for cell in cells for name in re.findall(r"`(\w+)`", cell)]
+
+
+def test_the_scaffolded_callback_joins_a_run_as_the_page_says(project):
+    dlo("plugins", "new", "callback", "epoch_clock", cwd=project)
+    words = ["--plugins", "[./tumours.py, ./epoch_clock.py]", "--trainer.callbacks+", "EpochClock"]
+    out = dlo("fit", "--config", "tumours.yaml", "--trainer.max_epochs", "1", *words, cwd=project)
+    assert "epoch_seconds" in out
+
+
+@pytest.fixture
+def hooks(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """The site's own module, imported as mkdocs does: with its folder on the path."""
+    monkeypatch.syspath_prepend(DOCS)
+    for name in ("hooks", "markup"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    module = importlib.import_module("hooks")
+    assert Path(str(module.__file__)) == DOCS / "hooks.py"
+    return module
+
+
+def test_every_directive_of_the_pages_is_one(hooks):
+    found = [match for path in DOCS.rglob("*.md") for match in re.findall("<!-- dlo: (.+) -->", path.read_text())]
+    assert {directive.split()[0] for directive in found} == {"kinds", "plugins", "recipes", "scaffold", "tags"}
+    for directive in found:
+        assert hooks.expand(*directive.split())
+
+
+def test_recipes_show_each_config_with_its_header(hooks):
+    page = hooks.recipes()
+    for path in (ROOT / "configs").rglob("*.yaml"):
+        name = path.relative_to(ROOT / "configs").with_suffix("").as_posix()
+        section = page.partition(f"## {name}\n")[2].partition("\n## ")[0]
+        assert f"$ dlo fit --config {name}" in section
+        assert all(line in section for line in path.read_text().splitlines())
+        if "/" in name:
+            assert re.findall(r"\*\*(\w+)\*\*", section) == ["paper", "expected", "differs", "time", "memory"]
+            assert "https://arxiv.org/abs/" in section
+
+
+def test_a_header_is_read(hooks):
+    config = (
+        "# A title.\n#\n# paper     One,\n#           two\n# time      3 h\n# command   dlo fit --config x\nseed: 1\n"
+    )
+    header = hooks.read_header(config)
+    assert header.title == "A title."
+    assert header.fields == {"paper": "One, two", "time": "3 h"}
+    assert header.commands == ["dlo fit --config x"]
+
+
+def test_simple_tables_and_roles_become_markdown(hooks):
+    text = "See :class:`~a.B`.\n\n==== ====\nx    y\n==== ====\n1    two words\nlonger 2\n==== ====\nEnd."
+    expected = "See `a.B`.\n\n| x | y |\n|---|---|\n| 1 | two words |\n| longer | 2 |\nEnd."
+    assert hooks.to_markdown(text) == expected
+
+
+def test_tags_in_the_table_are_those_of_the_monitor(hooks):
+    table = hooks.tag_table()
+    for tag in ("train/loss", "train/grad_norm", "optim/lr", "speed/samples_per_s", "speed/mfu", "memory/*"):
+        assert f"``{tag}``" in table
+
+
+def test_the_picture_of_one_cycle_is_what_the_schedule_draws():
+    drawn = runpy.run_path(str(DOCS / "one_cycle_picture.py"))["draw"]()
+    assert (DOCS / "images/one-cycle.svg").read_text() == drawn

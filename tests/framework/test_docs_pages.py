@@ -1,0 +1,170 @@
+"""The documentation's pages: each plug-in has one, and what they show is what the code takes."""
+
+import configparser
+import importlib
+import inspect
+import re
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from lightning.pytorch import Trainer
+from lightning.pytorch.demos.boring_classes import BoringModel
+
+from dlo_framework.cli.main import OTHER_COMMANDS, RUN_COMMANDS
+from dlo_framework.cli.messages import parameters
+from dlo_framework.cli.shipped import shipped_configs
+from dlo_framework.defaults import add_default_callbacks
+from dlo_framework.registry import GROUP_PREFIX, KINDS
+
+ROOT = Path(__file__).resolve().parents[2]
+DOCS = ROOT / "docs"
+PAGES = sorted(DOCS.rglob("*.md"))
+TEXTS = [*PAGES, ROOT / "README.md", ROOT / "CONTRIBUTING.md"]
+
+#: Names that the pages make up for the reader's own files and classes.
+MADE_UP_CONFIGS = {"my.yaml", "tumours.yaml", "x.yaml", "runs/quickstart/version_0/config.yaml"}
+MADE_UP_CLASSES = {"MyCallback": {}, "EpochClock": {"every"}, "WeightNormLogger": {"every_n_steps", "depth"}}
+
+
+def entry_points() -> dict[str, tuple[str, str]]:
+    parser = configparser.ConfigParser()
+    parser.optionxform = str  # type: ignore[assignment,method-assign]
+    parser.read(ROOT / "setup.cfg")
+    groups = parser["options.entry_points"]
+    lines = [(kind, line) for kind in KINDS for line in groups.get(GROUP_PREFIX + kind, "").strip().splitlines()]
+    split = [(kind, *(part.strip() for part in line.split("=", 1))) for kind, line in lines]
+    return {name: (kind, target.replace(":", ".")) for kind, name, target in split}
+
+
+def nav_pages(nav: Any) -> Iterator[str]:
+    if isinstance(nav, str):
+        yield nav
+    else:
+        for item in nav.values() if isinstance(nav, dict) else nav:
+            yield from nav_pages(item)
+
+
+def blocks(language: str) -> list[tuple[Path, str]]:
+    """Every fenced block of a language, without those that a snippet fills."""
+    fence = re.compile(r"^( *)```(\w*)[^\n]*\n(.*?)^\1```$", re.MULTILINE | re.DOTALL)
+    found = [(path, match) for path in TEXTS for match in fence.finditer(path.read_text()) if match[2] == language]
+    texts = [(path, re.sub(f"^{match[1]}", "", match[3], flags=re.MULTILINE)) for path, match in found]
+    return [(path, text) for path, text in texts if "--8<--" not in text]
+
+
+def identify(values: list[tuple[Path, str]]) -> list[str]:
+    return [f"{path.stem}-{number}" for number, (path, _) in enumerate(values)]
+
+
+def nav() -> list[str]:
+    return list(nav_pages(yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"]))
+
+
+def test_the_navigation_has_every_page_once():
+    assert sorted(nav()) == [path.relative_to(DOCS).as_posix() for path in PAGES]
+
+
+@pytest.mark.parametrize("name", entry_points())
+def test_a_registered_plugin_has_its_page(name):
+    _, target = entry_points()[name]
+    page = re.sub(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "-", name).lower()
+    assert f"plugins/{page}.md" in nav()
+    text = (DOCS / "plugins" / f"{page}.md").read_text()
+    assert f"::: {target}\n" in text
+    assert f"class_path: {name}\n" in text
+
+
+def test_the_default_callbacks_are_described(tmp_path):
+    text = (DOCS / "plugins/core-callbacks.md").read_text()
+    defaults = add_default_callbacks([], run_folder=tmp_path, model=BoringModel())
+    ours = [type(callback) for callback in defaults if type(callback).__module__.startswith("dlo_framework")]
+    assert ours
+    for cls in ours:
+        assert f"::: {cls.__module__}.{cls.__name__}\n" in text
+
+
+def test_every_public_module_of_the_core_is_in_the_reference():
+    named = {line.split()[1] for path in PAGES for line in path.read_text().splitlines() if line.startswith("::: ")}
+    core = ROOT / "dlo_framework"
+    modules = {".".join(path.relative_to(ROOT).with_suffix("").parts) for path in core.rglob("*.py")}
+    public = {module for module in modules if "._" not in module and not module.startswith("dlo_framework.cli")}
+    missing = {module for module in public if not any(f"{name}.".startswith(f"{module}.") for name in named)}
+    assert missing == set()
+
+
+YAML = blocks("yaml")
+
+
+@pytest.mark.parametrize("block", YAML, ids=identify(YAML))
+def test_a_config_in_the_pages_fits_its_classes(block):
+    config = yaml.safe_load(block[1])
+    assert set(config) <= {"plugins", "trainer", "model", "data", "run", "seed_everything"}
+    assert set(config.get("trainer", {})) <= set(parameters(Trainer))
+    for class_path, arguments in classes(config):
+        assert set(arguments) <= set(accepted(class_path)), class_path
+
+
+def classes(content: Any) -> Iterator[tuple[str, dict[str, Any]]]:
+    if isinstance(content, dict):
+        if "class_path" in content:
+            yield content["class_path"], content.get("init_args", {})
+        content = list(content.values())
+    if isinstance(content, list):
+        for value in content:
+            yield from classes(value)
+
+
+def accepted(class_path: str) -> set[str]:
+    if class_path in MADE_UP_CLASSES:
+        return set(MADE_UP_CLASSES[class_path])
+    path = entry_points()[class_path][1] if class_path in entry_points() else class_path
+    module, _, name = path.rpartition(".")
+    homes = [module] if module else ["lightning.pytorch.callbacks", "lightning.pytorch.loggers"]
+    cls = next(getattr(home, name) for home in map(importlib.import_module, homes) if hasattr(home, name))
+    assert inspect.isclass(cls)
+    return set(parameters(cls) or ())
+
+
+COMMANDS = [
+    (path, line.removeprefix("$ "))
+    for path, block in [*blocks("console"), *blocks("")]
+    for line in block.splitlines()
+    if line.removeprefix("$ ").startswith("dlo ") and not line.startswith("dlo 0.")
+]
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=identify(COMMANDS))
+def test_a_command_in_the_pages_names_what_there_is(command):
+    words = shlex.split(command[1].partition(" > ")[0])[1:]
+    assert words[0] in {*RUN_COMMANDS, *OTHER_COMMANDS}
+    if words[0] == "plugins" and words[1:2] == ["new"]:
+        assert words[2] in KINDS
+    elif words[0] == "plugins" and words[1:2] == ["show"]:
+        assert words[2] in {*entry_points(), *MADE_UP_CLASSES, "NAME"}
+    for option, value in zip(words, [*words[1:], ""], strict=True):
+        if option == "--config":
+            assert value in {*shipped_configs(), *MADE_UP_CONFIGS} or (ROOT / value).is_file()
+        elif option.startswith("--trainer.") and option != "--trainer.max_epoch":  # That one shows the message.
+            assert option.removeprefix("--trainer.").rstrip("+") in parameters(Trainer)
+
+
+@pytest.mark.parametrize("name", ["README.md", "CONTRIBUTING.md", "CHANGELOG.md"])
+def test_links_into_the_tree_lead_somewhere(name):
+    links = re.findall(r"\]\(([^)#]+)\)", (ROOT / name).read_text())
+    inside = [link for link in links if "://" not in link]
+    assert [link for link in inside if not (ROOT / link).exists()] == []
+
+
+def test_ci_calls_the_test_command_of_the_readme():
+    command = "pip install -e '.[test]' && pytest"
+    assert f"\n{command}\n" in (ROOT / "README.md").read_text()
+    assert (ROOT / ".ci/run").read_text().endswith(f"\n{command}\n")
+
+
+def test_the_pages_speak_of_the_exit_codes_there_are():
+    text = (DOCS / "concepts/errors.md").read_text()
+    assert re.findall(r"^\| (\d+) \|", text, re.MULTILINE) == ["0", "1", "2", "130", "143"]
