@@ -156,9 +156,7 @@ def full_lightning(make: Callable, warm: int, steps: int, folder: Path) -> float
     """Lightning with the same features, from its own callbacks."""
     net, batch = make()
     callbacks = [TQDMProgressBar(), LearningRateMonitor(), Timer(), ModelCheckpoint(dirpath=folder)]
-    return fit(
-        Module(net, log=True), batch, warm, steps, logger=TensorBoardLogger(folder), callbacks=callbacks
-    )
+    return fit(Module(net, log=True), batch, warm, steps, logger=TensorBoardLogger(folder), callbacks=callbacks)
 
 
 def dlo(make: Callable, warm: int, steps: int, folder: Path) -> float:

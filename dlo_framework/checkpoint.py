@@ -25,9 +25,7 @@ PARTIAL = ".partial"
 class SafeCheckpointIO(TorchCheckpointIO):
     """Writes a checkpoint atomically, reads it with ``weights_only=True``."""
 
-    def save_checkpoint(
-        self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any = None
-    ) -> None:
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any = None) -> None:
         """Writes ``checkpoint`` to ``path``: beside it first, synced, then renamed over it.
 
         Raises:

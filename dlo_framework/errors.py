@@ -24,3 +24,15 @@ def did_you_mean(name: str, options: Iterable[str]) -> str:
     """Returns ``"; did you mean 'x'?"``, or an empty string where no option is near."""
     option = nearest(name, options)
     return f"; did you mean '{option}'?" if option else ""
+
+
+def dlo_error_in(error: BaseException) -> DloError | None:
+    """Returns the DloError that an error is, was raised from, or was raised while handling; None if there is none."""
+    seen: set[int] = set()
+    current: BaseException | None = error
+    while current is not None and id(current) not in seen:
+        if isinstance(current, DloError):
+            return current
+        seen.add(id(current))
+        current = current.__cause__ or current.__context__
+    return None

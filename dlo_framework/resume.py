@@ -27,9 +27,7 @@ class ExactResume(Callback):
         self._loaded: dict[str, Any] | None = None
         self._before_validation: dict[str, Any] | None = None
 
-    def on_save_checkpoint(
-        self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
-    ) -> None:
+    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """Adds the random state of every rank and half-accumulated gradients to the checkpoint."""
         state = self._before_validation or random_state()
         checkpoint[KEY] = {
@@ -39,9 +37,7 @@ class ExactResume(Callback):
         if "loops" in checkpoint:
             _reopen_epoch(trainer, checkpoint["loops"]["fit_loop"])
 
-    def on_load_checkpoint(
-        self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
-    ) -> None:
+    def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """Restores the random state, so that loaders that shuffle by it shuffle as they would have."""
         self._loaded = checkpoint.get(KEY)
         if self._loaded is not None:

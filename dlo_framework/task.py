@@ -15,6 +15,7 @@ from lightning.pytorch.trainer.states import RunningStage
 from torch import Tensor, nn
 from torchmetrics import Metric
 
+from dlo_framework.data import VOID
 from dlo_framework.plan import ParallelPlan
 
 Stage = Literal["train", "val", "test", "predict"]
@@ -147,8 +148,12 @@ class Task(LightningModule, ABC):
         self._evaluate(batch)
 
     def predict_step(self, batch: Any, batch_idx: int) -> Any:
-        """Returns the model's outputs for a batch."""
-        return self._outputs(batch)
+        """Returns the model's outputs for a batch's real samples."""
+        outputs = self._outputs(batch)
+        targets = batch[1] if isinstance(batch, tuple | list) and len(batch) == 2 else None
+        if isinstance(outputs, Tensor) and isinstance(targets, Tensor) and not targets.is_floating_point():
+            return outputs[targets != VOID] if targets.ndim == 1 else outputs
+        return outputs
 
     def _outputs(self, batch: Any) -> Any:
         args, kwargs = self.inputs(batch)

@@ -10,9 +10,7 @@ from dlo_framework.cli.shipped import resolve_config, shipped_configs
 
 def main(argv: list[str]) -> int:
     """Lists the shipped configs, or prints the one that is named, to copy and change."""
-    parser = argparse.ArgumentParser(
-        prog="dlo configs", description="List the shipped configs, or print one."
-    )
+    parser = argparse.ArgumentParser(prog="dlo configs", description="List the shipped configs, or print one.")
     parser.add_argument("name", nargs="?", help="print this config: dlo configs quickstart > my.yaml")
     name = parser.parse_args(argv).name
     if name:

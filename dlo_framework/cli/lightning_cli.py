@@ -17,7 +17,7 @@ from dlo_framework import runs
 from dlo_framework.checkpoint import SafeCheckpointIO, refuse_unsafe
 from dlo_framework.cli.scan import Scan
 from dlo_framework.defaults import add_default_callbacks
-from dlo_framework.errors import DloError, did_you_mean
+from dlo_framework.errors import DloError, did_you_mean, dlo_error_in
 from dlo_framework.watch.clock import StepClock
 from dlo_framework.watch.predictions import SavePredictions
 
@@ -131,8 +131,18 @@ class DloCLI(LightningCLI):
         return Path(config.run.dir) / name
 
     def instantiate_classes(self) -> None:
-        """Builds model, data and trainer, then lets each check what the others bring."""
-        super().instantiate_classes()
+        """Builds model, data and trainer, then lets each check what the others bring.
+
+        Raises:
+            DloError: what a part's constructor or check refuses; jsonargparse wraps it in an error of its own.
+        """
+        try:
+            super().instantiate_classes()
+        except Exception as error:
+            cause = dlo_error_in(error)
+            if cause is None:
+                raise
+            raise cause from error
         for part, arguments in ((self.datamodule, ()), (self.model, (self.datamodule,))):
             check = getattr(part, "check", None)
             if callable(check):
@@ -140,6 +150,7 @@ class DloCLI(LightningCLI):
 
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
         """Builds the trainer with the run's folder, logger, checkpoints and watchers."""
+        self.config[self.command].run.name = self._runs().name  # Kept, so that the saved config names it too.
         config = self._get(self.config_init, "trainer")
         callbacks = config.get("callbacks") or []
         callbacks = list(callbacks) if isinstance(callbacks, list) else [callbacks]
@@ -155,9 +166,7 @@ class DloCLI(LightningCLI):
             return self._build_trainer(kwargs)
         self.run_folder = self._resumed_run() or runs.new_run(self._runs())
         if config.get("logger") in (None, True):
-            kwargs["logger"] = TensorBoardLogger(
-                self.run_folder, name="", version="", default_hp_metric=False
-            )
+            kwargs["logger"] = TensorBoardLogger(self.run_folder, name="", version="", default_hp_metric=False)
         kwargs["callbacks"] = add_default_callbacks(
             callbacks,
             run_folder=self.run_folder,
@@ -200,9 +209,7 @@ def _check_strategy(strategy: Any) -> None:
         return
     known = ["auto", *StrategyRegistry.available_strategies()]
     if strategy not in known:
-        shown = [
-            name for name in known if "spawn" not in name and "fork" not in name and "find_unused" not in name
-        ]
+        shown = [name for name in known if "spawn" not in name and "fork" not in name and "find_unused" not in name]
         raise DloError(
             f"unknown strategy '{strategy}'{did_you_mean(strategy, known) or ';'} available: {', '.join(shown)}"
         )

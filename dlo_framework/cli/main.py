@@ -82,9 +82,7 @@ def _dispatch(words: list[str]) -> int:
 
         return run(words)
     known = [*RUN_COMMANDS, *OTHER_COMMANDS]
-    raise DloError(
-        f"unknown command '{command}'{did_you_mean(command, known) or ';'} available: {', '.join(known)}"
-    )
+    raise DloError(f"unknown command '{command}'{did_you_mean(command, known) or ';'} available: {', '.join(known)}")
 
 
 def _refuse(error: DloError) -> int:

@@ -15,7 +15,7 @@ from typing import Any
 
 from dlo_framework.cli.lightning_cli import ParseError
 from dlo_framework.cli.scan import Scan
-from dlo_framework.errors import DloError, did_you_mean
+from dlo_framework.errors import DloError, did_you_mean, dlo_error_in
 from dlo_framework.registry import Registry
 
 #: What the class named under a key must be.
@@ -29,11 +29,17 @@ KINDS = {
 
 def explain(error: ParseError, found: Scan, registry: Registry) -> DloError:
     """Returns the message for a command line or config that the parser refused."""
+    cause = dlo_error_in(error)
+    if cause is not None:
+        return cause
     known = error.known_keys
     for path, config in found.configs.items():
         fault = next(_faults(config, known, registry), None)
         if fault:
             return DloError(f"{path}: {fault}")
+    keys, given = _named(str(error))
+    if keys in KINDS and given.isidentifier():
+        return registry.unknown(given, KINDS[keys])
     return DloError(_in_one_line(str(error), known))
 
 
@@ -167,13 +173,19 @@ def _in_one_line(message: str, known: list[str]) -> str:
     missing = re.search(r"arguments? (?:is|are) required: (?:\w+\.)?(\w+)", message)
     if missing:
         return f"no {missing.group(1)}: name one in a config (--config x.yaml) or by --{missing.group(1)} ClassName"
-    keys = re.findall(r'Parser key "([^"]+)"', message)
+    keys, given = _named(message)
     expected = dict.fromkeys(re.findall(r"Expected an? ([^\n.]+(?:\.[^\s.]+)*)", message))
-    given = re.findall(r"(?:Given value|Got value): (.*)", message)
     if keys and expected and given:
         types = " or ".join(_plain(text) for text in expected if "NoneType" not in text)
-        return f"{'.'.join(keys)}: expected {types}, but was {given[0].strip()!r}"
+        return f"{keys}: expected {types}, but was {given!r}"
     return " ".join(message.split())
+
+
+def _named(message: str) -> tuple[str, str]:
+    """Returns the dotted key and the value that jsonargparse's text names; empty where it names none."""
+    keys = ".".join(re.findall(r'Parser key "([^"]+)"', message))
+    given = re.search(r"(?:Given value|Got value): (.*)", message)
+    return keys, given.group(1).strip() if given else ""
 
 
 def _plain(text: str) -> str:

@@ -11,8 +11,8 @@ from typing import Any, NoReturn
 
 from dlo_framework.cli.snippet import yaml_snippet
 from dlo_framework.errors import DloError, did_you_mean
-from dlo_framework.plugin_source import ClassSource, SourceNotFoundError, plain, read_class
 from dlo_framework.registry import KINDS, Plugin, Registry
+from dlo_framework.registry.source import ClassSource, SourceNotFoundError, plain, read_class
 
 COMMANDS = ("show", "new")
 

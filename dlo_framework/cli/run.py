@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from dlo_framework.cli.scan import Scan, scan
+from dlo_framework.errors import DloError
 
 
 def run(argv: list[str]) -> int:
@@ -29,6 +30,8 @@ def run(argv: list[str]) -> int:
     import lightning  # noqa: F401  It sets PYTORCH_NVML_BASED_CUDA_CHECK, which the next line mends.
 
     _mend_environment()
+    from lightning.pytorch.utilities.exceptions import MisconfigurationException
+
     from dlo_framework.cli.lightning_cli import DloCLI, ParseError
     from dlo_framework.cli.messages import explain
     from dlo_framework.stop import RunStopped
@@ -38,6 +41,8 @@ def run(argv: list[str]) -> int:
         DloCLI(found)
     except ParseError as error:
         raise explain(error, found, registry) from None
+    except MisconfigurationException as error:
+        raise DloError(str(error)) from error
     except RunStopped as stopped:
         print(stopped, file=sys.stderr)
         return stopped.exit_code
@@ -81,6 +86,7 @@ _NO_NEWS = (
     ".*does not have many workers.*",
     ".*LeafSpec.* is deprecated.*",
     "Checkpoint directory .* exists and is not empty",
+    "The dirpath has changed from .*",
     "Be aware that when using `ckpt_path`, callbacks used to create the checkpoint.*",
 )
 
@@ -96,6 +102,4 @@ def _quiet() -> None:
 def _is_news(record: logging.LogRecord) -> bool:
     """Returns False for Lightning's lines that are no news: its tips, and accelerators that nobody asked for."""
     text = record.getMessage()
-    return not (
-        text.startswith("💡 Tip") or text.startswith(("TPU available: False", "HPU available: False"))
-    )
+    return not (text.startswith("💡 Tip") or text.startswith(("TPU available: False", "HPU available: False")))

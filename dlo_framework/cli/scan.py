@@ -91,9 +91,7 @@ def read_config(path: str) -> dict[str, Any]:
     if content is None:
         return {}
     if not isinstance(content, dict):
-        raise DloError(
-            f"{path}: a config is a mapping of keys to values, but this is a {type(content).__name__}"
-        )
+        raise DloError(f"{path}: a config is a mapping of keys to values, but this is a {type(content).__name__}")
     return content
 
 
@@ -105,9 +103,7 @@ def as_list(value: Any) -> list[str]:
         return [value]
     if isinstance(value, list) and all(isinstance(item, str) for item in value):
         return value
-    raise DloError(
-        f"plugins: is a list of modules and files, such as [my_pkg.mod, ./file.py], but was {value!r}"
-    )
+    raise DloError(f"plugins: is a list of modules and files, such as [my_pkg.mod, ./file.py], but was {value!r}")
 
 
 def leaves(content: Any) -> list[str]:

@@ -8,7 +8,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from dlo_framework.plugin_source import Parameter
+from dlo_framework.registry.source import Parameter
 
 #: Where a plug-in of a kind stands in a config, one key a level; ``-`` is an item of a list.
 _PLACES = {

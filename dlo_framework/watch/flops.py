@@ -58,8 +58,7 @@ class FlopCounter:
 def is_compiled(module: torch.nn.Module) -> bool:
     """Returns whether torch.compile has wrapped the module or any part of it."""
     return any(
-        part._compiled_call_impl is not None or type(part).__name__ == "OptimizedModule"
-        for part in module.modules()
+        part._compiled_call_impl is not None or type(part).__name__ == "OptimizedModule" for part in module.modules()
     )
 
 

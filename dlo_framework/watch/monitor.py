@@ -24,12 +24,14 @@ class RunMonitor(Callback):
     ============================ ==========================================================================
     ``train/loss``               mean training loss since the last record, over all ranks
     ``train/grad_norm``          2-norm of all gradients, after accumulation and unscaling, before clipping
-    ``optim/lr``, ``.../momentum`` of each parameter group (``momentum`` or Adam's first beta)
+    ``optim/lr``                 learning rate of each parameter group
+    ``optim/momentum``           likewise ``momentum``, or Adam's first beta
     ``speed/samples_per_s``      samples of all ranks a second, validation and checkpoints left out
     ``speed/data_wait``          fraction of that time spent waiting for the data loader
     ``speed/step_ms``            milliseconds an optimizer step
     ``speed/tflops``             achieved model TFLOP/s of one rank, forward and backward, counted once
     ``speed/mfu``                that over the accelerator's peak (PaLM, arXiv 2204.02311), where it is known
+    ``data/corrupt_samples``     samples that were skipped, over all ranks, where the data count ``corrupt_images``
     ``memory/*``                 GB in use and at most, of the accelerator, or of the process on a CPU
     ============================ ==========================================================================
 
@@ -73,9 +75,7 @@ class RunMonitor(Callback):
         reset_memory_peak(trainer.strategy.root_device)
         self._started, self._paused = time.perf_counter(), False
 
-    def on_train_batch_start(
-        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Counts FLOPs on one batch; starts the clock again after a validation, and the saving that follows it."""
         if self._paused:
             self._paused, self._started = False, time.perf_counter()
@@ -85,9 +85,7 @@ class RunMonitor(Callback):
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Any) -> None:
         """Measures the gradients' norm on the steps that are logged."""
         if self.gradient_norm and (self._tick + 1) % self._every == 0:
-            gradients = [
-                p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None
-            ]
+            gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
             if gradients:
                 self._norm = torch.nn.utils.get_total_norm(gradients)
 
@@ -130,6 +128,10 @@ class RunMonitor(Callback):
             peak = peak_flops(trainer)
             if peak:
                 scalars["speed/mfu"] = achieved / peak
+        corrupt = getattr(trainer.datamodule, "corrupt_images", None)  # type: ignore[attr-defined]
+        if corrupt is not None:
+            count = torch.tensor(float(corrupt), device=trainer.strategy.root_device)
+            scalars["data/corrupt_samples"] = float(trainer.strategy.reduce(count, reduce_op="sum"))
         scalars |= memory_now(trainer.strategy.root_device)
         scalars["epoch"] = trainer.current_epoch
         self.latest = scalars

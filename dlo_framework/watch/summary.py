@@ -102,6 +102,7 @@ class RunRecord(Callback):
             "epochs": trainer.current_epoch,
             "steps": trainer.global_step,
             "samples": self.monitor.samples,
+            "corrupt_samples": int(self.monitor.latest.get("data/corrupt_samples", 0)),
             "seconds": round(time.perf_counter() - self._began, 3),
             "training_seconds": round(seconds, 3),
             "samples_per_second": round(self.monitor.samples / seconds, 3) if seconds else None,
@@ -116,35 +117,24 @@ class RunRecord(Callback):
 
 
 def print_table(folder: Path, summary: dict[str, Any]) -> None:
-    """Prints what a person wants to know of a run that has ended."""
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table(show_header=False, box=None, pad_edge=False)
-    table.add_column(no_wrap=True)
-    table.add_column(overflow="fold")
-    for name, value in summary["metrics"].items():
-        table.add_row(name, f"{value:.4f}")
-    for name, value in (summary["best_metric"] or {}).items():
-        table.add_row(f"best {name}", f"{value:.4f}")
-    table.add_row("epochs, steps", f"{summary['epochs']}, {summary['steps']:,}")
+    """Prints what a person wants to know of a run that has ended, a line each so that paths can be copied."""
+    rows = {name: f"{value:.4f}" for name, value in summary["metrics"].items()}
+    rows |= {f"best {name}": f"{value:.4f}" for name, value in (summary["best_metric"] or {}).items()}
+    rows["epochs, steps"] = f"{summary['epochs']}, {summary['steps']:,}"
     rate = summary["samples_per_second"]
     if rate:
-        table.add_row("samples", f"{summary['samples']:,} at {rate:,.0f} a second")
-    table.add_row(
-        "time", f"{summary['seconds']:.0f} s, {summary['training_seconds']:.0f} s of it in training steps"
-    )
-    table.add_row("peak memory", runs.human(summary["peak_memory_bytes"]))
-    table.add_row(
-        "strategy", f"{summary['strategy']} on {summary['world_size']} rank(s), {summary['precision']}"
-    )
-    table.add_row("run folder", str(folder))
+        rows["samples"] = f"{summary['samples']:,} at {rate:,.0f} a second"
+    if summary["corrupt_samples"]:
+        rows["corrupt samples"] = f"{summary['corrupt_samples']:,} skipped"
+    rows["time"] = f"{summary['seconds']:.0f} s, {summary['training_seconds']:.0f} s of it in training steps"
+    rows["peak memory"] = runs.human(summary["peak_memory_bytes"])
+    rows["strategy"] = f"{summary['strategy']} on {summary['world_size']} rank(s), {summary['precision']}"
+    rows["run folder"] = str(folder)
     if summary["best_checkpoint"]:
-        table.add_row("best checkpoint", str(folder / summary["best_checkpoint"]))
-    console = Console(soft_wrap=True)
-    console.print()
-    console.print(table)
-    console.print(f"\nlook at it:  tensorboard --logdir {folder.parent}", highlight=False)
+        rows["best checkpoint"] = str(folder / summary["best_checkpoint"])
+    width = max(map(len, rows)) + 2
+    print("\n" + "\n".join(f"{name:<{width}}{value}" for name, value in rows.items()))
+    print(f"\nlook at it:  tensorboard --logdir {folder.parent}", flush=True)
 
 
 def _flat(content: Any, prefix: str = "") -> dict[str, Any]:

@@ -58,7 +58,6 @@ def test_a_signal_to_one_rank_stops_both_and_each_resumes_its_own_random_stream(
     assert process.returncode == 143, err
     assert "Traceback" not in err
     dlo(*command, "--run.name", "cut", "--ckpt_path", "last")
-    assert 0 < json.loads((cut / "summary.json").read_text())["steps"]
     assert curve(cut) == curve(whole)
     assert len(curve(cut)) == 8 * 15
 

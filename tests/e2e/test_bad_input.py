@@ -3,6 +3,7 @@
 Most of these call the command's entry point in this process, for each new one costs seconds of imports.
 """
 
+import json
 import os
 import pickle
 import subprocess
@@ -77,6 +78,21 @@ def test_unknown_plug_ins(refused):
     assert "unknown strategy 'fsdp3'; did you mean 'fsdp'? available: auto, ddp" in message
 
 
+def test_names_on_the_command_line(refused):
+    assert "unknown callback 'OneCylce'; did you mean 'OneCycle'?" in refused(
+        "fit", "--config", "train.yaml", "--trainer.callbacks+", "OneCylce"
+    )
+    assert "unknown task 'ImagClassifier'; did you mean 'ImageClassifier'?" in refused(
+        "fit", "--model", "ImagClassifier"
+    )
+
+
+def test_what_a_plug_ins_constructor_refuses(refused):
+    callback = "[{class_path: OneCycle, init_args: {pct_start: 2.0}}]"
+    message = refused("fit", "--config", "train.yaml", "--trainer.callbacks", callback)
+    assert "OneCycle: pct_start is a fraction above 0 and at most 1.0, but was 2.0" in message
+
+
 def test_values_of_the_wrong_type(refused):
     message = refused("fit", "--config", "train.yaml", "--trainer.max_epochs", "many")
     assert "trainer.max_epochs: expected int, but was 'many'" in message
@@ -128,6 +144,18 @@ def test_a_corrupt_image(refused, photos, tmp_path, workers):
     assert "corrupt image" in message
     assert ".jpg" in message
     assert "on_corrupt" in message
+
+
+def test_corrupt_images_that_are_skipped_are_counted(refused, photos, tmp_path):
+    copy = tmp_path / "copy"
+    subprocess.run(["cp", "-r", photos, copy], check=True)
+    for path in (copy / "train" / "china").iterdir():
+        path.write_bytes(path.read_bytes()[:300])
+    options = ["--data.on_corrupt", "skip", "--data.num_workers", "2", "--trainer.limit_train_batches", "1.0"]
+    assert main([*folder_options(copy), *options]) == 0
+    os.environ.pop(runs.ENVIRONMENT, None)
+    summary = json.loads(Path("runs/train/version_0/summary.json").read_text())
+    assert summary["corrupt_samples"] >= 12, "each of the 12, and those that stood in for one and were corrupt too"
 
 
 def test_sizes_and_classes_that_do_not_fit(refused):

@@ -17,9 +17,8 @@ ROOT = Path(__file__).parents[2]
 def wheel(tmp_path_factory) -> Path:
     # From a copy: building leaves folders behind, and stale ones would get into the wheel.
     copy = tmp_path_factory.mktemp("source") / "dlo"
-    files = subprocess.run(
-        ["git", "ls-files", "--cached", "--others", "--exclude-standard", "-z"], cwd=ROOT, capture_output=True, check=True
-    ).stdout.split(b"\0")
+    command = ["git", "ls-files", "--cached", "--others", "--exclude-standard", "-z"]
+    files = subprocess.run(command, cwd=ROOT, capture_output=True, check=True).stdout.split(b"\0")
     for name in filter(None, map(bytes.decode, files)):
         if (ROOT / name).is_file():
             (copy / name).parent.mkdir(parents=True, exist_ok=True)
@@ -48,9 +47,9 @@ def far(wheel, tmp_path_factory) -> Path:
 
 
 def run(far: Path, *words: str) -> str:
-    done = subprocess.run(
-        [far / "bin" / "dlo", *words], cwd=far, capture_output=True, text=True, env={"PATH": "/usr/bin:/bin", "HOME": str(far)}
-    )
+    environment = {"PATH": "/usr/bin:/bin", "HOME": str(far)}
+    command = [far / "bin" / "dlo", *words]
+    done = subprocess.run(command, cwd=far, capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -72,10 +71,9 @@ def test_the_wheel_holds_the_packages_the_configs_and_the_types(wheel):
 
 
 def test_it_works_far_from_the_checkout(far):
-    where = subprocess.run(
-        [far / "bin" / "python", "-c", "import dlo_framework, dlo_tasks; print(dlo_framework.__file__, dlo_tasks.__file__)"],
-        cwd=far, capture_output=True, text=True, check=True,
-    ).stdout  # fmt: skip
+    code = "import dlo_framework, dlo_tasks; print(dlo_framework.__file__, dlo_tasks.__file__)"
+    command = [far / "bin" / "python", "-c", code]
+    where = subprocess.run(command, cwd=far, capture_output=True, text=True, check=True).stdout
     assert where.count(str(far)) == 2
     assert "quickstart" in run(far, "configs")
     names = {plugin["name"] for plugin in json.loads(run(far, "plugins", "--json"))}

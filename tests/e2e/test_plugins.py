@@ -2,6 +2,8 @@
 
 import json
 import os
+import subprocess
+import sys
 
 
 def small(plugins: str, callback: str) -> str:
@@ -39,3 +41,41 @@ def test_a_third_partys_pack(dlo, example_pack, monkeypatch):
     dlo("fit", "--config", "pack.yaml")
     events = (dlo.folder / "runs" / "pack" / "version_0").glob("events.*")
     assert any(b"weight_norm" in file.read_bytes() for file in events)
+
+
+TOY = """
+import torch
+from lightning.pytorch import LightningModule
+
+
+class Toy(LightningModule):
+    def __init__(self, width: int = 4):
+        super().__init__()
+        self.net = torch.nn.Linear(width, 1)
+
+    def training_step(self, batch, batch_idx):
+        return self.net(batch).square().mean()
+
+    def train_dataloader(self):
+        return torch.utils.data.DataLoader(torch.randn(64, 4), batch_size=4)
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+"""
+
+
+def test_any_lightning_module_runs_and_nothing_is_imported_that_it_does_not_need(tmp_path):
+    (tmp_path / "toy.py").write_text(TOY)
+    (tmp_path / "toy.yaml").write_text("plugins: [./toy.py]\nmodel: Toy\ntrainer: {max_epochs: 2, accelerator: cpu}\n")
+    code = (
+        "import sys\n"
+        "from dlo_framework.cli.main import main\n"
+        "assert main(['fit', '--config', 'toy.yaml']) == 0\n"
+        "heavy = {'timm', 'deepspeed', 'transformers', 'sklearn', 'cv2', 'simplejpeg', 'dlo_tasks', 'dlo_plugins'}\n"
+        "print('imported:', heavy & set(sys.modules))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1] == "imported: set()"
+    summary = json.loads((tmp_path / "runs" / "toy" / "version_0" / "summary.json").read_text())
+    assert summary["steps"] == 32

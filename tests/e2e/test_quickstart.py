@@ -27,7 +27,7 @@ def test_it_says_how_it_goes_and_where_to_look(trained):
     last = [line for line in done.stderr.splitlines() if line.startswith("epoch ")][-1]
     assert re.search(r"epoch (\d+)/\1 batch \d+: loss [\d.]+, lr [\d.e-]+, [\d,]+ samples/s, .*val_acc1 0\.\d+", last)
     assert "tensorboard --logdir runs/quickstart" in done.stdout
-    assert summary["best_checkpoint"] in done.stdout.replace("\n", "")
+    assert summary["best_checkpoint"] in done.stdout
     assert "Traceback" not in done.stderr
     assert "Warning" not in done.stderr
 

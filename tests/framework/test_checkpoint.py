@@ -58,11 +58,10 @@ def test_a_checkpoint_larger_than_the_disk_is_refused_before_it_is_written(tmp_p
 @pytest.mark.parametrize("legacy", [False, True])
 def test_a_pickle_bomb_is_refused_and_not_executed(tmp_path, legacy):
     path, proof = tmp_path / "bomb.ckpt", tmp_path / "executed"
-    torch.save(
-        {"state_dict": Bomb(f"touch {proof}")}, path, _use_new_zipfile_serialization=not legacy
-    )
+    torch.save({"state_dict": Bomb(f"touch {proof}")}, path, _use_new_zipfile_serialization=not legacy)
     for read in (refuse_unsafe, SafeCheckpointIO().load_checkpoint):
-        with pytest.raises(DloError, match=r"refusing .*bomb\.ckpt: pickle global \w+\.system not allowed; nothing executed"):
+        message = r"refusing .*bomb\.ckpt: pickle global \w+\.system not allowed; nothing executed"
+        with pytest.raises(DloError, match=message):
             read(path)
     assert not proof.exists()
 
@@ -106,5 +105,3 @@ def test_what_a_killed_save_left_is_removed(tmp_path):
 def test_shared_storage_counts_once():
     base = torch.zeros(100)
     assert tensor_bytes({"a": base, "b": [base[:10], (base.view(10, 10),)], "c": torch.zeros(2)}) == 408
-
-

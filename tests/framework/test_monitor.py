@@ -3,13 +3,14 @@ import sys
 
 import pytest
 import torch
-from dlo_framework.defaults import add_default_callbacks
-from dlo_framework.watch.clock import StepClock
-from dlo_framework.watch.monitor import RunMonitor, batch_size, optimizer_scalars
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.loggers import TensorBoardLogger
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch.utils.data import DataLoader, TensorDataset
+
+from dlo_framework.defaults import add_default_callbacks
+from dlo_framework.watch.clock import StepClock
+from dlo_framework.watch.monitor import RunMonitor, batch_size, optimizer_scalars
 
 
 class Net(LightningModule):
@@ -141,9 +142,7 @@ def test_batch_size_looks_into_any_nest():
 
 def test_groups_that_differ_get_a_curve_each():
     first, second = torch.nn.Parameter(torch.zeros(1)), torch.nn.Parameter(torch.zeros(1))
-    optimizer = torch.optim.SGD(
-        [{"params": [first], "lr": 0.1}, {"params": [second], "lr": 0.2}], lr=1, momentum=0.9
-    )
+    optimizer = torch.optim.SGD([{"params": [first], "lr": 0.1}, {"params": [second], "lr": 0.2}], lr=1, momentum=0.9)
     trainer = type("Trainer", (), {"optimizers": [optimizer]})
     assert optimizer_scalars(trainer) == {"optim/lr/0": 0.1, "optim/lr/1": 0.2, "optim/momentum": 0.9}
 

@@ -2,12 +2,13 @@ import math
 
 import pytest
 import torch
-from dlo_framework.errors import DloError
-from dlo_plugins.callbacks.one_cycle import OneCycle, group_peaks, phase_ends, piecewise
 from hypothesis import given
 from hypothesis import strategies as st
 from lightning.pytorch import LightningModule, Trainer
 from torch.utils.data import DataLoader, TensorDataset
+
+from dlo_framework.errors import DloError
+from dlo_plugins.callbacks.one_cycle import OneCycle, group_peaks, phase_ends, piecewise
 
 
 class Regression(LightningModule):
@@ -124,9 +125,7 @@ def test_a_resumed_run_goes_on_where_the_schedule_was(tmp_path):
     trainer.save_checkpoint(tmp_path / "half.ckpt")
     rest = Regression()
     data = DataLoader(TensorDataset(torch.randn(24, 3)), batch_size=2)
-    options = dict.fromkeys(
-        ("logger", "enable_progress_bar", "enable_model_summary", "enable_checkpointing"), False
-    )
+    options = dict.fromkeys(("logger", "enable_progress_bar", "enable_model_summary", "enable_checkpointing"), False)
     again = Trainer(accelerator="cpu", max_epochs=4, callbacks=[OneCycle(0.1)], **options)
     again.fit(rest, data, ckpt_path=tmp_path / "half.ckpt", weights_only=True)
     assert [s[0] for s in rest.seen] == pytest.approx([s[0] for s in whole.seen[24:]], abs=1e-15)

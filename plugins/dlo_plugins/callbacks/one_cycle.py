@@ -142,9 +142,7 @@ class OneCycle(Callback):
                 "OneCycle: div_factor and final_div_factor are at least 1, for the lr starts and ends below its"
                 f" maximum, but were {self.div_factor} and {self.final_div_factor}"
             )
-        if any(
-            lr <= 0 for lr in (max_lr if isinstance(max_lr, list) else [max_lr] if max_lr is not None else [])
-        ):
+        if any(lr <= 0 for lr in (max_lr if isinstance(max_lr, list) else [max_lr] if max_lr is not None else [])):
             raise DloError(f"OneCycle: max_lr is above 0, but was {max_lr}")
 
     def state_dict(self) -> dict[str, Any]:
@@ -175,9 +173,7 @@ class OneCycle(Callback):
         step = 1 / optimizer_steps(trainer) if self.last_step_is_the_end else 0.0
         self._ends = phase_ends(self.pct_start, self.three_phase, step)
 
-    def on_train_batch_start(
-        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Sets the lr of the optimizer step that begins."""
         if batch_idx % trainer.accumulate_grad_batches:
             return

@@ -27,7 +27,7 @@ class ImageClassifier(Task):
     sample that only pads) or soft targets `[B, C]`. Validation and test log `loss` (plain cross-entropy,
     without smoothing), `acc1`, and `acc5` where there are more than 5 classes: exact means over all samples
     of all ranks. TensorBoard gets a few training images at the first batch, and the confusion matrix of the
-    last validation when training ends (and of each validation or test run by itself).
+    last validation when training ends (and of a validation or test run by itself, where that has a logger).
 
     Args:
         model: timm's name of the model; `python -c 'import timm; print(timm.list_models())'` lists them.
@@ -259,10 +259,8 @@ class ImageClassifier(Task):
         return found
 
     def predict_step(self, batch: Any, batch_idx: int) -> Tensor:
-        """Returns the probabilities of the classes, `[B, C]`, of a batch's real samples; with `bce` each class's own."""
-        logits = self._outputs(batch).float()
-        if isinstance(batch, tuple | list):
-            logits = logits[losses.is_real(batch[1])]
+        """Returns the real samples' probabilities of the classes, `[B, C]`; with `bce` each class's own."""
+        logits = super().predict_step(batch, batch_idx).float()
         return logits.sigmoid() if self.loss_name == "bce" else logits.softmax(dim=1)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:

@@ -7,7 +7,7 @@ from functools import cached_property
 from importlib import metadata
 
 from dlo_framework.errors import did_you_mean
-from dlo_framework.plugin_source import SourceNotFoundError, read_summary
+from dlo_framework.registry.source import SourceNotFoundError, read_summary
 
 KINDS: tuple[str, ...] = ("strategy", "callback", "task", "data", "applier")
 

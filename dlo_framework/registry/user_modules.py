@@ -20,7 +20,7 @@ from pathlib import Path
 from types import ModuleType
 
 from dlo_framework.errors import DloError, did_you_mean
-from dlo_framework.plugin_source import find_spec
+from dlo_framework.registry.source import find_spec
 
 #: How many folders above a file are tried as the one its name counts from.
 _LONGEST_NAME = 4

@@ -19,13 +19,11 @@ from collections.abc import Iterable
 from types import ModuleType
 
 from dlo_framework.errors import DloError, did_you_mean
-from dlo_framework.import_policy import ALLOWED_ROOTS, DENIED_PATHS, check_class_path
-from dlo_framework.plugin_entries import GROUP_PREFIX, KINDS, Plugin, read_entry_points
-from dlo_framework.user_modules import import_user_module
+from dlo_framework.registry.entries import GROUP_PREFIX, KINDS, Plugin, read_entry_points
+from dlo_framework.registry.policy import ALLOWED_ROOTS, DENIED_PATHS, check_class_path
+from dlo_framework.registry.user_modules import import_user_module
 
-__all__ = ["GROUP_PREFIX", "KINDS", "Plugin", "Registry"]
-
-_BASES = {
+BASES = {
     "strategy": "lightning.pytorch.strategies.Strategy",
     "callback": "lightning.pytorch.Callback",
     "task": "lightning.pytorch.LightningModule",
@@ -162,7 +160,7 @@ class Registry:
             self._classes[plugin] = cls
             found.append(plugin)
         if not found and not any(_names_allowed_base(cls) for cls in classes):
-            bases = ", ".join(_BASES.values())
+            bases = ", ".join(BASES.values())
             raise DloError(f"plugins: '{spec}' defines no plug-in; it needs a public subclass of one of {bases}")
         if module.__name__ not in self._user_modules:
             self._user_modules.append(module.__name__)
@@ -186,7 +184,7 @@ class Registry:
 
         Raises:
             DloError: if it lies outside the loaded plug-ins, the modules under ``plugins:`` and
-                :data:`dlo_framework.import_policy.ALLOWED_ROOTS`.
+                :data:`dlo_framework.registry.policy.ALLOWED_ROOTS`.
         """
         check_class_path(path, self.allowed_import_paths())
 
@@ -219,14 +217,13 @@ def _import_class(plugin: Plugin) -> type:
         other = _kind_of(found)
         fix = f"; register it in the group '{GROUP_PREFIX}{other}'" if other else ""
         raise DloError(
-            f"{label} is registered as a {plugin.kind}, but {plugin.target} is no subclass of "
-            f"{_BASES[plugin.kind]}{fix}"
+            f"{label} is registered as a {plugin.kind}, but {plugin.target} is no subclass of {BASES[plugin.kind]}{fix}"
         )
     return found
 
 
 def _base_of(kind: str) -> type:
-    module, _, name = _BASES[kind].rpartition(".")
+    module, _, name = BASES[kind].rpartition(".")
     base = getattr(importlib.import_module(module), name)
     assert isinstance(base, type)
     return base

@@ -1,0 +1,140 @@
+"""A task and its data in one file: benign or malignant, from 30 measurements of a tumour's cells."""
+
+from __future__ import annotations
+
+# --8<-- [start:imports]
+import torch
+from sklearn.datasets import load_breast_cancer
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+from torchmetrics import Metric
+from torchmetrics.classification import MulticlassAccuracy
+
+from dlo_framework import DloError, ParallelPlan, Task
+from dlo_framework.data import VOID, ResumableDataModule, ResumableLoader
+
+# --8<-- [end:imports]
+
+
+# --8<-- [start:model]
+class Block(nn.Module):
+    """A residual block: what the model repeats."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.fc1 = nn.Linear(width, 4 * width)
+        self.fc2 = nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Maps [B, width] to [B, width]."""
+        return x + self.fc2(nn.functional.gelu(self.fc1(self.norm(x))))
+
+
+class Network(nn.Module):
+    """A stem, blocks that are all alike, and a head."""
+
+    def __init__(self, features: int, width: int, depth: int, classes: int) -> None:
+        super().__init__()
+        self.stem = nn.Linear(features, width)
+        self.blocks = nn.Sequential(*(Block(width) for _ in range(depth)))
+        self.head = nn.Linear(width, classes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Maps [B, features] to logits [B, classes]."""
+        return self.head(self.blocks(self.stem(x)))
+
+
+# --8<-- [end:model]
+
+
+# --8<-- [start:task]
+class TumourClassifier(Task):
+    """Tells malignant from benign tumours.
+
+    Batches are (measurements, targets): float [B, features], int64 [B].
+
+    Args:
+        width: Features of the hidden layers.
+        depth: Number of residual blocks.
+        lr: Learning rate of AdamW.
+    """
+
+    best_metric = ("val_acc1", "max")  # What tells the best checkpoint.
+
+    def __init__(self, width: int = 32, depth: int = 4, lr: float = 3e-3) -> None:
+        super().__init__()
+        self.width, self.depth, self.lr = width, depth, lr
+        self.features = 30
+        self.accuracy = MulticlassAccuracy(2, average="micro", ignore_index=VOID)
+
+    def check(self, datamodule: object) -> None:
+        """Refuses data with another number of measurements, before anything starts."""
+        given = getattr(datamodule, "features", self.features)
+        if given != self.features:
+            raise DloError(f"the model takes {self.features} measurements, the data has {given}")
+
+    def configure_model(self) -> None:
+        """Builds the network, once."""
+        if not self.has_model:
+            self.model = Network(self.features, self.width, self.depth, classes=2)
+
+    def loss(self, outputs: Tensor, batch: tuple[Tensor, Tensor]) -> Tensor:
+        """Returns the cross-entropy of the samples that count."""
+        return nn.functional.cross_entropy(outputs, batch[1], ignore_index=VOID)
+
+    def metrics(self, outputs: Tensor, batch: tuple[Tensor, Tensor]) -> dict[str, Metric | Tensor]:
+        """Adds `val_acc1` and `test_acc1` to the loss."""
+        self.accuracy.update(outputs, batch[1])
+        return {"acc1": self.accuracy}
+
+    # --8<-- [start:plan]
+    def parallel_plan(self) -> ParallelPlan:
+        """Returns where the network may be cut, by names relative to `self.model`."""
+        return ParallelPlan(
+            blocks=("blocks.*",),
+            stem=("stem",),
+            head=("head",),
+            tensor={"blocks.*.fc1": "column", "blocks.*.fc2": "row"},
+        )
+
+    # --8<-- [end:plan]
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        """Returns AdamW."""
+        return torch.optim.AdamW(self.parameters(), lr=self.lr)
+
+
+# --8<-- [end:task]
+
+
+# --8<-- [start:data]
+class TumourData(ResumableDataModule):
+    """569 tumours that ship with scikit-learn, every fifth of them held out.
+
+    Args:
+        batch_size: Samples over all ranks together.
+        seed: Of the order.
+    """
+
+    def __init__(self, batch_size: int = 32, seed: int = 0) -> None:
+        super().__init__(batch_size=batch_size, num_workers=0, seed=seed)
+        self.features = 30
+
+    def _split(self, *, held_out: bool) -> TensorDataset:
+        measured, targets = load_breast_cancer(return_X_y=True)
+        inputs = torch.tensor(measured, dtype=torch.float32)
+        chosen = (torch.arange(len(inputs)) % 5 == 0) == held_out
+        inputs = (inputs - inputs.mean(0)) / inputs.std(0)
+        return TensorDataset(inputs[chosen], torch.tensor(targets)[chosen])
+
+    def train_dataloader(self) -> ResumableLoader:
+        """Returns a new order each epoch, and full batches only."""
+        return self.train_loader(self._split(held_out=False))
+
+    def val_dataloader(self) -> ResumableLoader:
+        """Returns each held-out sample once."""
+        return self.eval_loader(self._split(held_out=True))
+
+
+# --8<-- [end:data]

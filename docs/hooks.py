@@ -1,0 +1,172 @@
+"""What the pages take from the code, so that they cannot say something else: mkdocs calls this as it builds.
+
+A line ``<!-- dlo: NAME ARGUMENTS -->`` in a page is replaced by what the function of that name returns.
+"""
+
+from __future__ import annotations
+
+import configparser
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from string import Template
+from typing import Any
+
+from markup import to_markdown
+
+ROOT = Path(__file__).resolve().parents[1]
+GROUP = "dlo_framework.plugins."
+
+_DIRECTIVE = re.compile(r"^<!-- dlo: (.+) -->$", re.MULTILINE)
+
+
+def on_page_markdown(markdown: str, **kwargs: Any) -> str:
+    """Replaces the directives of a page."""
+    return _DIRECTIVE.sub(lambda match: expand(*match.group(1).split()), markdown)
+
+
+def expand(name: str, *arguments: str) -> str:
+    """Returns the Markdown of one directive."""
+    directives: dict[str, Callable[..., str]] = {
+        "kinds": kind_table,
+        "plugins": plugin_table,
+        "recipes": recipes,
+        "scaffold": scaffold,
+        "tags": tag_table,
+    }
+    return directives[name](*arguments)
+
+
+# --- plug-ins ----------------------------------------------------------------------------------------------
+
+
+def entry_points() -> dict[str, tuple[str, str]]:
+    """Returns the plug-ins that setup.cfg registers: name to (kind, ``module:Class``)."""
+    parser = configparser.ConfigParser()
+    parser.optionxform = str  # type: ignore[assignment,method-assign]  # names keep their capitals
+    parser.read(ROOT / "setup.cfg", encoding="utf-8")
+    found = {}
+    for group, lines in parser["options.entry_points"].items():
+        if group.startswith(GROUP):
+            for line in lines.strip().splitlines():
+                name, target = line.split("=", 1)
+                found[name.strip()] = (group.removeprefix(GROUP), target.strip())
+    return found
+
+
+def page_of(name: str) -> str:
+    """Returns the page of a plug-in: ``one-cycle.md`` for OneCycle."""
+    return re.sub(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "-", name).lower() + ".md"
+
+
+def plugin_table() -> str:
+    """Returns the table of registered plug-ins, each with the first paragraph of its docstring."""
+    from dlo_framework.registry.source import read_summary
+
+    rows = [
+        f"| [{name}]({page_of(name)}) | {kind} | {' '.join(read_summary(target).split())} |"
+        for name, (kind, target) in entry_points().items()
+    ]
+    return "\n".join(["| name | kind | what it does |", "|---|---|---|", *rows])
+
+
+def kind_table() -> str:
+    """Returns the table of kinds, each with its entry-point group and the class that a plug-in derives from."""
+    from dlo_framework.registry import BASES, GROUP_PREFIX, KINDS
+
+    rows = [f"| {kind} | `{GROUP_PREFIX}{kind}` | `{BASES[kind]}` |" for kind in KINDS]
+    return "\n".join(["| kind | entry-point group | a subclass of |", "|---|---|---|", *rows])
+
+
+def scaffold(kind: str, name: str, *which: str) -> str:
+    """Returns the plug-in that ``dlo plugins new KIND NAME`` writes, or its test where asked for ``test``."""
+    from dlo_framework.cli.scaffold_templates import TEMPLATES
+
+    plugin, test = TEMPLATES[kind]
+    class_name = "".join(part.capitalize() for part in name.split("_"))
+    code = Template(test if which == ("test",) else plugin).substitute(name=name, class_name=class_name)
+    title = f"test_{name}.py" if which == ("test",) else f"{name}.py"
+    return f'```python title="{title}"\n{code.strip()}\n```'
+
+
+def tag_table() -> str:
+    """Returns the table in RunMonitor's docstring."""
+    from dlo_framework.registry.source import read_class
+
+    doc = to_markdown(read_class("dlo_framework.watch.monitor:RunMonitor").doc)
+    return "\n".join(line.strip() for line in doc.splitlines() if line.strip().startswith("|"))
+
+
+# --- recipes -----------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Header:
+    """What a config's opening comment says.
+
+    Attributes:
+        title: its first line.
+        fields: the lines that begin with a word and two spaces: ``paper``, ``expected``, ``time``, ...
+        commands: the lines that are commands.
+        text: the rest.
+    """
+
+    title: str
+    fields: dict[str, str] = field(default_factory=dict)
+    commands: list[str] = field(default_factory=list)
+    text: list[str] = field(default_factory=list)
+
+
+def read_header(config: str) -> Header:
+    """Reads a config's opening comment."""
+    lines = []
+    for line in config.splitlines():
+        if not line.startswith("#"):
+            break
+        lines.append(line[2:].rstrip())
+    header = Header(lines[0])
+    current = ""
+    for line in lines[1:]:
+        start = re.fullmatch(r"([a-z]+)  +(\S.*)", line)
+        if start:
+            current = start.group(1)
+            header.fields[current] = start.group(2)
+        elif line.strip().startswith("dlo "):
+            header.commands.append(line.strip())
+        elif current and line.startswith(" "):
+            header.fields[current] += " " + line.strip()
+        elif line.strip():
+            header.text.append(line.strip())
+    command = header.fields.pop("command", None)
+    if command:
+        header.commands.append(command)
+    return header
+
+
+def recipes() -> str:
+    """Returns a section for each shipped config: its header as a table, its command, and the file itself."""
+    folder = ROOT / "configs"
+    paths = sorted(folder.rglob("*.yaml"), key=lambda path: (len(path.parts), path.name))
+    return "\n\n".join(_recipe(path, path.relative_to(folder).with_suffix("").as_posix()) for path in paths)
+
+
+def _recipe(path: Path, name: str) -> str:
+    config = path.read_text(encoding="utf-8")
+    header = read_header(config)
+    parts = [f"## {name}", header.title]
+    if header.commands:
+        parts.append("\n".join(["```console", *(f"$ {command}" for command in header.commands), "```"]))
+    if header.fields:
+        rows = [f"| **{key}** | {_linked(text)} |" for key, text in header.fields.items()]
+        parts.append("\n".join(["| | from the config's first lines |", "|---|---|", *rows]))
+    parts += [_linked(text) for text in header.text]
+    body = "\n".join(f"    {line}".rstrip() for line in config.rstrip().splitlines())
+    parts.append(f'??? note "configs/{name}.yaml"\n\n    ```yaml\n{body}\n    ```')
+    return "\n\n".join(parts)
+
+
+def _linked(text: str) -> str:
+    """Returns text with arXiv numbers as links, and names in code that Markdown would take for emphasis."""
+    text = re.sub(r"(?<![\w`/])([\w/.-]*_[\w./-]*\w)", r"`\1`", text)
+    return re.sub(r"arXiv:? ?(\d{4}\.\d{5})", r"[arXiv \1](https://arxiv.org/abs/\1)", text)
