@@ -82,9 +82,8 @@ def test_names_on_the_command_line(refused):
     assert "unknown callback 'OneCylce'; did you mean 'OneCycle'?" in refused(
         "fit", "--config", "train.yaml", "--trainer.callbacks+", "OneCylce"
     )
-    assert "unknown task 'ImagClassifier'; did you mean 'ImageClassifier'?" in refused(
-        "fit", "--model", "ImagClassifier"
-    )
+    message = refused("fit", "--model", "ImagClassifier")
+    assert "unknown task 'ImagClassifier'; did you mean 'ImageClassifier'?" in message
 
 
 def test_what_a_plug_ins_constructor_refuses(refused):
