@@ -14,7 +14,7 @@ from lightning.pytorch.strategies import StrategyRegistry
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from dlo_framework import runs
-from dlo_framework.checkpoint import SafeCheckpointIO, refuse_unsafe
+from dlo_framework.checkpoint import SafeCheckpointIO, refuse_unsafe, remove_partial
 from dlo_framework.cli.scan import Scan
 from dlo_framework.defaults import add_default_callbacks
 from dlo_framework.errors import DloError, did_you_mean, dlo_error_in
@@ -165,6 +165,8 @@ class DloCLI(LightningCLI):
                 kwargs["callbacks"] = [*callbacks, SavePredictions(self._predictions())]
             return self._build_trainer(kwargs)
         self.run_folder = self._resumed_run() or runs.new_run(self._runs())
+        if runs.is_first_process():
+            remove_partial(self.run_folder / runs.CHECKPOINTS)
         if config.get("logger") in (None, True):
             kwargs["logger"] = TensorBoardLogger(self.run_folder, name="", version="", default_hp_metric=False)
         kwargs["callbacks"] = add_default_callbacks(

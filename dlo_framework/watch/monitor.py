@@ -60,12 +60,26 @@ class RunMonitor(Callback):
         self._tick = 0
 
     def state_dict(self) -> dict[str, Any]:
-        """Samples and seconds go on counting after a resume."""
-        return {"samples": self.samples, "seconds": self.seconds}
+        """Samples and seconds go on counting after a resume, and so does the mean of a window that is open."""
+        open_seconds = 0.0 if self._paused or not self._started else time.perf_counter() - self._started
+        return {
+            "samples": self.samples,
+            "seconds": self.seconds,
+            "window": {
+                "samples": self._window_samples,
+                "seconds": self._window_seconds + open_seconds,
+                "steps": self._window_steps,
+                "batches": self._batches,
+                "loss": self._loss,
+            },
+        }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Takes up the counts of the run that is resumed."""
         self.samples, self.seconds = state_dict["samples"], state_dict["seconds"]
+        window = state_dict["window"]
+        self._window_samples, self._window_seconds = window["samples"], window["seconds"]
+        self._window_steps, self._batches, self._loss = window["steps"], window["batches"], window["loss"]
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Reads what does not change during a run, so that a step need not."""
@@ -74,6 +88,8 @@ class RunMonitor(Callback):
         self._tick = trainer.global_step
         reset_memory_peak(trainer.strategy.root_device)
         self._started, self._paused = time.perf_counter(), False
+        if self._loss is not None:  # of a window that was open when the run was interrupted
+            self._loss = self._loss.to(trainer.strategy.root_device)
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Counts FLOPs on one batch; starts the clock again after a validation, and the saving that follows it."""
