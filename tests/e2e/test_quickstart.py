@@ -70,3 +70,11 @@ def test_the_checkpoint_is_data_alone(trained):
     _, folder, _ = trained
     checkpoint = torch.load(folder / "checkpoints" / "last.ckpt", weights_only=True)
     assert {"state_dict", "optimizer_states", "loops", "dlo"} <= set(checkpoint)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(5))
+def test_it_reaches_97_percent_from_any_seed(dlo, seed):
+    dlo("fit", "--config", "quickstart", "--seed_everything", str(seed))
+    summary = json.loads((dlo.folder / "runs" / "quickstart" / "version_0" / "summary.json").read_text())
+    assert summary["metrics"]["val_acc1"] >= 0.97
