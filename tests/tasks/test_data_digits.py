@@ -1,6 +1,8 @@
-"""DigitsData: the real digits, their split, their shifts."""
+"""DigitsData: the real digits, their split, their distortions."""
 
 from __future__ import annotations
+
+import math
 
 import pytest
 import torch
@@ -8,7 +10,7 @@ from sklearn.datasets import load_digits
 
 from dlo_framework.data import VOID, Draw
 from dlo_framework.errors import DloError
-from dlo_tasks.imagenet.digits import DigitsData, ShiftedImages, load_digits_images
+from dlo_tasks.imagenet.digits import DigitsData, ShiftedImages, load_digits_images, warp
 
 
 def test_images_at_their_own_size_are_scikit_learns() -> None:
@@ -57,6 +59,32 @@ def test_every_shift_happens_and_nothing_else() -> None:
     assert targets.unique().tolist() == [3]
 
 
+def test_warping_turns_anticlockwise_and_enlarges_about_the_centre() -> None:
+    image = torch.zeros(1, 8, 8, dtype=torch.uint8)
+    image[0, 1, 2] = 200
+    still, quarter = torch.zeros(1), torch.full((1,), math.pi / 2)
+    assert torch.equal(warp(image, still, torch.ones(1)), image)
+    assert torch.equal(warp(image, quarter, torch.ones(1)), image.rot90(1, (1, 2)))
+    square = torch.zeros(1, 8, 8, dtype=torch.uint8)
+    square[0, 3:5, 3:5] = 200
+    doubled = warp(square, still, torch.full((1,), 2.0))
+    assert float(doubled.sum()) == pytest.approx(4 * float(square.sum()), rel=0.1)
+    assert torch.equal(doubled, doubled.flip(1))
+    assert torch.equal(doubled, doubled.flip(2))
+
+
+def test_distortions_are_functions_of_the_seed_alone_and_stay_within_their_bounds() -> None:
+    image = torch.zeros(1, 16, 16, dtype=torch.uint8)
+    image[0, 6:10, 6:10] = 255
+    dataset = ShiftedImages(image, torch.tensor([3]), rotation=10.0, zoom=0.1)
+    draws = [Draw(0, seed, True) for seed in range(100)]
+    images, _ = dataset.fetch(draws)
+    assert torch.equal(dataset.fetch(draws[40:43])[0], images[40:43])
+    areas = images[:, 0].float().sum((1, 2)) / image.float().sum()
+    assert 0.9**2 - 0.02 < areas.min() < 0.9
+    assert 1.1 < areas.max() < 1.1**2 + 0.02
+
+
 def test_evaluation_is_unshifted_complete_and_void_where_padded() -> None:
     module = DigitsData(eval_batch_size=100)
     targets = torch.cat([targets for _, targets in module.val_dataloader()])
@@ -73,6 +101,8 @@ def test_evaluation_is_unshifted_complete_and_void_where_padded() -> None:
         ({"image_size": 4}, "at least 8"),
         ({"val_fraction": 1.0}, "between 0 and 1"),
         ({"max_shift": 16}, "max_shift"),
+        ({"max_rotation": 200.0}, "max_rotation"),
+        ({"max_zoom": 1.0}, "max_zoom"),
         ({"batch_size": 0}, "batch_size must be at least 1"),
     ],
 )

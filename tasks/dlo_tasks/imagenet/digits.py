@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from functools import cached_property
 from typing import Any
 
@@ -9,7 +10,7 @@ import numpy as np
 import torch
 from torch.nn import functional as F
 
-from dlo_framework.data import VOID, Draw, ResumableLoader, hash64
+from dlo_framework.data import VOID, Draw, ResumableLoader, hash64, uniform
 from dlo_framework.errors import DloError
 from dlo_tasks.imagenet.data_base import ImageData
 
@@ -29,19 +30,38 @@ def load_digits_images(image_size: int) -> tuple[torch.Tensor, torch.Tensor]:
     return images, torch.from_numpy(digits.target).long()
 
 
+def warp(images: torch.Tensor, angle: torch.Tensor, zoom: torch.Tensor) -> torch.Tensor:
+    """Returns grey images rotated about their centre and enlarged, bilinear; what comes in from outside is 0.
+
+    Args:
+        images: uint8 [B, S, S].
+        angle: float [B], in radians, anticlockwise.
+        zoom: float [B]; 1.1 enlarges by a tenth.
+    """
+    cos, sin, none = angle.cos() / zoom, angle.sin() / zoom, torch.zeros_like(angle)
+    theta = torch.stack([cos, -sin, none, sin, cos, none], dim=1).view(-1, 2, 3)
+    grid = F.affine_grid(theta, [len(images), 1, *images.shape[1:]], align_corners=False)
+    warped = F.grid_sample(images.unsqueeze(1).float(), grid, mode="bilinear", align_corners=False)
+    return warped.squeeze(1).round_().to(torch.uint8)
+
+
 class ShiftedImages:
-    """Grey images in memory, given out in whole batches as RGB, each shifted by a few pixels at random.
+    """Grey images in memory, given out in whole batches as RGB, each shifted, turned and enlarged at random.
 
     Args:
         images: uint8 [N, S, S].
         targets: int64 [N].
         shift: the largest shift in pixels, up, down, left and right; 0 for none. What comes in is 0.
+        rotation: the largest rotation in degrees, either way.
+        zoom: the largest enlargement, and reduction, as a fraction of the size.
     """
 
-    def __init__(self, images: torch.Tensor, targets: torch.Tensor, shift: int = 0) -> None:
+    def __init__(
+        self, images: torch.Tensor, targets: torch.Tensor, shift: int = 0, rotation: float = 0.0, zoom: float = 0.0
+    ) -> None:
         self.images = F.pad(images, (shift, shift, shift, shift))
         self.targets = targets
-        self.shift = shift
+        self.shift, self.rotation, self.zoom = shift, rotation, zoom
         self._side = torch.arange(images.shape[-1])
 
     def __len__(self) -> int:
@@ -53,15 +73,19 @@ class ShiftedImages:
         targets = self.targets[index]
         if not all(draw.real for draw in draws):
             targets[torch.tensor([not draw.real for draw in draws])] = VOID
+        seeds = np.array([draw.seed for draw in draws])
         if self.shift:
             places = 2 * self.shift + 1
-            place = hash64(np.array([draw.seed for draw in draws])) % np.uint64(places * places)
+            place = hash64(seeds) % np.uint64(places * places)
             down, right = (torch.from_numpy(p.astype(np.int64)) for p in np.divmod(place, np.uint64(places)))
             rows = (down[:, None] + self._side)[:, :, None]  # [B, S, 1]
             columns = (right[:, None] + self._side)[:, None, :]  # [B, 1, S]
             images = self.images[index[:, None, None], rows, columns]
         else:
             images = self.images[index]
+        if self.rotation or self.zoom:
+            turn, grow = (torch.from_numpy(2 * uniform(seeds, key) - 1).float() for key in (1, 2))
+            images = warp(images, turn * math.radians(self.rotation), 1 + grow * self.zoom)
         return images.unsqueeze(1).repeat(1, 3, 1, 1), targets
 
 
@@ -88,8 +112,9 @@ class DigitsData(ImageData):
         eval_batch_size: the same in validation, test and prediction. Default: ``batch_size``. Changes no metric.
         val_fraction: the share of the images that is held out for validation, test and prediction, drawn at
             random with ``seed``.
-        max_shift: each training image is shifted by up to this many pixels in each direction, at random, which
-            stands for more handwriting than there is.
+        max_shift: each training image is shifted by up to this many pixels in each direction, at random.
+        max_rotation: and turned by up to this many degrees, either way.
+        max_zoom: and enlarged or reduced by up to this fraction.
         num_workers: loading processes on each rank. 0, because loading a batch takes far less time than
             handing it from one process to another.
         seed: of the split, the order and the shifts.
@@ -109,6 +134,8 @@ class DigitsData(ImageData):
         eval_batch_size: int | None = None,
         val_fraction: float = 0.2,
         max_shift: int = 1,
+        max_rotation: float = 10.0,
+        max_zoom: float = 0.1,
         num_workers: int = 0,
         seed: int = 0,
         channels_last: bool = False,
@@ -129,10 +156,15 @@ class DigitsData(ImageData):
             raise DloError(f"val_fraction must lie between 0 and 1, got {val_fraction}")
         if not 0 <= max_shift < image_size:
             raise DloError(f"max_shift must be in 0..{image_size - 1} pixels, got {max_shift}")
+        if not 0 <= max_rotation <= 180 or not 0 <= max_zoom < 1:
+            raise DloError(
+                "max_rotation must be in 0..180 degrees, and max_zoom at least 0 and below 1;"
+                f" got {max_rotation} and {max_zoom}"
+            )
         self.num_classes = 10
         self.class_names = [str(digit) for digit in range(10)]
         self.val_fraction = val_fraction
-        self.max_shift = max_shift
+        self.max_shift, self.max_rotation, self.max_zoom = max_shift, max_rotation, max_zoom
 
     def check(self) -> None:
         """Raises DloError where a split would be empty or smaller than a batch."""
@@ -157,13 +189,13 @@ class DigitsData(ImageData):
     def _images(self) -> tuple[torch.Tensor, torch.Tensor]:
         return load_digits_images(self.image_size)
 
-    def _subset(self, indices: torch.Tensor, shift: int) -> ShiftedImages:
+    def _subset(self, indices: torch.Tensor, shift: int = 0, rotation: float = 0.0, zoom: float = 0.0) -> ShiftedImages:
         images, targets = self._images
-        return ShiftedImages(images[indices], targets[indices], shift)
+        return ShiftedImages(images[indices], targets[indices], shift, rotation, zoom)
 
     def train_dataloader(self) -> ResumableLoader:
-        """Shifted training images in random order."""
-        return self.train_loader(self._subset(self._splits[0], self.max_shift))
+        """Distorted training images in random order."""
+        return self.train_loader(self._subset(self._splits[0], self.max_shift, self.max_rotation, self.max_zoom))
 
     def val_dataloader(self) -> ResumableLoader:
         """The held-out images as they are."""
@@ -178,5 +210,5 @@ class DigitsData(ImageData):
         return self._held_out("predict")
 
     def _held_out(self, name: str) -> ResumableLoader:
-        dataset: Any = self._subset(self._splits[1], 0)
+        dataset: Any = self._subset(self._splits[1])
         return self.eval_loader(dataset, name=name)
