@@ -6,7 +6,7 @@ import signal
 import numpy as np
 import pytest
 import torch
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
 
 from dlo_framework.checkpoint import SafeCheckpointIO
 from dlo_framework.data import ResumableDataModule
@@ -86,7 +86,7 @@ class Signal(Callback):
             self._count(trainer)
 
 
-def run(folder, *, stop=None, resume=False, workers=0, **options):
+def run(folder, *, stop=None, resume=False, workers=0, data=None, **options):
     """Returns the losses of a fit, and the exception that ended it."""
     torch.manual_seed(1 if not resume else 99)  # A resumed process starts from other random numbers.
     random.seed(2 if not resume else 98)
@@ -106,7 +106,7 @@ def run(folder, *, stop=None, resume=False, workers=0, **options):
     folder.mkdir(exist_ok=True)
     try:
         trainer.fit(
-            module, datamodule=Data(workers), ckpt_path=folder / "checkpoints" / "last.ckpt" if resume else None
+            module, datamodule=data or Data(workers), ckpt_path=folder / "checkpoints" / "last.ckpt" if resume else None
         )
     except RunStopped as stopped:
         return module.losses, stopped
@@ -208,3 +208,21 @@ def test_a_second_ctrl_c_ends_at_once(tmp_path):
         run(tmp_path / "run", stop=Twice(3))
     assert signal.getsignal(signal.SIGINT) is not None
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+class PlainData(LightningDataModule):
+    """Loaders as anyone writes them, shuffled from torch's global generator."""
+
+    def train_dataloader(self):
+        return torch.utils.data.DataLoader(Noisy(), batch_size=BATCH, shuffle=True)
+
+    def val_dataloader(self):
+        return torch.utils.data.DataLoader(Noisy(), batch_size=BATCH)
+
+
+def test_plain_loaders_resume_exactly_at_an_epochs_end(tmp_path):
+    whole, _ = run(tmp_path / "whole", data=PlainData(), max_epochs=4)
+    before, _ = run(tmp_path / "run", data=PlainData(), max_epochs=2)
+    after, _ = run(tmp_path / "run", data=PlainData(), max_epochs=4, resume=True)
+    assert len(set(whole)) == len(whole)
+    assert before + after == whole
