@@ -49,6 +49,7 @@ class RunRecord(Callback):
         path.write_text(self.config)
         for logger in trainer.loggers:
             if is_tensorboard(logger):
+                logger.hparams.update(_flat(yaml.safe_load(self.config) or {}))  # Written with the model's own.
                 logger.experiment.add_text("config", f"```yaml\n{self.config}\n```")
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
