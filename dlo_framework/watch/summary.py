@@ -35,6 +35,20 @@ class RunRecord(Callback):
         self.config = config
         self.monitor = monitor
         self._began = time.perf_counter()
+        self._before = 0.0  # seconds of the runs that this one resumes
+
+    @property
+    def seconds(self) -> float:
+        """Seconds from the start of training, those before an interruption included."""
+        return self._before + time.perf_counter() - self._began
+
+    def state_dict(self) -> dict[str, Any]:
+        """The clock goes on after a resume."""
+        return {"seconds": self.seconds}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Takes up the clock of the run that is resumed."""
+        self._before = state_dict["seconds"]
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Writes ``config.yaml``, and the config as text beside the curves."""
@@ -55,10 +69,6 @@ class RunRecord(Callback):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Starts the run's clock."""
         self._began = time.perf_counter()
-
-    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Remembers that training came to its end; checkpoints of this moment are still to be written."""
-        self._seconds = time.perf_counter() - self._began
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Writes the summary, prints the table and where to look."""
@@ -104,7 +114,7 @@ class RunRecord(Callback):
             "steps": trainer.global_step,
             "samples": self.monitor.samples,
             "corrupt_samples": int(self.monitor.latest.get("data/corrupt_samples", 0)),
-            "seconds": round(time.perf_counter() - self._began, 3),
+            "seconds": round(self.seconds, 3),
             "training_seconds": round(seconds, 3),
             "samples_per_second": round(self.monitor.samples / seconds, 3) if seconds else None,
             "flops_per_sample": (self.monitor.flops.per_sample or None) if self.monitor.flops else None,

@@ -47,4 +47,7 @@ def test_two_runs_and_a_run_that_is_interrupted_have_one_curve(dlo, curve):
     assert [path.name for path in cut.parent.iterdir()] == ["version_0"], "one run, one folder"
     assert curve(cut) == curve(whole), "interrupted and resumed"
     assert curve(cut, "val_acc1") == curve(whole, "val_acc1")
-    assert json.loads((cut / "summary.json").read_text())["samples"] == 8 * 44 * 32
+    resumed = json.loads((cut / "summary.json").read_text())
+    assert resumed["samples"] == 8 * 44 * 32
+    assert summary["seconds"] < resumed["seconds"]
+    assert resumed["training_seconds"] < resumed["seconds"]

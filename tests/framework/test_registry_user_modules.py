@@ -118,8 +118,8 @@ class UmData(LightningDataModule):
 
 
 def test_a_spawned_worker_can_unpickle_a_files_classes(project: Path) -> None:
-    Registry().load_user_module(write("./work/um_spawn.py", DATASET))
-    item = sys.modules["work.um_spawn"].UmItem
+    Registry().load_user_module(write("./nested/um_spawn.py", DATASET))
+    item = sys.modules["nested.um_spawn"].UmItem
     with multiprocessing.get_context("spawn").Pool(1) as pool:
         # The worker has no registry: it gets the class by importing the name in the pickle.
         assert pool.apply(getattr, (item, "value")) == 7
