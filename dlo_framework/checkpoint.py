@@ -62,7 +62,12 @@ class SafeCheckpointIO(TorchCheckpointIO):
             DloError: if there is no such file, it is damaged, or it holds anything that would execute.
         """
         try:
-            return torch.load(path, map_location=map_location, weights_only=True)
+            content = torch.load(path, map_location=map_location, weights_only=True)
+            if not isinstance(content, dict) or not {"state_dict", "pytorch-lightning_version"} <= content.keys():
+                raise DloError(
+                    f"{path} is not a checkpoint of a run: it has no 'state_dict' with Lightning's version beside it"
+                )
+            return content
         except FileNotFoundError:
             raise DloError(f"no checkpoint {path}") from None
         except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
@@ -76,7 +81,9 @@ def refuse_unsafe(path: Path) -> None:
         DloError: if it names one that is not allowed, or is no checkpoint at all.
     """
     if path.is_dir():
-        return  # A sharded checkpoint; its strategy verifies it.
+        if any((path / name).exists() for name in (".metadata", "meta.pt", "latest")):
+            return  # A sharded checkpoint; its strategy verifies it.
+        raise DloError(f"{path} is a folder, not a checkpoint; name a file in it, or 'last' or 'best'")
     try:
         unsafe = torch.serialization.get_unsafe_globals_in_checkpoint(path)
     except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError, IndexError, KeyError):
@@ -142,5 +149,8 @@ def _unreadable(path: Path, error: Exception) -> DloError:
     found = re.search(r"(?:GLOBAL|global) ([\w.]+)", str(error))
     if isinstance(error, pickle.UnpicklingError) and found:
         return _refused(path, found.group(1))
-    reason = str(error).split("\n", 1)[0]
-    return DloError(f"cannot read the checkpoint {path}: {reason}; it may be truncated: try an earlier one")
+    size = path.stat().st_size
+    return DloError(
+        f"cannot read the checkpoint {path} ({runs.human(size)}): it is damaged, truncated, or no checkpoint at all;"
+        " try an earlier one"
+    )

@@ -39,21 +39,40 @@ def add_default_callbacks(
     if progress_bar and not any(isinstance(callback, ProgressBar) for callback in callbacks):
         defaults.append(RunBar())
     if checkpoints:
-        if not any(isinstance(callback, ModelCheckpoint) for callback in callbacks):
-            defaults.append(default_checkpoint(run_folder, model))
+        own = [callback for callback in callbacks if isinstance(callback, ModelCheckpoint)]
+        if not own:
+            defaults += best_checkpoint(run_folder, model)
+        if not any(callback.save_last for callback in own):
+            defaults.append(last_checkpoint(run_folder))
         defaults.append(GracefulStop(run_folder / runs.CHECKPOINTS))
     return callbacks + [callback for callback in defaults if callback not in callbacks]
 
 
-def default_checkpoint(run_folder: Path, model: LightningModule) -> ModelCheckpoint:
-    """Returns Lightning's ModelCheckpoint that keeps the best and the last checkpoint of a run."""
+def best_checkpoint(run_folder: Path, model: LightningModule) -> list[Callback]:
+    """Returns Lightning's ModelCheckpoint that keeps a run's best checkpoint, if the model says what is best."""
     metric, mode = getattr(model, "best_metric", None) or (None, "min")
-    return ModelCheckpoint(
+    if metric is None:
+        return []
+    checkpoint = ModelCheckpoint(
         dirpath=run_folder / runs.CHECKPOINTS,
-        filename="epoch={epoch}-step={step}" + (f"-{metric}={{{metric}:.4f}}" if metric else ""),
+        filename=f"epoch={{epoch}}-step={{step}}-{metric}={{{metric}:.4f}}",
         auto_insert_metric_name=False,
         monitor=metric,
         mode=mode,
         save_top_k=1,
-        save_last=True,
+    )
+    return [checkpoint]
+
+
+def last_checkpoint(run_folder: Path) -> ModelCheckpoint:
+    """Returns the ModelCheckpoint that writes ``last.ckpt`` after each validation, or each epoch without one.
+
+    ``save_last`` of the one above would not do: it writes only when the best has improved.
+    """
+    return ModelCheckpoint(
+        dirpath=run_folder / runs.CHECKPOINTS,
+        filename=Path(runs.LAST).stem,
+        monitor=None,
+        save_top_k=1,
+        enable_version_counter=False,
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -117,6 +118,8 @@ class DloCLI(LightningCLI):
         """
         config = self.config[self.command]
         if not config.ckpt_path:
+            if self.command != "fit" and runs.is_first_process():
+                print("no --ckpt_path (a path, or last, or best): these are untrained weights", file=sys.stderr)
             return
         if config.ckpt_path in ("last", "best"):
             config.ckpt_path = str(runs.find_checkpoint(self._runs(), config.ckpt_path))
@@ -131,7 +134,7 @@ class DloCLI(LightningCLI):
         return Path(config.run.dir) / name
 
     def instantiate_classes(self) -> None:
-        """Builds model, data and trainer, then lets each check what the others bring.
+        """Builds model, data and trainer.
 
         Raises:
             DloError: what a part's constructor or check refuses; jsonargparse wraps it in an error of its own.
@@ -143,10 +146,6 @@ class DloCLI(LightningCLI):
             if cause is None:
                 raise
             raise cause from error
-        for part, arguments in ((self.datamodule, ()), (self.model, (self.datamodule,))):
-            check = getattr(part, "check", None)
-            if callable(check):
-                check(*arguments)
 
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
         """Builds the trainer with the run's folder, logger, checkpoints and watchers."""
@@ -154,7 +153,14 @@ class DloCLI(LightningCLI):
         config = self._get(self.config_init, "trainer")
         callbacks = config.get("callbacks") or []
         callbacks = list(callbacks) if isinstance(callbacks, list) else [callbacks]
+        # Before the run's folder is made: what is refused leaves nothing behind.
+        for part, arguments in ((self.datamodule, ()), (self.model, (self.datamodule,))):
+            check = getattr(part, "check", None)
+            if callable(check):
+                check(*arguments)
         _check_strategy(config.get("strategy"))
+        if config.get("accumulate_grad_batches", 1) < 1:
+            raise DloError(f"accumulate_grad_batches is at least 1, but was {config['accumulate_grad_batches']}")
         kwargs["plugins"] = _with_checkpoint_io(config.get("plugins"))
         if self.command != "fit" or config.get("fast_dev_run"):
             if config.get("logger") in (None, True):
@@ -194,6 +200,8 @@ class DloCLI(LightningCLI):
         except DloError:
             raise
         except (MisconfigurationException, ValueError) as error:
+            if self.run_folder is not None and self.run_folder.is_dir() and not any(self.run_folder.iterdir()):
+                self.run_folder.rmdir()
             raise DloError(f"trainer: {error}") from error
 
     def _resumed_run(self) -> Path | None:

@@ -39,7 +39,10 @@ def explain(error: ParseError, found: Scan, registry: Registry) -> DloError:
             return DloError(f"{path}: {fault}")
     keys, given = _named(str(error))
     if keys in KINDS and given.isidentifier():
-        return registry.unknown(given, KINDS[keys])
+        return registry.unknown(given, KINDS[keys], others=_imported_names(KINDS[keys]))
+    nested = re.match(r"NestedArg\(key='([^']+)'", given)
+    if nested:
+        return DloError(_unknown_argument(keys, nested.group(1), found, registry))
     return DloError(_in_one_line(str(error), known))
 
 
@@ -83,6 +86,9 @@ def _class_faults(key: str, class_path: str, value: Any, registry: Registry) -> 
         return
     if cls is None or not isinstance(value, dict):
         return
+    for name in value:
+        if name not in ("class_path", "init_args", "dict_kwargs"):
+            yield f"unknown key '{key}.{name}'{did_you_mean(name, ['class_path', 'init_args'])}"
     accepted = parameters(cls)
     for name in value.get("init_args") or {}:
         if accepted is not None and name not in accepted:
@@ -120,20 +126,43 @@ def _find_class(class_path: str, kind: str | None, registry: Registry) -> type |
 
 def _imported_subclass(name: str, kind: str | None) -> type | None:
     """Returns an imported class by short name, Lightning's own ``ModelCheckpoint`` say, as jsonargparse does."""
+    return _imported_subclasses(kind).get(name)
+
+
+def _imported_names(kind: str) -> list[str]:
+    """Returns the short names of imported classes of a kind that a config may want: Lightning's own."""
+    found = _imported_subclasses(kind).items()
+    return [name for name, cls in found if cls.__module__.startswith("lightning.") and not name.startswith("_")]
+
+
+def _unknown_argument(key: str, name: str, found: Scan, registry: Registry) -> str:
+    """Returns the message for ``--model.init_args.lrr``, with the nearest argument of the class under the key."""
+    name = name.removeprefix("init_args.")
+    for config in found.configs.values():
+        for other, value in _walk(config):
+            if other == key and isinstance(value, dict) and isinstance(value.get("class_path"), str):
+                cls = _find_class(value["class_path"], KINDS.get(key), registry)
+                accepted = parameters(cls) if cls is not None else None
+                if cls is not None and accepted:
+                    hint = did_you_mean(name, accepted) or ";"
+                    return f"unknown key '{key}.{name}' of {cls.__name__}{hint} it takes: {', '.join(accepted)}"
+    return f"unknown key '{key}.{name}'"
+
+
+def _imported_subclasses(kind: str | None) -> dict[str, type]:
+    """Returns the imported classes of a kind by short name."""
     from lightning.pytorch import Callback, LightningDataModule, LightningModule
     from lightning.pytorch.strategies import Strategy
 
     bases = {"callback": Callback, "task": LightningModule, "data": LightningDataModule, "strategy": Strategy}
     stack: list[type] = [bases[kind]] if kind in bases else []
-    seen: set[type] = set()
+    seen: dict[str, type] = {}
     while stack:
         cls = stack.pop()
-        if cls.__name__ == name:
-            return cls
-        if cls not in seen:
-            seen.add(cls)
+        if cls.__name__ not in seen:
+            seen[cls.__name__] = cls
             stack += cls.__subclasses__()
-    return None
+    return seen
 
 
 def parameters(cls: type) -> list[str] | None:
@@ -174,9 +203,9 @@ def _in_one_line(message: str, known: list[str]) -> str:
     if missing:
         return f"no {missing.group(1)}: name one in a config (--config x.yaml) or by --{missing.group(1)} ClassName"
     keys, given = _named(message)
-    expected = dict.fromkeys(re.findall(r"Expected an? ([^\n.]+(?:\.[^\s.]+)*)", message))
+    expected = dict.fromkeys(re.findall(r"Expected an? (.+?)(?:\. Got value.*)?$", message, flags=re.MULTILINE))
     if keys and expected and given:
-        types = " or ".join(_plain(text) for text in expected if "NoneType" not in text)
+        types = " or ".join(_plain(text) for text in expected if "NoneType" not in text) or "something else"
         return f"{keys}: expected {types}, but was {given!r}"
     return " ".join(message.split())
 
@@ -189,6 +218,9 @@ def _named(message: str) -> tuple[str, str]:
 
 
 def _plain(text: str) -> str:
-    """Returns ``int`` for ``<class 'int'>``."""
+    """Returns ``int`` for ``<class 'int'>``, and the choices of a ``typing.Literal``."""
+    choices = re.match(r"typing\.Literal\[(.*)\]", text)
+    if choices:
+        return choices.group(1)
     found = re.search(r"<class '([^']+)'>", text)
     return found.group(1) if found else text.strip()

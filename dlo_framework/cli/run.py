@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import sys
 import warnings
 from pathlib import Path
@@ -43,10 +44,25 @@ def run(argv: list[str]) -> int:
         raise explain(error, found, registry) from None
     except MisconfigurationException as error:
         raise DloError(str(error)) from error
+    except RuntimeError as error:
+        if "Error(s) in loading state_dict" not in str(error):
+            raise
+        raise DloError(other_model(str(error))) from error
     except RunStopped as stopped:
         print(stopped, file=sys.stderr)
         return stopped.exit_code
     return 0
+
+
+def other_model(message: str) -> str:
+    """Returns torch's wall of keys as one sentence: how many are missing, unexpected, or of another size."""
+    lists = [re.search(rf"{kind} key\(s\) in state_dict: (.*)", message) for kind in ("Missing", "Unexpected")]
+    counts = [found.group(1).count('"') // 2 if found else 0 for found in lists]
+    sizes = message.count("size mismatch for")
+    return (
+        "the checkpoint is of another model than the config's:"
+        f" {counts[0]} weights missing in it, {counts[1]} unexpected, {sizes} of another size"
+    )
 
 
 def _load_plugins(found: Scan) -> Any:

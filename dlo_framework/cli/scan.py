@@ -86,12 +86,17 @@ def read_config(path: str) -> dict[str, Any]:
     try:
         with open(path, encoding="utf-8") as file:
             content = yaml.safe_load(file)
+    except UnicodeDecodeError as error:
+        raise DloError(f"{path}: not a text file, so not a config") from error
     except yaml.YAMLError as error:
         raise DloError(f"{path}: not valid YAML: {error}") from error
     if content is None:
-        return {}
+        raise DloError(f"{path}: the config is empty; `dlo configs quickstart` prints one to start from")
     if not isinstance(content, dict):
         raise DloError(f"{path}: a config is a mapping of keys to values, but this is a {type(content).__name__}")
+    trainer = content.get("trainer", {})
+    if not isinstance(trainer, dict | None):
+        raise DloError(f"{path}: trainer: takes keys, such as max_epochs: 3, but was {trainer!r}")
     return content
 
 

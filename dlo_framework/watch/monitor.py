@@ -31,7 +31,7 @@ class RunMonitor(Callback):
     ``speed/step_ms``            milliseconds an optimizer step
     ``speed/tflops``             achieved model TFLOP/s of one rank, forward and backward, counted once
     ``speed/mfu``                that over the accelerator's peak (PaLM, arXiv 2204.02311), where it is known
-    ``data/corrupt_samples``     samples that were skipped, over all ranks, where the data count ``corrupt_images``
+    ``data/corrupt_samples``     times a corrupt sample was met, over all ranks, where the data count ``corrupt_images``
     ``memory/*``                 GB in use and at most, of the accelerator, or of the process on a CPU
     ============================ ==========================================================================
 
@@ -61,18 +61,30 @@ class RunMonitor(Callback):
 
     def state_dict(self) -> dict[str, Any]:
         """Samples and seconds go on counting after a resume, and so does the mean of a window that is open."""
-        open_seconds = 0.0 if self._paused or not self._started else time.perf_counter() - self._started
         return {
             "samples": self.samples,
             "seconds": self.seconds,
             "window": {
                 "samples": self._window_samples,
-                "seconds": self._window_seconds + open_seconds,
+                "seconds": self._open_seconds(),
                 "steps": self._window_steps,
                 "batches": self._batches,
                 "loss": self._loss,
             },
         }
+
+    def _open_seconds(self) -> float:
+        running = 0.0 if self._paused or not self._started else time.perf_counter() - self._started
+        return self._window_seconds + running
+
+    def totals(self) -> tuple[int, float, float | None]:
+        """Returns samples of all ranks and seconds of training so far, and the latest mean loss of this rank."""
+        samples = self.samples + self._window_samples * self._world
+        seconds = self.seconds + (self._open_seconds() if self._window_samples else 0.0)
+        loss = self.latest.get("train/loss")
+        if loss is None and self._loss is not None:
+            loss = float(self._loss) / self._batches
+        return samples, seconds, loss
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Takes up the counts of the run that is resumed."""
@@ -126,7 +138,7 @@ class RunMonitor(Callback):
     def record(self, trainer: Trainer) -> None:
         """Logs the window since the last record, and opens the next."""
         now = time.perf_counter()
-        seconds = self._window_seconds + (0.0 if self._paused else now - self._started)
+        seconds = self._open_seconds()
         samples = self._window_samples * self._world
         scalars = optimizer_scalars(trainer)
         if self._loss is not None:

@@ -98,25 +98,26 @@ class RunRecord(Callback):
 
     def summary(self, trainer: Trainer, status: str) -> dict[str, Any]:
         """Returns the summary; paths are relative to the run's folder, so that it may be moved."""
-        checkpoint = next((c for c in trainer.checkpoint_callbacks if isinstance(c, ModelCheckpoint)), None)
+        kept = [c for c in trainer.checkpoint_callbacks if isinstance(c, ModelCheckpoint) and c.monitor]
+        checkpoint = kept[0] if kept else None
         best = checkpoint.best_model_path if checkpoint else ""
         score = checkpoint.best_model_score if checkpoint else None
-        seconds = self.monitor.seconds
+        samples, seconds, train_loss = self.monitor.totals()
         return {
             "status": status,
             "metrics": {name: float(value) for name, value in sorted(trainer.callback_metrics.items())},
-            "train_loss": self.monitor.latest.get("train/loss"),
+            "train_loss": train_loss,
             "best_checkpoint": os.path.relpath(best, self.folder) if best else None,
             "best_metric": {checkpoint.monitor: float(score)}
             if checkpoint and checkpoint.monitor and score is not None
             else None,
             "epochs": trainer.current_epoch,
             "steps": trainer.global_step,
-            "samples": self.monitor.samples,
+            "samples": samples,
             "corrupt_samples": int(self.monitor.latest.get("data/corrupt_samples", 0)),
             "seconds": round(self.seconds, 3),
             "training_seconds": round(seconds, 3),
-            "samples_per_second": round(self.monitor.samples / seconds, 3) if seconds else None,
+            "samples_per_second": round(samples / seconds, 3) if seconds else None,
             "flops_per_sample": (self.monitor.flops.per_sample or None) if self.monitor.flops else None,
             "peak_memory_bytes": self.monitor.peak_memory(trainer),
             "strategy": type(trainer.strategy).__name__,

@@ -92,7 +92,22 @@ def test_what_a_plug_ins_constructor_refuses(refused):
     assert "OneCycle: pct_start is a fraction above 0 and at most 1.0, but was 2.0" in message
 
 
+def test_a_checkpoint_of_another_model(refused):
+    assert main(["fit", "--config", "train.yaml"]) == 0
+    os.environ.pop(runs.ENVIRONMENT, None)
+    other = edit("embed_dim: 48, depth: 2", "embed_dim: 24, depth: 1")
+    message = refused("fit", "--config", other, "--ckpt_path", "runs/train/version_0/checkpoints/last.ckpt")
+    assert "the checkpoint is of another model than the config's: 0 weights missing in it, 12 unexpected, " in message
+
+
 def test_values_of_the_wrong_type(refused):
+    message = refused("fit", "--config", "train.yaml", "--model.init_args.lrr", "1")
+    assert "unknown key 'model.lrr' of ImageClassifier; did you mean 'lr'? it takes: model," in message
+    message = refused("fit", "--config", "train.yaml", "--model.init_args.schedule", "cosin")
+    assert "expected 'cosine', 'linear', 'constant', but was 'cosin'" in message
+    message = refused("fit", "--config", "train.yaml", "--trainer.accumulate_grad_batches", "0")
+    assert "accumulate_grad_batches is at least 1, but was 0" in message
+    assert not Path("runs").exists(), "what is refused leaves nothing behind"
     message = refused("fit", "--config", "train.yaml", "--trainer.max_epochs", "many")
     assert "trainer.max_epochs: expected int, but was 'many'" in message
     assert "expected float, but was 'fast'" in refused(
@@ -120,6 +135,10 @@ def test_configs_that_cannot_be_read(refused):
     assert "no config 'trian.yaml'" in refused("fit", "--config", "trian.yaml")
     assert "did you mean 'train.yaml'?" in refused("fit", "--config", "trian.yaml")
     assert "did you mean 'quickstart'?" in refused("fit", "--config", "quikstart")
+    Path("odd.yaml").write_text("trainer: 5")
+    assert "trainer: takes keys, such as max_epochs: 3, but was 5" in refused("fit", "--config", "odd.yaml")
+    Path("noise.yaml").write_bytes(bytes(range(256)))
+    assert "noise.yaml: not a text file" in refused("fit", "--config", "noise.yaml")
     Path("broken.yaml").write_text("trainer: {max_epochs: 1")
     assert "broken.yaml" in refused("fit", "--config", "broken.yaml")
 

@@ -10,6 +10,8 @@ from dlo_framework import checkpoint as module
 from dlo_framework.checkpoint import SafeCheckpointIO, refuse_unsafe, remove_partial, tensor_bytes
 from dlo_framework.errors import DloError
 
+RUN = {"state_dict": {}, "pytorch-lightning_version": "2.6.6"}
+
 
 class Bomb:
     """Runs a command where it is unpickled."""
@@ -23,7 +25,7 @@ class Bomb:
 
 def test_a_saved_checkpoint_reads_back_and_leaves_nothing_else(tmp_path):
     path = tmp_path / "a" / "last.ckpt"
-    SafeCheckpointIO().save_checkpoint({"x": torch.arange(5), "step": 3}, path)
+    SafeCheckpointIO().save_checkpoint(RUN | {"x": torch.arange(5), "step": 3}, path)
     loaded = SafeCheckpointIO().load_checkpoint(path)
     assert loaded["x"].tolist() == [0, 1, 2, 3, 4]
     assert loaded["step"] == 3
@@ -33,7 +35,7 @@ def test_a_saved_checkpoint_reads_back_and_leaves_nothing_else(tmp_path):
 def test_a_write_that_fails_leaves_the_previous_checkpoint(tmp_path):
     """The file size limit stands in for a disk that fills in the middle of a write."""
     path = tmp_path / "last.ckpt"
-    SafeCheckpointIO().save_checkpoint({"x": torch.zeros(10)}, path)
+    SafeCheckpointIO().save_checkpoint(RUN | {"x": torch.zeros(10)}, path)
     code = (
         "import resource, signal, sys, torch\n"
         "from dlo_framework.checkpoint import SafeCheckpointIO\n"
@@ -105,3 +107,21 @@ def test_what_a_killed_save_left_is_removed(tmp_path):
 def test_shared_storage_counts_once():
     base = torch.zeros(100)
     assert tensor_bytes({"a": base, "b": [base[:10], (base.view(10, 10),)], "c": torch.zeros(2)}) == 408
+
+
+@pytest.mark.parametrize("content", [[1, 2], {"state_dict": {}}])
+def test_a_file_that_is_no_checkpoint_of_a_run_is_refused(tmp_path, content):
+    torch.save(content, tmp_path / "other.pt")
+    with pytest.raises(DloError, match=r"other\.pt is not a checkpoint of a run"):
+        SafeCheckpointIO().load_checkpoint(tmp_path / "other.pt")
+
+
+def test_noise_and_folders_are_refused_in_one_sentence(tmp_path):
+    (tmp_path / "noise.ckpt").write_bytes(bytes(range(256)) * 40)
+    with pytest.raises(
+        DloError, match=r"noise\.ckpt \(10\.2 kB\): it is damaged, truncated, or no checkpoint"
+    ) as caught:
+        refuse_unsafe(tmp_path / "noise.ckpt")
+    assert "weights_only" not in str(caught.value)
+    with pytest.raises(DloError, match="is a folder, not a checkpoint"):
+        refuse_unsafe(tmp_path)

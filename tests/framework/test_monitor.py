@@ -102,9 +102,28 @@ def test_the_summary_counts_every_sample_and_says_how_it_ended(tmp_path):
     assert summary["epochs"] == 3
     assert summary["status"] == "finished"
     assert summary["world_size"] == 1
-    assert (tmp_path / summary["best_checkpoint"]).is_file()
+    assert summary["best_checkpoint"] is None, "the module names no best_metric"
+    last = torch.load(tmp_path / "checkpoints" / "last.ckpt", weights_only=True)
+    assert last["global_step"] == 21
     assert summary["metrics"]["val_loss"] == pytest.approx(float(trainer.callback_metrics["val_loss"]))
     assert summary["versions"]["torch"].split("+")[0] == torch.__version__.split("+")[0]
+
+
+def test_the_last_checkpoint_is_the_last_and_the_best_the_best(tmp_path):
+    class Worse(Net):
+        best_metric = ("val_loss", "min")
+
+        def validation_step(self, batch, batch_idx):
+            self.log("val_loss", float(self.current_epoch))
+
+    _, trainer = fit(tmp_path, Worse(), max_epochs=3)
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert summary["best_metric"] == {"val_loss": 0.0}
+    best = torch.load(tmp_path / summary["best_checkpoint"], weights_only=True)
+    last = torch.load(tmp_path / "checkpoints" / "last.ckpt", weights_only=True)
+    assert (best["epoch"], last["epoch"]) == (0, 2)
+    assert last["global_step"] == trainer.global_step
+    assert len(list((tmp_path / "checkpoints").iterdir())) == 2
 
 
 def test_the_summary_of_a_run_that_failed_says_so(tmp_path):
