@@ -135,7 +135,8 @@ def summary_of(doc: str) -> str:
 
 
 def plain(text: str) -> str:
-    """Takes roles and backquotes out of a text: ``:class:`~a.B``` becomes ``B``."""
+    """Takes roles, fences and backquotes out of a text: ``:class:`~a.B``` becomes ``B``."""
+    text = re.sub(r"^[ \t]*```\w*[ \t]*\n?", "", text, flags=re.MULTILINE)
     text = re.sub(r":[\w:]+:`~[\w.]*?(\w+)`", r"\1", text)
     text = re.sub(r":[\w:]+:`([^`]+)`", r"\1", text)
     return re.sub(r"(``?)([^`]+)\1", r"\2", text)
