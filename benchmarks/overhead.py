@@ -1,6 +1,6 @@
 """What a training step costs above a hand-written torch loop, beside plain Lightning with the same features.
 
-    python benchmarks/overhead.py [--rounds 20] [--model mlp|vit|both] [--wall]
+    python benchmarks/overhead.py [--rounds 20] [--model mlp|vit|both] [--wall] [--vit-steps 12]
 
 Every round runs each variant once, in a new random order, and every ratio is taken within its round; the table
 gives medians over the rounds. `loop again` is the hand-written loop a second time: how far its ratio is from 1 is
@@ -224,6 +224,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--model", choices=["mlp", "vit", "both"], default="both")
     parser.add_argument("--wall", action="store_true", help="measure elapsed time instead of CPU time")
+    parser.add_argument("--vit-steps", type=int, default=12, help="steps of the ViT in a round")
     arguments = parser.parse_args()
     if arguments.wall:
         global CLOCK
@@ -234,7 +235,7 @@ def main() -> None:
     if arguments.model in ("mlp", "both"):
         result |= report("tiny MLP", measure(mlp, arguments.rounds, warm=100, steps=1000))
     if arguments.model in ("vit", "both"):
-        result |= report("small ViT, 64 x 64, batch 32", measure(vit, arguments.rounds, warm=3, steps=12))
+        result |= report("small ViT, 64 x 64, batch 32", measure(vit, arguments.rounds, warm=3, steps=arguments.vit_steps))
     print(json.dumps(result))
 
 

@@ -47,10 +47,8 @@ def normalise(images: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor) -> 
         results = out = torch.empty_like(pixels, dtype=torch.float32)
         row_scale, row_bias = scale.view(3, 1, 1), bias.view(3, 1, 1)
     at_once = max(1, _CACHED // (3 * height * width))
-    scratch = torch.empty_like(results[:at_once])
     for source, target in zip(pixels.split(at_once), results.split(at_once), strict=True):
-        cached = scratch[: len(source)].copy_(source)
-        torch.addcmul(row_bias, cached, row_scale, out=target)
+        torch.addcmul(row_bias, target.copy_(source), row_scale, out=target)
     return out
 
 
