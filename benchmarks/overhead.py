@@ -235,7 +235,8 @@ def main() -> None:
     if arguments.model in ("mlp", "both"):
         result |= report("tiny MLP", measure(mlp, arguments.rounds, warm=100, steps=1000))
     if arguments.model in ("vit", "both"):
-        result |= report("small ViT, 64 x 64, batch 32", measure(vit, arguments.rounds, warm=3, steps=arguments.vit_steps))
+        seconds = measure(vit, arguments.rounds, warm=3, steps=arguments.vit_steps)
+        result |= report("small ViT, 64 x 64, batch 32", seconds)
     print(json.dumps(result))
 
 

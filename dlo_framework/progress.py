@@ -2,18 +2,21 @@
 
 Schedules index this fraction rather than a count of steps, so that gradient accumulation, a batch size that
 changes and a resume do not shift them. It is read off the trainer's counters, in batches, so that the loaders need
-not be built to know how many steps there will be (Lightning issue #20550).
+not be built to know how many steps there will be (Lightning issue #20550); and, where the batch size changes within
+an epoch, off the plan of its batches.
 """
 
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from dlo_framework.errors import DloError
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
+
+    from dlo_framework.data.sampler import Span
 
 
 def fraction_seen(trainer: Trainer, *, with_this_batch: bool = False) -> float:
@@ -31,11 +34,7 @@ def fraction_seen(trainer: Trainer, *, with_this_batch: bool = False) -> float:
     epochs, steps = trainer.max_epochs, trainer.max_steps
     fractions = []
     if epochs is not None and epochs > 0:
-        batches = trainer.num_training_batches
-        ready = trainer.fit_loop.epoch_loop.batch_progress.current.ready
-        done = ready if with_this_batch else max(0, ready - 1)
-        within = done / batches if batches and math.isfinite(batches) else 0.0
-        fractions.append((trainer.current_epoch + within) / epochs)
+        fractions.append(epochs_seen(trainer, with_this_batch=with_this_batch) / epochs)
     if steps > 0:
         fractions.append(trainer.global_step / steps)
     if not fractions:
@@ -44,6 +43,73 @@ def fraction_seen(trainer: Trainer, *, with_this_batch: bool = False) -> float:
             " set one of them, or leave the schedule out (ImageClassifier: schedule: constant)"
         )
     return min(1.0, max(fractions))
+
+
+def epochs_seen(trainer: Trainer, *, with_this_batch: bool = False) -> float:
+    """Returns the epochs that lie before the batch that is being trained on, the fraction of this one included.
+
+    Args:
+        trainer: as for :func:`fraction_seen`.
+        with_this_batch: count that batch too.
+    """
+    ready = trainer.fit_loop.epoch_loop.batch_progress.current.ready
+    return trainer.current_epoch + _within_epoch(trainer, ready if with_this_batch else max(0, ready - 1))
+
+
+def _within_epoch(trainer: Trainer, done: int) -> float:
+    """Returns the fraction of the epoch that its first ``done`` batches are."""
+    spans = planned_batches(trainer)
+    if spans:
+        return (spans[done].start if done < len(spans) else spans[-1].stop) / spans[-1].stop
+    batches = trainer.num_training_batches
+    return done / batches if batches and math.isfinite(batches) else 0.0
+
+
+def planned_batches(trainer: Trainer) -> list[Span] | None:
+    """Returns the batches of the current epoch where the loader plans batches of changing size, else None."""
+    sampler: Any = getattr(getattr(trainer, "train_dataloader", None), "batch_sampler", None)
+    return sampler.planned() if getattr(sampler, "window_at", None) is not None else None
+
+
+class AccumulationWindow(int):
+    """How many batches make up this optimizer step, counted from the batch at which it began.
+
+    Lightning ends a step where ``batches_of_this_epoch % trainer.accumulate_grad_batches`` is 0. Set as that
+    attribute, this number answers for windows that differ in length and begin anywhere in the epoch.
+
+    Attributes:
+        start: how many batches of the epoch lie before the window.
+    """
+
+    start: int
+
+    def __new__(cls, batches: int, start: int) -> AccumulationWindow:
+        """Returns ``batches``, with the place where the window begins."""
+        window = super().__new__(cls, batches)
+        window.start = start
+        return window
+
+    def __rmod__(self, ready: int) -> int:
+        return (ready - self.start) % int(self)
+
+    def __getnewargs__(self) -> tuple[int, int]:  # type: ignore[override]
+        return int(self), self.start
+
+
+def refresh_epoch_length(trainer: Trainer) -> None:
+    """Tells Lightning how many batches the epoch that begins has; the loader's length is asked anew.
+
+    For ``on_train_start`` and ``on_train_epoch_start``. Lightning (2.6) reads the length once, when it sets the
+    loader up, and has no public way to tell it another but to build the loader, and its workers, again:
+    ``FitLoop.setup_data`` does what is done here to its private ``_combined_loader`` and ``_data_fetcher``.
+    """
+    loop: Any = trainer.fit_loop
+    loader, fetcher = loop._combined_loader, loop._data_fetcher
+    lengths = [len(part) for part in loader.flattened]
+    loader.limits[:] = lengths  # In place: the iterator that already exists holds the same list.
+    loop.max_batches = fetcher.length = max(lengths)
+    if isinstance(trainer.val_check_interval, float):
+        trainer.val_check_batch = max(1, int(loop.max_batches * trainer.val_check_interval))
 
 
 def steps_per_epoch(trainer: Trainer) -> float:

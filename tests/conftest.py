@@ -1,6 +1,10 @@
 """What the tests share: the command as a user runs it, real photographs, and the curves of a run."""
 
 import os
+
+# Before torch is imported: tests run in a process a core, whose threads would wait for each other.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 import shutil
 import subprocess
 import sys

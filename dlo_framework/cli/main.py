@@ -15,6 +15,7 @@ RUN_COMMANDS = {
     "predict": "run a checkpoint on data without targets",
 }
 OTHER_COMMANDS = {
+    "lr-find": "try learning rates before a training, and suggest one",
     "plugins": "list the plug-ins, show one, or write a new one",
     "configs": "list the shipped configs, or print one",
 }
@@ -35,6 +36,7 @@ examples:
   dlo fit --config my.yaml --trainer.max_epochs 5
   dlo fit --config my.yaml --ckpt_path last
   dlo validate --config my.yaml --ckpt_path best
+  dlo lr-find --config my.yaml
   dlo plugins show OneCycle"""
 
 
@@ -77,7 +79,7 @@ def _dispatch(words: list[str]) -> int:
         from dlo_framework.cli import configs_command
 
         return configs_command.main(words[1:])
-    if command in RUN_COMMANDS:
+    if command in RUN_COMMANDS or command == "lr-find":
         from dlo_framework.cli.run import run
 
         return run(words)

@@ -13,12 +13,14 @@ from typing import Any
 from dlo_framework.cli.scan import Scan, scan
 from dlo_framework.errors import DloError
 
+LR_FIND = "lr-find"
+
 
 def run(argv: list[str]) -> int:
     """Runs one command.
 
     Args:
-        argv: the words after ``dlo``; the first is the command.
+        argv: the words after ``dlo``; the first is the command. ``lr-find`` takes those of ``fit``.
 
     Returns:
         The exit code.
@@ -26,7 +28,9 @@ def run(argv: list[str]) -> int:
     Raises:
         DloError: on bad input, before processes start or data loads.
     """
-    found = scan(argv)  # Before the imports below: a missing file is told at once, not after five seconds.
+    sweep = argv[0] == LR_FIND
+    # Before the imports below: a missing file is told at once, not after five seconds.
+    found = scan(["fit", *argv[1:]] if sweep else argv)
     _quiet()
     import lightning  # noqa: F401  It sets PYTORCH_NVML_BASED_CUDA_CHECK, which the next line mends.
 
@@ -34,12 +38,18 @@ def run(argv: list[str]) -> int:
     from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
     from dlo_framework.cli.lightning_cli import DloCLI, ParseError
+    from dlo_framework.cli.lr_find import FINDER, LRFindCLI, SweepDone
     from dlo_framework.cli.messages import explain
     from dlo_framework.stop import RunStopped
 
     registry = _load_plugins(found)
     try:
-        DloCLI(found)
+        if sweep:
+            LRFindCLI(found, registry.load(FINDER, "callback"))
+        else:
+            DloCLI(found)
+    except SweepDone:
+        return 0
     except ParseError as error:
         raise explain(error, found, registry) from None
     except MisconfigurationException as error:

@@ -8,14 +8,16 @@
 from dlo_framework.data.hashing import hash64, uniform
 from dlo_framework.data.loader import ResumableLoader, seed_all
 from dlo_framework.data.module import ResumableDataModule, data_parallel_coordinates
-from dlo_framework.data.sampler import VOID, Draw, ResumableBatchSampler
+from dlo_framework.data.sampler import VOID, Draw, Position, ResumableBatchSampler, Window
 
 __all__ = [
     "VOID",
     "Draw",
+    "Position",
     "ResumableBatchSampler",
     "ResumableDataModule",
     "ResumableLoader",
+    "Window",
     "data_parallel_coordinates",
     "hash64",
     "seed_all",

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset, default_collate, get_worker_info
 
-from dlo_framework.data.sampler import VOID, Draw, InOrderBatchSampler, ResumableBatchSampler
+from dlo_framework.data.sampler import VOID, Draw, InOrderBatchSampler, Position, ResumableBatchSampler, Window
 from dlo_framework.errors import DloError
 
 
@@ -39,6 +39,9 @@ class ResumableLoader:
         world_size: number of data-parallel ranks.
         drop_last: True for training, False for evaluation.
         repeats: differently augmented copies of an image in a batch.
+        window_at: plans optimizer steps whose batch size changes; see :class:`ResumableBatchSampler`.
+        image_size_at: plans the size of a batch's images, likewise.
+        batch_sampler: a sampler that takes the place of the one that all of the above would make.
         num_workers: processes that load; 0 loads in this process, and leaves its random state as it was.
         pin_memory: page-locked batches, which an accelerator copies without waiting.
         prefetch_factor: batches each worker prepares ahead; default 2.
@@ -62,6 +65,9 @@ class ResumableLoader:
         world_size: int = 1,
         drop_last: bool,
         repeats: int = 1,
+        window_at: Callable[[Position], Window] | None = None,
+        image_size_at: Callable[[Position], int] | None = None,
+        batch_sampler: ResumableBatchSampler | None = None,
         num_workers: int = 0,
         pin_memory: bool = False,
         prefetch_factor: int | None = None,
@@ -74,7 +80,7 @@ class ResumableLoader:
         self.dataset = dataset
         self.num_workers = num_workers
         kind = ResumableBatchSampler if shuffle else InOrderBatchSampler
-        self.batch_sampler = kind(
+        self.batch_sampler = batch_sampler or kind(
             len(dataset),
             batch_size=batch_size,
             shuffle=shuffle,
@@ -83,6 +89,8 @@ class ResumableLoader:
             world_size=world_size,
             drop_last=drop_last,
             repeats=repeats,
+            window_at=window_at,
+            image_size_at=image_size_at,
         )
         self._options: dict[str, Any] = {"num_workers": num_workers, "pin_memory": pin_memory}
         if num_workers > 0:
@@ -109,8 +117,18 @@ class ResumableLoader:
 
     @property
     def global_batch_size(self) -> int:
-        """Samples per batch over all data-parallel ranks."""
+        """Samples per batch over all data-parallel ranks, where it does not change."""
         return self.batch_sampler.global_batch_size
+
+    @property
+    def makes_new_batches(self) -> bool:
+        """Whether each batch lies in memory of its own: torch's collation copies, a dataset's own may not."""
+        return self._collate is default_collate and not isinstance(self.dataset, BatchDataset)
+
+    @property
+    def position(self) -> Position:
+        """Where the batch begins that the trainer was given last."""
+        return Position(self._epoch, self._samples_before, self.batch_sampler.size)
 
     def __len__(self) -> int:
         """Batches in a whole epoch, also when this one was resumed in the middle."""
@@ -123,12 +141,12 @@ class ResumableLoader:
         resume, self._resume = self._resume, None
         start = resume[1] if resume is not None and resume[0] == sampler.epoch else 0
         self._epoch, self._samples, self._samples_before = sampler.epoch, start, start
-        for batch in self._start(start):
+        spans = list(sampler.spans_from(start))  # Now: a schedule may go on to plan the next epoch meanwhile.
+        for batch, (first, past) in zip(self._start(start), spans, strict=False):
             if isinstance(batch, DloError):
                 self.close()
                 raise batch
-            self._samples_before = self._samples
-            self._samples = min(self._samples + sampler.global_batch_size, sampler.size)
+            self._samples_before, self._samples = first, past
             yield batch
 
     def state_dict(self) -> dict[str, int]:
@@ -153,9 +171,9 @@ class ResumableLoader:
             )
         self._epoch, self._samples, self._samples_before = epoch, samples, samples
         self._resume = (epoch, samples)
-        left = self.batch_sampler.size - samples
-        needed = self.batch_sampler.global_batch_size if self.batch_sampler.drop_last else 1
-        self.batch_sampler.set_epoch(epoch + 1 if left < needed else epoch)
+        self.batch_sampler.set_epoch(epoch)
+        if next(self.batch_sampler.spans_from(samples), None) is None:
+            self.batch_sampler.set_epoch(epoch + 1)
 
     def close(self) -> None:
         """Ends the workers. The loader can be used again; it then starts new ones."""

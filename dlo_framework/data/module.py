@@ -15,6 +15,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch.utils.data import default_collate
 
 from dlo_framework.data.loader import ResumableLoader
+from dlo_framework.data.sampler import Position, ResumableBatchSampler, Window
 from dlo_framework.errors import DloError
 
 _MAX_AUTO_WORKERS = 8
@@ -65,7 +66,14 @@ class ResumableDataModule(LightningDataModule):
         persistent_workers: keep the workers between epochs, which saves their start.
         seed: of the order of the data and of the augmentation; each sample's random choices follow from it,
             the epoch and the sample's index.
+
+    A callback may set two attributes in its ``setup`` hook, before the loaders are made: ``window_at`` plans
+    optimizer steps whose batch size changes (DynamicBatchSize), ``image_size_at`` the size of each training batch's
+    images (ProgressiveResizing); see :class:`ResumableBatchSampler`.
     """
+
+    #: Whether the datasets make images of the size that a draw asks for.
+    sizes_images = False
 
     def __init__(
         self,
@@ -94,6 +102,8 @@ class ResumableDataModule(LightningDataModule):
         self.pin_memory = pin_memory
         self.persistent_workers = persistent_workers
         self.seed = seed
+        self.window_at: Callable[[Position], Window] | None = None
+        self.image_size_at: Callable[[Position], int] | None = None
         self._loaders: dict[str, ResumableLoader] = {}
         self._resume: dict[str, int] | None = None
 
@@ -117,6 +127,8 @@ class ResumableDataModule(LightningDataModule):
             world_size=world_size,
             drop_last=True,
             repeats=repeats,
+            window_at=self.window_at,
+            image_size_at=self.image_size_at,
             in_work=_step_watch(self),
             collate_fn=collate_fn,
             **self._worker_options(),
@@ -128,9 +140,22 @@ class ResumableDataModule(LightningDataModule):
         return loader
 
     def eval_loader(
-        self, dataset: Any, *, name: str = "val", collate_fn: Callable[[list[Any]], Any] = default_collate
+        self,
+        dataset: Any,
+        *,
+        name: str = "val",
+        collate_fn: Callable[[list[Any]], Any] = default_collate,
+        make_sampler: Callable[..., ResumableBatchSampler] | None = None,
     ) -> ResumableLoader:
-        """Returns a loader that visits each sample once, in order, over all ranks together."""
+        """Returns a loader that visits each sample once, over all ranks together.
+
+        Args:
+            dataset: see :class:`ResumableLoader`.
+            name: what the loader is kept under; its workers end with the datamodule.
+            collate_fn: builds a batch from a list of items.
+            make_sampler: makes another order than the dataset's own, from ``batch_size`` (on one rank), ``rank`` and
+                ``world_size``.
+        """
         rank, world_size = data_parallel_coordinates(self.trainer)
         size = self.eval_batch_size
         per_rank = (
@@ -145,6 +170,7 @@ class ResumableDataModule(LightningDataModule):
             world_size=world_size,
             drop_last=False,
             collate_fn=collate_fn,
+            batch_sampler=make_sampler and make_sampler(batch_size=per_rank, rank=rank, world_size=world_size),
             **self._worker_options(),
         )
         self._loaders[name] = loader

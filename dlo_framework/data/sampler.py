@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import numpy as np
@@ -25,11 +25,60 @@ class Draw(NamedTuple):
         seed: what every random choice about this sample follows from; 0 <= seed < 2**63. It is a function of
             (sampler seed, epoch, index, repeat) alone.
         real: False where the sample only pads this rank's batch, so that it must not count.
+        size: (height, width) of the image to make of it, equal for all draws of a batch; None for the dataset's own.
     """
 
     index: int  # type: ignore[assignment]  # hides tuple.index, which nobody asks a draw for
     seed: int
     real: bool
+    size: tuple[int, int] | None = None
+
+
+class Position(NamedTuple):
+    """A place in training, between two batches.
+
+    Attributes:
+        epoch: from 0.
+        samples: of the epoch that lie before it, over all ranks.
+        size: samples in the dataset.
+    """
+
+    epoch: int
+    samples: int
+    size: int
+
+    @property
+    def epochs(self) -> float:
+        """The epochs that lie before it: 2.5 in the middle of the third."""
+        return self.epoch + self.samples / self.size
+
+
+class Window(NamedTuple):
+    """The batches that make up one optimizer step.
+
+    Attributes:
+        batch_size: samples of each of its batches, over all ranks.
+        batches: how many there are.
+    """
+
+    batch_size: int
+    batches: int
+
+
+class Span(NamedTuple):
+    """The samples of one batch, in the epoch's order.
+
+    Attributes:
+        start: of the first one, over all ranks.
+        stop: past the last one.
+        first: the number, in the epoch, of the batch that opened this batch's window.
+        batches: how many batches the window has; fewer than planned where the epoch ends.
+    """
+
+    start: int
+    stop: int
+    first: int
+    batches: int
 
 
 class ResumableBatchSampler:
@@ -53,6 +102,10 @@ class ResumableBatchSampler:
         repeats: how many differently augmented copies of an image go into a batch (repeated augmentation,
             Hoffer et al. 2020, arXiv:1901.09335; DeiT-3 uses 3). The epoch keeps its length, so it then visits
             ``1 / repeats`` of the images.
+        window_at: plans an optimizer step from where it begins, in training whose batch size changes; each of its
+            batches must be divisible by the ranks. Where less than a batch is left, the epoch ends. It is asked
+            once an epoch, from the epoch's start. None for ``batch_size`` throughout.
+        image_size_at: height and width of a batch's images, from where it begins; None for the dataset's own.
 
     Raises:
         DloError: for sizes that give no batch at all, and for ranks outside the world.
@@ -69,6 +122,8 @@ class ResumableBatchSampler:
         world_size: int = 1,
         drop_last: bool,
         repeats: int = 1,
+        window_at: Callable[[Position], Window] | None = None,
+        image_size_at: Callable[[Position], int] | None = None,
     ) -> None:
         if batch_size < 1 or repeats < 1:
             raise DloError(f"batch_size and repeats must be at least 1, got {batch_size} and {repeats}")
@@ -92,41 +147,63 @@ class ResumableBatchSampler:
         self.world_size = world_size
         self.drop_last = drop_last
         self.repeats = repeats
+        self.window_at = window_at
+        self.image_size_at = image_size_at
         self.epoch = 0
+        self._planned: tuple[int, list[Span]] | None = None
 
     @property
     def global_batch_size(self) -> int:
-        """Samples per batch over all data-parallel ranks."""
+        """Samples per batch over all data-parallel ranks, where it does not change."""
         return self.batch_size * self.world_size
 
     def set_epoch(self, epoch: int) -> None:
-        """Chooses the epoch that the next iteration goes through."""
+        """Chooses the epoch that the next iteration goes through, and plans its windows anew."""
         self.epoch = epoch
+        self._planned = None
 
     def __len__(self) -> int:
         """Batches in a whole epoch, the same on every rank."""
+        if self.window_at is not None:
+            return len(self.planned())
         full, tail = divmod(self.size, self.global_batch_size)
         return full if self.drop_last or not tail else full + 1
 
     def __iter__(self) -> Iterator[list[Draw]]:
         return self.batches_from(0)
 
+    def planned(self) -> list[Span]:
+        """Returns the batches of the current epoch, where windows are planned."""
+        assert self.window_at is not None
+        if self._planned is None or self._planned[0] != self.epoch:
+            self._planned = (self.epoch, plan_epoch(self.window_at, self.epoch, self.size))
+        return self._planned[1]
+
+    def spans_from(self, samples: int) -> Iterator[tuple[int, int]]:
+        """Yields (start, stop) of each batch of the current epoch, after the first ``samples`` samples."""
+        if self.window_at is not None:
+            yield from ((span.start, span.stop) for span in self.planned() if span.start >= samples)
+            return
+        step = self.global_batch_size
+        for start in range(samples, self.size, step):
+            if start + step > self.size and self.drop_last:
+                return
+            yield start, min(start + step, self.size)
+
     def batches_from(self, samples: int) -> Iterator[list[Draw]]:
         """Yields this rank's batches of the current epoch, after the first ``samples`` of the global order."""
         indices, seeds = self._epoch_draws()
-        step = self.global_batch_size
-        for start in range(samples, self.size, step):
-            count = min(step, self.size - start)
-            if count < step and self.drop_last:
-                return
-            share = -(-count // self.world_size)  # on the last global batch fewer than batch_size, but equal
+        for start, stop in self.spans_from(samples):
+            share = -(-(stop - start) // self.world_size)  # on the last global batch fewer than batch_size, but equal
             first = start + self.rank * share
-            last = min(first + share, start + count)
+            last = min(first + share, stop)
+            side = self.image_size_at and self.image_size_at(Position(self.epoch, start, self.size))
+            size = (side, side) if side else None
             draws = [
-                Draw(index, seed, True)
+                Draw(index, seed, True, size)
                 for index, seed in zip(indices[first:last].tolist(), seeds[first:last].tolist(), strict=True)
             ]
-            draws += [Draw(int(indices[start]), int(seeds[start]), False)] * (share - len(draws))
+            draws += [Draw(int(indices[start]), int(seeds[start]), False, size)] * (share - len(draws))
             yield draws
 
     def _epoch_draws(self) -> tuple[np.ndarray, np.ndarray]:
@@ -140,6 +217,24 @@ class ResumableBatchSampler:
             indices = np.repeat(indices, self.repeats)[: self.size]
         seeds = hash64(hash64(indices, self.seed, self.epoch, _AUGMENT) + copy.astype(np.uint64))
         return indices, (seeds >> np.uint64(1)).astype(np.int64)
+
+
+def plan_epoch(window_at: Callable[[Position], Window], epoch: int, size: int) -> list[Span]:
+    """Returns the batches of an epoch of ``size`` samples, window by window.
+
+    The last window has fewer batches where the epoch ends; less than a batch is left out.
+    """
+    spans: list[Span] = []
+    start = 0
+    while True:
+        window = window_at(Position(epoch, start, size))
+        batches = min(window.batches, (size - start) // window.batch_size)
+        if batches < 1:
+            return spans
+        first = len(spans)
+        for _ in range(batches):
+            spans.append(Span(start, start + window.batch_size, first, batches))
+            start += window.batch_size
 
 
 class InOrderBatchSampler(ResumableBatchSampler, SequentialSampler):  # type: ignore[misc]

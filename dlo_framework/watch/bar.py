@@ -47,6 +47,11 @@ class RunBar(ProgressBar):
         self._enabled = True
 
     @property
+    def is_enabled(self) -> bool:
+        """Whether it draws; ``LightningModule.print`` asks."""
+        return self._enabled
+
+    @property
     def _stream(self) -> TextIO:
         return sys.stderr
 

@@ -25,6 +25,7 @@ class FlopCounter:
         self.per_sample: float = 0.0
         self._mode: FlopCounterMode | None = None
         self._seen = 0
+        self._batch = self.BATCH
         self.wanted = True
 
     @property
@@ -32,10 +33,18 @@ class FlopCounter:
         """Returns whether this batch is being counted."""
         return self._mode is not None
 
+    def count_first(self) -> None:
+        """Counts the first batch instead: for a callback that has all later ones run compiled."""
+        self._batch = 1
+
+    def take(self, per_sample: float) -> None:
+        """Takes a count that was made before, by the run that is resumed, and counts no more."""
+        self.per_sample, self.wanted = per_sample, False
+
     def start(self, module: LightningModule) -> None:
         """Starts to count, if this is the batch to count."""
         self._seen += 1
-        if self._seen < self.BATCH:
+        if self._seen < self._batch:
             return
         self.wanted = False
         own = getattr(module, "flops_per_sample", lambda: None)()

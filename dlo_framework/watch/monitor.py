@@ -173,7 +173,12 @@ class RunMonitor(Callback):
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Stops the clock: validating is not training."""
-        if not trainer.sanity_checking and not self._paused:
+        if not trainer.sanity_checking:
+            self.pause()
+
+    def pause(self) -> None:
+        """Stops the clock until the next training batch, so that what is done meanwhile does not count."""
+        if not self._paused:
             self._window_seconds += time.perf_counter() - self._started
             self._paused = True
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dlo_framework.data import Draw, ResumableBatchSampler, hash64, uniform
+from dlo_framework.data import Draw, ResumableBatchSampler, Window, hash64, uniform
 from dlo_framework.errors import DloError
 
 
@@ -131,3 +131,35 @@ def test_impossible_sizes_are_refused_with_the_fix(options: dict, message: str) 
     size = options.pop("size")
     with pytest.raises(DloError, match=message):
         ResumableBatchSampler(size, shuffle=True, drop_last=True, **options)
+
+
+def test_planned_windows_and_sizes_are_the_same_on_every_rank_and_from_every_start() -> None:
+    """10 steps of 4 samples, then of 8 in two batches; images grow from 16 to 24 pixels after 20 samples."""
+    plan = {
+        "window_at": lambda at: Window(4, 1) if at.epochs < 0.5 else Window(4, 2),
+        "image_size_at": lambda at: 16 if at.samples < 20 else 24,
+        "shuffle": True,
+        "drop_last": True,
+    }
+    first, second = whole_epoch(83, batch=4, world=2, **plan)
+    assert [draw.size for draw in first] == [(16, 16)] * 10 + [(24, 24)] * 30
+    assert [draw.size for draw in second] == [draw.size for draw in first]
+    assert len({draw.index for draw in [*first, *second]}) == 80
+    assert whole_epoch(83, batch=4, world=2, start=28, **plan)[1] == second[14:]
+    one = ResumableBatchSampler(83, batch_size=4, **plan)
+    assert len(one) == 20
+    # 44 samples are past half of 83, 40 are not; the last window's second batch is not full.
+    assert [span.batches for span in one.planned()] == [1] * 11 + [2] * 8 + [1]
+    assert [span.first for span in one.planned()[11:15]] == [11, 11, 13, 13]
+
+
+def test_a_new_epoch_is_planned_anew() -> None:
+    sampler = ResumableBatchSampler(
+        40, batch_size=4, shuffle=True, drop_last=True, window_at=lambda at: Window(4 * (1 + at.epoch), 1)
+    )
+    lengths = []
+    for epoch in range(3):
+        sampler.set_epoch(epoch)
+        lengths.append(len(sampler))
+        assert len(list(sampler)) == len(sampler)
+    assert lengths == [10, 5, 3]

@@ -124,5 +124,5 @@ def test_tags_in_the_table_are_those_of_the_monitor(hooks):
 
 
 def test_the_picture_of_one_cycle_is_what_the_schedule_draws():
-    drawn = runpy.run_path(str(DOCS / "one_cycle_picture.py"))["draw"]()
+    drawn = runpy.run_path(str(DOCS / "pictures" / "one_cycle.py"))["draw"]()
     assert (DOCS / "images/one-cycle.svg").read_text() == drawn

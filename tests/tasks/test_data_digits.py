@@ -85,6 +85,41 @@ def test_distortions_are_functions_of_the_seed_alone_and_stay_within_their_bound
     assert 1.1 < areas.max() < 1.1**2 + 0.02
 
 
+@pytest.mark.parametrize("shift", [0, 1, 2])
+def test_at_another_size_it_is_the_same_shift_in_proportion(shift: int) -> None:
+    images = torch.randint(0, 256, (5, 8, 8), dtype=torch.uint8)
+
+    def doubled(size: int) -> torch.Tensor:
+        assert size == 16
+        return images.repeat_interleave(2, 1).repeat_interleave(2, 2)
+
+    dataset = ShiftedImages(images, torch.arange(5), shift=shift, at_size=doubled)
+    draws = [Draw(seed % 5, seed, True) for seed in range(100)]
+    own, targets = dataset.fetch(draws)
+    larger, same = dataset.fetch([draw._replace(size=(16, 16)) for draw in draws])
+    assert torch.equal(larger, own.repeat_interleave(2, 2).repeat_interleave(2, 3))
+    assert torch.equal(same, targets)
+    assert torch.equal(dataset.fetch([draw._replace(size=(8, 8)) for draw in draws])[0], own)
+
+
+def test_every_choice_is_the_same_at_another_size() -> None:
+    module = DigitsData(max_shift=2, max_rotation=30, max_zoom=0.3)
+    loader = module.train_dataloader()
+    draws = next(iter(loader.batch_sampler))
+    own = loader.dataset.fetch(draws)[0].float()
+    for size in (8, 12, 24, 32):
+        other = loader.dataset.fetch([draw._replace(size=(size, size)) for draw in draws])[0]
+        assert other.shape == (64, 3, size, size)
+        back = torch.nn.functional.interpolate(other.float(), (16, 16), mode="bilinear", antialias=True)
+        paired = (back - own).abs().mean((1, 2, 3))
+        unpaired = (back.roll(1, 0) - own).abs().mean((1, 2, 3))
+        assert paired.mean() < 0.35 * unpaired.mean(), size
+    plain = DigitsData(max_shift=0, max_rotation=0, max_zoom=0).train_dataloader().dataset
+    images = load_digits_images(24)[0][DigitsData()._splits[0]]
+    larger = plain.fetch([draw._replace(size=(24, 24)) for draw in draws])[0]
+    assert torch.equal(larger[:, 1], images[[draw.index for draw in draws]])
+
+
 def test_evaluation_is_unshifted_complete_and_void_where_padded() -> None:
     module = DigitsData(eval_batch_size=100)
     targets = torch.cat([targets for _, targets in module.val_dataloader()])

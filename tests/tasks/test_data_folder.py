@@ -129,6 +129,25 @@ def test_epochs_and_seeds_change_the_crops_and_the_order(tmp_path: Path) -> None
     assert not any(torch.equal(a, b) for (a, _), (b, _) in zip(first, other, strict=True))
 
 
+def test_a_draw_s_size_is_obeyed_and_changes_no_random_choice(tmp_path: Path) -> None:
+    """Crop, flip, RandAugment's operations and the erased box: at another size it is the same picture."""
+    write_folders(tmp_path)
+    options = {"rand_augment": "rand-m5-n1", "random_erase": 0.5, "color_jitter": 0.2}
+    for given in ({}, options):
+        loader = data(tmp_path, image_size=64, batch_size=12, **given).train_dataloader()
+        draws = next(iter(loader.batch_sampler))
+        own, targets = loader.dataset.fetch(draws)
+        assert own.shape == (12, 3, 64, 64)
+        for size in (32, 48, 96):
+            other, same = loader.dataset.fetch([draw._replace(size=(size, size)) for draw in draws])
+            assert other.shape == (12, 3, size, size)
+            assert torch.equal(same, targets)
+            back = torch.nn.functional.interpolate(other.float(), (64, 64), mode="bilinear", antialias=True)
+            difference = (back - own.float()).abs().mean((1, 2, 3))
+            assert difference.median() < 8, (size, difference)
+            assert (back.roll(1, 0) - own.float()).abs().mean((1, 2, 3)).median() > 40
+
+
 def test_repeated_augmentation_gives_different_views_of_one_image(tmp_path: Path) -> None:
     loader = data(write_folders(tmp_path), batch_size=6, repeated_augment=3).train_dataloader()
     draws = next(iter(loader.batch_sampler))

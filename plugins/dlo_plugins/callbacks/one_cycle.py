@@ -153,6 +153,11 @@ class OneCycle(Callback):
         """Takes the peaks of the run that is resumed."""
         self._peaks = list(state_dict["peaks"])
 
+    def set_max_lr(self, lr: float) -> None:
+        """Takes the highest lr that LRFinder has found; a list is scaled to it, and so are peaks found already."""
+        self.max_lr = group_peaks(self.max_lr, lr) if isinstance(self.max_lr, list) else lr
+        self._peaks = group_peaks(self._peaks, lr) if self._peaks else []
+
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Checks that nothing else sets the lr, and finds each group's peak."""
         if trainer.lr_scheduler_configs:

@@ -64,6 +64,9 @@ class ImageData(ResumableDataModule):
         kwargs: see :class:`ResumableDataModule`.
     """
 
+    #: What `on_after_batch_transfer` returns is in memory of that batch alone: callbacks may write to it.
+    makes_new_batches = True
+
     def __init__(
         self,
         *,

@@ -129,6 +129,17 @@ def read_jpeg_header(data: bytes) -> JpegHeader | None:
     )
 
 
+def read_size(head: bytes) -> tuple[int, int] | None:
+    """Returns an image's (height, width) from the beginning of its file, None where that does not tell it."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # decoding will refuse it
+            with Image.open(io.BytesIO(head)) as image:  # which reads no pixels
+                return image.height, image.width
+    except Exception:  # Pillow's plug-ins raise nearly anything on a broken file
+        return None
+
+
 def _check_pixels(height: int, width: int) -> None:
     """Refuses a decompression bomb before any of it is decoded, by Pillow's limit (89 million pixels)."""
     limit = Image.MAX_IMAGE_PIXELS

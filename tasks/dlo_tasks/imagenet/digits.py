@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from functools import cached_property
+from collections.abc import Callable
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
@@ -30,39 +31,59 @@ def load_digits_images(image_size: int) -> tuple[torch.Tensor, torch.Tensor]:
     return images, torch.from_numpy(digits.target).long()
 
 
-def warp(images: torch.Tensor, angle: torch.Tensor, zoom: torch.Tensor) -> torch.Tensor:
+def warp(
+    images: torch.Tensor, angle: torch.Tensor, zoom: torch.Tensor, shift: torch.Tensor | None = None
+) -> torch.Tensor:
     """Returns grey images rotated about their centre and enlarged, bilinear; what comes in from outside is 0.
 
     Args:
         images: uint8 [B, S, S].
         angle: float [B], in radians, anticlockwise.
         zoom: float [B]; 1.1 enlarges by a tenth.
+        shift: float [2, B]: how far the images are moved up and left before that, as a fraction of S. Default: none.
     """
     cos, sin, none = angle.cos() / zoom, angle.sin() / zoom, torch.zeros_like(angle)
-    theta = torch.stack([cos, -sin, none, sin, cos, none], dim=1).view(-1, 2, 3)
+    up, left = (none, none) if shift is None else 2 * shift  # the grid goes from -1 to 1
+    theta = torch.stack([cos, -sin, left, sin, cos, up], dim=1).view(-1, 2, 3)
     grid = F.affine_grid(theta, [len(images), 1, *images.shape[1:]], align_corners=False)
     warped = F.grid_sample(images.unsqueeze(1).float(), grid, mode="bilinear", align_corners=False)
     return warped.squeeze(1).round_().to(torch.uint8)
 
 
+def digits_at(indices: torch.Tensor, image_size: int) -> torch.Tensor:
+    """Returns some of the digits, uint8 [len(indices), image_size, image_size]."""
+    return load_digits_images(image_size)[0][indices]
+
+
 class ShiftedImages:
     """Grey images in memory, given out in whole batches as RGB, each shifted, turned and enlarged at random.
+
+    The random choices do not depend on the size that a draw asks for.
 
     Args:
         images: uint8 [N, S, S].
         targets: int64 [N].
-        shift: the largest shift in pixels, up, down, left and right; 0 for none. What comes in is 0.
+        shift: the largest shift in pixels of S, up, down, left and right; 0 for none. What comes in is 0.
         rotation: the largest rotation in degrees, either way.
         zoom: the largest enlargement, and reduction, as a fraction of the size.
+        at_size: returns the images at another height and width, for draws that ask for it.
     """
 
     def __init__(
-        self, images: torch.Tensor, targets: torch.Tensor, shift: int = 0, rotation: float = 0.0, zoom: float = 0.0
+        self,
+        images: torch.Tensor,
+        targets: torch.Tensor,
+        shift: int = 0,
+        rotation: float = 0.0,
+        zoom: float = 0.0,
+        at_size: Callable[[int], torch.Tensor] | None = None,
     ) -> None:
         self.images = F.pad(images, (shift, shift, shift, shift))
         self.targets = targets
         self.shift, self.rotation, self.zoom = shift, rotation, zoom
         self._side = torch.arange(images.shape[-1])
+        self._at_size = at_size
+        self._others: dict[int, torch.Tensor] = {}
 
     def __len__(self) -> int:
         return len(self.targets)
@@ -74,19 +95,29 @@ class ShiftedImages:
         if not all(draw.real for draw in draws):
             targets[torch.tensor([not draw.real for draw in draws])] = VOID
         seeds = np.array([draw.seed for draw in draws])
-        if self.shift:
-            places = 2 * self.shift + 1
-            place = hash64(seeds) % np.uint64(places * places)
-            down, right = (torch.from_numpy(p.astype(np.int64)) for p in np.divmod(place, np.uint64(places)))
+        places = 2 * self.shift + 1
+        place = hash64(seeds) % np.uint64(places * places)
+        down, right = (torch.from_numpy(p.astype(np.int64)) for p in np.divmod(place, np.uint64(places)))
+        turn, grow = (torch.from_numpy(2 * uniform(seeds, key) - 1).float() for key in (1, 2))
+        angle, zoom = turn * math.radians(self.rotation), 1 + grow * self.zoom
+        size = draws[0].size
+        if size is not None and size != (len(self._side), len(self._side)):
+            shift = (torch.stack([down, right]) - self.shift) / len(self._side)
+            images = warp(self._other(*size)[index], angle, zoom, shift)
+        else:
             rows = (down[:, None] + self._side)[:, :, None]  # [B, S, 1]
             columns = (right[:, None] + self._side)[:, None, :]  # [B, 1, S]
             images = self.images[index[:, None, None], rows, columns]
-        else:
-            images = self.images[index]
-        if self.rotation or self.zoom:
-            turn, grow = (torch.from_numpy(2 * uniform(seeds, key) - 1).float() for key in (1, 2))
-            images = warp(images, turn * math.radians(self.rotation), 1 + grow * self.zoom)
+            if self.rotation or self.zoom:
+                images = warp(images, angle, zoom)
         return images.unsqueeze(1).repeat(1, 3, 1, 1), targets
+
+    def _other(self, height: int, width: int) -> torch.Tensor:
+        assert self._at_size is not None, "these images have one size only"
+        assert height == width, "these images are square"
+        if height not in self._others:
+            self._others[height] = self._at_size(height)
+        return self._others[height]
 
 
 class DigitsData(ImageData):
@@ -101,7 +132,8 @@ class DigitsData(ImageData):
       init_args: {image_size: 16, batch_size: 64}
     ```
 
-    The images are enlarged with bilinear interpolation and given as RGB, so that any image model takes them.
+    The images are enlarged with bilinear interpolation and given as RGB, so that any image model takes them, at any
+    size that ProgressiveResizing asks for.
     Batches are ``(images, targets)``: float32 ``[B, 3, image_size, image_size]``, int64 ``[B]``. The whole
     dataset stays in memory and a batch is one indexing operation, so that workers would only cost time.
 
@@ -126,6 +158,8 @@ class DigitsData(ImageData):
     Source: E. Alpaydin, C. Kaynak (1998), Optical Recognition of Handwritten Digits, UCI Machine Learning
     Repository, doi:10.24432/C50P49; the test set of it, which is what scikit-learn ships.
     """
+
+    sizes_images = True
 
     def __init__(
         self,
@@ -191,7 +225,7 @@ class DigitsData(ImageData):
 
     def _subset(self, indices: torch.Tensor, shift: int = 0, rotation: float = 0.0, zoom: float = 0.0) -> ShiftedImages:
         images, targets = self._images
-        return ShiftedImages(images[indices], targets[indices], shift, rotation, zoom)
+        return ShiftedImages(images[indices], targets[indices], shift, rotation, zoom, partial(digits_at, indices))
 
     def train_dataloader(self) -> ResumableLoader:
         """Distorted training images in random order."""
@@ -208,6 +242,13 @@ class DigitsData(ImageData):
     def predict_dataloader(self) -> ResumableLoader:
         """The same images as in validation."""
         return self._held_out("predict")
+
+    def rectangular_val_dataloader(self, multiple: int, max_ratio: float) -> ResumableLoader:
+        """Raises DloError: every digit is square."""
+        raise DloError(
+            "RectangularValidation: DigitsData's images are all square, so that rectangles would be the same again;"
+            " remove the callback"
+        )
 
     def _held_out(self, name: str) -> ResumableLoader:
         dataset: Any = self._subset(self._splits[1])

@@ -12,6 +12,7 @@ from dlo_tasks.imagenet.augment import build_distortions
 from dlo_tasks.imagenet.data_base import IMAGENET_MEAN, IMAGENET_STD, ImageData
 from dlo_tasks.imagenet.folder_dataset import EvalView, ImageDataset, TrainView, View
 from dlo_tasks.imagenet.folder_sources import ImageSource, find_classes, open_source
+from dlo_tasks.imagenet.rectangles import read_sizes, rectangle_sampler
 
 
 class ImageFolderData(ImageData):
@@ -79,6 +80,8 @@ class ImageFolderData(ImageData):
             validation classes that training does not have.
     """
 
+    sizes_images = True
+
     def __init__(
         self,
         root: str,
@@ -144,6 +147,7 @@ class ImageFolderData(ImageData):
         self._eval_view = EvalView(self.eval_image_size, crop_pct, interpolation)
         self._datasets: dict[str, ImageDataset] = {}
         self._sources: dict[str, ImageSource] = {}
+        self._val_sizes: list[tuple[int, int]] | None = None
 
     @cached_property
     def class_names(self) -> list[str]:
@@ -187,6 +191,20 @@ class ImageFolderData(ImageData):
     def predict_dataloader(self) -> ResumableLoader:
         """The same images as in test."""
         return self.test_dataloader()
+
+    def rectangular_val_dataloader(self, multiple: int, max_ratio: float) -> ResumableLoader:
+        """Crops of ``val/`` in near their own shape, for RectangularValidation; reads the header of every file.
+
+        The shorter side is ``eval_image_size``, the longer one a multiple of ``multiple``, at most ``max_ratio`` times
+        as long. ``crop_pct`` holds as for squares.
+        """
+        if self._val_sizes is None:
+            self._val_sizes = read_sizes(self._source("val"), skip_corrupt=self.on_corrupt == "skip")
+        return self.eval_loader(
+            self._dataset("rectangular", "val", self._eval_view),
+            name="rectangular",
+            make_sampler=rectangle_sampler(self._val_sizes, self.eval_image_size, multiple, max_ratio),
+        )
 
     def _eval_dataloader(self, name: str, split: str) -> ResumableLoader:
         return self.eval_loader(self._dataset(name, split, self._eval_view), name=name)

@@ -18,24 +18,25 @@ _REPLACEMENTS = 100  # how many samples in a row may be corrupt before it is no 
 
 
 class View(Protocol):
-    """How an image becomes a square of ``size`` pixels."""
+    """How an image becomes one of a given height and width."""
 
     size: int
+    """Height and width in pixels, where a draw does not ask for others."""
 
     def render(self, data: bytes, draw: Draw, numbers: np.ndarray, out: torch.Tensor) -> None:
-        """Writes the image into ``out``, uint8 [size, size, 3]."""
+        """Writes the image into ``out``, uint8 [height, width, 3]."""
 
 
 class TrainView:
-    """RandomResizedCrop, flip and distortions.
+    """RandomResizedCrop, flip and distortions; the random choices do not depend on the size of the result.
 
     Args:
-        size: height and width of the result, in pixels.
+        size: height and width in pixels, where a draw does not ask for others.
         scale: smallest and largest area of the crop, as shares of the image's.
         ratio: smallest and largest width / height of the crop.
         flip: probability of a horizontal flip.
         interpolation: "bilinear" or "bicubic".
-        distortions: applied in order to the uint8 [3, size, size] image, with torch seeded by the draw.
+        distortions: applied in order to the uint8 [3, height, width] image, with torch seeded by the draw.
     """
 
     def __init__(
@@ -51,9 +52,10 @@ class TrainView:
         self.interpolation, self.distortions = interpolation, distortions
 
     def render(self, data: bytes, draw: Draw, numbers: np.ndarray, out: torch.Tensor) -> None:
-        """Writes one random view of the image into ``out``, uint8 [size, size, 3]."""
+        """Writes one random view of the image into ``out``, uint8 [height, width, 3]."""
+        largest = max(out.shape[:2])
         pixels, box = decode_crop(
-            data, lambda h, w: random_resized_box(h, w, numbers, self.scale, self.ratio), self.size, exact=False
+            data, lambda h, w: random_resized_box(h, w, numbers, self.scale, self.ratio), largest, exact=False
         )
         resize_into(out, pixels, box, self.interpolation, flip=bool(numbers[22] < self.flip))
         if self.distortions:
@@ -68,25 +70,34 @@ class EvalView:
     """Resize the shorter side, then crop the centre: pixel for pixel what torchvision's Resize and CenterCrop do.
 
     Args:
-        size: height and width of the result, in pixels.
+        size: height and width in pixels, where a draw does not ask for others.
         crop_pct: the crop's share of the shorter side.
         interpolation: "bilinear" or "bicubic".
     """
 
     def __init__(self, size: int, crop_pct: float, interpolation: str) -> None:
-        self.size, self.interpolation = size, interpolation
-        self.shorter = max(size, int(size / crop_pct + 1e-6))
+        self.size, self.crop_pct, self.interpolation = size, crop_pct, interpolation
 
     def render(self, data: bytes, draw: Draw, numbers: np.ndarray, out: torch.Tensor) -> None:
-        """Writes the image's centre into ``out``, uint8 [size, size, 3]."""
-        pixels, box = decode_crop(data, lambda h, w: Box(0, 0, h, w), self.shorter, exact=True)
-        short, long = sorted(box[2:])
-        longer = int(self.shorter * long / short)
-        height, width = (self.shorter, longer) if box.height <= box.width else (longer, self.shorter)
-        resized = torch.empty(height, width, 3, dtype=torch.uint8)
+        """Writes the image's centre into ``out``, uint8 [height, width, 3]."""
+        height, width = out.shape[:2]
+        size = min(height, width)
+        shorter = max(size, int(size / self.crop_pct + 1e-6))
+        pixels, box = decode_crop(data, lambda h, w: Box(0, 0, h, w), shorter, exact=True)
+        resized = torch.empty(*self._resized(box.height, box.width, shorter, height, width), 3, dtype=torch.uint8)
         resize_into(resized, pixels, box, self.interpolation)
-        top, left = round((height - self.size) / 2), round((width - self.size) / 2)
-        out.copy_(resized[top : top + self.size, left : left + self.size])
+        top, left = round((resized.shape[0] - height) / 2), round((resized.shape[1] - width) / 2)
+        out.copy_(resized[top : top + height, left : left + width])
+
+    @staticmethod
+    def _resized(rows: int, columns: int, shorter: int, height: int, width: int) -> tuple[int, int]:
+        """Returns the size to resize to: the shorter side as said, but never less than the crop on either side."""
+        longer = int(shorter * max(rows, columns) / min(rows, columns))
+        sides = (shorter, longer) if rows <= columns else (longer, shorter)
+        if sides[0] >= height and sides[1] >= width:
+            return sides
+        scale = max(height / rows, width / columns)
+        return max(height, int(rows * scale)), max(width, int(columns * scale))
 
 
 class ImageDataset:
@@ -94,7 +105,7 @@ class ImageDataset:
 
     Args:
         source: the image files and their classes.
-        view: how an image becomes a square.
+        view: how an image becomes one of a batch.
         on_corrupt: "raise", or "skip": in training another image takes the place (which one follows from the
             draw's seed, so it is the same with any number of workers and ranks), in evaluation the sample is
             void. Both are counted.
@@ -130,11 +141,11 @@ class ImageDataset:
         return int(self._corrupt.sum())
 
     def fetch(self, draws: list[Draw]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns uint8 images [B, 3, size, size] in channels-last memory, and int64 targets [B]."""
+        """Returns uint8 images [B, 3, height, width] in channels-last memory, and int64 targets [B]."""
         if get_worker_info() is not None:
             _one_thread()
-        size = self.view.size
-        images = torch.empty(len(draws), size, size, 3, dtype=torch.uint8)
+        height, width = draws[0].size or (self.view.size, self.view.size)
+        images = torch.empty(len(draws), height, width, 3, dtype=torch.uint8)
         targets = torch.full((len(draws),), VOID, dtype=torch.int64)
         numbers = random_numbers([draw.seed for draw in draws])
         for place, draw in enumerate(draws):

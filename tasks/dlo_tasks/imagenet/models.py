@@ -13,6 +13,7 @@ from timm.models import parse_model_name
 from torch import Tensor, nn
 
 from dlo_framework.errors import DloError, did_you_mean
+from dlo_framework.model_sizes import accept_any_size, check_sizes
 
 _HUBS = ("hf-hub", "hf_hub", "local-dir")
 
@@ -79,18 +80,23 @@ def check_eval_size(name: str, args: dict[str, Any], image_size: int, eval_image
     """Checks that a model can be evaluated at another size than it is trained at.
 
     Raises:
-        DloError: if it is built for one size.
+        DloError: if it is built for one size and cannot be made to take others, or not this one.
     """
-    if eval_image_size == image_size or args.get("dynamic_img_size") or not takes_image_size(name):
+    if eval_image_size == image_size:
         return
-    raise DloError(
-        f"{name} is built for images of {image_size} pixels, and the data evaluate at {eval_image_size}; set"
-        f" data.init_args.eval_image_size={image_size}"
-    )
+    with torch.device("meta"):
+        model = build(name, args, num_classes=2, image_size=image_size, pretrained=False)
+    try:
+        check_sizes(model, [(eval_image_size, eval_image_size)], (image_size, image_size))
+    except DloError as error:
+        raise DloError(f"data.init_args.eval_image_size={eval_image_size}: {error}") from error
 
 
 def build(name: str, args: dict[str, Any], *, num_classes: int, image_size: int | None, pretrained: bool) -> nn.Module:
     """Builds a timm model; downloads nothing unless `pretrained`.
+
+    A ViT and a CoAtNet take images of other sizes too, see :mod:`dlo_framework.model_sizes`; their parameters are
+    those of `image_size`.
 
     Args:
         name: timm's name, with or without a tag of weights.
@@ -104,7 +110,9 @@ def build(name: str, args: dict[str, Any], *, num_classes: int, image_size: int 
     """
     sized = image_size is not None and "img_size" not in args and takes_image_size(name)
     more = {"img_size": image_size} if sized else {}
-    return _create(name, {**args, **more}, num_classes=num_classes, pretrained=pretrained)
+    model = _create(name, {**args, **more}, num_classes=num_classes, pretrained=pretrained)
+    accept_any_size(model)
+    return model
 
 
 def set_sincos_positions(model: nn.Module) -> None:

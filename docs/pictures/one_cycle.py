@@ -1,4 +1,4 @@
-"""Draws docs/images/one-cycle.svg from the schedule's own functions: ``python docs/one_cycle_picture.py``."""
+"""Draws docs/images/one-cycle.svg from the schedule's own functions: ``python docs/pictures/one_cycle.py``."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 from dlo_plugins.callbacks.one_cycle import PRESETS, Preset, phase_ends, piecewise
 
-FILE = Path(__file__).parent / "images" / "one-cycle.svg"
+FILE = Path(__file__).parents[1] / "images" / "one-cycle.svg"
 STEPS = 100  # of the run that is drawn
 MOMENTUM = (0.95, 0.85)
 COLOURS = {"fastai": "#3f6ad8", "torch": "#d9822b"}

@@ -1,0 +1,157 @@
+"""What MixUp and CutMix cost, as a ratio to copying the batch, beside timm, torchvision and the textbook.
+
+Every contestant is given images [128, 3, 224, 224] and class indices [128], and makes mixed images and soft targets
+[128, 1000], its random numbers included. All draw lambda from Beta(1, 1).
+
+* ``copy_``: the batch copied into another one that exists; the unit. Roofline of anything that touches all of it.
+* ``copy_ again``: the same once more, the A/A control: how far its ratio is from 1 is the noise.
+* ``dlo``: BatchMix's functions. On a CPU they change the batch in place, which is what a training run does whose
+  batches are its own (torch's default collation, ImageFolderData, DigitsData).
+* ``dlo, kept batch``: where the batch may be somebody else's memory, so that it is cloned first. On an accelerator
+  there is no difference: ``dlo`` never writes to the batch there.
+* ``timm``: ``timm.data.mixup.Mixup`` (in place, as it always is). ``torchvision``: ``v2.MixUp`` and ``v2.CutMix``.
+* ``where``: CutMix as textbooks have it, ``where(mask, images[perm], images)``.
+
+Rounds are interleaved, in a new random order each; a round calls each contestant a few times, for CutMix costs what
+its box is large. A round's ratio is against ``copy_`` in the same round; medians are printed. On a CPU the time is that
+of the process (``time.process_time``) with one thread; on an accelerator it is what events on the stream measure, which
+leaves out the host.
+
+Run: ``python benchmarks/batch_mix.py [--rounds 25] [--device cuda]``
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import statistics
+import time
+from collections.abc import Callable
+
+import numpy as np
+import timm
+import torch
+import torchvision
+from timm.data.mixup import Mixup
+from torch import Tensor
+from torchvision.transforms import v2
+
+from dlo_plugins.mixing import MODES, Recipe, draw, mix_images, mix_targets, soft_targets, to_device
+
+BATCH, CLASSES = 128, 1000
+MIXUP, CUTMIX = {"mixup_alpha": 1.0, "cutmix_alpha": 0.0}, {"mixup_alpha": 0.0, "cutmix_alpha": 1.0}
+#: Ratios that are to be reached on a CPU.
+BARS = {"dlo CutMix batch": 0.7, "dlo MixUp batch": 1.6}
+PER_SAMPLE_BAR = 1.5  # of pair and elem, to batch
+
+Run = Callable[[Tensor, Tensor], object]
+
+
+def ours(alphas: dict[str, float], mode: str, in_place: bool) -> Run:
+    recipe, generator = Recipe(**alphas, mode=mode), np.random.default_rng(0)  # type: ignore[arg-type]
+
+    def run(images: Tensor, targets: Tensor) -> object:
+        plan = draw(recipe, len(images), *images.shape[-2:], generator)
+        on_device = to_device(plan, images.device)
+        soft = soft_targets(targets, CLASSES, 0.1)
+        return mix_images(images, plan, on_device, in_place=in_place), mix_targets(soft, on_device)
+
+    return run
+
+
+def textbook(images: Tensor, targets: Tensor) -> object:
+    height, width = images.shape[-2:]
+    order = torch.randperm(len(images), device=images.device)
+    side = (1 - np.random.beta(1.0, 1.0)) ** 0.5
+    y, x = np.random.randint(height), np.random.randint(width)
+    rows, columns = torch.arange(height, device=images.device), torch.arange(width, device=images.device)
+    inside = ((rows - y).abs() * 2 < side * height)[:, None] & ((columns - x).abs() * 2 < side * width)
+    lam = 1 - inside.float().mean()
+    soft = torch.nn.functional.one_hot(targets, CLASSES).float()
+    return torch.where(inside, images[order], images), lam * soft + (1 - lam) * soft[order]
+
+
+def contestants(device: torch.device) -> dict[str, Run]:
+    copied = torch.empty(BATCH, 3, 224, 224, device=device)
+    copy: Run = lambda images, targets: copied.copy_(images)
+    runs: dict[str, Run] = {"copy_": copy, "copy_ again": copy}
+    for name, alphas in (("CutMix", CUTMIX), ("MixUp", MIXUP)):
+        for mode in MODES:
+            runs[f"dlo {name} {mode}"] = ours(alphas, mode, in_place=True)
+        runs[f"dlo, kept batch {name} batch"] = ours(alphas, "batch", in_place=False)
+        for mode in MODES:
+            runs[f"timm {name} {mode}"] = Mixup(**alphas, mode=mode, num_classes=CLASSES)
+        runs[f"torchvision {name}"] = getattr(v2, name)(num_classes=CLASSES, alpha=1.0)
+    return runs | {"where CutMix": textbook}
+
+
+def seconds_of(run: Run, images: Tensor, targets: Tensor, calls: int) -> float:
+    """Returns the seconds of a call, on the device's own clock where it has one."""
+    if images.device.type == "cpu":
+        start = time.process_time()
+        for _ in range(calls):
+            run(images, targets)
+        return (time.process_time() - start) / calls
+    begin, end = (torch.Event(device=images.device, enable_timing=True) for _ in range(2))
+    torch.accelerator.synchronize()
+    begin.record()
+    for _ in range(calls):
+        run(images, targets)
+    end.record()
+    end.synchronize()
+    return begin.elapsed_time(end) / 1000 / calls
+
+
+def measure(device: torch.device, rounds: int, calls: int) -> dict[str, list[float]]:
+    torch.manual_seed(0)
+    np.random.seed(0)
+    fresh, targets = torch.randn(BATCH, 3, 224, 224, device=device), torch.randint(CLASSES, (BATCH,), device=device)
+    images, runs = fresh.clone(), contestants(device)
+    seconds: dict[str, list[float]] = {name: [] for name in runs}
+    order = list(runs)
+    for number in range(rounds + 1):
+        random.shuffle(order)
+        for name in order:
+            images.copy_(fresh)
+            taken = seconds_of(runs[name], images, targets, calls)
+            if number:  # the first round warms up
+                seconds[name].append(taken)
+    return seconds
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--rounds", type=int, default=25)
+    parser.add_argument("--calls", type=int, default=4, help="calls of each contestant in a round")
+    parser.add_argument("--device", default="cpu")
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    device = torch.device(arguments.device)
+    seconds = measure(device, arguments.rounds, arguments.calls)
+    base = seconds["copy_"]
+    ratios = {name: [t / b for t, b in zip(taken, base, strict=True)] for name, taken in seconds.items()}
+    medians = {name: statistics.median(values) for name, values in ratios.items()}
+    where = "one CPU thread" if device.type == "cpu" else torch.cuda.get_device_name(device)
+    print(f"{BATCH} x 3 x 224 x 224 float32 on {where}; copy_ takes {statistics.median(base) * 1e3:.2f} ms")
+    print(f"{'':30}{'ratio':>8}{'min':>8}{'max':>8}{'bar':>8}")
+    for name, values in ratios.items():
+        bar = BARS.get(name)
+        if name.startswith("dlo ") and name.endswith((" pair", " elem")):
+            bar = PER_SAMPLE_BAR * medians[f"{name.rpartition(' ')[0]} batch"]
+        told = f"{bar:8.2f}" if bar is not None and device.type == "cpu" else ""
+        print(f"{name:30}{medians[name]:8.2f}{min(values):8.2f}{max(values):8.2f}{told}")
+    record = {
+        "benchmark": "batch_mix",
+        "device": where,
+        "rounds": arguments.rounds,
+        "calls": arguments.calls,
+        "copy_ms": round(statistics.median(base) * 1e3, 3),
+        "ratios": {name: round(value, 3) for name, value in medians.items()},
+        "versions": {"torch": torch.__version__, "timm": timm.__version__, "torchvision": torchvision.__version__},
+    }
+    print(json.dumps(record))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,223 @@
+"""Images of other sizes than the one a model was built for.
+
+A ViT has one position embedding for each patch of the size it was built for, a CoAtNet one bias for each relative
+position in its feature maps. :func:`accept_any_size` keeps these parameters as they are, so that optimizers, averages
+and checkpoints notice nothing, and has the forward pass interpolate them to the images that come; gradients flow back
+through the interpolation. At the size the model was built for, outputs are those of the plain model, bit for bit.
+Convolutional networks need none of this.
+
+* Vision Transformers do it themselves, by timm's ``dynamic_img_size`` (bicubic, antialiased).
+* CoAtNet (Dai, Liu, Le, Tan 2021, arXiv 2106.04803) interpolates its biases bilinearly, as the paper does for
+  fine-tuning at a larger size.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from itertools import chain
+from typing import Any, TypeAlias
+
+import torch
+from lightning.pytorch import LightningModule
+from timm.layers.format import Format
+from timm.layers.hybrid_embed import HybridEmbed
+from timm.layers.patch_embed import PatchEmbed
+from timm.layers.pos_embed_rel import RelPosBias, RelPosMlp, gen_relative_log_coords
+from timm.models.maxxvit import Attention2d, MaxxVit
+from timm.models.vision_transformer import VisionTransformer
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.nn import functional as F
+
+from dlo_framework.errors import DloError
+
+Size: TypeAlias = tuple[int, int]
+"""Height and width of an image in pixels, or of a feature map in cells."""
+
+
+def accept_any_size(module: nn.Module) -> None:
+    """Makes every timm ViT and CoAtNet in ``module`` accept images of any size that its stride divides.
+
+    Parameters, buffers, the keys of the state dict and the outputs at the size it was built for stay as they are.
+    May be called again, and on modules that hold none.
+    """
+    for part in module.modules():
+        if isinstance(part, VisionTransformer):
+            _free_vit(part)
+        elif type(part) is Attention2d and isinstance(part.rel_pos, RelPosBias | RelPosMlp):
+            # The object stays the same, and with it its parameters, hooks and whatever a strategy holds of it.
+            part.__class__ = AnySizeAttention2d
+
+
+def _free_vit(vit: VisionTransformer) -> None:
+    """Sets what ``dynamic_img_size=True`` sets at construction.
+
+    timm 1.0.31 has no setter for it: ``VisionTransformer.__init__`` passes ``strict_img_size=False`` and
+    ``output_fmt="NHWC"`` to its patch embedding, which turns ``flatten`` off, and notes ``dynamic_img_size``.
+    """
+    patches = vit.patch_embed
+    if vit.dynamic_img_size or not isinstance(patches, PatchEmbed | HybridEmbed):
+        return
+    patches.strict_img_size = False
+    patches.flatten = False
+    patches.output_fmt = Format.NHWC
+    vit.dynamic_img_size = True  # type: ignore[misc]  # Final for TorchScript
+
+
+class AnySizeAttention2d(Attention2d):
+    """timm's ``Attention2d`` (1.0.31) with a bias that fits the feature map, whatever its size."""
+
+    def forward(self, x: Tensor, shared_rel_pos: Tensor | None = None) -> Tensor:
+        """Returns attention over ``x``, [B, C, H, W]; timm's own where H and W are those it was built for."""
+        rel_pos: Any = self.rel_pos
+        height, width = x.shape[-2:]
+        if (height, width) == tuple(rel_pos.window_size):
+            return super().forward(x, shared_rel_pos)
+        batch = x.shape[0]
+        if self.head_first:
+            parts = self.qkv(x).view(batch, self.num_heads, self.dim_head * 3, -1).chunk(3, dim=2)
+        else:
+            parts = self.qkv(x).reshape(batch, 3, self.num_heads, self.dim_head, -1).unbind(1)
+        query, key, value = (part.transpose(-1, -2).contiguous() for part in parts)  # [B, heads, HW, dim_head]
+        mixed = F.scaled_dot_product_attention(
+            query,
+            key,
+            value,
+            attn_mask=bias_at(rel_pos, height, width),
+            dropout_p=self.attn_drop.p if self.training else 0.0,
+        )
+        return self.proj_drop(self.proj(mixed.transpose(-1, -2).reshape(batch, -1, height, width)))
+
+
+def bias_at(rel_pos: RelPosBias | RelPosMlp, height: int, width: int) -> Tensor:
+    """Returns the attention bias of a feature map, [1, heads, HW, HW].
+
+    A table is interpolated bilinearly. A small network that makes the table (CoAtNet-rmlp) makes it for this map, as
+    timm's ``set_window_size`` would have it do.
+    """
+    size = 2 * height - 1, 2 * width - 1
+    if isinstance(rel_pos, RelPosMlp):
+        weight = rel_pos.mlp.fc1.weight
+        coordinates = gen_relative_log_coords(
+            (height, width), rel_pos.pretrained_window_size, rel_pos.mode, device=weight.device, dtype=weight.dtype
+        )
+        bias = unroll(rel_pos.mlp(coordinates))
+        bias = rel_pos.bias_act(bias)
+        return bias if rel_pos.bias_gain is None else bias * rel_pos.bias_gain
+    rows, columns = (2 * side - 1 for side in rel_pos.window_size)
+    table = rel_pos.relative_position_bias_table.view(1, rows, columns, -1).permute(0, 3, 1, 2)
+    # Not antialiased: so it has a deterministic gradient on CUDA, and at up to half the size every entry is used.
+    table = F.interpolate(table, size, mode="bilinear", align_corners=False)
+    return unroll(table[0].permute(1, 2, 0))
+
+
+def unroll(table: Tensor) -> Tensor:
+    """Returns the bias of each pair of cells, [1, heads, HW, HW], from that of each relative position.
+
+    Args:
+        table: [2H - 1, 2W - 1, heads]; the middle is the bias of a cell and itself.
+    """
+    height, width = (table.shape[0] + 1) // 2, (table.shape[1] + 1) // 2
+    shifted = table.unfold(0, height, 1).unfold(1, width, 1)  # [H, W, heads, H, W]: [y, x, :, a, b] is at y+a, x+b
+    return shifted.flip(3, 4).permute(2, 0, 1, 3, 4).reshape(1, -1, height * width, height * width)
+
+
+# --- checks ------------------------------------------------------------------------------------------------
+
+
+def size_multiple(module: nn.Module) -> int | None:
+    """Returns what height and width must be multiples of: the patch of a ViT, the stride of a CoAtNet; else None."""
+    found = []
+    for part in module.modules():
+        if isinstance(part, VisionTransformer):
+            found += [int(side) for side in part.patch_embed.feat_ratio(as_scalar=False)]  # the patch
+        elif isinstance(part, MaxxVit):
+            found.append(int(part.feature_info[-1]["reduction"]))
+    return math.lcm(*found) if found else None
+
+
+def check_sizes(module: nn.Module, sizes: Iterable[Size], base: Size) -> None:
+    """Checks that a model takes images of these sizes; nothing is computed.
+
+    The forward pass runs on tensors without data. Where it cannot run so at ``base`` either, which need not mean
+    anything for real images, and where parameters are sharded, only what is known of the model's family is checked.
+
+    Args:
+        module: a model of images, or a LightningModule: its ``model``, or else itself if it has a ``forward``.
+        sizes: (height, width) of the images to come, in pixels.
+        base: (height, width) that the model was built for.
+
+    Raises:
+        DloError: names the model and the size, and gives the nearest sizes or another way out.
+    """
+    sizes = list(dict.fromkeys(sizes))
+    model = _image_model(module)
+    multiple = size_multiple(module)
+    for side in dict.fromkeys(chain.from_iterable(sizes)):
+        if multiple is not None and side % multiple:
+            down = side // multiple * multiple
+            near = " or ".join(str(fit) for fit in (down, down + multiple) if fit)
+            raise DloError(
+                f"{_name(model or module)} takes images whose height and width are multiples of {multiple} pixels,"
+                f" given {side}; use {near}"
+            )
+    if model is None or _sharded(model) or _objection(model, base) is not None:
+        return
+    for size in sizes:
+        objection = _objection(model, size)
+        if objection is not None:
+            fix = "use a ViT, a CoAtNet or a convolutional network"
+            if getattr(model, "dynamic_img_size", True) is False:
+                fix = "build it with dynamic_img_size: true (ImageClassifier: in model_args)"
+            raise DloError(
+                f"{_name(model)} is built for images of {base[0]} x {base[1]} pixels and cannot take {size[0]} x"
+                f" {size[1]} ({objection}); {fix}, or leave the size at {base[0]}"
+            )
+
+
+def _name(model: nn.Module) -> str:
+    config = getattr(model, "pretrained_cfg", None) or {}
+    return str(config.get("architecture") or type(model).__name__)
+
+
+def _image_model(module: nn.Module) -> nn.Module | None:
+    if not isinstance(module, LightningModule):
+        return module
+    inner = getattr(module, "model", None)
+    if isinstance(inner, nn.Module):
+        return inner
+    return module if type(module).forward is not LightningModule.forward else None
+
+
+def _sharded(model: nn.Module) -> bool:
+    """Whether a strategy has cut the parameters, so that the forward pass needs the other ranks."""
+    return any(type(parameter) is not nn.Parameter for parameter in model.parameters())
+
+
+def _objection(model: nn.Module, size: Size) -> str | None:
+    """Returns why a model cannot take two images of ``size``, None if it can."""
+    channels = next((part.in_channels for part in model.modules() if isinstance(part, nn.Conv2d)), 3)
+    first = next((parameter for parameter in model.parameters() if parameter.is_floating_point()), None)
+    images = torch.empty(2, channels, *size, dtype=None if first is None else first.dtype, device="meta")
+    named = chain(model.named_parameters(), model.named_buffers())
+    empty = {name: torch.empty_like(value, device="meta") for name, value in named}
+    with _as_in_evaluation(model), torch.no_grad(), torch.compiler.set_stance("force_eager"):
+        try:
+            functional_call(model, empty, (images,))
+        except Exception as error:  # whatever it is, the model would raise it in training
+            return (str(error).splitlines() or [type(error).__name__])[0]
+    return None
+
+
+@contextmanager
+def _as_in_evaluation(model: nn.Module) -> Iterator[None]:
+    """Turns off what draws random numbers, and gives each module its own mode back."""
+    modes = [(part, part.training) for part in model.modules()]
+    try:
+        model.eval()
+        yield
+    finally:
+        for part, training in modes:
+            part.training = training

@@ -1,0 +1,257 @@
+"""Taking back what training has done: an exact snapshot of a run, in memory, and back to it bit for bit.
+
+For callbacks that train on the side, to find a learning rate or a batch size say. A file would not do: a checkpoint
+lacks the random state, the metrics that were logged and whatever modules and callbacks keep in plain attributes.
+What is restored is restored in place, so that wrapped modules (DDP), optimizers, compiled code and accelerators'
+graphs hold the tensors that they held before.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import random
+from collections import deque
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import numpy as np
+import torch
+from lightning.fabric.utilities.types import _Stateful
+from lightning.pytorch import Callback, Trainer
+from lightning.pytorch.loops.loop import _Loop
+from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.trainer.connectors.logger_connector.logger_connector import _LoggerConnector
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.data import DataLoader, Sampler
+
+from dlo_framework.data import ResumableBatchSampler, ResumableLoader
+from dlo_framework.resume import random_state, restore_random_state
+
+Undo = Callable[[], object]
+
+#: Objects whose attributes are part of the state. Dataclasses are too; of any other object, the reference alone.
+_OBJECTS = (
+    nn.Module,  # torchmetrics among them, and Lightning's collection of what was logged
+    Optimizer,
+    LRScheduler,
+    torch.amp.GradScaler,
+    Callback,
+    Precision,
+    DataLoader,
+    Sampler,
+    ResumableLoader,
+    ResumableBatchSampler,
+    _Loop,
+    _LoggerConnector,
+)
+
+#: Attributes of loaders and samplers that hold the data themselves.
+_DATA = ("dataset", "data_source")
+
+_CONSTANT = (int, float, complex, str, bytes, bool, type(None))
+
+
+class Snapshot:
+    """The state of a run at one moment; :func:`take` makes one.
+
+    It holds parameters, buffers and gradients, train or eval mode, ``requires_grad``, the states of optimizers,
+    schedulers and the precision plugin's scaler, Lightning's counters and logged metrics, the loaders' places, the
+    random state of this process, and each callback's ``state_dict``. Beyond that, of modules, callbacks and the
+    above: whatever their attributes hold in plain data, containers, tensors, arrays and generators. Tensors are
+    copied to the CPU, so that it takes no memory of the accelerator.
+
+    Not held: what lies behind attributes of other classes, datasets for one, and files. An iterator over a training
+    loader that was begun before is left as it is; train on the side with
+    :meth:`~dlo_framework.rehearsal.Rehearsal.batches`, which begins one of its own.
+    """
+
+    def __init__(self, trainer: Trainer) -> None:
+        self._trainer = trainer
+        self._kept: dict[int, Any] = {}  # What has been copied, by id: each once, and alive while its id is used.
+        self._undo: list[Undo] = []
+        self._flags = {name: getattr(trainer, name) for name in ("should_stop", "accumulate_grad_batches")}
+        self._callbacks = [
+            (callback, copy.deepcopy(state))
+            for callback in trainer.callbacks  # type: ignore[attr-defined]
+            if (state := callback.state_dict())
+        ]
+        loaders = training_loaders(trainer)
+        self._loaders = [
+            (number, loader, copy.deepcopy(loader.state_dict()))
+            for number, loader in enumerate(loaders)
+            if isinstance(loader, _Stateful) and not isinstance(loader, DataLoader | ResumableLoader)
+        ]
+        self._keep(_roots(trainer, loaders))
+        self._random = random_state()
+
+    def _keep(self, items: Iterable[Any]) -> None:
+        """Copies the items and everything reachable from them."""
+        waiting = list(items)
+        while waiting:
+            item = waiting.pop()
+            if isinstance(item, _CONSTANT) or id(item) in self._kept:
+                continue
+            self._kept[id(item)] = item
+            undo, inside = _copied(item)
+            if undo is not None:
+                self._undo.append(undo)
+            waiting.extend(inside)
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        """Puts everything back; it may be called again."""
+        # First: what a callback's state is made of may be out of reach, and a clock that it holds has gone on, which
+        # the attributes then put right.
+        for callback, state in self._callbacks:
+            callback.load_state_dict(copy.deepcopy(state))
+        for number, loader, state in self._loaders:
+            loader.load_state_dict(copy.deepcopy(state))
+            _restart_iterator(self._trainer, number, loader)
+        for name, value in self._flags.items():
+            setattr(self._trainer, name, value)
+        for undo in self._undo:
+            undo()
+        restore_random_state(self._random)
+
+
+def take(trainer: Trainer) -> Snapshot:
+    """Returns the run's state, from ``on_train_start`` on."""
+    return Snapshot(trainer)
+
+
+def training_loaders(trainer: Trainer) -> list[Any]:
+    """Returns the training loaders; Lightning (2.6) gives them to the public as the nest that the user made of them."""
+    loader = trainer.fit_loop._combined_loader
+    return list(loader.flattened) if loader is not None else []
+
+
+def _roots(trainer: Trainer, loaders: list[Any]) -> list[Any]:
+    """Returns where the state hangs; ``_logger_connector`` (Lightning 2.6) holds the metrics that were logged."""
+    options: Any = trainer
+    return [
+        trainer.lightning_module,
+        *trainer.optimizers,
+        *(config.scheduler for config in trainer.lr_scheduler_configs),
+        trainer.precision_plugin,
+        trainer.fit_loop,
+        options._logger_connector,
+        *options.callbacks,
+        *loaders,
+    ]
+
+
+def _restart_iterator(trainer: Trainer, number: int, loader: Any) -> None:
+    """Begins a loader's iteration again where its state says.
+
+    Lightning (2.6) made the iterator when it set the loader up and keeps it in ``CombinedLoader._iterator``.
+    """
+    combined: Any = trainer.fit_loop._combined_loader
+    if combined._iterator is not None:
+        combined._iterator.iterators[number] = iter(loader)
+
+
+def _copied(item: Any) -> tuple[Undo | None, Iterable[Any]]:
+    """Returns what puts an object back as it is now, and the objects in it, which are to be copied themselves."""
+    if isinstance(item, torch.Tensor):
+        return _tensor(item)
+    if isinstance(item, dict):
+        inside = [*item.values(), vars(item)] if hasattr(item, "__dict__") else item.values()
+        return _mapping(item), inside
+    if isinstance(item, list | deque | set):
+        return _collection(item), list(item)
+    if isinstance(item, tuple):
+        return None, item
+    if isinstance(item, np.ndarray):
+        return _array(item), ()
+    generator = _generator(item)
+    if generator is not None:
+        return generator, ()
+    if isinstance(item, _OBJECTS) or (dataclasses.is_dataclass(item) and not isinstance(item, type)):
+        attributes = getattr(item, "__dict__", {})
+        followed = [value for name, value in attributes.items() if name not in _DATA]
+        return _mapping(attributes), followed
+    return None, ()
+
+
+def _tensor(tensor: torch.Tensor) -> tuple[Undo | None, Iterable[Any]]:
+    expanded = tensor.layout is torch.strided and any(
+        stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True)
+    )
+    if tensor.is_meta or tensor.is_inference() or expanded:
+        return None, ()  # None of these can be written to, so none has changed.
+    leaf, requires_grad = tensor.is_leaf, tensor.requires_grad
+    gradient = tensor.grad if leaf else None
+    with torch.no_grad():
+        saved = _local(tensor).to("cpu", copy=True)
+
+    def undo() -> None:
+        if leaf and not tensor.is_leaf:
+            tensor.detach_()
+        _local(tensor).copy_(saved)
+        if leaf:
+            tensor.grad = gradient
+            tensor.requires_grad_(requires_grad)
+
+    return undo, () if gradient is None else (gradient,)
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns this rank's part of a tensor, in the tensor's own memory."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
+
+
+def _mapping(mapping: dict[Any, Any]) -> Undo:
+    saved = list(mapping.items())
+
+    def undo() -> None:
+        # By identity: comparing tensors, which an optimizer's state has as keys, compares their elements.
+        same_keys = len(mapping) == len(saved) and all(a is b for a, (b, _) in zip(mapping, saved, strict=True))
+        if not same_keys:
+            mapping.clear()  # The order is part of the state: that of a module's parameters.
+        for key, value in saved:
+            if not same_keys or mapping[key] is not value:
+                mapping[key] = value
+
+    return undo
+
+
+def _collection(collection: Any) -> Undo:
+    saved = list(collection)
+
+    def undo() -> None:
+        collection.clear()
+        (collection.update if isinstance(collection, set) else collection.extend)(saved)
+
+    return undo
+
+
+def _array(array: np.ndarray) -> Undo | None:
+    if not array.flags.writeable:
+        return None
+    saved = array.copy()
+
+    def undo() -> None:
+        array[...] = saved
+
+    return undo
+
+
+def _generator(item: Any) -> Undo | None:
+    """Returns what puts a generator of random numbers back; None for anything else."""
+    if isinstance(item, torch.Generator):
+        state = item.get_state()
+        return lambda: item.set_state(state)
+    if isinstance(item, random.Random):
+        internal = item.getstate()
+        return lambda: item.setstate(internal)
+    if isinstance(item, np.random.RandomState):
+        legacy = item.get_state()
+        return lambda: item.set_state(legacy)
+    if isinstance(item, np.random.Generator):
+        bits = copy.deepcopy(item.bit_generator.state)
+        return lambda: setattr(item.bit_generator, "state", bits)
+    return None

@@ -1,0 +1,382 @@
+"""A batch size that grows as training goes on.
+
+Smith, Kindermans, Ying, Le 2018, "Don't Decay the Learning Rate, Increase the Batch Size" (arXiv 1711.00489);
+McCandlish, Kaplan, Amodei et al. 2018, "An Empirical Model of Large-Batch Training" (arXiv 1812.06162). It departs
+from the second in measuring the noise from one micro-batch of each step on each rank rather than from all of them.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
+from torch.optim import Optimizer
+
+from dlo_framework.data import Position, ResumableDataModule, Window, data_parallel_coordinates
+from dlo_framework.data.sampler import Span, plan_epoch
+from dlo_framework.errors import DloError
+from dlo_framework.progress import AccumulationWindow, planned_batches, refresh_epoch_length
+from dlo_plugins.batch_plan import LRDecay, LRRule, NoiseScale, grown_size, lr_factor, scheduled_size, window
+from dlo_plugins.noise_meter import NoiseMeter
+from dlo_plugins.points import check_max_epochs, parse_point
+
+
+class DynamicBatchSize(Callback):
+    """Changes the batch size during training: by a schedule, in place of a decaying lr, or by the gradient's noise.
+
+    A batch size here counts the samples of an optimizer step, over all ranks. The loader's own batches grow up to
+    ``max_micro_batch`` samples a rank, and accumulation carries the rest; with any other loader than that of a dlo
+    datamodule, accumulation carries all of it. An epoch still visits each sample once, but for less than one batch
+    of the first size at its end, and schedules that follow the fraction of samples seen (OneCycle) are not shifted.
+    Give one of the first three arguments.
+
+    Args:
+        schedule: points of the run and the batch size from there on: ``{0: 256, "50%": 512, "80%": 1024}``. A point
+            is a number of epochs, ``"3 epochs"``, ``"50%"`` of ``trainer.max_epochs``, or ``"500000 samples"``.
+        decay_to_growth: a step or exponential learning-rate schedule; where it would decay the rate by a factor,
+            the batch grows by its inverse: ``{factor: 0.2, at: ["30%", "60%", "80%"]}`` or ``{factor: 0.97, every: 2}``
+            with ``every`` in epochs. Past its ``max_batch_size`` (default: the data) the rate does decay.
+        noise_scale: measure the gradient noise scale and follow it, in powers of two from the first size and never
+            down: ``{max_batch_size: 4096}``; also ``multiple`` of the noise scale (default 1), optimizer steps
+            between decisions, ``every`` (50), and ``smoothing`` of the measurements (0.9). Each step then has two
+            micro-batches at least. Accumulation follows at once, the loader's batches with the next epoch.
+        max_micro_batch: samples that one rank can hold at once; MicroBatchFinder can find it. None for no limit.
+        lr_rule: multiply the learning rate by the growth of the batch since the start (``linear``), its square root
+            (``sqrt``), or leave it (``none``).
+        follow_image_size: multiply the batch size by the area that images of the last size have over those of the
+            present one, where ProgressiveResizing changes it: memory stays constant. ``max_micro_batch``, which is
+            for images of the last size, always follows.
+
+    Raises:
+        DloError: on values out of range, together with ``trainer.accumulate_grad_batches`` or
+            ``limit_train_batches``, manual optimization, and a batch that the ranks do not divide.
+    """
+
+    def __init__(
+        self,
+        schedule: dict[str | float, int] | None = None,
+        decay_to_growth: LRDecay | None = None,
+        noise_scale: NoiseScale | None = None,
+        max_micro_batch: int | None = None,
+        lr_rule: LRRule = "none",
+        follow_image_size: bool = False,
+    ) -> None:
+        if sum(given is not None for given in (schedule, decay_to_growth, noise_scale)) != 1:
+            raise DloError("DynamicBatchSize: give one of schedule, decay_to_growth and noise_scale")
+        if max_micro_batch is not None and max_micro_batch < 1:
+            raise DloError(f"DynamicBatchSize: max_micro_batch is at least 1, but was {max_micro_batch}")
+        if lr_rule not in ("none", "sqrt", "linear"):
+            raise DloError(f"DynamicBatchSize: lr_rule is none, sqrt or linear, but was {lr_rule!r}")
+        self.steps = {parse_point(point, "DynamicBatchSize.schedule"): size for point, size in (schedule or {}).items()}
+        if schedule is not None and (not schedule or min(schedule.values()) < 1):
+            raise DloError(f"DynamicBatchSize: schedule holds batch sizes of at least 1, but was {schedule}")
+        if decay_to_growth is not None:
+            decay_to_growth.check()
+        self.decay, self.noise = decay_to_growth, noise_scale
+        self.max_micro_batch, self.lr_rule, self.follow_image_size = max_micro_batch, lr_rule, follow_image_size
+        self._found_micro_batch = False
+        self._meter = NoiseMeter(noise_scale.smoothing) if noise_scale else None
+        self._first = self._world = 1  # the batch size that the run began with; data-parallel ranks
+        self._max_epochs = math.inf
+        self._trainer: Trainer | None = None
+        self._micro = self._size = 0  # by noise_scale: the epoch's micro-batch, and the size aimed at
+        self._window = AccumulationWindow(1, 0)
+        self._epoch = 0  # that the window lies in
+        self._length_is_old = False
+        self._factor = 1.0
+        self._own_plan: tuple[int, list[Span]] | None = None
+        self._hooks: list[Any] = []
+
+    # --- the plan ------------------------------------------------------------------------------------------
+
+    def size_at(self, at: Position) -> tuple[int, float]:
+        """Returns the batch size of a step that begins at ``at``, and the factor of its learning rate."""
+        left = 1.0
+        if self.noise is not None:
+            size = self._size
+        elif self.decay is not None:
+            size, left = grown_size(self.decay, self._first, at, self._max_epochs)
+        else:
+            size = scheduled_size(self.steps, self._first, at, self._max_epochs)
+        if self.follow_image_size:
+            size = math.floor(size * self._area_factor(at))
+        return size, left * lr_factor(self.lr_rule, size, self._first)
+
+    def _area_factor(self, at: Position) -> float:
+        assert self._trainer is not None
+        callbacks: list[Any] = self._trainer.callbacks  # type: ignore[attr-defined]
+        return next((float(each.area_factor(at)) for each in callbacks if hasattr(each, "area_factor")), 1.0)
+
+    def window_at(self, at: Position) -> Window:
+        """Returns the micro-batches of a step that begins at ``at``, for the loader."""
+        if self.noise is not None:
+            return Window(self._micro, 1)  # How many make a step is decided as training goes on.
+        size, left = self.size_at(at)[0], at.size - at.samples
+        if size > left:
+            # In whole batches of the first size, so that what an epoch leaves out does not depend on the ranks.
+            unit = min(self._first, size)
+            size = max(unit, left // unit * unit)
+        return window(size, self._limit(at), self._world)
+
+    def _limit(self, at: Position) -> int | None:
+        return None if self.max_micro_batch is None else math.floor(self.max_micro_batch * self._area_factor(at))
+
+    def set_max_micro_batch(self, per_rank: int) -> None:
+        """Takes what MicroBatchFinder has found, before the first step."""
+        self.max_micro_batch, self._found_micro_batch = per_rank, True
+        if self._trainer is not None and planned_batches(self._trainer) is not None:
+            self._replan(self._trainer)
+
+    def _replan(self, trainer: Trainer) -> None:
+        sampler = trainer.train_dataloader.batch_sampler  # type: ignore[union-attr]
+        if self.noise is not None:
+            self._micro = window(self._size, self._limit(Position(sampler.epoch, 0, sampler.size)), self._world, 2)[0]
+        sampler.set_epoch(sampler.epoch)
+        refresh_epoch_length(trainer)
+
+    # --- before training -----------------------------------------------------------------------------------
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Checks the rest of the config, and hands the plan to the datamodule, whose loader is not made yet."""
+        if stage != "fit":
+            return
+        self._trainer = trainer
+        _check_trainer(trainer, pl_module)
+        if self.noise is not None and not isinstance(trainer.strategy, DDPStrategy | SingleDeviceStrategy):
+            raise DloError(
+                "DynamicBatchSize: noise_scale measures each rank's own gradients, which"
+                f" {type(trainer.strategy).__name__} does not keep; use ddp, or a schedule"
+            )
+        decay_points = self.decay.points() if self.decay else []
+        self._max_epochs = check_max_epochs([*self.steps, *decay_points], trainer.max_epochs, "DynamicBatchSize")
+        self._world = data_parallel_coordinates(trainer)[1]
+        datamodule = trainer.datamodule  # type: ignore[attr-defined]
+        if isinstance(datamodule, ResumableDataModule):
+            self._begin(datamodule.batch_size)
+            datamodule.window_at = self.window_at
+
+    def _begin(self, first: int) -> None:
+        """Takes the batch size that the run begins with, and checks the others against the ranks."""
+        self._first = first
+        if self.noise is not None:
+            self.noise.check(first)
+            self._size = self._size or first
+            self._micro = self._micro or window(self._size, self.max_micro_batch, self._world, 2).batch_size
+        wrong = [size for size in self.steps.values() if size % self._world]
+        if wrong:
+            below, above = wrong[0] // self._world * self._world, -(-wrong[0] // self._world) * self._world
+            raise DloError(
+                f"DynamicBatchSize: a batch of {wrong[0]} is not divisible by the {self._world} data-parallel ranks;"
+                f" use {below or above} or {above}"
+            )
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Opens the window that the run begins in, which a resumed run may be in the middle of."""
+        if planned_batches(trainer) is None:
+            self._plan_for_fixed_batches(trainer)
+        self._trainer = trainer
+        optimizer = trainer.optimizers[0]
+        self._hooks = [
+            optimizer.register_step_pre_hook(lambda opt, *_: _scale_rates(opt, self._factor)),
+            optimizer.register_step_post_hook(lambda opt, *_: _restore_rates(opt)),
+        ]
+        if planned_batches(trainer) is not None and trainer.train_dataloader.batch_sampler.epoch != self._epoch:  # type: ignore[union-attr]
+            self._resume_at_the_end(trainer)
+        elif self.noise is None:
+            self._open(trainer, trainer.fit_loop.epoch_loop.batch_progress.current.ready)
+        trainer.accumulate_grad_batches = self._window
+
+    def _resume_at_the_end(self, trainer: Trainer) -> None:
+        """Plans the epoch after the one at whose last batch the checkpoint was saved.
+
+        Lightning calls no ``on_train_epoch_start`` for it, and still has to see that the last one is over, by a number
+        of batches that is not below ``num_training_batches``: until then that is the last epoch's.
+        """
+        self._replan(trainer)
+        self._window = AccumulationWindow(1, 0)
+        over = trainer.fit_loop.epoch_loop.batch_progress.current.ready
+        trainer.fit_loop.max_batches = min(trainer.fit_loop.max_batches, over)
+        self._length_is_old = True
+
+    def _plan_for_fixed_batches(self, trainer: Trainer) -> None:
+        """Prepares for a loader whose batches keep their size, so that accumulation carries all growth."""
+        per_rank, batches = getattr(trainer.train_dataloader, "batch_size", None), trainer.num_training_batches
+        if not isinstance(per_rank, int) or not math.isfinite(batches):
+            raise DloError(
+                "DynamicBatchSize needs a training loader with a batch_size and a length; use a DataLoader with both,"
+                " or a dlo datamodule"
+            )
+        self._begin(per_rank * self._world)
+        self._micro = self._first
+        too_small = [size for size in self.steps.values() if size % self._first]
+        if too_small:
+            raise DloError(
+                f"DynamicBatchSize: this loader's batches stay at {self._first} samples (all ranks together), so that"
+                f" steps can only be multiples of it, but {too_small[0]} is not; use"
+                f" {-(-too_small[0] // self._first) * self._first}, or a dlo datamodule, whose batches can grow"
+            )
+
+    # --- training ------------------------------------------------------------------------------------------
+
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Plans the epoch's batches, and tells Lightning how many there are."""
+        if planned_batches(trainer) is not None:
+            self._replan(trainer)
+        self._window = AccumulationWindow(1, 0)
+        self._open(trainer, 0)
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        """Opens a window where the last one has ended."""
+        if self._length_is_old:
+            self._length_is_old = False
+            refresh_epoch_length(trainer)
+        if trainer.current_epoch != self._epoch or batch_idx >= self._window.start + self._window:
+            self._open(trainer, batch_idx)
+
+    def _open(self, trainer: Trainer, batch_idx: int) -> None:
+        spans = self._spans(trainer)
+        if batch_idx >= len(spans):  # Resumed at an epoch's end: the next one opens its first window itself.
+            return
+        self._epoch = trainer.current_epoch
+        span = spans[batch_idx]
+        if self.noise is not None:
+            wanted = max(2, round(self._size / (span.stop - span.start)))
+            self._window = AccumulationWindow(min(wanted, len(spans) - batch_idx), batch_idx)
+        else:
+            self._window = AccumulationWindow(span.batches, span.first)
+        start = spans[self._window.start].start
+        size, self._factor = self.size_at(Position(trainer.current_epoch, start, self._samples(trainer)))
+        trainer.accumulate_grad_batches = self._window
+        if (trainer.global_step + 1) % trainer.log_every_n_steps == 0:  # type: ignore[attr-defined]
+            self._log(trainer, {"batch/size": float(size), "batch/lr_factor": self._factor})
+
+    def _spans(self, trainer: Trainer) -> list[Span]:
+        planned = planned_batches(trainer)
+        if planned is not None:
+            return planned
+        if self._own_plan is None or self._own_plan[0] != trainer.current_epoch:
+            micro = self._first
+
+            def window_at(at: Position) -> Window:
+                size = micro if self.noise is not None else self.size_at(at)[0]
+                return Window(micro, max(1, size // micro))
+
+            spans = plan_epoch(window_at, trainer.current_epoch, self._samples(trainer))
+            self._own_plan = (trainer.current_epoch, spans)
+        return self._own_plan[1]
+
+    def _samples(self, trainer: Trainer) -> int:
+        """Returns how many samples an epoch goes through, by which positions in it are counted."""
+        if planned_batches(trainer) is not None:
+            return int(trainer.train_dataloader.batch_sampler.size)  # type: ignore[union-attr]
+        return int(trainer.num_training_batches) * self._first
+
+    def _log(self, trainer: Trainer, scalars: dict[str, float]) -> None:
+        for logger in trainer.loggers:
+            logger.log_metrics(scalars, step=trainer.global_step)
+
+    # --- the noise scale -----------------------------------------------------------------------------------
+
+    def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Measures the gradient of a window's first micro-batch."""
+        ready = trainer.fit_loop.epoch_loop.batch_progress.current.ready
+        if self._meter is not None and self._window > 1 and ready == self._window.start + 1:
+            self._meter.after_first_micro_batch(trainer, _parameters(trainer.optimizers[0]), int(self._window))
+
+    def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
+        """Measures the gradient of the whole window."""
+        if self._meter is not None:
+            sizes = (self._micro / self._world, float(self._window * self._micro))
+            self._meter.before_step(_parameters(optimizer), sizes)
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Decides on the batch size, every so many steps."""
+        window_ended = batch_idx + 1 == self._window.start + self._window
+        if self.noise is None or self._meter is None or not window_ended or trainer.global_step % self.noise.every:
+            return
+        self._meter.take(trainer)
+        scale = self._meter.estimate.scale
+        if scale is not None:
+            doublings = math.floor(math.log2(max(1.0, self.noise.multiple * scale / self._first)))
+            self._size = max(self._size, min(self._first * 2**doublings, self.noise.max_batch_size))
+            self._log(trainer, {"batch/noise_scale": scale})
+
+    # --- state ---------------------------------------------------------------------------------------------
+
+    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        """Averages the ranks' open measurements: of callbacks' states, a checkpoint holds rank 0's."""
+        if self._meter is not None and trainer.state.fn == "fit":
+            self._meter.gather(trainer)
+            if self.state_key in checkpoint.get("callbacks", {}):
+                checkpoint["callbacks"][self.state_key] = self.state_dict()
+
+    def state_dict(self) -> dict[str, Any]:
+        """The window that is open, what was measured, and the micro-batch that was found."""
+        return {
+            "window": [int(self._window), self._window.start, self._epoch],
+            "size": self._size,
+            "micro": self._micro,
+            "max_micro_batch": self.max_micro_batch if self._found_micro_batch else None,
+            "meter": self._meter.state_dict() if self._meter else None,
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Goes on with the window, the measurements and the size of the run that is resumed."""
+        batches, start, self._epoch = state_dict["window"]
+        self._window = AccumulationWindow(batches, start)
+        if self.noise is not None and self._meter is not None and state_dict["meter"] is not None:
+            self._size, self._micro = state_dict["size"], state_dict["micro"]
+            self._meter.load_state_dict(state_dict["meter"])
+        if state_dict["max_micro_batch"] is not None:
+            self.max_micro_batch, self._found_micro_batch = state_dict["max_micro_batch"], True
+
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Gives back what was set."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+        if stage == "fit":
+            trainer.accumulate_grad_batches = 1
+            datamodule = trainer.datamodule  # type: ignore[attr-defined]
+            if isinstance(datamodule, ResumableDataModule):
+                datamodule.window_at = None
+
+
+def _check_trainer(trainer: Trainer, pl_module: LightningModule) -> None:
+    options: Any = trainer
+    if trainer.accumulate_grad_batches != 1:
+        raise DloError(
+            "DynamicBatchSize: its batch sizes count all the samples of an optimizer step, so it sets the accumulation"
+            f" itself; remove trainer.accumulate_grad_batches, which is {trainer.accumulate_grad_batches}"
+        )
+    if not pl_module.automatic_optimization:
+        raise DloError(f"DynamicBatchSize needs automatic optimization, which {type(pl_module).__name__} turns off")
+    if options.limit_train_batches != 1.0 and not options.fast_dev_run:
+        raise DloError(
+            "DynamicBatchSize: limit_train_batches counts batches, whose size changes; remove it, or shorten the run"
+            " with max_epochs"
+        )
+
+
+def _parameters(optimizer: Optimizer) -> list[Any]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+_UNSCALED = "dlo_unscaled_lr"
+
+
+def _scale_rates(optimizer: Optimizer, factor: float) -> None:
+    if factor != 1.0:
+        for group in optimizer.param_groups:
+            group[_UNSCALED] = group["lr"]
+            group["lr"] = group["lr"] * factor
+
+
+def _restore_rates(optimizer: Optimizer) -> None:
+    for group in optimizer.param_groups:
+        if _UNSCALED in group:
+            group["lr"] = group.pop(_UNSCALED)

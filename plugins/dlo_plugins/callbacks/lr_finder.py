@@ -1,0 +1,261 @@
+"""The learning-rate finder: a short sweep before training, from which the learning rate is read.
+
+Leslie N. Smith, "Cyclical Learning Rates for Training Neural Networks", 2017 (arXiv 1506.01186), in the form that
+fastai gave it; :mod:`dlo_plugins.lr_suggest` has the mathematics.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+import sys
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from tqdm import tqdm
+
+from dlo_framework.errors import DloError, did_you_mean
+from dlo_framework.rehearsal import BeforeTraining, rehearse, run_folder, write_whole
+from dlo_framework.watch.monitor import is_tensorboard
+from dlo_plugins.lr_suggest import SUGGESTIONS, Sweep, scaled, suggest, sweep_rates
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+Suggestion = Literal["valley", "steep", "minimum", "slide"]
+
+NAME = "lr_find"
+#: Of fewer steps, too few points are left once the ends are cut.
+FEWEST_STEPS = 20
+#: A parameter group's rates: torch's schedulers keep their own beside the current one.
+_GROUP_RATES = ("lr", "initial_lr", "max_lr", "min_lr")
+#: What a scheduler remembers of them: torch's, and timm's.
+_SCHEDULER_RATES = ("base_lrs", "max_lrs", "_last_lr", "base_values")
+
+
+class LRFinder(BeforeTraining):
+    """Tries learning rates from very low to very high before training, and sets the one that the losses suggest.
+
+    The sweep takes some dozens of optimizer steps on real batches: with the run's own optimizer and parameter
+    groups, strategy, precision, clipping and accumulation. Then everything is put back bit for bit, the random state
+    and the place in the data included, and training begins as if it had not been, but for the rate. The groups keep
+    their ratios; a scheduler follows, and so does OneCycle. A resumed run does not sweep again.
+
+    The run's folder gets ``lr_find.png``, the curve with all suggestions marked (TensorBoard shows it too), and
+    ``lr_find.json`` with its points. ``dlo lr-find`` does the sweep alone.
+
+    Args:
+        min_lr: where the sweep begins, for the parameter group with the highest rate.
+        max_lr: where it ends.
+        num_steps: optimizer steps from one to the other, by equal factors.
+        suggestion: ``valley`` (in the longest falling stretch), ``steep`` (where the loss falls fastest),
+            ``minimum`` (a tenth of the rate with the lowest loss) or ``slide`` (before the loss bends upwards).
+        beta: weight of the past in the smoothed loss.
+        stop_factor: the sweep stops where the smoothed loss exceeds its lowest value by this factor, or is NaN.
+        apply: set the rate that was found. False only reports it.
+
+    Raises:
+        DloError: on values out of range, manual optimization, and a loss that diverges too early to tell.
+    """
+
+    turn = 1  # After MicroBatchFinder: the rate depends on the batch.
+
+    def __init__(
+        self,
+        min_lr: float = 1e-7,
+        max_lr: float = 10.0,
+        num_steps: int = 100,
+        suggestion: Suggestion = "valley",
+        beta: float = 0.98,
+        stop_factor: float = 4.0,
+        apply: bool = True,
+    ) -> None:
+        if suggestion not in SUGGESTIONS:
+            hint = did_you_mean(suggestion, list(SUGGESTIONS)) or ";"
+            raise DloError(f"LRFinder: unknown suggestion '{suggestion}'{hint} available: {', '.join(SUGGESTIONS)}")
+        if not 0 < min_lr < max_lr < math.inf:
+            raise DloError(f"LRFinder sweeps from a min_lr above 0 up to max_lr, but they were {min_lr} and {max_lr}")
+        if num_steps < FEWEST_STEPS:
+            raise DloError(f"LRFinder: num_steps is at least {FEWEST_STEPS}, for the ends are cut; it was {num_steps}")
+        if not 0 <= beta < 1:
+            raise DloError(f"LRFinder: beta lies in [0, 1), but was {beta}; 0.98 is usual")
+        if stop_factor <= 1:
+            raise DloError(f"LRFinder: stop_factor is above 1, but was {stop_factor}; 4 is usual")
+        self.min_lr, self.max_lr, self.num_steps = min_lr, max_lr, num_steps
+        self.suggestion, self.beta, self.stop_factor, self.apply = suggestion, beta, stop_factor, apply
+        self.lr: float | None = None  # as found, for the group with the highest rate
+        self.suggestions: dict[str, float | None] = {}
+
+    def state_dict(self) -> dict[str, Any]:
+        """What was found, so that a resumed run still knows."""
+        return {"lr": self.lr, "suggestions": self.suggestions}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Takes up what the run that is resumed had found."""
+        self.lr, self.suggestions = state_dict["lr"], dict(state_dict["suggestions"])
+
+    def before_training(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Sweeps, reports, and sets the rate."""
+        sweep = self.sweep(trainer)
+        self.suggestions = suggest(*sweep.trimmed())
+        self.lr = self.suggestions[self.suggestion]
+        self._report(trainer, sweep)
+        if self.lr is None:
+            raise DloError(self._too_short(sweep))
+        if self.apply:
+            set_learning_rate(trainer, self.lr)
+
+    def sweep(self, trainer: Trainer) -> Sweep:
+        """Returns the losses at each rate, their mean over the ranks; the run is afterwards as it was."""
+        sweep = Sweep(self.num_steps, self.beta, self.stop_factor)
+        rates = group_rates(trainer)
+        quiet = not trainer.is_global_zero or trainer.progress_bar_callback is None or not sys.stderr.isatty()
+        with rehearse(trainer) as rehearsal, tqdm(total=self.num_steps, desc="LRFinder", disable=quiet) as bar:
+            for rate in sweep_rates(self.min_lr, self.max_lr, self.num_steps):
+                for group, lr in zip(trainer.optimizers[0].param_groups, scaled(rates, rate), strict=True):
+                    _set_rate(group, "lr", lr)
+                loss = rehearsal.optimizer_step()
+                bar.update()
+                # The mean is the same number on every rank, so all of them stop at the same step.
+                if not sweep.add(rate, float(trainer.strategy.reduce(loss, reduce_op="mean"))):
+                    break
+        return sweep
+
+    def _report(self, trainer: Trainer, sweep: Sweep) -> None:
+        folder = run_folder(trainer)
+        if not trainer.is_global_zero:
+            return
+        figure = draw(sweep, self.suggestions, self.suggestion)
+        picture = io.BytesIO()
+        figure.savefig(picture, format="png")
+        write_whole(folder / f"{NAME}.png", picture.getvalue())
+        write_whole(folder / f"{NAME}.json", self.to_json(sweep).encode())
+        for logger in trainer.loggers:
+            if is_tensorboard(logger):
+                logger.experiment.add_image(NAME, pixels(figure), trainer.global_step, dataformats="HWC")
+        self._print(trainer, sweep, str(folder / f"{NAME}.png"))
+
+    def _print(self, trainer: Trainer, sweep: Sweep, path: str) -> None:
+        lines = [f"\nlearning rates from {self.min_lr:g} to {sweep.rates[-1]:.3g} in {len(sweep.rates)} steps"]
+        if sweep.stopped:
+            lines[0] += f"; {sweep.stopped}"
+        for name, rate in self.suggestions.items():
+            used = " <- used" if self.apply else " <- suggested"
+            lines.append(
+                f"  {name:<9}{'none' if rate is None else f'{rate:.3g}'}{used if name == self.suggestion else ''}"
+            )
+        print("\n".join([*lines, f"  curve    {path}"]), flush=True)
+
+    def to_json(self, sweep: Sweep) -> str:
+        """Returns the points, the suggestions and what was chosen as JSON; what is no number is null."""
+        columns = zip(sweep.rates, map(_number, sweep.losses), map(_number, sweep.smoothed), strict=True)
+        content = {
+            "lr": self.lr,
+            "suggestion": self.suggestion,
+            "applied": self.apply and self.lr is not None,
+            "suggestions": self.suggestions,
+            "stopped": sweep.stopped,
+            "points": [{"lr": rate, "loss": loss, "smoothed": smoothed} for rate, loss, smoothed in columns],
+        }
+        return json.dumps(content, indent=2) + "\n"
+
+    def _too_short(self, sweep: Sweep) -> str:
+        start = f"LRFinder: the curve allows no '{self.suggestion}' suggestion after {len(sweep.rates)} steps"
+        if sweep.stopped:
+            lower = max(self.min_lr * 1e-3, sys.float_info.min)
+            return (
+                f"{start}, at lr {sweep.rates[-1]:.3g}: {sweep.stopped}; try min_lr: {lower:.0e}, or look at the data"
+            )
+        others = [name for name, rate in self.suggestions.items() if rate is not None]
+        fix = f"take another suggestion ({', '.join(others)})" if others else "raise num_steps"
+        return f"{start}; {fix}, or look at the curve in {NAME}.png"
+
+
+def group_rates(trainer: Trainer) -> list[float]:
+    """Returns the rate of each parameter group that a schedule takes as its height, not that of the moment."""
+    groups = trainer.optimizers[0].param_groups
+    return [float(group.get("max_lr", group.get("initial_lr", group["lr"]))) for group in groups]
+
+
+def set_learning_rate(trainer: Trainer, lr: float) -> None:
+    """Sets the highest rate of the parameter groups to ``lr`` and keeps their ratios.
+
+    What schedulers and groups remember of the rate is multiplied by the same factor, and each callback with a method
+    ``set_max_lr`` is told: OneCycle, or your own.
+    """
+    before = group_rates(trainer)
+    for group, old, new in zip(trainer.optimizers[0].param_groups, before, scaled(before, lr), strict=True):
+        if old == 0:
+            _set_rate(group, "lr", new)
+        for name in _GROUP_RATES:
+            if old > 0 and name in group:
+                _set_rate(group, name, float(group[name]) * new / old)
+    if max(before) > 0:
+        for config in trainer.lr_scheduler_configs:
+            _scale_scheduler(config.scheduler, lr / max(before))
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        if hasattr(callback, "set_max_lr"):
+            callback.set_max_lr(lr)
+
+
+def _scale_scheduler(scheduler: Any, factor: float) -> None:
+    for part in getattr(scheduler, "_schedulers", ()):  # SequentialLR and ChainedScheduler
+        _scale_scheduler(part, factor)
+    for name in _SCHEDULER_RATES:
+        rates = getattr(scheduler, name, None)
+        if isinstance(rates, list):
+            setattr(scheduler, name, [rate * factor for rate in rates])
+
+
+def _set_rate(group: dict[str, Any], name: str, rate: float) -> None:
+    if isinstance(group.get(name), torch.Tensor):  # as fused and captured optimizers keep it
+        group[name].fill_(rate)
+    else:
+        group[name] = rate
+
+
+def draw(sweep: Sweep, suggestions: dict[str, float | None], chosen: str) -> Figure:
+    """Returns the picture of a sweep: the loss, the smoothed loss and the suggestions over the rates.
+
+    It is drawn by matplotlib's Agg, which is set for this figure alone and not for the program's others.
+    """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 5), dpi=100, layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    axes.semilogx(sweep.rates, sweep.losses, color="0.8", label="loss")
+    axes.semilogx(sweep.rates, sweep.smoothed, color="tab:blue", label="smoothed")
+    rates, _ = sweep.trimmed()
+    if rates:
+        axes.axvspan(rates[0], rates[-1], color="0.95", zorder=0, label="suggestions are from here")
+    finite = [loss for loss in sweep.smoothed if math.isfinite(loss)]
+    if finite:
+        # A diverging loss would flatten the valley.
+        margin = 0.1 * (finite[0] - min(finite)) + 1e-6 * abs(finite[0])
+        axes.set_ylim(min(finite) - margin, max(finite[: max(1, len(finite) // 2)]) + 5 * margin)
+    for number, (name, rate) in enumerate(suggestions.items()):
+        if rate is not None:
+            width, style = (2.0, "-") if name == chosen else (1.2, "--")
+            label = f"{name} {rate:.2e}"
+            axes.axvline(rate, color=f"C{number + 1}", label=label, linewidth=width, linestyle=style)
+    axes.set_xlabel("learning rate")
+    axes.set_ylabel("training loss")
+    axes.legend(loc="best")
+    return figure
+
+
+def pixels(figure: Figure) -> Any:
+    """Returns a figure as an array of bytes [height, width, 3]."""
+    import numpy as np
+
+    canvas: Any = figure.canvas
+    canvas.draw()
+    return np.asarray(canvas.buffer_rgba())[..., :3].copy()
+
+
+def _number(value: float) -> float | None:
+    return value if math.isfinite(value) else None

@@ -1,0 +1,209 @@
+"""Validation in rectangles near the images' own shape, beside that in squares.
+
+Howard et al. (fast.ai) 2018, "Training ImageNet in 18 minutes", DAWNBench. It departs from it in that each image has a
+shape of its own, and not the mean one of its batch: so accuracy does not depend on the size of the batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from itertools import islice
+from typing import Any
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.trainer import call
+from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultCollection
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
+from torchmetrics import Metric
+
+from dlo_framework.data import ResumableLoader
+from dlo_framework.errors import DloError
+from dlo_framework.model_sizes import accept_any_size, check_sizes, size_multiple
+from dlo_framework.progress import steps_per_epoch
+from dlo_framework.resume import random_state, restore_random_state
+
+_MULTIPLE = 8  # of a model that takes any size, as fast.ai's
+_SUFFIX = "_rect"
+
+
+class RectangularValidation(Callback):
+    """Validates a second time, on images in rectangles near their own shape, and logs that beside the square result.
+
+    A square crop of a photograph leaves a quarter to a third of it out. Where the square validation logs
+    ``val_acc1``, this logs ``val_acc1_rect``, to all loggers and to ``summary.json``; a checkpoint or an early stop may
+    monitor it. The square validation, its metrics and the random state are as without it. The datamodule brings the
+    rectangles: ImageFolderData does. The model must take them: a ViT, a CoAtNet, or a convolutional network with global
+    pooling.
+
+    Args:
+        every_n_epochs: validate so after every so many epochs, and after the last; None for the last alone.
+            ``dlo validate`` always does. Where something else than ``max_epochs`` or ``max_steps`` ends the run, early
+            stopping say, it may end without; give a number then.
+        multiple: the longer side is rounded down to a multiple of so many pixels; None for what the model accepts, the
+            patch of a ViT and the stride of a CoAtNet, else 8.
+        max_ratio: the most that the longer side is longer; the ends of longer images are cropped.
+
+    Raises:
+        DloError: if the datamodule has no rectangles or the model takes none.
+    """
+
+    def __init__(self, every_n_epochs: int | None = None, multiple: int | None = None, max_ratio: float = 2.0) -> None:
+        if every_n_epochs is not None and every_n_epochs < 1:
+            raise DloError(f"RectangularValidation: every_n_epochs is at least 1, but was {every_n_epochs}")
+        if multiple is not None and multiple < 1:
+            raise DloError(f"RectangularValidation: multiple is at least 1 pixel, but was {multiple}")
+        if max_ratio < 1:
+            raise DloError(f"RectangularValidation: max_ratio is at least 1, a square, but was {max_ratio}")
+        self.every_n_epochs, self.multiple, self.max_ratio = every_n_epochs, multiple, max_ratio
+        self._loader: ResumableLoader | None = None
+
+    # --- before --------------------------------------------------------------------------------------------
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Asks whether the datamodule has rectangles."""
+        datamodule = trainer.datamodule  # type: ignore[attr-defined]
+        if stage in ("fit", "validate") and not hasattr(datamodule, "rectangular_val_dataloader"):
+            kind = "there is none" if datamodule is None else f"{type(datamodule).__name__} does not"
+            raise DloError(
+                "RectangularValidation needs a datamodule that batches images by shape (rectangular_val_dataloader),"
+                f" and {kind}; use ImageFolderData, or remove the callback"
+            )
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Reads the images' shapes, and checks that the model takes them."""
+        self._prepare(trainer, pl_module)
+
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Does the same where there is no fit."""
+        if self._loader is None:
+            self._prepare(trainer, pl_module)
+
+    def _prepare(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        accept_any_size(pl_module)
+        datamodule: Any = trainer.datamodule  # type: ignore[attr-defined]
+        accepted = size_multiple(pl_module)
+        multiple = self.multiple or accepted or _MULTIPLE
+        if accepted is not None and multiple % accepted:
+            raise DloError(
+                f"RectangularValidation: the model takes multiples of {accepted} pixels, so that multiple is one too,"
+                f" but was {multiple}; leave it out"
+            )
+        loader: ResumableLoader = datamodule.rectangular_val_dataloader(multiple, self.max_ratio)
+        shapes = sorted(loader.batch_sampler.shapes, key=lambda sides: sides[1] / sides[0])  # type: ignore[attr-defined]
+        base = getattr(datamodule, "image_size", shapes[0][0])
+        check_sizes(pl_module, [shapes[0], shapes[-1]], (base, base))
+        self._loader = loader
+
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Forgets the loader; the datamodule ends its workers."""
+        self._loader = None
+
+    # --- validation ----------------------------------------------------------------------------------------
+
+    def on_validation_batch_end(
+        self,
+        trainer: Trainer,
+        pl_module: LightningModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+        dataloader_idx: int = 0,
+    ) -> None:
+        """Validates in rectangles after the last batch: before a weight average leaves the model again."""
+        batches = trainer.num_val_batches
+        last = dataloader_idx == len(batches) - 1 and batch_idx + 1 >= batches[-1]
+        if not last or trainer.sanity_checking or not self._due(trainer):
+            return
+        assert self._loader is not None
+        random = random_state()
+        try:
+            values = measure(trainer, pl_module, self._loader)
+        finally:
+            restore_random_state(random)
+        for name, value in values.items():
+            pl_module.log(
+                f"{name}{_SUFFIX}", value, on_step=False, on_epoch=True, sync_dist=True, add_dataloader_idx=False
+            )
+
+    def _due(self, trainer: Trainer) -> bool:
+        """Whether this validation is one after which to look at rectangles."""
+        if trainer.state.fn != TrainerFn.FITTING:
+            return True
+        epoch, batches = trainer.current_epoch + 1, trainer.fit_loop.epoch_loop.batch_progress.current
+        stops = trainer.should_stop or 0 < trainer.max_steps <= trainer.global_step
+        if batches.ready + (trainer.val_check_batch or 0) <= trainer.num_training_batches and not stops:
+            return False  # this epoch has another validation
+        interval = trainer.check_val_every_n_epoch or 1
+        if trainer.max_epochs is not None and trainer.max_epochs > 0:
+            stops |= epoch + interval > trainer.max_epochs
+        if trainer.max_steps > 0:
+            stops |= trainer.global_step + interval * steps_per_epoch(trainer) > trainer.max_steps
+        return stops or (self.every_n_epochs is not None and epoch % self.every_n_epochs == 0)
+
+
+def measure(trainer: Trainer, pl_module: LightningModule, loader: ResumableLoader) -> dict[str, Any]:
+    """Returns what ``validation_step`` logs over a loader, once an epoch, by name; for use in a validation.
+
+    The batches pass all hooks that validation batches pass on their way to the step. Whatever the step adds to metrics
+    and logs is taken back.
+    """
+    step: Any = pl_module.validation_step
+    takes_number = is_param_in_hook_signature(step, "batch_idx", min_args=2)
+    with _fresh_metrics(pl_module), _own_results(trainer) as results:
+        for number, given in enumerate(_limited(trainer, loader)):
+            batch = trainer.precision_plugin.convert_input(given)
+            batch = pl_module._on_before_batch_transfer(batch, dataloader_idx=0)
+            batch = call._call_strategy_hook(trainer, "batch_to_device", batch, dataloader_idx=0)
+            results.batch, results.batch_size = batch, None
+            arguments = (batch, number) if takes_number else (batch,)
+            call._call_strategy_hook(trainer, "validation_step", *arguments)
+        found = results.metrics(on_step=False)["callback"]
+        return {name: value for name, value in found.items() if value.numel() == 1}
+
+
+def _limited(trainer: Trainer, loader: ResumableLoader) -> Iterable[Any]:
+    """Returns the loader's batches, as many as ``trainer.limit_val_batches`` allows."""
+    limit: int | float = trainer.limit_val_batches
+    return islice(loader, limit if isinstance(limit, int) else int(limit * len(loader)))
+
+
+@contextmanager
+def _fresh_metrics(pl_module: LightningModule) -> Iterator[None]:
+    """Empties the module's metrics, and gives them their content back.
+
+    A torchmetrics ``Metric`` (1.x) keeps all that it has seen in plain attributes. ``reset`` puts new tensors in their
+    place, and clears lists.
+    """
+    metrics = [part for part in pl_module.modules() if isinstance(part, Metric)]
+    kept = [
+        {name: list(value) if isinstance(value, list) else value for name, value in vars(metric).items()}
+        for metric in metrics
+    ]
+    try:
+        for metric in metrics:
+            metric.reset()
+        yield
+    finally:
+        for metric, content in zip(metrics, kept, strict=True):
+            vars(metric).update(content)
+
+
+@contextmanager
+def _own_results(trainer: Trainer) -> Iterator[_ResultCollection]:
+    """Collects what is logged in a validation apart from what the validation itself logs.
+
+    ``self.log`` writes to the results of the loop that runs; Lightning (2.6) has no public way to have it write
+    elsewhere. What is replaced for the time is the validation loop's ``_results``, and put back with it is the logger
+    connector's ``_current_fx``, by which it knows that an epoch's first value of a hook is being logged.
+    """
+    fitting = trainer.state.fn == TrainerFn.FITTING
+    loop: Any = trainer.fit_loop.epoch_loop.val_loop if fitting else trainer.validate_loop
+    connector = trainer._logger_connector
+    kept, hook = loop._results, connector._current_fx
+    loop._results = _ResultCollection(training=False)
+    try:
+        yield loop._results
+    finally:
+        loop._results, connector._current_fx = kept, hook

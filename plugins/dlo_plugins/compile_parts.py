@@ -1,0 +1,70 @@
+"""Which modules of a LightningModule to compile, and how to take the compiling off again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from lightning.pytorch import LightningModule
+from torch import nn
+
+from dlo_framework.errors import DloError
+from dlo_framework.plan import ParallelPlan
+from dlo_framework.task import Task
+
+
+def parts_to_compile(pl_module: LightningModule, scope: str) -> dict[str, nn.Module]:
+    """Returns the modules to compile by name, relative to ``pl_module``.
+
+    Args:
+        pl_module: with its model built.
+        scope: see :class:`Compile`.
+
+    Raises:
+        DloError: if there are none.
+    """
+    if scope == "blocks":
+        task = isinstance(pl_module, Task)
+        root = pl_module.model if isinstance(pl_module, Task) else pl_module
+        plan = pl_module.parallel_plan() if isinstance(pl_module, Task) else ParallelPlan.infer(pl_module)
+        names = plan.block_names(root)
+        if not names:
+            raise DloError(
+                f"Compile: the parallel plan of {type(pl_module).__name__} names no blocks; name them in"
+                " Task.parallel_plan, or set scope: model"
+            )
+        return {f"model.{name}" if task else name: root.get_submodule(name) for name in names}
+    if isinstance(pl_module, Task):
+        return {"model": pl_module.model}
+    parts = dict(_children(pl_module))
+    if not parts:
+        raise DloError(
+            f"Compile: {type(pl_module).__name__} has no child module with parameters, and its own steps are not"
+            " compiled; put what computes into a module of its own, self.net say"
+        )
+    return parts
+
+
+def _children(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
+    """Yields the outermost modules with parameters that can be called; a list of modules cannot."""
+    for name, child in module.named_children():
+        if isinstance(child, nn.ModuleList | nn.ModuleDict):
+            yield from _children(child, f"{prefix}{name}.")
+        elif next(child.parameters(), None) is not None:
+            yield prefix + name, child
+
+
+def compiled_call(module: nn.Module) -> Callable[..., Any] | None:
+    """Returns what a module that was compiled in place calls instead of its own code.
+
+    torch 2.11 to 2.15 keep it in ``Module._compiled_call_impl``, which is private: ``Module.compile`` has no undo.
+    """
+    return module._compiled_call_impl
+
+
+def set_compiled_call(module: nn.Module, call: Callable[..., Any] | None) -> None:
+    """Has a module call ``call``, a value of :func:`compiled_call`, or its own code again for None (ibid.)."""
+    if call is None:
+        module.__dict__.pop("_compiled_call_impl", None)
+    else:
+        module.__dict__["_compiled_call_impl"] = call

@@ -1,0 +1,146 @@
+"""What to make of a learning-rate sweep: its rates, the smoothed loss, when to stop, and which rate to suggest.
+
+The sweep is Leslie N. Smith's range test ("Cyclical Learning Rates for Training Neural Networks", 2017,
+arXiv 1506.01186) in fastai's form (``fastai/callback/schedule.py``), whose constants and suggestions these are. It
+departs from fastai in three ways: the last step reaches the highest rate, a loss that may be negative does not stop the
+sweep at once, and ``valley`` never looks before the first point.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+
+def sweep_rates(min_lr: float, max_lr: float, steps: int) -> list[float]:
+    """Returns ``steps`` learning rates from ``min_lr`` to ``max_lr``, each the same multiple of the one before."""
+    ratio = math.log(max_lr / min_lr)
+    return [min_lr * math.exp(ratio * step / (steps - 1)) for step in range(steps)]
+
+
+@dataclasses.dataclass
+class Sweep:
+    """The points of a sweep, as they come.
+
+    Attributes:
+        steps: how many points a whole sweep has.
+        beta: weight of the past in the smoothed loss, an exponential moving average corrected for its start at 0.
+        stop_factor: the sweep ends where the smoothed loss exceeds its lowest value by this factor.
+        rates: the learning rates so far.
+        losses: the loss at each.
+        smoothed: the smoothed loss at each; suggestions are made from it.
+        stopped: why it ended before its last step; None where it did not.
+    """
+
+    steps: int
+    beta: float = 0.98
+    stop_factor: float = 4.0
+    rates: list[float] = dataclasses.field(default_factory=list)
+    losses: list[float] = dataclasses.field(default_factory=list)
+    smoothed: list[float] = dataclasses.field(default_factory=list)
+    stopped: str | None = None
+    _average: float = 0.0
+
+    def add(self, rate: float, loss: float) -> bool:
+        """Takes the next point; returns whether to go on."""
+        self.rates.append(rate)
+        self.losses.append(loss)
+        self._average = self.beta * self._average + (1 - self.beta) * loss
+        self.smoothed.append(self._average / (1 - self.beta ** len(self.losses)))
+        best = min(self.smoothed)
+        if not math.isfinite(loss):
+            self.stopped = f"the loss became {loss}"
+        elif self.smoothed[-1] > best + (self.stop_factor - 1) * abs(best):
+            self.stopped = f"the smoothed loss rose to {self.smoothed[-1]:.4g}, above {self.stop_factor:g} x {best:.4g}"
+        return self.stopped is None and len(self.rates) < self.steps
+
+    def trimmed(self) -> tuple[list[float], list[float]]:
+        """Returns rates and smoothed losses without the first tenth of a whole sweep, where the average is still
+        young, the last five points, where the loss diverges, and what follows a NaN."""
+        kept = slice(self.steps // 10, -5)
+        rates, losses = self.rates[kept], self.smoothed[kept]
+        end = next((at for at, loss in enumerate(losses) if not math.isfinite(loss)), len(losses))
+        return rates[:end], losses[:end]
+
+
+def valley(rates: Sequence[float], losses: Sequence[float]) -> float | None:
+    """Returns the rate in the middle of the longest falling stretch: at a third of it and a sixth more.
+
+    The stretch is the longest strictly falling subsequence, which noise interrupts less than it does a run of
+    neighbours; it is placed as if it were without gaps before its last point.
+    """
+    lengths: list[int] = []  # of the longest falling subsequence that ends at each point
+    for at, loss in enumerate(losses):
+        longest = max((lengths[before] for before in range(at) if losses[before] > loss), default=0)
+        lengths.append(longest + 1)
+    longest = max(lengths)
+    if longest < 2:
+        return None
+    start = lengths.index(longest) - longest
+    third = longest / 3
+    return rates[max(0, start + int(third) + int(third / 2))]
+
+
+def steep(rates: Sequence[float], losses: Sequence[float]) -> float:
+    """Returns the rate where the loss falls fastest, by the logarithm of the rate."""
+    slopes = np.diff(np.asarray(losses)) / np.diff(np.log(rates))
+    return rates[int(slopes.argmin())]
+
+
+def minimum(rates: Sequence[float], losses: Sequence[float]) -> float:
+    """Returns a tenth of the rate where the loss is lowest."""
+    return rates[int(np.argmin(losses))] / 10
+
+
+def slide(
+    rates: Sequence[float], losses: Sequence[float], *, width: int = 15, threshold: float = 0.005
+) -> float | None:
+    """Returns the rate at the left edge of an interval that slides down from the end of the curve.
+
+    It stops where the loss's slopes at its two edges agree, so before the loss bends upwards.
+
+    Args:
+        rates: the learning rates, ascending.
+        losses: the smoothed losses.
+        width: points between the two edges.
+        threshold: how far two slopes, in loss a point, may differ and still agree.
+
+    Returns:
+        The rate; None where the curve is no wider than the interval.
+    """
+    count = len(losses)
+    if count <= width:
+        return None
+    slopes = np.gradient(np.asarray(losses))
+    right = count - 1
+    found = right - width
+    left = found
+    while left >= 0 and abs(slopes[right] - slopes[left]) > threshold:
+        found = left
+        left, right = left - 1, right - 1
+    return rates[found]
+
+
+#: Each way to suggest a rate from a curve, by name; the first is the default.
+SUGGESTIONS: dict[str, Callable[[Sequence[float], Sequence[float]], float | None]] = {
+    "valley": valley,
+    "steep": steep,
+    "minimum": minimum,
+    "slide": slide,
+}
+
+
+def suggest(rates: Sequence[float], losses: Sequence[float]) -> dict[str, float | None]:
+    """Returns every suggestion for a curve, by name; None for one that the curve does not allow."""
+    if len(rates) < 2:
+        return dict.fromkeys(SUGGESTIONS)
+    return {name: method(rates, losses) for name, method in SUGGESTIONS.items()}
+
+
+def scaled(rates: Sequence[float], highest: float) -> list[float]:
+    """Returns rates of parameter groups with their ratios kept and ``highest`` as the highest; equal if all are 0."""
+    top = max(rates)
+    return [highest * rate / top for rate in rates] if top > 0 else [highest] * len(rates)

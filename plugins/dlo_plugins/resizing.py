@@ -1,0 +1,177 @@
+"""The mathematics of images that grow: the size at each place in a run, and the resizing of batches.
+
+Progressive resizing is fast.ai's (DAWNBench 2018); Tan and Le 2021, "EfficientNetV2" (arXiv 2104.00298) grow the size
+in stages. Both start small, where a step is cheap, and end at the size that counts.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from dlo_framework.data import Position
+from dlo_framework.errors import DloError
+from dlo_plugins.points import Point, latest
+
+_EPSILON = 1e-9  # relative; keeps a rounding error from holding a step of growth back by a batch
+
+
+@dataclass(frozen=True)
+class Steps:
+    """Sizes that begin at given points.
+
+    Attributes:
+        sizes: height and width in pixels from each point on, in any order.
+    """
+
+    sizes: dict[Point, int]
+
+    def size_at(self, at: Position, max_epochs: float) -> int:
+        """Returns the size of a batch that begins at ``at``."""
+        size = latest(self.sizes, at, max_epochs)
+        assert size is not None, "one of the points is the start of the run"
+        return size
+
+    def all_sizes(self) -> list[int]:
+        """Returns every size there is, ascending."""
+        return sorted(set(self.sizes.values()))
+
+    def final_size(self, size: int, max_epochs: float) -> int:
+        """Returns the last size, in a run of epochs of ``size`` samples."""
+        return self.sizes[max(self.sizes, key=lambda point: point.epochs(size, max_epochs))]
+
+    def points(self) -> list[Point]:
+        """Returns the points that the schedule names."""
+        return list(self.sizes)
+
+
+@dataclass(frozen=True)
+class Growth:
+    """A size that grows from one point to another, and stays as it is before and after.
+
+    Attributes:
+        start: height and width at first, in pixels.
+        end: and at last.
+        begin: where it begins to grow.
+        finish: where it has its last size.
+        multiple: sizes are rounded down to multiples of it.
+        stages: equally long stages of one size each (EfficientNetV2), the first and the last size among them; None
+            to grow in proportion to the samples seen.
+    """
+
+    start: int
+    end: int
+    begin: Point
+    finish: Point
+    multiple: int
+    stages: int | None = None
+
+    def size_at(self, at: Position, max_epochs: float) -> int:
+        """Returns the size of a batch that begins at ``at``."""
+        begin, finish = (point.epochs(at.size, max_epochs) for point in (self.begin, self.finish))
+        if at.epochs >= finish:
+            return self.end
+        return self._size(max(0.0, (at.epochs - begin) / (finish - begin)))
+
+    def _size(self, grown: float) -> int:
+        """Returns the size where ``grown`` of the way is done, 0 to 1."""
+        if self.stages is not None:
+            grown = min(math.floor(grown * self.stages * (1 + _EPSILON)), self.stages - 1) / (self.stages - 1)
+        return round_down((self.start + grown * (self.end - self.start)) * (1 + _EPSILON), self.multiple)
+
+    def all_sizes(self) -> list[int]:
+        """Returns every size there is, ascending."""
+        if self.stages is not None:
+            return sorted({self._size(stage / self.stages) for stage in range(self.stages)} | {self.end})
+        low, high = sorted((self.start, self.end))
+        return [*range(round_down(low, self.multiple), high, self.multiple), high]
+
+    def final_size(self, size: int, max_epochs: float) -> int:
+        """Returns the last size."""
+        return self.end
+
+    def points(self) -> list[Point]:
+        """Returns the points that the schedule names."""
+        return [self.begin, self.finish]
+
+
+def round_down(size: float, multiple: int) -> int:
+    """Returns the largest multiple that is not above ``size``, but never 0."""
+    return max(multiple, math.floor(size / multiple) * multiple)
+
+
+def check_multiples(sizes: Iterable[int], multiple: int, what: str) -> None:
+    """Checks that sizes can be what they are said to be.
+
+    Raises:
+        DloError: with the nearest sizes that can.
+    """
+    for size in sizes:
+        if size < 1 or size % multiple:
+            down = max(0, size // multiple * multiple)
+            near = " or ".join(str(fit) for fit in (down, down + multiple) if fit)
+            raise DloError(f"{what}: sizes are multiples of {multiple} pixels, given {size}; use {near}")
+
+
+# --- batches -----------------------------------------------------------------------------------------------
+
+
+def images_of(batch: Any, image_key: str) -> Tensor:
+    """Returns the images of a batch, [B, C, H, W]: the batch itself, its first item, or that of a name.
+
+    Raises:
+        DloError: if there are none.
+    """
+    found = batch
+    if isinstance(batch, dict):
+        found = batch.get(image_key)
+    elif isinstance(batch, tuple | list) and batch:
+        found = batch[0]
+    if isinstance(found, Tensor) and found.ndim == 4:
+        return found
+    held = f"a dict of {', '.join(map(repr, batch))}" if isinstance(batch, dict) else f"a {type(batch).__name__}"
+    raise DloError(
+        "ProgressiveResizing: a batch holds images [B, C, H, W] as its first item, or under image_key where it is a"
+        f" dict; found none in {held}, with image_key: {image_key!r}"
+    )
+
+
+def with_images(batch: Any, images: Tensor, image_key: str) -> Any:
+    """Returns the batch with other images; the one given stays as it is."""
+    if isinstance(batch, dict):
+        changed = dict(batch)
+        changed[image_key] = images
+        return changed
+    if isinstance(batch, tuple) and hasattr(batch, "_fields"):  # a named tuple
+        return type(batch)(images, *batch[1:])
+    if isinstance(batch, tuple | list):
+        return type(batch)([images, *batch[1:]])
+    return images
+
+
+def resized_sides(height: int, width: int, size: int, multiple: int) -> tuple[int, int]:
+    """Returns the height and width that make ``size`` the shorter side: the aspect ratio stays, but for rounding."""
+    shorter = min(height, width)
+    sides = (size if side == shorter else round_down(side * size / shorter, multiple) for side in (height, width))
+    return next(sides), next(sides)
+
+
+def resize_images(images: Tensor, height: int, width: int) -> Tensor:
+    """Returns images in another size, bilinear and antialiased, of the same dtype and memory format.
+
+    Args:
+        images: [B, C, H, W]; integers are rounded.
+        height: of the result.
+        width: likewise.
+    """
+    if images.shape[-2:] == (height, width):
+        return images
+    wide = images if images.dtype in (torch.float32, torch.float64) else images.float()
+    resized = F.interpolate(wide, (height, width), mode="bilinear", align_corners=False, antialias=True)
+    return resized.to(images.dtype) if images.is_floating_point() else resized.round_().to(images.dtype)

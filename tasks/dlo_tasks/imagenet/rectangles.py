@@ -1,0 +1,111 @@
+"""Validation in rectangles: images near their own shape, batched with others of the same.
+
+fast.ai's, for DAWNBench 2018 ("Training ImageNet in 18 minutes", Howard et al.). There a batch has the mean shape of
+its images, so that accuracy depends on the size of a batch; here the shape is each image's own, rounded down.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+
+from dlo_framework.data import Draw, ResumableBatchSampler
+from dlo_tasks.imagenet.decode import CorruptImage, read_size
+from dlo_tasks.imagenet.folder_sources import ImageSource
+
+_READERS = 16  # threads; on a network drive most of the time is waiting
+
+Size = tuple[int, int]
+
+
+def rectangle(height: int, width: int, size: int, multiple: int, max_ratio: float) -> Size:
+    """Returns the (height, width) that an image of this shape is cropped to.
+
+    Args:
+        height: of the image, in pixels.
+        width: likewise.
+        size: of the result's shorter side.
+        multiple: the longer side is rounded down to a multiple of it.
+        max_ratio: the most that the longer side is longer.
+    """
+    ratio = min(max(height, width) / min(height, width), max_ratio)
+    longer = max(size, math.floor(size * ratio / multiple) * multiple)
+    return (longer, size) if height > width else (size, longer)
+
+
+def read_sizes(source: ImageSource, *, skip_corrupt: bool) -> list[Size]:
+    """Returns every image's (height, width), from the headers of the files.
+
+    Args:
+        source: the files.
+        skip_corrupt: take an image that cannot be read for a square one; loading it will count it.
+
+    Raises:
+        CorruptImage: names the first file that cannot be read.
+    """
+
+    def size_of(index: int) -> Size:
+        try:
+            found = read_size(source.head(index)) or read_size(source.read(index))
+        except OSError:
+            found = None
+        if found is None and not skip_corrupt:
+            raise CorruptImage(f"corrupt image {source.name(index)} (index {index}); set on_corrupt=skip")
+        return found or (1, 1)
+
+    with ThreadPoolExecutor(_READERS) as pool:
+        return list(pool.map(size_of, range(len(source))))
+
+
+class RectangleBatchSampler(ResumableBatchSampler):
+    """Visits each sample once, from the tallest to the widest; all samples of a batch have the same shape.
+
+    Each shape's last batch is dealt out evenly to the ranks and padded with void draws.
+
+    Args:
+        shapes: the (height, width) to make of each sample.
+        batch_size: most samples in a batch on one rank.
+        rank: this process's place among the data-parallel ranks.
+        world_size: number of data-parallel ranks.
+    """
+
+    def __init__(self, shapes: Sequence[Size], *, batch_size: int, rank: int = 0, world_size: int = 1) -> None:
+        super().__init__(
+            len(shapes), batch_size=batch_size, shuffle=False, rank=rank, world_size=world_size, drop_last=False
+        )
+        self.shapes = list(shapes)
+        sides = np.array(self.shapes)  # [N, 2]
+        self._order = np.lexsort((sides[:, 0], sides[:, 1] / sides[:, 0]))  # stable: of one shape, in the data's order
+        changes = np.flatnonzero((np.diff(sides[self._order], axis=0) != 0).any(axis=1)) + 1
+        self._bounds = [0, *changes.tolist(), len(shapes)]
+
+    def __len__(self) -> int:
+        """Batches in all, the same on every rank."""
+        return sum(1 for _ in self.spans_from(0))
+
+    def spans_from(self, samples: int) -> Iterator[tuple[int, int]]:
+        """Yields (start, stop) of each batch, after the first ``samples`` samples."""
+        for first, past in zip(self._bounds, self._bounds[1:], strict=False):
+            for start in range(first, past, self.global_batch_size):
+                if start >= samples:
+                    yield start, min(start + self.global_batch_size, past)
+
+    def batches_from(self, samples: int) -> Iterator[list[Draw]]:
+        """Yields this rank's batches, after the first ``samples`` of the order."""
+        for draws in super().batches_from(samples):
+            yield [draw._replace(size=self.shapes[draw.index]) for draw in draws]
+
+    def _epoch_draws(self) -> tuple[np.ndarray, np.ndarray]:
+        indices, seeds = super()._epoch_draws()
+        return indices[self._order], seeds[self._order]
+
+
+def rectangle_sampler(
+    sizes: Sequence[Size], size: int, multiple: int, max_ratio: float
+) -> Callable[..., ResumableBatchSampler]:
+    """Returns what makes the sampler for images of these (height, width), once ranks and batch size are known."""
+    shapes = [rectangle(*native, size, multiple, max_ratio) for native in sizes]
+    return lambda **options: RectangleBatchSampler(shapes, **options)

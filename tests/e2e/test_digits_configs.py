@@ -1,0 +1,44 @@
+"""Each shipped recipe on the digits trains, by the command's own entry point; one process for all, for its imports."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+CONFIGS = sorted((Path(__file__).parents[2] / "configs" / "digits").glob("*.yaml"))
+SCRIPT = """
+import os, sys
+from dlo_framework.cli.main import main
+for name in sys.argv[1:]:
+    os.environ.pop("DLO_RUN_FOLDER", None)  # Each is a run of its own.
+    assert main(["fit", "--config", f"digits/{name}", "--trainer.max_epochs", "2"]) == 0
+"""
+
+
+@pytest.fixture(scope="module")
+def runs(shared_dlo):
+    names = [path.stem for path in CONFIGS]
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT, *names],
+        cwd=shared_dlo.folder,
+        env=shared_dlo.environment(),
+        capture_output=True,
+        text=True,
+        timeout=280,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-6000:]
+    return shared_dlo.folder / "runs"
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_a_recipe_trains(runs, path):
+    summary = json.loads((runs / path.stem / "version_0" / "summary.json").read_text())
+    assert summary["status"] == "finished"
+    assert summary["epochs"] == 2
+    assert summary["samples"] >= 2 * 1_280  # Of 1,438 images; what does not fill a batch is left out.
+    head = path.read_text().split("seed_everything")[0]
+    for word in ("expected", "time", f"dlo fit --config digits/{path.stem}"):
+        assert word in head, word

@@ -1,0 +1,63 @@
+"""``dlo lr-find``: the sweep alone, on one rank and on two."""
+
+import json
+
+import pytest
+import yaml
+
+CONFIG = """
+trainer: {max_epochs: 2, accelerator: cpu, log_every_n_steps: 1, accumulate_grad_batches: 2}
+data: {class_path: DigitsData, init_args: {image_size: 16, batch_size: 32}}
+model:
+  class_path: ImageClassifier
+  init_args:
+    model: vit_tiny_patch16_224
+    model_args: {patch_size: 8, embed_dim: 48, depth: 2, num_heads: 2}
+    schedule: constant
+"""
+RANKS = ["--trainer.strategy", "ddp", "--trainer.devices", "2"]
+FINDER = ["--trainer.callbacks", "[{class_path: LRFinder, init_args: {num_steps: 40, min_lr: 1.0e-5}}]"]
+
+
+def report(dlo, name):
+    return json.loads((dlo.folder / "runs" / name / "version_0" / "lr_find.json").read_text())
+
+
+def test_it_sweeps_prints_and_leaves_a_curve_and_no_checkpoint(dlo):
+    (dlo.folder / "small.yaml").write_text(CONFIG)
+    out = dlo("lr-find", "--config", "small.yaml").stdout
+    found = report(dlo, "small")
+    assert f"valley   {found['suggestions']['valley']:.3g} <- suggested" in out
+    assert "curve    runs/small/version_0/lr_find.png" in out
+    assert found["applied"] is False
+    assert found["points"][0]["lr"] == 1e-7
+    folder = dlo.folder / "runs" / "small" / "version_0"
+    names = {path.name.partition(".out")[0] for path in folder.rglob("*")}
+    assert names == {"config.yaml", "hparams.yaml", "lr_find.json", "lr_find.png", "events"}
+    assert yaml.safe_load((folder / "config.yaml").read_text())["data"]["class_path"].endswith("DigitsData")
+
+
+def test_two_ranks_find_what_one_process_finds_and_train_as_it_does(dlo, curve):
+    """The finder that the config names is the one that sweeps."""
+    (dlo.folder / "small.yaml").write_text(CONFIG)
+    dlo("fit", "--config", "small.yaml", *FINDER, "--run.name", "one")
+    dlo("fit", "--config", "small.yaml", *FINDER, "--run.name", "two", *RANKS)
+    one, two = report(dlo, "one"), report(dlo, "two")
+    assert one["applied"] is True
+    assert two["suggestions"] == pytest.approx(one["suggestions"], rel=1e-5)
+    for now, expected in zip(two["points"], one["points"], strict=True):
+        assert now["lr"] == expected["lr"]
+        if expected["lr"] < 0.03:  # Above, the last bits of a sum grow to any size.
+            assert now["loss"] == pytest.approx(expected["loss"], rel=1e-5)
+    folders = [dlo.folder / "runs" / name / "version_0" for name in ("one", "two")]
+    losses = [curve(folder) for folder in folders]
+    assert len(losses[0]) == 44
+    assert losses[1] == pytest.approx(losses[0], rel=1e-4)
+    assert list(curve(folders[0], "optim/lr").values()) == pytest.approx([one["lr"]] * 44)
+
+
+def test_what_makes_no_sense_is_refused(dlo):
+    (dlo.folder / "small.yaml").write_text(CONFIG)
+    err = dlo("lr-find", "--config", "small.yaml", "--trainer.fast_dev_run", "true", code=2).stderr
+    assert "remove trainer.fast_dev_run" in err
+    assert not (dlo.folder / "runs").exists()

@@ -1,0 +1,250 @@
+"""Models at other sizes than they were built for: the same parameters, timm's own numbers, and clear refusals."""
+
+import copy
+
+import pytest
+import timm
+import torch
+from lightning.pytorch import LightningModule
+from timm.layers.pos_embed_rel import RelPosBias, RelPosMlp
+from torch import nn
+
+from dlo_framework.errors import DloError
+from dlo_framework.model_sizes import accept_any_size, bias_at, check_sizes, size_multiple, unroll
+
+TINY = {"img_size": 32, "patch_size": 8, "embed_dim": 32, "depth": 2, "num_heads": 2, "num_classes": 4}
+AVERAGED = {**TINY, "class_token": False, "global_pool": "avg"}
+COAT = {"img_size": 64, "num_classes": 4, "embed_dim": (32, 32, 64, 64), "depths": (1, 1, 2, 2), "stem_width": (8, 16)}
+
+MODELS = {
+    "vit": ("vit_tiny_patch16_224", TINY),
+    "vit, no class token": ("vit_tiny_patch16_224", AVERAGED),
+    "deit": ("deit_tiny_distilled_patch16_224", TINY),
+    "deit3": ("deit3_small_patch16_224", TINY),
+    "vit, registers": ("vit_small_patch16_224", {**TINY, "reg_tokens": 2}),
+    "coatnet": ("coatnet_0_rw_224", COAT),
+    "coatnet, nano": ("coatnet_nano_rw_224", {**COAT, "img_size": (64, 96)}),
+    "coatnet, mlp": ("coatnet_rmlp_nano_rw_224", COAT),
+    "coatnet of convnext": ("coatnext_nano_rw_224", COAT),
+}
+ATTENTIVE = [name for name in MODELS if "coat" in name]
+
+
+def build(name: str, **more) -> nn.Module:
+    torch.manual_seed(0)
+    architecture, arguments = MODELS[name]
+    model = timm.create_model(architecture, **{**arguments, **more})
+    with torch.no_grad():
+        for part in model.modules():
+            if isinstance(part, RelPosBias):  # timm's are so small that a wrong one would hardly show
+                part.relative_position_bias_table.normal_()
+    return model.eval()
+
+
+def base_of(model: nn.Module) -> tuple[int, int]:
+    return tuple(getattr(model, "img_size", None) or model.patch_embed.img_size)
+
+
+def images(*sides: int, seed: int = 1) -> torch.Tensor:
+    return torch.randn(2, 3, *sides, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_outputs_at_the_base_size_and_the_state_stay_as_they_are(name):
+    model = build(name)
+    before, own = model(images(*base_of(model))), dict(model.named_parameters())
+    shapes = {key: value.shape for key, value in model.state_dict().items()}
+    for _ in range(2):
+        accept_any_size(model)
+        assert torch.equal(model(images(*base_of(model))), before)
+    assert {key: value.shape for key, value in model.state_dict().items()} == shapes
+    assert all(own[key] is value for key, value in model.named_parameters())
+    again = build(name)
+    again.load_state_dict(model.state_dict())
+    assert torch.equal(again(images(*base_of(model))), before)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_every_parameter_is_trained_at_every_size(name):
+    model = build(name)
+    accept_any_size(model)
+    model.train()
+    stride = size_multiple(model)
+    for height, width in ((64, 64), (96, 96), (64, 96), (128, 64), (stride, stride)):
+        model.zero_grad()
+        out = model(images(height, width))
+        out = out[0] + out[1] if isinstance(out, tuple) else out  # the two heads of a distilled DeiT
+        assert out.shape == (2, 4)
+        out.square().sum().backward()
+        assert all(value.grad is not None for value in model.parameters())
+        for key, value in model.named_parameters():
+            # Each position's; a map of a single cell has the middle of a table alone.
+            if key.endswith(("pos_embed", "bias_table")) and height > stride:
+                used = value.grad.flatten(0, -2).abs().sum(1) > 0
+                assert used.float().mean() > 0.9, (key, height, width)
+
+
+@pytest.mark.parametrize("name", [name for name in MODELS if "coat" not in name])
+def test_a_vit_is_timms_own_dynamic_one(name):
+    model, dynamic = build(name), build(name, dynamic_img_size=True)
+    dynamic.load_state_dict(model.state_dict())
+    accept_any_size(model)
+    for sides in ((16, 16), (64, 48), (32, 32)):
+        torch.testing.assert_close(model(images(*sides)), dynamic(images(*sides)), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("name", ATTENTIVE)
+def test_a_coatnet_is_timms_own_of_the_other_size(name):
+    """By timm's ``set_input_size``, which makes other parameters; it interpolates tables otherwise, so flat ones."""
+    model = build(name)
+    with torch.no_grad():
+        for part in model.modules():
+            if isinstance(part, RelPosBias):
+                part.relative_position_bias_table[:] = torch.randn(part.relative_position_bias_table.shape[1])
+    for sides in ((128, 128), (32, 64)):
+        other, ours = copy.deepcopy(model), copy.deepcopy(model)
+        other.set_input_size(sides)
+        accept_any_size(ours)
+        torch.testing.assert_close(ours(images(*sides)), other(images(*sides)), rtol=1e-4, atol=1e-5)
+
+
+def test_a_table_is_unrolled_as_timm_indexes_it():
+    rel_pos = RelPosBias((3, 5), 4)
+    table = rel_pos.relative_position_bias_table.view(5, 9, 4)
+    assert torch.equal(unroll(table), rel_pos.get_bias())
+    assert torch.equal(bias_at(rel_pos, 3, 5), rel_pos.get_bias())
+    network = RelPosMlp((3, 5), 4, hidden_dim=8).eval()
+    torch.testing.assert_close(bias_at(network, 3, 5), network.get_bias())
+    network.mode, network.bias_act, network.bias_gain = "swin", nn.Sigmoid(), 16
+    network.reset_parameters()
+    torch.testing.assert_close(bias_at(network, 3, 5), network.get_bias())
+
+
+@pytest.mark.parametrize(("height", "width"), [(4, 4), (11, 11), (5, 9)])
+def test_a_bias_depends_on_the_offset_relative_to_the_image(height, width):
+    """A table that is linear in the offset stays so, steeper for fewer cells; rows and columns do not mix."""
+    rel_pos = RelPosBias((7, 7), 2)
+    offset = torch.arange(-6.0, 7.0)
+    with torch.no_grad():
+        table = torch.stack([offset[:, None].expand(13, 13), offset[None].expand(13, 13)], dim=-1)
+        rel_pos.relative_position_bias_table.copy_(table.reshape(-1, 2))
+    bias = bias_at(rel_pos, height, width).view(2, height, width, height, width)
+    for head, side in enumerate((height, width)):
+        scale = 13 / (2 * side - 1)
+        for first, second in ((1, 1), (2, 1), (1, 3)):
+            place = (first, 0, second, 0) if head == 0 else (0, first, 0, second)
+            assert bias[head][place].item() == pytest.approx(scale * (first - second), abs=1e-5)
+
+
+@pytest.mark.parametrize("name", ["vit, no class token", "coatnet", "coatnet, mlp"])
+def test_it_compiles_to_one_graph_a_size(name):
+    model = build(name)
+    accept_any_size(model)
+    graphs = []
+    torch._dynamo.reset()
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    compiled = torch.compile(model, backend=backend, fullgraph=True, dynamic=False)
+    for sides in ((64, 64), (96, 96), (64, 64), (96, 96)):
+        torch.testing.assert_close(compiled(images(*sides)), model(images(*sides)))
+    assert len(graphs) == 2
+    torch._dynamo.reset()
+
+
+def test_it_trains_in_bfloat16_and_channels_last_after_evaluating_in_inference_mode():
+    model = build("coatnet")
+    accept_any_size(model)
+    model.to(memory_format=torch.channels_last)
+    given = images(96, 96).contiguous(memory_format=torch.channels_last)
+    with torch.inference_mode():
+        model(given)
+    model.train()
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = model(given).float().square().mean()
+    loss.backward()
+    assert torch.isfinite(loss)
+    assert all(torch.isfinite(value.grad).all() for value in model.parameters())
+
+
+def test_what_a_size_is_a_multiple_of():
+    assert size_multiple(build("vit")) == 8
+    assert size_multiple(build("coatnet")) == 32
+    assert size_multiple(timm.create_model("vit_tiny_r_s16_p8_224", img_size=64)) == 32
+    assert size_multiple(timm.create_model("resnet18")) is None
+    assert size_multiple(nn.ModuleList([build("vit"), build("coatnet")])) == 32
+
+
+class Holder(LightningModule):
+    """A LightningModule whose forward is not that of its network."""
+
+    def __init__(self, network: nn.Module, attribute: str = "model") -> None:
+        super().__init__()
+        setattr(self, attribute, network)
+
+
+class Runner(Holder):
+    def forward(self, images):
+        return self.network(images)
+
+
+def mixer() -> nn.Module:
+    return timm.create_model("mixer_s16_224", img_size=32)
+
+
+@pytest.mark.parametrize(
+    ("make", "sizes", "message"),
+    [
+        (mixer, [(64, 64)], r"mixer_s16_224 is built for .* 32 x 32 pixels and cannot take 64 x 64 \(.*\); use a ViT"),
+        (lambda: Holder(mixer()), [(64, 64)], "mixer_s16_224 is built for"),
+        (lambda: Runner(mixer(), "network"), [(64, 64)], "Runner is built for"),
+        (
+            lambda: timm.create_model("eva02_tiny_patch14_224", img_size=32, patch_size=8, depth=1),
+            [(64, 64)],
+            "dynamic_img_size: true",
+        ),
+        (lambda: build("vit"), [(32, 32), (32, 36)], "multiples of 8 pixels, given 36; use 32 or 40"),
+        (lambda: Holder(build("coatnet"), "network"), [(16, 16)], "multiples of 32 pixels, given 16; use 32$"),
+    ],
+)
+def test_what_a_model_cannot_take_is_refused(make, sizes, message):
+    module = make()
+    accept_any_size(module)
+    with pytest.raises(DloError, match=message):
+        check_sizes(module, sizes, (32, 32))
+
+
+class Skips(nn.Module):
+    """Leaves a layer out at random, as some do by Python's side of torch."""
+
+    def forward(self, images):
+        return images if self.training and float(torch.rand(())) < 0.5 else 2 * images
+
+
+def test_a_check_changes_nothing_and_draws_no_random_number():
+    model = timm.create_model("resnet18", drop_rate=0.5, drop_path_rate=0.5)
+    model.layer2 = nn.Sequential(Skips(), model.layer2)
+    model.train()
+    model.layer1.eval()
+    modes = [part.training for part in model.modules()]
+    before, random = {key: value.clone() for key, value in model.state_dict().items()}, torch.get_rng_state()
+    check_sizes(model, [(32, 32), (64, 48)], (48, 48))
+    assert [part.training for part in model.modules()] == modes
+    assert torch.equal(torch.get_rng_state(), random)
+    assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
+
+
+def test_a_model_that_cannot_run_without_data_is_let_through():
+    seen = []
+
+    class Judge(nn.Module):
+        def forward(self, images):
+            seen.append(images.device.type)
+            if float(images.mean()) > 0 or images.shape[2] > 4:
+                raise RuntimeError("not in training either")
+
+    check_sizes(Judge(), [(8, 8)], (4, 4))
+    assert seen == ["meta"]
+    check_sizes(Holder(nn.Linear(2, 2), "network"), [(8, 8)], (4, 4))

@@ -1,0 +1,328 @@
+"""BatchMix in training: which batches it mixes, whose memory it writes to, and what it refuses."""
+
+import random
+from collections import namedtuple
+
+import numpy as np
+import pytest
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from torch.utils.data import DataLoader, Dataset, TensorDataset
+
+from dlo_framework.data import ResumableDataModule
+from dlo_framework.errors import DloError
+from dlo_plugins.callbacks.batch_mix import BatchMix
+from dlo_plugins.mixing import join
+
+CLASSES, SAMPLES, BATCH = 3, 52, 5  # 10 batches of an odd size an epoch
+
+Pair = namedtuple("Pair", "images labels")
+
+
+class Images(Dataset):
+    """Noise whose mean tells its class, and random in itself."""
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __getitem__(self, index):
+        return torch.full((1, 6, 6), float(index % CLASSES)) + 0.1 * torch.randn(1, 6, 6), index % CLASSES
+
+
+class Data(ResumableDataModule):
+    num_classes = CLASSES
+
+    def __init__(self) -> None:
+        super().__init__(batch_size=BATCH, num_workers=0, seed=3)
+
+    def train_dataloader(self):
+        return self.train_loader(Images())
+
+    def val_dataloader(self):
+        return self.eval_loader(Images())
+
+
+class Net(LightningModule):
+    """Remembers losses and batches; dropout draws from torch's generator, beside which BatchMix has its own."""
+
+    def __init__(self, **settings) -> None:
+        super().__init__()
+        self.net = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Dropout(0.3), torch.nn.LazyLinear(CLASSES))
+        self.net(torch.zeros(1, 36))
+        self.losses: list[float] = []
+        self.seen: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self.evaluated: list[torch.Tensor] = []
+        self.kinds: set[type] = set()
+        for name, value in settings.items():
+            setattr(self, name, value)
+
+    def training_step(self, batch, batch_idx):
+        self.kinds.add(type(batch))
+        images, targets = batch.values() if isinstance(batch, dict) else batch
+        self.seen.append((images.clone(), targets.clone()))
+        loss = torch.nn.functional.cross_entropy(self.net(images), targets)
+        self.losses.append(loss.item())
+        return loss
+
+    def validation_step(self, batch, batch_idx):
+        self.evaluated.append(batch[1])
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.01)
+
+
+def trainer_with(*callbacks, **options):
+    quiet = dict.fromkeys(("logger", "enable_progress_bar", "enable_model_summary", "enable_checkpointing"), False)
+    return Trainer(accelerator="cpu", callbacks=list(callbacks), **{"max_epochs": 1, **quiet, **options})
+
+
+def fit(callback=None, data=None, module=None, **options):
+    """Returns the module after a short fit."""
+    torch.manual_seed(1)
+    module = module or Net()
+    trainer = trainer_with(*([callback] if callback else []), **options)
+    trainer.fit(module, data or Data())
+    return module
+
+
+def same(found, expected):
+    """Whether two modules were given the same batches."""
+    pairs = zip(found.seen, expected.seen, strict=True)
+    return all(torch.equal(a[0], b[0]) and torch.equal(a[1], b[1]) for a, b in pairs)
+
+
+def loader(images=8, **options):
+    x = torch.arange(float(images)).view(-1, 1, 1, 1).expand(-1, 1, 6, 6).clone()
+    return DataLoader(TensorDataset(x, torch.arange(images) % CLASSES), batch_size=4, **options)
+
+
+# --- what training sees ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", ["batch", "pair", "elem"])
+def test_training_sees_soft_targets_and_validation_the_plain_ones(mode):
+    plain, mixed = fit(), fit(BatchMix(mode=mode, label_smoothing=0.1))
+    for (images, targets), (old_images, old_targets) in zip(mixed.seen, plain.seen, strict=True):
+        assert images.shape == old_images.shape
+        assert targets.dtype == torch.float32
+        assert targets.shape == (BATCH, CLASSES)
+        torch.testing.assert_close(targets.sum(1), torch.ones(BATCH))
+        assert torch.equal(images[2], old_images[2])  # The middle of five.
+        assert targets[2].argmax() == old_targets[2]
+        assert not torch.equal(images, old_images)
+    assert all(torch.equal(a, b) for a, b in zip(mixed.evaluated, plain.evaluated, strict=True))
+    assert not mixed.evaluated[0].is_floating_point()
+
+
+def test_dicts_and_named_tuples_keep_their_kind():
+    rows = [(torch.full((1, 6, 6), float(i)), i % CLASSES) for i in range(8)]
+    expected = fit(BatchMix(num_classes=CLASSES), DataLoader(rows, batch_size=4))
+    dicts = DataLoader([{"photo": x, "label": y} for x, y in rows], batch_size=4)
+    named = DataLoader([Pair(*row) for row in rows], batch_size=4)
+    keys = {"image_key": "photo", "target_key": "label"}
+    for data, options, kind in ((dicts, keys, dict), (named, {}, Pair)):
+        module = fit(BatchMix(num_classes=CLASSES, **options), data)
+        assert module.kinds == {kind}
+        assert same(module, expected)
+
+
+def test_multi_hot_targets_are_mixed_as_they_are():
+    images, targets = torch.randn(4, 1, 6, 6), torch.tensor([[1, 1, 0], [0, 1, 0], [0, 0, 0], [1, 1, 1]])
+    callback = BatchMix(multi_label=True, label_smoothing=0.1, seed=1)
+    module = fit(callback, DataLoader(TensorDataset(images, targets), batch_size=4))
+    lam = torch.from_numpy(callback.plan(0, 0, images.shape).lam).float()[:, None]
+    smooth = targets * 0.9 + 0.05
+    torch.testing.assert_close(module.seen[0][1], smooth * lam + smooth.flip(0) * (1 - lam))
+
+
+def test_nothing_is_mixed_with_probability_0_and_the_losses_are_those_without():
+    plain, none = fit(max_epochs=2), fit(BatchMix(prob=0.0), max_epochs=2)
+    assert none.losses == pytest.approx(plain.losses, rel=1e-6)
+    assert all(torch.equal(a[0], b[0]) for a, b in zip(none.seen, plain.seen, strict=True))
+
+
+def test_the_last_epochs_are_not_mixed_but_their_targets_are_still_smooth():
+    plain, mixed = fit(max_epochs=3), fit(BatchMix(off_epochs=2, label_smoothing=0.1), max_epochs=3)
+    same = [torch.equal(a[0], b[0]) for a, b in zip(mixed.seen, plain.seen, strict=True)]
+    assert same == [False] * 10 + [True] * 20
+    assert mixed.seen[-1][1].unique().tolist() == pytest.approx([0.1 / 3, 0.9 + 0.1 / 3])
+
+
+def test_the_end_may_be_given_in_steps():
+    plain, mixed = (fit(c, max_epochs=-1, max_steps=25) for c in (None, BatchMix(off_epochs=1)))
+    same = [torch.equal(a[0], b[0]) for a, b in zip(mixed.seen, plain.seen, strict=True)]
+    assert same == [False] * 20 + [True] * 5
+    with pytest.warns(UserWarning, match="off_epochs is 3, and the run has 2"):
+        assert torch.equal(fit(BatchMix(off_epochs=3), max_epochs=2).seen[0][0], plain.seen[0][0])
+
+
+# --- whose memory ------------------------------------------------------------------------------------------------
+
+
+class SameBatches(Dataset):
+    """Whole batches that it keeps."""
+
+    def __init__(self) -> None:
+        self.images, self.targets = torch.arange(16.0).view(4, 4, 1, 1).repeat(1, 1, 6, 6), torch.arange(4) % CLASSES
+
+    def __len__(self):
+        return 2
+
+    def __getitem__(self, index):
+        return self.images[:, :1], self.targets
+
+
+@pytest.mark.parametrize("layout", ["views", "contiguous"])
+def test_a_dataset_that_keeps_its_batches_is_not_changed(layout):
+    def run(in_place):
+        dataset = SameBatches()
+        if layout == "contiguous":
+            dataset.images = dataset.images[:, :1].contiguous()
+        before = dataset.images.clone()
+        callback = BatchMix(num_classes=CLASSES, in_place=in_place)
+        module = fit(callback, DataLoader(dataset, batch_size=None), max_epochs=2)
+        return torch.equal(dataset.images, before), module.seen[0][0]
+
+    (kept, seen), (promised, same) = run(None), run(True)
+    assert kept
+    assert torch.equal(seen, same)
+    assert promised == (layout == "views")  # A promise that does not hold shows; a part of an image is copied anyway.
+
+
+class Spy(BatchMix):
+    """Tells whether the images it returns are in the memory of those it was given."""
+
+    def transform(self, trainer, pl_module, batch):
+        mixed = super().transform(trainer, pl_module, batch)
+        self.in_their_place = mixed[0].data_ptr() == batch[0].data_ptr()
+        return mixed
+
+
+@pytest.mark.parametrize(("options", "expected"), [({}, True), ({"in_place": False}, False)])
+@pytest.mark.parametrize("make", [loader, Data])
+def test_a_batch_that_was_collated_for_training_is_mixed_in_place(make, options, expected):
+    data = make()
+    spy = Spy(num_classes=CLASSES, **options)
+    fit(spy, data)
+    assert spy.in_their_place is expected
+    if isinstance(data, DataLoader):
+        assert torch.equal(data.dataset.tensors[0][:, 0, 0, 0], torch.arange(8.0))
+
+
+# --- random numbers ----------------------------------------------------------------------------------------------
+
+
+def test_draws_follow_the_seed_alone(monkeypatch):
+    first = fit(BatchMix())
+    assert same(fit(BatchMix()), first)
+    assert same(fit(BatchMix(), accumulate_grad_batches=3, val_check_interval=2), first)
+    assert not same(fit(BatchMix(seed=7)), first)
+    assert same(fit(BatchMix(seed=1)), first)  # fit calls torch.manual_seed(1)
+    monkeypatch.setenv("PL_GLOBAL_SEED", "7")
+    assert same(fit(BatchMix()), fit(BatchMix(seed=7)))
+    callback = BatchMix()
+    assert same(fit(callback), fit(callback))  # A new run with the same object begins anew.
+
+
+def test_no_other_random_stream_is_moved():
+    class States(Net):
+        states = None
+
+        def on_train_end(self):
+            self.states = [torch.get_rng_state().tolist(), np.random.get_state()[1].tolist(), random.getstate()]
+
+    np.random.seed(0)
+    random.seed(0)
+    before = fit(module=States()).states
+    assert fit(BatchMix(), module=States()).states == before
+
+
+def test_ranks_and_batches_draw_differently_and_groups_do_not_depend_on_ranks():
+    callback = BatchMix(mode="elem", group_size=4)
+    shape = torch.Size([4, 1, 6, 6])
+    plans = [callback.plan(number, rank, shape) for number in range(3) for rank in range(2)]
+    assert len({tuple(plan.lam) for plan in plans}) == 6
+    one = callback.plan(1, 0, torch.Size([8, 1, 6, 6]))
+    two = join([callback.plan(1, rank, shape) for rank in range(2)])
+    assert all(np.array_equal(a, b) for a, b in zip(one, two, strict=True))
+    assert one.partner.tolist() == [3, 2, 1, 0, 7, 6, 5, 4]
+
+
+def test_a_batch_whose_step_raised_is_drawn_again():
+    class Fails(Net):
+        def training_step(self, batch, batch_idx):
+            if batch_idx == 4:
+                raise RuntimeError("out of luck")
+            return super().training_step(batch, batch_idx)
+
+    callback = BatchMix(seed=5)
+    with pytest.raises(RuntimeError, match="out of luck"):
+        fit(callback, module=Fails())
+    assert callback.state_dict() == {"seed": 5, "batches": 4}
+
+
+def test_a_seed_of_its_own_holds_over_that_of_the_checkpoint():
+    for callback, seed in ((BatchMix(), 11), (BatchMix(seed=5), 5)):
+        callback.load_state_dict({"seed": 11, "batches": 6})
+        assert callback.state_dict() == {"seed": seed, "batches": 6}
+
+
+# --- what is refused ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"label_smoothing": 1.0}, r"label_smoothing lies in \[0, 1\)"),
+        ({"num_classes": 1}, "at least 2, but was 1"),
+        ({"off_epochs": -1}, "at least 0"),
+        ({"seed": -1}, "at least 0"),
+        ({"group_size": 1}, "at least 2 images"),
+        ({"prob": 2.0}, "probability"),
+    ],
+)
+def test_bad_arguments_are_refused_at_construction(arguments, message):
+    with pytest.raises(DloError, match=message):
+        BatchMix(**arguments)
+
+
+def test_label_smoothing_twice_is_refused_before_training():
+    for module in (Net(label_smoothing=0.2), Net()):
+        if not hasattr(module, "label_smoothing"):
+            module.hparams["label_smoothing"] = 0.2
+        with pytest.raises(DloError, match=r"BatchMix has label_smoothing 0.1 and Net has label_smoothing 0.2"):
+            fit(BatchMix(label_smoothing=0.1), module=module)
+        assert module.losses == []
+        fit(BatchMix(), module=module)
+
+
+def test_off_epochs_need_an_end():
+    with pytest.raises(DloError, match="are both unlimited"):
+        fit(BatchMix(off_epochs=1), max_epochs=-1)
+
+
+@pytest.mark.parametrize(
+    ("callback", "data", "message"),
+    [
+        (BatchMix(), loader(), r"set num_classes \(the first batch has classes up to 2\)"),
+        (BatchMix(num_classes=2), loader(), r"0\.\.1, but the first batch has 0\.\.2"),
+        (BatchMix(num_classes=4), Data(), "num_classes is BatchMix 4, Data 3"),
+        (BatchMix(num_classes=3, multi_label=True), loader(), "multi_label targets are dense"),
+        (BatchMix(num_classes=3, target_key=2), loader(), "a list of 2 and has no 2"),
+        (
+            BatchMix(num_classes=3, image_key="fotos", target_key="labels"),
+            DataLoader([{"photos": torch.zeros(1, 2, 2), "labels": 1}] * 4),
+            "a dict with 'photos', 'labels' and has no 'fotos'; did you mean 'photos'",
+        ),
+        (
+            BatchMix(num_classes=3),
+            DataLoader([(torch.zeros(1, 2, 2, dtype=torch.uint8), 1)] * 4),
+            r"floating-point images .* was torch.uint8 \[1, 1, 2, 2\]",
+        ),
+        (BatchMix(), DataLoader([(torch.zeros(1, 2, 2), torch.zeros(2, 2))] * 4), r"was \[1, 2, 2\]; set target_key"),
+        (BatchMix(num_classes=3), DataLoader([(torch.zeros(1, 2, 2), torch.ones(2))] * 4), "targets have 2 columns"),
+    ],
+)
+def test_batches_that_do_not_fit_are_refused_at_the_first_one(callback, data, message):
+    with pytest.raises(DloError, match=message):
+        fit(callback, data)

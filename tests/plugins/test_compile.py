@@ -1,0 +1,395 @@
+"""Compile: what runs compiled and what does not, what is reported, and that nothing is left behind.
+
+Most tests compile with torch's own front end and a back end of their own, which generates no code: it counts its calls
+and scales what it computes, so that losses tell whether a batch ran compiled.
+"""
+
+import os
+
+import pytest
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from torch import nn
+from torch.nn.functional import cross_entropy
+from torch.utils.data import DataLoader, TensorDataset
+
+from dlo_framework.checkpoint import SafeCheckpointIO
+from dlo_framework.data import ResumableDataModule
+from dlo_framework.defaults import add_default_callbacks
+from dlo_framework.ema import WeightEMA
+from dlo_framework.errors import DloError
+from dlo_framework.plan import ParallelPlan
+from dlo_framework.task import Task
+from dlo_framework.watch.flops import is_compiled
+from dlo_framework.watch.monitor import RunMonitor
+from dlo_plugins.callbacks import compile as compiling
+from dlo_plugins.callbacks.compile import Compile
+from dlo_plugins.compile_parts import compiled_call, parts_to_compile, set_compiled_call
+
+QUIET = dict.fromkeys(("enable_progress_bar", "enable_model_summary"), False)
+CALLS: list[tuple[int, ...]] = []
+
+
+def traced(graph, inputs):
+    """A back end that runs the graph as it is, counts the runs, and scales the outputs a little."""
+
+    def run(*arguments):
+        CALLS.append(tuple(arguments[-1].shape) if isinstance(arguments[-1], torch.Tensor) else ())
+        return tuple(
+            out * 1.01 if torch.is_tensor(out) and out.is_floating_point() else out for out in graph(*arguments)
+        )
+
+    return run
+
+
+@pytest.fixture(autouse=True)
+def clean(monkeypatch):
+    """torch as a new process has it, with the back end above among the known."""
+    torch.compiler.reset()
+    CALLS.clear()
+    if "traced" not in torch.compiler.list_backends(exclude_tags=()):
+        torch._dynamo.register_backend(traced, name="traced")
+    yield
+    torch.compiler.reset()
+
+
+class Block(nn.Module):
+    def __init__(self, scale: float = 1.0) -> None:
+        super().__init__()
+        self.linear, self.scale = nn.Linear(6, 6), scale
+
+    def forward(self, x):
+        return x + self.scale * torch.relu(self.linear(x))
+
+
+class Net(nn.Module):
+    """Takes any number of rows, and any number of columns of 6 (as an image of any size)."""
+
+    def __init__(self, scales=(1.0, 1.0), breaks: bool = False) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Block(scale) for scale in scales])
+        self.drop, self.head, self.breaks = nn.Dropout(0.2), nn.Linear(6, 3), breaks
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        if self.breaks:
+            torch._dynamo.graph_break()
+        return self.head(self.drop(x)).flatten(1, -2).mean(1) if x.ndim > 2 else self.head(self.drop(x))
+
+
+class Plain(LightningModule):
+    """A module as anyone writes it: it logs in its training step (Lightning issue #21836)."""
+
+    def __init__(self, net: nn.Module | None = None) -> None:
+        super().__init__()
+        self.net = net or Net()
+        self.losses: list[float] = []
+
+    def training_step(self, batch, batch_idx):
+        loss = cross_entropy(self.net(batch[0]), batch[1])
+        self.log("loss", loss, prog_bar=True, on_step=True, on_epoch=True)
+        self.losses.append(loss.item())
+        return loss
+
+    def validation_step(self, batch, batch_idx):
+        self.log("val_loss", cross_entropy(self.net(batch[0]), batch[1]))
+
+    test_step = validation_step
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters(), lr=0.01)
+
+
+class Own(Task):
+    """The same as a Task."""
+
+    def configure_model(self):
+        if not self.has_model:
+            self.model = Net()
+
+    def loss(self, outputs, batch):
+        return cross_entropy(outputs, batch[1])
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def samples(count: int, *size: int):
+    torch.manual_seed(5)
+    return TensorDataset(torch.randn(count, *size, 6), torch.randint(3, (count,)))
+
+
+def loader(count: int = 20, batch: int = 5, *size: int) -> DataLoader:
+    return DataLoader(samples(count, *size), batch_size=batch)
+
+
+def fit(module, callbacks, data=None, **options):
+    torch.manual_seed(1)
+    options = {"max_epochs": 2, "logger": False, "enable_checkpointing": False, **QUIET, **options}
+    trainer = Trainer(accelerator="cpu", callbacks=callbacks, **options)
+    trainer.fit(module, *(data or (loader(), loader())))
+    return trainer
+
+
+def seeded(make, *arguments):
+    torch.manual_seed(0)
+    return make(*arguments)
+
+
+# --- what runs compiled ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("scope", ["model", "blocks"])
+@pytest.mark.parametrize("make", [Plain, Own])
+def test_a_module_trains_as_without_it(make, scope):
+    """torch.compile's front end and autograd's back end compute what eager does."""
+    plain, compiled = seeded(make), seeded(make)
+    if make is Own:
+        plain.configure_model()
+        compiled.configure_model()
+        compiled.load_state_dict(plain.state_dict())
+    fit(plain, [])
+    callback = Compile(scope=scope, backend="aot_eager")
+    fit(compiled, [callback])
+    assert callback.tally.graphs == (1 if scope == "model" else 2)  # the first block's input needs no gradient
+    for name, value in plain.state_dict().items():
+        torch.testing.assert_close(compiled.state_dict()[name], value, rtol=1e-5, atol=1e-6)
+
+
+def test_training_runs_compiled_and_evaluation_does_not():
+    module = seeded(Plain)
+    fit(module, [Compile(backend="traced")])
+    assert len(CALLS) == 8
+    CALLS.clear()
+    module.losses.clear()
+    fit(module, [Compile(backend="traced", evaluate="compiled")], max_epochs=1)
+    assert len(CALLS) == 2 + 4 + 4  # the sanity check, training, validation
+
+
+def test_test_and_predict_run_compiled_where_evaluation_does():
+    module = seeded(Plain)
+    for evaluate, calls in (("eager", 0), ("compiled", 4)):
+        CALLS.clear()
+        trainer = Trainer(
+            accelerator="cpu", logger=False, callbacks=[Compile(backend="traced", evaluate=evaluate)], **QUIET
+        )
+        trainer.test(module, loader(), verbose=False)
+        assert len(CALLS) == calls
+        assert not is_compiled(module)
+
+
+def test_a_partial_last_batch_runs_uncompiled():
+    callback = Compile(backend="traced", evaluate="compiled")
+    fit(seeded(Plain), [callback], (loader(18), loader(18)), num_sanity_val_steps=0)
+    assert len(CALLS) == 2 * (3 + 3)
+    assert callback.tally.graphs == 2  # one that trains, one that evaluates
+
+
+def test_each_size_is_compiled_once_and_evaluation_between_them_starts_no_storm():
+    """Six blocks of as many structures, three sizes: 18 graphs, where torch by itself stops at 8."""
+
+    class Sizes(Plain):
+        def train_dataloader(self):
+            return loader(10, 5, self.trainer.current_epoch % 3 + 2)
+
+        def val_dataloader(self):
+            return [loader(7, 4, size) for size in (2, 5, 6, 7, 8, 9)]
+
+        def validation_step(self, batch, batch_idx, dataloader_idx):
+            self.net(batch[0])
+
+    module = Sizes(Net(scales=[0.1, 0.2, 0.3, 0.4, 0.5, 0.6]))
+    callback = Compile(scope="blocks", backend="traced")
+    torch.manual_seed(1)
+    options = {"max_epochs": 6, "logger": False, "enable_checkpointing": False, **QUIET}
+    Trainer(accelerator="cpu", callbacks=[callback], reload_dataloaders_every_n_epochs=1, **options).fit(module)
+    assert callback.tally.given_up == {}
+    # The first block's input needs no gradient: that it shares no code with the others is no size's doing.
+    assert callback.tally.graphs == 18
+    assert len(CALLS) == 6 * 2 * 6
+
+
+def test_sizes_past_the_limit_run_uncompiled_and_that_is_said(capsys):
+    class Sizes(Plain):
+        def train_dataloader(self):
+            return loader(5, 5, self.trainer.current_epoch + 2)
+
+    callback = Compile(backend="traced", max_sizes=8)
+    options = {"max_epochs": 11, "logger": False, "enable_checkpointing": False, "limit_val_batches": 0, **QUIET}
+    Trainer(accelerator="cpu", callbacks=[callback], reload_dataloaders_every_n_epochs=1, **options).fit(Sizes())
+    assert callback.tally.graphs == 8
+    assert len(CALLS) == 8
+    assert "more than max_sizes=8 sizes came" in capsys.readouterr().out
+
+
+def test_parts():
+    class Several(LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.encoder, self.activation = nn.Linear(2, 2), nn.ReLU()
+            self.heads = nn.ModuleDict({"a": nn.Linear(2, 1), "more": nn.ModuleList([nn.Linear(2, 3)])})
+
+    assert list(parts_to_compile(Several(), "model")) == ["encoder", "heads.a", "heads.more.0"]
+    assert list(parts_to_compile(Plain(), "blocks")) == ["net.blocks.0", "net.blocks.1"]
+    task = Own()
+    task.configure_model()
+    assert list(parts_to_compile(task, "model")) == ["model"]
+    assert list(parts_to_compile(task, "blocks")) == ["model.blocks.0", "model.blocks.1"]
+    with pytest.raises(DloError, match="has no child module with parameters"):
+        parts_to_compile(LightningModule(), "model")
+    task.parallel_plan = lambda: ParallelPlan()
+    with pytest.raises(DloError, match="names no blocks"):
+        parts_to_compile(task, "blocks")
+
+
+# --- what it leaves alone ----------------------------------------------------------------------------------
+
+
+def test_it_leaves_module_torch_and_environment_as_they_were(monkeypatch, tmp_path):
+    """Also where a run fails, after which Lightning tears nothing down."""
+    limits = torch._dynamo.config.recompile_limit, torch._dynamo.config.accumulated_recompile_limit
+    seen = []
+
+    class Fails(Plain):
+        def on_train_batch_start(self, batch, batch_idx):
+            seen.append((os.environ.get(compiling.CACHE), torch._dynamo.config.recompile_limit, is_compiled(self)))
+            raise KeyError("here")
+
+    module = Fails()
+    keys, cache = list(module.state_dict()), tmp_path / "home" / "dlo" / "inductor"
+    monkeypatch.delenv(compiling.CACHE, raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
+    with pytest.raises(KeyError, match="here"):
+        fit(module, [Compile(max_sizes=50)])
+    assert compiling.CACHE not in os.environ
+    monkeypatch.setenv(compiling.CACHE, str(tmp_path / "mine"))
+    for folder in (None, str(tmp_path / "given")):
+        with pytest.raises(KeyError, match="here"):
+            fit(module, [Compile(max_sizes=50, cache_dir=folder)])
+        assert os.environ[compiling.CACHE] == str(tmp_path / "mine")
+    assert seen == [(str(folder), 50, True) for folder in (cache, tmp_path / "mine", tmp_path / "given")]
+    assert all(folder.is_dir() for folder in (cache, tmp_path / "mine", tmp_path / "given"))
+    assert limits == (torch._dynamo.config.recompile_limit, torch._dynamo.config.accumulated_recompile_limit)
+    assert not is_compiled(module)
+    assert "_compiled_call_impl" not in module.net.__dict__
+    assert list(module.state_dict()) == keys
+
+
+def test_the_compiled_call_can_be_taken_off_and_put_back():
+    """Breaks when torch keeps it elsewhere than in ``_compiled_call_impl``."""
+    linear = nn.Linear(6, 2)
+    x = torch.randn(5, 6)
+    linear.compile(backend="traced")
+    call = compiled_call(linear)
+    for use, calls in ((None, 0), (call, 1), (None, 1)):
+        set_compiled_call(linear, use)
+        linear(x)
+        assert len(CALLS) == calls
+
+
+def test_flops_are_counted_as_without_it():
+    monitors = []
+    for order in (
+        (Compile(backend="traced"), RunMonitor()),
+        (RunMonitor(), Compile(backend="traced")),
+        (RunMonitor(),),
+    ):
+        fit(seeded(Plain), list(order))
+        monitors += [one.flops.per_sample for one in order if isinstance(one, RunMonitor)]
+    assert monitors[0] == monitors[1] == monitors[2] > 0
+    assert len(CALLS) == 2 * 7  # all batches but the first
+
+
+class Data(ResumableDataModule):
+    def __init__(self) -> None:
+        super().__init__(batch_size=5, num_workers=0, seed=3)
+
+    def train_dataloader(self):
+        return self.train_loader(samples(32))
+
+    def val_dataloader(self):
+        return self.eval_loader(samples(7))
+
+
+def run(folder, callbacks, *, resume=False, **options):
+    """Returns the module of a run with dlo's defaults, resumed or not."""
+    torch.manual_seed(0 if not resume else 9)
+    module = Plain()
+    folder.mkdir(exist_ok=True)
+    trainer = Trainer(
+        accelerator="cpu",
+        callbacks=add_default_callbacks(callbacks, run_folder=folder, model=module, config="{}", progress_bar=False),
+        plugins=[SafeCheckpointIO()],
+        **{"max_epochs": 3, "logger": False, **QUIET, **options},
+    )
+    trainer.fit(module, datamodule=Data(), ckpt_path=folder / "checkpoints" / "last.ckpt" if resume else None)
+    return module
+
+
+@pytest.mark.parametrize("at", [1, 4, 6, 8])
+def test_stopped_and_resumed_gives_the_losses_of_the_whole_run(tmp_path, at):
+    """Also after the first batch, which runs uncompiled in the whole run, and only there."""
+    whole = run(tmp_path / "whole", [Compile(backend="traced")]).losses
+    assert len(set(whole)) == 18
+    torch.compiler.reset()
+    before = run(tmp_path / "cut", [Compile(backend="traced")], max_steps=at).losses
+    assert before == whole[:at]
+    compiled = len(CALLS)
+    callback = Compile(backend="traced")
+    torch.compiler.reset()
+    after = run(tmp_path / "cut", [callback], resume=True).losses
+    assert callback.seconds > callback.tally.seconds > 0 or at == 1  # which compiled nothing before
+    assert after == whole[at:]
+    assert len(CALLS) - compiled == 18 - at
+
+
+def test_checkpoints_are_the_same_with_and_without_it_and_the_weight_average(tmp_path):
+    """Every way to go from one to the other: no key is missing, and none is left over."""
+    ways = {"plain": [], "compiled": [Compile], "average": [WeightEMA], "both": [Compile, WeightEMA]}
+
+    def callbacks(way):
+        return [Compile(backend="aot_eager") if kind is Compile else kind(0.5) for kind in ways[way]]
+
+    keys = {}
+    for way in ways:
+        run(tmp_path / way, callbacks(way), max_epochs=1)
+        keys[way] = torch.load(tmp_path / way / "checkpoints" / "last.ckpt", weights_only=True)["state_dict"].keys()
+    assert len(set(map(tuple, keys.values()))) == 1
+    for first, then in (("plain", "both"), ("both", "plain"), ("compiled", "average"), ("average", "compiled")):
+        assert len(run(tmp_path / first, callbacks(then), resume=True, max_epochs=2).losses) == 6
+
+
+# --- the real back end -------------------------------------------------------------------------------------
+
+
+def test_inductor_trains_as_eager_resumes_bit_for_bit_and_fills_its_cache(tmp_path):
+    def inductor():
+        return Compile(cache_dir=str(tmp_path / "cache"))
+
+    plain = run(tmp_path / "plain", []).losses
+    whole = run(tmp_path / "whole", [inductor()]).losses
+    assert any((tmp_path / "cache" / "fxgraph").iterdir())
+    before = run(tmp_path / "cut", [inductor()], max_steps=4).losses
+    torch.compiler.reset()  # As a new process, which has nothing but the cache.
+    after = run(tmp_path / "cut", [inductor()], resume=True).losses
+    assert before + after == whole
+    assert whole[0] == plain[0]  # uncompiled, for the FLOPs; then dropout draws from a stream of inductor's
+    assert sum(whole) == pytest.approx(sum(plain), rel=0.1)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="this machine has no CUDA device")
+@pytest.mark.parametrize("mode", ["default", "reduce-overhead", "max-autotune"])
+@pytest.mark.parametrize("scope", ["model", "blocks"])
+def test_on_an_accelerator_every_mode_trains_as_eager_does(mode, scope, tmp_path):
+    def losses(callbacks):
+        module = seeded(Plain)
+        module.net.drop.p = 0.0
+        torch.manual_seed(1)
+        options = {"logger": False, "enable_checkpointing": False, "max_epochs": 4, **QUIET}
+        Trainer(accelerator="gpu", devices=1, callbacks=callbacks, **options).fit(module, loader(18), loader(18))
+        return module.losses
+
+    compiled = losses([Compile(scope=scope, mode=mode, cache_dir=str(tmp_path))])
+    assert compiled == pytest.approx(losses([]), rel=1e-3)

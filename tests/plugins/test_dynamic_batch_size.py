@@ -1,0 +1,334 @@
+import contextlib
+import signal
+
+import pytest
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from torch.utils.data import DataLoader, TensorDataset
+
+from dlo_framework.checkpoint import SafeCheckpointIO
+from dlo_framework.data import ResumableDataModule
+from dlo_framework.defaults import add_default_callbacks
+from dlo_framework.errors import DloError
+from dlo_framework.progress import AccumulationWindow
+from dlo_framework.stop import RunStopped
+from dlo_plugins.batch_plan import LRDecay, NoiseScale
+from dlo_plugins.callbacks.dynamic_batch_size import DynamicBatchSize
+from dlo_plugins.callbacks.one_cycle import OneCycle
+
+SAMPLES = 70
+
+
+def samples() -> TensorDataset:
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(SAMPLES, 5, generator=generator)
+    return TensorDataset(x, x.sum(1) + torch.randn(SAMPLES, generator=generator), torch.arange(SAMPLES))
+
+
+class Data(ResumableDataModule):
+    def __init__(self, batch_size: int = 8, workers: int = 0) -> None:
+        super().__init__(batch_size=batch_size, num_workers=workers, seed=5)
+
+    def train_dataloader(self):
+        return self.train_loader(samples())
+
+    def val_dataloader(self):
+        return self.eval_loader(samples())
+
+
+class Net(LightningModule):
+    """Remembers the samples of each optimizer step, how many batches they came in, and the rate of the step."""
+
+    def __init__(self, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.net = torch.nn.Sequential(torch.nn.Linear(5, 8), torch.nn.Dropout(dropout), torch.nn.Linear(8, 1))
+        self.steps: list[tuple[list[int], int, float]] = []
+        self.losses: list[float] = []
+        self._seen: list[list[int]] = []
+
+    def training_step(self, batch, batch_idx):
+        self._seen.append(batch[2].tolist())
+        loss = (self.net(batch[0])[:, 0] - batch[1]).square().mean()
+        self.losses.append(loss.item())
+        return loss
+
+    def validation_step(self, batch, batch_idx):
+        self.log("val_loss", (self.net(batch[0])[:, 0] - batch[1]).square().mean())
+
+    def on_before_optimizer_step(self, optimizer):
+        seen, self._seen = self._seen, []
+        samples = [index for batch in seen for index in batch]
+        self.steps.append((samples, len(seen), optimizer.param_groups[0]["lr"]))
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.01, momentum=0.9)
+
+    @property
+    def sizes(self) -> list[int]:
+        return [len(samples) for samples, _, _ in self.steps]
+
+
+OFF = dict.fromkeys(("logger", "enable_progress_bar", "enable_model_summary", "enable_checkpointing"), False)
+
+
+def fit(*callbacks, data=None, loader=None, module=None, **options):
+    torch.manual_seed(1)
+    module = module or Net()
+    trainer = Trainer(accelerator="cpu", callbacks=list(callbacks), **{"max_epochs": 4, **OFF, **options})
+    trainer.fit(module, loader, datamodule=None if loader else data or Data())
+    return module
+
+
+def test_the_steps_follow_the_schedule_and_each_epoch_visits_each_sample_once():
+    module = fit(DynamicBatchSize({"50%": 16, 3: 32}, max_micro_batch=16))
+    # 70 samples: 8 steps of 8, with 6 left out; then 4 of 16; then 2 of 32 in two batches each.
+    assert module.sizes == [8] * 16 + [16] * 4 + [32] * 2
+    assert [batches for _, batches, _ in module.steps] == [1] * 20 + [2] * 2
+    assert len(module.losses) == 16 + 4 + 4
+    for first, past in ((0, 8), (8, 16), (16, 20), (20, 22)):
+        seen = [index for samples, _, _ in module.steps[first:past] for index in samples]
+        assert len(set(seen)) == len(seen) == 64
+    assert {rate for _, _, rate in module.steps} == {0.01}
+
+
+def test_the_batch_can_change_within_an_epoch():
+    module = fit(DynamicBatchSize({"24 samples": 16, "1 epochs": 8}), max_epochs=2)
+    assert module.sizes == [8] * 3 + [16] * 2 + [8] * 9
+
+
+def test_micro_batches_give_the_weights_of_whole_batches():
+    """Also in an epoch's last window, which has 24 samples for 40."""
+    schedule = {0: 32, "25%": 40}
+    whole = fit(DynamicBatchSize(schedule)).state_dict()
+    parts = fit(DynamicBatchSize(schedule, max_micro_batch=8))
+    assert parts.sizes == [32, 32] + [40, 24] * 3
+    for name, value in parts.state_dict().items():
+        torch.testing.assert_close(value, whole[name], rtol=1e-5, atol=1e-6)
+
+
+def test_a_last_window_that_is_not_full_is_the_mean_of_what_it_has():
+    """48 a step in micro-batches of 12: of 70 samples one step of 48 and one of 16, with the mean over these."""
+    module = fit(DynamicBatchSize({0: 48}, max_micro_batch=12), max_epochs=1)
+    assert module.sizes == [48, 16]
+    torch.manual_seed(1)
+    expected, data = Net(), samples()
+    optimizer = expected.configure_optimizers()
+    for indices, _, _ in module.steps:
+        x, y, _ = data[indices]
+        optimizer.zero_grad()
+        (expected.net(x)[:, 0] - y).square().mean().backward()
+        optimizer.step()
+    for name, value in module.state_dict().items():
+        torch.testing.assert_close(value, expected.state_dict()[name])
+
+
+@pytest.mark.parametrize(("rule", "factor"), [("none", 1), ("sqrt", 2**0.5), ("linear", 2)])
+def test_the_rate_follows_the_batch_by_the_rule(rule, factor):
+    module = fit(DynamicBatchSize({"50%": 16}, lr_rule=rule), max_epochs=2)
+    rates = [rate for _, _, rate in module.steps]
+    assert rates == [0.01] * 8 + [pytest.approx(0.01 * factor)] * 4
+
+
+def test_a_scheduler_sees_its_own_rate_and_not_the_scaled_one():
+    class Decaying(Net):
+        def configure_optimizers(self):
+            optimizer = super().configure_optimizers()
+            # Its next rate is computed from the present one, so that a factor left in it would compound.
+            schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+            return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+    module = fit(DynamicBatchSize({"50%": 16}, lr_rule="linear"), module=Decaying(), max_epochs=2)
+    rates = [rate for _, _, rate in module.steps]
+    assert rates == pytest.approx([0.01 * 0.9**step * (2 if step >= 8 else 1) for step in range(12)])
+
+
+def test_growth_stands_in_for_decay_until_the_batch_is_at_its_largest():
+    decay = LRDecay(factor=0.5, at=[1, 2, 3], max_batch_size=16)
+    module = fit(DynamicBatchSize(decay_to_growth=decay))
+    assert module.sizes == [8] * 8 + [16] * 12
+    assert [rate for _, _, rate in module.steps] == pytest.approx([0.01] * 12 + [0.005] * 4 + [0.0025] * 4)
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_one_cycle_goes_by_samples_whatever_the_batch(first):
+    cycle, sizes = OneCycle(0.1), DynamicBatchSize({"50%": 32}, max_micro_batch=8)
+    module = fit(*([cycle, sizes] if first else [sizes, cycle]))
+    before = [step / 8 / 4 for step in range(16)]
+    after = [(2 + step / 2) / 4 for step in range(4)]
+    assert [rate for _, _, rate in module.steps] == pytest.approx([0.1 * cycle.lr_factor(x) for x in before + after])
+
+
+def test_with_a_plain_loader_accumulation_carries_all_growth():
+    loader = DataLoader(samples(), batch_size=10)
+    module = fit(DynamicBatchSize({"50%": 30}), loader=loader, max_epochs=2)
+    assert module.sizes == [10] * 7 + [30, 30, 10]
+    assert [batches for _, batches, _ in module.steps] == [1] * 7 + [3, 3, 1]
+
+
+def test_validation_within_an_epoch_keeps_to_its_fraction():
+    class Count(Callback):
+        places: list[int]
+
+        def on_train_start(self, *_):
+            self.places = []
+
+        def on_validation_start(self, trainer, *_):
+            self.places.append(trainer.global_step)
+
+    count = Count()
+    fit(DynamicBatchSize({1: 16}), count, val_check_interval=0.5, max_epochs=2, num_sanity_val_steps=0)
+    assert count.places == [4, 8, 10, 12]
+
+
+def test_the_noise_scale_decides_and_never_shrinks():
+    class Net2(Net):
+        def configure_optimizers(self):
+            return torch.optim.SGD(self.parameters(), lr=0.02)
+
+    noise = NoiseScale(max_batch_size=64, every=4, smoothing=0.5)
+    module = fit(DynamicBatchSize(noise_scale=noise, max_micro_batch=8), module=Net2(), max_epochs=40)
+    full = [size for size in module.sizes if size in (8, 16, 32, 64)]
+    assert module.sizes[0] == 8
+    assert all(batches >= 2 for samples, batches, _ in module.steps if len(samples) in (8, 16, 32, 64))
+    # The regression's noise outweighs its signal as it converges.
+    assert full[-1] > 8
+    changes = [size for size, before in zip(full[1:], full, strict=False) if size != before]
+    assert changes == sorted(changes)
+
+
+# --- resuming ----------------------------------------------------------------------------------------------
+
+
+class StopAt(Callback):
+    """Stops a run at a batch: with a checkpoint there, or by a crash, which leaves that of the last validation."""
+
+    def __init__(self, batch: int, crash: bool = False) -> None:
+        self.batch, self.crash, self.seen = batch, crash, 0
+
+    def on_train_batch_start(self, *_):
+        self.seen += 1
+        if self.seen == self.batch:
+            if self.crash:
+                raise RuntimeError("crash")
+            signal.raise_signal(signal.SIGINT)
+
+
+def run(folder, callback, *, stop=None, crash=False, resume=False, workers=0):
+    torch.manual_seed(99 if resume else 1)
+    module = Net(dropout=0.2)
+    trainer = Trainer(
+        accelerator="cpu",
+        logger=False,
+        enable_model_summary=False,
+        enable_progress_bar=False,
+        plugins=[SafeCheckpointIO()],
+        max_epochs=6,
+        callbacks=add_default_callbacks(
+            [OneCycle(0.02), callback, *([StopAt(stop, crash)] if stop else [])],
+            run_folder=folder,
+            model=module,
+            config="{}",
+            progress_bar=False,
+        ),
+    )
+    folder.mkdir(exist_ok=True)
+    with contextlib.suppress(RunStopped, *([RuntimeError] if crash else [])):
+        path = folder / "checkpoints" / "last.ckpt" if resume else None
+        trainer.fit(module, datamodule=Data(workers=workers), ckpt_path=path)
+    return module.losses
+
+
+GROWING = {"24 samples": 16, 2: 32, "3.5 epochs": 64}
+SHRINKING = {0: 32, 2: 16, 4: 8}
+
+
+@pytest.mark.parametrize(
+    ("schedule", "limit", "stops"),
+    [
+        # Stops in mid-window, at boundaries of the schedule, and at edges of epochs: of 6, then 4 batches;
+        (GROWING, 16, [1, 3, 4, 6, 10, 11, 15, 18, 20]),
+        # of 2, 2, 4, 4, 8, 8 batches.
+        (SHRINKING, None, [1, 2, 4, 5, 8, 12, 13, 20]),
+    ],
+)
+def test_stopped_anywhere_and_resumed(tmp_path, schedule, limit, stops):
+    def callback():
+        return DynamicBatchSize(schedule, max_micro_batch=limit, lr_rule="sqrt")
+
+    whole = run(tmp_path / "whole", callback())
+    assert len(set(whole)) == len(whole)
+    for stop in stops:
+        folder = tmp_path / str(stop)
+        before = run(folder, callback(), stop=stop)
+        assert before == whole[: len(before)]
+        assert stop <= len(before) < len(whole), stop
+        after = run(folder, callback(), resume=True, workers=2 if stop == stops[0] else 0)
+        assert before + after == whole, stop
+
+
+@pytest.mark.parametrize(("schedule", "limit", "crash", "at"), [(GROWING, 16, 8, 6), (SHRINKING, None, 6, 4)])
+def test_crashed_and_resumed_from_the_last_validation(tmp_path, schedule, limit, crash, at):
+    """In the second batch of the epoch after ``at`` batches, whose length is not that of the epoch before."""
+    whole = run(tmp_path / "whole", DynamicBatchSize(schedule, max_micro_batch=limit))
+    run(tmp_path / "cut", DynamicBatchSize(schedule, max_micro_batch=limit), stop=crash, crash=True)
+    after = run(tmp_path / "cut", DynamicBatchSize(schedule, max_micro_batch=limit), resume=True)
+    assert after == whole[at:]
+
+
+def test_a_run_that_follows_the_noise_resumes_exactly(tmp_path):
+    def callback():
+        noise = NoiseScale(max_batch_size=64, every=3, smoothing=0.5, multiple=3)
+        return DynamicBatchSize(noise_scale=noise, max_micro_batch=8)
+
+    whole = run(tmp_path / "whole", callback())
+    for stop in (3, 16, 20, 33):
+        folder = tmp_path / str(stop)
+        before = run(folder, callback(), stop=stop)
+        assert before + run(folder, callback(), resume=True) == whole, stop
+
+
+# --- what is refused ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({}, "give one of schedule"),
+        ({"schedule": {0: 8}, "noise_scale": NoiseScale(max_batch_size=8)}, "give one of schedule"),
+        ({"schedule": {0: 0}}, "at least 1"),
+        ({"schedule": {}}, "at least 1"),
+        ({"schedule": {"later": 8}}, "a point is like"),
+        ({"schedule": {0: 8}, "max_micro_batch": 0}, "max_micro_batch is at least 1"),
+        ({"schedule": {0: 8}, "lr_rule": "cubic"}, "none, sqrt or linear"),
+        ({"decay_to_growth": LRDecay(factor=2, at=[1])}, "between 0 and 1"),
+    ],
+)
+def test_bad_arguments_are_refused_at_construction(arguments, message):
+    with pytest.raises(DloError, match=message):
+        DynamicBatchSize(**arguments)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"accumulate_grad_batches": 2}, r"remove trainer\.accumulate_grad_batches, which is 2"),
+        ({"limit_train_batches": 3}, "limit_train_batches counts batches"),
+        ({"max_epochs": -1, "max_steps": 4}, r"a percentage needs trainer\.max_epochs"),
+    ],
+)
+def test_what_the_trainer_sets_elsewhere_is_refused(options, message):
+    with pytest.raises(DloError, match=message):
+        fit(DynamicBatchSize({"50%": 16}), **options)
+
+
+def test_a_plain_loader_cannot_make_any_size():
+    with pytest.raises(DloError, match="but 25 is not; use 30"):
+        fit(DynamicBatchSize({0: 25}), loader=DataLoader(samples(), batch_size=10))
+
+
+def test_a_window_answers_for_batches_counted_from_its_start():
+    """Lightning asks ``ready % accumulate_grad_batches``: this breaks if it asks otherwise."""
+    window = AccumulationWindow(3, 5)
+    assert [ready % window for ready in range(5, 12)] == [0, 1, 2, 0, 1, 2, 0]
+    assert window == 3
+    assert 6 / window == 2

@@ -1,0 +1,302 @@
+import math
+import os
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.strategies import FSDPStrategy
+from timm.utils.agc import adaptive_clip_grad
+from torch import nn
+from torch.utils.data import TensorDataset
+
+from dlo_framework.checkpoint import SafeCheckpointIO
+from dlo_framework.data import ResumableDataModule
+from dlo_framework.defaults import add_default_callbacks
+from dlo_framework.errors import DloError
+from dlo_framework.plan import ParallelPlan
+from dlo_framework.task import Task
+from dlo_plugins.callbacks.gradients import (
+    AdaptiveGradientClipping,
+    GradientNoise,
+    add_noise_,
+    agc_scales,
+    excluded_names,
+    last_linear,
+    noise_deviation,
+    refuse_sharded,
+    unit_norms,
+)
+
+SHAPES = [(8, 3, 3, 3), (8, 1, 3, 3), (5, 8), (8,), (1, 4, 6), (1,), ()]
+
+
+def tensors(scale: float = 1.0, dtype=torch.float32):
+    generator = torch.Generator().manual_seed(4)
+    return [scale * torch.randn(shape, generator=generator).to(dtype) for shape in SHAPES]
+
+
+# --- the mathematics ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("clip_factor", [0.01, 0.3, 1.0])
+@pytest.mark.parametrize("scale", [1.0, 1e-5, 0.0])
+def test_clipping_is_timms(clip_factor, scale):
+    """Weights of three sizes: at 1e-5 ``eps`` stands for most of them, at 0 for all."""
+    weights = [nn.Parameter(tensor) for tensor in tensors(scale)]
+    gradients = [tensor.roll(1) * size for tensor, size in zip(tensors(), (1, 0.01, 3, 1e-4, 0, 1, 1), strict=True)]
+    for weight, gradient in zip(weights, gradients, strict=True):
+        weight.grad = gradient.clone()
+    adaptive_clip_grad(weights, clip_factor=clip_factor, eps=1e-3)
+    torch._foreach_mul_(gradients, agc_scales(weights, gradients, clip_factor, 1e-3))
+    for weight, gradient in zip(weights, gradients, strict=True):
+        torch.testing.assert_close(gradient, weight.grad, rtol=1e-6, atol=0)
+    assert gradients[0].abs().sum() > 0
+
+
+def test_a_unit_is_what_makes_one_output():
+    assert [tuple(unit_norms(tensor).shape) for tensor in tensors()] == [
+        (8, 1, 1, 1),
+        (8, 1, 1, 1),
+        (5, 1),
+        (),
+        (1, 1, 1),
+        (),
+        (),
+    ]
+    weight = torch.tensor([[3.0, 4.0], [0.0, 2.0]])
+    assert unit_norms(weight).flatten().tolist() == [5.0, 2.0]
+
+
+def test_half_precision_does_not_overflow():
+    large = torch.full((2, 1000), 3000.0, dtype=torch.float16)
+    assert unit_norms(large).flatten().tolist() == pytest.approx([3000 * math.sqrt(1000)] * 2, rel=1e-3)
+
+
+@given(st.floats(1e-3, 1.0), st.floats(1e-6, 1e-2), st.floats(1e-8, 1e3))
+def test_no_unit_is_longer_than_its_limit_afterwards_and_short_ones_are_as_they_were(clip_factor, eps, size):
+    weights, gradients = tensors(), [size * tensor.flip(0) if tensor.ndim else size * tensor for tensor in tensors()]
+    scales = agc_scales(weights, gradients, clip_factor, eps)
+    for weight, gradient, scale in zip(weights, gradients, scales, strict=True):
+        limit = clip_factor * unit_norms(weight).clamp(min=eps)
+        assert (unit_norms(gradient * scale) <= limit * (1 + 1e-5)).all()
+        short = unit_norms(gradient) < limit
+        assert (scale[short] == 1).all()
+
+
+def test_the_variance_of_the_noise_is_the_papers():
+    assert noise_deviation(0, 0.3, 0.55) == pytest.approx(math.sqrt(0.3))
+    assert noise_deviation(99, 0.01, 0.55) ** 2 == pytest.approx(0.01 / 100**0.55)
+    drawn = torch.zeros(200_000)
+    add_noise_([drawn], 0.25, seed=1, step=7)
+    assert float(drawn.mean()) == pytest.approx(0, abs=0.003)
+    assert float(drawn.std()) == pytest.approx(0.25, rel=0.01)
+
+
+def test_the_noise_follows_from_seed_and_step_alone():
+    def noise(seed: int, step: int) -> torch.Tensor:
+        drawn = [torch.zeros(3, 4), torch.zeros(50)]
+        add_noise_(drawn, 1.0, seed, step)
+        return torch.cat([one.flatten() for one in drawn])
+
+    state = torch.get_rng_state()
+    first = noise(1, 2)
+    assert torch.equal(torch.get_rng_state(), state)
+    torch.manual_seed(99)
+    assert torch.equal(noise(1, 2), first)
+    for other in (noise(1, 3), noise(2, 2), noise(2, 1)):
+        assert not torch.isclose(other, first).any()
+    assert len(first.unique()) == len(first)  # no two parameters have the same
+
+
+# --- in a run ----------------------------------------------------------------------------------------------
+
+
+class Data(ResumableDataModule):
+    def __init__(self) -> None:
+        super().__init__(batch_size=4, num_workers=0, seed=3)
+
+    def train_dataloader(self):
+        torch.manual_seed(5)
+        return self.train_loader(TensorDataset(torch.randn(40, 6), torch.randint(3, (40,))))
+
+
+class Net(LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.body = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.BatchNorm1d(8), nn.Dropout(0.2))
+        self.head = nn.Linear(8, 3)
+        self.losses: list[float] = []
+        self.gradients: list[list[torch.Tensor]] = []
+
+    def training_step(self, batch, batch_idx):
+        loss = nn.functional.cross_entropy(self.head(self.body(batch[0])), batch[1])
+        self.losses.append(loss.item())
+        return loss
+
+    def on_before_optimizer_step(self, optimizer):
+        """Comes after the callbacks'."""
+        self.gradients.append([parameter.grad.clone() for parameter in self.parameters()])
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.5)
+
+
+def run(folder, callbacks, *, resume=False, **options):
+    module = Net()
+    torch.manual_seed(1 if not resume else 77)
+    folder.mkdir(exist_ok=True)
+    trainer = Trainer(
+        accelerator="cpu",
+        callbacks=add_default_callbacks(callbacks, run_folder=folder, model=module, config="{}", progress_bar=False),
+        plugins=[SafeCheckpointIO()],
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        **{"max_epochs": 3, "logger": False, **options},
+    )
+    trainer.fit(module, datamodule=Data(), ckpt_path=folder / "checkpoints" / "last.ckpt" if resume else None)
+    return module
+
+
+def both():
+    return [AdaptiveGradientClipping(0.05), GradientNoise(0.01)]
+
+
+@pytest.mark.parametrize("at", [1, 4, 5, 7])
+def test_stopped_and_resumed_gives_the_losses_of_the_whole_run(tmp_path, monkeypatch, at):
+    """In mid-epoch and at an epoch's end (5 steps of two batches); a resumed process may have another seed."""
+    monkeypatch.setenv("PL_GLOBAL_SEED", "7")
+    whole = run(tmp_path / "whole", both(), accumulate_grad_batches=2).losses
+    assert len(set(whole)) == 30
+    assert whole != run(tmp_path / "none", [], accumulate_grad_batches=2).losses
+    before = run(tmp_path / "cut", both(), accumulate_grad_batches=2, max_steps=at).losses
+    monkeypatch.setenv("PL_GLOBAL_SEED", "8")
+    after = run(tmp_path / "cut", both(), accumulate_grad_batches=2, resume=True).losses
+    assert before + after == whole
+
+
+def test_what_the_optimizer_gets_is_clipped_but_for_the_head(tmp_path):
+    limits = []
+
+    class Watched(AdaptiveGradientClipping):
+        def on_before_optimizer_step(self, trainer, pl_module, optimizer):
+            limits.append([0.01 * unit_norms(p.detach()).clamp(min=1e-3) for p in pl_module.parameters()])
+            super().on_before_optimizer_step(trainer, pl_module, optimizer)
+
+    clipped, whole = run(tmp_path / "a", [Watched()]), run(tmp_path / "b", [])
+    for step, of_step in zip(clipped.gradients, limits, strict=True):
+        for gradient, limit in zip(step[:-2], of_step[:-2], strict=True):
+            assert (unit_norms(gradient) <= limit * (1 + 1e-5)).all()
+    assert all(torch.equal(x, y) for x, y in zip(clipped.gradients[0][-2:], whole.gradients[0][-2:], strict=True))
+    assert not any(torch.equal(x, y) for x, y in zip(clipped.gradients[0][:2], whole.gradients[0][:2], strict=True))
+
+
+def test_accumulated_gradients_are_clipped_once_and_before_lightnings_own_clipping(tmp_path):
+    """The window's sum counts, not each micro-batch's; ``gradient_clip_val`` then takes what is left."""
+    module = run(tmp_path / "a", [AdaptiveGradientClipping(0.01, exclude=[])], accumulate_grad_batches=5, max_epochs=1)
+    assert len(module.gradients) == 2
+    by_hand = Net()
+    by_hand.train()
+    clipped = run(tmp_path / "b", [AdaptiveGradientClipping(0.01)], gradient_clip_val=1e-6, max_epochs=1)
+    torch.testing.assert_close(list(clipped.parameters()), list(by_hand.parameters()), rtol=0, atol=1e-4)
+    assert max(float(gradient.norm()) for gradient in clipped.gradients[0]) > 1e-3
+
+
+def test_how_much_was_clipped_is_logged(tmp_path):
+    logger = CSVLogger(tmp_path)
+    run(tmp_path / "a", [AdaptiveGradientClipping(1e-4)], logger=logger, log_every_n_steps=5, max_epochs=1)
+    rows = (tmp_path / "lightning_logs/version_0/metrics.csv").read_text().splitlines()
+    column = rows[0].split(",").index("optim/agc_clipped")
+    values = [float(row.split(",")[column]) for row in rows[1:] if row.split(",")[column]]
+    assert len(values) == 2
+    assert all(0.5 < value <= 1 for value in values)
+
+
+def test_no_noise_changes_nothing(tmp_path, monkeypatch):
+    monkeypatch.delenv("PL_GLOBAL_SEED", raising=False)
+    plain = run(tmp_path / "a", []).losses
+    assert run(tmp_path / "b", [GradientNoise(0.0)]).losses == plain
+    noisy = run(tmp_path / "c", [GradientNoise(1e-4)]).losses
+    assert noisy[0] == plain[0]
+    assert noisy[1] != plain[1]
+    assert noisy == run(tmp_path / "d", [GradientNoise(1e-4, seed=0)]).losses
+    assert noisy != run(tmp_path / "e", [GradientNoise(1e-4, seed=1)]).losses
+    assert "PL_GLOBAL_SEED" not in os.environ
+
+
+# --- which parameters --------------------------------------------------------------------------------------
+
+
+def test_the_last_linear_layer_is_left_out_unless_patterns_say_otherwise():
+    module = Net()
+    assert excluded_names(module, None) == ["head.weight", "head.bias"]
+    assert excluded_names(module, []) == []
+    assert excluded_names(module, ["body.*.bias", "head"]) == ["body.0.bias", "body.2.bias", "head.weight", "head.bias"]
+    with pytest.raises(DloError, match="'hed' matches no parameter; did you mean 'head'"):
+        excluded_names(module, ["hed"])
+
+
+class Own(Task):
+    """Its head is registered first: only the plan tells."""
+
+    def __init__(self, planned: bool) -> None:
+        super().__init__()
+        self.planned = planned
+        self.configure_model()
+
+    def configure_model(self):
+        self.model = nn.ModuleDict({"out": nn.Linear(2, 2), "a": nn.Linear(2, 2), "b": nn.Linear(2, 2)})
+
+    def loss(self, outputs, batch): ...
+
+    def parallel_plan(self):
+        return ParallelPlan(blocks=("a", "b"), head=("out",)) if self.planned else super().parallel_plan()
+
+
+def test_the_parallel_plan_tells_the_head():
+    assert last_linear(Own(planned=True)) == "model.out"
+    assert last_linear(Own(planned=False)) == "model.b"
+    assert last_linear(LightningModule()) is None
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: AdaptiveGradientClipping(0.0), "clip_factor and eps are above 0"),
+        (lambda: AdaptiveGradientClipping(eps=-1.0), "above 0"),
+        (lambda: GradientNoise(-0.1), "eta and gamma are at least 0"),
+        (lambda: GradientNoise(gamma=-1.0), "at least 0"),
+    ],
+)
+def test_bad_arguments_are_refused_at_construction(make, message):
+    with pytest.raises(DloError, match=message):
+        make()
+
+
+def test_sharded_parameters_are_refused():
+    class Sharded:
+        strategy = FSDPStrategy.__new__(FSDPStrategy)
+
+    with pytest.raises(DloError, match="FSDPStrategy leaves each rank a shard"):
+        refuse_sharded("GradientNoise", Sharded(), Net())
+
+
+@pytest.fixture
+def one_rank():
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+def test_dtensors_are_refused(one_rank):
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    module = Net()
+    mesh = init_device_mesh("cpu", (1,))
+    module.head.weight = nn.Parameter(distribute_tensor(module.head.weight.detach(), mesh, [Shard(0)]))
+    with pytest.raises(DloError, match="AdaptiveGradientClipping works on whole parameters"):
+        refuse_sharded("AdaptiveGradientClipping", Trainer(accelerator="cpu", logger=False), module)

@@ -1,0 +1,319 @@
+import json
+import math
+import random
+import runpy
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from torch.utils.data import DataLoader, Dataset, TensorDataset
+
+from dlo_framework.data import ResumableDataModule
+from dlo_framework.errors import DloError
+from dlo_plugins.callbacks.lr_finder import LRFinder, set_learning_rate
+from dlo_plugins.callbacks.one_cycle import OneCycle
+from dlo_plugins.lr_suggest import sweep_rates
+
+
+class Noisy(Dataset):
+    """Samples whose augmentation draws from each of the three global generators."""
+
+    def __len__(self) -> int:
+        return 28
+
+    def __getitem__(self, index):
+        return torch.full((6,), index / 28) + torch.randn(6) + random.random() + float(np.random.rand()), index % 3
+
+
+class Data(ResumableDataModule):
+    def __init__(self, ours: bool = True) -> None:
+        super().__init__(batch_size=4, num_workers=0, seed=3)
+        self.ours = ours
+
+    def train_dataloader(self):
+        return self.train_loader(Noisy()) if self.ours else DataLoader(Noisy(), batch_size=4, shuffle=True)
+
+
+class Net(LightningModule):
+    """Two parameter groups, dropout and batch norm; remembers the rates of each optimizer step."""
+
+    def __init__(self, schedule=None, lrs: tuple[float, float] = (0.02, 0.01)) -> None:
+        super().__init__()
+        self.first = torch.nn.Sequential(torch.nn.Linear(6, 16), torch.nn.BatchNorm1d(16), torch.nn.Dropout(0.3))
+        self.second = torch.nn.Linear(16, 3)
+        self.schedule, self.lrs, self.rates = schedule, lrs, Rates()
+
+    def training_step(self, batch, batch_idx):
+        loss = torch.nn.functional.cross_entropy(self.second(self.first(batch[0])), batch[1])
+        self.log("train_loss", loss, on_step=True, on_epoch=True)
+        self.rates.steps += 1
+        return loss
+
+    def on_before_optimizer_step(self, optimizer):
+        self.rates.seen.append([group["lr"] for group in optimizer.param_groups])
+
+    def configure_optimizers(self):
+        groups = [
+            {"params": self.first.parameters(), "lr": self.lrs[0]},
+            {"params": self.second.parameters(), "lr": self.lrs[1]},
+        ]
+        optimizer = torch.optim.AdamW(groups)
+        if self.schedule is None:
+            return optimizer
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": self.schedule(optimizer), "interval": "step"}}
+
+
+class Rates:
+    """What must not be put back: an object that no snapshot looks into."""
+
+    def __init__(self) -> None:
+        self.seen: list[list[float]] = []
+        self.steps = 0
+
+
+class Losses(Callback):
+    def __init__(self) -> None:
+        self.seen: list[float] = []
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        self.seen.append(float(outputs["loss"]))
+
+
+def fit(folder, *callbacks, make=Net, data=None, logger=False, ckpt_path=None, **options):
+    """Returns the losses that training saw, the module and the trainer."""
+    torch.manual_seed(1), random.seed(2), np.random.seed(3)
+    module, losses = make(), Losses()
+    trainer = Trainer(
+        accelerator="cpu",
+        logger=logger,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        enable_checkpointing=False,
+        default_root_dir=folder,
+        callbacks=[*callbacks, losses],
+        **{"max_epochs": 2, **options},
+    )
+    trainer.fit(module, datamodule=data or Data(), ckpt_path=ckpt_path)
+    return losses.seen, module, trainer
+
+
+@pytest.mark.parametrize("ours", [True, False])
+@pytest.mark.parametrize("accumulate", [1, 3])
+def test_training_is_bit_for_bit_that_without_the_finder(tmp_path, ours, accumulate):
+    options = {"accumulate_grad_batches": accumulate, "gradient_clip_val": 1.0}
+    expected, _, _ = fit(tmp_path, data=Data(ours), **options)
+    finder = LRFinder(num_steps=25, apply=False)
+    found, module, trainer = fit(tmp_path, finder, data=Data(ours), **options)
+    assert found == expected
+    assert finder.lr is not None
+    assert trainer.global_step == 2 * math.ceil(7 / accumulate)
+    assert module.rates.steps == 25 * accumulate + len(expected)
+
+
+def test_the_rate_is_set_for_all_groups_in_their_ratio(tmp_path, capsys):
+    finder = LRFinder(num_steps=30)
+    _, module, _ = fit(tmp_path, finder)
+    swept, trained = module.rates.seen[:-14], module.rates.seen[-14:]
+    for rates, expected in zip(swept, sweep_rates(1e-7, 10, 30), strict=False):
+        assert rates == pytest.approx([expected, expected / 2])
+    assert trained == [pytest.approx([finder.lr, finder.lr / 2])] * 14
+    assert finder.lr == finder.suggestions["valley"]
+    assert f"valley   {finder.lr:.3g} <- used" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("first", [True, False])
+@pytest.mark.parametrize(("given", "ratio"), [(None, 0.5), (1e-3, 0.5), ([1e-3, 1e-4], 0.1)])
+def test_one_cycle_takes_it_as_its_maximum_in_either_order(tmp_path, first, given, ratio):
+    finder, cycle = LRFinder(num_steps=30), OneCycle(given)
+    _, module, _ = fit(tmp_path, *((finder, cycle) if first else (cycle, finder)), max_epochs=4)
+    trained = module.rates.seen[-28:]
+    assert max(trained)[0] == pytest.approx(finder.lr)
+    assert max(trained)[1] == pytest.approx(finder.lr * ratio)
+    assert trained[0][0] == pytest.approx(finder.lr / 25)
+
+
+def warm_up(optimizer):
+    return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, step / 4))
+
+
+def two_parts(optimizer):
+    parts = [torch.optim.lr_scheduler.ConstantLR(optimizer, 0.5, 3), torch.optim.lr_scheduler.StepLR(optimizer, 5)]
+    return torch.optim.lr_scheduler.SequentialLR(optimizer, parts, milestones=[4])
+
+
+@pytest.mark.parametrize(
+    "schedule",
+    [
+        warm_up,  # whose rate at the start is 0
+        two_parts,
+        lambda optimizer: torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 14),
+        lambda optimizer: torch.optim.lr_scheduler.OneCycleLR(optimizer, [0.02, 0.01], total_steps=28),
+        lambda optimizer: torch.optim.lr_scheduler.CyclicLR(optimizer, [0.002, 0.001], [0.02, 0.01], 4),
+    ],
+    ids=["lambda", "sequential", "cosine", "one-cycle", "cyclic"],
+)
+def test_a_scheduler_follows(tmp_path, schedule):
+    """The schedule is the one of a run that was configured with the rate that was found."""
+    _, alone, _ = fit(tmp_path, make=lambda: Net(schedule))
+    finder = LRFinder(num_steps=30, suggestion="steep")
+    _, module, _ = fit(tmp_path, finder, make=lambda: Net(schedule))
+    trained = torch.tensor(module.rates.seen[-14:])
+    torch.testing.assert_close(trained, torch.tensor(alone.rates.seen) * (finder.lr / 0.02))
+    swept = module.rates.seen[0]
+    assert swept == pytest.approx([1e-7, 5e-8])
+
+
+def test_rates_that_are_tensors_are_set_in_place():
+    parameter = torch.nn.Parameter(torch.zeros(1))
+    rate = torch.tensor(0.1)
+    optimizer = torch.optim.Adam([parameter], lr=rate, capturable=False)
+
+    class Only:
+        optimizers, lr_scheduler_configs, callbacks = [optimizer], [], []
+
+    set_learning_rate(Only(), 0.3)
+    assert optimizer.param_groups[0]["lr"] is rate
+    assert rate.item() == pytest.approx(0.3)
+
+
+def test_the_sweep_of_a_quadratic_ends_where_gradient_descent_diverges(tmp_path):
+    """For losses x'Ax/2, descent diverges above 2 over A's largest eigenvalue: 0.2 here."""
+
+    class Quadratic(LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.x = torch.nn.Parameter(torch.ones(2))
+
+        def training_step(self, batch, batch_idx):
+            return (torch.tensor([10.0, 1.0]) * self.x.square()).sum() / 2
+
+        def configure_optimizers(self):
+            return torch.optim.SGD(self.parameters(), lr=1.0)
+
+    finder = LRFinder(min_lr=1e-4, max_lr=10, beta=0.5, suggestion="steep")
+    fit(tmp_path, finder, make=Quadratic, data=Data(ours=False))
+    report = json.loads((tmp_path / "lr_find.json").read_text())
+    assert 0.2 < report["points"][-1]["lr"] < 2
+    assert "above 4 x" in report["stopped"]
+    assert all(1e-3 < rate < 0.25 for rate in report["suggestions"].values())
+    assert report["lr"] == finder.lr == report["suggestions"]["steep"]
+
+
+def test_the_report(tmp_path):
+    class Direct(Net):
+        def training_step(self, batch, batch_idx):
+            self.logger.experiment.add_scalar("direct", 1.0, self.trainer.global_step)
+            return super().training_step(batch, batch_idx)
+
+    logger = TensorBoardLogger(tmp_path, name="", version="run")
+    fit(tmp_path, LRFinder(num_steps=30), make=Direct, logger=logger, log_every_n_steps=1)
+    folder = tmp_path / "run"
+    report = json.loads((folder / "lr_find.json").read_text())
+    assert [point["lr"] for point in report["points"]] == pytest.approx(
+        sweep_rates(1e-7, 10, 30)[: len(report["points"])]
+    )
+    assert report["applied"] is True
+    assert (folder / "lr_find.png").read_bytes().startswith(b"\x89PNG")
+    events = EventAccumulator(str(folder))
+    events.Reload()
+    assert events.Tags()["images"] == ["lr_find"]
+    for tag in ("train_loss_step", "direct"):  # The sweep logs nothing.
+        assert [event.step for event in events.Scalars(tag)] == list(range(14))
+
+
+@pytest.mark.parametrize(("error", "raised"), [(ValueError, ValueError), (KeyboardInterrupt, SystemExit)])
+def test_nothing_is_logged_and_nothing_is_left_where_the_sweep_fails(tmp_path, error, raised):
+    class Fails(Net):
+        def training_step(self, batch, batch_idx):
+            if self.rates.steps == 7:
+                raise error("in the sweep")
+            return super().training_step(batch, batch_idx)
+
+    with pytest.raises(raised):
+        fit(tmp_path, LRFinder(), make=Fails, logger=CSVLogger(tmp_path, name="", version="run"))
+    assert [path for path in tmp_path.rglob("*") if path.is_file() and "hparams" not in path.name] == []
+
+
+def test_a_resumed_run_does_not_sweep_again(tmp_path):
+    finder = LRFinder(num_steps=30)
+    whole, _, _ = fit(tmp_path, finder, OneCycle(), max_epochs=4)
+    _, _, trainer = fit(tmp_path, LRFinder(num_steps=30), OneCycle(), max_epochs=4, limit_train_batches=7, max_steps=14)
+    trainer.save_checkpoint(tmp_path / "half.ckpt")
+    again = LRFinder(num_steps=30)
+    torch.load(tmp_path / "half.ckpt", weights_only=True)
+    _, module, _ = fit(tmp_path, again, OneCycle(), max_epochs=4, ckpt_path=tmp_path / "half.ckpt")
+    assert again.lr == finder.lr
+    assert module.rates.steps == 14
+    assert max(module.rates.seen)[0] < finder.lr
+    assert len(whole) == 28
+
+
+def test_a_second_epoch_does_not_sweep_again(tmp_path):
+    _, module, _ = fit(tmp_path, LRFinder(num_steps=20, max_lr=1e-3), max_epochs=3)
+    assert module.rates.steps == 20 + 21
+
+
+def test_it_refuses_manual_optimization(tmp_path):
+    class Manual(Net):
+        def __init__(self):
+            super().__init__()
+            self.automatic_optimization = False
+
+    with pytest.raises(DloError, match="Manual sets automatic_optimization = False; remove LRFinder"):
+        fit(tmp_path, LRFinder(), make=Manual)
+
+
+def test_a_loss_that_diverges_at_once_is_told(tmp_path):
+    class Wild(Net):
+        def training_step(self, batch, batch_idx):
+            return super().training_step(batch, batch_idx) * 10.0**self.rates.steps
+
+    with pytest.raises(DloError, match=r"after \d+ steps, at lr .*; try min_lr: 1e-10"):
+        fit(tmp_path, LRFinder(), make=Wild)
+    assert (tmp_path / "lr_find.png").exists(), "the curve shows why"
+
+
+def test_a_module_that_skips_batches_gives_nan_and_is_told(tmp_path):
+    class Skips(Net):
+        def training_step(self, batch, batch_idx):
+            return None
+
+    with pytest.raises(DloError, match="the loss became nan"):
+        fit(tmp_path, LRFinder(), make=Skips, data=Data(ours=False))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"min_lr": 1.0, "max_lr": 0.1}, "from a min_lr above 0 up to max_lr"),
+        ({"min_lr": 0.0}, "above 0"),
+        ({"num_steps": 5}, "at least 20"),
+        ({"suggestion": "step"}, "did you mean 'steep'"),
+        ({"beta": 1.0}, r"lies in \[0, 1\)"),
+        ({"stop_factor": 1.0}, "above 1"),
+    ],
+)
+def test_bad_arguments_are_refused_at_construction(arguments, message):
+    with pytest.raises(DloError, match=message):
+        LRFinder(**arguments)
+
+
+def test_a_dataset_of_one_batch_is_gone_round(tmp_path):
+    data = DataLoader(TensorDataset(torch.randn(4, 6), torch.tensor([0, 1, 2, 0])), batch_size=4)
+
+    class One(ResumableDataModule):
+        def train_dataloader(self):
+            return data
+
+    _, module, trainer = fit(tmp_path, LRFinder(num_steps=20, max_lr=1e-3), data=One(batch_size=4), max_epochs=1)
+    assert (module.rates.steps, trainer.global_step) == (21, 1)
+
+
+def test_the_picture_is_what_the_finder_draws():
+    docs = Path(__file__).resolve().parents[2] / "docs"
+    drawn = runpy.run_path(str(docs / "pictures" / "lr_finder.py"))["draw"]()
+    assert (docs / "images/lr-finder.svg").read_text() == drawn

@@ -1,0 +1,301 @@
+import json
+import random
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+
+from dlo_framework.data import ResumableDataModule
+from dlo_framework.errors import DloError
+from dlo_plugins.callbacks.lr_finder import LRFinder
+from dlo_plugins.callbacks.micro_batch_finder import MicroBatchFinder
+from dlo_plugins.callbacks.progressive_resizing import ProgressiveResizing
+from dlo_tasks.imagenet.digits import DigitsData
+
+
+class FailingBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+
+
+class Net(LightningModule):
+    """Runs out of memory above so many samples, in one of the passes, as an accelerator would."""
+
+    def __init__(self, bound: int = 10**9, where: str = "forward") -> None:
+        super().__init__()
+        self.net = torch.nn.Sequential(
+            torch.nn.Linear(6, 16), torch.nn.BatchNorm1d(16), torch.nn.Dropout(0.3), torch.nn.Linear(16, 3)
+        )
+        self.bound, self.where, self.sizes = bound, where, Seen()
+
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        self.sizes.seen.append(len(x))
+        outputs = self.net(x)
+        if len(x) > self.bound:
+            if self.where == "forward":
+                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+            outputs = FailingBackward.apply(outputs)
+        return torch.nn.functional.cross_entropy(outputs, y)
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters(), lr=0.01)
+
+
+class Seen:
+    """What must not be put back: an object that no snapshot looks into."""
+
+    def __init__(self) -> None:
+        self.seen: list[int] = []
+
+
+class Noisy(torch.utils.data.Dataset):
+    def __len__(self) -> int:
+        return 200
+
+    def __getitem__(self, index):
+        return torch.full((6,), index / 28) + torch.randn(6) + random.random(), index % 3
+
+
+class Data(ResumableDataModule):
+    def __init__(self) -> None:
+        super().__init__(batch_size=20, num_workers=0)
+
+    def train_dataloader(self):
+        return self.train_loader(Noisy())
+
+
+class Losses(Callback):
+    def __init__(self) -> None:
+        self.seen: list[float] = []
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        self.seen.append(float(outputs["loss"]))
+
+
+def fit(folder, *callbacks, make=Net, data=None, **options):
+    torch.manual_seed(1), random.seed(2)
+    module, losses = make(), Losses()
+    trainer = Trainer(
+        accelerator="cpu",
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        enable_checkpointing=False,
+        default_root_dir=folder,
+        callbacks=[*callbacks, losses],
+        **{"max_epochs": 1, **options},
+    )
+    trainer.fit(
+        module, **({"train_dataloaders": data} if isinstance(data, DataLoader) else {"datamodule": data or Data()})
+    )
+    return losses.seen, module
+
+
+AMPLE = 10**12
+
+
+@pytest.mark.parametrize("where", ["forward", "backward"])
+@pytest.mark.parametrize("accumulate", [1, 3])
+def test_it_finds_the_bound_and_leaves_nothing(tmp_path, where, accumulate, capsys):
+    expected, _ = fit(tmp_path, accumulate_grad_batches=accumulate)
+    finder = MicroBatchFinder(memory_limit_bytes=AMPLE, margin=0.0, steps_per_trial=2)
+    found, module = fit(tmp_path, finder, make=lambda: Net(70, where), accumulate_grad_batches=accumulate)
+    assert finder.per_rank == 70
+    assert found == expected
+    assert module.sizes.seen[:3] == [20, 20, 40]
+    report = json.loads((tmp_path / "batch_size.json").read_text())
+    assert (report["per_rank"], report["bound"]) == (70, "memory")
+    assert (report["batch_size"], report["accumulate_grad_batches"]) == (20 if accumulate == 1 else 60, 1)
+    assert f"data.init_args.batch_size: {report['batch_size']}" in capsys.readouterr().out
+
+
+def test_the_margin_the_powers_and_the_limits(tmp_path):
+    def found(bound, **options):
+        finder = MicroBatchFinder(memory_limit_bytes=AMPLE, steps_per_trial=1, **options)
+        fit(tmp_path, finder, make=lambda: Net(bound))
+        return finder.per_rank
+
+    assert found(70) == 66
+    assert found(70, power_of_two=True) == 64
+    with pytest.raises(torch.OutOfMemoryError):  # The batch stays as the config has it, in training too.
+        found(13, margin=0.0)
+    assert json.loads((tmp_path / "batch_size.json").read_text())["per_rank"] == 13
+    assert found(10**9) == 200  # the data
+    assert found(10**9, max_size=50) == 50
+
+
+def test_a_budget_of_bytes(tmp_path):
+    sizes = []
+    for limit in (20_000, 40_000):
+        finder = MicroBatchFinder(memory_limit_bytes=limit, margin=0.0)
+        fit(tmp_path, finder)
+        sizes.append(finder.per_rank)
+    assert 30 < sizes[0] < 150
+    assert sizes[1] == pytest.approx(2 * sizes[0], rel=0.1)
+
+
+def test_who_can_use_it_is_told_and_the_rate_is_sought_after(tmp_path, capsys):
+    order = []
+
+    class Told(Callback):
+        def set_max_micro_batch(self, per_rank):
+            order.append(per_rank)
+
+        def on_train_epoch_start(self, trainer, pl_module):
+            order.append("epoch")
+
+    class Rate(LRFinder):
+        def before_training(self, trainer, pl_module):
+            order.append("rate")
+
+    finder = MicroBatchFinder(memory_limit_bytes=AMPLE, power_of_two=True)
+    fit(tmp_path, Told(), Rate(), finder, make=lambda: Net(70))
+    assert order == [64, "rate", "epoch"]
+    assert "told to Told" in capsys.readouterr().out
+
+
+class Pixels(LightningModule):
+    """Runs out of memory above so many pixels in a batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = torch.nn.Sequential(torch.nn.Conv2d(1, 4, 3), torch.nn.AdaptiveAvgPool2d(1), torch.nn.Flatten())
+
+    def training_step(self, batch, batch_idx):
+        if batch[0].numel() > 20_000:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+        return torch.nn.functional.cross_entropy(self.net(batch[0][:, :1]), batch[1] % 4)
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+@pytest.mark.parametrize("sized_by_data", [True, False])
+def test_images_have_their_last_size(tmp_path, sized_by_data):
+    """Sixteen pixels from the middle of the run on, made by the data or on the device; a quarter of them before."""
+    finder = MicroBatchFinder(memory_limit_bytes=AMPLE, margin=0.0, steps_per_trial=1)
+    resizing = ProgressiveResizing(sizes={0: 8, "50%": 16})
+    if sized_by_data:
+        data = DigitsData(image_size=16, batch_size=8, num_workers=0)
+        channels = 3
+    else:
+        images = torch.randn(200, 1, 16, 16)
+        data = DataLoader(TensorDataset(images, torch.zeros(200, dtype=torch.long)), batch_size=8)
+        channels = 1
+    fit(tmp_path, resizing, finder, make=Pixels, data=data, max_epochs=2, limit_train_batches=3, limit_val_batches=0)
+    assert finder.per_rank == 20_000 // (channels * 16 * 16)
+
+
+def test_not_even_one_sample(tmp_path):
+    class Linear(Net):
+        def __init__(self):
+            super().__init__(0)
+            self.net = torch.nn.Linear(6, 3)
+
+    with pytest.raises(DloError, match="not even one sample a rank fits"):
+        fit(tmp_path, MicroBatchFinder(memory_limit_bytes=AMPLE), make=Linear)
+
+
+def test_any_other_error_is_not_taken_for_it(tmp_path):
+    class Broken(Net):
+        def training_step(self, batch, batch_idx):
+            raise RuntimeError("shapes cannot be multiplied")
+
+    with pytest.raises(RuntimeError, match="cannot be multiplied"):
+        fit(tmp_path, MicroBatchFinder(memory_limit_bytes=AMPLE), make=Broken)
+
+
+def test_a_stream_needs_a_limit(tmp_path):
+    class Stream(IterableDataset):
+        def __iter__(self):
+            return iter([(torch.randn(6), 0)] * 8)
+
+    with pytest.raises(DloError, match="give max_size"):
+        fit(tmp_path, MicroBatchFinder(memory_limit_bytes=AMPLE), data=DataLoader(Stream(), batch_size=4))
+    finder = MicroBatchFinder(memory_limit_bytes=AMPLE, max_size=32)
+    fit(tmp_path, finder, data=DataLoader(Stream(), batch_size=4))
+    assert finder.per_rank == 32
+
+
+def test_a_cpu_without_a_budget_and_manual_optimization_are_refused(tmp_path):
+    class Manual(Net):
+        def __init__(self):
+            super().__init__()
+            self.automatic_optimization = False
+
+    with pytest.raises(DloError, match="give memory_limit_bytes"):
+        fit(tmp_path, MicroBatchFinder())
+    with pytest.raises(DloError, match="remove MicroBatchFinder"):
+        fit(tmp_path, MicroBatchFinder(memory_limit_bytes=1), make=Manual)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"max_size": 0}, "max_size is at least 1"),
+        ({"steps_per_trial": 0}, "steps_per_trial is at least 1"),
+        ({"memory_limit_bytes": 0}, "memory_limit_bytes is at least 1"),
+        ({"margin": 1.0}, r"lies in \[0, 1\)"),
+    ],
+)
+def test_bad_arguments_are_refused_at_construction(arguments, message):
+    with pytest.raises(DloError, match=message):
+        MicroBatchFinder(**arguments)
+
+
+TWO_RANKS = """
+import sys
+from pathlib import Path
+import torch
+sys.path.insert(0, {tests!r})
+from test_micro_batch_finder import AMPLE, MicroBatchFinder, Net, fit
+
+class OneFails(Net):
+    def training_step(self, batch, batch_idx):
+        if self.global_rank == 1 and len(batch[0]) > 24 and self.where == "backward":
+            self.bound = 24
+        if self.global_rank == 0 and len(batch[0]) > 37 and self.where == "forward":
+            self.bound = 37
+        return super().training_step(batch, batch_idx)
+
+def run(*callbacks, **options):
+    losses, module = fit({folder!r}, *callbacks, strategy="ddp", devices=2, **options)
+    return losses, module
+
+if __name__ == "__main__":
+    expected, _ = run()
+    for where, bound in (("forward", 37), ("backward", 24)):
+        finder = MicroBatchFinder(memory_limit_bytes=AMPLE, margin=0.0)
+        losses, module = run(finder, make=lambda: OneFails(10**9, where))
+        assert finder.per_rank == bound, (finder.per_rank, where)
+        assert losses == expected, where
+        (Path({folder!r}) / f"{{where}}-{{module.global_rank}}").write_text(str(finder.trials))
+"""
+
+
+def test_one_rank_of_two_runs_out_of_memory_and_both_go_on(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(TWO_RANKS.format(tests=str(__file__).rpartition("/")[0], folder=str(tmp_path)))
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=200, check=False)
+    assert done.returncode == 0, done.stderr[-4000:]
+    for where in ("forward", "backward"):
+        first, second = ((tmp_path / f"{where}-{rank}").read_text() for rank in (0, 1))
+        assert first == second
+        assert "False" in first
+
+
+def test_the_picture_is_what_the_search_draws():
+    docs = Path(__file__).resolve().parents[2] / "docs"
+    drawn = runpy.run_path(str(docs / "pictures" / "micro_batch_finder.py"))["draw"]()
+    assert (docs / "images/micro-batch-finder.svg").read_text() == drawn

@@ -1,0 +1,361 @@
+"""Progressive resizing: the sizes that reach the model, exact resuming at their changes, and what is refused."""
+
+import pytest
+import timm
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.loggers import Logger
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
+
+from dlo_framework.data import Position, ResumableDataModule
+from dlo_framework.errors import DloError
+from dlo_framework.resume import ExactResume
+from dlo_plugins.callbacks.progressive_resizing import ProgressiveResizing
+from dlo_tasks.imagenet.classifier import ImageClassifier
+from dlo_tasks.imagenet.digits import DigitsData
+from dlo_tasks.imagenet.folder import ImageFolderData
+
+TINY = {"patch_size": 4, "embed_dim": 32, "depth": 1, "num_heads": 2}
+BATCHES = 5  # of an epoch
+
+
+class Recorder(Callback):
+    """Keeps the size of each training batch, its loss, and what is logged of it."""
+
+    def __init__(self) -> None:
+        self.sizes: list[tuple[int, int]] = []
+        self.evaluated: set[tuple[int, int]] = set()
+        self.losses: list[float] = []
+
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        images = batch["image"] if isinstance(batch, dict) else batch[0]
+        self.sizes.append(tuple(images.shape[2:]))
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        self.losses.append(float(outputs["loss"]))
+
+    def on_validation_batch_start(self, trainer, pl_module, batch, batch_idx, dataloader_idx=0):
+        self.evaluated.add(tuple(batch[0].shape[2:]))
+
+
+def digits(kind: type[DigitsData] = DigitsData, **options) -> DigitsData:
+    """180 images to train on: 5 batches of 32."""
+    return kind(**({"image_size": 16, "batch_size": 32, "val_fraction": 0.9} | options))
+
+
+def classifier(model="vit_tiny_patch16_224", **options) -> ImageClassifier:
+    torch.manual_seed(5)
+    fixed = {"model_args": TINY, "lr": 0.01, "schedule": "constant", "log_images": 0}
+    return ImageClassifier(model, **(fixed | options))
+
+
+def trainer(*callbacks, **options) -> Trainer:
+    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+    fixed = {"accelerator": "cpu", "max_epochs": 4, "num_sanity_val_steps": 0, "enable_checkpointing": False}
+    fixed["limit_val_batches"] = 1
+    return Trainer(**(quiet | fixed | options), callbacks=list(callbacks))
+
+
+def fit(callback, data=None, task=None, ckpt_path=None, **options) -> tuple[Recorder, Trainer]:
+    recorder = Recorder()
+    fitted = trainer(ExactResume(), callback, recorder, **options)
+    torch.manual_seed(11)
+    loaders = {"train_dataloaders": data} if isinstance(data, DataLoader) else {"datamodule": data or digits()}
+    fitted.fit(task or classifier(), **loaders, ckpt_path=ckpt_path, weights_only=True)
+    return recorder, fitted
+
+
+# --- sizes -------------------------------------------------------------------------------------------------
+
+
+def expected(*runs: tuple[int, int]) -> list[tuple[int, int]]:
+    return [(size, size) for size, count in runs for _ in range(count)]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_the_data_come_at_the_size_of_their_place_and_validation_at_its_own(workers):
+    """The second epoch is a half of the run; 2.3 epochs are within its third batch, so that the fourth is the first."""
+    callback = ProgressiveResizing({0: 8, "25%": 12, 2.3: 16})
+    recorder, fitted = fit(callback, digits(num_workers=workers))
+    assert recorder.sizes == expected((8, BATCHES), (12, BATCHES + 2), (16, 2 * BATCHES - 2))
+    assert recorder.evaluated == {(16, 16)}
+    assert fitted.datamodule.image_size_at is None
+    assert callback.area_factor(Position(0, 0, 180)) == 4
+
+
+def test_growth_goes_through_every_multiple():
+    recorder, _ = fit(ProgressiveResizing(start_size=8, begin=1, end="75%"))
+    # The patch is 4: from 1 epoch to 3, with 180 samples each, 12 begins in the middle, at 2 epochs.
+    assert recorder.sizes == expected((8, 2 * BATCHES), (12, BATCHES), (16, BATCHES))
+    recorder, _ = fit(ProgressiveResizing(start_size=8, begin=0, end=3, stages=3))
+    assert recorder.sizes == expected((8, BATCHES), (12, BATCHES), (16, 2 * BATCHES))
+    recorder, _ = fit(ProgressiveResizing(start_size=8, begin="180 samples", end="360 samples", multiple=8))
+    assert recorder.sizes == expected((8, 2 * BATCHES), (16, 2 * BATCHES))
+
+
+def test_accumulation_and_the_size_of_a_batch_move_no_boundary():
+    """Sizes go by samples: at 32 of each epoch, within the first step of two micro-batches."""
+    sizes = {0: 8, "32 samples": 16, 1: 8, "1.5 epochs": 16}
+    recorder, _ = fit(ProgressiveResizing(sizes), max_epochs=2, accumulate_grad_batches=2)
+    assert recorder.sizes == expected((8, 1), (16, 4), (8, 3), (16, 2))
+    recorder, _ = fit(ProgressiveResizing(sizes), digits(batch_size=16), max_epochs=2)
+    assert recorder.sizes == expected((8, 2), (16, 9), (8, 6), (16, 5))
+
+
+class Unsized(DigitsData):
+    """Resumes exactly, but cannot make images of a given size: they are resized on the device."""
+
+    sizes_images = False
+
+
+@pytest.mark.parametrize("data", [DigitsData, Unsized])
+def test_a_resumed_run_is_the_same_at_and_around_each_change(data, tmp_path):
+    """Sizes change at steps 5 and 7."""
+
+    def run(**options) -> tuple[Recorder, Trainer]:
+        return fit(ProgressiveResizing({0: 8, 1: 12, 1.3: 16}), digits(data), max_epochs=3, **options)
+
+    whole, _ = run()
+    assert whole.sizes == expected((8, 5), (12, 2), (16, 8))
+    for stop in (4, 5, 6, 7, 8):
+        first, cut = run(max_steps=stop)
+        cut.save_checkpoint(tmp_path / "cut.ckpt")
+        rest, _ = run(ckpt_path=tmp_path / "cut.ckpt")
+        assert first.sizes + rest.sizes == whole.sizes, stop
+        assert first.losses + rest.losses == whole.losses, stop
+
+
+@pytest.mark.parametrize(
+    ("model", "args", "sizes"),
+    [
+        ("vit_tiny_patch16_224", {**TINY, "patch_size": 16}, (32, 48, 64)),
+        ("deit3_small_patch16_224", {**TINY, "patch_size": 16}, (32, 48, 64)),
+        ("vit_small_patch16_224", {**TINY, "patch_size": 16, "class_token": False, "global_pool": "avg"}, (32, 48, 64)),
+        ("coatnet_nano_rw_224", {"embed_dim": (32, 32, 64, 64), "depths": (1, 1, 1, 1)}, (32, 64, 96)),
+        ("resnet18", {}, (32, 50, 64)),
+    ],
+)
+def test_every_family_of_the_recipes_trains_through_changes_and_validates_larger(model, args, sizes, photos):
+    """With sines and cosines that are not trained, too; the checkpoint is that of the plain model."""
+    data = ImageFolderData(str(photos), image_size=sizes[1], eval_image_size=sizes[2], batch_size=8, num_workers=0)
+    if model == "resnet18":
+        data = ImageFolderData(str(photos), image_size=64, eval_image_size=96, batch_size=8, num_workers=0)
+    positions = "sincos2d" if args.get("class_token") is False else "learned"
+    task = classifier(model, model_args=args, position_embedding=positions)
+    schedule = {0: sizes[0], 1: sizes[1], 2: sizes[2]}
+    recorder, _ = fit(ProgressiveResizing(schedule), data, task, max_epochs=3)
+    assert recorder.sizes == expected(*((size, 3) for size in sizes))
+    assert recorder.evaluated == {(data.eval_image_size,) * 2}
+    assert all(torch.isfinite(torch.tensor(recorder.losses)))
+    more = {"img_size": data.image_size} if "resnet" not in model else {}
+    plain = timm.create_model(model, num_classes=2, **args, **more)
+    plain.load_state_dict(task.model.state_dict())  # the same names and shapes
+
+
+# --- any other module and loader ---------------------------------------------------------------------------
+
+
+class Plain(LightningModule):
+    """No task and no dlo data: a network made of timm's parts, in an attribute of any name."""
+
+    def __init__(self, network=None) -> None:
+        super().__init__()
+        torch.manual_seed(5)
+        self.network = network or nn.Sequential(nn.Conv2d(3, 4, 3), nn.AdaptiveAvgPool2d(1), nn.Flatten())
+        self.seen: list[torch.Tensor] = []
+
+    def forward(self, images):
+        return self.network(images)
+
+    def training_step(self, batch, batch_idx):
+        images = batch["image"] if isinstance(batch, dict) else batch[0]
+        self.seen.append(images)
+        return self(images).square().mean()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), 0.01)
+
+
+IMAGES = torch.randn(180, 3, 16, 16, generator=torch.Generator().manual_seed(0))
+
+
+def plain_loader(**options) -> DataLoader:
+    data = TensorDataset(IMAGES, torch.arange(180) % 10)
+    return DataLoader(data, **({"batch_size": 32, "drop_last": True, "shuffle": True} | options))
+
+
+class Fixed(nn.Linear):
+    """A network of one size."""
+
+    def __init__(self) -> None:
+        super().__init__(3 * 16 * 16, 2)
+
+    def forward(self, images):
+        return super().forward(images.flatten(1))
+
+
+class Named(Dataset):
+    def __len__(self):
+        return 180
+
+    def __getitem__(self, index):
+        return {"image": IMAGES[index], "id": index}
+
+
+def test_any_other_loader_is_resized_on_the_device():
+    module = Plain()
+    loader = plain_loader(shuffle=False)
+    recorder, fitted = fit(ProgressiveResizing({0: 8, "50%": 12, "75%": 16}), loader, module)
+    assert recorder.sizes == expected((8, 2 * BATCHES), (12, BATCHES), (16, BATCHES))
+    for number, size in ((1, 8), (11, 12)):
+        given = IMAGES[32 * (number % 5) :][:32]
+        assert torch.equal(module.seen[number], F.interpolate(given, (size, size), mode="bilinear", antialias=True))
+    assert torch.equal(module.seen[15], IMAGES[:32])
+    assert "batch_to_device" not in vars(fitted.strategy)
+    recorder, _ = fit(ProgressiveResizing({0: 8, "48 samples": 16}), DataLoader(Named(), 32), Plain(), max_epochs=1)
+    assert recorder.sizes == expected((8, 2), (16, 4))
+
+
+def test_a_module_of_ones_own_holds_a_vit():
+    args = {**TINY, "img_size": 16, "num_classes": 3}
+    module = Plain(nn.Sequential(timm.create_model("vit_tiny_patch16_224", **args), nn.ReLU()))
+    recorder, _ = fit(ProgressiveResizing(start_size=8, end_size=16, begin=0, end=2), plain_loader(), module)
+    assert recorder.sizes == expected((8, BATCHES), (12, BATCHES), (16, 2 * BATCHES))
+    assert module.network[0].pos_embed.shape == (1, 17, 32)
+
+
+class Rows(Logger):
+    """Keeps what is logged of the size."""
+
+    name, version = "rows", "0"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows: list[tuple[int, float]] = []
+
+    def log_hyperparams(self, *arguments, **named):
+        pass
+
+    def log_metrics(self, metrics, step=None):
+        if "data/image_size" in metrics:
+            self.rows.append((step, metrics["data/image_size"]))
+
+
+def test_the_size_is_logged_once_on_the_steps_that_are_logged():
+    logger, sizes = Rows(), {0: 8, "1 epochs": 16}
+    fit(ProgressiveResizing(sizes), logger=logger, log_every_n_steps=2, max_epochs=2, accumulate_grad_batches=2)
+    assert logger.rows == [(2, 8.0), (4, 16.0), (6, 16.0)]
+
+
+# --- refusals ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({}, "give one of sizes and start_size"),
+        ({"sizes": {0: 8}, "start_size": 8}, "give one of sizes and start_size"),
+        ({"sizes": {0: 8}, "stages": 2}, "belong to start_size"),
+        ({"sizes": {1: 8}}, "what the run begins with, under 0"),
+        ({"sizes": {0: 8, "120%": 16}}, "at most '100%'"),
+        ({"sizes": {0: 8, "half": 16}}, "a point is like"),
+        ({"sizes": {0: 0}}, "given 0"),
+        ({"start_size": -8}, "given -8"),
+        ({"start_size": 8, "stages": 1}, "stages is at least 2"),
+        ({"start_size": 8, "multiple": 0}, "multiple is at least 1"),
+    ],
+)
+def test_bad_arguments_are_refused_at_construction(arguments, message):
+    with pytest.raises(DloError, match=message):
+        ProgressiveResizing(**arguments)
+
+
+class Endless(IterableDataset):
+    def __iter__(self):
+        while True:
+            yield torch.zeros(3, 16, 16), 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "options", "message"),
+    [
+        ({"sizes": {0: 10, 1: 16}}, {}, "multiples of 4 pixels, given 10; use 8 or 12"),
+        ({"start_size": 8, "multiple": 6}, {}, "multiple is one too, but was 6; use 12"),
+        ({"start_size": 8, "end_size": 18}, {}, "given 18; use 16 or 20"),
+        ({"start_size": 8, "begin": 3, "end": 2}, {}, "begin is 3 and end 2 epochs"),
+        ({"start_size": 8, "begin": 3, "end": 5}, {}, "after 5 epochs and the run has 4"),
+        ({"start_size": 8, "begin": "3 samples"}, {}, "in the same unit"),
+        ({"sizes": {0: 8, "50%": 16}}, {"max_epochs": -1, "max_steps": 4}, "a percentage needs trainer.max_epochs"),
+        ({"sizes": {0: 8}}, {"task": Plain(Fixed())}, "built for images of 16 x 16 pixels and cannot take 8 x 8"),
+        ({"start_size": 8}, {"data": plain_loader(), "task": Plain()}, "the data tell no image_size; set end_size"),
+        (
+            {"sizes": {0: 8, 1: 32}},
+            {"data": plain_loader(), "task": Plain()},
+            "have 16 pixels and the schedule goes up",
+        ),
+        ({"sizes": {0: 8}}, {"data": DataLoader(Endless(), 4), "task": Plain()}, "the training loader has no length"),
+        (
+            {"sizes": {0: 8}, "image_key": "pixels"},
+            {"data": DataLoader(Named(), 4), "task": Plain()},
+            "a dict of 'image', 'id', with image_key: 'pixels'",
+        ),
+    ],
+)
+def test_what_does_not_fit_the_run_is_refused(arguments, options, message):
+    callback = ProgressiveResizing(**arguments)
+    data = options["data"] if "data" in options else digits()
+    with pytest.raises(DloError, match=message):
+        fit(callback, **(options | {"data": data}))
+    if isinstance(data, ResumableDataModule):
+        assert data.image_size_at is None
+
+
+def test_two_of_them_are_refused():
+    class Second(ProgressiveResizing):
+        pass
+
+    data = digits()
+    fitted = trainer(ProgressiveResizing({0: 8}), Second({0: 12}))
+    with pytest.raises(DloError, match="two callbacks size the data's images"):
+        fitted.fit(classifier(), data)
+    assert data.image_size_at is None
+
+
+# --- the command -------------------------------------------------------------------------------------------
+
+CONFIG = """
+trainer:
+  max_epochs: 3
+  accelerator: cpu
+  log_every_n_steps: 1
+  callbacks:
+    - class_path: ProgressiveResizing
+      init_args: {sizes: {0: 16, "40%": 24, "2 epochs": 32}}
+model:
+  class_path: ImageClassifier
+  init_args:
+    model: vit_tiny_patch16_224
+    model_args: {patch_size: 8, embed_dim: 48, depth: 2, num_heads: 2}
+    schedule: constant
+data:
+  class_path: ImageFolderData
+  init_args: {root: ROOT, image_size: 32, batch_size: 4, num_workers: 2, rand_augment: rand-m5-n1}
+"""
+
+
+def test_two_ranks_take_the_curve_of_one_through_the_changes_and_resume_at_one(dlo, photos, curve):
+    """40% of 3 epochs is at the third batch of the second: there the second run is cut, on two ranks."""
+    (dlo.folder / "sizes.yaml").write_text(CONFIG.replace("ROOT", str(photos)))
+    ranks = ["--trainer.strategy", "ddp", "--trainer.devices", "2"]
+    dlo("fit", "--config", "sizes.yaml", "--run.name", "one")
+    dlo("fit", "--config", "sizes.yaml", "--run.name", "two", *ranks, "--trainer.max_steps", "8")
+    dlo("fit", "--config", "sizes.yaml", "--run.name", "two", *ranks, "--ckpt_path", "last")
+    one, two = (dlo.folder / "runs" / name / "version_0" for name in ("one", "two"))
+    sizes = [16.0] * 8 + [24.0] * 4 + [32.0] * 6
+    assert curve(one, "data/image_size") == dict(zip(range(1, 19), sizes, strict=True))
+    assert curve(two, "data/image_size") == curve(one, "data/image_size")
+    for tag in ("train/loss", "train/grad_norm"):
+        assert len(curve(one, tag)) == 18
+        assert curve(two, tag) == pytest.approx(curve(one, tag), rel=1e-5), tag

@@ -1,0 +1,162 @@
+"""The sizes of a schedule, and the resizing of batches."""
+
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from PIL import Image
+
+from dlo_framework.data import Position
+from dlo_framework.errors import DloError
+from dlo_plugins.points import parse_point
+from dlo_plugins.resizing import (
+    Growth,
+    Steps,
+    check_multiples,
+    images_of,
+    resize_images,
+    resized_sides,
+    round_down,
+    with_images,
+)
+
+SAMPLES = 1000  # of an epoch
+
+
+def at(epochs: float) -> Position:
+    epoch = int(epochs)
+    return Position(epoch, round((epochs - epoch) * SAMPLES), SAMPLES)
+
+
+def steps(sizes) -> Steps:
+    return Steps({parse_point(point, "test"): size for point, size in sizes.items()})
+
+
+def growth(start, end, begin, finish, multiple=32, stages=None) -> Growth:
+    return Growth(start, end, parse_point(begin, "test"), parse_point(finish, "test"), multiple, stages)
+
+
+def test_a_step_holds_from_its_point_on():
+    schedule = steps({"73%": 192, 0: 160, "90000 samples": 224})
+    sizes = [schedule.size_at(at(epochs), 100) for epochs in (0, 72.999, 73, 89.999, 90, 99.9)]
+    assert sizes == [160, 160, 192, 192, 224, 224]
+    assert schedule.all_sizes() == [160, 192, 224]
+    assert schedule.final_size(SAMPLES, 100) == 224
+    assert steps({0: 64, "1 epochs": 128, 2: 96}).final_size(SAMPLES, 3) == 96
+
+
+def test_growth_is_ffcvs_between_its_points():
+    """160 up to epoch 65, 192 from 76 of 88; between them linear, and rounded down to 8 here."""
+    schedule = growth(160, 192, 65, 76, 8)
+    expected = np.interp(np.arange(88), [65, 76], [160, 192]) // 8 * 8
+    assert [schedule.size_at(at(epoch), 88) for epoch in range(88)] == expected.tolist()
+    assert schedule.all_sizes() == [160, 168, 176, 184, 192]
+    coarse = growth(160, 192, "65 epochs", "86.4%", 32)
+    assert [coarse.size_at(at(epoch), 88) for epoch in (0, 70, 76, 76.1, 87)] == [160, 160, 160, 192, 192]
+
+
+def test_a_step_of_growth_is_not_held_back_by_rounding():
+    """Half of the way from 35% to 55% of 100 epochs is the 45th, where floats give 11.999999999999998 pixels."""
+    schedule = growth(8, 16, "35%", "55%", 4)
+    assert [schedule.size_at(at(epochs), 100) for epochs in (44, 45, 54, 55)] == [8, 12, 12, 16]
+
+
+def test_stages_are_equally_long_and_have_both_ends():
+    """EfficientNetV2-S: 128 to 300 in four stages."""
+    schedule = growth(128, 300, 0, "100%", 4, stages=4)
+    sizes = [schedule.size_at(at(epoch), 350) for epoch in range(350)]
+    assert sorted(set(sizes)) == schedule.all_sizes() == [128, 184, 240, 300]
+    assert [sizes.count(size) for size in schedule.all_sizes()] == [88, 87, 88, 87]
+    assert sizes == sorted(sizes)
+
+
+@given(
+    st.integers(1, 8),
+    st.integers(1, 8),
+    st.floats(0, 5),
+    st.floats(0.01, 5),
+    st.sampled_from([None, 2, 3, 5]),
+    st.floats(0, 12),
+)
+def test_every_size_is_announced_and_between_the_ends(start, end, begin, length, stages, epochs):
+    schedule = growth(start * 16, end * 16, f"{begin:.3f}", f"{begin + length:.3f}", 16, stages)
+    size = schedule.size_at(at(epochs), 12)
+    assert size in schedule.all_sizes()
+    assert min(start, end) * 16 <= size <= max(start, end) * 16
+    if epochs >= begin + length + 0.01:
+        assert size == end * 16
+
+
+def test_rounding_down_ends_at_the_multiple():
+    assert [round_down(size, 32) for size in (1, 32, 63.9, 64, 100)] == [32, 32, 32, 64, 96]
+    check_multiples([32, 64], 32, "x")
+    with pytest.raises(DloError, match="x: sizes are multiples of 16 pixels, given 170; use 160 or 176"):
+        check_multiples([160, 170], 16, "x")
+    with pytest.raises(DloError, match=r"given 10; use 16$"):
+        check_multiples([10], 16, "x")
+
+
+# --- batches -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("size", [(16, 16), (20, 12), (48, 80)])
+def test_images_are_resized_as_pillow_does(size):
+    generator = np.random.default_rng(0)
+    pixels = generator.integers(0, 256, (2, 40, 60, 3), dtype=np.uint8)
+    images = torch.from_numpy(pixels).permute(0, 3, 1, 2)
+    reference = [Image.fromarray(each).resize(size[::-1], Image.Resampling.BILINEAR) for each in pixels]
+    expected = torch.from_numpy(np.stack(reference)).permute(0, 3, 1, 2)
+    assert (resize_images(images, *size).int() - expected.int()).abs().max() <= 1
+    floats = resize_images(images.float(), *size)
+    assert floats.shape == (2, 3, *size)
+    torch.testing.assert_close(floats, expected.float(), atol=1.001, rtol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.uint8])
+def test_dtype_and_memory_format_stay(dtype):
+    images = torch.randint(0, 255, (2, 3, 24, 24)).to(dtype).contiguous(memory_format=torch.channels_last)
+    before = images.clone()
+    small = resize_images(images, 16, 16)
+    assert small.dtype == dtype
+    assert small.is_contiguous(memory_format=torch.channels_last)
+    assert torch.equal(images, before)
+    assert resize_images(images, 24, 24) is images
+
+
+def test_a_shape_that_is_not_square_is_kept():
+    assert resized_sides(96, 96, 32, 8) == (32, 32)
+    assert resized_sides(96, 128, 32, 8) == (32, 40)
+    assert resized_sides(128, 96, 48, 1) == (64, 48)
+
+
+class Pair(NamedTuple):
+    image: torch.Tensor
+    target: torch.Tensor
+
+
+@pytest.mark.parametrize("kind", ["tensor", "tuple", "list", "named tuple", "dict"])
+def test_the_images_of_a_batch_are_found_and_replaced(kind):
+    images, targets, other = torch.zeros(2, 3, 8, 8), torch.arange(2), torch.ones(2, 3, 4, 4)
+    batch = {
+        "tensor": images,
+        "tuple": (images, targets),
+        "list": [images, targets],
+        "named tuple": Pair(images, targets),
+        "dict": {"image": images, "target": targets},
+    }[kind]
+    assert images_of(batch, "image") is images
+    changed = with_images(batch, other, "image")
+    assert type(changed) is type(batch)
+    assert images_of(changed, "image") is other
+    assert images_of(batch, "image") is images
+    if kind != "tensor":
+        assert (changed["target"] if kind == "dict" else changed[1]) is targets
+
+
+@pytest.mark.parametrize("batch", [{"pixels": torch.zeros(2, 3, 8, 8)}, (torch.zeros(2, 8),), [], torch.zeros(3), None])
+def test_a_batch_without_images_is_refused(batch):
+    with pytest.raises(DloError, match="found none in"):
+        images_of(batch, "image")

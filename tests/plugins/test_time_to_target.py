@@ -1,0 +1,347 @@
+import json
+import time
+
+import pytest
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.loggers import CSVLogger
+from torch.utils.data import DataLoader, TensorDataset
+
+from dlo_framework.checkpoint import SafeCheckpointIO
+from dlo_framework.data import ResumableDataModule
+from dlo_framework.defaults import add_default_callbacks
+from dlo_framework.errors import DloError
+from dlo_plugins.callbacks.compile import Compile
+from dlo_plugins.callbacks.time_to_target import (
+    LOG,
+    RESULT,
+    TimeToTarget,
+    best_of,
+    direction,
+    first_reaching,
+    mllog_line,
+    reaches,
+)
+
+SAMPLES, BATCH = 20, 4
+
+
+class Learns(LightningModule):
+    """Its validation metric is the number of optimizer steps over 100, so that a run's course is known."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = torch.nn.Linear(3, 1)
+
+    def training_step(self, batch, batch_idx):
+        return self.net(batch[0]).square().mean()
+
+    def validation_step(self, batch, batch_idx):
+        self.log("val_score", self.trainer.global_step / 100)
+        self.log("val_loss", 1 - self.trainer.global_step / 100)
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class Data(ResumableDataModule):
+    def __init__(self) -> None:
+        super().__init__(batch_size=BATCH, num_workers=0)
+
+    def train_dataloader(self):
+        return self.train_loader(TensorDataset(torch.randn(SAMPLES, 3)))
+
+    def val_dataloader(self):
+        return self.eval_loader(TensorDataset(torch.randn(8, 3)))
+
+
+def run(folder, *callbacks, resume=False, data=None, module=None, **options):
+    module = module or Learns()
+    folder.mkdir(exist_ok=True)
+    own = add_default_callbacks(list(callbacks), run_folder=folder, model=module, config="{}", progress_bar=False)
+    trainer = Trainer(
+        accelerator="cpu",
+        callbacks=own,
+        plugins=[SafeCheckpointIO()],
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        **{"max_epochs": 6, "logger": False, **options},
+    )
+    trainer.fit(module, datamodule=data or Data(), ckpt_path=folder / "checkpoints/last.ckpt" if resume else None)
+    return trainer
+
+
+def result(folder):
+    return json.loads((folder / RESULT).read_text())
+
+
+def log(folder):
+    lines = (folder / LOG).read_text().splitlines()
+    assert all(line.startswith(":::MLLOG {") for line in lines)
+    return [json.loads(line.removeprefix(":::MLLOG ")) for line in lines]
+
+
+# --- a run that gets there ---------------------------------------------------------------------------------
+
+
+def test_the_run_stops_at_the_target_and_says_what_it_took(tmp_path, capsys):
+    """Five steps an epoch: 0.15 is reached after three epochs."""
+    logger = CSVLogger(tmp_path)
+    trainer = run(tmp_path / "run", TimeToTarget("val_score", 0.15), logger=logger)
+    assert (trainer.global_step, trainer.current_epoch) == (15, 3)
+    found = result(tmp_path / "run")
+    assert {name: found[name] for name in ("metric", "target", "mode", "reached", "steps", "samples", "epochs")} == {
+        "metric": "val_score",
+        "target": 0.15,
+        "mode": "max",
+        "reached": True,
+        "steps": 15,
+        "samples": 60,
+        "epochs": 3.0,
+    }
+    assert found["value"] == found["best"] == pytest.approx(0.15)
+    assert [one["samples"] for one in found["evaluations"]] == [20, 40, 60]
+    seconds = [one["seconds"] for one in found["evaluations"]]
+    assert 0 < seconds[0] < seconds[1] < seconds[2] == found["seconds"]
+    assert found["init_seconds"] > 0
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert (summary["status"], summary["samples"]) == ("finished", 60)
+    assert summary["seconds"] >= found["seconds"]
+    assert "target reached: val_score >= 0.15 (0.15) after " in capsys.readouterr().out
+    header = (tmp_path / "lightning_logs/version_0/metrics.csv").read_text().splitlines()[0].split(",")
+    assert {"time_to_target/seconds", "time_to_target/samples", "time_to_target/epochs"} <= set(header)
+    assert torch.load(tmp_path / "run/checkpoints/last.ckpt", weights_only=True)["global_step"] == 15
+
+
+def test_the_log_is_mlperfs(tmp_path, monkeypatch):
+    monkeypatch.setenv("PL_GLOBAL_SEED", "11")
+    began = 1000 * time.time()
+    run(tmp_path / "run", TimeToTarget("val_score", 0.1), accumulate_grad_batches=2)
+    lines = log(tmp_path / "run")
+    for line in lines:
+        assert list(line) == ["namespace", "time_ms", "event_type", "key", "value", "metadata"]
+        assert began - 1 <= line["time_ms"] <= 1000 * time.time()
+        ends = line["key"].rpartition("_")[2]
+        assert line["event_type"] == {"start": "INTERVAL_START", "stop": "INTERVAL_END"}.get(ends, "POINT_IN_TIME")
+    keys = [line["key"] for line in lines]
+    start = ["init_start", "global_batch_size", "gradient_accumulation_steps", "seed", "init_stop", "run_start"]
+    epoch = ["epoch_start", "eval_start", "eval_accuracy", "eval_stop", "epoch_stop"]
+    assert keys == [*start, *epoch * 4, "run_stop"]
+    values = {line["key"]: line["value"] for line in lines}
+    assert (values["global_batch_size"], values["gradient_accumulation_steps"], values["seed"]) == (8, 2, 11)
+    assert values["eval_accuracy"] == pytest.approx(0.12)  # three steps an epoch
+    assert lines[-1]["metadata"] == {"status": "success", "epoch_num": 4.0, "samples_count": 80}
+    assert [line["metadata"]["epoch_num"] for line in lines if line["key"] == "epoch_start"] == [1, 2, 3, 4]
+
+
+def test_a_target_reached_in_mid_epoch_ends_the_run_there(tmp_path):
+    trainer = run(tmp_path / "run", TimeToTarget("val_loss", 0.93, mode="min"), val_check_interval=2)
+    assert trainer.global_step == 7
+    assert result(tmp_path / "run")["epochs"] == pytest.approx(1.4)
+    assert result(tmp_path / "run")["samples"] == 28
+
+
+def test_compiling_is_told_apart(tmp_path, capsys):
+    run(tmp_path / "run", TimeToTarget("val_score", 0.1), Compile(backend="aot_eager"))
+    found = result(tmp_path / "run")
+    assert 0 < found["compile_seconds"] < found["seconds"]
+    assert " s of it compiling), 40 samples, 2.00 epochs" in capsys.readouterr().out
+
+
+# --- a run that does not -----------------------------------------------------------------------------------
+
+
+def test_a_target_that_is_not_reached_is_told_with_the_best(tmp_path, capsys):
+    run(tmp_path / "run", TimeToTarget("val_score", 0.5), max_epochs=2)
+    found = result(tmp_path / "run")
+    assert (found["reached"], found["best"], found["samples"]) == (False, pytest.approx(0.1), 40)
+    assert log(tmp_path / "run")[-1]["metadata"]["status"] == "aborted"
+    assert "target not reached: val_score >= 0.5; the best was 0.1 after " in capsys.readouterr().out
+
+
+class Sleep(Callback):
+    """Makes the epochs' time something to see, and ends the run badly in the third."""
+
+    def __init__(self, fail: bool) -> None:
+        self.fail = fail
+
+    def on_train_epoch_start(self, trainer, pl_module):
+        time.sleep(0.05)
+
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        if self.fail and trainer.global_step == 12:
+            raise KeyError("here")
+
+
+def test_the_clock_and_the_counts_survive_an_interruption(tmp_path):
+    with pytest.raises(KeyError):
+        run(tmp_path / "run", TimeToTarget("val_score", 0.2), Sleep(fail=True))
+    aborted = result(tmp_path / "run")
+    assert not aborted["reached"]
+    assert log(tmp_path / "run")[-1]["key"] == "run_stop"
+    trainer = run(tmp_path / "run", TimeToTarget("val_score", 0.2), Sleep(fail=False), resume=True)
+    assert trainer.global_step == 20
+    found = result(tmp_path / "run")
+    assert (found["reached"], found["samples"], found["epochs"]) == (True, 80, 4.0)
+    assert found["evaluations"][:2] == aborted["evaluations"]
+    assert found["seconds"] - found["evaluations"][1]["seconds"] > 0.1
+    assert found["init_seconds"] > aborted["init_seconds"]
+    statuses = [line["metadata"]["status"] for line in log(tmp_path / "run") if line["key"] == "run_stop"]
+    assert statuses == ["aborted", "success"]
+    epochs = [line["metadata"]["epoch_num"] for line in log(tmp_path / "run") if line["key"] == "epoch_start"]
+    assert epochs == [1, 2, 3, 3, 4]
+
+
+def test_a_run_that_was_there_already_stops_at_once_unless_the_target_is_raised(tmp_path):
+    assert run(tmp_path / "run", TimeToTarget("val_score", 0.1)).global_step == 10
+    assert run(tmp_path / "run", TimeToTarget("val_score", 0.1), resume=True).global_step == 10
+    assert result(tmp_path / "run")["samples"] == 40
+    assert run(tmp_path / "run", TimeToTarget("val_score", 0.2), resume=True).global_step == 20
+
+
+def test_a_run_that_must_go_on_keeps_its_time_to_target(tmp_path):
+    trainer = run(tmp_path / "run", TimeToTarget("val_score", 0.1), min_epochs=4)
+    assert trainer.global_step == 20
+    assert result(tmp_path / "run")["samples"] == 40
+    assert len(result(tmp_path / "run")["evaluations"]) == 4
+
+
+def test_without_dlos_defaults_the_files_lie_where_lightning_logs(tmp_path):
+    class Loaders(Learns):
+        def train_dataloader(self):
+            return DataLoader(TensorDataset(torch.randn(SAMPLES, 3)), batch_size=BATCH)
+
+        val_dataloader = train_dataloader
+
+    options = dict.fromkeys(("enable_progress_bar", "enable_model_summary", "enable_checkpointing"), False)
+    for logger, folder in ((False, tmp_path), (CSVLogger(tmp_path), tmp_path / "lightning_logs/version_0")):
+        trainer = Trainer(
+            accelerator="cpu",
+            default_root_dir=tmp_path,
+            logger=logger,
+            callbacks=[TimeToTarget("val_score", 0.05)],
+            **options,
+        )
+        trainer.fit(Loaders())
+        assert result(folder)["reached"]
+
+
+# --- what is refused ---------------------------------------------------------------------------------------
+
+
+def test_an_unknown_metric_is_refused_at_the_first_validation(tmp_path):
+    with pytest.raises(DloError, match=r"no 'val_scores'; did you mean 'val_score'\? it logs: val_loss"):
+        run(tmp_path / "run", TimeToTarget("val_scores", 0.5))
+
+
+def test_a_direction_that_the_model_denies_is_refused(tmp_path):
+    module = Learns()
+    module.best_metric = ("val_score", "max")
+    with pytest.raises(DloError, match="Learns says that val_score is better the higher it is; set mode: max"):
+        run(tmp_path / "run", TimeToTarget("val_score", 0.5, mode="min"), module=module)
+
+
+def test_a_run_without_validation_is_refused(tmp_path):
+    with pytest.raises(DloError, match="this run does not validate"):
+        run(tmp_path / "run", TimeToTarget("val_score", 0.5), limit_val_batches=0)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("val_loss", 0.5), "val_loss is better the lower it is; set mode: min"),
+        (("val/acc1", 0.5, "min"), "val/acc1 is better the higher it is; set mode: max"),
+        (("val_score", 0.5, "up"), "mode is max or min, but was 'up'"),
+        (("val_score", float("inf")), "a number that can be reached"),
+    ],
+)
+def test_bad_arguments_are_refused_at_construction(arguments, message):
+    with pytest.raises(DloError, match=message):
+        TimeToTarget(*arguments)
+
+
+# --- the pure functions ------------------------------------------------------------------------------------
+
+
+def test_the_first_evaluation_at_the_target_counts():
+    course = [{"value": value} for value in (0.1, float("nan"), 0.7, 0.9, 0.7)]
+    assert first_reaching(course, 0.7, "max") is course[2]
+    assert first_reaching(course, 0.95, "max") is None
+    assert first_reaching(course, 0.1, "min") is course[0]
+    assert best_of(course, "max") is course[3]
+    assert best_of(course, "min") is course[0]
+    assert best_of(course[1:2], "max") is None
+    assert reaches(float(torch.tensor([7.0, 10.0]).aminmax().min / 10), 0.7, "max")
+    assert not reaches(float("nan"), 0.0, "max")
+    assert not reaches(float("nan"), 0.0, "min")
+
+
+def test_a_name_tells_which_way_is_better_or_nothing():
+    named = {"val_acc1": "max", "val/top-1/accuracy": "max", "val_loss": "min", "wer": "min", "val_flossy": None}
+    assert {name: direction(name) for name in named} == named
+
+
+def test_a_line_of_the_log():
+    line = mllog_line("eval_accuracy", 0.5, 12, metadata={"epoch_num": 2})
+    assert line == (
+        ':::MLLOG {"namespace": "", "time_ms": 12, "event_type": "POINT_IN_TIME", "key": "eval_accuracy",'
+        ' "value": 0.5, "metadata": {"epoch_num": 2}}'
+    )
+
+
+# --- the command -------------------------------------------------------------------------------------------
+
+DIGITS = """
+seed_everything: 3
+trainer:
+  max_epochs: 8
+  log_every_n_steps: 1
+  accelerator: cpu
+  accumulate_grad_batches: 3
+  callbacks:
+    - class_path: Compile
+      init_args: {scope: blocks, backend: aot_eager}
+    - class_path: AdaptiveGradientClipping
+      init_args: {clip_factor: 0.05}
+    - class_path: GradientNoise
+      init_args: {eta: 1.0e-5}
+    - class_path: TimeToTarget
+      init_args: {metric: val_acc1, target: 0.5}
+model:
+  class_path: ImageClassifier
+  init_args:
+    model: vit_tiny_patch16_224
+    model_args: {patch_size: 8, embed_dim: 48, depth: 2, num_heads: 2}
+    lr: 3.0e-3
+    schedule: constant
+    ema_decay: 0.5
+data: {class_path: DigitsData, init_args: {image_size: 16, batch_size: 64}}
+"""
+RANKS = ["--trainer.strategy", "ddp", "--trainer.devices", "2"]
+
+
+def test_one_and_two_ranks_and_a_resumed_run_take_the_same_course_to_the_target(dlo, curve):
+    """With Compile, both of the gradients' callbacks and the average of weights; stopped in mid-epoch."""
+    (dlo.folder / "digits.yaml").write_text(DIGITS)
+    runs = dlo.folder / "runs"
+    dlo("fit", "--config", "digits.yaml", "--run.name", "one")
+    dlo("fit", "--config", "digits.yaml", "--run.name", "two", *RANKS)
+    one, two, cut = (runs / name / "version_0" for name in ("one", "two", "cut"))
+    for tag in ("train/loss", "train/grad_norm", "val_acc1"):
+        assert curve(two, tag) == pytest.approx(curve(one, tag), rel=1e-5), tag
+    assert result(one)["reached"]
+    assert 8 < result(one)["steps"] < 60
+    for name in ("samples", "epochs", "steps", "value"):
+        assert result(two)[name] == pytest.approx(result(one)[name]), name
+    assert result(one)["samples"] == json.loads((one / "summary.json").read_text())["samples"]
+    for key, value in (("global_batch_size", 192), ("seed", 3)):
+        assert [[line["value"] for line in log(run) if line["key"] == key] for run in (one, two)] == [[value]] * 2
+    assert len([line for line in log(two) if line["key"] == "run_stop"]) == 1
+
+    resumed = ["fit", "--config", "digits.yaml", "--run.name", "cut", *RANKS]
+    dlo(*resumed, "--trainer.max_steps", "5")
+    told = dlo(*resumed, "--ckpt_path", "last").stderr
+    assert curve(cut) == curve(two)
+    assert [at["value"] for at in result(cut)["evaluations"]] == [at["value"] for at in result(two)["evaluations"]]
+    assert told.count("target reached: val_acc1 >= 0.5") == 1  # above the bar, by rank 0 alone
+    assert told.count(" no graph breaks") == 1
