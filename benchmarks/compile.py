@@ -159,7 +159,7 @@ def report(title: str, seconds: dict[str, list[float]], unit: float) -> dict[str
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--rounds", type=int, default=7, help="rounds of warm steps; 0 for none")
     parser.add_argument("--starts", type=int, default=2, help="fresh processes of each kind; 0 for none")
     parser.add_argument("--steps", type=int, default=10, help="steps that are timed in a round")
     parser.add_argument("--vit", choices=VITS, default="small")
@@ -171,9 +171,11 @@ def main() -> None:
     if arguments.start:
         print(one_start(arguments.start, arguments.cache))
         return
-    with tempfile.TemporaryDirectory() as cache:
-        seconds = step_seconds(arguments.vit, arguments.rounds, arguments.steps, cache)
-        result = report(f"step of the {arguments.vit} ViT, ms", seconds, 1000)
+    result: dict[str, float] = {}
+    if arguments.rounds:
+        with tempfile.TemporaryDirectory() as cache:
+            seconds = step_seconds(arguments.vit, arguments.rounds, arguments.steps, cache)
+        result |= report(f"step of the {arguments.vit} ViT, ms", seconds, 1000)
     if arguments.starts:
         result |= report("first step, s", start_seconds(arguments.starts), 1)
     print(json.dumps(result))

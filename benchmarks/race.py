@@ -7,8 +7,8 @@
   suggests before the run (the sweep's time is not counted).
 
 Each seed (of weights, of the data's order and of the split) runs both, one after the other, in processes of their own
-with one thread, until the first validation at 97% or the end. Curves, medians over seeds and a JSON line. Seconds are
-given as ratios within a seed: samples are what a machine does not change.
+with one thread, until the first validation at 97% or the end. Curves, medians over seeds and a JSON line. Time is CPU
+time, given as ratios within a seed: samples are what a machine does not change.
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ class RaceCurve(Callback):
         self.samples, self.began = 0, 0.0
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        self.began = self.began or time.perf_counter()
+        self.began = self.began or time.process_time()
         self.samples += batch_size(batch) * data_parallel_size(trainer)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self.began:
             accuracy = float(trainer.callback_metrics["val_acc1"])
-            seconds = time.perf_counter() - self.began
+            seconds = time.process_time() - self.began
             self.points.append({"samples": self.samples, "seconds": seconds, "val_acc1": accuracy})
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -121,7 +121,7 @@ def plot(curves: dict[str, list[list[dict[str, float]]]], path: Path) -> None:
                 xs, ys = [point[key] / unit for point in curve], [point["val_acc1"] for point in curve]
                 axes.plot(xs, ys, color=colour, linewidth=1, alpha=0.8, label=name if number == 0 else None)
                 axes.plot(xs[-1:], ys[-1:], "o", color=colour, markersize=4)
-    for axes, label in zip(panels, ("thousand samples", "seconds"), strict=True):
+    for axes, label in zip(panels, ("thousand samples", "CPU seconds"), strict=True):
         axes.axhline(TARGET, color="#808080", linewidth=0.8, linestyle=":")
         axes.set(xlabel=label, ylim=(0.8, 0.985), xlim=(0, None))
         axes.patch.set_alpha(0)

@@ -199,11 +199,24 @@ def test_a_run_that_was_there_already_stops_at_once_unless_the_target_is_raised(
     assert run(tmp_path / "run", TimeToTarget("val_score", 0.2), resume=True).global_step == 20
 
 
-def test_a_run_that_must_go_on_keeps_its_time_to_target(tmp_path):
+def test_an_epoch_that_is_resumed_in_the_middle_goes_on_in_the_log(tmp_path):
+    run(tmp_path / "run", TimeToTarget("val_score", 0.15), max_steps=7)
+    assert result(tmp_path / "run")["epochs"] == 1.0  # where it was evaluated last
+    assert log(tmp_path / "run")[-1]["metadata"]["samples_count"] == 28
+    run(tmp_path / "run", TimeToTarget("val_score", 0.15), resume=True)
+    assert (result(tmp_path / "run")["samples"], result(tmp_path / "run")["epochs"]) == (60, 3.0)
+    keys = [line["key"] for line in log(tmp_path / "run")]
+    resumed = keys[keys.index("run_stop") + 1 :]
+    assert resumed.index("epoch_start") < resumed.index("eval_start")
+    assert keys.count("epoch_start") == keys.count("epoch_stop") == 4
+
+
+def test_a_run_that_must_go_on_keeps_its_time_to_target(tmp_path, capsys):
     trainer = run(tmp_path / "run", TimeToTarget("val_score", 0.1), min_epochs=4)
     assert trainer.global_step == 20
     assert result(tmp_path / "run")["samples"] == 40
     assert len(result(tmp_path / "run")["evaluations"]) == 4
+    assert capsys.readouterr().out.count("target reached") == 1
 
 
 def test_without_dlos_defaults_the_files_lie_where_lightning_logs(tmp_path):
