@@ -49,7 +49,9 @@ def clean(monkeypatch):
     CALLS.clear()
     if "traced" not in torch.compiler.list_backends(exclude_tags=()):
         torch._dynamo.register_backend(traced, name="traced")
-    yield
+    # Its own limits: another test's libraries may have lifted them in this process.
+    with torch._dynamo.config.patch(recompile_limit=8, accumulated_recompile_limit=256):
+        yield
     torch.compiler.reset()
 
 

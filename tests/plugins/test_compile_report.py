@@ -22,7 +22,8 @@ OFF = dict.fromkeys(("enable_progress_bar", "enable_model_summary", "enable_chec
 def clean():
     """torch as a new process has it."""
     torch.compiler.reset()
-    yield
+    with torch._dynamo.config.patch(recompile_limit=8, accumulated_recompile_limit=256):
+        yield
     torch.compiler.reset()
 
 
