@@ -48,8 +48,15 @@ class Images(ResumableDataModule):
         self.samples = batches * BATCH
 
     def train_dataloader(self) -> object:
-        images, targets = torch.randn(self.samples, 3, SIDE, SIDE), torch.randint(CLASSES, (self.samples,))
-        return self.train_loader(TensorDataset(images, targets))
+        return self.train_loader(self.some(self.samples))
+
+    def val_dataloader(self) -> object:
+        """TimeToTarget refuses a run that does not validate; this comes after the steps that are timed."""
+        return self.eval_loader(self.some(BATCH))
+
+    @staticmethod
+    def some(samples: int) -> TensorDataset:
+        return TensorDataset(torch.randn(samples, 3, SIDE, SIDE), torch.randint(CLASSES, (samples,)))
 
 
 class Tiny(LightningModule):

@@ -1,6 +1,6 @@
 """How many images a second at each size, and what growing the images saves at equal accuracy.
 
-    python benchmarks/progressive_resizing.py [--rounds 7] [--seeds 5] [--epochs 60] [--no-speed]
+    python benchmarks/progressive_resizing.py [--rounds 7] [--seeds 5] [--epochs 60] [--no-speed] [--schedule JSON]
 
 **Speed**, one thread, CPU time of the process: images a second that ImageFolderData makes of JPEGs of 500 x 400
 (decode, crop, flip, normalise), that DigitsData makes, and that a training step of a small ViT (patch 16, width 192,
@@ -41,8 +41,10 @@ from dlo_tasks.imagenet.folder import ImageFolderData
 SIZES = (128, 160, 192, 224)
 DIGITS = (8, 12, 16)
 BATCH, BATCHES = 16, 2  # of a measurement
-SCHEDULE: dict[str | float, int] = {0: 8, "35%": 12, "70%": 16}
+SCHEDULE = '{"0": 12, "60%": 16}'  # of configs/digits/progressive_resizing.yaml
 CLOCK = time.process_time
+
+Schedule = dict[str | float, int]
 
 
 # --- speed -------------------------------------------------------------------------------------------------
@@ -121,13 +123,13 @@ class Stopwatch(Callback):
         self.seconds += CLOCK() - self._began
 
 
-def train(seed: int, epochs: int, grow: bool) -> tuple[float, float]:
+def train(seed: int, epochs: int, schedule: Schedule | None) -> tuple[float, float]:
     """Returns the CPU seconds of training and the accuracy after it."""
     with silence():
-        return _train(seed, epochs, grow)
+        return _train(seed, epochs, schedule)
 
 
-def _train(seed: int, epochs: int, grow: bool) -> tuple[float, float]:
+def _train(seed: int, epochs: int, schedule: Schedule | None) -> tuple[float, float]:
     seed_everything(seed, verbose=False)
     model = {"patch_size": 4, "embed_dim": 96, "depth": 6, "num_heads": 3, "global_pool": "avg", "class_token": False}
     task = ImageClassifier(
@@ -145,7 +147,7 @@ def _train(seed: int, epochs: int, grow: bool) -> tuple[float, float]:
         max_epochs=epochs,
         check_val_every_n_epoch=epochs,
         num_sanity_val_steps=0,
-        callbacks=[OneCycle(1.5e-3), watch, *([ProgressiveResizing(SCHEDULE)] if grow else [])],
+        callbacks=[OneCycle(1.5e-3), watch, *([ProgressiveResizing(schedule)] if schedule else [])],
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,
@@ -155,23 +157,23 @@ def _train(seed: int, epochs: int, grow: bool) -> tuple[float, float]:
     return watch.seconds, float(trainer.callback_metrics["val_acc1"])
 
 
-def pixels(epochs: int) -> float:
+def pixels(epochs: int, schedule: Schedule) -> float:
     """Returns the mean area of an image under the schedule, over that of the last size."""
-    callback = ProgressiveResizing(SCHEDULE)
+    callback = ProgressiveResizing(schedule)
     sizes = [callback.steps[point] for point in callback.steps]
     points = [point.epochs(1, epochs) for point in callback.steps] + [float(epochs)]
     spans = zip(sizes, points, points[1:], strict=False)
     return sum(size**2 * (past - first) for size, first, past in spans) / sizes[-1] ** 2 / epochs
 
 
-def savings(seeds: int, epochs: int) -> dict[str, float]:
+def savings(seeds: int, epochs: int, schedule: Schedule) -> dict[str, float]:
     """Returns medians and means over the seeds; the two runs of a seed are next to each other, in turns first."""
     seconds: dict[bool, list[float]] = {False: [], True: []}
     accuracy: dict[bool, list[float]] = {False: [], True: []}
-    train(0, 1, grow=True)  # warm up
+    train(0, 1, schedule)  # warm up
     for seed in range(seeds):
         for grow in (False, True) if seed % 2 else (True, False):
-            took, reached = train(seed, epochs, grow)
+            took, reached = train(seed, epochs, schedule if grow else None)
             seconds[grow].append(took)
             accuracy[grow].append(reached)
     ratios = [grown / fixed for fixed, grown in zip(seconds[False], seconds[True], strict=True)]
@@ -182,7 +184,7 @@ def savings(seeds: int, epochs: int) -> dict[str, float]:
         "fixed_seconds": round(statistics.median(seconds[False]), 2),
         "grown_seconds": round(statistics.median(seconds[True]), 2),
         "time_ratio": round(statistics.median(ratios), 4),
-        "pixel_ratio": round(pixels(epochs), 4),
+        "pixel_ratio": round(pixels(epochs, schedule), 4),
         "fixed_accuracy": round(statistics.mean(accuracy[False]), 4),
         "grown_accuracy": round(statistics.mean(accuracy[True]), 4),
         "accuracy_difference": round(statistics.mean(differences), 4),
@@ -196,6 +198,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--epochs", type=int, default=60)
     parser.add_argument("--no-speed", action="store_true", help="measure the savings only")
+    parser.add_argument("--schedule", type=json.loads, default=SCHEDULE, help="sizes of the growing run, by point")
     options = parser.parse_args()
     warnings.filterwarnings("ignore")
     torch.set_num_threads(1)
@@ -209,12 +212,13 @@ def main() -> None:
         for what, by_size in found.items():
             print(f"{what:<10}" + "".join(f"{name:>11}: {rate:>9,.0f}" for name, rate in by_size.items()))
     if options.seeds:
-        saved = savings(options.seeds, options.epochs)
+        saved = savings(options.seeds, options.epochs, options.schedule)
         result["digits"] = saved
+        grown = ", ".join(map(str, options.schedule.values())) + " pixels"
         print(f"\n{saved['epochs']} epochs of digits, {saved['seeds']} seeds")
         print(f"{'images':<18}{'CPU s':>8}{'val_acc1':>10}")
         print(f"{'16 pixels':<18}{saved['fixed_seconds']:>8.1f}{saved['fixed_accuracy']:>10.2%}")
-        print(f"{'8, 12, 16 pixels':<18}{saved['grown_seconds']:>8.1f}{saved['grown_accuracy']:>10.2%}")
+        print(f"{grown:<18}{saved['grown_seconds']:>8.1f}{saved['grown_accuracy']:>10.2%}")
         print(
             f"time x {saved['time_ratio']:.2f} (pixels x {saved['pixel_ratio']:.2f}),"
             f" accuracy {saved['accuracy_difference']:+.2%} +- {saved['difference_error']:.2%} (standard error)"
