@@ -12,6 +12,7 @@ from dlo_framework.resume import ExactResume
 from dlo_framework.stop import GracefulStop
 from dlo_framework.watch.bar import RunBar
 from dlo_framework.watch.monitor import RunMonitor
+from dlo_framework.watch.state_bytes import StateReport
 from dlo_framework.watch.summary import RunRecord
 
 
@@ -35,7 +36,8 @@ def add_default_callbacks(
         checkpoints: whether to save any.
     """
     monitor = next((callback for callback in callbacks if isinstance(callback, RunMonitor)), RunMonitor())
-    defaults: list[Callback] = [monitor, ExactResume(), RunRecord(run_folder, config, monitor)]
+    state = StateReport()
+    defaults: list[Callback] = [monitor, ExactResume(), state, RunRecord(run_folder, config, monitor, state)]
     if progress_bar and not any(isinstance(callback, ProgressBar) for callback in callbacks):
         defaults.append(RunBar())
     if checkpoints:

@@ -58,14 +58,14 @@ class WeightEMA(Callback):
         """Takes the average out of the module, which has just loaded it, and loads the trained weights."""
         if _CURRENT not in checkpoint or trainer.state.fn != TrainerFn.FITTING:
             return
-        self._average = [tensor.detach().clone() for tensor in _tensors(pl_module)]
+        self._average = [tensor.detach().clone() for tensor in _tensors(trainer, pl_module)]
         self._updates = int(checkpoint[_STATE]["n_averaged"])
         trained = {**checkpoint, "state_dict": checkpoint[_CURRENT]}
         trainer.strategy.load_model_state_dict(trained, strict=pl_module.strict_loading)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Starts the average at the weights, now on their device, unless it was loaded."""
-        tensors = self._trained = _tensors(pl_module)
+        tensors = self._trained = _tensors(trainer, pl_module)
         self._last_step = trainer.global_step
         loaded = self._average
         if loaded is None:
@@ -96,20 +96,20 @@ class WeightEMA(Callback):
 
     def on_validation_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Puts the average in the module."""
-        self._swap_to(pl_module, average=True)
+        self._swap_to(trainer, pl_module, average=True)
 
     def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Puts the trained weights back in the module."""
-        self._swap_to(pl_module, average=False)
+        self._swap_to(trainer, pl_module, average=False)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Leaves the average in the module; a checkpoint saved from here on still holds both."""
         self._trained = []
-        self._swap_to(pl_module, average=True)
+        self._swap_to(trainer, pl_module, average=True)
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Puts the trained weights back if a validation was interrupted."""
-        self._swap_to(pl_module, average=False)
+        self._swap_to(trainer, pl_module, average=False)
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """Saves the average as `state_dict` and the trained weights beside it."""
@@ -131,21 +131,26 @@ class WeightEMA(Callback):
         The strategy gathers the state that the module does not hold, as it gathered the one that it does.
         """
         held, swapped = checkpoint["state_dict"], self._swapped
-        self._swap_to(pl_module, average=not swapped)
+        self._swap_to(trainer, pl_module, average=not swapped)
         other = {name: value.detach().clone() for name, value in trainer.strategy.lightning_module_state_dict().items()}
-        self._swap_to(pl_module, average=swapped)
+        self._swap_to(trainer, pl_module, average=swapped)
         return (other, held) if swapped else (held, other)
 
     @torch.no_grad()
-    def _swap_to(self, pl_module: LightningModule, *, average: bool) -> None:
+    def _swap_to(self, trainer: Trainer, pl_module: LightningModule, *, average: bool) -> None:
         if self._average is None or self._swapped == average:
             return
-        for ours, theirs in zip(self._average, _tensors(pl_module), strict=True):
+        for ours, theirs in zip(self._average, _tensors(trainer, pl_module), strict=True):
             held = theirs.detach().clone()
             theirs.copy_(ours)
             ours.copy_(held)
         self._swapped = average
+        refresh = getattr(trainer.strategy, "refresh", None)
+        if refresh is not None:
+            refresh()
 
 
-def _tensors(module: LightningModule) -> list[Tensor]:
-    return [*module.parameters(), *module.buffers()]
+def _tensors(trainer: Trainer, module: LightningModule) -> list[Tensor]:
+    """Returns what this rank holds of the weights and buffers: a strategy that divides them says what that is."""
+    held = getattr(trainer.strategy, "held_tensors", None)
+    return held() if held is not None else [*module.parameters(), *module.buffers()]

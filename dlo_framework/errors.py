@@ -36,3 +36,15 @@ def dlo_error_in(error: BaseException) -> DloError | None:
         seen.add(id(current))
         current = current.__cause__ or current.__context__
     return None
+
+
+def worker_message(error: BaseException) -> str:
+    """Returns an error's own message, also where a loader's worker has wrapped its traceback around it.
+
+    torch re-raises a worker's exception as ``Type("Caught Type in DataLoader worker process 0.\\nOriginal
+    Traceback ...\\npackage.Type: message")``; the user's message is what stands behind the last type name.
+    """
+    text = str(error)
+    if "Original Traceback" not in text:
+        return text
+    return text.rsplit(f"{type(error).__name__}: ", 1)[-1].strip()

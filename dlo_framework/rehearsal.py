@@ -10,6 +10,7 @@ import contextlib
 import copy
 import itertools
 import os
+from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Iterator
 from pathlib import Path
@@ -169,7 +170,7 @@ def rehearse(trainer: Trainer) -> Iterator[Rehearsal]:
         yield rehearsal
 
 
-class BeforeTraining(Callback):
+class BeforeTraining(Callback, ABC):
     """A callback that trains on the side once, before the first batch of a run that is not resumed.
 
     It does so in ``on_train_epoch_start``: by then ``on_train_start`` has been called everywhere, in the module too.
@@ -193,9 +194,9 @@ class BeforeTraining(Callback):
         if not begun and not options.fast_dev_run:
             self.before_training(trainer, pl_module)
 
+    @abstractmethod
     def before_training(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Does what the callback is for."""
-        raise NotImplementedError
 
 
 def _turn(callback: Callback) -> float:

@@ -52,7 +52,10 @@ class ExactResume(Callback):
         # other has drawn its shuffle from it by now, as it would have in the run that was not stopped.
         if hasattr(trainer.train_dataloader, "load_state_dict"):
             restore_random_state(_own_share(loaded["random_state"], trainer))
-        if loaded["gradients"] is not None:
+        restore = getattr(trainer.strategy, "restore_gradients", None)
+        if loaded["gradients"] is not None and restore is not None:
+            restore(loaded["gradients"])
+        elif loaded["gradients"] is not None:
             parameters = dict(pl_module.named_parameters())
             for name, gradient in loaded["gradients"].items():
                 parameters[name].grad = gradient.to(parameters[name].device)
@@ -122,8 +125,11 @@ def _own_share(states: list[dict[str, Any]], trainer: Trainer) -> dict[str, Any]
     return states[trainer.global_rank % len(states)]
 
 
-def _gradients(trainer: Trainer, module: LightningModule) -> dict[str, torch.Tensor]:
+def _gradients(trainer: Trainer, module: LightningModule) -> dict[str, Any]:
     """Returns the gradients of the unfinished window by parameter name, their mean over the ranks."""
+    gathered = getattr(trainer.strategy, "accumulated_gradients", None)
+    if gathered is not None:
+        return gathered()
     return {
         name: trainer.strategy.reduce(parameter.grad.clone(), reduce_op="mean").cpu()
         for name, parameter in module.named_parameters()

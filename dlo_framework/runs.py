@@ -17,6 +17,8 @@ from dlo_framework.errors import DloError
 
 #: Set by rank 0 for the ranks that it starts.
 ENVIRONMENT = "DLO_RUN_FOLDER"
+#: Likewise: the checkpoint that rank 0 has found, so that the ranks that it starts need not hash it again.
+FOUND = "DLO_FOUND_CHECKPOINT"
 CHECKPOINTS = "checkpoints"
 SUMMARY = "summary.json"
 LAST = "last.ckpt"
@@ -82,12 +84,22 @@ def check_space(path: Path, need: int = LEAST_FREE_BYTES) -> None:
 def find_checkpoint(folder: Path, which: str) -> Path:
     """Returns the checkpoint ``last`` or ``best`` of the newest run in ``folder`` that has one.
 
+    ``last`` is the newest one, by its step, that is whole and that a run can go on from; damaged ones are passed over
+    with a warning. All of its bytes are hashed for that, by rank 0 alone where that starts the others.
+
     Raises:
         DloError: if there is none.
     """
+    from dlo_framework.checkpoint import locate, newest_valid
+
+    question = f"{which}\n{folder.resolve()}\n"
+    answer = os.environ.get(FOUND, "")
+    if answer.startswith(question) and not is_first_process():
+        return Path(answer.removeprefix(question))
     for run in versions(folder):
-        path = run / CHECKPOINTS / LAST if which == "last" else best_checkpoint(run)
-        if path is not None and path.is_file():
+        path = newest_valid(run / CHECKPOINTS) if which == "last" else best_checkpoint(run)
+        if path is not None and locate(path) is not None:
+            os.environ[FOUND] = f"{question}{path}"
             return path
     raise DloError(
         f"--ckpt_path {which}: no run in {folder} has a {which} checkpoint;"

@@ -115,6 +115,9 @@ class Snapshot:
             setattr(self._trainer, name, value)
         for undo in self._undo:
             undo()
+        refresh = getattr(self._trainer.strategy, "refresh", None)
+        if refresh is not None:
+            refresh()
         restore_random_state(self._random)
 
 
@@ -181,8 +184,11 @@ def _tensor(tensor: torch.Tensor) -> tuple[Undo | None, Iterable[Any]]:
     expanded = tensor.layout is torch.strided and any(
         stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True)
     )
-    if tensor.is_meta or tensor.is_inference() or expanded:
-        return None, ()  # None of these can be written to, so none has changed.
+    freed = tensor.layout is torch.strided and tensor.numel() > 0 and tensor.untyped_storage().nbytes() == 0
+    if tensor.is_meta or tensor.is_inference() or expanded or freed:
+        # None of these can be written to, so none has changed. (Freed: a parameter whose strategy holds shards of it,
+        # which the optimizer has.)
+        return None, ()
     leaf, requires_grad = tensor.is_leaf, tensor.requires_grad
     gradient = tensor.grad if leaf else None
     with torch.no_grad():

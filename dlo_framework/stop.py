@@ -1,4 +1,4 @@
-"""Stopping a run on request: Ctrl-C and SIGTERM end it at the next optimizer step, with a checkpoint.
+"""Stopping a run on request: Ctrl-C, SIGTERM and SIGUSR1 end it at the next optimizer step, with a checkpoint.
 
 All ranks stop at the same step, whichever of them got the signal: each step starts a one-number all-reduce on a
 gloo group of its own and reads the result of the step before, so that nothing waits for it and no accelerator is
@@ -20,10 +20,16 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Checkpoint
 
 from dlo_framework import runs
+from dlo_framework.distributed.control import control_group
+from dlo_framework.distributed.failure import OrderlyEnd
 from dlo_framework.resume import mid_accumulation
 
 
-class RunStopped(Exception):
+#: The requests to stop; the last does what SIGTERM does.
+_SIGNALS = [signal.SIGINT, signal.SIGTERM, *([signal.SIGUSR1] if hasattr(signal, "SIGUSR1") else [])]
+
+
+class RunStopped(OrderlyEnd):
     """A run ended on request, its state saved."""
 
     def __init__(self, signum: int, checkpoint: Path, step: int) -> None:
@@ -32,9 +38,12 @@ class RunStopped(Exception):
 
 
 class GracefulStop(Checkpoint):
-    """Ends a run on Ctrl-C or SIGTERM at the next optimizer step, saving ``last.ckpt``; on by default.
+    """Ends a run on Ctrl-C, SIGTERM or SIGUSR1 at the next optimizer step, saving ``last.ckpt``; on by default.
 
-    A second Ctrl-C ends it at once. A validation under way is finished first. It is a ``Checkpoint`` so that
+    SIGUSR1 is what SLURM sends before the time is up if it is asked to (``#SBATCH --signal=USR1@120``), and does what
+    SIGTERM does, exit code 143 included; either may come to one rank or to all, and more than once. Lightning's own
+    requeueing on it is off: the job's script does that, see the page on failures. A second Ctrl-C ends the run at
+    once. A validation under way is finished first. It is a ``Checkpoint`` so that
     Lightning calls it after all other callbacks: what it saves holds their work of the step too.
 
     Args:
@@ -44,6 +53,7 @@ class GracefulStop(Checkpoint):
     def __init__(self, folder: Path) -> None:
         self.folder = Path(folder)
         self.signum = 0
+        self._interrupts = 0  # Ctrl-C that this process has seen
         self._previous: dict[int, Any] = {}
         self._group: dist.ProcessGroup | None = None
         self._pending: tuple[torch.Tensor, dist.Work] | None = None
@@ -53,26 +63,32 @@ class GracefulStop(Checkpoint):
         """One instance a run."""
         return type(self).__qualname__
 
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def on_sanity_check_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Takes the signals over, after Lightning has: its own SIGTERM handler can deadlock several ranks."""
+        self._take_signals()
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Likewise, where there was no sanity check."""
         self.folder = Path(trainer.strategy.broadcast(str(self.folder)))
-        if trainer.world_size > 1:
-            group = dist.new_group(backend="gloo")
-            assert isinstance(group, dist.ProcessGroup)
-            self._group = group
-        if threading.current_thread() is threading.main_thread():
-            for signum in (signal.SIGINT, signal.SIGTERM):
+        self._group = control_group(trainer)
+        self._take_signals()
+
+    def _take_signals(self) -> None:
+        if not self._previous and threading.current_thread() is threading.main_thread():
+            for signum in _SIGNALS:
                 self._previous[signum] = signal.signal(signum, self._request)
 
     def _request(self, signum: int, frame: FrameType | None) -> None:
-        if self.signum:
-            signal.default_int_handler(signum, frame)
-        self.signum = signum
-        print(
-            f"\n{signal.Signals(signum).name}: finishing this step and saving; once more to stop at once",
-            file=sys.stderr,
-            flush=True,
-        )
+        if signum == signal.SIGINT:
+            self._interrupts += 1
+            if self._interrupts > 1:
+                signal.default_int_handler(signum, frame)
+        if not self.signum:
+            again = "; once more to stop at once" if signum == signal.SIGINT else ""
+            print(
+                f"\n{signal.Signals(signum).name}: finishing this step and saving{again}", file=sys.stderr, flush=True
+            )
+        self.signum = self.signum or (signal.SIGINT if signum == signal.SIGINT else signal.SIGTERM)
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int

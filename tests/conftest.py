@@ -8,6 +8,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import shutil
 import subprocess
 import sys
+import time
 from importlib import metadata
 from pathlib import Path
 
@@ -45,6 +46,20 @@ class Command:
         out, err = process.communicate(timeout=280)
         assert process.returncode == code, f"exit code {process.returncode}\n{out[-3000:]}\n{err[-6000:]}"
         return subprocess.CompletedProcess(words, process.returncode, out, err)
+
+    def interrupt(self, signum: int, run: Path, *words: str) -> str:
+        """Sends the signal to ``dlo`` as soon as its run has a checkpoint; returns what it prints to stderr."""
+        process = self.start(*words)
+        deadline = time.monotonic() + 120
+        while not (run / "checkpoints" / "last.ckpt").exists():
+            assert time.monotonic() < deadline
+            assert process.poll() is None, process.communicate()
+            time.sleep(0.05)
+        process.send_signal(signum)
+        _, err = process.communicate(timeout=60)
+        assert process.returncode == 128 + signum, err
+        assert "Traceback" not in err
+        return err
 
 
 @pytest.fixture

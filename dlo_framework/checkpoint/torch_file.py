@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import pickle
 import re
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +35,7 @@ class SafeCheckpointIO(TorchCheckpointIO):
         target = Path(path)
         target.parent.mkdir(parents=True, exist_ok=True)
         need = tensor_bytes(checkpoint)
-        free = _free_bytes(target.parent)
+        free = free_bytes(target.parent)
         if free < need:
             raise _no_space(target, need, free)
         partial = target.with_name(target.name + PARTIAL)
@@ -47,7 +48,7 @@ class SafeCheckpointIO(TorchCheckpointIO):
         except (OSError, RuntimeError) as error:
             # torch wraps a failed write in a RuntimeError of its zip writer, without the system's error number.
             partial.unlink(missing_ok=True)
-            free = _free_bytes(target.parent)
+            free = free_bytes(target.parent)
             if free < need or getattr(error, "errno", None) is not None:
                 raise _no_space(target, need, free) from error
             raise
@@ -61,17 +62,31 @@ class SafeCheckpointIO(TorchCheckpointIO):
         Raises:
             DloError: if there is no such file, it is damaged, or it holds anything that would execute.
         """
-        try:
-            content = torch.load(path, map_location=map_location, weights_only=True)
-            if not isinstance(content, dict) or not {"state_dict", "pytorch-lightning_version"} <= content.keys():
-                raise DloError(
-                    f"{path} is not a checkpoint of a run: it has no 'state_dict' with Lightning's version beside it"
-                )
-            return content
-        except FileNotFoundError:
-            raise DloError(f"no checkpoint {path}") from None
-        except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
-            raise _unreadable(Path(path), error) from None
+        return read_file(Path(path), map_location)
+
+
+def read_file(path: Path, map_location: Any = "cpu", *, mmap: bool = False) -> dict[str, Any]:
+    """Reads a single-file checkpoint: tensors and plain data, and nothing that would execute.
+
+    Args:
+        path: the file.
+        map_location: where tensors go.
+        mmap: leaves tensors on the file's pages, to be read when they are used.
+
+    Raises:
+        DloError: if there is no such file, it is damaged, or it holds anything that would execute.
+    """
+    try:
+        content = torch.load(path, map_location=map_location, weights_only=True, mmap=mmap and zipfile.is_zipfile(path))
+        if not isinstance(content, dict) or not {"state_dict", "pytorch-lightning_version"} <= content.keys():
+            raise DloError(
+                f"{path} is not a checkpoint of a run: it has no 'state_dict' with Lightning's version beside it"
+            )
+        return content
+    except FileNotFoundError:
+        raise DloError(f"no checkpoint {path}") from None
+    except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
+        raise unreadable(path, error) from None
 
 
 def refuse_unsafe(path: Path) -> None:
@@ -81,7 +96,7 @@ def refuse_unsafe(path: Path) -> None:
         DloError: if it names one that is not allowed, or is no checkpoint at all.
     """
     if path.is_dir():
-        if any((path / name).exists() for name in (".metadata", "meta.pt", "latest")):
+        if any((path / name).exists() for name in ("manifest.json", ".metadata", "meta.pt", "latest")):
             return  # A sharded checkpoint; its strategy verifies it.
         raise DloError(f"{path} is a folder, not a checkpoint; name a file in it, or 'last' or 'best'")
     try:
@@ -100,12 +115,6 @@ def sync_folder(folder: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-def remove_partial(folder: Path) -> None:
-    """Removes what a killed run left half-written in ``folder``."""
-    for path in folder.glob(f"*{PARTIAL}"):
-        path.unlink(missing_ok=True)
 
 
 def tensor_bytes(content: Any) -> int:
@@ -128,7 +137,10 @@ def tensor_bytes(content: Any) -> int:
     return sum(seen.values())
 
 
-def _free_bytes(folder: Path) -> int:
+def free_bytes(folder: Path) -> int:
+    """Returns the bytes that may still be written in ``folder``, or in the folder above that is there already."""
+    while not folder.exists() and folder != folder.parent:
+        folder = folder.parent
     status = os.statvfs(folder)
     return status.f_bavail * status.f_frsize
 
@@ -145,7 +157,8 @@ def _refused(path: Path, names: str) -> DloError:
     return DloError(f"refusing {path}: pickle global {names} not allowed; nothing executed")
 
 
-def _unreadable(path: Path, error: Exception) -> DloError:
+def unreadable(path: Path, error: Exception) -> DloError:
+    """Returns the error of a file that torch cannot or may not read: refused, or damaged."""
     found = re.search(r"(?:GLOBAL|global) ([\w.]+)", str(error))
     if isinstance(error, pickle.UnpicklingError) and found:
         return _refused(path, found.group(1))

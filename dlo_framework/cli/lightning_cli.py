@@ -15,10 +15,13 @@ from lightning.pytorch.strategies import StrategyRegistry
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from dlo_framework import runs
-from dlo_framework.checkpoint import SafeCheckpointIO, refuse_unsafe, remove_partial
+from dlo_framework.checkpoint import SafeCheckpointIO, check, recover
 from dlo_framework.cli.scan import Scan
 from dlo_framework.defaults import add_default_callbacks
+from dlo_framework.distributed.canonical import CanonicalStrategy
+from dlo_framework.distributed.strategy import register_data_parallel, use_canonical_checkpoints
 from dlo_framework.errors import DloError, did_you_mean, dlo_error_in
+from dlo_framework.registry import Registry
 from dlo_framework.watch.clock import StepClock
 from dlo_framework.watch.predictions import SavePredictions
 
@@ -52,6 +55,9 @@ class DloCLI(LightningCLI):
         found: the scanned command line; its plug-ins have been imported.
     """
 
+    #: What ``--help`` says of the command, where not what Lightning says of the trainer's method.
+    description: str | None = None
+
     def __init__(self, found: Scan) -> None:
         self.command = found.argv[0]
         self.config_paths = list(found.configs)
@@ -66,6 +72,7 @@ class DloCLI(LightningCLI):
                 "prog": "dlo",
                 "allow_abbrev": False,
                 "description": "Train with plug-ins that the config names.",
+                self.command: {"description": self.description} if self.description else {},
             },
             seed_everything_default=DEFAULT_SEED,
             save_config_callback=None,  # defaults.RunRecord does it, into the run folder.
@@ -97,6 +104,12 @@ class DloCLI(LightningCLI):
             default=None,
             help="the run's name (default: the config's file name)",
         )
+        parser.add_argument(
+            "--run.async_checkpoints",
+            type=bool,
+            default=False,
+            help="write checkpoints in the background; costs a copy of this rank's share of one",
+        )
 
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
         """Parses; Lightning warns here about arguments that do not come from ``sys.argv``, and ours need not.
@@ -123,9 +136,7 @@ class DloCLI(LightningCLI):
             return
         if config.ckpt_path in ("last", "best"):
             config.ckpt_path = str(runs.find_checkpoint(self._runs(), config.ckpt_path))
-        if not Path(config.ckpt_path).exists():
-            raise DloError(f"no checkpoint {config.ckpt_path}; give a path, or 'last' or 'best'")
-        refuse_unsafe(Path(config.ckpt_path))
+        check(config.ckpt_path)
 
     def _runs(self) -> Path:
         """Returns the folder of this config's runs: ``runs/quickstart``."""
@@ -153,14 +164,7 @@ class DloCLI(LightningCLI):
         config = self._get(self.config_init, "trainer")
         callbacks = config.get("callbacks") or []
         callbacks = list(callbacks) if isinstance(callbacks, list) else [callbacks]
-        # Before the run's folder is made: what is refused leaves nothing behind.
-        for part, arguments in ((self.datamodule, ()), (self.model, (self.datamodule,))):
-            check = getattr(part, "check", None)
-            if callable(check):
-                check(*arguments)
-        _check_strategy(config.get("strategy"))
-        if config.get("accumulate_grad_batches", 1) < 1:
-            raise DloError(f"accumulate_grad_batches is at least 1, but was {config['accumulate_grad_batches']}")
+        self._check_parts(config)  # Before the run's folder is made: what is refused leaves nothing behind.
         kwargs["plugins"] = _with_checkpoint_io(config.get("plugins"))
         if self.command != "fit" or config.get("fast_dev_run"):
             if config.get("logger") in (None, True):
@@ -172,7 +176,7 @@ class DloCLI(LightningCLI):
             return self._build_trainer(kwargs)
         self.run_folder = self._resumed_run() or runs.new_run(self._runs())
         if runs.is_first_process():
-            remove_partial(self.run_folder / runs.CHECKPOINTS)
+            recover(self.run_folder / runs.CHECKPOINTS)
         if config.get("logger") in (None, True):
             kwargs["logger"] = TensorBoardLogger(self.run_folder, name="", version="", default_hp_metric=False)
         kwargs["callbacks"] = add_default_callbacks(
@@ -188,6 +192,20 @@ class DloCLI(LightningCLI):
             kwargs["profiler"] = StepClock()
         return self._build_trainer(kwargs)
 
+    def _check_parts(self, config: Any) -> None:
+        """Checks model, data and the trainer's options.
+
+        Raises:
+            DloError: on what would fail later.
+        """
+        for part, arguments in ((self.datamodule, ()), (self.model, (self.datamodule,))):
+            check = getattr(part, "check", None)
+            if callable(check):
+                check(*arguments)
+        check_strategy(config.get("strategy"))
+        if config.get("accumulate_grad_batches", 1) < 1:
+            raise DloError(f"accumulate_grad_batches is at least 1, but was {config['accumulate_grad_batches']}")
+
     def _predictions(self) -> Path:
         """Returns where predictions go: beside the checkpoint's folder, named after the checkpoint."""
         run, path = self._resumed_run(), self.config[self.command].ckpt_path
@@ -196,13 +214,28 @@ class DloCLI(LightningCLI):
     def _build_trainer(self, kwargs: dict[str, Any]) -> Trainer:
         """Builds the trainer; what it refuses is the user's to mend."""
         try:
-            return super().instantiate_trainer(**kwargs)
-        except DloError:
-            raise
+            register_data_parallel()
+            trainer = super().instantiate_trainer(**kwargs)
+            use_canonical_checkpoints(trainer)
+            self._set_async(trainer)
+            return trainer
         except (MisconfigurationException, ValueError) as error:
             if self.run_folder is not None and self.run_folder.is_dir() and not any(self.run_folder.iterdir()):
                 self.run_folder.rmdir()
+            if isinstance(error, DloError):
+                raise
             raise DloError(f"trainer: {error}") from error
+
+    def _set_async(self, trainer: Trainer) -> None:
+        """Has the strategy write checkpoints in the background, if that is asked for."""
+        if not self.config[self.command].run.async_checkpoints:
+            return
+        if not isinstance(trainer.strategy, CanonicalStrategy):
+            raise DloError(
+                f"run.async_checkpoints: {type(trainer.strategy).__name__} writes checkpoints of its own kind;"
+                " take auto, ddp, zero1 to zero3 or fsdp, or leave it out"
+            )
+        trainer.strategy.async_checkpoints = True
 
     def _resumed_run(self) -> Path | None:
         """Returns the run folder that ``--ckpt_path`` lies in, if it is one of this config's runs."""
@@ -213,12 +246,13 @@ class DloCLI(LightningCLI):
         return run if run.parent.resolve() == self._runs().resolve() else None
 
 
-def _check_strategy(strategy: Any) -> None:
+def check_strategy(strategy: Any) -> None:
     """Raises a DloError, with the nearest match, for a strategy's name that nobody has registered."""
     if not isinstance(strategy, str):
         return
     known = ["auto", *StrategyRegistry.available_strategies()]
     if strategy not in known:
+        known = list(dict.fromkeys([*known, *Registry().names("strategy")]))
         shown = [name for name in known if "spawn" not in name and "fork" not in name and "find_unused" not in name]
         raise DloError(
             f"unknown strategy '{strategy}'{did_you_mean(strategy, known) or ';'} available: {', '.join(shown)}"

@@ -6,9 +6,11 @@ from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import Checkpoint
+from lightning.pytorch.cli import LightningArgumentParser
 
 from dlo_framework.cli.lightning_cli import DloCLI
 from dlo_framework.cli.scan import Scan
+from dlo_framework.distributed.failure import OrderlyEnd
 from dlo_framework.errors import DloError
 from dlo_framework.watch.summary import RunRecord
 
@@ -16,7 +18,7 @@ from dlo_framework.watch.summary import RunRecord
 FINDER = "LRFinder"
 
 
-class SweepDone(Exception):
+class SweepDone(OrderlyEnd):
     """The sweep is over, and there is no more to do."""
 
 
@@ -28,9 +30,16 @@ class LRFindCLI(DloCLI):
         finder: the plug-in's class.
     """
 
+    description = "Try learning rates before a training, and suggest one; the options are those of `dlo fit`."
+
     def __init__(self, found: Scan, finder: type) -> None:
         self.finder = finder
         super().__init__(found)
+
+    def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
+        """Parses, under the command's own name."""
+        self._subcommand_parsers[self.command].prog = "dlo lr-find"
+        super().parse_arguments(parser, args)
 
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
         """Builds the trainer as ``dlo fit`` does.

@@ -6,7 +6,7 @@ import os
 import sys
 
 from dlo_framework._version import __version__
-from dlo_framework.errors import DloError, did_you_mean
+from dlo_framework.errors import DloError, did_you_mean, worker_message
 
 RUN_COMMANDS = {
     "fit": "train a model, validating as it goes",
@@ -16,6 +16,8 @@ RUN_COMMANDS = {
 }
 OTHER_COMMANDS = {
     "lr-find": "try learning rates before a training, and suggest one",
+    "checkpoint": "show, check, convert or export a checkpoint",
+    "parity": "train on several ranks and as one process, and compare the two step by step",
     "plugins": "list the plug-ins, show one, or write a new one",
     "configs": "list the shipped configs, or print one",
 }
@@ -37,6 +39,7 @@ examples:
   dlo fit --config my.yaml --ckpt_path last
   dlo validate --config my.yaml --ckpt_path best
   dlo lr-find --config my.yaml
+  dlo parity --config my.yaml --devices 2 --trainer.strategy ddp
   dlo plugins show OneCycle"""
 
 
@@ -75,10 +78,18 @@ def _dispatch(words: list[str]) -> int:
         from dlo_framework.cli import plugins_command
 
         return plugins_command.main(words[1:])
+    if command == "checkpoint":
+        from dlo_framework.cli import checkpoint_command
+
+        return checkpoint_command.main(words[1:])
     if command == "configs":
         from dlo_framework.cli import configs_command
 
         return configs_command.main(words[1:])
+    if command == "parity":
+        from dlo_framework.cli import parity_command
+
+        return parity_command.main(words[1:])
     if command in RUN_COMMANDS or command == "lr-find":
         from dlo_framework.cli.run import run
 
@@ -93,18 +104,6 @@ def _refuse(error: DloError) -> int:
     where = f" (rank {rank})" if rank not in (None, "0") else ""
     print(f"dlo {__version__}: error{where}: {message}", file=sys.stderr)
     return 2
-
-
-def worker_message(error: BaseException) -> str:
-    """Returns an error's own message, also where a loader's worker has wrapped its traceback around it.
-
-    torch re-raises a worker's exception as ``Type("Caught Type in DataLoader worker process 0.\\nOriginal
-    Traceback ...\\npackage.Type: message")``; the user's message is what stands behind the last type name.
-    """
-    text = str(error)
-    if "Original Traceback" not in text:
-        return text
-    return text.rsplit(f"{type(error).__name__}: ", 1)[-1].strip()
 
 
 if __name__ == "__main__":

@@ -8,10 +8,15 @@ import re
 import sys
 import warnings
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
+from dlo_framework import runs
+from dlo_framework._version import __version__
 from dlo_framework.cli.scan import Scan, scan
 from dlo_framework.errors import DloError
+
+if TYPE_CHECKING:
+    from dlo_framework.registry import Registry
 
 LR_FIND = "lr-find"
 
@@ -31,10 +36,15 @@ def run(argv: list[str]) -> int:
     sweep = argv[0] == LR_FIND
     # Before the imports below: a missing file is told at once, not after five seconds.
     found = scan(["fit", *argv[1:]] if sweep else argv)
-    _quiet()
-    import lightning  # noqa: F401  It sets PYTORCH_NVML_BASED_CUDA_CHECK, which the next line mends.
+    registry = prepare(found)
+    try:
+        return _run(found, registry, sweep)
+    except BaseException as error:
+        _leave_together(error)
+        raise
 
-    _mend_environment()
+
+def _run(found: Scan, registry: Registry, sweep: bool) -> int:
     from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
     from dlo_framework.cli.lightning_cli import DloCLI, ParseError
@@ -42,7 +52,6 @@ def run(argv: list[str]) -> int:
     from dlo_framework.cli.messages import explain
     from dlo_framework.stop import RunStopped
 
-    registry = _load_plugins(found)
     try:
         if sweep:
             LRFindCLI(found, registry.load(FINDER, "callback"))
@@ -59,9 +68,35 @@ def run(argv: list[str]) -> int:
             raise
         raise DloError(other_model(str(error))) from error
     except RunStopped as stopped:
-        print(stopped, file=sys.stderr)
+        if runs.is_first_process():
+            print(stopped, file=sys.stderr)
         return stopped.exit_code
     return 0
+
+
+def _leave_together(error: BaseException) -> None:
+    """Ends the process if a run of several ranks has failed: one of them says why, the others a line or nothing."""
+    from dlo_framework.distributed.failure import Ended, Failure, how_it_ended, is_agreed, leave, tell
+
+    if is_agreed(error) and isinstance(error, DloError) and not runs.is_first_process():
+        leave(2)
+    ended = how_it_ended()
+    if ended is None:
+        return
+    failure = ended.failure
+    if ended.own and isinstance(error, DloError):
+        failure = Failure.of(error, ended.rank, failure.world_size)
+    tell(Ended(failure, ended.rank, ended.told_elsewhere), f"dlo {__version__}")
+    leave(failure.exit_code)
+
+
+def prepare(found: Scan) -> Registry:
+    """Gets this process ready for a command of Lightning's: silences what is no news, and imports the plug-ins."""
+    _quiet()
+    import lightning  # noqa: F401  It sets PYTORCH_NVML_BASED_CUDA_CHECK, which the next line mends.
+
+    _mend_environment()
+    return _load_plugins(found)
 
 
 def other_model(message: str) -> str:
@@ -75,18 +110,21 @@ def other_model(message: str) -> str:
     )
 
 
-def _load_plugins(found: Scan) -> Any:
+def _load_plugins(found: Scan) -> Registry:
     """Imports the plug-ins that the command names, and sets what else a class path may name."""
     import jsonargparse
 
+    from dlo_framework.cli.short_names import prefer_plugins
     from dlo_framework.registry import Registry
 
     registry = Registry()
     registry.discover()
     for spec in found.plugins:
         registry.load_user_module(spec)
-    for plugin in registry.find_named(found.strings):
+    named = registry.find_named(found.strings)
+    for plugin in named:
         registry.load(plugin.name, plugin.kind)
+    prefer_plugins(named)
     jsonargparse.set_parsing_settings(
         import_path_denylist=registry.denied_import_paths(),
         import_path_allowlist=registry.allowed_import_paths(),

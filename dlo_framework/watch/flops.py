@@ -1,58 +1,92 @@
-"""A model's FLOPs, counted once on a real step, and the peak of the accelerator they are held against."""
+"""A model's FLOPs, counted on real steps, and the peak of the accelerator they are held against."""
 
 from __future__ import annotations
 
 import functools
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 from lightning.fabric.utilities.throughput import get_available_flops
 from lightning.pytorch import LightningModule, Trainer
 from torch.utils.flop_counter import FlopCounterMode
 
+#: The shape of one sample: of each tensor of a batch, the sizes without the first.
+SampleShape = tuple[tuple[int, ...], ...]
+
 
 class FlopCounter:
-    """Counts the FLOPs of one training step (matrix products, convolutions, attention; a multiply-add is two).
+    """Counts the FLOPs of a training step (matrix products, convolutions, attention; a multiply-add is two).
 
-    The count is of the operators as they run, forward and backward, so recomputed activations count too. A model
-    that knows its own number gives it by a ``flops_per_sample()`` method. A compiled model runs no operators that
-    can be counted: it is counted before it is compiled, or not at all.
+    It counts once for each shape of the samples, on the first batch that has it. The count is of the operators as they
+    run, forward and backward, so recomputed activations count too. A model that knows its own number gives it by a
+    ``flops_per_sample()`` method, which is asked in place of each count. A compiled model runs no operators that can be
+    counted: it is counted before it is compiled, or not at all.
+
+    Attributes:
+        counts: FLOPs of a sample, by its shape; 0 where they could not be counted.
+        running: whether this batch is being counted.
+        uncompile: called before a count, by whoever has compiled the model: has the batch run uncompiled.
     """
 
-    #: The batch that is counted: the first one still pays for warming up, and counting slows it further.
+    #: The batch of a run that is counted first: the very first still pays for warming up, and counting slows it
+    #: further.
     BATCH = 2
+    #: Shapes that are counted. Where samples have any shape, counting each would slow the run for good; from then on,
+    #: a new shape is taken to cost as much an element as the last one that was counted.
+    MOST = 64
 
     def __init__(self) -> None:
-        self.per_sample: float = 0.0
+        self.counts: dict[SampleShape, float] = {}
+        self.running = False
+        self.uncompile: Callable[[], None] | None = None
         self._mode: FlopCounterMode | None = None
-        self._seen = 0
-        self._batch = self.BATCH
-        self.wanted = True
+        self._shape: SampleShape = ()
+        self._pass_over = self.BATCH - 1
 
     @property
-    def running(self) -> bool:
-        """Returns whether this batch is being counted."""
-        return self._mode is not None
+    def per_sample(self) -> float:
+        """FLOPs of a sample of the shape that was counted last; 0 if none was."""
+        return next(reversed(self.counts.values()), 0.0)
+
+    def forget(self) -> None:
+        """Forgets all counts, for another run."""
+        self.stop()
+        self.counts, self._pass_over = {}, self.BATCH - 1
 
     def count_first(self) -> None:
-        """Counts the first batch instead: for a callback that has all later ones run compiled."""
-        self._batch = 1
+        """Counts the run's first batch too: for a callback that has all later ones run compiled."""
+        self._pass_over = 0
 
-    def take(self, per_sample: float) -> None:
-        """Takes a count that was made before, by the run that is resumed, and counts no more."""
-        self.per_sample, self.wanted = per_sample, False
+    def state_dict(self) -> list[Any]:
+        """The counts, as lists and numbers."""
+        return [[[list(sizes) for sizes in shape], count] for shape, count in self.counts.items()]
 
-    def start(self, module: LightningModule) -> None:
-        """Starts to count, if this is the batch to count."""
-        self._seen += 1
-        if self._seen < self._batch:
+    def load_state_dict(self, state: list[Any]) -> None:
+        """Takes up the counts of the run that is resumed."""
+        self.counts = {tuple(tuple(sizes) for sizes in shape): float(count) for shape, count in state}
+
+    def start(self, module: LightningModule, shape: SampleShape) -> None:
+        """Starts to count a batch whose samples have a shape that :attr:`counts` lacks, if it is to be counted."""
+        self.stop()  # Of a batch that a hook has called off.
+        if len(self.counts) >= self.MOST:
             return
-        self.wanted = False
+        if self._pass_over and not self.counts:
+            self._pass_over -= 1
+            return
         own = getattr(module, "flops_per_sample", lambda: None)()
         if own:
-            self.per_sample = float(own)
-        elif not is_compiled(module):
-            self._mode = FlopCounterMode(display=False)
-            self._mode.__enter__()
+            self.counts[shape] = float(own)
+            return
+        if self.uncompile is not None:
+            self.uncompile()
+        if is_compiled(module):
+            self.counts[shape] = 0.0
+            return
+        self._shape, self.running = shape, True
+        self._mode = FlopCounterMode(display=False)
+        self._mode.__enter__()
 
     def stop(self, samples: int = 0) -> None:
         """Ends the count of a batch of ``samples`` samples; 0 where the batch failed."""
@@ -60,8 +94,25 @@ class FlopCounter:
             return
         self._mode.__exit__(None, None, None)
         if samples:
-            self.per_sample = self._mode.get_total_flops() / samples
-        self._mode = None
+            self.counts[self._shape] = self._mode.get_total_flops() / samples
+        self._mode, self.running = None, False
+
+    def total(self, samples: Mapping[SampleShape, int]) -> float:
+        """Returns the FLOPs of so many samples of each shape; 0 if there is one whose FLOPs are not known."""
+        counts = [(self._count(shape), number) for shape, number in samples.items() if number]
+        return sum(count * number for count, number in counts) if all(count for count, _ in counts) else 0.0
+
+    def _count(self, shape: SampleShape) -> float:
+        if shape in self.counts:
+            return self.counts[shape]
+        if len(self.counts) < self.MOST:
+            return 0.0
+        last = next(reversed(self.counts))
+        return self.counts[last] * _elements(shape) / _elements(last)
+
+
+def _elements(shape: SampleShape) -> int:
+    return max(1, sum(math.prod(sizes) for sizes in shape))
 
 
 def is_compiled(module: torch.nn.Module) -> bool:

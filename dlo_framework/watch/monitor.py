@@ -9,8 +9,9 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.loggers import TensorBoardLogger
 
+from dlo_framework.distributed.norms import gradient_norm
 from dlo_framework.watch.clock import StepClock
-from dlo_framework.watch.flops import FlopCounter, peak_flops
+from dlo_framework.watch.flops import FlopCounter, SampleShape, peak_flops
 from dlo_framework.watch.memory import memory_now, memory_peak, reset_memory_peak
 
 
@@ -29,7 +30,7 @@ class RunMonitor(Callback):
     ``speed/samples_per_s``      samples of all ranks a second, validation and checkpoints left out
     ``speed/data_wait``          fraction of that time spent waiting for the data loader
     ``speed/step_ms``            milliseconds an optimizer step
-    ``speed/tflops``             achieved model TFLOP/s of one rank, forward and backward, counted once
+    ``speed/tflops``             achieved model TFLOP/s of one rank, forward and backward
     ``speed/mfu``                that over the accelerator's peak (PaLM, arXiv 2204.02311), where it is known
     ``data/corrupt_samples``     times a corrupt sample was met, over all ranks, where the data count ``corrupt_images``
     ``memory/*``                 GB in use and at most, of the accelerator, or of the process on a CPU
@@ -37,7 +38,7 @@ class RunMonitor(Callback):
 
     Args:
         gradient_norm: log the norm of the gradients; it costs one pass over them on the steps that are logged.
-        flops: count the model's FLOPs, on the run's second batch.
+        flops: count the model's FLOPs: on the run's second batch, and on the first with samples of another shape.
     """
 
     def __init__(self, gradient_norm: bool = True, flops: bool = True) -> None:
@@ -51,6 +52,9 @@ class RunMonitor(Callback):
         self._window_samples = 0
         self._window_seconds = 0.0
         self._window_steps = 0
+        self._window_shapes: dict[SampleShape, int] = {}  # samples of this rank, by their shape
+        self._samples = 0  # of the batch that runs
+        self._shape: SampleShape = ()
         self._started = 0.0
         self._paused = False
         self._due = False
@@ -61,14 +65,17 @@ class RunMonitor(Callback):
 
     def state_dict(self) -> dict[str, Any]:
         """Samples and seconds go on counting after a resume, and so does the mean of a window that is open."""
+        shapes = [[[list(sizes) for sizes in shape], number] for shape, number in self._window_shapes.items()]
         return {
             "samples": self.samples,
             "seconds": self.seconds,
+            "flops": self.flops.state_dict() if self.flops is not None else [],
             "window": {
                 "samples": self._window_samples,
                 "seconds": self._open_seconds(),
                 "steps": self._window_steps,
                 "batches": self._batches,
+                "shapes": shapes,
                 "loss": self._loss,
             },
         }
@@ -92,6 +99,21 @@ class RunMonitor(Callback):
         window = state_dict["window"]
         self._window_samples, self._window_seconds = window["samples"], window["seconds"]
         self._window_steps, self._batches, self._loss = window["steps"], window["batches"], window["loss"]
+        self._window_shapes = {tuple(tuple(sizes) for sizes in shape): number for shape, number in window["shapes"]}
+        if self.flops is not None:
+            self.flops.load_state_dict(state_dict["flops"])
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Forgets the FLOPs and the open window of a fit before. What is resumed is loaded after this."""
+        if stage == "fit":
+            self._open_window()
+            if self.flops is not None:
+                self.flops.forget()
+
+    def _open_window(self) -> None:
+        self._loss = self._norm = None
+        self._batches = self._window_samples = self._window_steps = 0
+        self._window_shapes, self._window_seconds = {}, 0.0
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Reads what does not change during a run, so that a step need not."""
@@ -104,30 +126,31 @@ class RunMonitor(Callback):
             self._loss = self._loss.to(trainer.strategy.root_device)
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        """Counts FLOPs on one batch; starts the clock again after a validation, and the saving that follows it."""
+        """Counts FLOPs where they are not known; starts the clock again after a validation, and its checkpoint."""
         if self._paused:
             self._paused, self._started = False, time.perf_counter()
-        if self.flops is not None and self.flops.wanted:
-            self.flops.start(pl_module)
+        self._samples, self._shape = samples_of(batch)
+        if self.flops is not None and self._shape not in self.flops.counts:
+            self.flops.start(pl_module, self._shape)
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Any) -> None:
         """Measures the gradients' norm on the steps that are logged."""
         if self.gradient_norm and (self._tick + 1) % self._every == 0:
-            gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-            if gradients:
-                self._norm = torch.nn.utils.get_total_norm(gradients)
+            self._norm = gradient_norm(trainer.strategy, optimizer)
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Adds the batch up; every so many steps, logs."""
         if self.flops is not None and self.flops.running:
-            self.flops.stop(batch_size(batch))
+            self.flops.stop(self._samples)
         loss = batch_loss(trainer, outputs)
         if loss is not None:
             self._loss = loss if self._loss is None else self._loss.add_(loss)
         self._batches += 1
-        self._window_samples += batch_size(batch)
+        self._window_samples += self._samples
+        self._window_shapes[self._shape] = self._window_shapes.get(self._shape, 0) + self._samples
+        self._samples = 0  # A loader may give None for a batch: that one ends and never starts.
         step = trainer.global_step
         if step != self._tick:
             self._window_steps += step - self._tick
@@ -150,8 +173,8 @@ class RunMonitor(Callback):
         clock = trainer.profiler  # type: ignore[attr-defined]
         if isinstance(clock, StepClock):
             scalars["speed/data_wait"] = clock.take() / seconds
-        if self.flops is not None and self.flops.per_sample:
-            achieved = self.flops.per_sample * self._window_samples / seconds
+        achieved = self.flops.total(self._window_shapes) / seconds if self.flops is not None else 0.0
+        if achieved:
             scalars["speed/tflops"] = achieved / 1e12
             peak = peak_flops(trainer)
             if peak:
@@ -167,9 +190,8 @@ class RunMonitor(Callback):
             logger.log_metrics(scalars, step=trainer.global_step)
         self.samples += samples
         self.seconds += seconds
-        self._loss = self._norm = None
-        self._batches = self._window_samples = self._window_steps = 0
-        self._window_seconds, self._started = 0.0, now
+        self._open_window()
+        self._started = now
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Stops the clock: validating is not training."""
@@ -186,6 +208,11 @@ class RunMonitor(Callback):
         """Logs what has not been logged yet."""
         if self._batches:
             self.record(trainer)
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """Ends a count that the exception has cut, which would go on in whatever the process runs next."""
+        if self.flops is not None:
+            self.flops.stop()
 
     def peak_memory(self, trainer: Trainer) -> int:
         """Returns the most bytes that this rank has used: of its accelerator, or of the process on a CPU."""
@@ -206,15 +233,26 @@ def batch_loss(trainer: Trainer, outputs: Any) -> torch.Tensor | None:
 
 def batch_size(batch: Any) -> int:
     """Returns the number of samples in a batch: the length of the first tensor found in it, 1 if none."""
-    if isinstance(batch, torch.Tensor):
-        return len(batch) if batch.ndim else 1
-    if isinstance(batch, dict):
-        batch = tuple(batch.values())
-    if isinstance(batch, list | tuple):
-        for item in batch:
-            if isinstance(item, torch.Tensor | dict | list | tuple):
-                return batch_size(item)
-    return 1
+    return samples_of(batch)[0]
+
+
+def samples_of(batch: Any) -> tuple[int, SampleShape]:
+    """Returns the number of samples in a batch, and what shape one of them has in each tensor.
+
+    Args:
+        batch: any nest of tensors ``[B, ...]``. The first of them says what ``B`` is; it is 1 if there is none.
+    """
+    waiting, shape, samples = [batch], [], 0
+    while waiting:
+        item = waiting.pop()
+        if isinstance(item, torch.Tensor):
+            shape.append(item.shape[1:])
+            samples = samples or (item.shape[0] if item.ndim else 1)
+        elif isinstance(item, dict):
+            waiting.extend(reversed(item.values()))
+        elif isinstance(item, list | tuple):
+            waiting.extend(reversed(item))
+    return samples or 1, tuple(shape)
 
 
 def data_parallel_size(trainer: Trainer) -> int:

@@ -15,6 +15,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from dlo_framework import runs
 from dlo_framework.versions import versions
 from dlo_framework.watch.monitor import RunMonitor, is_tensorboard
+from dlo_framework.watch.state_bytes import StateReport
 
 
 class RunRecord(Callback):
@@ -28,12 +29,14 @@ class RunRecord(Callback):
         folder: the run's folder.
         config: the resolved config, as YAML.
         monitor: where samples, seconds and memory are counted.
+        state: where the bytes of parameters, gradients and optimizer state are.
     """
 
-    def __init__(self, folder: Path, config: str, monitor: RunMonitor) -> None:
+    def __init__(self, folder: Path, config: str, monitor: RunMonitor, state: StateReport | None = None) -> None:
         self.folder = Path(folder)
         self.config = config
         self.monitor = monitor
+        self.state = state
         self._began = time.perf_counter()
         self._before = 0.0  # seconds of the runs that this one resumes
 
@@ -120,6 +123,7 @@ class RunRecord(Callback):
             "samples_per_second": round(samples / seconds, 3) if seconds else None,
             "flops_per_sample": (self.monitor.flops.per_sample or None) if self.monitor.flops else None,
             "peak_memory_bytes": self.monitor.peak_memory(trainer),
+            "state_bytes": self.state.summary() if self.state else None,
             "strategy": type(trainer.strategy).__name__,
             "accelerator": type(trainer.accelerator).__name__,
             "precision": str(trainer.precision),
@@ -140,6 +144,8 @@ def print_table(folder: Path, summary: dict[str, Any]) -> None:
         rows["corrupt samples"] = f"{summary['corrupt_samples']:,} skipped"
     rows["time"] = f"{summary['seconds']:.0f} s, {summary['training_seconds']:.0f} s of it in training steps"
     rows["peak memory"] = runs.human(summary["peak_memory_bytes"])
+    if summary["state_bytes"]:
+        rows |= _state_rows(summary["state_bytes"])
     rows["strategy"] = f"{summary['strategy']} on {summary['world_size']} rank(s), {summary['precision']}"
     rows["run folder"] = str(folder)
     if summary["best_checkpoint"]:
@@ -147,6 +153,17 @@ def print_table(folder: Path, summary: dict[str, Any]) -> None:
     width = max(map(len, rows)) + 2
     print("\n" + "\n".join(f"{name:<{width}}{value}" for name, value in rows.items()))
     print(f"\nlook at it:  tensorboard --logdir {folder.parent}", flush=True)
+
+
+def _state_rows(state: dict[str, Any]) -> dict[str, str]:
+    """Returns what fills a rank's memory, beside what the ZeRO paper's formula says it should."""
+    rows = {}
+    for name in ("parameters", "gradients", "optimizer", "activations"):
+        if state[name] is not None:
+            expected = (state["formula"] or {}).get(name)
+            beside = f" (formula: {runs.human(expected)})" if expected is not None else ""
+            rows[f"  {name}"] = runs.human(state[name]) + beside
+    return rows
 
 
 def _flat(content: Any, prefix: str = "") -> dict[str, Any]:

@@ -56,6 +56,12 @@ def test_two_ranks_find_what_one_process_finds_and_train_as_it_does(dlo, curve):
     assert list(curve(folders[0], "optim/lr").values()) == pytest.approx([one["lr"]] * 44)
 
 
+def test_its_help_is_its_own(dlo):
+    lines = dlo("lr-find", "--help").stdout.splitlines()
+    assert lines[0].startswith("usage: dlo lr-find [-c CONFIG]")
+    assert any(line.startswith("Try learning rates before a training, and suggest one") for line in lines)
+
+
 def test_what_makes_no_sense_is_refused(dlo):
     (dlo.folder / "small.yaml").write_text(CONFIG)
     err = dlo("lr-find", "--config", "small.yaml", "--trainer.fast_dev_run", "true", code=2).stderr

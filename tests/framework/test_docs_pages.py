@@ -37,6 +37,7 @@ def entry_points() -> dict[str, tuple[str, str]]:
     groups = parser["options.entry_points"]
     lines = [(kind, line) for kind in KINDS for line in groups.get(GROUP_PREFIX + kind, "").strip().splitlines()]
     split = [(kind, *(part.strip() for part in line.split("=", 1))) for kind, line in lines]
+    split = [(kind, name, target) for kind, name, target in split if target.endswith(f":{name}")]  # no aliases
     return {name: (kind, target.replace(":", ".")) for kind, name, target in split}
 
 

@@ -56,6 +56,7 @@ def test_every_way_to_import_is_seen() -> None:
         "from dlo_framework.cli.plugins_command import main; main([])",
         "from dlo_framework.cli.plugins_command import main; main(['show', 'OneCycle'])",
         "from dlo_framework.cli.main import main; main(['--help'])",
+        "import dlo_framework.cli.checkpoint_command",
     ],
 )
 def test_light_commands_import_nothing_heavy(statement: str) -> None:

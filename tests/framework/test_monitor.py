@@ -4,13 +4,15 @@ import sys
 import pytest
 import torch
 from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import TensorBoardLogger
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch.utils.data import DataLoader, TensorDataset
 
 from dlo_framework.defaults import add_default_callbacks
 from dlo_framework.watch.clock import StepClock
-from dlo_framework.watch.monitor import RunMonitor, batch_size, optimizer_scalars
+from dlo_framework.watch.flops import FlopCounter
+from dlo_framework.watch.monitor import RunMonitor, batch_size, optimizer_scalars, samples_of
 
 
 class Net(LightningModule):
@@ -94,6 +96,92 @@ def test_flops_are_the_models(tmp_path):
     assert monitor.flops.per_sample == 2 * 2 * 8 * 4
 
 
+class Sized(Net):
+    """Takes samples of any number of rows [R, 8], of which each epoch has its own; fails in one batch if told to."""
+
+    rows = (3, 5, 3)
+
+    def __init__(self, fail_at: int = -1) -> None:
+        super().__init__()
+        self.fail_at = fail_at
+
+    def train_dataloader(self):
+        data = torch.randn(8, self.rows[self.trainer.current_epoch], 8)
+        return DataLoader(TensorDataset(data), batch_size=4)
+
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)
+        if len(self.losses) == self.fail_at:
+            raise RuntimeError("boom")
+        return loss
+
+
+def fit_sized(monitor, module, *callbacks, **options):
+    options = {"max_epochs": 3, "log_every_n_steps": 3, **options}
+    quiet = dict.fromkeys(("logger", "enable_progress_bar", "enable_model_summary"), False)
+    quiet["enable_checkpointing"] = bool(callbacks)
+    callbacks = [monitor, *callbacks]
+    Trainer(accelerator="cpu", callbacks=callbacks, reload_dataloaders_every_n_epochs=1, **quiet, **options).fit(module)
+
+
+def test_flops_are_counted_once_for_each_shape_and_a_window_has_those_of_its_batches(monkeypatch):
+    counted, windows = [], []
+    start, total = FlopCounter.start, FlopCounter.total
+
+    def started(counter, module, shape):
+        start(counter, module, shape)
+        counted.append((len(module.losses), shape, counter.running))
+
+    def summed(counter, samples):
+        windows.append((dict(samples), total(counter, samples)))
+        return windows[-1][1]
+
+    monkeypatch.setattr(FlopCounter, "start", started)
+    monkeypatch.setattr(FlopCounter, "total", summed)
+    monitor = RunMonitor()
+    fit_sized(monitor, Sized())
+    three, five = ((3, 8),), ((5, 8),)
+    # The run's second batch, and the first of the other shape; none in the third epoch, whose shape is known.
+    assert counted == [(0, three, False), (1, three, True), (2, five, True)]
+    a_row = 2 * 2 * 8 * 4
+    assert monitor.flops.counts == {three: 3 * a_row, five: 5 * a_row}
+    assert windows == [
+        ({three: 8, five: 4}, (8 * 3 + 4 * 5) * a_row),
+        ({five: 4, three: 8}, (8 * 3 + 4 * 5) * a_row),
+    ]
+
+
+def test_past_so_many_shapes_flops_go_by_the_elements(monkeypatch):
+    monkeypatch.setattr(FlopCounter, "MOST", 1)
+    counter = RunMonitor().flops
+    counter.load_state_dict([[[[3, 8], []], 240.0]])  # An image and its class.
+    counter.start(Net(), ((7, 8), ()))
+    assert not counter.running
+    assert counter.total({((3, 8), ()): 2, ((6, 8), (1,)): 1}) == 2 * 240 + 240 / 25 * 49
+
+
+def test_a_resumed_run_takes_the_counts_and_the_open_window_over(tmp_path):
+    whole, resumed = RunMonitor(), RunMonitor()
+    keep = ModelCheckpoint(tmp_path, filename="{step}", every_n_train_steps=3, save_top_k=-1)
+    fit_sized(whole, Sized(), keep, log_every_n_steps=50)
+    path = tmp_path / "step=3.ckpt"
+    resumed.load_state_dict(torch.load(path, weights_only=True)["callbacks"]["RunMonitor"])
+    assert resumed.flops.counts == whole.flops.counts
+    assert resumed._window_shapes == {((3, 8),): 8, ((5, 8),): 4}
+
+
+def test_a_count_that_an_exception_cuts_ends_there_and_the_next_fit_counts_anew():
+    monitor = RunMonitor()
+    with pytest.raises(RuntimeError, match="boom"):
+        fit_sized(monitor, Sized(fail_at=2))
+    assert not monitor.flops.running
+    assert len(torch.utils._python_dispatch._get_current_dispatch_mode_stack()) == 0
+    assert monitor.samples == 0
+    fit_sized(monitor, Sized())
+    assert len(monitor.flops.counts) == 2
+    assert monitor.samples == 3 * 8
+
+
 def test_the_summary_counts_every_sample_and_says_how_it_ended(tmp_path):
     _, trainer = fit(tmp_path, batches=7, max_epochs=3)
     summary = json.loads((tmp_path / "summary.json").read_text())
@@ -157,6 +245,13 @@ def test_batch_size_looks_into_any_nest():
     assert batch_size({"name": "x", "tokens": torch.zeros(5, 7)}) == 5
     assert batch_size([{"x": torch.zeros(6)}]) == 6
     assert batch_size("text") == 1
+
+
+def test_samples_and_their_shape():
+    images, boxes = torch.zeros(4, 3, 8, 8), torch.zeros(4, 2)
+    assert samples_of((images, {"boxes": [boxes], "id": torch.zeros(4)})) == (4, ((3, 8, 8), (2,), ()))
+    assert samples_of([torch.tensor(1.0), images])[0] == 1
+    assert samples_of(None) == (1, ())
 
 
 def test_groups_that_differ_get_a_curve_each():

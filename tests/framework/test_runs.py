@@ -2,6 +2,7 @@ import json
 import os
 
 import pytest
+import torch
 
 from dlo_framework import runs
 from dlo_framework.errors import DloError
@@ -9,7 +10,7 @@ from dlo_framework.errors import DloError
 
 @pytest.fixture(autouse=True)
 def no_launcher(monkeypatch):
-    for name in (runs.ENVIRONMENT, "RANK", "SLURM_PROCID", "LOCAL_RANK", "NODE_RANK"):
+    for name in (runs.ENVIRONMENT, runs.FOUND, "RANK", "SLURM_PROCID", "LOCAL_RANK", "NODE_RANK"):
         monkeypatch.delenv(name, raising=False)
 
 
@@ -52,7 +53,7 @@ def test_last_is_the_newest_run_that_has_one(tmp_path):
     for number in (2, 10):
         folder = tmp_path / f"version_{number}" / "checkpoints"
         folder.mkdir(parents=True)
-        (folder / "last.ckpt").touch()
+        torch.save({"global_step": 1, "optimizer_states": []}, folder / "last.ckpt")
     (tmp_path / "version_11").mkdir()
     assert runs.find_checkpoint(tmp_path, "last") == tmp_path / "version_10" / "checkpoints" / "last.ckpt"
 

@@ -9,12 +9,11 @@ import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.plugins.precision import MixedPrecision
-from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
+from torch.utils.data import DataLoader, Dataset, TensorDataset
 from torchmetrics.classification import MulticlassAccuracy
 
 from dlo_framework.data import ResumableDataModule
 from dlo_framework.ema import WeightEMA
-from dlo_framework.errors import DloError
 from dlo_framework.rehearsal import Rehearsal, rehearse
 from dlo_framework.snapshot import take
 from dlo_framework.watch.monitor import RunMonitor
@@ -70,8 +69,8 @@ class Net(LightningModule):
 
 
 class Data(ResumableDataModule):
-    def __init__(self, workers: int = 0) -> None:
-        super().__init__(batch_size=BATCH, num_workers=workers, seed=3)
+    def __init__(self) -> None:
+        super().__init__(batch_size=BATCH, num_workers=0, seed=3)
 
     def train_dataloader(self):
         return self.train_loader(Noisy())
@@ -80,12 +79,11 @@ class Data(ResumableDataModule):
 class Plain(ResumableDataModule):
     """Loaders as anyone writes them, shuffled from torch's global generator."""
 
-    def __init__(self, workers: int = 0) -> None:
+    def __init__(self) -> None:
         super().__init__(batch_size=BATCH)
-        self.options = {"num_workers": workers, "persistent_workers": workers > 0}
 
     def train_dataloader(self):
-        return DataLoader(Noisy(), batch_size=BATCH, shuffle=True, **self.options)
+        return DataLoader(Noisy(), batch_size=BATCH, shuffle=True)
 
 
 class Aside(Callback):
@@ -162,11 +160,6 @@ def test_in_the_middle_of_an_epoch_and_of_an_accumulation():
     for data in (Data, Plain):
         expected = run(data=data(), accumulate_grad_batches=3)
         assert run(Aside(at="on_train_batch_end", batch=4), data=data(), accumulate_grad_batches=3) == expected
-
-
-@pytest.mark.parametrize("data", [Data, Plain])
-def test_with_persistent_workers(data):
-    assert run(Aside(3), data=data(workers=2)) == run(data=data(workers=2))
 
 
 def test_it_is_put_back_where_it_raises_or_is_interrupted():
@@ -305,84 +298,6 @@ def test_nothing_is_logged_and_the_monitors_clock_stands_still():
     run(Watch(3), make=Chatty, callbacks=[monitor], max_epochs=1, log_every_n_steps=1)
     assert seconds[0] == seconds[1]
     assert monitor.samples == BATCHES * BATCH
-
-
-class Stateful:
-    """A loader that keeps its own place, and is no DataLoader; it serves one iteration at a time."""
-
-    def __init__(self) -> None:
-        self.place = self.iteration = 0
-
-    def __iter__(self):
-        self.iteration += 1
-        mine = self.iteration
-        self.place %= BATCHES
-        while self.place < BATCHES:
-            assert self.iteration == mine, "another iteration has begun"
-            self.place += 1
-            yield torch.full((2, 6), float(self.place)), torch.zeros(2, dtype=torch.long)
-
-    def __len__(self) -> int:
-        return BATCHES
-
-    def state_dict(self):
-        return {"place": self.place}
-
-    def load_state_dict(self, state):
-        self.place = state["place"]
-
-
-def test_any_loader_with_a_state_goes_back_to_its_place():
-    class Own(ResumableDataModule):
-        def train_dataloader(self):
-            return Stateful()
-
-    expected = run(data=Own(batch_size=2))
-    assert run(Aside(10), data=Own(batch_size=2)) == expected
-    assert run(Aside(10, at="on_train_batch_end", batch=4), data=Own(batch_size=2)) == expected
-
-
-class Ones:  # A loader without a state, shorter than the others.
-    def __iter__(self):
-        return iter([torch.ones(2)] * 3)
-
-    def __len__(self) -> int:
-        return 3
-
-
-def test_several_loaders_of_which_one_is_no_dataloader():
-    class Several(ResumableDataModule):
-        def train_dataloader(self):
-            return {"a": DataLoader(Noisy(), batch_size=BATCH, shuffle=True), "b": Ones()}
-
-    class Both(Net):
-        def training_step(self, batch, batch_idx):
-            assert batch["b"].sum() == 2
-            return super().training_step(batch["a"], batch_idx)
-
-    options = {"data": Several(batch_size=BATCH), "make": Both}
-    assert run(Aside(10), **options) == run(**options)
-
-
-def test_a_loader_that_can_be_iterated_once_is_refused():
-    class Once(ResumableDataModule):
-        def train_dataloader(self):
-            return iter([(torch.zeros(2, 6), torch.zeros(2, dtype=torch.long))] * 3)
-
-    with pytest.raises(DloError, match="can be iterated once only"):
-        run(Aside(), data=Once(batch_size=2), limit_train_batches=3)
-
-
-def test_a_stream_without_a_length():
-    class Stream(IterableDataset):
-        def __iter__(self):
-            return iter(Noisy()[index] for index in range(28))
-
-    class Streamed(ResumableDataModule):
-        def train_dataloader(self):
-            return DataLoader(Stream(), batch_size=BATCH)
-
-    assert run(Aside(10), data=Streamed(batch_size=BATCH)) == run(data=Streamed(batch_size=BATCH))
 
 
 def test_the_data_themselves_are_not_copied():

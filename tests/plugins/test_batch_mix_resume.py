@@ -106,34 +106,3 @@ def test_a_run_that_is_stopped_goes_on_with_the_same_losses(whole, tmp_path, sto
     before = run(tmp_path / "run", stop=stop)
     assert before == whole[:at]
     assert run(tmp_path / "run", resume=True) == whole[at:]
-
-
-CONFIG = """
-seed_everything: 3
-trainer:
-  max_epochs: 2
-  log_every_n_steps: 1
-  accelerator: cpu
-  accumulate_grad_batches: 3
-  callbacks:
-    - {class_path: BatchMix, init_args: {mode: pair, group_size: 16, label_smoothing: 0.1}}
-model:
-  class_path: ImageClassifier
-  init_args:
-    model: vit_tiny_patch16_224
-    model_args: {patch_size: 8, embed_dim: 48, depth: 2, num_heads: 2}
-    schedule: constant
-data: {class_path: DigitsData, init_args: {image_size: 16, batch_size: 32}}
-"""
-
-
-def test_two_ranks_train_as_one_process_does_also_after_a_resume(dlo, curve):
-    """Each rank has one group of a batch of which one process has two; the run on two ranks stops in mid-epoch."""
-    (dlo.folder / "mix.yaml").write_text(CONFIG)
-    ranks = ["--trainer.strategy", "ddp", "--trainer.devices", "2", "--run.name", "two"]
-    dlo("fit", "--config", "mix.yaml", "--run.name", "one")
-    dlo("fit", "--config", "mix.yaml", *ranks, "--trainer.max_steps", "20")
-    dlo("fit", "--config", "mix.yaml", *ranks, "--ckpt_path", "last")
-    one, two = (curve(dlo.folder / "runs" / name / "version_0") for name in ("one", "two"))
-    assert len(one) == 2 * 15
-    assert two == pytest.approx(one, rel=1e-5)

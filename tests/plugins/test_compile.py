@@ -13,10 +13,6 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, TensorDataset
 
-from dlo_framework.checkpoint import SafeCheckpointIO
-from dlo_framework.data import ResumableDataModule
-from dlo_framework.defaults import add_default_callbacks
-from dlo_framework.ema import WeightEMA
 from dlo_framework.errors import DloError
 from dlo_framework.plan import ParallelPlan
 from dlo_framework.task import Task
@@ -303,81 +299,25 @@ def test_flops_are_counted_as_without_it():
     assert len(CALLS) == 2 * 7  # all batches but the first
 
 
-class Data(ResumableDataModule):
-    def __init__(self) -> None:
-        super().__init__(batch_size=5, num_workers=0, seed=3)
+@pytest.mark.parametrize("monitor_first", [True, False])
+def test_flops_of_another_size_are_counted_on_its_first_batch_which_runs_uncompiled(monitor_first):
+    class Sizes(Plain):
+        def train_dataloader(self):
+            return loader(10, 5, (2, 4, 2)[self.trainer.current_epoch])
 
-    def train_dataloader(self):
-        return self.train_loader(samples(32))
-
-    def val_dataloader(self):
-        return self.eval_loader(samples(7))
-
-
-def run(folder, callbacks, *, resume=False, **options):
-    """Returns the module of a run with dlo's defaults, resumed or not."""
-    torch.manual_seed(0 if not resume else 9)
-    module = Plain()
-    folder.mkdir(exist_ok=True)
-    trainer = Trainer(
-        accelerator="cpu",
-        callbacks=add_default_callbacks(callbacks, run_folder=folder, model=module, config="{}", progress_bar=False),
-        plugins=[SafeCheckpointIO()],
-        **{"max_epochs": 3, "logger": False, **QUIET, **options},
-    )
-    trainer.fit(module, datamodule=Data(), ckpt_path=folder / "checkpoints" / "last.ckpt" if resume else None)
-    return module
+    monitor, module = RunMonitor(), Sizes(Net(scales=[0.1]))
+    callbacks = [monitor, Compile(backend="traced")]
+    torch.manual_seed(1)
+    options = {"max_epochs": 3, "logger": False, "enable_checkpointing": False, "limit_val_batches": 0, **QUIET}
+    callbacks = callbacks if monitor_first else callbacks[::-1]
+    Trainer(accelerator="cpu", callbacks=callbacks, reload_dataloaders_every_n_epochs=1, **options).fit(module)
+    two, four = monitor.flops.counts.values()
+    assert four == 2 * two > 0
+    assert len(CALLS) == 6 - 2
+    assert monitor.flops.uncompile is None
 
 
-@pytest.mark.parametrize("at", [1, 4, 6, 8])
-def test_stopped_and_resumed_gives_the_losses_of_the_whole_run(tmp_path, at):
-    """Also after the first batch, which runs uncompiled in the whole run, and only there."""
-    whole = run(tmp_path / "whole", [Compile(backend="traced")]).losses
-    assert len(set(whole)) == 18
-    torch.compiler.reset()
-    before = run(tmp_path / "cut", [Compile(backend="traced")], max_steps=at).losses
-    assert before == whole[:at]
-    compiled = len(CALLS)
-    callback = Compile(backend="traced")
-    torch.compiler.reset()
-    after = run(tmp_path / "cut", [callback], resume=True).losses
-    assert callback.seconds > callback.tally.seconds > 0 or at == 1  # which compiled nothing before
-    assert after == whole[at:]
-    assert len(CALLS) - compiled == 18 - at
-
-
-def test_checkpoints_are_the_same_with_and_without_it_and_the_weight_average(tmp_path):
-    """Every way to go from one to the other: no key is missing, and none is left over."""
-    ways = {"plain": [], "compiled": [Compile], "average": [WeightEMA], "both": [Compile, WeightEMA]}
-
-    def callbacks(way):
-        return [Compile(backend="aot_eager") if kind is Compile else kind(0.5) for kind in ways[way]]
-
-    keys = {}
-    for way in ways:
-        run(tmp_path / way, callbacks(way), max_epochs=1)
-        keys[way] = torch.load(tmp_path / way / "checkpoints" / "last.ckpt", weights_only=True)["state_dict"].keys()
-    assert len(set(map(tuple, keys.values()))) == 1
-    for first, then in (("plain", "both"), ("both", "plain"), ("compiled", "average"), ("average", "compiled")):
-        assert len(run(tmp_path / first, callbacks(then), resume=True, max_epochs=2).losses) == 6
-
-
-# --- the real back end -------------------------------------------------------------------------------------
-
-
-def test_inductor_trains_as_eager_resumes_bit_for_bit_and_fills_its_cache(tmp_path):
-    def inductor():
-        return Compile(cache_dir=str(tmp_path / "cache"))
-
-    plain = run(tmp_path / "plain", []).losses
-    whole = run(tmp_path / "whole", [inductor()]).losses
-    assert any((tmp_path / "cache" / "fxgraph").iterdir())
-    before = run(tmp_path / "cut", [inductor()], max_steps=4).losses
-    torch.compiler.reset()  # As a new process, which has nothing but the cache.
-    after = run(tmp_path / "cut", [inductor()], resume=True).losses
-    assert before + after == whole
-    assert whole[0] == plain[0]  # uncompiled, for the FLOPs; then dropout draws from a stream of inductor's
-    assert sum(whole) == pytest.approx(sum(plain), rel=0.1)
+# --- on an accelerator -------------------------------------------------------------------------------------
 
 
 @pytest.mark.gpu

@@ -4,6 +4,7 @@ import signal
 import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.utils.data import DataLoader, TensorDataset
 
 from dlo_framework.checkpoint import SafeCheckpointIO
@@ -285,6 +286,65 @@ def test_a_run_that_follows_the_noise_resumes_exactly(tmp_path):
         folder = tmp_path / str(stop)
         before = run(folder, callback(), stop=stop)
         assert before + run(folder, callback(), resume=True) == whole, stop
+
+
+# --- after an exception ------------------------------------------------------------------------------------
+
+
+class Crashes(Net):
+    """Raises in a batch's ``training_step``, which at a step's last batch is within the optimizer's step."""
+
+    def __init__(self, batch: int) -> None:
+        super().__init__()
+        self.batch = batch
+
+    def training_step(self, batch, batch_idx):
+        if len(self.losses) == self.batch:
+            raise RuntimeError("crash")
+        return super().training_step(batch, batch_idx)
+
+
+def growing():
+    return DynamicBatchSize({"24 samples": 16, 2: 32}, max_micro_batch=16, lr_rule="sqrt")
+
+
+def by_noise():
+    noise = NoiseScale(max_batch_size=64, every=1, smoothing=0.5, multiple=3)
+    return DynamicBatchSize(noise_scale=noise, max_micro_batch=8)
+
+
+@pytest.mark.parametrize(("make", "crash"), [(growing, 4), (by_noise, 7)])
+@pytest.mark.parametrize("same_trainer", [True, False])
+def test_a_fit_that_raised_leaves_nothing_to_the_next(make, crash, same_trainer):
+    """The same trainer goes on with its epoch, so it fails in the first; another begins anew wherever one failed."""
+    expected = fit(make()).losses
+    callback, data = make(), Data()
+    trainer = Trainer(accelerator="cpu", callbacks=[callback], max_epochs=4, **OFF)
+    with pytest.raises(RuntimeError, match="crash"):
+        trainer.fit(Crashes(crash if same_trainer else crash + 9), datamodule=data)
+    optimizer = trainer.optimizers[0]
+    assert not optimizer._optimizer_step_pre_hooks
+    assert not optimizer._optimizer_step_post_hooks
+    assert optimizer.param_groups[0]["lr"] == 0.01
+    assert data.window_at is None
+    if not same_trainer:
+        trainer = Trainer(accelerator="cpu", callbacks=[callback], max_epochs=4, **OFF)
+    torch.manual_seed(1)
+    module = Net()
+    trainer.fit(module, datamodule=data)
+    assert module.losses == expected
+
+
+def test_a_checkpoint_that_the_exception_saves_has_the_rate_unscaled_and_the_window(tmp_path):
+    keep = ModelCheckpoint(tmp_path, filename="failed", save_on_exception=True)
+    with pytest.raises(RuntimeError, match="crash"):
+        fit(growing(), keep, module=Crashes(4), enable_checkpointing=True)
+    (path,) = tmp_path.glob("*.ckpt")
+    saved = torch.load(path, weights_only=True)
+    (group,) = saved["optimizer_states"][0]["param_groups"]
+    assert group["lr"] == 0.01
+    assert not [name for name in group if name.startswith("dlo")]
+    assert saved["callbacks"]["DynamicBatchSize"]["window"] == [1, 4, 0]
 
 
 # --- what is refused ---------------------------------------------------------------------------------------

@@ -99,6 +99,7 @@ class BatchMix(BatchTransform):
         self._classes: int | None = None
         self._checked = False
         self._trainer: Trainer | None = None
+        self._shares = 1  # how many ranks' batches a batch is made of
 
     # --- state ---------------------------------------------------------------------------------------------------
 
@@ -121,6 +122,11 @@ class BatchMix(BatchTransform):
         progress: Any = self._trainer.fit_loop.epoch_loop.batch_progress.current
         return int(progress.ready > progress.processed)
 
+    def for_parity(self, shares: int) -> str:
+        """Mixes each of so many equal shares of a batch for itself, as that many ranks mix their batches."""
+        self._shares = shares
+        return "each rank's batch is mixed for itself, in one process too: equal"
+
     # --- before training -----------------------------------------------------------------------------------------
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -141,7 +147,7 @@ class BatchMix(BatchTransform):
                 " trainer.max_steps are both unlimited; set one of them, or off_epochs to 0"
             )
         self._trainer, self._checked, self._classes = trainer, False, None
-        if trainer.global_step == 0 and trainer.current_epoch == 0:
+        if trainer.current_epoch == 0:  # Also where a fit before has raised. What is resumed is loaded after this.
             self._batches = 0
             self._run_seed = _seed_of_run() if self.seed is None else self.seed
 
@@ -191,7 +197,7 @@ class BatchMix(BatchTransform):
             rank: among those that see different data; ranks that share a model replica mix alike.
             shape: of the images, ``[B, ..., H, W]``.
         """
-        size = self.group_size or shape[0]
+        size = self.group_size or -(-shape[0] // self._shares)
         starts = range(0, shape[0], size)
         height, width = shape[-2:] if len(shape) > 2 else (1, 1)
         plans = []

@@ -18,7 +18,7 @@ from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy
 from torch import nn
 
 from dlo_framework.errors import DloError, did_you_mean
-from dlo_framework.watch.flops import is_compiled
+from dlo_framework.watch.flops import FlopCounter, is_compiled
 from dlo_framework.watch.monitor import RunMonitor, batch_size
 from dlo_plugins.compile_log import CompileLog
 from dlo_plugins.compile_parts import compiled_call, parts_to_compile, set_compiled_call
@@ -35,8 +35,8 @@ class Compile(Callback):
 
     Compiled is ``self.model`` of a Task, and of any other LightningModule each child that has parameters; never the
     steps themselves. Evaluation runs uncompiled, and so does a last, smaller batch of an epoch: their other shapes
-    would be compiled too, for minutes. Where RunMonitor counts FLOPs, it counts them on the run's first batch, which
-    runs uncompiled for that. Checkpoints have the keys that they have without it.
+    would be compiled too, for minutes. Where RunMonitor counts FLOPs, it counts them on the first batch of each size,
+    which runs uncompiled for that. Checkpoints have the keys that they have without it.
 
     At the end of the first epoch and of the run it prints the number of graphs, graph breaks and recompilations with
     their reasons, and logs the numbers as ``compile/*``.
@@ -90,8 +90,7 @@ class Compile(Callback):
         self._cuda_graphs = False
         self._counting = False
         self._before = 0.0  # seconds of compiling that were counted before this run
-        self._flops: float | None = None
-        self._monitor: RunMonitor | None = None
+        self._counter: FlopCounter | None = None
         self._ran = False  # whether any training batch was to run compiled
         self._told: str | None = None
         self._undo = contextlib.ExitStack()
@@ -103,18 +102,12 @@ class Compile(Callback):
         return self._before + self.tally.seconds
 
     def state_dict(self) -> dict[str, Any]:
-        """The FLOPs, which are counted once a run, and the seconds."""
-        self._note_flops()
-        return {"flops_per_sample": self._flops, "seconds": self.seconds}
-
-    def _note_flops(self) -> None:
-        counter = self._monitor.flops if self._monitor is not None else None
-        if counter is not None and not counter.wanted and not counter.running:
-            self._flops = counter.per_sample
+        """The seconds."""
+        return {"seconds": self.seconds}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Takes up the counts of the run that is resumed."""
-        self._flops, self._before = state_dict["flops_per_sample"], state_dict["seconds"] - self.tally.seconds
+        """Takes up those of the run that is resumed."""
+        self._before = state_dict["seconds"] - self.tally.seconds
 
     # --- on and off ----------------------------------------------------------------------------------------
 
@@ -191,11 +184,12 @@ class Compile(Callback):
     def _end(self) -> None:
         """Leaves the modules and torch as they were."""
         self.tally.stop()
-        self._note_flops()
         for part in self._parts.values():
             set_compiled_call(part, None)
         self._parts, self._calls, self._on = {}, [], False
-        self._monitor, self._counting = None, False
+        if self._counter is not None:
+            self._counter.uncompile = None
+        self._counter, self._counting = None, False
         self._undo.close()
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
@@ -209,29 +203,28 @@ class Compile(Callback):
     # --- training ------------------------------------------------------------------------------------------
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Sees to it that the FLOPs are counted, which needs one batch that runs uncompiled.
+        """Sees to it that the FLOPs are counted, which needs batches that run uncompiled.
 
-        That is the first of the whole run, never of a resumed one: compiled code rounds otherwise, and a resumed
-        run has to round as the whole one did.
+        They are the first of their size in the whole run, and a resumed one takes the counts over: compiled code rounds
+        otherwise, and a resumed run has to round as the whole one did.
         """
         self._told, self._ran, self._counting = None, False, False
-        # Until the first batch: the monitor may come before this callback, and looks whether it can count; and what
-        # finds a learning rate or a batch size first would have many sizes compiled.
+        # Until the first batch: what finds a learning rate or a batch size first would have many sizes compiled.
         self._switch(False)
-        self._monitor = next((one for one in trainer.callbacks if isinstance(one, RunMonitor)), None)  # type: ignore[attr-defined]
-        counter = self._monitor.flops if self._monitor is not None else None
-        if counter is None or not counter.wanted or getattr(pl_module, "flops_per_sample", lambda: None)():
-            return
-        if self._flops is not None:
-            counter.take(self._flops)
-        else:
-            counter.count_first()
-            self._counting = True
+        monitor = next((one for one in trainer.callbacks if isinstance(one, RunMonitor)), None)  # type: ignore[attr-defined]
+        self._counter = monitor.flops if monitor is not None else None
+        if self._counter is not None:
+            self._counter.uncompile = self._uncompile
+            self._counter.count_first()
+
+    def _uncompile(self) -> None:
+        """Has the batch that begins run uncompiled; the monitor may come before this callback or after it."""
+        self._counting = True
+        self._switch(False)
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Chooses between compiled and not, by the batch alone."""
         self._switch(not self._counting and not is_partial(trainer, batch))
-        self._ran = self._ran or self._on
         if self._cuda_graphs:
             self._refuse_accumulation(trainer)  # A callback may change it during a run.
             torch.compiler.cudagraph_mark_step_begin()
@@ -240,6 +233,7 @@ class Compile(Callback):
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Takes notice of what was compiled."""
+        self._ran = self._ran or self._on
         self._counting = False
         if self.tally.grown:
             self.tally.drain()

@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 
 from dlo_framework.data import Position, ResumableDataModule, Window, data_parallel_coordinates
 from dlo_framework.data.sampler import Span, plan_epoch
+from dlo_framework.distributed.norms import divides_state
 from dlo_framework.errors import DloError
 from dlo_framework.progress import AccumulationWindow, planned_batches, refresh_epoch_length
 from dlo_plugins.batch_plan import LRDecay, LRRule, NoiseScale, grown_size, lr_factor, scheduled_size, window
@@ -144,7 +145,9 @@ class DynamicBatchSize(Callback):
             return
         self._trainer = trainer
         _check_trainer(trainer, pl_module)
-        if self.noise is not None and not isinstance(trainer.strategy, DDPStrategy | SingleDeviceStrategy):
+        self._forget(trainer)
+        keeps_gradients = isinstance(trainer.strategy, DDPStrategy | SingleDeviceStrategy)
+        if self.noise is not None and (not keeps_gradients or divides_state(trainer.strategy)):
             raise DloError(
                 "DynamicBatchSize: noise_scale measures each rank's own gradients, which"
                 f" {type(trainer.strategy).__name__} does not keep; use ddp, or a schedule"
@@ -156,6 +159,15 @@ class DynamicBatchSize(Callback):
         if isinstance(datamodule, ResumableDataModule):
             self._begin(datamodule.batch_size)
             datamodule.window_at = self.window_at
+
+    def _forget(self, trainer: Trainer) -> None:
+        """Forgets the fit before, of which an exception leaves everything. What is resumed is loaded after this."""
+        trainer.accumulate_grad_batches = 1
+        self._window, self._epoch, self._own_plan = AccumulationWindow(1, 0), 0, None
+        self._length_is_old, self._factor = False, 1.0
+        if trainer.current_epoch == 0:  # Else the same trainer goes on with the epochs that it has done.
+            self._size = self._micro = 0
+            self._meter = NoiseMeter(self.noise.smoothing) if self.noise else None
 
     def _begin(self, first: int) -> None:
         """Takes the batch size that the run begins with, and checks the others against the ranks."""
@@ -336,19 +348,33 @@ class DynamicBatchSize(Callback):
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Gives back what was set."""
+        if stage == "fit":
+            self._release(trainer)
+            trainer.accumulate_grad_batches = 1
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """Gives back what was set, for which Lightning calls no ``teardown`` then.
+
+        All but the accumulation, which a checkpoint that is saved after this asks for; the next fit gives it back.
+        """
+        if trainer.state.fn == "fit":
+            self._release(trainer)
+
+    def _release(self, trainer: Trainer) -> None:
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
-        if stage == "fit":
-            trainer.accumulate_grad_batches = 1
-            datamodule = trainer.datamodule  # type: ignore[attr-defined]
-            if isinstance(datamodule, ResumableDataModule):
-                datamodule.window_at = None
+        for optimizer in trainer.optimizers:
+            _restore_rates(optimizer)  # An exception in the step has left them scaled.
+        datamodule = trainer.datamodule  # type: ignore[attr-defined]
+        if isinstance(datamodule, ResumableDataModule):
+            datamodule.window_at = None
 
 
 def _check_trainer(trainer: Trainer, pl_module: LightningModule) -> None:
     options: Any = trainer
-    if trainer.accumulate_grad_batches != 1:
+    left_over = isinstance(trainer.accumulate_grad_batches, AccumulationWindow)  # by a fit that raised
+    if trainer.accumulate_grad_batches != 1 and not left_over:
         raise DloError(
             "DynamicBatchSize: its batch sizes count all the samples of an optimizer step, so it sets the accumulation"
             f" itself; remove trainer.accumulate_grad_batches, which is {trainer.accumulate_grad_batches}"

@@ -22,6 +22,7 @@ from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy
 from torch import Tensor, nn
 
 from dlo_framework.data.hashing import hash64
+from dlo_framework.distributed.norms import divides_state
 from dlo_framework.errors import DloError, did_you_mean
 from dlo_framework.plan import ParallelPlan
 from dlo_framework.task import Task
@@ -127,6 +128,7 @@ class AdaptiveGradientClipping(Callback):
         refuse_sharded("AdaptiveGradientClipping", trainer, pl_module)
         names = dict(pl_module.named_parameters())
         self._excluded = {id(names[name]) for name in excluded_names(pl_module, self.exclude)}
+        self._clipped = None  # A fit that raised in a step has left what it measured.
 
     @torch.no_grad()
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Any) -> None:
@@ -247,8 +249,8 @@ def last_linear(pl_module: LightningModule) -> str | None:
 
 
 def refuse_sharded(callback: str, trainer: Trainer, pl_module: LightningModule) -> None:
-    """Raises a DloError where a rank holds only shards of parameters."""
-    sharded = isinstance(trainer.strategy, FSDPStrategy | DeepSpeedStrategy)
+    """Raises a DloError where a rank holds only shards of parameters or their gradients."""
+    sharded = isinstance(trainer.strategy, FSDPStrategy | DeepSpeedStrategy) or divides_state(trainer.strategy)
     if not sharded and torch.distributed.is_available():
         from torch.distributed.tensor import DTensor
 
@@ -256,5 +258,5 @@ def refuse_sharded(callback: str, trainer: Trainer, pl_module: LightningModule) 
     if sharded:
         raise DloError(
             f"{callback} works on whole parameters, but {type(trainer.strategy).__name__} leaves each rank a shard of"
-            " them; use strategy ddp, or take the callback out"
+            " them or of their gradients; use strategy ddp, or take the callback out"
         )

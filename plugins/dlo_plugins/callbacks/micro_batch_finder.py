@@ -21,6 +21,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 
 from dlo_framework.data import Position, data_parallel_coordinates
+from dlo_framework.distributed.norms import divides_state
 from dlo_framework.errors import DloError
 from dlo_framework.rehearsal import BeforeTraining, Rehearsal, rehearse, run_folder, write_whole
 from dlo_framework.snapshot import training_loaders
@@ -95,11 +96,12 @@ class MicroBatchFinder(BeforeTraining):
         super().setup(trainer, pl_module, stage)
         if stage != "fit":
             return
-        if not isinstance(trainer.strategy, DDPStrategy | SingleDeviceStrategy):
+        independent = isinstance(trainer.strategy, DDPStrategy | SingleDeviceStrategy)
+        if not independent or divides_state(trainer.strategy):
             raise DloError(
-                f"MicroBatchFinder: under {type(trainer.strategy).__name__} ranks wait for each other within the"
-                " forward pass, so one that runs out of memory would stop all; search with --trainer.strategy ddp on"
-                " a model that fits, or remove it"
+                f"MicroBatchFinder: under {type(trainer.strategy).__name__} ranks wait for each other within"
+                " forward and backward, so one that runs out of memory would stop all; search with --trainer.strategy"
+                " ddp on a model that fits, or remove it"
             )
         if trainer.world_size > 1 and getattr(trainer.strategy, "_layer_sync", None) is not None:
             raise DloError(

@@ -158,6 +158,11 @@ class OneCycle(Callback):
         self.max_lr = group_peaks(self.max_lr, lr) if isinstance(self.max_lr, list) else lr
         self._peaks = group_peaks(self._peaks, lr) if self._peaks else []
 
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Forgets the peaks of a fit before, whose optimizer was another. What is resumed is loaded after this."""
+        if stage == "fit":
+            self._peaks = []
+
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Checks that nothing else sets the lr, and finds each group's peak."""
         if trainer.lr_scheduler_configs:

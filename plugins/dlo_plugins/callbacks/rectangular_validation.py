@@ -100,6 +100,10 @@ class RectangularValidation(Callback):
         """Forgets the loader; the datamodule ends its workers."""
         self._loader = None
 
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """Forgets it too: Lightning calls no ``teardown`` then, and the next validation may have other data."""
+        self._loader = None
+
     # --- validation ----------------------------------------------------------------------------------------
 
     def on_validation_batch_end(

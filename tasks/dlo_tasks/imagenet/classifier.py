@@ -228,8 +228,9 @@ class ImageClassifier(Task):
     # --- steps ---------------------------------------------------------------------------------------------
 
     def inputs(self, batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Returns the images."""
+        """Returns the images, in the weights' precision: the datamodule normalises to single."""
         images = batch[0] if isinstance(batch, tuple | list) else batch
+        images = images.to(self.dtype) if images.is_floating_point() else images
         if self.channels_last:
             images = images.contiguous(memory_format=torch.channels_last)
         return (images,), {}

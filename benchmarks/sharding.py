@@ -1,0 +1,260 @@
+"""A training step of each way to divide a model's state, beside its peers, and the bytes each rank holds.
+
+    python benchmarks/sharding.py [--ranks 2] [--rounds 20] [--deepspeed] [--device cuda]
+
+Each rank builds all variants of one model (a GPT-like transformer in single precision, 23 million parameters by
+default) under AdamW, and steps them in the same random order, round by round; medians of the ratio to DDP's step of
+the same round are given, `ddp again` is the A/A control. Elapsed time, for the ranks wait for each other. The bytes
+are those of parameters, gradients and optimizer state that live between steps (gradients: after backward), on the
+rank that holds the most, and what the ZeRO paper's formula (arXiv 1910.02054) gives. Losses must equal DDP's.
+
+The roofline of stages 1 and 2 is DDP's own step: the same 2 psi elements pass between the ranks. Stage 3 passes half
+as many again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from dlo_framework.distributed.collectives import Communicator
+from dlo_framework.testing import run_distributed
+from dlo_framework.watch.state_bytes import memory_of, optimizer_bytes, paper_bytes
+from dlo_plugins.zero.engine import ZeroEngine, ZeroOptions
+
+VOCABULARY, LENGTH, HEADS = 2048, 64, 8
+MIB = 2**20
+
+
+class Block(nn.Module):
+    """A pre-norm transformer block. x: [batch, length, width]."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(self.norm1(x)).unflatten(-1, (3, HEADS, -1)).permute(2, 0, 3, 1, 4)
+        attended = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.out(attended.transpose(1, 2).flatten(2))
+        return x + self.down(nn.functional.gelu(self.up(self.norm2(x))))
+
+
+class Model(nn.Module):
+    """tokens: [batch, length] -> the loss of the next token."""
+
+    def __init__(self, width: int, depth: int) -> None:
+        super().__init__()
+        self.embed, self.position = nn.Embedding(VOCABULARY, width), nn.Embedding(LENGTH, width)
+        self.blocks = nn.ModuleList(Block(width) for _ in range(depth))
+        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, VOCABULARY, bias=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens) + self.position.weight[: tokens.shape[1]]
+        for block in self.blocks:
+            x = block(x)
+        logits = self.head(self.norm(x))[:, :-1]
+        return nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+
+
+@dataclass
+class Variant:
+    """One way to train.
+
+    Attributes:
+        step: takes a batch, steps, returns the loss.
+        bytes: the state this rank holds.
+    """
+
+    step: Callable[[Tensor], Tensor]
+    bytes: Callable[[], dict[str, int]]
+
+
+def build(options: argparse.Namespace, device: torch.device) -> Model:
+    torch.manual_seed(0)
+    return Model(options.width, options.depth).to(device)
+
+
+def plain(model: nn.Module, parameters: list[Tensor], optimizer: torch.optim.Optimizer, wrapped: nn.Module) -> Variant:
+    """Returns the usual loop."""
+    held = {"gradients": 0}
+
+    def step(batch: Tensor) -> Tensor:
+        optimizer.zero_grad()
+        loss = wrapped(batch)
+        loss.backward()
+        if not held["gradients"]:
+            held["gradients"] = memory_of(p.grad for p in parameters if p.grad is not None)
+        optimizer.step()
+        return loss.detach()
+
+    return Variant(
+        step, lambda: {"parameters": memory_of(parameters), **held, "optimizer": optimizer_bytes([optimizer])}
+    )
+
+
+def ddp(options: argparse.Namespace, device: torch.device) -> Variant:
+    model = build(options, device)
+    wrapped = DistributedDataParallel(model)
+    return plain(model, list(model.parameters()), torch.optim.AdamW(model.parameters(), lr=1e-4), wrapped)
+
+
+def redundancy(options: argparse.Namespace, device: torch.device) -> Variant:
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    model = build(options, device)
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=1e-4)
+    variant = plain(model, list(model.parameters()), optimizer, DistributedDataParallel(model))
+    return Variant(variant.step, lambda: {**variant.bytes(), "optimizer": optimizer_bytes([optimizer.optim])})
+
+
+def fsdp2(options: argparse.Namespace, device: torch.device, reshard: bool) -> Variant:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    model = build(options, device)
+    mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh, reshard_after_forward=reshard)
+    fully_shard(model, mesh=mesh, reshard_after_forward=reshard)
+    return plain(model, list(model.parameters()), torch.optim.AdamW(model.parameters(), lr=1e-4), model)
+
+
+def zero(options: argparse.Namespace, device: torch.device, stage: int, offload: bool = False) -> Variant:
+    model = build(options, device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    settings = ZeroOptions(stage, int(25 * MIB / 4), offload_optimizer=offload)
+    units = [f"blocks.{number}" for number in range(options.depth)]
+    engine = ZeroEngine(model, [optimizer], units, Communicator(), device, settings)
+    held: dict[str, int] = {}
+
+    def step(batch: Tensor) -> Tensor:
+        optimizer.zero_grad()
+        loss = model(batch)
+        engine.before_backward(automatic=True)
+        loss.backward()
+        engine.after_backward(automatic=True)
+        if not held:
+            held.update(engine.bytes_held())
+        optimizer.step()
+        return loss.detach()
+
+    return Variant(step, lambda: {**held, "optimizer": optimizer_bytes([optimizer])})
+
+
+def deepspeed(options: argparse.Namespace, device: torch.device, stage: int) -> Variant:
+    import deepspeed as ds
+
+    model = build(options, device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    config = {
+        "train_micro_batch_size_per_gpu": options.batch,
+        "zero_optimization": {"stage": stage},
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+    }
+    engine, *_ = ds.initialize(model=model, optimizer=optimizer, config=config)
+
+    def step(batch: Tensor) -> Tensor:
+        loss = engine(batch)
+        engine.backward(loss)
+        engine.step()
+        return loss.detach()
+
+    return Variant(step, lambda: {"optimizer": optimizer_bytes([optimizer])})
+
+
+def variants(options: argparse.Namespace) -> dict[str, Callable[[argparse.Namespace, torch.device], Variant]]:
+    found: dict[str, Callable[[argparse.Namespace, torch.device], Variant]] = {
+        "ddp": ddp,
+        "ddp again": ddp,
+        "ZeroRedundancyOptimizer": redundancy,
+        "FSDP2": lambda o, d: fsdp2(o, d, True),
+        "FSDP2, no reshard": lambda o, d: fsdp2(o, d, False),
+        "dlo zero1": lambda o, d: zero(o, d, 1),
+        "dlo zero2": lambda o, d: zero(o, d, 2),
+        "dlo zero3": lambda o, d: zero(o, d, 3),
+    }
+    if options.deepspeed:
+        for stage in (1, 2, 3):
+            found[f"DeepSpeed {stage}"] = lambda o, d, stage=stage: deepspeed(o, d, stage)
+    return found
+
+
+def measure(rank: int, world_size: int, options: argparse.Namespace) -> dict[str, Any]:
+    """Returns seconds of each round, the losses, and the bytes, by variant; runs on each rank."""
+    if options.deepspeed:
+        os.environ.update(DS_ACCELERATOR="cpu", LOCAL_RANK=str(rank))
+    device = torch.device("cuda", rank % torch.cuda.device_count()) if options.device == "cuda" else torch.device("cpu")
+    built = {name: make(options, device) for name, make in variants(options).items()}
+    seconds: dict[str, list[float]] = {name: [] for name in built}
+    losses: dict[str, list[float]] = {name: [] for name in built}
+    order = random.Random(0)
+    for number in range(options.rounds + 2):
+        generator = torch.Generator().manual_seed(number * world_size + rank)
+        batch = torch.randint(VOCABULARY, (options.batch, LENGTH), generator=generator).to(device)
+        for name in order.sample(list(built), len(built)):
+            dist.barrier()
+            began = time.perf_counter()
+            loss = built[name].step(batch)
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+            if number >= 2:  # the first two are warm-up
+                seconds[name].append(time.perf_counter() - began)
+            losses[name].append(float(loss))
+    return {"seconds": seconds, "losses": losses, "bytes": {name: variant.bytes() for name, variant in built.items()}}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--batch", type=int, default=4, help="sequences of a rank")
+    parser.add_argument("--width", type=int, default=512)
+    parser.add_argument("--depth", type=int, default=7)
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--deepspeed", action="store_true")
+    options = parser.parse_args()
+    backend = "nccl" if options.device == "cuda" else "gloo"
+    ranks = run_distributed(measure, options.ranks, options, timeout=3600, group_timeout=600, backend=backend)
+    psi = sum(p.numel() for p in build(options, torch.device("cpu")).parameters())
+    print(f"{psi / 1e6:.1f} million parameters, {options.ranks} ranks; step over DDP's, MB a rank")
+    print(f"{'':<26}{'step':>7}{'min':>7}{'max':>7}{'P':>8}{'G':>8}{'Opt':>8}{'sum':>8}{'formula':>9}  losses")
+    result = {}
+    for name, seconds in ranks[0]["seconds"].items():
+        ratios = [one / base for one, base in zip(seconds, ranks[0]["seconds"]["ddp"], strict=True)]
+        off = max(
+            abs(a - b) / abs(b)
+            for rank in ranks
+            for a, b in zip(rank["losses"][name], rank["losses"]["ddp"], strict=True)
+        )
+        held = max((rank["bytes"][name] for rank in ranks), key=lambda found: sum(found.values()))
+        stage = int(name[-1]) if name[-1].isdigit() else 3 if "FSDP" in name else 1 if "Redundancy" in name else 0
+        parts = paper_bytes(psi, options.ranks, stage)
+        formula = parts.parameters + parts.gradients + parts.optimizer
+        parts = [held.get(part, 0) / 1e6 for part in ("parameters", "gradients", "optimizer")]
+        print(
+            f"{name:<26}{statistics.median(ratios):>7.3f}{min(ratios):>7.2f}{max(ratios):>7.2f}"
+            + "".join(f"{part:>8.1f}" for part in (*parts, sum(parts)))
+            + f"{formula / 1e6:>9.1f}  {off:.0e}"
+        )
+        result[name] = {"ratio": round(statistics.median(ratios), 4), "bytes": held, "formula": formula, "losses": off}
+    print(json.dumps({"benchmark": "sharding", "ranks": options.ranks, "rounds": options.rounds, "results": result}))
+
+
+if __name__ == "__main__":
+    main()

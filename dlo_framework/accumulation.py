@@ -1,0 +1,78 @@
+"""Gradient accumulation whose last window of an epoch is shorter than the others."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from torch.optim import Optimizer
+
+from dlo_framework.progress import AccumulationWindow
+
+
+class AccumulationTail(Callback):
+    """Makes the last gradient of an epoch the mean of the batches that it is made of; on by default.
+
+    Lightning (2.6) divides each loss by ``accumulate_grad_batches``, also where the epoch ends in the middle of a
+    window: with 10 batches and 4 of them to a step, the last gradient is half of what it should be. Here the last
+    window is as long as it is. Each batch of a window counts the same, however many samples it has.
+    """
+
+    def __init__(self) -> None:
+        self._size = 1
+        self._window: AccumulationWindow | None = None
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        """Tells Lightning how long the window is that the batch is in."""
+        set_by = trainer.accumulate_grad_batches
+        if set_by is not self._window:
+            if isinstance(set_by, AccumulationWindow):
+                return  # Another callback plans the windows: DynamicBatchSize.
+            self._size = set_by
+        start, length = tail(batch_idx, self._size, trainer.num_training_batches)
+        if length == self._size:
+            trainer.accumulate_grad_batches, self._window = self._size, None
+        elif self._window is None or self._window.start != start:
+            trainer.accumulate_grad_batches = self._window = AccumulationWindow(length, start)
+
+    def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
+        """Where the loader has no length, the last window is known to be short only now: scales its gradient up."""
+        size = trainer.accumulate_grad_batches
+        if isinstance(size, AccumulationWindow) or size == 1 or not pl_module.automatic_optimization:
+            return
+        batches = (trainer.fit_loop.epoch_loop.batch_progress.current.ready - 1) % size + 1
+        if batches < size:
+            gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+            torch._foreach_mul_(gradients, size / batches)
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Gives the number back that the user set."""
+        self._release(trainer)
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """Likewise, after checkpoints that are saved on exceptions: a later fit starts from the user's number."""
+        if trainer.state.fn == "fit" and not trainer.checkpoint_callbacks:
+            self._release(trainer)
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Gives back what an exception has left of an earlier fit."""
+        self._release(trainer)
+
+    def _release(self, trainer: Trainer) -> None:
+        if self._window is not None and trainer.accumulate_grad_batches is self._window:
+            trainer.accumulate_grad_batches = self._size
+        self._window = None
+
+
+def tail(batch: int, size: int, batches: float) -> tuple[int, int]:
+    """Returns the accumulation window that a batch is in: its first batch, and how many it has.
+
+    Args:
+        batch: its number in the epoch, from 0.
+        size: of all windows but the last.
+        batches: of the epoch; infinite where nobody knows.
+    """
+    start = batch - batch % size
+    return start, size if math.isinf(batches) else min(size, int(batches) - start)

@@ -1,0 +1,34 @@
+"""Checkpoints that are whole or not there, that run nothing when they are read, and that any strategy reads."""
+
+from dlo_framework.checkpoint.background import AsyncSaver
+from dlo_framework.checkpoint.canonical import save
+from dlo_framework.checkpoint.folder import locate, recover, remove
+from dlo_framework.checkpoint.manifest import Manifest, read_manifest
+from dlo_framework.checkpoint.reading import check, load
+from dlo_framework.checkpoint.saved import SavedTensors
+from dlo_framework.checkpoint.shards import Box, FlatShard, Shard, flat_slice_boxes, held_boxes
+from dlo_framework.checkpoint.torch_file import SafeCheckpointIO, refuse_unsafe, tensor_bytes
+from dlo_framework.checkpoint.verify import newest_valid, verify
+
+__all__ = [
+    "AsyncSaver",
+    "Box",
+    "FlatShard",
+    "Manifest",
+    "SafeCheckpointIO",
+    "SavedTensors",
+    "Shard",
+    "check",
+    "flat_slice_boxes",
+    "held_boxes",
+    "load",
+    "locate",
+    "newest_valid",
+    "read_manifest",
+    "recover",
+    "refuse_unsafe",
+    "remove",
+    "save",
+    "tensor_bytes",
+    "verify",
+]

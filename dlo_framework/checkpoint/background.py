@@ -1,0 +1,127 @@
+"""Saves in the background: training goes on while the disk is written, and nothing is removed too early.
+
+What is saved is the state at the call: each rank copies what it will write before the call returns. That copy, this
+rank's share of the checkpoint, is the memory that saving in the background costs.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from dlo_framework.checkpoint import folder
+from dlo_framework.checkpoint.canonical import Prepared, prepare, write
+from dlo_framework.checkpoint.tensor_file import HashedFile
+
+
+class AsyncSaver:
+    """Writes checkpoints in one background thread, one at a time.
+
+    The ranks agree on what is written in the calling thread, and on whether it is complete in the background, over a
+    group of their own: two threads must not share one. An error of a save is raised by the next call of
+    :meth:`save` or :meth:`wait`, on all ranks.
+
+    Args:
+        group: the ranks that hold the run; None for a single process. With a group, every process of the default
+            group makes its AsyncSaver at the same point, because a new group is made of it.
+        timeout: how long the ranks wait for the slowest one's disk.
+    """
+
+    def __init__(self, group: ProcessGroup | None = None, timeout: timedelta = timedelta(minutes=30)) -> None:
+        self._group = group
+        self._own_group: ProcessGroup | None = None
+        if group is not None:
+            made = dist.new_group(dist.get_process_group_ranks(group), timeout=timeout, backend="gloo")
+            assert isinstance(made, ProcessGroup)  # Only outside of its ranks it is a number.
+            self._own_group = made
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="dlo-checkpoint")
+        self._pending: list[Future[None]] = []
+        self._failed = False
+
+    def save(self, checkpoint: Mapping[str, Any], path: str | Path, *, about: dict[str, Any] | None = None) -> None:
+        """Saves in the background, after the previous save has ended. See :func:`dlo_framework.checkpoint.save`.
+
+        Raises:
+            DloError: if the disk is too full for it, or the previous save failed.
+        """
+        self.wait()
+        prepared = prepare(checkpoint, Path(path), group=self._group, about=about)
+        self._submit(self._write, staged(prepared), _snapshot(prepared.rest))
+
+    def remove(self, path: str | Path) -> None:
+        """Removes a checkpoint, once the save that is under way is on the disk; if that fails, it stays."""
+        if self._pending:
+            self._submit(self._remove, Path(path))
+        else:
+            folder.remove(Path(path))
+
+    def wait(self) -> None:
+        """Waits for what is under way.
+
+        Raises:
+            DloError: if it failed; RuntimeError if that was not the user's to mend. Each failure is raised once.
+        """
+        pending, self._pending = self._pending, []
+        errors = [error for error in (future.exception() for future in pending) if error is not None]
+        self._failed = False
+        if errors:
+            raise errors[0]
+
+    def close(self) -> None:
+        """Waits for what is under way, and ends the thread. To be called before the process group is taken down."""
+        try:
+            self.wait()
+        finally:
+            self._thread.shutdown()
+
+    def _submit(self, work: Any, *arguments: Any) -> None:
+        self._pending.append(self._thread.submit(work, *arguments))
+
+    def _write(self, prepared: Prepared, rest: bytes) -> None:
+        def write_rest(file: HashedFile, _: dict[str, Any]) -> None:
+            file.write(rest)
+
+        try:
+            write(prepared, self._own_group, write_rest)
+        except BaseException:
+            self._failed = True
+            raise
+
+    def _remove(self, path: Path) -> None:
+        if not self._failed:
+            folder.remove(path)
+
+
+def staged(prepared: Prepared) -> Prepared:
+    """Returns the save with copies of its tensors in the CPU's memory, page-locked where they come from a GPU."""
+    copies = {item: _copy(tensor) for item, tensor in prepared.elements.items()}
+    for device in {tensor.device for tensor in prepared.elements.values() if tensor.device.type == "cuda"}:
+        torch.cuda.current_stream(device).synchronize()
+    return dataclasses.replace(prepared, elements=copies)
+
+
+def _copy(tensor: Tensor) -> Tensor:
+    if tensor.device.type == "cpu":
+        return tensor.detach().clone(memory_format=torch.contiguous_format)
+    pinned = tensor.device.type == "cuda"
+    copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=pinned)
+    return copy.copy_(tensor.detach(), non_blocking=pinned)
+
+
+def _snapshot(rest: dict[str, Any] | None) -> bytes:
+    """Returns the plain data as it will be written; its owners may change it from now on."""
+    if rest is None:
+        return b""
+    buffer = io.BytesIO()
+    torch.save(rest, buffer)
+    return buffer.getvalue()

@@ -1,0 +1,261 @@
+"""From one form of a checkpoint to another: Lightning's file, a single safetensors file, a model's weights alone."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator, Mapping
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote, unquote
+
+import torch
+from torch import Tensor
+
+from dlo_framework.checkpoint import folder as folders
+from dlo_framework.checkpoint.boxes import BUCKET_BYTES, pieces, whole
+from dlo_framework.checkpoint.canonical import disk_errors, save
+from dlo_framework.checkpoint.dtypes import dtype_name
+from dlo_framework.checkpoint.importing import name_optimizer_states
+from dlo_framework.checkpoint.manifest import STATE, Manifest, read_manifest
+from dlo_framework.checkpoint.nest import MODEL, split
+from dlo_framework.checkpoint.plan import Chunk, Key, SavedTensor
+from dlo_framework.checkpoint.reading import assemble, load
+from dlo_framework.checkpoint.saved import SavedTensors, Source
+from dlo_framework.checkpoint.shards import Box
+from dlo_framework.checkpoint.state_file import read_state, write_state
+from dlo_framework.checkpoint.tensor_file import HashedFile, layout, memory_of, read_header
+from dlo_framework.checkpoint.torch_file import PARTIAL, read_file, sync_folder
+from dlo_framework.checkpoint.verify import sha256, verify
+from dlo_framework.errors import DloError
+
+#: The header's entry that tells a whole checkpoint in one file from a model's weights.
+_KIND, _WHOLE = "dlo", "checkpoint"
+#: Where a Task keeps its model; a library that loads the weights knows the model's own names.
+PREFIX = "model."
+
+
+def import_lightning(source: Path, target: Path) -> list[str]:
+    """Turns Lightning's single-file checkpoint into a canonical one; nothing in it is executed.
+
+    Returns:
+        What could not be carried over as it should be, a sentence each.
+
+    Raises:
+        DloError: if the file is damaged or unsafe, or the target cannot be written.
+    """
+    _refuse_existing(target)
+    verify(source)
+    checkpoint = read_file(source, mmap=True)
+    notes = name_optimizer_states(checkpoint)
+    save(checkpoint, target, about={"strategy": "imported", "imported_from": source.name})
+    return notes
+
+
+def to_single_file(source: Path, target: Path) -> Path:
+    """Writes a canonical checkpoint's tensors to one safetensors file, and its other state beside it.
+
+    The tensors are called ``model/head.weight``, ``optimizer.0/head.weight.exp_avg``. Holds one bucket in memory.
+
+    Returns:
+        The file of the other state: ``target`` with the ending ``.state.pt``.
+
+    Raises:
+        DloError: if the source is damaged, or a file cannot be written.
+    """
+    for path in (target, state_file_of(target)):
+        _refuse_existing(path)
+    verify(source)
+    found = folders.locate(source)
+    assert found is not None
+    manifest, rest = read_manifest(found), read_state(found / STATE)
+    tensors = {(group, name): tensor for group, named in manifest.tensors.items() for name, tensor in named.items()}
+    everything = SavedTensors(Source(found, tensors), {_flat(key): key for key in tensors}, title=str(source))
+    write_safetensors(everything, target, {_KIND: _WHOLE})
+    with _whole_file(state_file_of(target)) as file:
+        write_state(file, rest)
+    return state_file_of(target)
+
+
+def from_single_file(source: Path, target: Path) -> None:
+    """Turns a safetensors file into a canonical checkpoint.
+
+    One of :func:`to_single_file` becomes again what it was. Any other is taken for a model's weights, under the names
+    that it gives them.
+
+    Raises:
+        DloError: if it is damaged or its state is missing, or the target cannot be written.
+    """
+    _refuse_existing(target)
+    manifest, state = manifest_of_file(source), state_file_of(source)
+    if not manifest.weights_only:
+        if not state.is_file():
+            raise DloError(f"{source} is a whole checkpoint, but its other half, {state.name}, is not beside it")
+        checkpoint = assemble(source.parent, manifest, read_state(state))
+    else:
+        tensors = {(MODEL, name): tensor for name, tensor in manifest.tensors.get(MODEL, {}).items()}
+        keys = {name: key for key in tensors for name in key[1:]}
+        weights = SavedTensors(Source(source.parent, tensors), keys, title=str(source))
+        checkpoint = {"state_dict": weights, "pytorch-lightning_version": metadata.version("lightning")}
+    save(checkpoint, target, about={"strategy": "imported", "imported_from": source.name})
+
+
+def manifest_of_file(path: Path) -> Manifest:
+    """Returns what a safetensors file holds, in the form of a checkpoint's manifest.
+
+    Raises:
+        DloError: if it is none, or damaged.
+    """
+    stored, about = read_header(path)
+    is_whole = about.get(_KIND) == _WHOLE
+    manifest = _manifest(path, weights_only=not is_whole)
+    for name, place in stored.items():
+        group, own_name = _unflat(name) if is_whole else (MODEL, name)
+        chunks = [Chunk(whole(place.shape), path.name, place.begin, place.end)] if place.begin < place.end else []
+        manifest.tensors.setdefault(group, {})[own_name] = SavedTensor(place.dtype, place.shape, chunks)
+    return manifest
+
+
+def manifest_of_lightning(checkpoint: dict[str, Any], path: Path) -> Manifest:
+    """Returns what a loaded single-file checkpoint of Lightning's holds, in the form of a checkpoint's manifest."""
+    manifest = _manifest(path, weights_only="optimizer_states" not in checkpoint)
+    manifest.step, manifest.epoch = int(checkpoint.get("global_step", 0)), int(checkpoint.get("epoch", 0))
+    manifest.versions = {"lightning": str(checkpoint["pytorch-lightning_version"])}
+    for place, tensor in split(checkpoint)[1]:
+        saved = SavedTensor(dtype_name(tensor.dtype), tuple(tensor.shape))
+        manifest.tensors.setdefault(place.group, {})[place.name] = saved
+    return manifest
+
+
+def _manifest(path: Path, *, weights_only: bool) -> Manifest:
+    status = path.stat()
+    files = {path.name: {"bytes": status.st_size, "sha256": sha256(path)}}
+    return Manifest(0, 0, 1, status.st_mtime, {}, weights_only, {"file": path.name}, files=files)
+
+
+def _flat(key: Key) -> str:
+    """Returns a tensor's group and name as one; a group may be a path with slashes in it."""
+    return f"{quote(key[0], safe='.')}/{key[1]}"
+
+
+def _unflat(name: str) -> Key:
+    group, _, own_name = name.partition("/")
+    return unquote(group), own_name
+
+
+def model_weights(checkpoint: Mapping[str, Any], prefix: str | None = None) -> SavedTensors:
+    """Returns the weights of the model alone, under the names that the model's own library gives them.
+
+    For whoever writes them in another form: a Hugging Face folder, say.
+
+    Args:
+        checkpoint: a loaded one.
+        prefix: what the names begin with, and lose; others are left out. By default ``model.``, where a Task keeps its
+            model, and nothing if no name begins with that.
+
+    Raises:
+        DloError: if no name begins with ``prefix``.
+    """
+    state = checkpoint["state_dict"]
+    weights = state.copy() if isinstance(state, SavedTensors) else SavedTensors(Source(Path(), {}), {}, state)
+    if prefix is None:
+        prefix = PREFIX if any(name.startswith(PREFIX) for name in weights) else ""
+    for name in list(weights):
+        if not name.startswith(prefix) or not weights.is_tensor(name):
+            del weights[name]
+        elif prefix:
+            weights.rename(name, name.removeprefix(prefix))
+    if not weights:
+        first = next(iter(state), None)
+        raise DloError(f"no weight's name begins with '{prefix}'; the first is '{first}'")
+    return weights
+
+
+def export_weights(
+    source: Path, target: Path, *, prefix: str | None = None, dtype: torch.dtype | None = None
+) -> tuple[int, int]:
+    """Writes the model's weights alone to a safetensors file, which timm and others load.
+
+    Args:
+        source: a checkpoint, a folder or a file of Lightning's.
+        target: the file.
+        prefix: see :func:`model_weights`.
+        dtype: floating weights are converted to it; None leaves them as they are.
+
+    Returns:
+        How many tensors were written, and how many of the checkpoint's were left out.
+
+    Raises:
+        DloError: if the source is damaged, or the target cannot be written.
+    """
+    _refuse_existing(target)
+    verify(source)
+    found = folders.locate(source)
+    assert found is not None
+    checkpoint = read_file(found, mmap=True) if found.is_file() else load(source, level=None)
+    weights = model_weights(checkpoint, prefix)
+    write_safetensors(weights, target, {"format": "pt"}, dtype=dtype)
+    return len(weights), len(checkpoint["state_dict"]) - len(weights)
+
+
+def write_safetensors(
+    tensors: SavedTensors, target: Path, about: dict[str, str], *, dtype: torch.dtype | None = None
+) -> None:
+    """Writes tensors to a safetensors file, a bucket at a time; the file is whole or not there.
+
+    Args:
+        tensors: which; every entry is one.
+        target: the file.
+        about: text for the header.
+        dtype: of the floating ones in the file; None leaves them as they are.
+
+    Raises:
+        DloError: if it cannot be written.
+    """
+
+    def stored_type(name: str) -> torch.dtype:
+        own = tensors.dtype(name)
+        return dtype if dtype is not None and own.is_floating_point else own
+
+    names = sorted(tensors, key=lambda name: -stored_type(name).itemsize)
+    head, _ = layout([(name, dtype_name(stored_type(name)), tuple(tensors.shape(name))) for name in names], about)
+    with _whole_file(target) as file:
+        file.write(head)
+        for name in names:
+            element = max(stored_type(name).itemsize, tensors.dtype(name).itemsize)
+            # Half a bucket: a part is held twice, as the file's pages and as what is written.
+            for piece in pieces(whole(tuple(tensors.shape(name))), element, BUCKET_BYTES // 2):
+                file.write(memory_of(_read(tensors, name, piece, stored_type(name))))
+
+
+def _read(tensors: SavedTensors, name: str, piece: Box, dtype: torch.dtype) -> Tensor:
+    target = torch.empty(piece.sizes, dtype=dtype)
+    tensors.read_part(name, piece, target)
+    return target
+
+
+def state_file_of(path: Path) -> Path:
+    """Returns where the state that is no tensor stands beside a single safetensors file."""
+    return path.with_suffix(".state.pt")
+
+
+@contextlib.contextmanager
+def _whole_file(path: Path) -> Iterator[HashedFile]:
+    """Opens a new file that comes to its place once it is whole and synced."""
+    partial = folders.beside(path, PARTIAL)
+    try:
+        with disk_errors(path):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with HashedFile(partial) as file:
+                yield file
+            os.replace(partial, path)
+            sync_folder(path.parent)
+    except BaseException:
+        partial.unlink(missing_ok=True)
+        raise
+
+
+def _refuse_existing(path: Path) -> None:
+    if path.exists():
+        raise DloError(f"{path} is there already; remove it, or name another")

@@ -1,0 +1,137 @@
+"""How a checkpoint's folder comes to its place and leaves it, so that a kill at any moment leaves a whole one.
+
+A save writes ``X.partial/``, the manifest last, and syncs it. Then what stood at ``X`` is renamed ``X.old``, the new
+one is renamed ``X``, and the old one is removed. A removal renames to ``X.removed`` first. So after a kill there is
+
+* ``X`` (whole), perhaps with a leftover beside it, or
+* no ``X``, but a finished ``X.partial`` and the previous ``X.old``; readers use the first, the next run renames it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+from pathlib import Path
+
+from dlo_framework.checkpoint.manifest import MANIFEST, read_manifest
+from dlo_framework.checkpoint.torch_file import PARTIAL, sync_folder
+from dlo_framework.errors import DloError
+
+OLD = ".old"
+REMOVED = ".removed"
+
+
+def is_folder_checkpoint(path: Path) -> bool:
+    """Returns whether a folder with a manifest is at ``path``; whether it is whole, only verifying tells."""
+    return (path / MANIFEST).is_file()
+
+
+def locate(path: str | Path) -> Path | None:
+    """Returns where the checkpoint called ``path`` is now; None if there is none.
+
+    That is ``path`` itself, except after a kill between the two renames of a save.
+    """
+    path = Path(path)
+    if path.exists():
+        return path
+    for other in (beside(path, PARTIAL), beside(path, OLD)):
+        if _is_finished(other):
+            return other
+    return None
+
+
+def beside(path: Path, suffix: str) -> Path:
+    """Returns the name of a leftover of ``path``."""
+    return path.with_name(path.name + suffix)
+
+
+def begin(path: Path) -> Path:
+    """Makes the empty folder that a checkpoint is written to, and returns it. For one rank."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    recover_one(path)
+    partial = beside(path, PARTIAL)
+    partial.mkdir()
+    return partial
+
+
+def publish(path: Path) -> None:
+    """Puts the finished ``path.partial`` in its place. For one rank, after all files in it have been synced."""
+    partial, old = beside(path, PARTIAL), beside(path, OLD)
+    sync_folder(partial)
+    if path.exists() or path.is_symlink():
+        path.rename(old)
+    partial.rename(path)
+    sync_folder(path.parent)
+    _delete(old)
+
+
+def abandon(path: Path) -> None:
+    """Removes what a save that failed has written; what stood at ``path`` stands there still."""
+    _delete(beside(path, PARTIAL))
+
+
+def remove(path: str | Path) -> None:
+    """Removes a checkpoint, folder or file; none that is half there is ever seen under its name."""
+    path = Path(path)
+    if path.is_symlink() or path.is_file():
+        path.unlink()
+        return
+    if not path.exists():
+        return
+    removed = beside(path, REMOVED)
+    _delete(removed)
+    path.rename(removed)
+    _delete(removed)
+
+
+def recover(folder: str | Path) -> None:
+    """Finishes or removes what killed runs left in ``folder``. For one rank, before the next run saves.
+
+    No other run may be saving to the folder: its unfinished checkpoint would be taken for a leftover.
+    """
+    folder = Path(folder)
+    if not folder.is_dir():
+        return
+    names = {entry.name for entry in folder.iterdir()}
+    for suffix in (PARTIAL, OLD, REMOVED):
+        for name in sorted(names):
+            if name.endswith(suffix) and len(name) > len(suffix):
+                recover_one(folder / name.removesuffix(suffix))
+
+
+def recover_one(path: Path) -> None:
+    """Finishes or removes the leftovers of one checkpoint."""
+    if not path.exists():
+        found = locate(path)
+        if found is not None:
+            with contextlib.suppress(FileNotFoundError):  # Another rank of the same start was faster.
+                found.rename(path)
+            sync_folder(path.parent)
+    for suffix in (PARTIAL, OLD, REMOVED):
+        _delete(beside(path, suffix))
+
+
+def _is_finished(folder: Path) -> bool:
+    """Returns whether a leftover is a whole checkpoint, by its manifest and the sizes of its files.
+
+    Its files were synced before the manifest was written; a full check follows when it is read. ``X.old`` may also be
+    a single file, which was whole when it was renamed.
+    """
+    if folder.is_file():
+        return folder.name.endswith(OLD)
+    if not is_folder_checkpoint(folder):
+        return False
+    try:
+        manifest = read_manifest(folder)
+        return all((folder / name).stat().st_size == file["bytes"] for name, file in manifest.files.items())
+    except (DloError, OSError):
+        return False
+
+
+def _delete(path: Path) -> None:
+    if path.is_symlink() or path.is_file():
+        path.unlink(missing_ok=True)
+    elif path.exists():
+        shutil.rmtree(path, ignore_errors=True)
+        if path.exists():
+            shutil.rmtree(path)

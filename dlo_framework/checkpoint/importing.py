@@ -1,0 +1,100 @@
+"""Reads what Lightning's own strategies saved, and gives its optimizers' states the names of their parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+
+Shape = tuple[int, ...]
+#: How many entries of each group have been assigned.
+Done = tuple[int, ...]
+_MOST_STATES = 20_000
+#: What torch's batch norms call their statistics: floating, but never an optimizer's.
+_BUFFERS = ("running_mean", "running_var")
+
+
+def name_optimizer_states(checkpoint: dict[str, Any]) -> list[str]:
+    """Keys the optimizers' states by parameter names, in place, where it is clear which state is whose.
+
+    Lightning's single-file checkpoints number the parameters in the order of the optimizer's groups. Within a group
+    that is the order of the model's own, so numbers and names can be matched by their shapes.
+
+    Args:
+        checkpoint: Lightning's dict, with plain tensors.
+
+    Returns:
+        For each optimizer that could not be matched, a sentence that says why; its state is left as it was.
+    """
+    notes = []
+    weights = {n: tuple(t.shape) for n, t in checkpoint["state_dict"].items() if isinstance(t, Tensor)}
+    floating = [
+        name for name in weights if checkpoint["state_dict"][name].is_floating_point() and not name.endswith(_BUFFERS)
+    ]
+    for index, optimizer in enumerate(checkpoint.get("optimizer_states") or ()):
+        numbers = [number for group in optimizer["param_groups"] for number in group["params"]]
+        if not all(isinstance(number, int) for number in numbers):
+            continue
+        shapes = {number: _shape(optimizer["state"].get(number, {})) for number in numbers}
+        groups = [[shapes[number] for number in group["params"]] for group in optimizer["param_groups"]]
+        found = match([weights[name] for name in floating], groups)
+        if isinstance(found, str):
+            notes.append(f"optimizer {index}: {found}; its state stays numbered")
+            continue
+        names = dict(zip(numbers, (floating[place] for group in found for place in group), strict=True))
+        optimizer["state"] = {names[number]: state for number, state in optimizer["state"].items()}
+        for group in optimizer["param_groups"]:
+            group["params"] = [names[number] for number in group["params"]]
+    return notes
+
+
+def match(shapes: Sequence[Shape], groups: Sequence[Sequence[Shape | None]]) -> list[list[int]] | str:
+    """Finds which of a model's tensors each entry of an optimizer's groups is.
+
+    Args:
+        shapes: of the model's tensors, in its order; some may be in no group (buffers, frozen weights).
+        groups: the shapes of each group's entries, in an order that is the model's; None where it is not known.
+
+    Returns:
+        For each group the positions in ``shapes``; or why there is none, or no single one.
+    """
+    wanted, start = sum(map(len, groups)), (0,) * len(groups)
+    if wanted > len(shapes):
+        return f"it has {wanted} parameters, and the model {len(shapes)}"
+    # Tensor by tensor: how far each group may have come, in how many ways (two stand for more), and from where.
+    reached: list[dict[Done, tuple[int, Done]]] = [{start: (1, start)}]
+    for at, shape in enumerate(shapes):
+        following: dict[Done, tuple[int, Done]] = {}
+        for done, (ways, _) in reached[-1].items():
+            if wanted - sum(done) < len(shapes) - at:  # Enough tensors are left to pass over this one.
+                _add(following, done, ways, done)
+            for number, group in enumerate(groups):
+                if done[number] < len(group) and group[done[number]] in (shape, None):
+                    _add(following, (*done[:number], done[number] + 1, *done[number + 1 :]), ways, done)
+        if len(following) > _MOST_STATES:
+            return "too many assignments to the parameters fit"
+        reached.append(following)
+    end = tuple(map(len, groups))
+    if end not in reached[-1]:
+        return "no assignment to the parameters fits the shapes"
+    if reached[-1][end][0] > 1:
+        return "more than one assignment to the parameters fits"
+    result: list[list[int]] = [[] for _ in groups]
+    for at in range(len(shapes), 0, -1):
+        before = reached[at][end][1]
+        for number in range(len(groups)):
+            if before[number] < end[number]:
+                result[number].insert(0, at - 1)
+        end = before
+    return result
+
+
+def _add(states: dict[Done, tuple[int, Done]], done: Done, ways: int, before: Done) -> None:
+    states[done] = (min(2, ways + states.get(done, (0, done))[0]), before)
+
+
+def _shape(state: Mapping[str, Any]) -> Shape | None:
+    """Returns a parameter's shape from its moments; None if it has none."""
+    shapes = {tuple(value.shape) for value in state.values() if isinstance(value, Tensor) and value.ndim > 0}
+    return shapes.pop() if len(shapes) == 1 else None

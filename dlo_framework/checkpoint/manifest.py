@@ -1,0 +1,185 @@
+"""The manifest of a checkpoint: what is in it, where, and the hash of each file. Written last.
+
+It is JSON, so reading it runs nothing; what it says is checked against itself before it is used, because a checkpoint
+may come from somebody else.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from dlo_framework.checkpoint.boxes import tiles
+from dlo_framework.checkpoint.dtypes import dtype_of
+from dlo_framework.checkpoint.plan import Chunk, SavedTensor
+from dlo_framework.checkpoint.shards import Box
+from dlo_framework.errors import DloError
+
+MANIFEST = "manifest.json"
+STATE = "state.pt"
+FORMAT = 1
+_FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+_OWN_HASH = "manifest_sha256"
+
+
+@dataclass
+class Manifest:
+    """What a checkpoint's ``manifest.json`` says.
+
+    Attributes:
+        step: optimizer steps done.
+        epoch: the epoch it was saved in.
+        world_size: the ranks that wrote it.
+        time: when, in seconds since 1970.
+        versions: of dlo and torch.
+        weights_only: whether it holds no optimizer, so that no run can go on from it.
+        about: what the strategy says of itself: its name, its mesh, the config.
+        tensors: {group: {name: tensor}}.
+        files: {name: {"bytes": size, "sha256": hash}}; all files but the manifest.
+    """
+
+    step: int
+    epoch: int
+    world_size: int
+    time: float
+    versions: dict[str, str]
+    weights_only: bool = False
+    about: dict[str, Any] = field(default_factory=dict)
+    tensors: dict[str, dict[str, SavedTensor]] = field(default_factory=dict)
+    files: dict[str, dict[str, Any]] = field(default_factory=dict)
+
+    @property
+    def bytes(self) -> int:
+        """The bytes of all files but the manifest."""
+        return sum(int(file["bytes"]) for file in self.files.values())
+
+
+def to_text(manifest: Manifest) -> str:
+    """Returns the manifest as JSON, a line a tensor, with a hash over all of it."""
+    content = _content(manifest)
+    lines = [f"{json.dumps(key)}: {_dumps(value)}" for key, value in content.items() if key != "tensors"]
+    groups = []
+    for group, tensors in content["tensors"].items():
+        entries = ",\n".join(f"    {json.dumps(name)}: {_dumps(tensor)}" for name, tensor in tensors.items())
+        groups.append(f"  {json.dumps(group)}: {{\n{entries}\n  }}")
+    lines.append('"tensors": {\n' + ",\n".join(groups) + "\n}")
+    lines.append(f'"{_OWN_HASH}": "{_hash(content)}"')
+    return "{\n" + ",\n".join(lines) + "\n}\n"
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """Reads a checkpoint's manifest and checks it against itself.
+
+    Raises:
+        DloError: if there is none, it is damaged, or it is of a later version.
+    """
+    path = folder / MANIFEST
+    try:
+        content = json.loads(path.read_bytes())
+        own_hash = content.pop(_OWN_HASH)
+        version = content["format"]
+    except FileNotFoundError:
+        raise DloError(f"{folder} is not a checkpoint: it has no {MANIFEST} (its save never ended)") from None
+    except OSError as error:
+        raise DloError(f"cannot read {path}: {error.strerror}") from error
+    except (ValueError, KeyError, AttributeError) as error:
+        raise DloError(f"damaged checkpoint: {path} cannot be read ({error})") from None
+    if isinstance(version, int) and version > FORMAT:
+        raise DloError(f"{path} has format {version}, and this dlo reads up to {FORMAT}; update dlo")
+    if own_hash != _hash(content):
+        raise DloError(f"damaged checkpoint: {path} does not have the SHA-256 it was written with")
+    try:
+        return _parse(content)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise DloError(f"damaged checkpoint: {path}: {error}") from None
+
+
+def _dumps(value: Any) -> str:
+    return json.dumps(value, separators=(",", ":"), ensure_ascii=False)
+
+
+def _hash(content: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+
+
+def _content(manifest: Manifest) -> dict[str, Any]:
+    content: dict[str, Any] = {
+        "format": FORMAT,
+        "step": manifest.step,
+        "epoch": manifest.epoch,
+        "world_size": manifest.world_size,
+        "time": manifest.time,
+        "versions": manifest.versions,
+        "weights_only": manifest.weights_only,
+        "about": manifest.about,
+        "files": manifest.files,
+        "tensors": {
+            group: {name: _tensor_content(tensor) for name, tensor in tensors.items()}
+            for group, tensors in manifest.tensors.items()
+        },
+    }
+    # As JSON has it (tuples are lists; keys and paths are text), so that the hash is that of what is read back.
+    return json.loads(json.dumps(content, default=str))
+
+
+def _tensor_content(tensor: SavedTensor) -> dict[str, Any]:
+    chunks = [
+        {
+            "offsets": chunk.box.offsets,
+            "sizes": chunk.box.sizes,
+            "file": chunk.file,
+            "begin": chunk.begin,
+            "end": chunk.end,
+        }
+        for chunk in tensor.chunks
+    ]
+    return {"dtype": tensor.dtype, "shape": tensor.shape, "chunks": chunks}
+
+
+def _parse(content: dict[str, Any]) -> Manifest:
+    files = content["files"]
+    for name, file in files.items():
+        _check(_FILE_NAME.fullmatch(name) is not None, f"'{name}' is no plain file name")
+        _check(isinstance(file["bytes"], int) and isinstance(file["sha256"], str), f"no size and hash of '{name}'")
+    tensors = {
+        group: {name: _parse_tensor(name, tensor, files) for name, tensor in named.items()}
+        for group, named in content["tensors"].items()
+    }
+    return Manifest(
+        step=int(content["step"]),
+        epoch=int(content["epoch"]),
+        world_size=int(content["world_size"]),
+        time=float(content["time"]),
+        versions=dict(content["versions"]),
+        weights_only=bool(content["weights_only"]),
+        about=dict(content["about"]),
+        tensors=tensors,
+        files=files,
+    )
+
+
+def _parse_tensor(name: str, content: dict[str, Any], files: dict[str, dict[str, Any]]) -> SavedTensor:
+    shape = tuple(map(int, content["shape"]))
+    element = dtype_of(content["dtype"]).itemsize
+    chunks = []
+    for entry in content["chunks"]:
+        box = Box(tuple(map(int, entry["offsets"])), tuple(map(int, entry["sizes"])))
+        chunk = Chunk(box, entry["file"], int(entry["begin"]), int(entry["end"]))
+        _check(chunk.file in files, f"'{name}' lies in '{chunk.file}', which is not listed")
+        _check(0 <= chunk.begin <= chunk.end <= files[chunk.file]["bytes"], f"'{name}' lies outside of its file")
+        _check(chunk.end - chunk.begin == math.prod(box.sizes) * element, f"a chunk of '{name}' has the wrong size")
+        _check(min(box.sizes, default=1) > 0, f"a chunk of '{name}' is empty")
+        chunks.append(chunk)
+    _check(min(shape, default=0) >= 0, f"'{name}' has a negative size")
+    _check(tiles(shape, [chunk.box for chunk in chunks]), f"the chunks of '{name}' are not the whole of it")
+    return SavedTensor(content["dtype"], shape, chunks)
+
+
+def _check(holds: bool, message: str) -> None:
+    if not holds:
+        raise ValueError(message)

@@ -1,0 +1,202 @@
+"""What of a run's state is stored as tensors, and how the rest points at it.
+
+Lightning's checkpoint is a nest of mappings and sequences. The tensors that belong to the model and its optimizers
+(and any that is sharded) are taken out into *groups*; a *mark* stands in each one's place, and what is left is small
+and plain.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from dlo_framework.checkpoint.shards import FlatShard, Shard
+
+#: The key of a mark: ``{MARK: [group, name]}``.
+MARK = "$dlo.tensor"
+#: Where a state dict's ``_metadata`` (the versions of torch's modules) is kept.
+METADATA = "$dlo.metadata"
+MODEL = "model"
+
+Step = str | int
+Path = tuple[Step, ...]
+
+
+class Place(NamedTuple):
+    """Where a tensor stands.
+
+    Attributes:
+        path: the keys that lead to it from the top of the checkpoint.
+        group: the group that it is stored in: ``model``, ``optimizer.0``, or its mapping's path.
+        name: its name there: ``blocks.0.weight``, ``blocks.0.weight.exp_avg``.
+    """
+
+    path: Path
+    group: str
+    name: str
+
+
+def split(checkpoint: Mapping[str, Any]) -> tuple[dict[str, Any], list[tuple[Place, Shard]]]:
+    """Takes the model's, the optimizers' and all sharded tensors out of a checkpoint, which is left as it is.
+
+    Returns:
+        The rest, with marks, and the tensors that stood there.
+    """
+    names = frozenset(checkpoint.get("state_dict") or ())
+    found: list[tuple[Place, Shard]] = []
+
+    def walk(node: Any, path: Path, of_model: bool) -> Any:
+        if _is_stored(node, of_model):
+            place = Place(path, *_group_and_name(path))
+            found.append((place, node))
+            return mark(place)
+        if isinstance(node, Mapping):
+            here = of_model or _belongs(path) or (_tensors_by_name(node, names) and len(path) > 0)
+            # By its own methods: a mapping that reads lazily gives one tensor at a time.
+            rest = {key: walk(node[key], (*path, key), here) for key in node}
+            if getattr(node, "_metadata", None):
+                rest[METADATA] = {key: dict(value) for key, value in node._metadata.items()}  # type: ignore[attr-defined]
+            return rest
+        if isinstance(node, list | tuple):
+            items = [walk(item, (*path, number), of_model) for number, item in enumerate(node)]
+            if hasattr(node, "_fields"):
+                return type(node)(*items)
+            return type(node)(items) if type(node) in (list, tuple, torch.Size) else items
+        return node
+
+    return walk(checkpoint, (), False), found
+
+
+def mark(place: Place) -> dict[str, list[str]]:
+    """Returns what stands in a tensor's place."""
+    return {MARK: [place.group, place.name]}
+
+
+def marked(node: Any) -> tuple[str, str] | None:
+    """Returns group and name of the tensor that a mark stands for; None for anything else."""
+    if isinstance(node, dict) and len(node) == 1 and MARK in node:
+        group, name = node[MARK]
+        return str(group), str(name)
+    return None
+
+
+def add_marks(rest: dict[str, Any], places: Iterator[Place]) -> None:
+    """Adds marks for tensors of which this rank holds nothing."""
+    for place in places:
+        put(rest, place.path, mark(place))
+
+
+def put(rest: dict[str, Any], path: Path, value: Any) -> None:
+    """Puts ``value`` at ``path`` if nothing stands there, making the mappings that lead to it.
+
+    A list is never lengthened: whose lists differ over the ranks has no common form.
+    """
+    node: Any = rest
+    for number, step in enumerate(path[:-1]):
+        if isinstance(node, dict):
+            if node.get(step) is None:
+                node[step] = {}
+            node = node[step]
+        else:
+            assert isinstance(node, list), path[: number + 1]
+            assert isinstance(step, int), path[: number + 1]
+            assert step < len(node), path[: number + 1]
+            node = node[step]
+    if isinstance(node, dict):
+        node.setdefault(path[-1], value)
+
+
+def optimizer_extras(rest: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns what this rank's optimizers hold beside tensors: plain values by path, and the names in each group.
+
+    The ranks of a sharded run may hold the states of different parameters, so rank 0's alone is not all of it.
+    """
+    values: list[tuple[Path, Any]] = []
+    groups: dict[tuple[int, int], list[Any]] = {}
+    for number, optimizer in enumerate(rest.get("optimizer_states") or ()):
+        for name, state in (optimizer.get("state") or {}).items():
+            if isinstance(state, Mapping):
+                path = ("optimizer_states", number, "state", name)
+                values += [((*path, key), value) for key, value in state.items() if not _has_mark(value)]
+        for index, group in enumerate(optimizer.get("param_groups") or ()):
+            groups[number, index] = list(group.get("params") or ())
+    return {"values": values, "groups": groups}
+
+
+def merge_extras(rest: dict[str, Any], extras: Iterator[dict[str, Any]]) -> None:
+    """Adds other ranks' :func:`optimizer_extras` to this rank's rest; what stands there already is kept."""
+    for extra in extras:
+        for path, value in extra["values"]:
+            put(rest, path, value)
+        for (number, index), names in extra["groups"].items():
+            groups = rest["optimizer_states"][number]["param_groups"]
+            if index < len(groups):
+                known = set(groups[index]["params"])
+                groups[index]["params"] += [name for name in names if name not in known]
+
+
+def join(rest: Any, make: Callable[[dict[str, tuple[str, str]], dict[str, Any]], Any], read: Callable[..., Any]) -> Any:
+    """Puts tensors back in the places of their marks.
+
+    Args:
+        rest: what :func:`split` left.
+        make: makes the mapping for one that holds marks: from {key: (group, name)} and its other entries.
+        read: reads the tensor of a group and name: for marks in sequences, which cannot be lazy.
+    """
+    place = marked(rest)
+    if place is not None:
+        return read(*place)
+    if isinstance(rest, dict):
+        tensors = {key: found for key, value in rest.items() if (found := marked(value)) is not None}
+        others = {key: join(value, make, read) for key, value in rest.items() if key not in tensors}
+        return make(tensors, others) if tensors else others
+    if isinstance(rest, list):
+        return [join(item, make, read) for item in rest]
+    if isinstance(rest, tuple) and not hasattr(rest, "_fields"):
+        items = [join(item, make, read) for item in rest]
+        return type(rest)(items)
+    return rest
+
+
+def _belongs(path: Path) -> bool:
+    return path == ("state_dict",) or (len(path) >= 3 and path[0] == "optimizer_states" and path[2] == "state")
+
+
+def _is_stored(node: Any, of_model: bool) -> bool:
+    if isinstance(node, DTensor | FlatShard):
+        return True
+    return of_model and _is_plain(node)
+
+
+def _is_plain(node: Any) -> bool:
+    """Returns whether a tensor is a block of memory, and no subclass with a form of its own."""
+    if not isinstance(node, Tensor) or type(node) not in (Tensor, torch.nn.Parameter, torch.nn.Buffer):
+        return False
+    assert node.device.type != "meta", "a tensor on the meta device holds nothing to save"
+    return node.layout is torch.strided and not node.is_quantized
+
+
+def _tensors_by_name(node: Mapping[Any, Any], names: frozenset[str]) -> bool:
+    """Returns whether a mapping is the model's tensors once more: an average of them, their gradients."""
+    return bool(node) and all(key in names for key in node)
+
+
+def _has_mark(node: Any) -> bool:
+    if marked(node) is not None:
+        return True
+    if isinstance(node, Mapping):
+        return any(_has_mark(value) for value in node.values())
+    return isinstance(node, list | tuple) and any(_has_mark(item) for item in node)
+
+
+def _group_and_name(path: Path) -> tuple[str, str]:
+    words = [str(step) for step in path]
+    if path[0] == "state_dict":
+        return MODEL, ".".join(words[1:])
+    if path[0] == "optimizer_states":
+        return f"optimizer.{path[1]}", ".".join(words[3:])
+    return ".".join(words[:-1]) or "checkpoint", words[-1]

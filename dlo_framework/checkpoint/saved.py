@@ -1,0 +1,181 @@
+"""Tensors of a checkpoint, read when they are asked for and no more of them than is needed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, MutableMapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dlo_framework.checkpoint.boxes import part_of, whole
+from dlo_framework.checkpoint.dtypes import dtype_of
+from dlo_framework.checkpoint.plan import Key, SavedTensor
+from dlo_framework.checkpoint.shards import Box, Shard, held_boxes, overlap
+from dlo_framework.checkpoint.tensor_file import Stored, TensorFile
+from dlo_framework.errors import DloError, did_you_mean
+
+
+class Source:
+    """The tensors in a folder.
+
+    Args:
+        folder: where the files are.
+        tensors: what they hold.
+    """
+
+    def __init__(self, folder: Path, tensors: Mapping[Key, SavedTensor]) -> None:
+        self.folder = folder
+        self.tensors = tensors
+        self._files: dict[str, TensorFile] = {}
+
+    def read(self, group: str, name: str) -> Tensor:
+        """Returns a whole tensor: the file's own pages where it is one chunk, else assembled."""
+        tensor = self.tensors[group, name]
+        if len(tensor.chunks) == 1:
+            chunk = tensor.chunks[0]
+            return self._file(chunk.file).tensor(Stored(tensor.dtype, tensor.shape, chunk.begin, chunk.end))
+        result = _empty(tensor)
+        self.read_part((group, name), whole(tensor.shape), result)
+        return result
+
+    def read_part(self, key: Key, box: Box, target: Tensor) -> None:
+        """Reads the elements of ``box`` into ``target``, which is shaped like it."""
+        tensor = self.tensors[key]
+        for chunk in tensor.chunks:
+            shared = overlap(chunk.box, box)
+            if shared is not None:
+                stored = Stored(tensor.dtype, chunk.box.sizes, chunk.begin, chunk.end)
+                self._file(chunk.file).copy_part(stored, chunk.box, shared, part_of(target, box, shared))
+
+    def _file(self, name: str) -> TensorFile:
+        if name not in self._files:
+            self._files[name] = TensorFile(self.folder / name)
+        return self._files[name]
+
+
+class SavedTensors(MutableMapping[str, Any]):
+    """A mapping of a checkpoint: of a model's weights, or of one parameter's optimizer state.
+
+    Nothing is read before it is asked for. What is set replaces what is in the file, for this mapping alone; what is
+    deleted is gone from it.
+
+    Args:
+        source: where the tensors are.
+        keys: which they are: {key here: (group, name)}.
+        others: what else the mapping holds: tensors of the reader's own, plain values.
+        title: how errors call it.
+    """
+
+    def __init__(
+        self,
+        source: Source,
+        keys: Mapping[str, Key],
+        others: Mapping[str, Any] | None = None,
+        title: str = "checkpoint",
+    ) -> None:
+        self._source = source
+        self._keys = dict(keys)
+        self._others = dict(others or {})
+        self._title = title
+        #: The versions of torch's modules, for ``load_state_dict``.
+        self._metadata: dict[str, Any] | None = None
+
+    def __getitem__(self, name: str) -> Any:
+        if name in self._others:
+            return self._others[name]
+        return self._source.read(*self._keys[name])
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        self._others[name] = value
+
+    def __delitem__(self, name: str) -> None:
+        if name not in self:
+            raise KeyError(name)
+        self._others.pop(name, None)
+        self._keys.pop(name, None)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._keys or name in self._others
+
+    def __iter__(self) -> Iterator[str]:
+        yield from self._keys
+        yield from (name for name in self._others if name not in self._keys)
+
+    def __len__(self) -> int:
+        return len(self._keys.keys() | self._others.keys())
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({len(self)} entries of {self._title})"
+
+    def copy(self) -> SavedTensors:
+        """Returns a mapping of the same entries; changes to one do not show in the other."""
+        result = SavedTensors(self._source, self._keys, self._others, self._title)
+        result._metadata = self._metadata
+        return result
+
+    def rename(self, old: str, new: str) -> None:
+        """Gives an entry another name, without reading it (``pop`` reads)."""
+        if old not in self:
+            raise KeyError(old)
+        if old in self._others:
+            self._others[new] = self._others.pop(old)
+            self._keys.pop(old, None)
+        else:
+            self._others.pop(new, None)
+            self._keys[new] = self._keys.pop(old)
+
+    def is_tensor(self, name: str) -> bool:
+        """Returns whether an entry is a tensor, without reading it."""
+        return isinstance(self._others[name], Tensor) if name in self._others else name in self._keys
+
+    def shape(self, name: str) -> torch.Size:
+        """Returns a tensor's shape, without reading it."""
+        if name in self._others:
+            return torch.Size(self._others[name].shape)
+        return torch.Size(self._source.tensors[self._keys[name]].shape)
+
+    def dtype(self, name: str) -> torch.dtype:
+        """Returns a tensor's type, without reading it."""
+        if name in self._others:
+            return self._others[name].dtype
+        return dtype_of(self._source.tensors[self._keys[name]].dtype)
+
+    @torch.no_grad()
+    def read_into(self, name: str, target: Shard) -> None:
+        """Fills a rank's part of a tensor, reading that part alone, and converting to its type.
+
+        Beside the target at most 64 MB are held.
+
+        Args:
+            name: the tensor's.
+            target: a tensor, a DTensor or a flat shard of the same shape, on any device.
+
+        Raises:
+            DloError: if there is no such tensor, or it has another shape.
+        """
+        if name not in self:
+            raise DloError(f"no '{name}' in {self._title}{did_you_mean(name, self)}")
+        if tuple(self.shape(name)) != tuple(target.shape):
+            raise DloError(
+                f"'{name}' has shape {tuple(self.shape(name))} in {self._title} and {tuple(target.shape)} in the run;"
+                " they are of different models, or one of its settings has changed"
+            )
+        for box, view in held_boxes(target):
+            if box.numel > 0:
+                self.read_part(name, box, view)
+
+    @torch.no_grad()
+    def read_part(self, name: str, box: Box, target: Tensor) -> None:
+        """Reads the elements of ``box`` of a tensor into ``target``, which is shaped like the box."""
+        if name in self._others:
+            value = self._others[name]
+            full = value.full_tensor() if hasattr(value, "full_tensor") else value
+            target.copy_(part_of(full, whole(tuple(full.shape)), box))
+        else:
+            self._source.read_part(self._keys[name], box, target)
+
+
+def _empty(tensor: SavedTensor) -> Tensor:
+    return torch.empty(tensor.shape, dtype=dtype_of(tensor.dtype))

@@ -1,0 +1,247 @@
+"""Safetensors files, written as a stream and read where they are needed.
+
+The format (https://github.com/huggingface/safetensors): eight bytes with the header's length, little-endian; a JSON
+header that says where each tensor's bytes begin and end; the bytes, row-major, without gaps. The library's own writer
+wants all tensors in memory at once; here one bucket of 64 MB is held at a time, and the SHA-256 is taken on the way.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import mmap
+import os
+import sys
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dlo_framework.checkpoint.boxes import BUCKET_BYTES, byte_range, part_of, pieces, whole
+from dlo_framework.checkpoint.dtypes import AS_BYTES, SAFETENSORS_CODES, dtype_of, from_safetensors_code
+from dlo_framework.checkpoint.shards import Box
+from dlo_framework.errors import DloError
+
+#: A header larger than this is not one: safetensors' own limit.
+MOST_HEADER_BYTES = 100_000_000
+#: The header's text that names the types that safetensors has no code for, and that are there as bytes.
+_BARE = "dlo.types"
+
+
+@dataclass(frozen=True)
+class Stored:
+    """One tensor, or part of one, in a file.
+
+    Attributes:
+        dtype: torch's name of its type.
+        shape: its dims.
+        begin: where its bytes begin, counted from the file's start.
+        end: where they end.
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+    begin: int
+    end: int
+
+
+def layout(
+    tensors: Iterable[tuple[str, str, tuple[int, ...]]], about: dict[str, str]
+) -> tuple[bytes, dict[str, Stored]]:
+    """Plans a file.
+
+    Args:
+        tensors: name, type and shape of each, in the order of the file: larger elements first, so that all of them
+            are aligned.
+        about: text for the header's ``__metadata__``.
+
+    Returns:
+        The file's first bytes, and where each tensor will lie.
+    """
+    tensors = list(tensors)
+    bare = {name: dtype for name, dtype, _ in tensors if dtype not in SAFETENSORS_CODES}
+    header: dict[str, Any] = {"__metadata__": {**about, **({_BARE: json.dumps(bare)} if bare else {})}}
+    relative: dict[str, Stored] = {}
+    at = 0
+    for name, dtype, shape in tensors:
+        assert name not in header
+        element = dtype_of(dtype).itemsize
+        size = math.prod(shape) * element
+        code = SAFETENSORS_CODES.get(dtype)
+        dims = list(shape) if code else [*shape, element]
+        header[name] = {"dtype": code or "U8", "shape": dims, "data_offsets": [at, at + size]}
+        relative[name] = Stored(dtype, tuple(shape), at, at + size)
+        at += size
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)
+    start = 8 + len(text)
+    placed = {n: Stored(s.dtype, s.shape, s.begin + start, s.end + start) for n, s in relative.items()}
+    return len(text).to_bytes(8, "little") + text, placed
+
+
+class HashedFile:
+    """A new file that is hashed while it is written, and synced to the disk when it is closed.
+
+    Args:
+        path: where; whatever stands there is overwritten.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._file = open(path, "wb")  # noqa: SIM115  Closed by __exit__.
+        self._hash = hashlib.sha256()
+        self.bytes = 0
+
+    def __enter__(self) -> HashedFile:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
+        try:
+            if kind is None:
+                self._file.flush()
+                os.fsync(self._file.fileno())
+        finally:
+            self._file.close()
+
+    def write(self, content: bytes | memoryview) -> int:
+        """Appends bytes."""
+        self._hash.update(content)
+        self._file.write(content)
+        size = memoryview(content).nbytes
+        self.bytes += size
+        return size
+
+    def flush(self) -> None:
+        """Hands what is buffered to the system."""
+        self._file.flush()
+
+    def write_tensor(self, tensor: Tensor, bucket_bytes: int = BUCKET_BYTES) -> None:
+        """Appends a tensor's elements, row-major; copies at most a bucket of them at a time."""
+        tensor = tensor.detach().resolve_conj().resolve_neg()
+        box = whole(tuple(tensor.shape))
+        for part in pieces(box, tensor.element_size(), bucket_bytes):
+            self.write(memory_of(part_of(tensor, box, part)))
+
+    @property
+    def sha256(self) -> str:
+        """The hash of all that was written, as hexadecimal digits."""
+        return self._hash.hexdigest()
+
+
+def memory_of(tensor: Tensor) -> memoryview:
+    """Returns a tensor's elements as bytes; on the CPU and contiguous they are its own memory, else a copy."""
+    flat = tensor.to("cpu").contiguous().reshape(-1)
+    # mypy on Python 3.11 does not know that arrays are buffers.
+    return memoryview(flat.view(torch.uint8).numpy()) if flat.numel() else memoryview(b"")  # type: ignore[arg-type]
+
+
+class TensorFile:
+    """A safetensors file (or any file of row-major tensors) that is read by mapping it into memory.
+
+    Args:
+        path: the file.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._kept: mmap.mmap | None = None
+        self._passing: mmap.mmap | None = None
+
+    def tensor(self, stored: Stored) -> Tensor:
+        """Returns a tensor on the file's own pages; writing to it changes this process's copy alone."""
+        if self._kept is None:
+            self._kept = self._map()
+        return _on(self._kept, stored)
+
+    def copy_part(self, stored: Stored, box: Box, part: Box, target: Tensor) -> None:
+        """Copies ``part`` of a tensor into ``target``, at most a bucket at a time, converting its type.
+
+        Args:
+            stored: where the elements of ``box`` lie.
+            box: what is stored, in the coordinates of the whole tensor.
+            part: what is wanted of it, likewise.
+            target: shaped as ``part``, on any device.
+        """
+        if self._passing is None:
+            self._passing = self._map()
+        source = _on(self._passing, stored)
+        # For the larger of the two types: a conversion makes a copy in the target's.
+        element = max(source.element_size(), target.element_size())
+        for piece in pieces(part, element):
+            part_of(target, part, piece).copy_(part_of(source, box, piece))
+            begin, end = byte_range(box, piece, source.element_size())
+            self._let_go(stored.begin + begin, stored.begin + end)
+
+    def _let_go(self, begin: int, end: int) -> None:
+        """Takes pages that have been copied out of the process's memory; the system may still cache them."""
+        assert self._passing is not None
+        page = mmap.PAGESIZE
+        if hasattr(mmap, "MADV_DONTNEED"):
+            start = begin // page * page
+            self._passing.madvise(mmap.MADV_DONTNEED, start, min(-(-end // page) * page, len(self._passing)) - start)
+
+    def _map(self) -> mmap.mmap:
+        try:
+            with open(self.path, "rb") as file:
+                # Copy on write: torch warns of memory that cannot be written. Without a reserve of memory for those
+                # copies a file may be larger than the machine's memory.
+                flags = mmap.MAP_PRIVATE | getattr(mmap, "MAP_NORESERVE", 0x4000 if sys.platform == "linux" else 0)
+                return mmap.mmap(file.fileno(), 0, flags=flags, prot=mmap.PROT_READ | mmap.PROT_WRITE)
+        except (OSError, ValueError) as error:
+            raise DloError(f"cannot read {self.path}: {error}") from error
+
+
+def _on(mapped: mmap.mmap, stored: Stored) -> Tensor:
+    dtype = dtype_of(stored.dtype)
+    if stored.begin == stored.end:
+        return torch.empty(stored.shape, dtype=dtype)
+    if stored.begin % dtype.itemsize:
+        # Files of other writers need not be aligned.
+        raw = bytearray(memoryview(mapped)[stored.begin : stored.end])
+        return torch.frombuffer(raw, dtype=dtype).view(stored.shape)
+    return torch.frombuffer(mapped, dtype=dtype, count=math.prod(stored.shape), offset=stored.begin).view(stored.shape)
+
+
+def read_header(path: Path) -> tuple[dict[str, Stored], dict[str, str]]:
+    """Reads a safetensors file's header, and no tensor.
+
+    Returns:
+        Where each tensor lies, and the header's ``__metadata__``.
+
+    Raises:
+        DloError: if it is no such file, or what the header says does not fit the file.
+    """
+    try:
+        size = path.stat().st_size
+        with open(path, "rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            if not 2 <= length <= min(MOST_HEADER_BYTES, size - 8):
+                raise DloError(f"{path} is not a safetensors file, or truncated: no header in its {size} bytes")
+            header = json.loads(file.read(length))
+        about = header.pop("__metadata__", {})
+        bare = json.loads(about.pop(_BARE, "{}"))
+        for name, dtype in bare.items():
+            header[name] = {**header[name], "dtype": dtype, "shape": header[name]["shape"][:-1]}
+        stored = {name: _stored(path, name, entry, 8 + length, size) for name, entry in header.items()}
+    except OSError as error:
+        raise DloError(f"cannot read {path}: {error.strerror}") from error
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        if isinstance(error, DloError):
+            raise
+        raise DloError(f"{path} is not a safetensors file, or damaged: {error}") from error
+    return stored, about
+
+
+def _stored(path: Path, name: str, entry: dict[str, Any], start: int, size: int) -> Stored:
+    begin, end = (start + int(offset) for offset in entry["data_offsets"])
+    code = entry["dtype"]
+    stored = Stored(
+        code if code in AS_BYTES else from_safetensors_code(code), tuple(map(int, entry["shape"])), begin, end
+    )
+    need = math.prod(stored.shape) * dtype_of(stored.dtype).itemsize
+    if min(stored.shape, default=0) < 0 or not start <= begin <= end <= size or end - begin != need:
+        raise DloError(f"{path} is damaged or truncated: '{name}' does not fit the file's {size} bytes")
+    return stored

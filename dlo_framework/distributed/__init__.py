@@ -1,0 +1,1 @@
+"""Strategies' common ground: processes, collectives, precision, and one checkpoint for all of them."""

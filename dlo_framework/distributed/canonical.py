@@ -1,0 +1,300 @@
+"""How a strategy's state becomes a canonical checkpoint, and comes back from one.
+
+Model tensors go by their names. Optimizer state goes by parameter name and key (``blocks.0.weight`` / ``exp_avg``), so
+that it means the same whatever a strategy's optimizer holds in place of the parameters, and in whatever order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch.core.optimizer import LightningOptimizer
+from lightning.pytorch.strategies import Strategy
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from dlo_framework.checkpoint import AsyncSaver, FlatShard, Shard, load, remove, save
+from dlo_framework.checkpoint.saved import SavedTensors, Source
+from dlo_framework.errors import DloError
+from dlo_framework.watch.state_bytes import memory_of, optimizer_bytes
+
+
+class CanonicalStrategy(Strategy):
+    """A Lightning strategy that writes and reads canonical checkpoints.
+
+    What is here suits strategies whose parameters are the module's own tensors, plain or DTensor; those that give
+    optimizers something else override :meth:`optimizer_tensors`, :meth:`canonical` and :meth:`room`.
+    """
+
+    #: Whether checkpoints are written in the background while training goes on; the command line's
+    #: ``--run.async_checkpoints`` sets it.
+    async_checkpoints = False
+    _planning_group: dist.ProcessGroup | None = None
+    _saver: AsyncSaver | None = None
+
+    # --- what a strategy says of its tensors ---------------------------------------------------------------
+
+    def optimizer_tensors(self, optimizer: Optimizer) -> dict[str, Tensor]:
+        """Returns what an optimizer steps on this rank, by parameter name, in its own order."""
+        assert self.lightning_module is not None
+        names = {id(parameter): clean(name) for name, parameter in self.lightning_module.named_parameters()}
+        return {
+            names.get(id(parameter), f"unnamed.{number}"): parameter
+            for number, parameter in enumerate(p for group in optimizer.param_groups for p in group["params"])
+        }
+
+    def canonical(self, name: str, tensor: Tensor, value: Tensor) -> Shard:
+        """Returns a tensor of an optimizer's state as a checkpoint holds it.
+
+        Args:
+            name: the parameter's name.
+            tensor: what the optimizer steps for it.
+            value: the state tensor.
+        """
+        return value
+
+    def room(self, name: str, tensor: Tensor, shape: torch.Size, dtype: torch.dtype) -> Shard:
+        """Returns room on this rank for a state tensor whose whole shape a checkpoint tells."""
+        if isinstance(tensor, DTensor) and shape == tensor.shape:
+            return torch.empty_like(tensor, dtype=dtype, requires_grad=False)
+        return torch.empty(shape, dtype=dtype, device=tensor.device if shape == tensor.shape else "cpu")
+
+    def held_tensors(self) -> list[Tensor]:
+        """Returns the memory of this rank's parameters and buffers: what an average of the weights is taken of."""
+        assert self.lightning_module is not None
+        held = [*self.lightning_module.parameters(), *self.lightning_module.buffers()]
+        return [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in held]
+
+    #: What the strategy divides among its ranks, in the ZeRO paper's count: 1 optimizer state, 2 gradients, 3
+    #: parameters; 0 is nothing.
+    zero_stage = 0
+
+    @property
+    def shard_size(self) -> int:
+        """How many ranks share what the strategy divides."""
+        return self._world()
+
+    def state_bytes(self) -> dict[str, float]:
+        """Returns the bytes of the parameters, gradients and optimizer state that this rank holds now."""
+        assert self.lightning_module is not None
+        parameters = list(self.lightning_module.parameters())
+        return {
+            "parameters": memory_of(parameters),
+            "gradients": memory_of(p.grad for p in parameters if p.grad is not None),
+            "optimizer": optimizer_bytes(self.optimizers),
+        }
+
+    def refresh(self) -> None:
+        """Called when :meth:`held_tensors` have been written to from outside."""
+
+    def accumulated_gradients(self) -> dict[str, Shard]:
+        """Returns the gradients of an unfinished accumulation by parameter name, their mean over the ranks."""
+        assert self.lightning_module is not None
+        return {
+            clean(name): self.reduce(parameter.grad.clone(), reduce_op="mean")
+            for name, parameter in self.lightning_module.named_parameters()
+            if parameter.grad is not None
+        }
+
+    def restore_gradients(self, saved: Mapping[str, Any]) -> None:
+        """Takes up an unfinished accumulation."""
+        assert self.lightning_module is not None
+        gradients = readable(saved)
+        for name, parameter in self.lightning_module.named_parameters():
+            if clean(name) in gradients:
+                parameter.grad = torch.empty_like(parameter, requires_grad=False)
+                gradients.read_into(clean(name), parameter.grad)
+
+    # --- saving --------------------------------------------------------------------------------------------
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """Returns what this rank holds of the module's state, by name; the names are the module's own."""
+        assert self.lightning_module is not None
+        return {clean(name): value for name, value in self.lightning_module.state_dict().items()}
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """Returns an optimizer's state by parameter name: ``{"state": {name: {key: value}}, "param_groups": [...]}``.
+
+        The parameter groups name all their parameters, those of which this rank holds nothing too.
+        """
+        if isinstance(optimizer, LightningOptimizer):
+            optimizer = optimizer.optimizer
+        tensors = self.optimizer_tensors(optimizer)
+        state = {
+            name: {
+                key: self.canonical(name, tensor, value) if isinstance(value, Tensor) else value
+                for key, value in optimizer.state[tensor].items()
+            }
+            for name, tensor in tensors.items()
+            if tensor in optimizer.state
+        }
+        groups = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
+        for group, names in zip(groups, self.group_names(optimizer), strict=True):
+            group["params"] = names
+        return {"state": state, "param_groups": groups}
+
+    def group_names(self, optimizer: Optimizer) -> list[list[str]]:
+        """Returns the names of each parameter group's parameters, on all ranks alike."""
+        names = {id(tensor): name for name, tensor in self.optimizer_tensors(optimizer).items()}
+        return [[names[id(parameter)] for parameter in group["params"]] for group in optimizer.param_groups]
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None) -> None:
+        """Writes a canonical checkpoint; called on all ranks.
+
+        In the background (:attr:`async_checkpoints`) what is written is the state of this moment, and an error is
+        raised by the next save, or at the run's end.
+
+        Raises:
+            DloError: on all ranks, if any cannot write its part; what stood there still stands.
+        """
+        path = Path(self.broadcast(str(filepath)))
+        if not self.async_checkpoints:
+            save(checkpoint, path, group=self.planning_group(), about=self.about())
+            return
+        if self._saver is None:
+            self._saver = AsyncSaver(self.planning_group())
+        self._saver.save(checkpoint, path, about=self.about())
+
+    def remove_checkpoint(self, filepath: str | Path) -> None:
+        """Removes a checkpoint; in the background, not before what was saved after it is on the disk."""
+        if not self.is_global_zero:
+            return
+        if self._saver is not None:
+            self._saver.remove(filepath)
+        else:
+            remove(filepath)
+
+    def finish_checkpoints(self) -> None:
+        """Waits until what is written in the background is on the disk.
+
+        Raises:
+            DloError: if it could not be written.
+        """
+        saver, self._saver = self._saver, None
+        if saver is not None:
+            saver.close()
+
+    def teardown(self) -> None:
+        """Ends the run, once its checkpoints are on the disk."""
+        self.finish_checkpoints()
+        super().teardown()
+
+    def about(self) -> dict[str, Any]:
+        """Returns what a checkpoint's manifest says of the run, beside step and epoch."""
+        return {"strategy": type(self).__name__, "world_size": self._world()}
+
+    def planning_group(self) -> dist.ProcessGroup | None:
+        """Returns the gloo group over which ranks agree on who writes what; None in a single process."""
+        if self._world() == 1:
+            return None
+        if self._planning_group is None:
+            group: Any = dist.new_group(backend="gloo")
+            self._planning_group = group
+        return self._planning_group
+
+    def _world(self) -> int:
+        return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+
+    # --- loading -------------------------------------------------------------------------------------------
+
+    def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
+        """Opens a canonical checkpoint, or a file of Lightning's; of the first, tensors are read when asked for."""
+        self.finish_checkpoints()
+        return load(Path(self.broadcast(str(checkpoint_path))), group=self.planning_group())
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        """Fills what this rank holds of the module's state."""
+        saved, held = readable(checkpoint["state_dict"]), self.lightning_module_state_dict()
+        missing, unexpected = held.keys() - saved.keys(), saved.keys() - held.keys()
+        if strict and (missing or unexpected):
+            raise DloError(
+                "the checkpoint is of another model than the config's:"
+                f" {_listed(missing)} missing in it, {_listed(unexpected)} unexpected"
+            )
+        with torch.no_grad():
+            for name in held.keys() & saved.keys():
+                if isinstance(held[name], Tensor | FlatShard):
+                    saved.read_into(name, held[name])
+        self.refresh()
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        """Fills the optimizers' state, and sets the hyperparameters of their groups."""
+        for optimizer, saved in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
+            self._load_optimizer(optimizer, saved)
+
+    def _load_optimizer(self, optimizer: Optimizer, saved: Mapping[str, Any]) -> None:
+        names = self.group_names(optimizer)
+        saved = _by_name(saved, names)
+        sources = {name: group for group in saved["param_groups"] for name in group["params"]}
+        held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        numbers = {id(parameter): number for number, parameter in enumerate(held)}
+        loaded = {
+            numbers[id(tensor)]: self._read_state(name, tensor, saved["state"][name])
+            for name, tensor in self.optimizer_tensors(optimizer).items()
+            if name in saved["state"]
+        }
+        groups = []
+        for group, group_names in zip(optimizer.param_groups, names, strict=True):
+            source = next((sources[name] for name in group_names if name in sources), None)
+            if source is None:
+                raise DloError(
+                    f"the checkpoint has no optimizer state for {_listed(set(group_names))}: it is of another model, or"
+                    " other parameters were trained; start from its weights alone (`dlo checkpoint export`)"
+                )
+            settings = {key: value for key, value in source.items() if key != "params"}
+            groups.append({**settings, "params": [numbers[id(parameter)] for parameter in group["params"]]})
+        optimizer.load_state_dict({"state": loaded, "param_groups": groups})
+
+    def _read_state(self, name: str, tensor: Tensor, saved: Mapping[str, Any]) -> dict[str, Any]:
+        """Returns one parameter's state on this rank."""
+        saved, state = readable(saved), {}
+        for key in saved:
+            if not saved.is_tensor(key):
+                state[key] = saved[key]
+                continue
+            room = self.room(name, tensor, saved.shape(key), saved.dtype(key))
+            saved.read_into(key, room)
+            state[key] = room.data if isinstance(room, FlatShard) else room
+        return state
+
+
+def clean(name: str) -> str:
+    """Returns a tensor's name without the wrapper of ``torch.compile(module)``."""
+    return name.replace("_orig_mod.", "")
+
+
+def readable(mapping: Mapping[str, Any]) -> SavedTensors:
+    """Returns a mapping that can be read into shards; one of a single-file checkpoint holds its tensors itself."""
+    return mapping if isinstance(mapping, SavedTensors) else SavedTensors(Source(Path(), {}), {}, mapping)
+
+
+def _by_name(saved: Mapping[str, Any], names: list[list[str]]) -> Mapping[str, Any]:
+    """Returns an optimizer's state keyed by parameter names; torch's own is keyed by the parameters' numbers."""
+    groups = saved["param_groups"]
+    if not any(isinstance(number, int) for group in groups for number in group["params"]):
+        return saved
+    sizes, found = [len(group) for group in names], [len(group["params"]) for group in groups]
+    if sizes != found:
+        raise DloError(
+            f"the checkpoint's optimizer has parameter groups of {found} parameters, the run's of {sizes};"
+            " they are of different models, or other parameters are trained"
+        )
+    name_of = {
+        number: name
+        for group, group_names in zip(groups, names, strict=True)
+        for number, name in zip(group["params"], group_names, strict=True)
+    }
+    return {
+        "state": {name_of[number]: state for number, state in saved["state"].items()},
+        "param_groups": [{**g, "params": [name_of[number] for number in g["params"]]} for g in groups],
+    }
+
+
+def _listed(names: set[str]) -> str:
+    shown = sorted(names)[:3]
+    return f"{len(names)}" + (f" ({', '.join(shown)}{', ...' if len(names) > 3 else ''})" if names else "")

@@ -1,0 +1,156 @@
+"""The two collectives that sharding is made of, each way round: reduce-scatter and all-gather of a flat buffer.
+
+On NCCL they are torch's own. On gloo (torch 2.15) those take longer than an all-reduce of the same buffer, which does
+the work of both; exchanging the segments between pairs of ranks takes 0.45 and 0.35 of it
+(``benchmarks/collectives.py``), so here each rank sends each other rank its segment and adds up what it gets.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import Counter
+from collections.abc import Callable, Iterator
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+class Pending:
+    """A collective under way.
+
+    Args:
+        works: what torch gave for its parts.
+        finish: called once they are done; what it returns is the result.
+    """
+
+    def __init__(self, works: list[dist.Work], finish: Callable[[], Tensor]) -> None:
+        self._works = works
+        self._finish: Callable[[], Tensor] | None = finish
+        self._result: Tensor | None = None
+
+    def wait(self) -> Tensor:
+        """Waits (on an accelerator: its current stream does) and returns the result."""
+        if self._finish is not None:
+            for work in self._works:
+                work.wait()
+            self._result, self._finish, self._works = self._finish(), None, []
+        assert self._result is not None
+        return self._result
+
+
+class Communicator:
+    """The ranks that share a model's state, and what passes between them.
+
+    Attributes:
+        group: their process group; None is the default one.
+        rank: this rank's number in it.
+        size: how many there are.
+        elements: elements passed so far, by collective; a buffer of n elements counts n, as in the ZeRO paper.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
+        self.group = group
+        self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
+        self.elements: Counter[str] = Counter()
+        self._pairwise = dist.get_backend(group) == "gloo"
+
+    def segment(self, buffer: Tensor, rank: int | None = None) -> Tensor:
+        """Returns a rank's segment of a flat buffer whose length the ranks divide; this rank's by default."""
+        length = buffer.numel() // self.size
+        start = (self.rank if rank is None else rank) * length
+        return buffer[start : start + length]
+
+    def reduce_scatter(self, buffer: Tensor) -> Pending:
+        """Sums a flat buffer over the ranks; the result is this rank's segment of the sum.
+
+        Args:
+            buffer: 1-D, its length divisible by the number of ranks. It is overwritten, and the result lies in it.
+        """
+        self.elements["reduce_scatter"] += buffer.numel()
+        own = self.segment(buffer)
+        if self.size == 1:
+            return Pending([], lambda: own)
+        if not self._pairwise:
+            result = torch.empty_like(own)
+            work = dist.reduce_scatter_tensor(result, buffer, group=self.group, async_op=True)
+            assert work is not None
+            return Pending([work], lambda: result)
+        received = buffer.new_empty(self.size - 1, own.numel())
+        works: list[dist.Work] = []
+        for step, row in enumerate(received, start=1):
+            works.append(self._send(self.segment(buffer, (self.rank + step) % self.size), step))
+            works.append(self._receive(row, step))
+
+        def add_up() -> Tensor:
+            for row in received:
+                own.add_(row)
+            return own
+
+        return Pending(works, add_up)
+
+    def all_gather(self, buffer: Tensor) -> Pending:
+        """Fills a flat buffer: each rank brings its own segment of it; the result is the buffer."""
+        self.elements["all_gather"] += buffer.numel()
+        own = self.segment(buffer)
+        if self.size == 1:
+            return Pending([], lambda: buffer)
+        if not self._pairwise:
+            work = dist.all_gather_into_tensor(buffer, own, group=self.group, async_op=True)
+            assert work is not None
+            return Pending([work], lambda: buffer)
+        works: list[dist.Work] = []
+        for step in range(1, self.size):
+            works.append(self._send(own, step))
+            works.append(self._receive(self.segment(buffer, (self.rank - step) % self.size), step))
+        return Pending(works, lambda: buffer)
+
+    def exchange(self, sent: list[Tensor]) -> list[Tensor]:
+        """Sends each rank a flat tensor, of any length, and returns what each sent to this one.
+
+        Args:
+            sent: one 1-D tensor a rank, in the order of ranks, all of one dtype.
+        """
+        lengths = torch.tensor([tensor.numel() for tensor in sent])
+        self.elements["exchange"] += int(lengths.sum())
+        if self.size == 1:
+            return sent
+        device = sent[0].device
+        theirs = torch.empty_like(lengths, device=device)
+        dist.all_to_all_single(theirs, lengths.to(device), group=self.group)
+        received = theirs.tolist()
+        result = sent[0].new_empty(sum(received))
+        dist.all_to_all_single(result, torch.cat(sent), received, lengths.tolist(), group=self.group)
+        return list(result.split(received))
+
+    def sum(self, tensor: Tensor) -> Tensor:
+        """Adds a small tensor up over the ranks, in place."""
+        dist.all_reduce(tensor, group=self.group)
+        return tensor
+
+    def maximum(self, tensor: Tensor) -> Tensor:
+        """Takes the elementwise maximum of a small tensor over the ranks, in place."""
+        dist.all_reduce(tensor, dist.ReduceOp.MAX, group=self.group)
+        return tensor
+
+    def broadcast(self, tensor: Tensor) -> None:
+        """Copies the group's first rank's tensor to the others."""
+        dist.broadcast(tensor, group=self.group, group_src=0)
+
+    @contextlib.contextmanager
+    def counted(self) -> Iterator[Counter[str]]:
+        """Counts the elements that pass inside the block, by collective."""
+        before = self.elements.copy()
+        passed: Counter[str] = Counter()
+        yield passed
+        passed.update({name: count - before[name] for name, count in self.elements.items() if count != before[name]})
+
+    def _send(self, tensor: Tensor, step: int) -> dist.Work:
+        work = dist.isend(tensor, group=self.group, group_dst=(self.rank + step) % self.size)
+        assert work is not None
+        return work
+
+    def _receive(self, tensor: Tensor, step: int) -> dist.Work:
+        work = dist.irecv(tensor, group=self.group, group_src=(self.rank - step) % self.size)
+        assert work is not None
+        return work

@@ -1,0 +1,108 @@
+"""All ranks train on the same number of batches: a rank with fewer would leave the others waiting for it."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch import Callback, LightningModule, Trainer
+
+from dlo_framework.distributed.control import control_group
+from dlo_framework.distributed.failure import agree
+from dlo_framework.errors import DloError
+
+
+class EqualBatches(Callback):
+    """Ends a run whose ranks have different numbers of batches with an error, instead of a hang; on by default.
+
+    dlo's own loaders give all ranks equally many. For others the rule is: the same number on every rank. Numbers that
+    loaders tell are compared before training, and before validating under a strategy that divides parameters, whose
+    forward pass needs all ranks. Where a training loader has no length, the ranks compare at each batch whether it is
+    their last, and stop at the first that is so for some only.
+    """
+
+    def __init__(self) -> None:
+        self._without_length = False
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Compares the numbers of training batches."""
+        self._check_training(trainer)
+
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Again: loaders may be made anew."""
+        self._check_training(trainer)
+
+    def _check_training(self, trainer: Trainer) -> None:
+        if control_group(trainer) is None:
+            return
+        known = _have_length(trainer)
+        counts = _gather(trainer, (trainer.num_training_batches, known))
+        self._without_length = not all(has for _, has in counts)
+        _compare("training", [count for count, _ in counts], "limit_train_batches")
+
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Compares the numbers of validation batches, where a forward pass needs all ranks."""
+        if getattr(trainer.strategy, "forward_needs_all_ranks", False) and control_group(trainer) is not None:
+            batches: Any = trainer.num_sanity_val_batches if trainer.sanity_checking else trainer.num_val_batches
+            totals = [sum(counts) for counts in _gather(trainer, batches)]
+            _compare("validation", totals, "limit_val_batches")
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        """Where nobody knew how many batches there are, stops when some ranks have their last and others go on."""
+        group = control_group(trainer) if self._without_length else None
+        if group is None:
+            return
+        last = trainer.fit_loop.epoch_loop.batch_progress.is_last_batch
+        votes = torch.tensor([int(last), int(not last)])
+        dist.all_reduce(votes, dist.ReduceOp.MAX, group=group)
+        if int(votes.sum()) == 2:
+            ended = [rank for rank, over in enumerate(_gather(trainer, last)) if over]
+            raise agree(
+                DloError(
+                    f"all ranks train on the same number of batches, but the loaders of ranks {_listed(ended)} end after"
+                    f" {batch_idx + 1} and the others go on; set trainer.limit_train_batches to {batch_idx + 1} or less,"
+                    " or give each rank equally many"
+                )
+            )
+
+
+def _compare(what: str, counts: list[float], option: str) -> None:
+    """Raises a DloError on all ranks if their numbers of batches differ."""
+    if len(set(counts)) == 1:
+        return
+    listed = ", ".join("unknown" if math.isinf(count) else str(int(count)) for count in counts)
+    least = min(counts)
+    raise agree(
+        DloError(
+            f"all ranks have the same number of {what} batches, but ranks 0 to {len(counts) - 1} have {listed};"
+            f" set trainer.{option} to {int(least)} or less, pad the data, or use a dlo datamodule"
+        )
+    )
+
+
+def _gather(trainer: Trainer, value: Any) -> list[Any]:
+    found: list[Any] = [None] * trainer.world_size
+    dist.all_gather_object(found, value, group=control_group(trainer))
+    return found
+
+
+def _have_length(trainer: Trainer) -> bool:
+    """Returns whether all training loaders tell how many batches they have.
+
+    Lightning (2.6) keeps them, whatever nest the user gave, in the fit loop's private ``_combined_loader``;
+    ``num_training_batches`` does not tell, where ``limit_train_batches`` is more than there are.
+    """
+    loop: Any = trainer.fit_loop
+    for loader in loop._combined_loader.flattened:
+        try:
+            len(loader)
+        except (TypeError, NotImplementedError):
+            return False
+    return True
+
+
+def _listed(ranks: list[int]) -> str:
+    shown = ", ".join(map(str, ranks[:8]))
+    return shown if len(ranks) <= 8 else f"{shown} and {len(ranks) - 8} more"

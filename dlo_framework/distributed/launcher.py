@@ -1,0 +1,345 @@
+"""Starting the ranks of a run, and ending them all when one of them fails.
+
+Lightning's own launcher looks after the processes it has started every five seconds, kills the main one without a
+word when another has failed, and leaves the others behind when the main one has. Here every rank learns of the first
+failure within a second (:mod:`dlo_framework.distributed.watch`), also where torchrun or SLURM has started them, and
+the process that the user sees ends last, with the first error and its exit code.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any, ClassVar
+
+import torch.distributed as dist
+from lightning.fabric.utilities.distributed import _set_num_threads_if_needed
+from lightning.pytorch import Trainer
+from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
+from lightning.pytorch.utilities.exceptions import _TunerExitException
+
+from dlo_framework.distributed.failure import (
+    LAUNCHER,
+    Ended,
+    Failure,
+    RankFailed,
+    is_agreed,
+    is_lost_connection,
+    leave,
+    note_end,
+    tell,
+    tell_torchrun,
+)
+from dlo_framework.distributed.watch import Address, Watch
+
+#: Seconds that a rank has to raise the failure of another one by itself, out of a collective say.
+_GRACE = 3.0
+#: Likewise one that the launcher has started, for whose end that one waits.
+_CHILDS_GRACE = 1.0
+#: Seconds that callbacks have for their ``on_exception``: they may wait for ranks that are gone.
+_FAREWELL = 5.0
+#: Seconds that an error of a connection waits for the failure that caused it to become known.
+_CAUSE = 2.0
+#: How long ranks may take to find each other, however short the time is that a collective may take.
+_START = timedelta(minutes=10)
+#: Seconds that the reason of a rank's end may take to be known after the end itself.
+_TOLD = 0.5
+#: Seconds that the main process waits for the others at its end.
+_LAST = 60.0
+
+
+class RankLauncher(_SubprocessScriptLauncher):
+    """Lightning's launcher of one process a device, with an eye on them. See the module's text.
+
+    Lightning (2.6) has no hook for the observer that it starts in ``launch``, so that is written anew here.
+    """
+
+    #: Processes that this one has started, over all runs of the script.
+    children: ClassVar[list[subprocess.Popen[Any]]] = []
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._watch: Watch | None = None
+        self._trainer: Trainer | None = None
+        self._rank, self._world = 0, 1
+        self._raised = threading.Event()  # the main thread has left the run
+        self._handled = threading.Event()  # and Lightning has told the callbacks
+        self._leaving = threading.Lock()
+        self._running = False
+
+    def launch(self, function: Callable[..., Any], *args: Any, trainer: Trainer | None = None, **kwargs: Any) -> Any:
+        """Starts the other ranks, unless something else has, and calls the function on this one.
+
+        Raises:
+            RankFailed: if another rank failed first; else what the function raises.
+        """
+        self.cluster_environment.validate_settings(num_devices=self.num_processes, num_nodes=self.num_nodes)
+        self._trainer = trainer
+        note_end(None)
+        self._raised.clear()
+        self._handled.clear()
+        self._running = True
+        if not self.cluster_environment.creates_processes_externally:
+            self._start_children()
+        elif _parent() is not None:
+            _end_with_parent()
+        _set_num_threads_if_needed(num_processes=self.num_processes)
+        try:
+            result = function(*args, **kwargs)
+        except BaseException as error:
+            self._running = False
+            if isinstance(error, _TunerExitException) or is_agreed(error):
+                self._end_watch(orderly=True)
+                raise
+            if self.num_processes * self.num_nodes == 1:
+                raise
+            shown = self._failed(error)
+            if shown is error:
+                raise
+            raise shown from None
+        self._running = False
+        self._end_watch(orderly=True)
+        return result
+
+    # --- watching ------------------------------------------------------------------------------------------
+
+    def watch(self, strategy: WatchedRanks) -> None:
+        """Makes the ranks watch each other; called on all of them once they can talk."""
+        self._rank, self._world = strategy.global_rank, strategy.world_size
+        if self._world == 1:
+            return
+        assert strategy.cluster_environment is not None
+        watch = Watch(
+            self._rank,
+            self._world,
+            limit=strategy.timeout_seconds(),
+            on_failure=self._on_failure,
+            exit_code=self._exit_code,
+            place=self._place,
+        )
+        served: Address | None = None
+        if self._rank == 0:
+            served = watch.serve(one_host=strategy.num_nodes == 1, name=strategy.cluster_environment.main_address)
+        address = strategy.broadcast(served)
+        assert address is not None
+        if self._rank != 0 and not watch.join(address):
+            print(
+                f"dlo: rank {self._rank} cannot reach rank 0 on port {address.port} of {' or '.join(address.hosts)};"
+                f" if a rank fails, the others notice when {strategy.timeout_seconds():g} s are over (timeout_minutes)",
+                file=sys.stderr,
+            )
+            return
+        self._watch = watch
+
+    def _end_watch(self, *, orderly: bool) -> None:
+        watch, self._watch = self._watch, None
+        if watch is not None:
+            watch.end(orderly=orderly)
+
+    def _place(self) -> int:
+        if self._trainer is None:
+            return 0
+        done = self._trainer.fit_loop.epoch_loop.batch_progress.total
+        return done.ready + done.completed
+
+    def _exit_code(self, rank: int) -> int | None:
+        """Returns the exit code of a rank that this process has started, once it has ended."""
+        local = rank - self._rank
+        if not 1 <= local <= len(self.children):
+            return None
+        try:
+            return self.children[local - 1].wait(timeout=1.0)
+        except subprocess.TimeoutExpired:
+            return None
+
+    def _on_failure(self, failure: Failure) -> None:
+        """Another rank has failed: this one gets a moment to raise by itself, and is ended if it does not."""
+        grace = _GRACE if _parent() is None else _CHILDS_GRACE
+        threading.Thread(target=self._abandon_unless, args=(self._raised, grace, failure), daemon=True).start()
+
+    def _abandon_unless(self, done: threading.Event, seconds: float, failure: Failure) -> None:
+        if done.wait(seconds):
+            return
+        with self._leaving:
+            self._end_children()
+            ended = self._ended(failure)
+            tell(ended)
+            leave(failure.exit_code)
+
+    def _ended(self, failure: Failure) -> Ended:
+        parent = _parent()
+        return Ended(failure, self._rank, told_elsewhere=parent is not None and failure.rank != 0)
+
+    # --- failing -------------------------------------------------------------------------------------------
+
+    def _failed(self, error: BaseException) -> BaseException:
+        """Tells all ranks of this one's error, or learns that another's came first; returns what is to be raised."""
+        own = Failure.of(error, self._rank, self._world if self._watch else self.num_processes * self.num_nodes)
+        first = self._first(error, own)
+        self._raised.set()
+        if first is own:
+            tell_torchrun(error)
+        self._end_children()
+        self._end_watch(orderly=False)
+        note_end(self._ended(first))
+        self._disarm()
+        threading.Thread(target=self._abandon_unless, args=(self._handled, _FAREWELL, first), daemon=True).start()
+        return error if first is own or not is_lost_connection(error) else RankFailed(first)
+
+    def _first(self, error: BaseException, own: Failure) -> Failure:
+        watch = self._watch
+        if watch is None:
+            return self._failed_child() or own if is_lost_connection(error) else own
+        if is_lost_connection(error):
+            first = watch.wait_for_first(_CAUSE)
+            if first is not None:
+                return first
+        return watch.fail(own, waited=is_lost_connection(error))
+
+    def _disarm(self) -> None:
+        """Keeps Lightning's checkpoints on exceptions from being saved: ranks save together, and some are gone."""
+        for callback in self._trainer.checkpoint_callbacks if self._trainer is not None else []:
+            if getattr(callback, "save_on_exception", False):
+                callback.save_on_exception = False  # type: ignore[attr-defined]
+
+    def handled(self) -> None:
+        """Called when Lightning has told all callbacks of an exception."""
+        self._handled.set()
+
+    # --- the processes that this one has started -----------------------------------------------------------
+
+    def _start_children(self) -> None:
+        os.environ[LAUNCHER] = str(os.getpid())
+        self._call_children_scripts()
+        self.children[:] = self.procs
+        atexit.register(self._wait_for_children)
+        threading.Thread(target=self._observe, name="rank-observer", daemon=True).start()
+
+    def _observe(self) -> None:
+        """Notices ranks that end before they are watched, or whose connection something else keeps open."""
+        failure = None
+        while self._running and failure is None:
+            time.sleep(0.2)
+            failure = self._failed_child()
+        watch = self._watch
+        if failure is None or not self._running:
+            return
+        if watch is None:
+            self._on_failure(failure)
+        elif watch.wait_for_first(_TOLD) is None:
+            watch.fail(failure)
+
+    def _failed_child(self) -> Failure | None:
+        """Returns the failure of a rank that has ended with one, and was not done."""
+        watch = self._watch
+        for rank, child in enumerate(self.children, start=self._node_start() + 1):
+            if child.poll() and not (watch is not None and watch.has_left(rank)):
+                return Failure.ended(rank, self.num_processes * self.num_nodes, child.returncode)
+        return None
+
+    def _node_start(self) -> int:
+        return self.cluster_environment.node_rank() * self.num_processes
+
+    def _end_children(self) -> None:
+        """Ends the ranks that this process has started, and waits until they are gone."""
+        if _parent() is not None:
+            return
+        for child in self._alive(2 * _CHILDS_GRACE):
+            child.kill()  # Not SIGTERM: one that hangs in a collective would not hear it.
+        for child in self.children:
+            child.wait()
+
+    def _alive(self, seconds: float) -> list[subprocess.Popen[Any]]:
+        """Returns the children that still run after so many seconds, sooner where none does."""
+        until = time.monotonic() + seconds
+        while any(child.poll() is None for child in self.children) and time.monotonic() < until:
+            time.sleep(0.05)
+        return [child for child in self.children if child.poll() is None]
+
+    def _wait_for_children(self) -> None:
+        """At the end of the script: the others are done at about the same time."""
+        late = self._alive(_LAST)
+        for child in late:
+            child.kill()
+        if late:
+            print(f"dlo: {len(late)} ranks had not ended {_LAST:g} s after rank 0, and were killed", file=sys.stderr)
+
+
+class WatchedRanks(DDPStrategy):
+    """Lightning's DDPStrategy with processes that all end when one of them fails. The base of dlo's strategies."""
+
+    def timeout_seconds(self) -> float:
+        """Returns how long a collective may take."""
+        return self._timeout.total_seconds() if self._timeout is not None else float("inf")
+
+    def _configure_launcher(self) -> None:
+        assert self.cluster_environment is not None
+        if self._start_method == "popen":
+            self._launcher = RankLauncher(self.cluster_environment, self.num_processes, self.num_nodes)
+        else:
+            super()._configure_launcher()
+
+    def setup_distributed(self) -> None:
+        """Joins the process group. What is short for a collective may be long enough for no rank to start in."""
+        limit = self._timeout
+        if limit is not None and limit < _START:
+            self._timeout = _START
+        try:
+            super().setup_distributed()
+        finally:
+            self._timeout = limit
+        if limit is not None and limit < _START and dist.is_initialized():
+            set_collective_timeout(limit)
+
+    def setup_environment(self) -> None:
+        """Joins the process group, and makes the ranks watch each other."""
+        super().setup_environment()
+        if isinstance(self._launcher, RankLauncher) and dist.is_initialized():
+            self._launcher.watch(self)
+
+    def teardown(self) -> None:
+        """Ends the run on this rank."""
+        super().teardown()
+        self.handled()
+
+    def handled(self) -> None:
+        """Tells the launcher that callbacks have heard of an exception, if there was one. Called in ``teardown``."""
+        if isinstance(self._launcher, RankLauncher):
+            self._launcher.handled()
+
+
+def set_collective_timeout(limit: timedelta) -> None:
+    """Sets how long the default group's collectives may take.
+
+    ``set_timeout`` has the name since torch 2.15; before, it was private.
+    """
+    functions = dist.distributed_c10d
+    set_timeout = getattr(functions, "set_timeout", None) or functions._set_pg_timeout
+    set_timeout(limit)
+
+
+def _parent() -> int | None:
+    """Returns the process that has started this one as a rank; None if that was not dlo's launcher."""
+    pid = int(os.environ.get(LAUNCHER, os.getpid()))
+    return pid if pid != os.getpid() else None
+
+
+def _end_with_parent() -> None:
+    """Ends this rank when the process that started it is gone, which no signal tells."""
+    parent = _parent()
+
+    def look() -> None:
+        while os.getppid() == parent:
+            time.sleep(0.5)
+        print(f"dlo: rank 0 (process {parent}) has gone; this rank ends too", file=sys.stderr)
+        leave(1)
+
+    if not any(thread.name == "parent-watch" for thread in threading.enumerate()):
+        threading.Thread(target=look, name="parent-watch", daemon=True).start()

@@ -1,0 +1,179 @@
+"""The strategies that every run starts from: one process, data parallelism, and the base of those that shard."""
+
+from __future__ import annotations
+
+import contextlib
+from abc import abstractmethod
+from collections.abc import Iterator
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.strategies import SingleDeviceStrategy, StrategyRegistry
+from lightning.pytorch.trainer.states import TrainerFn
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from dlo_framework.distributed.canonical import CanonicalStrategy
+from dlo_framework.distributed.launcher import WatchedRanks
+from dlo_framework.distributed.norms import total_norm
+from dlo_framework.distributed.precision import sharded
+
+#: How long a collective may take; a rank that hangs ends the run after this.
+TIMEOUT = timedelta(minutes=30)
+
+
+class SingleProcessStrategy(CanonicalStrategy, SingleDeviceStrategy):
+    """One process on one device; what ``auto`` is on such a machine."""
+
+    def gradient_norm(self, optimizer: Optimizer) -> Tensor:
+        """Returns the 2-norm of an optimizer's gradients."""
+        return total_norm(optimizer)
+
+
+class DataParallelStrategy(CanonicalStrategy, WatchedRanks):
+    """Plain data parallelism: every rank holds the whole model; gradients are averaged. Aliases: `ddp`.
+
+    Lightning's DDPStrategy with canonical checkpoints, which all ranks write.
+
+    Args:
+        find_unused_parameters: whether parameters may go without a gradient, which costs a walk over the graph.
+        timeout_minutes: how long a collective may take before a rank gives the others up; by default Lightning's
+            `timeout`, 30.
+        kwargs: further arguments of Lightning's DDPStrategy and torch's DistributedDataParallel.
+    """
+
+    def __init__(
+        self,
+        find_unused_parameters: bool = False,
+        timeout_minutes: float | None = None,
+        **kwargs: Any,
+    ) -> None:
+        if timeout_minutes is not None:
+            kwargs["timeout"] = timedelta(minutes=timeout_minutes)
+        super().__init__(find_unused_parameters=find_unused_parameters, **kwargs)
+
+    def gradient_norm(self, optimizer: Optimizer) -> Tensor:
+        """Returns the 2-norm of an optimizer's gradients, which are the same on all ranks."""
+        return total_norm(optimizer)
+
+
+class ShardedStrategy(CanonicalStrategy, WatchedRanks):
+    """Base of the strategies that divide a model's state among the ranks.
+
+    Processes, rendezvous (Lightning's launcher, torchrun, SLURM), devices, broadcast, reduce and barriers are those
+    of Lightning's DDPStrategy, without its wrapper: gradients are the subclass's own business. A subclass implements
+    :meth:`shard`, which is called once the optimizers are there.
+
+    Args:
+        timeout_minutes: how long a collective may take before a rank gives the others up.
+    """
+
+    def __init__(self, timeout_minutes: float = TIMEOUT.total_seconds() / 60, **kwargs: Any) -> None:
+        super().__init__(timeout=timedelta(minutes=timeout_minutes), **kwargs)
+
+    @abstractmethod
+    def shard(self, trainer: Trainer) -> None:
+        """Divides the module's state and, while fitting, its optimizers' among the ranks."""
+
+    @property
+    def precision_plugin(self) -> Precision:
+        """Lightning's choice of precision, with clipping and loss scale that hold over all ranks."""
+        return super().precision_plugin
+
+    @precision_plugin.setter
+    def precision_plugin(self, precision_plugin: Precision | None) -> None:
+        self._precision_plugin = None if precision_plugin is None else sharded(precision_plugin, self.gradient_norm)
+
+    @property
+    def restore_checkpoint_after_setup(self) -> bool:
+        """Whether a checkpoint is read into shards: yes, so they have to be there first."""
+        return True
+
+    def setup(self, trainer: Trainer) -> None:
+        """Prepares the module on its device, builds the optimizers, and shards both."""
+        assert self.accelerator is not None
+        assert self.model is not None
+        self.accelerator.setup(trainer)
+        if self._layer_sync and trainer.state.fn == TrainerFn.FITTING:
+            self.model = self._layer_sync.apply(self.model)
+        self.model = self.precision_plugin.convert_module(self.model)
+        self.shard(trainer)
+        self.setup_precision_plugin()
+        self.barrier("sharded")
+
+    def share_buffers(self) -> None:
+        """Gives all ranks the first one's buffers, such as the statistics of batch norm.
+
+        DistributedDataParallel does that before each forward. What the others' steps made of theirs is lost there as
+        here, so that doing it where buffers are used or saved comes to the same.
+        """
+        for buffer in self._module().buffers():
+            if not isinstance(buffer, DTensor):
+                dist.broadcast(buffer, 0)
+
+    def on_validation_start(self) -> None:
+        """Evaluates with the first rank's buffers."""
+        self.share_buffers()
+
+    on_test_start = on_predict_start = on_validation_start
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """Returns what this rank holds of the module's state, by name; called on all ranks."""
+        self.share_buffers()
+        return super().lightning_module_state_dict()
+
+    def _module(self) -> LightningModule:
+        assert self.lightning_module is not None
+        return self.lightning_module
+
+    def gradient_norm(self, optimizer: Optimizer) -> Tensor:
+        """Returns the 2-norm over all ranks of an optimizer's gradients, each element counted once."""
+        local = total_norm(optimizer).to(self.root_device)
+        squared = local.square()
+        dist.all_reduce(squared)
+        return squared.sqrt()
+
+    @contextlib.contextmanager
+    def block_backward_sync(self) -> Iterator[None]:
+        """Lightning wraps the micro-batches of an accumulation in it, all but the last."""
+        yield
+
+    def teardown(self) -> None:
+        """Ends the run; the module stays as it is sharded, and can be validated or trained again."""
+        self.finish_checkpoints()
+        self.precision_plugin.teardown()
+        assert self.accelerator is not None
+        assert self.cluster_environment is not None
+        self.cluster_environment.teardown()
+        self.accelerator.teardown()
+        self.handled()
+
+
+def register_data_parallel() -> None:
+    """Lets Lightning's names for plain data parallelism mean dlo's strategy: ``ddp``, and what ``auto`` becomes."""
+    for name, find_unused in (
+        ("ddp", False),
+        ("ddp_find_unused_parameters_false", False),
+        ("ddp_find_unused_parameters_true", True),
+    ):
+        StrategyRegistry.register(
+            name,
+            DataParallelStrategy,
+            description="plain data parallelism with canonical checkpoints",
+            override=True,
+            find_unused_parameters=find_unused,
+        )
+
+
+def use_canonical_checkpoints(trainer: Trainer) -> None:
+    """Makes the strategy that Lightning has chosen for a single device dlo's, which writes canonical checkpoints.
+
+    Lightning (2.6) builds it itself where ``auto`` meets one device, and asks no registry; the two classes differ in
+    methods alone.
+    """
+    if type(trainer.strategy) is SingleDeviceStrategy:
+        trainer.strategy.__class__ = SingleProcessStrategy

@@ -1,0 +1,365 @@
+"""Ranks that watch each other: who has failed, who has died, who is silent.
+
+Rank 0 keeps a connection to each other rank. What passes are lines of JSON: a beat now and then, a failure, and a
+word of farewell. A connection that ends without one is a process that has died; ranks that stop beating are frozen,
+or cut off. Whatever is first is told to all, so that all end for the same reason and can name it. Collectives do not
+tell: some wait for minutes, others say that a connection was closed and not by whom.
+"""
+
+from __future__ import annotations
+
+import hmac
+import json
+import os
+import secrets
+import selectors
+import socket
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from dlo_framework.distributed.failure import Failure
+
+#: Seconds from one look at the connections to the next.
+_TICK = 0.2
+#: A peer that sends more than this without an end of line is none of ours.
+_LONGEST_LINE = 1 << 18
+#: Seconds that the first failure may take to come back to the rank that reports its own.
+_ANSWER = 3.0
+#: Seconds that ranks have to say that they have waited in vain, before those that do not say so are to blame.
+_ALSO_WAITED = 1.0
+
+
+#: The connections of this process, which a loader's workers must not keep open when it has died.
+_OPEN: weakref.WeakSet[socket.socket] = weakref.WeakSet()
+_FORKS: list[bool] = []  # not empty once forks have been taken care of
+
+
+class Address(NamedTuple):
+    """Where rank 0 listens, and the word by which it knows its ranks."""
+
+    hosts: tuple[str, ...]
+    port: int
+    token: str
+
+
+@dataclass
+class _Peer:
+    """The other end of a connection."""
+
+    connection: socket.socket
+    rank: int | None  # None until it has said who it is
+    received: bytes = b""
+    quiet: float = 0.0  # seconds since it was last heard
+    left: bool = False  # whether it has said farewell
+    place: int = 0
+
+
+@dataclass
+class _Shared:
+    """What the watching thread and the others both touch, under the lock."""
+
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    first: Failure | None = None
+    over: bool = False
+
+
+class Watch:
+    """This rank's part of it. One a run; a thread of its own from :meth:`serve` or :meth:`join` to :meth:`end`.
+
+    Args:
+        rank: this process's.
+        world_size: how many there are.
+        limit: seconds of silence after which a rank is given up.
+        on_failure: called once, in the watching thread, with the first failure, if it is not this rank that told it.
+        exit_code: returns the exit code of a rank's process where this one knows it, else None; asked on rank 0.
+        place: returns how far this rank has come: twice the batches it has done, plus 1 within one.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        world_size: int,
+        *,
+        limit: float,
+        on_failure: Callable[[Failure], None],
+        exit_code: Callable[[int], int | None] = lambda rank: None,
+        place: Callable[[], int] = lambda: 0,
+    ) -> None:
+        self.rank, self.world_size = rank, world_size
+        self._on_failure, self._exit_code, self._place = on_failure, exit_code, place
+        self._limit, self._interval = limit, min(1.0, limit / 5)
+        self._peers: list[_Peer] = []
+        self._left: set[int] = set()
+        self._selector = selectors.DefaultSelector()
+        self._listener: socket.socket | None = None
+        self._token = ""
+        self._shared = _Shared()
+        self._known = threading.Event()
+        self._waited: dict[int, Failure] = {}  # on rank 0: who has waited for others in vain
+        self._told = False  # whether this rank has told of a failure
+        self._thread: threading.Thread | None = None
+
+    # --- beginning and end ---------------------------------------------------------------------------------
+
+    def serve(self, *, one_host: bool, name: str) -> Address:
+        """Begins on rank 0.
+
+        Args:
+            one_host: whether all ranks are on this host; else other hosts may connect too.
+            name: under which other hosts know this one.
+
+        Returns:
+            Where the others :meth:`join`.
+        """
+        self._token = secrets.token_hex(16)
+        self._listener = socket.create_server(("127.0.0.1" if one_host else "", 0), backlog=self.world_size)
+        self._selector.register(self._listener, selectors.EVENT_READ)
+        self._start()
+        hosts = ("127.0.0.1",) if one_host else tuple(dict.fromkeys((name, socket.getfqdn(), socket.gethostname())))
+        return Address(hosts, self._listener.getsockname()[1], self._token)
+
+    def join(self, address: Address) -> bool:
+        """Begins on another rank; returns whether rank 0 could be reached."""
+        for host in address.hosts:
+            try:
+                connection = socket.create_connection((host, address.port), timeout=10)
+            except OSError:
+                continue
+            self._add(connection, rank=0)
+            self._send(self._peers[0], {"rank": self.rank, "token": address.token})
+            self._start()
+            return True
+        return False
+
+    def end(self, *, orderly: bool) -> None:
+        """Stops watching. After an orderly end the others do not miss this rank."""
+        with self._shared.lock:
+            self._shared.over = True
+        if orderly:
+            for peer in list(self._peers):
+                self._send(peer, {"bye": True})
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join(timeout=5 * _TICK)
+        for peer in self._peers:
+            peer.connection.close()
+        if self._listener is not None:
+            self._listener.close()
+        self._selector.close()
+
+    def _start(self) -> None:
+        _close_in_forks()
+        self._thread = threading.Thread(target=self._run, name="rank-watch", daemon=True)
+        self._thread.start()
+
+    # --- for the main thread -------------------------------------------------------------------------------
+
+    @property
+    def first(self) -> Failure | None:
+        """The first failure of any rank, as far as it is known here."""
+        return self._shared.first
+
+    def fail(self, failure: Failure, *, waited: bool = False) -> Failure:
+        """Tells the others of a failure; returns the first one, which may be another's.
+
+        Args:
+            failure: this rank's own, or that of a rank that cannot tell.
+            waited: whether it is that others were waited for in vain, so that one of those is to blame.
+        """
+        self._told = True
+        if self.rank == 0 and waited:
+            self._waited.setdefault(0, failure)
+        elif self.rank == 0:
+            return self._decide(failure)
+        else:
+            for peer in list(self._peers):
+                self._send(peer, {"failed": failure.to_text(), "waited": waited})
+        self._known.wait(_ANSWER)
+        return self._shared.first or failure
+
+    def wait_for_first(self, seconds: float) -> Failure | None:
+        """Returns the first failure of any rank, waiting for it to become known."""
+        self._known.wait(seconds)
+        return self._shared.first
+
+    def has_left(self, rank: int) -> bool:
+        """Returns whether a rank has said farewell (rank 0 knows)."""
+        return rank in self._left
+
+    def _blamed(self) -> Failure:
+        """Returns the failure of the rank that the others have waited for in vain; asked on rank 0.
+
+        It is the one that has come least far; of several, one that has not waited itself.
+        """
+        places = {self.rank: self._place()} | {p.rank: p.place for p in self._peers if p.rank is not None}
+        last = min(places, key=lambda rank: (places[rank], rank in self._waited))
+        if last in self._waited and places[last] == max(places.values()):
+            return next(iter(self._waited.values()))  # All wait for all: their collectives do not match.
+        text = f"it is still in batch {(places[last] + 1) // 2}; others have waited for it for {self._limit:g} s"
+        return Failure(last, self.world_size, text)
+
+    # --- the watching thread -------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        looked, since_beat, since_waited = time.monotonic(), 0.0, 0.0
+        while not self._shared.over:
+            for key, _ in self._selector.select(_TICK):
+                if key.fileobj is self._listener:
+                    self._accept()
+                else:
+                    self._read(key.data)
+            # A job that was suspended as a whole misses nobody: what this thread slept through counts for little.
+            passed = min(time.monotonic() - looked, 2 * _TICK)
+            looked, since_beat = time.monotonic(), since_beat + passed
+            if since_beat >= self._interval:
+                since_beat = 0.0
+                for peer in list(self._peers):
+                    self._send(peer, {"at": self._place()})
+            self._count_silence(passed)
+            if self._waited and self._shared.first is None:
+                since_waited += passed
+                if since_waited >= _ALSO_WAITED:
+                    self._decide(self._blamed())
+
+    def _accept(self) -> None:
+        assert self._listener is not None
+        try:
+            connection, _ = self._listener.accept()
+        except OSError:
+            return  # It has gone before it was heard.
+        self._add(connection, rank=None)
+
+    def _add(self, connection: socket.socket, rank: int | None) -> None:
+        connection.settimeout(1.0)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        _OPEN.add(connection)
+        peer = _Peer(connection, rank)
+        self._peers.append(peer)
+        self._selector.register(connection, selectors.EVENT_READ, peer)
+
+    def _read(self, peer: _Peer) -> None:
+        try:
+            data = peer.connection.recv(1 << 16)
+        except TimeoutError:
+            return
+        except OSError:
+            data = b""
+        if not data:
+            self._lost(peer)
+            return
+        peer.quiet = 0
+        *lines, peer.received = (peer.received + data).split(b"\n")
+        if len(peer.received) > _LONGEST_LINE:
+            self._drop(peer)
+            return
+        for line in lines:
+            try:
+                message = json.loads(line)
+                if not isinstance(message, dict):
+                    raise ValueError("no message")
+                self._hear(peer, message)
+            except (ValueError, KeyError, TypeError):
+                self._drop(peer)
+                return
+
+    def _hear(self, peer: _Peer, message: dict[str, Any]) -> None:
+        if peer.rank is None:
+            if not hmac.compare_digest(str(message.get("token")), self._token):
+                self._drop(peer)
+                return
+            peer.rank = int(message["rank"])
+            if self._shared.first is not None:
+                self._send(peer, {"first": self._shared.first.to_text()})
+        elif "bye" in message:
+            peer.left = True
+            if peer.rank is not None:
+                self._left.add(peer.rank)
+        elif "failed" in message and self.rank == 0:
+            failure = Failure.from_text(message["failed"])
+            if message["waited"]:
+                self._waited.setdefault(peer.rank, failure)
+            else:
+                self._decide(failure)
+        elif "first" in message and self.rank != 0:
+            self._learn(Failure.from_text(message["first"]))
+        elif "at" in message:
+            peer.place = int(message["at"])
+
+    def _lost(self, peer: _Peer) -> None:
+        self._drop(peer)
+        if peer.rank is None or peer.left or self._shared.over:
+            return
+        code = self._exit_code(peer.rank) if self.rank == 0 else None
+        self._found(Failure.ended(peer.rank, self.world_size, code))
+
+    def _count_silence(self, passed: float) -> None:
+        """Gives up ranks that have been silent too long."""
+        for peer in list(self._peers):
+            peer.quiet += passed
+            if peer.quiet <= self._limit:
+                continue
+            self._drop(peer)
+            if peer.rank is not None and not peer.left:
+                text = f"nothing was heard of it for {self._limit:g} s (stopped? its host or its network down?)"
+                self._found(Failure(peer.rank, self.world_size, text))
+
+    def _found(self, failure: Failure) -> None:
+        if self.rank == 0:
+            self._decide(failure)
+        else:
+            self._learn(failure)
+
+    def _decide(self, failure: Failure) -> Failure:
+        """On rank 0: the first failure to come is the one that counts; all are told."""
+        with self._shared.lock:
+            new = self._shared.first is None
+            first = self._shared.first = self._shared.first or failure
+        if new:
+            for peer in list(self._peers):
+                if peer.rank is not None:
+                    self._send(peer, {"first": first.to_text()})
+            self._tell_here(first)
+        return first
+
+    def _learn(self, first: Failure) -> None:
+        with self._shared.lock:
+            new = self._shared.first is None
+            self._shared.first = self._shared.first or first
+        if new:
+            self._tell_here(first)
+
+    def _tell_here(self, first: Failure) -> None:
+        self._known.set()
+        if not self._shared.over and (first.rank != self.rank or not self._told):
+            self._on_failure(first)
+
+    def _send(self, peer: _Peer, message: dict[str, Any]) -> None:
+        if peer.connection.fileno() < 0:
+            return
+        line = json.dumps(message).encode() + b"\n"
+        with self._shared.lock:
+            try:
+                peer.connection.sendall(line)
+            except OSError:
+                peer.received = b""  # Reading from it will tell, or its silence.
+
+    def _drop(self, peer: _Peer) -> None:
+        if peer in self._peers:
+            self._selector.unregister(peer.connection)
+            self._peers.remove(peer)
+        peer.connection.close()
+
+
+def _close_in_forks() -> None:
+    """Makes processes that are forked from this one close their copies of its connections."""
+
+    def close_all() -> None:
+        for connection in _OPEN:
+            connection.close()
+
+    if not _FORKS and hasattr(os, "register_at_fork"):
+        os.register_at_fork(after_in_child=close_all)
+        _FORKS.append(True)

@@ -1,0 +1,199 @@
+"""Losses that are not numbers: no rank takes such a step, and all ranks do the same about it."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from torch import Tensor
+from torch.optim import Optimizer
+
+from dlo_framework.distributed.control import control_group
+from dlo_framework.distributed.failure import agree
+from dlo_framework.errors import DloError
+from dlo_framework.resume import mid_accumulation
+
+
+class FiniteLoss(Callback):
+    """Keeps a loss that is NaN or infinite, on any rank, from reaching the weights; on by default, and stops the run.
+
+    One such loss makes the mean of the ranks' gradients NaN, and the next step the weights of all. Here all ranks look
+    at the losses of a step's batches before they take it. On an accelerator that waits for the forward pass, while the
+    device has the backward pass still to do, so that it never runs dry; on several ranks one number is exchanged
+    beside the gradients.
+
+    With ``precision: 16-mixed`` the loss scaler leaves such steps out already, and this does nothing.
+
+    Args:
+        on_nan: ``stop`` ends the run with an error before the step; ``skip`` leaves the step out (the optimizer's
+            state stays as it is too; the step counts); ``ignore`` does not look.
+        max_skipped: with ``skip``: so many skipped steps in a row end the run too.
+    """
+
+    def __init__(self, on_nan: Literal["stop", "skip", "ignore"] = "stop", max_skipped: int = 10) -> None:
+        if on_nan not in ("stop", "skip", "ignore"):
+            raise DloError(f"FiniteLoss: on_nan is stop, skip or ignore, but was {on_nan!r}")
+        if max_skipped < 1:
+            raise DloError(f"FiniteLoss: max_skipped is at least 1, but was {max_skipped}")
+        self.on_nan, self.max_skipped = on_nan, max_skipped
+        self.skipped = 0
+        self._in_a_row = 0
+        self._flag = _Flag()
+        self._pending: tuple[Tensor, dist.Work | None] | None = None
+
+    def state_dict(self) -> dict[str, Any]:
+        """How many steps were skipped; an open accumulation's verdict so far."""
+        return {"skipped": self.skipped, "in_a_row": self._in_a_row, "bad": self._flag.read()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Goes on counting."""
+        self.skipped, self._in_a_row = state_dict["skipped"], state_dict["in_a_row"]
+        self._flag.preset = state_dict["bad"]
+
+    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        """Puts what any rank knows into the checkpoint, which otherwise holds rank 0's state of callbacks."""
+        group = control_group(trainer)
+        own = checkpoint.get("callbacks", {}).get(self.state_key)
+        if group is not None and own is not None and mid_accumulation(trainer):
+            bad = torch.tensor(int(own["bad"]))
+            dist.all_reduce(bad, dist.ReduceOp.MAX, group=group)
+            own["bad"] = bool(bad)
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Makes the ranks' group, at the same point on all."""
+        control_group(trainer)
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        """With manual optimization, each batch is judged by itself."""
+        if not pl_module.automatic_optimization:
+            self._flag.clear()
+
+    def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
+        """Looks at the loss, without waiting for it."""
+        if self.on_nan == "ignore" or _has_scaler(trainer):
+            return
+        self._flag.look(loss)
+        # Where it is known now, the ranks agree while backward runs.
+        if self._flag.is_known and pl_module.automatic_optimization and not mid_accumulation(trainer):
+            self._pending = self._ask(trainer)
+
+    def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
+        """Agrees with the other ranks, and keeps a bad step from being taken."""
+        if self.on_nan == "ignore" or _has_scaler(trainer):
+            return
+        vote, work = self._pending or self._ask(trainer)
+        self._pending = None
+        if work is not None:
+            work.wait()
+        if pl_module.automatic_optimization:
+            self._flag.clear()
+        rank = int(vote)
+        if rank == trainer.world_size:
+            self._in_a_row = 0
+        elif self.on_nan == "stop":
+            raise agree(DloError(_message(trainer, rank)))
+        else:
+            self._skip(trainer, pl_module, optimizer, rank)
+
+    def _ask(self, trainer: Trainer) -> tuple[Tensor, dist.Work | None]:
+        """Asks for the first rank that has met a bad loss; the number of ranks if none has."""
+        vote = torch.tensor(trainer.global_rank if self._flag.read() else trainer.world_size)
+        group = control_group(trainer)
+        work = None if group is None else dist.all_reduce(vote, dist.ReduceOp.MIN, group=group, async_op=True)
+        return vote, work
+
+    def _skip(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer, rank: int) -> None:
+        # An optimizer leaves parameters without a gradient alone: neither decay nor its state moves.
+        for parameter in (p for group in optimizer.param_groups for p in group["params"]):
+            parameter.grad = None
+        self.skipped += 1
+        self._in_a_row += 1
+        rank_zero_warn(f"{_what(trainer, rank)}: the step is skipped; {self.skipped} skipped in this run")
+        if self._in_a_row >= self.max_skipped:
+            raise agree(DloError(f"{_message(trainer, rank)}; {self._in_a_row} steps in a row were skipped"))
+        name = _poisoned(trainer, pl_module)
+        if name:
+            raise agree(
+                DloError(
+                    f"{_what(trainer, rank)}, and has made the buffer {name} so (a running statistic?), which skipping"
+                    " the step does not undo; go on from the last checkpoint, and keep such inputs out of the data"
+                )
+            )
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """Forgets what was under way."""
+        self._pending = None
+
+
+class _Flag:
+    """Whether a loss that was looked at is not finite, read from the device as late as it is needed.
+
+    Attributes:
+        preset: what a run that is resumed had found in an open accumulation.
+    """
+
+    def __init__(self) -> None:
+        self.preset = False
+        self._bad: Tensor | None = None  # on the loss's device
+        self._copy: Tensor | None = None  # on the CPU
+        self._copied: torch.Event | None = None
+
+    @property
+    def is_known(self) -> bool:
+        """Whether reading it waits for no device."""
+        return self._bad is None or self._bad.device.type == "cpu"
+
+    def look(self, loss: Tensor) -> None:
+        bad = ~torch.isfinite(loss.detach()).all()
+        self._bad = bad if self._bad is None else self._bad | bad
+        if self._bad.device.type != "cpu":
+            if self._copy is None:
+                self._copy = torch.empty((), dtype=torch.bool, pin_memory=self._bad.device.type == "cuda")
+                self._copied = torch.Event(self._bad.device.type)
+            assert self._copied is not None
+            self._copy.copy_(self._bad, non_blocking=True)
+            self._copied.record()
+
+    def read(self) -> bool:
+        if self._bad is None or self.preset:
+            return self.preset
+        if self._bad.device.type == "cpu":
+            return bool(self._bad)
+        assert self._copy is not None
+        assert self._copied is not None
+        self._copied.synchronize()
+        return bool(self._copy)
+
+    def clear(self) -> None:
+        self._bad, self.preset = None, False
+
+
+def _has_scaler(trainer: Trainer) -> bool:
+    return getattr(trainer.precision_plugin, "scaler", None) is not None
+
+
+def _what(trainer: Trainer, rank: int) -> str:
+    batch = trainer.fit_loop.epoch_loop.batch_progress.current.ready - 1
+    where = f" of rank {rank}" if trainer.world_size > 1 else ""
+    return f"the loss{where} was not finite in step {trainer.global_step} (epoch {trainer.current_epoch}, batch {batch})"
+
+
+def _message(trainer: Trainer, rank: int) -> str:
+    return (
+        f"{_what(trainer, rank)}; the weights are those before it. Lower the learning rate, clip the gradients"
+        " (trainer.gradient_clip_val), look at the batch's data, or leave such steps out (FiniteLoss, on_nan: skip)"
+    )
+
+
+def _poisoned(trainer: Trainer, module: LightningModule) -> str:
+    """Returns the name of a buffer that is not finite on some rank; empty if all are."""
+    names = [n for n, b in module.named_buffers() if b.is_floating_point() and not bool(torch.isfinite(b).all())]
+    group = control_group(trainer)
+    if group is None:
+        return names[0] if names else ""
+    found: list[Any] = [None] * trainer.world_size
+    dist.all_gather_object(found, names[:1], group=group)
+    return next((name for of_rank in found for name in of_rank), "")

@@ -1,0 +1,66 @@
+"""What is likely behind a training that differs on several ranks."""
+
+from __future__ import annotations
+
+import math
+
+from dlo_framework.testing.comparison import Comparison, relative
+from dlo_framework.testing.record import Record
+
+#: Rounding that changes losses by more than this leaves little to compare.
+_CHAOTIC = 1e-3
+
+
+def hints(comparison: Comparison, one: Record, ranks: Record) -> list[str]:
+    """Returns what is likely behind a difference, the surest first; empty where there is none."""
+    found = []
+    rows = comparison.rows
+    if comparison.control is not None and comparison.control[0] > _CHAOTIC:
+        found.append(
+            f"rounding alone changes the losses of one process by up to {comparison.control[0]:.0e}, so that the last"
+            " steps tell little: compare fewer steps, at a lower learning rate, or with --trainer.precision 64-true"
+        )
+    if comparison.ok:
+        return found
+    if not rows:
+        return ["no step was compared: the runs took none"]
+    if len(one.steps) != len(ranks.steps):
+        found.append(f"one process took {len(one.steps)} steps and the ranks {len(ranks.steps)}: their data differ")
+    apart = next(
+        (i for i, (a, b) in enumerate(zip(one.steps, ranks.steps, strict=False)) if a.digest != b.digest), None
+    )
+    if apart is not None:
+        sizes = f"{one.steps[apart].samples} samples in one process, {ranks.steps[apart].samples} on the ranks"
+        found.append(
+            f"the batches of step {apart} are not the same ({sizes}): the ranks see other data than one process, or"
+            " augment or mix it by random numbers of their own"
+        )
+    if one.initial != ranks.initial:
+        names = [name for name in one.initial if one.initial[name] != ranks.initial.get(name)]
+        found.append(f"the weights differ before the first step, {len(names)} tensors: {', '.join(names[:3])} ...")
+    drew = [record.drew for record in (one, ranks) if record.drew is not None]
+    if drew:
+        found.append(
+            f"training_step draws random numbers (first at step {min(drew)}), on each rank its own, and not for a"
+            " dropout that is known: switch that off"
+        )
+    if ranks.batch_norms:
+        found.append(
+            f"BatchNorm statistics are per rank ({ranks.batch_norms} layers): use sync_batchnorm: true in the trainer"
+            " (on accelerators), or a norm that does not look at other samples, such as GroupNorm"
+        )
+    first = rows[0].loss
+    size = max(1, ranks.place[1])
+    if first is not None and size > 1 and relative(first.one, size * first.ranks, 0.0) < 1e-3:
+        found.append(
+            f"the loss of one process is {size} times that of {size} ranks: a sum over the batch. Strategies average"
+            " gradients over ranks, so return the mean"
+        )
+    if not all(math.isfinite(pair.one) for row in rows for pair in (row.loss, row.norm) if pair is not None):
+        found.append("losses or gradients are not finite in one process either: the recipe itself diverges")
+    if rows[0].ok and not found:
+        found.append(
+            "the first step's loss and gradients agree: what comes after them differs, the optimizer's step, clipping"
+            " or the weights' exchange"
+        )
+    return found or ["the first step differs already: the forward pass, the loss's mean, or how gradients are averaged"]

@@ -1,0 +1,209 @@
+"""What draws random numbers in training, made equal for one process and several ranks, or switched off, and said so.
+
+Ranks draw their random numbers each for itself, so that dropout, random augmentation and mixing alone make a run on
+several ranks another run than that of one process. A comparison of the two has to be rid of them.
+"""
+
+from __future__ import annotations
+
+import functools
+import random
+import re
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from lightning.pytorch.utilities import CombinedLoader
+from lightning_utilities.core.apply_func import apply_to_collection
+from torch import nn
+from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampler, IterableDataset
+
+from dlo_framework.data import hash64, seed_all
+from dlo_framework.data.module import ResumableDataModule
+
+#: Attributes that hold the probability of a dropout, in any module: transformers' and torch's own have them beside
+#: ``nn.Dropout``.
+_RATE = re.compile(r"(^|_)(dropout|drop|drop_path|droppath|layerdrop)(_p|_prob|_probability|_rate)?$")
+#: And those that do in modules whose class is called after dropping.
+_RATE_OF_DROP = re.compile(r"^(p|prob|drop_prob|drop_rate)$")
+_DROPS = re.compile(r"drop|stochasticdepth", re.IGNORECASE)
+
+
+# --- the model -----------------------------------------------------------------------------------------------
+
+
+def switch_off_dropout(model: nn.Module) -> str | None:
+    """Sets the rate of every dropout in a model to 0: dropout, stochastic depth, layer drop.
+
+    Modules are known by their attributes: ``p``, ``prob`` or ``drop_prob`` of a class that is called after dropping,
+    ``dropout``, ``attention_dropout``, ``drop_path_rate`` and the like of any other, and of its ``config``, which
+    transformers' models read in their forward pass.
+
+    Returns:
+        What was switched off, such as ``12 Dropout, 6 DropPath``; None if there was nothing.
+    """
+    found: Counter[str] = Counter()
+    for module in model.modules():
+        for holder in (module, getattr(module, "config", None)):
+            attributes = getattr(holder, "__dict__", None)
+            if attributes is None:
+                continue
+            rates = [name for name, value in attributes.items() if _is_rate(holder, name, value)]
+            for name in rates:
+                setattr(holder, name, 0.0)
+            if rates:
+                found[type(holder).__name__] += 1
+        if isinstance(module, nn.RReLU) and module.lower != module.upper:
+            module.lower = module.upper = (module.lower + module.upper) / 2
+            found["RReLU"] += 1
+    return ", ".join(f"{count} {name}" for name, count in sorted(found.items())) or None
+
+
+def _is_rate(holder: Any, name: str, value: Any) -> bool:
+    if not isinstance(value, float) or not 0 < value <= 1:
+        return False
+    return bool(_RATE.search(name) or (_DROPS.search(type(holder).__name__) and _RATE_OF_DROP.match(name)))
+
+
+# --- the data ------------------------------------------------------------------------------------------------
+
+
+class SeededDataset(Dataset):
+    """A map-style dataset whose items draw the same random numbers whoever loads them, seeded by their index."""
+
+    def __init__(self, dataset: Any, seed: int) -> None:
+        self.dataset, self.seed = dataset, seed
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getitem__(self, index: int) -> Any:
+        states = random.getstate(), np.random.get_state(), torch.get_rng_state()
+        seed_all(int(hash64(np.array([int(index)]), self.seed)[0]) >> 1)
+        try:
+            return self.dataset[index]
+        finally:  # Loading in the main process must not shift the model's random stream.
+            random.setstate(states[0])
+            np.random.set_state(states[1])
+            torch.set_rng_state(states[2])
+
+
+class GlobalBatches(BatchSampler):
+    """The batches of several ranks under Lightning's ``DistributedSampler``, each rank's behind the other's.
+
+    Lightning (2.6) gives the training data of a plain ``DataLoader`` to ranks by this sampler, shuffled whatever the
+    loader says, seeded by ``seed_everything``.
+    """
+
+    def __init__(self, dataset: Any, batch_size: int, shares: int, drop_last: bool, shuffle: bool, seed: int) -> None:
+        self.samplers: list[DistributedSampler] = [
+            DistributedSampler(dataset, num_replicas=shares, rank=rank, shuffle=shuffle, seed=seed)
+            for rank in range(shares)
+        ]
+        self.batch_size, self.drop_last = batch_size, drop_last
+
+    @property
+    def sampler(self) -> Any:  # type: ignore[override]
+        """What Lightning looks for ``set_epoch`` in."""
+        return self
+
+    def set_epoch(self, epoch: int) -> None:
+        """Tells all ranks' samplers the epoch."""
+        for sampler in self.samplers:
+            sampler.set_epoch(epoch)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        ranks = [BatchSampler(sampler, self.batch_size, self.drop_last) for sampler in self.samplers]
+        for batches in zip(*ranks, strict=True):
+            yield [index for batch in batches for index in batch]
+
+    def __len__(self) -> int:
+        return len(BatchSampler(self.samplers[0], self.batch_size, self.drop_last))
+
+
+def prepare_loaders(loaders: Any, *, seed: int, shares: int, shuffle: bool, notes: list[str]) -> Any:
+    """Returns training loaders whose batches are the same for one process and several ranks.
+
+    A plain ``DataLoader`` over a map-style dataset gets seeded items; for the one process it also gets the batches of
+    all ranks as one. Other loaders are returned as they are: dlo's own need nothing, and of the rest nothing is known.
+
+    Args:
+        loaders: what ``train_dataloader`` returned: a loader, or a nest of them.
+        seed: of the items and of the order.
+        shares: into how many ranks' shares a batch of this process divides: 1 on a rank.
+        shuffle: whether Lightning's sampler shuffles on ranks: not with ``overfit_batches``.
+        notes: what was done is added here.
+    """
+
+    def prepare(loader: DataLoader) -> DataLoader:
+        sampler, dataset = loader.sampler, loader.dataset
+        is_plain = type(loader) is DataLoader and loader.batch_size is not None
+        if not is_plain or isinstance(dataset, IterableDataset) or isinstance(sampler, DistributedSampler):
+            notes.append(
+                f"data: {type(loader).__name__} over {type(dataset).__name__} is used as it is; its random choices"
+                " are not made equal"
+            )
+            return loader
+        notes.append(f"data: each sample of {type(dataset).__name__} draws random numbers seeded by its index")
+        seeded = SeededDataset(dataset, seed)
+        options: dict[str, Any] = {"batch_size": loader.batch_size, "sampler": sampler, "drop_last": loader.drop_last}
+        if shares > 1:
+            assert loader.batch_size is not None
+            batches = GlobalBatches(seeded, loader.batch_size, shares, loader.drop_last, shuffle, seed)
+            options = {"batch_sampler": batches}
+        for name in ("num_workers", "collate_fn", "pin_memory", "timeout", "worker_init_fn", "prefetch_factor"):
+            options[name] = getattr(loader, name)
+        return DataLoader(seeded, persistent_workers=loader.persistent_workers, **options)
+
+    if isinstance(loaders, CombinedLoader):
+        loaders.flattened = [prepare(item) if isinstance(item, DataLoader) else item for item in loaders.flattened]
+        return loaders
+    return apply_to_collection(loaders, DataLoader, prepare)
+
+
+def prepare_data(owner: Any, **options: Any) -> None:
+    """Makes an object's ``train_dataloader`` return prepared loaders; see :func:`prepare_loaders`.
+
+    Args:
+        owner: a datamodule, or a module that brings its own loaders; this one object is changed.
+        **options: of :func:`prepare_loaders`.
+    """
+    if isinstance(owner, ResumableDataModule):
+        options["notes"].append(
+            f"data: {type(owner).__name__} draws each sample's random numbers from seed, epoch and index: equal"
+        )
+        return
+    owner.train_dataloader = _prepared(owner.train_dataloader, options)
+
+
+def _prepared(hook: Callable[[], Any], options: dict[str, Any]) -> Callable[[], Any]:
+    @functools.wraps(hook)
+    def train_dataloader() -> Any:
+        return prepare_loaders(hook(), **options)
+
+    # Lightning (2.6) takes a hook whose code is the base class's, wrapped or not, for one that is not there.
+    return train_dataloader
+
+
+# --- callbacks and others of the run ---------------------------------------------------------------------------
+
+
+def tell_of_parity(parts: list[Any], shares: int) -> list[str]:
+    """Asks each part of a run that has a method ``for_parity(shares)`` to make its work equal; returns what they say.
+
+    Such a method makes a callback, datamodule or module do the same for one process, whose batches are the ranks'
+    batches one behind the other, as for the ranks. It returns a line that says what it has changed, or None.
+
+    Args:
+        parts: of the run.
+        shares: into how many ranks' batches this process's batch divides; 1 on a rank.
+    """
+    lines = []
+    for part in parts:
+        method = getattr(part, "for_parity", None)
+        line = method(shares) if callable(method) else None
+        if line:
+            lines.append(f"{type(part).__name__}: {line}")
+    return lines

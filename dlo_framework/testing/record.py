@@ -1,0 +1,219 @@
+"""What a run did at each step, as numbers that can be compared with another run's."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from torch import Tensor, nn
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.tensor import DTensor
+
+from dlo_framework.data import data_parallel_coordinates
+from dlo_framework.resume import random_state
+from dlo_framework.testing.randomness import switch_off_dropout
+from dlo_framework.testing.state import checksum, checksums, whole_weights
+from dlo_framework.watch.monitor import batch_loss, samples_of
+
+
+@dataclass(frozen=True)
+class Step:
+    """One optimizer step.
+
+    Attributes:
+        loss: mean over the step's micro-batches, and over the ranks; None where ``training_step`` gave none.
+        norms: the gradients' global 2-norm before clipping, as each rank has it; empty where it cannot be known.
+        samples: over all ranks.
+        digest: of the batch's contents, whatever the order of the samples and the ranks that had them.
+    """
+
+    loss: float | None
+    norms: tuple[float, ...]
+    samples: int
+    digest: int
+
+
+@dataclass
+class Record:
+    """A run, as one rank has seen it, or all ranks together.
+
+    Attributes:
+        steps: the optimizer steps.
+        place: of the rank among those that see different data, and how many there are.
+        weights: at the end, by name; on global rank 0.
+        initial: checksums of the weights before the first step; on global rank 0.
+        batch_norms: how many BatchNorm layers see their rank's samples only.
+        drew: the first step in which ``training_step`` drew random numbers; None if none did.
+        notes: what was switched off or made equal.
+    """
+
+    steps: list[Step] = field(default_factory=list)
+    place: tuple[int, int] = (0, 1)
+    weights: dict[str, Tensor] = field(default_factory=dict)
+    initial: dict[str, int] = field(default_factory=dict)
+    batch_norms: int = 0
+    drew: int | None = None
+    notes: list[str] = field(default_factory=list)
+
+
+def merge(records: list[Record]) -> Record:
+    """Returns the record of all ranks together, from each one's, by rank.
+
+    Losses are the mean over the ranks that see different data; of those that share a model replica, the first that
+    has a loss counts. Every rank's gradient norm is kept: they have to be equal.
+    """
+    assert len({len(record.steps) for record in records}) == 1, "the ranks took the same number of steps"
+    first = records[0]
+    merged = Record(
+        place=(0, first.place[1]), weights=first.weights, initial=first.initial, batch_norms=first.batch_norms
+    )
+    merged.notes = first.notes
+    drawn = [record.drew for record in records if record.drew is not None]
+    merged.drew = min(drawn) if drawn else None
+    for steps in zip(*(record.steps for record in records), strict=True):
+        by_place: dict[int, list[Step]] = {}
+        for record, step in zip(records, steps, strict=True):
+            by_place.setdefault(record.place[0], []).append(step)
+        losses = [next((s.loss for s in same if s.loss is not None), None) for same in by_place.values()]
+        known = [loss for loss in losses if loss is not None]
+        merged.steps.append(
+            Step(
+                loss=sum(known) / len(known) if known else None,
+                norms=tuple(norm for step in steps for norm in step.norms),
+                samples=sum(same[0].samples for same in by_place.values()),
+                digest=sum(same[0].digest for same in by_place.values()),
+            )
+        )
+    return merged
+
+
+class Recorder(Callback):
+    """Records a run, its dropout switched off.
+
+    It is to be the first of the trainer's callbacks, so that it sees gradients before others change them.
+    """
+
+    def __init__(self) -> None:
+        self.record = Record()
+        self._losses: list[float] = []
+        self._squares: list[float] = []
+        self._samples = self._digest = self._tick = 0
+        self._random: Any = None
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Switches dropout off, before the first forward pass, and notes the weights that training begins with."""
+        self.record.place = data_parallel_coordinates(trainer)
+        dropped = switch_off_dropout(pl_module)
+        if dropped:
+            self.record.notes.append(f"model: no dropout ({dropped})")
+        kinds = nn.modules.batchnorm._BatchNorm
+        layers = [module for module in pl_module.modules() if isinstance(module, kinds)]
+        self.record.batch_norms = sum(layer.training and not isinstance(layer, nn.SyncBatchNorm) for layer in layers)
+        self.record.initial = checksums(whole_weights(trainer))
+        self._tick = trainer.global_step
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        """Takes the batch's digest, and the random state to see whether the step will draw from it."""
+        samples, _ = samples_of(batch)
+        self._samples += samples
+        self._digest += digest(batch, samples)
+        self._random = _flat_random_state()
+
+    def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Any) -> None:
+        """Measures the gradients."""
+        norm = gradient_norm(trainer, optimizer)
+        if norm is not None:
+            self._squares.append(float(norm) ** 2)
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Closes the step, if the optimizer has made one."""
+        if self.record.drew is None and not _equal(self._random, _flat_random_state()):
+            self.record.drew = len(self.record.steps)
+        loss = batch_loss(trainer, outputs)
+        if loss is not None:
+            self._losses.append(float(loss))
+        if trainer.global_step == self._tick:
+            return
+        self._tick = trainer.global_step
+        mean = sum(self._losses) / len(self._losses) if self._losses else None
+        norms = (sum(self._squares) ** 0.5,) if self._squares else ()
+        self.record.steps.append(Step(mean, norms, self._samples, self._digest))
+        self._losses, self._squares, self._samples, self._digest = [], [], 0, 0
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Keeps the weights."""
+        self.record.weights = whole_weights(trainer)
+
+
+def gradient_norm(trainer: Trainer, optimizer: Any) -> Tensor | None:
+    """Returns the 2-norm of an optimizer's gradients over all ranks; None where the strategy does not let one know.
+
+    A strategy that owns its gradients has a method ``gradient_norm(optimizer)``. Of others, gradients are plain
+    tensors that are equal on all ranks, DTensors, or in the hands of torch's FSDP 1, which returns the norm when it
+    clips to infinity.
+    """
+    own = getattr(trainer.strategy, "gradient_norm", None)
+    if callable(own):
+        return own(optimizer)
+    model = trainer.strategy.model
+    if isinstance(model, FullyShardedDataParallel):
+        return model.clip_grad_norm_(float("inf"))
+    gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+    if not gradients:
+        return None
+    sharded = [gradient for gradient in gradients if isinstance(gradient, DTensor)]
+    plain = [gradient for gradient in gradients if not isinstance(gradient, DTensor)]
+    norms = [torch.nn.utils.get_total_norm(plain)] if plain else []
+    by_mesh: dict[Any, list[Tensor]] = {}
+    for gradient in sharded:
+        by_mesh.setdefault(gradient.device_mesh, []).append(gradient)
+    for same in by_mesh.values():
+        total = torch.nn.utils.get_total_norm(same)
+        norms.append(total.full_tensor() if isinstance(total, DTensor) else total)
+    return torch.linalg.vector_norm(torch.stack([norm.float() for norm in norms]))
+
+
+def digest(batch: Any, samples: int) -> int:
+    """Returns a number that two batches share if they have the same samples, in any order.
+
+    Args:
+        batch: any nest of tensors.
+        samples: how many; of tensors ``[samples, ...]`` each row counts, others do not.
+    """
+    rows = [0] * samples
+    waiting = [batch]
+    while waiting:
+        item = waiting.pop()
+        if isinstance(item, Tensor) and item.ndim and len(item) == samples:
+            rows = [checksum(part, row) for row, part in zip(rows, item.detach().cpu(), strict=True)]
+        elif isinstance(item, dict):
+            waiting.extend(item.values())
+        elif isinstance(item, list | tuple):
+            waiting.extend(item)
+    return sum(rows)
+
+
+def _flat_random_state() -> list[Any]:
+    """Returns the random state of this process, as a list of what can be compared."""
+    flat, waiting = [], [random_state()]
+    while waiting:
+        item: Any = waiting.pop()
+        if isinstance(item, dict):
+            waiting.extend(item.values())
+        elif isinstance(item, list | tuple):
+            waiting.extend(item)
+        else:
+            flat.append(item)
+    return flat
+
+
+def _equal(one: list[Any], other: list[Any]) -> bool:
+    return len(one) == len(other) and all(
+        torch.equal(a, b) if isinstance(a, Tensor) else np.array_equal(a, b) if isinstance(a, np.ndarray) else a == b
+        for a, b in zip(one, other, strict=True)
+    )

@@ -1,0 +1,230 @@
+"""Calling a function on several ranks of one machine, spawned, limited in time, and leaving nobody behind."""
+
+from __future__ import annotations
+
+import io
+import multiprocessing
+import os
+import pickle
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable
+from multiprocessing.connection import wait
+from multiprocessing.context import SpawnProcess
+from types import FunctionType
+from typing import Any
+
+from dlo_framework.errors import DloError
+from dlo_framework.testing import rank as rank_module
+from dlo_framework.testing.rank import Answer, Job
+
+#: Seconds that the ranks have to end by themselves once each has answered.
+_GRACE = 10.0
+
+
+class RankFailed(RuntimeError):
+    """A rank raised, died, or did not answer in time; the message holds the traceback of the first one.
+
+    Args:
+        message: what happened, with the rank's traceback.
+        rank: the first rank that failed; None where the time was up.
+        user_error: the message of the DloError that it raised, where it was one.
+    """
+
+    def __init__(self, message: str, rank: int | None, user_error: str | None = None) -> None:
+        super().__init__(message)
+        self.rank, self.user_error = rank, user_error
+
+
+def run_distributed(
+    fn: Callable[..., Any],
+    world_size: int,
+    *args: Any,
+    timeout: float = 240.0,
+    group_timeout: float = 30.0,
+    backend: str | None = "gloo",
+    threads: int = 1,
+) -> list[Any]:
+    """Calls ``fn(rank, world_size, *args)`` on spawned ranks of this machine, in one process group.
+
+    ```python
+    def _sum(rank: int, world_size: int, offset: float) -> float:
+        value = torch.tensor(rank + offset)
+        dist.all_reduce(value)
+        return float(value)
+
+
+    def test_sum() -> None:
+        assert run_distributed(_sum, 2, 0.5) == [2.0, 2.0]
+    ```
+
+    Each rank has the variables that torchrun sets, so a Lightning ``Trainer`` in ``fn`` with ``devices=world_size``
+    takes its place among them. The ranks talk over the loopback interface alone, and find each other at a port that
+    the operating system chose. Spawning costs seconds, so put many checks into one function.
+
+    Args:
+        fn: a function at the top level of a module, a test's own file included.
+        world_size: the number of ranks.
+        *args: for each rank; pickled.
+        timeout: seconds for everything, the ranks' start included.
+        group_timeout: seconds that a collective may wait for the other ranks.
+        backend: of the process group; None makes none.
+        threads: torch's threads on each rank.
+
+    Returns:
+        What each rank returned, by rank; pickled, so tensors are copies.
+
+    Raises:
+        DloError: for a lambda, or a function inside another.
+        RankFailed: with the traceback of the first rank that failed; the others have been ended.
+    """
+    assert world_size >= 1
+    if "<" in fn.__qualname__:
+        raise DloError(f"fn runs in other processes, so it stands at a module's top level; {fn.__qualname__} does not")
+    store = _store()
+    method = multiprocessing.get_start_method(allow_none=True)
+    job = Job(*_pickled((fn, args)), world_size, store.port, backend, group_timeout, threads, method)
+    context = multiprocessing.get_context("spawn")
+    ranks: list[SpawnProcess] = []
+    answers = []
+    try:
+        for number in range(world_size):
+            here, there = context.Pipe(duplex=False)
+            process = context.Process(target=rank_module.main, args=(number, job, there), name=f"rank {number}")
+            process.start()
+            there.close()  # So that a rank's death is the pipe's end.
+            ranks.append(process)
+            answers.append(here)
+        values = _collect(ranks, answers, time.monotonic() + timeout, timeout)
+        for process in ranks:
+            process.join(_GRACE)
+        return values
+    finally:
+        _end(ranks)
+        for here in answers:
+            here.close()
+        del store
+
+
+class _Pickler(pickle.Pickler):
+    """Notes the modules of the functions and classes that it pickles."""
+
+    def __init__(self, file: io.BytesIO) -> None:
+        super().__init__(file)
+        self.modules: dict[str, str | None] = {}
+
+    def reducer_override(self, item: Any) -> Any:
+        """Called for functions and classes too, which are pickled as a module and a name."""
+        name = getattr(item, "__module__", None) if isinstance(item, type | FunctionType) else None
+        if name is not None and name != "__main__":  # multiprocessing runs a script again by itself.
+            self.modules[name] = getattr(sys.modules.get(name), "__file__", None)
+        return NotImplemented
+
+
+def _pickled(item: Any) -> tuple[bytes, dict[str, str | None]]:
+    """Returns an object as bytes, and the modules that have to be there before it can be read."""
+    file = io.BytesIO()
+    pickler = _Pickler(file)
+    pickler.dump(item)
+    return file.getvalue(), pickler.modules
+
+
+def _store() -> Any:
+    """Returns a store that this process serves, on the loopback interface, at a port that the system chose.
+
+    A port that is free when one asks may be taken when one uses it; a socket that listens already cannot be.
+    """
+    from datetime import timedelta
+
+    import torch.distributed as dist
+
+    listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    listener.bind(("127.0.0.1", 0))
+    listener.listen(1024)
+    port = listener.getsockname()[1]
+    return dist.TCPStore(  # type: ignore[attr-defined]
+        "127.0.0.1",
+        port,
+        is_master=True,
+        wait_for_workers=False,
+        timeout=timedelta(minutes=10),
+        master_listen_fd=listener.detach(),
+    )
+
+
+def _collect(ranks: list[SpawnProcess], answers: list[Any], deadline: float, timeout: float) -> list[Any]:
+    """Returns each rank's value; raises as soon as one fails."""
+    values: dict[int, Any] = {}
+    while len(values) < len(ranks):
+        waiting = [here for number, here in enumerate(answers) if number not in values]
+        ready = wait(waiting, max(0.0, deadline - time.monotonic()))
+        if not ready:
+            silent = [number for number in range(len(ranks)) if number not in values]
+            raise RankFailed(
+                f"time limit of {timeout:g} s: no answer from {_named(silent)} of {len(ranks)};"
+                " one waits for another, or the time is too short",
+                None,
+            )
+        failures: dict[int, Answer | None] = {}
+        for number, here in enumerate(answers):
+            if here not in ready:
+                continue
+            answer = _receive(here)
+            if answer is None or answer.error is not None:
+                failures[number] = answer
+            else:
+                assert answer.value is not None
+                values[number] = pickle.loads(answer.value)
+        if failures:
+            raise _failure(failures, ranks)
+    return [values[number] for number in range(len(ranks))]
+
+
+def _receive(here: Any) -> Answer | None:
+    """Returns a rank's answer; None if it died without one."""
+    try:
+        return pickle.loads(here.recv_bytes())
+    except (EOFError, OSError):
+        return None
+
+
+def _failure(failures: dict[int, Answer | None], ranks: list[SpawnProcess]) -> RankFailed:
+    """Returns the error of the first rank that failed, of those whose end was seen at the same moment.
+
+    A rank that died without a word comes first: the others' errors are of the connection that it left behind.
+    """
+    first = min(failures, key=lambda number: answer.at if (answer := failures[number]) is not None else 0.0)
+    answer = failures[first]
+    also = [number for number in failures if number != first]
+    others = f"\n({_named(also)} failed too)" if also else ""
+    where = f"rank {first} of {len(ranks)}"
+    if answer is None:
+        ranks[first].join(_GRACE)
+        return RankFailed(f"{where} {_ending(ranks[first].exitcode)} before it could answer{others}", first)
+    return RankFailed(f"{where} failed:\n\n{answer.error}{others}", first, answer.user_error)
+
+
+def _ending(code: int | None) -> str:
+    if code is None:
+        return "closed its pipe"
+    return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
+
+
+def _named(numbers: list[int]) -> str:
+    return f"rank {numbers[0]}" if len(numbers) == 1 else f"ranks {', '.join(map(str, numbers))}"
+
+
+def _end(ranks: list[SpawnProcess]) -> None:
+    """Kills the ranks that still run, with the processes they have started."""
+    for process in ranks:
+        if process.exitcode != 0:
+            assert process.pid is not None
+            try:
+                # A rank has a process group of its own, once it has begun; before, it has started nobody.
+                os.killpg(process.pid, signal.SIGKILL)
+            except (ProcessLookupError, AttributeError):
+                process.kill()
+        process.join()
+        process.close()

@@ -1,0 +1,188 @@
+"""Training a few steps to compare them: the user's trainer without what watches, saves and validates."""
+
+from __future__ import annotations
+
+import logging
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
+from lightning.pytorch.callbacks import (
+    Checkpoint,
+    DeviceStatsMonitor,
+    EarlyStopping,
+    LearningRateMonitor,
+    ModelSummary,
+    ProgressBar,
+    Timer,
+)
+from lightning.pytorch.plugins import CheckpointIO, ClusterEnvironment
+from torch import Tensor
+
+from dlo_framework.batch_transform import BatchTransform
+from dlo_framework.rehearsal import BeforeTraining
+from dlo_framework.testing.randomness import prepare_data, prepare_loaders, tell_of_parity
+from dlo_framework.testing.record import Record, Recorder
+from dlo_framework.watch.monitor import samples_of
+
+#: Callbacks that watch, save or end a run, and those that try things before it: none changes what a step computes.
+_LEFT_OUT = (
+    BeforeTraining,
+    Checkpoint,
+    DeviceStatsMonitor,
+    EarlyStopping,
+    LearningRateMonitor,
+    ModelSummary,
+    ProgressBar,
+    Timer,
+)
+
+#: What the trainer is told whatever its options say. A schedule over the whole run thus runs over these steps.
+_FIXED: dict[str, Any] = {
+    "max_epochs": -1,
+    "min_epochs": None,
+    "min_steps": None,
+    "max_time": None,
+    "num_nodes": 1,
+    "limit_val_batches": 0,
+    "num_sanity_val_steps": 0,
+    "logger": False,
+    "profiler": None,
+    "fast_dev_run": False,
+    "barebones": False,
+    "enable_checkpointing": False,
+    "enable_progress_bar": False,
+    "enable_model_summary": False,
+}
+
+
+@dataclass(frozen=True)
+class Setting:
+    """How one side of a comparison trains.
+
+    Attributes:
+        steps: optimizer steps.
+        seed: of the weights, the order of foreign data and its items.
+        ranks: on which the strategy under test runs; None for the one process that it is compared with.
+        shares: how many ranks' batches make up one of this process's; 1 on ranks.
+        reverse: turn the order of the samples in each batch round, which changes rounding and nothing else.
+    """
+
+    steps: int
+    seed: int
+    ranks: int | None = None
+    shares: int = 1
+    reverse: bool = False
+
+
+class Reversed(BatchTransform):
+    """Turns the order of the samples in each training batch round, after all other transforms."""
+
+    order = 1_000_000
+
+    def transform(self, trainer: Trainer, pl_module: LightningModule, batch: Any) -> Any:
+        """Returns the batch, last sample first."""
+        return reverse(batch, samples_of(batch)[0])
+
+
+def reverse(batch: Any, samples: int) -> Any:
+    """Returns a batch with the order of its samples turned round, in every tensor and list of that length."""
+    if isinstance(batch, Tensor):
+        return batch.flip(0) if batch.ndim and len(batch) == samples else batch
+    if isinstance(batch, dict):
+        turned = {key: reverse(value, samples) for key, value in batch.items()}
+        return turned if type(batch) is dict else type(batch)(turned)
+    if isinstance(batch, list | tuple):
+        items = [reverse(item, samples) for item in batch]
+        if len(items) == samples and not any(isinstance(item, Tensor | dict | list | tuple) for item in items):
+            items.reverse()
+        return type(batch)(*items) if hasattr(batch, "_fields") else type(batch)(items)
+    return batch
+
+
+def record_training(
+    model: LightningModule,
+    data: LightningDataModule | Any,
+    options: dict[str, Any],
+    setting: Setting,
+    strategy: Any = "auto",
+    make_trainer: Callable[[dict[str, Any]], Trainer] = lambda options: Trainer(**options),
+) -> Record:
+    """Trains and returns what happened.
+
+    Args:
+        model: a new one; made with the setting's seed.
+        data: a datamodule, a loader or nest of loaders, or None where the model brings its own.
+        options: the trainer's; those that have to do with watching, saving and validating are overruled.
+        setting: see :class:`Setting`.
+        strategy: of the ranks; the one process has Lightning's own for a single device.
+        make_trainer: makes a trainer from its options.
+    """
+    notes: list[str] = ["device: float32 products in full precision, not TF32"] if _without_tf32() else []
+    callbacks = _as_list(options.get("callbacks"))
+    kept = [callback for callback in callbacks if not isinstance(callback, _LEFT_OUT)]
+    left_out = [callback for callback in callbacks if isinstance(callback, BeforeTraining)]
+    notes += [f"{type(callback).__name__}: left out; it tries things before training" for callback in left_out]
+    notes += tell_of_parity([model, data, *kept], setting.shares)
+    overfit = bool(options.get("overfit_batches"))
+    preparing: dict[str, Any] = {"seed": setting.seed, "shares": setting.shares, "shuffle": not overfit, "notes": notes}
+    if isinstance(data, LightningDataModule) or data is None:
+        prepare_data(model if data is None else data, **preparing)
+        feed: dict[str, Any] = {"datamodule": data}
+    else:
+        feed = {"train_dataloaders": prepare_loaders(data, **preparing)}
+    recorder = Recorder()
+    with tempfile.TemporaryDirectory(prefix="dlo-parity-") as folder:
+        every: list[Callback] = [recorder, *kept, *([Reversed()] if setting.reverse else [])]
+        overruled = _trainer_options(options, setting, strategy)
+        trainer = make_trainer(overruled | {"callbacks": every, "default_root_dir": folder})
+        trainer.fit(model, **feed)
+    recorder.record.notes = notes + recorder.record.notes
+    return recorder.record
+
+
+def _trainer_options(options: dict[str, Any], setting: Setting, strategy: Any) -> dict[str, Any]:
+    plugins = [plugin for plugin in _as_list(options.get("plugins")) if not isinstance(plugin, CheckpointIO)]
+    changed = _FIXED | {"max_steps": setting.steps, "strategy": strategy, "plugins": plugins}
+    changed["devices"] = setting.ranks or 1
+    if setting.ranks is None:
+        changed["plugins"] = [plugin for plugin in plugins if not isinstance(plugin, ClusterEnvironment)]
+        changed["sync_batchnorm"] = False
+    return {**options, **changed}
+
+
+def _without_tf32() -> bool:
+    """Makes CUDA multiply float32 in full in this process, and returns whether there is CUDA.
+
+    torch lets cuDNN's convolutions round their inputs to TF32's eleven bits by default.
+    """
+    if not torch.cuda.is_available():
+        return False
+    torch.set_float32_matmul_precision("highest")
+    torch.backends.cudnn.allow_tf32 = False
+    return True
+
+
+def _as_list(value: Any) -> list[Any]:
+    if value is None:
+        return []
+    return list(value) if isinstance(value, list | tuple) else [value]
+
+
+def quiet() -> None:
+    """Silences Lightning's remarks on devices and speed: they are of no use here."""
+    import warnings
+
+    for name in ("lightning.pytorch", "lightning.fabric", "lightning.pytorch.utilities.rank_zero"):
+        logging.getLogger(name).setLevel(logging.WARNING)
+    warnings.filterwarnings("ignore", message=".*does not have many workers.*")
+    warnings.filterwarnings("ignore", message=".*LeafSpec.* is deprecated.*")
+
+
+def leave_group() -> None:
+    """Takes the process group down that a strategy has made, so that what comes next in this process has none."""
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()

@@ -1,0 +1,215 @@
+"""What fills a rank's memory: parameters, gradients, optimizer state and activations, beside the paper's formula.
+
+The formula is that of ZeRO: Memory Optimizations Toward Training Trillion Parameter Models. Rajbhandari et al., 2020,
+arXiv 1910.02054, section 3 and 5.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from dlo_framework.watch.flops import is_compiled
+
+#: The optimizer step at which a run is measured: the first has no optimizer state before it.
+STEP = 2
+
+
+@dataclass
+class StateBytes:
+    """Bytes on one rank.
+
+    Attributes:
+        parameters: trained and frozen ones.
+        gradients: after the last backward of a step.
+        optimizer: its state.
+        activations: what a micro-batch's forward saved for its backward; None where it could not be seen, as in a
+            compiled model.
+    """
+
+    parameters: float
+    gradients: float
+    optimizer: float
+    activations: float | None = None
+
+
+def paper_bytes(
+    parameters: int, ranks: int, stage: int, *, frozen: int = 0, element: int = 4, states: float = 2
+) -> StateBytes:
+    """Returns what a rank holds after the ZeRO paper's formula.
+
+    Args:
+        parameters: how many are trained (the paper's psi).
+        ranks: how many ranks share them (its N_d).
+        stage: 0 for plain data parallelism, 1 to 3 for the paper's P_os, P_os+g, P_os+g+p.
+        frozen: parameters that are not trained; they have neither gradients nor state.
+        element: bytes of a parameter, a gradient and a state. The paper's 16 psi are 2 + 2 + 12 for half precision
+            with a master copy; in single precision there is none, and they are 4 + 4 + 8.
+        states: state tensors of the parameter's size; Adam has two.
+    """
+    whole = parameters * element
+    return StateBytes(
+        parameters=(whole + frozen * element) / (ranks if stage >= 3 else 1),
+        gradients=whole / (ranks if stage >= 2 else 1),
+        optimizer=whole * states / (ranks if stage >= 1 else 1),
+    )
+
+
+def memory_of(tensors: Iterable[Tensor]) -> int:
+    """Returns the bytes of tensors on this rank, memory that several share counted once."""
+    held: dict[int, int] = {}
+    for tensor in tensors:
+        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        storage = local.untyped_storage()
+        if storage.nbytes():
+            held[storage.data_ptr()] = storage.nbytes()
+    return sum(held.values())
+
+
+def optimizer_bytes(optimizers: Iterable[Optimizer]) -> int:
+    """Returns the bytes of optimizers' state on this rank."""
+    return memory_of(
+        value
+        for optimizer in optimizers
+        for state in optimizer.state.values()
+        for value in state.values()
+        if isinstance(value, Tensor)
+    )
+
+
+class StateReport(Callback):
+    """Measures, on the run's second optimizer step, what fills this rank's memory; on by default.
+
+    TensorBoard gets ``memory/state/*`` in GB, the summary the figures of the rank that holds the most.
+
+    Attributes:
+        found: the measurement; None before it.
+        formula: what the ZeRO paper's formula gives for the strategy; None for one that does not say its stage.
+    """
+
+    def __init__(self) -> None:
+        self.found: StateBytes | None = None
+        self.formula: StateBytes | None = None
+        self._hooks: saved_tensors_hooks | None = None
+        self._saved: dict[int, int] = {}
+        self._gradients = 0.0
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Forgets an earlier run's measurement."""
+        if stage == "fit":
+            self.found = self.formula = None
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        """Watches what the forward of one micro-batch saves."""
+        if self.found is not None or trainer.global_step < STEP - 1 or self._hooks is not None:
+            return
+        self._saved.clear()
+        if not is_compiled(pl_module):
+            parameters = {p.untyped_storage().data_ptr() for p in pl_module.parameters() if not isinstance(p, DTensor)}
+            self._hooks = saved_tensors_hooks(self._watch(parameters), lambda tensor: tensor)
+            self._hooks.__enter__()
+
+    def _watch(self, parameters: set[int]) -> Any:
+        def note(tensor: Tensor) -> Tensor:
+            if not isinstance(tensor, DTensor) and tensor.layout is torch.strided:
+                storage = tensor.untyped_storage()
+                if storage.nbytes() and storage.data_ptr() not in parameters:
+                    self._saved[storage.data_ptr()] = storage.nbytes()
+            return tensor
+
+        return note
+
+    def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
+        """Ends the watch: from here on, what was saved is used up."""
+        self._end_watch()
+
+    def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
+        """Counts the gradients while they are there."""
+        if self.found is None and trainer.global_step >= STEP - 1:
+            self._gradients = float(_held(trainer, pl_module)["gradients"])
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Completes the measurement once the step is done."""
+        if self.found is not None or trainer.global_step < STEP:
+            return
+        self._end_watch()
+        activations = float(sum(self._saved.values())) if self._saved else None
+        self._saved.clear()
+        held = _held(trainer, pl_module)
+        own = StateBytes(float(held["parameters"]), self._gradients, float(held["optimizer"]), activations)
+        self.found = _of_the_fullest(trainer, own)
+        self.formula = _formula(trainer, pl_module)
+        scalars = {
+            f"memory/state/{name}": value / 1e9 for name, value in asdict(self.found).items() if value is not None
+        }
+        for logger in trainer.loggers:
+            logger.log_metrics(scalars, step=trainer.global_step)
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """Ends the watch of a step that failed."""
+        self._end_watch()
+
+    def _end_watch(self) -> None:
+        hooks, self._hooks = self._hooks, None
+        if hooks is not None:
+            hooks.__exit__(None, None, None)
+
+    def summary(self) -> dict[str, Any] | None:
+        """Returns the bytes, and the formula's, for ``summary.json``; None if the run was too short."""
+        if self.found is None:
+            return None
+        formula = (
+            {key: value for key, value in asdict(self.formula).items() if value is not None} if self.formula else None
+        )
+        return {**asdict(self.found), "formula": formula}
+
+
+def _held(trainer: Trainer, module: LightningModule) -> dict[str, float]:
+    """Returns the bytes of this rank's parameters, gradients and optimizer state."""
+    of_strategy = getattr(trainer.strategy, "state_bytes", None)
+    if of_strategy is not None:
+        return of_strategy()
+    parameters = list(module.parameters())
+    return {
+        "parameters": memory_of(parameters),
+        "gradients": memory_of(p.grad for p in parameters if p.grad is not None),
+        "optimizer": optimizer_bytes(trainer.strategy.optimizers),
+    }
+
+
+def _of_the_fullest(trainer: Trainer, own: StateBytes) -> StateBytes:
+    """Returns the largest figures over all ranks."""
+    values = [value or 0.0 for value in asdict(own).values()]
+    held = torch.tensor(values, dtype=torch.float64, device=trainer.strategy.root_device)
+    largest = trainer.strategy.reduce(held, reduce_op="max") if trainer.world_size > 1 else held
+    found = StateBytes(*largest.tolist())
+    return found if own.activations is not None else StateBytes(found.parameters, found.gradients, found.optimizer)
+
+
+def _formula(trainer: Trainer, module: LightningModule) -> StateBytes | None:
+    """Returns the formula's figures for the run's strategy, with as many state tensors as its optimizers keep."""
+    stage = getattr(trainer.strategy, "zero_stage", None)
+    if stage is None:
+        return None
+    trained = [p for p in module.parameters() if p.requires_grad]
+    psi = sum(p.numel() for p in trained)
+    states = [
+        sum(1 for value in state.values() if isinstance(value, Tensor) and value.ndim > 0)
+        for optimizer in trainer.strategy.optimizers
+        for state in optimizer.state.values()
+    ]
+    kept = max(states, default=0)
+    ranks = getattr(trainer.strategy, "shard_size", trainer.world_size)
+    frozen = sum(p.numel() for p in module.parameters() if not p.requires_grad)
+    element = max((p.element_size() for p in trained), default=4)
+    return paper_bytes(psi, ranks, stage, frozen=frozen, element=element, states=kept)

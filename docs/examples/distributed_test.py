@@ -1,0 +1,54 @@
+"""Tests of distributed code: a collective, and a training that is to be the same as one process's."""
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch import LightningModule
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from dlo_framework.testing import Case, assert_parity, run_distributed
+
+
+def mean_over_ranks(value: Tensor) -> Tensor:
+    """What is tested first."""
+    dist.all_reduce(value)
+    return value / dist.get_world_size()
+
+
+def _on_each_rank(rank: int, world_size: int, offset: float) -> float:
+    return float(mean_over_ranks(torch.tensor(rank + offset)))
+
+
+def test_mean() -> None:
+    """All ranks have the mean."""
+    assert run_distributed(_on_each_rank, 2, 0.5) == [1.0, 1.0]
+
+
+class Regression(LightningModule):
+    """What is tested second."""
+
+    def __init__(self, momentum: float) -> None:
+        super().__init__()
+        self.momentum = momentum
+        self.net = nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.Dropout(0.1), nn.Linear(8, 1))
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        """Returns the batch's mean, which strategies average over ranks."""
+        x, y = batch
+        return nn.functional.mse_loss(self.net(x), y)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        """Any optimizer."""
+        return torch.optim.SGD(self.parameters(), lr=0.1, momentum=self.momentum)
+
+
+def build(momentum: float = 0.0) -> tuple[LightningModule, DataLoader]:
+    """Makes a new model and its data, on each rank and for the one process."""
+    x = torch.linspace(-1, 1, 160).view(40, 4)
+    return Regression(momentum), DataLoader(TensorDataset(x, x.sin().sum(1, keepdim=True)), batch_size=5)
+
+
+def test_parity() -> None:
+    """DDP is the same as one process, also with momentum and accumulated gradients."""
+    accumulated = Case("ddp", arguments={"momentum": 0.9}, trainer={"accumulate_grad_batches": 2})
+    assert_parity(build, ["ddp", accumulated], world_size=2, steps=8)

@@ -1,0 +1,1 @@
+"""What FSDPStrategy is made of: mesh, precision, initialisation, sharding, and the optimizers' share."""

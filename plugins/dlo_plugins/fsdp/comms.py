@@ -1,0 +1,56 @@
+"""FSDP2's two collectives on gloo, where torch's own take longer than an all-reduce of the same buffer.
+
+See :mod:`dlo_framework.distributed.collectives`, which has them as exchanges between pairs of ranks.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from dlo_framework.distributed.collectives import Communicator
+
+
+class _Pairwise:
+    """A collective of FSDP2's; torch (2.11 to 2.15) calls these two methods of what ``set_custom_*`` is given."""
+
+    def __init__(self, sharers: Communicator) -> None:
+        self.sharers = sharers
+
+    def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Returns a buffer."""
+        return torch.empty(*size, dtype=dtype, device=device)
+
+
+class PairwiseAllGather(_Pairwise):
+    """Gathers a unit's parameters."""
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
+    ) -> None:
+        """Fills the output with all ranks' inputs; FSDP2 has put this rank's in its place there already."""
+        if group.size() == self.sharers.size:
+            own = self.sharers.segment(output_tensor)
+            if own.data_ptr() != input_tensor.data_ptr():
+                own.copy_(input_tensor)
+            self.sharers.all_gather(output_tensor).wait()
+        else:  # After forward, parameters may lie on fewer ranks.
+            dist.all_gather_into_tensor(output_tensor, input_tensor, group=group)
+
+
+class PairwiseReduceScatter(_Pairwise):
+    """Sums a unit's gradients, and divides them."""
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
+    ) -> None:
+        """Fills the output with this rank's part of the inputs' sum, or mean; the input is overwritten."""
+        part = self.sharers.reduce_scatter(input_tensor).wait()
+        if op == dist.ReduceOp.AVG:
+            torch.div(part, self.sharers.size, out=output_tensor)
+        else:
+            assert op == dist.ReduceOp.SUM
+            output_tensor.copy_(part)

@@ -1,0 +1,126 @@
+"""Models that are built without memory, on the meta device, and get it unit by unit as they are sharded.
+
+Each module's ``reset_parameters`` draws its random numbers from a seed made of the run's and the module's name. So the
+weights are the same on every rank, however many there are and in whatever order units are sharded.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dlo_framework.errors import DloError
+
+
+def on_meta(module: nn.Module) -> bool:
+    """Returns whether any parameter or buffer of a module has no memory yet."""
+    return any(tensor.is_meta for tensor in itertools.chain(module.parameters(), module.buffers()))
+
+
+def own_tensors(module: nn.Module) -> Iterator[Tensor]:
+    """Yields the parameters and buffers that a module itself holds."""
+    yield from module.parameters(recurse=False)
+    yield from module.buffers(recurse=False)
+
+
+def check_initialisable(module: nn.Module, loads_weights: bool) -> None:
+    """Checks that everything on the meta device will get values.
+
+    Args:
+        module: with all its submodules.
+        loads_weights: whether a checkpoint's weights will be loaded; then only buffers that checkpoints leave out need
+            to be initialised.
+
+    Raises:
+        DloError: with the names of what would stay without values.
+    """
+    lacking = []
+    for name, submodule in module.named_modules():
+        if _resets(submodule) or not any(tensor.is_meta for tensor in own_tensors(submodule)):
+            continue
+        absent = submodule._non_persistent_buffers_set if loads_weights else None
+        lacking += [
+            f"{name}.{key}" if name else key
+            for key, tensor in [
+                *submodule.named_parameters(recurse=False),
+                *submodule.named_buffers(recurse=False),
+            ]
+            if tensor.is_meta and (absent is None or key in absent)
+        ]
+    if lacking:
+        shown = ", ".join(lacking[:5]) + (f" and {len(lacking) - 5} more" if len(lacking) > 5 else "")
+        raise DloError(
+            f"meta_init: no reset_parameters() initialises {shown}; give the modules that hold them one, start from a"
+            " checkpoint (--ckpt_path), or leave meta_init out"
+        )
+
+
+def materialise(module: nn.Module, prefix: str, device: torch.device, seed: int, done: set[int]) -> None:
+    """Gives a module that is on the meta device memory and initial values, on all ranks alike.
+
+    Submodules come before those that hold them, as in a constructor: ``nn.MultiheadAttention`` sets its projection's
+    bias after the projection has.
+
+    Args:
+        module: a unit, or the root with what its units have left.
+        prefix: its name in the whole model.
+        device: where the memory is to be.
+        seed: the run's.
+        done: ids of modules that have been through this, which are left alone; these are added.
+    """
+    order = [(name, submodule) for name, submodule in _children_first(module, prefix) if id(submodule) not in done]
+    made: dict[int, Tensor] = {}
+    fresh = [(name, submodule) for name, submodule in order if any(t.is_meta for t in own_tensors(submodule))]
+    for _, submodule in fresh:
+        _allocate(submodule, device, made)
+    for name, submodule in fresh:
+        if _resets(submodule):
+            with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), torch.no_grad():
+                torch.manual_seed(module_seed(seed, name))
+                _reset(submodule)
+    done.update(id(submodule) for _, submodule in order)
+
+
+def module_seed(seed: int, name: str) -> int:
+    """Returns the seed of a module's initial values."""
+    digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
+    return int.from_bytes(digest[:8], "little") >> 1
+
+
+def _allocate(module: nn.Module, device: torch.device, made: dict[int, Tensor]) -> None:
+    """Replaces a module's own meta tensors by filled ones; those that are one tensor stay one.
+
+    What nothing initialises is NaN, so that a weight that no checkpoint brought shows in the first loss.
+    """
+    for registered in (module._parameters, module._buffers):
+        entries: Any = registered
+        for key, tensor in list(entries.items()):
+            if tensor is None or not tensor.is_meta:
+                continue
+            if id(tensor) not in made:
+                value = torch.full_like(tensor, torch.nan if tensor.is_floating_point() else 0, device=device)
+                new = nn.Parameter(value, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else value
+                new.__dict__.update(tensor.__dict__)  # Marks that optimizers' groupings look at.
+                made[id(tensor)] = new
+            entries[key] = made[id(tensor)]
+
+
+def _children_first(module: nn.Module, prefix: str) -> Iterable[tuple[str, nn.Module]]:
+    for name, child in module.named_children():
+        yield from _children_first(child, f"{prefix}.{name}" if prefix else name)
+    yield prefix, module
+
+
+def _resets(module: nn.Module) -> bool:
+    return any(callable(getattr(module, name, None)) for name in ("reset_parameters", "_reset_parameters"))
+
+
+def _reset(module: nn.Module) -> None:
+    """Calls a module's own initialisation; torch's attention and transformer call theirs ``_reset_parameters``."""
+    method: Any = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
+    method()

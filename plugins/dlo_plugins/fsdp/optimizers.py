@@ -1,0 +1,158 @@
+"""The optimizers of a sharded module: what each of them steps, and how gradients come to it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from dlo_framework.checkpoint import Shard
+from dlo_framework.errors import DloError
+from dlo_plugins.fsdp.pieces import RowShare, WholeShare, groups_of
+from dlo_plugins.fsdp.sharding import Sharding, local
+from dlo_plugins.zero.probe import kind_of
+from dlo_plugins.zero.shares import Share
+
+
+class OptimizerShares:
+    """This rank's share of each optimizer's parameters, put into the optimizer in their place.
+
+    An optimizer that needs to see the gradients of all parameters at once keeps the DTensors, for which torch
+    communicates in each of its operations; so do parameters that are added to an optimizer later.
+
+    Args:
+        optimizers: as configured on the sharded module.
+        sharding: of the module.
+    """
+
+    def __init__(self, optimizers: list[Optimizer], sharding: Sharding) -> None:
+        self.sharding, self.communicator = sharding, sharding.sharers
+        self.optimizers = optimizers
+        self._names = {id(parameter): name for name, parameter in sharding.parameters.items()}
+        self._shares = {id(optimizer): self._share(optimizer) for optimizer in optimizers}
+
+    def _share(self, optimizer: Optimizer) -> Share | None:
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                if id(parameter) not in self._names:
+                    raise DloError(
+                        f"{type(optimizer).__name__} steps a parameter of shape {list(parameter.shape)} that is none of"
+                        f" {type(self.sharding.module).__name__}'s; register it in the module"
+                    )
+        kind = kind_of(optimizer)
+        if kind == "all" and not hasattr(optimizer, "_get_clip_grad_norm"):
+            if self.sharding.options.offload and self.sharding.device.type != "cpu":
+                raise DloError(
+                    f"{type(optimizer).__name__} needs all gradients at once, which lie in the ranks' CPU memory; leave"
+                    " offload out"
+                )
+            return None
+        groups = groups_of(optimizer, self._names, self.communicator, self.sharding.device)
+        share = (RowShare if kind == "elementwise" else WholeShare)(groups, self.communicator)
+        if kind == "all":
+            self._take_global_norm(optimizer)
+        share.move_into(optimizer, self._names)
+        optimizer.register_step_post_hook(lambda *_: share.publish())
+        return share
+
+    def _take_global_norm(self, optimizer: Any) -> None:
+        """Lets an optimizer that clips by the norm of all gradients see the norm over all ranks.
+
+        timm (1.0) computes it in ``Lamb._get_clip_grad_norm``, from the gradients it holds, and takes it nowhere else.
+        """
+
+        def clip_by_global_norm() -> Tensor | None:
+            most = optimizer.defaults["max_grad_norm"]
+            if most is None:
+                return None
+            home = next((tensor.device for tensor in _stepped(optimizer)), self.sharding.device)
+            return (self.gradient_norm(optimizer) / most).clamp_(min=1.0).to(home)
+
+        optimizer._get_clip_grad_norm = clip_by_global_norm
+
+    # --- gradients -----------------------------------------------------------------------------------------
+
+    def drop_gradients(self, wanted: Callable[[Share], bool]) -> None:
+        """Forgets the parameters' gradients, of the shares that ``wanted`` picks."""
+        for share in self._shares.values():
+            if share is not None and wanted(share):
+                for parameter in _parameters(share):
+                    parameter.grad = None
+
+    @staticmethod
+    def wiped(share: Share) -> bool:
+        """Whether ``zero_grad`` or a step has dropped the gradients that were given."""
+        return all(tensor.grad is None for tensor in _stand_ins(share))
+
+    @torch.no_grad()
+    def give(self, used: Iterable[str]) -> None:
+        """Gives the optimizers' tensors the gradients that backward has left on the parameters."""
+        used = set(used)
+        for share in self._shares.values():
+            if share is None:
+                continue
+            if not any(tensor.requires_grad for tensor in _stand_ins(share)):
+                for parameter in _parameters(share):  # Another optimizer has been toggled.
+                    parameter.grad = None
+                continue
+            share.give_gradients(used)
+            for tensor in _stand_ins(share):
+                if tensor.numel() == 0 and tensor.grad is None:
+                    tensor.grad = torch.zeros_like(tensor)  # So that a loss scale's check finds something to check.
+
+    def gradient_norm(self, optimizer: Optimizer) -> Tensor:
+        """Returns the 2-norm over all ranks of an optimizer's gradients, each element counted once."""
+        gradients = [
+            local(tensor.grad)
+            for tensor in _stepped(optimizer)
+            # What has no dims and no stand-in is whole on every rank.
+            if tensor.grad is not None
+            and not (id(tensor) in self._names and tensor.ndim == 0 and self.communicator.rank)
+        ]
+        squared = torch.zeros((), device=self.sharding.device)
+        if gradients:
+            norms = torch._foreach_norm(gradients)
+            squared += torch.stack([norm.to(squared) for norm in norms]).square().sum()
+        return self.communicator.sum(squared).sqrt()
+
+    # --- state ---------------------------------------------------------------------------------------------
+
+    def tensors(self, optimizer: Optimizer) -> dict[str, Tensor]:
+        """Returns what an optimizer steps on this rank, by parameter name."""
+        share = self._shares[id(optimizer)]
+        found = dict(share.stand_ins) if share is not None else {}
+        for tensor in _stepped(optimizer):
+            if id(tensor) in self._names:
+                found[self._names[id(tensor)]] = tensor
+        return found
+
+    def group_names(self, optimizer: Optimizer) -> list[list[str]]:
+        """Returns the names of each parameter group's parameters, those of other ranks' shares too."""
+        share = self._shares[id(optimizer)]
+        known = share.group_names if share is not None else []
+        added = optimizer.param_groups[len(known) :]
+        return known + [[self._names[id(parameter)] for parameter in group["params"]] for group in added]
+
+    def share_of(self, name: str) -> Share | None:
+        """Returns the share that a parameter is in; None for one that an optimizer steps as a DTensor."""
+        return next((share for share in self._shares.values() if share is not None and name in share.shapes), None)
+
+    def canonical(self, name: str, value: Tensor) -> Shard:
+        """Returns a state tensor as the part of the parameter-shaped one that it is."""
+        share = self.share_of(name)
+        return value if share is None else share.canonical(name, value)
+
+
+def _stand_ins(share: Share) -> list[Tensor]:
+    return list(share.stand_ins.values()) or [share.witness]
+
+
+def _parameters(share: Share) -> list[nn.Parameter]:
+    return [parameter for group in share.groups for parameter in group.parameters]
+
+
+def _stepped(optimizer: Optimizer) -> list[Tensor]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]

@@ -1,0 +1,77 @@
+"""How FSDP's own mixed precision goes with the Trainer's.
+
+The Trainer's ``precision`` stays what it is in a single process: ``bf16-mixed`` and ``16-mixed`` compute by autocast
+on parameters in single precision, so that the losses are those of a single process. On top of it, ``param_dtype``
+gathers parameters in half precision, which halves what passes and the memory of what is gathered; it rounds what
+autocast leaves in single precision (embeddings, norms' weights), so that the losses are no longer quite the same.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+from dlo_framework.errors import DloError, did_you_mean
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_SHORT = {"fp32": "float32", "32": "float32", "bf16": "bfloat16", "fp16": "float16", "16": "float16"}
+
+#: The Trainer's precision, and what parameters can be gathered in under it.
+_COMPUTE = {
+    "32-true": ("float32", "bfloat16", "float16"),
+    "bf16-mixed": ("float32", "bfloat16"),
+    "16-mixed": ("float32", "float16"),
+    "bf16-true": ("bfloat16",),
+    "16-true": ("float16",),
+}
+
+
+def dtype_of(option: str, name: str | None) -> torch.dtype | None:
+    """Returns the dtype that a config names.
+
+    Raises:
+        DloError: for another name.
+    """
+    if name is None:
+        return None
+    name = _SHORT.get(name, name).removeprefix("torch.")
+    if name not in DTYPES:
+        raise DloError(f"unknown {option} '{name}'{did_you_mean(name, DTYPES) or ';'} available: {', '.join(DTYPES)}")
+    return DTYPES[name]
+
+
+def mixed_precision(
+    precision: str, param_dtype: str | None, reduce_dtype: str | None, output_dtype: str | None
+) -> MixedPrecisionPolicy:
+    """Returns FSDP's policy.
+
+    Args:
+        precision: the Trainer's.
+        param_dtype: what parameters are gathered and computed in; None for their own.
+        reduce_dtype: what gradients are summed in; None for the parameters' own dtype, whatever they are gathered in.
+        output_dtype: what the module's outputs are cast to; None leaves them.
+
+    Raises:
+        DloError: if they contradict each other.
+    """
+    given = {"param_dtype": param_dtype, "reduce_dtype": reduce_dtype, "output_dtype": output_dtype}
+    dtypes = {option: dtype_of(option, name) for option, name in given.items()}
+    param = dtypes["param_dtype"]
+    if param is not None:
+        if precision not in _COMPUTE:
+            raise DloError(f"precision {precision} and param_dtype {param_dtype} do not go together; leave one out")
+        possible = [DTYPES[name] for name in _COMPUTE[precision]]
+        if param not in possible:
+            raise DloError(
+                f"precision {precision} computes in another dtype than param_dtype {param_dtype}; leave param_dtype"
+                f" out, or use {' or '.join(_COMPUTE[precision])}"
+            )
+    if param == torch.float16 and precision != "16-mixed":
+        raise DloError(
+            f"param_dtype float16 needs a loss scale, which precision {precision} does not have; set the trainer's"
+            " precision to 16-mixed, or param_dtype to bfloat16"
+        )
+    reduce = dtypes["reduce_dtype"]
+    if reduce is None and param is not None:
+        reduce = torch.float32  # What torch 2.15 does by itself; before, it summed in the gathered dtype.
+    return MixedPrecisionPolicy(param_dtype=param, reduce_dtype=reduce, output_dtype=dtypes["output_dtype"])

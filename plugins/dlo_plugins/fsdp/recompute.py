@@ -1,0 +1,43 @@
+"""Recomputation: activations inside a unit are dropped after its forward, and computed again in backward.
+
+Training Deep Nets with Sublinear Memory Cost. Chen, Xu, Zhang & Guestrin, 2016, arXiv 1604.06174. With the units as
+segments, memory holds one activation a unit and the insides of one, for one more forward pass.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+
+class _Recomputed:
+    """A module's forward that keeps nothing but its inputs; random numbers are drawn again as they were.
+
+    Args:
+        forward: the module's own.
+    """
+
+    def __init__(self, forward: Any) -> None:
+        self.forward = forward
+        functools.update_wrapper(self, forward)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return self.forward(*args, **kwargs)
+        return checkpoint(self.forward, *args, use_reentrant=False, **kwargs)
+
+
+def recompute(modules: Iterable[nn.Module]) -> None:
+    """Lets modules recompute their activations, once each.
+
+    Their ``forward`` is replaced on the object, so that no wrapper shows in names or types, and hooks of the module,
+    such as FSDP's gathering, stay outside.
+    """
+    for module in modules:
+        if not isinstance(module.__dict__.get("forward"), _Recomputed):
+            module.forward = _Recomputed(module.forward)

@@ -1,0 +1,289 @@
+"""A module cut into units, each of them sharded by torch's FSDP2, and what is asked of it afterwards."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+from dlo_framework.checkpoint import held_boxes
+from dlo_framework.checkpoint.boxes import part_of
+from dlo_framework.checkpoint.boxes import whole as whole_box
+from dlo_framework.distributed.canonical import clean
+from dlo_framework.distributed.collectives import Communicator
+from dlo_framework.errors import DloError, did_you_mean
+from dlo_framework.plan import ParallelPlan
+from dlo_plugins.fsdp.comms import PairwiseAllGather, PairwiseReduceScatter
+from dlo_plugins.fsdp.initialise import materialise
+from dlo_plugins.fsdp.mesh import SHARD
+from dlo_plugins.fsdp.recompute import recompute
+
+#: Whether FSDP2 reduces zeros for parameters that a rank does not use (torch 2.15). Without, ranks that disagree on
+#: what they use reduce buffers of different lengths.
+DIVERGING = hasattr(FSDPModule, "set_reduce_scatter_unused_params")
+
+
+@dataclass(frozen=True)
+class ShardOptions:
+    """How a module is sharded.
+
+    Attributes:
+        policy: mixed precision.
+        reshard_after_forward: whether a unit's parameters are freed between forward and backward; a number keeps them
+            sharded over so many ranks.
+        offload: whether shards, and with them the optimizer's step, live in CPU memory.
+        recompute: whether units keep their inputs only, and compute the rest again in backward.
+        forward_prefetch: units that are gathered ahead in forward.
+        backward_prefetch: units that are gathered ahead in backward; None leaves it to FSDP, which gathers one.
+        whole_steps: whether the steps as a whole are what gathers the parameters outside units. Otherwise the model's
+            outermost modules are, each when it is called.
+    """
+
+    policy: MixedPrecisionPolicy
+    reshard_after_forward: bool | int | None
+    offload: bool
+    recompute: bool
+    forward_prefetch: int
+    backward_prefetch: int | None
+    whole_steps: bool
+
+
+class Steps(nn.Module):
+    """Calls a module's methods by name, as a forward pass: the root of the sharding, so that any of them gathers.
+
+    Args:
+        module: what has the methods.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        """Returns what the method returns."""
+        return getattr(self.module, method)(*args, **kwargs)
+
+
+class Sharding:
+    """A module whose parameters are sharded; they are DTensors, but within a unit's forward and backward.
+
+    Args:
+        module: on any device, or on the meta device.
+        units: names of the modules that are gathered as one.
+        mesh: one axis to shard over, or an axis of copies and one to shard over.
+        device: where this rank computes.
+        options: see there.
+        seed: of modules on the meta device.
+
+    Attributes:
+        sharers: the ranks that share one copy of the module.
+        parameters: the sharded parameters, by name; each once.
+        roots: what is called first in a step.
+        units: the units' names.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        units: list[str],
+        mesh: DeviceMesh,
+        device: torch.device,
+        options: ShardOptions,
+        seed: int,
+    ) -> None:
+        self.module, self.mesh, self.device, self.options = module, mesh, device, options
+        self.sharers = Communicator((mesh[SHARD] if mesh.ndim > 1 else mesh).get_group())
+        self.units = separable(module, units)
+        names = {id(submodule): name for name, submodule in module.named_modules()}
+        blocks = [module.get_submodule(name) for name in self.units]
+        self.roots: list[Any] = [Steps(module)] if options.whole_steps else callable_roots(module)
+        if options.recompute:
+            recompute(blocks)
+        self._scalars = [parameter for parameter in module.parameters() if parameter.ndim == 0]
+        initialised: set[int] = set()
+        for part in [*blocks, *(root for root in self.roots if not any(root is block for block in blocks))]:
+            named = part.module if isinstance(part, Steps) else part
+            materialise(named, names[id(named)], device, seed, initialised)
+            self._shard(part)
+        self._prefetch(blocks)
+        self.collect()
+        self._syncs = True
+
+    def collect(self) -> None:
+        """Takes note of the module's parameters: what changes their dtype may put others in their place."""
+        self.reshard()
+        self.parameters: dict[str, nn.Parameter] = {
+            clean(name): parameter for name, parameter in self.module.named_parameters()
+        }
+
+    def _shard(self, part: nn.Module) -> None:
+        options = self.options
+        ignored = {parameter for parameter in part.parameters() if parameter.ndim == 0}
+        _same_everywhere(part, self.device)
+        policy = CPUOffloadPolicy(pin_memory=self.device.type == "cuda") if options.offload else OffloadPolicy()
+        fully_shard(
+            part,
+            mesh=self.mesh,
+            reshard_after_forward=options.reshard_after_forward,
+            mp_policy=options.policy,
+            offload_policy=policy,
+            ignored_params=ignored,
+        )
+        sharded: Any = part
+        if DIVERGING:
+            sharded.set_reduce_scatter_unused_params(True, recurse=False)
+        if dist.get_backend(self.sharers.group) == "gloo" and self.sharers.size > 1:
+            sharded.set_custom_all_gather(PairwiseAllGather(self.sharers))
+            sharded.set_custom_reduce_scatter(PairwiseReduceScatter(self.sharers))
+
+    def _prefetch(self, blocks: list[Any]) -> None:
+        ahead, behind = self.options.forward_prefetch, self.options.backward_prefetch
+        for number, block in enumerate(blocks):
+            if ahead:
+                block.set_modules_to_forward_prefetch(blocks[number + 1 : number + 1 + ahead])
+            if behind is not None:
+                block.set_modules_to_backward_prefetch(blocks[max(0, number - behind) : number][::-1])
+
+    # --- steps ---------------------------------------------------------------------------------------------
+
+    def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        """Returns what a method of the module returns, with its parameters gathered."""
+        if self.options.whole_steps:
+            return self.roots[0](method, *args, **kwargs)
+        return getattr(self.module, method)(*args, **kwargs)
+
+    def sync(self, enabled: bool) -> None:
+        """Says whether the backward passes that follow reduce gradients, or add them up on each rank."""
+        if enabled != self._syncs:
+            self._syncs = enabled
+            for root in self.roots:
+                root.set_requires_gradient_sync(enabled)
+
+    def reshard(self) -> None:
+        """Frees what is gathered; the next use gathers the shards' values of then."""
+        for root in self.roots:
+            for submodule in root.modules():
+                if isinstance(submodule, FSDPModule):
+                    submodule.reshard()
+
+    def reset(self) -> None:
+        """Drops what a step that raised has left, so that another can be tried."""
+        for root in self.roots:
+            if hasattr(root, "reset_iter_state"):  # torch 2.15
+                root.reset_iter_state()
+        self.reshard()
+
+    @torch.no_grad()
+    def average_scalars(self) -> None:
+        """Averages the gradients of parameters without dims, which each rank holds whole; those without one get 0."""
+        scalars = [parameter for parameter in self._scalars if parameter.requires_grad]
+        if not scalars:
+            return
+        for parameter in scalars:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+        joined = torch.stack([parameter.grad.float() for parameter in scalars if parameter.grad is not None])
+        dist.all_reduce(joined)
+        for parameter, mean in zip(scalars, joined / dist.get_world_size(), strict=True):
+            assert parameter.grad is not None
+            parameter.grad.copy_(mean)
+
+
+def local(tensor: Tensor) -> Tensor:
+    """Returns the memory that this rank holds of a tensor: of a DTensor its part, of others all."""
+    tensor = tensor.detach()
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def local_part(whole: Tensor, parameter: Tensor) -> Tensor:
+    """Returns what this rank holds of a parameter, of a whole tensor of its shape."""
+    if not isinstance(parameter, DTensor):
+        return whole
+    boxes = [box for box, _ in held_boxes(parameter.detach())]
+    return part_of(whole, whole_box(whole.shape), boxes[0]) if boxes else torch.empty_like(local(parameter))
+
+
+def separable(module: nn.Module, units: Iterable[str]) -> list[str]:
+    """Returns the units that share no parameter with anything outside them, the innermost first.
+
+    A parameter that is tied across units, or to what lies outside them, is the root's, and so is all of its unit:
+    FSDP2 would shard it once for each, and untie it.
+    """
+    homes: dict[int, set[str]] = {}
+    inside = {
+        name: {path for path, _ in module.get_submodule(name).named_parameters(name, remove_duplicate=False)}
+        for name in units
+    }
+    for path, parameter in module.named_parameters(remove_duplicate=False):
+        homes.setdefault(id(parameter), set()).add(path)
+    chosen = [
+        name
+        for name in units
+        if all(homes[id(parameter)] <= inside[name] for parameter in module.get_submodule(name).parameters())
+        and inside[name]
+    ]
+    order = {name: number for number, (name, _) in enumerate(module.named_modules())}
+    nested = any(name.startswith(f"{other}.") for name in chosen for other in chosen)
+    return sorted(chosen, key=lambda name: (-name.count(".") if nested else 0, order[name]))
+
+
+def named_units(module: nn.Module, patterns: list[str]) -> list[str]:
+    """Returns the modules that a config's ``units`` name.
+
+    Raises:
+        DloError: for a pattern that matches nothing, or a container, which is never called.
+    """
+    names = [name for name, _ in module.named_modules() if name]
+    found: list[str] = []
+    for pattern in patterns:
+        matches = ParallelPlan(blocks=(pattern,)).block_names(module)
+        if not matches:
+            raise DloError(f"units: '{pattern}' matches no module{did_you_mean(pattern, names)}")
+        container = next(
+            (n for n in matches if isinstance(module.get_submodule(n), nn.ModuleList | nn.ModuleDict)), None
+        )
+        if container is not None:
+            raise DloError(
+                f"units: '{container}' is a {type(module.get_submodule(container)).__name__}, which is never called and"
+                f" so never gathered; name what is in it: '{container}.*'"
+            )
+        found += matches
+    return list(dict.fromkeys(found))
+
+
+def callable_roots(module: nn.Module) -> list[nn.Module]:
+    """Returns the outermost modules with parameters that can be called.
+
+    Raises:
+        DloError: if the module itself holds parameters: nothing would gather them.
+    """
+    own = [name for name, _ in module.named_parameters(recurse=False)]
+    if own:
+        raise DloError(
+            f"FSDP with manual optimization gathers a module's parameters when it is called, but"
+            f" {type(module).__name__} itself holds {', '.join(own[:5])}; put them into a module of their own"
+        )
+    roots: list[nn.Module] = []
+    for child in module.children():
+        if isinstance(child, nn.ModuleList | nn.ModuleDict):
+            roots += callable_roots(child)
+        elif next(child.parameters(), None) is not None:
+            roots.append(child)
+    return roots
+
+
+def _same_everywhere(part: nn.Module, device: torch.device) -> None:
+    """Gives all ranks the first one's values of what is not sharded yet."""
+    for tensor in [*part.parameters(), *part.buffers()]:
+        if isinstance(tensor, DTensor):
+            continue
+        value = tensor.data.to(device).contiguous()
+        dist.broadcast(value, src=0)
+        tensor.data = value

@@ -1,0 +1,136 @@
+"""The state of a module that FSDP2 has sharded: for checkpoints, averages of weights and reports."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch.core.optimizer import LightningOptimizer
+from torch import Tensor
+from torch.optim import Optimizer
+
+from dlo_framework.checkpoint import Shard
+from dlo_framework.distributed.canonical import readable
+from dlo_framework.distributed.strategy import ShardedStrategy
+from dlo_framework.watch.state_bytes import memory_of, optimizer_bytes
+from dlo_plugins.fsdp.optimizers import OptimizerShares
+from dlo_plugins.fsdp.sharding import Sharding, local, local_part
+from dlo_plugins.fsdp.usage import Usage
+
+
+class ShardedState(ShardedStrategy):
+    """What FSDPStrategy says of its tensors.
+
+    Attributes:
+        sharding: of the module, once it has been made.
+    """
+
+    def __init__(self, timeout_minutes: float) -> None:
+        super().__init__(timeout_minutes=timeout_minutes)
+        self.sharding: Sharding | None = None
+        self._usage: Usage | None = None
+        self._shares: OptimizerShares | None = None
+        self._open = False  # whether gradients are being accumulated
+
+    def _leave(self) -> None:
+        """Frees what is gathered."""
+        if self.sharding is not None:
+            self.sharding.reshard()
+
+    def gradient_norm(self, optimizer: Optimizer) -> Tensor:
+        """Returns the 2-norm over all ranks of an optimizer's gradients, each element counted once."""
+        assert self._shares is not None
+        return self._shares.gradient_norm(_plain(optimizer))
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """Returns the module's state by name: this rank's parts of the parameters."""
+        self._leave()
+        return super().lightning_module_state_dict()
+
+    def held_tensors(self) -> list[Tensor]:
+        """Returns the memory of this rank's parameters and buffers."""
+        self._leave()
+        return [local(tensor) for tensor in [*self._module().parameters(), *self._module().buffers()]]
+
+    zero_stage = 3
+
+    def state_bytes(self) -> dict[str, float]:
+        """Returns the bytes of the parameters, gradients and optimizer state that this rank holds now."""
+        assert self.sharding is not None
+        parameters = list(self.sharding.parameters.values())
+        gathered = list(self._usage.gathered.values()) if self._usage is not None else []
+        stepped = [tensor for optimizer in self.optimizers for tensor in self.optimizer_tensors(optimizer).values()]
+        gradients = [tensor.grad for tensor in [*parameters, *gathered, *stepped] if tensor.grad is not None]
+        return {
+            "parameters": memory_of([*parameters, *gathered, *stepped]),
+            "gradients": memory_of(gradients),
+            "optimizer": optimizer_bytes(self.optimizers),
+        }
+
+    @torch.no_grad()
+    def accumulated_gradients(self) -> dict[str, Shard]:
+        """Returns this rank's part of the gradients of an unfinished accumulation, their mean over the ranks."""
+        assert self.sharding is not None
+        assert self._usage is not None
+        found: dict[str, Shard] = {}
+        for name, parameter in self.sharding.parameters.items():
+            whole = self._usage.gathered.get(name)
+            unreduced = whole.grad if whole is not None and whole is not parameter else None
+            if unreduced is None and parameter.grad is None:
+                continue
+            part = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.detach().clone()
+            if unreduced is not None:
+                local(part).add_(local_part(self.reduce(unreduced.clone(), reduce_op="mean"), parameter))
+            elif parameter.ndim == 0:
+                part = self.reduce(part, reduce_op="mean")
+            found[name] = part
+        return found
+
+    def restore_gradients(self, saved: Mapping[str, Any]) -> None:
+        """Takes up an unfinished accumulation: what the micro-batches that follow reduce is added to it."""
+        assert self.sharding is not None
+        assert self._usage is not None
+        gradients = readable(saved)
+        for name, parameter in self.sharding.parameters.items():
+            if name in gradients:
+                parameter.grad = torch.zeros_like(parameter, requires_grad=False)
+                gradients.read_into(name, parameter.grad)
+                self._usage.used.add(name)
+        self._open = True
+
+    def refresh(self) -> None:
+        """Drops what has been gathered: the shards have been written to from outside."""
+        self._leave()
+
+    def optimizer_tensors(self, optimizer: Optimizer) -> dict[str, Tensor]:
+        """Returns this rank's share of an optimizer's parameters."""
+        assert self._shares is not None
+        return self._shares.tensors(optimizer)
+
+    def group_names(self, optimizer: Optimizer) -> list[list[str]]:
+        """Returns the names of each parameter group's parameters, those of other ranks' shares too."""
+        assert self._shares is not None
+        return self._shares.group_names(optimizer)
+
+    def canonical(self, name: str, tensor: Tensor, value: Tensor) -> Shard:
+        """Returns a state tensor as the part of the parameter-shaped one that it is."""
+        assert self._shares is not None
+        return self._shares.canonical(name, value)
+
+    def room(self, name: str, tensor: Tensor, shape: torch.Size, dtype: torch.dtype) -> Shard:
+        """Returns room for this rank's part of a state tensor."""
+        assert self._shares is not None
+        share = self._shares.share_of(name)
+        return super().room(name, tensor, shape, dtype) if share is None else share.room(name, shape, dtype)
+
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        """Returns a decision that all ranks agree on."""
+        vote = torch.tensor(int(decision), device=self.root_device)
+        dist.all_reduce(vote)
+        return bool(vote == self.world_size) if all else bool(vote)
+
+
+def _plain(optimizer: Any) -> Optimizer:
+    return optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer

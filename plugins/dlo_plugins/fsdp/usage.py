@@ -1,0 +1,69 @@
+"""Which parameters of a sharded module a backward pass has given gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dlo_plugins.fsdp.sharding import Sharding
+
+
+class Usage:
+    """Knows which parameters got a gradient, on this rank, since it was last asked.
+
+    FSDP2 gathers into parameters of its own, which stand in their modules from a unit's forward to the end of its
+    backward: they are watched, each from the first time that it is seen.
+
+    Args:
+        sharding: what is watched.
+
+    Attributes:
+        used: names of parameters with a gradient.
+        gathered: the parameters that FSDP2 gathers into, by name.
+    """
+
+    def __init__(self, sharding: Sharding) -> None:
+        self.used: set[str] = set()
+        self.gathered: dict[str, Tensor] = {}
+        self.handles: list[Any] = []
+        names = {id(parameter): name for name, parameter in sharding.parameters.items()}
+        claimed: set[int] = set()
+        for part in _innermost_first(sharding):
+            places = []
+            for submodule in part.modules():
+                if id(submodule) in claimed:
+                    continue
+                claimed.add(id(submodule))
+                places += [(submodule, key, names[id(p)]) for key, p in submodule._parameters.items() if p is not None]
+            self.handles.append(part.register_forward_pre_hook(self._watch(places)))
+
+    def remove(self) -> None:
+        """Stops watching."""
+        for handle in self.handles:
+            handle.remove()
+
+    def _watch(self, places: list[tuple[nn.Module, str, str]]) -> Callable[..., None]:
+        def look(*_: Any) -> None:
+            if not torch.is_grad_enabled():
+                return
+            for submodule, key, name in places:
+                parameter = submodule._parameters[key]
+                if parameter is not None and parameter.requires_grad and self.gathered.get(name) is not parameter:
+                    self.gathered[name] = parameter
+                    self.handles.append(parameter.register_post_accumulate_grad_hook(self._note(name)))
+
+        return look
+
+    def _note(self, name: str) -> Callable[[Tensor], None]:
+        def note(_: Tensor) -> None:
+            self.used.add(name)
+
+        return note
+
+
+def _innermost_first(sharding: Sharding) -> list[nn.Module]:
+    parts = [sharding.module.get_submodule(name) for name in sharding.units]
+    return [*parts, *(root for root in sharding.roots if not any(root is part for part in parts))]

@@ -1,0 +1,1 @@
+"""Strategies: who holds what of a model, and what passes between the ranks."""

@@ -1,0 +1,276 @@
+"""ZeRO as a Lightning strategy.
+
+ZeRO: Memory Optimizations Toward Training Trillion Parameter Models. Rajbhandari, Rasley, Ruwase & He, 2020,
+arXiv 1910.02054. ZeRO-Offload: Democratizing Billion-Scale Model Training. Ren et al., 2021, arXiv 2101.06840.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from typing import Any, Literal
+
+import torch
+from lightning.pytorch import Trainer
+from lightning.pytorch.trainer.states import TrainerFn
+from torch import Tensor
+from torch.optim import Optimizer
+
+from dlo_framework.checkpoint import Shard
+from dlo_framework.distributed.canonical import clean, readable
+from dlo_framework.distributed.collectives import Communicator
+from dlo_framework.distributed.strategy import ShardedStrategy
+from dlo_framework.distributed.units import find_units
+from dlo_framework.errors import DloError
+from dlo_plugins.zero.engine import ZeroEngine, ZeroOptions
+
+MIB = 2**20
+
+
+class ZeroStrategy(ShardedStrategy):
+    """Divides optimizer state, gradients and parameters among the ranks: ZeRO, stages 1 to 3.
+
+    Of a model of psi parameters in single precision under Adam, a rank of N holds 16 psi bytes without it; 8 psi +
+    8 psi / N in stage 1 (optimizer state divided), 4 psi + 12 psi / N in stage 2 (gradients too), 16 psi / N in
+    stage 3 (parameters too). Stages 1 and 2 pass 2 psi elements a step, as plain data parallelism does, stage 3
+    passes 3 psi.
+
+    Aliases: `zero1 zero2 zero3 zero2_offload zero3_offload`.
+
+    Args:
+        stage: 1, 2 or 3.
+        offload: what lives in CPU memory: the `optimizer` (its state and step, and the gradient shards), the
+            `parameters` (their shards; stage 3), or `both`.
+        bucket_mb: gradients that are reduced at once, in MiB (stages 1 and 2; stage 3 reduces unit by unit).
+        find_unused: whether parameters may go without a gradient in a step. Otherwise that is an error that names
+            them.
+        units: names of the modules whose parameters are gathered together in stage 3; by default the model's blocks.
+        timeout_minutes: how long a collective may take before a rank gives the others up.
+    """
+
+    def __init__(
+        self,
+        stage: Literal[1, 2, 3] = 2,
+        offload: Literal["optimizer", "parameters", "both"] | None = None,
+        bucket_mb: float = 25.0,
+        find_unused: bool = False,
+        units: list[str] | None = None,
+        timeout_minutes: float = 30.0,
+    ) -> None:
+        if stage not in (1, 2, 3):
+            raise DloError(f"ZeRO has stages 1, 2 and 3, but stage was {stage}")
+        if offload not in (None, "optimizer", "parameters", "both"):
+            raise DloError(f"offload is optimizer, parameters or both, but was {offload}")
+        if offload in ("parameters", "both") and stage < 3:
+            raise DloError(f"offload: {offload} needs stage 3; in stage {stage} every rank holds whole parameters")
+        if bucket_mb <= 0:
+            raise DloError(f"bucket_mb is positive, but was {bucket_mb}")
+        super().__init__(timeout_minutes=timeout_minutes)
+        self.stage, self.offload, self.bucket_mb, self.find_unused, self.units = (
+            stage,
+            offload,
+            bucket_mb,
+            find_unused,
+            units,
+        )
+        self.engine: ZeroEngine | None = None
+
+    @classmethod
+    def register_strategies(cls, strategy_registry: Any) -> None:
+        """Makes the short names known: ``--trainer.strategy zero2``."""
+        for name, arguments in (
+            ("zero1", {"stage": 1}),
+            ("zero2", {"stage": 2}),
+            ("zero3", {"stage": 3}),
+            ("zero2_offload", {"stage": 2, "offload": "optimizer"}),
+            ("zero3_offload", {"stage": 3, "offload": "both"}),
+        ):
+            strategy_registry.register(name, cls, description=f"ZeRO: {arguments}", **arguments)
+
+    # --- setting up ----------------------------------------------------------------------------------------
+
+    def shard(self, trainer: Trainer) -> None:
+        """Builds the optimizers, and moves the parameters into flat groups."""
+        module, fitting = self._module(), trainer.state.fn == TrainerFn.FITTING
+        if self.stage < 3:
+            module.to(self.root_device)
+        else:
+            for submodule in module.modules():
+                for name, buffer in submodule.named_buffers(recurse=False):
+                    submodule._buffers[name] = buffer.to(self.root_device)
+        communicator = Communicator()
+        for tensor in [*module.buffers(), *(p for p in module.parameters() if not p.requires_grad and self.stage < 3)]:
+            communicator.broadcast(tensor.data)
+        if not fitting:
+            if self.stage < 3:
+                for parameter in module.parameters():
+                    communicator.broadcast(parameter.data)
+            elif self.engine is None:
+                self.engine = self._build(communicator)
+            return
+        self._whole_again()
+        self.setup_optimizers(trainer)
+        self.engine = self._build(communicator)
+
+    def _build(self, communicator: Communicator) -> ZeroEngine:
+        module = self._module()
+        units = self.units if self.units is not None else find_units(module) if self.stage == 3 else []
+        element = max((p.element_size() for p in module.parameters()), default=4)
+        options = ZeroOptions(
+            stage=self.stage,
+            bucket_elements=int(self.bucket_mb * MIB / element),
+            offload_optimizer=self.offload in ("optimizer", "both"),
+            offload_parameters=self.offload in ("parameters", "both"),
+            find_unused=self.find_unused,
+        )
+        return ZeroEngine(module, self.optimizers, units, communicator, self.root_device, options)
+
+    def _whole_again(self) -> None:
+        """Undoes an earlier run's partition: this run makes its own."""
+        engine, self.engine = self.engine, None
+        if engine is not None:
+            engine.dissolve()
+
+    def setup_optimizers(self, trainer: Trainer) -> None:
+        """Builds the optimizers anew: an earlier run's hold shards that are gone."""
+        self._reset_optimizers_and_schedulers()
+        super().setup_optimizers(trainer)
+
+    # --- a step --------------------------------------------------------------------------------------------
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs the module's step, with what it needs gathered."""
+        self._enter()
+        return super().training_step(*args, **kwargs)
+
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Likewise."""
+        self._enter()
+        return super().validation_step(*args, **kwargs)
+
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Likewise."""
+        self._enter()
+        return super().test_step(*args, **kwargs)
+
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Likewise."""
+        self._enter()
+        return super().predict_step(*args, **kwargs)
+
+    def _enter(self) -> None:
+        if self.engine is not None and self.engine.gathering is not None:
+            self.engine.gathering.enter()
+
+    def _leave(self) -> None:
+        if self.engine is not None and self.engine.gathering is not None:
+            self.engine.gathering.release_all()
+
+    def on_validation_end(self) -> None:
+        """Frees what the evaluation gathered."""
+        self._leave()
+
+    on_test_end = on_predict_end = on_train_end = on_validation_end
+
+    def pre_backward(self, closure_loss: Tensor) -> None:
+        """Tells the engine that gradients are coming."""
+        assert self.engine is not None
+        self.engine.before_backward(self._module().automatic_optimization)
+
+    def post_backward(self, closure_loss: Tensor) -> None:
+        """Lets the engine end their reduction."""
+        assert self.engine is not None
+        self.engine.after_backward(self._module().automatic_optimization)
+
+    @contextlib.contextmanager
+    def block_backward_sync(self) -> Iterator[None]:
+        """Marks the micro-batches of an accumulation that no step follows."""
+        assert self.engine is not None
+        self.engine.sync = False
+        try:
+            yield
+        finally:
+            self.engine.sync = True
+
+    # --- state ---------------------------------------------------------------------------------------------
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """Returns the module's state by name: in stage 3, this rank's slices of the parameters."""
+        state = super().lightning_module_state_dict()
+        if self.engine is None or self.engine.gathering is None:
+            return state
+        first_names = {id(p): clean(name) for name, p in self._module().named_parameters()}
+        whole = self._module().state_dict(keep_vars=True)
+        for name, value in whole.items():
+            piece = self.engine.shard(first_names[id(value)]) if id(value) in first_names else None
+            if piece is not None:
+                state[clean(name)] = piece
+        return state
+
+    def held_tensors(self) -> list[Tensor]:
+        """Returns the memory of this rank's parameters, or of its shards of them, and of the buffers."""
+        if self.engine is None or self.engine.gathering is None:
+            return super().held_tensors()
+        return [*(group.shard for group in self.engine.groups), *self._module().buffers()]
+
+    @property
+    def zero_stage(self) -> int:  # type: ignore[override]
+        """The stage: what is divided."""
+        return self.stage
+
+    def state_bytes(self) -> dict[str, float]:
+        """Returns the bytes of the parameters, gradients and optimizer state that this rank holds now."""
+        assert self.engine is not None
+        held = self.engine.bytes_held()
+        if self.stage < 3:
+            held["parameters"] += sum(p.nbytes for p in self._module().parameters() if not p.requires_grad)
+        return {**held, "optimizer": super().state_bytes()["optimizer"]}
+
+    def refresh(self) -> None:
+        """Brings parameters and shards together after either was written to."""
+        if self.engine is not None:
+            self.engine.refresh()
+
+    def accumulated_gradients(self) -> dict[str, Shard]:
+        """Returns the gradients of an unfinished accumulation: stage 1 has them whole, the others this rank's part."""
+        assert self.engine is not None
+        return dict(self.engine.gradient_shards()) if self.stage > 1 else super().accumulated_gradients()
+
+    def restore_gradients(self, saved: Mapping[str, Any]) -> None:
+        """Takes up an unfinished accumulation."""
+        assert self.engine is not None
+        if self.stage == 1:
+            super().restore_gradients(saved)
+        else:
+            gradients = readable(saved)
+            for name, shard in self.engine.open_window(gradients).items():
+                gradients.read_into(name, shard)
+
+    def optimizer_tensors(self, optimizer: Optimizer) -> dict[str, Tensor]:
+        """Returns this rank's share of an optimizer's parameters."""
+        return self._share(optimizer).stand_ins
+
+    def group_names(self, optimizer: Optimizer) -> list[list[str]]:
+        """Returns the names of each parameter group's parameters, those of other ranks' shares too."""
+        return self._share(optimizer).group_names
+
+    def canonical(self, name: str, tensor: Tensor, value: Tensor) -> Shard:
+        """Returns a state tensor as the slice of the parameter-shaped one that it is."""
+        return self._share_of(name).canonical(name, value)
+
+    def room(self, name: str, tensor: Tensor, shape: torch.Size, dtype: torch.dtype) -> Shard:
+        """Returns room for this rank's slice of a state tensor."""
+        return self._share_of(name).room(name, shape, dtype)
+
+    def _share(self, optimizer: Optimizer) -> Any:
+        assert self.engine is not None
+        number = next(n for n, own in enumerate(self.optimizers) if own is optimizer)
+        return self.engine.shares[number]
+
+    def _share_of(self, name: str) -> Any:
+        assert self.engine is not None
+        return next(share for share in self.engine.shares if name in share.shapes)
+
+    def about(self) -> dict[str, Any]:
+        """Returns what a checkpoint's manifest says of the run."""
+        return {**super().about(), "stage": self.stage}

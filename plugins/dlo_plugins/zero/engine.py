@@ -1,0 +1,323 @@
+"""The ZeRO engine: gradients to their owners during backward, a step on what a rank owns, the result to all.
+
+ZeRO: Memory Optimizations Toward Training Trillion Parameter Models. Rajbhandari, Rasley, Ruwase & He, 2020,
+arXiv 1910.02054. ZeRO-Offload: Democratizing Billion-Scale Model Training. Ren et al., 2021, arXiv 2101.06840.
+
+One step, N ranks, psi parameters:
+
+- stages 1 and 2: as each bucket's gradients are complete in backward, they are summed over the ranks, and each rank
+  keeps its own 1/N of the sum (reduce-scatter, psi elements in all). The optimizer, whose parameter groups hold this
+  rank's share in place of the parameters, steps. Then all ranks send each other the new values (all-gather, psi).
+  Stage 1 waits with the reduction for the last micro-batch of an accumulation, keeping whole gradients till then;
+  stage 2 reduces each micro-batch's and keeps 1/N.
+- stage 3: parameters are kept as 1/N too (:mod:`dlo_plugins.zero.gathering`): two all-gathers of psi, one in forward
+  and one in backward, and the reduce-scatter.
+
+Departures from the paper: a rank's share is cut anywhere, also inside a parameter, which makes it exactly 1/N; and
+there is no master copy in single precision beside parameters that are in single precision already.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from dlo_framework.checkpoint import FlatShard
+from dlo_framework.distributed.collectives import Communicator
+from dlo_framework.errors import DloError
+from dlo_plugins.zero.gathering import Gathering, Unit
+from dlo_plugins.zero.group import FlatGroup
+from dlo_plugins.zero.probe import kind_of
+from dlo_plugins.zero.reduction import GradientReducer
+from dlo_plugins.zero.shares import PieceShare, Share, TensorShare
+
+
+@dataclass(frozen=True)
+class ZeroOptions:
+    """How an engine partitions.
+
+    Attributes:
+        stage: 1 optimizer state, 2 gradients too, 3 parameters too.
+        bucket_elements: parameters of a bucket of stages 1 and 2, at most, unless one parameter has more.
+        offload_optimizer: whether gradient shards and optimizer state live in CPU memory, and the CPU steps.
+        offload_parameters: whether parameter shards live in CPU memory (stage 3).
+        find_unused: whether parameters may go without a gradient.
+    """
+
+    stage: int
+    bucket_elements: int
+    offload_optimizer: bool = False
+    offload_parameters: bool = False
+    find_unused: bool = False
+
+
+class ZeroEngine:
+    """Partitions a module's parameters, and its optimizers' state and gradients, over ranks.
+
+    Args:
+        module: what trains; its parameters keep their identity and shape, their data move into flat buffers.
+        optimizers: as configured on the module's parameters; they get this rank's share instead.
+        units: names of the modules that are gathered as one in stage 3; what is in none of them is the root's.
+        communicator: the ranks.
+        device: where this rank computes.
+        options: the stage and the rest.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        optimizers: list[Optimizer],
+        units: list[str],
+        communicator: Communicator,
+        device: torch.device,
+        options: ZeroOptions,
+    ) -> None:
+        self.communicator, self.device, self.options = communicator, device, options
+        self._names = {id(parameter): clean(name) for name, parameter in module.named_parameters()}
+        self._stepped_by = _stepped_by(optimizers)
+        self.gathering: Gathering | None = None
+        if options.stage == 3:
+            built = self._units(module, units)
+            self.groups = [group for unit in built for group in unit.groups]
+            self.gathering = Gathering(built, module)
+        else:
+            self.groups = self._buckets(module)
+        self._by_name = {name: (group, n) for group in self.groups for n, name in enumerate(group.names)}
+        trained = [group for group in self.groups if group.trains]
+        self.reducer = GradientReducer(
+            list(reversed(trained)) if options.stage == 3 else trained,
+            communicator,
+            options.find_unused,
+            self.gathering.release if self.gathering else None,
+        )
+        self.shares = [self._share(number, optimizer) for number, optimizer in enumerate(optimizers)]
+        self._window_open = False
+        self.sync = True  # whether the backward under way is the last of its accumulation
+
+    # --- building ------------------------------------------------------------------------------------------
+
+    def _group(self, named: dict[str, nn.Parameter]) -> FlatGroup:
+        stage3 = self.options.stage == 3
+        offloaded = self.options.offload_parameters if stage3 else self.options.offload_optimizer
+        home = torch.device("cpu") if offloaded or self.options.offload_optimizer else self.device
+        return FlatGroup(named, self.communicator, self.device, keep_whole=not stage3, home=home)
+
+    def _kind(self, parameter: nn.Parameter) -> tuple[object, ...]:
+        """Returns what the parameters of one group have in common."""
+        return parameter.dtype, parameter.requires_grad, self._stepped_by.get(id(parameter))
+
+    def _buckets(self, module: nn.Module) -> list[FlatGroup]:
+        """Cuts the trainable parameters into buckets, last first: the order in which backward meets them."""
+        buckets: list[dict[str, nn.Parameter]] = []
+        open_ones: dict[object, dict[str, nn.Parameter]] = {}
+        for parameter in reversed(list(module.parameters())):
+            if not parameter.requires_grad:
+                continue
+            kind, bucket = self._kind(parameter), None
+            bucket = open_ones.get(kind)
+            if bucket is not None:
+                held = sum(other.numel() for other in bucket.values())
+                bucket = bucket if held + parameter.numel() <= self.options.bucket_elements else None
+            if bucket is None:
+                bucket = open_ones[kind] = {}
+                buckets.append(bucket)
+            bucket[self._names[id(parameter)]] = parameter
+        return [self._group(bucket) for bucket in buckets]
+
+    def _units(self, module: nn.Module, names: list[str]) -> list[Unit]:
+        """Groups the parameters by unit; those of several units, or of none, are the root's."""
+        homes: dict[int, set[str]] = {}
+        for full_name, parameter in module.named_parameters(remove_duplicate=False):
+            home = next((name for name in names if full_name.startswith(name + ".")), "")
+            homes.setdefault(id(parameter), set()).add(home)
+        by_unit: dict[str, dict[object, dict[str, nn.Parameter]]] = {"": {}, **{name: {} for name in names}}
+        for parameter in module.parameters():
+            where = homes[id(parameter)]
+            unit = by_unit[next(iter(where)) if len(where) == 1 else ""]
+            unit.setdefault(self._kind(parameter), {})[self._names[id(parameter)]] = parameter
+        return [
+            Unit(name, module.get_submodule(name), [self._group(named) for named in kinds.values()])
+            for name, kinds in by_unit.items()
+            if kinds or not name
+        ]
+
+    def _share(self, number: int, optimizer: Optimizer) -> Share:
+        groups = [g for g in self.groups if g.trains and self._stepped_by.get(id(g.parameters[0])) == number]
+        if not groups:
+            raise DloError(f"ZeRO: {type(optimizer).__name__} has no trainable parameters")
+        kind = kind_of(optimizer)
+        share = (PieceShare if kind == "elementwise" else TensorShare)(groups, self.communicator)
+        if kind == "all":
+            _take_global_norm(optimizer, self, share)
+        share.move_into(optimizer, self._names)
+        optimizer.register_step_post_hook(lambda *_: self._after_step(share))
+        return share
+
+    # --- one step ------------------------------------------------------------------------------------------
+
+    def before_backward(self, automatic: bool) -> None:
+        """Called before each backward.
+
+        Args:
+            automatic: whether Lightning steps the optimizers, and ``sync`` tells the end of each accumulation.
+        """
+        if not self._window_open or (not automatic and any(share.wiped() for share in self.shares)):
+            self.drop_gradients()
+        self._window_open = True
+        # Stage 1 adds micro-batches up in the parameters' own gradients, and reduces them once.
+        self.reducer.enabled = self.sync or self.options.stage > 1
+        self.reducer.skipped = {
+            id(group)
+            for share in self.shares
+            if not any(tensor.requires_grad for tensor in _stepped(share))
+            for group in share.groups
+        }
+        if self.gathering:
+            self.gathering.in_backward = True
+
+    def after_backward(self, automatic: bool) -> None:
+        """Called after each backward: what it reduced is this rank's share of the gradients."""
+        if self.reducer.enabled:
+            self.reducer.finish(partial=not automatic)
+        if self.gathering:
+            self.gathering.in_backward = False
+            self.gathering.release_all()
+        for group in self.groups:
+            group.finish_gradient()
+        if self.sync:
+            self._window_open = not automatic
+            for share in self.shares:
+                share.give_gradients(self.reducer.used)
+
+    def _after_step(self, share: Share) -> None:
+        share.publish()
+        for group in share.groups:
+            if self.gathering is None:
+                group.finish_gather()
+        self._window_open = False
+
+    def drop_gradients(self) -> None:
+        """Forgets the gradients of the window that has ended."""
+        self.reducer.used.clear()
+        for group in self.groups:
+            group.gradient = None
+
+    # --- state ---------------------------------------------------------------------------------------------
+
+    def shard(self, name: str) -> FlatShard | None:
+        """Returns this rank's part of a parameter, if parameters are partitioned (stage 3); None if it is whole."""
+        found = self._by_name.get(name)
+        if found is None or self.gathering is None:
+            return None
+        group, number = found
+        for piece, owned in zip(group.pieces, group.owned, strict=True):
+            if owned == number:
+                return FlatShard(piece.data.detach(), piece.shape, piece.start)
+        parameter = group.parameters[number]
+        return FlatShard(torch.empty(0, dtype=group.dtype, device=group.home), parameter.shape, 0)
+
+    def gradient_shards(self) -> dict[str, FlatShard]:
+        """Returns this rank's part of the gradients gathered so far, by parameter."""
+        found = {}
+        for group in self.groups:
+            if group.gradient is not None:
+                for piece, number, gradient in zip(group.pieces, group.owned, group.piece_gradients(), strict=True):
+                    found[group.names[number]] = FlatShard(gradient, piece.shape, piece.start)
+        return found
+
+    def open_window(self, names: Iterable[str]) -> dict[str, FlatShard]:
+        """Returns room for the gradients of an accumulation that goes on: this rank's part of each."""
+        self.reducer.used = set(names)
+        self._window_open = True
+        for group in self.groups:
+            if self.reducer.used.intersection(group.names):
+                group.gradient = torch.zeros_like(group.shard)
+        return {name: shard for name, shard in self.gradient_shards().items() if name in self.reducer.used}
+
+    def refresh(self) -> None:
+        """Takes the parameters' values, changed from outside, into the shards, or the shards' into the parameters.
+
+        In stages 1 and 2 the parameters are what was changed; in stage 3 the shards are all there is.
+        """
+        for group in self.groups:
+            if group.keep_whole:
+                own = self.communicator.segment(group.whole)
+                if own.data_ptr() != group.shard.data_ptr():
+                    group.shard.copy_(own)
+            elif group.gathered:
+                group.free()
+
+    @torch.no_grad()
+    def dissolve(self) -> None:
+        """Makes every parameter whole and its own again."""
+        for group in self.groups:
+            group.finish_gather()
+            for parameter in group.parameters:
+                parameter.data = parameter.data.clone()
+        for handle in [*self.reducer.handles, *(self.gathering.handles if self.gathering else ())]:
+            handle.remove()
+
+    def bytes_held(self) -> dict[str, int]:
+        """Returns the bytes of parameters and gradients that this rank holds now."""
+        parameters = sum(_bytes(group.whole) for group in self.groups)
+        parameters += sum(_bytes(group.shard) for group in self.groups if not _shares_memory(group))
+        gradients = sum(_bytes(group.gradient) for group in self.groups if group.gradient is not None)
+        gradients += sum(_bytes(p.grad) for group in self.groups for p in group.parameters if p.grad is not None)
+        return {"parameters": parameters, "gradients": gradients}
+
+
+def clean(name: str) -> str:
+    """Returns a parameter's name without torch.compile's wrapper."""
+    return name.replace("_orig_mod.", "")
+
+
+def _bytes(tensor: Tensor) -> int:
+    return min(tensor.untyped_storage().nbytes(), tensor.nbytes)
+
+
+def _shares_memory(group: FlatGroup) -> bool:
+    return group.keep_whole and group.home == group.device
+
+
+def _stepped(share: Share) -> list[Tensor]:
+    return list(share.stand_ins.values()) or [share.witness]
+
+
+def _stepped_by(optimizers: list[Optimizer]) -> dict[int, int]:
+    """Returns which optimizer steps a parameter: ids of parameters to numbers of optimizers."""
+    return {
+        id(parameter): number
+        for number, optimizer in enumerate(optimizers)
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+    }
+
+
+def _take_global_norm(optimizer: Optimizer, engine: ZeroEngine, share: Share) -> None:
+    """Lets an optimizer that clips by the norm of all gradients see the norm over all ranks.
+
+    timm (1.0) computes it in ``Lamb._get_clip_grad_norm``, from the gradients it holds, and takes it nowhere else.
+
+    Raises:
+        DloError: if it is another optimizer, of whose state nothing is known.
+    """
+    if not hasattr(optimizer, "_get_clip_grad_norm"):
+        raise DloError(
+            f"ZeRO cannot partition {type(optimizer).__name__}: its update of a tensor depends on other tensors;"
+            " use strategy ddp or fsdp with it"
+        )
+
+    def clip_by_global_norm() -> Tensor | None:
+        most = optimizer.defaults["max_grad_norm"]
+        if most is None:
+            return None
+        local = [tensor.grad for tensor in share.stand_ins.values() if tensor.grad is not None]
+        norms = torch.stack(torch._foreach_norm(local)) if local else torch.zeros(1)
+        squared = engine.communicator.sum(norms.square().sum().to(engine.device))
+        return (squared.sqrt() / most).clamp_(min=1.0).to(share.groups[0].home)
+
+    vars(optimizer)["_get_clip_grad_norm"] = clip_by_global_norm

@@ -1,0 +1,142 @@
+"""Stage 3: parameters are gathered a unit ahead of use, in forward and in backward, and freed after it.
+
+A unit is a module (a transformer block) whose parameters are gathered together. What belongs to no unit is the
+root's: it is gathered for the whole of a step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import register_multi_grad_hook
+from torch.utils._pytree import tree_leaves
+
+from dlo_plugins.zero.group import FlatGroup
+
+
+class Unit:
+    """A module, and the flat groups of its parameters.
+
+    Attributes:
+        name: the module's; empty for the root.
+    """
+
+    def __init__(self, name: str, module: nn.Module, groups: list[FlatGroup]) -> None:
+        self.name, self.module, self.groups = name, module, groups
+
+    def start(self) -> None:
+        """Starts gathering the unit's parameters."""
+        for group in self.groups:
+            group.start_gather()
+
+    def finish(self) -> None:
+        """Waits until they can be used."""
+        for group in self.groups:
+            group.finish_gather()
+
+    def free(self, *, frozen_only: bool = False) -> None:
+        """Gives their memory back."""
+        for group in self.groups:
+            if group.gathered and not (frozen_only and group.trains):
+                group.free()
+
+
+class Gathering:
+    """Gathers and frees units as a step goes through them.
+
+    Args:
+        units: the root first, then in the order of registration.
+        module: the root's.
+
+    Attributes:
+        in_backward: whether a backward is under way; a forward inside it is a recomputation.
+        handles: of the hooks on the modules.
+    """
+
+    def __init__(self, units: list[Unit], module: nn.Module) -> None:
+        self.root, self.units = units[0], units[1:]
+        self.in_backward = False
+        self._order: list[Unit] = []  # of the last forward: what to fetch next
+        self._seen: list[Unit] = []
+        self._root_groups = {id(group) for group in self.root.groups}
+        self.handles = [module.register_forward_pre_hook(_outside_graphs(lambda *_: self.enter()))]
+        for unit in self.units:
+            before, after = _outside_graphs(self._before_forward(unit)), _outside_graphs(self._after_forward(unit))
+            self.handles.append(unit.module.register_forward_pre_hook(before, with_kwargs=True))
+            self.handles.append(unit.module.register_forward_hook(after))
+
+    def enter(self) -> None:
+        """Called as a step begins: the root is there until :meth:`release_all`."""
+        if not self.in_backward and self._seen:
+            self._order, self._seen = self._seen, []
+        self.root.start()
+        if self._order:
+            self._order[0].start()
+        self.root.finish()
+
+    def _before_forward(self, unit: Unit) -> Any:
+        def fetch(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            unit.finish()
+            if self.in_backward:
+                return
+            self._seen.append(unit)
+            following = self._neighbour(len(self._seen))
+            if following is not None:
+                following.start()
+            if torch.is_grad_enabled():
+                inputs = list(_differentiable((args, kwargs)))
+                if inputs:
+                    # Once its inputs have their gradients, nobody needs the weights, frozen ones included.
+                    register_multi_grad_hook(inputs, lambda _: unit.free(frozen_only=True))
+
+        return fetch
+
+    def _after_forward(self, unit: Unit) -> Any:
+        def let_go(module: nn.Module, args: tuple[Any, ...], outputs: Any) -> None:
+            if self.in_backward:
+                return
+            found = list(_differentiable(outputs)) if torch.is_grad_enabled() else []
+            if not found:
+                unit.free()
+                return
+            seen = self._seen  # of this forward, whatever comes before its backward
+            before = seen[-2] if len(seen) > 1 else None
+            register_multi_grad_hook(found, lambda _: self._before_backward(unit, before), mode="any")
+            # Backward begins with the last unit: fetching it again at once would be for nothing.
+            if len(seen) != len(self._order):
+                unit.free()
+
+        return let_go
+
+    def _before_backward(self, unit: Unit, before: Unit | None) -> None:
+        unit.finish()
+        if before is not None:
+            before.start()
+
+    def _neighbour(self, position: int) -> Unit | None:
+        return self._order[position] if position < len(self._order) else None
+
+    def release(self, group: FlatGroup) -> None:
+        """Frees a group whose gradients are on their way; the root's stay until the step's end."""
+        if id(group) not in self._root_groups and group.gathered:
+            group.free()
+
+    def release_all(self) -> None:
+        """Frees everything: a backward, or an evaluation, has ended."""
+        for unit in (self.root, *self.units):
+            unit.free()
+        if self._seen:
+            self._order, self._seen = self._seen, []
+
+
+def _differentiable(nest: Any) -> Iterator[Tensor]:
+    """Yields the tensors in a nest that a gradient can come back through."""
+    return (leaf for leaf in tree_leaves(nest) if isinstance(leaf, Tensor) and leaf.requires_grad)
+
+
+def _outside_graphs(hook: Any) -> Any:
+    """Keeps a hook out of what torch.compile compiles: it moves memory, which a graph must not know of."""
+    return torch.compiler.disable(hook)

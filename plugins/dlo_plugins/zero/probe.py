@@ -1,0 +1,84 @@
+"""Finds out what an optimizer needs to see: single elements, whole tensors, or all tensors at once.
+
+It is tried out rather than looked up by name, so that a user's own optimizer, or a flag that changes an update's
+nature (timm's ``caution`` takes a mean over the tensor), is judged by what it does.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import defaultdict
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+Kind = Literal["elementwise", "tensor", "all"]
+
+_STEPS = 3
+_SHAPES = ((6, 4), (4, 8))
+
+
+def kind_of(optimizer: Optimizer) -> Kind:
+    """Returns what an optimizer's update of an element depends on.
+
+    A copy of it, with each of its parameter groups in turn, takes a few steps on small tensors: on whole ones, on
+    one tensor alone, and on a tensor cut in two.
+
+    Returns:
+        ``"elementwise"`` if that element's gradients alone, ``"tensor"`` if others of its tensor too, ``"all"`` if
+        those of other tensors too.
+    """
+    kinds = {_kind_of_group(optimizer, group) for group in optimizer.param_groups}
+    return next((kind for kind in ("all", "tensor") if kind in kinds), "elementwise")
+
+
+def _kind_of_group(optimizer: Optimizer, group: dict[str, Any]) -> Kind:
+    device = group["params"][0].device if group["params"] else torch.device("cpu")
+    generator = torch.Generator().manual_seed(0)
+    weights = [torch.randn(shape, generator=generator).to(device) for shape in _SHAPES]
+    # Large, so that an optimizer that clips by the norm of all gradients does so.
+    gradients = [[10 * torch.randn(shape, generator=generator).to(device) for shape in _SHAPES] for _ in range(_STEPS)]
+    together = _stepped(optimizer, group, weights, gradients)
+    alone = _stepped(optimizer, group, weights[:1], [step[:1] for step in gradients])
+    if not _same(together[0], alone[0]):
+        return "all"
+    half = weights[0].numel() // 2 - 1  # not at the end of a row
+    try:
+        cut = _stepped(
+            optimizer,
+            group,
+            list(weights[0].flatten().split([half, weights[0].numel() - half])),
+            [list(step[0].flatten().split([half, weights[0].numel() - half])) for step in gradients],
+        )
+    except (RuntimeError, ValueError, IndexError):
+        return "tensor"  # It needs two dims, as Muon does, and said so.
+    return "elementwise" if _same(torch.cat(cut), alone[0].flatten()) else "tensor"
+
+
+def _stepped(
+    optimizer: Optimizer, group: dict[str, Any], weights: list[Tensor], gradients: list[list[Tensor]]
+) -> list[Tensor]:
+    """Returns what a copy of the optimizer makes of weights, given a gradient a weight for each step."""
+    parameters = [torch.nn.Parameter(weight.clone()) for weight in weights]
+    trial = copy.copy(optimizer)
+    settings = {name: copy.deepcopy(value) for name, value in group.items() if name != "params"}
+    # A warm-up starts at nought, and an update by nought shows nothing.
+    settings["lr"] = max(float(settings["lr"]), 1e-2) if "lr" in settings else 1e-2
+    if not isinstance(settings.get("weight_decay", True), bool):
+        settings["weight_decay"] = max(float(settings["weight_decay"]), 1e-2)  # LARS looks at norms only with some.
+    trial.param_groups = [{**settings, "params": parameters}]
+    trial.state = defaultdict(dict)
+    trial.__dict__.pop("step", None)  # A scheduler counts calls of the original's.
+    for hooks in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
+        setattr(trial, hooks, type(getattr(optimizer, hooks))())
+    for step in gradients:
+        for parameter, gradient in zip(parameters, step, strict=True):
+            parameter.grad = gradient.clone()
+        type(optimizer).step(trial)
+    return [parameter.detach() for parameter in parameters]
+
+
+def _same(one: Tensor, other: Tensor) -> bool:
+    return torch.allclose(one, other, rtol=1e-5, atol=1e-7)

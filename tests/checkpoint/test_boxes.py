@@ -1,0 +1,122 @@
+"""The arithmetic on boxes, against brute force over the elements."""
+
+import itertools
+import math
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dlo_framework.checkpoint.boxes import byte_range, part_of, pieces, tiles, whole
+from dlo_framework.checkpoint.shards import Box, FlatShard, flat_slice_boxes, held_boxes, overlap
+
+SHAPES = st.lists(st.integers(1, 5), max_size=4).map(tuple)
+
+
+@st.composite
+def boxes_of(draw, shape):
+    spans = [sorted((draw(st.integers(0, n)), draw(st.integers(0, n)))) for n in shape]
+    return Box(tuple(a for a, _ in spans), tuple(b - a for a, b in spans))
+
+
+@st.composite
+def shape_and_boxes(draw, count):
+    shape = draw(SHAPES)
+    return shape, [draw(boxes_of(shape)) for _ in range(count)]
+
+
+@st.composite
+def flat_parts(draw):
+    """A shape, and the edges of flat parts that together are all of a tensor of that shape."""
+    shape = draw(SHAPES)
+    count = math.prod(shape)
+    cuts = sorted(draw(st.lists(st.integers(0, count), max_size=4)))
+    return shape, [0, *cuts, count]
+
+
+def counted(shape, boxes):
+    """How often each element is covered."""
+    counts = torch.zeros(shape, dtype=torch.int64)
+    for box in boxes:
+        part_of(counts, whole(shape), box).add_(1)
+    return counts
+
+
+@given(flat_parts())
+def test_flat_slices_tile_a_tensor_and_hold_its_elements_in_order(case):
+    shape, edges = case
+    tensor = torch.arange(math.prod(shape)).reshape(shape)
+    everything = []
+    for start, stop in itertools.pairwise(edges):
+        boxes = flat_slice_boxes(shape, start, stop)
+        assert len(boxes) <= max(1, 2 * len(shape) - 1)
+        parts = [part_of(tensor, whole(shape), box).reshape(-1) for box in boxes]
+        assert torch.cat([torch.empty(0, dtype=torch.int64), *parts]).tolist() == list(range(start, stop))
+        everything += boxes
+    assert tiles(shape, everything)
+
+
+@given(flat_parts())
+def test_the_boxes_of_a_flat_shard_are_its_own_memory(case):
+    shape, edges = case
+    for start, stop in itertools.pairwise(edges):
+        shard = FlatShard(torch.arange(start, stop), torch.Size(shape), start)
+        for _, view in held_boxes(shard):
+            view.zero_()
+        assert not shard.data.any()
+
+
+@given(shape_and_boxes(3))
+def test_tiles_is_every_element_once(case):
+    shape, boxes = case
+    assert tiles(shape, boxes) == bool((counted(shape, boxes) == 1).all())
+
+
+@given(flat_parts(), st.data())
+def test_a_tiling_with_a_box_moved_taken_or_doubled_is_none(case, data):
+    shape, edges = case
+    boxes = [box for a, b in itertools.pairwise(edges) for box in flat_slice_boxes(shape, a, b)]
+    index = data.draw(st.integers(0, len(boxes) - 1))
+    assert not tiles(shape, boxes[:index] + boxes[index + 1 :])
+    assert not tiles(shape, [*boxes, boxes[index]])
+
+
+def test_a_gap_and_an_overlap_of_equal_size_do_not_cancel():
+    boxes = [Box((0, 0), (1, 4)), Box((0, 0), (1, 4))]
+    assert sum(box.numel for box in boxes) == 8
+    assert not tiles((2, 4), boxes)
+
+
+def test_an_empty_tensor_is_tiled_by_nothing():
+    assert tiles((0, 3), [])
+    assert not tiles((), [])
+    assert tiles((), [Box((), ())])
+
+
+@given(shape_and_boxes(1), st.integers(1, 100))
+def test_pieces_are_the_box_in_order_and_none_is_too_large(case, most):
+    shape, (box,) = case
+    tensor = torch.arange(math.prod(shape)).reshape(shape)
+    parts = list(pieces(box, 4, most))
+    assert all(part.numel * 4 <= max(most, 4) for part in parts)
+    values = [part_of(tensor, whole(shape), part).reshape(-1) for part in parts]
+    expected = part_of(tensor, whole(shape), box).reshape(-1)
+    assert torch.cat([torch.empty(0, dtype=torch.int64), *values]).tolist() == expected.tolist()
+
+
+@given(shape_and_boxes(2))
+def test_the_overlap_is_what_both_hold(case):
+    shape, (one, other) = case
+    both = (counted(shape, [one]) + counted(shape, [other])) == 2
+    shared = overlap(one, other)
+    assert torch.equal(both, (counted(shape, [shared]) if shared else torch.zeros(shape)) == 1)
+
+
+@given(shape_and_boxes(1), st.integers(1, 8))
+def test_a_byte_range_holds_the_part_and_begins_and_ends_with_it(case, element):
+    shape, (part,) = case
+    if part.numel == 0:
+        return
+    begin, end = byte_range(whole(shape), part, element)
+    held = part_of(torch.arange(math.prod(shape)).reshape(shape), whole(shape), part)
+    assert (begin, end) == (int(held.min()) * element, (int(held.max()) + 1) * element)

@@ -1,0 +1,253 @@
+"""Other forms of a checkpoint, and the command that makes them."""
+
+import json
+import os
+
+import pytest
+import timm
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.demos.boring_classes import RandomDataset
+from safetensors.torch import load_file, save_file
+
+from dlo_framework.checkpoint import FlatShard, load, save, verify
+from dlo_framework.checkpoint.convert import export_weights, import_lightning, model_weights
+from dlo_framework.checkpoint.importing import match
+from dlo_framework.cli.main import main
+from dlo_framework.errors import DloError
+
+
+class Small(LightningModule):
+    """Two kinds of groups, frozen weights, buffers: what makes numbers hard to match."""
+
+    def __init__(self, groups: bool = False) -> None:
+        super().__init__()
+        self.groups = groups
+        norm = torch.nn.BatchNorm1d(16)
+        self.model = torch.nn.Sequential(torch.nn.Linear(32, 16), norm, torch.nn.Linear(16, 4), torch.nn.Linear(4, 1))
+        self.model[2].requires_grad_(False)
+        self.register_buffer("scale", torch.ones(()))
+
+    def training_step(self, batch, batch_idx):
+        return (self.model(batch) * self.scale).square().mean()
+
+    def configure_optimizers(self):
+        trained = [p for p in self.parameters() if p.requires_grad]
+        groups = [{"params": [p for p in trained if p.ndim > 1]}, {"params": [p for p in trained if p.ndim < 2]}]
+        return torch.optim.AdamW(groups if self.groups else trained, lr=0.1)
+
+    def train_dataloader(self):
+        return torch.utils.data.DataLoader(RandomDataset(32, 16), batch_size=4)
+
+
+@pytest.mark.parametrize("groups", [False, True])
+def test_lightnings_checkpoint_becomes_a_canonical_one(tmp_path, groups):
+    module = Small(groups)
+    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+    trainer = Trainer(max_steps=3, accelerator="cpu", default_root_dir=tmp_path, enable_checkpointing=False, **quiet)
+    trainer.fit(module)
+    trainer.save_checkpoint(tmp_path / "lightning.ckpt")
+    assert import_lightning(tmp_path / "lightning.ckpt", tmp_path / "ours.ckpt") == []
+    run = load(tmp_path / "ours.ckpt")
+    assert run["global_step"] == 3
+    for name, tensor in module.state_dict().items():
+        assert torch.equal(run["state_dict"][name], tensor)
+    (optimizer,) = run["optimizer_states"]
+    parameters = dict(module.named_parameters())
+    trained = {name for name, parameter in parameters.items() if parameter.requires_grad}
+    assert set(optimizer["state"]) == trained
+    assert {name for group in optimizer["param_groups"] for name in group["params"]} == trained
+    for name in trained:
+        state = trainer.optimizers[0].state[parameters[name]]
+        assert torch.equal(optimizer["state"][name]["exp_avg"], state["exp_avg"])
+        assert torch.equal(optimizer["state"][name]["exp_avg_sq"], state["exp_avg_sq"])
+        assert float(optimizer["state"][name]["step"]) == 3
+
+
+def test_a_bomb_in_lightnings_form_is_not_executed(tmp_path):
+    class Bomb:
+        def __reduce__(self):
+            return os.system, (f"touch {tmp_path / 'executed'}",)
+
+    torch.save({"state_dict": {}, "pytorch-lightning_version": "2", "x": Bomb()}, tmp_path / "bomb.ckpt")
+    with pytest.raises(DloError, match=r"pickle global \w+\.system not allowed; nothing executed"):
+        import_lightning(tmp_path / "bomb.ckpt", tmp_path / "ours.ckpt")
+    assert [path.name for path in tmp_path.iterdir()] == ["bomb.ckpt"]
+
+
+def test_numbers_that_could_be_several_weights_stay_numbers(tmp_path):
+    state = {"a": torch.ones(3), "b": torch.ones(3)}
+    moments = {0: {"exp_avg": torch.ones(3)}}
+    checkpoint = {"state_dict": state, "pytorch-lightning_version": "2.6.6", "global_step": 1}
+    checkpoint["optimizer_states"] = [{"state": moments, "param_groups": [{"params": [0]}]}]
+    torch.save(checkpoint, tmp_path / "l.ckpt")
+    (note,) = import_lightning(tmp_path / "l.ckpt", tmp_path / "ours.ckpt")
+    assert note == "optimizer 0: more than one assignment to the parameters fits; its state stays numbered"
+    optimizer = load(tmp_path / "ours.ckpt")["optimizer_states"][0]
+    assert optimizer["param_groups"] == [{"params": [0]}]
+    assert optimizer["state"][0]["exp_avg"].tolist() == [1, 1, 1]
+
+
+SHAPES = st.lists(st.sampled_from([(1,), (2,), (2, 2)]), min_size=1, max_size=7)
+
+
+@given(SHAPES, st.data())
+def test_an_assignment_that_is_found_is_the_only_one(shapes, data):
+    """Against a search of all: which tensors each of two groups takes, in the model's order."""
+    homes = [data.draw(st.sampled_from([0, 1, None])) for _ in shapes]
+    truth = [[at for at, home in enumerate(homes) if home == group] for group in (0, 1)]
+    groups = [[shapes[at] for at in places] for places in truth]
+    solutions = set()
+    for code in range(3 ** len(shapes)):
+        choice = [code // 3**at % 3 for at in range(len(shapes))]
+        if [[shapes[at] for at, home in enumerate(choice) if home == group] for group in (0, 1)] == groups:
+            solutions.add(tuple(choice))
+    found = match(shapes, groups)
+    assert found == (truth if len(solutions) == 1 else "more than one assignment to the parameters fits")
+
+
+def test_what_does_not_fit_is_said_so():
+    assert match([(2,)], [[(3,)]]) == "no assignment to the parameters fits the shapes"
+    assert match([(2,)], [[(2,), (2,)]]) == "it has 2 parameters, and the model 1"
+    assert match([(2,), (3,)], [[None, None]]) == [[0, 1]]
+    assert match([], []) == []
+
+
+@pytest.fixture
+def checkpoint(tmp_path):
+    weights = {"model.head.weight": torch.randn(4, 6), "model.head.bias": torch.randn(4), "loss.weight": torch.ones(4)}
+    weights["model.scale"] = torch.tensor(1.0, dtype=torch.complex128)
+    state = {name: {"exp_avg": torch.randn(t.shape), "step": torch.tensor(5.0)} for name, t in weights.items()}
+    run = {
+        "global_step": 7,
+        "epoch": 2,
+        "state_dict": weights,
+        "optimizer_states": [{"state": state, "param_groups": [{"lr": 0.1, "params": list(weights)}]}],
+        "callbacks": {"a/b": {"x": [FlatShard(torch.ones(4), torch.Size([4]), 0)]}},
+        "loops": {"n": 3},
+    }
+    save(run, tmp_path / "step-7.ckpt", about={"strategy": "ZeroStrategy", "mesh": {"dp_shard": 1}})
+    return tmp_path / "step-7.ckpt", run
+
+
+def test_one_file_and_back(checkpoint, capsys):
+    path, run = checkpoint
+    one, again = path.with_name("one.safetensors"), path.with_name("again.ckpt")
+    assert main(["checkpoint", "convert", str(path), str(one)]) == 0
+    assert "model/model.head.weight" in load_file(one)
+    assert main(["checkpoint", "convert", str(one), str(again)]) == 0
+    assert capsys.readouterr().out == f"wrote {one} and {one.with_suffix('.state.pt')}\nwrote {again}\n"
+    verify(again)
+    read = load(again)
+    assert list(read["state_dict"]) == list(run["state_dict"])
+    for name, tensor in run["state_dict"].items():
+        assert torch.equal(read["state_dict"][name], tensor)
+        assert read["state_dict"].dtype(name) == tensor.dtype
+        moment = run["optimizer_states"][0]["state"][name]["exp_avg"]
+        assert torch.equal(read["optimizer_states"][0]["state"][name]["exp_avg"], moment)
+    assert read["optimizer_states"][0]["param_groups"] == run["optimizer_states"][0]["param_groups"]
+    assert read["callbacks"]["a/b"]["x"][0].tolist() == [1.0] * 4
+    assert (read["loops"], read["global_step"]) == ({"n": 3}, 7)
+    one.with_suffix(".state.pt").unlink()
+    with pytest.raises(DloError, match=r"its other half, one\.state\.pt, is not beside it"):
+        main_or_raise("convert", one, path.with_name("no.ckpt"))
+
+
+def main_or_raise(*words) -> int:
+    from dlo_framework.cli.checkpoint_command import main
+
+    return main([str(word) for word in words])
+
+
+def test_timm_loads_exported_weights_and_its_own_come_back(tmp_path):
+    source = timm.create_model("vit_tiny_patch16_224", img_size=32, num_classes=3)
+    weights = {f"model.{name}": tensor for name, tensor in source.state_dict().items()}
+    save({"state_dict": {**weights, "loss.weight": torch.ones(3)}}, tmp_path / "a.ckpt")
+    assert export_weights(tmp_path / "a.ckpt", tmp_path / "w.safetensors") == (len(weights), 1)
+    other = timm.create_model(
+        "vit_tiny_patch16_224", img_size=32, num_classes=3, checkpoint_path=str(tmp_path / "w.safetensors")
+    )
+    for name, tensor in other.state_dict().items():
+        assert torch.equal(tensor, source.state_dict()[name])
+    main_or_raise("convert", tmp_path / "w.safetensors", tmp_path / "b.ckpt")
+    read = load(tmp_path / "b.ckpt")["state_dict"]
+    assert all(torch.equal(read[name], tensor) for name, tensor in source.state_dict().items())
+
+
+def test_weights_are_exported_in_another_type_or_from_another_place(checkpoint, capsys):
+    path, run = checkpoint
+    target = path.with_name("w.safetensors")
+    assert main_or_raise("export", path, target, "--prefix", "model.head.", "--dtype", "bfloat16") == 0
+    assert capsys.readouterr().out == f"wrote {target}: 2 tensors; 2 that are not the model's left out\n"
+    weights = load_file(target)
+    assert weights.keys() == {"weight", "bias"}
+    assert torch.equal(weights["weight"], run["state_dict"]["model.head.weight"].bfloat16())
+    with pytest.raises(DloError, match=r"w\.safetensors is there already"):
+        main_or_raise("export", path, target)
+    with pytest.raises(DloError, match=r"no weight's name begins with 'x\.'; the first is 'model\.head\.weight'"):
+        model_weights(load(path), "x.")
+    assert set(model_weights({"state_dict": {"a": torch.ones(1), "n": 3}})) == {"a"}
+
+
+def test_inspect_shows_what_is_there(checkpoint, capsys):
+    path, _ = checkpoint
+    assert main(["checkpoint", "inspect", str(path)]) == 0
+    out = capsys.readouterr().out
+    for line in (
+        "model: 4 tensors, 33 numbers, 144 B",
+        "  model.head.weight          4 x 6   float32     96 B",
+        "step 7, epoch 2, saved ",
+        "written on 1 rank\n",
+        "strategy: ZeroStrategy",
+        'mesh: {"dp_shard": 1}',
+        f"torch: {torch.__version__}",
+        "shard-00000.safetensors: ",
+    ):
+        assert line in out
+    assert main(["checkpoint", "inspect", str(path), "--json"]) == 0
+    record = json.loads(capsys.readouterr().out)
+    assert (record["step"], record["world_size"], len(record["tensors"])) == (7, 1, 13)
+    assert record["tensors"][0]["shape"] == [4, 6]
+
+
+def test_inspect_shows_other_forms_too(tmp_path, capsys):
+    save_file({"a.weight": torch.ones(2, 2)}, tmp_path / "w.safetensors")
+    content = {"state_dict": {"a.weight": torch.ones(2)}, "pytorch-lightning_version": "2.6.6", "global_step": 9}
+    torch.save(content, tmp_path / "l.ckpt")
+    assert main_or_raise("inspect", tmp_path / "w.safetensors") == 0
+    assert main_or_raise("inspect", tmp_path / "l.ckpt") == 0
+    out = capsys.readouterr().out
+    assert "  a.weight  2 x 2  float32  16 B" in out
+    assert "step 9, epoch 0" in out
+    assert "lightning: 2.6.6" in out
+
+
+def test_verify_has_the_exit_code_of_its_answer(checkpoint, capsys):
+    path, _ = checkpoint
+    assert main(["checkpoint", "verify", str(path)]) == 0
+    assert capsys.readouterr().out == f"ok: {path}\n"
+    shard = path / "shard-00000.safetensors"
+    shard.write_bytes(shard.read_bytes()[:-1] + b"\xff")
+    assert main(["checkpoint", "verify", str(path), "--quick"]) == 0
+    assert main(["checkpoint", "verify", str(path)]) == 1
+    assert f"damaged checkpoint: {shard} does not have the SHA-256" in capsys.readouterr().out
+    assert main(["checkpoint", "verify", str(path / "none")]) == 2
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["inspet", "x"], "unknown command 'dlo checkpoint inspet'; did you mean 'inspect'?"),
+        (["inspect"], "the following arguments are required: PATH; see 'dlo checkpoint inspect --help'"),
+        (["inspect", "none.ckpt"], "no checkpoint none.ckpt"),
+        (["convert", "none.ckpt", "x"], "no checkpoint none.ckpt"),
+        (["convert", "{}", "other.ckpt"], "is a checkpoint's folder; name a TARGET that ends in .safetensors"),
+        (["export", "{}", "x.bin"], "weights are exported to a file that ends in .safetensors, given x.bin"),
+        (["export", "none.ckpt", "x.safetensors"], "no checkpoint none.ckpt"),
+    ],
+)
+def test_bad_input_has_code_2_and_one_sentence(checkpoint, capsys, words, message):
+    assert main(["checkpoint", *(word.format(checkpoint[0]) for word in words)]) == 2
+    assert message in capsys.readouterr().err

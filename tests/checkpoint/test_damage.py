@@ -1,0 +1,251 @@
+"""A checkpoint that is not what was written is refused by the file's name, and passed over for the newest that is."""
+
+import json
+import os
+import time
+
+import pytest
+import torch
+
+from dlo_framework import runs
+from dlo_framework.checkpoint import SavedTensors, check, load, newest_valid, recover, remove, save, verify
+from dlo_framework.errors import DloError
+
+
+def a_run(step: int) -> dict:
+    weights = {"w": torch.arange(1000.0) + step, "b": torch.ones(7, dtype=torch.bfloat16)}
+    return {"global_step": step, "epoch": 0, "state_dict": weights, "optimizer_states": [], "loops": {"n": step}}
+
+
+@pytest.fixture
+def folder(tmp_path):
+    for step in (5, 10, 15):
+        save(a_run(step), tmp_path / f"step-{step}.ckpt")
+    return tmp_path
+
+
+def flip(path, at: int) -> None:
+    content = bytearray(path.read_bytes())
+    content[at] ^= 1
+    path.write_bytes(content)
+
+
+DAMAGES = {
+    "flipped in the tensors": ("shard-00000.safetensors", lambda path: flip(path, -100)),
+    "flipped in the header": ("shard-00000.safetensors", lambda path: flip(path, 20)),
+    "flipped in the state": ("state.pt", lambda path: flip(path, 300)),
+    "flipped in the manifest": ("manifest.json", lambda path: flip(path, path.read_text().index('"step": 15') + 9)),
+    "shard truncated": ("shard-00000.safetensors", lambda path: os.truncate(path, 2000)),
+    "shard lengthened": ("shard-00000.safetensors", lambda path: path.write_bytes(path.read_bytes() + b"x")),
+    "manifest truncated": ("manifest.json", lambda path: os.truncate(path, 100)),
+    "shard deleted": ("shard-00000.safetensors", lambda path: path.unlink()),
+    "state deleted": ("state.pt", lambda path: path.unlink()),
+    "manifest deleted": ("manifest.json", lambda path: path.unlink()),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_damage_is_refused_by_name_and_the_newest_whole_one_is_offered_and_found(folder, damage):
+    name, harm = DAMAGES[damage]
+    newest = folder / "step-15.ckpt"
+    verify(newest)
+    harm(newest / name)
+    with pytest.raises(DloError, match=name):
+        verify(newest)
+    with pytest.raises(DloError, match=rf"{name}.*; the newest valid one is .*step-10\.ckpt$"):
+        load(newest)
+    with pytest.warns(UserWarning, match=rf"passing over .*step-15\.ckpt: .*{name}"):
+        assert newest_valid(folder) == folder / "step-10.ckpt"
+
+
+def test_every_flipped_byte_of_every_file_is_found(folder):
+    path = folder / "step-5.ckpt"
+    for name in ("shard-00000.safetensors", "state.pt"):
+        for at in range(0, (path / name).stat().st_size, 97):
+            flip(path / name, at)
+            with pytest.raises(DloError, match=name):
+                verify(path)
+            flip(path / name, at)
+    # White space between the manifest's entries may change: what it says does not.
+    text = (path / "manifest.json").read_text()
+    for at in range(0, len(text), 7):
+        if not text[at].isspace():
+            flip(path / "manifest.json", at)
+            with pytest.raises(DloError, match=r"manifest\.json"):
+                verify(path)
+            flip(path / "manifest.json", at)
+    verify(path)
+
+
+def test_a_look_at_the_sizes_finds_what_is_cut_off_and_not_what_is_changed(folder):
+    path = folder / "step-15.ckpt"
+    flip(path / "shard-00000.safetensors", -100)
+    verify(path, "size")
+    assert load(path, level="size")["global_step"] == 15
+    os.truncate(path / "shard-00000.safetensors", 3000)
+    with pytest.raises(DloError, match=r"shard-00000\.safetensors has 3000 bytes of"):
+        check(path)
+    with pytest.raises(DloError, match=r"no checkpoint .*other\.ckpt; give a path, or 'last' or 'best'"):
+        check(folder / "other.ckpt")
+
+
+def test_nothing_valid_is_said_so(tmp_path):
+    save(a_run(1), tmp_path / "only.ckpt")
+    (tmp_path / "only.ckpt" / "state.pt").unlink()
+    with pytest.raises(DloError, match="no other in its folder is valid"):
+        load(tmp_path / "only.ckpt")
+    with pytest.warns(UserWarning, match=r"passing over .*only\.ckpt"):
+        assert newest_valid(tmp_path) is None
+    assert newest_valid(tmp_path / "nowhere") is None
+
+
+def test_the_newest_is_by_step_and_then_by_time(folder):
+    assert newest_valid(folder) == folder / "step-15.ckpt"
+    time.sleep(0.01)
+    save(a_run(15), folder / "last.ckpt")
+    assert newest_valid(folder) == folder / "last.ckpt"
+    save(a_run(10), folder / "later.ckpt")
+    assert newest_valid(folder) == folder / "last.ckpt"
+    weights_only = {key: value for key, value in a_run(99).items() if key != "optimizer_states"}
+    save(weights_only, folder / "weights.ckpt")
+    assert newest_valid(folder) == folder / "last.ckpt"
+    assert newest_valid(folder, weights_only=True) == folder / "weights.ckpt"
+    torch.save({**a_run(100), "pytorch-lightning_version": "2.6.6"}, folder / "file.ckpt")
+    assert newest_valid(folder) == folder / "file.ckpt"
+    flip(folder / "file.ckpt", -3000)
+    with pytest.warns(UserWarning, match=r"passing over .*file\.ckpt"):
+        assert newest_valid(folder) == folder / "last.ckpt"
+
+
+def test_last_is_the_newest_whole_one_of_the_newest_run_that_has_one(tmp_path, monkeypatch):
+    for name in (runs.FOUND, "RANK", "LOCAL_RANK", "SLURM_PROCID", "NODE_RANK"):
+        monkeypatch.delenv(name, raising=False)
+    old, new = (tmp_path / f"version_{n}" / "checkpoints" for n in (3, 12))
+    save(a_run(50), old / "last.ckpt")
+    for step in (20, 30):
+        save(a_run(step), new / f"step-{step}.ckpt")
+    save(a_run(30), new / "last.ckpt")
+    assert runs.find_checkpoint(tmp_path, "last") == new / "last.ckpt"
+    # A rank that rank 0 has started takes its word, without a look at the files.
+    flip(new / "last.ckpt" / "state.pt", 200)
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    assert runs.find_checkpoint(tmp_path, "last") == new / "last.ckpt"
+    monkeypatch.delenv("LOCAL_RANK")
+    with pytest.warns(UserWarning, match=r"state\.pt"):
+        assert runs.find_checkpoint(tmp_path, "last") == new / "step-30.ckpt"
+    for path in new.iterdir():
+        (path / "manifest.json").unlink()
+    with pytest.warns(UserWarning, match=r"manifest\.json"):
+        assert runs.find_checkpoint(tmp_path, "last") == old / "last.ckpt"
+
+
+def test_what_a_kill_between_the_renames_left_is_found_under_its_name_and_put_there(folder):
+    last = folder / "last.ckpt"
+    (folder / "step-15.ckpt").rename(folder / "last.ckpt.partial")
+    (folder / "step-10.ckpt").rename(folder / "last.ckpt.old")
+    assert newest_valid(folder) == last
+    check(last)
+    assert load(last)["global_step"] == 15
+    recover(folder)
+    assert sorted(path.name for path in folder.iterdir()) == ["last.ckpt", "step-5.ckpt"]
+    assert load(last)["global_step"] == 15
+
+
+def test_an_unfinished_save_gives_way_to_the_previous_one(folder):
+    (folder / "step-15.ckpt").rename(folder / "last.ckpt.partial")
+    (folder / "last.ckpt.partial" / "manifest.json").unlink()
+    (folder / "step-10.ckpt").rename(folder / "last.ckpt.old")
+    assert load(folder / "last.ckpt")["global_step"] == 10
+    recover(folder)
+    assert sorted(path.name for path in folder.iterdir()) == ["last.ckpt", "step-5.ckpt"]
+    assert load(folder / "last.ckpt")["global_step"] == 10
+
+
+def test_an_old_single_file_is_replaced_and_removed(tmp_path):
+    path = tmp_path / "last.ckpt"
+    torch.save({**a_run(1), "pytorch-lightning_version": "2.6.6"}, path)
+    assert load(path)["global_step"] == 1
+    save(a_run(2), path)
+    assert load(path)["global_step"] == 2
+    assert [file.name for file in tmp_path.iterdir()] == ["last.ckpt"]
+    remove(path)
+    remove(path)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda c: c["files"].update({"../evil": {"bytes": 1, "sha256": ""}}), "no plain file name"),
+        (lambda c: c["tensors"]["model"]["w"]["chunks"][0].update(file="state.pt"), "lies outside of its file"),
+        (lambda c: c["tensors"]["model"]["w"]["chunks"][0].update(file="/etc/passwd"), "which is not listed"),
+        (lambda c: c["tensors"]["model"]["w"]["chunks"][0].update(end=10**9), "lies outside of its file"),
+        (lambda c: c["tensors"]["model"]["w"]["chunks"].clear(), "not the whole of it"),
+        (lambda c: c["tensors"]["model"]["w"].update(shape=[2000]), "not the whole of it"),
+        (lambda c: c["tensors"]["model"]["w"].update(dtype="load"), "unknown element type"),
+        (lambda c: c.update(format=99), "has format 99, and this dlo reads up to 1; update dlo"),
+        (lambda c: c.pop("step"), "damaged checkpoint"),
+    ],
+)
+def test_a_manifest_that_was_made_up_is_refused(folder, change, message):
+    """Whoever changes a manifest can change its hash too; it still may not name what is not the checkpoint's."""
+    from dlo_framework.checkpoint import manifest
+
+    path = folder / "step-5.ckpt" / "manifest.json"
+    content = json.loads(path.read_text())
+    del content["manifest_sha256"]
+    change(content)
+    path.write_text(json.dumps({**content, "manifest_sha256": manifest._hash(content)}))
+    with pytest.raises(DloError, match=message):
+        load(folder / "step-5.ckpt")
+
+
+def test_a_state_that_would_execute_is_refused_and_nothing_is_executed(folder, tmp_path):
+    import hashlib
+
+    from dlo_framework.checkpoint import manifest
+
+    class Bomb:
+        def __reduce__(self):
+            return os.system, (f"touch {tmp_path / 'executed'}",)
+
+    path = folder / "step-5.ckpt"
+    torch.save({"loops": Bomb()}, path / "state.pt")
+    content = json.loads((path / "manifest.json").read_text())
+    del content["manifest_sha256"]
+    raw = (path / "state.pt").read_bytes()
+    content["files"]["state.pt"] = {"bytes": len(raw), "sha256": hashlib.sha256(raw).hexdigest()}
+    (path / "manifest.json").write_text(json.dumps({**content, "manifest_sha256": manifest._hash(content)}))
+    for read in (check, load):
+        with pytest.raises(DloError, match=r"refusing .*state\.pt: pickle global \w+\.system not allowed"):
+            read(path)
+    assert not (tmp_path / "executed").exists()
+
+
+def test_the_mapping_is_a_readers_own_to_change(folder):
+    run = load(folder / "step-5.ckpt")
+    state = run["state_dict"]
+    assert isinstance(state, SavedTensors)
+    assert state.shape("w") == (1000,)
+    assert state.dtype("b") == torch.bfloat16
+    taken = state.pop("w")
+    assert "w" not in state
+    assert len(state) == 1
+    taken += 1  # This process's copy of the file's pages: the file stays as it is.
+    state["v"] = taken
+    state.rename("b", "c")
+    state.rename("v", "u")
+    assert sorted(state) == ["c", "u"]
+    target = torch.zeros(1000, dtype=torch.float64)
+    state.read_into("u", target)
+    assert torch.equal(target, torch.arange(1000.0).double() + 6)
+    with pytest.raises(DloError, match=r"'c' has shape \(7,\) in .*step-5\.ckpt and \(8,\) in the run"):
+        state.read_into("c", torch.zeros(8))
+    with pytest.raises(DloError, match=r"no 'cc' in .*; did you mean 'c'"):
+        state.read_into("cc", torch.zeros(8))
+    with pytest.raises(KeyError):
+        state["b"]
+    with pytest.raises(KeyError):
+        del state["b"]
+    verify(folder / "step-5.ckpt")
+    assert torch.equal(load(folder / "step-5.ckpt")["state_dict"]["w"], torch.arange(1000.0) + 5)

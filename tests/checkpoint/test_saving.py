@@ -1,0 +1,245 @@
+"""Two ranks that save: who writes what, what happens where one fails or the disk is full, and in the background.
+
+One start of the ranks does all of it; each test looks at its own part of what they found.
+"""
+
+import os
+import resource
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, zeros
+
+from dlo_framework.checkpoint import AsyncSaver, FlatShard, background, canonical, load, newest_valid, save
+from dlo_framework.errors import DloError
+from dlo_framework.testing import run_distributed
+
+
+def flat(value: float, rank: int, world_size: int, count: int = 4) -> dict:
+    part = count // world_size
+    return {"w": FlatShard(torch.full((part,), value), torch.Size([count]), rank * part)}
+
+
+def error_of(work) -> str:
+    try:
+        work()
+    except (DloError, AssertionError, RuntimeError) as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+def blocked(rank: int):
+    """Puts a folder in the way of rank 1's file: a disk that answers with an error, on one rank."""
+    wait = canonical._wait_for
+
+    def block(partial, of_rank):
+        wait(partial, of_rank)
+        if of_rank == 1:
+            (partial / "shard-00001.safetensors").mkdir()
+
+    canonical._wait_for = block
+    return lambda: setattr(canonical, "_wait_for", wait)
+
+
+def replicated(rank: int, world_size: int, folder: Path) -> None:
+    mesh = init_device_mesh("cpu", (world_size,))
+    weights = {f"w{n}": zeros(250_000, device_mesh=mesh, placements=[Replicate()]) for n in range(4)}
+    # A buffer that differs over the ranks: rank 0's is what plain data parallelism would keep.
+    small = torch.full((1000,), float(rank))
+    save({"state_dict": {**weights, "small": small}}, folder / "r.ckpt", group=dist.group.WORLD)
+
+
+def failing(rank: int, world_size: int, folder: Path) -> dict[str, str]:
+    group, path = dist.group.WORLD, folder / "bad.ckpt"
+    good = folder / "good.ckpt"
+    save({"state_dict": flat(1.0, rank, world_size)}, good, group=group)
+    ones = {"w": torch.ones(4)}
+    gap = {"w": FlatShard(torch.ones(1), torch.Size([4]), rank)}
+    found = {
+        "unsafe": error_of(lambda: save({"state_dict": ones, "mine": {"f": save}}, path, group=group)),
+        "gap": error_of(lambda: save({"state_dict": gap}, path, group=group)),
+    }
+    restore = blocked(rank)
+    found["blocked"] = error_of(lambda: save({"state_dict": flat(9.0, rank, world_size)}, good, group=group))
+    restore()
+    return found
+
+
+def disk(rank: int, world_size: int, small_disk: Path) -> dict[str, str]:
+    """A disk of 20 MB that is too small from the start, and one that somebody else fills during the save."""
+    group, path = dist.group.WORLD, small_disk / "last.ckpt"
+
+    def big(value: float, count: int) -> dict:
+        return {"global_step": int(value), "state_dict": flat(value, rank, world_size, count)}
+
+    save(big(1.0, 10**6), path, group=group)
+    found = {"before": error_of(lambda: save(big(2.0, 10**7), path, group=group))}
+
+    def fill(event: str, arguments: tuple) -> None:
+        if event == "open" and rank == 1 and str(arguments[0]).endswith("last.ckpt.partial/shard-00001.safetensors"):
+            free = os.statvfs(small_disk)
+            (small_disk / "other").write_bytes(bytes(free.f_bavail * free.f_frsize - 10**6))
+
+    sys.addaudithook(fill)
+    found["during"] = error_of(lambda: save(big(2.0, 3 * 10**6), path, group=group))
+    found["left"] = str(sorted(p.name for p in small_disk.iterdir()))
+    return found
+
+
+def limited(rank: int, world_size: int, folder: Path) -> dict[str, str]:
+    """Files of 100 kB at most: a disk that refuses writes, in the tensors and in the other state."""
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, hard))
+    large, path = torch.zeros(10**6), folder / f"limited-{rank}.ckpt"
+    try:
+        return {
+            "tensors": error_of(lambda: save({"state_dict": {"w": large}}, path)),
+            "state": error_of(lambda: save({"state_dict": {}, "callbacks": {"mine": large}}, path)),
+        }
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
+
+
+def in_background(rank: int, world_size: int, folder: Path) -> dict[str, object]:
+    go, write = threading.Event(), background.write
+
+    def late(*arguments) -> None:
+        go.wait(60)
+        write(*arguments)
+
+    background.write = late
+    first, second, third = (folder / f"step-{n}.ckpt" for n in (1, 2, 3))
+    saver = AsyncSaver(dist.group.WORLD)
+    save({"global_step": 1, "state_dict": flat(1.0, rank, world_size)}, first, group=dist.group.WORLD)
+    weights, loops = flat(2.0, rank, world_size), {"seen": [1, 2]}
+    saver.save({"global_step": 2, "state_dict": weights, "loops": loops}, second)
+    weights["w"].data.fill_(99.0)
+    loops["seen"].append(99)
+    if rank == 0:
+        saver.remove(first)
+    found: dict[str, object] = {"early": (first.exists(), second.exists())}
+    dist.barrier()
+    go.set()
+    saver.wait()
+    dist.barrier()
+    found["late"] = (first.exists(), second.exists())
+    restore = blocked(rank)
+    saver.save({"global_step": 3, "state_dict": weights}, third)
+    if rank == 0:
+        saver.remove(second)
+    # The next save tells of it, before it does anything.
+    found["error"] = error_of(lambda: saver.save({"state_dict": weights}, folder / "step-4.ckpt"))
+    restore()
+    dist.barrier()
+    found["after"] = sorted(path.name for path in folder.iterdir())
+    saver.save({"global_step": 5, "state_dict": flat(5.0, rank, world_size)}, folder / "step-5.ckpt")
+    saver.close()
+    background.write = write
+    return found
+
+
+def all_of_it(rank: int, world_size: int, folder: Path, small_disk: Path | None) -> dict[str, dict]:
+    folders = {name: folder / name for name in ("replicated", "failing", "limited", "background")}
+    replicated(rank, world_size, folders["replicated"])
+    return {
+        "failing": failing(rank, world_size, folders["failing"]),
+        "limited": limited(rank, world_size, folders["limited"]),
+        "background": in_background(rank, world_size, folders["background"]),
+        "disk": disk(rank, world_size, small_disk) if small_disk is not None else {},
+    }
+
+
+@pytest.fixture(scope="module")
+def small_disk(tmp_path_factory):
+    """A file system of 20 MB; None where this user may not mount one."""
+    folder = tmp_path_factory.mktemp("disk")
+    command = ["mount", "-t", "tmpfs", "-o", "size=20m", "tmpfs", str(folder)]
+    mounted = subprocess.run(command, capture_output=True, check=False).returncode == 0
+    yield folder if mounted else None
+    if mounted:
+        subprocess.run(["umount", str(folder)], check=True)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("two-ranks")
+
+
+@pytest.fixture(scope="module")
+def found(folder, small_disk):
+    """What the two ranks found."""
+    return run_distributed(all_of_it, 2, folder, small_disk, group_timeout=20)
+
+
+def test_what_several_ranks_hold_is_written_once_and_divided(found, folder):
+    path = folder / "replicated" / "r.ckpt"
+    shards = sorted(path.glob("shard-*"))
+    assert [shard.name for shard in shards] == ["shard-00000.safetensors", "shard-00001.safetensors"]
+    # Four tensors of 1 MB, two a rank; the small one is rank 0's.
+    for shard, small in zip(shards, (4000, 0), strict=True):
+        assert 2_000_000 + small <= shard.stat().st_size < 2_000_000 + small + 1000
+    assert load(path)["state_dict"]["small"].tolist() == [0.0] * 1000
+
+
+def test_an_error_on_one_rank_is_raised_on_all_and_nothing_is_left(found, folder):
+    for of_rank in found:
+        messages = of_rank["failing"]
+        assert messages["unsafe"].startswith("DloError: rank 0: checkpoint['mine']['f'] is a builtins.function")
+        assert messages["gap"].startswith("AssertionError: the boxes that ranks hold of ('model', 'w'), shape (4,), do")
+        assert messages["blocked"].startswith("DloError: rank 1: cannot write the checkpoint")
+    assert [path.name for path in (folder / "failing").iterdir()] == ["good.ckpt"]
+    assert load(folder / "failing" / "good.ckpt")["state_dict"]["w"].tolist() == [1.0] * 4
+
+
+def test_a_full_disk_is_told_on_all_ranks_and_the_previous_checkpoint_stays(found, small_disk):
+    if small_disk is None:
+        pytest.skip("a small file system cannot be mounted here")
+    for of_rank in found:
+        messages = of_rank["disk"]
+        assert "need 40.0 MB, 1" in messages["before"]
+        assert f"free in {small_disk}; previous last.ckpt intact" in messages["before"]
+        assert "DloError: rank " in messages["during"]
+        assert "need 12.0 MB" in messages["during"]
+        assert "previous last.ckpt intact" in messages["during"]
+        assert messages["left"] == "['last.ckpt', 'other']"
+    assert load(small_disk / "last.ckpt")["state_dict"]["w"].unique().tolist() == [1.0]
+
+
+def test_a_write_that_is_refused_leaves_nothing(found, folder):
+    for of_rank in found:
+        for message in of_rank["limited"].values():
+            assert message.startswith("DloError: no space for the checkpoint")
+            assert "no earlier checkpoint there" in message
+    assert list((folder / "limited").iterdir()) == []
+
+
+def test_in_the_background_the_state_of_the_call_is_saved_and_nothing_is_removed_too_early(found, folder):
+    for of_rank in found:
+        assert of_rank["background"]["early"] == (True, False)
+        assert of_rank["background"]["late"] == (False, True)
+        assert of_rank["background"]["error"].startswith("DloError: rank 1: cannot write the checkpoint")
+        assert of_rank["background"]["after"] == ["step-2.ckpt"]
+    run = load(folder / "background" / "step-2.ckpt")
+    assert run["state_dict"]["w"].tolist() == [2.0] * 4
+    assert run["loops"] == {"seen": [1, 2]}
+    assert newest_valid(folder / "background", weights_only=True) == folder / "background" / "step-5.ckpt"
+
+
+def test_a_single_process_saves_in_the_background_too(tmp_path):
+    saver, weights = AsyncSaver(), {"w": torch.ones(5)}
+    for step in range(3):
+        saver.save({"global_step": step, "state_dict": weights, "optimizer_states": []}, tmp_path / f"{step}.ckpt")
+        weights["w"] += 1
+        if step:
+            saver.remove(tmp_path / f"{step - 1}.ckpt")
+    saver.close()
+    assert [path.name for path in tmp_path.iterdir()] == ["2.ckpt"]
+    assert load(tmp_path / "2.ckpt")["state_dict"]["w"].tolist() == [3.0] * 5

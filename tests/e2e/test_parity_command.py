@@ -1,0 +1,133 @@
+"""``dlo parity`` as a user runs it: what it finds, what it says, its exit codes, and that it leaves nothing behind."""
+
+import json
+
+import pytest
+
+MIXED = """
+trainer:
+  max_epochs: 3
+  accelerator: cpu
+  accumulate_grad_batches: 2
+  gradient_clip_val: 0.5
+  callbacks:
+    - class_path: OneCycle
+      init_args: {max_lr: 1.0e-3}
+    - class_path: BatchMix
+      init_args: {mode: elem}
+    - class_path: LRFinder
+    - class_path: lightning.pytorch.callbacks.LearningRateMonitor
+    - class_path: lightning.pytorch.callbacks.EarlyStopping
+      init_args: {monitor: val_loss}
+model:
+  class_path: ImageClassifier
+  init_args:
+    model: vit_tiny_patch16_224
+    model_args: {patch_size: 8, embed_dim: 48, depth: 2, num_heads: 2, drop_path_rate: 0.3, drop_rate: 0.1}
+    schedule: constant
+data: {class_path: DigitsData, init_args: {image_size: 16, batch_size: 32}}
+"""
+
+NET = """
+import torch
+from torch import nn
+from dlo_framework import Task
+
+
+class Net(Task):
+    def __init__(self, norm: str = "batch", reduction: str = "mean") -> None:
+        super().__init__()
+        self.norm, self.reduction = norm, reduction
+
+    def configure_model(self) -> None:
+        if not self.has_model:
+            norm = nn.BatchNorm2d(8) if self.norm == "batch" else nn.GroupNorm(2, 8)
+            pool = nn.AdaptiveAvgPool2d(1)
+            self.model = nn.Sequential(nn.Conv2d(3, 8, 3), norm, nn.ReLU(), pool, nn.Flatten(), nn.Linear(8, 10))
+
+    def loss(self, outputs, batch):
+        print("a print that is not part of the report")
+        return nn.functional.cross_entropy(outputs, batch[1], reduction=self.reduction)
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.01)
+"""
+NET_CONFIG = """
+plugins: [./net.py]
+seed_everything: true
+trainer: {accelerator: cpu, strategy: ddp, devices: 2, max_epochs: 2}
+model: {class_path: Net}
+data: {class_path: DigitsData, init_args: {batch_size: 32}}
+"""
+
+
+@pytest.fixture
+def net(dlo):
+    (dlo.folder / "net.py").write_text(NET)
+    (dlo.folder / "net.yaml").write_text(NET_CONFIG)
+    return dlo
+
+
+def written(folder) -> set[str]:
+    names = {path.relative_to(folder).as_posix() for path in folder.rglob("*")}
+    return {name for name in names if "__pycache__" not in name}
+
+
+def test_a_recipe_with_mixing_and_dropout_is_the_same_on_two_ranks(dlo):
+    (dlo.folder / "mixed.yaml").write_text(MIXED)
+    out = dlo("parity", "--config", "mixed.yaml", "--trainer.strategy", "ddp", "--steps", "5").stdout
+    assert "PARITY: ddp on 2 ranks: 5 steps within 1e-05" in out
+    assert "BatchMix: each rank's batch is mixed for itself, in one process too: equal" in out
+    assert "model: no dropout (2 DropPath, 1 Dropout)" in out
+    assert "LRFinder: left out; it tries things before training" in out
+    assert "DigitsData draws each sample's random numbers from seed, epoch and index: equal" in out
+    rows = [line.split() for line in out.splitlines() if line.split()[:1] and line.split()[0].isdigit()]
+    assert [row[0] for row in rows] == ["0", "1", "2", "3", "4"]
+    assert len({row[1] for row in rows}) == 5
+    for row in rows:
+        assert float(row[1]) == pytest.approx(float(row[2]), rel=1e-5)
+        assert float(row[4]) == pytest.approx(float(row[5]), rel=1e-5)
+    assert "weights at the end: difference" in out
+    assert written(dlo.folder) == {"mixed.yaml"}
+
+
+def test_batch_norm_is_reported_as_broken_with_what_to_do(net):
+    done = net("parity", "--config", "net.yaml", "--steps", "3", code=1)
+    assert "NO PARITY: ddp on 2 ranks: differs from step 0 on" in done.stdout
+    assert "BatchNorm statistics are per rank (1 layers): use sync_batchnorm: true" in done.stdout
+    assert "model.1.running_mean" in done.stdout
+    assert "not part of the report" not in done.stdout
+    assert "not part of the report" in done.stderr
+    assert written(net.folder) == {"net.py", "net.yaml"}
+
+
+def test_a_summed_loss_is_reported_as_json(net):
+    override = ["--model.init_args.norm", "group", "--model.init_args.reduction", "sum"]
+    done = net("parity", "--config", "net.yaml", "--steps", "2", "--json", *override, code=1)
+    told = json.loads(done.stdout)
+    assert told["parity"] is False
+    assert (told["strategy"], told["ranks"], len(told["steps"])) == ("ddp", 2, 2)
+    assert told["steps"][0]["loss"]["difference"] == pytest.approx(0.5)
+    assert told["steps"][0]["grad_norm"]["difference"] == pytest.approx(0.5)
+    assert "a sum over the batch" in " ".join(told["hints"])
+    assert set(told["weights"]) >= {"model.0.weight", "model.5.bias"}
+
+
+def test_bad_input_is_one_line_and_exit_code_2(net):
+    for words, message in [
+        ([], "no --config"),
+        (["--config", "nope.yaml"], "nope.yaml"),
+        (["--config", "net.yaml", "--steps", "0"], "--steps is more than 0, but was 0"),
+        (["--config", "net.yaml", "--steps", "x"], "argument --steps: invalid int value: 'x'"),
+        (["--config", "net.yaml", "--trainer.strategy", "dpp"], "unknown strategy 'dpp'; did you mean 'ddp'?"),
+        (["--config", "net.yaml", "--ckpt_path", "last"], "ckpt_path"),
+        (
+            ["--config", "net.yaml", "--devices", "3"],
+            "batch_size 32 is the global batch and must be divisible by the 3",
+        ),
+    ]:
+        done = net("parity", *words, code=2)
+        assert message in done.stderr, done.stderr
+        assert done.stdout == ""
+        assert "Traceback" not in done.stderr
+    assert "exit codes" in net("parity", "--help").stdout

@@ -1,0 +1,56 @@
+"""A plug-in's short name in a config, where another library's class is called the same."""
+
+import pytest
+
+from dlo_framework.cli.short_names import prefer_plugins, with_class_paths
+from dlo_framework.registry import Plugin
+
+OURS = {"FSDPStrategy": "dlo_plugins.strategies.fsdp.FSDPStrategy"}
+
+
+def test_short_names_are_written_in_full_under_class_path_alone():
+    config = {
+        "trainer": {"strategy": {"class_path": "FSDPStrategy", "init_args": {"units": ["FSDPStrategy"]}}, "devices": 2},
+        "callbacks": [{"class_path": "Other"}, {"class_path": "FSDPStrategy"}, "FSDPStrategy"],
+    }
+    full = with_class_paths(config, OURS)
+    assert full["trainer"]["strategy"]["class_path"] == OURS["FSDPStrategy"]
+    assert full["trainer"]["strategy"]["init_args"] == {"units": ["FSDPStrategy"]}
+    assert full["callbacks"] == [{"class_path": "Other"}, {"class_path": OURS["FSDPStrategy"]}, "FSDPStrategy"]
+    assert config["callbacks"][1] == {"class_path": "FSDPStrategy"}
+
+
+def test_jsonargparse_reads_configs_so_until_other_plugins_are_preferred():
+    import jsonargparse
+
+    plugin = Plugin("FSDPStrategy", "strategy", "dlo_plugins.strategies.fsdp:FSDPStrategy", "dlo_framework", "0")
+    before = jsonargparse.get_loader("yaml")
+    try:
+        prefer_plugins([plugin])
+        assert jsonargparse.get_loader("yaml")("a: {class_path: FSDPStrategy}") == {
+            "a": {"class_path": OURS["FSDPStrategy"]}
+        }
+        prefer_plugins([])
+        assert jsonargparse.get_loader("yaml")("a: {class_path: FSDPStrategy}") == {"a": {"class_path": "FSDPStrategy"}}
+    finally:
+        jsonargparse.set_loader("yaml", before)
+
+
+@pytest.mark.parametrize("strategy", ["{class_path: FSDPStrategy, init_args: {replicate: 3}}", "hsdp"])
+def test_the_command_takes_the_plugin_for_the_name(dlo, strategy):
+    (dlo.folder / "x.yaml").write_text(
+        f"trainer: {{strategy: {strategy}, devices: 2, accelerator: cpu, max_steps: 1}}\n"
+    )
+    code = 0 if strategy == "hsdp" else 2
+    done = dlo("fit", "--config", "quickstart", "--config", "x.yaml", "--trainer.limit_val_batches", "0", code=code)
+    if code:
+        assert "world size 2 is not divisible by replicate=3; use replicate=2 or run 3 processes" in done.stderr
+        assert not list(dlo.folder.glob("runs/*/version_*"))
+    else:
+        assert "FSDPStrategy on 2 rank(s)" in done.stdout
+
+
+def test_a_misspelt_alias_is_told_before_the_plugin_is_known(dlo):
+    error = dlo("fit", "--config", "quickstart", "--trainer.strategy", "hsdpp", code=2).stderr
+    assert "unknown strategy 'hsdpp'; did you mean 'hsdp'?" in error
+    assert "zero2_offload" in error

@@ -1,0 +1,99 @@
+"""A callback whose fit raised begins the next one as if it were new: Lightning tears nothing down in between."""
+
+import pytest
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.loggers import CSVLogger
+from torch import nn
+from torch.utils.data import TensorDataset
+
+from dlo_framework.data import ResumableDataModule
+from dlo_plugins.callbacks.batch_mix import BatchMix
+from dlo_plugins.callbacks.compile import Compile
+from dlo_plugins.callbacks.gradients import AdaptiveGradientClipping
+from dlo_plugins.callbacks.one_cycle import OneCycle
+from dlo_plugins.callbacks.progressive_resizing import ProgressiveResizing
+
+OFF = dict.fromkeys(("enable_progress_bar", "enable_model_summary", "enable_checkpointing"), False)
+
+
+class Data(ResumableDataModule):
+    """Five batches of random images, 3 classes."""
+
+    def __init__(self) -> None:
+        super().__init__(batch_size=4, num_workers=0, seed=3)
+
+    def train_dataloader(self):
+        generator = torch.Generator().manual_seed(2)
+        images = torch.randn(20, 3, 16, 16, generator=generator)
+        return self.train_loader(TensorDataset(images, torch.arange(20) % 3))
+
+
+class Net(LightningModule):
+    def __init__(self, lr: float = 0.1, fail_at: int | None = None) -> None:
+        super().__init__()
+        torch.manual_seed(4)
+        self.net = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 3))
+        self.lr, self.fail_at = lr, fail_at
+        self.losses: list[float] = []
+
+    def training_step(self, batch, batch_idx):
+        loss = nn.functional.cross_entropy(self.net(batch[0]), batch[1])
+        if len(self.losses) == self.fail_at:
+            raise KeyError("here")
+        self.losses.append(loss.item())
+        return loss
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=self.lr)
+
+
+CALLBACKS = {
+    "BatchMix": lambda: BatchMix(num_classes=3),
+    "OneCycle": lambda: OneCycle(),
+    "ProgressiveResizing": lambda: ProgressiveResizing({0: 8, "8 samples": 12, 1.5: 16}),
+    "AdaptiveGradientClipping": lambda: AdaptiveGradientClipping(),
+    "Compile": lambda: Compile(backend="aot_eager"),
+}
+
+
+def losses(trainer, module, data):
+    torch.manual_seed(1)
+    trainer.fit(module, datamodule=data)
+    return module.losses
+
+
+@pytest.mark.parametrize("name", list(CALLBACKS))
+@pytest.mark.parametrize("same_trainer", [True, False])
+def test_the_fit_after_one_that_raised_has_the_losses_of_a_new_callbacks(name, same_trainer):
+    """The same trainer goes on with its epoch, so it fails in the first. The module that failed had another lr."""
+
+    def trainer(callback):
+        return Trainer(accelerator="cpu", callbacks=[callback], max_epochs=2, logger=False, **OFF)
+
+    expected = losses(trainer(CALLBACKS[name]()), Net(), Data())
+    assert len(set(expected)) == 10
+    callback, data = CALLBACKS[name](), Data()
+    failed = trainer(callback)
+    with pytest.raises(KeyError, match="here"):
+        losses(failed, Net(lr=0.01, fail_at=3 if same_trainer else 7), data)
+    assert losses(failed if same_trainer else trainer(callback), Net(), data) == expected
+
+
+def test_what_a_failed_step_has_clipped_is_not_logged_by_the_next_fit(tmp_path):
+    class Fails(torch.optim.SGD):
+        def step(self, closure):
+            closure()
+            raise KeyError("here")
+
+    class Failing(Net):
+        def configure_optimizers(self):
+            return Fails(self.parameters(), lr=0.1)
+
+    callback = AdaptiveGradientClipping()
+    options = {"accelerator": "cpu", "callbacks": [callback], "max_epochs": 1, "log_every_n_steps": 1, **OFF}
+    with pytest.raises(KeyError, match="here"):
+        Trainer(logger=False, **options).fit(Failing(), datamodule=Data())
+    Trainer(logger=CSVLogger(tmp_path), accumulate_grad_batches=2, **options).fit(Net(), datamodule=Data())
+    lines = (tmp_path / "lightning_logs" / "version_0" / "metrics.csv").read_text().splitlines()
+    assert [line.split(",")[lines[0].split(",").index("step")] for line in lines[1:]] == ["1", "2", "3"]

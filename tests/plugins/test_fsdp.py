@@ -1,0 +1,279 @@
+"""What FSDPStrategy decides before it starts: sizes, precision, units, rows, initial values, recomputation."""
+
+from __future__ import annotations
+
+import math
+import re
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from lightning.pytorch import Trainer
+from lightning.pytorch.strategies import StrategyRegistry
+from torch import nn
+
+from dlo_framework.errors import DloError
+from dlo_framework.registry import Registry
+from dlo_plugins.fsdp.initialise import check_initialisable, materialise, on_meta
+from dlo_plugins.fsdp.mesh import check_reshard, mesh_sizes
+from dlo_plugins.fsdp.pieces import rows
+from dlo_plugins.fsdp.policy import mixed_precision
+from dlo_plugins.fsdp.recompute import recompute
+from dlo_plugins.fsdp.sharding import callable_roots, named_units, separable
+from dlo_plugins.strategies.fsdp import FSDPStrategy
+
+# --- the mesh -------------------------------------------------------------------------------------------------
+
+
+@given(st.integers(1, 64), st.integers(1, 64))
+def test_either_axis_is_filled_in(replicate: int, shard: int) -> None:
+    world = replicate * shard
+    for given_sizes in ((replicate, shard), (-1, shard), (replicate, -1)):
+        assert mesh_sizes(*given_sizes, world) == (replicate, shard)
+
+
+@pytest.mark.parametrize(
+    ("replicate", "shard", "world", "message"),
+    [
+        (3, -1, 8, "world size 8 is not divisible by replicate=3; use replicate=2 or run 6 or 9 processes"),
+        (-1, 5, 4, "world size 4 is not divisible by shard=5; use shard=4 or run 5 processes"),
+        (2, 2, 8, "world size 8 != replicate 2 x shard 2 = 4; set shard=4 or replicate=4 or run 4 processes"),
+        (3, 2, 4, "world size 4 != replicate 3 x shard 2 = 6; set replicate=2 or run 6 processes"),
+        (3, 5, 4, "world size 4 != replicate 3 x shard 5 = 15; set one of them to -1, or run 15 processes"),
+        (-1, -1, 4, "one of replicate and shard may be -1"),
+        (0, -1, 4, "replicate is at least 1"),
+        (1, -2, 4, "shard is at least 1"),
+    ],
+)
+def test_sizes_that_do_not_fit_are_refused_with_those_that_do(
+    replicate: int, shard: int, world: int, message: str
+) -> None:
+    with pytest.raises(DloError, match=re.escape(message)):
+        mesh_sizes(replicate, shard, world)
+
+
+def test_resharding_to_a_number_wants_a_divisor() -> None:
+    for allowed in (None, True, False, 2, 4):
+        check_reshard(allowed, 8)
+    with pytest.raises(DloError, match=r"divides the 8 ranks .* but was 3; use 2, 4, true or false"):
+        check_reshard(3, 8)
+    with pytest.raises(DloError, match="was 8; use 2, 4, true or false"):
+        check_reshard(8, 8)
+    with pytest.raises(DloError, match="was 2; use true or false"):
+        check_reshard(2, 2)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"replicate": 3}, "not divisible by replicate=3"),
+        ({"reshard_after_forward": 3}, "divides the 4 ranks"),
+        ({"param_dtype": "float16"}, "needs a loss scale"),
+        ({"param_dtype": "bfloat61"}, "did you mean 'bfloat16'"),
+    ],
+)
+def test_the_trainer_refuses_before_any_process_starts(options: dict, message: str) -> None:
+    with pytest.raises(DloError, match=message):
+        Trainer(accelerator="cpu", devices=4, strategy=FSDPStrategy(**options), logger=False)
+
+
+def test_a_negative_prefetch_is_refused() -> None:
+    with pytest.raises(DloError, match="forward_prefetch is a number of units"):
+        FSDPStrategy(forward_prefetch=-1)
+
+
+# --- names ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("alias", "sizes", "offload"), [("fsdp", (1, 4), False), ("hsdp", (2, 2), False), ("fsdp_offload", (1, 4), True)]
+)
+def test_the_short_names_mean_this_strategy(alias: str, sizes: tuple[int, int], offload: bool) -> None:
+    registry = Registry()
+    assert registry.load(alias, "strategy") is FSDPStrategy
+    nodes = 2 if alias == "hsdp" else 1
+    trainer = Trainer(accelerator="cpu", devices=4 // nodes, num_nodes=nodes, strategy=alias, logger=False)
+    assert type(trainer.strategy) is FSDPStrategy  # Lightning's own is called fsdp too, and refuses a CPU
+    assert trainer.strategy._mesh_sizes() == sizes
+    assert trainer.strategy.offload is offload
+    assert StrategyRegistry[alias]["strategy"] is FSDPStrategy
+
+
+# --- precision ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("precision", "param", "expected"),
+    [
+        ("32-true", None, (None, None)),
+        ("bf16-mixed", None, (None, None)),
+        ("bf16-mixed", "bfloat16", (torch.bfloat16, torch.float32)),
+        ("16-mixed", "fp16", (torch.float16, torch.float32)),
+        ("32-true", "bf16", (torch.bfloat16, torch.float32)),
+        ("bf16-true", "bfloat16", (torch.bfloat16, torch.float32)),
+    ],
+)
+def test_a_policy_follows_from_the_precision(precision: str, param: str | None, expected: tuple) -> None:
+    policy = mixed_precision(precision, param, None, None)
+    assert (policy.param_dtype, policy.reduce_dtype) == expected
+    assert mixed_precision(precision, param, "bfloat16", "float32").reduce_dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize(
+    ("precision", "param"),
+    [("bf16-mixed", "float16"), ("bf16-true", "float32"), ("16-mixed", "bfloat16"), ("64-true", "bf16")],
+)
+def test_precisions_that_contradict_each_other_are_refused(precision: str, param: str) -> None:
+    with pytest.raises(DloError, match=f"precision {precision} .*param_dtype {param}"):
+        mixed_precision(precision, param, None, None)
+
+
+# --- units ----------------------------------------------------------------------------------------------------
+
+
+class Tied(nn.Module):
+    def __init__(self, between_blocks: bool = False) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(10, 4)
+        self.blocks = nn.ModuleList([nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)) for _ in range(3)])
+        self.head = nn.Linear(4, 10, bias=False)
+        self.head.weight = self.embed.weight
+        if between_blocks:
+            self.blocks[2][1].weight = self.blocks[0][0].weight
+
+
+def test_a_unit_that_shares_a_parameter_with_others_is_none() -> None:
+    names = ["embed", "blocks.0", "blocks.1", "blocks.2", "head"]
+    assert separable(Tied(), names) == ["blocks.0", "blocks.1", "blocks.2"]
+    assert separable(Tied(between_blocks=True), names) == ["blocks.1"]
+    within = Tied()
+    within.blocks[0][1].weight = within.blocks[0][0].weight
+    assert separable(within, names) == ["blocks.0", "blocks.1", "blocks.2"]
+
+
+def test_inner_units_come_before_those_around_them() -> None:
+    assert separable(Tied(), ["blocks.1", "blocks.1.0", "blocks.0"]) == ["blocks.1.0", "blocks.0", "blocks.1"]
+
+
+def test_units_by_hand_are_names_or_patterns() -> None:
+    assert named_units(Tied(), ["blocks.*", "head"]) == ["blocks.0", "blocks.1", "blocks.2", "head"]
+    with pytest.raises(DloError, match=r"units: 'blcks\.0' matches no module; did you mean 'blocks\.0'"):
+        named_units(Tied(), ["blcks.0"])
+    with pytest.raises(DloError, match=r"'blocks' is a ModuleList, .*'blocks\.\*'"):
+        named_units(Tied(), ["blocks"])
+
+
+def test_roots_are_the_outermost_modules_that_are_called() -> None:
+    outer = nn.Module()
+    outer.parts = nn.ModuleDict({"one": nn.Linear(2, 2), "none": nn.ReLU()})
+    outer.net = nn.Sequential(nn.Linear(2, 2))
+    assert callable_roots(outer) == [outer.parts["one"], outer.net]
+    outer.weight = nn.Parameter(torch.zeros(2))
+    with pytest.raises(DloError, match="Module itself holds weight"):
+        callable_roots(outer)
+
+
+@given(st.integers(0, 9), st.integers(1, 3), st.integers(1, 5))
+def test_ranks_hold_the_rows_that_torch_gives_them(first: int, other: int, ranks: int) -> None:
+    tensor = torch.arange(first * other).reshape(first, other)
+    chunks = list(tensor.chunk(ranks)) if first else []
+    for rank in range(ranks):
+        start, length = rows(tensor.shape, ranks, rank)
+        expected = chunks[rank].flatten() if rank < len(chunks) else tensor.new_empty(0)
+        assert torch.equal(tensor.flatten()[start : start + length], expected)
+    assert sum(rows(torch.Size([]), ranks, rank)[1] for rank in range(ranks)) == 1
+
+
+# --- initial values -------------------------------------------------------------------------------------------
+
+
+class Attending(nn.Module):
+    """Modules that torch initialises in three ways, a tied weight, and a buffer that checkpoints leave out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(8, 2)
+        self.norm = nn.BatchNorm1d(8)
+        self.one, self.other = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.other.weight = self.one.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.other(self.one(x))
+
+
+def whole(order: list[str], seed: int = 5) -> nn.Module:
+    with torch.device("meta"):
+        net = Attending()
+    done: set[int] = set()
+    for name in order:
+        part = net.get_submodule(name)
+        materialise(part, name, torch.device("cpu"), seed, done)
+    return net
+
+
+def test_initial_values_depend_on_seed_and_name_alone() -> None:
+    torch.manual_seed(1)
+    before = torch.get_rng_state()
+    one, other = whole([""]).state_dict(), whole(["norm", "attention", ""]).state_dict()
+    assert torch.equal(torch.get_rng_state(), before)
+    assert all(torch.equal(one[name], other[name]) for name in one)
+    assert not torch.equal(one["one.weight"], whole([""], seed=6).state_dict()["one.weight"])
+    assert not any(torch.isnan(value).any() for value in one.values())
+    assert not torch.equal(one["one.bias"], one["other.bias"])  # drawn from different seeds
+
+
+def test_initial_values_are_those_that_the_modules_define() -> None:
+    net = whole([""])
+    assert not on_meta(net)
+    assert net.one.weight is net.other.weight
+    assert float(net.attention.out_proj.bias.abs().max()) == 0  # The attention sets it after its projection.
+    limit = math.sqrt(6 / (8 + 24))  # Xavier's
+    assert 0.5 * limit < float(net.attention.in_proj_weight.max()) <= limit
+    assert torch.equal(net.norm.running_var, torch.ones(8))
+
+
+def test_what_nothing_initialises_is_refused_by_name_unless_a_checkpoint_brings_it() -> None:
+    class Bare(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.token = nn.Parameter(torch.zeros(3))
+            self.inner = nn.Linear(2, 2)
+
+    with torch.device("meta"):
+        net = nn.Sequential(Bare())
+    with pytest.raises(DloError, match=r"no reset_parameters\(\) initialises 0\.token;"):
+        check_initialisable(net, loads_weights=False)
+    check_initialisable(net, loads_weights=True)
+    net[0].register_buffer("mask", torch.empty(2, device="meta"), persistent=False)
+    with pytest.raises(DloError, match=r"initialises 0\.mask;"):
+        check_initialisable(net, loads_weights=True)
+    materialise(net, "", torch.device("cpu"), 0, set())
+    assert torch.isnan(net[0].token).all()  # so that a weight which the checkpoint lacks shows at once
+
+
+# --- recomputation --------------------------------------------------------------------------------------------
+
+
+def test_recomputing_keeps_inputs_alone_and_gives_the_same_gradients() -> None:
+    torch.manual_seed(0)
+    block = nn.Sequential(nn.Linear(8, 64), nn.GELU(), nn.Dropout(0.5), nn.Linear(64, 8))
+    x, found = torch.randn(16, 8, requires_grad=True), []
+    for _ in range(2):
+        kept: set[int] = set()
+
+        def keep(tensor: torch.Tensor, kept: set[int] = kept) -> torch.Tensor:
+            kept.add(tensor.numel())
+            return tensor
+
+        torch.manual_seed(3)
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            output = block(x)
+        gradients = torch.autograd.grad(output.sum(), [x, *block.parameters()])
+        found.append((output, gradients, 16 * 64 in kept))
+        names = list(block.state_dict())
+        recompute([block, block])
+        assert list(block.state_dict()) == names
+    assert torch.equal(found[0][0], found[1][0])
+    assert all(torch.equal(one, other) for one, other in zip(found[0][1], found[1][1], strict=True))
+    assert [kept for *_, kept in found] == [True, False]

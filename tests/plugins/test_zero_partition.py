@@ -1,0 +1,70 @@
+"""The arithmetic of who owns what."""
+
+import itertools
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dlo_framework.watch.state_bytes import paper_bytes
+from dlo_plugins.zero.partition import FlatPartition, balance
+
+SIZES = st.lists(st.integers(1, 50), min_size=1, max_size=12)
+RANKS = st.integers(1, 9)
+
+
+@given(SIZES, RANKS)
+def test_every_element_has_one_owner(numels: list[int], ranks: int) -> None:
+    partition = FlatPartition(tuple(numels), ranks)
+    owned = [
+        (piece.parameter, element)
+        for rank in range(ranks)
+        for piece in partition.pieces(rank)
+        for element in range(piece.start, piece.start + piece.length)
+    ]
+    assert owned == [(number, element) for number, count in enumerate(numels) for element in range(count)]
+
+
+@given(SIZES, RANKS)
+def test_pieces_stand_in_the_buffer_where_their_parameters_do(numels: list[int], ranks: int) -> None:
+    partition = FlatPartition(tuple(numels), ranks)
+    for rank in range(ranks):
+        for piece in partition.pieces(rank):
+            assert 0 <= piece.offset < piece.offset + piece.length <= partition.segment
+            in_buffer = rank * partition.segment + piece.offset
+            assert in_buffer == partition.starts[piece.parameter] + piece.start
+
+
+@given(SIZES, RANKS)
+def test_segments_are_equal_and_padded_by_less_than_an_element_a_rank(numels: list[int], ranks: int) -> None:
+    partition = FlatPartition(tuple(numels), ranks)
+    assert partition.padded == partition.segment * ranks
+    assert 0 <= partition.padded - sum(numels) < ranks
+
+
+def loads(numels: list[int], owners: list[int], ranks: int) -> list[int]:
+    return [sum(n for n, owner in zip(numels, owners, strict=True) if owner == rank) for rank in range(ranks)]
+
+
+@given(SIZES, RANKS)
+def test_whole_tensors_are_dealt_out_evenly(numels: list[int], ranks: int) -> None:
+    owners = balance(numels, ranks)
+    assert len(owners) == len(numels)
+    found = loads(numels, owners, ranks)
+    assert sum(found) == sum(numels)
+    assert max(found) - min(found) <= max(numels)
+
+
+@given(st.lists(st.integers(1, 50), min_size=1, max_size=6), st.integers(1, 3))
+def test_the_largest_load_is_within_a_third_of_the_best_there_is(numels: list[int], ranks: int) -> None:
+    every = itertools.product(range(ranks), repeat=len(numels))
+    best = min(max(loads(numels, list(owners), ranks)) for owners in every)
+    assert max(loads(numels, balance(numels, ranks), ranks)) <= 4 / 3 * best
+
+
+def test_the_paper_s_own_figures() -> None:
+    """7.5 billion parameters on 64 ranks, half precision with a master copy: its figure 1."""
+    for stage, gigabytes in ((0, 120), (1, 31.4), (2, 16.6), (3, 1.9)):
+        # 2 psi parameters, 2 psi gradients, 12 psi optimizer state: six state tensors of two bytes.
+        found = paper_bytes(7_500_000_000, 64, stage, element=2, states=6)
+        assert (found.parameters + found.gradients + found.optimizer) / 1e9 == pytest.approx(gigabytes, rel=0.02)

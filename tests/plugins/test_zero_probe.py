@@ -1,0 +1,58 @@
+"""What an optimizer needs to see is found by trying it."""
+
+import pytest
+import timm.optim
+import torch
+from torch import nn
+
+from dlo_plugins.zero.probe import kind_of
+
+
+def parameters() -> list[nn.Parameter]:
+    return [nn.Parameter(torch.randn(4, 6)), nn.Parameter(torch.randn(5, 3))]
+
+
+@pytest.mark.parametrize(
+    ("make", "kind"),
+    [
+        (lambda p: torch.optim.AdamW(p, lr=1e-3), "elementwise"),
+        (lambda p: torch.optim.SGD(p, lr=1e-3, momentum=0.9, nesterov=True), "elementwise"),
+        (lambda p: torch.optim.RMSprop(p), "elementwise"),
+        (lambda p: torch.optim.Adagrad(p), "elementwise"),
+        (lambda p: timm.optim.Lion(p), "elementwise"),
+        (lambda p: torch.optim.Muon(p), "tensor"),
+        (lambda p: torch.optim.Adafactor(p), "tensor"),
+        (lambda p: timm.optim.Lars(p, lr=0.1), "tensor"),
+        (lambda p: timm.optim.Lamb(p, max_grad_norm=None), "tensor"),
+        (lambda p: timm.optim.Lamb(p), "all"),
+    ],
+)
+def test_known_optimizers(make, kind: str) -> None:
+    assert kind_of(make(parameters())) == kind
+
+
+def test_a_flag_that_takes_a_mean_over_the_tensor_changes_the_kind() -> None:
+    assert kind_of(timm.optim.create_optimizer_v2(parameters(), "lion")) == "elementwise"
+    assert kind_of(timm.optim.create_optimizer_v2(parameters(), "clion")) == "tensor"
+
+
+def test_one_group_of_several_decides() -> None:
+    first, second = parameters()
+    optimizer = timm.optim.Lion([{"params": [first]}, {"params": [second], "caution": True}])
+    assert kind_of(optimizer) == "tensor"
+
+
+def test_nothing_of_the_optimizer_changes() -> None:
+    held = parameters()
+    before = [p.detach().clone() for p in held]
+    optimizer = torch.optim.AdamW(held, lr=0.0)
+    schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 0.1)
+    calls: list[int] = []
+    optimizer.register_step_post_hook(lambda *_: calls.append(1))
+    assert kind_of(optimizer) == "elementwise"
+    assert not optimizer.state
+    assert not calls
+    assert optimizer.param_groups[0]["params"] is not None
+    assert all(torch.equal(p, old) for p, old in zip(held, before, strict=True))
+    assert schedule.last_epoch == 0
+    assert optimizer.param_groups[0]["lr"] == 0.0

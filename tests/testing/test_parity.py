@@ -1,0 +1,190 @@
+"""Trainings on two ranks beside one process: those that are the same are found to be, and those that are not, too."""
+
+import random
+
+import pytest
+import torch
+from lightning.pytorch import Callback, LightningDataModule, LightningModule
+from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.utils.data import DataLoader, Dataset, default_collate
+
+from dlo_framework.data import ResumableDataModule
+from dlo_framework.testing import Case, RankFailed, assert_parity, compare_cases
+
+
+class Points(Dataset):
+    """48 points on which each epoch is another noise, by all three libraries' generators."""
+
+    def __len__(self) -> int:
+        return 48
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        x = torch.linspace(-1, 1, 8) * (index + 1) / 48 + 0.1 * torch.randn(8) + 0.1 * random.random()
+        return x, x.roll(index % 3).sin().sum(0, keepdim=True)
+
+
+class PointsData(ResumableDataModule):
+    """dlo's kind of datamodule: its batch size is the global one."""
+
+    def train_dataloader(self):
+        return self.train_loader(Points())
+
+
+class ForeignData(LightningDataModule):
+    """Anybody's datamodule: its batch size is each rank's. 48 samples in batches of 2 x 10: the last is smaller."""
+
+    def __init__(self, workers: int = 0) -> None:
+        super().__init__()
+        self.workers = workers
+
+    def train_dataloader(self):
+        return DataLoader(Points(), batch_size=10, num_workers=self.workers)
+
+
+class Model(LightningModule):
+    def __init__(self, flaw: str = "", optimizer: str = "sgd") -> None:
+        super().__init__()
+        self.flaw, self.optimizer = flaw, optimizer
+        norm = nn.BatchNorm1d(16) if flaw == "batch_norm" else nn.LayerNorm(16)
+        self.net = nn.Sequential(nn.Linear(8, 16), norm, nn.GELU(), nn.Dropout(0.3), nn.Linear(16, 1))
+
+    def configure_model(self):
+        if self.device_mesh is not None:
+            fully_shard(self.net[0])
+            fully_shard(self.net)
+
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        if self.flaw == "noise":
+            x = x + 0.1 * torch.randn_like(x)
+        error = nn.functional.mse_loss(self.net(x), y, reduction="sum" if self.flaw == "sum" else "mean")
+        self.log("loss", error, sync_dist=True)
+        if self.flaw == "raise" and batch_idx == 2 and self.trainer.global_rank == 1:
+            raise ZeroDivisionError("rank 1 stumbles")
+        return error
+
+    def configure_optimizers(self):
+        if self.optimizer == "adamw":
+            return torch.optim.AdamW(self.parameters(), lr=0.01)
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.02, momentum=0.9)
+        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 3)]
+
+
+def build(data: str = "dlo", workers: int = 0, **options):
+    made = {
+        "dlo": lambda: PointsData(batch_size=12, num_workers=0),
+        "foreign": lambda: ForeignData(workers),
+        "loader": lambda: DataLoader(Points(), batch_size=6, shuffle=True, collate_fn=default_collate),
+    }
+    return Model(**options), made[data]()
+
+
+def static_graph() -> DDPStrategy:
+    return DDPStrategy(static_graph=True)
+
+
+def test_what_is_the_same_is_found_to_be():
+    """DDP, with two optimizers, accumulation, clipping, and three kinds of data, of which one ends in mid-batch."""
+    found = assert_parity(
+        build,
+        [
+            "ddp",
+            Case(static_graph),
+            Case("ddp", {"optimizer": "adamw"}, {"accumulate_grad_batches": 2, "gradient_clip_val": 0.01}),
+            Case("ddp", {"data": "foreign", "workers": 1}),
+            Case("ddp", {"data": "loader"}, {"accumulate_grad_batches": 3}, name="a loader"),
+            Case(ModelParallelStrategy, {"optimizer": "adamw"}),
+            Case("ddp", {}, {"precision": "bf16-mixed"}),
+        ],
+        steps=9,
+    )
+    assert [comparison.name for comparison in found][:5:2] == [
+        "ddp",
+        "ddp, optimizer=adamw, accumulate_grad_batches=2, gradient_clip_val=0.01",
+        "a loader",
+    ]
+    for comparison in found:
+        assert comparison.ok
+        assert len(comparison.rows) == 9
+        assert len(comparison.weights) == 6
+        losses = [row.loss.one for row in comparison.rows]
+        assert len(set(losses)) == 9, "the model learns"
+        assert "model: no dropout (1 Dropout)" in comparison.notes
+        assert comparison.control is not None
+    strict = found[:6]
+    assert max(row.loss.difference for comparison in strict for row in comparison.rows) < 1e-5
+    assert max(row.norm.difference for comparison in strict for row in comparison.rows) < 1e-5
+    assert max(comparison.spread for comparison in strict) < 1e-5
+    # Half precision rounds so much that only the control can tell.
+    assert max(row.loss.difference for row in found[6].rows) > 1e-5
+    # The two first cases share the run of one process.
+    assert [row.loss.one for row in found[0].rows] == [row.loss.one for row in found[1].rows]
+    assert any("seed, epoch and index" in note for note in found[0].notes)
+    assert any("Points draws random numbers seeded by its index" in note for note in found[3].notes)
+
+
+class Unsynced(DDPStrategy):
+    """Averages no gradients, which is what a strategy's bug may come to."""
+
+    def configure_ddp(self) -> None:
+        super().configure_ddp()
+        self.model.require_backward_grad_sync = False
+
+    def pre_backward(self, closure_loss):
+        """Leaves the reducer alone."""
+
+
+class Late(Callback):
+    """Changes the weights of one rank, a little, late."""
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        if trainer.world_size > 1 and trainer.global_step == 4:
+            with torch.no_grad():
+                pl_module.net[4].bias += 1e-3
+
+
+def test_what_is_not_the_same_is_told_with_what_is_likely():
+    flaws = compare_cases(
+        build,
+        [
+            Case("ddp", {"flaw": "batch_norm"}),
+            Case("ddp", {"flaw": "sum"}),
+            Case("ddp", {"flaw": "noise"}),
+            Case(Unsynced),
+            Case("ddp", {}, {"callbacks": [Late()]}, name="late"),
+            Case("ddp", {}, {"use_distributed_sampler": False}, name="whole data"),
+            Case("ddp", {"data": "loader"}, {"use_distributed_sampler": False}, name="no sampler"),
+        ],
+        steps=6,
+    )
+    by_name = {comparison.name: comparison for comparison in flaws}
+    assert [name for name, comparison in by_name.items() if comparison.ok] == ["whole data"]
+    hints = {name: " ".join(comparison.hints) for name, comparison in by_name.items()}
+    assert "BatchNorm statistics are per rank (1 layers): use sync_batchnorm: true" in hints["ddp, flaw=batch_norm"]
+    assert "2 times that of 2 ranks: a sum over the batch" in hints["ddp, flaw=sum"]
+    assert "training_step draws random numbers (first at step 0)" in hints["ddp, flaw=noise"]
+    assert "the first step differs already" in hints["Unsynced"]
+    assert "the batches of step 0 are not the same" in hints["no sampler"]
+    late = by_name["late"]
+    assert [row.ok for row in late.rows] == [True, True, True, True, False, False]
+    assert late.broken_weights[0] == "net.4.bias"
+    assert "the first step's loss and gradients agree" in hints["late"]
+
+
+def test_the_message_names_the_step_and_the_differences():
+    with pytest.raises(AssertionError, match=r"1 of 1 cases differ") as caught:
+        assert_parity(build, [Case("ddp", {}, {"callbacks": [Late()]}, name="late")], steps=6, control=False)
+    text = str(caught.value)
+    assert "NO PARITY: late: differs from step 4 on" in text
+    assert "loss: largest difference" in text
+    assert "net.4.bias" in text
+
+
+def test_a_case_that_raises_is_named():
+    with pytest.raises(
+        RankFailed,
+        match=r"rank 1 of 2[\s\S]*ZeroDivisionError: rank 1 stumbles\s+in parity case 'ddp, flaw=raise', 2 ranks",
+    ):
+        compare_cases(build, [Case("ddp", {"flaw": "raise"})], steps=6)
