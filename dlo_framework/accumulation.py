@@ -51,11 +51,6 @@ class AccumulationTail(Callback):
         """Gives the number back that the user set."""
         self._release(trainer)
 
-    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Likewise, after checkpoints that are saved on exceptions: a later fit starts from the user's number."""
-        if trainer.state.fn == "fit" and not trainer.checkpoint_callbacks:
-            self._release(trainer)
-
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Gives back what an exception has left of an earlier fit."""
         self._release(trainer)

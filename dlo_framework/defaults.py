@@ -8,6 +8,9 @@ from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.callbacks import ModelCheckpoint, ProgressBar
 
 from dlo_framework import runs
+from dlo_framework.accumulation import AccumulationTail
+from dlo_framework.distributed.equal_batches import EqualBatches
+from dlo_framework.finite import FiniteLoss
 from dlo_framework.resume import ExactResume
 from dlo_framework.stop import GracefulStop
 from dlo_framework.watch.bar import RunBar
@@ -37,7 +40,10 @@ def add_default_callbacks(
     """
     monitor = next((callback for callback in callbacks if isinstance(callback, RunMonitor)), RunMonitor())
     state = StateReport()
-    defaults: list[Callback] = [monitor, ExactResume(), state, RunRecord(run_folder, config, monitor, state)]
+    defaults: list[Callback] = [AccumulationTail(), EqualBatches()]
+    defaults += [monitor, ExactResume(), state, RunRecord(run_folder, config, monitor, state)]
+    if not any(isinstance(callback, FiniteLoss) for callback in callbacks):
+        defaults.append(FiniteLoss())
     if progress_bar and not any(isinstance(callback, ProgressBar) for callback in callbacks):
         defaults.append(RunBar())
     if checkpoints:

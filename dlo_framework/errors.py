@@ -15,8 +15,9 @@ class DloError(ValueError):
 
 def nearest(name: str, options: Iterable[str]) -> str | None:
     """Returns the option that ``name`` was most likely meant to be, or None if none is near."""
+    # A key of YAML may be no text: it reads `on:` as true.
     by_lower = {option.lower(): option for option in options}
-    found = difflib.get_close_matches(name.lower(), by_lower, n=1, cutoff=0.6)
+    found = difflib.get_close_matches(str(name).lower(), by_lower, n=1, cutoff=0.6)
     return by_lower[found[0]] if found else None
 
 
@@ -48,3 +49,18 @@ def worker_message(error: BaseException) -> str:
     if "Original Traceback" not in text:
         return text
     return text.rsplit(f"{type(error).__name__}: ", 1)[-1].strip()
+
+
+class OrderlyEnd(Exception):
+    """An end that all ranks of a run come to at the same point; nobody has failed."""
+
+
+def agree(error: Exception) -> Exception:
+    """Marks an error that all ranks raise at the same point, so that it is not taken for one rank's failure."""
+    error.__dict__["all_ranks_agree"] = True
+    return error
+
+
+def is_agreed(error: BaseException) -> bool:
+    """Returns whether all ranks raise this at the same point."""
+    return isinstance(error, OrderlyEnd) or bool(getattr(error, "all_ranks_agree", False))

@@ -12,8 +12,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from dlo_framework.distributed.control import control_group
-from dlo_framework.distributed.failure import agree
-from dlo_framework.errors import DloError
+from dlo_framework.errors import DloError, agree
 from dlo_framework.resume import mid_accumulation
 
 
@@ -178,7 +177,8 @@ def _has_scaler(trainer: Trainer) -> bool:
 def _what(trainer: Trainer, rank: int) -> str:
     batch = trainer.fit_loop.epoch_loop.batch_progress.current.ready - 1
     where = f" of rank {rank}" if trainer.world_size > 1 else ""
-    return f"the loss{where} was not finite in step {trainer.global_step} (epoch {trainer.current_epoch}, batch {batch})"
+    step, epoch = trainer.global_step + 1, trainer.current_epoch
+    return f"the loss{where} was not finite in step {step} (epoch {epoch}, batch {batch})"
 
 
 def _message(trainer: Trainer, rank: int) -> str:

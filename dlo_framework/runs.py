@@ -108,6 +108,35 @@ def find_checkpoint(folder: Path, which: str) -> Path:
     )
 
 
+def unfinished(folder: Path) -> Path | None:
+    """Returns the last checkpoint of the newest run in ``folder`` if that run has not finished; None if it has.
+
+    None too where the newest run has no checkpoint yet: there is nothing to go on from, and older runs are other runs.
+    """
+    from dlo_framework.checkpoint import newest_valid, step_of
+
+    question = f"auto\n{folder.resolve()}\n"
+    answer = os.environ.get(FOUND, "")
+    if answer.startswith(question) and not is_first_process():
+        found = answer.removeprefix(question)
+        return Path(found) if found else None
+    run = next(iter(versions(folder)), None)
+    path = newest_valid(run / CHECKPOINTS) if run is not None else None
+    if run is not None and path is not None and _steps_done(run) >= step_of(path):
+        path = None
+    os.environ[FOUND] = f"{question}{path or ''}"
+    return path
+
+
+def _steps_done(run: Path) -> float:
+    """Returns the steps of a run that has finished; less than any number of steps if it has not."""
+    try:
+        summary = json.loads((run / SUMMARY).read_text())
+    except (FileNotFoundError, json.JSONDecodeError):
+        return -1
+    return int(summary["steps"]) if summary["status"] == "finished" else -1
+
+
 def best_checkpoint(run: Path) -> Path | None:
     """Returns the best checkpoint of a run, from its summary; None if the run names none."""
     try:

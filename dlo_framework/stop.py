@@ -21,9 +21,8 @@ from lightning.pytorch.callbacks import Checkpoint
 
 from dlo_framework import runs
 from dlo_framework.distributed.control import control_group
-from dlo_framework.distributed.failure import OrderlyEnd
+from dlo_framework.errors import OrderlyEnd
 from dlo_framework.resume import mid_accumulation
-
 
 #: The requests to stop; the last does what SIGTERM does.
 _SIGNALS = [signal.SIGINT, signal.SIGTERM, *([signal.SIGUSR1] if hasattr(signal, "SIGUSR1") else [])]

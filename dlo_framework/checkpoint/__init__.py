@@ -8,7 +8,7 @@ from dlo_framework.checkpoint.reading import check, load
 from dlo_framework.checkpoint.saved import SavedTensors
 from dlo_framework.checkpoint.shards import Box, FlatShard, Shard, flat_slice_boxes, held_boxes
 from dlo_framework.checkpoint.torch_file import SafeCheckpointIO, refuse_unsafe, tensor_bytes
-from dlo_framework.checkpoint.verify import newest_valid, verify
+from dlo_framework.checkpoint.verify import newest_valid, step_of, verify
 
 __all__ = [
     "AsyncSaver",
@@ -29,6 +29,7 @@ __all__ = [
     "refuse_unsafe",
     "remove",
     "save",
+    "step_of",
     "tensor_bytes",
     "verify",
 ]

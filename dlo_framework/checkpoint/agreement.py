@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from dlo_framework.errors import DloError
+from dlo_framework.errors import DloError, agree
 
 T = TypeVar("T")
 
@@ -52,5 +52,5 @@ def together(group: ProcessGroup | None, work: Callable[[], T]) -> list[T]:
         raise caught
     for rank, (_, text, of_user) in enumerate(outcomes):
         if text is not None:
-            raise (DloError if of_user else RuntimeError)(f"rank {rank}: {text}") from caught
+            raise agree((DloError if of_user else RuntimeError)(f"rank {rank}: {text}")) from caught
     return [value for value, _, _ in outcomes]

@@ -112,6 +112,12 @@ def newest_valid(
     return None
 
 
+def step_of(path: str | Path) -> float:
+    """Returns the optimizer steps that a checkpoint's run had done; -1 if there is no telling."""
+    entry = _look(Path(path))
+    return -1 if entry is None else entry.step
+
+
 @dataclass(frozen=True)
 class _Entry:
     path: Path

@@ -130,6 +130,9 @@ class DloCLI(LightningCLI):
         does what the config says.
         """
         config = self.config[self.command]
+        if config.ckpt_path == "auto" and self.command == "fit":
+            found = runs.unfinished(self._runs())
+            config.ckpt_path = None if found is None else str(found)
         if not config.ckpt_path:
             if self.command != "fit" and runs.is_first_process():
                 print("no --ckpt_path (a path, or last, or best): these are untrained weights", file=sys.stderr)

@@ -10,8 +10,7 @@ from lightning.pytorch.cli import LightningArgumentParser
 
 from dlo_framework.cli.lightning_cli import DloCLI
 from dlo_framework.cli.scan import Scan
-from dlo_framework.distributed.failure import OrderlyEnd
-from dlo_framework.errors import DloError
+from dlo_framework.errors import DloError, OrderlyEnd
 from dlo_framework.watch.summary import RunRecord
 
 #: The plug-in that sweeps, by its registered name: the core does not import plug-ins.

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from dlo_framework import runs
 from dlo_framework._version import __version__
 from dlo_framework.cli.scan import Scan, scan
-from dlo_framework.errors import DloError
+from dlo_framework.errors import DloError, OrderlyEnd, is_agreed
 
 if TYPE_CHECKING:
     from dlo_framework.registry import Registry
@@ -76,10 +76,10 @@ def _run(found: Scan, registry: Registry, sweep: bool) -> int:
 
 def _leave_together(error: BaseException) -> None:
     """Ends the process if a run of several ranks has failed: one of them says why, the others a line or nothing."""
-    from dlo_framework.distributed.failure import Ended, Failure, how_it_ended, is_agreed, leave, tell
+    from dlo_framework.distributed.failure import Ended, Failure, how_it_ended, leave, tell
 
-    if is_agreed(error) and isinstance(error, DloError) and not runs.is_first_process():
-        leave(2)
+    if is_agreed(error) and not isinstance(error, OrderlyEnd) and not runs.is_first_process():
+        leave(2 if isinstance(error, DloError) else 1)
     ended = how_it_ended()
     if ended is None:
         return

@@ -10,8 +10,7 @@ import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from dlo_framework.distributed.control import control_group
-from dlo_framework.distributed.failure import agree
-from dlo_framework.errors import DloError
+from dlo_framework.errors import DloError, agree
 
 
 class EqualBatches(Callback):
@@ -59,11 +58,12 @@ class EqualBatches(Callback):
         dist.all_reduce(votes, dist.ReduceOp.MAX, group=group)
         if int(votes.sum()) == 2:
             ended = [rank for rank, over in enumerate(_gather(trainer, last)) if over]
+            count = batch_idx + 1
             raise agree(
                 DloError(
-                    f"all ranks train on the same number of batches, but the loaders of ranks {_listed(ended)} end after"
-                    f" {batch_idx + 1} and the others go on; set trainer.limit_train_batches to {batch_idx + 1} or less,"
-                    " or give each rank equally many"
+                    f"all ranks have the same number of training batches, but {_listed(ended)} came to the end"
+                    f" after {count} and the others did not; set trainer.limit_train_batches to {count} or less, or"
+                    " give each rank equally many"
                 )
             )
 
@@ -104,5 +104,5 @@ def _have_length(trainer: Trainer) -> bool:
 
 
 def _listed(ranks: list[int]) -> str:
-    shown = ", ".join(map(str, ranks[:8]))
-    return shown if len(ranks) <= 8 else f"{shown} and {len(ranks) - 8} more"
+    shown = ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
+    return f"rank {shown}" if len(ranks) == 1 else f"ranks {shown}"

@@ -79,6 +79,11 @@ class Failure:
         return cls(rank, world_size, f"its process was killed by {name}{hint}", exit_code=128 - code)
 
     @property
+    def told(self) -> bool:
+        """Whether the rank has told of it itself; else it has died, is silent or hangs."""
+        return bool(self.details) or self.of_user
+
+    @property
     def of_user(self) -> bool:
         """Whether it is bad input: one line, and exit code 2."""
         return self.exit_code == 2 and not self.details
@@ -116,21 +121,6 @@ class RankFailed(RuntimeError):
     def __init__(self, failure: Failure) -> None:
         super().__init__(f"{failure}\n{failure.details}".rstrip())
         self.failure = failure
-
-
-class OrderlyEnd(Exception):
-    """An end that all ranks come to at the same point; nobody has failed."""
-
-
-def agree(error: BaseException) -> BaseException:
-    """Marks an error that all ranks raise at the same point, so that it is not taken for one rank's failure."""
-    error.__dict__["all_ranks_agree"] = True
-    return error
-
-
-def is_agreed(error: BaseException) -> bool:
-    """Returns whether all ranks raise this at the same point."""
-    return isinstance(error, OrderlyEnd) or bool(getattr(error, "all_ranks_agree", False))
 
 
 def is_lost_connection(error: BaseException) -> bool:

@@ -30,7 +30,6 @@ from dlo_framework.distributed.failure import (
     Ended,
     Failure,
     RankFailed,
-    is_agreed,
     is_lost_connection,
     leave,
     note_end,
@@ -38,9 +37,10 @@ from dlo_framework.distributed.failure import (
     tell_torchrun,
 )
 from dlo_framework.distributed.watch import Address, Watch
+from dlo_framework.errors import is_agreed
 
 #: Seconds that a rank has to raise the failure of another one by itself, out of a collective say.
-_GRACE = 3.0
+_GRACE = 2.0
 #: Likewise one that the launcher has started, for whose end that one waits.
 _CHILDS_GRACE = 1.0
 #: Seconds that callbacks have for their ``on_exception``: they may wait for ranks that are gone.
@@ -168,14 +168,15 @@ class RankLauncher(_SubprocessScriptLauncher):
         if done.wait(seconds):
             return
         with self._leaving:
-            self._end_children()
+            self._end_children(0.0)
             ended = self._ended(failure)
             tell(ended)
             leave(failure.exit_code)
 
     def _ended(self, failure: Failure) -> Ended:
-        parent = _parent()
-        return Ended(failure, self._rank, told_elsewhere=parent is not None and failure.rank != 0)
+        # The process that has started this one tells, unless it is the one that was killed, or hangs.
+        can_tell = failure.rank != self._node_start() or failure.told
+        return Ended(failure, self._rank, told_elsewhere=_parent() is not None and can_tell)
 
     # --- failing -------------------------------------------------------------------------------------------
 
@@ -186,7 +187,8 @@ class RankLauncher(_SubprocessScriptLauncher):
         self._raised.set()
         if first is own:
             tell_torchrun(error)
-        self._end_children()
+        # One that was stopped or hangs leaves no sooner for being given time.
+        self._end_children(2 * _CHILDS_GRACE if first.told else 0.0)
         self._end_watch(orderly=False)
         note_end(self._ended(first))
         self._disarm()
@@ -247,11 +249,11 @@ class RankLauncher(_SubprocessScriptLauncher):
     def _node_start(self) -> int:
         return self.cluster_environment.node_rank() * self.num_processes
 
-    def _end_children(self) -> None:
-        """Ends the ranks that this process has started, and waits until they are gone."""
+    def _end_children(self, seconds: float) -> None:
+        """Ends the ranks that this process has started, after so many seconds, and waits until they are gone."""
         if _parent() is not None:
             return
-        for child in self._alive(2 * _CHILDS_GRACE):
+        for child in self._alive(seconds):
             child.kill()  # Not SIGTERM: one that hangs in a collective would not hear it.
         for child in self.children:
             child.wait()
@@ -292,6 +294,8 @@ class WatchedRanks(DDPStrategy):
         if limit is not None and limit < _START:
             self._timeout = _START
         try:
+            self.set_world_ranks()
+            join_restarted(self)
             super().setup_distributed()
         finally:
             self._timeout = limit
@@ -325,6 +329,31 @@ def set_collective_timeout(limit: timedelta) -> None:
     set_timeout(limit)
 
 
+def join_restarted(strategy: WatchedRanks) -> None:
+    """Joins the process group of a run that torchrun has restarted, under names of its own.
+
+    torch (2.15) looks for the other ranks in the agent's store under the same names at each restart. There those that
+    were killed still stand, and the rank that comes first tries to connect to one of them until it gives up.
+    """
+    environment, attempt = strategy.cluster_environment, int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+    agents_store = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    if attempt == 0 or not agents_store or dist.is_initialized() or environment is None:
+        return
+    ranks = strategy.world_size
+    store = dist.TCPStore(environment.main_address, environment.main_port, ranks, False, _START)  # type: ignore[attr-defined]
+    device = strategy.root_device
+    dist.init_process_group(
+        strategy._get_process_group_backend(),
+        store=dist.PrefixStore(f"attempt_{attempt}", store),  # type: ignore[attr-defined]
+        rank=strategy.global_rank,
+        world_size=ranks,
+        timeout=strategy._timeout,
+        device_id=None if device.type == "cpu" else device,
+    )
+    if device.type == "cuda":
+        atexit.register(dist.destroy_process_group)  # As Lightning does where it makes the group.
+
+
 def _parent() -> int | None:
     """Returns the process that has started this one as a rank; None if that was not dlo's launcher."""
     pid = int(os.environ.get(LAUNCHER, os.getpid()))
@@ -338,7 +367,8 @@ def _end_with_parent() -> None:
     def look() -> None:
         while os.getppid() == parent:
             time.sleep(0.5)
-        print(f"dlo: rank 0 (process {parent}) has gone; this rank ends too", file=sys.stderr)
+        time.sleep(_GRACE)  # Once the ranks watch each other, this one leaves by that sooner.
+        print(f"dlo: the process that started this rank ({parent}) has ended without a word", file=sys.stderr)
         leave(1)
 
     if not any(thread.name == "parent-watch" for thread in threading.enumerate()):

@@ -72,6 +72,9 @@ class ShardedStrategy(CanonicalStrategy, WatchedRanks):
         timeout_minutes: how long a collective may take before a rank gives the others up.
     """
 
+    #: Parameters may have to be gathered for it.
+    forward_needs_all_ranks = True
+
     def __init__(self, timeout_minutes: float = TIMEOUT.total_seconds() / 60, **kwargs: Any) -> None:
         super().__init__(timeout=timedelta(minutes=timeout_minutes), **kwargs)
 

@@ -29,6 +29,8 @@ _TICK = 0.2
 _LONGEST_LINE = 1 << 18
 #: Seconds that the first failure may take to come back to the rank that reports its own.
 _ANSWER = 3.0
+#: Seconds that whoever connects has to say who it is.
+_GREETING = 30.0
 #: Seconds that ranks have to say that they have waited in vain, before those that do not say so are to blame.
 _ALSO_WAITED = 1.0
 
@@ -299,7 +301,7 @@ class Watch:
         """Gives up ranks that have been silent too long."""
         for peer in list(self._peers):
             peer.quiet += passed
-            if peer.quiet <= self._limit:
+            if peer.quiet <= (self._limit if peer.rank is not None else min(self._limit, _GREETING)):
                 continue
             self._drop(peer)
             if peer.rank is not None and not peer.left:

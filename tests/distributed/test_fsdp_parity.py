@@ -294,3 +294,25 @@ def test_half_precision_trains_as_one_process_in_half_precision(two: list[dict[s
     """
     gathered = "param_dtype" in HALF[name].options
     compare(two[0][name], HALF[name], parts=2, loss=5e-3 if gathered else 1e-5, weights=5e-2 if gathered else 1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("world", [2, 4])
+def test_a_hundred_steps(world: int) -> None:
+    axes = {"plain": {}, "offload": {"offload": True}} | ({"hybrid": {"replicate": 2}} if world == 4 else {})
+    cases = {
+        f"{name} {optimizer} x {accumulate}, {precision}": Case(options, optimizer, accumulate, precision, steps=100)
+        for name, options in axes.items()
+        for optimizer in ("adamw", "sgd", "lamb", "muon")
+        for accumulate in (1, 4)
+        for precision in ("32-true", "bf16-mixed")
+    }
+    found = run_distributed(train, world, cases, timeout=3000)[0]
+    for name, case in cases.items():
+        # The parts of two ranks, and of the hybrid's four, are added in the reference's order. Else rounding differs,
+        # of which bf16 makes much: Muon's iteration, and under autocast LAMB's norm over the ranks.
+        half = case.precision == "bf16-mixed"
+        same_order = (world == 2 or "hybrid" in name) and not (half and case.optimizer == "lamb")
+        exact = same_order or not (half or case.optimizer == "muon")
+        compare(found[name], case, parts=world, **({} if exact else {"loss": 0.1, "weights": 0.5}))

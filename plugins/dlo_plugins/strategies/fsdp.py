@@ -255,6 +255,9 @@ class FSDPStrategy(ShardedState):
         except BaseException:
             if self.sharding is not None:
                 self.sharding.reset()
+            if self._usage is not None:
+                self._usage.used.clear()
+            self._open = False
             raise
 
     def on_validation_end(self) -> None:

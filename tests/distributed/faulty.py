@@ -1,0 +1,116 @@
+"""A small regression that fails where a test tells it to; the plug-in of the tests of failures."""
+
+import os
+import signal
+import time
+
+import torch
+from lightning.pytorch import Callback, LightningModule
+from torch import nn
+
+from dlo_framework import DloError
+from dlo_framework.data import ResumableDataModule
+
+
+def own_rank() -> int:
+    return int(os.environ.get("RANK", os.environ.get("LOCAL_RANK", "0")))
+
+
+def say(what: str) -> None:
+    # In one write: the ranks share a pipe.
+    os.write(1, f"{what} {os.getpid()} {time.time()}\n".encode())
+
+
+class FaultyNet(LightningModule):
+    def __init__(self, pause: float = 0.0) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Dropout(0.2), nn.Linear(16, 1))
+        self.pause = pause
+
+    def loss(self, batch):
+        return nn.functional.mse_loss(self.net(batch), batch.sum(1, keepdim=True))
+
+    def training_step(self, batch, batch_idx):
+        time.sleep(self.pause)
+        return self.loss(batch)
+
+    def validation_step(self, batch, batch_idx):
+        self.log("val_loss", self.loss(batch), sync_dist=True)
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters(), lr=1e-2)
+
+
+class FaultyData(ResumableDataModule):
+    """64 samples; from item 20 on, the loader of one rank raises."""
+
+    def __init__(self, num_workers: int = 0, raise_on: int = -1, batch_size: int = 8) -> None:
+        super().__init__(batch_size=batch_size, num_workers=num_workers)
+        self.raise_on = raise_on
+
+    def train_dataloader(self):
+        return self.train_loader(Items(self.raise_on))
+
+    def val_dataloader(self):
+        return self.eval_loader(Items(-1))
+
+
+class Items(torch.utils.data.Dataset):
+    def __init__(self, raise_on: int) -> None:
+        self.raise_on, self.told = raise_on, False
+        self.x = torch.randn(64, 8, generator=torch.Generator().manual_seed(0))
+
+    def __len__(self) -> int:
+        return len(self.x)
+
+    def __getitem__(self, index):
+        if not self.told:
+            self.told = True
+            say("PID")  # Of a loader's worker, where there is one.
+        if own_rank() == self.raise_on and index >= 20:
+            say("FAULT")
+            raise DloError(f"image {index} is broken; mend it")
+        return self.x[index]
+
+
+class Fault(Callback):
+    """At one place and step, on one rank: raises, hangs, leaves, or gets a signal."""
+
+    def __init__(self, at: str = "step", rank: int = 1, what: str = "raise", after: int = 3, once: str = "") -> None:
+        self.at, self.rank, self.what, self.after, self.once = at, rank, what, after, once
+
+    def setup(self, trainer, pl_module, stage):
+        say("PID")
+
+    def _fault(self, trainer, where: str) -> None:
+        if where != self.at or own_rank() != self.rank or trainer.global_step != self.after or trainer.sanity_checking:
+            return
+        if self.once and os.path.exists(f"{self.once}.{self.after}"):
+            return
+        if self.once:
+            open(f"{self.once}.{self.after}", "w").close()
+        say("FAULT")
+        if self.what == "raise":
+            raise ValueError("boom")
+        if self.what == "hang":
+            time.sleep(600)
+        if self.what == "exit":
+            os._exit(7)
+        os.kill(os.getpid(), getattr(signal, self.what))
+        time.sleep(5)
+
+    def on_train_batch_start(self, trainer, *_):
+        self._fault(trainer, "step")
+
+    def on_train_batch_end(self, trainer, *_):
+        self._fault(trainer, "end")
+
+    def on_validation_batch_start(self, trainer, *_):
+        self._fault(trainer, "validation")
+
+    def on_before_zero_grad(self, trainer, *_):
+        self._fault(trainer, "callback")
+
+
+class SecondFault(Fault):
+    """Another one in the same run."""

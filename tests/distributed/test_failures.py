@@ -1,0 +1,331 @@
+"""What happens to all ranks when one of them fails, is killed, is stopped or gets a signal: real processes, real kills.
+
+Under load a rank takes half a minute to start, so times are counted from the fault, which says when it happens.
+"""
+
+import re
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+
+from dlo_framework.checkpoint import load
+
+FAULTY = Path(__file__).with_name("faulty.py")
+CONFIG = f"""
+plugins: [{FAULTY}]
+trainer:
+  max_epochs: 2
+  accelerator: cpu
+  devices: 2
+  log_every_n_steps: 1
+  enable_progress_bar: false
+  enable_model_summary: false
+model: {{class_path: FaultyNet}}
+data: {{class_path: FaultyData}}
+"""
+STRATEGIES = {
+    "ddp": "{class_path: DataParallelStrategy, init_args: {timeout_minutes: MINUTES}}",
+    "zero1": "{class_path: ZeroStrategy, init_args: {stage: 1, timeout_minutes: MINUTES}}",
+    "zero3": "{class_path: ZeroStrategy, init_args: {stage: 3, timeout_minutes: MINUTES}}",
+    "fsdp": "{class_path: FSDPStrategy, init_args: {timeout_minutes: MINUTES}}",
+}
+SILENCE = 12.0
+
+
+@dataclass
+class End:
+    """How a command ended.
+
+    Attributes:
+        code: its exit code.
+        err: what it printed to stderr, without gloo's own words.
+        seconds: from the fault to its end.
+    """
+
+    code: int
+    err: str
+    seconds: float
+
+    @property
+    def last(self) -> str:
+        return self.err.splitlines()[-1]
+
+
+def config(folder: Path, strategy: str, minutes: float = 30, **parts: str) -> str:
+    """Writes a config; ``parts`` are YAML: arguments of ``fault``, ``model`` and ``data``, and more ``callbacks``."""
+    callbacks = [f"{{class_path: Fault, init_args: {parts['fault']}}}"] if "fault" in parts else []
+    callbacks += [parts["callbacks"]] if "callbacks" in parts else []
+    text = CONFIG.replace("trainer:\n", f"trainer:\n  callbacks: [{', '.join(callbacks)}]\n")
+    text = text.replace(
+        "trainer:\n", f"trainer:\n  strategy: {STRATEGIES[strategy].replace('MINUTES', str(minutes))}\n"
+    )
+    for name in ("model", "data"):
+        if name in parts:
+            text = re.sub(rf"^({name}: .*)}}$", rf"\1, init_args: {parts[name]}}}", text, flags=re.MULTILINE)
+    (folder / "run.yaml").write_text(text)
+    return "run.yaml"
+
+
+def finish(process: subprocess.Popen, within: float) -> End:
+    """Waits for a command; it has to end within so many seconds of the fault, with nobody left behind."""
+    lines = []
+    assert process.stdout is not None
+    fault = None
+    for line in process.stdout:
+        lines.append(line)
+        if line.startswith("FAULT"):
+            fault = float(line.split()[2])
+            break
+    assert fault is not None, (lines, process.stderr.read() if process.stderr else "")
+    try:
+        out, err = process.communicate(timeout=max(1.0, fault + within - time.time()))
+    except subprocess.TimeoutExpired:
+        process.kill()
+        raise
+    seconds = time.time() - fault
+    err = "\n".join(line for line in err.splitlines() if line and not line.startswith("[Gloo]"))
+    found = re.findall(r"^PID (\d+)", "".join(lines) + out, flags=re.MULTILINE)
+    assert len(found) >= 2
+    # A loader's worker looks every five seconds whether its rank is still there.
+    until = time.monotonic() + 10
+    while any(alive(int(pid)) for pid in found):
+        assert time.monotonic() < until, f"left behind: {[pid for pid in found if alive(int(pid))]}"
+        time.sleep(0.1)
+    return End(process.returncode, err, seconds)
+
+
+def alive(pid: int) -> bool:
+    """Returns whether a process is there, and no corpse that waits to be collected."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+def fails(dlo, path: str, within: float = 30.0) -> End:
+    end = finish(dlo.start("fit", "--config", path), within)
+    print(f"{end.seconds:.1f} s after the fault: exit code {end.code}: {end.last}")
+    assert end.code != 0
+    return end
+
+
+# --- a rank raises ---------------------------------------------------------------------------------------------
+
+
+def check_boom(end: End, rank: int) -> None:
+    assert end.code == 1
+    assert end.last == f"dlo 0.1.0: rank {rank} of 2 failed: ValueError: boom"
+    assert end.err.count("Traceback") == 1  # The first error's, and no wall of closed connections.
+    assert "boom" in end.err.splitlines()[-2]
+
+
+def test_an_error_on_one_rank_ends_all_and_is_the_last_word(dlo):
+    """A checkpoint on exceptions, which ranks can only save together, must not keep them."""
+    arguments = f"{{save_on_exception: true, every_n_train_steps: 100, dirpath: {dlo.folder}/ex}}"
+    callbacks = f"{{class_path: ModelCheckpoint, init_args: {arguments}}}"
+    check_boom(fails(dlo, config(dlo.folder, "ddp", fault="{at: callback}", callbacks=callbacks)), 1)
+    assert not (dlo.folder / "ex").exists()
+
+
+def test_bad_input_on_one_rank_is_one_line(dlo):
+    end = fails(dlo, config(dlo.folder, "zero3", data="{raise_on: 1, num_workers: 1}", fault="{after: 100}"))
+    assert end.code == 2
+    assert re.fullmatch(r"dlo 0.1.0: error \(rank 1\): image \d+ is broken; mend it", end.last)
+    assert "Traceback" not in end.err
+
+
+def test_an_error_on_rank_0_ends_the_others(dlo):
+    check_boom(fails(dlo, config(dlo.folder, "zero3", fault="{at: validation, rank: 0, after: 8}")), 0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("at", ["step", "validation", "callback", "end"])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_errors_anywhere(dlo, strategy, at, rank):
+    after = 8 if at == "validation" else 3
+    check_boom(fails(dlo, config(dlo.folder, strategy, fault=f"{{at: {at}, rank: {rank}, after: {after}}}")), rank)
+
+
+# --- a rank is killed, or stops answering ----------------------------------------------------------------------
+
+
+def check_killed(end: End, rank: int) -> None:
+    assert end.code == (137 if rank else -signal.SIGKILL)
+    what = "its process was killed by SIGKILL" if rank else "its process ended without a word"
+    assert f"rank {rank} of 2 failed: {what}" in end.last
+    assert "Traceback" not in end.err
+
+
+def test_a_killed_rank_is_named_and_nobody_is_left(dlo):
+    """The rank has a loader's worker, which inherits its connections."""
+    path = config(dlo.folder, "ddp", fault="{what: SIGKILL}", data="{num_workers: 1}")
+    check_killed(fails(dlo, path, within=10), 1)
+
+
+def test_if_the_main_process_is_killed_the_others_end(dlo):
+    check_killed(fails(dlo, config(dlo.folder, "zero3", fault="{what: SIGKILL, rank: 0}"), within=10), 0)
+
+
+def test_a_stopped_rank_is_given_up_after_the_timeout(dlo):
+    end = fails(dlo, config(dlo.folder, "zero3", SILENCE / 60, fault="{what: SIGSTOP}"), within=SILENCE + 5)
+    assert end.code == 1
+    assert "rank 1 of 2 failed: nothing was heard of it for 12 s" in end.last
+    assert "Traceback" not in end.err
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("at", ["step", "validation"])
+def test_kills_anywhere(dlo, strategy, rank, at):
+    after = 8 if at == "validation" else 3
+    fault = f"{{what: SIGKILL, rank: {rank}, at: {at}, after: {after}}}"
+    check_killed(fails(dlo, config(dlo.folder, strategy, fault=fault), within=10), rank)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("at", ["step", "end"])
+def test_silence_anywhere(dlo, strategy, at):
+    path = config(dlo.folder, strategy, SILENCE / 60, fault=f"{{what: SIGSTOP, at: {at}}}")
+    assert "rank 1 of 2 failed: nothing was heard of it" in fails(dlo, path, SILENCE + 5).last
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_hangs_is_named_by_those_that_wait(dlo, strategy, rank):
+    path = config(dlo.folder, strategy, SILENCE / 60, fault=f"{{what: hang, rank: {rank}}}")
+    end = fails(dlo, path, within=30 + SILENCE)
+    assert f"rank {rank} of 2 failed: it is still in batch" in end.last
+    assert end.code == 1
+
+
+# --- signals ---------------------------------------------------------------------------------------------------
+
+
+def signalled(dlo, strategy: str, name: str, to: str, signum: int, times: int = 1) -> float:
+    """Sends a signal to ranks of a run, and compares it, resumed, with one that was not stopped.
+
+    Returns:
+        Seconds from the signal to the run's end.
+    """
+    path = config(dlo.folder, strategy, model="{pause: 0.3}", fault="{after: 1000}")
+    process = dlo.start("fit", "--config", path, "--run.name", name)
+    run = dlo.folder / "runs" / name / "version_0"
+    pids = []
+    assert process.stdout is not None
+    while len(pids) < 2:
+        line = process.stdout.readline()
+        assert line, process.communicate()
+        pids += [int(line.split()[1])] if line.startswith("PID") else []
+    until = time.monotonic() + 120
+    while not any(len(file.read_bytes()) > 1000 for file in run.glob("events.*")):  # A step has been logged.
+        assert time.monotonic() < until
+        time.sleep(0.05)
+    time.sleep(0.5)
+    others = [pid for pid in pids if pid != process.pid]
+    targets = {"rank 0": [process.pid], "rank 1": others, "all": pids}[to]
+    before = time.monotonic()
+    for _ in range(times):
+        for pid in targets:
+            subprocess.run(["kill", f"-{signum}", str(pid)], check=True)
+        time.sleep(0.1)
+    _, err = process.communicate(timeout=15)
+    seconds = time.monotonic() - before
+    print(f"{strategy}: {signal.Signals(signum).name} x {times} to {to}: ended {seconds:.1f} s later")
+    assert process.returncode == 143, err
+    assert "Traceback" not in err
+    assert [entry.name for entry in (run / "checkpoints").iterdir()] == ["last.ckpt"]
+    assert err.splitlines()[-1].startswith("stopped at step")
+    step = int(re.search(r"stopped at step (\d+)", err).group(1))
+    assert 0 < step < 16
+    assert load(run / "checkpoints" / "last.ckpt")["global_step"] == step
+    dlo("fit", "--config", path, "--run.name", name, "--ckpt_path", "last")
+    return seconds
+
+
+@pytest.mark.parametrize(
+    ("strategy", "to", "signum", "times"),
+    [
+        ("zero3", "all", signal.SIGTERM, 2),
+        pytest.param("ddp", "rank 1", signal.SIGUSR1, 1, marks=pytest.mark.slow),
+        pytest.param("ddp", "all", signal.SIGTERM, 2, marks=pytest.mark.slow),
+        pytest.param("zero1", "rank 0", signal.SIGTERM, 1, marks=pytest.mark.slow),
+        pytest.param("zero1", "all", signal.SIGUSR1, 1, marks=pytest.mark.slow),
+        pytest.param("zero3", "rank 0", signal.SIGTERM, 2, marks=pytest.mark.slow),
+        pytest.param("zero3", "rank 1", signal.SIGTERM, 1, marks=pytest.mark.slow),
+        pytest.param("fsdp", "all", signal.SIGTERM, 2, marks=pytest.mark.slow),
+        pytest.param("fsdp", "rank 1", signal.SIGUSR1, 1, marks=pytest.mark.slow),
+    ],
+)
+def test_a_signal_leads_to_one_checkpoint_and_an_equal_run(dlo, curve, strategy, to, signum, times):
+    signalled(dlo, strategy, "cut", to, signum, times)
+    path = config(dlo.folder, strategy, fault="{after: 1000}")
+    dlo("fit", "--config", path, "--run.name", "whole")
+    cut, whole = (curve(dlo.folder / "runs" / name / "version_0") for name in ("cut", "whole"))
+    assert len(whole) == 16
+    assert cut == whole
+
+
+# --- torchrun --------------------------------------------------------------------------------------------------
+
+
+def weights(run: Path) -> dict[str, torch.Tensor]:
+    state = load(run / "checkpoints" / "last.ckpt")["state_dict"]
+    found = {}
+    for name in state:
+        found[name] = torch.empty(state.shape(name), dtype=state.dtype(name))
+        state.read_into(name, found[name])
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["ddp", "zero3"])
+def test_torchrun_restarts_a_killed_run_which_goes_on_by_itself(dlo, curve, strategy):
+    """Killed in the first epoch, before any checkpoint, and in the second: it starts anew, and goes on."""
+    callbacks = (
+        f"{{class_path: SecondFault, init_args: {{what: SIGKILL, rank: 0, after: 11, once: {dlo.folder}/killed}}}}"
+    )
+    fault = f"{{what: SIGKILL, after: 3, once: {dlo.folder}/killed}}"
+    path = config(dlo.folder, strategy, fault=fault, callbacks=callbacks)
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--max-restarts=3"]
+    command += ["--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0", "-m", "dlo_framework"]
+    words = ["fit", "--config", path, "--run.name", "torn", "--ckpt_path", "auto"]
+    done = subprocess.run(
+        [*command, *words], cwd=dlo.folder, env=dlo.environment(), capture_output=True, text=True, timeout=280
+    )
+    assert done.returncode == 0, done.stderr[-6000:]
+    assert sorted(file.name for file in dlo.folder.glob("killed.*")) == ["killed.11", "killed.3"]
+    assert "rank 1 of 2 failed" in done.stderr
+    whole = config(dlo.folder, strategy)
+    dlo("fit", "--config", whole, "--run.name", "whole")
+    runs = [dlo.folder / "runs" / "torn" / "version_1", dlo.folder / "runs" / "whole" / "version_0"]
+    found, expected = (weights(run) for run in runs)
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    assert curve(runs[0]) == curve(runs[1])
+    assert len(curve(runs[0])) == 16
+
+
+@pytest.mark.slow
+def test_torchrun_names_the_first_failure(dlo):
+    path = config(dlo.folder, "zero3", fault="{}")
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--rdzv-backend=c10d"]
+    command += ["--rdzv-endpoint=localhost:0", "-m", "dlo_framework", "fit", "--config", path]
+    done = subprocess.run(
+        command, cwd=dlo.folder, env=dlo.environment(), capture_output=True, text=True, timeout=280, check=False
+    )
+    assert done.returncode == 1
+    assert "dlo 0.1.0: rank 1 of 2 failed: ValueError: boom" in done.stderr
+    assert "dlo 0.1.0: rank 0 ends because rank 1 of 2 failed: ValueError: boom" in done.stderr
+    root = done.stderr[done.stderr.index("Root Cause") :]
+    assert re.search(r"rank\s*: 1 ", root)
+    assert "ValueError: boom" in root

@@ -1,0 +1,189 @@
+"""Bad losses and unequal loaders: all ranks do the same about them, and none waits for the others for ever."""
+
+import warnings
+
+import pytest
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+
+from dlo_framework.distributed.equal_batches import EqualBatches
+from dlo_framework.distributed.strategy import DataParallelStrategy
+from dlo_framework.errors import DloError, is_agreed
+from dlo_framework.finite import FiniteLoss
+from dlo_framework.testing import run_distributed
+from dlo_plugins.strategies.zero import ZeroStrategy
+
+WIDTH, BATCHES, BAD = 8, 10, 6
+STRATEGIES = {
+    "ddp": DataParallelStrategy,
+    "zero1": lambda: ZeroStrategy(stage=1),
+    "zero3": lambda: ZeroStrategy(stage=3),
+}
+
+
+class Net(LightningModule):
+    def __init__(self, norm: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        layers = [torch.nn.Linear(WIDTH, 16), torch.nn.Tanh(), torch.nn.Linear(16, 1)]
+        self.net = torch.nn.Sequential(*([torch.nn.BatchNorm1d(WIDTH)] if norm else []), *layers)
+        self.validated = 0
+
+    def training_step(self, batch, batch_idx):
+        return self.net(batch[0]).square().mean()
+
+    def validation_step(self, batch, batch_idx):
+        self.net(batch[0])
+        self.validated += 1
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters(), lr=1e-2)
+
+
+class Stream(IterableDataset):
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+    def __iter__(self):
+        return iter([(torch.full((WIDTH,), float(number)),) for number in range(self.size)])
+
+
+def loader(size: int, bad: list[int] | None = None, batch_size: int = 1) -> DataLoader:
+    x = torch.randn(size, WIDTH, generator=torch.Generator().manual_seed(2))
+    for batch in bad or []:
+        x[batch * batch_size, 3] = float("nan")
+    return DataLoader(TensorDataset(x), batch_size=batch_size)
+
+
+def fit(make, train, *callbacks, world_size: int, validate=None, norm: bool = False, **options):
+    """Returns the trainer of a fit, and the error that ended it."""
+    trainer = Trainer(
+        accelerator="cpu",
+        devices=world_size,
+        strategy=make() if make else "auto",
+        max_epochs=1,
+        callbacks=list(callbacks),
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        use_distributed_sampler=False,
+        **options,
+    )
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            trainer.fit(Net(norm), train, validate)
+    except DloError as error:
+        return trainer, str(error) if is_agreed(error) else f"not agreed on: {error}"
+    return trainer, ""
+
+
+def outcome(trainer, error: str) -> dict:
+    """Returns what is compared between ranks: weights (this rank's part of them), the optimizer's steps, the error."""
+    held = [tensor.clone() for tensor in trainer.strategy.held_tensors()]
+    steps = {float(state["step"]) for optimizer in trainer.optimizers for state in optimizer.state.values()}
+    return {"weights": held, "steps": steps, "error": error, "global_step": trainer.global_step}
+
+
+# --- losses that are not numbers -------------------------------------------------------------------------------
+
+
+def _bad_losses(rank: int, world_size: int) -> dict[str, dict]:
+    found = {}
+    for name, make in STRATEGIES.items():
+        train = loader(BATCHES, [BAD] if rank == 1 else None)
+        for how in ("stop", "skip"):
+            found[f"{name} {how}"] = outcome(*fit(make, train, FiniteLoss(how), world_size=world_size))
+        window = {"accumulate_grad_batches": 5, "world_size": world_size}
+        found[f"{name} window"] = outcome(*fit(make, train, FiniteLoss("skip"), **window))
+        # Without that batch at all: what a run that skips its step has to come to.
+        kept = [number for number in range(BATCHES) if number != BAD]
+        rest = DataLoader(torch.utils.data.Subset(loader(BATCHES).dataset, kept))
+        found[f"{name} without"] = outcome(*fit(make, rest, world_size=world_size))
+    endless = loader(BATCHES, list(range(2, BATCHES)) if rank == 1 else None)
+    found["endless"] = outcome(*fit(DataParallelStrategy, endless, FiniteLoss("skip", 3), world_size=world_size))
+    poison = loader(2 * BATCHES, [BAD] if rank == 1 else None, batch_size=2)
+    found["poison"] = outcome(*fit(DataParallelStrategy, poison, FiniteLoss("skip"), norm=True, world_size=world_size))
+    return found
+
+
+def test_a_bad_loss_on_one_rank_reaches_no_weight():
+    ranks = run_distributed(_bad_losses, 2)
+    for found in ranks:
+        for name in STRATEGIES:
+            stopped, skipped, window = (found[f"{name} {how}"] for how in ("stop", "skip", "window"))
+            assert "the loss of rank 1 was not finite in step 7 (epoch 0, batch 6)" in stopped["error"]
+            assert stopped["steps"] == {BAD}
+            assert skipped["error"] == ""
+            assert (skipped["steps"], skipped["global_step"]) == ({BATCHES - 1}, BATCHES)
+            assert (window["steps"], window["global_step"]) == ({1}, 2)
+            for case in (stopped, skipped, window):
+                assert all(bool(tensor.isfinite().all()) for tensor in case["weights"])
+            # A step that was left out has left nothing behind: not in the weights, not in the moments.
+            for tensor, expected in zip(skipped["weights"], found[f"{name} without"]["weights"], strict=True):
+                assert torch.equal(tensor, expected), name
+        assert "3 steps in a row were skipped" in found["endless"]["error"]
+        assert found["endless"]["steps"] == {2}
+        assert "has made the buffer net.0.running_mean so" in found["poison"]["error"]
+    for name in ("ddp stop", "ddp skip", "ddp window", "zero1 stop", "zero1 skip", "endless"):
+        for one, other in zip(ranks[0][name]["weights"], ranks[1][name]["weights"], strict=True):
+            assert torch.equal(one, other), name
+
+
+def test_a_bad_loss_in_a_single_process():
+    _, error = fit(None, loader(BATCHES, [BAD]), FiniteLoss(), world_size=1)
+    assert error.startswith("the loss was not finite in step 7 (epoch 0, batch 6); the weights are those before it")
+    skipping = FiniteLoss("skip")
+    trainer, error = fit(None, loader(BATCHES, [BAD]), skipping, world_size=1)
+    assert (error, skipping.skipped, trainer.global_step) == ("", 1, BATCHES)
+    ignoring = FiniteLoss("ignore")
+    trainer, error = fit(None, loader(BATCHES, [BAD]), ignoring, world_size=1)
+    assert error == ""
+    assert not any(bool(p.isfinite().all()) for p in trainer.lightning_module.parameters())
+
+
+def test_options_are_checked():
+    with pytest.raises(DloError, match="on_nan is stop, skip or ignore, but was 'explode'"):
+        FiniteLoss("explode")
+    with pytest.raises(DloError, match="max_skipped is at least 1, but was 0"):
+        FiniteLoss("skip", 0)
+
+
+# --- ranks with different numbers of batches -------------------------------------------------------------------
+
+
+def _unequal(rank: int, world_size: int) -> dict[str, str]:
+    own = 7 if rank == 0 else 10
+    found = {}
+    for name, make in STRATEGIES.items():
+        for kind, train in (("length", loader(own)), ("stream", DataLoader(Stream(own)))):
+            trainer, found[f"{name} {kind}"] = fit(make, train, EqualBatches(), world_size=world_size)
+            found[f"{name} {kind} steps"] = str(trainer.global_step)
+            limit = {"limit_train_batches": 7, "world_size": world_size}
+            trainer, found[f"{name} {kind} limited"] = fit(make, train, EqualBatches(), **limit)
+            found[f"{name} {kind} limited steps"] = str(trainer.global_step)
+        options = {"validate": loader(own), "world_size": world_size, "num_sanity_val_steps": 0}
+        trainer, found[f"{name} validation"] = fit(make, loader(4), EqualBatches(), **options)
+        found[f"{name} validated"] = str(trainer.lightning_module.validated)
+    return found
+
+
+def test_ranks_with_different_numbers_of_batches_end_with_an_error():
+    for rank, found in enumerate(run_distributed(_unequal, 2)):
+        for name in STRATEGIES:
+            assert "same number of training batches, but ranks 0 to 1 have 7, 10" in found[f"{name} length"]
+            assert "set trainer.limit_train_batches to 7 or less" in found[f"{name} length"]
+            assert found[f"{name} length steps"] == "0"  # Before training.
+            assert "rank 0 came to the end after 7 and the others did not" in found[f"{name} stream"]
+            assert found[f"{name} stream steps"] == "6"  # Before the first batch that is some ranks' last.
+            for kind in ("length", "stream"):
+                assert found[f"{name} {kind} limited"] == ""
+                assert found[f"{name} {kind} limited steps"] == "7"
+            if name == "ddp":  # Its forward pass needs nobody else.
+                assert found["ddp validation"] == ""
+                assert found["ddp validated"] == ("7" if rank == 0 else "10")
+            else:
+                assert "validation batches, but ranks 0 to 1 have 7, 10" in found[f"{name} validation"]
+                assert found[f"{name} validated"] == "0"

@@ -1,0 +1,150 @@
+"""Ranks that watch each other: each kind of end reaches all, once, and names the rank."""
+
+import socket
+import time
+from contextlib import contextmanager
+
+import pytest
+
+from dlo_framework.distributed.failure import Failure, is_lost_connection
+from dlo_framework.distributed.watch import Watch
+
+LIMIT = 1.0
+
+
+@contextmanager
+def ranks(world_size: int, limit: float = 60.0, places: list[int] | None = None):
+    """Yields the watches of all ranks, as threads of this process, and what each was told."""
+    told: list[list[Failure]] = [[] for _ in range(world_size)]
+    watches = [
+        Watch(
+            rank,
+            world_size,
+            limit=limit,
+            on_failure=told[rank].append,
+            place=lambda rank=rank: (places or [0] * world_size)[rank],
+        )
+        for rank in range(world_size)
+    ]
+    address = watches[0].serve(one_host=True, name="localhost")
+    assert all(watch.join(address) for watch in watches[1:])
+    wait_until(lambda: sorted(str(peer.rank) for peer in watches[0]._peers) == [*map(str, range(1, world_size))])
+    try:
+        yield watches, told, address
+    finally:
+        for watch in reversed(watches):
+            watch.end(orderly=True)
+
+
+def wait_until(true) -> None:
+    until = time.monotonic() + 20
+    while not true():
+        assert time.monotonic() < until
+        time.sleep(0.02)
+
+
+def test_the_first_failure_reaches_all_and_counts_for_all():
+    with ranks(3) as (watches, told, _):
+        own = Failure(2, 3, "ValueError: boom", "Traceback ...")
+        assert watches[2].fail(own) == own
+        wait_until(lambda: watches[1].first == own)
+        assert watches[1].fail(Failure(1, 3, "KeyError: 'x'")) == own
+        assert watches[0].fail(Failure(0, 3, "late")) == own
+        assert told == [[own], [own], []]
+
+
+def test_rank_0_tells_the_others_of_its_own_failure():
+    with ranks(2) as (watches, told, _):
+        own = Failure(0, 2, "ValueError: boom")
+        assert watches[0].fail(own) == own
+        wait_until(lambda: told[1] == [own])
+        assert told[0] == []
+
+
+@pytest.mark.parametrize("dying", [1, 0])
+def test_a_process_that_dies_is_named(dying):
+    with ranks(2) as (watches, told, _):
+        other = 1 - dying
+        for peer in watches[dying]._peers:
+            peer.connection.shutdown(socket.SHUT_RDWR)  # What the system does when a process is killed.
+        wait_until(lambda: told[other])
+        assert told[other][0].rank == dying
+        assert "ended without a word" in told[other][0].summary
+
+
+def test_a_silent_rank_is_named_and_one_that_beats_is_not():
+    with ranks(2, limit=LIMIT) as (_, told, address):
+        time.sleep(2 * LIMIT)
+        assert told == [[], []]
+        frozen = socket.create_connection((address.hosts[0], address.port))
+        frozen.sendall(b'{"rank": 2, "token": "%s"}\n' % address.token.encode())
+        wait_until(lambda: told[0] and told[1])
+        assert [failures[0].rank for failures in told] == [2, 2]
+        assert "nothing was heard" in told[0][0].summary
+        frozen.close()
+
+
+def test_farewell_is_no_failure():
+    with ranks(3) as (watches, told, _):
+        watches[1].end(orderly=True)
+        wait_until(lambda: watches[0].has_left(1))
+        time.sleep(0.5)
+        assert told == [[], [], []]
+        assert watches[0].first is None
+        assert not watches[0].has_left(2)
+
+
+def test_strangers_are_sent_away():
+    with ranks(2) as (watches, told, address):
+        for line in (b'{"rank": 1, "token": "guess"}\n', b"GET / HTTP/1.1\r\n\r\n", b"[]\n", b'{"token": "\\u0000"}\n'):
+            stranger = socket.create_connection((address.hosts[0], address.port))
+            stranger.sendall(line)
+            stranger.settimeout(20)
+            assert stranger.recv(100) == b""
+            stranger.close()
+        flood = socket.create_connection((address.hosts[0], address.port))
+        with pytest.raises(OSError, match=r"reset|[Bb]roken"):
+            flood.sendall(b"x" * 10_000_000)
+        flood.close()
+        assert told == [[], []]
+        assert watches[1].fail(Failure(1, 2, "still listens")).summary == "still listens"
+
+
+@pytest.mark.parametrize(("places", "waiting", "to_blame"), [([9, 7, 9], (0, 2), 1), ([7, 7, 7], (0, 1), 2)])
+def test_of_ranks_that_wait_in_vain_the_one_waited_for_is_to_blame(places, waiting, to_blame):
+    with ranks(3, limit=2.0, places=places) as (watches, _, _):
+        wait_until(lambda: [peer.place for peer in watches[0]._peers] == places[1:])
+        for rank in reversed(waiting):  # Rank 0 last: it waits for the verdict.
+            watches[rank]._told = True
+            watches[0]._waited.setdefault(rank, Failure(rank, 3, "RuntimeError: Timed out"))
+        first = watches[0].wait_for_first(20)
+        assert first is not None
+        assert first.rank == to_blame
+        assert "still in batch 4" in first.summary
+
+
+def test_if_all_wait_for_all_the_first_error_stands():
+    with ranks(2) as (watches, _, _):
+        error = Failure(0, 2, "RuntimeError: Timed out")
+        watches[0]._waited = {0: error, 1: Failure(1, 2, "RuntimeError: Timed out")}
+        assert watches[0].wait_for_first(20) == error
+
+
+def test_errors_of_a_connection_are_told_from_others():
+    lost = (
+        "[/gloo/transport/tcp/pair.cc:545] Read error [127.0.0.1]:1: Connection reset by peer",
+        "[/gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting 6000ms for recv operation to complete",
+        "Application timeout caused pair closure",
+        "NCCL communicator was aborted on rank 1",
+    )
+    assert all(is_lost_connection(RuntimeError(text)) for text in lost)
+    assert not is_lost_connection(RuntimeError("mat1 and mat2 shapes cannot be multiplied"))
+    assert not is_lost_connection(ValueError("Connection reset by peer"))
+
+
+def test_a_failure_travels_as_one_line():
+    failure = Failure.of(KeyError("a\nb"), 3, 4)
+    assert "\n" not in failure.to_text()
+    assert Failure.from_text(failure.to_text()) == failure
+    with pytest.raises(ValueError, match="no failure"):
+        Failure.from_text('{"rank": 1}')
