@@ -1,7 +1,7 @@
 """The two collectives that sharding is made of, each way round: reduce-scatter and all-gather of a flat buffer.
 
-On NCCL they are torch's own. On gloo (torch 2.15) those take longer than an all-reduce of the same buffer, which does
-the work of both; exchanging the segments between pairs of ranks takes 0.45 and 0.35 of it
+On NCCL they are torch's own. On gloo (torch 2.15) those take 1.5 to 2.2 times as long as an all-reduce of the same
+buffer, which does the work of both; exchanging the segments between pairs of ranks takes a half and a third of theirs
 (``benchmarks/collectives.py``), so here each rank sends each other rank its segment and adds up what it gets.
 """
 

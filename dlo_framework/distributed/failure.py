@@ -22,9 +22,9 @@ from dlo_framework.errors import DloError, worker_message
 LAUNCHER = "DLO_LAUNCHER"
 #: What the libraries under us say when another rank is gone or silent.
 _LOST = re.compile(
-    r"gloo/transport|Connection (closed|reset) by|Connection refused|Broken pipe|Socket Timeout|Timed out|timed out"
-    r"|Application timeout caused pair closure|NCCL (error|communicator)|ncclRemoteError|ProcessGroupNCCL"
-    r"|Failed to (recv|send)|heartbeat",
+    r"gloo/transport|connectFullMesh|Connection (closed|reset) by|Connection refused|Broken pipe|Socket Timeout"
+    r"|Timed out waiting|Application timeout caused pair closure|NCCL (error|communicator)|ncclRemoteError"
+    r"|ProcessGroupNCCL"
 )
 #: A traceback longer than this is cut in the middle: it travels to every rank.
 _MOST_DETAILS = 20_000

@@ -165,17 +165,17 @@ class RankLauncher(_SubprocessScriptLauncher):
         threading.Thread(target=self._abandon_unless, args=(self._raised, grace, failure), daemon=True).start()
 
     def _abandon_unless(self, done: threading.Event, seconds: float, failure: Failure) -> None:
-        if done.wait(seconds):
-            return
+        done.wait(seconds)
         with self._leaving:
+            if done.is_set():
+                return
             self._end_children(0.0)
-            ended = self._ended(failure)
-            tell(ended)
+            tell(self._ended(failure))
             leave(failure.exit_code)
 
     def _ended(self, failure: Failure) -> Ended:
-        # The process that has started this one tells, unless it is the one that was killed, or hangs.
-        can_tell = failure.rank != self._node_start() or failure.told
+        # The process that has started this one tells, unless it has not heard, or was killed, or hangs.
+        can_tell = self._watch is not None and (failure.rank != self._node_start() or failure.told)
         return Ended(failure, self._rank, told_elsewhere=_parent() is not None and can_tell)
 
     # --- failing -------------------------------------------------------------------------------------------
@@ -184,16 +184,17 @@ class RankLauncher(_SubprocessScriptLauncher):
         """Tells all ranks of this one's error, or learns that another's came first; returns what is to be raised."""
         own = Failure.of(error, self._rank, self._world if self._watch else self.num_processes * self.num_nodes)
         first = self._first(error, own)
-        self._raised.set()
-        if first is own:
+        with self._leaving:
+            self._raised.set()
+        if first == own:
             tell_torchrun(error)
         # One that was stopped or hangs leaves no sooner for being given time.
         self._end_children(2 * _CHILDS_GRACE if first.told else 0.0)
-        self._end_watch(orderly=False)
         note_end(self._ended(first))
+        self._end_watch(orderly=False)
         self._disarm()
         threading.Thread(target=self._abandon_unless, args=(self._handled, _FAREWELL, first), daemon=True).start()
-        return error if first is own or not is_lost_connection(error) else RankFailed(first)
+        return error if first == own or not is_lost_connection(error) else RankFailed(first)
 
     def _first(self, error: BaseException, own: Failure) -> Failure:
         watch = self._watch

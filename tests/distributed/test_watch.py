@@ -139,6 +139,7 @@ def test_errors_of_a_connection_are_told_from_others():
     )
     assert all(is_lost_connection(RuntimeError(text)) for text in lost)
     assert not is_lost_connection(RuntimeError("mat1 and mat2 shapes cannot be multiplied"))
+    assert not is_lost_connection(RuntimeError("DataLoader timed out after 5 seconds"))
     assert not is_lost_connection(ValueError("Connection reset by peer"))
 
 
