@@ -61,13 +61,16 @@ def page_of(name: str) -> str:
 
 
 def plugin_table() -> str:
-    """Returns the table of registered plug-ins, each with the first paragraph of its docstring."""
+    """Returns the table of registered plug-ins, each with its short names and its docstring's first paragraph."""
     from dlo_framework.registry.source import read_summary
 
-    rows = [
-        f"| [{name}]({page_of(name)}) | {kind} | {' '.join(read_summary(target).split())} |"
-        for name, (kind, target) in entry_points().items()
-    ]
+    classes: dict[tuple[str, str], list[str]] = {}
+    for name, registered in entry_points().items():
+        classes.setdefault(registered, []).append(name)
+    rows = []
+    for (kind, target), (name, *short) in classes.items():
+        names = ", ".join([f"[{name}]({page_of(name)})", *(f"`{alias}`" for alias in short)])
+        rows.append(f"| {names} | {kind} | {' '.join(read_summary(target).split())} |")
     return "\n".join(["| name | kind | what it does |", "|---|---|---|", *rows])
 
 

@@ -1,0 +1,79 @@
+"""``--ckpt_path auto``: the newest run goes on if it has not finished; else a new one starts."""
+
+import json
+import os
+
+import pytest
+import torch
+
+from dlo_framework import runs
+from dlo_framework.checkpoint import save
+
+
+@pytest.fixture(autouse=True)
+def first_process(monkeypatch):
+    for name in ("RANK", "LOCAL_RANK", "NODE_RANK", "SLURM_PROCID", runs.FOUND):
+        monkeypatch.delenv(name, raising=False)
+    yield
+    os.environ.pop(runs.FOUND, None)  # Set by what is tested, after monkeypatch has looked.
+
+
+def make_run(folder, number: int, step: int | None, status: str | None = None, steps: int = 0):
+    """Makes a run with a checkpoint at a step, and a summary."""
+    run = folder / f"version_{number}"
+    (run / runs.CHECKPOINTS).mkdir(parents=True)
+    if step is not None:
+        content = {"state_dict": {"w": torch.ones(2)}, "optimizer_states": [], "global_step": step, "epoch": 0}
+        save(content, run / runs.CHECKPOINTS / runs.LAST)
+    if status is not None:
+        (run / runs.SUMMARY).write_text(json.dumps({"status": status, "steps": steps}))
+    return run / runs.CHECKPOINTS / runs.LAST
+
+
+def test_no_run_is_a_new_start(tmp_path):
+    assert runs.unfinished(tmp_path / "none") is None
+
+
+def test_a_run_that_was_killed_or_stopped_goes_on(tmp_path):
+    make_run(tmp_path, 0, 90, "finished", 90)
+    killed = make_run(tmp_path, 1, 30)
+    assert runs.unfinished(tmp_path) == killed
+    stopped = make_run(tmp_path, 2, 40, "interrupted: RunStopped", 40)
+    assert runs.unfinished(tmp_path) == stopped
+
+
+def test_a_finished_run_does_not(tmp_path):
+    make_run(tmp_path, 0, 30)
+    make_run(tmp_path, 1, 90, "finished", 90)
+    assert runs.unfinished(tmp_path) is None
+
+
+def test_nor_does_an_older_one_for_a_run_that_has_no_checkpoint_yet(tmp_path):
+    make_run(tmp_path, 0, 30)
+    make_run(tmp_path, 1, None)
+    assert runs.unfinished(tmp_path) is None
+
+
+def test_a_finished_run_that_was_made_longer_and_killed_goes_on(tmp_path):
+    longer = make_run(tmp_path, 0, 120, "finished", 90)
+    assert runs.unfinished(tmp_path) == longer
+
+
+def test_a_damaged_checkpoint_is_passed_over(tmp_path):
+    last = make_run(tmp_path, 0, 30)
+    older = last.with_name("epoch=0.ckpt")
+    save({"state_dict": {"w": torch.ones(2)}, "optimizer_states": [], "global_step": 20, "epoch": 0}, older)
+    shard = next(last.glob("*.safetensors"))
+    shard.write_bytes(shard.read_bytes()[:-1] + b"\0")
+    with pytest.warns(UserWarning, match="passing over"):
+        assert runs.unfinished(tmp_path) == older
+
+
+@pytest.mark.parametrize("step", [30, None])
+def test_the_ranks_that_this_process_starts_decide_alike(tmp_path, monkeypatch, step):
+    found = make_run(tmp_path, 0, step)
+    expected = None if step is None else found
+    assert runs.unfinished(tmp_path) == expected
+    make_run(tmp_path, 1, 50)  # Rank 0 makes its folder while the others start.
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    assert runs.unfinished(tmp_path) == expected
