@@ -243,7 +243,7 @@ def main() -> None:
             for a, b in zip(rank["losses"][name], rank["losses"]["ddp"], strict=True)
         )
         held = max((rank["bytes"][name] for rank in ranks), key=lambda found: sum(found.values()))
-        stage = int(name[-1]) if name[-1].isdigit() else 3 if "FSDP" in name else 1 if "Redundancy" in name else 0
+        stage = 3 if "FSDP" in name else 1 if "Redundancy" in name else int(name[-1]) if name[-1].isdigit() else 0
         parts = paper_bytes(psi, options.ranks, stage)
         formula = parts.parameters + parts.gradients + parts.optimizer
         parts = [held.get(part, 0) / 1e6 for part in ("parameters", "gradients", "optimizer")]

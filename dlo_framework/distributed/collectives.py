@@ -15,6 +15,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+#: Buffers kept at most for what a reduce-scatter receives; as many as are under way at once.
+_SPARES = 2
+
 
 class Pending:
     """A collective under way.
@@ -54,6 +57,7 @@ class Communicator:
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
         self.elements: Counter[str] = Counter()
         self._pairwise = dist.get_backend(group) == "gloo"
+        self._spare: list[Tensor] = []
 
     def segment(self, buffer: Tensor, rank: int | None = None) -> Tensor:
         """Returns a rank's segment of a flat buffer whose length the ranks divide; this rank's by default."""
@@ -66,6 +70,9 @@ class Communicator:
 
         Args:
             buffer: 1-D, its length divisible by the number of ranks. It is overwritten, and the result lies in it.
+
+        On gloo, memory for what comes from the others is kept for the next one, until :meth:`release`: new memory
+        takes longer to be mapped than the sum takes.
         """
         self.elements["reduce_scatter"] += buffer.numel()
         own = self.segment(buffer)
@@ -76,7 +83,8 @@ class Communicator:
             work = dist.reduce_scatter_tensor(result, buffer, group=self.group, async_op=True)
             assert work is not None
             return Pending([work], lambda: result)
-        received = buffer.new_empty(self.size - 1, own.numel())
+        memory = self._take((self.size - 1) * own.numel(), buffer)
+        received = memory[: (self.size - 1) * own.numel()].view(self.size - 1, own.numel())
         works: list[dist.Work] = []
         for step, row in enumerate(received, start=1):
             works.append(self._send(self.segment(buffer, (self.rank + step) % self.size), step))
@@ -85,6 +93,8 @@ class Communicator:
         def add_up() -> Tensor:
             for row in received:
                 own.add_(row)
+            if len(self._spare) < _SPARES:
+                self._spare.append(memory)
             return own
 
         return Pending(works, add_up)
@@ -137,6 +147,10 @@ class Communicator:
         """Copies the group's first rank's tensor to the others."""
         dist.broadcast(tensor, group=self.group, group_src=0)
 
+    def release(self) -> None:
+        """Gives back the memory that is kept from one reduce-scatter to the next."""
+        self._spare.clear()
+
     @contextlib.contextmanager
     def counted(self) -> Iterator[Counter[str]]:
         """Counts the elements that pass inside the block, by collective."""
@@ -144,6 +158,13 @@ class Communicator:
         passed: Counter[str] = Counter()
         yield passed
         passed.update({name: count - before[name] for name, count in self.elements.items() if count != before[name]})
+
+    def _take(self, length: int, like: Tensor) -> Tensor:
+        for number, spare in enumerate(self._spare):
+            if spare.numel() >= length and spare.dtype == like.dtype and spare.device == like.device:
+                return self._spare.pop(number)
+        self._spare.clear()  # Too short, or of another dtype: rather none than some of each.
+        return like.new_empty(length)
 
     def _send(self, tensor: Tensor, step: int) -> dist.Work:
         work = dist.isend(tensor, group=self.group, group_dst=(self.rank + step) % self.size)

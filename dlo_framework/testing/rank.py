@@ -1,6 +1,6 @@
-"""What runs in a spawned rank: the environment, the process group, the function, and the answer to the parent.
+"""What runs in a rank: the environment, the process group, the function, and the answer to the parent.
 
-Nothing heavy is imported at the top: the number of threads has to be set before torch is.
+Nothing heavy is imported at the top: where each rank is spawned, the number of threads has to be set before torch is.
 """
 
 from __future__ import annotations
@@ -18,7 +18,31 @@ import time
 import traceback
 import types
 from multiprocessing.connection import Connection
+from multiprocessing.reduction import DupFd
 from typing import Any, NamedTuple
+
+
+class Streams:
+    """The caller's standard output and error; a process that was forked from a server has that one's."""
+
+    def __init__(self) -> None:
+        self._sent: list[Any] = []
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Streams._of, ([DupFd(number) for number in (1, 2)] if hasattr(os, "fork") else [],)
+
+    @staticmethod
+    def _of(sent: list[Any]) -> Streams:
+        streams = Streams()
+        streams._sent = sent
+        return streams
+
+    def take_over(self) -> None:
+        """Makes them this process's."""
+        for number, sent in zip((1, 2), self._sent, strict=False):
+            descriptor = sent.detach()
+            os.dup2(descriptor, number)
+            os.close(descriptor)
 
 
 class Job(NamedTuple):
@@ -34,6 +58,8 @@ class Job(NamedTuple):
         group_timeout: seconds that a collective may take.
         threads: of torch's, on this rank.
         start_method: by which this rank starts processes, a loader's workers say; None for the system's default.
+        environment: the caller's.
+        streams: the caller's.
     """
 
     function: bytes
@@ -44,6 +70,8 @@ class Job(NamedTuple):
     group_timeout: float
     threads: int
     start_method: str | None
+    environment: dict[str, str]
+    streams: Streams
 
 
 class Answer(NamedTuple):
@@ -63,8 +91,11 @@ class Answer(NamedTuple):
 
 
 def main(rank: int, job: Job, answer: Connection) -> None:
-    """Runs one rank; the target of a spawned process."""
+    """Runs one rank; the target of its process."""
     _end_with_the_parent()
+    job.streams.take_over()
+    os.environ.clear()
+    os.environ.update(job.environment)
     multiprocessing.set_start_method(job.start_method, force=True)  # A spawned process would spawn its own too.
     os.environ.update(environment(rank, job.world_size, job.port, job.threads))
     for name in [name for name in os.environ if name.startswith("SLURM_")]:
@@ -116,6 +147,8 @@ def _run(rank: int, job: Job) -> Any:
     import torch
 
     torch.set_num_threads(job.threads)
+    if "numpy" in sys.modules:  # Forked processes would share their server's random stream.
+        sys.modules["numpy"].random.seed()
     for name, file in job.modules.items():
         find_module(name, file)
     function, arguments = pickle.loads(job.function)

@@ -1,4 +1,9 @@
-"""Calling a function on several ranks of one machine, spawned, limited in time, and leaving nobody behind."""
+"""Calling a function on several ranks of one machine, limited in time, and leaving nobody behind.
+
+Importing torch and Lightning takes each rank seconds of a core. Where no accelerator is in play they are imported
+once, in a server process from which ranks are forked (multiprocessing's forkserver): it starts no threads and holds
+nothing of the caller. Elsewhere each rank is spawned: a driver that is in use does not survive a fork.
+"""
 
 from __future__ import annotations
 
@@ -12,16 +17,25 @@ import sys
 import time
 from collections.abc import Callable
 from multiprocessing.connection import wait
-from multiprocessing.context import SpawnProcess
+from multiprocessing.process import BaseProcess
 from types import FunctionType
 from typing import Any
 
 from dlo_framework.errors import DloError
 from dlo_framework.testing import rank as rank_module
-from dlo_framework.testing.rank import Answer, Job
+from dlo_framework.testing.rank import Answer, Job, Streams
 
 #: Seconds that the ranks have to end by themselves once each has answered.
 _GRACE = 10.0
+#: What the server imports, if this process has, beside torch.
+_HEAVY = (
+    "lightning.pytorch",
+    "timm",
+    "torch.distributed.fsdp",
+    "torch.distributed.tensor",
+    "dlo_framework.distributed.strategy",
+    "dlo_framework.testing.training",
+)
 
 
 class RankFailed(RuntimeError):
@@ -47,7 +61,7 @@ def run_distributed(
     backend: str | None = "gloo",
     threads: int = 1,
 ) -> list[Any]:
-    """Calls ``fn(rank, world_size, *args)`` on spawned ranks of this machine, in one process group.
+    """Calls ``fn(rank, world_size, *args)`` on ranks of this machine, each a new process, in one process group.
 
     ```python
     def _sum(rank: int, world_size: int, offset: float) -> float:
@@ -62,7 +76,8 @@ def run_distributed(
 
     Each rank has the variables that torchrun sets, so a Lightning ``Trainer`` in ``fn`` with ``devices=world_size``
     takes its place among them. The ranks talk over the loopback interface alone, and find each other at a port that
-    the operating system chose. Spawning costs seconds, so put many checks into one function.
+    the operating system chose. The first call takes some seconds to import torch and Lightning; with an accelerator
+    each call does, so put many checks into one function.
 
     Args:
         fn: a function at the top level of a module, a test's own file included.
@@ -85,9 +100,19 @@ def run_distributed(
         raise DloError(f"fn runs in other processes, so it stands at a module's top level; {fn.__qualname__} does not")
     store = _store()
     method = multiprocessing.get_start_method(allow_none=True)
-    job = Job(*_pickled((fn, args)), world_size, store.port, backend, group_timeout, threads, method)
-    context = multiprocessing.get_context("spawn")
-    ranks: list[SpawnProcess] = []
+    job = Job(
+        *_pickled((fn, args)),
+        world_size=world_size,
+        port=store.port,
+        backend=backend,
+        group_timeout=group_timeout,
+        threads=threads,
+        start_method=method,
+        environment=dict(os.environ),
+        streams=Streams(),
+    )
+    context = _context()
+    ranks: list[BaseProcess] = []
     answers = []
     try:
         for number in range(world_size):
@@ -106,6 +131,17 @@ def run_distributed(
         for here in answers:
             here.close()
         del store
+
+
+def _context() -> Any:
+    """Returns how ranks are started."""
+    import torch
+
+    if sys.platform != "linux" or torch.accelerator.is_available():
+        return multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch.distributed", *(name for name in _HEAVY if name in sys.modules)])
+    return context
 
 
 class _Pickler(pickle.Pickler):
@@ -154,7 +190,7 @@ def _store() -> Any:
     )
 
 
-def _collect(ranks: list[SpawnProcess], answers: list[Any], deadline: float, timeout: float) -> list[Any]:
+def _collect(ranks: list[BaseProcess], answers: list[Any], deadline: float, timeout: float) -> list[Any]:
     """Returns each rank's value; raises as soon as one fails."""
     values: dict[int, Any] = {}
     while len(values) < len(ranks):
@@ -190,7 +226,7 @@ def _receive(here: Any) -> Answer | None:
         return None
 
 
-def _failure(failures: dict[int, Answer | None], ranks: list[SpawnProcess]) -> RankFailed:
+def _failure(failures: dict[int, Answer | None], ranks: list[BaseProcess]) -> RankFailed:
     """Returns the error of the first rank that failed, of those whose end was seen at the same moment.
 
     A rank that died without a word comes first: the others' errors are of the connection that it left behind.
@@ -216,7 +252,7 @@ def _named(numbers: list[int]) -> str:
     return f"rank {numbers[0]}" if len(numbers) == 1 else f"ranks {', '.join(map(str, numbers))}"
 
 
-def _end(ranks: list[SpawnProcess]) -> None:
+def _end(ranks: list[BaseProcess]) -> None:
     """Kills the ranks that still run, with the processes they have started."""
     for process in ranks:
         if process.exitcode != 0:

@@ -1,4 +1,4 @@
-"""Functions on spawned ranks: their values, the first failure's traceback, the time limit, and nobody left behind."""
+"""Functions on several ranks: their values, the first failure's traceback, the time limit, and nobody left behind."""
 
 import os
 import signal
@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -38,7 +39,6 @@ def _facts(rank: int, world_size: int, pair: Pair) -> dict:
         "backend": dist.get_backend(),
         "loaded": [batch.tolist() for (batch,) in loader],
         "port": f"0100007F:{int(os.environ['MASTER_PORT']):04X}" in listening,
-        "lightning": "lightning" in sys.modules,
         "environment": {name: os.environ[name] for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE")},
     }
 
@@ -54,8 +54,29 @@ def test_each_rank_returns_its_value():
         assert facts["backend"] == "gloo"
         assert facts["loaded"] == [[0, 1], [2, 3]]
         assert facts["port"], "the store listens on the loopback interface"
-        assert not facts["lightning"], "a rank imports what its function needs"
         assert facts["environment"] == {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2"}
+
+
+def _caller(rank: int, world_size: int) -> tuple[str, str, float]:
+    print(f"rank {rank} is here", flush=True)
+    return os.environ.get("FROM_CALLER", ""), os.getcwd(), np.random.rand()
+
+
+def test_a_rank_has_its_callers_environment_folder_and_output_and_a_random_stream_of_its_own(
+    monkeypatch, tmp_path, capfd
+):
+    """Also after the first call, whose processes may be forked from the same server."""
+    numbers = set()
+    for value in ("one", "two"):
+        folder = tmp_path / value
+        folder.mkdir()
+        monkeypatch.chdir(folder)
+        monkeypatch.setenv("FROM_CALLER", value)
+        found = run_distributed(_caller, 2, backend=None)
+        assert [facts[:2] for facts in found] == [(value, str(folder))] * 2
+        numbers |= {facts[2] for facts in found}
+        assert sorted(capfd.readouterr().out.split("\n"))[1:] == ["rank 0 is here", "rank 1 is here"]
+    assert len(numbers) == 4
 
 
 def _pids_then(rank: int, world_size: int, folder: str, how: str) -> None:

@@ -173,6 +173,7 @@ class GradientReducer:
         while self._under_way:
             self._finish_oldest()
         self._free.clear()
+        self.communicator.release()
         for reduction in self.reductions:
             reduction.pending = None
             reduction.missing = set(range(len(reduction.group.parameters)))
