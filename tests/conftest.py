@@ -17,21 +17,30 @@ import pytest
 from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from dlo_framework.testing.command import Started
+
 PACK = Path(__file__).resolve().parents[1] / "plugins" / "example_pack"
 DLO = str(Path(sys.executable).with_name("dlo"))
 
 
 class Command:
-    """Runs ``dlo`` in one folder."""
+    """Runs ``dlo`` in one folder.
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+    Args:
+        folder: which.
+        fresh: whether in a new interpreter, as a shell does; else in a process that starts faster.
+    """
+
+    def __init__(self, folder: Path, *, fresh: bool = False) -> None:
+        self.folder, self.fresh = folder, fresh
 
     def environment(self) -> dict[str, str]:
         mine = {key: value for key, value in os.environ.items() if not key.startswith(("DLO_", "PYTEST"))}
         return mine | {"COLUMNS": "160", "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
 
-    def start(self, *words: str) -> subprocess.Popen:
+    def start(self, *words: str) -> subprocess.Popen | Started:
+        if not self.fresh:
+            return Started(list(words), self.folder, self.environment())
         return subprocess.Popen(
             [DLO, *words],
             cwd=self.folder,
@@ -65,6 +74,11 @@ class Command:
 @pytest.fixture
 def dlo(tmp_path) -> Command:
     return Command(tmp_path)
+
+
+@pytest.fixture
+def fresh_dlo(tmp_path) -> Command:
+    return Command(tmp_path, fresh=True)
 
 
 @pytest.fixture(scope="module")

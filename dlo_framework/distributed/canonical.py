@@ -211,10 +211,15 @@ class CanonicalStrategy(Strategy):
         """Fills what this rank holds of the module's state."""
         saved, held = readable(checkpoint["state_dict"]), self.lightning_module_state_dict()
         missing, unexpected = held.keys() - saved.keys(), saved.keys() - held.keys()
-        if strict and (missing or unexpected):
+        resized = {
+            name
+            for name in held.keys() & saved.keys()
+            if isinstance(held[name], Tensor | FlatShard) and held[name].shape != saved.shape(name)
+        }
+        if (strict and (missing or unexpected)) or resized:
             raise DloError(
-                "the checkpoint is of another model than the config's:"
-                f" {_listed(missing)} missing in it, {_listed(unexpected)} unexpected"
+                "the checkpoint is of another model than the config's: of its weights"
+                f" {_listed(missing)} are missing, {_listed(unexpected)} unexpected, {_listed(resized)} of another size"
             )
         with torch.no_grad():
             for name in held.keys() & saved.keys():

@@ -111,7 +111,7 @@ def run_distributed(
         environment=dict(os.environ),
         streams=Streams(),
     )
-    context = _context()
+    context = process_context()
     ranks: list[BaseProcess] = []
     answers = []
     try:
@@ -133,8 +133,8 @@ def run_distributed(
         del store
 
 
-def _context() -> Any:
-    """Returns how ranks are started."""
+def process_context() -> Any:
+    """Returns multiprocessing's context in which new processes start fastest."""
     import torch
 
     if sys.platform != "linux" or torch.accelerator.is_available():

@@ -89,6 +89,7 @@ def disk(rank: int, world_size: int, small_disk: Path) -> dict[str, str]:
 
     sys.addaudithook(fill)
     found["during"] = error_of(lambda: save(big(2.0, 3 * 10**6), path, group=group))
+    dist.barrier()  # Rank 0 clears up.
     found["left"] = str(sorted(p.name for p in small_disk.iterdir()))
     return found
 

@@ -6,6 +6,7 @@ Most of these call the command's entry point in this process, for each new one c
 import json
 import os
 import pickle
+import re
 import subprocess
 from pathlib import Path
 
@@ -97,7 +98,8 @@ def test_a_checkpoint_of_another_model(refused):
     os.environ.pop(runs.ENVIRONMENT, None)
     other = edit("embed_dim: 48, depth: 2", "embed_dim: 24, depth: 1")
     message = refused("fit", "--config", other, "--ckpt_path", "runs/train/version_0/checkpoints/last.ckpt")
-    assert "the checkpoint is of another model than the config's: 0 weights missing in it, 12 unexpected, " in message
+    assert "the checkpoint is of another model than the config's: of its weights 0 are missing, 12 (model." in message
+    assert re.search(r"\.\.\.\) unexpected, \d+ \(model\.blocks\.0\..*, \.\.\.\) of another size", message)
 
 
 def test_values_of_the_wrong_type(refused):

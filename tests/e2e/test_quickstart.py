@@ -7,9 +7,12 @@ import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from dlo_framework.checkpoint import load
+
 
 @pytest.fixture(scope="module")
 def trained(shared_dlo):
+    shared_dlo.fresh = True  # As a user runs it.
     done = shared_dlo("fit", "--config", "quickstart")
     folder = shared_dlo.folder / "runs" / "quickstart" / "version_0"
     return done, folder, json.loads((folder / "summary.json").read_text())
@@ -68,8 +71,10 @@ def test_the_saved_config_runs_again(trained, shared_dlo):
 
 def test_the_checkpoint_is_data_alone(trained):
     _, folder, _ = trained
-    checkpoint = torch.load(folder / "checkpoints" / "last.ckpt", weights_only=True)
-    assert {"state_dict", "optimizer_states", "loops", "dlo"} <= set(checkpoint)
+    last = folder / "checkpoints" / "last.ckpt"
+    assert {"state_dict", "optimizer_states", "loops", "dlo"} <= set(load(last))
+    assert {file.suffix for file in last.iterdir()} == {".safetensors", ".json", ".pt"}
+    assert isinstance(torch.load(last / "state.pt", weights_only=True), dict)
 
 
 @pytest.mark.slow
