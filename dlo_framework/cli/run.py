@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dlo_framework import runs
-from dlo_framework._version import __version__
 from dlo_framework.cli.scan import Scan, scan
 from dlo_framework.errors import DloError, OrderlyEnd, is_agreed
 
@@ -86,7 +85,7 @@ def _leave_together(error: BaseException) -> None:
     failure = ended.failure
     if ended.own and isinstance(error, DloError):
         failure = Failure.of(error, ended.rank, failure.world_size)
-    tell(Ended(failure, ended.rank, ended.told_elsewhere), f"dlo {__version__}")
+    tell(Ended(failure, ended.rank, ended.told_elsewhere))
     leave(failure.exit_code)
 
 

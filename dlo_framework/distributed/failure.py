@@ -16,6 +16,7 @@ from typing import NoReturn
 import torch.distributed as dist
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
+from dlo_framework._version import __version__
 from dlo_framework.errors import DloError, worker_message
 
 #: Names the process that has started the ranks of this host, in the environment of all of them.
@@ -164,13 +165,9 @@ def how_it_ended() -> Ended | None:
     return _state["ended"]
 
 
-def tell(ended: Ended, name: str = "dlo") -> None:
-    """Says on standard error how the run ended, as far as it is for this process to say.
-
-    Args:
-        ended: how it did.
-        name: what the line begins with.
-    """
+def tell(ended: Ended) -> None:
+    """Says on standard error how the run ended, as far as it is for this process to say."""
+    name = f"dlo {__version__}"
     if ended.told_elsewhere:
         return
     failure, first_process = ended.failure, ended.own or LAUNCHER in os.environ

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch.distributed as dist
 from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import BaseFinetuning
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import SingleDeviceStrategy, StrategyRegistry
 from lightning.pytorch.trainer.states import TrainerFn
@@ -21,6 +22,7 @@ from dlo_framework.distributed.canonical import CanonicalStrategy
 from dlo_framework.distributed.launcher import WatchedRanks
 from dlo_framework.distributed.norms import total_norm
 from dlo_framework.distributed.precision import sharded
+from dlo_framework.errors import DloError
 
 #: How long a collective may take; a rank that hangs ends the run after this.
 TIMEOUT = timedelta(minutes=30)
@@ -97,9 +99,14 @@ class ShardedStrategy(CanonicalStrategy, WatchedRanks):
         return True
 
     def setup(self, trainer: Trainer) -> None:
-        """Prepares the module on its device, builds the optimizers, and shards both."""
+        """Prepares the module on its device, builds the optimizers, and shards both.
+
+        Raises:
+            DloError: if a callback is to unfreeze parameters in mid-run.
+        """
         assert self.accelerator is not None
         assert self.model is not None
+        _refuse_finetuning(trainer)
         self.accelerator.setup(trainer)
         if self._layer_sync and trainer.state.fn == TrainerFn.FITTING:
             self.model = self._layer_sync.apply(self.model)
@@ -154,6 +161,17 @@ class ShardedStrategy(CanonicalStrategy, WatchedRanks):
         self.cluster_environment.teardown()
         self.accelerator.teardown()
         self.handled()
+
+
+def _refuse_finetuning(trainer: Trainer) -> None:
+    """Refuses Lightning's callbacks that unfreeze in mid-run: they look for whole parameters in the optimizer."""
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        if isinstance(callback, BaseFinetuning):
+            raise DloError(
+                f"{type(callback).__name__} adds parameters to the optimizer in mid-run, but"
+                f" {type(trainer.strategy).__name__} divides them when the run starts; use strategy ddp with it, or let"
+                " all train from the start, some with a lower lr"
+            )
 
 
 def register_data_parallel() -> None:

@@ -7,6 +7,7 @@ the process is forked (see :mod:`dlo_framework.testing.spawn`). Tests of what a 
 from __future__ import annotations
 
 import atexit
+import multiprocessing
 import os
 import subprocess
 import sys
@@ -114,6 +115,7 @@ def _run(work: _Work) -> None:
         descriptor = pipe.detach()
         os.dup2(descriptor, number)
         os.close(descriptor)
+    multiprocessing.set_start_method(None, force=True)  # Loaders' workers are forked, not started from this server.
     os.chdir(work.folder)
     os.environ.clear()
     os.environ.update(work.environment)

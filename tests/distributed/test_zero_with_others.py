@@ -6,13 +6,15 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import LightningModule, Trainer, seed_everything
+from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
+from lightning.pytorch.callbacks import BaseFinetuning
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from dlo_framework.checkpoint import load
 from dlo_framework.distributed.strategy import register_data_parallel, use_canonical_checkpoints
 from dlo_framework.ema import WeightEMA
+from dlo_framework.errors import DloError
 from dlo_framework.testing import run_distributed
 from dlo_framework.testing.training import leave_group, quiet
 from dlo_plugins.callbacks.compile import Compile
@@ -115,6 +117,7 @@ CALLBACKS = {
     "compile": lambda: [Compile(scope="blocks", backend="aot_eager")],
 }
 SCENES = [("net", "ema"), ("net", "finder"), ("recompute", ""), ("adapters", ""), ("adversaries", "")]
+SCENES += [("net", "compile"), ("recompute", "compile")]
 
 
 def _runs(rank: int, world_size: int, folder: Path, stages: tuple[int, ...], scenes: list[tuple[str, str]]) -> Any:
@@ -156,11 +159,43 @@ def test_each_stage_is_one_process_with_what_else_a_run_has(tmp_path: Path) -> N
             )
 
 
-def _refused(rank: int, world_size: int, folder: Path) -> None:
+class Unfreeze(Callback):
+    """Lets a frozen block train from the second epoch on."""
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        pl_module.blocks[0].requires_grad_(False)
+
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if trainer.current_epoch == 1:
+            pl_module.blocks[0].requires_grad_(True)
+
+
+class Finetuning(BaseFinetuning):
+    """Lightning's way to do it."""
+
+    def freeze_before_training(self, pl_module: LightningModule) -> None:
+        self.freeze(pl_module.blocks[0])
+
+    def finetune_function(self, pl_module: LightningModule, epoch: int, optimizer: torch.optim.Optimizer) -> None:
+        self.unfreeze_and_add_param_group(pl_module.blocks[0], optimizer)
+
+
+def _refused(rank: int, world_size: int, folder: Path) -> list[str]:
     quiet()
-    train(world_size, ZeroStrategy(2), Net(), folder / "x", callbacks=[AdaptiveGradientClipping(0.1)])
+    found = []
+    cases = [(2, AdaptiveGradientClipping(0.1)), (1, Finetuning()), *((stage, Unfreeze()) for stage in STAGES)]
+    for stage, callback in cases:
+        try:
+            train(world_size, ZeroStrategy(stage), Net(), folder / "x", callbacks=[callback])
+        except DloError as error:
+            found.append(str(error))
+    return found
 
 
-def test_a_callback_that_needs_whole_gradients_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(Exception, match="AdaptiveGradientClipping works on whole parameters, but ZeroStrategy leaves"):
-        run_distributed(_refused, 2, tmp_path, backend=None)
+def test_what_needs_whole_gradients_and_what_trains_later_is_refused(tmp_path: Path) -> None:
+    for clipping, finetuning, *thawed in run_distributed(_refused, 2, tmp_path, backend=None):
+        assert "AdaptiveGradientClipping works on whole parameters, but ZeroStrategy leaves" in clipping
+        assert "Finetuning adds parameters to the optimizer in mid-run, but ZeroStrategy divides them" in finetuning
+        assert len(thawed) == len(STAGES)
+        for message in thawed:
+            assert "ZeRO divides what trains when the run starts, but blocks.0.0.bias, blocks.0.0.weight" in message

@@ -86,6 +86,7 @@ class ZeroEngine:
             self.gathering = Gathering(built, module)
         else:
             self.groups = self._buckets(module)
+        self._frozen = {self._names[id(p)]: p for p in module.parameters() if not p.requires_grad}
         self._by_name = {name: (group, n) for group in self.groups for n, name in enumerate(group.names)}
         trained = [group for group in self.groups if group.trains]
         self.reducer = GradientReducer(
@@ -164,7 +165,13 @@ class ZeroEngine:
 
         Args:
             automatic: whether Lightning steps the optimizers, and ``sync`` tells the end of each accumulation.
+
+        Raises:
+            DloError: if a parameter trains that was frozen when the others were divided: no rank would have its share.
         """
+        thawed = sorted(name for name, parameter in self._frozen.items() if parameter.requires_grad)
+        if thawed:
+            raise DloError(thawed_message(thawed))
         if not self._window_open or (not automatic and any(share.wiped() for share in self.shares)):
             self.drop_gradients()
         self._window_open = True
@@ -273,6 +280,15 @@ class ZeroEngine:
 def clean(name: str) -> str:
     """Returns a parameter's name without torch.compile's wrapper."""
     return name.replace("_orig_mod.", "")
+
+
+def thawed_message(names: list[str]) -> str:
+    """Returns what to say of parameters that have been unfrozen in the middle of a run."""
+    shown = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+    return (
+        f"ZeRO divides what trains when the run starts, but {shown} trains since; let it train from the start, in a"
+        " parameter group with lr 0, or start a second run from this one's checkpoint"
+    )
 
 
 def _bytes(tensor: Tensor) -> int:
