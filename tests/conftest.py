@@ -71,6 +71,14 @@ class Command:
         return err
 
 
+@pytest.fixture(autouse=True)
+def no_seed_is_left():
+    """Lightning keeps a run's seed in the environment, where the next test's callbacks would find it."""
+    yield
+    for name in ("PL_GLOBAL_SEED", "PL_SEED_WORKERS"):
+        os.environ.pop(name, None)
+
+
 @pytest.fixture
 def dlo(tmp_path) -> Command:
     return Command(tmp_path)
