@@ -13,6 +13,7 @@ import os
 import shutil
 from pathlib import Path
 
+from dlo_framework.amounts import human
 from dlo_framework.errors import DloError
 
 #: Set by rank 0 for the ranks that it starts.
@@ -144,12 +145,3 @@ def best_checkpoint(run: Path) -> Path | None:
     except (FileNotFoundError, KeyError, json.JSONDecodeError):
         return None
     return run / best if best else None
-
-
-def human(count: float) -> str:
-    """Returns a number of bytes as people read it: ``3.1 GB``."""
-    for unit in ("B", "kB", "MB", "GB"):
-        if count < 1000:
-            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
-        count /= 1000
-    return f"{count:.1f} TB"

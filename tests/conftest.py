@@ -84,11 +84,6 @@ def dlo(tmp_path) -> Command:
     return Command(tmp_path)
 
 
-@pytest.fixture
-def fresh_dlo(tmp_path) -> Command:
-    return Command(tmp_path, fresh=True)
-
-
 @pytest.fixture(scope="module")
 def shared_dlo(tmp_path_factory) -> Command:
     return Command(tmp_path_factory.mktemp("runs"))

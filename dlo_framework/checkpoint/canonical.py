@@ -30,8 +30,8 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from dlo_framework import runs
 from dlo_framework._version import __version__
+from dlo_framework.amounts import human
 from dlo_framework.checkpoint import folder
 from dlo_framework.checkpoint.agreement import rank_of, size_of, together
 from dlo_framework.checkpoint.manifest import MANIFEST, STATE, Manifest, to_text
@@ -242,6 +242,6 @@ def no_space(path: Path, need: int | None, free: int) -> DloError:
         newest = max(others, key=lambda other: other.stat().st_mtime, default=None)
         previous = f"previous {newest.stem} intact" if newest is not None else "no earlier checkpoint there"
     return DloError(
-        f"no space for the checkpoint {path}: {f'need {runs.human(need)}, ' if need is not None else ''}"
-        f"{runs.human(free)} free in {path.parent}; {previous}"
+        f"no space for the checkpoint {path}: {f'need {human(need)}, ' if need is not None else ''}"
+        f"{human(free)} free in {path.parent}; {previous}"
     )

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from lightning.pytorch.plugins.io import TorchCheckpointIO
 
-from dlo_framework import runs
+from dlo_framework.amounts import human
 from dlo_framework.errors import DloError
 
 PARTIAL = ".partial"
@@ -148,8 +148,7 @@ def free_bytes(folder: Path) -> int:
 def _no_space(target: Path, need: int, free: int) -> DloError:
     previous = f"previous {target.name} intact" if target.exists() else "earlier checkpoints intact"
     return DloError(
-        f"no space for the checkpoint {target}: need {runs.human(need)}, {runs.human(free)} free"
-        f" in {target.parent}; {previous}"
+        f"no space for the checkpoint {target}: need {human(need)}, {human(free)} free in {target.parent}; {previous}"
     )
 
 
@@ -164,6 +163,6 @@ def unreadable(path: Path, error: Exception) -> DloError:
         return _refused(path, found.group(1))
     size = path.stat().st_size
     return DloError(
-        f"cannot read the checkpoint {path} ({runs.human(size)}): it is damaged, truncated, or no checkpoint at all;"
+        f"cannot read the checkpoint {path} ({human(size)}): it is damaged, truncated, or no checkpoint at all;"
         " try an earlier one"
     )

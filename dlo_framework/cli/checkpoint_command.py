@@ -178,7 +178,7 @@ def _record(group: str, name: str, tensor: Any) -> dict[str, Any]:
 
 
 def _print(summary: dict[str, Any], tensors: list[dict[str, Any]]) -> None:
-    from dlo_framework.runs import human
+    from dlo_framework.amounts import human
 
     rows = [(t["name"], " x ".join(map(str, t["shape"])) or "scalar", t["dtype"], human(t["bytes"])) for t in tensors]
     widths = [max((len(row[column]) for row in rows), default=0) for column in range(4)]

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 from collections import Counter
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -25,10 +26,11 @@ class Pending:
     Args:
         works: what torch gave for its parts.
         finish: called once they are done; what it returns is the result.
+        limit: how long each part may take; None leaves that to the group.
     """
 
-    def __init__(self, works: list[dist.Work], finish: Callable[[], Tensor]) -> None:
-        self._works = works
+    def __init__(self, works: list[dist.Work], finish: Callable[[], Tensor], limit: timedelta | None = None) -> None:
+        self._works, self._limit = works, limit
         self._finish: Callable[[], Tensor] | None = finish
         self._result: Tensor | None = None
 
@@ -36,7 +38,10 @@ class Pending:
         """Waits (on an accelerator: its current stream does) and returns the result."""
         if self._finish is not None:
             for work in self._works:
-                work.wait()
+                if self._limit is None:
+                    work.wait()
+                else:
+                    work.wait(self._limit)
             self._result, self._finish, self._works = self._finish(), None, []
         assert self._result is not None
         return self._result
@@ -97,7 +102,7 @@ class Communicator:
                 self._spare.append(memory)
             return own
 
-        return Pending(works, add_up)
+        return Pending(works, add_up, exchange_limit(self.group))
 
     def all_gather(self, buffer: Tensor) -> Pending:
         """Fills a flat buffer: each rank brings its own segment of it; the result is the buffer."""
@@ -113,7 +118,7 @@ class Communicator:
         for step in range(1, self.size):
             works.append(self._send(own, step))
             works.append(self._receive(self.segment(buffer, (self.rank - step) % self.size), step))
-        return Pending(works, lambda: buffer)
+        return Pending(works, lambda: buffer, exchange_limit(self.group))
 
     def exchange(self, sent: list[Tensor]) -> list[Tensor]:
         """Sends each rank a flat tensor, of any length, and returns what each sent to this one.
@@ -175,3 +180,13 @@ class Communicator:
         work = dist.irecv(tensor, group=self.group, group_src=(self.rank - step) % self.size)
         assert work is not None
         return work
+
+
+def exchange_limit(group: dist.ProcessGroup | None) -> timedelta:
+    """Returns how long a gloo group's exchange between two ranks may take.
+
+    Without being told, torch (2.11 to 2.15) lets it take as long as was said when the ranks were connected, whatever
+    has been set since.
+    """
+    of_cpu = (group or dist.group.WORLD)._get_backend(torch.device("cpu"))  # type: ignore[union-attr]
+    return of_cpu.options._timeout

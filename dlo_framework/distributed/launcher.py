@@ -320,14 +320,14 @@ class WatchedRanks(DDPStrategy):
             self._launcher.handled()
 
 
-def set_collective_timeout(limit: timedelta) -> None:
-    """Sets how long the default group's collectives may take.
+def set_collective_timeout(limit: timedelta, group: dist.ProcessGroup | None = None) -> None:
+    """Sets how long a group's collectives may take; the default group's where none is given.
 
     ``set_timeout`` has the name since torch 2.15; before, it was private.
     """
     functions = dist.distributed_c10d
     set_timeout = getattr(functions, "set_timeout", None) or functions._set_pg_timeout
-    set_timeout(limit)
+    set_timeout(limit, group)
 
 
 def join_restarted(strategy: WatchedRanks) -> None:

@@ -13,6 +13,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from dlo_framework import runs
+from dlo_framework.amounts import human
 from dlo_framework.versions import versions
 from dlo_framework.watch.monitor import RunMonitor, is_tensorboard
 from dlo_framework.watch.state_bytes import StateReport
@@ -143,7 +144,7 @@ def print_table(folder: Path, summary: dict[str, Any]) -> None:
     if summary["corrupt_samples"]:
         rows["corrupt samples"] = f"{summary['corrupt_samples']:,} skipped"
     rows["time"] = f"{summary['seconds']:.0f} s, {summary['training_seconds']:.0f} s of it in training steps"
-    rows["peak memory"] = runs.human(summary["peak_memory_bytes"])
+    rows["peak memory"] = human(summary["peak_memory_bytes"])
     if summary["state_bytes"]:
         rows |= _state_rows(summary["state_bytes"])
     rows["strategy"] = f"{summary['strategy']} on {summary['world_size']} rank(s), {summary['precision']}"
@@ -161,8 +162,8 @@ def _state_rows(state: dict[str, Any]) -> dict[str, str]:
     for name in ("parameters", "gradients", "optimizer", "activations"):
         if state[name] is not None:
             expected = (state["formula"] or {}).get(name)
-            beside = f" (formula: {runs.human(expected)})" if expected is not None else ""
-            rows[f"  {name}"] = runs.human(state[name]) + beside
+            beside = f" (formula: {human(expected)})" if expected is not None else ""
+            rows[f"  {name}"] = human(state[name]) + beside
     return rows
 
 

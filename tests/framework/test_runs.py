@@ -5,6 +5,7 @@ import pytest
 import torch
 
 from dlo_framework import runs
+from dlo_framework.amounts import human
 from dlo_framework.errors import DloError
 
 
@@ -85,4 +86,4 @@ def test_a_folder_that_cannot_be_made_is_told(tmp_path):
     ("count", "text"), [(0, "0 B"), (999, "999 B"), (1500, "1.5 kB"), (3.1e9, "3.1 GB"), (2e15, "2000.0 TB")]
 )
 def test_bytes_as_people_read_them(count, text):
-    assert runs.human(count) == text
+    assert human(count) == text

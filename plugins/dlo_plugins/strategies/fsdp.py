@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torchmetrics import Metric
 
+from dlo_framework.distributed.launcher import set_collective_timeout
 from dlo_framework.distributed.units import find_units
 from dlo_framework.errors import DloError
 from dlo_plugins.fsdp.initialise import check_initialisable, on_meta
@@ -201,6 +202,9 @@ class FSDPStrategy(ShardedState):
         replicate, shard = self._mesh_sizes()
         sizes, names = ((replicate, shard), (REPLICATE, SHARD)) if replicate > 1 else ((shard,), (SHARD,))
         mesh = init_device_mesh(self.root_device.type, sizes, mesh_dim_names=names)
+        if self._timeout is not None:
+            for group in mesh.get_all_groups():
+                set_collective_timeout(self._timeout, group)
         seed = self.broadcast(torch.initial_seed())
         return Sharding(module, units, mesh, self.root_device, self._options(), seed)
 

@@ -1,0 +1,12 @@
+"""Amounts as people read them."""
+
+from __future__ import annotations
+
+
+def human(count: float) -> str:
+    """Returns a number of bytes as people read it: ``3.1 GB``."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if count < 1000:
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1000
+    return f"{count:.1f} TB"
