@@ -36,6 +36,7 @@ class RunBar(ProgressBar):
         self._samples = 0
         self._world = 1
         self._outputs: Any = None
+        self._accumulated = 1
         self._metrics: dict[str, float] = {}
 
     def disable(self) -> None:
@@ -74,7 +75,8 @@ class RunBar(ProgressBar):
         if not self._enabled:
             return
         self._samples += batch_size(batch) * self._world
-        self._outputs = outputs
+        # What it is to be multiplied with may be another number when it is drawn.
+        self._outputs, self._accumulated = outputs, trainer.accumulate_grad_batches
         now = time.perf_counter()
         if now < self._next:
             return
@@ -142,7 +144,7 @@ class RunBar(ProgressBar):
 
     def _text(self, trainer: Trainer) -> str:
         parts = []
-        loss = batch_loss(trainer, self._outputs)
+        loss = batch_loss(trainer, self._outputs, self._accumulated)
         if loss is not None:
             parts.append(f"loss {float(loss):.4f}")
         if trainer.optimizers:

@@ -219,16 +219,23 @@ class RunMonitor(Callback):
         return memory_peak(trainer.strategy.root_device)
 
 
-def batch_loss(trainer: Trainer, outputs: Any) -> torch.Tensor | None:
+def batch_loss(trainer: Trainer, outputs: Any, accumulated: int | None = None) -> torch.Tensor | None:
     """Returns a new tensor with the batch's loss as ``training_step`` gave it; None where it gave none.
 
     With automatic optimization Lightning hands hooks the loss divided by the number of accumulated batches.
+
+    Args:
+        trainer: after the batch.
+        outputs: what the hook was given.
+        accumulated: that number, where the batch is some time ago; None for the trainer's.
     """
     loss = outputs["loss"] if isinstance(outputs, dict) and "loss" in outputs else outputs
     if not isinstance(loss, torch.Tensor):
         return None
     automatic = trainer.lightning_module.automatic_optimization
-    return loss.detach() * (trainer.accumulate_grad_batches if automatic else 1)
+    if accumulated is None:
+        accumulated = trainer.accumulate_grad_batches
+    return loss.detach() * (accumulated if automatic else 1)
 
 
 def batch_size(batch: Any) -> int:

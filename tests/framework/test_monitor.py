@@ -239,6 +239,12 @@ def test_without_a_terminal_the_bar_prints_a_line_an_epoch(tmp_path, capsys):
         assert "val_loss" in line
 
 
+def test_the_bars_last_loss_is_that_of_the_last_batch_of_a_short_window(tmp_path, capsys):
+    module, _ = fit(tmp_path, enable_progress_bar=True, accumulate_grad_batches=3)
+    end = [line for line in capsys.readouterr().err.splitlines() if "batch 20" in line][-1]
+    assert f"loss {module.losses[-1]:.4f}" in end
+
+
 def test_batch_size_looks_into_any_nest():
     assert batch_size(torch.zeros(3, 2)) == 3
     assert batch_size((torch.zeros(4, 2), torch.zeros(4))) == 4
