@@ -72,8 +72,12 @@ def _parser() -> argparse.ArgumentParser:
         metavar="TARGET",
         help="NAME.safetensors: one file, with the other state beside it; anything else: a checkpoint's folder",
     )
-    export = command("export", "write the model's weights alone to a safetensors file")
-    export.add_argument("target", metavar="TARGET", help="the file: NAME.safetensors")
+    export = command("export", "write the model alone: its weights to a safetensors file, or a folder")
+    export.add_argument(
+        "target",
+        metavar="TARGET",
+        help="NAME.safetensors: the weights; anything else: a folder in the form of the task's own library",
+    )
     export.add_argument("--prefix", help="what the names begin with and lose (default: 'model.', where there is one)")
     export.add_argument("--dtype", choices=DTYPES, help="convert floating weights (default: as they are)")
     return parser
@@ -116,14 +120,35 @@ def _convert(path: Path, target: Path) -> int:
 
 
 def _export(path: Path, target: Path, prefix: str | None, dtype: str | None) -> int:
-    if target.suffix != ".safetensors":
-        raise DloError(f"weights are exported to a file that ends in .safetensors, given {target}")
     import torch
 
+    if target.suffix != ".safetensors":
+        return _export_folder(path, target, prefix, getattr(torch, dtype) if dtype else None)
     from dlo_framework.checkpoint.convert import export_weights
 
     written, left = export_weights(path, target, prefix=prefix, dtype=getattr(torch, dtype) if dtype else None)
     print(f"wrote {target}: {written} tensors" + (f"; {left} that are not the model's left out" if left else ""))
+    return 0
+
+
+def _export_folder(path: Path, target: Path, prefix: str | None, dtype: Any) -> int:
+    """Lets the task that a checkpoint is of write its folder: it has left its plug-in's name there."""
+    from dlo_framework.checkpoint import load
+    from dlo_framework.registry import Registry
+
+    checkpoint = load(path)
+    about = checkpoint.get("exporter")
+    if not isinstance(about, dict) or not isinstance(about.get("plugin"), str):
+        raise DloError(
+            f"{path} is of a task that writes no folders; its weights are exported to a file that ends in"
+            f" .safetensors, given {target}"
+        )
+    if prefix is not None:
+        raise DloError("--prefix is for a file of weights; a folder has the names that its library knows")
+    task: Any = Registry().load(about["plugin"], "task")
+    if not hasattr(task, "export_folder"):
+        raise DloError(f"{about['plugin']} writes no folders; export to a file that ends in .safetensors")
+    print(f"wrote {target}: {task.export_folder(checkpoint, target, dtype)}")
     return 0
 
 

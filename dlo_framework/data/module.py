@@ -108,27 +108,43 @@ class ResumableDataModule(LightningDataModule):
         self._resume: dict[str, int] | None = None
 
     def train_loader(
-        self, dataset: Any, *, repeats: int = 1, collate_fn: Callable[[list[Any]], Any] = default_collate
+        self,
+        dataset: Any,
+        *,
+        repeats: int = 1,
+        collate_fn: Callable[[list[Any]], Any] = default_collate,
+        make_sampler: Callable[..., ResumableBatchSampler] | None = None,
     ) -> ResumableLoader:
         """Returns a shuffled loader of full batches, at the place where a resumed run goes on.
 
         Lightning also restores loaders, but only those created after it has read the checkpoint, which is too
         late when ``configure_optimizers`` asks for ``trainer.estimated_stepping_batches``
         (Lightning issue #20550). So the place is kept with the datamodule, which is restored before that.
+
+        Args:
+            dataset: see :class:`ResumableLoader`.
+            repeats: likewise.
+            collate_fn: likewise.
+            make_sampler: makes the sampler from the keyword arguments of :class:`ResumableBatchSampler`; without
+                shuffling (``overfit_batches``), it must be a ``SequentialSampler`` too. None for the usual one.
         """
         rank, world_size = data_parallel_coordinates(self.trainer)
         overfit = getattr(self.trainer, "overfit_batches", 0) > 0
+        options: dict[str, Any] = {
+            "batch_size": per_rank_batch(self.batch_size, world_size),
+            "shuffle": not overfit,
+            "seed": self.seed,
+            "rank": rank,
+            "world_size": world_size,
+            "drop_last": True,
+            "repeats": repeats,
+            "window_at": self.window_at,
+            "image_size_at": self.image_size_at,
+        }
         loader = ResumableLoader(
             dataset,
-            batch_size=per_rank_batch(self.batch_size, world_size),
-            shuffle=not overfit,
-            seed=self.seed,
-            rank=rank,
-            world_size=world_size,
-            drop_last=True,
-            repeats=repeats,
-            window_at=self.window_at,
-            image_size_at=self.image_size_at,
+            **options,
+            batch_sampler=make_sampler and make_sampler(**options),
             in_work=_step_watch(self),
             collate_fn=collate_fn,
             **self._worker_options(),

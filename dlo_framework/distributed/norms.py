@@ -9,14 +9,30 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+#: Elements whose squares are added up one after the other, at most.
+_ROW = 1 << 14
+
 
 def total_norm(optimizer: Optimizer) -> Tensor:
     """Returns the 2-norm of the gradients that an optimizer holds on this rank; DTensors' over their mesh."""
     gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
     if not gradients:
         return torch.zeros(())
-    norm = torch.nn.utils.get_total_norm(gradients)
+    norm = torch.nn.utils.get_total_norm([part for gradient in gradients for part in parts(gradient)])
     return norm.full_tensor() if isinstance(norm, DTensor) else norm
+
+
+def parts(gradient: Tensor) -> list[Tensor]:
+    """Returns tensors that together have a gradient's 2-norm, as torch computes it exactly enough.
+
+    torch (2.11 to 2.15) adds up a CPU tensor's squares in the order of its elements: of 16 million in single
+    precision the norm is off by 6e-4. So rows come first, and then the norm of their norms, in the same time.
+    """
+    rows = gradient.numel() // _ROW
+    if rows < 2 or isinstance(gradient, DTensor) or gradient.device.type != "cpu" or not gradient.is_contiguous():
+        return [gradient]
+    flat = gradient.view(-1)
+    return [torch.linalg.vector_norm(flat[: rows * _ROW].view(rows, _ROW), dim=1), flat[rows * _ROW :]]
 
 
 def divides_state(strategy: Any) -> bool:

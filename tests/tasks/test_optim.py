@@ -11,7 +11,7 @@ from timm.optim import param_groups_layer_decay, param_groups_weight_decay
 from torch import nn
 
 from dlo_framework.errors import DloError
-from dlo_tasks.imagenet import optim
+from dlo_tasks import optim
 
 TINY = {"img_size": 16, "patch_size": 4, "embed_dim": 32, "depth": 2, "num_heads": 2}
 

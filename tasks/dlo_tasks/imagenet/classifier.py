@@ -15,7 +15,8 @@ from dlo_framework.ema import WeightEMA
 from dlo_framework.errors import DloError
 from dlo_framework.plan import ParallelPlan
 from dlo_framework.task import Task
-from dlo_tasks.imagenet import losses, models, optim, show
+from dlo_tasks import optim
+from dlo_tasks.imagenet import losses, models, show
 from dlo_tasks.imagenet.measures import Confusion, SampleMean
 from dlo_tasks.imagenet.plans import plan_for
 
@@ -110,11 +111,7 @@ class ImageClassifier(Task):
     def _check_values(self) -> None:
         if not 0 <= self.label_smoothing < 1:
             raise DloError(f"label_smoothing lies in [0, 1), given {self.label_smoothing}; 0.1 is usual")
-        if self.lr <= 0:
-            raise DloError(f"lr is positive, given {self.lr}; 0.001 is usual for adamw")
-        for name in ("min_lr", "warmup_lr"):
-            if not 0 <= getattr(self, name) <= self.lr:
-                raise DloError(f"{name} lies between 0 and lr={self.lr}, given {getattr(self, name)}")
+        optim.check_rates(self.lr, min_lr=self.min_lr, warmup_lr=self.warmup_lr)
         if self.bce_threshold is not None and self.loss_name != "bce":
             raise DloError(f"bce_threshold needs loss_name: bce, given loss_name: {self.loss_name}")
         if self.num_classes is not None and self.num_classes < 2:

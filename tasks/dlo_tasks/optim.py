@@ -184,6 +184,19 @@ def check_optimizer(name: str) -> None:
         raise DloError(f"unknown optimizer '{name}'{did_you_mean(name, known)} available: {', '.join(known)}")
 
 
+def check_rates(lr: float, **others: float) -> None:
+    """Checks a learning rate, and by their names those that it rises from and falls to.
+
+    Raises:
+        DloError: if it is not positive, or one of the others does not lie between 0 and it.
+    """
+    if lr <= 0:
+        raise DloError(f"lr is positive, given {lr}; 0.001 is usual for adamw")
+    for name, rate in others.items():
+        if not 0 <= rate <= lr:
+            raise DloError(f"{name} lies between 0 and lr={lr}, given {rate}")
+
+
 def _no_weight_decay(model: nn.Module) -> set[str]:
     exempt: Any = getattr(model, "no_weight_decay", None)
     return set(exempt()) if exempt is not None else set()
@@ -202,6 +215,9 @@ def _layers(model: nn.Module) -> dict[str, int]:
 
 def _head_names(model: nn.Module) -> tuple[str, ...]:
     """Returns the classifier's name: Muon is for hidden layers, and its AdamW for the first and last."""
+    if hasattr(model, "get_output_embeddings"):  # transformers
+        ends: Any = (model.get_input_embeddings(), model.get_output_embeddings())  # type: ignore[operator]
+        return tuple(name for name, module in model.named_modules() if any(module is end for end in ends))
     classifier = getattr(model, "pretrained_cfg", {}).get("classifier") or ()
     names = (classifier,) if isinstance(classifier, str) else tuple(classifier)
     return (*names, *(name for name in ("patch_embed", "stem") if hasattr(model, name)))

@@ -1,0 +1,344 @@
+"""Training of causal language models of transformers: the task `CausalLM`."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch import LightningDataModule
+from lightning.pytorch.utilities.types import OptimizerLRScheduler
+from torch import Tensor, nn
+from torchmetrics import Metric
+
+from dlo_framework.data import data_parallel_coordinates
+from dlo_framework.errors import DloError
+from dlo_framework.plan import ParallelPlan
+from dlo_framework.task import Task
+from dlo_tasks import optim
+from dlo_tasks.llm import adapters, export, models, sharded_weights, show, vocabulary_loss
+from dlo_tasks.llm.adapters import Lora
+from dlo_tasks.llm.evaluation import BitsPerByte, Perplexity, TokenMean, bytes_of_tokens
+from dlo_tasks.llm.generation import Sampling, complete, continuations
+from dlo_tasks.llm.plans import plan_for
+
+
+class CausalLM(Task):
+    """Trains any causal language model of transformers: all of it, a part, or adapters.
+
+    Batches are dicts of `[B, L]` tensors: `input_ids`; `labels`, the id that follows each token, -100 where none is to
+    be predicted; `position_ids`, which begin anew with each document of a packed row and so keep documents apart;
+    `attention_mask` where rows are padded; and `tokens_in_step`, the number of targets of the whole optimizer step, by
+    which the loss is the mean over its tokens, however they are dealt out to ranks and micro-batches. Without it the
+    mean is over the ranks' tokens of one micro-batch, and micro-batches count the same.
+
+    Validation and test log `loss`, `perplexity` and `accuracy` of a token, and, with a tokenizer, `bits_per_byte` and
+    `perplexity_per_byte`: exact means over all tokens of all ranks. `predict_step` completes prompts.
+
+    Args:
+        model: a folder that `save_pretrained` wrote, or a name on the Hugging Face hub. Weights are read from
+            safetensors alone; code that comes with a model is never run.
+        config: in place of `model`, for random weights: a dict with `model_type` and what differs from that family's
+            defaults, or a `config.json`. Vocabulary and special tokens are the data's tokenizer's by default.
+        dtype: of the parameters; by default what the Trainer's `precision` says. With `lora`, that of the frozen ones.
+        attention: transformers' implementation: `sdpa`, `eager`, `flash_attention_2`...; by default `sdpa`, and
+            `eager` where it would leave out a part of the model (Gemma 2).
+        lora: trains low-rank adapters instead of the weights: `{rank: 16, alpha: 32, targets: [q_proj, v_proj]}`.
+        freeze: names, with `*`, of what is not trained: `model.embed_tokens`, `model.layers.0`.
+        recompute: whether blocks keep their inputs alone for backward, and compute the rest again.
+        optimizer: timm's name of the optimizer: `adamw`, `lamb`, `adafactor`, `muon`...
+        lr: Base learning rate, for the global batch as it is.
+        weight_decay: Weight decay; norms and biases have none.
+        optimizer_args: More arguments for the optimizer, such as `betas`.
+        schedule: How the learning rate falls after the warm-up, `cosine` or `linear`; `constant` has no scheduler at
+            all, and leaves the learning rate to a callback.
+        warmup_epochs: Epochs of linear warm-up; may be a part of one.
+        warmup_steps: Optimizer steps of linear warm-up; holds over `warmup_epochs`.
+        warmup_lr: Learning rate at the first step of the warm-up.
+        min_lr: Learning rate at the end of training.
+        prompts: are completed at each validation, for TensorBoard, and once more printed when training ends.
+        sampling: how they, and those of `predict`, are completed: `{max_new_tokens: 64, temperature: 0.8}`.
+
+    Raises:
+        DloError: for a model, setting, target or argument that does not exist, and values that do not fit each other.
+    """
+
+    #: What tells the best checkpoint.
+    best_metric = ("val_loss", "min")
+
+    def __init__(
+        self,
+        model: str | None = None,
+        config: dict[str, Any] | str | None = None,
+        dtype: Literal["float32", "bfloat16", "float16"] | None = None,
+        attention: str | None = None,
+        lora: Lora | None = None,
+        freeze: list[str] | None = None,
+        recompute: bool = False,
+        optimizer: str = "adamw",
+        lr: float = 3e-4,
+        weight_decay: float = 0.1,
+        optimizer_args: dict[str, Any] | None = None,
+        schedule: Literal["cosine", "linear", "constant"] = "cosine",
+        warmup_epochs: float = 0.0,
+        warmup_steps: int | None = None,
+        warmup_lr: float = 0.0,
+        min_lr: float = 0.0,
+        prompts: list[str] | None = None,
+        sampling: Sampling | None = None,
+    ) -> None:
+        super().__init__()
+        self.save_hyperparameters(ignore=["lora", "sampling"])
+        # As plain data, which a checkpoint may hold; `load_from_checkpoint` gives them back so.
+        lora = Lora(**lora) if isinstance(lora, dict) else lora
+        sampling = Sampling(**sampling) if isinstance(sampling, dict) else sampling
+        self.hparams["lora"] = None if lora is None else vars(lora).copy()
+        self.hparams["sampling"] = None if sampling is None else vars(sampling).copy()
+        if (model is None) == (config is None):
+            raise DloError(f"give one of model (trained weights) and config (random ones), given {model} and {config}")
+        if lora is not None and freeze:
+            raise DloError("lora freezes all of the model itself; leave out freeze")
+        self.model_name, self.model_dtype, self.attention = model, dtype, attention
+        self.config = models.read_config(model, config)
+        self.given = self.config.to_dict() if model is not None or not isinstance(config, dict) else dict(config)
+        self.lora, self.frozen, self.recompute = lora, list(freeze or []), recompute
+        self.optimizer_name, self.optimizer_args = optimizer, dict(optimizer_args or {})
+        self.lr, self.weight_decay, self.schedule = lr, weight_decay, schedule
+        self.warmup_epochs, self.warmup_steps = warmup_epochs, warmup_steps
+        self.warmup_lr, self.min_lr = warmup_lr, min_lr
+        self.prompts, self.sampling = list(prompts or []), sampling or Sampling()
+        self.tokenizer: Any = None
+        self.samples: list[str] = []
+        self._packs = True
+        #: Where the data find the model's own tokenizer; None if it brings none.
+        self.tokenizer_source = models.tokenizer_source(model)
+        optim.check_optimizer(optimizer)
+        optim.check_rates(lr, min_lr=min_lr, warmup_lr=warmup_lr)
+
+    # --- before training -----------------------------------------------------------------------------------
+
+    def check(self, datamodule: LightningDataModule | None) -> None:
+        """Checks that the model, its adapters and the optimizer can be built, without reading weights.
+
+        Raises:
+            DloError: if something does not exist or fit.
+        """
+        with torch.device("meta"):
+            model = self._adapted(models.build(None, self.config, dtype=torch.float32, attention=self.attention))
+        self._optimizer(model)
+        plan_for(model).validate(model)
+
+    def configure_model(self) -> None:
+        """Builds the model, once: after the data are there, whose tokenizer it must fit.
+
+        Under the meta device its weights are read after it is sharded: see :mod:`dlo_tasks.llm.sharded_weights`.
+
+        Raises:
+            DloError: if the tokenizer has more tokens than the model.
+        """
+        if self.has_model:
+            return
+        self._fit_to_data()
+        dtype = getattr(torch, self.model_dtype) if self.model_dtype else torch.get_default_dtype()
+        model = models.build(self.model_name, self.config, dtype=dtype, attention=self.attention)
+        self._packs = models.try_family(model)
+        self.model = self._adapted(model)
+        sharded_weights.prepare(self.model, self.model_name)
+
+    def _fit_to_data(self) -> None:
+        data = getattr(self._trainer, "datamodule", None)
+        self.tokenizer = getattr(data, "tokenizer", None)
+        if self.tokenizer is None:
+            if self.prompts:
+                raise DloError(
+                    "prompts are text, and the data bring no tokenizer to read it; leave prompts out, or give the"
+                    " datamodule an attribute 'tokenizer'"
+                )
+            return
+        if self.model_name is None:
+            models.fit_to_tokenizer(self.config, self.given, self.tokenizer)
+            # Saved with a checkpoint, so that `load_from_checkpoint` needs no data to build the same model.
+            self.hparams["config"] = {**self.config.to_diff_dict(), "model_type": self.config.model_type}
+        fix = (
+            f"set config.vocab_size={len(self.tokenizer)}, or leave it out"
+            if self.model_name is None
+            else "give the data the model's own tokenizer (leave data.init_args.tokenizer out)"
+        )
+        models.check_vocabulary(self.config.vocab_size, self.tokenizer, fix=fix)
+
+    def _adapted(self, model: Any) -> Any:
+        head = model.get_output_embeddings()
+        if self.lora is not None:
+            adapters.adapt(model, head, self.lora, torch.get_default_dtype())
+        if self.frozen:
+            adapters.freeze(model, self.frozen)
+        if self.recompute:
+            adapters.recompute(model)
+        return model
+
+    def setup(self, stage: str) -> None:
+        """Makes the metrics."""
+        if not hasattr(self, "measures"):
+            kinds: dict[str, TokenMean] = {"loss": TokenMean(), "perplexity": Perplexity(), "accuracy": TokenMean()}
+            kinds |= {"bits_per_byte": BitsPerByte(), "perplexity_per_byte": Perplexity()}
+            self.measures = nn.ModuleDict(kinds)
+            self._bytes: Tensor | None = None
+
+    def parallel_plan(self) -> ParallelPlan:
+        """Returns the plan that transformers has for the model's family; see :mod:`dlo_tasks.llm.plans`."""
+        return plan_for(self.model)  # type: ignore[arg-type]
+
+    def _optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        return optim.build_optimizer(
+            model, self.optimizer_name, lr=self.lr, weight_decay=self.weight_decay, args=self.optimizer_args
+        )
+
+    def configure_optimizers(self) -> OptimizerLRScheduler:
+        """Returns the optimizer, with the schedule of its rate unless that is `constant`."""
+        optimizer = self._optimizer(self.model)
+        if self.schedule == "constant":
+            return optimizer
+        scheduler = optim.lr_schedule(
+            optimizer,
+            self._trainer,
+            warmup_epochs=self.warmup_epochs,
+            warmup_steps=self.warmup_steps,
+            start=self.warmup_lr / self.lr,
+            end=self.min_lr / self.lr,
+            shape=self.schedule,
+        )
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+    # --- steps ---------------------------------------------------------------------------------------------
+
+    @property
+    def head(self) -> vocabulary_loss.VocabularyHead:
+        """What makes logits of :meth:`forward`'s hidden states."""
+        return models.head_of(self.model)  # type: ignore[arg-type]
+
+    def inputs(self, batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Returns the tokens, their positions and, where rows are padded, their mask."""
+        names = ("input_ids", "position_ids", "attention_mask")
+        if not self._packs and batch.get("position_ids") is not None and (batch["position_ids"].diff() < 0).any():
+            raise DloError(
+                f"{type(self.model).__name__} takes no account of positions that begin anew, so that documents packed"
+                " into a row would see each other; pad them instead, each in a row of its own"
+            )
+        return (), {name: batch[name] for name in names if batch.get(name) is not None}
+
+    def forward(self, **inputs: Tensor) -> Tensor:
+        """Returns the hidden states that the head is given, `[B, L, D]`; logits of all tokens are never made."""
+        return models.hidden_states(self.model, **inputs)  # type: ignore[arg-type]
+
+    def loss(self, outputs: Tensor, batch: Any) -> Tensor:
+        """Returns the mean cross-entropy of a token of the whole optimizer step: its share of it.
+
+        Lightning divides it by the number of micro-batches, and strategies average over ranks; both are undone here,
+        as the step's tokens are what counts.
+        """
+        labels = batch["labels"]
+        total = vocabulary_loss.summed_loss(self.head, outputs.flatten(0, 1), labels.flatten())
+        tokens = batch.get("tokens_in_step")
+        if tokens is not None:
+            ranks = data_parallel_coordinates(self._trainer)[1]
+            micro_batches = int(self._trainer.accumulate_grad_batches) if self._trainer is not None else 1
+            return total * (ranks * micro_batches) / tokens.clamp(min=1)
+        count = (labels != vocabulary_loss.NO_TARGET).sum().float()
+        if dist.is_available() and dist.is_initialized():
+            dist.all_reduce(count)
+            count /= dist.get_world_size()
+        return total / count.clamp(min=1)
+
+    def metrics(self, outputs: Tensor, batch: Any) -> dict[str, Metric | Tensor]:
+        """Updates and returns the measures of the stage."""
+        labels = batch["labels"].flatten()
+        losses, hits = vocabulary_loss.measure(self.head, outputs.flatten(0, 1), labels)
+        is_target = labels != vocabulary_loss.NO_TARGET
+        total, tokens = losses.sum(dtype=torch.float64), is_target.sum()
+        values = {"loss": (total, tokens), "perplexity": (total, tokens), "accuracy": (hits.sum(), tokens)}
+        if self.tokenizer is not None:
+            number = self._byte_counts(labels.device)[labels.clamp(min=0)][is_target].sum()
+            values |= {"bits_per_byte": (total, number), "perplexity_per_byte": (total, number)}
+        found: dict[str, Metric | Tensor] = {}
+        for name, (value, count) in values.items():
+            measure = self.measures[name]
+            assert isinstance(measure, TokenMean)
+            measure.update(value, count)
+            found[name] = measure
+        return found
+
+    def _byte_counts(self, device: torch.device) -> Tensor:
+        if self._bytes is None or self._bytes.device != device:
+            self._bytes = bytes_of_tokens(self.tokenizer, self.config.vocab_size).to(device)
+        return self._bytes
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        """Updates the validation metrics; completes the prompts with the first batch, when weights are at hand."""
+        super().validation_step(batch, batch_idx)
+        if batch_idx == 0 and self.prompts and not self.trainer.sanity_checking:
+            self.samples = continuations(self.model, self.prompts, self.sampling, self.tokenizer, self._together)  # type: ignore[arg-type]
+
+    @property
+    def _together(self) -> bool:
+        """Whether a forward needs all ranks, because the strategy gathers weights for it."""
+        return bool(getattr(self.trainer.strategy, "forward_needs_all_ranks", False)) and dist.is_initialized()
+
+    def predict_step(self, batch: Any, batch_idx: int) -> list[dict[str, Any]]:
+        """Returns what the model writes behind each prompt: `[{index, prompt, completion, tokens}]`, texts and ids.
+
+        Without a tokenizer there are no texts.
+
+        Args:
+            batch: `input_ids` and `attention_mask`, `[B, L]`, padded in front; `index [B]`, the prompts' numbers, -1
+                for a row that only fills the batch up.
+            batch_idx: of the batch.
+        """
+        ids, mask = batch["input_ids"], batch.get("attention_mask")
+        mask = torch.ones_like(ids) if mask is None else mask
+        written = complete(self.model, ids, mask, self.sampling, self.tokenizer, self._together)  # type: ignore[arg-type]
+        numbers = batch["index"].tolist() if "index" in batch else list(range(len(ids)))
+        found: list[dict[str, Any]] = []
+        for number, prompt, kept, row in zip(numbers, ids, mask, written, strict=True):
+            if number >= 0:
+                texts = self._texts(prompt[kept.bool()], row)
+                found.append({"index": number, **texts, "tokens": row.tolist()})
+        return found
+
+    def _texts(self, prompt: Tensor, written: Tensor) -> dict[str, str]:
+        if self.tokenizer is None:
+            return {}
+        parts = {"prompt": prompt, "completion": written}
+        return {name: str(self.tokenizer.decode(ids, skip_special_tokens=True)) for name, ids in parts.items()}
+
+    def on_predict_batch_end(self, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+        """Prints the first completions."""
+        shown = [row for row in outputs[:3] if "completion" in row] if batch_idx == 0 else []
+        if shown and self.trainer.is_global_zero:
+            show.print_samples([row["prompt"] for row in shown], [row["completion"] for row in shown])
+
+    # --- the run -------------------------------------------------------------------------------------------
+
+    def on_fit_start(self) -> None:
+        """Reads the weights of a model that was built without memory, each rank its own part."""
+        sharded_weights.read(self, resumes=self.trainer.ckpt_path is not None)
+
+    on_validation_start = on_test_start = on_predict_start = on_fit_start
+
+    def on_validation_epoch_end(self) -> None:
+        """Shows the samples in TensorBoard."""
+        if self.samples:
+            show.show_samples(self.trainer, self.prompts, self.samples)
+
+    def on_train_end(self) -> None:
+        """Prints the last samples."""
+        if self.samples and self.trainer.is_global_zero:
+            show.print_samples(self.prompts, self.samples)
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Puts into a checkpoint what an export needs beside its weights: config, tokenizer, adapters."""
+        checkpoint["exporter"] = export.describe(self)
+
+    @classmethod
+    def export_folder(cls, checkpoint: dict[str, Any], folder: Any, dtype: torch.dtype | None = None) -> str:
+        """Writes a checkpoint as a folder that transformers loads; see :func:`dlo_tasks.llm.export.write_folder`."""
+        return export.write_folder(checkpoint, folder, dtype)

@@ -1,0 +1,122 @@
+"""The embedded text: the source files of Python's standard library, and a byte-level BPE trained on them.
+
+Real text that every Python brings, so that a language model can be trained anywhere without a download. The tokenizer
+is byte-level byte-pair encoding as in GPT-2 (Radford et al. 2019, "Language Models are Unsupervised Multitask
+Learners"; BPE: Sennrich et al. 2016, arXiv:1508.07909): any text can be written in it.
+"""
+
+from __future__ import annotations
+
+import sysconfig
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+
+from dlo_framework.errors import DloError
+from dlo_tasks.llm.cache_folder import whole_file
+from dlo_tasks.llm.records import content_hash
+from dlo_tasks.llm.tokenizer import need_transformers
+
+#: Ends a document; and what windows are filled up with.
+END, PADDING = "<|endoftext|>", "<|padding|>"
+_LEFT_OUT = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__", "lib-dynload"}
+_FORMAT = 1
+_SMALLEST = 256 + 2  # the bytes and the two above
+
+
+def standard_library(max_bytes: int, root: Path | None = None) -> list[Path]:
+    """Returns source files of the standard library, tests and installed packages left out, sorted by name.
+
+    Where they are more than ``max_bytes`` together, every so-many-th is left out, so that all parts of the library
+    stay represented.
+
+    Args:
+        max_bytes: of all files.
+        root: the library's folder; None for this Python's.
+
+    Raises:
+        DloError: if this Python comes without its sources.
+    """
+    root = root or Path(sysconfig.get_path("stdlib"))
+    found = [path for path in sorted(root.rglob("*.py")) if not _LEFT_OUT & set(path.relative_to(root).parts)]
+    sizes = [path.stat().st_size for path in found]
+    part = min(1.0, max_bytes / max(1, sum(sizes)))
+    kept: list[Path] = []
+    seen = taken = 0
+    for path, size in zip(found, sizes, strict=True):
+        seen += size
+        if taken + size <= seen * part and _is_text(path):
+            kept.append(path)
+            taken += size
+    if not kept:
+        raise DloError(
+            f"no source file of Python's standard library of at most {max_bytes} bytes is in {root}; name"
+            " train_files, or raise corpus_bytes"
+        )
+    return kept
+
+
+def _is_text(path: Path) -> bool:
+    """Returns whether a file has content, in UTF-8; a few of the library's are in older encodings."""
+    try:
+        return bool(path.read_bytes().decode())
+    except (OSError, UnicodeDecodeError):
+        return False
+
+
+def embedded_tokenizer(files: Sequence[Path], vocab_size: int, folder: Path) -> Any:
+    """Returns a byte-level BPE of ``files``, trained at first use and kept in ``folder``.
+
+    Args:
+        files: UTF-8 texts.
+        vocab_size: tokens, the 256 bytes and two special ones included; fewer where the text has no more to merge.
+        folder: of the cache.
+
+    Returns:
+        A transformers ``PreTrainedTokenizerFast``, with an end-of-text and a padding token.
+
+    Raises:
+        DloError: for a vocabulary that does not hold the bytes, and a folder that cannot be written to.
+    """
+    if vocab_size < _SMALLEST:
+        raise DloError(f"vocab_size must be at least {_SMALLEST}, the bytes and two special tokens; got {vocab_size}")
+    need_transformers()
+    path = folder / f"bpe-{vocab_size}-{_FORMAT}-{content_hash(files)[:24]}.json"
+    if path.is_file():
+        try:
+            return _wrap(path)
+        except Exception as error:  # tokenizers raises nothing more special; it is only a cache
+            rank_zero_warn(f"{path}: the trained tokenizer cannot be read ({error}) and is trained anew")
+    text = _train(files, vocab_size)
+    with whole_file(path, "the trained tokenizer") as partial:
+        partial.write_text(text, encoding="utf-8")
+    return _wrap(path)
+
+
+def _wrap(path: Path) -> Any:
+    from transformers import PreTrainedTokenizerFast
+
+    return PreTrainedTokenizerFast(tokenizer_file=str(path), eos_token=END, pad_token=PADDING)
+
+
+def _train(files: Sequence[Path], vocab_size: int) -> str:
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[END, PADDING],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(_texts(files), trainer, length=len(files))
+    return str(tokenizer.to_str())
+
+
+def _texts(files: Sequence[Path]) -> Iterator[str]:
+    for path in files:
+        yield path.read_text(encoding="utf-8")

@@ -1,0 +1,132 @@
+"""A checkpoint as a folder that transformers loads, and with it all that reads its format: vLLM, for one."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from dlo_framework.checkpoint.convert import PREFIX, model_weights
+from dlo_framework.errors import DloError
+from dlo_tasks.llm import adapters, models
+from dlo_tasks.llm.adapters import Lora
+
+
+def describe(task: Any) -> dict[str, Any]:
+    """Returns what an export needs beside the weights, as plain data, to be kept in checkpoints.
+
+    Args:
+        task: a `CausalLM` with its model.
+
+    Returns:
+        `plugin`, the task's name; `config` and `generation_config` as JSON; `tokenizer`, its files' names and texts;
+        `lora`, what adapts the model, or None; `base`, the folder or name that it was started from.
+    """
+    generation = getattr(task.model, "generation_config", None)
+    return {
+        "plugin": "CausalLM",
+        "config": task.model.config.to_json_string(use_diff=False),
+        "generation_config": None if generation is None else generation.to_json_string(),
+        "tokenizer": {} if task.tokenizer is None else tokenizer_files(task.tokenizer),
+        "lora": None if task.lora is None else vars(task.lora).copy(),
+        "base": task.model_name,
+    }
+
+
+def tokenizer_files(tokenizer: Any) -> dict[str, str]:
+    """Returns the files by which transformers keeps a tokenizer, names and texts; binary ones are left out."""
+    with tempfile.TemporaryDirectory() as folder:
+        tokenizer.save_pretrained(folder)
+        paths = [path for path in sorted(Path(folder).rglob("*")) if path.suffix in (".json", ".txt", ".jinja")]
+        return {path.relative_to(folder).as_posix(): path.read_text(encoding="utf-8") for path in paths}
+
+
+def write_folder(checkpoint: dict[str, Any], folder: Path, dtype: torch.dtype | None = None) -> str:
+    """Writes a checkpoint's model as a folder: weights in safetensors, config, generation config, tokenizer.
+
+    Adapters are added to the weights, or, with `merge: false`, written alone in peft's format.
+
+    Args:
+        checkpoint: a loaded one.
+        folder: a new or empty one.
+        dtype: of the weights in the files; None for the checkpoint's.
+
+    Returns:
+        What was written, a sentence.
+
+    Raises:
+        DloError: if the folder is not empty, or the checkpoint is not of this task.
+    """
+    about = checkpoint.get("exporter")
+    if not isinstance(about, dict) or "config" not in about:
+        raise DloError("the checkpoint does not say what model it is of; it was not saved by CausalLM")
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise DloError(f"{folder} is there already, and not empty; remove it, or name another")
+    model = _model(checkpoint, about, dtype)
+    lora = None if about["lora"] is None else Lora(**about["lora"])
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, text in about["tokenizer"].items():
+        path = _below(folder, name)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+    if lora is not None and not lora.merge:
+        return _write_adapter(model, lora, about["base"], folder)
+    if lora is not None:
+        adapters.merge(model)
+    model.save_pretrained(folder)
+    count = sum(parameter.numel() for parameter in model.parameters())
+    return f"a transformers folder: {type(model).__name__}, {count:,} parameters" + (", merged" if lora else "")
+
+
+def _model(checkpoint: dict[str, Any], about: dict[str, Any], dtype: torch.dtype | None) -> Any:
+    """Returns the model of a checkpoint, with its adapters, on the CPU."""
+    models.require("transformers")
+    from transformers import AutoConfig, GenerationConfig
+
+    settings = json.loads(about["config"])
+    config = AutoConfig.for_model(settings.pop("model_type"), **settings)
+    weights = model_weights(checkpoint, PREFIX)
+    stored = weights.dtype(next(iter(weights)))
+    with torch.device("meta"):
+        model = models.build(None, config, dtype=dtype or stored, attention=None)
+        if about["lora"] is not None:
+            adapters.adapt(model, model.get_output_embeddings(), Lora(**about["lora"]), dtype or stored)
+    for module in model.modules():
+        if any(buffer.is_meta for buffer in module.buffers(recurse=False)):
+            module.to_empty(device="cpu", recurse=False)
+            model._init_weights(module)  # What checkpoints leave out, such as the frequencies of rotary embeddings.
+    state = {name: weights[name].to(dtype or weights.dtype(name)) for name in weights}
+    try:
+        model.load_state_dict(state, assign=True)
+    except RuntimeError as error:
+        raise DloError(f"the checkpoint's weights are not those of its config: {error}") from error
+    model.tie_weights()
+    if about["generation_config"] is not None:
+        model.generation_config = GenerationConfig.from_dict(json.loads(about["generation_config"]))
+    return model.eval()
+
+
+def _below(folder: Path, name: str) -> Path:
+    """Returns a path inside a folder; a name that leads out of it is refused."""
+    path = (folder / name).resolve()
+    if not path.is_relative_to(folder.resolve()):
+        raise DloError(f"the checkpoint's tokenizer has a file {name!r} outside its folder; refused")
+    return path
+
+
+def _write_adapter(model: Any, lora: Lora, base: str | None, folder: Path) -> str:
+    from safetensors.torch import save_file
+    from transformers.pytorch_utils import Conv1D
+
+    layers = adapters.adapter_layers(model)
+    targets = sorted({name.rpartition(".")[2] for name in layers})
+    transposed = any(isinstance(layer.get_base_layer(), Conv1D) for layer in layers.values())
+    config = lora.peft_config(targets, transposed=transposed, base=base)
+    config.inference_mode = True
+    config.save_pretrained(folder)
+    state = adapters.adapter_state(model)
+    save_file(state, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+    return f"a peft folder: {len(layers)} adapters of rank {lora.rank}" + (f", for {base}" if base else "")

@@ -1,0 +1,268 @@
+"""Builds transformers' causal language models: from a folder or the hub, or from a config with random weights.
+
+Weights are read from safetensors alone, and no code that comes with a model is run.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from dlo_framework.errors import DloError, did_you_mean
+from dlo_tasks.llm.tokenizer import has_tokenizer
+from dlo_tasks.llm.vocabulary_loss import VocabularyHead
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedModel
+
+_PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
+#: Families that are known to fit: their logits are their head's output, scaled and soft-capped as :func:`head_of` has
+#: it, and documents whose positions begin anew do not see each other. Others are tried on a few tokens.
+KNOWN_FAMILIES = frozenset(
+    {"cohere", "gemma", "gemma2", "gemma3_text", "gpt2", "gpt_neox", "granite"}
+    | {"llama", "mistral", "olmo2", "phi3", "qwen2", "qwen3"}
+)
+
+
+def require(package: str) -> Any:
+    """Returns an imported package of the extra `llm`.
+
+    Raises:
+        DloError: if it is not installed.
+    """
+    import importlib
+
+    try:
+        return importlib.import_module(package)
+    except ModuleNotFoundError as error:
+        if error.name != package:
+            raise
+        raise DloError(f"language models need {package}, which is missing: pip install 'dlo_framework[llm]'") from error
+
+
+def is_folder(model: str) -> bool:
+    """Returns whether `model` names a folder here, and not a model of the hub (`owner/name`, or `name`)."""
+    return Path(model).expanduser().is_dir() or model.startswith((".", "/", "~")) or model.count("/") > 1
+
+
+def check_folder(model: str) -> None:
+    """Checks that a folder holds a model in safetensors.
+
+    Raises:
+        DloError: if it is not there, has no config, or has its weights in pickles; none of them is opened.
+    """
+    if not is_folder(model):
+        return
+    folder = Path(model).expanduser()
+    if not folder.is_dir():
+        near = [str(other) for other in folder.parent.glob("*/")] if folder.parent.is_dir() else []
+        raise DloError(
+            f"model: no folder {folder}{did_you_mean(str(folder), near)}; give a folder, or a name of the hub:"
+            " owner/name"
+        )
+    if not (folder / "config.json").is_file():
+        raise DloError(f"model: {folder} has no config.json; give the folder that save_pretrained wrote")
+    if any(folder.glob("*.safetensors")):
+        return
+    pickle = next((path for pattern in _PICKLES for path in sorted(folder.glob(pattern))), None)
+    if pickle is not None:
+        raise DloError(
+            f"refusing {pickle}: a pickle may run code when it is read, and was not opened; convert the weights to"
+            " safetensors where you trust them: model.save_pretrained(FOLDER)"
+        )
+    raise DloError(f"model: {folder} has no *.safetensors; give the folder that save_pretrained wrote")
+
+
+def read_config(model: str | None, config: Mapping[str, Any] | str | None) -> PretrainedConfig:
+    """Returns the config of a model: of a folder or a hub's name, or a dict or JSON file for random weights.
+
+    Raises:
+        DloError: if there is none, or an unknown kind of model or setting in it; with the nearest name.
+    """
+    require("transformers")
+    from transformers import AutoConfig
+
+    if model is not None:
+        check_folder(model)
+        try:
+            return AutoConfig.from_pretrained(_path(model), trust_remote_code=False)
+        except (OSError, ValueError) as error:
+            raise DloError(f"model: cannot read the config of {model}: {_first_line(error)}") from error
+    assert config is not None
+    if isinstance(config, str):
+        try:
+            config = json.loads(Path(config).expanduser().read_text())
+        except (OSError, json.JSONDecodeError) as error:
+            raise DloError(f"config: cannot read {config}: {error}") from error
+    if not isinstance(config, Mapping):
+        raise DloError("config: a mapping of settings is needed, such as {model_type: llama, hidden_size: 256}")
+    return _new_config(dict(config))
+
+
+def _new_config(settings: dict[str, Any]) -> PretrainedConfig:
+    from transformers import CONFIG_MAPPING, AutoConfig
+
+    kind = settings.pop("model_type", None)
+    if kind not in CONFIG_MAPPING:
+        hint = did_you_mean(str(kind), CONFIG_MAPPING)
+        raise DloError(f"config: model_type is a family of transformers, given {kind}{hint or '; llama, for one'}")
+    probe = AutoConfig.for_model(kind)
+    known = {*probe.to_dict(), *probe.attribute_map, "architectures", "dtype", "torch_dtype", "transformers_version"}
+    for name in settings:
+        if name not in known:
+            raise DloError(f"config: {kind} has no setting '{name}'{did_you_mean(name, known)}")
+    try:
+        return AutoConfig.for_model(kind, **settings)
+    except (ValueError, TypeError) as error:
+        raise DloError(f"config: {kind} takes no such settings: {_first_line(error)}") from error
+    except Exception as error:  # transformers 5 checks settings with classes of huggingface_hub's own
+        if type(error).__module__.startswith("huggingface_hub"):
+            raise DloError(f"config: {kind} takes no such settings: {error}") from error
+        raise
+
+
+def fit_to_tokenizer(config: PretrainedConfig, given: Mapping[str, Any], tokenizer: Any) -> None:
+    """Takes what a config for random weights leaves open from the data's tokenizer: vocabulary, special tokens.
+
+    Args:
+        config: changed in place.
+        given: the settings that the user has given.
+        tokenizer: of the data.
+    """
+    if "vocab_size" not in given:
+        config.vocab_size = len(tokenizer)
+    for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
+        if name not in given:
+            setattr(config, name, getattr(tokenizer, name, None))
+
+
+def check_vocabulary(vocabulary: int, tokenizer: Any, *, fix: str) -> None:
+    """Checks that every token of the data has a row in the model's embedding.
+
+    Args:
+        vocabulary: rows of the embedding.
+        tokenizer: of the data.
+        fix: what the user may do.
+
+    Raises:
+        DloError: if the tokenizer has more tokens than the model.
+    """
+    if len(tokenizer) > vocabulary:
+        raise DloError(
+            f"the tokenizer has {len(tokenizer)} tokens and the model's vocabulary {vocabulary}; every token needs a"
+            f" row in the embedding: {fix}"
+        )
+
+
+def build(model: str | None, config: PretrainedConfig, *, dtype: torch.dtype, attention: str | None) -> PreTrainedModel:
+    """Returns a causal language model with its weights; random ones without `model`, and none under the meta device.
+
+    Args:
+        model: a folder or a hub's name.
+        config: of the model.
+        dtype: of its parameters.
+        attention: transformers' name of an implementation, such as `sdpa`; None takes `sdpa`, and `eager` where
+            attention scores are soft-capped (Gemma 2), which `sdpa` would leave out.
+
+    Raises:
+        DloError: if it cannot be built, or its weights are not safetensors.
+    """
+    from transformers import AutoModelForCausalLM
+
+    kind = attention or ("eager" if getattr(config, "attn_logit_softcapping", None) else None)
+    options: dict[str, Any] = {"dtype": dtype, **({"attn_implementation": kind} if kind else {})}
+    try:
+        if model is None or torch.get_default_device().type == "meta":
+            return AutoModelForCausalLM.from_config(config, trust_remote_code=False, **options)
+        found = AutoModelForCausalLM.from_pretrained(
+            _path(model), config=config, use_safetensors=True, trust_remote_code=False, **options
+        )
+        return found.train()
+    except (OSError, ValueError, ImportError) as error:
+        what = model if model is not None else getattr(config, "model_type", "config")
+        raise DloError(f"cannot build a causal language model from {what}: {_first_line(error)}") from error
+
+
+def tokenizer_source(model: str | None) -> str | None:
+    """Returns where the tokenizer of a model is: its folder, if that holds one, or its name on the hub."""
+    if model is None:
+        return None
+    if not is_folder(model):
+        return model
+    folder = Path(model).expanduser()
+    return str(folder) if has_tokenizer(folder) else None
+
+
+def head_of(model: PreTrainedModel) -> VocabularyHead:
+    """Returns what makes a model's logits of its base model's hidden states."""
+    config: Any = model.config
+    scale = float(getattr(config, "logit_scale", None) or 1.0)  # Cohere
+    scale /= float(getattr(config, "logits_scaling", None) or 1.0)  # Granite
+    return VocabularyHead(model.get_output_embeddings(), scale, getattr(config, "final_logit_softcapping", None))
+
+
+@torch.no_grad()
+def try_family(model: PreTrainedModel) -> bool:
+    """Tries a model of a family that is not known on a few tokens, unless it has no memory yet.
+
+    Returns:
+        Whether documents that are packed into a row do not see each other; some families ignore their positions.
+
+    Raises:
+        DloError: if its logits are not what its head makes of the hidden states: some families do more.
+    """
+    if model.config.model_type in KNOWN_FAMILIES or next(model.parameters()).is_meta:
+        return True
+    was_training = model.training
+    model.eval()
+    tokens = torch.tensor([[0, 1, 2, 3, 2, 1]], device=model.device)
+    found = hidden_states(model, input_ids=tokens)
+    packed = hidden_states(
+        model, input_ids=tokens, position_ids=torch.tensor([[0, 1, 0, 1, 2, 3]], device=model.device)
+    )
+    alone = hidden_states(model, input_ids=tokens[:, 2:])
+    logits = model(input_ids=tokens, use_cache=False).logits
+    model.train(was_training)
+    if not _near(head_of(model).logits(found).to(model.dtype), logits):
+        raise DloError(
+            f"{type(model).__name__} does more to its logits than project, scale and soft-cap them, so that its loss"
+            " cannot be computed in chunks; it is not supported"
+        )
+    return _near(packed[:, 2:], alone)
+
+
+def _near(one: torch.Tensor, other: torch.Tensor) -> bool:
+    most = torch.finfo(one.dtype).eps ** 0.5 * float(other.abs().max())
+    return bool((one.float() - other.float()).abs().max() <= most)
+
+
+def hidden_states(model: PreTrainedModel, **inputs: Any) -> torch.Tensor:
+    """Returns what the head is given: `[B, L, D]`, without a cache of keys and values."""
+    base: Any = model.base_model
+    found: torch.Tensor = base(**inputs, use_cache=False)[0]
+    return found
+
+
+def blocks_of(model: nn.Module) -> tuple[str, nn.ModuleList]:
+    """Returns the list of a model's blocks, and its name: that which holds most of its parameters.
+
+    Raises:
+        DloError: if there is none.
+    """
+    lists = [(name, module) for name, module in model.named_modules() if isinstance(module, nn.ModuleList)]
+    if not lists:
+        raise DloError(f"{type(model).__name__} has no list of blocks")
+    return max(lists, key=lambda item: sum(parameter.numel() for parameter in item[1].parameters()))
+
+
+def _path(model: str) -> str:
+    return str(Path(model).expanduser()) if is_folder(model) else model
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]

@@ -1,0 +1,112 @@
+"""The parallel plan of a causal language model, read from what transformers itself says of its family."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from dlo_framework.plan import ParallelPlan, Rule, tied_groups
+from dlo_tasks.llm.models import blocks_of
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+_STYLES = {"colwise": Rule.COLUMN, "rowwise": Rule.ROW, "sequence_parallel": Rule.SEQUENCE}
+#: Kept whole on each rank: transformers sums their gradients, which a strategy does of what is replicated anyway.
+_WHOLE = ("replicated_with_grad_allreduce",)
+_HEADS = {"q_proj": Rule.HEADS, "k_proj": Rule.KV_HEADS, "v_proj": Rule.KV_HEADS}
+#: Projections that make queries, keys and values in one, by family and name; those of other families are left whole.
+_FUSED = {("gpt_neox", "query_key_value"): Rule.QKV_BY_HEAD}
+
+
+def plan_for(model: PreTrainedModel) -> ParallelPlan:
+    """Returns how a causal language model may be cut.
+
+    Blocks are the list of modules that holds most of its parameters. What `base_model_pp_plan` names after them, and
+    the output projection, is the head; all else is the stem, the rotary embedding included. Tensor rules are those of
+    `base_model_tp_plan`, with the attention's projections cut between heads. Families that have no such plan (GPT-2)
+    have no tensor rules.
+    """
+    name, blocks = blocks_of(model)
+    pattern, parent = f"{name}.*", name.rpartition(".")[0]
+    around = model.get_submodule(parent)  # what holds the blocks: the base model, or OPT's decoder in it
+    prefix = f"{parent}." if parent else ""
+    head_name = _name_of(model, model.get_output_embeddings())
+    own = [child for child, module in around.named_children() if _holds_tensors(module) and module is not blocks]
+    own = [child for child in own if prefix + child != head_name]
+    after = _after_blocks(model, around, name.removeprefix(prefix))
+    head = [prefix + child for child in own if child in after] + [head_name]
+    stem = [prefix + child for child in own if child not in after]
+    stem += [prefix + key for key, _ in around.named_parameters(recurse=False)]
+    stem += [prefix + key for key, _ in around.named_buffers(recurse=False)]
+    return ParallelPlan(
+        blocks=(pattern,),
+        stem=tuple(stem),
+        head=tuple(head),
+        tensor=_tensor_rules(model, pattern, head_name),
+        attention=tuple(_attention(blocks, pattern)),
+        tied=tied_groups(model),
+    )
+
+
+def _after_blocks(model: PreTrainedModel, around: nn.Module, blocks: str) -> set[str]:
+    """Returns the modules beside the blocks that run after them."""
+    plan: Any = getattr(model.config, "base_model_pp_plan", None)
+    order = list(plan) if plan and blocks in plan else [name for name, _ in around.named_children()]
+    later = set(order[order.index(blocks) + 1 :])
+    later |= {name for name, _ in around.named_children() if name.startswith("final")}  # OPT registers it before them
+    return {name for name in later if "rotary" not in name}
+
+
+def _tensor_rules(model: PreTrainedModel, blocks: str, head: str) -> dict[str, Rule]:
+    prefix = f"{model.base_model_prefix}." if model.base_model is not model else ""
+    styles: Mapping[str, str] = getattr(model.config, "base_model_tp_plan", None) or {}
+    by_parent: dict[str, dict[str, Rule | None]] = {}
+    for pattern, style in styles.items():
+        if style not in _WHOLE:
+            parent, _, leaf = f"{prefix}{pattern}".rpartition(".")
+            by_parent.setdefault(parent, {})[leaf] = _rule(model.config.model_type, leaf, style)
+    rules: dict[str, Rule] = {}
+    for parent, of_leaves in by_parent.items():
+        known = {leaf: rule for leaf, rule in of_leaves.items() if rule is not None}
+        if len(known) == len(of_leaves):  # A row rule without its column, or the other way round, would be wrong.
+            rules |= {f"{parent}.{leaf}": rule for leaf, rule in known.items()}
+    if not rules:
+        return {}
+    _, first = blocks_of(model)
+    rules |= {f"{blocks}.{name}": Rule.SEQUENCE for name, module in first[0].named_children() if _is_norm(module)}
+    embedding = _name_of(model, model.get_input_embeddings())
+    return {pattern: rule for pattern, rule in rules.items() if _matches(model, pattern)} | {
+        embedding: Rule.VOCAB,
+        head: Rule.VOCAB,
+    }
+
+
+def _rule(family: str, leaf: str, style: str) -> Rule | None:
+    if (family, leaf) in _FUSED:
+        return _FUSED[family, leaf]
+    if "qkv" in leaf or "query_key_value" in leaf or "gate_up" in leaf:
+        return None
+    return _HEADS.get(leaf) if style == "colwise" and leaf in _HEADS else _STYLES.get(style)
+
+
+def _attention(blocks: nn.ModuleList, pattern: str) -> list[str]:
+    return [f"{pattern}.{name}" for name, module in blocks[0].named_children() if "Attention" in type(module).__name__]
+
+
+def _is_norm(module: nn.Module) -> bool:
+    return type(module).__name__.endswith(("RMSNorm", "LayerNorm"))
+
+
+def _holds_tensors(module: nn.Module) -> bool:
+    return next(module.parameters(), None) is not None or next(module.buffers(), None) is not None
+
+
+def _name_of(model: nn.Module, wanted: nn.Module) -> str:
+    return next(name for name, module in model.named_modules() if module is wanted)
+
+
+def _matches(model: nn.Module, pattern: str) -> bool:
+    return bool(ParallelPlan(blocks=(pattern,)).block_names(model))

@@ -1,0 +1,154 @@
+"""Trained weights for a model that was built without memory: each rank reads its own part of them, and no more.
+
+A strategy with `meta_init` builds the model on the meta device and gives it memory a unit at a time, as it shards it.
+Until its weights are read, they are what transformers initialises new models with.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from dlo_framework.checkpoint import SavedTensors
+from dlo_framework.checkpoint.boxes import whole
+from dlo_framework.checkpoint.plan import Chunk, Key, SavedTensor
+from dlo_framework.checkpoint.saved import Source
+from dlo_framework.checkpoint.tensor_file import read_header
+from dlo_framework.distributed.canonical import clean
+from dlo_framework.errors import DloError
+from dlo_tasks.llm import models
+
+_INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
+_SOURCE = "_dlo_weights_to_read"
+
+
+def prepare(model: Any, source: str | None) -> None:
+    """Readies a model on the meta device to be initialised module by module; does nothing for others.
+
+    Args:
+        model: of transformers, with its adapters.
+        source: the folder or the hub's name of its weights; None for random ones.
+    """
+    if not any(tensor.is_meta for tensor in model.parameters()):
+        return
+    for name, module in model.named_modules():
+        own = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
+        if own:
+            # An attribute of this one module: the strategy calls it, as it calls those that torch's modules have.
+            module.__dict__["reset_parameters"] = partial(_initialise, model, module, name)
+    model.__dict__[_SOURCE] = source
+
+
+def _initialise(model: Any, module: Any, name: str) -> None:
+    """Gives one module the values that transformers gives a new one; adapters those of LoRA: B is zero."""
+    for tensor in [*module.parameters(recurse=False), *module.buffers(recurse=False)]:
+        tensor.__dict__.pop("_is_hf_initialized", None)
+    if ".lora_A." in name:
+        nn.init.kaiming_uniform_(module.weight, a=math.sqrt(5))
+    elif ".lora_B." in name:
+        nn.init.zeros_(module.weight)
+    else:
+        model._init_weights(module)
+
+
+@torch.no_grad()
+def read(task: Any, *, resumes: bool) -> None:
+    """Reads the weights of a model that was built without memory, now that it is sharded; once.
+
+    Args:
+        task: with the model, whose parameters are DTensors.
+        resumes: whether a checkpoint's weights come next anyway.
+
+    Raises:
+        DloError: if a parameter is in none of the files.
+    """
+    if _SOURCE not in task.model.__dict__:
+        return
+    source = task.model.__dict__.pop(_SOURCE)
+    for module in task.model.modules():
+        module.__dict__.pop("reset_parameters", None)
+    if source is None or resumes:
+        return
+    saved = open_folder(local_folder(source))
+    _take_new_names(saved, task.model)
+    names: dict[int, list[str]] = {}
+    for name, parameter in task.model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(clean(name))
+    parameters = {id(parameter): parameter for parameter in task.model.parameters()}
+    for key, parameter in parameters.items():
+        if not any(".lora_" in name for name in names[key]):
+            saved.read_into(_stored_name(names[key], saved, task.model.base_model_prefix), parameter)
+
+
+def local_folder(source: str) -> Path:
+    """Returns a folder with a model's files, from the hub if it is a name there."""
+    if models.is_folder(source):
+        return Path(source).expanduser()
+    from huggingface_hub import snapshot_download
+
+    return Path(snapshot_download(source, allow_patterns=["*.safetensors", "*.json"]))
+
+
+def open_folder(folder: Path) -> SavedTensors:
+    """Returns the tensors of a model's safetensors files, none of them read yet.
+
+    Raises:
+        DloError: if there are none.
+    """
+    tensors: dict[Key, SavedTensor] = {}
+    for path in _files(folder):
+        stored, _ = read_header(path)
+        for name, place in stored.items():
+            chunks = [Chunk(whole(place.shape), path.name, place.begin, place.end)] if place.begin < place.end else []
+            tensors["model", name] = SavedTensor(place.dtype, place.shape, chunks)
+    return SavedTensors(Source(folder, tensors), {key[1]: key for key in tensors}, title=str(folder))
+
+
+def _take_new_names(saved: SavedTensors, model: Any) -> None:
+    """Gives stored tensors the names that the model has for them, where transformers has changed its own.
+
+    transformers 5.17 to 5.23 keep the changes in `conversion_mapping`, which is not documented. Those that change more
+    than a name (the experts of a mixture, stacked) are left alone, so that their names are missed.
+    """
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import WeightRenaming
+
+    renamings = [change for change in get_model_conversion_mapping(model) if type(change) is WeightRenaming]
+    for old in list(saved):
+        new = old
+        for renaming in renamings:
+            new = renaming.rename_source_key(new)[0]
+        if new != old:
+            saved.rename(old, new)
+
+
+def _files(folder: Path) -> list[Path]:
+    index = folder / _INDEX
+    if index.is_file():
+        return [folder / name for name in sorted(set(json.loads(index.read_text())["weight_map"].values()))]
+    if (folder / _SINGLE).is_file():
+        return [folder / _SINGLE]
+    raise DloError(f"model: {folder} has neither {_SINGLE} nor {_INDEX}; write it with save_pretrained")
+
+
+def _stored_name(names: list[str], saved: SavedTensors, base: str) -> str:
+    """Returns under which name a parameter is stored: tied ones have several, and some files leave the base's out."""
+    plain = [name.replace(".base_layer.", ".") for name in names]
+    for name in [*plain, *_without(plain, base)]:
+        if name in saved:
+            return name
+    raise DloError(
+        f"{saved!r} have no {plain[0]}, which transformers may store under another name; leave meta_init out, so that"
+        " transformers reads them"
+    )
+
+
+def _without(names: list[str], base: str) -> Iterator[str]:
+    return (name.removeprefix(f"{base}.") for name in names if name.startswith(f"{base}."))

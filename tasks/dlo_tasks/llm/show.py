@@ -1,0 +1,26 @@
+"""Shows what a model writes: in TensorBoard, where the run has it, and on the terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from lightning.pytorch import Trainer
+from lightning.pytorch.loggers import TensorBoardLogger
+
+from dlo_tasks.llm.generation import as_markdown
+
+
+def show_samples(trainer: Trainer, prompts: Sequence[str], texts: Sequence[str]) -> None:
+    """Puts prompts and what the model wrote behind them into TensorBoard, as text, at the run's step."""
+    if not trainer.is_global_zero:
+        return
+    for logger in trainer.loggers:
+        if isinstance(logger, TensorBoardLogger):
+            logger.experiment.add_text("samples", as_markdown(prompts, texts), trainer.global_step)
+
+
+def print_samples(prompts: Sequence[str], texts: Sequence[str]) -> None:
+    """Prints prompts, each with what the model wrote behind it."""
+    print("\nsamples, each from its prompt on:")
+    for prompt, text in zip(prompts, texts, strict=True):
+        print(f"--- {prompt!r}\n{prompt}{text}")

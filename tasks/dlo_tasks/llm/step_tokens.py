@@ -1,0 +1,127 @@
+"""Knows of each batch how many targets its optimizer step has; and brings samples of like length together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from dlo_framework.accumulation import tail
+from dlo_framework.data import Draw, ResumableBatchSampler, hash64
+from dlo_framework.data.sampler import InOrderBatchSampler
+from dlo_tasks.llm.batches import StepDraws
+
+#: How many batches' samples are sorted by length together.
+BUCKET = 50
+_BATCHES = 4  # keeps the order of batches apart from other random numbers
+
+
+class Accumulation(NamedTuple):
+    """How the trainer makes optimizer steps of batches.
+
+    Attributes:
+        size: batches of a step.
+        batches: that an epoch has at most; infinite for all.
+    """
+
+    size: int
+    batches: float
+
+
+class TextBatchSampler(ResumableBatchSampler):
+    """A :class:`ResumableBatchSampler` whose batches know what their optimizer step adds up to.
+
+    The order of an epoch is known before it begins, and so are the targets of each step, over all ranks and
+    micro-batches; no rank has to ask another.
+
+    Args:
+        size: number of samples.
+        targets: int64 [size], learned targets of each.
+        lengths: int64 [size], positions of each, for batches of samples of like length: an epoch's random order is
+            cut into groups of ``BUCKET`` batches, each is sorted by length, and the batches are shuffled. None for
+            the random order itself.
+        accumulation: tells how the trainer accumulates; asked when an epoch begins.
+        options: see :class:`ResumableBatchSampler`.
+    """
+
+    def __init__(
+        self,
+        size: int,
+        *,
+        targets: np.ndarray,
+        lengths: np.ndarray | None,
+        accumulation: Callable[[], Accumulation],
+        **options: Any,
+    ) -> None:
+        super().__init__(size, **options)
+        self._targets, self._lengths, self._accumulation = targets, lengths, accumulation
+
+    def batches_from(self, samples: int) -> Iterator[list[Draw]]:
+        """Yields this rank's batches of the current epoch, after the first ``samples`` of the global order."""
+        indices, _ = self._epoch_draws()
+        spans = list(self.spans_from(0))
+        first = sum(start < samples for start, _ in spans)
+        totals = self._step_totals(np.concatenate([[0], np.cumsum(self._targets[indices])]), spans, first)
+        coming = zip(range(first, len(spans)), super().batches_from(samples), strict=False)
+        for number, draws in coming:
+            known = StepDraws(draws)
+            known.tokens_in_step = totals[number]
+            if self._lengths is not None:
+                start, stop = spans[number]
+                known.length = int(self._lengths[indices[start:stop]].max())
+            yield known
+
+    def _step_totals(self, running: np.ndarray, spans: list[tuple[int, int]], begin: int) -> list[int | None]:
+        """Returns the targets of each batch's optimizer step; None where its length is decided as training goes on.
+
+        Args:
+            running: int64 [size + 1], the targets before each sample of the epoch's order.
+            spans: of the epoch's batches.
+            begin: the batch that comes next.
+        """
+        size, batches = self._accumulation()
+        if self.window_at is not None:
+            windows = [(span.first, span.batches) for span in self.planned()]
+            if begin < len(windows) and windows[begin][1] != size:  # DynamicBatchSize plans so by noise_scale
+                return [None] * len(spans)
+        else:
+            windows = [tail(number, size, min(batches, len(spans))) for number in range(len(spans))]
+        totals: list[int | None] = []
+        for first, length in windows:
+            last = min(first + max(length, 1), len(spans)) - 1
+            totals.append(int(running[spans[last][1]] - running[spans[first][0]]))
+        return totals
+
+    def _epoch_draws(self) -> tuple[np.ndarray, np.ndarray]:
+        indices, seeds = super()._epoch_draws()
+        if self._lengths is None or not self.shuffle:
+            return indices, seeds
+        order = bucketed(self._lengths[indices], self.global_batch_size, self.seed, self.epoch)
+        return indices[order], seeds[order]
+
+
+class InOrderTextBatchSampler(TextBatchSampler, InOrderBatchSampler):  # type: ignore[misc]
+    """The same without shuffling, which Lightning recognises as such; see :class:`InOrderBatchSampler`."""
+
+
+def bucketed(lengths: np.ndarray, batch_size: int, seed: int, epoch: int) -> np.ndarray:
+    """Returns an order in which each batch has samples of like length.
+
+    Args:
+        lengths: int64 [N], in random order.
+        batch_size: over all ranks; samples that fill none stay at the end.
+        seed: of the order of the batches.
+        epoch: likewise.
+
+    Returns:
+        int64 [N], a permutation.
+    """
+    whole = len(lengths) // batch_size
+    used, group = whole * batch_size, BUCKET * batch_size
+    groups = [
+        np.argsort(lengths[first : min(first + group, used)], kind="stable") + first for first in range(0, used, group)
+    ]
+    turn = np.argsort(hash64(np.arange(whole), seed, epoch, _BATCHES), kind="stable")
+    batches = np.concatenate([*groups, np.arange(0)]).reshape(whole, batch_size)[turn]
+    return np.concatenate([batches.ravel(), np.arange(used, len(lengths))])

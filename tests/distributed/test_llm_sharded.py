@@ -1,0 +1,200 @@
+"""Language models whose weights are divided among ranks: read in parts, writing text, saved, exported."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import LightningDataModule, Trainer, seed_everything
+from torch import Tensor
+from torch.utils.data import DataLoader, IterableDataset
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from dlo_framework.checkpoint import load
+from dlo_framework.distributed.strategy import register_data_parallel, use_canonical_checkpoints
+from dlo_framework.errors import DloError
+from dlo_framework.testing import run_distributed
+from dlo_framework.testing.state import whole_weights
+from dlo_framework.testing.training import leave_group, quiet
+from dlo_plugins.strategies.fsdp import FSDPStrategy
+from dlo_plugins.strategies.zero import ZeroStrategy
+from dlo_tasks.llm import sharded_weights
+from dlo_tasks.llm.adapters import Lora
+from dlo_tasks.llm.causal_lm import CausalLM
+from dlo_tasks.llm.corpus import embedded_tokenizer
+from dlo_tasks.llm.export import write_folder
+from dlo_tasks.llm.generation import Sampling, left_padded
+
+SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+CONFIG: dict[str, Any] = {"model_type": "qwen3", **SIZES, "num_key_value_heads": 2, "head_dim": 8}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "qwen3": {"num_key_value_heads": 2, "head_dim": 8, "tie_word_embeddings": True},
+    "gemma2": {"num_key_value_heads": 2, "head_dim": 8},
+    "gpt_neox": {},
+}
+
+
+class Batches(IterableDataset):
+    """Batches that are there already, each rank its own."""
+
+    def __init__(self, batches: list[dict[str, Tensor]]) -> None:
+        self.batches = batches
+
+    def __iter__(self) -> Any:
+        return iter(self.batches)
+
+
+class Words(LightningDataModule):
+    """Prompts that end at different times on different ranks, and random tokens to train on."""
+
+    def __init__(self, folder: Path, rank: int, world_size: int) -> None:
+        super().__init__()
+        self.tokenizer = embedded_tokenizer([Path(__file__)], 280, folder)
+        self.rank, self.world_size = rank, world_size
+
+    def _loader(self, batches: list[dict[str, Tensor]]) -> DataLoader:
+        return DataLoader(Batches(batches), batch_size=None)
+
+    def train_dataloader(self) -> DataLoader:
+        ids = torch.randint(270, (3, 4, 13), generator=torch.Generator().manual_seed(0))
+        mine = slice(self.rank * 4 // self.world_size, (self.rank + 1) * 4 // self.world_size)
+        return self._loader([{"input_ids": rows[mine, :-1], "labels": rows[mine, 1:]} for rows in ids])
+
+    val_dataloader = train_dataloader
+
+    def predict_dataloader(self) -> DataLoader:
+        rows = [self.tokenizer(text)["input_ids"] for text in ("class ", "def test_x", "import torch", "f")]
+        ids, mask = left_padded(rows, 0, torch.device("cpu"))
+        index = torch.arange(4)
+        mine = slice(self.rank * 4 // self.world_size, (self.rank + 1) * 4 // self.world_size)
+        return self._loader([{"input_ids": ids[mine], "attention_mask": mask[mine], "index": index[mine]}])
+
+
+def trainer_of(strategy: Any, world_size: int, folder: Path, **options: Any) -> Trainer:
+    trainer = Trainer(
+        accelerator="cpu",
+        devices=world_size,
+        strategy=strategy,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        default_root_dir=folder,
+        num_sanity_val_steps=0,
+        **options,
+    )
+    use_canonical_checkpoints(trainer)
+    return trainer
+
+
+# --- weights that each rank reads its part of ------------------------------------------------------------------
+
+
+def _start(rank: int, world_size: int, folder: Path, cases: list[dict[str, Any]]) -> list[Any]:
+    quiet()
+    found = []
+    for arguments in cases:
+        seed_everything(1, workers=True, verbose=False)
+        task = CausalLM(**arguments)
+        trainer = trainer_of(FSDPStrategy(meta_init=True), world_size, folder)
+        (measures,) = trainer.validate(task, datamodule=Words(folder, rank, world_size), verbose=False)
+        left = sum("reset_parameters" in vars(module) for module in task.model.modules())
+        found.append((measures["val_loss"], whole_weights(trainer), left))
+    leave_group()
+    return found
+
+
+def test_each_rank_reads_its_part_of_the_weights(tmp_path: Path) -> None:
+    cases: list[dict[str, Any]] = []
+    for family, more in FAMILIES.items():
+        torch.manual_seed(5)
+        config = AutoConfig.for_model(family, vocab_size=280, **SIZES, **more)
+        AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / family, max_shard_size="20KB")
+        assert len(list((tmp_path / family).glob("*.safetensors"))) > 1
+        cases.append({"model": str(tmp_path / family)})
+    cases.append({"model": str(tmp_path / "qwen3"), "lora": Lora(rank=2)})
+    (tmp_path / "run").mkdir()
+    embedded_tokenizer([Path(__file__)], 280, tmp_path / "run")
+    answers = run_distributed(_start, 2, tmp_path / "run", cases, backend=None)
+    for case, (loss, weights, left) in zip(cases, answers[0], strict=True):
+        expected = AutoModelForCausalLM.from_pretrained(case["model"]).state_dict()
+        adapted = {name.replace(".base_layer.", "."): tensor for name, tensor in weights.items()}
+        for name, tensor in expected.items():
+            assert torch.equal(adapted[f"model.{name}"], tensor), name
+        outside = {name: tensor for name, tensor in adapted.items() if name.removeprefix("model.") not in expected}
+        assert all(".lora_" in name and tensor.isfinite().all() for name, tensor in outside.items())
+        assert all(not tensor.any() for name, tensor in outside.items() if ".lora_B." in name)
+        task = CausalLM(**{**case, "lora": None})
+        alone = trainer_of("auto", 1, tmp_path)
+        (measures,) = alone.validate(task, datamodule=Words(tmp_path / "run", 0, 1), verbose=False)
+        assert loss == pytest.approx(measures["val_loss"], rel=1e-5)
+        assert left == 0
+
+
+def test_random_weights_on_ranks_are_drawn_as_the_family_draws_them(tmp_path: Path) -> None:
+    embedded_tokenizer([Path(__file__)], 280, tmp_path)
+    case = {"config": {**CONFIG, "initializer_range": 0.5}, "lora": Lora(rank=2)}
+    ((_, weights, _), *_), _ = run_distributed(_start, 2, tmp_path, [case], backend=None)
+    matrices = [t for name, t in weights.items() if name.endswith(("base_layer.weight", "embed_tokens.weight"))]
+    assert matrices
+    for tensor in matrices:
+        assert float(tensor.std()) == pytest.approx(0.5, rel=0.1)
+    assert all((tensor == 1).all() for name, tensor in weights.items() if "norm" in name)
+
+
+def test_weights_that_are_stored_under_other_names_are_refused(tmp_path: Path) -> None:
+    config = AutoConfig.for_model("llama", vocab_size=50, **SIZES)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    saved = sharded_weights.open_folder(tmp_path)
+    assert sharded_weights._stored_name(["model.layers.0.self_attn.q_proj.base_layer.weight"], saved, "model")
+    with pytest.raises(DloError, match=r"have no model.embed.weight, which transformers may store under another name"):
+        sharded_weights._stored_name(["model.embed.weight"], saved, "model")
+
+
+# --- text ------------------------------------------------------------------------------------------------------
+
+
+def _write(rank: int, world_size: int, folder: Path, model: str, strategies: list[str]) -> dict[str, Any]:
+    quiet()
+    register_data_parallel()
+    made = {"ddp": lambda: "ddp", "fsdp": FSDPStrategy, "zero3": lambda: ZeroStrategy(3), "alone": lambda: "auto"}
+    found = {}
+    for name in strategies:
+        seed_everything(1, workers=True, verbose=False)
+        sampling = Sampling(max_new_tokens=12, temperature=1.0, top_k=30)
+        task = CausalLM(model=model, prompts=["def test", "x"], sampling=sampling, lr=1e-2)
+        data = Words(folder, rank, world_size)
+        trainer = trainer_of(made[name](), world_size, folder, max_epochs=2)
+        trainer.fit(task, datamodule=data)
+        trainer.save_checkpoint(folder / f"{name}.ckpt")
+        greedy = CausalLM(model=model, sampling=Sampling(max_new_tokens=20))
+        predictor = trainer_of(made[name](), world_size, folder)
+        rows = [row for batch in predictor.predict(greedy, datamodule=data) for row in batch]  # type: ignore[union-attr]
+        found[name] = (task.samples, rows)
+    leave_group()
+    return found
+
+
+def test_text_is_the_same_whoever_holds_the_weights_and_so_is_what_is_exported(tmp_path: Path) -> None:
+    folder, model = tmp_path / "run", tmp_path / "model"
+    folder.mkdir()
+    tokenizer = embedded_tokenizer([Path(__file__)], 280, folder)
+    torch.manual_seed(3)
+    config = AutoConfig.for_model("qwen3", vocab_size=280, **SIZES, **FAMILIES["qwen3"], initializer_range=0.3)
+    torch.manual_seed(11)
+    AutoModelForCausalLM.from_config(config).save_pretrained(model)
+    (alone,) = run_distributed(_write, 1, folder, str(model), ["alone"], backend=None)
+    samples, rows = alone["alone"]
+    lengths = {len([token for token in row["tokens"] if token != tokenizer.pad_token_id]) for row in rows}
+    assert [row["index"] for row in rows] == [0, 1, 2, 3]
+    answers = run_distributed(_write, 2, folder, str(model), ["ddp", "fsdp", "zero3"], backend=None)
+    expected = write_folder(load(folder / "alone.ckpt"), tmp_path / "alone")
+    reference = AutoModelForCausalLM.from_pretrained(tmp_path / "alone").state_dict()
+    for name in answers[0]:
+        found = [row for answer in answers for row in answer[name][1]]
+        assert [row["completion"] for row in found] == [row["completion"] for row in rows], (name, lengths)
+        assert answers[0][name][0] == answers[1][name][0] == samples, name
+        assert write_folder(load(folder / f"{name}.ckpt"), tmp_path / name) == expected
+        weights = AutoModelForCausalLM.from_pretrained(tmp_path / name).state_dict()
+        for key, tensor in reference.items():
+            torch.testing.assert_close(weights[key], tensor, rtol=1e-4, atol=1e-5)

@@ -1,0 +1,134 @@
+"""The recipes for language models fit their classes, and the memory that their headers promise is what sums to it."""
+
+import inspect
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from lightning.pytorch import Trainer
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from dlo_tasks.llm import models
+from dlo_tasks.llm.adapters import Lora, adapt
+from dlo_tasks.llm.causal_lm import CausalLM
+from dlo_tasks.llm.generation import Sampling
+from dlo_tasks.llm.text_data import TextData
+
+FOLDER = Path(__file__).parents[2] / "configs" / "llm"
+CONFIGS = {path.stem: path for path in sorted(FOLDER.glob("*.yaml"))}
+#: Of the models that the recipes name, as their config.json has it.
+LLAMA = {"vocab_size": 128256, "num_key_value_heads": 8, "head_dim": 128}
+SIZES: dict[str, tuple[str, dict[str, Any]]] = {
+    "meta-llama/Llama-3.2-3B-Instruct": (
+        "llama",
+        {
+            **LLAMA,
+            "hidden_size": 3072,
+            "intermediate_size": 8192,
+            "num_hidden_layers": 28,
+            "num_attention_heads": 24,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "meta-llama/Llama-3.1-8B-Instruct": (
+        "llama",
+        {
+            **LLAMA,
+            "hidden_size": 4096,
+            "intermediate_size": 14336,
+            "num_hidden_layers": 32,
+            "num_attention_heads": 32,
+            "tie_word_embeddings": False,
+        },
+    ),
+    "Qwen/Qwen3-8B": (
+        "qwen3",
+        {
+            "vocab_size": 151936,
+            "hidden_size": 4096,
+            "intermediate_size": 12288,
+            "num_hidden_layers": 36,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 8,
+            "head_dim": 128,
+            "tie_word_embeddings": False,
+        },
+    ),
+}
+
+
+def read(name: str) -> tuple[dict[str, Any], str]:
+    text = CONFIGS[name].read_text()
+    header = " ".join(line.lstrip("# ") for line in text.split("seed_everything")[0].splitlines())
+    return yaml.safe_load(text), header
+
+
+def big_model(name: str) -> Any:
+    family, sizes = SIZES[name]
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **sizes))
+
+
+def parameters(model: Any) -> int:
+    return sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+
+
+def test_the_recipes_are_there() -> None:
+    assert list(CONFIGS) == ["llama3.1_8b_lora", "llama3.2_3b_fsdp", "quickstart", "qwen3_8b_zero3"]
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_recipe_is_accepted_by_its_classes(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    config, header = read(name)
+    tiny = {"model_type": "llama", "hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 2}
+    given = config["model"]["init_args"]
+    assert set(config["trainer"]) <= set(inspect.signature(Trainer).parameters)
+    if "model" in given:  # The hub is out of reach of tests.
+        made = models.read_config(None, tiny)
+        monkeypatch.setattr(models, "read_config", lambda model, config: made)
+        assert given["model"] in SIZES
+    arguments = {**given, "lora": Lora(**given["lora"]) if "lora" in given else None}
+    arguments["sampling"] = Sampling(**given["sampling"]) if "sampling" in given else None
+    CausalLM(**arguments).check(None)
+    data = TextData(**config["data"]["init_args"])
+    assert data.batch_size % config["trainer"].get("devices", 1) == 0
+    for word in ("paper", "expected", "differs", "time", "memory", f"dlo fit --config llm/{name}"):
+        assert word in header, word
+
+
+@pytest.mark.parametrize(("name", "devices"), [("llama3.2_3b_fsdp", 8), ("qwen3_8b_zero3", 8)])
+def test_state_that_is_divided_takes_what_the_header_says(name: str, devices: int) -> None:
+    config, header = read(name)
+    psi = parameters(big_model(config["model"]["init_args"]["model"]))
+    state, billions = re.findall(r"computed: ([\d.]+) for an eighth .* of each of ([\d.]+) billion", header)[0]
+    assert config["trainer"]["devices"] == devices
+    assert float(billions) == pytest.approx(psi / 1e9, abs=0.0005)
+    assert float(state) == pytest.approx(16 * psi / devices / 1e9, abs=0.05)
+
+
+def test_adapters_take_what_the_header_says() -> None:
+    config, header = read("llama3.1_8b_lora")
+    given = config["model"]["init_args"]
+    model = big_model(given["model"])
+    frozen, billions, state, millions = re.findall(
+        r"computed: ([\d.]+) for ([\d.]+) billion frozen .* ([\d.]+) for ([\d.]+) million trained", header
+    )[0]
+    assert float(billions) == pytest.approx(parameters(model) / 1e9, abs=0.005)
+    assert float(frozen) == pytest.approx(2 * parameters(model) / 1e9, abs=0.05)
+    with torch.device("meta"):
+        adapt(model, model.lm_head, Lora(**given["lora"]), torch.float32)
+    assert float(millions) == pytest.approx(parameters(model) / 1e6, abs=0.05)
+    assert float(state) == pytest.approx(16 * parameters(model) / 1e9, abs=0.05)
+
+
+@pytest.mark.parametrize("name", [name for name in CONFIGS if name != "quickstart"])
+def test_the_parts_of_the_memory_add_up(name: str) -> None:
+    _, header = read(name)
+    told = header.partition(" memory ")[2]
+    total = int(re.match(r"\s*(\d+) GB", told)[1])  # type: ignore[index]
+    parts = re.findall(r"(?:computed: |, )(\d+\.\d) for", told)
+    assert len(parts) >= 5
+    assert sum(map(float, parts)) == pytest.approx(total, abs=0.6)

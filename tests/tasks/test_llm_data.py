@@ -1,0 +1,534 @@
+"""TextData: what is in its batches, that documents are alone in them, and which come when."""
+
+from __future__ import annotations
+
+import json
+import os
+import warnings
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from torch.nn import functional as F
+
+from dlo_framework.accumulation import AccumulationTail
+from dlo_framework.data import Draw, Position, Window
+from dlo_framework.errors import DloError
+from dlo_framework.resume import ExactResume
+from dlo_tasks.llm.batches import IGNORED
+from dlo_tasks.llm.step_tokens import Accumulation, TextBatchSampler
+from dlo_tasks.llm.text_data import TextData
+
+TEXT = "the loss of a packed document equals its loss alone and no window sees another one twice"
+WORDS = TEXT.split()
+CHATML = (
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}</>{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+
+
+def sentences(count: int, longest: int = 40, seed: int = 0) -> list[str]:
+    """Returns texts of 1 to ``longest`` words, each with a number of its own."""
+    generator = np.random.default_rng(seed)
+    lengths = np.clip(generator.lognormal(2, 1, count), 1, longest).astype(int)
+    return [f"{n}: " + " ".join(generator.choice(WORDS, length)) for n, length in enumerate(lengths)]
+
+
+def lines(path: Path, *rows: dict) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory) -> Path:
+    """A cache that the tests share, so that the byte-level BPE is trained once."""
+    return tmp_path_factory.mktemp("cache")
+
+
+@pytest.fixture
+def make(tmp_path, cache):
+    """Makes the datamodule of some texts."""
+
+    def made(texts: list[str] | None = None, **options) -> TextData:
+        file = lines(tmp_path / "texts.jsonl", *({"text": text} for text in texts or sentences(60)))
+        defaults = {"train_files": str(file), "cache_dir": str(cache), "seq_len": 48, "batch_size": 4}
+        return TextData(**defaults | {"vocab_size": 320, "corpus_bytes": 60_000, "val_fraction": 0.0} | options)
+
+    return made
+
+
+def documents_in(batch: dict[str, torch.Tensor]) -> list[tuple[list[int], list[int]]]:
+    """Returns the ids and the labels of each document of a batch, padding left out."""
+    found = []
+    for ids, labels, positions in zip(batch["input_ids"], batch["labels"], batch["position_ids"], strict=True):
+        starts = [*torch.where(positions == 0)[0].tolist(), len(ids)]
+        for first, past in pairwise(starts):
+            assert positions[first:past].tolist() == list(range(past - first))
+            real = (labels[first:past] != IGNORED).nonzero()
+            if len(real):
+                past = first + int(real[-1]) + 1
+                found.append((ids[first:past].tolist(), labels[first:past].tolist()))
+    return found
+
+
+# --- what a batch holds --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("packing", ["best_fit", "none"])
+@pytest.mark.parametrize("workers", [0, 1])
+def test_every_document_comes_once_and_its_labels_are_what_follows(make, packing, workers, capsys):
+    texts = sentences(64)
+    data = make(texts, packing=packing, long_samples="truncate", batch_size=1, num_workers=workers, seq_len=400)
+    data.setup("fit")
+    found = [document for batch in data.train_dataloader() for document in documents_in(batch)]
+    data.teardown("fit")
+    whole = [ids + labels[-1:] for ids, labels in found]
+    assert all(labels == document[1:] for (_, labels), document in zip(found, whole, strict=True))
+    assert all(document[-1] == data.tokenizer.eos_token_id for document in whole)
+    assert sorted(data.tokenizer.decode(document[:-1]) for document in whole) == sorted(texts)
+    statistics = data.statistics["train"]
+    assert statistics.tokens == statistics.targets == sum(len(ids) for ids, _ in found)
+    assert f"train: 64 documents, {statistics.tokens:,} tokens" in capsys.readouterr().out
+
+
+def test_windows_are_full_and_their_padding_is_no_document(make):
+    data = make()
+    data.setup("fit")
+    batch = next(iter(data.train_dataloader()))
+    assert {name: values.shape for name, values in batch.items()} == {
+        "input_ids": (4, 48),
+        "labels": (4, 48),
+        "position_ids": (4, 48),
+        "tokens_in_step": (),
+    }
+    assert all(values.dtype == torch.int64 for values in batch.values())
+    unused = batch["labels"] == IGNORED
+    assert set(batch["input_ids"][unused].tolist()) <= {data.tokenizer.pad_token_id}
+    assert data.statistics["train"].fill > 0.97
+
+
+def test_padded_batches_are_as_long_as_their_longest_and_run_on(make):
+    data = make(packing="none", long_samples="truncate")
+    data.setup("fit")
+    widths, used, made = set(), 0, 0
+    for batch in data.train_dataloader():
+        used += int((batch["labels"] != IGNORED).sum())
+        made += batch["labels"].numel()
+        width = batch["input_ids"].shape[1]
+        longest = int((batch["labels"] != IGNORED).sum(1).max())
+        assert longest <= width < longest + 8 or width == 48
+        assert torch.equal(batch["position_ids"], torch.arange(width).expand(4, width))
+        assert "attention_mask" not in batch  # padding stands behind all that is real
+        widths.add(width)
+    assert len(widths) > 2
+    assert used / made > 0.85  # in random order it is 0.69: like lengths come together
+
+
+def test_ranks_pad_to_the_longest_sample_of_them_all(make):
+    data = make(packing="none", long_samples="truncate")
+    data.setup("fit")
+    dataset = data._datasets["train"]
+    shares = [list(sampler(2, rank, size=len(dataset), lengths=dataset.lengths)) for rank in range(2)]
+    differ = 0
+    for one, other in zip(*shares, strict=True):
+        widths = {dataset.fetch(share)["input_ids"].shape[1] for share in (one, other)}
+        assert len(widths) == 1
+        differ += len({dataset.fetch(list(share))["input_ids"].shape[1] for share in (one, other)}) > 1
+    assert differ
+
+
+def test_a_long_document_is_split_into_windows_that_go_on_where_the_last_ended(make):
+    data = make([" ".join(WORDS * 20)], batch_size=1)
+    data.setup("fit")
+    pieces = sorted((document for batch in data.train_dataloader() for document in documents_in(batch)), key=str)
+    ids = data.tokenizer(" ".join(WORDS * 20))["input_ids"]
+    assert len(pieces) == -(-len(ids) // 48)
+    assert sum(len(labels) for _, labels in pieces) == len(ids)
+    assert data.statistics["train"].too_long == 1
+    following = {tuple(piece) for piece, _ in pieces}
+    assert {tuple(ids[first : first + 48]) for first in range(0, len(ids), 48)} == following
+
+
+def test_only_answers_are_labels_of_chats_and_pairs(make, tmp_path):
+    (tmp_path / "chat.jinja").write_text(CHATML)
+    chat = [{"role": "user", "content": "the loss"}, {"role": "assistant", "content": "equals"}]
+    unanswered = chat[:1]
+    file = lines(
+        tmp_path / "mixed.jsonl",
+        {"messages": chat},
+        {"messages": unanswered},
+        {"prompt": "of a", "completion": " document"},
+    )
+    data = make(train_files=str(file), chat_template=str(tmp_path / "chat.jinja"), batch_size=1)
+    data.setup("fit")
+    (batch,) = data.train_dataloader()
+    labels = batch["labels"][batch["labels"] != IGNORED]
+    assert data.tokenizer.decode(labels) in (
+        "equals</> document<|endoftext|>",
+        " document<|endoftext|>equals</>",
+    )
+    assert int(batch["tokens_in_step"]) == len(labels)
+    assert data.statistics["train"].untaught == 1
+    assert data.statistics["train"].long_samples == "truncate"
+
+
+def test_validation_visits_each_window_once_and_void_ones_have_no_label(make):
+    data = make(val_fraction=0.5, eval_batch_size=7)
+    data.setup("fit")
+    loader = data.val_dataloader()
+    batches = list(loader)
+    assert sum(int((batch["labels"] != IGNORED).sum()) for batch in batches) == data.statistics["val"].targets
+    assert "tokens_in_step" not in batches[0]
+    void = data._datasets["val"].fetch([Draw(0, 0, True), Draw(0, 0, False)])
+    assert (void["labels"][0] != IGNORED).any()
+    assert (void["labels"][1] == IGNORED).all()
+    assert torch.equal(void["input_ids"][0], void["input_ids"][1])
+
+
+# --- documents are alone -------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def llama():
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    shape = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config = LlamaConfig(vocab_size=320, num_key_value_heads=2, max_position_embeddings=128, use_cache=False, **shape)
+    return LlamaForCausalLM(config).eval()
+
+
+def logits_of(model, batch):
+    with torch.no_grad():
+        return model(input_ids=batch["input_ids"], position_ids=batch["position_ids"], use_cache=False).logits
+
+
+def test_the_loss_of_a_packed_document_is_its_loss_alone(make, llama):
+    data = make(sentences(60, longest=12), seq_len=128)
+    data.setup("fit")
+    batch = next(iter(data.train_dataloader()))
+    documents = documents_in(batch)
+    assert len(documents) > 4 * 2
+    packed = F.cross_entropy(logits_of(llama, batch).flatten(0, 1), batch["labels"].flatten(), reduction="none")
+    packed = packed[batch["labels"].flatten() != IGNORED]
+    alone = []
+    for ids, labels in documents:
+        with torch.no_grad():
+            logits = llama(input_ids=torch.tensor([ids])).logits[0]
+        alone.append(F.cross_entropy(logits, torch.tensor(labels), reduction="none"))
+    torch.testing.assert_close(packed, torch.cat(alone), rtol=1e-5, atol=1e-5)
+
+
+def test_a_document_that_changes_leaves_the_others_logits_as_they_were(make, llama):
+    data = make(sentences(60, longest=12), seq_len=128)
+    data.setup("fit")
+    batch = next(iter(data.train_dataloader()))
+    starts = torch.where(batch["position_ids"][0] == 0)[0].tolist()
+    first, past = starts[1], starts[2]
+    before = logits_of(llama, batch)[0]
+    batch["input_ids"][0, first:past] = (batch["input_ids"][0, first:past] + 1) % 320
+    after = logits_of(llama, batch)[0]
+    assert torch.equal(after[:first], before[:first])
+    assert torch.equal(after[past:], before[past:])
+    assert not torch.allclose(after[first:past], before[first:past], atol=1e-3)
+
+
+# --- which come when -----------------------------------------------------------------------------------------
+
+
+class Recorder(LightningModule):
+    """Records what each completed batch held, and the micro-batches of its step."""
+
+    def __init__(self, stop_at: int | None = None) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(1, 1)
+        self.seen: list[tuple[int, int, int, int]] = []  # step, checksum, labels, tokens_in_step
+        self.stop_at = stop_at
+
+    def training_step(self, batch, batch_idx):
+        if len(self.seen) == self.stop_at:
+            raise RuntimeError("power cut")
+        count = int((batch["labels"] != IGNORED).sum())
+        sum_of = int(
+            (batch["input_ids"] * torch.arange(1, batch["input_ids"].numel() + 1).view_as(batch["input_ids"])).sum()
+        )
+        self.seen.append((self.trainer.global_step, sum_of, count, int(batch.get("tokens_in_step", -1))))
+        return self.layer(torch.ones(1, 1)).sum()
+
+    def validation_step(self, batch, batch_idx):
+        pass
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), 0.1)
+
+
+def fit(folder, model, data, ckpt=None, **options):
+    defaults = {"max_epochs": 2, "accelerator": "cpu", "logger": False, "enable_progress_bar": False}
+    defaults["callbacks"] = [ExactResume(), AccumulationTail()]
+    trainer = Trainer(default_root_dir=folder, enable_model_summary=False, **defaults | options)
+    trainer.fit(model, datamodule=data, ckpt_path=ckpt)
+    return trainer
+
+
+@pytest.mark.parametrize("packing", ["best_fit", "none"])
+@pytest.mark.parametrize("limit", [1.0, 5])
+def test_each_batch_knows_the_targets_of_its_step(make, tmp_path, packing, limit):
+    model = Recorder()
+    data = make(sentences(90), packing=packing, long_samples="truncate")
+    fit(tmp_path, model, data, accumulate_grad_batches=4, limit_train_batches=limit)
+    batches = len(model.seen) // 2
+    assert batches % 4  # the last window of an epoch is shorter
+    by_step: dict[int, list[tuple[int, int]]] = {}
+    for step, _, count, told in model.seen:
+        by_step.setdefault(step, []).append((count, told))
+    assert {len(window) for window in by_step.values()} == {4, batches % 4}
+    for window in by_step.values():
+        assert {told for _, told in window} == {sum(count for count, _ in window)}
+
+
+def test_steps_that_grow_count_their_own_targets(make, tmp_path):
+    from dlo_plugins.callbacks.dynamic_batch_size import DynamicBatchSize
+
+    model = Recorder()
+    growing = DynamicBatchSize(schedule={0: 4, "50%": 12, "1.5 epochs": 8}, max_micro_batch=4)
+    fit(tmp_path, model, make(sentences(90)), callbacks=[growing])
+    by_step: dict[int, list[tuple[int, int]]] = {}
+    for step, _, count, told in model.seen:
+        by_step.setdefault(step, []).append((count, told))
+    assert {len(window) for window in by_step.values()} >= {1, 2, 3}
+    for window in by_step.values():
+        assert {told for _, told in window} == {sum(count for count, _ in window)}
+
+
+def test_overfitting_takes_the_same_windows_each_epoch_in_their_order(make, tmp_path, recwarn):
+    model = Recorder()
+    fit(tmp_path, model, make(), overfit_batches=2)
+    assert not [warning for warning in recwarn if "overfit" in str(warning.message)]
+    assert len(model.seen) == 4
+    assert [row[1:] for row in model.seen[:2]] == [row[1:] for row in model.seen[2:]]
+    assert all(told == count for _, _, count, told in model.seen)
+
+
+@pytest.mark.parametrize(("packing", "workers"), [("best_fit", 1), ("none", 0)])
+def test_a_run_that_is_stopped_goes_on_with_the_next_window(make, tmp_path, packing, workers):
+    options = {"packing": packing, "num_workers": workers, "long_samples": "truncate", "seed": 3}
+    whole, cut, rest = Recorder(), Recorder(), Recorder()
+    fit(tmp_path, whole, make(**options), accumulate_grad_batches=2)
+    trainer = fit(tmp_path, cut, make(**options), accumulate_grad_batches=2, max_steps=3)
+    trainer.save_checkpoint(tmp_path / "cut.ckpt")
+    fit(tmp_path, rest, make(**options), ckpt=str(tmp_path / "cut.ckpt"), accumulate_grad_batches=2)
+    assert cut.seen + rest.seen == whole.seen
+    assert 0 < len(cut.seen) < len(whole.seen) // 2
+    epoch = len(whole.seen) // 2
+    assert [row[1:3] for row in whole.seen[:epoch]] != [row[1:3] for row in whole.seen[epoch:]]
+
+
+def test_other_data_in_mid_epoch_are_told_of(make, tmp_path):
+    trainer = fit(tmp_path, Recorder(), make(), max_steps=3)
+    trainer.save_checkpoint(tmp_path / "cut.ckpt")
+    with pytest.warns(UserWarning, match="are not those of the run that was interrupted"):
+        fit(tmp_path, Recorder(), make(seq_len=40), ckpt=str(tmp_path / "cut.ckpt"))
+    padded = make(packing="none", long_samples="truncate")
+    trainer = fit(tmp_path, Recorder(), padded, max_steps=3)
+    trainer.save_checkpoint(tmp_path / "cut.ckpt")
+    other = make(packing="none", long_samples="truncate", batch_size=2)
+    trainer = Trainer(default_root_dir=tmp_path, accelerator="cpu", logger=False, enable_progress_bar=False)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", "the files, the tokenizer")
+        validated = make(packing="none", batch_size=2, val_fraction=0.3)
+        trainer.validate(Recorder(), datamodule=validated, ckpt_path=str(tmp_path / "cut.ckpt"), verbose=False)
+    with pytest.raises(DloError, match="batch_size was 4 when the epoch was interrupted and is 2 now"):
+        fit(tmp_path, Recorder(), other, ckpt=str(tmp_path / "cut.ckpt"))
+
+
+def sampler(world_size=1, rank=0, accumulate=1, size=40, lengths=None, **options):
+    targets = np.arange(1, size + 1) ** 2
+    return TextBatchSampler(
+        size,
+        targets=targets,
+        lengths=lengths,
+        accumulation=lambda: Accumulation(accumulate, float("inf")),
+        **{"batch_size": 8 // world_size, "shuffle": True, "drop_last": True, "rank": rank, "world_size": world_size}
+        | options,
+    )
+
+
+@pytest.mark.parametrize("lengths", [None, np.arange(40) % 7 + 1])
+def test_ranks_share_out_the_batches_of_one_process(lengths):
+    one = list(sampler(lengths=lengths, accumulate=2))
+    ranks = [list(sampler(4, rank, lengths=lengths, accumulate=2)) for rank in range(4)]
+    for whole, *shares in zip(one, *ranks, strict=True):
+        assert [draw.index for share in shares for draw in share] == [draw.index for draw in whole]
+        assert {share.tokens_in_step for share in shares} == {whole.tokens_in_step}
+        assert {share.length for share in shares} == {whole.length}
+        if lengths is not None:
+            assert whole.length == max(lengths[draw.index] for draw in whole)
+
+
+def test_steps_that_are_planned_count_their_own_batches():
+    planned = sampler(window_at=lambda at: Window(4, 1 + (at.samples >= 20)), accumulate=1)
+    batches = list(planned)
+    counts = [sum((draw.index + 1) ** 2 for draw in batch) for batch in batches]
+    expected = [*counts[:5], *[sum(counts[5:7])] * 2, *[sum(counts[7:9])] * 2, counts[9]]
+    assert [batch.tokens_in_step for batch in batches] == expected
+
+
+def test_steps_whose_length_is_decided_later_are_not_guessed_at():
+    unplanned = sampler(window_at=lambda at: Window(4, 1), accumulate=2)
+    assert {batch.tokens_in_step for batch in unplanned} == {None}
+    assert isinstance(unplanned.planned()[0].start, int)
+    assert Position(0, 0, 40).epochs == 0
+
+
+# --- the split, the cache ------------------------------------------------------------------------------------
+
+
+def test_the_split_goes_by_content(make, tmp_path):
+    texts = sentences(80)
+
+    def held_out(texts, **options):
+        data = make(texts, val_fraction=0.3, seq_len=400, batch_size=1, **options)
+        data.setup("fit")
+        batches = [*data.train_dataloader()], [*data.val_dataloader()]
+        sides = [{data.tokenizer.decode(ids) for batch in side for ids, _ in documents_in(batch)} for side in batches]
+        return sides
+
+    train, val = held_out(texts)
+    assert train | val == set(texts)
+    assert not train & val
+    assert 10 < len(val) < 40
+    more = sentences(30, seed=5)
+    train_2, val_2 = held_out([*more, *reversed(texts), *texts[:5]], seed=9)
+    assert val <= val_2
+    assert train <= train_2
+    assert not train_2 & val_2
+
+
+def test_a_split_without_documents_is_refused(make):
+    with pytest.raises(DloError, match=r"val_fraction 0\.001 of 60 documents leaves none for validation"):
+        make(val_fraction=0.001).setup("fit")
+
+
+def test_without_validation_files_and_fraction_there_is_no_validation(make, tmp_path):
+    fit(tmp_path, Recorder(), make(), max_epochs=1)
+
+
+def tokenised(monkeypatch) -> list[int]:
+    """Counts how often files are tokenised from now on."""
+    from dlo_tasks.llm import build
+
+    calls: list[int] = []
+    original = build.write_store
+    monkeypatch.setattr(build, "write_store", lambda *args: (calls.append(1), original(*args)))
+    return calls
+
+
+def test_files_are_tokenised_once_for_their_content_and_tokenizer(make, monkeypatch):
+    calls = tokenised(monkeypatch)
+    texts = sentences(20, seed=11)
+    make(texts).setup("fit")
+    make(texts, seq_len=32, packing="none").setup("fit")
+    assert len(calls) == 1
+    make([*texts, "one more"]).setup("fit")
+    assert len(calls) == 2
+    make(texts, vocab_size=330).setup("fit")
+    assert len(calls) == 3
+
+
+def test_a_truncated_cache_is_made_anew_with_a_warning(make, monkeypatch, cache):
+    texts = sentences(20, seed=12)
+    data = make(texts)
+    data.setup("fit")
+    batch = next(iter(data.train_dataloader()))
+    path = cache / data._names["train"]
+    os.truncate(path, path.stat().st_size - 8)
+    again = make(texts)
+    with pytest.warns(UserWarning, match=r"the token cache is truncated: \d+ of \d+ bytes; it is made anew"):
+        again.setup("fit")
+    assert torch.equal(next(iter(again.train_dataloader()))["input_ids"], batch["input_ids"])
+
+
+# --- prediction, and what is refused -------------------------------------------------------------------------
+
+
+def test_prompts_are_padded_on_the_left(make, tmp_path):
+    (tmp_path / "prompts.txt").write_text("the loss\nthe loss of a packed document\nno\n")
+    data = make(predict_files=str(tmp_path / "prompts.txt"), batch_size=2)
+    data.setup("predict")
+    batches = list(data.predict_dataloader())
+    assert data.prompts == ["the loss", "the loss of a packed document", "no"]
+    index = torch.cat([batch["index"] for batch in batches]).tolist()
+    assert index == [0, 1, 2]
+    for batch in batches:
+        for ids, mask, number in zip(batch["input_ids"], batch["attention_mask"], batch["index"], strict=True):
+            assert mask.tolist() == sorted(mask.tolist())
+            assert data.tokenizer.decode(ids[mask.bool()]) == data.prompts[number]
+    void = data._datasets["predict"].fetch([Draw(0, 0, True), Draw(1, 0, False)])
+    assert void["index"].tolist() == [0, -1]
+
+
+def test_prediction_without_prompts_is_refused(make):
+    with pytest.raises(DloError, match="predict_files is an empty list; name at least one file"):
+        make().setup("predict")
+
+
+def test_a_document_too_long_is_named_by_its_line(make):
+    with pytest.raises(
+        DloError, match=r"texts\.jsonl:2: \d+ tokens do not fit seq_len 48, .*set seq_len to \d+ or more"
+    ):
+        make(["short", " ".join(WORDS * 9)], long_samples="error").setup("fit")
+
+
+def test_data_without_anything_to_learn_are_refused(make, tmp_path):
+    (tmp_path / "chat.jinja").write_text(CHATML)
+    file = lines(tmp_path / "chats.jsonl", {"messages": [{"role": "user", "content": "the loss"}]})
+    data = make(train_files=str(file), chat_template=str(tmp_path / "chat.jinja"))
+    with pytest.raises(
+        DloError, match=r"no token is left to learn of 1 documents in .*chats\.jsonl: .* 1 pieces have no"
+    ):
+        data.setup("fit")
+
+
+def test_a_broken_line_is_named_with_its_file(make, tmp_path):
+    file = tmp_path / "broken.jsonl"
+    file.write_text('{"text": "fine"}\n{"text": "bro\n')
+    data = make(train_files=str(file))
+    data.check()  # reads the first record only
+    with pytest.raises(DloError, match=r"broken\.jsonl:2: broken JSON"):
+        data.setup("fit")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"seq_len": 0}, "seq_len and corpus_bytes must be at least 1"),
+        ({"val_fraction": 1.0}, "val_fraction must be at least 0 and below 1"),
+        ({"columns": {"body": "text"}}, "columns renames messages, .* and knows no body"),
+    ],
+)
+def test_arguments_out_of_range_are_refused(options, message):
+    with pytest.raises(DloError, match=message):
+        TextData(**options)
+
+
+def test_the_check_finds_what_is_missing_before_the_run(make, tmp_path):
+    with pytest.raises(DloError, match="matches no file"):
+        make(val_files=str(tmp_path / "*.parquet")).check()
+    file = lines(tmp_path / "other.jsonl", {"test": "a"})
+    with pytest.raises(DloError, match=r"other\.jsonl:1: a record needs .* has 'test'; did you mean 'text'"):
+        make(train_files=str(file)).check()
+
+
+def test_the_models_tokenizer_is_used_where_it_brings_one(make, tmp_path):
+    data = make()
+    data.setup("fit")
+    data.tokenizer.add_tokens(["packed document"])
+    data.tokenizer.save_pretrained(tmp_path / "model")
+    model = Recorder()
+    model.tokenizer_source = str(tmp_path / "model")
+    other = make()
+    fit(tmp_path, model, other, max_steps=1)
+    assert len(other.tokenizer) == len(data.tokenizer)

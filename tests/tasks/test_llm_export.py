@@ -1,0 +1,130 @@
+"""What `dlo checkpoint export` makes of a language model's checkpoint, transformers and peft load as it was."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+from lightning.pytorch import LightningDataModule, Trainer
+from torch.utils.data import DataLoader
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+from dlo_framework.cli.main import main
+from dlo_framework.distributed.strategy import use_canonical_checkpoints
+from dlo_tasks.llm.adapters import Lora
+from dlo_tasks.llm.causal_lm import CausalLM
+from dlo_tasks.llm.corpus import embedded_tokenizer
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 300,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 64,
+}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {**SIZES, "num_key_value_heads": 2, "rope_parameters": {"rope_type": "default", "rope_theta": 5e5}},
+    "qwen3": {**SIZES, "num_key_value_heads": 2, "head_dim": 8, "tie_word_embeddings": True},
+    "gemma2": {**SIZES, "num_key_value_heads": 2, "head_dim": 8, "final_logit_softcapping": 2.0},
+    "gpt_neox": SIZES,
+    "gpt2": {"vocab_size": 300, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64},
+}
+IDS = torch.arange(40).view(2, 20)
+
+
+class Tokens(LightningDataModule):
+    """Random tokens, with a tokenizer that a checkpoint is to keep."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__()
+        self.tokenizer = embedded_tokenizer([Path(__file__)], 290, folder)
+        self.tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}"
+
+    def train_dataloader(self) -> DataLoader:
+        ids = torch.randint(290, (4, 2, 17), generator=torch.Generator().manual_seed(0))
+        batches = [{"input_ids": rows[:, :-1], "labels": rows[:, 1:]} for rows in ids]
+        return DataLoader(batches, batch_size=None)  # type: ignore[arg-type]
+
+
+def train(folder: Path, task: CausalLM) -> tuple[Path, Tokens]:
+    """Trains a few steps, and returns the checkpoint."""
+    torch.manual_seed(0)
+    shown = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+    trainer = Trainer(accelerator="cpu", max_steps=4, enable_checkpointing=False, default_root_dir=folder, **shown)  # type: ignore[arg-type]
+    use_canonical_checkpoints(trainer)
+    data = Tokens(folder)
+    trainer.fit(task, datamodule=data)
+    trainer.save_checkpoint(folder / "run.ckpt")
+    return folder / "run.ckpt", data
+
+
+def export(path: Path, target: Path, *words: str) -> None:
+    assert main(["checkpoint", "export", str(path), str(target), *words]) == 0
+
+
+@torch.no_grad()
+def logits(model: Any) -> torch.Tensor:
+    return model.eval()(input_ids=IDS).logits
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_transformers_loads_the_model_that_was_trained(family: str, tmp_path: Path) -> None:
+    task = CausalLM(config={"model_type": family, **FAMILIES[family]}, lr=1e-2)
+    path, data = train(tmp_path, task)
+    export(path, tmp_path / "out")
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert type(loaded) is type(task.model)
+    assert torch.equal(logits(loaded), logits(task.model))
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")
+    assert tokenizer.get_vocab() == data.tokenizer.get_vocab()
+    assert tokenizer.chat_template == data.tokenizer.chat_template
+    assert tokenizer.eos_token_id == data.tokenizer.eos_token_id
+    written = loaded.generate(input_ids=IDS[:1, :5], attention_mask=torch.ones(1, 5), max_new_tokens=3)
+    assert written.shape == (1, 8)
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_adapters_are_merged_or_written_alone(family: str, tmp_path: Path) -> None:
+    torch.manual_seed(2)
+    base = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **FAMILIES[family]))
+    base.save_pretrained(tmp_path / "base")
+    for merge in (True, False):
+        folder = tmp_path / str(merge)
+        folder.mkdir()
+        task = CausalLM(model=str(tmp_path / "base"), lora=Lora(rank=2, merge=merge), lr=1e-2)
+        path, _ = train(folder, task)
+        export(path, folder / "out")
+        if merge:
+            loaded = AutoModelForCausalLM.from_pretrained(folder / "out")
+        else:
+            assert not (folder / "out" / "model.safetensors").exists()
+            settings = json.loads((folder / "out" / "adapter_config.json").read_text())
+            assert settings["base_model_name_or_path"] == str(tmp_path / "base")
+            loaded = peft.PeftModel.from_pretrained(base, folder / "out")
+        found = logits(task.model)
+        torch.testing.assert_close(logits(loaded), found, rtol=1e-4, atol=1e-5)
+        plain = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+        assert (logits(plain) - found).abs().max() > 0.01  # the adapters have learned something
+
+
+def test_weights_can_be_converted(tmp_path: Path) -> None:
+    path, _ = train(tmp_path, CausalLM(config={"model_type": "llama", **FAMILIES["llama"]}))
+    export(path, tmp_path / "out", "--dtype", "bfloat16")
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype="auto").dtype == torch.bfloat16
+
+
+def test_what_cannot_be_exported_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path, _ = train(tmp_path, CausalLM(config={"model_type": "llama", **FAMILIES["llama"]}))
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "note").touch()
+    assert main(["checkpoint", "export", str(path), str(tmp_path / "full")]) == 2
+    assert "is there already, and not empty" in capsys.readouterr().err
+    assert main(["checkpoint", "export", str(path), str(tmp_path / "out"), "--prefix", "x."]) == 2
+    assert "--prefix is for a file" in capsys.readouterr().err
+    assert main(["checkpoint", "export", str(path), str(tmp_path / "weights.safetensors")]) == 0
+    assert main(["checkpoint", "convert", str(tmp_path / "weights.safetensors"), str(tmp_path / "bare.ckpt")]) == 0
+    assert main(["checkpoint", "export", str(tmp_path / "bare.ckpt"), str(tmp_path / "out")]) == 2
+    assert "is of a task that writes no folders" in capsys.readouterr().err

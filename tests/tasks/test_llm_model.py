@@ -1,0 +1,386 @@
+"""The task CausalLM: what it builds, trains, measures and writes, and what it refuses."""
+
+import json
+import math
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from lightning.pytorch import LightningDataModule, Trainer, seed_everything
+from lightning.pytorch.loggers import TensorBoardLogger
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tokenizers import Tokenizer, decoders, pre_tokenizers
+from tokenizers import models as token_models
+from tokenizers.trainers import BpeTrainer
+from torch import Tensor
+from torch.utils.data import DataLoader
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+
+from dlo_framework.errors import DloError
+from dlo_plugins.callbacks.compile import Compile
+from dlo_tasks.llm import models
+from dlo_tasks.llm.adapters import Lora
+from dlo_tasks.llm.causal_lm import CausalLM
+from dlo_tasks.llm.evaluation import bytes_of_tokens
+from dlo_tasks.llm.generation import Sampling, left_padded
+
+TEXT = "def add(a, b):\n    return a + b\n\n\ndef größer(x):\n    return x > 0  # ≥ wäre 1\n"
+NAMES = ("num_hidden_layers", "num_attention_heads")
+LLAMA: dict[str, Any] = {
+    "model_type": "llama",
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+}
+
+
+def make_tokenizer(**special: str) -> PreTrainedTokenizerFast:
+    """A byte-level BPE of 290 tokens."""
+    bpe = Tokenizer(token_models.BPE())
+    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bpe.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = BpeTrainer(vocab_size=290, special_tokens=["<end>"], initial_alphabet=alphabet, show_progress=False)
+    bpe.train_from_iterator([TEXT] * 3, trainer)
+    return PreTrainedTokenizerFast(tokenizer_object=bpe, eos_token="<end>", **special)
+
+
+class Text(LightningDataModule):
+    """The text over and over, in rows of 16 tokens; the last row's second half is padding."""
+
+    def __init__(self, tokenizer: Any = None, rows: int = 12) -> None:
+        super().__init__()
+        self.tokenizer = make_tokenizer() if tokenizer is None else tokenizer
+        ids = torch.tensor(self.tokenizer(TEXT * 20)["input_ids"][: rows * 16 + 1])
+        labels = ids[1:].clone().view(rows, 16)
+        labels[-1, 8:] = -100
+        self.batches = [
+            {
+                "input_ids": ids[:-1].view(rows, 16)[start : start + 4],
+                "labels": labels[start : start + 4],
+                "position_ids": torch.arange(16).expand(4, 16),
+            }
+            for start in range(0, rows, 4)
+        ]
+
+    def train_dataloader(self) -> DataLoader:
+        return DataLoader(self.batches, batch_size=None)  # type: ignore[arg-type]
+
+    val_dataloader = train_dataloader
+
+    def predict_dataloader(self) -> DataLoader:
+        rows = [self.tokenizer(prompt)["input_ids"] for prompt in ("def ", "    return a")]
+        ids, mask = left_padded([*rows, rows[0]], 0, torch.device("cpu"))
+        batch = {"input_ids": ids, "attention_mask": mask, "index": torch.tensor([1, 0, -1])}
+        return DataLoader([batch], batch_size=None)  # type: ignore[arg-type]
+
+
+def quiet_trainer(folder: Path, **options: Any) -> Trainer:
+    shown = {
+        "logger": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+        "enable_checkpointing": False,
+    }
+    return Trainer(accelerator="cpu", default_root_dir=folder, **{"num_sanity_val_steps": 0, **shown, **options})
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Path:
+    """A folder that save_pretrained wrote, with its tokenizer."""
+    folder = tmp_path / "model"
+    tokenizer = make_tokenizer()
+    torch.manual_seed(1)
+    config = models.read_config(None, {**LLAMA, "vocab_size": len(tokenizer)})
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+# --- training and measuring ------------------------------------------------------------------------------------
+
+
+def test_it_learns_measures_and_shows_what_it_writes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    seed_everything(0, verbose=False)
+    task = CausalLM(
+        config=LLAMA, lr=1e-2, warmup_steps=3, prompts=["def add(", "def "], sampling=Sampling(max_new_tokens=12)
+    )
+    trainer = quiet_trainer(tmp_path, max_epochs=40, check_val_every_n_epoch=20, logger=TensorBoardLogger(tmp_path))
+    trainer.fit(task, datamodule=Text())
+    found = trainer.callback_metrics
+    assert found["val_loss"] < 0.5
+    assert found["val_accuracy"] > 0.8
+    assert found["val_perplexity"] == pytest.approx(math.exp(found["val_loss"]), rel=1e-5)
+    assert task.samples[0].startswith("a, b):\n    return")
+    assert "def add(a, b):\n    return" in capsys.readouterr().out
+    board = EventAccumulator(trainer.logger.log_dir).Reload()  # type: ignore[union-attr,arg-type]
+    assert board.Tags()["tensors"] == ["samples/text_summary"]
+    assert len(board.Tensors("samples/text_summary")) == 2
+
+
+def test_measures_are_means_over_tokens_and_over_bytes(tmp_path: Path) -> None:
+    task, data = CausalLM(config=LLAMA), Text()
+    trainer = quiet_trainer(tmp_path)
+    (found,) = trainer.validate(task, datamodule=data, verbose=False)
+    losses, hits, text = [], [], []
+    for batch in data.batches:
+        logits = task.model(input_ids=batch["input_ids"]).logits.flatten(0, 1)
+        labels = batch["labels"].flatten()
+        losses.append(F.cross_entropy(logits, labels, reduction="sum"))
+        hits.append((logits.argmax(1) == labels).sum())
+        text.append(data.tokenizer.decode(labels[labels >= 0]))
+    tokens = 12 * 16 - 8
+    total, number = sum(loss.item() for loss in losses), len("".join(text).encode(errors="replace"))
+    assert found["val_loss"] == pytest.approx(total / tokens, rel=1e-5)
+    assert found["val_accuracy"] == pytest.approx(int(sum(hits)) / tokens, rel=1e-5)
+    assert found["val_bits_per_byte"] == pytest.approx(total / number / math.log(2), rel=0.02)  # characters cut in two
+    assert found["val_perplexity_per_byte"] == pytest.approx(2 ** found["val_bits_per_byte"], rel=1e-5)
+
+
+def test_the_bytes_of_a_texts_tokens_add_up_to_its_bytes() -> None:
+    tokenizer = make_tokenizer()
+    counts = bytes_of_tokens(tokenizer, len(tokenizer) + 5)
+    assert int(counts[tokenizer(TEXT)["input_ids"]].sum()) == len(TEXT.encode())
+    assert counts[tokenizer.eos_token_id] == 0
+    words = Tokenizer(token_models.BPE(vocab={"▁größer": 0, "<0x0A>": 1, "▁": 2}, merges=[]))
+    words.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
+    assert bytes_of_tokens(PreTrainedTokenizerFast(tokenizer_object=words), 3).tolist() == [9, 1, 1]
+
+
+def test_the_loss_is_the_mean_over_the_tokens_of_the_step() -> None:
+    task, batches = CausalLM(config=LLAMA), Text().batches
+    task.config.vocab_size = 300
+    task.configure_model()
+
+    def loss(batch: dict[str, Tensor]) -> Tensor:
+        return task.training_step(batch, 0)["loss"]
+
+    last = batches[-1]
+    alone = loss(last)
+    assert alone.item() == pytest.approx(math.log(300), rel=0.1)
+    tokens = (last["labels"] != -100).sum()
+    assert loss({**last, "tokens_in_step": tokens}).item() == pytest.approx(alone.item())
+    assert loss({**last, "tokens_in_step": 4 * tokens}).item() == pytest.approx(alone.item() / 4)
+    nothing = {**last, "labels": torch.full_like(last["labels"], -100), "tokens_in_step": torch.tensor(0)}
+    assert loss(nothing) == 0
+
+
+def test_compiled_blocks_learn_the_same(tmp_path: Path) -> None:
+    losses = []
+    for callbacks in ([], [Compile(scope="blocks", backend="aot_eager")]):
+        seed_everything(0, verbose=False)
+        task = CausalLM(config=LLAMA, lr=1e-2, recompute=True, prompts=["def "], sampling=Sampling(max_new_tokens=3))
+        trainer = quiet_trainer(tmp_path, max_epochs=2, callbacks=list(callbacks))
+        trainer.fit(task, datamodule=Text())
+        losses.append(float(trainer.callback_metrics["val_loss"]))
+    assert losses[1] == pytest.approx(losses[0], rel=1e-4)
+
+
+def test_packed_documents_do_not_see_each_other() -> None:
+    task = CausalLM(config={**LLAMA, "vocab_size": 300})
+    task.configure_model()
+    ids = torch.randint(300, (1, 12))
+    labels = torch.randint(300, (1, 12))
+    place = torch.tensor([[*range(5), *range(7)]])
+    packed = task.training_step({"input_ids": ids, "labels": labels, "position_ids": place}, 0)["loss"]
+    parts = [
+        task.training_step({"input_ids": ids[:, cut], "labels": labels[:, cut]}, 0)["loss"] * width
+        for cut, width in ((slice(0, 5), 5), (slice(5, 12), 7))
+    ]
+    assert packed.item() == pytest.approx(sum(part.item() for part in parts) / 12, rel=1e-5)
+
+
+@pytest.mark.parametrize(("family", "layers", "heads"), [("bloom", "n_layer", "n_head"), ("falcon", *NAMES)])
+def test_a_family_that_ignores_positions_refuses_packed_documents(family: str, layers: str, heads: str) -> None:
+    task = CausalLM(config={"model_type": family, "vocab_size": 96, "hidden_size": 32, layers: 2, heads: 4})
+    task.configure_model()
+    batch = {"input_ids": torch.zeros(1, 4, dtype=torch.long), "labels": torch.zeros(1, 4, dtype=torch.long)}
+    task.training_step({**batch, "position_ids": torch.tensor([[0, 1, 2, 3]])}, 0)
+    with pytest.raises(DloError, match="would see each other; pad them instead"):
+        task.training_step({**batch, "position_ids": torch.tensor([[0, 1, 0, 1]])}, 0)
+
+
+@pytest.mark.parametrize("family", sorted(models.KNOWN_FAMILIES))
+def test_families_that_are_known_pass_what_others_are_tried_with(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(models, "KNOWN_FAMILIES", frozenset())
+    names = ("n_embd", "n_layer", "n_head") if family == "gpt2" else ("hidden_size", *NAMES)
+    settings = {"model_type": family, "vocab_size": 60, **dict(zip(names, (32, 2, 4), strict=True))}
+    settings |= {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+    settings |= {} if family.startswith("gpt") else {"num_key_value_heads": 2}
+    settings |= {"gemma2": {"final_logit_softcapping": 2.0}, "granite": {"logits_scaling": 3.0}}.get(family, {})
+    model = models.build(None, models.read_config(None, settings), dtype=torch.float32, attention=None)
+    assert models.try_family(model)
+
+
+def test_a_known_family_is_not_tried_and_others_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = models.read_config(None, {"model_type": "llama", **LLAMA, "vocab_size": 300})
+    model = models.build(None, config, dtype=torch.float32, attention=None)
+    monkeypatch.setattr(models, "KNOWN_FAMILIES", frozenset())
+    assert models.try_family(model)
+    monkeypatch.setattr(models, "head_of", lambda model: models.VocabularyHead(model.lm_head, scale=0.9))
+    with pytest.raises(DloError, match="LlamaForCausalLM does more to its logits"):
+        models.try_family(model)
+
+
+def test_prompts_are_completed_in_batches_as_they_are_alone(tmp_path: Path, capsys: Any) -> None:
+    task = CausalLM(config=LLAMA, sampling=Sampling(max_new_tokens=6))
+    data = Text()
+    (batch,) = quiet_trainer(tmp_path).predict(task, datamodule=data)  # type: ignore[misc]
+    assert [row["index"] for row in batch] == [1, 0]  # type: ignore[index]
+    assert "    return a" in capsys.readouterr().out
+    for prompt, row in zip(("def ", "    return a"), batch, strict=True):
+        assert row["prompt"] == prompt  # type: ignore[index]
+        ids = data.tokenizer(prompt, return_tensors="pt")["input_ids"]
+        for _ in range(6):
+            ids = torch.cat([ids, task.model(input_ids=ids).logits[:, -1:].argmax(-1)], dim=1)
+        assert row["tokens"] == ids[0, -6:].tolist()  # type: ignore[index]
+        assert row["completion"] == data.tokenizer.decode(ids[0, -6:], skip_special_tokens=True)  # type: ignore[index]
+
+
+def test_drawing_samples_leaves_the_runs_random_numbers_alone(tmp_path: Path) -> None:
+    task = CausalLM(config=LLAMA, prompts=["def "], sampling=Sampling(max_new_tokens=4, temperature=1.0, top_k=20))
+    seed_everything(3, verbose=False)
+    trainer, data, states = quiet_trainer(tmp_path), Text(), []
+    trainer.validate(task, datamodule=data, verbose=False)
+    first = task.samples
+    for prompts in (["def "], []):
+        task.prompts = prompts
+        torch.manual_seed(4)
+        trainer.validate(task, datamodule=data, verbose=False)
+        states.append(torch.get_rng_state())
+    assert task.samples == first
+    assert torch.equal(*states)
+
+
+# --- building --------------------------------------------------------------------------------------------------
+
+
+def test_a_folder_is_loaded_with_its_weights_and_names_its_tokenizer(saved: Path) -> None:
+    task = CausalLM(model=str(saved), dtype="bfloat16")
+    assert task.tokenizer_source == str(saved)
+    task.configure_model()
+    assert task.model.dtype == torch.bfloat16
+    expected = AutoModelForCausalLM.from_pretrained(saved, dtype=torch.bfloat16).state_dict()
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in task.model.state_dict().items())
+
+
+def test_random_weights_take_vocabulary_and_special_tokens_from_the_data(tmp_path: Path) -> None:
+    task, data = CausalLM(config=LLAMA), Text(make_tokenizer(bos_token="<start>"))
+    assert task.tokenizer_source is None
+    quiet_trainer(tmp_path, max_steps=1).fit(task, datamodule=data)
+    assert task.model.config.vocab_size == len(data.tokenizer) == 291
+    assert task.model.config.bos_token_id == data.tokenizer.bos_token_id
+    again = CausalLM(**task.hparams)
+    again.configure_model()
+    again.load_state_dict(task.state_dict())
+
+
+def test_a_config_may_be_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({**LLAMA, "vocab_size": 77}))
+    task = CausalLM(config=str(path))
+    task.check(None)
+    task.configure_model()
+    assert task.model.get_input_embeddings().weight.shape == (77, 32)
+
+
+def test_soft_capped_attention_is_computed_where_it_is_not_left_out() -> None:
+    small = {**LLAMA, "model_type": "gemma2", "head_dim": 8, "vocab_size": 50}
+    task = CausalLM(config=small)
+    task.configure_model()
+    assert task.model.config._attn_implementation == "eager"
+    other = CausalLM(config={**LLAMA, "vocab_size": 50})
+    other.configure_model()
+    assert other.model.config._attn_implementation == "sdpa"
+
+
+# --- refusals --------------------------------------------------------------------------------------------------
+
+
+def test_a_vocabulary_that_does_not_match_is_refused(tmp_path: Path, saved: Path) -> None:
+    small = CausalLM(config={**LLAMA, "vocab_size": 100})
+    with pytest.raises(DloError, match=r"has 290 tokens and the model's vocabulary 100.* set config.vocab_size=290"):
+        quiet_trainer(tmp_path).validate(small, datamodule=Text())
+    other = Text(make_tokenizer(bos_token="<start>"))
+    with pytest.raises(DloError, match=r"has 291 tokens and the model's vocabulary 290.* the model's own tokenizer"):
+        quiet_trainer(tmp_path).validate(CausalLM(model=str(saved)), datamodule=other)
+
+
+def test_weights_in_a_pickle_are_refused_before_they_are_opened(saved: Path, tmp_path: Path) -> None:
+    (saved / "model.safetensors").unlink()
+    fired = tmp_path / "fired"
+
+    class Fires:
+        def __reduce__(self) -> tuple[Any, ...]:
+            return (fired.touch, ())
+
+    torch.save(Fires(), saved / "pytorch_model.bin")
+    with pytest.raises(DloError, match=r"refusing .*pytorch_model.bin: a pickle may run code.* safetensors"):
+        CausalLM(model=str(saved))
+    assert not fired.exists()
+
+
+def test_a_folder_that_is_not_one_is_refused(saved: Path, tmp_path: Path) -> None:
+    with pytest.raises(DloError, match=r"no folder .*/models; did you mean '.*/model'\?"):
+        CausalLM(model=str(tmp_path / "models"))
+    (saved / "model.safetensors").unlink()
+    with pytest.raises(DloError, match=r"has no \*.safetensors"):
+        CausalLM(model=str(saved))
+    (saved / "config.json").unlink()
+    with pytest.raises(DloError, match=r"has no config.json"):
+        CausalLM(model=str(saved))
+
+
+def test_code_that_comes_with_a_model_is_not_run(saved: Path) -> None:
+    ran = saved / "ran"
+    (saved / "own.py").write_text(f"open({str(ran)!r}, 'w').close()\nclass C: pass\n")
+    config = json.loads((saved / "config.json").read_text())
+    config |= {"model_type": "own", "auto_map": {"AutoConfig": "own.C", "AutoModelForCausalLM": "own.C"}}
+    (saved / "config.json").write_text(json.dumps(config))
+    with pytest.raises(DloError, match="cannot read the config"):
+        CausalLM(model=str(saved))
+    assert not ran.exists()
+
+
+def test_prompts_without_a_tokenizer_are_refused() -> None:
+    task = CausalLM(config={**LLAMA, "vocab_size": 50}, prompts=["def "])
+    with pytest.raises(DloError, match="prompts are text, and the data bring no tokenizer"):
+        task.configure_model()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({}, "one of model .* and config"),
+        ({"model": "x", "config": {}}, "one of model .* and config"),
+        ({"config": {"model_type": "llamaa"}}, "given llamaa; did you mean 'llama'?"),
+        ({"config": {**LLAMA, "hiden_size": 3}}, "llama has no setting 'hiden_size'; did you mean 'hidden_size'?"),
+        ({"config": LLAMA, "optimizer": "adamww"}, "unknown optimizer 'adamww'; did you mean 'adamw'?"),
+        ({"config": LLAMA, "lr": 0.0}, "lr is positive"),
+        ({"config": LLAMA, "min_lr": 1.0}, "min_lr lies between 0 and lr"),
+        ({"config": LLAMA, "lora": Lora(), "freeze": ["lm_head"]}, "lora freezes all"),
+        ({"config": "nowhere.json"}, "cannot read nowhere.json"),
+    ],
+)
+def test_arguments_that_cannot_be_are_refused(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(DloError, match=message.replace("?", r"\?")):
+        CausalLM(**arguments)
+
+
+@pytest.mark.parametrize("package", ["transformers", "peft"])
+def test_a_missing_package_is_named_with_what_brings_it(package: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(DloError, match=rf"need {package}, which is missing: pip install 'dlo_framework\[llm\]'"):
+        CausalLM(config={**LLAMA, "vocab_size": 50}, lora=Lora()).check(None)
+
+
+@pytest.mark.parametrize("values", [{"max_new_tokens": 0}, {"temperature": -1.0}, {"top_p": 0.0}, {"top_k": 0}])
+def test_sampling_that_cannot_be_is_refused(values: dict[str, Any]) -> None:
+    with pytest.raises(DloError, match=next(iter(values))):
+        Sampling(**values)

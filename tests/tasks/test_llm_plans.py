@@ -1,0 +1,93 @@
+"""Parallel plans of language models, read from what transformers says of each family."""
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from dlo_framework.plan import Rule
+from dlo_tasks.llm import adapters
+from dlo_tasks.llm.adapters import Lora
+from dlo_tasks.llm.plans import plan_for
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 60,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "pad_token_id": 0,
+}
+NEOX = {name: value for name, value in SIZES.items() if name != "num_key_value_heads"}
+GPT2 = {"vocab_size": 60, "n_embd": 32, "n_layer": 3, "n_head": 4}
+OPT = {**NEOX, "ffn_dim": 48, "word_embed_proj_dim": 32}
+OPT.pop("intermediate_size")
+FAMILIES = dict.fromkeys(("llama", "qwen3", "mistral", "gemma2", "gemma3_text", "phi3", "olmo2", "cohere"), SIZES)
+FAMILIES |= {"gpt_neox": NEOX, "gpt2": GPT2, "opt": OPT, "bloom": {"vocab_size": 60, "hidden_size": 32, "n_layer": 3}}
+
+
+def make(family: str, **more: Any) -> Any:
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **FAMILIES[family], **more))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_parameter_has_one_place(family: str) -> None:
+    model = make(family)
+    plan = plan_for(model)
+    plan.validate(model)
+    assert len(plan.block_names(model)) == len(plan.attention_names(model)) == 3
+    assert plan.owners("lm_head.weight") == ["head"]
+    embedding = next(name for name, module in model.named_modules() if module is model.get_input_embeddings())
+    assert plan.owners(f"{embedding}.weight") == ["stem"]
+    final = [name for name, _ in model.named_parameters() if "norm" in name.split(".")[-2] or "ln_f" in name]
+    outside = [name for name in final if not name.startswith(plan.blocks[0].removesuffix("*")) and "word" not in name]
+    assert outside
+    assert all(plan.owners(name) == ["head"] for name in outside)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "mistral", "gemma2", "gemma3_text", "cohere"])
+def test_tensor_rules_are_the_familys_own(family: str) -> None:
+    plan = plan_for(make(family))
+    rules = {
+        "self_attn.q_proj": Rule.HEADS,
+        "self_attn.k_proj": Rule.KV_HEADS,
+        "self_attn.v_proj": Rule.KV_HEADS,
+        "self_attn.o_proj": Rule.ROW,
+        "mlp.gate_proj": Rule.COLUMN,
+        "mlp.up_proj": Rule.COLUMN,
+        "mlp.down_proj": Rule.ROW,
+        "input_layernorm": Rule.SEQUENCE,
+        "self_attn.q_norm": Rule.REPLICATE,
+    }
+    assert {name: plan.rule_for(f"model.layers.1.{name}.weight") for name in rules} == rules
+    assert plan.rule_for("model.embed_tokens.weight") is plan.rule_for("lm_head.weight") is Rule.VOCAB
+
+
+def test_a_fused_projection_has_a_rule_only_where_its_layout_is_known() -> None:
+    neox = plan_for(make("gpt_neox"))
+    assert neox.rule_for("gpt_neox.layers.0.attention.query_key_value") is Rule.QKV_BY_HEAD
+    assert neox.rule_for("gpt_neox.layers.0.attention.dense") is Rule.ROW
+    phi = plan_for(make("phi3"))
+    assert phi.rule_for("model.layers.0.self_attn.qkv_proj") is Rule.REPLICATE
+    assert phi.rule_for("model.layers.0.self_attn.o_proj") is Rule.REPLICATE  # a row rule without its column is wrong
+    assert plan_for(make("gpt2")).tensor == {}
+
+
+def test_tied_embeddings_are_one_group() -> None:
+    tied = plan_for(make("llama", tie_word_embeddings=True))
+    assert tied.tied == (("model.embed_tokens.weight", "lm_head.weight"),)
+    assert plan_for(make("llama", tie_word_embeddings=False)).tied == ()
+
+
+def test_the_plan_of_an_adapted_model_is_that_of_the_model() -> None:
+    model = make("llama")
+    before = plan_for(model)
+    adapters.adapt(model, model.lm_head, Lora(), torch.float32)
+    after = plan_for(model)
+    after.validate(model)
+    assert after == before
+    assert after.tensor == before.tensor
+    assert after.rule_for("model.layers.0.self_attn.q_proj.base_layer.weight") is Rule.HEADS
