@@ -41,6 +41,7 @@ def test_two_ranks_take_the_steps_of_one_process(dlo, curve):
         assert curve(two, tag) == pytest.approx(curve(one, tag), rel=1e-5), tag
 
 
+@pytest.mark.slow
 def test_two_ranks_follow_the_noise_together_and_resume_exactly(dlo, curve):
     (dlo.folder / "noise.yaml").write_text(CONFIG.replace("SIZES", NOISE).replace("DROP", "0.2"))
     command = ["fit", "--config", "noise.yaml", *RANKS]

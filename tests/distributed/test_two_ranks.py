@@ -41,6 +41,7 @@ def test_jpegs_on_two_ranks_give_the_metrics_of_one_process(dlo, photos, curve):
     assert [summary["samples"] for summary in summaries] == [72, 72]
 
 
+@pytest.mark.slow  # test_failures.py stops a run with dropout likewise, and resumes it.
 def test_a_signal_to_one_rank_stops_both_and_each_resumes_its_own_random_stream(dlo, curve):
     (dlo.folder / "digits.yaml").write_text(DIGITS)
     command = ["fit", "--config", "digits.yaml", *RANKS]
