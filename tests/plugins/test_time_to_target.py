@@ -333,6 +333,7 @@ data: {class_path: DigitsData, init_args: {image_size: 16, batch_size: 64}}
 RANKS = ["--trainer.strategy", "ddp", "--trainer.devices", "2"]
 
 
+@pytest.mark.slow
 def test_one_and_two_ranks_and_a_resumed_run_take_the_same_course_to_the_target(dlo, curve):
     """With Compile, both of the gradients' callbacks and the average of weights; stopped in mid-epoch."""
     (dlo.folder / "digits.yaml").write_text(DIGITS)
