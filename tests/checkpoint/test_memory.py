@@ -17,7 +17,7 @@ SIDE = 6144
 SIZE = SIDE * SIDE * 4  # 144 MB
 BUCKET = 64 * MB
 #: Pages of libraries that are touched for the first time, the manifest, the allocator's own.
-SLACK = 24 * MB
+SLACK = 40 * MB
 
 
 def status(key: str) -> int:
