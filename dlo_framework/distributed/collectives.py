@@ -62,6 +62,7 @@ class Communicator:
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
         self.elements: Counter[str] = Counter()
         self._pairwise = dist.get_backend(group) == "gloo"
+        self._limit = exchange_limit(group) if self._pairwise else None
         self._spare: list[Tensor] = []
 
     def segment(self, buffer: Tensor, rank: int | None = None) -> Tensor:
@@ -102,7 +103,7 @@ class Communicator:
                 self._spare.append(memory)
             return own
 
-        return Pending(works, add_up, exchange_limit(self.group))
+        return Pending(works, add_up, self._limit)
 
     def all_gather(self, buffer: Tensor) -> Pending:
         """Fills a flat buffer: each rank brings its own segment of it; the result is the buffer."""
@@ -118,7 +119,7 @@ class Communicator:
         for step in range(1, self.size):
             works.append(self._send(own, step))
             works.append(self._receive(self.segment(buffer, (self.rank - step) % self.size), step))
-        return Pending(works, lambda: buffer, exchange_limit(self.group))
+        return Pending(works, lambda: buffer, self._limit)
 
     def exchange(self, sent: list[Tensor]) -> list[Tensor]:
         """Sends each rank a flat tensor, of any length, and returns what each sent to this one.

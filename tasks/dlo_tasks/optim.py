@@ -25,6 +25,7 @@ Shape = Literal["cosine", "linear"]
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
+    from lightning.pytorch.utilities.types import OptimizerLRScheduler
 
 
 def lr_factor(
@@ -95,6 +96,23 @@ def lr_schedule(
         return lr_factor(fraction, warmup_fraction(trainer, warmup_epochs, warmup_steps), start, end, shape)
 
     return LambdaLR(optimizer, factor)
+
+
+def scheduled(
+    optimizer: Optimizer, trainer: Trainer | None, schedule: Shape | Literal["constant"], **warmup_and_ends: Any
+) -> OptimizerLRScheduler:
+    """Returns what ``configure_optimizers`` is to: the optimizer, with the schedule of its rate unless `constant`.
+
+    Args:
+        optimizer: At its base rates.
+        trainer: Of the run.
+        schedule: How the rate falls after the warm-up; `constant` leaves it to a callback.
+        **warmup_and_ends: See :func:`lr_schedule`.
+    """
+    if schedule == "constant":
+        return optimizer
+    scheduler = lr_schedule(optimizer, trainer, shape=schedule, **warmup_and_ends)
+    return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
 
 def parameter_groups(

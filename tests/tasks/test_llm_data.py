@@ -2,62 +2,21 @@
 
 from __future__ import annotations
 
-import json
 import os
 import warnings
 from itertools import pairwise
-from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from torch.nn import functional as F
 
 from dlo_framework.accumulation import AccumulationTail
-from dlo_framework.data import Draw, Position, Window
+from dlo_framework.data import Draw
 from dlo_framework.errors import DloError
 from dlo_framework.resume import ExactResume
 from dlo_tasks.llm.batches import IGNORED
-from dlo_tasks.llm.step_tokens import Accumulation, TextBatchSampler
-from dlo_tasks.llm.text_data import TextData
-
-TEXT = "the loss of a packed document equals its loss alone and no window sees another one twice"
-WORDS = TEXT.split()
-CHATML = (
-    "{% for m in messages %}<{{ m.role }}>{{ m.content }}</>{% endfor %}"
-    "{% if add_generation_prompt %}<assistant>{% endif %}"
-)
-
-
-def sentences(count: int, longest: int = 40, seed: int = 0) -> list[str]:
-    """Returns texts of 1 to ``longest`` words, each with a number of its own."""
-    generator = np.random.default_rng(seed)
-    lengths = np.clip(generator.lognormal(2, 1, count), 1, longest).astype(int)
-    return [f"{n}: " + " ".join(generator.choice(WORDS, length)) for n, length in enumerate(lengths)]
-
-
-def lines(path: Path, *rows: dict) -> Path:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
-
-
-@pytest.fixture(scope="module")
-def cache(tmp_path_factory) -> Path:
-    """A cache that the tests share, so that the byte-level BPE is trained once."""
-    return tmp_path_factory.mktemp("cache")
-
-
-@pytest.fixture
-def make(tmp_path, cache):
-    """Makes the datamodule of some texts."""
-
-    def made(texts: list[str] | None = None, **options) -> TextData:
-        file = lines(tmp_path / "texts.jsonl", *({"text": text} for text in texts or sentences(60)))
-        defaults = {"train_files": str(file), "cache_dir": str(cache), "seq_len": 48, "batch_size": 4}
-        return TextData(**defaults | {"vocab_size": 320, "corpus_bytes": 60_000, "val_fraction": 0.0} | options)
-
-    return made
+from support.texts import CHATML, WORDS, lines, sampler, sentences
 
 
 def documents_in(batch: dict[str, torch.Tensor]) -> list[tuple[list[int], list[int]]]:
@@ -344,45 +303,6 @@ def test_other_data_in_mid_epoch_are_told_of(make, tmp_path):
         fit(tmp_path, Recorder(), other, ckpt=str(tmp_path / "cut.ckpt"))
 
 
-def sampler(world_size=1, rank=0, accumulate=1, size=40, lengths=None, **options):
-    targets = np.arange(1, size + 1) ** 2
-    return TextBatchSampler(
-        size,
-        targets=targets,
-        lengths=lengths,
-        accumulation=lambda: Accumulation(accumulate, float("inf")),
-        **{"batch_size": 8 // world_size, "shuffle": True, "drop_last": True, "rank": rank, "world_size": world_size}
-        | options,
-    )
-
-
-@pytest.mark.parametrize("lengths", [None, np.arange(40) % 7 + 1])
-def test_ranks_share_out_the_batches_of_one_process(lengths):
-    one = list(sampler(lengths=lengths, accumulate=2))
-    ranks = [list(sampler(4, rank, lengths=lengths, accumulate=2)) for rank in range(4)]
-    for whole, *shares in zip(one, *ranks, strict=True):
-        assert [draw.index for share in shares for draw in share] == [draw.index for draw in whole]
-        assert {share.tokens_in_step for share in shares} == {whole.tokens_in_step}
-        assert {share.length for share in shares} == {whole.length}
-        if lengths is not None:
-            assert whole.length == max(lengths[draw.index] for draw in whole)
-
-
-def test_steps_that_are_planned_count_their_own_batches():
-    planned = sampler(window_at=lambda at: Window(4, 1 + (at.samples >= 20)), accumulate=1)
-    batches = list(planned)
-    counts = [sum((draw.index + 1) ** 2 for draw in batch) for batch in batches]
-    expected = [*counts[:5], *[sum(counts[5:7])] * 2, *[sum(counts[7:9])] * 2, counts[9]]
-    assert [batch.tokens_in_step for batch in batches] == expected
-
-
-def test_steps_whose_length_is_decided_later_are_not_guessed_at():
-    unplanned = sampler(window_at=lambda at: Window(4, 1), accumulate=2)
-    assert {batch.tokens_in_step for batch in unplanned} == {None}
-    assert isinstance(unplanned.planned()[0].start, int)
-    assert Position(0, 0, 40).epochs == 0
-
-
 # --- the split, the cache ------------------------------------------------------------------------------------
 
 
@@ -468,58 +388,6 @@ def test_prompts_are_padded_on_the_left(make, tmp_path):
             assert data.tokenizer.decode(ids[mask.bool()]) == data.prompts[number]
     void = data._datasets["predict"].fetch([Draw(0, 0, True), Draw(1, 0, False)])
     assert void["index"].tolist() == [0, -1]
-
-
-def test_prediction_without_prompts_is_refused(make):
-    with pytest.raises(DloError, match="predict_files is an empty list; name at least one file"):
-        make().setup("predict")
-
-
-def test_a_document_too_long_is_named_by_its_line(make):
-    with pytest.raises(
-        DloError, match=r"texts\.jsonl:2: \d+ tokens do not fit seq_len 48, .*set seq_len to \d+ or more"
-    ):
-        make(["short", " ".join(WORDS * 9)], long_samples="error").setup("fit")
-
-
-def test_data_without_anything_to_learn_are_refused(make, tmp_path):
-    (tmp_path / "chat.jinja").write_text(CHATML)
-    file = lines(tmp_path / "chats.jsonl", {"messages": [{"role": "user", "content": "the loss"}]})
-    data = make(train_files=str(file), chat_template=str(tmp_path / "chat.jinja"))
-    with pytest.raises(
-        DloError, match=r"no token is left to learn of 1 documents in .*chats\.jsonl: .* 1 pieces have no"
-    ):
-        data.setup("fit")
-
-
-def test_a_broken_line_is_named_with_its_file(make, tmp_path):
-    file = tmp_path / "broken.jsonl"
-    file.write_text('{"text": "fine"}\n{"text": "bro\n')
-    data = make(train_files=str(file))
-    data.check()  # reads the first record only
-    with pytest.raises(DloError, match=r"broken\.jsonl:2: broken JSON"):
-        data.setup("fit")
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"seq_len": 0}, "seq_len and corpus_bytes must be at least 1"),
-        ({"val_fraction": 1.0}, "val_fraction must be at least 0 and below 1"),
-        ({"columns": {"body": "text"}}, "columns renames messages, .* and knows no body"),
-    ],
-)
-def test_arguments_out_of_range_are_refused(options, message):
-    with pytest.raises(DloError, match=message):
-        TextData(**options)
-
-
-def test_the_check_finds_what_is_missing_before_the_run(make, tmp_path):
-    with pytest.raises(DloError, match="matches no file"):
-        make(val_files=str(tmp_path / "*.parquet")).check()
-    file = lines(tmp_path / "other.jsonl", {"test": "a"})
-    with pytest.raises(DloError, match=r"other\.jsonl:1: a record needs .* has 'test'; did you mean 'text'"):
-        make(train_files=str(file)).check()
 
 
 def test_the_models_tokenizer_is_used_where_it_brings_one(make, tmp_path):

@@ -22,6 +22,7 @@ from dlo_framework.progress import AccumulationWindow, planned_batches, refresh_
 from dlo_plugins.batch_plan import LRDecay, LRRule, NoiseScale, grown_size, lr_factor, scheduled_size, window
 from dlo_plugins.noise_meter import NoiseMeter
 from dlo_plugins.points import check_max_epochs, parse_point
+from dlo_plugins.scaled_rates import restore_rates, scale_rates
 
 
 class DynamicBatchSize(Callback):
@@ -191,8 +192,8 @@ class DynamicBatchSize(Callback):
         self._trainer = trainer
         optimizer = trainer.optimizers[0]
         self._hooks = [
-            optimizer.register_step_pre_hook(lambda opt, *_: _scale_rates(opt, self._factor)),
-            optimizer.register_step_post_hook(lambda opt, *_: _restore_rates(opt)),
+            optimizer.register_step_pre_hook(lambda opt, *_: scale_rates(opt, self._factor)),
+            optimizer.register_step_post_hook(lambda opt, *_: restore_rates(opt)),
         ]
         if planned_batches(trainer) is not None and trainer.train_dataloader.batch_sampler.epoch != self._epoch:  # type: ignore[union-attr]
             self._resume_at_the_end(trainer)
@@ -365,7 +366,7 @@ class DynamicBatchSize(Callback):
             hook.remove()
         self._hooks = []
         for optimizer in trainer.optimizers:
-            _restore_rates(optimizer)  # An exception in the step has left them scaled.
+            restore_rates(optimizer)  # An exception in the step has left them scaled.
         datamodule = trainer.datamodule  # type: ignore[attr-defined]
         if isinstance(datamodule, ResumableDataModule):
             datamodule.window_at = None
@@ -390,19 +391,3 @@ def _check_trainer(trainer: Trainer, pl_module: LightningModule) -> None:
 
 def _parameters(optimizer: Optimizer) -> list[Any]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
-
-
-_UNSCALED = "dlo_unscaled_lr"
-
-
-def _scale_rates(optimizer: Optimizer, factor: float) -> None:
-    if factor != 1.0:
-        for group in optimizer.param_groups:
-            group[_UNSCALED] = group["lr"]
-            group["lr"] = group["lr"] * factor
-
-
-def _restore_rates(optimizer: Optimizer) -> None:
-    for group in optimizer.param_groups:
-        if _UNSCALED in group:
-            group["lr"] = group.pop(_UNSCALED)

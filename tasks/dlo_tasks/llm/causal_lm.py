@@ -195,19 +195,15 @@ class CausalLM(Task):
 
     def configure_optimizers(self) -> OptimizerLRScheduler:
         """Returns the optimizer, with the schedule of its rate unless that is `constant`."""
-        optimizer = self._optimizer(self.model)
-        if self.schedule == "constant":
-            return optimizer
-        scheduler = optim.lr_schedule(
-            optimizer,
+        return optim.scheduled(
+            self._optimizer(self.model),
             self._trainer,
+            self.schedule,
             warmup_epochs=self.warmup_epochs,
             warmup_steps=self.warmup_steps,
             start=self.warmup_lr / self.lr,
             end=self.min_lr / self.lr,
-            shape=self.schedule,
         )
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
     # --- steps ---------------------------------------------------------------------------------------------
 

@@ -1,0 +1,331 @@
+"""What FSDPStrategy does in runs that are not plain: on two ranks, all in one start of them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.plugins.precision import MixedPrecision
+from timm.optim import Lamb
+from torch import Tensor, nn
+
+from dlo_framework.distributed.strategy import DataParallelStrategy
+from dlo_framework.resume import ExactResume
+from dlo_framework.testing import run_distributed
+from dlo_framework.testing.state import whole_weights
+from dlo_plugins.callbacks.compile import Compile
+from dlo_plugins.strategies.fsdp import FSDPStrategy
+from support.fsdp_nets import (
+    WIDTH,
+    Module,
+    Net,
+    alone,
+    data,
+    differ,
+    found_by,
+    mine,
+    of,
+    trainer,
+)
+
+
+class Scaled(Module):
+    """Its second rank alone overflows in the second step."""
+
+    def loss(self, batch: Any) -> Tensor:
+        overflow = dist.get_rank() == 1 and len(self.losses) == 1
+        return super().loss(batch) * (float("inf") if overflow else 1.0)
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.scales = [*getattr(self, "scales", []), self.trainer.precision_plugin.scaler.get_scale()]
+        self.seen = [
+            *getattr(self, "seen", []),
+            sum(float(t.double().sum()) for t in self.trainer.strategy.held_tensors()),
+        ]
+
+
+def _scaled(rank: int, world: int, folder: Path) -> Any:
+    # The Trainer takes bf16 for fp16 on a CPU, but torch's autocast and loss scale do not need an accelerator.
+    half = MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu"))
+    run, module = trainer(world, FSDPStrategy(), plugins=[half]), Scaled()
+    run.fit(module, mine(rank, world))
+    finite = all(bool(torch.isfinite(t).all()) for t in run.strategy.held_tensors())
+    return module.scales, module.seen, finite
+
+
+class Meta(Module):
+    """Built by ``configure_model``, after the strategy is there."""
+
+    def __init__(self) -> None:
+        LightningModule.__init__(self)
+        self.losses = []
+
+    def configure_model(self) -> None:
+        if not hasattr(self, "net"):
+            self.net = Net()
+            self.was_meta = self.net.head.weight.is_meta
+
+
+def _meta(rank: int, world: int, folder: Path) -> Any:
+    weights, found = [], []
+    for number, options in enumerate(({}, {"units": []}, {"offload": True})):
+        torch.manual_seed(11)
+        run, module = trainer(world, FSDPStrategy(meta_init=True, **options)), Meta()
+        if number:  # Something else has drawn random numbers.
+            torch.rand(3)
+        run.validate(module, mine(rank, world), verbose=False)
+        found.append(module.was_meta)
+        weights.append(whole_weights(run))
+        if number == 0:
+            run.fit(module, mine(rank, world))
+            run.save_checkpoint(folder / "meta.ckpt")
+            trained = whole_weights(run)
+    torch.manual_seed(12)
+    run, module = trainer(world, FSDPStrategy(meta_init=True)), Meta()
+    run.validate(module, mine(rank, world), ckpt_path=folder / "meta.ckpt", verbose=False)
+    loaded = whole_weights(run)
+    return found, weights, (differ(loaded, trained) if rank == 0 else 0.0), {n: w.std() for n, w in weights[0].items()}
+
+
+def _compiled(rank: int, world: int, folder: Path) -> Any:
+    found = {}
+    for name, options in (("plain", {}), ("recomputed", {"recompute": True})):
+        compiling = Compile(scope="blocks", backend="aot_eager")
+        run = trainer(world, FSDPStrategy(**options), callbacks=[compiling])
+        run.fit(Module(), mine(rank, world))
+        weights = whole_weights(run)
+        found[name] = (differ(weights, alone(Module())) if rank == 0 else 0.0), compiling.tally.graphs
+    return found
+
+
+class Save(Callback):
+    """Saves after a batch."""
+
+    def __init__(self, path: Path, at: int) -> None:
+        self.path, self.at = path, at
+
+    def on_train_batch_end(self, trainer: Trainer, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == self.at:
+            trainer.save_checkpoint(self.path)
+
+
+def _accumulated(rank: int, world: int, folder: Path) -> Any:
+    found = {}
+    for name, options in (("local", {}), ("reduced", {"sync_every_micro_batch": True})):
+        path = folder / f"{name}.ckpt"
+        weights = []
+        for resume in (None, path):
+            callbacks = [ExactResume(), *([Save(path, 4)] if resume is None else [])]
+            run = trainer(world, FSDPStrategy(**options), accumulate_grad_batches=4, callbacks=callbacks)
+            run.fit(Module(), mine(rank, world, 8), ckpt_path=resume)
+            weights.append(whole_weights(run))
+        found[name] = differ(*weights) if rank == 0 else 0.0, run.global_step
+    return found
+
+
+class Stumbles(Module):
+    """Raises once in forward and once in backward, as a batch that does not fit memory does, and tries again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stumbled: list[str] = []
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        where = {1: "forward", 2: "backward"}.get(batch_idx)
+        if where is None:
+            return
+        hook = self.fail if where == "forward" else self.fail_later
+        handle = self.net.blocks[1].register_forward_hook(hook)
+        try:
+            strategy = self.trainer.strategy
+            strategy.backward(strategy.training_step(batch, batch_idx)["loss"], None)
+        except MemoryError:
+            self.stumbled.append(where)
+        finally:
+            handle.remove()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return {"loss": super().training_step(batch, batch_idx)}
+
+    @staticmethod
+    def fail(*_: Any) -> None:
+        raise MemoryError
+
+    @classmethod
+    def fail_later(cls, module: Any, arguments: Any, output: Tensor) -> None:
+        output.register_hook(cls.fail)
+
+
+def _stumbles(rank: int, world: int, folder: Path) -> Any:
+    run, module = trainer(world, FSDPStrategy()), Stumbles()
+    run.fit(module, mine(rank, world))
+    weights = whole_weights(run)
+    return (differ(weights, alone(Module())) if rank == 0 else 0.0), module.stumbled
+
+
+class Lambs(Module):
+    """Steps whole tensors, by the norms of each and of all."""
+
+    def configure_optimizers(self) -> Any:
+        return Lamb(self.net.parameters(), lr=self.rate, max_grad_norm=0.5)
+
+
+class Adafactors(Module):
+    """Keeps a row and a column of a matrix for its state."""
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.Adafactor(self.net.parameters(), lr=self.rate)
+
+
+def _resumed(rank: int, world: int, folder: Path) -> Any:
+    """Returns how far weights are from those of a run that was not stopped, whoever goes on."""
+    found = {}
+    for cls in (Module, Lambs, Adafactors):
+        path = folder / f"{cls.__name__}.ckpt"
+        run = trainer(world, FSDPStrategy(), callbacks=[Save(path, 3)])
+        run.fit(cls(), mine(rank, world, 8))
+        expected = whole_weights(run)
+        back = folder / f"{cls.__name__}-ddp.ckpt"
+        for name, make, source in (
+            ("fsdp", FSDPStrategy, path),
+            ("ddp", DataParallelStrategy, path),
+            ("offloaded, in other units", lambda: FSDPStrategy(offload=True, units=["net.head"]), path),
+            ("back from ddp", FSDPStrategy, back),
+        ):
+            other = trainer(world, make(), callbacks=[Save(back, 5)] if name == "ddp" else [])
+            other.fit(cls(), mine(rank, world, 8), ckpt_path=source)
+            weights = whole_weights(other)
+            found[f"{cls.__name__}, {name}"] = differ(weights, expected) if rank == 0 else 0.0
+    return found
+
+
+class Normed(Module):
+    """A batch norm in a block and one outside."""
+
+    @staticmethod
+    def prepare(net: Any) -> None:
+        for block in net.blocks:
+            block.two = nn.Sequential(nn.BatchNorm1d(9), block.two)
+        net.stem = nn.Sequential(net.stem, nn.BatchNorm1d(WIDTH))
+
+
+def _batch_norm(rank: int, world: int, folder: Path) -> Any:
+    """Evaluates, and sets up a fit: torch's synchronised norms do not train on a CPU."""
+    run = trainer(world, FSDPStrategy(), sync_batchnorm=True, limit_train_batches=0, limit_val_batches=1.0)
+    module, norms = Normed(), []
+    for step in (run.validate, run.fit):
+        step(module, mine(rank, world))
+        norms.append([id(part) for part in module.modules() if isinstance(part, nn.SyncBatchNorm)])
+    found = float(run.validate(module, mine(rank, world), verbose=False)[0]["val"])
+    reference = Normed().eval()
+    losses = [reference.loss(batch).detach() for batch in data()]
+    return norms, float(torch.stack(losses).mean()), found
+
+
+class Even(Module):
+    """Sizes that two ranks divide, and no parameter outside the units."""
+
+    @staticmethod
+    def prepare(net: Any) -> None:
+        net.stem, net.head = nn.Identity(), nn.Identity()
+        net.blocks = nn.ModuleList([nn.Linear(WIDTH, WIDTH) for _ in range(3)])
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self.held = self.trainer.strategy.state_bytes()
+
+
+def _traffic(rank: int, world: int, folder: Path) -> Any:
+    """Returns what passes in a step, and what a rank holds, both in units of psi."""
+    found = {}
+    for name, options, accumulate in (
+        ("plain", {}, 1),
+        ("kept", {"reshard_after_forward": False}, 1),
+        ("accumulated", {}, 4),
+        ("reduced", {"sync_every_micro_batch": True}, 4),
+    ):
+        run, module = trainer(world, FSDPStrategy(**options), accumulate_grad_batches=accumulate), Even()
+        run.fit(module, mine(rank, world, 8))
+        psi = sum(parameter.numel() for parameter in module.parameters())
+        passed = {what: count / psi / run.global_step for what, count in run.strategy.sharding.sharers.elements.items()}
+        found[name] = passed, {what: count / psi / 4 for what, count in module.held.items()}
+    return found
+
+
+CHECKS = (_scaled, _meta, _compiled, _accumulated, _stumbles, _traffic, _resumed, _batch_norm)
+
+
+def _ranks(rank: int, world: int, folder: Path) -> dict[str, Any]:
+    return found_by(CHECKS, rank, world, folder)
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    return run_distributed(_ranks, 2, tmp_path_factory.mktemp("fsdp"), timeout=280)
+
+
+def test_one_rank_that_overflows_makes_all_skip_the_step(ranks: list[dict[str, Any]]) -> None:
+    (scales, seen, finite), other = of(ranks, "_scaled")
+    assert scales == other[0]
+    assert scales == [65536.0, 32768.0, 32768.0, 32768.0]
+    for weights in (seen, other[1]):
+        assert weights[1] == weights[0]
+        assert weights[2] != weights[1]
+    assert finite
+    assert other[2]
+
+
+def test_initialisation_without_memory(ranks: list[dict[str, Any]], tmp_path: Path) -> None:
+    meta, weights, loaded, spread = of(ranks, "_meta")[0]
+    assert meta == [True] * 3
+    (one,) = run_distributed(_meta, 1, tmp_path)
+    for found in [*weights, *one[1]]:
+        assert all(torch.equal(found[name], value) for name, value in weights[0].items())
+    assert loaded == 0
+    assert all(value > 0.05 for value in spread.values())
+
+
+def test_compiled_blocks(ranks: list[dict[str, Any]]) -> None:
+    for difference, graphs in of(ranks, "_compiled")[0].values():
+        assert difference < 1e-6
+        assert graphs > 0
+
+
+def test_an_accumulation_goes_on_after_a_resume(ranks: list[dict[str, Any]]) -> None:
+    for difference, steps in of(ranks, "_accumulated")[0].values():
+        assert difference < 1e-6
+        assert steps == 2
+
+
+def test_a_step_that_raised_leaves_nothing_behind(ranks: list[dict[str, Any]]) -> None:
+    difference, stumbled = of(ranks, "_stumbles")[0]
+    assert difference < 1e-6
+    assert stumbled == ["forward", "backward"]
+
+
+def test_what_passes_and_what_a_rank_holds_is_what_the_paper_says(ranks: list[dict[str, Any]]) -> None:
+    for found in of(ranks, "_traffic"):
+        assert found["plain"][0] == {"all_gather": 2, "reduce_scatter": 1}
+        assert found["kept"][0] == {"all_gather": 1, "reduce_scatter": 1}
+        assert found["accumulated"][0] == {"all_gather": 8, "reduce_scatter": 1}
+        assert found["reduced"][0] == {"all_gather": 8, "reduce_scatter": 4}
+        for _, held in found.values():
+            assert held["parameters"] == held["gradients"] == 0.5
+        assert found["plain"][1]["optimizer"] == pytest.approx(1, abs=0.05)  # and a count of steps a parameter
+
+
+def test_others_go_on_from_its_checkpoints_and_it_from_theirs(ranks: list[dict[str, Any]]) -> None:
+    found = of(ranks, "_resumed")[0]
+    assert len(found) == 12
+    assert {name: value for name, value in found.items() if not value < 1e-6} == {}
+    assert all(found[f"{cls}, fsdp"] == 0 for cls in ("Module", "Lambs", "Adafactors"))
+
+
+def test_synchronised_batch_norms_come_before_the_first_sharding_and_stay(ranks: list[dict[str, Any]]) -> None:
+    for (first, second), expected, found in of(ranks, "_batch_norm"):
+        assert len(first) == 3
+        assert second == first
+        assert found == pytest.approx(expected, rel=1e-6)

@@ -1,0 +1,42 @@
+"""Texts for the tests of language models' data."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+
+from dlo_tasks.llm.step_tokens import Accumulation, TextBatchSampler
+
+TEXT = "the loss of a packed document equals its loss alone and no window sees another one twice"
+WORDS = TEXT.split()
+CHATML = (
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}</>{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+
+
+def sentences(count: int, longest: int = 40, seed: int = 0) -> list[str]:
+    """Returns texts of 1 to ``longest`` words, each with a number of its own."""
+    generator = np.random.default_rng(seed)
+    lengths = np.clip(generator.lognormal(2, 1, count), 1, longest).astype(int)
+    return [f"{n}: " + " ".join(generator.choice(WORDS, length)) for n, length in enumerate(lengths)]
+
+
+def lines(path: Path, *rows: dict) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def sampler(world_size=1, rank=0, accumulate=1, size=40, lengths=None, **options) -> TextBatchSampler:
+    """Returns a rank's sampler, of samples that have 1, 4, 9 targets and so on."""
+    targets = np.arange(1, size + 1) ** 2
+    return TextBatchSampler(
+        size,
+        targets=targets,
+        lengths=lengths,
+        accumulation=lambda: Accumulation(accumulate, float("inf")),
+        **{"batch_size": 8 // world_size, "shuffle": True, "drop_last": True, "rank": rank, "world_size": world_size}
+        | options,
+    )

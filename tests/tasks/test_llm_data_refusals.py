@@ -1,0 +1,61 @@
+"""TextData: what it refuses, and in which words."""
+
+from __future__ import annotations
+
+import pytest
+
+from dlo_framework.errors import DloError
+from dlo_tasks.llm.text_data import TextData
+from support.texts import CHATML, WORDS, lines
+
+
+def test_prediction_without_prompts_is_refused(make):
+    with pytest.raises(DloError, match="predict_files is an empty list; name at least one file"):
+        make().setup("predict")
+
+
+def test_a_document_too_long_is_named_by_its_line(make):
+    with pytest.raises(
+        DloError, match=r"texts\.jsonl:2: \d+ tokens do not fit seq_len 48, .*set seq_len to \d+ or more"
+    ):
+        make(["short", " ".join(WORDS * 9)], long_samples="error").setup("fit")
+
+
+def test_data_without_anything_to_learn_are_refused(make, tmp_path):
+    (tmp_path / "chat.jinja").write_text(CHATML)
+    file = lines(tmp_path / "chats.jsonl", {"messages": [{"role": "user", "content": "the loss"}]})
+    data = make(train_files=str(file), chat_template=str(tmp_path / "chat.jinja"))
+    with pytest.raises(
+        DloError, match=r"no token is left to learn of 1 documents in .*chats\.jsonl: .* 1 pieces have no"
+    ):
+        data.setup("fit")
+
+
+def test_a_broken_line_is_named_with_its_file(make, tmp_path):
+    file = tmp_path / "broken.jsonl"
+    file.write_text('{"text": "fine"}\n{"text": "bro\n')
+    data = make(train_files=str(file))
+    data.check()  # reads the first record only
+    with pytest.raises(DloError, match=r"broken\.jsonl:2: broken JSON"):
+        data.setup("fit")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"seq_len": 0}, "seq_len and corpus_bytes must be at least 1"),
+        ({"val_fraction": 1.0}, "val_fraction must be at least 0 and below 1"),
+        ({"columns": {"body": "text"}}, "columns renames messages, .* and knows no body"),
+    ],
+)
+def test_arguments_out_of_range_are_refused(options, message):
+    with pytest.raises(DloError, match=message):
+        TextData(**options)
+
+
+def test_the_check_finds_what_is_missing_before_the_run(make, tmp_path):
+    with pytest.raises(DloError, match="matches no file"):
+        make(val_files=str(tmp_path / "*.parquet")).check()
+    file = lines(tmp_path / "other.jsonl", {"test": "a"})
+    with pytest.raises(DloError, match=r"other\.jsonl:1: a record needs .* has 'test'; did you mean 'text'"):
+        make(train_files=str(file)).check()
