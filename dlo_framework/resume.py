@@ -138,14 +138,19 @@ def _gradients(trainer: Trainer, module: LightningModule) -> dict[str, Any]:
 
 
 def _reopen_epoch(trainer: Trainer, fit_loop: dict[str, Any]) -> None:
-    """Marks the epoch as unfinished in the loop counters of a checkpoint, where it is.
+    """Makes the loop counters of a checkpoint say whether the epoch is finished, as a resumed run understands them.
 
     When ``max_steps`` or ``max_time`` ends a run in mid-epoch, Lightning counts the epoch as processed before
-    its last checkpoint is saved, and a resumed run would skip the rest of the epoch's data without a word.
+    its last checkpoint is saved, and a resumed run would skip the rest of the epoch's data without a word. Where the
+    run ended with an epoch, a checkpoint that is saved in ``on_train_end`` counts that epoch's batches still, and a run
+    of so many steps, not epochs, goes on after them when it is resumed (2.6): they are taken back.
     """
     progress = fit_loop["epoch_progress"]
     finished = trainer.fit_loop.epoch_loop.batch_progress.current.ready >= trainer.num_training_batches
     if finished or fit_loop["epoch_loop.batch_progress"]["is_last_batch"]:
+        if progress["total"]["completed"] == progress["total"]["ready"]:
+            batches = fit_loop["epoch_loop.batch_progress"]
+            batches["current"], batches["is_last_batch"] = dict.fromkeys(batches["current"], 0), False
         return
     for span in ("total", "current"):
         started, counts = progress[span]["started"], progress[span]

@@ -7,9 +7,13 @@ that a pipeline can run the model's parts on different ranks and still call the 
 
 from __future__ import annotations
 
+import contextlib
+import copy
 from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal
 
+import torch
 from lightning.pytorch import LightningDataModule, LightningModule
 from lightning.pytorch.trainer.states import RunningStage
 from torch import Tensor, nn
@@ -53,6 +57,8 @@ class Task(LightningModule, ABC):
     """
 
     model: nn.Module
+    #: What stands in for the model's outputs: see :meth:`given_outputs`.
+    _given: tuple[Any] | None = None
 
     @property
     def has_model(self) -> bool:
@@ -84,6 +90,18 @@ class Task(LightningModule, ABC):
             DloError: if they do not fit each other; the message computes the fix.
         """
 
+    def on_meta(self) -> Task:
+        """Returns this task with its model on the meta device, for checks that need its names and shapes alone.
+
+        A task whose model is there already is returned as it is.
+        """
+        if self.has_model:
+            return self
+        twin = copy.deepcopy(self)
+        with torch.device("meta"):
+            twin.configure_model()
+        return twin
+
     def inputs(self, batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Returns the model's positional and keyword arguments for a batch.
 
@@ -103,6 +121,15 @@ class Task(LightningModule, ABC):
         averaged over batches and ranks. An entry `"loss"` replaces the mean of :meth:`loss`.
         """
         return {}
+
+    def micro_batch_weights(self, micro_batches: Sequence[Any]) -> list[float]:
+        """Returns how much the loss of each part of a batch counts, where a pipeline cuts it into parts.
+
+        The sum of the losses, each times its weight, is the loss of the batch: the default's weights are the shares of
+        the real samples. A task whose loss is itself a share of the step's overrides it.
+        """
+        counts = [real_samples(part) for part in micro_batches]
+        return [count / max(sum(counts), 1) for count in counts]
 
     def parallel_plan(self) -> ParallelPlan:
         """Returns how `self.model` may be cut; names are relative to `self.model`.
@@ -156,14 +183,30 @@ class Task(LightningModule, ABC):
         return outputs
 
     def _outputs(self, batch: Any) -> Any:
+        if self._given is not None:
+            return self._given[0]
         args, kwargs = self.inputs(batch)
         return self.forward(*args, **kwargs)
 
+    @contextlib.contextmanager
+    def given_outputs(self, outputs: Any) -> Iterator[None]:
+        """Inside the block, the steps take these for the model's outputs: a pipeline has computed them."""
+        self._given = (outputs,)
+        try:
+            yield
+        finally:
+            self._given = None
+
     def _evaluate(self, batch: Any) -> None:
-        outputs = self._outputs(batch)
+        self.log_measured(self.measured(self._outputs(batch), batch), batch)
+
+    def measured(self, outputs: Any, batch: Any) -> dict[str, Metric | Tensor]:
+        """Returns :meth:`metrics` of a batch, and its loss where they have none."""
         found = self.metrics(outputs, batch)
-        if "loss" not in found:
-            found = {"loss": self.loss(outputs, batch), **found}
+        return found if "loss" in found else {"loss": self.loss(outputs, batch), **found}
+
+    def log_measured(self, found: Mapping[str, Metric | Tensor], batch: Any) -> None:
+        """Logs what a batch measured, once an epoch, as `val_<name>` or `test_<name>`."""
         for name, value in found.items():
             is_metric = isinstance(value, Metric)
             self.log(
@@ -183,3 +226,11 @@ def batch_length(batch: Any) -> int:
         return batch.shape[0]
     values = batch.values() if isinstance(batch, dict) else batch
     return next((batch_length(value) for value in values if isinstance(value, Tensor | tuple | list | dict)), 1)
+
+
+def real_samples(batch: Any) -> int:
+    """Returns the number of samples of a batch that are not :data:`VOID`: those with another class, or soft targets."""
+    targets = batch[1] if isinstance(batch, tuple | list) and len(batch) == 2 else None
+    if isinstance(targets, Tensor) and targets.ndim == 1 and not targets.is_floating_point():
+        return int((targets != VOID).sum())
+    return batch_length(batch)

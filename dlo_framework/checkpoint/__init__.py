@@ -6,13 +6,14 @@ from dlo_framework.checkpoint.folder import locate, recover, remove
 from dlo_framework.checkpoint.manifest import Manifest, read_manifest
 from dlo_framework.checkpoint.reading import check, load
 from dlo_framework.checkpoint.saved import SavedTensors
-from dlo_framework.checkpoint.shards import Box, FlatShard, Shard, flat_slice_boxes, held_boxes
+from dlo_framework.checkpoint.shards import Box, CutShard, FlatShard, Shard, flat_slice_boxes, held_boxes
 from dlo_framework.checkpoint.torch_file import SafeCheckpointIO, refuse_unsafe, tensor_bytes
 from dlo_framework.checkpoint.verify import newest_valid, step_of, verify
 
 __all__ = [
     "AsyncSaver",
     "Box",
+    "CutShard",
     "FlatShard",
     "Manifest",
     "SafeCheckpointIO",

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from dlo_framework.checkpoint.shards import FlatShard, Shard
+from dlo_framework.checkpoint.shards import CutShard, FlatShard, Shard
 
 #: The key of a mark: ``{MARK: [group, name]}``.
 MARK = "$dlo.tensor"
@@ -167,7 +167,7 @@ def _belongs(path: Path) -> bool:
 
 
 def _is_stored(node: Any, of_model: bool) -> bool:
-    if isinstance(node, DTensor | FlatShard):
+    if isinstance(node, DTensor | FlatShard | CutShard):
         return True
     return of_model and _is_plain(node)
 

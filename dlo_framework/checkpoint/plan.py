@@ -12,7 +12,7 @@ from torch import Tensor
 from dlo_framework.checkpoint.boxes import tiles, whole
 from dlo_framework.checkpoint.dtypes import dtype_name, dtype_of
 from dlo_framework.checkpoint.nest import Place
-from dlo_framework.checkpoint.shards import Box, FlatShard, Shard, held_boxes
+from dlo_framework.checkpoint.shards import Box, Shard, held_boxes
 from dlo_framework.checkpoint.tensor_file import layout
 
 #: A box up to this size that several ranks hold is the first one's to write: buffers that differ over the ranks
@@ -97,7 +97,7 @@ def hold(found: Iterable[tuple[Place, Shard]]) -> tuple[list[Holding], dict[tupl
         for box, tensor in held:
             elements[key, box] = tensor
         spans = tuple((box.offsets, box.sizes) for box, _ in held)
-        assert isinstance(shard, Tensor | FlatShard)
+        assert isinstance(shard, Shard)
         holdings.append(Holding(place.path, key, dtype_name(shard.dtype), tuple(shard.shape), spans))
     return holdings, elements
 

@@ -1,4 +1,4 @@
-"""What one rank holds of a tensor: all of it, a DTensor's part, or a flat slice.
+"""What one rank holds of a tensor: all of it, a DTensor's part, a flat slice, or any of these of a cut tensor.
 
 A checkpoint stores every tensor under its name in its native shape, whoever wrote it. So each rank has to say which
 rectangular boxes of a tensor it holds. A flat slice ``[start, stop)`` of a row-major tensor, which is what ZeRO's
@@ -15,6 +15,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+
+from dlo_framework.distributed.cuts import Cut
 
 
 class Box(NamedTuple):
@@ -71,8 +73,44 @@ class FlatShard:
         return FlatShard(self.data.clone(), self.shape, self.start)
 
 
+@dataclass(frozen=True)
+class CutShard:
+    """What a rank holds of a tensor that tensor parallelism has cut, and sharding has perhaps divided further.
+
+    Attributes:
+        part: what the rank holds of its part.
+        cut: which part of the tensor that is.
+    """
+
+    part: Tensor | FlatShard
+    cut: Cut
+
+    @property
+    def shape(self) -> torch.Size:
+        """The whole tensor's."""
+        return self.cut.whole_shape(self.part.shape)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The elements' type."""
+        return self.part.dtype
+
+    @property
+    def device(self) -> torch.device:
+        """Where the rank's elements lie."""
+        return self.part.device
+
+    def detach(self) -> CutShard:
+        """Returns the same elements, outside autograd."""
+        return CutShard(self.part.detach(), self.cut)
+
+    def clone(self) -> CutShard:
+        """Returns a copy of this rank's elements."""
+        return CutShard(self.part.clone(), self.cut)
+
+
 #: What a state dict of a sharded run may hold under a name.
-Shard = Tensor | FlatShard
+Shard = Tensor | FlatShard | CutShard
 
 
 def flat_slice_boxes(shape: tuple[int, ...], start: int, stop: int) -> list[Box]:
@@ -113,8 +151,11 @@ def held_boxes(shard: Shard) -> list[tuple[Box, Tensor]]:
     The elements are views of the rank's memory (shaped as the box), so that writing to them fills the shard.
 
     Args:
-        shard: a plain tensor (all of it), a DTensor of any placements but partial ones, or a flat slice.
+        shard: a plain tensor (all of it), a DTensor of any placements but partial ones, a flat slice, or one of these
+            of a part that is cut out of the tensor.
     """
+    if isinstance(shard, CutShard):
+        return [whole for box, view in held_boxes(shard.part) for whole in _in_whole(shard.cut, box, view)]
     if isinstance(shard, FlatShard):
         held, boxes = [], flat_slice_boxes(tuple(shard.shape), shard.start, shard.start + shard.data.numel())
         at = 0
@@ -132,6 +173,15 @@ def held_boxes(shard: Shard) -> list[tuple[Box, Tensor]]:
         assert tuple(chunks[0].sizes) == tuple(local.shape)
         return [(Box(tuple(chunks[0].offsets), tuple(chunks[0].sizes)), local)]
     return [(Box((0,) * shard.ndim, tuple(shard.shape)), shard)]
+
+
+def _in_whole(cut: Cut, box: Box, view: Tensor) -> Iterator[tuple[Box, Tensor]]:
+    """Yields what a box of a part is in the whole tensor: a box for each run of the cut that it touches."""
+    dim = cut.dim
+    for at, first, count in cut.overlaps(box.offsets[dim], box.sizes[dim]):
+        offsets, sizes = list(box.offsets), list(box.sizes)
+        offsets[dim], sizes[dim] = first, count
+        yield Box(tuple(offsets), tuple(sizes)), view.narrow(dim, at - box.offsets[dim], count)
 
 
 def overlap(one: Box, other: Box) -> Box | None:

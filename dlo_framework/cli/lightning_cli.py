@@ -221,6 +221,9 @@ class DloCLI(LightningCLI):
             trainer = super().instantiate_trainer(**kwargs)
             use_canonical_checkpoints(trainer)
             self._set_async(trainer)
+            check_model = getattr(trainer.strategy, "check_model", None)
+            if check_model is not None:
+                check_model(self.model, self.datamodule)
             return trainer
         except (MisconfigurationException, ValueError) as error:
             if self.run_folder is not None and self.run_folder.is_dir() and not any(self.run_folder.iterdir()):

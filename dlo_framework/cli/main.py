@@ -17,6 +17,7 @@ RUN_COMMANDS = {
 OTHER_COMMANDS = {
     "lr-find": "try learning rates before a training, and suggest one",
     "checkpoint": "show, check, convert or export a checkpoint",
+    "mesh": "draw which rank holds what of a model, without starting any",
     "parity": "train on several ranks and as one process, and compare the two step by step",
     "plugins": "list the plug-ins, show one, or write a new one",
     "configs": "list the shipped configs, or print one",
@@ -39,6 +40,7 @@ examples:
   dlo fit --config my.yaml --ckpt_path last
   dlo validate --config my.yaml --ckpt_path best
   dlo lr-find --config my.yaml
+  dlo mesh --config my.yaml --ranks 16
   dlo parity --config my.yaml --devices 2 --trainer.strategy ddp
   dlo plugins show OneCycle"""
 
@@ -86,6 +88,10 @@ def _dispatch(words: list[str]) -> int:
         from dlo_framework.cli import configs_command
 
         return configs_command.main(words[1:])
+    if command == "mesh":
+        from dlo_framework.cli import mesh_command
+
+        return mesh_command.main(words[1:])
     if command == "parity":
         from dlo_framework.cli import parity_command
 

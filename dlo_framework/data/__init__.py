@@ -7,7 +7,7 @@
 
 from dlo_framework.data.hashing import hash64, uniform
 from dlo_framework.data.loader import ResumableLoader, seed_all
-from dlo_framework.data.module import ResumableDataModule, data_parallel_coordinates
+from dlo_framework.data.module import ResumableDataModule, data_parallel_coordinates, gradient_ranks
 from dlo_framework.data.sampler import VOID, Draw, Position, ResumableBatchSampler, Window
 
 __all__ = [
@@ -19,6 +19,7 @@ __all__ = [
     "ResumableLoader",
     "Window",
     "data_parallel_coordinates",
+    "gradient_ranks",
     "hash64",
     "seed_all",
     "uniform",

@@ -32,6 +32,12 @@ def data_parallel_coordinates(trainer: Trainer | None) -> tuple[int, int]:
     return int(kwargs["rank"]), int(kwargs["num_replicas"])
 
 
+def gradient_ranks(trainer: Trainer | None) -> int:
+    """Returns over how many ranks gradients are averaged: those that see different data, or parts of a sequence."""
+    found = getattr(trainer.strategy, "gradient_ranks", None) if trainer is not None else None
+    return data_parallel_coordinates(trainer)[1] if found is None else int(found)
+
+
 def per_rank_batch(batch_size: int, world_size: int, name: str = "batch_size") -> int:
     """Returns how many samples of a global batch of ``batch_size`` each of ``world_size`` ranks loads.
 

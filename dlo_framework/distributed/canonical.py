@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from dlo_framework.checkpoint import AsyncSaver, FlatShard, Shard, load, remove, save
+from dlo_framework.checkpoint import AsyncSaver, CutShard, FlatShard, Shard, load, remove, save
 from dlo_framework.checkpoint.saved import SavedTensors, Source
 from dlo_framework.errors import DloError
 from dlo_framework.watch.state_bytes import memory_of, optimizer_bytes
@@ -117,6 +117,11 @@ class CanonicalStrategy(Strategy):
         assert self.lightning_module is not None
         return {clean(name): value for name, value in self.lightning_module.state_dict().items()}
 
+    def state_names(self) -> set[str]:
+        """Returns the names of all of the module's state, that which other ranks hold too."""
+        assert self.lightning_module is not None
+        return {clean(name) for name in self.lightning_module.state_dict()}
+
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """Returns an optimizer's state by parameter name: ``{"state": {name: {key: value}}, "param_groups": [...]}``.
 
@@ -210,11 +215,12 @@ class CanonicalStrategy(Strategy):
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Fills what this rank holds of the module's state."""
         saved, held = readable(checkpoint["state_dict"]), self.lightning_module_state_dict()
-        missing, unexpected = held.keys() - saved.keys(), saved.keys() - held.keys()
+        names = self.state_names()
+        missing, unexpected = names - saved.keys(), saved.keys() - names
         resized = {
             name
             for name in held.keys() & saved.keys()
-            if isinstance(held[name], Tensor | FlatShard) and held[name].shape != saved.shape(name)
+            if isinstance(held[name], Shard) and held[name].shape != saved.shape(name)
         }
         if (strict and (missing or unexpected)) or resized:
             raise DloError(
@@ -223,7 +229,7 @@ class CanonicalStrategy(Strategy):
             )
         with torch.no_grad():
             for name in held.keys() & saved.keys():
-                if isinstance(held[name], Tensor | FlatShard):
+                if isinstance(held[name], Shard):
                     saved.read_into(name, held[name])
         self.refresh()
 
@@ -264,7 +270,7 @@ class CanonicalStrategy(Strategy):
                 continue
             room = self.room(name, tensor, saved.shape(key), saved.dtype(key))
             saved.read_into(key, room)
-            state[key] = room.data if isinstance(room, FlatShard) else room
+            state[key] = _memory(room)
         return state
 
 
@@ -276,6 +282,13 @@ def clean(name: str) -> str:
 def readable(mapping: Mapping[str, Any]) -> SavedTensors:
     """Returns a mapping that can be read into shards; one of a single-file checkpoint holds its tensors itself."""
     return mapping if isinstance(mapping, SavedTensors) else SavedTensors(Source(Path(), {}), {}, mapping)
+
+
+def _memory(room: Shard) -> Tensor:
+    """Returns the memory that a rank's part of a tensor lies in."""
+    if isinstance(room, CutShard):
+        return _memory(room.part)
+    return room.data if isinstance(room, FlatShard) else room
 
 
 def _by_name(saved: Mapping[str, Any], names: list[list[str]]) -> Mapping[str, Any]:

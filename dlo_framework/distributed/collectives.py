@@ -18,6 +18,8 @@ from torch import Tensor
 
 #: Buffers kept at most for what a reduce-scatter receives; as many as are under way at once.
 _SPARES = 2
+#: The collectives that make new tensors: torch.compile traces them, and they are defined for meta tensors.
+_OPS = torch.ops._c10d_functional
 
 
 class Pending:
@@ -62,6 +64,7 @@ class Communicator:
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
         self.elements: Counter[str] = Counter()
         self._pairwise = dist.get_backend(group) == "gloo"
+        self._name = (group or dist.group.WORLD).group_name  # type: ignore[union-attr]
         self._limit = exchange_limit(group) if self._pairwise else None
         self._spare: list[Tensor] = []
 
@@ -139,6 +142,26 @@ class Communicator:
         dist.all_to_all_single(result, torch.cat(sent), received, lengths.tolist(), group=self.group)
         return list(result.split(received))
 
+    def all_reduce(self, tensor: Tensor) -> Tensor:
+        """Returns the sum over the ranks, in memory of its own.
+
+        This and the next two are defined for meta tensors, and torch.compile traces them; compiled, they do not count.
+        """
+        self._count("all_reduce", tensor.numel())
+        return _OPS.wait_tensor(_OPS.all_reduce(tensor.contiguous(), "sum", self._name))
+
+    def all_gather_parts(self, part: Tensor) -> Tensor:
+        """Returns what each rank brings, `[size, *part.shape]`; the parts have one shape."""
+        self._count("all_gather", part.numel() * self.size)
+        flat = part.contiguous().view(-1)
+        return _OPS.wait_tensor(_OPS.all_gather_into_tensor(flat, self.size, self._name)).view(self.size, *part.shape)
+
+    def reduce_scatter_parts(self, parts: Tensor) -> Tensor:
+        """Sums `[size, ...]` over the ranks and returns this rank's `[...]` of it."""
+        self._count("reduce_scatter", parts.numel())
+        flat = parts.contiguous().view(-1)
+        return _OPS.wait_tensor(_OPS.reduce_scatter_tensor(flat, "sum", self.size, self._name)).view(parts.shape[1:])
+
     def sum(self, tensor: Tensor) -> Tensor:
         """Adds a small tensor up over the ranks, in place."""
         dist.all_reduce(tensor, group=self.group)
@@ -164,6 +187,10 @@ class Communicator:
         passed: Counter[str] = Counter()
         yield passed
         passed.update({name: count - before[name] for name, count in self.elements.items() if count != before[name]})
+
+    def _count(self, name: str, elements: int) -> None:
+        if not torch.compiler.is_compiling():
+            self.elements[name] += elements
 
     def _take(self, length: int, like: Tensor) -> Tensor:
         for number, spare in enumerate(self._spare):

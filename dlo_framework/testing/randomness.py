@@ -123,7 +123,7 @@ class GlobalBatches(BatchSampler):
         return len(BatchSampler(self.samplers[0], self.batch_size, self.drop_last))
 
 
-def prepare_loaders(loaders: Any, *, seed: int, shares: int, shuffle: bool, notes: list[str]) -> Any:
+def prepare_loaders(loaders: Any, *, seed: int, shares: int | None, shuffle: bool, notes: list[str]) -> Any:
     """Returns training loaders whose batches are the same for one process and several ranks.
 
     A plain ``DataLoader`` over a map-style dataset gets seeded items; for the one process it also gets the batches of
@@ -132,7 +132,7 @@ def prepare_loaders(loaders: Any, *, seed: int, shares: int, shuffle: bool, note
     Args:
         loaders: what ``train_dataloader`` returned: a loader, or a nest of them.
         seed: of the items and of the order.
-        shares: into how many ranks' shares a batch of this process divides: 1 on a rank.
+        shares: into how many ranks' shares a batch of the one process divides; None on a rank.
         shuffle: whether Lightning's sampler shuffles on ranks: not with ``overfit_batches``.
         notes: what was done is added here.
     """
@@ -149,7 +149,7 @@ def prepare_loaders(loaders: Any, *, seed: int, shares: int, shuffle: bool, note
         notes.append(f"data: each sample of {type(dataset).__name__} draws random numbers seeded by its index")
         seeded = SeededDataset(dataset, seed)
         options: dict[str, Any] = {"batch_size": loader.batch_size, "sampler": sampler, "drop_last": loader.drop_last}
-        if shares > 1:
+        if shares is not None:
             assert loader.batch_size is not None
             batches = GlobalBatches(seeded, loader.batch_size, shares, loader.drop_last, shuffle, seed)
             options = {"batch_sampler": batches}

@@ -62,8 +62,8 @@ class Record:
 def merge(records: list[Record]) -> Record:
     """Returns the record of all ranks together, from each one's, by rank.
 
-    Losses are the mean over the ranks that see different data; of those that share a model replica, the first that
-    has a loss counts. Every rank's gradient norm is kept: they have to be equal.
+    Losses are the mean over the ranks that see different data; those that share a model replica have the same, or
+    each that of its part of the sequence. Every rank's gradient norm is kept: they have to be equal.
     """
     assert len({len(record.steps) for record in records}) == 1, "the ranks took the same number of steps"
     first = records[0]
@@ -77,8 +77,8 @@ def merge(records: list[Record]) -> Record:
         by_place: dict[int, list[Step]] = {}
         for record, step in zip(records, steps, strict=True):
             by_place.setdefault(record.place[0], []).append(step)
-        losses = [next((s.loss for s in same if s.loss is not None), None) for same in by_place.values()]
-        known = [loss for loss in losses if loss is not None]
+        of_places = [[s.loss for s in same if s.loss is not None] for same in by_place.values()]
+        known = [sum(losses) / len(losses) for losses in of_places if losses]
         merged.steps.append(
             Step(
                 loss=sum(known) / len(known) if known else None,

@@ -12,7 +12,9 @@ from lightning.pytorch import Trainer
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from dlo_framework.checkpoint import FlatShard
+from dlo_framework.checkpoint import Box, Shard, held_boxes
+from dlo_framework.checkpoint.boxes import part_of, tiles
+from dlo_framework.checkpoint.boxes import whole as whole_box
 
 _COMPILED = "_orig_mod."
 
@@ -35,62 +37,41 @@ def gather_whole(state: Mapping[str, Any]) -> dict[str, Tensor]:
     """Returns the whole tensors of a state dict whose values are spread over the ranks of the default group.
 
     Args:
-        state: of this rank: plain tensors (all of it), DTensors, :class:`FlatShard` slices. Ranks may hold different
-            names, as the stages of a pipeline do; what is no tensor is left out.
+        state: of this rank: plain tensors, DTensors, flat or cut shards. Ranks may hold different names, as the stages
+            of a pipeline do; what is no tensor is left out.
 
     Returns:
-        On rank 0, every name that any rank holds, on the CPU. Elsewhere, part of it.
+        On rank 0, every name that any rank holds, on the CPU. Elsewhere, nothing.
     """
-    mine = [(name, isinstance(value, FlatShard)) for name, value in state.items() if _is_tensor(value)]
-    listed: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(listed, mine)
-    owner: dict[str, int] = {}
-    flat: dict[str, bool] = {}
-    for rank, names in enumerate(listed):
-        for name, is_flat in names:
-            owner.setdefault(name, rank)
-            flat[name] = is_flat
-    whole: dict[str, Tensor] = {}
-    for name, rank in owner.items():
-        value = state.get(name)
-        if flat[name]:
-            joined = _join(value)
-        else:
-            if isinstance(value, DTensor):
-                value = value.full_tensor()  # With the ranks of its mesh: they have the name too.
-            joined = value.detach().cpu().clone() if isinstance(value, Tensor) else None
-            if rank != 0:
-                joined = _send(joined if dist.get_rank() == rank else None, rank)
-        if joined is not None:
-            whole[name] = joined
+    held = {name: _boxes(value) for name, value in state.items() if isinstance(value, Shard)}
+    told: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(told, {name: (shape, dtype, list(boxes)) for name, (shape, dtype, boxes) in held.items()})
+    sender: dict[tuple[str, Box], int] = {}
+    kinds: dict[str, tuple[torch.Size, torch.dtype]] = {}
+    for rank, of_rank in enumerate(told):
+        for name, (shape, dtype, boxes) in of_rank.items():
+            kinds.setdefault(name, (shape, dtype))
+            for box in boxes:
+                sender.setdefault((name, box), rank)
+    me, whole = dist.get_rank(), {}
+    for name, (shape, dtype) in kinds.items():
+        mine = held[name][2] if name in held else {}
+        parts = _gathered({box: part.cpu().clone() for box, part in mine.items() if sender[name, box] == me})
+        if parts is not None:
+            whole[name] = _assembled(name, shape, dtype, {box: part for some in parts for box, part in some.items()})
     return whole
 
 
-def _is_tensor(value: Any) -> bool:
-    return isinstance(value, Tensor | FlatShard)
+def _boxes(value: Shard) -> tuple[torch.Size, torch.dtype, dict[Box, Tensor]]:
+    return value.shape, value.dtype, {box: part for box, part in held_boxes(value.detach()) if box.numel}
 
 
-def _join(shard: FlatShard | None) -> Tensor | None:
-    """Returns the tensor of which each rank holds a flat slice, on rank 0; None elsewhere."""
-    part = None if shard is None else (shard.start, shard.data.detach().cpu().clone(), shard.shape)
-    parts = _gathered(part)
-    if parts is None:
-        return None
-    held = [part for part in parts if part is not None]
-    shape = held[0][2]
-    joined = torch.empty(shape.numel(), dtype=held[0][1].dtype)
-    covered = torch.zeros(shape.numel(), dtype=torch.bool)
-    for start, data, _ in held:
-        joined[start : start + len(data)] = data
-        covered[start : start + len(data)] = True
-    assert bool(covered.all()), "the ranks' slices leave a gap"
-    return joined.view(shape)
-
-
-def _send(tensor: Tensor | None, source: int) -> Tensor | None:
-    """Returns on rank 0 the tensor that rank ``source`` has; None elsewhere."""
-    parts = _gathered(tensor)
-    return None if parts is None else parts[source]
+def _assembled(name: str, shape: torch.Size, dtype: torch.dtype, parts: Mapping[Box, Tensor]) -> Tensor:
+    assert tiles(tuple(shape), parts), f"the parts that ranks hold of {name}, shape {tuple(shape)}, do not tile it"
+    joined = torch.empty(shape, dtype=dtype)
+    for box, part in parts.items():
+        part_of(joined, whole_box(tuple(shape)), box).copy_(part)
+    return joined
 
 
 def _gathered(item: Any) -> list[Any] | None:

@@ -128,7 +128,8 @@ def record_training(
     notes += [f"{type(callback).__name__}: left out; it tries things before training" for callback in left_out]
     notes += tell_of_parity([model, data, *kept], setting.shares)
     overfit = bool(options.get("overfit_batches"))
-    preparing: dict[str, Any] = {"seed": setting.seed, "shares": setting.shares, "shuffle": not overfit, "notes": notes}
+    shares = setting.shares if setting.ranks is None else None
+    preparing: dict[str, Any] = {"seed": setting.seed, "shares": shares, "shuffle": not overfit, "notes": notes}
     if isinstance(data, LightningDataModule) or data is None:
         prepare_data(model if data is None else data, **preparing)
         feed: dict[str, Any] = {"datamodule": data}

@@ -5,10 +5,10 @@ import signal
 import time
 
 import torch
-from lightning.pytorch import Callback, LightningModule
+from lightning.pytorch import Callback
 from torch import nn
 
-from dlo_framework import DloError
+from dlo_framework import DloError, ParallelPlan, Task
 from dlo_framework.data import ResumableDataModule
 
 
@@ -21,21 +21,31 @@ def say(what: str) -> None:
     os.write(1, f"{what} {os.getpid()} {time.time()}\n".encode())
 
 
-class FaultyNet(LightningModule):
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down, self.dropout = nn.Linear(8, 16), nn.Linear(16, 8), nn.Dropout(0.2)
+
+    def forward(self, x):
+        return x + self.dropout(self.down(torch.tanh(self.up(x))))
+
+
+class FaultyNet(Task):
     def __init__(self, pause: float = 0.0) -> None:
         super().__init__()
-        self.net = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Dropout(0.2), nn.Linear(16, 1))
         self.pause = pause
 
-    def loss(self, batch):
-        return nn.functional.mse_loss(self.net(batch), batch.sum(1, keepdim=True))
+    def configure_model(self):
+        if not self.has_model:
+            self.model = nn.Sequential(nn.Linear(8, 8), Layer(), Layer(), nn.Linear(8, 1))
 
-    def training_step(self, batch, batch_idx):
-        time.sleep(self.pause)
-        return self.loss(batch)
+    def parallel_plan(self):
+        rules = {"*.up": "column", "*.down": "row"}
+        return ParallelPlan(blocks=("1", "2"), stem=("0",), head=("3",), tensor=rules)
 
-    def validation_step(self, batch, batch_idx):
-        self.log("val_loss", self.loss(batch), sync_dist=True)
+    def loss(self, outputs, batch):
+        time.sleep(self.pause if self.training else 0)
+        return nn.functional.mse_loss(outputs, batch.sum(1, keepdim=True))
 
     def configure_optimizers(self):
         return torch.optim.AdamW(self.parameters(), lr=1e-2)

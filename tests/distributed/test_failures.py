@@ -34,7 +34,13 @@ STRATEGIES = {
     "zero1": "{class_path: ZeroStrategy, init_args: {stage: 1, timeout_minutes: MINUTES}}",
     "zero3": "{class_path: ZeroStrategy, init_args: {stage: 3, timeout_minutes: MINUTES}}",
     "fsdp": "{class_path: FSDPStrategy, init_args: {timeout_minutes: MINUTES}}",
+    "pp": "{class_path: MeshStrategy, init_args: {pp: 2, dp_shard: 1, micro_batches: 2, timeout_minutes: MINUTES}}",
+    "tp": "{class_path: MeshStrategy, init_args: {tp: 2, dp_shard: 1, timeout_minutes: MINUTES}}",
 }
+#: On four ranks.
+SQUARE = (
+    "{class_path: MeshStrategy, init_args: {pp: 2, tp: 2, dp_shard: 1, micro_batches: 2, timeout_minutes: MINUTES}}"
+)
 SILENCE = 12.0
 
 
@@ -62,9 +68,10 @@ def config(folder: Path, strategy: str, minutes: float = 30, **parts: str) -> st
     callbacks = [f"{{class_path: Fault, init_args: {parts['fault']}}}"] if "fault" in parts else []
     callbacks += [parts["callbacks"]] if "callbacks" in parts else []
     text = CONFIG.replace("trainer:\n", f"trainer:\n  callbacks: [{', '.join(callbacks)}]\n")
-    text = text.replace(
-        "trainer:\n", f"trainer:\n  strategy: {STRATEGIES[strategy].replace('MINUTES', str(minutes))}\n"
-    )
+    chosen = STRATEGIES.get(strategy, SQUARE).replace("MINUTES", str(minutes))
+    text = text.replace("trainer:\n", f"trainer:\n  strategy: {chosen}\n")
+    if strategy == "pp x tp":
+        text = text.replace("devices: 2", "devices: 4")
     for name in ("model", "data"):
         if name in parts:
             text = re.sub(rf"^({name}: .*)}}$", rf"\1, init_args: {parts[name]}}}", text, flags=re.MULTILINE)
@@ -118,9 +125,9 @@ def fails(dlo, path: str, within: float = 30.0) -> End:
 # --- a rank raises ---------------------------------------------------------------------------------------------
 
 
-def check_boom(end: End, rank: int) -> None:
+def check_boom(end: End, rank: int, ranks: int = 2) -> None:
     assert end.code == 1
-    assert end.last == f"dlo 0.1.0: rank {rank} of 2 failed: ValueError: boom"
+    assert end.last == f"dlo 0.1.0: rank {rank} of {ranks} failed: ValueError: boom"
     assert end.err.count("Traceback") == 1  # The first error's, and no wall of closed connections.
     assert "boom" in end.err.splitlines()[-2]
 
@@ -156,10 +163,10 @@ def test_errors_anywhere(dlo, strategy, at, rank):
 # --- a rank is killed, or stops answering ----------------------------------------------------------------------
 
 
-def check_killed(end: End, rank: int) -> None:
+def check_killed(end: End, rank: int, ranks: int = 2) -> None:
     assert end.code == (137 if rank else -signal.SIGKILL)
     what = "its process was killed by SIGKILL" if rank else "its process ended without a word"
-    assert f"rank {rank} of 2 failed: {what}" in end.last
+    assert f"rank {rank} of {ranks} failed: {what}" in end.last
     assert "Traceback" not in end.err
 
 
@@ -167,6 +174,11 @@ def test_a_killed_rank_is_named_and_nobody_is_left(dlo):
     """The rank has a loader's worker, which inherits its connections."""
     path = config(dlo.folder, "ddp", fault="{what: SIGKILL}", data="{num_workers: 1}")
     check_killed(fails(dlo, path, within=10), 1)
+
+
+def test_a_rank_in_the_middle_of_a_pipeline_fails_or_is_killed(dlo):
+    check_boom(fails(dlo, config(dlo.folder, "pp x tp", fault="{rank: 2}")), 2, 4)
+    check_killed(fails(dlo, config(dlo.folder, "pp x tp", fault="{what: SIGKILL, rank: 3}"), within=10), 3, 4)
 
 
 def test_if_the_main_process_is_killed_the_others_end(dlo):
@@ -264,6 +276,9 @@ def signalled(dlo, strategy: str, name: str, to: str, signum: int, times: int = 
         pytest.param("zero3", "rank 1", signal.SIGTERM, 1, marks=pytest.mark.slow),
         pytest.param("fsdp", "all", signal.SIGTERM, 2, marks=pytest.mark.slow),
         pytest.param("fsdp", "rank 1", signal.SIGUSR1, 1, marks=pytest.mark.slow),
+        pytest.param("pp", "all", signal.SIGTERM, 2, marks=pytest.mark.slow),
+        pytest.param("pp", "rank 1", signal.SIGUSR1, 1, marks=pytest.mark.slow),
+        pytest.param("tp", "rank 0", signal.SIGTERM, 1, marks=pytest.mark.slow),
     ],
 )
 def test_a_signal_leads_to_one_checkpoint_and_an_equal_run(dlo, curve, strategy, to, signum, times):

@@ -122,7 +122,7 @@ def _tied(rank: int, world: int, folder: Path) -> Any:
     run.fit(module, mine(rank, world))
     weights = whole_weights(run)
     units = run.strategy.sharding.units
-    return differ(weights, alone(TiedModule())) if rank == 0 else 0.0, units, int(weights["net.calls"])
+    return (differ(weights, alone(TiedModule())), units, int(weights["net.calls"])) if rank == 0 else None
 
 
 def _unused(rank: int, world: int, folder: Path) -> Any:
@@ -165,11 +165,12 @@ def _evaluation(rank: int, world: int, folder: Path) -> Any:
     again.fit(module, loader)
     twice = Module()
     twice.load_state_dict(expected)
+    weights = whole_weights(again)
     return {
         "evaluations": [float(loss) for loss in losses],
         "found": found,
         "predictions": float((predicted - of_reference).abs().max()),
-        "second fit": differ(whole_weights(again), alone(twice)) if rank == 0 else whole_weights(again) and 0.0,
+        "second fit": differ(weights, alone(twice)) if rank == 0 else 0.0,
     }
 
 

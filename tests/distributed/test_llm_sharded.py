@@ -17,6 +17,7 @@ from dlo_framework.testing import run_distributed
 from dlo_framework.testing.state import whole_weights
 from dlo_framework.testing.training import leave_group, quiet
 from dlo_plugins.strategies.fsdp import FSDPStrategy
+from dlo_plugins.strategies.mesh import MeshStrategy
 from dlo_plugins.strategies.zero import ZeroStrategy
 from dlo_tasks.llm import sharded_weights
 from dlo_tasks.llm.adapters import Lora
@@ -90,14 +91,22 @@ def trainer_of(strategy: Any, world_size: int, folder: Path, **options: Any) -> 
 # --- weights that each rank reads its part of ------------------------------------------------------------------
 
 
-def _start(rank: int, world_size: int, folder: Path, cases: list[dict[str, Any]]) -> list[Any]:
+#: Under what each case starts, beside FSDPStrategy; ranks that share a model see the same data.
+MESHES: dict[str, dict[str, Any]] = {"tp": {"tp": 2}, "pp": {"pp": 2, "micro_batches": 2}}
+
+
+def _start(rank: int, world_size: int, folder: Path, cases: list[tuple[str, dict[str, Any]]]) -> list[Any]:
     quiet()
     found = []
-    for arguments in cases:
+    for mesh, arguments in cases:
         seed_everything(1, workers=True, verbose=False)
         task = CausalLM(**arguments)
-        trainer = trainer_of(FSDPStrategy(meta_init=True), world_size, folder)
-        (measures,) = trainer.validate(task, datamodule=Words(folder, rank, world_size), verbose=False)
+        strategy: Any = FSDPStrategy(meta_init=True)
+        place = (rank, world_size)
+        if mesh in MESHES:
+            strategy, place = MeshStrategy(dp_shard=1, meta_init=True, **MESHES[mesh]), (0, 1)
+        trainer = trainer_of(strategy, world_size, folder)
+        (measures,) = trainer.validate(task, datamodule=Words(folder, *place), verbose=False)
         left = sum("reset_parameters" in vars(module) for module in task.model.modules())
         found.append((measures["val_loss"], whole_weights(trainer), left))
     leave_group()
@@ -105,18 +114,18 @@ def _start(rank: int, world_size: int, folder: Path, cases: list[dict[str, Any]]
 
 
 def test_each_rank_reads_its_part_of_the_weights(tmp_path: Path) -> None:
-    cases: list[dict[str, Any]] = []
+    cases: list[tuple[str, dict[str, Any]]] = []
     for family, more in FAMILIES.items():
         torch.manual_seed(5)
         config = AutoConfig.for_model(family, vocab_size=280, **SIZES, **more)
         AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / family, max_shard_size="20KB")
         assert len(list((tmp_path / family).glob("*.safetensors"))) > 1
-        cases.append({"model": str(tmp_path / family)})
-    cases.append({"model": str(tmp_path / "qwen3"), "lora": Lora(rank=2)})
+        cases += [(kind, {"model": str(tmp_path / family)}) for kind in ("fsdp", *MESHES)]
+    cases.append(("fsdp", {"model": str(tmp_path / "qwen3"), "lora": Lora(rank=2)}))
     (tmp_path / "run").mkdir()
     embedded_tokenizer([Path(__file__)], 280, tmp_path / "run")
     answers = run_distributed(_start, 2, tmp_path / "run", cases, backend=None)
-    for case, (loss, weights, left) in zip(cases, answers[0], strict=True):
+    for (_, case), (loss, weights, left) in zip(cases, answers[0], strict=True):
         expected = AutoModelForCausalLM.from_pretrained(case["model"]).state_dict()
         adapted = {name.replace(".base_layer.", "."): tensor for name, tensor in weights.items()}
         for name, tensor in expected.items():
@@ -134,7 +143,7 @@ def test_each_rank_reads_its_part_of_the_weights(tmp_path: Path) -> None:
 def test_random_weights_on_ranks_are_drawn_as_the_family_draws_them(tmp_path: Path) -> None:
     embedded_tokenizer([Path(__file__)], 280, tmp_path)
     case = {"config": {**CONFIG, "initializer_range": 0.5}, "lora": Lora(rank=2)}
-    ((_, weights, _), *_), _ = run_distributed(_start, 2, tmp_path, [case], backend=None)
+    ((_, weights, _), *_), _ = run_distributed(_start, 2, tmp_path, [("fsdp", case)], backend=None)
     matrices = [t for name, t in weights.items() if name.endswith(("base_layer.weight", "embed_tokens.weight"))]
     assert matrices
     for tensor in matrices:

@@ -23,12 +23,17 @@ for name in sys.argv[1:]:
 """
 
 
+#: Whose code is compiled in C++ first, which takes most of a minute; tests/plugins/test_compile*.py do some of it.
+LONG = ("compile",)
+
+
 @pytest.fixture(scope="module")
-def runs(shared_dlo):
-    on_ranks = [path.stem for path in CONFIGS if "devices" in yaml.safe_load(path.read_text())["trainer"]]
+def runs(shared_dlo, request):
+    chosen = [item.callspec.params["path"] for item in request.session.items if item.fspath == request.node.fspath]
+    on_ranks = [path.stem for path in chosen if "devices" in yaml.safe_load(path.read_text())["trainer"]]
     for name in on_ranks:
         shared_dlo("fit", "--config", f"digits/{name}", *SMALL)
-    names = [path.stem for path in CONFIGS if path.stem not in on_ranks]
+    names = [path.stem for path in chosen if path.stem not in on_ranks]
     done = subprocess.run(
         [sys.executable, "-c", SCRIPT, *names],
         cwd=shared_dlo.folder,
@@ -42,7 +47,11 @@ def runs(shared_dlo):
     return shared_dlo.folder / "runs"
 
 
-@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "path",
+    [pytest.param(path, marks=pytest.mark.slow) if path.stem in LONG else path for path in CONFIGS],
+    ids=lambda path: path.stem,
+)
 def test_a_recipe_trains(runs, path):
     summary = json.loads((runs / path.stem / "version_0" / "summary.json").read_text())
     assert summary["status"] == "finished"

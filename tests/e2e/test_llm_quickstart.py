@@ -29,7 +29,7 @@ WORDS = [word for name, value in SMALL.items() for word in (f"--{name}", str(val
 @pytest.fixture(scope="module")
 def trained(shared_dlo):
     done = shared_dlo("fit", "--config", "llm/quickstart", *WORDS)
-    folder = shared_dlo.folder / "runs" / "quickstart" / "version_0"
+    folder = shared_dlo.folder / "runs" / "llm_quickstart" / "version_0"
     return done, folder, json.loads((folder / "summary.json").read_text())
 
 
@@ -82,6 +82,6 @@ def test_it_is_exported_for_transformers(trained, shared_dlo):
 def test_perplexity_falls_tenfold_in_three_minutes(dlo):
     dlo.fresh = True
     done = dlo("fit", "--config", "llm/quickstart", "--data.init_args.cache_dir", "cache")
-    summary = json.loads((dlo.folder / "runs" / "quickstart" / "version_0" / "summary.json").read_text())
+    summary = json.loads((dlo.folder / "runs" / "llm_quickstart" / "version_0" / "summary.json").read_text())
     assert summary["metrics"]["val_perplexity"] < 4096 / 10  # A model that knows nothing has a perplexity of 4,096.
     assert "samples, each from its prompt on:" in done.stdout

@@ -126,3 +126,8 @@ def test_tags_in_the_table_are_those_of_the_monitor(hooks):
 def test_the_picture_of_one_cycle_is_what_the_schedule_draws():
     drawn = runpy.run_path(str(DOCS / "pictures" / "one_cycle.py"))["draw"]()
     assert (DOCS / "images/one-cycle.svg").read_text() == drawn
+
+
+def test_the_pictures_of_parallelism_are_what_the_parts_are_divided_by():
+    drawn = runpy.run_path(str(DOCS / "pictures" / "parallelism.py"))["draw"]()
+    assert {name: (DOCS / "images" / name).read_text() for name in drawn} == drawn

@@ -2,6 +2,7 @@
 
 import random
 import signal
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -149,6 +150,7 @@ def test_stopped_by_sigterm_with_workers(whole, tmp_path):
     assert before + after == whole
 
 
+@pytest.mark.slow
 def test_stopped_twice(whole, tmp_path):
     first, _ = run(tmp_path / "run", stop=Signal(6))
     second, _ = run(tmp_path / "run", stop=Signal(7), resume=True)
@@ -179,6 +181,23 @@ def test_a_run_that_max_steps_ends_in_mid_epoch_goes_on_there(whole, tmp_path):
     assert before == whole[:14]
     after, _ = run(tmp_path / "run", resume=True)
     assert after == whole[14:]
+
+
+class SaveInTheEnd(Callback):
+    """Saves once training is over, as users do by hand."""
+
+    def on_train_end(self, trainer, pl_module):
+        trainer.save_checkpoint(Path(trainer.default_root_dir) / "checkpoints" / "last.ckpt")
+
+
+@pytest.mark.parametrize("steps", [3, 6])
+def test_a_run_of_steps_that_ended_with_an_epoch_goes_on_with_the_next(whole, tmp_path, steps):
+    """10 batches an epoch, 3 steps: it ends with the first or the second epoch, and is saved after its end."""
+    folder = tmp_path / "run"
+    counted = {"max_epochs": -1, "limit_val_batches": 0, "default_root_dir": folder}
+    before, _ = run(folder, stop=SaveInTheEnd(), max_steps=steps, **counted)
+    after, _ = run(folder, resume=True, max_steps=9, **counted)
+    assert before + after == whole
 
 
 def test_how_often_a_run_validates_does_not_change_its_training(whole, tmp_path):

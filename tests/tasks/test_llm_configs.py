@@ -77,7 +77,7 @@ def parameters(model: Any) -> int:
 
 
 def test_the_recipes_are_there() -> None:
-    assert list(CONFIGS) == ["llama3.1_8b_lora", "llama3.2_3b_fsdp", "quickstart", "qwen3_8b_zero3"]
+    assert list(CONFIGS) == ["llama3.1_8b_lora", "llama3.2_3b_fsdp", "mesh", "quickstart", "qwen3_8b_zero3"]
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -124,7 +124,7 @@ def test_adapters_take_what_the_header_says() -> None:
     assert float(state) == pytest.approx(16 * parameters(model) / 1e9, abs=0.05)
 
 
-@pytest.mark.parametrize("name", [name for name in CONFIGS if name != "quickstart"])
+@pytest.mark.parametrize("name", [name for name in CONFIGS if name not in ("mesh", "quickstart")])
 def test_the_parts_of_the_memory_add_up(name: str) -> None:
     _, header = read(name)
     told = header.partition(" memory ")[2]

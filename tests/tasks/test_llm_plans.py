@@ -71,9 +71,22 @@ def test_a_fused_projection_has_a_rule_only_where_its_layout_is_known() -> None:
     assert neox.rule_for("gpt_neox.layers.0.attention.query_key_value") is Rule.QKV_BY_HEAD
     assert neox.rule_for("gpt_neox.layers.0.attention.dense") is Rule.ROW
     phi = plan_for(make("phi3"))
-    assert phi.rule_for("model.layers.0.self_attn.qkv_proj") is Rule.REPLICATE
-    assert phi.rule_for("model.layers.0.self_attn.o_proj") is Rule.REPLICATE  # a row rule without its column is wrong
-    assert plan_for(make("gpt2")).tensor == {}
+    assert phi.rule_for("model.layers.0.self_attn.qkv_proj") is Rule.QKV_GROUPED
+    assert phi.rule_for("model.layers.0.mlp.gate_up_proj") is Rule.GATE_UP
+    assert phi.rule_for("model.layers.0.self_attn.o_proj") is phi.rule_for("model.layers.0.mlp.down_proj") is Rule.ROW
+    gpt2 = plan_for(make("gpt2"))
+    assert gpt2.rule_for("transformer.h.1.attn.c_attn.weight") is Rule.QKV
+    assert gpt2.rule_for("transformer.h.1.mlp.c_proj.bias") is Rule.ROW
+    assert plan_for(make("bloom")).tensor == {}  # transformers has no plan for it, and neither have we
+
+
+def test_norms_of_queries_have_the_rule_of_what_they_span() -> None:
+    def rule(family: str, **more: Any) -> Rule:
+        return plan_for(make(family, **more)).rule_for("model.layers.1.self_attn.k_norm.weight")
+
+    assert rule("qwen3") is Rule.REPLICATE  # one weight for all heads
+    assert rule("cohere", use_qk_norm=True) is Rule.KV_HEADS  # one a head
+    assert rule("olmo2") is Rule.COLUMN_NORM  # the mean square is over all heads
 
 
 def test_tied_embeddings_are_one_group() -> None:

@@ -59,11 +59,29 @@ def test_vit_rules_alternate_columns_and_rows():
     assert plan.attention_names(model) == [f"blocks.{i}.attn" for i in range(12)]
 
 
-def test_a_fused_gate_gets_no_column_rule():
+def test_a_fused_gate_is_cut_in_both_halves():
     model = meta("vit_giant_patch14_reg4_dinov2")  # SwiGLU packed in fc1: [gate, value]
     plan = plan_for(model)
     plan.validate(model)
-    assert plan.rule_for("blocks.0.mlp.fc1") is plan.rule_for("blocks.0.mlp.fc2") is Rule.REPLICATE
+    assert plan.rule_for("blocks.0.mlp.fc1") is Rule.GATE_UP
+    assert plan.rule_for("blocks.0.mlp.fc2") is Rule.ROW
+
+
+def test_what_a_norm_over_all_features_follows_is_not_cut():
+    plan = plan_for(meta("vit_tiny_patch16_224", scale_attn_norm=True, scale_mlp_norm=True))
+    names = ("attn.qkv", "attn.proj", "mlp.fc1", "mlp.fc2")
+    assert {plan.rule_for(f"blocks.0.{name}") for name in names} == {Rule.REPLICATE}
+
+
+def test_a_bias_of_relative_positions_is_cut_along_its_heads():
+    table = "attn.rel_pos.relative_position_bias_table"
+    last = plan_for(meta("coatnet_nano_rw_224"))
+    assert last.rule_for(f"stages.2.blocks.0.{table}") is Rule.LAST_DIM_HEADS
+    first = plan_for(meta("maxvit_tiny_tf_224"))
+    assert first.rule_for(f"stages.2.blocks.0.attn_grid.{table}") is Rule.HEADS
+    made = plan_for(meta("coatnet_rmlp_nano_rw_224"))
+    assert made.rule_for("stages.2.blocks.0.attn.rel_pos.mlp.fc2.weight") is Rule.HEADS
+    assert made.rule_for("stages.2.blocks.0.attn.rel_pos.mlp.fc2") is Rule.REPLICATE
 
 
 def cut(weight: torch.Tensor, rule: Rule, heads: int, rank: int, ranks: int) -> torch.Tensor:

@@ -104,7 +104,7 @@ def test_hints(ranks, hint):
 
 
 def test_the_record_of_all_ranks():
-    """Ranks 0 and 1 share a replica, whose loss rank 1 has; ranks 2 and 3 have other data."""
+    """Ranks 0 and 1 share a replica, whose loss rank 1 has; 2 and 3 have other data, each a part of its sequences."""
     ranks = [
         Record([Step(loss, (3.0 + rank,), samples, samples)], place=(place, 2), drew=drew)
         for rank, (loss, place, samples, drew) in enumerate(
@@ -112,7 +112,7 @@ def test_the_record_of_all_ranks():
         )
     ]
     whole = merge(ranks)
-    assert whole.steps == [Step(1.5, (3.0, 4.0, 5.0, 6.0), 8, 8)]
+    assert whole.steps == [Step((1.0 + (2.0 + 9.0) / 2) / 2, (3.0, 4.0, 5.0, 6.0), 8, 8)]
     assert (whole.place, whole.drew) == ((0, 2), 3)
 
 

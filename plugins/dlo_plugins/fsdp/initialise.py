@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from dlo_framework.distributed.canonical import clean
+from dlo_framework.distributed.cuts import Cut, Layout
 from dlo_framework.errors import DloError
 
 
@@ -60,7 +62,9 @@ def check_initialisable(module: nn.Module, loads_weights: bool) -> None:
         )
 
 
-def materialise(module: nn.Module, prefix: str, device: torch.device, seed: int, done: set[int]) -> None:
+def materialise(
+    module: nn.Module, prefix: str, device: torch.device, seed: int, done: set[int], layout: Layout | None = None
+) -> None:
     """Gives a module that is on the meta device memory and initial values, on all ranks alike.
 
     Submodules come before those that hold them, as in a constructor: ``nn.MultiheadAttention`` sets its projection's
@@ -72,17 +76,23 @@ def materialise(module: nn.Module, prefix: str, device: torch.device, seed: int,
         device: where the memory is to be.
         seed: the run's.
         done: ids of modules that have been through this, which are left alone; these are added.
+        layout: what tensor and pipeline parallelism have made of the whole model. What has been cut is initialised
+            whole, and cut again; what other stages hold stays without memory.
     """
+    layout = layout or Layout()
     order = [(name, submodule) for name, submodule in _children_first(module, prefix) if id(submodule) not in done]
     made: dict[int, Tensor] = {}
-    fresh = [(name, submodule) for name, submodule in order if any(t.is_meta for t in own_tensors(submodule))]
-    for _, submodule in fresh:
-        _allocate(submodule, device, made)
-    for name, submodule in fresh:
-        if _resets(submodule):
+    fresh = [(name, submodule, _lacking(name, submodule, layout)) for name, submodule in order]
+    for name, submodule, lacking in fresh:
+        _allocate(name, submodule, lacking, device, made, layout)
+    for name, submodule, lacking in fresh:
+        if lacking and _resets(submodule):
             with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), torch.no_grad():
                 torch.manual_seed(module_seed(seed, name))
                 _reset(submodule)
+    for name, submodule, lacking in fresh:
+        for key in lacking:
+            _cut_again(submodule, key, layout.cuts.get(_joined(name, key)))
     done.update(id(submodule) for _, submodule in order)
 
 
@@ -92,22 +102,46 @@ def module_seed(seed: int, name: str) -> int:
     return int.from_bytes(digest[:8], "little") >> 1
 
 
-def _allocate(module: nn.Module, device: torch.device, made: dict[int, Tensor]) -> None:
-    """Replaces a module's own meta tensors by filled ones; those that are one tensor stay one.
+def _lacking(name: str, module: nn.Module, layout: Layout) -> list[str]:
+    """Returns a module's own parameters and buffers that are to get memory."""
+    own = [*module._parameters.items(), *module._buffers.items()]
+    return [
+        key
+        for key, tensor in own
+        if tensor is not None and tensor.is_meta and _joined(name, key) not in layout.elsewhere
+    ]
+
+
+def _allocate(
+    name: str, module: nn.Module, lacking: list[str], device: torch.device, made: dict[int, Tensor], layout: Layout
+) -> None:
+    """Replaces a module's own meta tensors by filled ones, whole; those that are one tensor stay one.
 
     What nothing initialises is NaN, so that a weight that no checkpoint brought shows in the first loss.
     """
-    for registered in (module._parameters, module._buffers):
-        entries: Any = registered
-        for key, tensor in list(entries.items()):
-            if tensor is None or not tensor.is_meta:
-                continue
-            if id(tensor) not in made:
-                value = torch.full_like(tensor, torch.nan if tensor.is_floating_point() else 0, device=device)
-                new = nn.Parameter(value, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else value
-                new.__dict__.update(tensor.__dict__)  # Marks that optimizers' groupings look at.
-                made[id(tensor)] = new
-            entries[key] = made[id(tensor)]
+    for key in lacking:
+        entries: Any = module._parameters if key in module._parameters else module._buffers
+        tensor = entries[key]
+        if id(tensor) not in made:
+            cut = layout.cuts.get(_joined(name, key))
+            shape = tensor.shape if cut is None else cut.whole_shape(tensor.shape)
+            fill = torch.nan if tensor.is_floating_point() else 0
+            value = torch.full(shape, fill, dtype=tensor.dtype, device=device)
+            new = nn.Parameter(value, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else value
+            new.__dict__.update(tensor.__dict__)  # Marks that optimizers' groupings look at.
+            made[id(tensor)] = new
+        entries[key] = made[id(tensor)]
+
+
+def _cut_again(module: nn.Module, key: str, cut: Cut | None) -> None:
+    tensor = module._parameters[key] if key in module._parameters else module._buffers[key]
+    assert tensor is not None
+    if cut is not None and tensor.shape[cut.dim] == cut.size != cut.length:
+        tensor.data = cut.take(tensor.data)
+
+
+def _joined(name: str, key: str) -> str:
+    return clean(f"{name}.{key}" if name else key)
 
 
 def _children_first(module: nn.Module, prefix: str) -> Iterable[tuple[str, nn.Module]]:

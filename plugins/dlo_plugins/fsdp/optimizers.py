@@ -9,7 +9,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from dlo_framework.checkpoint import Shard
+from dlo_framework.checkpoint import CutShard, FlatShard, Shard
+from dlo_framework.distributed.canonical import clean
+from dlo_framework.distributed.norms import parts
 from dlo_framework.errors import DloError
 from dlo_plugins.fsdp.pieces import RowShare, WholeShare, groups_of
 from dlo_plugins.fsdp.sharding import Sharding, local
@@ -31,7 +33,7 @@ class OptimizerShares:
     def __init__(self, optimizers: list[Optimizer], sharding: Sharding) -> None:
         self.sharding, self.communicator = sharding, sharding.sharers
         self.optimizers = optimizers
-        self._names = {id(parameter): name for name, parameter in sharding.parameters.items()}
+        self._names = {id(parameter): clean(name) for name, parameter in sharding.module.named_parameters()}
         self._shares = {id(optimizer): self._share(optimizer) for optimizer in optimizers}
 
     def _share(self, optimizer: Optimizer) -> Share | None:
@@ -50,13 +52,21 @@ class OptimizerShares:
                     " offload out"
                 )
             return None
-        groups = groups_of(optimizer, self._names, self.communicator, self.sharding.device)
+        if kind != "elementwise" and self.sharding.layout.cuts:
+            raise DloError(
+                f"{type(optimizer).__name__} needs whole tensors, of which tensor parallelism leaves each rank a part;"
+                " use an elementwise optimizer such as AdamW, or tp: 1 with more dp_shard"
+            )
+        groups = groups_of(optimizer, self._held_names(), self.communicator, self.sharding.device)
         share = (RowShare if kind == "elementwise" else WholeShare)(groups, self.communicator)
         if kind == "all":
             self._take_global_norm(optimizer)
         share.move_into(optimizer, self._names)
         optimizer.register_step_post_hook(lambda *_: share.publish())
         return share
+
+    def _held_names(self) -> dict[int, str]:
+        return {id(parameter): name for name, parameter in self.sharding.parameters.items()}
 
     def _take_global_norm(self, optimizer: Any) -> None:
         """Lets an optimizer that clips by the norm of all gradients see the norm over all ranks.
@@ -106,17 +116,24 @@ class OptimizerShares:
     def gradient_norm(self, optimizer: Optimizer) -> Tensor:
         """Returns the 2-norm over all ranks of an optimizer's gradients, each element counted once."""
         gradients = [
-            local(tensor.grad)
-            for tensor in _stepped(optimizer)
-            # What has no dims and no stand-in is whole on every rank.
-            if tensor.grad is not None
-            and not (id(tensor) in self._names and tensor.ndim == 0 and self.communicator.rank)
+            part
+            for name, tensor in self.tensors(optimizer).items()
+            if tensor.grad is not None and self._counts(name, tensor)
+            for part in parts(local(tensor.grad))
         ]
         squared = torch.zeros((), device=self.sharding.device)
         if gradients:
             norms = torch._foreach_norm(gradients)
             squared += torch.stack([norm.to(squared) for norm in norms]).square().sum()
-        return self.communicator.sum(squared).sqrt()
+        return self.sharding.copy.sum(squared).sqrt()
+
+    def _counts(self, name: str, tensor: Tensor) -> bool:
+        """Whether the norm counts what this rank has of a gradient, and no other rank has the same."""
+        layout, place = self.sharding.layout, self.sharding.groups.place
+        if name in layout.repeated or (place.tp and name not in layout.cuts):
+            return False
+        # What has no dims and no stand-in is whole on every rank.
+        return not (id(tensor) in self._names and tensor.ndim == 0 and self.communicator.rank)
 
     # --- state ---------------------------------------------------------------------------------------------
 
@@ -143,7 +160,19 @@ class OptimizerShares:
     def canonical(self, name: str, value: Tensor) -> Shard:
         """Returns a state tensor as the part of the parameter-shaped one that it is."""
         share = self.share_of(name)
-        return value if share is None else share.canonical(name, value)
+        found = value if share is None else share.canonical(name, value)
+        # Of an elementwise optimizer's state, what is a flat shard has the parameter's shape; a step count has not.
+        return self.sharding.layout.shard(name, found) if share is None or isinstance(found, FlatShard) else found
+
+    def room(self, name: str, shape: torch.Size, dtype: torch.dtype) -> Shard | None:
+        """Returns room for this rank's part of a state tensor; None for a parameter that is stepped as it is."""
+        share, cut = self.share_of(name), self.sharding.layout.cuts.get(name)
+        if share is None:
+            return None
+        if cut is None or len(shape) <= cut.dim or shape[cut.dim] != cut.size:
+            return share.room(name, shape, dtype)
+        found = share.room(name, cut.part_shape(shape), dtype)
+        return CutShard(found, cut) if isinstance(found, FlatShard) else share.room(name, shape, dtype)
 
 
 def _stand_ins(share: Share) -> list[Tensor]:

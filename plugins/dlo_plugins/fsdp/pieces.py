@@ -173,12 +173,14 @@ def groups_of(
 
     Args:
         optimizer: as configured on sharded parameters.
-        names: parameters' names by id.
+        names: of the parameters that this rank holds, by id.
         communicator: the ranks that share a copy of the model.
         device: where they compute.
     """
     by_dtype: dict[torch.dtype, dict[str, nn.Parameter]] = {}
     for group in optimizer.param_groups:
         for parameter in filter(torch.is_floating_point, group["params"]):
+            if id(parameter) not in names:
+                continue  # Another pipeline stage's.
             by_dtype.setdefault(parameter.dtype, {})[names[id(parameter)]] = parameter
     return [RowGroup(named, communicator, device) for named in by_dtype.values()]

@@ -6,8 +6,9 @@ segments, memory holds one activation a unit and the insides of one, for one mor
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -20,24 +21,45 @@ class _Recomputed:
 
     Args:
         forward: the module's own.
+        context_fn: of torch's checkpoint: what of the inside is kept after all.
+        holding: called with the inputs; returns a context in which they are put aside.
     """
 
-    def __init__(self, forward: Any) -> None:
+    def __init__(
+        self,
+        forward: Any,
+        context_fn: Callable[[], Any] | None = None,
+        holding: Callable[[Any], contextlib.AbstractContextManager[Any]] | None = None,
+    ) -> None:
         self.forward = forward
+        self.options: dict[str, Any] = {} if context_fn is None else {"context_fn": context_fn}
+        self.holding = holding
         functools.update_wrapper(self, forward)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return self.forward(*args, **kwargs)
-        return checkpoint(self.forward, *args, use_reentrant=False, **kwargs)
+        if self.holding is None:
+            return checkpoint(self.forward, *args, use_reentrant=False, **self.options, **kwargs)
+        with self.holding((args, kwargs)):
+            return checkpoint(self.forward, *args, use_reentrant=False, **self.options, **kwargs)
 
 
-def recompute(modules: Iterable[nn.Module]) -> None:
+def recompute(
+    modules: Iterable[nn.Module],
+    context_fn: Callable[[], Any] | None = None,
+    holding: Callable[[Any], contextlib.AbstractContextManager[Any]] | None = None,
+) -> None:
     """Lets modules recompute their activations, once each.
 
     Their ``forward`` is replaced on the object, so that no wrapper shows in names or types, and hooks of the module,
     such as FSDP's gathering, stay outside.
+
+    Args:
+        modules: whose activations are recomputed.
+        context_fn: of torch's checkpoint: what of the inside is kept after all; by default nothing.
+        holding: called with a module's inputs; returns a context in which they are put aside for backward.
     """
     for module in modules:
         if not isinstance(module.__dict__.get("forward"), _Recomputed):
-            module.forward = _Recomputed(module.forward)
+            module.forward = _Recomputed(module.forward, context_fn, holding)

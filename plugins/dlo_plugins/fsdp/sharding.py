@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import itertools
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
@@ -18,12 +18,14 @@ from dlo_framework.checkpoint.boxes import part_of
 from dlo_framework.checkpoint.boxes import whole as whole_box
 from dlo_framework.distributed.canonical import clean
 from dlo_framework.distributed.collectives import Communicator
+from dlo_framework.distributed.cuts import Layout
 from dlo_framework.errors import DloError, did_you_mean
 from dlo_framework.plan import ParallelPlan
 from dlo_plugins.fsdp.comms import PairwiseAllGather, PairwiseReduceScatter
 from dlo_plugins.fsdp.initialise import materialise
-from dlo_plugins.fsdp.mesh import SHARD
+from dlo_plugins.fsdp.mesh import REPLICATE, SHARD
 from dlo_plugins.fsdp.recompute import recompute
+from dlo_plugins.mesh.groups import MeshGroups
 
 #: Whether FSDP2 reduces zeros for parameters that a rank does not use (torch 2.15). Without, ranks that disagree on
 #: what they use reduce buffers of different lengths.
@@ -66,25 +68,30 @@ class Steps(nn.Module):
         super().__init__()
         self.module = module
 
-    def forward(self, method: str, *args: Any, **kwargs: Any) -> Any:
-        """Returns what the method returns."""
-        return getattr(self.module, method)(*args, **kwargs)
+    def forward(self, method: str | Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Returns what the method returns, or a function that works on the module."""
+        call = getattr(self.module, method) if isinstance(method, str) else method
+        return call(*args, **kwargs)
 
 
 class Sharding:
     """A module whose parameters are sharded; they are DTensors, but within a unit's forward and backward.
 
+    Where no two ranks hold the same part of the model, there is nothing to shard, and parameters stay plain tensors.
+
     Args:
         module: on any device, or on the meta device.
         units: names of the modules that are gathered as one.
-        mesh: one axis to shard over, or an axis of copies and one to shard over.
+        groups: of the mesh.
         device: where this rank computes.
         options: see there.
         seed: of modules on the meta device.
+        layout: what tensor and pipeline parallelism have made of the module, by its names.
 
     Attributes:
-        sharers: the ranks that share one copy of the module.
-        parameters: the sharded parameters, by name; each once.
+        sharers: the ranks that share what this one holds of the module.
+        copy: the ranks that together hold one copy of the whole module.
+        parameters: the parameters that this rank holds, or a part of, by name; each once.
         roots: what is called first in a step.
         units: the units' names.
     """
@@ -93,44 +100,57 @@ class Sharding:
         self,
         module: nn.Module,
         units: list[str],
-        mesh: DeviceMesh,
+        groups: MeshGroups,
         device: torch.device,
         options: ShardOptions,
         seed: int,
+        layout: Layout | None = None,
     ) -> None:
-        self.module, self.mesh, self.device, self.options = module, mesh, device, options
-        self.sharers = Communicator((mesh[SHARD] if mesh.ndim > 1 else mesh).get_group())
+        self.module, self.groups, self.device, self.options = module, groups, device, options
+        self.layout = layout or Layout()
+        self.sharers, self.copy = Communicator(groups.sharers), Communicator(groups.copy)
+        self._data, self._tensor = Communicator(groups.data), Communicator(groups.group("tp"))
+        self._mesh = groups.data_mesh(REPLICATE, SHARD) if groups.has_data_parallelism else None
+        self._elsewhere = _named(module, self.layout.elsewhere)
         self.units = separable(module, units)
         names = {id(submodule): name for name, submodule in module.named_modules()}
         blocks = [module.get_submodule(name) for name in self.units]
         self.roots: list[Any] = [Steps(module)] if options.whole_steps else callable_roots(module)
         if options.recompute:
             recompute(blocks)
-        self._scalars = [parameter for parameter in module.parameters() if parameter.ndim == 0]
+        self._scalars = [parameter for parameter in self._held(module) if parameter.ndim == 0]
         initialised: set[int] = set()
         for part in [*blocks, *(root for root in self.roots if not any(root is block for block in blocks))]:
             named = part.module if isinstance(part, Steps) else part
-            materialise(named, names[id(named)], device, seed, initialised)
+            materialise(named, names[id(named)], device, seed, initialised, self.layout)
             self._shard(part)
         self._prefetch(blocks)
         self.collect()
         self._syncs = True
 
+    def _held(self, part: nn.Module) -> list[nn.Parameter]:
+        return [parameter for parameter in part.parameters() if id(parameter) not in self._elsewhere]
+
     def collect(self) -> None:
         """Takes note of the module's parameters: what changes their dtype may put others in their place."""
         self.reshard()
         self.parameters: dict[str, nn.Parameter] = {
-            clean(name): parameter for name, parameter in self.module.named_parameters()
+            clean(name): parameter
+            for name, parameter in self.module.named_parameters()
+            if clean(name) not in self.layout.elsewhere
         }
 
     def _shard(self, part: nn.Module) -> None:
         options = self.options
+        self._same_everywhere(part)
+        if self._mesh is None:
+            return
         ignored = {parameter for parameter in part.parameters() if parameter.ndim == 0}
-        _same_everywhere(part, self.device)
+        ignored |= {parameter for parameter in part.parameters() if id(parameter) in self._elsewhere}
         policy = CPUOffloadPolicy(pin_memory=self.device.type == "cuda") if options.offload else OffloadPolicy()
         fully_shard(
             part,
-            mesh=self.mesh,
+            mesh=self._mesh,
             reshard_after_forward=options.reshard_after_forward,
             mp_policy=options.policy,
             offload_policy=policy,
@@ -143,8 +163,19 @@ class Sharding:
             sharded.set_custom_all_gather(PairwiseAllGather(self.sharers))
             sharded.set_custom_reduce_scatter(PairwiseReduceScatter(self.sharers))
 
+    def _same_everywhere(self, part: nn.Module) -> None:
+        """Gives all ranks that hold the same part of the model the first one's values of what is not sharded yet."""
+        for tensor in [*self._held(part), *part.buffers()]:
+            if isinstance(tensor, DTensor) or id(tensor) in self._elsewhere:
+                continue
+            value = tensor.data.to(self.device).contiguous()
+            self._data.broadcast(value)
+            tensor.data = value
+
     def _prefetch(self, blocks: list[Any]) -> None:
         ahead, behind = self.options.forward_prefetch, self.options.backward_prefetch
+        if self._mesh is None:
+            return
         for number, block in enumerate(blocks):
             if ahead:
                 block.set_modules_to_forward_prefetch(blocks[number + 1 : number + 1 + ahead])
@@ -153,17 +184,23 @@ class Sharding:
 
     # --- steps ---------------------------------------------------------------------------------------------
 
-    def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
-        """Returns what a method of the module returns, with its parameters gathered."""
+    def call(self, method: str | Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Returns what a method of the module returns, or a function that works on it, with parameters gathered."""
         if self.options.whole_steps:
             return self.roots[0](method, *args, **kwargs)
-        return getattr(self.module, method)(*args, **kwargs)
+        call = getattr(self.module, method) if isinstance(method, str) else method
+        return call(*args, **kwargs)
+
+    def keep_gathered(self, enabled: bool) -> None:
+        """Says whether the backward passes that follow leave parameters gathered: others of the same step come."""
+        for root in self._sharded_roots():
+            root.set_reshard_after_backward(not enabled)
 
     def sync(self, enabled: bool) -> None:
         """Says whether the backward passes that follow reduce gradients, or add them up on each rank."""
         if enabled != self._syncs:
             self._syncs = enabled
-            for root in self.roots:
+            for root in self._sharded_roots():
                 root.set_requires_gradient_sync(enabled)
 
     def reshard(self) -> None:
@@ -173,12 +210,32 @@ class Sharding:
                 if isinstance(submodule, FSDPModule):
                     submodule.reshard()
 
+    def _sharded_roots(self) -> list[Any]:
+        return [root for root in self.roots if isinstance(root, FSDPModule)]
+
     def reset(self) -> None:
         """Drops what a step that raised has left, so that another can be tried."""
-        for root in self.roots:
+        for root in self._sharded_roots():
             if hasattr(root, "reset_iter_state"):  # torch 2.15
                 root.reset_iter_state()
         self.reshard()
+
+    @torch.no_grad()
+    def complete_gradients(self) -> None:
+        """Adds up the gradients that are parts of a sum over the ranks of tensor parallelism."""
+        held = [p.grad for name, p in self.parameters.items() if name in self.layout.partial and p.grad is not None]
+        if not held:
+            return
+        parts = [local(gradient) for gradient in held]
+        joined = self._tensor.sum(torch.cat([part.reshape(-1) for part in parts]))
+        for part, total in zip(parts, joined.split([part.numel() for part in parts]), strict=True):
+            part.copy_(total.view_as(part))
+
+    def share_buffers(self) -> None:
+        """Gives the ranks that hold the same part of the module the first one's buffers: norms' statistics, say."""
+        for buffer in self.module.buffers():
+            if not isinstance(buffer, DTensor) and not buffer.is_meta:
+                self._data.broadcast(buffer)
 
     @torch.no_grad()
     def average_scalars(self) -> None:
@@ -189,9 +246,8 @@ class Sharding:
         for parameter in scalars:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
-        joined = torch.stack([parameter.grad.float() for parameter in scalars if parameter.grad is not None])
-        dist.all_reduce(joined)
-        for parameter, mean in zip(scalars, joined / dist.get_world_size(), strict=True):
+        joined = self._data.sum(torch.stack([p.grad.float() for p in scalars if p.grad is not None]))
+        for parameter, mean in zip(scalars, joined / self._data.size, strict=True):
             assert parameter.grad is not None
             parameter.grad.copy_(mean)
 
@@ -279,11 +335,10 @@ def callable_roots(module: nn.Module) -> list[nn.Module]:
     return roots
 
 
-def _same_everywhere(part: nn.Module, device: torch.device) -> None:
-    """Gives all ranks the first one's values of what is not sharded yet."""
-    for tensor in [*part.parameters(), *part.buffers()]:
-        if isinstance(tensor, DTensor):
-            continue
-        value = tensor.data.to(device).contiguous()
-        dist.broadcast(value, src=0)
-        tensor.data = value
+def _named(module: nn.Module, names: set[str]) -> set[int]:
+    """Returns the ids of a module's parameters and buffers of some names."""
+    return {id(tensor) for name, tensor in itertools.chain(*_tensors(module)) if clean(name) in names}
+
+
+def _tensors(module: nn.Module) -> tuple[Iterator[tuple[str, Tensor]], Iterator[tuple[str, Tensor]]]:
+    return module.named_parameters(remove_duplicate=False), module.named_buffers(remove_duplicate=False)

@@ -47,12 +47,22 @@ class ShardedState(ShardedStrategy):
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """Returns the module's state by name: this rank's parts of the parameters."""
         self._leave()
-        return super().lightning_module_state_dict()
+        state = super().lightning_module_state_dict()
+        if self.sharding is None:
+            return state
+        layout = self.sharding.layout
+        return {name: layout.shard(name, value) for name, value in state.items() if name not in layout.elsewhere}
+
+    def share_buffers(self) -> None:
+        """Gives the ranks that hold the same part of the model the first one's buffers."""
+        assert self.sharding is not None
+        self.sharding.share_buffers()
 
     def held_tensors(self) -> list[Tensor]:
         """Returns the memory of this rank's parameters and buffers."""
         self._leave()
-        return [local(tensor) for tensor in [*self._module().parameters(), *self._module().buffers()]]
+        held = [*self._module().parameters(), *self._module().buffers()]
+        return [local(tensor) for tensor in held if not tensor.is_meta]
 
     zero_stage = 3
 
@@ -85,7 +95,7 @@ class ShardedState(ShardedStrategy):
                 local(part).add_(local_part(self.reduce(unreduced.clone(), reduce_op="mean"), parameter))
             elif parameter.ndim == 0:
                 part = self.reduce(part, reduce_op="mean")
-            found[name] = part
+            found[name] = self.sharding.layout.shard(name, part)
         return found
 
     def restore_gradients(self, saved: Mapping[str, Any]) -> None:
@@ -96,7 +106,7 @@ class ShardedState(ShardedStrategy):
         for name, parameter in self.sharding.parameters.items():
             if name in gradients:
                 parameter.grad = torch.zeros_like(parameter, requires_grad=False)
-                gradients.read_into(name, parameter.grad)
+                gradients.read_into(name, self.sharding.layout.shard(name, parameter.grad))
                 self._usage.used.add(name)
         self._open = True
 
@@ -122,8 +132,8 @@ class ShardedState(ShardedStrategy):
     def room(self, name: str, tensor: Tensor, shape: torch.Size, dtype: torch.dtype) -> Shard:
         """Returns room for this rank's part of a state tensor."""
         assert self._shares is not None
-        share = self._shares.share_of(name)
-        return super().room(name, tensor, shape, dtype) if share is None else share.room(name, shape, dtype)
+        found = self._shares.room(name, shape, dtype)
+        return super().room(name, tensor, shape, dtype) if found is None else found
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
         """Returns a decision that all ranks agree on."""

@@ -37,7 +37,8 @@ class Usage:
                 if id(submodule) in claimed:
                     continue
                 claimed.add(id(submodule))
-                places += [(submodule, key, names[id(p)]) for key, p in submodule._parameters.items() if p is not None]
+                own = [(key, p) for key, p in submodule._parameters.items() if p is not None and id(p) in names]
+                places += [(submodule, key, names[id(p)]) for key, p in own]
             self.handles.append(part.register_forward_pre_hook(self._watch(places)))
 
     def remove(self) -> None:

@@ -35,7 +35,9 @@ def kind_of(optimizer: Optimizer) -> Kind:
 
 
 def _kind_of_group(optimizer: Optimizer, group: dict[str, Any]) -> Kind:
-    device = group["params"][0].device if group["params"] else torch.device("cpu")
+    # What other pipeline stages hold is on the meta device here.
+    held = [parameter for parameter in group["params"] if not parameter.is_meta]
+    device = held[0].device if held else torch.device("cpu")
     generator = torch.Generator().manual_seed(0)
     weights = [torch.randn(shape, generator=generator).to(device) for shape in _SHAPES]
     # Large, so that an optimizer that clips by the norm of all gradients does so.

@@ -58,7 +58,8 @@ class Share(ABC):
         for group, members in zip(optimizer.param_groups, self.group_names, strict=True):
             group["params"] = [self.stand_ins[name] for name in members if name in self.stand_ins]
         if not any(group["params"] for group in optimizer.param_groups):
-            self.witness = torch.empty(0, device=self.groups[0].home, requires_grad=True)
+            home = self.groups[0].home if self.groups else None
+            self.witness = torch.empty(0, device=home, requires_grad=True)
             optimizer.param_groups[0]["params"].append(self.witness)
 
     @abstractmethod

@@ -7,7 +7,8 @@ layer scale, where its norm is).
 
 from __future__ import annotations
 
-from timm.layers.mlp import Mlp, SwiGLU
+from timm.layers import RelPosBiasTf
+from timm.layers.mlp import GluMlp, Mlp, SwiGLU
 from timm.models.maxxvit import MaxxVit
 from timm.models.resnet import ResNet
 from timm.models.vision_transformer import VisionTransformer
@@ -40,11 +41,9 @@ def vit_plan(model: nn.Module) -> ParallelPlan:
     stem = ("cls_token", "dist_token", "reg_token", "pos_embed", "patch_embed", "norm_pre")
     head = ("norm", "attn_pool", "fc_norm", "head", "head_dist")
     rules = {
-        "blocks.*.attn.qkv": Rule.QKV,
-        "blocks.*.attn.proj": Rule.ROW,
+        **_attention_rules(model),
         **_mlp_rules(model),
-        "blocks.*.norm1": Rule.SEQUENCE,
-        "blocks.*.norm2": Rule.SEQUENCE,
+        **{f"blocks.*.{name}": Rule.SEQUENCE for name in ("norm1", "norm2", "ls1", "ls2")},
     }
     return ParallelPlan(
         blocks=("blocks.*",),
@@ -56,14 +55,23 @@ def vit_plan(model: nn.Module) -> ParallelPlan:
     )
 
 
-def _mlp_rules(model: nn.Module) -> dict[str, Rule]:
-    """Returns the rules of the blocks' MLPs: none where `fc1` packs a gate, or a norm follows it."""
-    mlps = [module for name, module in model.named_modules() if name.endswith(".mlp")]
-    plain = all(isinstance(mlp, Mlp | SwiGLU) and isinstance(mlp.norm, nn.Identity) for mlp in mlps)
-    if not plain:
+def _attention_rules(model: nn.Module) -> dict[str, Rule]:
+    """Returns the rules of the blocks' attentions: none where a norm over all heads follows."""
+    attentions = [module for name, module in model.named_modules() if name.endswith(".attn")]
+    if not all(isinstance(getattr(attention, "norm", None), nn.Identity | None) for attention in attentions):
         return {}
-    columns = ("fc1", "fc1_g", "fc1_x")
-    return {**{f"blocks.*.mlp.{name}": Rule.COLUMN for name in columns}, "blocks.*.mlp.fc2": Rule.ROW}
+    rules = {"qkv": Rule.QKV, "gate": Rule.HEADS, "proj": Rule.ROW}
+    return {f"blocks.*.attn.{name}": rule for name, rule in rules.items()}
+
+
+def _mlp_rules(model: nn.Module) -> dict[str, Rule]:
+    """Returns the rules of the blocks' MLPs: none where a norm follows `fc1`."""
+    mlps = [module for name, module in model.named_modules() if name.endswith(".mlp")]
+    if not all(isinstance(mlp, Mlp | SwiGLU | GluMlp) and isinstance(mlp.norm, nn.Identity) for mlp in mlps):
+        return {}
+    first = Rule.GATE_UP if any(isinstance(mlp, GluMlp) for mlp in mlps) else Rule.COLUMN
+    rules = {"fc1": first, "fc1_g": Rule.COLUMN, "fc1_x": Rule.COLUMN, "fc2": Rule.ROW}
+    return {f"blocks.*.mlp.{name}": rule for name, rule in rules.items()}
 
 
 def maxxvit_plan(model: nn.Module) -> ParallelPlan:
@@ -84,9 +92,11 @@ def maxxvit_plan(model: nn.Module) -> ParallelPlan:
         tensor[f"{pattern}.qkv"] = Rule.QKV_BY_HEAD if module.head_first else Rule.QKV
         tensor[f"{pattern}.proj"] = Rule.ROW
         if hasattr(module.rel_pos, "relative_position_bias_table"):
-            tensor[f"{pattern}.rel_pos.relative_position_bias_table"] = Rule.LAST_DIM_HEADS
-        elif _matches(model, f"{pattern}.rel_pos.mlp.fc2"):
-            tensor[f"{pattern}.rel_pos.mlp.fc2"] = Rule.HEADS
+            first = isinstance(module.rel_pos, RelPosBiasTf)  # [heads, height, width]
+            tensor[f"{pattern}.rel_pos.relative_position_bias_table"] = Rule.HEADS if first else Rule.LAST_DIM_HEADS
+        else:
+            # Its output is a head's bias, and its input no activation: its tensors are cut, it is no projection.
+            tensor |= {f"{pattern}.rel_pos.mlp.fc2.{name}": Rule.HEADS for name in ("weight", "bias")}
         tensor |= {f"{block}.mlp.fc1": Rule.COLUMN, f"{block}.mlp.fc2": Rule.ROW}
     return ParallelPlan(
         blocks=("stages.*.blocks.*",),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import torch
@@ -11,7 +13,7 @@ from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor, nn
 from torchmetrics import Metric
 
-from dlo_framework.data import data_parallel_coordinates
+from dlo_framework.data import gradient_ranks
 from dlo_framework.errors import DloError
 from dlo_framework.plan import ParallelPlan
 from dlo_framework.task import Task
@@ -123,10 +125,19 @@ class CausalLM(Task):
         Raises:
             DloError: if something does not exist or fit.
         """
+        twin = self.on_meta()
+        self._optimizer(twin.model)
+        twin.parallel_plan().validate(twin.model)
+
+    def on_meta(self) -> CausalLM:
+        """Returns this task with its model on the meta device; its vocabulary may not be the data's yet."""
+        if self.has_model:
+            return self
+        twin = copy.copy(self)
+        twin._modules = dict(self._modules)
         with torch.device("meta"):
-            model = self._adapted(models.build(None, self.config, dtype=torch.float32, attention=self.attention))
-        self._optimizer(model)
-        plan_for(model).validate(model)
+            twin.model = self._adapted(models.build(None, self.config, dtype=torch.float32, attention=self.attention))
+        return twin
 
     def configure_model(self) -> None:
         """Builds the model, once: after the data are there, whose tokenizer it must fit.
@@ -236,14 +247,19 @@ class CausalLM(Task):
         total = vocabulary_loss.summed_loss(self.head, outputs.flatten(0, 1), labels.flatten())
         tokens = batch.get("tokens_in_step")
         if tokens is not None:
-            ranks = data_parallel_coordinates(self._trainer)[1]
+            ranks = gradient_ranks(self._trainer)
             micro_batches = int(self._trainer.accumulate_grad_batches) if self._trainer is not None else 1
             return total * (ranks * micro_batches) / tokens.clamp(min=1)
         count = (labels != vocabulary_loss.NO_TARGET).sum().float()
-        if dist.is_available() and dist.is_initialized():
-            dist.all_reduce(count)
-            count /= dist.get_world_size()
+        if self._trainer is not None and dist.is_available() and dist.is_initialized():
+            count = self._trainer.strategy.reduce(count, reduce_op="mean")
         return total / count.clamp(min=1)
+
+    def micro_batch_weights(self, micro_batches: Sequence[Any]) -> list[float]:
+        """Returns 1 for each part of a batch whose step's tokens are known: its loss is its share of them already."""
+        if all("tokens_in_step" in part for part in micro_batches):
+            return [1.0] * len(micro_batches)
+        return [1.0 / len(micro_batches)] * len(micro_batches)
 
     def metrics(self, outputs: Tensor, batch: Any) -> dict[str, Metric | Tensor]:
         """Updates and returns the measures of the stage."""

@@ -17,8 +17,24 @@ _STYLES = {"colwise": Rule.COLUMN, "rowwise": Rule.ROW, "sequence_parallel": Rul
 #: Kept whole on each rank: transformers sums their gradients, which a strategy does of what is replicated anyway.
 _WHOLE = ("replicated_with_grad_allreduce",)
 _HEADS = {"q_proj": Rule.HEADS, "k_proj": Rule.KV_HEADS, "v_proj": Rule.KV_HEADS}
-#: Projections that make queries, keys and values in one, by family and name; those of other families are left whole.
-_FUSED = {("gpt_neox", "query_key_value"): Rule.QKV_BY_HEAD}
+#: Projections that make several things in one, by family and name; those of other families are left whole.
+_FUSED = {
+    ("gpt_neox", "query_key_value"): Rule.QKV_BY_HEAD,
+    ("phi3", "qkv_proj"): Rule.QKV_GROUPED,
+    ("phi3", "gate_up_proj"): Rule.GATE_UP,
+}
+#: Families in whose attention or MLP transformers gathers what it has split: for a fused projection, or for a norm over
+#: all heads. With rules for these there is nothing to gather.
+_NOT_GATHERED = ("phi3", "olmo2", "olmo3")
+_GATHERED_STYLES = {"colwise_gather_output": "colwise", "rowwise_split_input": "rowwise"}
+#: Rules of families that have no plan of their own, by name within a block.
+_OWN: dict[str, dict[str, Rule]] = {
+    "gpt2": {"attn.c_attn": Rule.QKV, "attn.c_proj": Rule.ROW, "mlp.c_fc": Rule.COLUMN, "mlp.c_proj": Rule.ROW},
+    "opt": {
+        **{"self_attn.q_proj": Rule.HEADS, "self_attn.k_proj": Rule.HEADS, "self_attn.v_proj": Rule.HEADS},
+        **{"self_attn.out_proj": Rule.ROW, "fc1": Rule.COLUMN, "fc2": Rule.ROW},
+    },
+}
 
 
 def plan_for(model: PreTrainedModel) -> ParallelPlan:
@@ -26,8 +42,8 @@ def plan_for(model: PreTrainedModel) -> ParallelPlan:
 
     Blocks are the list of modules that holds most of its parameters. What `base_model_pp_plan` names after them, and
     the output projection, is the head; all else is the stem, the rotary embedding included. Tensor rules are those of
-    `base_model_tp_plan`, with the attention's projections cut between heads. Families that have no such plan (GPT-2)
-    have no tensor rules.
+    `base_model_tp_plan`, with the attention's projections cut between heads. Families that have no such plan have no
+    tensor rules, but for GPT-2 and OPT.
     """
     name, blocks = blocks_of(model)
     pattern, parent = f"{name}.*", name.rpartition(".")[0]
@@ -73,12 +89,14 @@ def _tensor_rules(model: PreTrainedModel, blocks: str, head: str) -> dict[str, R
         known = {leaf: rule for leaf, rule in of_leaves.items() if rule is not None}
         if len(known) == len(of_leaves):  # A row rule without its column, or the other way round, would be wrong.
             rules |= {f"{parent}.{leaf}": rule for leaf, rule in known.items()}
+    rules |= {f"{blocks}.{name}": rule for name, rule in _OWN.get(model.config.model_type, {}).items()}
     if not rules:
         return {}
     _, first = blocks_of(model)
     rules |= {f"{blocks}.{name}": Rule.SEQUENCE for name, module in first[0].named_children() if _is_norm(module)}
     embedding = _name_of(model, model.get_input_embeddings())
     return {pattern: rule for pattern, rule in rules.items() if _matches(model, pattern)} | {
+        **_norms_within(model, blocks),
         embedding: Rule.VOCAB,
         head: Rule.VOCAB,
     }
@@ -87,6 +105,8 @@ def _tensor_rules(model: PreTrainedModel, blocks: str, head: str) -> dict[str, R
 def _rule(family: str, leaf: str, style: str) -> Rule | None:
     if (family, leaf) in _FUSED:
         return _FUSED[family, leaf]
+    if family in _NOT_GATHERED:
+        style = _GATHERED_STYLES.get(style, style)
     if "qkv" in leaf or "query_key_value" in leaf or "gate_up" in leaf:
         return None
     return _HEADS.get(leaf) if style == "colwise" and leaf in _HEADS else _STYLES.get(style)
@@ -94,6 +114,21 @@ def _rule(family: str, leaf: str, style: str) -> Rule | None:
 
 def _attention(blocks: nn.ModuleList, pattern: str) -> list[str]:
     return [f"{pattern}.{name}" for name, module in blocks[0].named_children() if "Attention" in type(module).__name__]
+
+
+def _norms_within(model: PreTrainedModel, pattern: str) -> dict[str, Rule]:
+    """Returns the rules of attentions' norms that are no heads' alone: with weights of each (Cohere), or over all."""
+    _, blocks = blocks_of(model)
+    rules: dict[str, Rule] = {}
+    for name, parameter in blocks[0].named_parameters():
+        attention, _, norm = name.removesuffix(".weight").rpartition(".")
+        if norm not in ("q_norm", "k_norm"):
+            continue
+        if parameter.ndim == 2:
+            rules[f"{pattern}.{name}"] = Rule.HEADS if norm == "q_norm" else Rule.KV_HEADS
+        elif parameter.shape[0] == blocks[0].get_submodule(f"{attention}.{norm[0]}_proj").weight.shape[0]:  # type: ignore[index]
+            rules[f"{pattern}.{attention}.{norm}"] = Rule.COLUMN_NORM
+    return rules
 
 
 def _is_norm(module: nn.Module) -> bool:

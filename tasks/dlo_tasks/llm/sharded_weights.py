@@ -22,6 +22,7 @@ from dlo_framework.checkpoint.plan import Chunk, Key, SavedTensor
 from dlo_framework.checkpoint.saved import Source
 from dlo_framework.checkpoint.tensor_file import read_header
 from dlo_framework.distributed.canonical import clean
+from dlo_framework.distributed.cuts import layout_of
 from dlo_framework.errors import DloError
 from dlo_tasks.llm import models
 
@@ -82,9 +83,12 @@ def read(task: Any, *, resumes: bool) -> None:
     for name, parameter in task.model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(clean(name))
     parameters = {id(parameter): parameter for parameter in task.model.parameters()}
+    layout = layout_of(task.model)
     for key, parameter in parameters.items():
-        if not any(".lora_" in name for name in names[key]):
-            saved.read_into(_stored_name(names[key], saved, task.model.base_model_prefix), parameter)
+        own = names[key][0]
+        if own not in layout.elsewhere and not any(".lora_" in name for name in names[key]):
+            held = layout.shard(own, parameter)
+            saved.read_into(_stored_name(names[key], saved, task.model.base_model_prefix), held)
 
 
 def local_folder(source: str) -> Path:

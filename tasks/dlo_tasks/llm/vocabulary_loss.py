@@ -5,6 +5,9 @@ gradient is computed with its loss, while its logits are at hand; backward only 
 Departures: tokens without a target are left out before anything is computed, soft-capping (Gemma 2) is part of it, and
 the same code runs on every device.
 
+A head whose vocabulary is split over ranks (tensor parallelism) serves as well: see
+:mod:`dlo_framework.distributed.vocabulary`.
+
 torch 2.15 has `torch.nn.functional.linear_cross_entropy`, which does likewise, without soft-capping;
 `benchmarks/vocabulary_loss.py` compares.
 
@@ -22,6 +25,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
+
+from dlo_framework.distributed.vocabulary import VocabularyShard, exp_and_losses, shard_of
 
 #: The label of a token without a target, as transformers and torch have it.
 NO_TARGET = -100
@@ -43,9 +48,31 @@ class VocabularyHead:
     scale: float = 1.0
     softcap: float | None = None
 
+    @property
+    def shard(self) -> VocabularyShard | None:
+        """Which part of the vocabulary this rank's projection has; None if all of it."""
+        return shard_of(self.module)
+
     def logits(self, hidden: Tensor) -> Tensor:
-        """Returns the logits of a few tokens, `[n, V]` in float32."""
-        found = self.module(hidden).float()
+        """Returns the logits of a few tokens, `[n, V]` in float32; of all the vocabulary, also where it is split."""
+        return self._bent(self.module(hidden))
+
+    def summed(self, hidden: Tensor, targets: Tensor) -> Tensor:
+        """Returns the sum of the cross-entropies of tokens that have a target, from all their logits at once.
+
+        Where the vocabulary is split, `hidden` has passed :meth:`VocabularyShard.enter`, and no rank makes all logits.
+        """
+        if self.shard is None:
+            return F.cross_entropy(self.logits(hidden), targets, ignore_index=NO_TARGET, reduction="sum")
+        losses = self.shard.cross_entropy(self.own_logits(hidden), targets)
+        return losses.masked_fill(targets == NO_TARGET, 0).sum()
+
+    def own_logits(self, hidden: Tensor) -> Tensor:
+        """Returns the logits of a few tokens in float32 for this rank's part of the vocabulary, `[n, v]`."""
+        return self._bent(self.module(hidden, split=True))
+
+    def _bent(self, logits: Tensor) -> Tensor:
+        found = logits.float()
         if self.scale != 1.0:
             found = found * self.scale
         return found if self.softcap is None else self.softcap * torch.tanh(found / self.softcap)
@@ -60,7 +87,8 @@ class VocabularyHead:
     @property
     def fuses(self) -> bool:
         """Whether the projection is a plain matrix product whose weight is all there: LoRA may have adapted it."""
-        return type(self.module) is nn.Linear and self.scale == 1.0 and not self.is_gathered
+        plain = type(self.module) is nn.Linear or (self.shard is not None and isinstance(self.module, nn.Linear))
+        return plain and self.scale == 1.0 and not self.is_gathered
 
 
 def _is_elsewhere(parameter: Tensor) -> bool:
@@ -82,12 +110,15 @@ def summed_loss(head: VocabularyHead, hidden: Tensor, targets: Tensor, chunk: in
     """
     if head.is_gathered:
         return whole_loss(head, hidden, targets)
+    if head.shard is not None:
+        hidden = head.shard.enter(hidden)
     hidden, targets = _with_targets(hidden, targets)
     if head.fuses:
         linear: Any = head.module
         dtype = _autocast_dtype(hidden.device) or hidden.dtype
         found: Tensor = _LinearCrossEntropy.apply(
-            hidden, linear.weight, linear.bias, targets, head.softcap, dtype, chunk or _chunk(linear.weight.shape[0])
+            *(hidden, linear.weight, linear.bias, targets, head.softcap, dtype),
+            *(chunk or _chunk(linear.weight.shape[0]), head.shard),
         )
         return found
     rows = chunk or CHUNK_TOKENS
@@ -111,9 +142,16 @@ def measure(head: VocabularyHead, hidden: Tensor, targets: Tensor) -> tuple[Tens
     else:
         chunks = torch.nonzero(targets != NO_TARGET).flatten().split(CHUNK_TOKENS)
     for some in chunks:
-        logits = head.logits(hidden[some])
-        losses[some] = F.cross_entropy(logits, targets[some], ignore_index=NO_TARGET, reduction="none")
-        hits[some] = (logits.argmax(dim=1) == targets[some]) & (targets[some] != NO_TARGET)
+        of_these = targets[some]
+        if head.shard is None:
+            logits = head.logits(hidden[some])
+            losses[some] = F.cross_entropy(logits, of_these, ignore_index=NO_TARGET, reduction="none")
+            best = logits.argmax(dim=1)
+        else:
+            logits = head.own_logits(hidden[some])
+            losses[some] = head.shard.cross_entropy(logits, of_these).masked_fill(of_these == NO_TARGET, 0)
+            best = head.shard.highest(logits)
+        hits[some] = (best == of_these) & (of_these != NO_TARGET)
     return losses, hits
 
 
@@ -124,7 +162,7 @@ def _with_targets(hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _chunk_loss(head: VocabularyHead, hidden: Tensor, targets: Tensor) -> Tensor:
-    return F.cross_entropy(head.logits(hidden), targets, reduction="sum")
+    return head.summed(hidden, targets)
 
 
 def _chunk(vocabulary: int) -> int:
@@ -152,6 +190,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         softcap: float | None,
         dtype: torch.dtype,
         rows: int,
+        shard: VocabularyShard | None,
     ) -> Tensor:
         with torch.autocast(hidden.device.type, enabled=False):
             parts = _Gradients(hidden, weight, bias, dtype, ctx.needs_input_grad[:3])
@@ -162,7 +201,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 if buffer is None or buffer.shape[1] != len(h):
                     buffer = torch.empty(weight.shape[0], len(h), dtype=dtype, device=hidden.device)
                 logits = _project(h, parts.weight, bias, buffer)
-                losses, slope = _losses_and_slope(logits, t, softcap, need_slope=parts.wanted)
+                losses, slope = _losses_and_slope(logits, t, softcap, shard, need_slope=parts.wanted)
                 total += losses.sum()
                 if slope is not None:
                     parts.add(start, h, slope)
@@ -174,7 +213,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         parts, ctx.parts = ctx.parts, None
         if parts is None:
             raise RuntimeError("the loss over the vocabulary has no second backward; its gradients are used up")
-        return (*parts.scaled(grads[0]), None, None, None, None)
+        return (*parts.scaled(grads[0]), None, None, None, None, None)
 
 
 class _Gradients:
@@ -223,7 +262,12 @@ def _project(h: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> Ten
 
 
 def _losses_and_slope(
-    logits: Tensor, targets: Tensor, softcap: float | None, *, need_slope: bool
+    logits: Tensor,
+    targets: Tensor,
+    softcap: float | None,
+    shard: VocabularyShard | None = None,
+    *,
+    need_slope: bool,
 ) -> tuple[Tensor, Tensor | None]:
     """Returns the losses `[n, 1]` in float32 at least, and their slope in the logits, `[n, V]` in the logits' dtype.
 
@@ -231,6 +275,7 @@ def _losses_and_slope(
         logits: `[n, V]`, overwritten.
         targets: `[n, 1]`.
         softcap: see :class:`VocabularyHead`.
+        shard: of the vocabulary, if the logits are of a part of it, `[n, v]`.
         need_slope: whether to compute it.
     """
     dtype = logits.dtype
@@ -240,15 +285,20 @@ def _losses_and_slope(
         values = values.div_(softcap).tanh_()
         bent = 1 - values.square() if need_slope else None  # the slope of cap * tanh(x / cap)
         values = values.mul_(softcap)
-    highest = values.amax(dim=1, keepdim=True)
-    at_target = values.gather(1, targets)
-    values = values.sub_(highest).exp_()
-    total = values.sum(dim=1, keepdim=True)
-    losses = total.log() + highest - at_target
+    if shard is None:
+        columns, own = targets, None
+        highest = values.amax(dim=1, keepdim=True)
+        at_target = values.gather(1, columns)
+        values = values.sub_(highest).exp_()
+        total = values.sum(dim=1, keepdim=True)
+        losses = total.log() + highest - at_target
+    else:
+        columns, own = shard.place(targets)
+        losses, total = exp_and_losses(values, columns, own, shard.communicator)
     if not need_slope:
         return losses, None
     values = values.div_(total)
-    values.scatter_(1, targets, values.gather(1, targets) - 1)
+    values.scatter_(1, columns, values.gather(1, columns) - (1 if own is None else own.to(values.dtype)))
     if bent is not None:
         values = values.mul_(bent)
     return losses, values if values.dtype == dtype else logits.copy_(values)
@@ -256,4 +306,4 @@ def _losses_and_slope(
 
 def whole_loss(head: VocabularyHead, hidden: Tensor, targets: Tensor) -> Tensor:
     """Returns what :func:`summed_loss` does, from the logits of all tokens at once."""
-    return F.cross_entropy(head.logits(hidden), targets, ignore_index=NO_TARGET, reduction="sum")
+    return head.summed(hidden if head.shard is None else head.shard.enter(hidden), targets)

@@ -1,0 +1,162 @@
+"""What a step of each pipeline schedule takes over the ideal: the work shared out, and the bubble of theory.
+
+    python benchmarks/pipeline.py [--ranks 2] [--micro-batches 4 8] [--rounds 7] [--layers 8] [--width 256]
+
+Ranks are pinned to a core each, one thread a rank; a Llama of equal blocks. All figures come from the spans of the step
+itself, so another program on a core slows the step and its ideal alike:
+
+- `over theory`: the step over (work of all ranks / ranks + bubble by the papers' formulas);
+- `over schedule`: the step over the same actions, each as long as it was, if ranks waited for nothing but each other;
+- `idle`: what ranks do not compute, over 1F1B's of the same round.
+
+Medians of rounds in which the schedules take turns; `1F1B again` is the A/A control.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import statistics
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from dlo_framework.plan import ParallelPlan
+from dlo_framework.testing import run_distributed
+from dlo_plugins.pipeline.actions import Kind
+from dlo_plugins.pipeline.engine import Pipeline
+from dlo_plugins.pipeline.picture import ideal
+from dlo_plugins.pipeline.schedules import make_schedule
+from dlo_plugins.pipeline.simulate import theoretical_bubble
+from dlo_plugins.pipeline.spans import Measured
+
+SCHEDULES = {"GPipe": "GPipe", "1F1B": "1F1B", "1F1B again": "1F1B"} | {
+    name: name for name in ("Interleaved1F1B", "ZBH1", "ZBV", "DualPipeV")
+}
+VOCABULARY = 128
+
+
+def build(layers: int, width: int) -> nn.Module:
+    from transformers import AutoModelForCausalLM, LlamaConfig
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=VOCABULARY, hidden_size=width, intermediate_size=4 * width, num_hidden_layers=layers,
+        num_attention_heads=4, num_key_value_heads=4, max_position_embeddings=4096,
+    )  # fmt: skip
+    return AutoModelForCausalLM.from_config(config)
+
+
+PLAN = ParallelPlan(
+    blocks=("model.layers.*",), stem=("model.embed_tokens", "model.rotary_emb"), head=("model.norm", "lm_head")
+)
+
+
+def measure(
+    rank: int, world_size: int, micro_batches: int, rounds: int, layers: int, width: int, tokens: int, names: list[str]
+) -> dict[str, list[dict[str, float]]]:
+    """Returns each round's figures, by schedule; runs on each rank."""
+    os.sched_setaffinity(0, {sorted(os.sched_getaffinity(0))[rank % os.cpu_count()]})  # type: ignore[operator]
+    batches = [torch.randint(VOCABULARY, (max(1, tokens // 256), 256)) for _ in range(micro_batches)]
+    pipelines: dict[str, Any] = {}
+    for name in names:
+        schedule = SCHEDULES[name]
+        if schedule == "DualPipeV" and micro_batches < 2 * world_size:
+            continue
+        model: Any = build(layers, width)
+        stages = world_size * (1 if schedule in ("GPipe", "1F1B", "ZBH1") else 2)
+        pipeline = Pipeline(model, PLAN, dist.group.WORLD, schedule=schedule, split=[layers // stages] * stages)
+        pipeline.record = True
+        pipelines[name] = pipeline, model
+    found: dict[str, list[dict[str, float]]] = {name: [] for name in pipelines}
+    order = random.Random(0)
+    for number in range(rounds + 1):
+        for name in order.sample(list(pipelines), len(pipelines)):
+            pipeline, model = pipelines[name]
+            pipeline.train_step(
+                batches,
+                lambda ids, model=model: model.base_model(input_ids=ids, use_cache=False)[0],
+                lambda hidden, ids, model=model: nn.functional.cross_entropy(
+                    model.lm_head(hidden).flatten(0, 1), ids.flatten()
+                ),
+            )
+            model.zero_grad()
+            if number:  # The first round is warm-up.
+                found[name].append(figures(pipeline, micro_batches))
+    return found
+
+
+def figures(pipeline: Pipeline, micro_batches: int) -> dict[str, float]:
+    """Returns what the last step's spans say."""
+    timeline = pipeline.timeline()
+    where = pipeline.placement
+    schedule = make_schedule(pipeline.schedule, where.ranks, micro_batches)
+    step = max(item.end for row in timeline.rows for item in row)
+    costs = Measured.of_step(timeline)
+    chunks = where.stages_per_rank
+    forward = costs.mean(Kind.FORWARD) * chunks
+    # Where backward is split in part, a full backward is both of its parts.
+    input, weight = costs.mean(Kind.INPUT) * chunks, costs.mean(Kind.WEIGHT) * chunks
+    if not input:
+        input = costs.mean(Kind.BACKWARD) * chunks
+    bubble = theoretical_bubble(schedule.name, where.ranks, micro_batches, (forward, input, weight), chunks)
+    work = sum(timeline.busy)
+    return {
+        "step": step,
+        "over theory": step / (work / where.ranks + bubble),
+        "over schedule": step / ideal(timeline, schedule).makespan,
+        "idle": step * where.ranks - work,
+        "forward": forward,
+        "input": input,
+        "weight": weight,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--micro-batches", type=int, nargs="+", default=[4, 8])
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--width", type=int, default=256)
+    parser.add_argument("--tokens", type=int, default=4096, help="of a step; 256 a micro-batch at least")
+    parser.add_argument("--schedules", nargs="+", default=list(SCHEDULES), choices=list(SCHEDULES))
+    options = parser.parse_args()
+    result: dict[str, Any] = {}
+    for number in options.micro_batches:
+        found = run_distributed(
+            measure,
+            options.ranks,
+            number,
+            options.rounds,
+            options.layers,
+            options.width,
+            options.tokens // number,
+            options.schedules,
+            timeout=1200,
+            group_timeout=120,
+        )[0]
+        print(f"{number} micro-batches, {options.ranks} ranks: medians of {options.rounds} rounds")
+        print(f"{'':<18}{'step, ms':>10}{'over theory':>13}{'over schedule':>15}{'idle, ms':>10}{'idle/1F1B':>11}")
+        for name, rounds in found.items():
+            idle = statistics.median(
+                one["idle"] / base["idle"] for one, base in zip(rounds, found["1F1B"], strict=True)
+            )
+            row = {key: statistics.median(one[key] for one in rounds) for key in rounds[0]}
+            result[f"{name}, {number}"] = {
+                **{key: round(value, 4) for key, value in row.items()},
+                "idle ratio": round(idle, 3),
+            }
+            print(
+                f"{name:<18}{row['step'] * 1000:>10.0f}{row['over theory']:>13.3f}{row['over schedule']:>15.3f}"
+                f"{row['idle'] * 1000:>10.0f}{idle:>11.2f}"
+            )
+    print(json.dumps({"benchmark": "pipeline", "ranks": options.ranks, "load": os.getloadavg()[0], "rows": result}))
+
+
+if __name__ == "__main__":
+    main()

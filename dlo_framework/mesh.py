@@ -1,0 +1,138 @@
+"""The mesh: how a run's ranks are laid out along the axes of parallelism.
+
+Axes, outer to inner: `pp` (pipeline stages), `dp_replicate` (copies of the model), `dp_shard` (ranks that share one
+copy's state), `cp` (parts of the sequence), `tp` (parts of each layer). Ranks next to each other differ in the inner
+axes first: tensor parallelism, which talks most, has the fastest links (Narayanan et al. 2021, arXiv 2104.04473).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+from dlo_framework.errors import DloError
+
+#: Names of the axes, outer to inner.
+AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
+
+
+class Coordinates(NamedTuple):
+    """A rank's place on each axis."""
+
+    pp: int
+    dp_replicate: int
+    dp_shard: int
+    cp: int
+    tp: int
+
+
+@dataclass(frozen=True)
+class MeshSpec:
+    """Sizes of the axes.
+
+    Args:
+        pp: pipeline stages' ranks.
+        dp_replicate: copies of the model.
+        dp_shard: ranks that share one copy's parameters, gradients and optimizer state.
+        cp: ranks that share a sequence.
+        tp: ranks that share each layer.
+
+    Each is at least 1; one of them may be -1, for all ranks that the others leave.
+
+    Raises:
+        DloError: for another size, or more than one -1.
+    """
+
+    pp: int = 1
+    dp_replicate: int = 1
+    dp_shard: int = -1
+    cp: int = 1
+    tp: int = 1
+
+    def __post_init__(self) -> None:
+        for axis, size in self.sizes.items():
+            if size == 0 or size < -1:
+                raise DloError(f"{axis} is at least 1, or -1 for all ranks that the others leave, but was {size}")
+        rest = [axis for axis, size in self.sizes.items() if size == -1]
+        if len(rest) > 1:
+            raise DloError(f"one axis may be -1, but {' and '.join(rest)} are; set {rest[0]} to 1")
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """The axes' sizes by name, outer to inner."""
+        return {axis: getattr(self, axis) for axis in AXES}
+
+    @property
+    def data_size(self) -> int:
+        """Ranks' groups that see different samples."""
+        return self.dp_replicate * self.dp_shard
+
+    @property
+    def world_size(self) -> int:
+        """All ranks."""
+        return math.prod(self.sizes.values())
+
+    def resolve(self, world_size: int) -> MeshSpec:
+        """Returns the mesh with -1 filled in.
+
+        Raises:
+            DloError: if the sizes do not make up the world size; the message computes ones that do.
+        """
+        open_axis = next((axis for axis, size in self.sizes.items() if size == -1), None)
+        given = {axis: size for axis, size in self.sizes.items() if size != -1}
+        product = math.prod(given.values())
+        shown = " x ".join(f"{axis} {size}" for axis, size in given.items() if size > 1) or "1"
+        if open_axis is not None:
+            if world_size % product:
+                raise DloError(
+                    f"world size {world_size} is not divisible by {shown}; {_fixes(given, world_size, open_ended=True)}"
+                )
+            return replace(self, **{open_axis: world_size // product})
+        if product != world_size:
+            raise DloError(
+                f"world size {world_size} != {shown}{f' = {product}' if ' x ' in shown else ''}; set an axis to -1, or"
+                f" {_fixes(given, world_size, open_ended=False)}"
+            )
+        return self
+
+    def coordinates(self, rank: int) -> Coordinates:
+        """Returns a global rank's place; the mesh has no -1."""
+        places = []
+        for size in reversed(self.sizes.values()):
+            places.append(rank % size)
+            rank //= size
+        return Coordinates(*reversed(places))
+
+    def rank(self, place: Coordinates) -> int:
+        """Returns the global rank at a place."""
+        number = 0
+        for size, at in zip(self.sizes.values(), place, strict=True):
+            number = number * size + at
+        return number
+
+    def data_rank(self, rank: int) -> int:
+        """Returns which share of the samples a rank sees: ranks with the same one see the same samples."""
+        place = self.coordinates(rank)
+        return place.dp_replicate * self.dp_shard + place.dp_shard
+
+    def __str__(self) -> str:
+        return " x ".join(f"{axis} {size}" for axis, size in self.sizes.items() if size != 1) or "one rank"
+
+
+def _fixes(given: dict[str, int], world_size: int, *, open_ended: bool) -> str:
+    """Returns what makes the sizes and the world fit, as words: another size of one axis, or other ranks."""
+    product = math.prod(given.values())
+    found = []
+    for axis, size in given.items():
+        room, left = divmod(world_size, product // size)
+        if size > 1 and left == 0:
+            found.append(f"{axis}={_nearest_divisor(size, room) if open_ended else room}")
+    below = world_size // product * product
+    ranks = f"{below} or {below + product}" if open_ended and below else f"{product}"
+    return " or ".join([*([f"use {' or '.join(found)}"] if found else []), f"run {ranks} processes"])
+
+
+def _nearest_divisor(size: int, of: int) -> int:
+    """Returns the divisor of ``of`` that is nearest to ``size``; the smaller of two."""
+    return min((n for n in range(1, of + 1) if of % n == 0), key=lambda n: (abs(n - size), n))

@@ -1,0 +1,183 @@
+"""torch's fused attention kernels that return the log-sum-exp, behind one signature.
+
+`scaled_dot_product_attention` chooses among them and keeps the log-sum-exp to itself, so they are called by name (torch
+2.11 to 2.15), as torch's own experimental ring attention does (`torch.distributed.tensor.experimental`). In backward
+they are given the output and the log-sum-exp of all blocks together, and return this block's part of the gradients
+(FlashAttention-2, Dao, 2023, arXiv 2307.08691, algorithm 2).
+
+Shapes are those of `kernels`. What they return for queries that see no key is of no meaning.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+_HALVES = (torch.bfloat16, torch.float16)
+#: Queries by which the memory-efficient kernel pads its log-sum-exp, and keys by which a mask's rows are aligned.
+_LSE_BLOCK, _MASK_BLOCK = 32, 16
+
+
+class Kernel(Protocol):
+    """A block's attention."""
+
+    #: Whether it shares heads of keys among those of queries by itself.
+    groups: bool
+
+    def fits(self, q: Tensor, v: Tensor, masked: bool) -> bool:
+        """Whether it computes such a block."""
+
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool, mask: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """Returns the output and the log-sum-exp."""
+
+    def backward(
+        self,
+        grad: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        scale: float,
+        causal: bool,
+        mask: Tensor | None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Returns the gradients of q, k and v."""
+
+
+class CpuFlash:
+    """FlashAttention on a CPU; takes masks."""
+
+    groups = False
+
+    def fits(self, q: Tensor, v: Tensor, masked: bool) -> bool:
+        """Whether it computes such a block."""
+        return q.device.type == "cpu" and q.is_floating_point() and q.shape[-1] == v.shape[-1]
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool, mask: Tensor | None) -> Any:
+        """Returns the output and the log-sum-exp."""
+        return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            q, k, v, 0.0, causal, attn_mask=_bias(mask, q), scale=scale
+        )
+
+    def backward(
+        self,
+        grad: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        scale: float,
+        causal: bool,
+        mask: Tensor | None,
+    ) -> Any:
+        """Returns the gradients of q, k and v."""
+        return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            grad, q, k, v, out, lse, 0.0, causal, attn_mask=_bias(mask, q), scale=scale
+        )
+
+
+class CudaFlash:
+    """FlashAttention-2 on CUDA: half precisions, no masks."""
+
+    groups = True
+
+    def fits(self, q: Tensor, v: Tensor, masked: bool) -> bool:
+        """Whether it computes such a block."""
+        width = q.shape[-1]
+        wide = width == v.shape[-1] and width <= 256 and width % 8 == 0
+        return q.device.type == "cuda" and q.dtype in _HALVES and wide and not masked
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool, mask: Tensor | None) -> Any:
+        """Returns the output and the log-sum-exp."""
+        found = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, False, scale=scale)
+        return found[0], found[1]
+
+    def backward(
+        self,
+        grad: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        scale: float,
+        causal: bool,
+        mask: Tensor | None,
+    ) -> Any:
+        """Returns the gradients of q, k and v."""
+        # Of the random state nothing is read without dropout; no cumulative lengths: rows are of one length.
+        state = torch.empty(2, dtype=torch.uint64, device=q.device), torch.empty(0, dtype=torch.uint64, device=q.device)
+        lengths = None, None, q.shape[2], k.shape[2]
+        return torch.ops.aten._scaled_dot_product_flash_attention_backward(
+            grad, q, k, v, out, lse.contiguous(), *lengths, 0.0, causal, *state, scale=scale
+        )
+
+
+class CudaEfficient:
+    """Memory-efficient attention on CUDA (Rabe & Staats, 2021, arXiv 2112.05682): also float32, and masks."""
+
+    groups = False
+
+    def fits(self, q: Tensor, v: Tensor, masked: bool) -> bool:
+        """Whether it computes such a block."""
+        aligned = all(width % (8 if q.dtype in _HALVES else 4) == 0 for width in (q.shape[-1], v.shape[-1]))
+        return q.device.type == "cuda" and q.dtype in (*_HALVES, torch.float32) and aligned
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool, mask: Tensor | None) -> Any:
+        """Returns the output and the log-sum-exp."""
+        bias = _aligned_bias(mask, q)
+        out, lse, *_ = torch.ops.aten._scaled_dot_product_efficient_attention(
+            q, k, v, bias, True, 0.0, causal, scale=scale
+        )
+        return out, lse[:, :, : q.shape[2]]
+
+    def backward(
+        self,
+        grad: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        scale: float,
+        causal: bool,
+        mask: Tensor | None,
+    ) -> Any:
+        """Returns the gradients of q, k and v."""
+        bias = _aligned_bias(mask, q)
+        # As the kernel's own forward leaves it: infinity, so that what lies behind the last query weighs nothing.
+        padded = F.pad(lse, (0, -lse.shape[-1] % _LSE_BLOCK), value=math.inf).contiguous()
+        state = torch.zeros((), dtype=torch.long, device=q.device), torch.zeros((), dtype=torch.long, device=q.device)
+        return torch.ops.aten._scaled_dot_product_efficient_attention_backward(
+            grad, q, k, v, bias, out, padded, *state, 0.0, [True, True, True, False], causal, scale=scale
+        )[:3]
+
+
+def kernel_for(q: Tensor, v: Tensor, masked: bool) -> Kernel | None:
+    """Returns the fastest kernel for a block; None if there is none."""
+    kernels: tuple[Kernel, ...] = (CpuFlash(), CudaFlash(), CudaEfficient())
+    return next((kernel for kernel in kernels if kernel.fits(q, v, masked)), None)
+
+
+def _bias(mask: Tensor | None, q: Tensor) -> Tensor | None:
+    """What is added to scores: 0 for what is seen, minus infinity for the rest."""
+    if mask is None:
+        return None
+    return torch.zeros_like(mask, dtype=q.dtype).masked_fill_(~mask, -math.inf)
+
+
+def _aligned_bias(mask: Tensor | None, q: Tensor) -> Tensor | None:
+    """The same for each head, its rows lying at multiples of a length that CUDA kernels ask for."""
+    bias = _bias(mask, q)
+    if bias is None:
+        return None
+    keys = bias.shape[-1]
+    return F.pad(bias, (0, -keys % _MASK_BLOCK))[..., :keys].expand(q.shape[0], q.shape[1], -1, -1)

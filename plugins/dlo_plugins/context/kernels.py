@@ -1,0 +1,210 @@
+"""Attention of a block of queries to a block of keys, with the log-sum-exp by which blocks are put together.
+
+A fused kernel computes it where one fits; where none does (soft-capped scores, dropout, other widths of values than of
+keys, other devices) the same is written out, some queries at a time.
+
+Shapes: B rows, H heads of queries, K heads of keys and values, S queries, T keys, D and E widths of keys and values.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from dlo_plugins.context.fused import Kernel, kernel_for
+
+#: Scores that the written-out kernel holds at a time, at most.
+_SCORES = 2**24
+
+
+@dataclass(frozen=True)
+class Score:
+    """How a score is made of a query and a key.
+
+    Attributes:
+        scale: of their product.
+        softcap: what bounds it softly, `softcap * tanh(score / softcap)` (Gemma 2); None for none.
+    """
+
+    scale: float
+    softcap: float | None = None
+
+
+@dataclass(frozen=True)
+class Dropout:
+    """Which weights are dropped, the same in forward and backward.
+
+    Attributes:
+        rate: of those that are; the others are divided by `1 - rate`.
+        seed: of the random numbers that choose them.
+    """
+
+    rate: float
+    seed: int
+
+    def generator(self, device: torch.device) -> torch.Generator:
+        """Returns the source of a block's random numbers, at its beginning."""
+        return torch.Generator(device).manual_seed(self.seed)
+
+    def factors(self, weights: Tensor, generator: torch.Generator) -> Tensor:
+        """Returns what some weights are multiplied by, 0 or `1 / (1 - rate)`."""
+        drawn = torch.rand(weights.shape, generator=generator, device=weights.device)
+        return (drawn >= self.rate).to(weights.dtype) / (1 - self.rate)
+
+
+def forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    score: Score,
+    causal: bool,
+    mask: Tensor | None,
+    dropout: Dropout | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Returns a block's output [B, H, S, E], and the log of the sum of its exponentials [B, H, S].
+
+    A query that sees no key gets zeros, and minus infinity.
+
+    Args:
+        q: [B, H, S, D].
+        k: [B, K, T, D]; each head serves H / K heads of queries in a row.
+        v: [B, K, T, E].
+        score: how scores are made.
+        causal: a query sees the keys of its own number and before; S = T then.
+        mask: bool [B or 1, 1, S, T], true for what is seen; not with `causal`.
+        dropout: of this block's weights.
+    """
+    kernel = _kernel(q, v, score, mask, dropout)
+    if kernel is None or not kernel.groups:
+        k, v = _repeated(k, q), _repeated(v, q)
+    if kernel is not None:
+        out, lse = kernel.forward(q, k, v, score.scale, causal, mask)
+    else:
+        out, lse = _written_forward(q, k, v, score, causal, mask, dropout)
+    if mask is not None:
+        blind = ~mask.any(-1)
+        out, lse = out.masked_fill(blind[..., None], 0.0), lse.masked_fill(blind, -math.inf)
+    return out, lse
+
+
+def backward(
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    score: Score,
+    causal: bool,
+    mask: Tensor | None,
+    dropout: Dropout | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns a block's part of the gradients of q, k and v, in their shapes.
+
+    Args:
+        grad: gradient of the output, [B, H, S, E].
+        q: as forward was given it, as are the rest.
+        k: same.
+        v: same.
+        out: the output of all blocks together.
+        lse: the log-sum-exp of all blocks together.
+        score: as for forward.
+        causal: same.
+        mask: same.
+        dropout: same.
+    """
+    heads, kernel = k.shape[1], _kernel(q, v, score, mask, dropout)
+    if kernel is None or not kernel.groups:
+        k, v = _repeated(k, q), _repeated(v, q)
+    if kernel is not None:
+        dq, dk, dv = kernel.backward(grad, q, k, v, out, lse, score.scale, causal, mask)
+    else:
+        dq, dk, dv = _written_backward(grad, q, k, v, out, lse, score, causal, mask, dropout)
+    return dq, _summed(dk, heads), _summed(dv, heads)
+
+
+def _kernel(q: Tensor, v: Tensor, score: Score, mask: Tensor | None, dropout: Dropout | None) -> Kernel | None:
+    return kernel_for(q, v, mask is not None) if score.softcap is None and dropout is None else None
+
+
+def _repeated(x: Tensor, q: Tensor) -> Tensor:
+    """Gives each head of queries its head of keys: [B, K, T, D] to [B, H, T, D]."""
+    return x if x.shape[1] == q.shape[1] else x.repeat_interleave(q.shape[1] // x.shape[1], 1)
+
+
+def _summed(grad: Tensor, heads: int) -> Tensor:
+    """Adds up what the heads of queries leave for their head of keys: [B, H, T, D] to [B, K, T, D]."""
+    return grad if grad.shape[1] == heads else grad.unflatten(1, (heads, -1)).sum(2)
+
+
+def _written_forward(
+    q: Tensor, k: Tensor, v: Tensor, score: Score, causal: bool, mask: Tensor | None, dropout: Dropout | None
+) -> tuple[Tensor, Tensor]:
+    outs, lses = [], []
+    generator = None if dropout is None else dropout.generator(q.device)
+    for rows in _slices(q, k):
+        scores, _ = _scores(q[:, :, rows], k, score, rows.start, causal, None if mask is None else mask[:, :, rows])
+        lse = scores.logsumexp(-1)
+        # Where nothing is seen, exp(-inf - 0) is 0.
+        weights = (scores - lse.masked_fill(lse == -math.inf, 0.0)[..., None]).exp()
+        if dropout is not None and generator is not None:
+            weights = weights * dropout.factors(weights, generator)
+        outs.append(weights.to(v.dtype) @ v)
+        lses.append(lse)
+    return torch.cat(outs, 2), torch.cat(lses, 2)
+
+
+def _written_backward(
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    score: Score,
+    causal: bool,
+    mask: Tensor | None,
+    dropout: Dropout | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    generator = None if dropout is None else dropout.generator(q.device)
+    dq, dk, dv = torch.empty_like(q), torch.zeros_like(k, dtype=lse.dtype), torch.zeros_like(v, dtype=lse.dtype)
+    for rows in _slices(q, k):
+        part = None if mask is None else mask[:, :, rows]
+        scores, slope = _scores(q[:, :, rows], k, score, rows.start, causal, part)
+        weights = (scores - lse[:, :, rows, None]).exp()
+        g = grad[:, :, rows]
+        kept, d = weights, (g @ v.mT).to(lse.dtype)
+        if dropout is not None and generator is not None:
+            factors = dropout.factors(weights, generator)
+            kept, d = weights * factors, d * factors
+        dv += (kept.to(g.dtype).mT @ g).to(lse.dtype)
+        shared = (g.to(lse.dtype) * out[:, :, rows].to(lse.dtype)).sum(-1, keepdim=True)
+        d = weights * (d - shared) * score.scale
+        d = (d if slope is None else d * slope).to(q.dtype)
+        dq[:, :, rows] = d @ k
+        dk += (d.mT @ q[:, :, rows]).to(lse.dtype)
+    return dq, dk.to(k.dtype), dv.to(v.dtype)
+
+
+def _scores(
+    q: Tensor, k: Tensor, score: Score, first: int, causal: bool, mask: Tensor | None
+) -> tuple[Tensor, Tensor | None]:
+    """Returns scores, minus infinity for what is not seen, in float32 at least; and the slope of the soft cap."""
+    scores = (q @ k.mT).to(torch.promote_types(q.dtype, torch.float32)) * score.scale
+    slope = None
+    if score.softcap is not None:
+        bounded = torch.tanh(scores / score.softcap)
+        scores, slope = bounded * score.softcap, 1 - bounded.square()
+    if causal:
+        index = torch.arange(k.shape[2], device=k.device)
+        mask = index <= index[first : first + q.shape[2], None]
+    return (scores if mask is None else scores.masked_fill(~mask, -math.inf)), slope
+
+
+def _slices(q: Tensor, k: Tensor) -> list[slice]:
+    """Cuts the queries so that the scores of a slice are no more than are held at a time."""
+    rows = max(1, _SCORES // max(1, q.shape[0] * q.shape[1] * k.shape[2]))
+    return [slice(first, min(first + rows, q.shape[2])) for first in range(0, q.shape[2], rows)]

@@ -1,0 +1,168 @@
+"""Ring attention: keys and values go round the ranks, and each rank's queries see all of them.
+
+Ring Attention with Blockwise Transformers for Near-Infinite Context. Liu, Zaharia & Abbeel, 2023, arXiv 2310.01889.
+Departures: chunks are dealt out from head and tail (`layout`), so that causal attention gives all ranks the same work;
+pairs of which nothing is seen are not computed; and a rank's own part of its keys' gradients never travels: a backward
+pass takes 2 (n - 1) transfers of a rank's keys and values, where the paper's takes 2 n - 1.
+
+Elements that a rank sends a layer, of n ranks, with P the elements of its keys and values: forward (n - 1) P, backward
+2 (n - 1) P, and with recomputation the forward's once more.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from dlo_framework.distributed.collectives import exchange_limit
+from dlo_plugins.context.blockwise import Attention, Output, attend, attend_backward
+from dlo_plugins.context.layout import chunks_of
+
+#: So that gloo keeps apart what is under way at once.
+_KEYS, _GRADIENTS = 1, 2
+
+
+class Transfer:
+    """What goes to the next rank, and comes from the one before, while something else is computed.
+
+    Args:
+        ring: of the ranks.
+        sent: 1-D, contiguous; it is not to change until :meth:`wait`.
+        tag: tells it from others under way.
+    """
+
+    def __init__(self, ring: Ring, sent: Tensor, tag: int) -> None:
+        self._ring, self._sent, self._received = ring, sent, torch.empty_like(sent)
+        self._works: list[dist.Work] = []
+        if sent.is_meta:  # Nothing is there to be sent.
+            return
+        after, before = (ring.rank + 1) % ring.size, (ring.rank - 1) % ring.size
+        pair = [
+            dist.P2POp(dist.isend, sent, group=ring.group, tag=tag, group_peer=after),
+            dist.P2POp(dist.irecv, self._received, group=ring.group, tag=tag, group_peer=before),
+        ]
+        self._works = dist.batch_isend_irecv(pair)
+
+    def wait(self) -> Tensor:
+        """Waits for both, and returns what has come."""
+        for work in self._works:
+            if self._ring.limit is None:
+                work.wait()
+            else:
+                work.wait(self._ring.limit)
+        return self._received
+
+
+class Ring:
+    """The ranks that share a sequence.
+
+    Attributes:
+        group: their process group; None is the default one.
+        rank: this rank's number in it.
+        size: how many there are.
+        elements: sent to the next rank so far, of keys and values in forward, of those in backward, of gradients.
+        limit: how long a transfer may take; None leaves it to the group.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None) -> None:
+        self.group = group
+        self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
+        self.elements: Counter[str] = Counter()
+        self.limit = exchange_limit(group) if dist.get_backend(group) == "gloo" else None
+
+    def shift(self, sent: Tensor, tag: int, what: str) -> Transfer:
+        """Starts to pass a tensor on."""
+        self.elements[what] += sent.numel()
+        return Transfer(self, sent, tag)
+
+    def chunks(self, back: int) -> tuple[int, int]:
+        """Returns the numbers of the chunks of the rank that is so many places back."""
+        return chunks_of((self.rank - back) % self.size, self.size)
+
+
+class _Wire:
+    """Two tensors as one flat one, which is what travels.
+
+    Args:
+        k: the keys.
+        v: the values.
+    """
+
+    def __init__(self, k: Tensor, v: Tensor) -> None:
+        self._shapes = k.shape, v.shape
+
+    @staticmethod
+    def join(k: Tensor, v: Tensor) -> Tensor:
+        return torch.cat([k.reshape(-1), v.reshape(-1)])
+
+    def split(self, flat: Tensor) -> tuple[Tensor, Tensor]:
+        first, second = self._shapes
+        return flat[: first.numel()].view(first), flat[first.numel() :].view(second)
+
+
+class RingAttention(torch.autograd.Function):
+    """Attention of this rank's queries to the keys of all ranks; keeps this rank's parts alone for backward."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, what: Attention, ring: Ring) -> Tensor:
+        """Returns the output of this rank's queries, [B, H, 2 S, E].
+
+        Args:
+            ctx: torch's.
+            q: this rank's two chunks, [B, H, 2 S, D].
+            k: same, [B, K, 2 S, D].
+            v: same, [B, K, 2 S, E].
+            what: the attention.
+            ring: of the ranks.
+        """
+        out, own, wire = Output(q, v.shape[-1]), ring.chunks(0), _Wire(k, v)
+        at_hand = wire.join(k, v) if ring.size > 1 else None
+        keys, values = k, v
+        for step in range(ring.size):
+            coming = None
+            if at_hand is not None and step < ring.size - 1:
+                coming = ring.shift(at_hand, _KEYS, "forward_keys_values")
+            attend(what, out, q, own, keys, values, ring.chunks(step))
+            if coming is not None:
+                at_hand = coming.wait()
+                keys, values = wire.split(at_hand)
+        value = out.value()
+        ctx.save_for_backward(q, k, v, value, out.lse)
+        ctx.what, ctx.ring = what, ring
+        return value
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        """Returns the gradients of q, k and v.
+
+        The gradient of a rank's keys begins at the next rank, one step late, and grows on its way home.
+        """
+        q, k, v, out, lse = ctx.saved_tensors
+        what, ring = ctx.what, ctx.ring
+        own, wire, dtype = ring.chunks(0), _Wire(k, v), lse.dtype
+        dq = torch.zeros_like(q, dtype=dtype)
+        home = torch.zeros(k.numel() + v.numel(), dtype=dtype, device=k.device)
+        at_hand = wire.join(k, v) if ring.size > 1 else None
+        keys, values, grown = k, v, None
+        for step in range(ring.size):
+            coming = None
+            if at_hand is not None and step < ring.size - 1:
+                coming = ring.shift(at_hand, _KEYS, "backward_keys_values")
+            here = home if step == 0 else torch.zeros_like(home)
+            into = (dq, *wire.split(here))
+            attend_backward(what, grad, out, lse, q, own, keys, values, ring.chunks(step), into)
+            if step > 0:
+                if grown is not None:
+                    here += grown.wait()
+                grown = ring.shift(here, _GRADIENTS, "backward_gradients")
+            if coming is not None:
+                at_hand = coming.wait()
+                keys, values = wire.split(at_hand)
+        if grown is not None:
+            home += grown.wait()
+        dk, dv = wire.split(home)
+        return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), None, None

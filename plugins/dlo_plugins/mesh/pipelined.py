@@ -1,0 +1,189 @@
+"""A task's steps where its model is cut into the stages of a pipeline: batches in parts, measures from the last stage.
+
+Every rank of a pipeline sees the same batch. The first stage takes its inputs from it, the last one its targets, and
+all of them what a forward makes of its arguments on the way, such as positions and masks.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torchmetrics import Metric
+
+from dlo_framework.errors import DloError
+from dlo_framework.task import Task, batch_length
+from dlo_plugins.pipeline.engine import Pipeline
+
+
+class PipelinedTask:
+    """Trains and evaluates a task through a pipeline.
+
+    Args:
+        task: whose model has been cut.
+        pipeline: of the model.
+        micro_batches: into how many parts a batch is cut in training.
+        select: told which rows of the batch the model is given next: the first, and how many.
+
+    Raises:
+        DloError: if the task has a training step of its own.
+    """
+
+    def __init__(
+        self, task: Task, pipeline: Pipeline, micro_batches: int, select: Callable[[int, int], None] | None = None
+    ) -> None:
+        check_steps(task)
+        self.task, self.pipeline, self.micro_batches = task, pipeline, micro_batches
+        self._select = select
+        self._rows: dict[int, tuple[int, int]] = {}
+        self._spans: list[tuple[int, int]] = []
+        if select is not None:  # For what is computed again in backward.
+            pipeline.before_backward = lambda stage, number, complete: select(*self._spans[number])
+
+    def train(self, batch: Any, seed: Tensor) -> dict[str, Tensor]:
+        """Runs forward and backward of a batch; returns `{"loss": loss}`, on all ranks alike.
+
+        The loss has a graph of one addition, so that whoever calls backward on it finds something to do: gradients are
+        there already.
+
+        Args:
+            batch: on the device.
+            seed: what the loss is multiplied by for backward.
+
+        Raises:
+            DloError: for a batch with fewer samples than there are micro-batches.
+        """
+        parts = self._split(batch, self.micro_batches)
+        weights = self.task.micro_batch_weights(parts)
+        total = self.pipeline.train_step(parts, self._forward, self.task.loss, weights, seed, sum_tied=False)
+        anchor = torch.zeros((), device=total.device, requires_grad=True)
+        return {"loss": total.float() + anchor}
+
+    def outputs(self, batch: Any) -> Any:
+        """Returns the model's outputs for a batch, on the last stage's rank; None elsewhere."""
+        length = batch_length(batch)
+        parts = self._split(batch, min(self.pipeline.placement.ranks, length))
+        found = self.pipeline.evaluate(parts, self._forward)
+        return None if found is None else _joined(found)
+
+    def evaluate(self, batch: Any) -> None:
+        """Updates the metrics of a batch on the last stage's rank, and logs them on all."""
+        outputs, before = self.outputs(batch), self._updates()
+        found = self.task.measured(outputs, batch) if self.pipeline.is_last else {}
+        updated = {name: count for name, count in self._updates().items() if count != before[name]}
+        told: list[Any] = [({name: self._tell(value) for name, value in found.items()}, updated)]
+        dist.broadcast_object_list(told, group=self.pipeline.group, group_src=self._source)
+        if not self.pipeline.is_last:
+            values, updated = told[0]
+            found = {name: self._hear(value) for name, value in values.items()}
+            self._count_as_updated(updated)
+        self.task.log_measured(found, batch)
+
+    def _updates(self) -> dict[str, int]:
+        """Returns how often each of the task's metrics has been updated."""
+        metrics = ((name, module) for name, module in self.task.named_modules() if isinstance(module, Metric))
+        return {name: metric.update_count for name, metric in metrics}
+
+    def _count_as_updated(self, updates: dict[str, int]) -> None:
+        """Makes metrics compute anew: what the last stage has counted comes to them when ranks sum up.
+
+        torchmetrics (1.0 to 1.9) has no method for it, and asks these two attributes.
+        """
+        for name, count in updates.items():
+            metric: Any = self.task.get_submodule(name)
+            metric._update_count, metric._computed = count, None
+
+    def predict(self, batch: Any, batch_idx: int) -> Any:
+        """Returns what the task predicts for a batch, on all ranks of the pipeline alike."""
+        outputs = [self.outputs(batch)]
+        dist.broadcast_object_list(outputs, group=self.pipeline.group, group_src=self._source)
+        found = outputs[0]
+        found = found.to(self.pipeline.device) if isinstance(found, Tensor) else found
+        with self.task.given_outputs(found):
+            return self.task.predict_step(batch, batch_idx)
+
+    @property
+    def _source(self) -> int:
+        placement = self.pipeline.placement
+        return placement.rank_of(placement.stages - 1)
+
+    def _forward(self, part: Any) -> Any:
+        if self._select is not None:
+            self._select(*self._rows[id(part)])
+        args, kwargs = self.task.inputs(part)
+        return self.task.forward(*args, **kwargs)
+
+    def _split(self, batch: Any, count: int) -> list[Any]:
+        length = batch_length(batch)
+        if length < count:
+            raise DloError(
+                f"each micro-batch has at least one sample, but a rank has a batch of {length} and {count}"
+                f" micro-batches; set micro_batches to {length} or less, or a larger batch_size"
+            )
+        edges = [length * number // count for number in range(count + 1)]
+        spans = [(first, last - first) for first, last in itertools.pairwise(edges)]
+        parts = [rows_of(batch, length, first, size) for first, size in spans]
+        self._rows = {id(part): span for part, span in zip(parts, spans, strict=True)}
+        self._spans = spans
+        return parts
+
+    def _tell(self, value: Metric | Tensor) -> Any:
+        """Returns what the other ranks are told of a measure: where the task has it, or its value."""
+        if isinstance(value, Tensor):
+            return float(value)
+        name = next((name for name, module in self.task.named_modules() if module is value), None)
+        if name is None:
+            raise DloError(
+                f"a task's metrics are its attributes, so that all stages of a pipeline find them, but a"
+                f" {type(value).__name__} is not; set it in setup()"
+            )
+        return name
+
+    def _hear(self, told: Any) -> Metric | Tensor:
+        if isinstance(told, str):
+            metric = self.task.get_submodule(told)
+            assert isinstance(metric, Metric)
+            return metric
+        return torch.tensor(told, device=self.pipeline.device)
+
+
+def check_steps(task: Task) -> None:
+    """Checks that a task trains by its inputs and its loss, which is what a pipeline runs.
+
+    Raises:
+        DloError: if it has a training step of its own.
+    """
+    if type(task).training_step is not Task.training_step:
+        raise DloError(
+            f"pp > 1 trains by a task's inputs() and loss(), but {type(task).__name__} has a training_step of its own;"
+            " move what it does there, or use pp: 1"
+        )
+
+
+def rows_of(batch: Any, length: int, first: int, size: int) -> Any:
+    """Returns some rows of a batch: of each tensor in it whose first dim is the batch's; the rest stays whole."""
+    if isinstance(batch, Tensor):
+        return batch[first : first + size] if batch.ndim and len(batch) == length else batch
+    if isinstance(batch, dict):
+        return {key: rows_of(value, length, first, size) for key, value in batch.items()}
+    if isinstance(batch, list | tuple) and not hasattr(batch, "_fields"):
+        return type(batch)(rows_of(value, length, first, size) for value in batch)
+    if hasattr(batch, "_fields"):
+        return type(batch)(*(rows_of(value, length, first, size) for value in batch))
+    return batch
+
+
+def _joined(parts: list[Any]) -> Any:
+    """Returns the outputs of a batch from those of its parts."""
+    first = parts[0]
+    if isinstance(first, Tensor):
+        return torch.cat(parts) if first.ndim else torch.stack(parts)
+    if isinstance(first, dict):
+        return {key: _joined([part[key] for part in parts]) for key in first}
+    if isinstance(first, list | tuple):
+        return type(first)(_joined(list(items)) for items in zip(*parts, strict=True))
+    return first

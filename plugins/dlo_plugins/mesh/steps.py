@@ -1,0 +1,176 @@
+"""The steps of a module that lies on a mesh: forward with what it needs gathered, backward, and the gradients' way."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from dlo_framework.errors import DloError
+from dlo_plugins.appliers.fully_shard import FullyShard
+from dlo_plugins.fsdp.optimizers import OptimizerShares
+from dlo_plugins.fsdp.state import ShardedState
+from dlo_plugins.mesh.pipelined import PipelinedTask
+from dlo_plugins.zero.reduction import unused_message
+
+
+class MeshSteps(ShardedState):
+    """What a strategy of a mesh does with a batch.
+
+    Attributes:
+        fully_shard: how state is divided among the ranks that share a copy of the model.
+    """
+
+    fully_shard: FullyShard
+    #: Runs the steps where the model is cut into a pipeline's stages.
+    pipelined: PipelinedTask | None = None
+
+    def __init__(self, timeout_minutes: float) -> None:
+        super().__init__(timeout_minutes)
+        self._last = True  # whether the backward under way is the last of its accumulation
+
+    def _shared(self, batch: Any) -> Any:
+        """Returns what this rank is given of a batch that its model's ranks share."""
+        return batch
+
+    # --- a step --------------------------------------------------------------------------------------------
+
+    def training_step(self, batch: Any, *args: Any) -> Any:
+        """Runs the module's step, with what it needs gathered."""
+        assert self.sharding is not None
+        with self._undone_if_it_raises(), self.precision_plugin.train_step_context():
+            if self.pipelined is None:
+                return self.sharding.call("training_step", self._shared(batch), *args)
+            self._open_window()
+            self.sharding.sync(False)
+            self.sharding.keep_gathered(True)
+            found = self.sharding.call(self.pipelined.train, self._shared(batch), self._loss_scale())
+            self._note_used()
+            return found
+
+    def validation_step(self, batch: Any, *args: Any) -> Any:
+        """Likewise."""
+        assert self.sharding is not None
+        with self._undone_if_it_raises(), self.precision_plugin.val_step_context():
+            if self.pipelined is not None:
+                return self.sharding.call(self.pipelined.evaluate, self._shared(batch))
+            return self.sharding.call("validation_step", self._shared(batch), *args)
+
+    def test_step(self, batch: Any, *args: Any) -> Any:
+        """Likewise."""
+        assert self.sharding is not None
+        with self._undone_if_it_raises(), self.precision_plugin.test_step_context():
+            if self.pipelined is not None:
+                return self.sharding.call(self.pipelined.evaluate, self._shared(batch))
+            return self.sharding.call("test_step", self._shared(batch), *args)
+
+    def predict_step(self, batch: Any, *args: Any) -> Any:
+        """Likewise."""
+        assert self.sharding is not None
+        with self._undone_if_it_raises(), self.precision_plugin.predict_step_context():
+            if self.pipelined is not None:
+                return self.sharding.call(self.pipelined.predict, batch, *args)
+            return self.sharding.call("predict_step", batch, *args)
+
+    def backward(self, *args: Any, **kwargs: Any) -> Tensor:
+        """Runs a backward pass."""
+        with self._undone_if_it_raises():
+            return super().backward(*args, **kwargs)
+
+    @contextlib.contextmanager
+    def _undone_if_it_raises(self) -> Iterator[None]:
+        """Brings the sharding back to rest if a step raises: who looks for the largest batch catches that."""
+        try:
+            yield
+        except BaseException:
+            if self.sharding is not None:
+                self.sharding.reset()
+            if self._usage is not None:
+                self._usage.used.clear()
+            self._open = False
+            raise
+
+    def on_validation_end(self) -> None:
+        """Frees what the evaluation gathered: another may come with other weights."""
+        self._leave()
+
+    on_test_end = on_predict_end = on_train_end = on_validation_end
+
+    def pre_backward(self, closure_loss: Tensor) -> None:
+        """Forgets the gradients of the step before, which FSDP would add to."""
+        assert self.sharding is not None
+        self._open_window()
+        self.sharding.keep_gathered(False)
+        self.sharding.sync(self._last or self.fully_shard.sync_every_micro_batch)
+
+    def _open_window(self) -> None:
+        """Begins an accumulation, unless one is under way."""
+        assert self._shares is not None
+        automatic, is_open = self._module().automatic_optimization, self._open
+        self._shares.drop_gradients(lambda share: not is_open or (not automatic and OptimizerShares.wiped(share)))
+        self._open = True
+
+    def _loss_scale(self) -> Tensor:
+        """Returns what Lightning multiplies a loss by before backward: for accumulation, and for half precision."""
+        trainer = self._module().trainer
+        scale = torch.ones((), device=self.root_device) / trainer.accumulate_grad_batches
+        scaler = getattr(self.precision_plugin, "scaler", None)
+        return scale if scaler is None else scaler.scale(scale)
+
+    def _note_used(self) -> None:
+        """Notes which parameters have gradients: those that a zero-bubble schedule computes apart announce none."""
+        assert self._usage is not None
+        self._usage.used |= {name for name, whole in self._usage.gathered.items() if whole.grad is not None}
+
+    def post_backward(self, closure_loss: Tensor) -> None:
+        """Hands the gradients that backward has left on the parameters to the optimizers."""
+        assert self.sharding is not None
+        assert self._shares is not None
+        assert self._usage is not None
+        automatic = self._module().automatic_optimization
+        if self._last or self.fully_shard.sync_every_micro_batch:
+            used = self._used(automatic)
+            self.sharding.average_scalars()
+            self.sharding.complete_gradients()
+            if self.pipelined is not None:
+                self.pipelined.pipeline.tied.sum_gradients()
+            for name, parameter in self.sharding.parameters.items():
+                if name not in used:
+                    parameter.grad = None
+            if self._last:
+                self._shares.give(used)
+                self._open = not automatic
+                if automatic:
+                    self._usage.used.clear()
+
+    def _used(self, automatic: bool) -> set[str]:
+        """Returns the parameters that any rank has used in this step.
+
+        Raises:
+            DloError: if parameters went without a gradient, and ``find_unused`` is off.
+        """
+        assert self.sharding is not None
+        assert self._usage is not None
+        trained = [name for name, parameter in self.sharding.parameters.items() if parameter.requires_grad]
+        used = self._usage.used
+        if self.fully_shard.find_unused:
+            bits = torch.tensor([name in used for name in trained], dtype=torch.uint8, device=self.root_device)
+            dist.all_reduce(bits, dist.ReduceOp.MAX, group=self.sharding.groups.data)
+            used = {name for name, bit in zip(trained, bits.tolist(), strict=True) if bit}
+            self._usage.used |= used
+        elif automatic and self._last and (absent := [name for name in trained if name not in used]):
+            raise DloError(unused_message(absent))
+        return set(used)
+
+    @contextlib.contextmanager
+    def block_backward_sync(self) -> Iterator[None]:
+        """Marks the micro-batches of an accumulation that no step follows."""
+        self._last = False
+        try:
+            yield
+        finally:
+            self._last = True

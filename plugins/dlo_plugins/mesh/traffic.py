@@ -1,0 +1,135 @@
+"""What passes between ranks while a block of code runs, by collective and axis of the mesh."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+from torch._C._distributed_c10d import _resolve_process_group
+from torch.utils._python_dispatch import TorchDispatchMode
+
+_COLLECTIVES = ("c10d", "_c10d_functional")
+#: torch's operators by what the field calls them; of the others the name is kept.
+_KINDS = {
+    "_allgather_base_": "all_gather",
+    "allgather_": "all_gather",
+    "all_gather_into_tensor": "all_gather",
+    "_reduce_scatter_base_": "reduce_scatter",
+    "reduce_scatter_tensor": "reduce_scatter",
+    "allreduce_": "all_reduce",
+    "broadcast_": "broadcast",
+    "alltoall_base_": "all_to_all",
+    "alltoall_": "all_to_all",
+    "all_to_all_single": "all_to_all",
+    "recv_": "receive",
+}
+#: Their first argument is what each rank gives, a share of what there is in the end.
+_GROWS = ("all_gather_into_tensor",)
+_SKIPPED = ("wait_tensor", "barrier", "monitored_barrier_")
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """What a rank takes part in, of one kind along one axis.
+
+    Attributes:
+        kind: `all_reduce`, `all_gather`, `reduce_scatter`, `broadcast`, `all_to_all`, `send` or `receive`.
+        axis: of the mesh; several that make up one group are joined by " x ".
+        count: how many.
+        elements: of all of them; a buffer of n elements counts n, as in the ZeRO paper: of an all-gather what it
+            gives, of a reduce-scatter what it takes.
+        bytes: of these elements.
+    """
+
+    kind: str
+    axis: str
+    count: int
+    elements: int
+    bytes: int
+
+
+class TrafficCount(TorchDispatchMode):
+    """Counts collectives and messages inside the block; tensors may be real or fake, but not compiled.
+
+    Args:
+        axis_of: returns the axis of a process group's name.
+    """
+
+    def __init__(self, axis_of: Callable[[str], str]) -> None:
+        super().__init__()
+        self._axis_of = axis_of
+        self._counts: Counter[tuple[str, str]] = Counter()
+        self._elements: Counter[tuple[str, str]] = Counter()
+        self._bytes: Counter[tuple[str, str]] = Counter()
+
+    @property
+    def found(self) -> tuple[Traffic, ...]:
+        """What has passed, by axis and kind."""
+        rows = sorted(self._counts, key=lambda key: (key[1], key[0]))
+        return tuple(Traffic(*key, self._counts[key], self._elements[key], self._bytes[key]) for key in rows)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Notes a collective, and runs the operator."""
+        name = func._schema.name.rpartition("::")[2]
+        if func.namespace in _COLLECTIVES and name not in _SKIPPED:
+            self._note(name, args)
+        return func(*args, **(kwargs or {}))
+
+    def _note(self, name: str, args: Any) -> None:
+        group, ranks = _group_of(args)
+        # Of an all-gather and a scatter torch names the result first, and in these the result is the larger.
+        tensors = list(_tensors(args[1] if name == "_reduce_scatter_base_" else args[0]))
+        times = ranks if name in _GROWS else 1
+        key = _KINDS.get(name, name), self._axis_of(group)
+        self._counts[key] += 1
+        self._elements[key] += times * sum(tensor.numel() for tensor in tensors)
+        self._bytes[key] += times * sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+
+def grown(first: Iterable[Traffic], second: Iterable[Traffic], times: int) -> tuple[Traffic, ...]:
+    """Returns what passes in a step that is larger than the first by so many times what the second has more than it.
+
+    Args:
+        first: what passes in a small step.
+        second: in one with more of the same.
+        times: 1 gives the second.
+    """
+    before, found = {(row.axis, row.kind): row for row in first}, []
+    for row in second:
+        known = before.get((row.axis, row.kind), Traffic(row.kind, row.axis, 0, 0, 0))
+        counts = [
+            low + times * (high - low)
+            for low, high in zip(
+                (known.count, known.elements, known.bytes), (row.count, row.elements, row.bytes), strict=True
+            )
+        ]
+        found.append(Traffic(row.kind, row.axis, *counts))
+    return tuple(found)
+
+
+def _group_of(args: Iterable[Any]) -> tuple[str, int]:
+    """Returns the name and size of the process group among an operator's arguments.
+
+    torch (2.11 to 2.15) hands the older operators the group itself, boxed, and the functional ones its name, which is
+    their last string.
+    """
+    names: list[Any] = []
+    for arg in args:
+        if isinstance(arg, str):
+            names.append(arg)
+        elif type(arg).__name__ == "ScriptObject" and "ProcessGroup" in str(arg._type()):
+            group = dist.ProcessGroup.unbox(arg)
+            return group.group_name, group.size()
+    return names[-1], _resolve_process_group(names[-1]).size()
+
+
+def _tensors(value: Any) -> Iterable[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from _tensors(item)

@@ -1,0 +1,179 @@
+"""Cutting a model into stages: which stage owns which tensor, and letting go of those of other ranks' stages.
+
+A model stays one module with all its names. Parameters that a rank does not hold lie on the meta device, so that
+optimizers' groups and checkpoints know all of them and they take no memory. What is computed in which stage is seen to
+in :mod:`dlo_plugins.pipeline.gates`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from dlo_framework.errors import DloError
+from dlo_framework.plan import ParallelPlan
+
+
+class Stages:
+    """A model's stages: runs of its blocks, the first with the stem, the last with the head.
+
+    Args:
+        model: may lie on the meta device, and may have been cut.
+        plan: names are relative to the model.
+        counts: blocks of each stage.
+
+    Attributes:
+        blocks: names of all blocks, in the order in which they run.
+        first: number of the first block of each stage, and in the end the number of blocks.
+        stem_units: names of the modules with parameters that run before the first block.
+        stem_tensors: names of the parameters of the stem that belong to no such module.
+
+    Raises:
+        DloError: if the counts do not add up to the blocks, or a stage has none.
+    """
+
+    def __init__(self, model: nn.Module, plan: ParallelPlan, counts: Sequence[int]) -> None:
+        self.blocks = plan.block_names(model)
+        check_counts(counts, len(self.blocks))
+        self.first = [sum(counts[:stage]) for stage in range(len(counts) + 1)]
+        modules = dict(model.named_modules())
+        units: list[str] = []
+        for name, module in modules.items():
+            inside = any(name.startswith(unit + ".") for unit in units)
+            if name and not inside and self._is_unit(plan, name, module):
+                units.append(name)
+        self.stem_units = tuple(units)
+        self._stages: dict[str, tuple[int, ...]] = {}
+        self._plan = plan
+        shared: dict[int, set[int]] = {}
+        found: dict[str, Tensor] = {}
+        for name, tensor in _named_tensors(model):
+            stage = self._own_stage(name, isinstance(tensor, nn.Parameter))
+            if stage is not None:
+                shared.setdefault(id(tensor), set()).add(stage)
+                found[name] = tensor
+        for name, tensor in found.items():
+            self._stages[name] = tuple(sorted(shared[id(tensor)]))
+        stem_parameters = (name for name, tensor in found.items() if isinstance(tensor, nn.Parameter))
+        self.stem_tensors = tuple(
+            name
+            for name in stem_parameters
+            if self._block_of(name) is None and plan.owners(name)[:1] == ["stem"] and self._unit_of(name) is None
+        )
+
+    @property
+    def count(self) -> int:
+        """How many stages there are."""
+        return len(self.first) - 1
+
+    def blocks_of(self, stage: int) -> list[str]:
+        """Returns the names of a stage's blocks."""
+        return self.blocks[self.first[stage] : self.first[stage + 1]]
+
+    def stages_of(self, name: str) -> tuple[int, ...]:
+        """Returns the stages that need a parameter or buffer: one, or several where it is tied.
+
+        Buffers of modules that have no parameters, such as tables of angles, are every stage's.
+        """
+        return self._stages.get(name, tuple(range(self.count)))
+
+    def _is_unit(self, plan: ParallelPlan, name: str, module: nn.Module) -> bool:
+        return next(module.parameters(), None) is not None and _matches(plan.stem, name)
+
+    def _unit_of(self, name: str) -> str | None:
+        return next((unit for unit in self.stem_units if name.startswith(unit + ".")), None)
+
+    def _block_of(self, name: str) -> int | None:
+        return next((n for n, block in enumerate(self.blocks) if name.startswith(block + ".")), None)
+
+    def _own_stage(self, name: str, is_parameter: bool) -> int | None:
+        block = self._block_of(name)
+        if block is not None:
+            return next(stage for stage in range(self.count) if block < self.first[stage + 1])
+        if is_parameter:
+            return 0 if self._plan.owners(name)[:1] == ["stem"] else self.count - 1
+        return 0 if self._unit_of(name) is not None else None
+
+
+class Held:
+    """What a rank holds of a model that has been cut.
+
+    Args:
+        stages: of the model.
+        held: numbers of this rank's stages.
+    """
+
+    def __init__(self, stages: Stages, held: Collection[int]) -> None:
+        self.stages, self.held = stages, frozenset(held)
+
+    def __call__(self, name: str) -> bool:
+        """Returns whether this rank holds a parameter or buffer, or a copy of a tied one."""
+        return not self.held.isdisjoint(self.stages.stages_of(name))
+
+    def first(self, name: str) -> bool:
+        """Returns whether this rank is the one that counts and saves a tensor: it holds the first stage that has it."""
+        return self.stages.stages_of(name)[0] in self.held
+
+
+def cut(model: nn.Module, stages: Stages, held: Collection[int]) -> Held:
+    """Lets go of what other ranks hold: those parameters and buffers become meta tensors under the same names.
+
+    Args:
+        model: rewritten in place; tied parameters stay one tensor.
+        stages: of the model.
+        held: numbers of this rank's stages.
+
+    Returns:
+        What tells which names this rank holds.
+    """
+    holds = Held(stages, held)
+    gone: dict[int, Tensor] = {}
+    for name, tensor in list(_named_tensors(model)):
+        if holds(name):
+            continue
+        empty = gone.get(id(tensor))
+        if empty is None:
+            empty = torch.empty_like(tensor, device="meta", requires_grad=False)
+            if isinstance(tensor, nn.Parameter):
+                empty = nn.Parameter(empty, requires_grad=tensor.requires_grad)
+            gone[id(tensor)] = empty
+        parent, _, leaf = name.rpartition(".")
+        module = model.get_submodule(parent)
+        (module._parameters if leaf in module._parameters else module._buffers)[leaf] = empty  # type: ignore[assignment]
+    return holds
+
+
+def check_counts(counts: Sequence[int], blocks: int) -> None:
+    """Checks how many blocks each stage has.
+
+    Raises:
+        DloError: if they do not add up, or one has none.
+    """
+    if len(counts) > blocks:
+        raise DloError(
+            f"each stage has at least one block: {len(counts)} stages, {blocks} blocks; set pp times stages_per_rank"
+            f" to {blocks} or less"
+        )
+    if any(count < 1 for count in counts) or sum(counts) != blocks:
+        even = [blocks // len(counts) + (n < blocks % len(counts)) for n in range(len(counts))]
+        raise DloError(
+            f"a split gives each stage at least one of the model's {blocks} blocks and all of them together, given"
+            f" {list(counts)} ({sum(counts)} blocks); {even}, say"
+        )
+
+
+def _matches(patterns: Sequence[str], name: str) -> bool:
+    """Whether a pattern names this very module."""
+    return any(ParallelPlan(stem=(pattern,)).owners(name) and _depth(pattern, name) for pattern in patterns)
+
+
+def _depth(pattern: str, name: str) -> bool:
+    parent = name.rpartition(".")[0]
+    return not parent or not ParallelPlan(stem=(pattern,)).owners(parent)
+
+
+def _named_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    yield from model.named_parameters(remove_duplicate=False)
+    yield from model.named_buffers(remove_duplicate=False)

@@ -1,0 +1,91 @@
+"""Who computed what when: the actions of a step as they ran."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from dlo_plugins.pipeline.actions import Action, Kind
+from dlo_plugins.pipeline.simulate import Timed, Timeline
+
+
+class Recorder:
+    """Records when each action of a step starts and ends, without waiting for the device.
+
+    Args:
+        device: on which the actions run.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._on_host = device.type == "cpu"
+        self._device = device
+        self._origin: Any = None
+        self._marks: list[tuple[Action, Any, Any]] = []
+
+    def begin(self, group: dist.ProcessGroup) -> None:
+        """Starts a step: all ranks' clocks are set to zero together."""
+        self._marks.clear()
+        dist.barrier(group)
+        self._origin = self.now()
+
+    def now(self) -> Any:
+        """Returns a mark of this moment of the device's work."""
+        if self._on_host:
+            return time.perf_counter()
+        event = torch.Event(self._device, enable_timing=True)
+        event.record()
+        return event
+
+    def add(self, action: Action, start: Any, end: Any) -> None:
+        """Notes an action."""
+        self._marks.append((action, start, end))
+
+    def timed(self) -> list[Timed]:
+        """Returns the last step's actions, in seconds since it began; waits for the device."""
+        return [Timed(action, self._since(start), self._since(end)) for action, start, end in self._marks]
+
+    def _since(self, mark: Any) -> float:
+        if self._on_host:
+            return mark - self._origin
+        mark.synchronize()
+        return self._origin.elapsed_time(mark) / 1000
+
+
+def gather(own: list[Timed], group: dist.ProcessGroup) -> Timeline:
+    """Returns all ranks' actions, on all ranks."""
+    rows: list[Any] = [None] * dist.get_world_size(group)
+    mine = [(str(t.action.kind), t.action.stage, t.action.micro_batch, t.start, t.end) for t in own]
+    dist.all_gather_object(rows, mine, group)
+    return Timeline([[Timed(Action(Kind(k), s, n), start, end) for k, s, n, start, end in row] for row in rows])
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What each action of a step took, as the costs of the same step without any other wait than the schedule's.
+
+    Attributes:
+        taken: by action, in seconds.
+        transfer: between ranks; nothing.
+    """
+
+    taken: Mapping[Action, float]
+    transfer: float = 0.0
+
+    @classmethod
+    def of_step(cls, timeline: Timeline) -> Measured:
+        """Returns the costs of a step as it ran."""
+        return cls({item.action: item.end - item.start for row in timeline.rows for item in row})
+
+    def of(self, action: Action) -> float:
+        """Returns what an action took."""
+        return self.taken[action]
+
+    def mean(self, *kinds: Kind) -> float:
+        """Returns what an action of some kinds took on average; 0 if there was none."""
+        found = [taken for action, taken in self.taken.items() if action.kind in kinds]
+        return sum(found) / len(found) if found else 0.0

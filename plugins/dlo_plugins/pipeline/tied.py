@@ -1,0 +1,103 @@
+"""Tied weights, such as an embedding and the output projection, in stages of different ranks.
+
+Each of these ranks holds a copy, computes the gradient of its own use of it, and gets the sum; so the copies, which
+start equal, stay equal.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from dlo_plugins.pipeline.actions import Placement
+from dlo_plugins.pipeline.cutting import Stages
+from dlo_plugins.pipeline.transport import Transport
+
+
+@dataclass(frozen=True)
+class TiedGroup:
+    """A parameter that several ranks hold.
+
+    Attributes:
+        names: under which the model has it.
+        ranks: of the pipeline that hold it, in ascending order.
+    """
+
+    names: tuple[str, ...]
+    ranks: tuple[int, ...]
+
+
+def tied_groups_across(model: nn.Module, stages: Stages, placement: Placement) -> list[TiedGroup]:
+    """Returns the parameters that are used in stages of several ranks."""
+    names: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    found = []
+    for group in names.values():
+        ranks = sorted({placement.rank_of(stage) for stage in stages.stages_of(group[0])})
+        if len(ranks) > 1:
+            found.append(TiedGroup(tuple(group), tuple(ranks)))
+    return found
+
+
+class TiedWeights:
+    """Keeps the copies of tied weights equal.
+
+    Args:
+        model: that has been cut.
+        groups: the same on all ranks.
+        transport: between the ranks.
+    """
+
+    def __init__(self, model: nn.Module, groups: Sequence[TiedGroup], transport: Transport) -> None:
+        self._model, self._transport = model, transport
+        self._held = [tied for tied in groups if transport.rank in tied.ranks]
+
+    @torch.no_grad()
+    def sum_gradients(self) -> None:
+        """Sums the gradients of all uses; call it once a step, when they are complete."""
+        for tied in self._held:
+            parameter = self._model.get_parameter(tied.names[0])
+            if not parameter.requires_grad:
+                continue
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            gradient = _local(parameter.grad)
+            first = tied.ranks[0]
+            if self._transport.rank == first:
+                for other in tied.ranks[1:]:
+                    gradient += self._receive(other, torch.empty_like(gradient))
+            else:
+                self._send(first, gradient)
+            self._from_first(tied, gradient)
+
+    @torch.no_grad()
+    def copy_values(self) -> None:
+        """Gives all ranks the first one's values; call it once the weights are there."""
+        for tied in self._held:
+            self._from_first(tied, _local(self._model.get_parameter(tied.names[0])))
+
+    def _from_first(self, tied: TiedGroup, tensor: Tensor) -> None:
+        if self._transport.rank == tied.ranks[0]:
+            for other in tied.ranks[1:]:
+                self._send(other, tensor)
+        else:
+            tensor.copy_(self._receive(tied.ranks[0], torch.empty_like(tensor)))
+
+    def _send(self, peer: int, tensor: Tensor) -> None:
+        link = self._transport.link(peer, incoming=False)
+        link.wait(link.send(tensor.contiguous()))
+
+    def _receive(self, peer: int, room: Tensor) -> Tensor:
+        link = self._transport.link(peer, incoming=True)
+        link.wait(link.receive(room))
+        return room
+
+
+def _local(tensor: Tensor) -> Tensor:
+    """The part of a tensor that lies here: FSDP2's shards are cut alike on the ranks that hold a tied weight."""
+    to_local = getattr(tensor, "to_local", None)
+    return tensor if to_local is None else to_local()

@@ -1,0 +1,192 @@
+"""Hidden states and their gradients from rank to rank.
+
+What a rank sends another forms one stream, in the order of the sender's schedule, which the receiver knows.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections import deque
+from collections.abc import Callable, Iterable
+from datetime import timedelta
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from dlo_framework.distributed.collectives import exchange_limit
+
+#: Receives that are posted before they are waited for, for each sender.
+_AHEAD = 2
+
+
+class Link:
+    """One direction between two ranks.
+
+    Args:
+        group: in which its messages pass.
+        peer: the other's number in it.
+        device: of what passes.
+        limit: how long a message may take; None leaves that to the group.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, peer: int, device: torch.device, limit: timedelta | None) -> None:
+        self.group, self.peer, self.device, self._limit = group, peer, device, limit
+
+    def send(self, tensor: Tensor) -> dist.Work:
+        """Starts to send a contiguous tensor."""
+        work = dist.isend(tensor, group=self.group, group_dst=self.peer)
+        assert work is not None
+        return work
+
+    def receive(self, tensor: Tensor) -> dist.Work:
+        """Starts to receive into a contiguous tensor."""
+        work = dist.irecv(tensor, group=self.group, group_src=self.peer)
+        assert work is not None
+        return work
+
+    def wait(self, work: dist.Work) -> None:
+        """Waits until something has passed; on an accelerator the current stream does."""
+        if self._limit is None:
+            work.wait()
+        else:
+            work.wait(self._limit)
+
+    def send_object(self, value: Any) -> list[tuple[dist.Work, Tensor]]:
+        """Starts to send anything that can be pickled."""
+        data = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8).to(self.device)
+        length = torch.tensor([data.numel()], device=self.device)
+        return [(self.send(length), length), (self.send(data), data)]
+
+    def receive_object(self) -> Any:
+        """Waits for what :meth:`send_object` has sent."""
+        length = torch.zeros(1, dtype=torch.int64, device=self.device)
+        self.wait(self.receive(length))
+        data = torch.empty(int(length), dtype=torch.uint8, device=self.device)
+        self.wait(self.receive(data))
+        return pickle.loads(data.cpu().numpy().tobytes())
+
+
+class Transport:
+    """What a rank can send to and receive from the other ranks of its pipeline.
+
+    On NCCL, messages to higher and to lower ranks pass in groups of their own: what passes between two ranks in one
+    group is carried out one after the other, so that two sends that meet would wait for each other. All ranks of the
+    pipeline make these groups together; they must be members of equally many groups, as the ranks of a mesh are, since
+    torch (2.11 to 2.15) names such groups by that number. gloo carries all messages out side by side.
+
+    Args:
+        group: the pipeline's ranks.
+        device: of what passes.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
+        self.group, self.device = group, device
+        self.rank = dist.get_rank(group)
+        self._up = self._down = group
+        if dist.get_backend(group) == "nccl":
+            ranks = dist.get_process_group_ranks(group)
+            limit = group._get_backend(device).options._timeout
+            made = [dist.new_group(ranks, timeout=limit, use_local_synchronization=True) for _ in range(2)]
+            self._up, self._down = made  # type: ignore[assignment]
+        self._limit = exchange_limit(group) if dist.get_backend(group) == "gloo" else None
+
+    def link(self, peer: int, *, incoming: bool) -> Link:
+        """Returns the way from or to another rank of the pipeline."""
+        upwards = peer < self.rank if incoming else peer > self.rank
+        return Link(self._up if upwards else self._down, peer, self.device, self._limit)
+
+
+class Sends:
+    """What has been sent in a step and may not have arrived.
+
+    gloo (torch 2.11 to 2.15) does not tell whether something has arrived until one waits for it. What a peer has done
+    since does: it computes with what it gets before it goes on to what its later messages hold.
+
+    Attributes:
+        most: messages that were under way at one time, at most.
+    """
+
+    def __init__(self) -> None:
+        self._under_way: dict[int, deque[tuple[int, Link, dist.Work, Tensor]]] = {}
+        self.most = 0
+
+    def add(self, peer: int, place: int, link: Link, works: Iterable[tuple[dist.Work, Tensor]]) -> None:
+        """Keeps tensors until they have arrived.
+
+        Args:
+            peer: to whom they are sent.
+            place: of what it does with them, in its order.
+            link: to it.
+            works: the sends, and the tensors.
+        """
+        queue = self._under_way.setdefault(peer, deque())
+        queue.extend((place, link, work, tensor) for work, tensor in works)
+        self.most = max(self.most, sum(map(len, self._under_way.values())))
+
+    def arrived(self, peer: int, place: int) -> None:
+        """Lets go of what a peer has used.
+
+        Args:
+            peer: from whom a message has come.
+            place: of what has made that message, in its order.
+        """
+        queue = self._under_way.get(peer, deque())
+        used = [item for item in queue if item[0] <= place]
+        for _, link, work, _ in used:
+            link.wait(work)
+        self._under_way[peer] = deque(item for item in queue if item[0] > place)
+
+    def finish(self) -> None:
+        """Waits for all of it."""
+        for queue in self._under_way.values():
+            for _, link, work, _ in queue:
+                link.wait(work)
+        self._under_way.clear()
+
+
+class Inbox:
+    """What a rank receives from one other in a step, in the order in which that one sends it.
+
+    Args:
+        link: from the other rank.
+        expected: what comes, in order.
+        room: returns a flat tensor to receive an item into, None if its size is not known yet, or False if it does not
+            come after all.
+        header: called with an item whose size is not known, and what was sent ahead of it.
+    """
+
+    def __init__(
+        self,
+        link: Link,
+        expected: Iterable[Any],
+        room: Callable[[Any], Tensor | Literal[False] | None],
+        header: Callable[[Any, Any], None],
+    ) -> None:
+        self._link, self._room, self._header = link, room, header
+        self._expected = deque(expected)
+        self._posted: dict[Any, tuple[dist.Work, Tensor]] = {}
+
+    def take(self, item: Any) -> Tensor:
+        """Returns an item once it has arrived; those that were sent before it are kept."""
+        while item not in self._posted:
+            assert self._expected, f"{item} is not sent"
+            if not self._post():
+                first = self._expected[0]
+                self._header(first, self._link.receive_object())
+        work, room = self._posted.pop(item)
+        while len(self._posted) < _AHEAD and self._expected and self._post():
+            pass
+        self._link.wait(work)
+        return room
+
+    def _post(self) -> bool:
+        """Posts the next receive, unless its size is not known yet."""
+        room = self._room(self._expected[0])
+        if room is None:
+            return False
+        item = self._expected.popleft()
+        if room is not False:
+            self._posted[item] = self._link.receive(room), room
+        return True

@@ -1,0 +1,225 @@
+"""Backward in two parts: input gradients now, the weight gradients of dense and convolutional layers later.
+
+Zero Bubble Pipeline Parallelism. Qi, Wan, Huang & Lin, 2024, arXiv 2401.10241: the previous stage waits for the input
+gradient alone; weight gradients can be computed whenever a rank would otherwise wait.
+
+Departures: only layers whose weight gradient is a matrix product or a convolution of its own are put off, which is
+nearly all of the work; norms, embeddings and biases added by hand are computed with the input gradient. What is put off
+keeps the layer's input and its output's gradient in memory until then.
+
+Exact: the same operations in the same dtypes as autograd's, in another order of layers. Works in recomputed blocks and
+under autocast (where autograd adds several uses of a weight up in the low precision, these are added in the weight's
+own). With FSDP2 the gradients of a block are complete only after the last weight gradient, so its reduction
+has to wait for that (`Pipeline.gradients_ready`), and parameters must stay whole between the two parts. Layers inside
+what torch.compile has compiled are left as they are: their whole backward is computed with the input gradient.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator
+from types import MethodType
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from dlo_plugins.pipeline.precision import autocast_dtype, no_autocast
+
+
+class WeightGradients:
+    """What has been put off.
+
+    Attributes:
+        open: where layers that run backward put their weight gradients; None while nothing is to be put off.
+    """
+
+    def __init__(self) -> None:
+        self.open: deque[Callable[[], None]] | None = None
+
+    def install(self, module: nn.Module) -> int:
+        """Has a module's dense and convolutional layers ask here in backward; returns how many there are.
+
+        Args:
+            module: a block. Layers whose class has another forward than its own are left alone.
+        """
+        found = 0
+        for layer in _not_compiled(module):
+            operation = _operation(layer)
+            if operation is None or "forward" in layer.__dict__:
+                continue
+            # A method bound to the layer, which a deep copy (of an averaged model, say) binds to its copy.
+            layer.forward = MethodType(_Forward(self, operation), layer)
+            found += 1
+        return found
+
+    def run(self, put_off: deque[Callable[[], None]]) -> None:
+        """Computes what has been put off, and adds it to the weights' gradients."""
+        while put_off:
+            put_off.popleft()()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> WeightGradients:
+        return self
+
+
+class _Forward:
+    """A layer's forward that asks before it computes weight gradients."""
+
+    __name__ = "forward"  # By which a bound method is pickled.
+
+    def __init__(self, store: WeightGradients, operation: _Operation) -> None:
+        self.store, self.operation = store, operation
+
+    def __call__(self, layer: Any, input: Tensor) -> Tensor:
+        weight = layer.weight
+        if not (torch.is_grad_enabled() and weight.requires_grad and weight.is_leaf):
+            return self.operation.forward(layer, input, weight, layer.bias)
+        dtype = autocast_dtype(input.device.type)
+        if dtype is not None and input.is_floating_point():
+            # As autocast would; inside a Function it would cache a cast that has no gradient.
+            input = input.to(dtype)
+        result: Tensor = _Layer.apply(input, weight, layer.bias, layer, self)
+        return result
+
+
+class _Operation:
+    """A kind of layer: its forward and the two halves of its backward, as pure functions."""
+
+    def forward(self, layer: Any, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        raise NotImplementedError
+
+    def input_gradient(self, layer: Any, gradient: Tensor, shape: torch.Size, weight: Tensor) -> Tensor:
+        raise NotImplementedError
+
+    def weight_gradients(
+        self, layer: Any, gradient: Tensor, input: Tensor, weight: Tensor, bias: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        raise NotImplementedError
+
+
+class _Dense(_Operation):
+    """`nn.Linear`: weight `[out, in]`."""
+
+    def forward(self, layer: Any, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        return F.linear(input, weight, bias)
+
+    def input_gradient(self, layer: Any, gradient: Tensor, shape: torch.Size, weight: Tensor) -> Tensor:
+        return gradient @ weight
+
+    def weight_gradients(
+        self, layer: Any, gradient: Tensor, input: Tensor, weight: Tensor, bias: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        rows = gradient.reshape(-1, gradient.shape[-1])
+        return rows.t() @ input.reshape(-1, input.shape[-1]), rows.sum(0) if bias else None
+
+
+class _Transposed(_Dense):
+    """transformers' `Conv1D`: weight `[in, out]`."""
+
+    def forward(self, layer: Any, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        assert bias is not None
+        rows = torch.addmm(bias, input.reshape(-1, input.shape[-1]), weight)
+        return rows.view(*input.shape[:-1], weight.shape[1])
+
+    def input_gradient(self, layer: Any, gradient: Tensor, shape: torch.Size, weight: Tensor) -> Tensor:
+        return gradient @ weight.t()
+
+    def weight_gradients(
+        self, layer: Any, gradient: Tensor, input: Tensor, weight: Tensor, bias: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        rows = gradient.reshape(-1, gradient.shape[-1])
+        return input.reshape(-1, input.shape[-1]).t() @ rows, rows.sum(0)
+
+
+class _Convolution(_Operation):
+    """`nn.Conv1d`, `nn.Conv2d` and `nn.Conv3d`."""
+
+    def forward(self, layer: Any, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        result: Tensor = layer._conv_forward(input, weight, bias)
+        return result
+
+    def input_gradient(self, layer: Any, gradient: Tensor, shape: torch.Size, weight: Tensor) -> Tensor:
+        return self._backward(layer, gradient, gradient.new_empty(1).expand(shape), weight, (True, False, False))[0]
+
+    def weight_gradients(
+        self, layer: Any, gradient: Tensor, input: Tensor, weight: Tensor, bias: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        return self._backward(layer, gradient, input, weight, (False, True, bias))[1:]
+
+    @staticmethod
+    def _backward(layer: Any, gradient: Tensor, input: Tensor, weight: Tensor, wanted: tuple[bool, bool, bool]) -> Any:
+        zeros = [0] * (weight.ndim - 2)
+        return torch.ops.aten.convolution_backward(
+            gradient, input, weight, [weight.shape[0]] if layer.bias is not None else None, layer.stride, layer.padding,
+            layer.dilation, False, zeros, layer.groups, wanted,
+        )  # fmt: skip
+
+
+class _Layer(torch.autograd.Function):
+    """A layer whose weight gradients are computed in backward, or put off if :attr:`WeightGradients.open` says so."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, input: Tensor, weight: Tensor, bias: Tensor | None, layer: nn.Module, caller: _Forward
+    ) -> Tensor:
+        """Computes the layer in the input's dtype."""
+        ctx.save_for_backward(input)
+        # Not among the saved tensors: recomputation would give copies back, and these are the leaves.
+        ctx.weight, ctx.bias, ctx.layer, ctx.caller = weight, bias, layer, caller
+        with no_autocast(input.device.type):
+            cast = None if bias is None else bias.to(input.dtype)
+            return caller.operation.forward(layer, input, weight.to(input.dtype), cast)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        """Computes the input's gradient, and the weights' unless they can wait."""
+        # Detached: what waits would keep the whole graph before it alive.
+        input = ctx.saved_tensors[0].detach()
+        weight, bias, layer, operation = ctx.weight, ctx.bias, ctx.layer, ctx.caller.operation
+        low = weight.detach().to(input.dtype)
+        of_input = operation.input_gradient(layer, gradient, input.shape, low) if ctx.needs_input_grad[0] else None
+        with_bias = bias is not None and bias.requires_grad
+
+        def of_weights() -> tuple[Tensor, Tensor | None]:
+            return operation.weight_gradients(layer, gradient, input, low, with_bias)
+
+        put_off = ctx.caller.store.open
+        if put_off is None:
+            return of_input, *_as_parameters(of_weights(), weight, bias), None, None
+
+        def add() -> None:
+            found = zip((weight, bias), _as_parameters(of_weights(), weight, bias), strict=True)
+            pairs = [(parameter, value) for parameter, value in found if value is not None]
+            # Through the leaves' own accumulation, so that their hooks run.
+            torch.autograd.backward([parameter for parameter, _ in pairs], [value for _, value in pairs])
+
+        put_off.append(add)
+        return of_input, None, None, None, None
+
+
+def _as_parameters(
+    gradients: tuple[Tensor, Tensor | None], weight: Tensor, bias: Tensor | None
+) -> tuple[Tensor, Tensor | None]:
+    of_weight, of_bias = gradients
+    return of_weight.to(weight.dtype), None if of_bias is None or bias is None else of_bias.to(bias.dtype)
+
+
+def _operation(layer: nn.Module) -> _Operation | None:
+    if type(layer) is nn.Linear:
+        return _Dense()
+    if type(layer) in (nn.Conv1d, nn.Conv2d, nn.Conv3d):
+        plain = layer.padding_mode == "zeros" and not isinstance(layer.padding, str)
+        return _Convolution() if plain else None
+    if f"{type(layer).__module__}.{type(layer).__name__}" == "transformers.pytorch_utils.Conv1D":
+        return _Transposed()
+    return None
+
+
+def _not_compiled(module: nn.Module) -> Iterator[nn.Module]:
+    """Yields a module and all in it, leaving out what torch.compile has compiled."""
+    if module._compiled_call_impl is not None or type(module).__name__ == "OptimizedModule":
+        return
+    yield module
+    for child in module.children():
+        yield from _not_compiled(child)

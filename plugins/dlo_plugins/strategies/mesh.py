@@ -1,0 +1,397 @@
+"""Data, tensor, pipeline and context parallelism by composition, in one Lightning strategy."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from lightning.fabric.utilities.device_dtype_mixin import _update_properties
+from lightning.pytorch import Trainer
+from lightning.pytorch.trainer.states import TrainerFn
+from torch import Tensor, nn
+from torchmetrics import Metric
+
+from dlo_framework.applier import Applier, Phase
+from dlo_framework.distributed.cuts import Layout, layout_of
+from dlo_framework.distributed.units import find_units
+from dlo_framework.errors import DloError
+from dlo_framework.mesh import MeshSpec
+from dlo_framework.plan import ParallelPlan
+from dlo_framework.task import Task
+from dlo_plugins.appliers.context_parallel import ContextParallel
+from dlo_plugins.appliers.fully_shard import FullyShard
+from dlo_plugins.appliers.tensor_parallel import TensorParallel
+from dlo_plugins.fsdp.initialise import check_initialisable, on_meta
+from dlo_plugins.fsdp.mesh import check_reshard
+from dlo_plugins.fsdp.optimizers import OptimizerShares
+from dlo_plugins.fsdp.sharding import Sharding, ShardOptions, named_units
+from dlo_plugins.fsdp.usage import Usage
+from dlo_plugins.mesh.drawing import MeshDescription, describe, modelled
+from dlo_plugins.mesh.groups import MeshGroups
+from dlo_plugins.mesh.pipelined import PipelinedTask, check_steps
+from dlo_plugins.mesh.steps import MeshSteps
+from dlo_plugins.pipeline.engine import Pipeline, make_stages
+from dlo_plugins.pipeline.schedules import make_schedule, placement
+
+#: Appliers that do nothing where their axis has one rank.
+_OWN = (TensorParallel, ContextParallel)
+#: Under this name a module that has been sharded keeps how, for the next run of it.
+_SHARDING = "_dlo_sharding"
+#: Likewise one whose model is cut into a pipeline's stages.
+_PIPELINED = "_dlo_pipelined"
+
+
+class MeshStrategy(MeshSteps):
+    """Lays the ranks out as a mesh of up to five axes, and cuts the model along them.
+
+    `{class_path: MeshStrategy, init_args: {dp_shard: 2, tp: 2}}`: the product of the axes is the number of ranks.
+    What is cut, and where, the task's parallel plan says; neither the model's code, nor the loss curve, nor the
+    checkpoint changes. With dp_shard alone it is FSDPStrategy, which works for any module.
+
+    Aliases: `mesh`.
+
+    Args:
+        pp: ranks among which the model's blocks are shared as the stages of a pipeline.
+        dp_replicate: copies of the model, each for other samples.
+        dp_shard: ranks that see other samples and share one copy's parameters, gradients and optimizer state; -1, as
+            any axis may be, for all ranks that the others leave.
+        cp: ranks that share each sequence (causal language models).
+        tp: ranks that share each layer.
+        schedule: in which order stages compute: `GPipe`, `1F1B`, `Interleaved1F1B`, `ZBH1`, `ZBV` or `DualPipeV`.
+        micro_batches: parts into which each rank's batch goes through the pipeline; by default four for each stage.
+        stages_per_rank: of the pipeline, for `Interleaved1F1B`; by default what the schedule has.
+        split: blocks of each stage, such as `[5, 7]`; by default they are shared out by cost.
+        cp_method: `ring` attention or `ulysses`; see ContextParallel.
+        sequence_parallel: whether the ranks of tp also share the sequence between their layers, which divides what
+            activations are left there.
+        appliers: what rewrites the model beside what the axes ask for, or in place of it, in any order:
+            ActivationCheckpoint, CompileBlocks, FullyShard, your own.
+        meta_init: whether `configure_model` builds the model without memory, which each unit gets as it is sharded:
+            for models larger than one device's memory. Each module's `reset_parameters` then initialises it, alike
+            on any number of ranks; a model without these needs a checkpoint to start from.
+        timeout_minutes: how long a collective may take before a rank gives the others up.
+
+    Raises:
+        DloError: if options contradict each other, or do not fit the ranks or the model.
+    """
+
+    def __init__(
+        self,
+        pp: int = 1,
+        dp_replicate: int = 1,
+        dp_shard: int = -1,
+        cp: int = 1,
+        tp: int = 1,
+        schedule: str = "1F1B",
+        micro_batches: int | None = None,
+        stages_per_rank: int | None = None,
+        split: list[int] | None = None,
+        cp_method: Literal["ring", "ulysses"] = "ring",
+        sequence_parallel: bool = False,
+        appliers: list[Applier] | None = None,
+        meta_init: bool = False,
+        timeout_minutes: float = 30.0,
+    ) -> None:
+        super().__init__(timeout_minutes=timeout_minutes)
+        axes = {"pp": pp, "dp_replicate": dp_replicate, "dp_shard": dp_shard, "cp": cp, "tp": tp}
+        if dp_shard == -1 and -1 in (pp, dp_replicate, cp, tp):
+            axes["dp_shard"] = 1
+        self.spec, self.meta_init = MeshSpec(**axes), meta_init
+        self.appliers = _in_order(list(appliers or []), cp_method, sequence_parallel)
+        self.fully_shard = next(applier for applier in self.appliers if isinstance(applier, FullyShard))
+        self._context = next(applier for applier in self.appliers if isinstance(applier, ContextParallel))
+        self._tensor = next(applier for applier in self.appliers if isinstance(applier, TensorParallel))
+        #: Whether there are appliers that no axis asks for.
+        self._rewrites = any(not isinstance(applier, (*_OWN, FullyShard)) for applier in self.appliers)
+        self._groups: MeshGroups | None = None
+        self.schedule, self.micro_batches = schedule, micro_batches
+        self.stages_per_rank, self.split = stages_per_rank, split
+
+    @classmethod
+    def register_strategies(cls, strategy_registry: Any) -> None:
+        """Makes the short name known: ``--trainer.strategy mesh``."""
+        strategy_registry.register("mesh", cls, description="a mesh of parallel axes", override=True)
+
+    # --- before processes start ----------------------------------------------------------------------------
+
+    def mesh_spec(self) -> MeshSpec:
+        """Returns the mesh of this run.
+
+        Raises:
+            DloError: if its axes do not make up the ranks; the message computes sizes that do.
+        """
+        return self.spec.resolve(self.num_nodes * self.num_processes)
+
+    def _configure_launcher(self) -> None:
+        """Checks what the Trainer's options decide, as soon as they are known: no process has started yet."""
+        spec = self.mesh_spec()
+        check_reshard(self.fully_shard.reshard_after_forward, spec.dp_shard * spec.cp)
+        self._options(whole_steps=True)
+        if spec.pp > 1:
+            make_schedule(self.schedule, spec.pp, self._parts(), self.stages_per_rank)
+        if self.fully_shard.offload and self.root_device.type == "cuda" and self._process_group_backend is None:
+            self._process_group_backend = "cpu:gloo,cuda:nccl"  # Shards in CPU memory are saved and compared too.
+        super()._configure_launcher()
+
+    def check_model(self, module: Any, datamodule: Any = None) -> None:
+        """Checks that the mesh's axes can cut a model, before any process starts.
+
+        Args:
+            module: the task; its model is built on the meta device for it.
+            datamodule: whose batches are to be cut.
+
+        Raises:
+            DloError: if they cannot; the message computes the nearest sizes that work.
+        """
+        spec = self.mesh_spec()
+        if not _cuts(spec):
+            return
+        self._plan_of(module)
+        task = module.on_meta()
+        plan = task.parallel_plan()
+        plan.validate(task.model)
+        self._tensor.check(task.model, plan, spec.tp)
+        self._context.check(task.model, plan, spec.cp, spec.tp)
+        if spec.pp > 1:
+            check_steps(module)
+            stages = placement(self.schedule, spec.pp, self.stages_per_rank).stages
+            make_stages(task.model, plan, stages, self.split or "balanced")
+            batch = getattr(datamodule, "batch_size", None)
+            if isinstance(batch, int) and batch // spec.data_size < self._parts():
+                raise DloError(
+                    f"each of {self._parts()} micro-batches has at least one sample, but batch_size {batch} gives each"
+                    f" of {spec.data_size} pipelines {batch // spec.data_size}; set micro_batches to"
+                    f" {max(batch // spec.data_size, 1)} or less, or batch_size to {self._parts() * spec.data_size}"
+                )
+
+    def describe(self, module: Any) -> MeshDescription:
+        """Returns who holds what of a module, for `dlo mesh`; nothing is started, and the model has no memory.
+
+        Raises:
+            DloError: if the mesh does not fit the ranks or the model.
+        """
+        precision = str(self.precision_plugin.precision)
+        return describe(
+            *modelled(module),
+            self.mesh_spec(),
+            sequence_parallel=self._tensor.sequence_parallel,
+            schedule=self.schedule,
+            stages_per_rank=self.stages_per_rank,
+            split=self.split or "balanced",
+            micro_batches=self._parts(),
+            nodes=self.num_nodes,
+            element_size={"bf16-true": 2, "16-true": 2, "64-true": 8}.get(precision),
+        )
+
+    def _options(self, whole_steps: bool) -> ShardOptions:
+        options = self.fully_shard.options(str(self.precision_plugin.precision), whole_steps)
+        if self.mesh_spec().pp > 1 and options.reshard_after_forward is None:
+            # Each micro-batch would gather a stage's parameters anew, forward and backward.
+            return replace(options, reshard_after_forward=False)
+        return options
+
+    # --- setting up ----------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
+        """Lightning builds the model in it."""
+        meta = empty_init if empty_init is not None else self.meta_init
+        with torch.device("meta") if meta else contextlib.nullcontext(), self.precision_plugin.tensor_init_context():
+            yield
+
+    def setup(self, trainer: Trainer) -> None:
+        """Shards the module, unless an earlier run has, and builds the optimizers."""
+        module = self._module()
+        assert self.accelerator is not None
+        self.accelerator.setup(trainer)
+        known: Sharding | None = module.__dict__.get(_SHARDING)
+        if known is None and self._layer_sync:
+            self.model = self._layer_sync.apply(module)  # Not while fitting alone: sharded modules stay as they are.
+        self.model = self.precision_plugin.convert_module(module)
+        self.shard(trainer)
+        self.setup_precision_plugin()
+        self.barrier("sharded")
+
+    def shard(self, trainer: Trainer) -> None:
+        """Cuts and shards the module and, while fitting, its optimizers' state."""
+        module = self._module()
+        known: Sharding | None = module.__dict__.get(_SHARDING)
+        if known is None:
+            known = self._new_sharding(trainer)
+            module.__dict__[_SHARDING] = known
+        self.sharding = self._checked(known)
+        self.sharding.collect()
+        self.pipelined = module.__dict__.get(_PIPELINED)
+        _update_properties(module, device=self.root_device)
+        for submodule in module.modules():
+            if isinstance(submodule, Metric):
+                submodule.to(self.root_device)
+                if self.mesh_spec().tp > 1:  # These ranks see the same data, and would count it twice.
+                    submodule.process_group = self.groups.group("pp", "dp_replicate", "dp_shard", "cp")
+        if self._usage is not None:
+            self._usage.remove()
+        self._usage = self._shares = None
+        if trainer.state.fn == TrainerFn.FITTING:
+            self._reset_optimizers_and_schedulers()
+            self.setup_optimizers(trainer)
+            self._shares = OptimizerShares(self.optimizers, self.sharding)
+            self._usage = Usage(self.sharding)
+            self._open = False
+
+    @property
+    def groups(self) -> MeshGroups:
+        """The process groups of the mesh."""
+        if self._groups is None:
+            self._groups = MeshGroups(self.mesh_spec(), self.root_device.type, self._timeout)
+        return self._groups
+
+    def _new_sharding(self, trainer: Trainer) -> Sharding:
+        module = self._module()
+        spec, layout = self.mesh_spec(), Layout()
+        seed = self.broadcast(torch.initial_seed())
+        if on_meta(module):
+            check_initialisable(module, loads_weights=trainer.ckpt_path is not None)
+        if _cuts(spec) or self._rewrites:
+            layout = self._cut(module)
+        units = find_units(module) if self.fully_shard.units is None else named_units(module, self.fully_shard.units)
+        units = [unit for unit in units if not any(name.startswith(f"{unit}.") for name in layout.elsewhere)]
+        options = self._options(module.automatic_optimization)
+        return Sharding(module, units, self.groups, self.root_device, options, seed, layout)
+
+    def _cut(self, task: Any) -> Layout:
+        """Lets the appliers rewrite the task's model, in the order of their phases; returns what has become of it."""
+        plan = self._plan_of(task)()
+        plan.validate(task.model)
+        if not on_meta(task):
+            for tensor in [*task.parameters(), *task.buffers()]:
+                tensor.data = tensor.data.to(self.root_device)
+                dist.broadcast(tensor.data, 0)
+        mesh, layout = self.groups.device_mesh(), layout_of(task.model)
+        for applier in self.appliers:
+            if applier.phase <= Phase.CONTEXT:
+                applier.apply(task.model, mesh, plan)
+        if self.mesh_spec().pp > 1:
+            pipeline = self._pipeline(task, plan)
+            stages = pipeline.stages
+            self._tensor.part_stages(task.model, plan, [stages.blocks[first] for first in stages.first[1:-1]])
+            names = [name for name, _ in _tensors(task.model)]
+            layout.elsewhere |= {name for name in names if not pipeline.holds(name)}
+            layout.repeated |= {name for name in names if pipeline.holds(name) and not pipeline.holds.first(name)}
+            select = self._context.select_rows if self.mesh_spec().cp > 1 else None
+            task.__dict__[_PIPELINED] = PipelinedTask(task, pipeline, self._parts(), select)
+        for applier in self.appliers:
+            if Phase.CONTEXT < applier.phase < Phase.SHARD:
+                applier.apply(task.model, mesh, plan)
+        return layout.under("model")
+
+    def _pipeline(self, task: Any, plan: ParallelPlan) -> Pipeline:
+        return Pipeline(
+            task.model,
+            plan,
+            self.groups.group("pp"),
+            schedule=self.schedule,
+            stages_per_rank=self.stages_per_rank,
+            split=self.split or "balanced",
+            device=self.root_device,
+        )
+
+    def _parts(self) -> int:
+        return self.micro_batches or 4 * self.mesh_spec().pp
+
+    def _plan_of(self, task: Any) -> Any:
+        """Returns what makes a task's plan.
+
+        Raises:
+            DloError: for a plain LightningModule, which has none.
+        """
+        if not isinstance(task, Task):
+            raise DloError(
+                f"axes {self.mesh_spec()} and appliers go by a parallel plan, which {type(task).__name__} does not"
+                " have; make it a dlo_framework.Task (docs: your own task), or use dp_shard and dp_replicate alone"
+            )
+        return task.parallel_plan
+
+    def _checked(self, known: Sharding) -> Sharding:
+        """Returns an earlier run's sharding, if it is what this strategy would have made."""
+        wanted = (self._options(self._module().automatic_optimization), self.mesh_spec())
+        if wanted != (known.options, known.groups.spec) or known.device != self.root_device:
+            raise DloError(
+                f"{type(known.module).__name__} has been sharded by an earlier run with other options, and stays so;"
+                " build the model anew for a strategy with these"
+            )
+        self._groups = known.groups
+        return known
+
+    # --- what the ranks share ------------------------------------------------------------------------------
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        """The share of the samples that this rank sees; those of one model see the same."""
+        spec = self.mesh_spec()
+        return {"num_replicas": spec.data_size, "rank": spec.data_rank(self.global_rank)}
+
+    @property
+    def gradient_ranks(self) -> int:
+        """Over how many ranks gradients are averaged."""
+        spec = self.mesh_spec()
+        return spec.data_size * spec.cp
+
+    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        """Reduces over the ranks that see other data, unless a group is given; the others have the same.
+
+        What is no mean or sum, the largest memory say, is of all ranks.
+        """
+        if group is None and isinstance(tensor, Tensor) and str(reduce_op).lower() in ("mean", "avg", "sum"):
+            group = self.groups.data
+        return super().reduce(tensor, group=group, reduce_op=reduce_op)
+
+    def _shared(self, batch: Any) -> Any:
+        return self._context.shard_batch(batch) if self.mesh_spec().cp > 1 else batch
+
+    @property
+    def shard_size(self) -> int:
+        """How many ranks share one copy of the model."""
+        spec = self.mesh_spec()
+        return spec.world_size // spec.dp_replicate
+
+    def about(self) -> dict[str, Any]:
+        """Returns what a checkpoint's manifest says of the run."""
+        sizes = self.mesh_spec().sizes
+        shown = {axis: size for axis, size in sizes.items() if size > 1 or axis.startswith("dp_")}
+        return {**super().about(), "mesh": shown}
+
+
+def _cuts(spec: MeshSpec) -> bool:
+    """Whether a mesh cuts a model, and not only its state."""
+    return spec.pp * spec.cp * spec.tp > 1
+
+
+def _tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    yield from module.named_parameters(remove_duplicate=False)
+    yield from module.named_buffers(remove_duplicate=False)
+
+
+def _in_order(given: list[Applier], cp_method: Any, sequence_parallel: bool) -> list[Applier]:
+    """Returns the appliers of a run by phase: those given, and for the axes those that are missing.
+
+    Raises:
+        DloError: for two of one class, or what is no applier.
+    """
+    for applier in given:
+        if not isinstance(applier, Applier):
+            raise DloError(f"appliers are dlo_framework.applier.Applier, but one is a {type(applier).__name__}")
+    kinds = [type(applier) for applier in given]
+    twice = next((kind for kind in kinds if kinds.count(kind) > 1), None)
+    if twice is not None:
+        raise DloError(f"appliers: {twice.__name__} stands there twice; leave one out")
+    own = {
+        TensorParallel: lambda: TensorParallel(sequence_parallel=sequence_parallel),
+        ContextParallel: lambda: ContextParallel(method=cp_method),
+        FullyShard: FullyShard,
+    }
+    missing = [make() for kind, make in own.items() if not any(isinstance(applier, kind) for applier in given)]
+    return sorted([*given, *missing], key=lambda applier: applier.phase)

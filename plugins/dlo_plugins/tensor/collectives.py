@@ -1,0 +1,132 @@
+"""The collectives of tensor and sequence parallelism, each with the one that its backward needs.
+
+Megatron-LM: Training Multi-Billion Parameter Language Models Using Model Parallelism. Shoeybi et al., 2019,
+arXiv 1909.08053: `f` is :func:`copy_in`, `g` is :func:`sum_out`.
+Reducing Activation Recomputation in Large Transformer Models. Korthikanti et al., 2022, arXiv 2205.05198: `g` is
+:func:`gather_in`, its conjugate :func:`scatter_out`. Departure: lengths that the ranks do not divide are padded.
+
+Shapes: B samples, L tokens, D width, T ranks, l = ceil(L / T) tokens of a rank.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from dlo_framework.distributed.collectives import Communicator
+from dlo_framework.distributed.vocabulary import copy_in
+
+__all__ = ["copy_in", "gather_in", "gather_out", "own_part", "scatter_out", "split_in", "sum_both", "sum_out"]
+
+
+def sum_out(tensor: Tensor, communicator: Communicator) -> Tensor:
+    """Returns the sum of the ranks' tensors; its gradient goes to each as it is."""
+    found: Tensor = _SumOut.apply(tensor, communicator)
+    return found
+
+
+def sum_both(tensor: Tensor, communicator: Communicator) -> Tensor:
+    """Returns the sum of the ranks' tensors, of which each makes something else; backward sums too."""
+    return copy_in(sum_out(tensor, communicator), communicator)
+
+
+def split_in(whole: Tensor, communicator: Communicator) -> Tensor:
+    """Returns this rank's `[B, l, D]` of `[B, L, D]`; backward gathers the parts' gradients."""
+    found: Tensor = _SplitIn.apply(whole, communicator)
+    return found
+
+
+def gather_out(part: Tensor, length: int, communicator: Communicator) -> Tensor:
+    """Returns `[B, L, D]` from the ranks' `[B, l, D]`; backward takes this rank's part, as all have the same whole."""
+    found: Tensor = _GatherOut.apply(part, length, communicator)
+    return found
+
+
+def gather_in(part: Tensor, length: int, communicator: Communicator) -> Tensor:
+    """Returns `[B, L, D]` from the ranks' `[B, l, D]`; backward sums the wholes' gradients and scatters the sum."""
+    found: Tensor = _GatherIn.apply(part, length, communicator)
+    return found
+
+
+def scatter_out(partial: Tensor, communicator: Communicator) -> Tensor:
+    """Sums the ranks' `[B, L, D]` and returns this rank's `[B, l, D]`; backward gathers the parts' gradients."""
+    found: Tensor = _ScatterOut.apply(partial, communicator)
+    return found
+
+
+def own_part(whole: Tensor, communicator: Communicator) -> Tensor:
+    """Returns this rank's `[B, l, D]` of `[B, L, D]`, zeros where there are no more tokens."""
+    return _parts(whole, communicator.size)[communicator.rank].contiguous()
+
+
+def _parts(whole: Tensor, ranks: int) -> Tensor:
+    """Returns `[T, B, l, D]` of `[B, L, D]`."""
+    length = whole.shape[1]
+    part = -(-length // ranks)
+    padded = F.pad(whole, (0, 0, 0, part * ranks - length)) if part * ranks > length else whole
+    return padded.unflatten(1, (ranks, part)).transpose(0, 1)
+
+
+def _gathered(part: Tensor, length: int, communicator: Communicator) -> Tensor:
+    return communicator.all_gather_parts(part).transpose(0, 1).flatten(1, 2).narrow(1, 0, length).contiguous()
+
+
+def _scattered(partial: Tensor, communicator: Communicator) -> Tensor:
+    return communicator.reduce_scatter_parts(_parts(partial, communicator.size))
+
+
+class _SumOut(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, communicator: Communicator) -> Tensor:
+        return communicator.all_reduce(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        return grads[0], None
+
+
+class _SplitIn(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, whole: Tensor, communicator: Communicator) -> Tensor:
+        ctx.length, ctx.communicator = whole.shape[1], communicator
+        return own_part(whole, communicator)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        return _gathered(grads[0], ctx.length, ctx.communicator), None
+
+
+class _GatherOut(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, part: Tensor, length: int, communicator: Communicator) -> Tensor:
+        ctx.communicator = communicator
+        return _gathered(part, length, communicator)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        return own_part(grads[0], ctx.communicator), None, None
+
+
+class _GatherIn(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, part: Tensor, length: int, communicator: Communicator) -> Tensor:
+        ctx.communicator = communicator
+        return _gathered(part, length, communicator)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        return _scattered(grads[0], ctx.communicator), None, None
+
+
+class _ScatterOut(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, partial: Tensor, communicator: Communicator) -> Tensor:
+        ctx.length, ctx.communicator = partial.shape[1], communicator
+        return _scattered(partial, communicator)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        return _gathered(grads[0], ctx.length, ctx.communicator), None

@@ -1,0 +1,82 @@
+"""Random numbers that differ between the ranks that share a layer, where they work on different activations.
+
+All ranks of the axis draw the same random numbers, so that dropout on what they all hold is the same on each. On
+what each holds a part of, it has to differ. A seed for that part is drawn from the common numbers and made this
+rank's own; afterwards the common state is as if nothing but the seed had been drawn. So all of it follows from the
+common state alone: a resume, and a recomputation that restores that state, come to the same numbers.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+#: Attributes that hold a probability of dropout, where it is no module.
+_PROBABILITIES = ("attention_dropout", "attn_dropout", "dropout", "dropout_p")
+_SPREAD = 0x9E3779B97F4A7C15  # An odd number with well-mixed bits, so that ranks' seeds lie far apart.
+
+
+class LocalRandom:
+    """Switches the default generators of the CPU and the accelerator to this rank's numbers, and back.
+
+    Args:
+        rank: this rank's number among those that share the common numbers.
+    """
+
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
+        self._common: list[Any] | None = None
+        self._owner: Any = None
+
+    def enter(self, owner: Any, device: torch.device) -> None:
+        """Switches to this rank's own numbers, unless that has been done; only its owner switches back."""
+        if self._common is None and device.type != "meta":
+            self._switch(owner, device)
+
+    def leave(self, owner: Any) -> None:
+        """Switches back to the common numbers, if it was the owner that left them."""
+        if self._common is not None and self._owner is owner:
+            self._switch_back()
+
+    @torch.compiler.disable
+    def _switch(self, owner: Any, device: torch.device) -> None:
+        drawn = int(torch.randint(2**63 - 1, (), device="cpu"))
+        seed = (drawn + (self._rank + 1) * _SPREAD) % 2**63
+        self._owner, self._common = owner, [torch.get_rng_state(), device, None]
+        torch.default_generator.manual_seed(seed)
+        if device.type != "cpu":
+            module = torch.get_device_module(device)
+            self._common[2] = module.get_rng_state(device)
+            module.manual_seed(seed)
+
+    @torch.compiler.disable
+    def _switch_back(self) -> None:
+        assert self._common is not None
+        (cpu, device, state), self._owner, self._common = self._common, None, None
+        torch.set_rng_state(cpu)
+        if state is not None:
+            torch.get_device_module(device).set_rng_state(state, device)
+
+
+class Dropouts:
+    """The dropout of a module and all below it, that may be off.
+
+    Args:
+        module: to look in.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        parts = list(module.modules())
+        self._modules = [part for part in parts if isinstance(part, nn.modules.dropout._DropoutNd)]
+        self._others = [
+            (part, key) for part in parts for key in _PROBABILITIES if isinstance(getattr(part, key, None), float)
+        ]
+
+    @property
+    def active(self) -> bool:
+        """Whether any of it draws random numbers now."""
+        return any(part.training and part.p > 0 for part in self._modules) or any(
+            part.training and getattr(part, key) > 0 for part, key in self._others
+        )

@@ -1,0 +1,68 @@
+"""Embeddings and output projections of which each rank has the rows of some tokens.
+
+Megatron-LM: Training Multi-Billion Parameter Language Models Using Model Parallelism. Shoeybi et al., 2019,
+arXiv 1909.08053, section 3. Departure: a vocabulary that the ranks do not divide is not padded; the first ranks have
+one token more.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+from torch import Tensor, nn
+
+from dlo_framework.distributed.collectives import Communicator
+from dlo_framework.distributed.vocabulary import VocabularyShard, set_shard, shard_of
+from dlo_plugins.tensor.collectives import sum_out
+from dlo_plugins.tensor.division import share
+
+
+class SplitEmbedding:
+    """What an embedding's class is mixed with: a rank looks up its own tokens, and the ranks add up."""
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """Returns the embeddings of all tokens, `[..., D]`, of ids `[...]`."""
+        shard = shard_of(self)  # type: ignore[arg-type]
+        assert shard is not None
+        columns, own = shard.place(ids)
+        found: Tensor = super().forward(columns)  # type: ignore[misc]
+        return sum_out(found.masked_fill(~own[..., None], 0), shard.communicator)
+
+
+class SplitHead:
+    """What an output projection's class is mixed with: see :class:`VocabularyShard`."""
+
+    def forward(self, hidden: Tensor, split: bool = False) -> Tensor:
+        """Returns the logits of the whole vocabulary, or this rank's."""
+        if split:
+            return super().forward(hidden)  # type: ignore[misc]
+        shard = shard_of(self)  # type: ignore[arg-type]
+        assert shard is not None
+        return shard.gather(super().forward(shard.enter(hidden)))  # type: ignore[misc]
+
+
+def install(module: nn.Module, size: int, communicator: Communicator) -> None:
+    """Makes an embedding or an output projection, whose weight has been cut, work on its part of the vocabulary.
+
+    Args:
+        module: changes its class for one derived from it.
+        size: of the whole vocabulary.
+        communicator: the ranks that share it.
+    """
+    first, count = share(size, communicator.size, communicator.rank)
+    set_shard(module, VocabularyShard(communicator, first, count, size))
+    if isinstance(module, nn.Embedding):
+        module.num_embeddings = count
+        if module.padding_idx is not None:
+            padding = module.padding_idx - first
+            module.padding_idx = padding if 0 <= padding < count else None
+    else:
+        module.out_features = count  # type: ignore[assignment]
+    module.__class__ = _split_class(type(module))  # type: ignore[arg-type]
+
+
+@functools.cache
+def _split_class(cls: Any) -> type[nn.Module]:
+    mixin: Any = SplitEmbedding if issubclass(cls, nn.Embedding) else SplitHead
+    return type(f"Split{cls.__name__}", (mixin, cls), {})

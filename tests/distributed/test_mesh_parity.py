@@ -1,0 +1,201 @@
+"""MeshStrategy against one process: each axis alone, in pairs and in threes, every schedule, pictures and texts.
+
+What is compared: losses, the gradient's norm on every rank, and the weights at the end.
+"""
+
+from __future__ import annotations
+
+import itertools
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import LightningDataModule
+from torch import Tensor, nn
+
+from dlo_framework import ParallelPlan, Task
+from dlo_framework.testing import Case, assert_parity
+from dlo_plugins.appliers.activation_checkpoint import ActivationCheckpoint
+from dlo_plugins.appliers.fully_shard import FullyShard
+from dlo_plugins.strategies.mesh import MeshStrategy
+from dlo_tasks.imagenet.classifier import ImageClassifier
+from dlo_tasks.imagenet.digits import DigitsData
+from dlo_tasks.llm.causal_lm import CausalLM
+from support.token_batches import FAMILIES, Tokens
+
+ROWS = 8
+VIT = {"img_size": 16, "patch_size": 4, "embed_dim": 32, "depth": 4, "num_heads": 4}
+COATNET = {"img_size": 32}
+
+
+def llm(family: str = "llama", layers: int = 4, micro_batches: int = 1, **options: Any) -> tuple[Any, Any]:
+    config = {
+        "model_type": family,
+        **FAMILIES[family],
+        ("n_layer" if family == "gpt2" else "num_hidden_layers"): layers,
+    }
+    if family == "gpt2":
+        config |= {"attn_pdrop": 0.0}
+    # Without a larger eps, Adam makes whole steps of the rounding of gradients that cancel to nothing.
+    more: dict[str, Any] = {"lr": 1e-3, "optimizer_args": {"eps": 1e-4}, **options}
+    return CausalLM(config=config, **more), Tokens(micro_batches, rows=ROWS)
+
+
+def vit(qk_norm: bool = False, optimizer: str = "adamw", **options: Any) -> tuple[Any, Any]:
+    extra = {"qk_norm": True, "init_values": 0.1} if qk_norm else {}
+    task = ImageClassifier(
+        "vit_tiny_patch16_224",
+        model_args={**VIT, **extra},
+        num_classes=10,
+        lr=1e-3,
+        optimizer=optimizer,
+        optimizer_args={"eps": 1e-4} if optimizer == "adamw" else {},
+        **options,
+    )
+    return task, DigitsData(image_size=16, batch_size=ROWS)
+
+
+def coatnet() -> tuple[Any, Any]:
+    task = ImageClassifier(
+        "coatnet_nano_rw_224",
+        model_args={**COATNET, "embed_dim": [16, 32, 32, 64], "depths": [1, 1, 2, 2]},
+        num_classes=10,
+        lr=1e-3,
+        optimizer_args={"eps": 1e-3},
+    )
+    return task, DigitsData(image_size=32, batch_size=ROWS)
+
+
+def mesh(**options: Any) -> partial[MeshStrategy]:
+    if options.get("pp", 1) > 1:
+        options = {
+            "micro_batches": 4 if options.get("dp_shard", 1) * options.get("dp_replicate", 1) < 4 else 2,
+            **options,
+        }
+    return partial(MeshStrategy, **{"dp_shard": 1, **options})
+
+
+def cases(*axes: dict[str, Any], trainer: dict[str, Any] | None = None, **arguments: Any) -> list[Case]:
+    return [Case(mesh(**of), arguments, trainer or {}, f"{of} {arguments} {trainer or ''}") for of in axes]
+
+
+TWO: tuple[dict[str, Any], ...] = (
+    {"pp": 2},
+    {"dp_replicate": 2},
+    {"dp_shard": 2},
+    {"tp": 2},
+    {"tp": 2, "sequence_parallel": True},
+)
+SHARED: tuple[dict[str, Any], ...] = ({"cp": 2}, {"cp": 2, "cp_method": "ulysses"})
+SCHEDULES: tuple[dict[str, Any], ...] = tuple(
+    {"pp": 2, "schedule": name} for name in ("GPipe", "Interleaved1F1B", "ZBH1", "ZBV", "DualPipeV")
+)
+PAIRS = tuple({a: 2, b: 2} for a, b in itertools.combinations(("pp", "dp_replicate", "dp_shard", "cp", "tp"), 2))
+THREES = tuple(
+    dict.fromkeys(some, 2) for some in itertools.combinations(("pp", "dp_replicate", "dp_shard", "cp", "tp"), 3)
+)
+
+
+def test_two_ranks_train_a_language_model_as_one_process() -> None:
+    assert_parity(llm, cases(*TWO, *SHARED, *SCHEDULES), steps=3)
+
+
+def test_two_ranks_train_a_vit_as_one_process() -> None:
+    assert_parity(vit, cases(*TWO, *SCHEDULES[:1], {"tp": 2}, qk_norm=True), steps=3)
+
+
+def test_what_else_a_run_has_goes_with_it() -> None:
+    recomputed = {"appliers": [ActivationCheckpoint()]}
+    kept = [FullyShard(reshard_after_forward=True)]
+    assert_parity(
+        llm,
+        [
+            *cases(
+                {"pp": 2},
+                {"tp": 2},
+                {"cp": 2},
+                {"dp_shard": 2},
+                trainer={"accumulate_grad_batches": 2},
+                micro_batches=2,
+            ),
+            *cases({"pp": 2}, {"tp": 2}, {"cp": 2}, trainer={"gradient_clip_val": 0.1}),
+            *cases({"pp": 2, **recomputed}, {"tp": 2, **recomputed}, {"cp": 2, **recomputed}),
+            *cases({"pp": 2, "split": [3, 1]}, {"pp": 2, "schedule": "1F1B", "micro_batches": 8}),
+            *cases({"dp_shard": 2, "appliers": kept}),
+        ],
+        steps=3,
+    )
+
+
+def test_half_precision_differs_by_its_rounding() -> None:
+    assert_parity(llm, cases({"pp": 2}, {"tp": 2}, {"cp": 2}, trainer={"precision": "bf16-mixed"}), steps=3, rtol=0.02)
+
+
+def test_pairs_of_axes_train_as_one_process() -> None:
+    again = {"appliers": [ActivationCheckpoint()]}
+    more = ({"pp": 4}, {"cp": 4}, {"pp": 2, "cp": 2, **again}, {"pp": 2, "tp": 2, "sequence_parallel": True, **again})
+    assert_parity(llm, cases(*PAIRS, *more), world_size=4, steps=3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_along_every_axis(family: str) -> None:
+    axes = (*TWO, *SHARED, *SCHEDULES)
+    assert_parity(llm, cases(*axes, family=family), steps=50, timeout=3000)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("build", [vit, coatnet])
+def test_pictures_along_every_axis(build: Any) -> None:
+    axes = [of for of in (*TWO, *SCHEDULES) if build is vit or not of.get("sequence_parallel")]
+    assert_parity(build, cases(*axes), steps=50, timeout=3000)
+
+
+@pytest.mark.slow
+def test_threes_of_axes_on_eight_ranks() -> None:
+    assert_parity(llm, cases(*THREES), world_size=8, steps=50, timeout=6000)
+    pictured = [of for of in THREES if "cp" not in of]
+    assert_parity(vit, cases(*pictured), world_size=8, steps=50, timeout=6000)
+
+
+class Regression(Task):
+    """A model of the reader's own, with a plan in a line a layer."""
+
+    def configure_model(self) -> None:
+        if not self.has_model:
+            self.model = nn.Sequential(nn.Linear(6, 8), *(Layer() for _ in range(4)), nn.Linear(8, 1))
+
+    def parallel_plan(self) -> ParallelPlan:
+        return ParallelPlan(blocks=("[1-4]",), stem=("0",), head=("5",), tensor={"*.up": "column", "*.down": "row"})
+
+    def loss(self, outputs: Tensor, batch: Any) -> Tensor:
+        return nn.functional.mse_loss(outputs, batch[1])
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.05, momentum=0.9)
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.tanh(self.up(x)))
+
+
+class Numbers(LightningDataModule):
+    def train_dataloader(self) -> Any:
+        draw = torch.Generator().manual_seed(1)
+        x = torch.randn(32, 6, generator=draw)
+        data = torch.utils.data.TensorDataset(x, x[:, :1] * 2 + 1)
+        return torch.utils.data.DataLoader(data, batch_size=8)
+
+
+def own() -> tuple[Any, Any]:
+    return Regression(), Numbers()
+
+
+def test_a_model_of_ones_own_trains_along_each_axis() -> None:
+    assert_parity(own, cases({"pp": 2}, {"tp": 2}, {"pp": 2, "schedule": "ZBV"}), steps=3)

@@ -1,0 +1,58 @@
+"""The transformer of "A plan": a model of the reader's own is one process's on each axis, and its config runs."""
+
+import importlib
+import re
+import shutil
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "docs" / "examples"
+
+
+@pytest.fixture
+def example(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(EXAMPLES)
+    return importlib.import_module("own_transformer_test")
+
+
+def test_it_trains_on_each_axis_as_one_process(example: ModuleType) -> None:
+    example.test_one_axis()
+
+
+def test_it_trains_on_pairs_of_axes_as_one_process(example: ModuleType) -> None:
+    example.test_two_axes()
+
+
+@pytest.mark.slow
+def test_it_trains_on_all_axes_as_one_process(example: ModuleType) -> None:
+    example.test_four_axes()
+
+
+def test_a_plan_that_cuts_wrongly_is_found(example: ModuleType) -> None:
+    """Queries, keys and values are laid out [3, heads], not [heads, 3]: the losses tell."""
+    with pytest.raises(AssertionError, match="differ from one process"):
+        example.assert_parity(build_with_a_wrong_plan, [example.on_mesh(tp=2)], world_size=2, steps=3)
+
+
+def build_with_a_wrong_plan() -> tuple[object, object]:
+    module = importlib.import_module("own_transformer_test")
+    task, data = module.build()
+    right = task.parallel_plan
+
+    def wrong() -> object:
+        plan = right()
+        return type(plan)(**{**vars(plan), "tensor": {**plan.tensor, "blocks.*.attention.qkv": "qkv_by_head"}})
+
+    task.parallel_plan = wrong
+    return task, data
+
+
+def test_its_config_trains_on_two_axes(tmp_path: Path, dlo) -> None:
+    for file in EXAMPLES.glob("own_transformer.*"):
+        shutil.copy(file, tmp_path)
+    few = ["--trainer.max_epochs", "1", "--trainer.limit_train_batches", "12", "--trainer.limit_val_batches", "2"]
+    done = dlo("fit", "--config", "own_transformer.yaml", *few)
+    (loss,) = re.findall(r"best val_loss\s+([\d.]+)", done.stdout)
+    assert float(loss) < 4.0  # 5.5 before it has learnt anything.

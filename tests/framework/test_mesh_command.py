@@ -1,0 +1,79 @@
+"""``dlo mesh``: what it prints for shipped configs, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from dlo_framework.cli.main import main
+from dlo_framework.cli.mesh_cli import ranks_and_nodes
+from dlo_framework.errors import DloError
+
+MESH = ("mesh", "--config", "llm/quickstart", "--trainer.strategy", "MeshStrategy", "--data.init_args.batch_size", "32")
+
+
+def options(**given: Any) -> list[str]:
+    return [word for name, value in given.items() for word in (f"--trainer.strategy.init_args.{name}", str(value))]
+
+
+def test_a_mesh_is_drawn(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*MESH, "--ranks", "8", *options(pp=2, tp=2)]) == 0
+    shown = capsys.readouterr().out
+    assert "pp 2 x dp_shard 2 x tp 2: 8 ranks on 1 node" in shown
+    assert "steps  1F1B, 8 micro-batches" in shown
+    assert "tp        4 of 2  [0 1] [2 3] [4 5] [6 7]" in shown
+    assert "0      0   model.layers.0-2  stem" in shown
+    assert "1      1   model.layers.3    head" in shown
+    assert len([line for line in shown.splitlines() if line[:1].isdigit()]) == 2 + 8
+
+
+def test_a_mesh_as_data(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--trainer.devices", "2", "--trainer.num_nodes", "2", "--json", *options(tp=2)]
+    assert main([*MESH, *words]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["mesh"] == {"pp": 1, "dp_replicate": 1, "dp_shard": 2, "cp": 1, "tp": 2}
+    assert [rank["node"] for rank in found["ranks"]] == [0, 0, 1, 1]
+    assert found["groups"] == {"dp_shard": [[0, 2], [1, 3]], "tp": [[0, 1], [2, 3]]}
+    whole, each = found["model"]["bytes"], [rank["bytes"]["parameters"] for rank in found["ranks"]]
+    assert whole["optimizer"] == 2 * whole["gradients"] == 2 * whole["parameters"]
+    assert sum(each) == pytest.approx(whole["parameters"], rel=0.01)  # Norms are whole on each rank of tp.
+    assert found["largest"] == 0
+
+
+def test_fsdp_is_a_mesh_too_and_large_worlds_are_shortened(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["mesh", "--config", "digits/fsdp", "--ranks", "256"]) == 0
+    shown = capsys.readouterr().out
+    assert "dp_shard 256: 256 ranks on 128 nodes of 2" in shown
+    assert "[0 1 2 3 4 5 ... 255]" in shown
+    assert len(shown.splitlines()) < 30
+
+
+def test_what_does_not_fit_is_refused_as_in_a_run(capsys: pytest.CaptureFixture[str]) -> None:
+    refused = {
+        "use tp=2 (of 1, 2": [*MESH, "--ranks", "8", *options(tp=8)],
+        "use tp=3 or run 4 or 8 processes": [*MESH, "--ranks", "6", *options(tp=4)],
+        "--ranks is at least 1": [*MESH, "--ranks", "0"],
+        "trainer.devices: auto depends on the machine": [*MESH, *options(tp=2)],
+        "DataParallelStrategy lays no mesh": [*MESH[:3], "--ranks", "2", "--trainer.strategy", "ddp"],
+        "no --config": ["mesh", "--ranks", "2"],
+        "strategey": [*MESH, "--ranks", "2", "--trainer.strategey", "x"],
+    }
+    for message, words in refused.items():
+        assert main(words) == 2, message
+        assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("devices", "nodes", "ranks", "found"),
+    [(8, 2, None, (8, 2)), ([0, 3], 1, None, (2, 1)), (8, 2, 32, (8, 4)), (8, 1, 12, (12, 1)), ("auto", 1, 6, (6, 1))],
+)
+def test_ranks_lie_on_nodes_as_in_the_config(devices: Any, nodes: int, ranks: int | None, found: tuple) -> None:
+    assert ranks_and_nodes(devices, nodes, ranks) == found
+
+
+def test_devices_that_depend_on_the_machine_need_a_number() -> None:
+    for devices in ("auto", -1, None):
+        with pytest.raises(DloError, match="--ranks 8"):
+            ranks_and_nodes(devices, 1, None)

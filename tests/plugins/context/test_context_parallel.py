@@ -1,0 +1,292 @@
+"""The applier: what it refuses, what it sends, what it holds, and what else may be done with the model."""
+
+import copy
+import itertools
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+
+from dlo_framework.errors import DloError
+from dlo_framework.plan import ParallelPlan
+from dlo_framework.testing import run_distributed
+from dlo_plugins.appliers.context_parallel import ContextParallel
+from dlo_plugins.fsdp.recompute import recompute
+from dlo_tasks.llm.plans import plan_for
+
+LAYERS, WIDTH, HEADS, KV_HEADS, VOCABULARY = 3, 32, 4, 2, 50
+SIZES = {"hidden_size": WIDTH, "num_hidden_layers": LAYERS, "num_attention_heads": HEADS, "vocab_size": VOCABULARY}
+LLAMA = {**SIZES, "num_key_value_heads": KV_HEADS, "intermediate_size": 48, "head_dim": WIDTH // HEADS}
+SPECIAL = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+
+
+def built(family: str = "llama", **settings: Any) -> Any:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    torch.manual_seed(0)
+    given = LLAMA if family == "llama" else {}
+    config = AutoConfig.for_model(family, **{**given, **SPECIAL, **settings})
+    return AutoModelForCausalLM.from_config(config)
+
+
+def on_meta(family: str, **settings: Any) -> Any:
+    with torch.device("meta"):
+        return built(family, **settings)
+
+
+def applied(model: Any, method: Any = "ring", cp: int | None = None) -> ContextParallel:
+    """Shares the sequence among all ranks, or among so many."""
+    ranks = dist.get_world_size()
+    cp = ranks if cp is None else cp
+    applier = ContextParallel(method)
+    applier.apply(model, init_device_mesh("cpu", (ranks // cp, cp), mesh_dim_names=("dp", "cp")), plan_for(model))
+    return applier
+
+
+def batch_of(rows: int, length: int) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(0, VOCABULARY, (rows, length), generator=generator)
+    return {"input_ids": ids, "position_ids": torch.arange(length).expand(rows, -1)}
+
+
+def hidden(model: Any, batch: dict[str, Tensor]) -> Tensor:
+    return model.model(input_ids=batch["input_ids"], position_ids=batch["position_ids"], use_cache=False)[0]
+
+
+@pytest.mark.parametrize(
+    ("family", "settings", "message"),
+    [
+        ("gptj", {"n_layer": 2}, r"'transformer.h.0.attn' \(GPTJAttention\) of GPTJForCausalLM does not use"),
+        ("gpt_oss", {"num_hidden_layers": 2, "num_local_experts": 2}, "without attention sinks"),
+        ("mamba", {"num_hidden_layers": 2}, "MambaForCausalLM has layers of the kind linear_attention"),
+        ("bloom", {"n_layer": 2}, "BloomForCausalLM takes no position_ids"),
+    ],
+)
+def test_models_that_mix_positions_in_other_ways_are_refused(
+    family: str, settings: dict[str, Any], message: str
+) -> None:
+    model = on_meta(family, **settings)
+    with pytest.raises(DloError, match=message):
+        ContextParallel().check(model, plan_for(model), 2)
+    ContextParallel().check(model, plan_for(model), 1)
+
+
+def test_vision_models_and_models_without_attention_are_refused() -> None:
+    import timm
+
+    with pytest.raises(DloError, match="causal language models of transformers; VisionTransformer is none"):
+        ContextParallel().check(timm.create_model("vit_tiny_patch16_224"), ParallelPlan(), 2)
+    with pytest.raises(DloError, match="the plan of LlamaForCausalLM has none"):
+        ContextParallel().check(on_meta("llama"), ParallelPlan(), 2)
+
+
+def test_ulysses_needs_heads_that_the_ranks_divide() -> None:
+    model = on_meta("llama", num_attention_heads=6, num_key_value_heads=2, hidden_size=48)
+    plan = plan_for(model)
+    for cp, tp, near in ((4, 1, 3), (6, 2, 3)):
+        message = f"{6 // tp} heads are not divisible by cp={cp}; use cp={near} "
+        with pytest.raises(DloError, match=message):
+            ContextParallel("ulysses").check(model, plan, cp, tp)
+        ContextParallel("ring").check(model, plan, cp, tp)
+    ContextParallel("ulysses").check(model, plan, 3)
+    assert model.config._attn_implementation == "sdpa"
+
+
+def test_a_method_that_does_not_exist() -> None:
+    with pytest.raises(DloError, match="method is ring or ulysses, given 'star'"):
+        ContextParallel("star")  # type: ignore[arg-type]
+
+
+def _elements_and_bytes(rank: int, ranks: int) -> dict[Any, Any]:
+    """Returns the elements sent and the bytes held, by ranks of the axis, method and recomputation."""
+    found: dict[Any, Any] = {}
+    for cp in (1, 2, 4):
+        for method, again in itertools.product(("ring", "ulysses"), (False, True)):
+            model = built()
+            applier = applied(model, method, cp)
+            if again:
+                recompute(model.model.layers)
+            part = applier.shard_batch(batch_of(2, 256))
+            held: dict[int, int] = {}
+            parameters = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+
+            def note(tensor: Tensor, held: dict[int, int] = held, parameters: set[int] = parameters) -> Tensor:
+                storage = tensor.untyped_storage()
+                if storage.data_ptr() not in parameters:
+                    held[storage.data_ptr()] = storage.nbytes()
+                return tensor
+
+            with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+                loss = hidden(model, part).square().sum()
+            loss.backward()
+            sequence = applier.sequence
+            elements = dict(sequence.ring.elements) if sequence is not None else {}
+            found[cp, method, again] = elements, sum(held.values())
+    return found
+
+
+def test_what_is_sent_is_the_papers_and_what_is_held_falls_with_the_ranks() -> None:
+    for found in run_distributed(_elements_and_bytes, 4):
+        for (cp, method, again), (elements, held) in found.items():
+            positions = 2 * 256 // cp * LAYERS
+            keys_values = 2 * KV_HEADS * (WIDTH // HEADS) * positions
+            forwards, more = 2 if again else 1, 0
+            if cp == 1:
+                assert not elements
+            elif method == "ring":
+                passed = (cp - 1) * keys_values
+                assert elements == {
+                    "forward_keys_values": forwards * passed,
+                    "backward_keys_values": passed,
+                    "backward_gradients": passed,
+                }
+            else:
+                repeats = max(KV_HEADS, cp) // KV_HEADS
+                assert elements == {"all_to_all": (forwards + 1) * (2 * WIDTH * positions + repeats * keys_values)}
+                if not again:  # the attention's output by heads and by positions, and heads that are repeated
+                    more = 4 * WIDTH * positions + 4 * (repeats - 1) * keys_values
+            assert held < 1.01 * found[1, method, again][1] / cp + more, (cp, method, again)
+
+
+def _other_uses(rank: int, ranks: int) -> None:
+    model, reference = built(), built()
+    applier = applied(model)
+    batch = batch_of(2, 22)
+    whole = reference(batch["input_ids"]).logits
+    with pytest.raises(DloError, match=r"has not been shared; pass it through\s+shard_batch"):
+        model(batch["input_ids"])
+    with applier.local():  # as if nothing were shared, padding on the left included
+        mask = torch.ones_like(batch["input_ids"])
+        mask[0, :5] = 0
+        ours, theirs = (m(batch["input_ids"], attention_mask=mask).logits for m in (model, reference))
+        assert torch.equal(ours[:, 5:], theirs[:, 5:])
+        ours, theirs = (m.generate(batch["input_ids"], max_new_tokens=3, do_sample=False) for m in (model, reference))
+        assert torch.equal(ours, theirs)
+    part = applier.shard_batch(batch)
+    model.eval()
+    with torch.no_grad():
+        logits = model(part["input_ids"], position_ids=part["position_ids"], use_cache=False).logits
+    torch.testing.assert_close(applier.gather(logits)[:, :22], whole, rtol=1e-5, atol=1e-5)
+    applier.shard_batch({"input_ids": batch["input_ids"], "position_ids": torch.arange(11).repeat(2, 2)})
+    with pytest.raises(DloError, match="attention got 1 rows of 12 queries and 12 keys"):
+        model(part["input_ids"][:1], position_ids=part["position_ids"][:1])
+    with pytest.raises(DloError, match=r"padding, \[2, 22\] as input_ids, given \[2, 1, 22, 22\]"):
+        applier.shard_batch({**batch, "attention_mask": torch.ones(2, 1, 22, 22)})
+    assert "dlo" not in model.config.to_json_string()
+    twin = copy.deepcopy(model)
+    part = applier.shard_batch(batch)
+    assert torch.equal(hidden(twin, part), hidden(model, part))
+
+    applier = applied(reference, cp=1)  # nothing is done to it
+    assert applier.sequence is None
+    assert applier.shard_batch(batch) is batch
+    assert reference.config._attn_implementation == "sdpa"
+    with applier.local():
+        assert torch.equal(reference(batch["input_ids"]).logits, whole)
+
+
+def test_other_uses_of_the_model() -> None:
+    run_distributed(_other_uses, 2)
+
+
+def _micro_batches(rank: int, ranks: int) -> None:
+    """Two micro-batches of other documents, both forward before both backward, with recomputation."""
+    positions = torch.stack([torch.arange(24), torch.arange(6).repeat(4), torch.arange(8).repeat(3), torch.arange(24)])
+    batch = {**batch_of(4, 24), "position_ids": positions}
+    for method in ("ring", "ulysses"):
+        model, together = built(), built()
+        recompute(model.model.layers)
+        applier = applied(model, method)
+        part = applier.shard_batch(batch)
+        losses = []
+        for first in (0, 2):
+            applier.select_rows(first, 2)
+            losses.append(
+                hidden(model, {name: value[first : first + 2] for name, value in part.items()}).square().sum()
+            )
+        for first, loss in zip((0, 2), losses, strict=True):
+            applier.select_rows(first, 2)
+            loss.backward()
+        hidden(together, batch).square().sum().backward()
+        for own, whole in zip(model.model.parameters(), together.model.parameters(), strict=True):
+            assert own.grad is not None
+            assert whole.grad is not None
+            dist.all_reduce(own.grad)
+            torch.testing.assert_close(own.grad, whole.grad, rtol=1e-4, atol=1e-4)
+
+
+def test_micro_batches_have_documents_of_their_own() -> None:
+    run_distributed(_micro_batches, 2)
+
+
+def _compiled(rank: int, ranks: int) -> None:
+    model, eager = built(), built()
+    batches = [batch_of(2, length) for length in (24, 40)]
+    appliers = applied(model), applied(eager)
+    for layer in model.model.layers:
+        layer.compile(backend="aot_eager")
+    for batch in batches:
+        found = []
+        for applier, each in zip(appliers, (model, eager), strict=True):
+            each.zero_grad()
+            out = hidden(each, applier.shard_batch(batch))
+            out.square().sum().backward()
+            found.append((out.detach(), *(parameter.grad for parameter in each.model.parameters())))
+        torch.testing.assert_close(*found, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.slow
+def test_blocks_may_be_compiled() -> None:
+    run_distributed(_compiled, 2)
+
+
+def _simulated(rank: int, ranks: int) -> dict[str, int]:
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=3, world_size=64)
+    elements: dict[str, int] = {}
+    for method in ("ring", "ulysses"):
+        model = on_meta("llama", num_attention_heads=64, num_key_value_heads=8, hidden_size=512, head_dim=8)
+        applier = applied(model, method)
+        batch = {"input_ids": torch.zeros(1, 2**20, dtype=torch.long, device="meta")}
+        part = applier.shard_batch(batch)
+        assert part["input_ids"].shape == (1, 2**20 // 64)
+        hidden(model, part).sum().backward()
+        assert applier.sequence is not None
+        elements.update(applier.sequence.ring.elements)
+    dist.destroy_process_group()
+    return elements
+
+
+def test_many_ranks_and_a_million_tokens_are_simulated_without_memory() -> None:
+    positions = 2**20 // 64 * LAYERS
+    elements = run_distributed(_simulated, 1, backend=None)[0]
+    assert elements["forward_keys_values"] == 63 * 2 * 8 * 8 * positions
+    assert elements["all_to_all"] == 2 * (4 * 64 * 8) * positions
+
+
+def _beside_tensor_parallelism(rank: int, ranks: int) -> None:
+    from dlo_plugins.appliers.tensor_parallel import TensorParallel
+
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("cp", "tp"))
+    batch = {**batch_of(2, 24), "position_ids": torch.stack([torch.arange(24), torch.arange(8).repeat(3)])}
+    whole = built()
+    expected = whole(batch["input_ids"], position_ids=batch["position_ids"]).logits
+    expected.square().sum().backward()
+    for method in ("ring", "ulysses"):
+        model = built()
+        plan = plan_for(model)
+        TensorParallel().apply(model, mesh, plan)
+        applier = ContextParallel(method)  # type: ignore[arg-type]
+        applier.apply(model, mesh, plan)
+        out = hidden(model, applier.shard_batch(batch))
+        (out.square().sum()).backward()
+        expected = whole.model(batch["input_ids"], position_ids=batch["position_ids"], use_cache=False)[0]
+        torch.testing.assert_close(applier.gather(out), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_beside_tensor_parallelism() -> None:
+    run_distributed(_beside_tensor_parallelism, 4)

@@ -1,0 +1,144 @@
+"""A block's output, log-sum-exp and gradients, fused and written out, against the softmax of the whole."""
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from dlo_plugins.context import kernels
+from dlo_plugins.context.blockwise import Output
+from dlo_plugins.context.fused import CudaEfficient, CudaFlash, kernel_for
+from dlo_plugins.context.kernels import Dropout, Score
+
+B, H, K, D = 2, 4, 2, 8
+
+
+def inputs(queries: int, keys: int, width: int = D, dtype: torch.dtype = torch.float64) -> tuple[Tensor, ...]:
+    generator = torch.Generator().manual_seed(0)
+    shapes = (B, H, queries, D), (B, K, keys, D), (B, K, keys, width)
+    return tuple(torch.randn(shape, generator=generator, dtype=dtype) for shape in shapes)
+
+
+def reference(q: Tensor, k: Tensor, v: Tensor, score: Score, mask: Tensor | None) -> tuple[Tensor, Tensor]:
+    k, v = k.repeat_interleave(H // K, 1), v.repeat_interleave(H // K, 1)
+    scores = torch.einsum("bhqd,bhkd->bhqk", q, k) * score.scale
+    if score.softcap is not None:
+        scores = score.softcap * (scores / score.softcap).tanh()
+    if mask is not None:
+        scores = scores.masked_fill(~mask, -math.inf)
+    return scores.softmax(-1) @ v, scores.logsumexp(-1)
+
+
+@pytest.mark.parametrize("kind", ["fused", "softcap", "wide values", "few scores"])
+@pytest.mark.parametrize("view", ["all", "causal", "some"])
+def test_a_block_is_the_softmax_of_the_whole(kind: str, view: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if kind == "few scores":
+        monkeypatch.setattr(kernels, "_SCORES", 3 * B * H * 7)
+    score = Score(0.3, None if kind == "fused" else 1.5)
+    q, k, v = inputs(7, 7, 12 if kind == "wide values" else D)
+    assert (kernel_for(q, v, view == "some") is None) == (kind == "wide values")
+    mask = None
+    if view == "causal":
+        mask = torch.ones(7, 7, dtype=torch.bool).tril().expand(B, 1, 7, 7)
+    elif view == "some":
+        mask = torch.rand(B, 1, 7, 7, generator=torch.Generator().manual_seed(1)) > 0.6
+        mask |= torch.eye(7, dtype=torch.bool)
+    q, k, v = (x.requires_grad_() for x in (q, k, v))
+    out, lse = reference(q, k, v, score, mask)
+    grad = torch.randn(out.shape, dtype=out.dtype, generator=torch.Generator().manual_seed(2))
+    expected = torch.autograd.grad(out, (q, k, v), grad)
+    with torch.no_grad():
+        given = None if view == "causal" else mask
+        found = kernels.forward(q, k, v, score, view == "causal", given)
+        grads = kernels.backward(grad, q, k, v, *found, score, view == "causal", given)
+    torch.testing.assert_close(found, (out, lse))
+    torch.testing.assert_close(grads, expected)
+
+
+@pytest.mark.parametrize("scores", [2**24, 3 * B * H * 7])
+def test_dropout_is_the_same_in_forward_and_backward(scores: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels, "_SCORES", scores)
+    q, k, v = (x.requires_grad_() for x in inputs(7, 7))
+    mask = torch.ones(7, 7, dtype=torch.bool).tril()
+    score, dropout = Score(0.3), Dropout(0.4, seed=5)
+    random, rows = dropout.generator(q.device), min(7, scores // (B * H * 7))
+    drawn = [torch.rand(B, H, rows if at + rows <= 7 else 7 - at, 7, generator=random) for at in range(0, 7, rows)]
+    keep = (torch.cat(drawn, 2) >= 0.4) / 0.6
+    assert 0 < (keep == 0).double().mean() < 0.8
+    scaled = (q @ k.repeat_interleave(2, 1).mT * 0.3).masked_fill(~mask, -math.inf)
+    out = (scaled.softmax(-1) * keep) @ v.repeat_interleave(2, 1)
+    grad = torch.randn(out.shape, dtype=out.dtype, generator=torch.Generator().manual_seed(2))
+    expected = torch.autograd.grad(out, (q, k, v), grad)
+    with torch.no_grad():
+        found, lse = kernels.forward(q, k, v, score, True, None, dropout)
+        grads = kernels.backward(grad, q, k, v, found, lse, score, True, None, dropout)
+    torch.testing.assert_close((found, lse), (out, scaled.logsumexp(-1)))
+    torch.testing.assert_close(grads, expected)
+
+
+@pytest.mark.parametrize("softcap", [None, 1.5])
+def test_blocks_add_up_and_those_that_see_nothing_add_nothing(softcap: float | None) -> None:
+    score = Score(0.3, softcap)
+    q, k, v = (x.requires_grad_() for x in inputs(5, 12))
+    mask = torch.rand(B, 1, 5, 12, generator=torch.Generator().manual_seed(1)) > 0.5
+    mask[:, :, 2, :8] = False  # sees nothing of the first two blocks
+    mask[:, :, :, 11] = True
+    out, lse = reference(q, k, v, score, mask)
+    grad = torch.randn(out.shape, dtype=out.dtype, generator=torch.Generator().manual_seed(2))
+    expected = torch.autograd.grad(out, (q, k, v), grad)
+    whole = Output(q, D)
+    blocks = [slice(0, 4), slice(4, 8), slice(8, 12)]
+    with torch.no_grad():
+        for at in blocks:
+            part = kernels.forward(q, k[:, :, at], v[:, :, at], score, False, mask[..., at])
+            whole.add(slice(0, 5), *part)
+        torch.testing.assert_close((whole.value(), whole.lse), (out, lse))
+        dq = torch.zeros_like(q)
+        for at in blocks:
+            part = kernels.backward(
+                grad, q, k[:, :, at], v[:, :, at], whole.value(), whole.lse, score, False, mask[..., at]
+            )
+            dq += part[0]
+            torch.testing.assert_close(part[1], expected[1][:, :, at])
+            torch.testing.assert_close(part[2], expected[2][:, :, at])
+        torch.testing.assert_close(dq, expected[0])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_half_precisions_are_summed_in_float32(dtype: torch.dtype) -> None:
+    q, k, v = inputs(16, 16, dtype=dtype)
+    out, lse = kernels.forward(q, k, v, Score(0.3), True, None)
+    assert (out.dtype, lse.dtype) == (dtype, torch.float32)
+    mask = torch.ones(16, 16, dtype=torch.bool).tril()[None, None]
+    expected, _ = reference(q.double(), k.double(), v.double(), Score(0.3), mask)
+    error = (out.double() - expected).norm() / expected.norm()
+    assert error < {torch.bfloat16: 1e-2, torch.float16: 2e-3}.get(dtype, 1e-6)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("view", ["all", "causal", "some"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_cuda_kernels_are_what_is_written_out(dtype: torch.dtype, view: str) -> None:
+    q, k, v = (x.to("cuda", dtype) for x in inputs(40, 40))
+    mask = None
+    if view == "some":
+        mask = (torch.rand(B, 1, 40, 40) > 0.5).cuda()
+        mask[:, :, 3] = False
+    kernel = kernel_for(q, v, mask is not None)
+    assert isinstance(kernel, CudaEfficient if mask is not None or dtype == torch.float32 else CudaFlash)
+    causal, score = view == "causal", Score(0.3)
+    found = kernels.forward(q, k, v, score, causal, mask)
+    exact = tuple(x.double() for x in (q, k, v))
+    expected = kernels.forward(*exact, score, causal, mask)
+    grad = torch.randn_like(found[0])
+    # Log-sum-exps of more blocks than this one, and not those of the kernel's own forward.
+    lse = torch.logaddexp(expected[1], torch.zeros_like(expected[1]))
+    out = expected[0] * (expected[1] - lse).exp()[..., None]
+    grads = kernels.backward(grad, q, k, v, out.to(dtype), lse.float(), score, causal, mask)
+    exact_grads = kernels.backward(grad.double(), *exact, out, lse, score, causal, mask)
+    limit = 1e-5 if dtype == torch.float32 else 3e-2
+    for got, wanted in zip((found[0], *grads), (expected[0], *exact_grads), strict=True):
+        assert (got.double() - wanted).norm() / wanted.norm() < limit
+    seen = expected[1].isfinite()
+    torch.testing.assert_close(found[1].double()[seen], expected[1][seen], rtol=limit, atol=limit)

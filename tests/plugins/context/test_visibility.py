@@ -1,0 +1,110 @@
+"""Who sees whom, against a mask written out for the whole sequence."""
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from dlo_plugins.context.visibility import Seen, documents_of
+
+ROWS, LENGTH, CHUNKS = 3, 32, 8
+
+
+def packed(generator: torch.Generator, length: int = LENGTH, rows: int = ROWS, longest: int = 20) -> torch.Tensor:
+    """Positions of documents of random lengths, one after another."""
+    found = []
+    for _ in range(rows):
+        row: list[int] = []
+        while len(row) < length:
+            row += range(int(torch.randint(1, longest, (), generator=generator)))
+        found.append(row[:length])
+    return torch.tensor(found)
+
+
+def whole_mask(positions: torch.Tensor, mask: torch.Tensor | None, window: int | None) -> torch.Tensor:
+    """Bool [B, L, L], token by token."""
+    rows, length = positions.shape
+    found = torch.zeros(rows, length, length, dtype=torch.bool)
+    for row in range(rows):
+        document = (positions[row] == 0).cumsum(0)
+        for query in range(length):
+            for key in range(query + 1):
+                near = window is None or query - key < window
+                real = mask is None or bool(mask[row, key]) or key == query
+                found[row, query, key] = document[query] == document[key] and near and real
+    return found
+
+
+def padding(generator: torch.Generator) -> torch.Tensor:
+    """A mask of padding: on the right, on the left, or nowhere."""
+    found = torch.ones(ROWS, LENGTH, dtype=torch.long)
+    for row in range(ROWS):
+        cut = int(torch.randint(0, LENGTH // 2, (), generator=generator))
+        if row % 3 == 1:
+            found[row, LENGTH - cut :] = 0
+        elif row % 3 == 2:
+            found[row, :cut] = 0
+    return found
+
+
+@pytest.mark.parametrize("window", [None, 1, 3, 4, 9, 40])
+@pytest.mark.parametrize("kind", ["one document", "packed", "padded", "packed and padded"])
+@pytest.mark.parametrize("seed", range(4))
+def test_every_pair_of_chunks_is_as_the_whole_mask_has_it(kind: str, window: int | None, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    positions = packed(generator) if "packed" in kind else torch.arange(LENGTH).repeat(ROWS, 1)
+    mask = padding(generator) if "padded" in kind else None
+    whole = whole_mask(positions, mask, window)
+    documents = documents_of(positions, mask, CHUNKS)
+    causal = torch.ones(documents.size, documents.size, dtype=torch.bool).tril()
+    for query in range(CHUNKS):
+        for key in range(CHUNKS):
+            expected = whole.unflatten(1, (CHUNKS, -1))[:, query].unflatten(2, (CHUNKS, -1))[:, :, key]
+            seen = documents.seen(query, key, window)
+            if seen is Seen.NOTHING:
+                assert not expected.any()
+            elif seen is Seen.ALL:
+                assert expected.all()
+            elif seen is Seen.CAUSAL:
+                assert (expected == causal).all()
+            found = documents.mask(query, key, window, positions.device)[:, 0]
+            assert torch.equal(found.expand_as(expected), expected)
+
+
+def test_pairs_without_anything_to_see_are_found() -> None:
+    documents = documents_of(torch.arange(4).repeat(2, 8), None, CHUNKS)  # a document a chunk
+    kinds = {(q, k): documents.seen(q, k) for q in range(CHUNKS) for k in range(CHUNKS)}
+    assert all(kind is (Seen.CAUSAL if q == k else Seen.NOTHING) for (q, k), kind in kinds.items())
+    long = documents_of(torch.arange(LENGTH)[None], None, CHUNKS)
+    assert long.seen(5, 2) is Seen.ALL
+    assert long.seen(5, 4, 4) is Seen.SOME
+    assert long.seen(5, 3, 4) is Seen.NOTHING
+
+
+def test_without_a_mask_documents_are_those_of_transformers() -> None:
+    from transformers.masking_utils import find_packed_sequence_indices
+
+    positions = torch.tensor([[0, 1, 2, 7, 8, 0, 0, 1], [3, 4, 5, 6, 7, 0, 1, 2]])
+    theirs = find_packed_sequence_indices(positions)
+    starts = documents_of(positions, None, 2).starts
+    assert theirs is not None
+    assert starts is not None
+    assert torch.equal(starts[:, :, None] == starts[:, None], theirs[:, :, None] == theirs[:, None])
+
+
+def test_rows_of_a_micro_batch() -> None:
+    positions = torch.stack([torch.arange(LENGTH), torch.arange(4).repeat(8)])
+    both = documents_of(positions, None, CHUNKS)
+    assert both.seen(3, 0) is Seen.SOME
+    assert both.rows(0, 1).seen(3, 0) is Seen.ALL
+    assert both.rows(1, 1).seen(3, 0) is Seen.NOTHING
+
+
+@pytest.mark.parametrize("fake", [False, True])
+def test_without_values_each_row_is_one_document(fake: bool) -> None:
+    if fake:
+        with FakeTensorMode():
+            documents = documents_of(torch.zeros(2, LENGTH, dtype=torch.long), None, CHUNKS)
+    else:
+        documents = documents_of(torch.zeros(2, LENGTH, dtype=torch.long, device="meta"), None, CHUNKS)
+    assert documents.plain
+    assert documents.seen(1, 0) is Seen.ALL

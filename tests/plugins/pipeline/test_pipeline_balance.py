@@ -1,0 +1,115 @@
+"""Sharing blocks out to stages by cost."""
+
+import itertools
+from functools import partial
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dlo_framework.errors import DloError
+from dlo_plugins.pipeline.balance import balanced_split
+from dlo_plugins.pipeline.costs import flop_costs, parameter_costs
+from support.pipeline_nets import coatnet, language, plain, resnet, vit
+
+
+def stage_costs(costs: list[float], counts: Any, stem: float, head: float) -> list[float]:
+    sums, at = [], 0
+    for count in counts:
+        sums.append(sum(costs[at : at + count]))
+        at += count
+    sums[0] += stem
+    sums[-1] += head
+    return sums
+
+
+def dearest(costs: list[float], counts: Any, stem: float, head: float) -> float:
+    return max(stage_costs(costs, counts, stem, head))
+
+
+def squares(costs: list[float], counts: Any, stem: float, head: float) -> float:
+    return sum(cost * cost for cost in stage_costs(costs, counts, stem, head))
+
+
+@settings(deadline=None)
+@given(
+    st.lists(st.integers(0, 20).map(float), min_size=1, max_size=9),
+    st.integers(1, 5),
+    st.integers(0, 20).map(float),
+    st.integers(0, 20).map(float),
+)
+def test_no_split_has_a_cheaper_dearest_stage(costs: list[float], stages: int, stem: float, head: float) -> None:
+    if stages > len(costs):
+        with pytest.raises(DloError, match=f"to {len(costs)} or less"):
+            balanced_split(costs, stages, stem, head)
+        return
+    counts = balanced_split(costs, stages, stem, head)
+    assert sum(counts) == len(costs)
+    assert min(counts) >= 1
+    every = itertools.product(range(1, len(costs) + 1), repeat=stages)
+    splits = [split for split in every if sum(split) == len(costs)]
+    best = min(dearest(costs, split, stem, head) for split in splits)
+    assert dearest(costs, counts, stem, head) == best
+    fair = [split for split in splits if dearest(costs, split, stem, head) == best]
+    assert squares(costs, counts, stem, head) == min(squares(costs, split, stem, head) for split in fair)
+
+
+def test_stem_and_head_count() -> None:
+    assert balanced_split([1.0] * 8, 4) == [2, 2, 2, 2]
+    assert balanced_split([1.0] * 8, 4, stem=2.0, head=2.0) == [1, 3, 3, 1]
+    assert balanced_split([4.0, 1.0, 1.0, 1.0, 1.0], 2) == [1, 4]
+    # Its squares are more than those of [1, 2, 3], whose dearest stage costs 11.
+    assert balanced_split([4.0, 0.0, 6.0, 8.0, 1.0, 2.0], 3) == [3, 1, 2]
+
+
+def test_costs_by_parameters() -> None:
+    case = language("llama", 1)
+    costs = parameter_costs(case.model, case.plan)
+    assert len(set(costs.blocks)) == 1
+    assert costs.stem == 0  # An embedding is looked up.
+    assert costs.head == 61 * 24 + 24
+    tied = language("llama", 1, tie_word_embeddings=True)
+    assert parameter_costs(tied.model, tied.plan) == costs
+
+
+def test_costs_by_operations() -> None:
+    case = vit(1)
+    by_flops = flop_costs(case.model, case.plan, lambda: case.forward(case.model, case.micro_batches[0]))
+    assert by_flops is not None
+    tokens, width, rows = 17, 24, 3
+    dense = 2 * 12 * width * width * tokens * rows
+    attention = 2 * 2 * tokens * tokens * width * rows
+    assert by_flops.blocks == (dense + attention,) * 6
+    assert by_flops.stem == 2 * 16 * 3 * 64 * width * rows
+    assert by_flops.head == 2 * width * 7 * rows
+    # A loss that computes belongs to the head.
+    llama = language("llama", 1, packed=True)
+    batch = llama.micro_batches[0]
+    with_loss = flop_costs(
+        llama.model, llama.plan, lambda: llama.loss(llama.model, llama.forward(llama.model, batch), batch)
+    )
+    assert with_loss is not None
+    assert with_loss.head == 2 * 24 * 61 * 18
+    assert with_loss.stem == 0
+
+
+def test_convolutions_cost_by_their_pictures() -> None:
+    """Where parameters and work differ most: early blocks have few weights and large pictures."""
+    for make in (coatnet, resnet):
+        case = make(1)
+        flops = flop_costs(case.model, case.plan, partial(case.forward, case.model, case.micro_batches[0]))
+        assert flops is not None
+        by_parameters = parameter_costs(case.model, case.plan)
+        share = by_parameters.blocks[0] / sum(by_parameters.blocks)
+        assert flops.blocks[0] / sum(flops.blocks) > 2 * share
+
+
+def test_a_forward_that_needs_values_has_no_count() -> None:
+    case = plain(1)
+
+    def forward() -> None:
+        if case.forward(case.model, case.micro_batches[0]).sum() > 0:
+            raise AssertionError("values are not known")
+
+    assert flop_costs(case.model, case.plan, forward) is None

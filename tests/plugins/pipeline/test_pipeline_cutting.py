@@ -1,0 +1,231 @@
+"""Cutting without processes: what each stage holds, runs and leaves, and what cannot be cut."""
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from dlo_framework.errors import DloError
+from dlo_framework.plan import ParallelPlan
+from dlo_plugins.pipeline.actions import Placement
+from dlo_plugins.pipeline.assign import check, make_stages
+from dlo_plugins.pipeline.cutting import Stages, cut
+from dlo_plugins.pipeline.gates import Passage, Shapes
+from dlo_plugins.pipeline.layout import Layout
+from dlo_plugins.pipeline.leaks import LeakCheck
+from dlo_plugins.pipeline.tied import tied_groups_across
+from support.pipeline_nets import CASES, Case, language, plain, vit
+
+CPU = torch.device("cpu")
+
+
+def run_stages(model: nn.Module, plan: ParallelPlan, counts: list[int], forward: Callable[[nn.Module], Any]) -> Any:
+    """Runs the stages one after another, each with a model of its own that holds nothing else."""
+    hidden, shapes = None, Shapes()
+    for stage in range(len(counts)):
+        own = copy.deepcopy(model)
+        stages = Stages(own, plan, counts)
+        cut(own, stages, [stage])
+        passage = Passage(own, stages, stage, CPU, hidden, shapes, True, LeakCheck() if stage else None)
+        hidden, shapes = passage.run(lambda own=own: forward(own)), passage.known
+    return hidden
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_stages_one_after_another_are_the_model(name: str) -> None:
+    torch.manual_seed(1)
+    case = CASES[name](1)
+    case.model.eval()
+    expected = case.forward(case.model, case.micro_batches[0])
+    blocks = len(case.plan.block_names(case.model))
+    for counts in ([2, blocks - 2], [1] * blocks):
+        found = run_stages(case.model, case.plan, counts, lambda model: case.forward(model, case.micro_batches[0]))
+        assert torch.equal(found, expected)
+
+
+def test_each_tensor_has_one_stage_and_the_rest_is_meta() -> None:
+    case = vit(1)
+    stages = Stages(case.model, case.plan, [1, 3, 2])
+    names = [name for name, _ in case.model.named_parameters()]
+    held: list[str] = []
+    for stage in range(3):
+        model = copy.deepcopy(case.model)
+        holds = cut(model, stages, [stage])
+        assert [name for name, _ in model.named_parameters()] == names
+        for name, parameter in model.named_parameters():
+            assert parameter.is_meta is not holds(name)
+            assert parameter.shape == case.model.get_parameter(name).shape
+        held += [name for name in names if holds(name)]
+    assert sorted(held) == sorted(names)
+    assert stages.stages_of("cls_token") == stages.stages_of("patch_embed.proj.weight") == (0,)
+    assert stages.stages_of("blocks.3.attn.qkv.weight") == (1,)
+    assert stages.stages_of("head.weight") == stages.stages_of("norm.bias") == (2,)
+
+
+def test_buffers_go_with_their_block_and_tables_without_parameters_are_everywhere() -> None:
+    case = CASES["resnet"](1)
+    model = case.model
+    stages = Stages(model, case.plan, [1, 1, 1, 1])
+    cut(model, stages, [2])
+    held = {name for name, buffer in model.named_buffers() if not buffer.is_meta}
+    assert held == {name for name, _ in model.named_buffers() if name.startswith("layer3")}
+    assert held
+    llama = language("llama", 1)
+    cut(llama.model, Stages(llama.model, llama.plan, [3, 3]), [1])
+    assert not any(buffer.is_meta for buffer in llama.model.buffers())
+
+
+def test_tied_weights_stay_one_tensor_and_are_known_across_ranks() -> None:
+    case = language("llama", 1, tie_word_embeddings=True)
+    stages = Stages(case.model, case.plan, [1, 2, 2, 1])
+    names = ("model.embed_tokens.weight", "lm_head.weight")
+    assert stages.stages_of(names[0]) == stages.stages_of(names[1]) == (0, 3)
+    (group,) = tied_groups_across(case.model, stages, Placement(4))
+    assert set(group.names) == set(names)
+    assert group.ranks == (0, 3)
+    assert tied_groups_across(case.model, stages, Placement(2, 2, "v")) == []  # First and last stage on one rank.
+    holds = cut(case.model, stages, [1])
+    assert not holds(names[0])
+    assert case.model.get_parameter(names[0]) is case.model.get_parameter(names[1])
+    assert case.model.get_parameter(names[0]).is_meta
+
+
+def test_a_model_without_memory_is_cut_as_well() -> None:
+    with torch.device("meta"):
+        case = vit(1)
+    stages = make_stages(case.model, case.plan, 3)
+    holds = cut(case.model, stages, [1])
+    case.model.blocks[2].to_empty(device="cpu")  # type: ignore[index]
+    assert holds("blocks.2.norm1.weight")
+    assert stages.first == [0, 2, 4, 6]
+
+
+class Chain(nn.Module):
+    """Blocks with something beside the hidden state, by kind."""
+
+    def __init__(self, kind: str = "") -> None:
+        super().__init__()
+        self.kind = kind
+        self.stem = nn.Linear(4, 4)
+        self.blocks = nn.ModuleList(Two() for _ in range(4))
+        self.head = nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        first = hidden = self.stem(x)
+        early = {"stem": first, "view": first.t()[0], "derived": {"of": [first.exp() + 1]}}
+        for number, block in enumerate(self.blocks):
+            if self.kind == "skip" and number == 2:
+                continue
+            if self.kind == "around":
+                hidden = hidden + block(hidden)
+            else:
+                extra = early.get(self.kind, torch.ones_like(first))
+                hidden = block(hidden, hidden if self.kind == "block" else extra)
+            if self.kind == "twice":
+                hidden = block(hidden)
+        return self.head(hidden + first if self.kind == "head" else hidden)
+
+
+class Two(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.dense = nn.Linear(4, 4)
+
+    def forward(self, hidden: Tensor, extra: Any = None) -> Tensor:
+        if isinstance(extra, dict):
+            extra = extra["of"][0]
+        return torch.tanh(self.dense(hidden)) * (1.0 if extra is None else extra.mean())
+
+
+CHAIN = ParallelPlan(blocks=("blocks.*",), stem=("stem",), head=("head",))
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        ("stem", r"'blocks\.2' is given something else that is computed from 'stem'"),
+        ("view", r"'blocks\.2' is given something else that is computed from 'stem'"),
+        ("derived", r"'blocks\.2' is given something else that is computed from 'stem'"),
+        ("block", r"'blocks\.2' is given something else that is computed from 'blocks\.1'"),
+        ("around", r"after 'blocks\.2', 'add' uses something else that is computed from 'stem'"),
+        ("head", r"after 'blocks\.3', 'add' uses something else that is computed from 'stem'"),
+        ("twice", r"calls 'blocks\.0' where 'blocks\.1' is next"),
+        ("skip", r"calls 'blocks\.3' where 'blocks\.2' is next"),
+    ],
+)
+def test_what_else_passes_between_stages_is_found_and_named(kind: str, message: str) -> None:
+    x = torch.randn(3, 4)
+    with pytest.raises(DloError, match=message):
+        run_stages(Chain(kind), CHAIN, [2, 2], lambda model: model(x))
+
+
+def test_what_only_looks_at_a_shape_passes() -> None:
+    model, x = Chain(), torch.randn(3, 4)
+    assert torch.equal(run_stages(model, CHAIN, [2, 2], lambda model: model(x)), model(x))
+    # A skip connection around each block is right where one stage holds all of them.
+    around = Chain("around")
+    assert torch.equal(run_stages(around, CHAIN, [4], lambda model: model(x)), around(x))
+
+
+def test_a_forward_that_ends_early_is_named() -> None:
+    with pytest.raises(DloError, match=r"it ended without 'blocks\.0'"):
+        run_stages(Chain(), CHAIN, [2, 2], lambda model: model.stem(torch.randn(3, 4)))
+
+
+def test_the_model_is_as_it_was_after_a_forward_and_after_an_error() -> None:
+    x = torch.randn(3, 4)
+    for kind in ("", "head"):
+        model = Chain(kind)
+        before = dict(model.named_modules())
+        stages = Stages(model, CHAIN, [2, 2])
+        first = Passage(model, stages, 0, CPU, None, Shapes(), True, None)
+        hidden = first.run(lambda model=model: model(x))
+        second = Passage(model, stages, 1, CPU, hidden, first.known, False, LeakCheck())
+        if kind:
+            with pytest.raises(DloError):
+                second.run(lambda model=model: model(x))
+        else:
+            second.run(lambda model=model: model(x))
+        assert dict(model.named_modules()) == before
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((4, "1F1B", 8, None, [1, 2]), r"a number of blocks for each of the 4 stages.*given \[1, 2\]; \[1, 1, 2, 2\]"),
+        ((2, "1F1B", 8, None, [2, 2]), r"6 blocks and all of them together, given \[2, 2\] \(4 blocks\); \[3, 3\]"),
+        ((2, "1F1B", 8, None, [6, 0]), r"at least one of the model's 6 blocks"),
+        ((2, "1F1B", 8, None, "even"), r"given 'even'"),
+        ((8, "1F1B", 8), r"8 ranks with 1 stage each need 8, the model has 6; set pp=6 or less"),
+        ((4, "ZBV", 8), r"4 ranks with 2 stages each need 8, the model has 6; set pp=3 or less"),
+        ((2, "Interleaved1F1B", 7, 3), r"set 6 or 8"),
+    ],
+)  # fmt: skip
+def test_what_does_not_fit_is_refused_with_a_fix(arguments: tuple[Any, ...], message: str) -> None:
+    case = plain(1)
+    with pytest.raises(DloError, match=message):
+        check(case.model, case.plan, *arguments)
+
+
+def test_what_fits_is_told() -> None:
+    case: Case = plain(1)
+    assert check(case.model, case.plan, 2, "1F1B", 8, None, [4, 2]).first == [0, 4, 6]
+    assert check(case.model, case.plan, 3, "ZBV", 8).count == 6
+
+
+def test_layouts_keep_the_order_in_memory() -> None:
+    picture = torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last)
+    gaps = torch.randn(4, 6)[:, ::2]
+    for tensor in (picture, picture.permute(2, 0, 1, 3), gaps, torch.randn(3, 1, 4).expand(3, 2, 4), torch.randn(())):
+        layout = Layout.of(tensor)
+        flat = layout.flat(tensor)
+        assert flat.is_contiguous()
+        assert flat.shape == (tensor.numel(),)
+        room = layout.room(CPU)
+        room.copy_(flat)
+        assert torch.equal(layout.shaped(room), tensor)
+        assert torch.equal(layout.shaped(layout.flat(tensor.contiguous())), tensor)  # A gradient may lie otherwise.
+    assert layout.of(picture).stride == picture.stride()

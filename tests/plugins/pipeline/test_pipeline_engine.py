@@ -1,0 +1,253 @@
+"""What the engine keeps, calls and records while it runs."""
+
+import copy
+import gc
+import itertools
+import weakref
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from dlo_framework.errors import DloError
+from dlo_framework.testing import RankFailed, run_distributed
+from dlo_plugins.pipeline.actions import Action, Kind
+from dlo_plugins.pipeline.engine import Pipeline
+from dlo_plugins.pipeline.picture import as_run, ideal
+from dlo_plugins.pipeline.schedules import FAMILIES, make_schedule
+from dlo_plugins.pipeline.simulate import most_in_flight
+from dlo_plugins.pipeline.spans import Measured
+from support.pipeline_nets import plain
+
+NUMBER = 8
+
+
+class Watched(torch.autograd.Function):
+    """Saves a tensor for backward whose life is watched."""
+
+    alive: ClassVar[weakref.WeakSet[Tensor]] = weakref.WeakSet()
+    most: ClassVar[int] = 0
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:  # type: ignore[override]
+        ctx.kept = torch.zeros(1)
+        Watched.alive.add(ctx.kept)
+        Watched.most = max(Watched.most, len(Watched.alive))
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+        return gradient
+
+
+class Watching(nn.Module):
+    def __init__(self, block: nn.Module) -> None:
+        super().__init__()
+        self.block = block
+
+    def forward(self, hidden: Tensor, **kwargs: Any) -> Any:
+        return self.block(Watched.apply(hidden), **kwargs)
+
+
+def _memory(rank: int, world_size: int) -> dict[str, tuple[int, int]]:
+    found = {}
+    for schedule in FAMILIES:
+        case = plain(NUMBER)
+        pipeline = Pipeline(case.model, case.plan, dist.group.WORLD, schedule=schedule)
+        # The first block of each stage tells how many micro-batches of it are kept.
+        for stage in pipeline.own_stages:
+            name = pipeline.stages.blocks_of(stage)[0]
+            case.model.layers[int(name.split(".")[1])] = Watching(case.model.get_submodule(name))  # type: ignore[index]
+        case.step(pipeline)
+        gc.collect()
+        assert not Watched.alive, schedule
+        Watched.most = 0
+        case.step(pipeline)
+        order = make_schedule(schedule, world_size, NUMBER).orders[rank]
+        # Backward frees what the weight gradients do not need: of that an input gradient is the end.
+        ends = [action for action in order if action.kind is not Kind.WEIGHT]
+        whole = [Action(Kind.BACKWARD, *action[1:]) if action.kind is Kind.INPUT else action for action in ends]
+        found[schedule] = Watched.most, most_in_flight(whole)
+    return found
+
+
+def test_activations_live_as_long_as_the_schedule_says() -> None:
+    ranks = run_distributed(_memory, 2, timeout=120)
+    for found in ranks:
+        for schedule, (most, expected) in found.items():
+            assert most == expected, schedule
+    assert [found["GPipe"][0] for found in ranks] == [NUMBER, NUMBER]
+    assert [found["1F1B"][0] for found in ranks] == [2, 1]
+
+
+def _sent(rank: int, world_size: int) -> dict[str, int]:
+    found = {}
+    for schedule in FAMILIES:
+        case = plain(12)
+        pipeline = Pipeline(case.model, case.plan, dist.group.WORLD, schedule=schedule)
+        for _ in range(2):  # The first has headers too.
+            case.step(pipeline)
+        found[schedule] = pipeline._exchange.most_under_way
+    return found
+
+
+def test_what_has_arrived_is_let_go_of() -> None:
+    for rank, found in enumerate(run_distributed(_sent, 2, timeout=120)):
+        assert found.pop("GPipe") == 12
+        assert max(found.values()) <= 6, rank
+        assert found["1F1B"] <= 2
+
+
+def _callbacks(rank: int, world_size: int) -> None:
+    for schedule in FAMILIES:
+        case = plain(NUMBER)
+        pipeline = Pipeline(case.model, case.plan, dist.group.WORLD, schedule=schedule)
+        calls: list[tuple[str, int, bool]] = []
+        complete: dict[int, dict[str, Tensor]] = {}
+
+        def grads(stage: int, case: Any = case, pipeline: Any = pipeline) -> dict[str, Tensor]:
+            named = case.model.named_parameters()
+            return {
+                n: p.grad.clone() for n, p in named if pipeline.stages.stages_of(n) == (stage,) and p.grad is not None
+            }
+
+        def before(stage: int, number: int, last: bool, calls: Any = calls) -> None:
+            calls.append(("before", stage, last))
+
+        def ready(stage: int, calls: Any = calls, complete: Any = complete, grads: Any = grads) -> None:
+            calls.append(("ready", stage, True))
+            complete[stage] = grads(stage)
+
+        pipeline.before_backward, pipeline.gradients_ready = before, ready
+        case.step(pipeline)
+        for stage in pipeline.own_stages:
+            own = [call for call in calls if call[1] == stage]
+            assert [name for name, _, _ in own].count("before") == NUMBER
+            assert own[-1] == ("ready", stage, True)
+            last = [whole for name, _, whole in own if name == "before"]
+            order = make_schedule(schedule, world_size, NUMBER).orders[rank]
+            split = [a for a in order if a.stage == stage][-1].kind is Kind.WEIGHT
+            assert last == [False] * (NUMBER - 1) + [not split]
+            assert complete[stage]
+            for name, gradient in grads(stage).items():
+                assert torch.equal(gradient, complete[stage][name]), name
+
+
+def test_gradients_are_complete_when_it_says_so() -> None:
+    run_distributed(_callbacks, 2, timeout=120)
+
+
+def _recorded(rank: int, world_size: int, folder: Path) -> None:
+    for schedule in FAMILIES:
+        case = plain(NUMBER)
+        pipeline = Pipeline(case.model, case.plan, dist.group.WORLD, schedule=schedule)
+        case.step(pipeline)
+        assert pipeline.timeline().rows == [[], []]  # Nothing is recorded unless asked for.
+        pipeline.record = True
+        case.step(pipeline)
+        timeline = pipeline.timeline()
+        known = make_schedule(schedule, world_size, NUMBER)
+        assert [tuple(item.action for item in row) for row in timeline.rows] == list(known.orders)
+        for row in timeline.rows:
+            assert all(one.end <= other.start for one, other in itertools.pairwise(row))
+            assert all(0 < item.start < item.end for item in row)
+        costs = Measured.of_step(timeline)
+        assert costs.mean(Kind.FORWARD) * known.placement.stages * NUMBER == pytest.approx(
+            sum(t.end - t.start for row in timeline.rows for t in row if t.action.kind is Kind.FORWARD)
+        )
+        theory = ideal(timeline, known)
+        assert theory.busy == pytest.approx(timeline.busy)
+        assert timeline.makespan >= theory.makespan > max(theory.busy)
+        if rank == 0:
+            as_run(timeline, known).savefig(folder / f"{schedule}.png")
+            assert (folder / f"{schedule}.png").stat().st_size > 5000
+
+
+def test_what_ran_when_is_recorded_and_drawn(tmp_path: Path) -> None:
+    run_distributed(_recorded, 2, tmp_path, timeout=120)
+
+
+class Growing(nn.Module):
+    """Its hidden state's shape depends on values: what a pipeline cannot know before it comes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = x[: int(x[0, 0])]
+        for block in self.blocks:
+            hidden = block(hidden)
+        return hidden
+
+
+def _growing(rank: int, world_size: int) -> None:
+    from dlo_framework.plan import ParallelPlan
+
+    model = Growing()
+    pipeline = Pipeline(model, ParallelPlan(blocks=("blocks.*",)), dist.group.WORLD)
+    batches = [torch.full((4, 4), rows) for rows in (2.0, 3.0)]
+    pipeline.train_step(batches, model, lambda outputs, _: outputs.sum())
+
+
+def test_a_hidden_state_of_another_shape_is_refused() -> None:
+    with pytest.raises(RankFailed, match=r"that for stage 1 was \[2, 4\] in torch.float32 and is \[3, 4\]") as failed:
+        run_distributed(_growing, 2, timeout=60)
+    assert failed.value.user_error is not None
+
+
+def _error_of_a_forward(rank: int, world_size: int) -> None:
+    case = plain(3)
+    pipeline = Pipeline(case.model, case.plan, dist.group.WORLD, schedule="Interleaved1F1B")
+    with pytest.raises(DloError, match=r"given micro_batches=3; set 2 or 4"):
+        case.step(pipeline)
+
+
+def test_so_many_micro_batches_as_the_schedule_cannot_run_are_refused() -> None:
+    run_distributed(_error_of_a_forward, 2, timeout=60)
+
+
+def _many_ranks(rank: int, world_size: int) -> None:
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    for pretended in (0, 21, 31):
+        dist.init_process_group("fake", store=FakeStore(), rank=pretended, world_size=32)
+        for schedule in ("1F1B", "ZBV"):
+            with torch.device("meta"):
+                case = plain(4, depth=64)
+            group = dist.group.WORLD
+            pipeline = Pipeline(case.model, case.plan, group, schedule=schedule, device="meta")
+            pipeline.rehearse(case.micro_batches, lambda batch, case=case: case.forward(case.model, batch))  # type: ignore[misc]
+            case.step(pipeline)
+            for name, parameter in case.model.named_parameters():
+                assert (parameter.grad is not None) == pipeline.holds(name), name
+        dist.destroy_process_group()
+
+
+@pytest.mark.slow
+def test_a_rank_of_many_is_simulated_without_memory_and_without_the_others() -> None:
+    run_distributed(_many_ranks, 1, backend=None, timeout=120)
+
+
+def _compiled(rank: int, world_size: int) -> int:
+    from torch._dynamo.testing import CompileCounter
+
+    case, counter = plain(4), CompileCounter()
+    alone = copy.deepcopy(case.model)
+    pipeline = Pipeline(case.model, case.plan, dist.group.WORLD, schedule="ZBV")
+    for stage in pipeline.own_stages:
+        for name in pipeline.stages.blocks_of(stage):
+            case.model.get_submodule(name).compile(backend=counter)
+    assert case.step(pipeline).item() == pytest.approx(case.alone(alone, [0.25] * 4))
+    for (name, one), other in zip(case.model.named_parameters(), alone.parameters(), strict=True):
+        if pipeline.holds(name):
+            torch.testing.assert_close(one.grad, other.grad, rtol=1e-5, atol=1e-6)
+    return counter.frame_count
+
+
+@pytest.mark.slow
+def test_compiled_blocks_run_compiled() -> None:
+    assert run_distributed(_compiled, 2, timeout=120) == [1, 1]

@@ -1,0 +1,247 @@
+"""Losses and gradients of all schedules on 2 and 4 ranks against one process's."""
+
+import copy
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from dlo_framework.testing import run_distributed
+from dlo_plugins.pipeline.engine import Pipeline
+from dlo_plugins.pipeline.schedules import FAMILIES
+from support.pipeline_nets import CASES, Case, language, plain, vit
+
+
+def check_step(
+    case: Case, pipeline: Pipeline, alone: nn.Module, weights: list[float], label: str, **options: Any
+) -> None:
+    """Compares a step with one process's: loss, gradients, and what is not held."""
+    expected_loss = torch.tensor(case.alone(alone, weights, float(options.get("seed", 1.0))), dtype=torch.float64)
+    loss = case.step(pipeline, weights, **options)
+    torch.testing.assert_close(loss, expected_loss, rtol=1e-6, atol=0, msg=lambda text: f"{label}: loss: {text}")
+    largest = max(parameter.grad.abs().max() for parameter in alone.parameters() if parameter.grad is not None)
+    for (name, found), expected in zip(case.model.named_parameters(), alone.parameters(), strict=True):
+        if not pipeline.holds(name):
+            assert found.is_meta
+            assert found.grad is None
+            continue
+        assert found.grad is not None, f"{label}: {name}"
+        assert expected.grad is not None
+        tight = 1e-11 if found.dtype == torch.float64 else 1e-6
+        # Of a bias before a batch norm there is nothing but rounding.
+        difference = (found.grad - expected.grad).abs().max() / (expected.grad.abs().max() + 1e-3 * largest)
+        assert difference <= tight, f"{label}: {name}: {difference}"
+
+
+def _models(rank: int, world_size: int, names: list[str], schedules: list[str]) -> None:
+    number = 2 * world_size
+    weights = [float(n + 1) / 10 for n in range(number)]
+    for name in names:
+        for schedule in schedules:
+            torch.manual_seed(5)
+            case = CASES[name](number)
+            alone = copy.deepcopy(case.model)
+            pipeline = Pipeline(case.model, case.plan, dist.group.WORLD, schedule=schedule)
+            check_step(case, pipeline, alone, weights, f"{name}, {schedule}")
+
+
+#: Trained under every schedule; the others under one of each kind.
+THOROUGH = ("plain", "vit", "llama, tied")
+
+
+@pytest.mark.parametrize(
+    "name", [name if name in THOROUGH else pytest.param(name, marks=pytest.mark.slow) for name in CASES]
+)
+def test_each_model_trains_as_in_one_process(name: str) -> None:
+    run_distributed(_models, 2, [name], list(FAMILIES) if name in THOROUGH else ["1F1B", "ZBV"], timeout=120)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name in CASES if name not in THOROUGH])
+def test_each_model_trains_under_every_schedule(name: str) -> None:
+    run_distributed(_models, 2, [name], list(FAMILIES), timeout=120)
+
+
+@pytest.mark.slow
+def test_on_four_ranks() -> None:
+    one_stage = [name for name, family in FAMILIES.items() if family.stages_per_rank == 1]
+    run_distributed(_models, 4, ["vit", "llama, tied"], one_stage, timeout=120)
+
+
+def _deep(rank: int, world_size: int) -> None:
+    for schedule in ("Interleaved1F1B", "ZBV", "DualPipeV"):
+        for number in (8, 12):
+            torch.manual_seed(6)
+            case = plain(number, depth=13)
+            alone = copy.deepcopy(case.model)
+            pipeline = Pipeline(case.model, case.plan, dist.group.WORLD, schedule=schedule)
+            for step in range(2):  # The second finds all shapes known; gradients add up.
+                check_step(case, pipeline, alone, [1 / number] * number, f"{schedule}, {number}, step {step}")
+
+
+@pytest.mark.slow
+def test_two_stages_a_rank_on_four_ranks() -> None:
+    run_distributed(_deep, 4, timeout=120)
+
+
+def _options(rank: int, world_size: int) -> None:
+    for schedule in ("GPipe", "1F1B", "ZBH1", "ZBV"):
+        torch.manual_seed(7)
+        case = plain(5, depth=7)
+        # Micro-batches of other shapes, among them one sample: what a partial last batch makes.
+        case.micro_batches[1] = {name: value[:3] for name, value in case.micro_batches[1].items()}
+        case.micro_batches[4] = {name: value[:1] for name, value in case.micro_batches[4].items()}
+        alone = copy.deepcopy(case.model)
+        split = [1, 2, 3, 1] if schedule == "ZBV" else [6, 1]
+        pipeline = Pipeline(case.model, case.plan, dist.group.WORLD, schedule=schedule, split=split)
+        assert [len(pipeline.stages.blocks_of(stage)) for stage in range(len(split))] == split
+        check_step(case, pipeline, alone, [0.1, 0.4, 0.2, 0.2, 0.1], schedule, seed=1024.0)
+        # Fewer micro-batches than ranks; then again many.
+        whole = case.micro_batches
+        pipeline.most_shapes = 2  # Fewer than there are.
+        for case.micro_batches in (whole[:1], whole):
+            number = len(case.micro_batches)
+            check_step(case, pipeline, alone, [1 / number] * number, f"{schedule}, {number}", seed=1024.0)
+
+
+def test_uneven_stages_weights_shapes_and_a_seed() -> None:
+    run_distributed(_options, 2, timeout=120)
+
+
+def _evaluate(rank: int, world_size: int) -> None:
+    for schedule in ("1F1B", "Interleaved1F1B", "ZBV"):
+        torch.manual_seed(8)
+        case = vit(5, drop_rate=0.5)
+        x, y = case.micro_batches[4]
+        case.micro_batches[4] = x[:1], y[:1]
+        alone = copy.deepcopy(case.model).eval()
+        case.model.eval()
+        pipeline = Pipeline(case.model, case.plan, dist.group.WORLD, schedule=schedule)
+        for mode in (torch.no_grad, torch.inference_mode, torch.enable_grad):
+            with mode():
+                outputs = pipeline.evaluate(case.micro_batches, partial(case.forward, case.model))
+            assert (outputs is not None) == pipeline.is_last
+            for found, batch in zip(outputs or [], case.micro_batches, strict=False):
+                assert not found.requires_grad
+                torch.testing.assert_close(found, alone(batch[0]))
+        # Between them, training goes on as if nothing had been.
+        if schedule == "1F1B":
+            check_step(case, pipeline, alone, [0.2] * 5, schedule)
+
+
+def test_evaluation_with_a_partial_last_batch() -> None:
+    run_distributed(_evaluate, 2, timeout=120)
+
+
+class Recomputed(nn.Module):
+    def __init__(self, block: nn.Module) -> None:
+        super().__init__()
+        self.block = block
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return checkpoint(self.block, *args, use_reentrant=False, **kwargs)
+
+
+def _recomputed_and_autocast(rank: int, world_size: int) -> None:
+    for make in (plain, vit, lambda n: language("llama", n, packed=True), lambda n: language("gpt2", n)):
+        for schedule in ("1F1B", "ZBH1", "ZBV"):
+            torch.manual_seed(9)
+            case = make(4)
+            alone = copy.deepcopy(case.model)
+            pipeline = Pipeline(case.model, case.plan, dist.group.WORLD, schedule=schedule)
+            for model in (case.model, alone):
+                for name in pipeline.stages.blocks:
+                    parent, _, leaf = name.rpartition(".")
+                    holder = model.get_submodule(parent)
+                    setattr(holder, leaf, Recomputed(getattr(holder, leaf)))
+            weights = [0.1, 0.2, 0.3, 0.4]
+            expected = 0.0
+            for weight, batch in zip(weights, case.micro_batches, strict=True):
+                with torch.autocast("cpu", torch.bfloat16):
+                    loss = case.loss(alone, case.forward(alone, batch), batch) * weight
+                loss.backward()
+                expected += loss.item()
+            with torch.autocast("cpu", torch.bfloat16):
+                found = case.step(pipeline, weights)
+            assert abs(found - expected) < 1e-6 * expected
+            for (name, one), other in zip(case.model.named_parameters(), alone.parameters(), strict=True):
+                if not one.is_meta:
+                    assert one.grad is not None, name
+                    assert other.grad is not None
+                    difference = (one.grad - other.grad).abs().max() / other.grad.abs().max()
+                    assert difference < 1e-5, f"{schedule}, {name}: {difference}"
+
+
+@pytest.mark.slow
+def test_recomputation_and_autocast() -> None:
+    run_distributed(_recomputed_and_autocast, 2, timeout=120)
+
+
+def _frozen(rank: int, world_size: int) -> None:
+    for schedule in ("1F1B", "ZBH1"):
+        torch.manual_seed(10)
+        case = plain(4)
+        for name, parameter in case.model.named_parameters():
+            parameter.requires_grad_(name.startswith(("layers.4", "out")))
+        alone = copy.deepcopy(case.model)
+        pipeline = Pipeline(case.model, case.plan, dist.group.WORLD, schedule=schedule)
+        for trained in ("layers.4", "layers.1"):  # No gradient passes between stages; then one does.
+            for model in (case.model, alone):
+                for name, parameter in model.named_parameters():
+                    parameter.requires_grad_(parameter.requires_grad or name.startswith(trained))
+            case.alone(alone, [0.25] * 4)
+            case.step(pipeline)
+            for (name, one), other in zip(case.model.named_parameters(), alone.parameters(), strict=True):
+                if pipeline.holds(name):
+                    assert (one.grad is None) == (other.grad is None), name
+                    if one.grad is not None:
+                        torch.testing.assert_close(one.grad, other.grad, rtol=1e-6, atol=1e-7)
+
+
+def test_frozen_parameters_and_thawing_them() -> None:
+    run_distributed(_frozen, 2, timeout=120)
+
+
+def _shared_by_three(rank: int, world_size: int) -> None:
+    torch.manual_seed(12)
+    case = plain(3)
+    layers: Any = case.model.layers
+    names = [f"layers.{n}.up.weight" for n in (1, 3, 5)]
+    layers[3].up.weight = layers[5].up.weight = layers[1].up.weight
+    alone = copy.deepcopy(case.model)
+    pipeline = Pipeline(case.model, case.plan, dist.group.WORLD, split=[2, 2, 2])
+    assert all(pipeline.holds(name) and pipeline.holds.first(name) is (rank == 0) for name in names)
+    check_step(case, pipeline, alone, [0.2, 0.3, 0.5], "shared by three")
+
+
+def test_a_weight_that_three_ranks_share_gets_the_sum() -> None:
+    run_distributed(_shared_by_three, 3, timeout=120)
+
+
+def _tied(rank: int, world_size: int) -> None:
+    torch.manual_seed(11 + rank)  # Unequal copies, which the first rank's values replace.
+    case = language("llama", 4, tie_word_embeddings=True)
+    batches = [case.micro_batches]
+    dist.broadcast_object_list(batches, 0)
+    case.micro_batches = batches[0]
+    pipeline = Pipeline(case.model, case.plan, dist.group.WORLD)
+    names = ("model.embed_tokens.weight", "lm_head.weight")
+    assert all(pipeline.holds(name) and pipeline.holds.first(name) is (rank == 0) for name in names)
+    pipeline.tied.copy_values()
+    optimizer = torch.optim.AdamW([p for p in case.model.parameters() if not p.is_meta], lr=0.05)
+    for _ in range(3):
+        for last in (False, True):  # An accumulation over two steps of the pipeline.
+            case.step(pipeline, sum_tied=last)
+        optimizer.step()
+        optimizer.zero_grad()
+    copies: list[Any] = [None] * world_size
+    dist.all_gather_object(copies, case.model.get_parameter(names[0]).detach())
+    assert torch.equal(copies[0], copies[1])
+
+
+def test_copies_of_tied_weights_stay_equal() -> None:
+    run_distributed(_tied, 2, timeout=120)

@@ -1,0 +1,170 @@
+"""Schedules as data: complete, in order, without deadlock, as fast and as sparing as their papers say."""
+
+from collections import Counter
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dlo_framework.errors import DloError
+from dlo_plugins.pipeline.actions import Action, Kind, Placement
+from dlo_plugins.pipeline.schedules import (
+    FAMILIES,
+    Schedule,
+    forward_only,
+    make_schedule,
+    placement,
+    splits_backward,
+)
+from dlo_plugins.pipeline.simulate import Costs, Deadlock, most_in_flight, simulate, theoretical_bubble, waits_for
+
+F, B, I, W = Kind.FORWARD, Kind.BACKWARD, Kind.INPUT, Kind.WEIGHT  # noqa: E741
+
+
+@st.composite
+def schedules(draw: st.DrawFn) -> Schedule:
+    name = draw(st.sampled_from(list(FAMILIES)))
+    ranks = draw(st.integers(1, 6))
+    chunks = draw(st.integers(2, 4)) if name == "Interleaved1F1B" else None
+    number = draw(st.integers(1, 20))
+    if name == "Interleaved1F1B":
+        number = ranks * draw(st.integers(1, 4))
+    if name == "DualPipeV":
+        number += 2 * ranks
+    return make_schedule(name, ranks, number, chunks)
+
+
+costs_of_stages = st.lists(st.tuples(*[st.floats(0.1, 3)] * 3), min_size=24, max_size=24)
+
+
+@settings(deadline=None, max_examples=150)
+@given(schedules(), costs_of_stages, st.floats(0, 2))
+def test_every_action_runs_once_after_what_it_waits_for(
+    schedule: Schedule, costs: list[tuple[float, float, float]], transfer: float
+) -> None:
+    stages = schedule.placement.stages
+    forward, input, weight = zip(*costs[:stages], strict=True)
+    timeline = simulate(schedule, Costs(forward, input, weight, transfer))
+    ends: dict[tuple[Kind, int, int], float] = {}
+    for rank, row in enumerate(timeline.rows):
+        at = 0.0
+        for item in row:
+            assert schedule.placement.rank_of(item.action.stage) == rank
+            assert item.action not in ends
+            assert item.start >= at
+            ends[item.action] = at = item.end
+    for stage in range(stages):
+        for number in range(schedule.micro_batches):
+            assert Action(F, stage, number) in ends
+            whole, split = Action(B, stage, number) in ends, Action(I, stage, number) in ends
+            assert whole is not split
+            assert (Action(W, stage, number) in ends) is split
+    for row in timeline.rows:
+        for item in row:
+            for backward, stage in waits_for(item.action, stages):
+                number = item.action.micro_batch
+                kinds = (B, I) if backward else (F,)
+                before = next(ends[Action(k, stage, number)] for k in kinds if Action(k, stage, number) in ends)
+                apart = schedule.placement.rank_of(stage) != schedule.placement.rank_of(item.action.stage)
+                assert item.start >= before + transfer * apart - 1e-9
+    assert schedule.splits_backward <= splits_backward(schedule.name)
+
+
+@settings(deadline=None)
+@given(schedules())
+def test_each_kind_runs_micro_batches_in_order(schedule: Schedule) -> None:
+    for order in schedule.orders:
+        for kind in (F, (B, I), W):
+            for stage in {action.stage for action in order}:
+                numbers = [a.micro_batch for a in order if a.kind in kind and a.stage == stage]
+                assert numbers == sorted(numbers)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_equal_stages_wait_as_long_as_the_formula_says(name: str, ranks: int) -> None:
+    chunks = placement(name, ranks).stages_per_rank
+    for number in (2 * ranks, 4 * ranks):
+        for whole in ((1.0, 1.0, 1.0), (1.0, 1.5, 0.5), (2.0, 2.0, 1.0)):
+            if chunks == 2 and splits_backward(name) and len(set(whole)) > 1:
+                continue
+            part = [cost / chunks for cost in whole]
+            timeline = simulate(make_schedule(name, ranks, number), Costs.equal(ranks * chunks, *part))
+            expected = number * sum(whole) + theoretical_bubble(name, ranks, number, whole, chunks)
+            assert timeline.makespan == pytest.approx(expected), whole
+            assert timeline.bubble == pytest.approx(1 - number * sum(whole) / expected)
+    if name in ("GPipe", "1F1B"):
+        assert timeline.bubble == pytest.approx((ranks - 1) / (number + ranks - 1))
+
+
+@settings(deadline=None)
+@given(schedules())
+def test_activations_in_flight_are_bounded(schedule: Schedule) -> None:
+    ranks, number, chunks = schedule.placement.ranks, schedule.micro_batches, schedule.placement.stages_per_rank
+    for rank, order in enumerate(schedule.orders):
+        bound = {
+            "GPipe": number,
+            "1F1B": ranks - rank,
+            "Interleaved1F1B": 2 * (ranks - rank - 1) + (chunks - 1) * ranks + 1,
+            "ZBH1": ranks,
+            "ZBV": 2 * ranks,
+            "DualPipeV": 2 * ranks + 1,
+        }[schedule.name]
+        assert most_in_flight(order) <= bound
+        assert bool(order)
+        assert sum(+1 if a.kind is F else -1 if a.kind in (B, W) else 0 for a in order) == 0
+
+
+def test_torch_has_the_same_orders() -> None:
+    """ZBV, DualPipeV and Interleaved1F1B against torch.distributed.pipelining, an implementation of their own."""
+    from torch.distributed.pipelining import schedules as theirs
+
+    for ranks in (2, 4):
+        for number in (2 * ranks, 4 * ranks):
+            for name, known in (("ZBV", "ZBVZeroBubble"), ("DualPipeV", "DualPipeV")):
+                made = object.__new__(theirs.get_schedule_class(known))
+                made.pp_group_size, made.num_stages, made._n_microbatches = ranks, 2 * ranks, number
+                for rank, order in enumerate(make_schedule(name, ranks, number).orders):
+                    found = [a for a in made._calculate_single_rank_operations(rank) if a is not None]
+                    flat = [s for a in found for s in (a.sub_actions or (a,))]
+                    assert [(str(a.kind), a.stage, a.micro_batch) for a in order] == [
+                        (s.computation_type.value, s.stage_index, s.microbatch_index) for s in flat
+                    ]
+
+
+@given(st.integers(1, 6), st.integers(1, 3), st.integers(0, 17))
+def test_evaluation_runs_any_number(ranks: int, chunks: int, number: int) -> None:
+    for where in (Placement(ranks, chunks), Placement(ranks, 2, "v")):
+        schedule = forward_only(where, number)
+        simulate(schedule, Costs.equal(where.stages))
+        counted = Counter((a.stage, a.micro_batch) for order in schedule.orders for a in order)
+        assert counted == {(stage, n): 1 for stage in range(where.stages) for n in range(number)}
+
+
+def test_a_deadlock_is_found() -> None:
+    orders = ((Action(B, 0, 0), Action(F, 0, 0)), (Action(F, 1, 0), Action(B, 1, 0)))
+    with pytest.raises(Deadlock, match=r"rank 0 at B0\.0, rank 1 at F1\.0 wait for one another"):
+        simulate(Schedule("wrong", Placement(2), 1, orders), Costs.equal(2))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("1F2B", 2, 4), r"unknown schedule '1F2B', did you mean '1F1B'|unknown schedule '1F2B'"),
+        (("1F1B", 2, 0), r"at least one micro-batch, given micro_batches=0; set 4"),
+        (("Interleaved1F1B", 4, 6), r"groups of as many as there are pipeline ranks \(4\).*=6; set 4 or 8"),
+        (("Interleaved1F1B", 4, 3), r"=3; set 4, or"),
+        (("Interleaved1F1B", 4, 8, 1), r"2 or more stages a rank, given 1"),
+        (("DualPipeV", 4, 6), r"at least as many micro-batches, given micro_batches=6; set 8"),
+        (("ZBV", 4, 6, 3), r"ZBV has 2 stages a rank, given 3"),
+        (("GPipe", 4, 6, 2), r"GPipe has 1 stage a rank, given 2"),
+    ],
+)
+def test_what_cannot_be_is_refused(arguments: tuple[object, ...], message: str) -> None:
+    with pytest.raises(DloError, match=message):
+        make_schedule(*arguments)  # type: ignore[arg-type]
+
+
+def test_names_in_any_case() -> None:
+    assert make_schedule("gpipe", 2, 2).name == "GPipe"
+    assert make_schedule("zb-v", 2, 2).name == "ZBV"

@@ -1,0 +1,395 @@
+"""What passes between ranks, dropout, recomputation, bfloat16, copies, and models that are no one's but the user's."""
+
+import copy
+import functools
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.utils.checkpoint import checkpoint
+
+from dlo_framework.distributed.cuts import layout_of
+from dlo_framework.errors import DloError
+from dlo_framework.plan import ParallelPlan
+from dlo_framework.testing import run_distributed
+from dlo_plugins.appliers.tensor_parallel import TensorParallel
+from dlo_tasks.llm.models import hidden_states
+from support.tensor_models import (
+    VIT,
+    assert_close,
+    cut,
+    image_loss,
+    image_model,
+    language_model,
+    plan_of,
+    sum_partial,
+    text_loss,
+    tokens,
+    whole_gradients,
+)
+
+
+def same_on_all(value: Tensor) -> bool:
+    """Whether all ranks have a tensor's value."""
+    highest, lowest = value.detach().clone(), value.detach().clone()
+    dist.all_reduce(highest, dist.ReduceOp.MAX)
+    dist.all_reduce(lowest, dist.ReduceOp.MIN)
+    return torch.equal(highest, lowest)
+
+
+# --- what passes ---------------------------------------------------------------------------------------------------
+
+
+def _volume(rank: int, world_size: int) -> None:
+    rows, length, layers = 2, 8, 2
+    activations = rows * length * 32
+    for sequence_parallel in (False, True):
+        model = language_model("llama", num_hidden_layers=layers)
+        applier = cut(model, sequence_parallel)
+        assert applier.communicator is not None
+        ids, _ = tokens(length, rows)
+        embedded = model.get_input_embeddings()(ids).detach().requires_grad_()
+        with applier.communicator.counted() as forward:
+            hidden = model.model(inputs_embeds=embedded, use_cache=False)[0]
+        with applier.communicator.counted() as backward:
+            hidden.sum().backward()
+        if not sequence_parallel:  # f and g: attention and MLP each once, either way.
+            assert forward == backward == {"all_reduce": 2 * layers * activations}
+            continue
+        # An all-reduce is a reduce-scatter and an all-gather; one gather more, each way, around all blocks.
+        assert forward == {
+            "all_gather": (2 * layers + 1) * activations,
+            "reduce_scatter": 2 * layers * activations,
+        }
+        assert backward == forward
+
+
+def test_what_passes_is_megatrons_formula() -> None:
+    run_distributed(_volume, 2)
+
+
+def _stages(rank: int, world_size: int) -> None:
+    """What one stage of a pipeline sends the next is whole."""
+    model = image_model("vit_tiny_patch16_224", **VIT)
+    alone = image_loss(model).detach()
+    applier = TensorParallel(sequence_parallel=True)
+    lengths: dict[str, int] = {}
+    for name in ("blocks.0.norm2", "blocks.1", "blocks.1.norm1"):
+        note = functools.partial(_note_length, lengths, name)
+        model.get_submodule(name).register_forward_pre_hook(note)
+    plan = plan_of(model)
+    applier.apply(model, init_device_mesh("cpu", (world_size,), mesh_dim_names=("tp",)), plan)
+    applier.part_stages(model, plan, ["blocks.1"])
+    torch.testing.assert_close(image_loss(model), alone)
+    assert lengths == {"blocks.0.norm2": 9, "blocks.1": 17, "blocks.1.norm1": 9}
+
+
+def _note_length(lengths: dict[str, int], name: str, module: nn.Module, args: tuple[Tensor]) -> None:
+    lengths[name] = args[0].shape[1]
+
+
+def test_the_sequence_is_whole_between_stages() -> None:
+    run_distributed(_stages, 2)
+
+
+def _kept(rank: int, world_size: int) -> tuple[int, int]:
+    """Returns the bytes that forward keeps for backward, without and with sequence parallelism."""
+    found = []
+    for sequence_parallel in (False, True):
+        model = language_model("llama", num_hidden_layers=4)
+        cut(model, sequence_parallel)
+        weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
+        sizes: dict[int, int] = {}
+        pack = functools.partial(_note_size, sizes, weights)
+        ids, _ = tokens(256)
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda kept: kept):
+            hidden_states(model, input_ids=ids)
+        found.append(sum(sizes.values()))
+    return found[0], found[1]
+
+
+def _note_size(sizes: dict[int, int], weights: set[int], kept: Tensor) -> Tensor:
+    storage = kept.untyped_storage()
+    if storage.data_ptr() not in weights:
+        sizes[storage.data_ptr()] = storage.nbytes()
+    return kept
+
+
+def test_sequence_parallelism_keeps_less_for_backward() -> None:
+    activations = 2 * 256 * 32 * 4  # bytes of one tensor between regions
+    for without, split in run_distributed(_kept, 4):
+        # Of each of a layer's two norms: what goes in, and the same normalised; a rank has a quarter of the tokens.
+        assert without - split >= 4 * (2 * 2) * 0.75 * activations
+
+
+# --- dropout -------------------------------------------------------------------------------------------------------
+
+
+class Seen:
+    """Notes what dropout layers let through."""
+
+    def __init__(self, model: nn.Module, name: str) -> None:
+        self.kept: list[Tensor] = []
+        model.get_submodule(name).register_forward_hook(self._note)
+
+    def _note(self, module: nn.Module, args: tuple[Tensor], output: Tensor) -> None:
+        self.kept.append(output.detach() != 0)
+
+
+def dropping(p: float = 0.4) -> nn.Module:
+    model = image_model("vit_tiny_patch16_224", **VIT, drop_path_rate=0.5)
+    for name, part in model.named_modules():
+        if isinstance(part, nn.Dropout) and name.startswith("blocks"):
+            part.p = p
+    return model
+
+
+def _dropout(rank: int, world_size: int) -> None:
+    for sequence_parallel in (False, True):
+        model = dropping()
+        inside, outside = Seen(model, "blocks.0.mlp.drop1"), Seen(model, "blocks.0.mlp.drop2")
+        path = Seen(model, "blocks.1.drop_path1")
+        cut(model, sequence_parallel)
+        losses, states = [], []
+        for _ in range(2):
+            torch.manual_seed(5)
+            losses.append(image_loss(model))
+            states.append(torch.get_rng_state())
+        assert torch.equal(losses[0], losses[1])  # It all follows from the seed.
+        assert same_on_all(losses[0])
+        assert same_on_all(states[0].double())
+        assert not same_on_all(inside.kept[0].double())
+        # Split along the sequence, a rank's tokens are its own; a sample's path is one for all tokens.
+        assert same_on_all(outside.kept[0].double()) == (not sequence_parallel)
+        assert same_on_all(path.kept[0].any(dim=(1, 2)).double())
+        assert 0.5 < float(inside.kept[0].double().mean()) < 0.7
+        image_loss(model)
+        assert not torch.equal(inside.kept[-1], inside.kept[0])
+        model.eval()
+        before = torch.get_rng_state()
+        image_loss(model)
+        assert torch.equal(torch.get_rng_state(), before)
+
+
+def _dropout_recomputed(rank: int, world_size: int) -> None:
+    for sequence_parallel in (False, True):
+        found = []
+        for recompute in (False, True):
+            model: Any = dropping()
+            model.set_grad_checkpointing(recompute)
+            cut(model, sequence_parallel)
+            torch.manual_seed(5)
+            image_loss(model).backward()
+            found.append(whole_gradients(model))
+        assert_close(found[1], found[0], 0.0, f"recomputed, sequence {sequence_parallel}")
+
+
+class Fails(RuntimeError):
+    pass
+
+
+def _after_an_error(rank: int, world_size: int) -> None:
+    model = dropping()
+    cut(model)
+    handle = model.get_submodule("blocks.0.mlp.act").register_forward_hook(_fail)
+    torch.manual_seed(5)
+    with pytest.raises(Fails):
+        image_loss(model)
+    handle.remove()
+    assert same_on_all(torch.get_rng_state().double())
+    assert same_on_all(image_loss(model))
+
+
+def _fail(*_: Any) -> None:
+    raise Fails
+
+
+def _dropouts(rank: int, world_size: int) -> None:
+    _dropout(rank, world_size)
+    _dropout_recomputed(rank, world_size)
+    _after_an_error(rank, world_size)
+
+
+def test_dropout_differs_where_activations_do() -> None:
+    run_distributed(_dropouts, 2)
+
+
+# --- bfloat16 and recomputation ------------------------------------------------------------------------------------
+
+
+def _mixed(rank: int, world_size: int) -> None:
+    for family, sequence_parallel in (("llama", False), ("qwen3", True)):
+        gradients = {}
+        for what in ("alone", "cut", "recomputed"):
+            model = language_model(family)
+            if what == "recomputed":
+                model.gradient_checkpointing_enable({"use_reentrant": False})
+            if what != "alone":
+                cut(model, sequence_parallel)
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                loss = text_loss(model)
+            loss.backward()
+            gradients[what] = whole_gradients(model)
+        assert_close(gradients["cut"], gradients["alone"], 0.05, f"{family} in bfloat16")
+        assert_close(gradients["recomputed"], gradients["cut"], 0.0, f"{family} recomputed")
+
+
+def _lengths_recomputed(rank: int, world_size: int) -> None:
+    """Two micro-batches at once, of lengths that come to parts of the same length: refused rather than confused."""
+    model = language_model("llama")
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    cut(model, sequence_parallel=True)
+    first = text_loss(model, 10)
+    second = text_loss(model, 8)
+    (first + second).backward()
+    first = text_loss(model, 8)
+    second = text_loss(model, 7)
+    with pytest.raises(DloError, match="several whose parts have 4 tokens each; pad them to a multiple of tp"):
+        first.backward()
+
+
+@pytest.mark.slow
+def test_bfloat16_and_recomputation() -> None:
+    run_distributed(_mixed, 2)
+    run_distributed(_lengths_recomputed, 2)
+
+
+# --- copies, frozen parts, whole logits ----------------------------------------------------------------------------
+
+
+def _others(rank: int, world_size: int) -> None:
+    alone, shared = language_model("llama"), language_model("llama")
+    for model in (alone, shared):
+        model.model.layers[0].requires_grad_(False)
+        model.get_input_embeddings().weight.requires_grad_(False)
+    cut(shared)
+    ids, _ = tokens()
+    for model in (alone, shared, copy.deepcopy(shared)):  # A copy works, and is cut in the same way.
+        model(input_ids=ids, labels=ids).loss.backward()  # transformers' own loss, from whole logits
+    wanted = {name: p.grad for name, p in alone.named_parameters() if p.grad is not None}
+    assert_close(whole_gradients(shared), wanted, 1e-5, "frozen")
+    assert "model.layers.0.mlp.up_proj.weight" not in wanted
+    alone.eval()
+    shared.eval()
+    along = language_model("llama").eval()
+    cut(along, sequence_parallel=True)
+    expected, *generated = (
+        model.generate(ids[:1], max_new_tokens=5, do_sample=False) for model in (alone, shared, along)
+    )
+    assert all(torch.equal(found, expected) for found in generated)
+
+
+def test_frozen_parts_copies_and_generation() -> None:
+    run_distributed(_others, 2)
+
+
+# --- a module of one's own -----------------------------------------------------------------------------------------
+
+
+class Block(nn.Module):
+    """Attention, MLP, norms and residuals in one module."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.num_heads = heads
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.q, self.k, self.v, self.o = (nn.Linear(width, width) for _ in range(4))
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norm1(x)
+        q, k, v = (p(y).unflatten(2, (self.num_heads, -1)).transpose(1, 2) for p in (self.q, self.k, self.v))
+        x = x + self.o(nn.functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+        return x + self.down(nn.functional.gelu(self.up(self.norm2(x))))
+
+
+class Transformer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.tokens = nn.Embedding(20, 16)
+        self.blocks = nn.ModuleList(Block(16, 4) for _ in range(2))
+        self.head = nn.Linear(16, 20)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.tokens(ids)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+RULES = {
+    **{f"blocks.*.{name}": "heads" for name in "qkv"},
+    **{"blocks.*.up": "column", "blocks.*.o": "row", "blocks.*.down": "row", "blocks.*.norm?": "sequence"},
+    **{"tokens": "vocab", "head": "vocab"},
+}
+
+
+def _own(rank: int, world_size: int) -> None:
+    alone, shared = Transformer(), Transformer()
+    plan = ParallelPlan(blocks=("blocks.*",), stem=("tokens",), head=("head",), tensor=RULES)
+    plan.validate(shared)
+    applier = TensorParallel()
+    applier.apply(shared, init_device_mesh("cpu", (world_size,), mesh_dim_names=("tp",)), plan)
+    assert not layout_of(shared).partial
+    ids = torch.randint(20, (3, 7))
+    outputs = [model(ids) for model in (alone, shared)]
+    torch.testing.assert_close(outputs[1], outputs[0], rtol=1e-5, atol=1e-5)
+    for output in outputs:
+        output.square().sum().backward()
+    sum_partial(shared)
+    wanted = {name: p.grad for name, p in alone.named_parameters() if p.grad is not None}
+    assert_close(whole_gradients(shared), wanted, 1e-5, "one's own")
+
+
+def test_a_block_that_holds_all_its_projections_and_residuals() -> None:
+    run_distributed(_own, 2)
+
+
+# --- compile -------------------------------------------------------------------------------------------------------
+
+
+def _compiled(rank: int, world_size: int) -> None:
+    for make, loss, sequence_parallel in (
+        (functools.partial(language_model, "llama"), text_loss, False),
+        (functools.partial(language_model, "llama"), text_loss, True),
+        (functools.partial(image_model, "vit_tiny_patch16_224", **VIT), image_loss, False),
+    ):
+        found = []
+        for compiled in (False, True):
+            model: Any = make()
+            cut(model, sequence_parallel)
+            if compiled:
+                for block in model.model.layers if hasattr(model, "config") else model.blocks:
+                    block.compile(backend="aot_eager", fullgraph=True)
+            loss(model).backward()
+            found.append(whole_gradients(model))
+        assert_close(found[1], found[0], 1e-6, f"compiled, sequence {sequence_parallel}")
+
+
+@pytest.mark.slow
+def test_compiled_blocks_are_one_graph_each() -> None:
+    run_distributed(_compiled, 2)
+
+
+def _checkpointed_parts(rank: int, world_size: int) -> None:
+    """Recomputation of a region alone, and of a part of one."""
+    gradients = []
+    for recompute in (False, True):
+        model = dropping()
+        cut(model)
+        if recompute:
+            for name in ("blocks.0.attn", "blocks.1.mlp"):
+                part = model.get_submodule(name)
+                part.forward = functools.partial(checkpoint, part.forward, use_reentrant=False)
+        torch.manual_seed(5)
+        image_loss(model).backward()
+        gradients.append(whole_gradients(model))
+    assert_close(gradients[1], gradients[0], 0.0, "recomputed regions")
+
+
+def test_recomputed_regions() -> None:
+    run_distributed(_checkpointed_parts, 2)

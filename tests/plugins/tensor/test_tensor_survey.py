@@ -1,0 +1,165 @@
+"""What tensor parallelism will do, and refuses, found out without a process group and without memory."""
+
+from typing import Any
+
+import pytest
+import timm
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from dlo_framework.errors import DloError
+from dlo_framework.plan import ParallelPlan
+from dlo_plugins.appliers.tensor_parallel import TensorParallel
+from dlo_plugins.tensor.division import Demand, Division, check_demands
+from dlo_plugins.tensor.survey import survey
+from dlo_tasks.llm import adapters
+from dlo_tasks.llm.adapters import Lora
+from support.tensor_models import SIZES, VIT, plan_of
+
+
+def on_meta(family: str, **more: Any) -> Any:
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **{**SIZES, **more}))
+
+
+def pictures(name: str = "vit_tiny_patch16_224", **more: Any) -> nn.Module:
+    with torch.device("meta"):
+        return timm.create_model(name, **more)
+
+
+@given(pieces=st.lists(st.integers(1, 40), min_size=1, max_size=4), ranks=st.integers(1, 9))
+def test_the_ranks_parts_are_the_whole(pieces: list[int], ranks: int) -> None:
+    division = Division(1, tuple(pieces))
+    whole = torch.arange(sum(pieces)).expand(2, -1)
+    cuts = [division.cut(ranks, rank) for rank in range(ranks)]
+    assert sorted(torch.cat([cut.take(whole)[0] for cut in cuts]).tolist()) == whole[0].tolist()
+    for piece in range(len(pieces)):
+        counts = [cut.runs[piece][1] for cut in cuts]
+        assert max(counts) - min(counts) <= 1
+    assert all(cut.size == sum(pieces) for cut in cuts)
+
+
+@pytest.mark.parametrize(
+    ("model", "tp", "message"),
+    [
+        (pictures(**{**VIT, "num_heads": 8}), 3, r"'blocks.0.attn' has 8 heads, not divisible by tp=3; use tp=2"),
+        (
+            on_meta("llama"),
+            8,
+            r"'model.layers.0.self_attn' has 4 key/value heads, fewer than tp=8; use tp=4 \(of 1, 2, 4",
+        ),
+        (on_meta("phi3"), 8, r"4 key/value heads, fewer than tp=8; use tp=4"),
+        (on_meta("llama", intermediate_size=50), 4, r"'model.layers.0.mlp.gate_proj' has 50 output f.*use tp=2"),
+        (on_meta("gpt_neox", num_attention_heads=2), 4, r"'gpt_neox.layers.0.attention' has 2 heads, fewer than tp=4"),
+        (pictures("resnet18"), 2, r"the plan of ResNet has none; use tp=1"),
+    ],
+)
+def test_sizes_that_the_ranks_do_not_divide(model: nn.Module, tp: int, message: str) -> None:
+    with pytest.raises(DloError, match=message):
+        TensorParallel().check(model, plan_of(model), tp)
+
+
+def test_the_fix_suits_the_whole_model() -> None:
+    with pytest.raises(DloError, match=r"use tp=6 \(of 1, 2, 3, 6, which suit the whole model\)"):
+        check_demands([Demand("a", 12, "heads"), Demand("b", 18, "output features"), Demand("c", 48, "heads")], 8)
+
+
+def test_a_check_changes_nothing() -> None:
+    model = on_meta("llama")
+    before = {name: tuple(p.shape) for name, p in model.named_parameters()}
+    TensorParallel(sequence_parallel=True).check(model, plan_of(model), 2)
+    assert {name: tuple(p.shape) for name, p in model.named_parameters()} == before
+
+
+def test_adapted_projections_are_refused() -> None:
+    model = on_meta("llama")
+    adapters.adapt(model, model.lm_head, Lora(), torch.float32)
+    with pytest.raises(DloError, match=r"'model.layers.0.self_attn.q_proj', which adapters change.* use tp=1"):
+        TensorParallel().check(model, plan_of(model), 2)
+
+
+class Mlp(nn.Module):
+    def __init__(self, width: int = 8, *, norm: bool = False, inside: bool = False) -> None:
+        super().__init__()
+        self.before = nn.LayerNorm(width) if inside else nn.Identity()
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+        self.norm = nn.LayerNorm(4 * width) if norm else nn.Identity()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(self.norm(self.up(self.before(x)).relu()))
+
+
+class Net(nn.Module):
+    def __init__(self, **more: Any) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.ModuleDict({"mlp": Mlp(**more)}) for _ in range(2))
+
+
+def plan(**more: str) -> ParallelPlan:
+    return ParallelPlan(blocks=("blocks.*",), tensor={f"blocks.*.mlp.{name}": rule for name, rule in more.items()})
+
+
+def test_what_works_on_all_features_at_once_is_refused_where_each_rank_has_a_part() -> None:
+    with pytest.raises(DloError, match=r"'blocks.0.mlp.norm.weight', of shape \(32,\), works on all features"):
+        survey(Net(norm=True), plan(up="column", down="row"), 2)
+
+
+def test_what_works_on_the_input_has_to_be_said() -> None:
+    with pytest.raises(DloError, match=r"'blocks.0.mlp.before.weight'.* the rule 'sequence' if it works on what comes"):
+        survey(Net(inside=True), plan(up="column", down="row"), 2)
+    found = survey(Net(inside=True), plan(up="column", down="row", before="sequence"), 2)
+    assert not found.partial
+
+
+def test_rules_that_do_not_make_a_region_are_refused() -> None:
+    with pytest.raises(DloError, match=r"'blocks.0.mlp.up' is cut by columns, and nothing puts its parts together"):
+        survey(Net(), plan(up="column"), 2)
+    with pytest.raises(DloError, match=r"'blocks.0.mlp.down' is cut by rows, but no module around it"):
+        survey(Net(), plan(down="row"), 2)
+    with pytest.raises(DloError, match=r"cuts Linear, 1x1 Conv2d and Conv1D, but 'blocks.0.mlp.before' is LayerNorm"):
+        survey(Net(inside=True), plan(before="column", down="row"), 2)
+    with pytest.raises(DloError, match=r"rule 'vocab' is for an Embedding or a Linear, but 'blocks.0.mlp.before' is L"):
+        survey(Net(inside=True), plan(before="vocab"), 2)
+    with pytest.raises(DloError, match=r"cuts 'blocks.0.mlp.up' between heads, and Mlp does not say how wide"):
+        survey(Net(), plan(up="heads", down="row"), 2)
+
+
+def test_sequence_parallel_needs_tokens_in_a_row() -> None:
+    coatnet = pictures("coatnet_nano_rw_224")
+    with pytest.raises(DloError, match=r"'stages.2.blocks.0.attn' works on feature maps; set sequence_parallel: false"):
+        TensorParallel(sequence_parallel=True).check(coatnet, plan_of(coatnet), 2)
+    opt = on_meta("opt", ffn_dim=48, word_embed_proj_dim=32)
+    with pytest.raises(DloError, match=r"'model.decoder.layers.0' is a whole block"):
+        TensorParallel(sequence_parallel=True).check(opt, plan_of(opt), 2)
+
+
+def test_sequence_parallel_needs_a_rule_for_what_it_splits() -> None:
+    vit = pictures(**VIT)
+    known = plan_of(vit)
+    rules = {pattern: rule for pattern, rule in known.tensor.items() if "norm1" not in pattern}
+    unsaid = ParallelPlan(blocks=known.blocks, tensor=rules)
+    survey(vit, unsaid, 2)
+    with pytest.raises(DloError, match=r"does not say that 'blocks.0.norm1.weight' can work on that"):
+        survey(vit, unsaid, 2, sequence_parallel=True)
+
+
+def test_a_vocabulary_of_fewer_tokens_than_ranks() -> None:
+    model = on_meta("gemma", vocab_size=3, num_key_value_heads=1)
+    with pytest.raises(DloError, match=r"'model.embed_tokens' has 3, fewer than tp=4; use tp=3"):
+        TensorParallel().check(model, plan_of(model), 4)
+
+
+def test_which_gradients_are_parts() -> None:
+    model = on_meta("qwen3")
+    assert survey(model, plan_of(model), 2).partial == {
+        f"model.layers.{layer}.self_attn.{norm}.weight" for layer in (0, 1) for norm in ("q_norm", "k_norm")
+    }
+    more = survey(model, plan_of(model), 2, sequence_parallel=True).partial
+    assert "model.layers.1.post_attention_layernorm.weight" in more
+    assert "model.norm.weight" not in more  # It sees all tokens.
+    phi = on_meta("phi")
+    assert not survey(phi, plan_of(phi), 2).partial
+    assert "model.layers.0.mlp.fc2.bias" in survey(phi, plan_of(phi), 2, sequence_parallel=True).partial

@@ -1,0 +1,205 @@
+"""Recomputation: gradients stay what they are to the bit, and what is computed again is what was asked for."""
+
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from dlo_framework.errors import DloError
+from dlo_framework.plan import ParallelPlan
+from dlo_plugins.appliers import activation_checkpoint
+from dlo_plugins.appliers.activation_checkpoint import ActivationCheckpoint
+
+DEPTH, WIDTH = 4, 32
+PLAN = ParallelPlan(blocks=("blocks.*",), stem=("inward",), head=("norm",))
+
+
+class Block(nn.Module):
+    def __init__(self, dropout: float) -> None:
+        super().__init__()
+        self.norm, self.dropout = nn.LayerNorm(WIDTH), nn.Dropout(dropout)
+        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, angles: Tensor, scale: float = 1.0) -> Tensor:
+        q, k, v = (part.unflatten(-1, (4, -1)).transpose(1, 2) for part in self.qkv(self.norm(x)).chunk(3, -1))
+        attended = nn.functional.scaled_dot_product_attention(q * angles, k, v).transpose(1, 2).flatten(2)
+        x = x + self.dropout(self.out(attended))
+        return x + scale * self.dropout(self.down(nn.functional.gelu(self.up(x))))
+
+
+class Net(nn.Module):
+    def __init__(self, dropout: float = 0.1) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.inward, self.norm = nn.Linear(7, WIDTH), nn.LayerNorm(WIDTH)
+        self.blocks = nn.ModuleList(Block(dropout) for _ in range(DEPTH))
+        self.register_buffer("angles", torch.rand(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.inward(x)
+        for block in self.blocks:
+            x = block(x, self.angles, scale=0.5)
+        return self.norm(x)
+
+
+class Count(TorchDispatchMode):
+    """Counts calls of operators."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.calls[func.overloadpacket.__name__] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def gradients(net: nn.Module, half: bool = False) -> list[Tensor]:
+    torch.manual_seed(1)
+    net.zero_grad()
+    with torch.autocast("cpu", torch.bfloat16, enabled=half):
+        loss = net(torch.randn(3, 10, 7)).square().mean()
+    loss.backward()
+    return [loss.detach(), *(parameter.grad for parameter in net.parameters() if parameter.grad is not None)]
+
+
+def applied(net: nn.Module, **settings: Any) -> nn.Module:
+    ActivationCheckpoint(**settings).apply(net, None, PLAN)
+    return net
+
+
+@pytest.mark.parametrize("half", [False, True])
+@pytest.mark.parametrize(
+    "settings", [{}, {"every": 2}, {"offload": True}, {"mode": "selective"}, {"mode": "selective", "every": 3}]
+)
+def test_gradients_are_the_same_to_the_bit(
+    settings: dict[str, Any], half: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if settings.get("offload"):
+        move_on_a_cpu(monkeypatch)
+    net = applied(Net(), **settings)
+    assert list(net.state_dict()) == list(Net().state_dict())
+    for found, expected in zip(gradients(net, half), gradients(Net(), half), strict=True):
+        assert torch.equal(found, expected)
+
+
+def move_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
+    """Lets inputs be put aside as on an accelerator; returns what has been, as it goes."""
+    moved: list[Tensor] = []
+
+    def copied(self: Any, tensor: Tensor) -> None:
+        moved.append(tensor)
+        self._device, self._copied, self._held = tensor.device, None, tensor.clone()
+
+    monkeypatch.setattr(activation_checkpoint, "_STAYS", ("meta",))
+    monkeypatch.setattr(activation_checkpoint._OnCpu, "__init__", copied)
+    return moved
+
+
+def test_offload_takes_the_blocks_inputs_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    moved = move_on_a_cpu(monkeypatch)
+    gradients(applied(Net(), offload=True))
+    assert [tuple(tensor.shape) for tensor in moved] == [(3, 10, WIDTH)] * DEPTH
+
+
+def test_offload_leaves_on_a_cpu_what_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    moved = move_on_a_cpu(monkeypatch)
+    monkeypatch.setattr(activation_checkpoint, "_STAYS", ("cpu", "meta"))
+    gradients(applied(Net(), offload=True))
+    assert not moved
+
+
+def calls(net: nn.Module) -> Counter[str]:
+    with Count() as count:
+        gradients(net)
+    return count.calls
+
+
+def test_what_is_computed_again() -> None:
+    plain, full, half = calls(Net()), calls(applied(Net())), calls(applied(Net(), every=2))
+    selective = calls(applied(Net(), mode="selective"))
+    attention, projections = "_scaled_dot_product_flash_attention_for_cpu", 4
+    assert plain[attention] == DEPTH
+    assert full[attention] == selective[attention] == 2 * DEPTH
+    assert half[attention] == 1.5 * DEPTH
+    assert full["addmm"] - plain["addmm"] >= (projections - 1) * DEPTH  # the last one's output is not needed again
+    assert selective["addmm"] == plain["addmm"]
+    assert selective["gelu"] == full["gelu"] == 2 * DEPTH
+
+
+def held_bytes(net: nn.Module) -> int:
+    """Bytes that a forward leaves behind in the graph."""
+    held: dict[int, int] = {}
+    own = {parameter.untyped_storage().data_ptr() for parameter in net.parameters()}
+
+    def note(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in own:
+            held[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        net(torch.randn(3, 10, 7))
+    return sum(held.values())
+
+
+def test_the_inside_of_blocks_is_not_held() -> None:
+    plain, full = held_bytes(Net()), held_bytes(applied(Net()))
+    one = 4 * 3 * 10 * WIDTH
+    assert full < (DEPTH + 4) * one
+    assert plain > 10 * DEPTH * one
+
+
+@pytest.mark.parametrize("mode", ["full", "selective"])
+def test_blocks_may_be_compiled(mode: Any) -> None:
+    net = applied(Net(dropout=0.0), mode=mode)
+    for block in net.blocks:  # type: ignore[union-attr]
+        block.compile(backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(gradients(net), gradients(Net(dropout=0.0)))
+
+
+def test_evaluation_keeps_nothing() -> None:
+    net = applied(Net()).eval()
+    with torch.no_grad():
+        found, expected = net(torch.ones(3, 10, 7)), Net().eval()(torch.ones(3, 10, 7))
+    assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"mode": "some"}, "mode is full or selective, given 'some'"),
+        ({"every": 0}, "given 0; use 1"),
+        ({"mode": "selective", "offload": True}, "use mode full with it"),
+    ],
+)
+def test_settings_that_cannot_be(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(DloError, match=message):
+        ActivationCheckpoint(**settings)
+
+
+def test_a_plan_without_blocks() -> None:
+    with pytest.raises(DloError, match="that of Net has none"):
+        ActivationCheckpoint().apply(Net(), None, ParallelPlan())
+
+
+@pytest.mark.gpu
+def test_offload_on_an_accelerator() -> None:
+    x = torch.randn(64, 256, 7, device="cuda")
+    found = []
+    for offload in (False, True):
+        net = applied(Net(dropout=0.0), offload=offload).cuda()
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_allocated()
+        loss = net(x).square().mean()
+        torch.cuda.synchronize()
+        held = torch.cuda.memory_allocated() - before
+        loss.backward()
+        found.append((held, [parameter.grad for parameter in net.parameters()]))
+    assert found[1][0] < found[0][0] - 3 * 64 * 256 * WIDTH * 4
+    for own, expected in zip(found[1][1], found[0][1], strict=True):
+        assert torch.equal(own, expected)

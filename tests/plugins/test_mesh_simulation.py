@@ -1,0 +1,185 @@
+"""A rank of a mesh without memory: what it holds and passes, against arithmetic and the papers' formulas."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from dlo_framework import Task
+from dlo_framework.errors import DloError
+from dlo_framework.mesh import MeshSpec
+from dlo_plugins.mesh import simulation
+from dlo_plugins.mesh.drawing import MeshDescription, describe, groups_along, ranges
+from dlo_plugins.mesh.holdings import Held, chunk_length
+from dlo_plugins.mesh.simulation import SimulatedRank, simulate
+from dlo_plugins.mesh.traffic import Traffic, TrafficCount, grown
+from dlo_plugins.strategies.mesh import MeshStrategy
+from dlo_tasks.llm.causal_lm import CausalLM
+from support.token_batches import GROUPED, LENGTH, VOCABULARY
+
+ROWS, WIDTH, LAYERS = 8, GROUPED["hidden_size"], 4
+
+
+def task(**changes: Any) -> CausalLM:
+    return CausalLM(config={"model_type": "llama", **GROUPED, "num_hidden_layers": LAYERS, **changes})
+
+
+def batch(device: str = "meta", rows: int = ROWS) -> dict[str, torch.Tensor]:
+    return {
+        "input_ids": torch.zeros(rows, LENGTH, dtype=torch.long, device=device),
+        "labels": torch.zeros(rows, LENGTH, dtype=torch.long, device=device),
+    }
+
+
+def described(of: Task, spec: MeshSpec, **options: Any) -> MeshDescription:
+    on_meta = of.on_meta()
+    return describe(on_meta, on_meta.parallel_plan(), spec, **options)
+
+
+def table(rank: SimulatedRank) -> dict[tuple[str, str], tuple[int, int]]:
+    return {(row.axis, row.kind): (row.count, row.elements) for row in rank.traffic}
+
+
+# --- pure arithmetic ------------------------------------------------------------------------------------------
+
+
+def test_rows_are_cut_as_torch_cuts_them() -> None:
+    for rows in range(12):
+        for ranks in range(1, 8):
+            cut = [len(part) for part in torch.empty(rows, 1).chunk(ranks)] if rows else []
+            found = [chunk_length(rows, ranks, rank) for rank in range(ranks)]
+            assert found == cut + [0] * (ranks - len(cut)), (rows, ranks)
+
+
+def test_names_are_drawn_together() -> None:
+    assert ranges(["layers.0", "layers.1", "layers.2", "norm", "layers.4"]) == "layers.0-2, norm, layers.4"
+    assert ranges(["a.0.b.9", "a.0.b.10", "a.1.b.0"]) == "a.0.b.9-10, a.1.b.0"
+    assert ranges([]) == ""
+
+
+def test_groups_are_the_ranks_along_an_axis() -> None:
+    spec = MeshSpec(pp=2, dp_shard=2, tp=2)
+    assert groups_along(spec, "tp") == ((0, 1), (2, 3), (4, 5), (6, 7))
+    assert groups_along(spec, "dp_shard") == ((0, 2), (1, 3), (4, 6), (5, 7))
+    assert groups_along(spec, "pp") == ((0, 4), (1, 5), (2, 6), (3, 7))
+
+
+def test_a_step_grows_by_what_the_second_has_more() -> None:
+    first = (Traffic("all_gather", "dp", 3, 30, 120), Traffic("send", "pp", 1, 5, 20))
+    second = (Traffic("all_gather", "dp", 3, 30, 120), Traffic("send", "pp", 2, 10, 40))
+    assert grown(first, second, 1) == second
+    assert grown(first, second, 7) == (second[0], Traffic("send", "pp", 8, 40, 160))
+
+
+# --- one rank, simulated --------------------------------------------------------------------------------------
+
+
+def _simulated_meshes() -> None:
+    """Every rank of a mesh of all axes holds what the arithmetic says, also where nothing divides evenly."""
+    uneven = task(vocab_size=97, num_hidden_layers=5)
+    spec = MeshSpec(pp=2, dp_replicate=2, dp_shard=3, cp=2, tp=2)
+    drawn = described(uneven, spec)
+    ranks = [0, 1, 5, 11, spec.world_size - 1]
+    for found in simulate(uneven, MeshStrategy(), spec, ranks):
+        assert drawn.ranks[found.rank].held == found.held, found
+        assert drawn.ranks[found.rank].place == found.place
+        assert found.traffic == ()
+    assert not dist.is_initialized()
+    assert not uneven.has_model
+
+
+def test_what_a_rank_holds_is_what_the_arithmetic_says() -> None:
+    _simulated_meshes()
+
+
+def test_all_ranks_of_a_copy_hold_the_model_once() -> None:
+    spec = MeshSpec(pp=2, dp_shard=2, tp=1)
+    drawn = described(task(), spec)
+    assert sum(rank.held.parameters for rank in drawn.ranks) == drawn.whole.parameters == 4 * drawn.parameters
+    assert drawn.largest.held.total == max(rank.held.total for rank in drawn.ranks)
+    tied = described(task(tie_word_embeddings=True), spec)
+    twice = VOCABULARY * WIDTH * 4  # First and last stage hold the embedding.
+    assert sum(rank.held.parameters for rank in tied.ranks) == tied.whole.parameters + twice
+    half = described(task(), spec, element_size=2)
+    assert half.whole.parameters * 2 == drawn.whole.parameters
+
+
+def test_a_step_passes_what_megatron_and_ring_attention_say() -> None:
+    parts, spec = 4, MeshSpec(pp=2, dp_shard=2, cp=2, tp=2)
+    first, last = simulate(task(), MeshStrategy(micro_batches=parts), spec, [0, 15], batch())
+    tokens, blocks = ROWS * LENGTH // 2, LAYERS // 2  # cp halves the sequence, pp the blocks.
+    activations = tokens * WIDTH
+    assert table(first)["tp", "all_reduce"] == (parts * (4 * blocks + 1), activations * (4 * blocks + 1))
+    # The loss: gradients of hidden states, the highest logit of each token, and two sums.
+    assert table(last)["tp", "all_reduce"] == (parts * (4 * blocks + 3), activations * (4 * blocks + 1) + 3 * tokens)
+    for rank in (first, last):
+        for kind in ("send", "receive"):
+            assert table(rank)["pp", kind] == (parts, activations)
+            head_dim, kv_heads = WIDTH // GROUPED["num_attention_heads"], GROUPED["num_key_value_heads"] // 2
+            keys_values = 2 * tokens * kv_heads * head_dim
+            assert table(rank)["cp", kind] == (3 * parts * blocks, 3 * blocks * keys_values)
+        # Each unit's gradients are reduced once, however many micro-batches there are.
+        elements = table(rank)["dp_shard x cp", "reduce_scatter"][1]
+        assert elements == rank.held.parameters // 4 * 4
+
+
+def test_sequence_parallelism_turns_all_reduces_into_pairs() -> None:
+    strategy = MeshStrategy(sequence_parallel=True)
+    (found,) = simulate(task(), strategy, MeshSpec(dp_shard=1, tp=2), [1], batch())
+    activations = ROWS * LENGTH * WIDTH
+    assert table(found)["tp", "reduce_scatter"] == (4 * LAYERS, 4 * LAYERS * activations)
+    assert table(found)["tp", "all_gather"] == (4 * LAYERS + 2, (4 * LAYERS + 2) * activations)
+
+
+@pytest.mark.parametrize("schedule", ["1F1B", "DualPipeV"])
+def test_many_micro_batches_are_counted_by_two_steps(schedule: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    strategy, spec = MeshStrategy(micro_batches=12, schedule=schedule), MeshSpec(pp=2, dp_shard=2)
+    counted = simulate(task(), strategy, spec, [3], batch(rows=12))
+    monkeypatch.setattr(simulation._RankView, "_fewest", lambda view: view._parts())
+    assert counted == simulate(task(), strategy, spec, [3], batch(rows=12))
+    assert table(counted[0])["pp", "send"][0] % 12 == 0
+
+
+def test_half_precision_halves_what_it_computes_in() -> None:
+    from lightning.pytorch.plugins.precision import HalfPrecision, MixedPrecision
+
+    spec, wide = MeshSpec(dp_shard=2, tp=2), MeshStrategy()
+    (single,) = simulate(task(), wide, spec, [0], batch())
+    mixed, half = MeshStrategy(), MeshStrategy()
+    mixed._precision_plugin = MixedPrecision("bf16-mixed", "cpu")
+    half._precision_plugin = HalfPrecision("bf16-true")
+    (found,) = simulate(task(), mixed, spec, [0], batch())
+    assert found.held == single.held
+    assert _bytes(found, "tp") < _bytes(single, "tp")
+    assert _bytes(found, "dp_shard") == _bytes(single, "dp_shard")
+    (found,) = simulate(task(), half, spec, [0], batch())
+    assert found.held == Held(*(size // 2 for size in vars(single.held).values()))
+
+
+def _bytes(rank: SimulatedRank, axis: str) -> int:
+    return sum(row.bytes for row in rank.traffic if row.axis == axis)
+
+
+# --- what is refused, and what is left ------------------------------------------------------------------------
+
+
+def test_a_rank_simulates_nothing() -> None:
+    with simulation.fake_world(0, 2), pytest.raises(DloError, match="in a process of its own"):
+        simulate(task(), MeshStrategy(), MeshSpec(tp=2, dp_shard=1), [0])
+
+
+def test_an_error_leaves_no_group() -> None:
+    with pytest.raises(DloError, match="use tp=2"):
+        simulate(task(), MeshStrategy(), MeshSpec(tp=8, dp_shard=1), [0])
+    assert not dist.is_initialized()
+
+
+def test_counting_names_what_it_does_not_know() -> None:
+    with simulation.fake_world(0, 4), TrafficCount(lambda name: "world") as count:
+        dist.all_reduce(torch.zeros(3))
+        parts = [torch.zeros(2) for _ in range(4)]
+        dist.all_gather(parts, torch.zeros(2))
+    assert count.found == (Traffic("all_gather", "world", 1, 8, 32), Traffic("all_reduce", "world", 1, 3, 12))
