@@ -258,7 +258,13 @@ def check_strategy(strategy: Any) -> None:
         return
     known = ["auto", *StrategyRegistry.available_strategies()]
     if strategy not in known:
-        known = list(dict.fromkeys([*known, *Registry().names("strategy")]))
+        registered = Registry().names("strategy")
+        if strategy in registered:
+            raise DloError(
+                f"strategy '{strategy}' is a class, which a config names by class_path: strategy: {{class_path:"
+                f" {strategy}}}, or on the command line --trainer.strategy.class_path {strategy}"
+            )
+        known = list(dict.fromkeys([*known, *registered]))
         shown = [name for name in known if "spawn" not in name and "fork" not in name and "find_unused" not in name]
         raise DloError(
             f"unknown strategy '{strategy}'{did_you_mean(strategy, known) or ';'} available: {', '.join(shown)}"

@@ -201,8 +201,10 @@ def _formula(trainer: Trainer, module: LightningModule) -> StateBytes | None:
     stage = getattr(trainer.strategy, "zero_stage", None)
     if stage is None:
         return None
-    trained = [p for p in module.parameters() if p.requires_grad]
-    psi = sum(p.numel() for p in trained)
+    whole = getattr(trainer.strategy, "whole_size", lambda name, parameter: parameter.numel())
+    named = [(name.replace("_orig_mod.", ""), parameter) for name, parameter in module.named_parameters()]
+    trained = [parameter for _, parameter in named if parameter.requires_grad]
+    psi = sum(whole(name, parameter) for name, parameter in named if parameter.requires_grad)
     states = [
         sum(1 for value in state.values() if isinstance(value, Tensor) and value.ndim > 0)
         for optimizer in trainer.strategy.optimizers
@@ -210,6 +212,6 @@ def _formula(trainer: Trainer, module: LightningModule) -> StateBytes | None:
     ]
     kept = max(states, default=0)
     ranks = getattr(trainer.strategy, "shard_size", trainer.world_size)
-    frozen = sum(p.numel() for p in module.parameters() if not p.requires_grad)
+    frozen = sum(whole(name, parameter) for name, parameter in named if not parameter.requires_grad)
     element = max((p.element_size() for p in trained), default=4)
     return paper_bytes(psi, ranks, stage, frozen=frozen, element=element, states=kept)

@@ -176,8 +176,12 @@ def test_a_killed_rank_is_named_and_nobody_is_left(dlo):
     check_killed(fails(dlo, path, within=10), 1)
 
 
-def test_a_rank_in_the_middle_of_a_pipeline_fails_or_is_killed(dlo):
+@pytest.mark.slow
+def test_a_rank_in_the_middle_of_a_pipeline_raises(dlo):
     check_boom(fails(dlo, config(dlo.folder, "pp x tp", fault="{rank: 2}")), 2, 4)
+
+
+def test_a_rank_in_the_middle_of_a_pipeline_is_killed(dlo):
     check_killed(fails(dlo, config(dlo.folder, "pp x tp", fault="{what: SIGKILL, rank: 3}"), within=10), 3, 4)
 
 

@@ -189,7 +189,26 @@ def _clipped_by_value(rank: int, world: int, folder: Path) -> Any:
     return differ(weights, alone(Module(), clip=0.01)) if rank == 0 else 0.0
 
 
-CHECKS = (_tied, _unused, _named, _manual, _evaluation, _other_options, _clipped_by_value)
+class Large(Module):
+    """Its gradient has millions of elements, whose squares cannot be added up one after the other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net.head = nn.Sequential(nn.Linear(WIDTH, 2**20, bias=False), nn.Linear(2**20, 5, bias=False))
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        grads = [t.grad.double().square().sum() for group in optimizer.param_groups for t in group["params"]]
+        exact = self.trainer.strategy.reduce(torch.stack(grads).sum(), reduce_op="sum").sqrt()
+        self.norms = float(self.trainer.strategy.gradient_norm(optimizer)), float(exact)
+
+
+def _large_norm(rank: int, world: int, folder: Path) -> Any:
+    run, module = trainer(world, FSDPStrategy(), max_steps=1), Large()
+    run.fit(module, mine(rank, world))
+    return module.norms
+
+
+CHECKS = (_large_norm, _tied, _unused, _named, _manual, _evaluation, _other_options, _clipped_by_value)
 
 
 def _ranks(rank: int, world: int, folder: Path) -> dict[str, Any]:
@@ -199,6 +218,11 @@ def _ranks(rank: int, world: int, folder: Path) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     return run_distributed(_ranks, 2, tmp_path_factory.mktemp("fsdp"), timeout=280)
+
+
+def test_the_norm_of_a_large_gradient(ranks: list[dict[str, Any]]) -> None:
+    for found, exact in of(ranks, "_large_norm"):
+        assert found == pytest.approx(exact, rel=1e-6)
 
 
 def test_tied_frozen_and_whole_number_parameters(ranks: list[dict[str, Any]]) -> None:

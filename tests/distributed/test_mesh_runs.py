@@ -216,6 +216,7 @@ BYTES = (
 )
 
 
+@pytest.mark.slow
 def test_each_rank_holds_its_share_of_the_state(folder) -> None:
     text(folder)
     ranks = run_distributed(_bytes, 4, folder, backend=None)

@@ -21,6 +21,7 @@ def test_it_trains_on_each_axis_as_one_process(example: ModuleType) -> None:
     example.test_one_axis()
 
 
+@pytest.mark.slow
 def test_it_trains_on_pairs_of_axes_as_one_process(example: ModuleType) -> None:
     example.test_two_axes()
 
@@ -49,6 +50,7 @@ def build_with_a_wrong_plan() -> tuple[object, object]:
     return task, data
 
 
+@pytest.mark.slow
 def test_its_config_trains_on_two_axes(tmp_path: Path, dlo) -> None:
     for file in EXAMPLES.glob("own_transformer.*"):
         shutil.copy(file, tmp_path)

@@ -55,7 +55,7 @@ def output(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
 def test_the_list_has_kind_description_and_origin(pack: None, capsys: pytest.CaptureFixture[str]) -> None:
     lines = output(capsys).splitlines()
     kinds = [line for line in lines if line in ("strategy", "callback", "task", "data", "applier")]
-    assert kinds == ["strategy", "callback", "task", "data"]
+    assert kinds == ["strategy", "callback", "task", "data", "applier"]
     row = next(line for line in lines if "PcCallback" in line)
     assert row.split() == ["PcCallback", "Does", "a", "[bold]thing[/bold]", "now", "and", "then.", "pc_pack", "3.1"]
     assert next(line for line in lines if "pc_alias" in line).split()[:2] == ["PcStrategy,", "pc_alias"]

@@ -153,6 +153,7 @@ def test_checkpoints_are_the_same_with_and_without_it_and_the_weight_average(tmp
 # --- the real back end -------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_inductor_trains_as_eager_resumes_bit_for_bit_and_fills_its_cache(tmp_path):
     def inductor():
         return Compile(cache_dir=str(tmp_path / "cache"))

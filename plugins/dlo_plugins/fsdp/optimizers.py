@@ -121,7 +121,9 @@ class OptimizerShares:
             if tensor.grad is not None and self._counts(name, tensor)
             for part in parts(local(tensor.grad))
         ]
-        squared = torch.zeros((), device=self.sharding.device)
+        dtypes = [parameter.dtype for parameter in self.sharding.parameters.values() if parameter.is_floating_point()]
+        wide = torch.float64 if torch.float64 in dtypes else torch.float32
+        squared = torch.zeros((), device=self.sharding.device, dtype=wide)
         if gradients:
             norms = torch._foreach_norm(gradients)
             squared += torch.stack([norm.to(squared) for norm in norms]).square().sum()

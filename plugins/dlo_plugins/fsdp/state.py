@@ -66,6 +66,11 @@ class ShardedState(ShardedStrategy):
 
     zero_stage = 3
 
+    def whole_size(self, name: str, parameter: Tensor) -> int:
+        """Returns how many elements a parameter has that tensor parallelism may have cut."""
+        cut = self.sharding.layout.cuts.get(name) if self.sharding is not None else None
+        return parameter.numel() if cut is None else cut.whole_shape(parameter.shape).numel()
+
     def state_bytes(self) -> dict[str, float]:
         """Returns the bytes of the parameters, gradients and optimizer state that this rank holds now."""
         assert self.sharding is not None
