@@ -181,6 +181,7 @@ def test_a_rank_in_the_middle_of_a_pipeline_raises(dlo):
     check_boom(fails(dlo, config(dlo.folder, "pp x tp", fault="{rank: 2}")), 2, 4)
 
 
+@pytest.mark.slow
 def test_a_rank_in_the_middle_of_a_pipeline_is_killed(dlo):
     check_killed(fails(dlo, config(dlo.folder, "pp x tp", fault="{what: SIGKILL, rank: 3}"), within=10), 3, 4)
 
@@ -189,6 +190,7 @@ def test_if_the_main_process_is_killed_the_others_end(dlo):
     check_killed(fails(dlo, config(dlo.folder, "zero3", fault="{what: SIGKILL, rank: 0}"), within=10), 0)
 
 
+@pytest.mark.slow
 def test_a_stopped_rank_is_given_up_after_the_timeout(dlo):
     end = fails(dlo, config(dlo.folder, "zero3", SILENCE / 60, fault="{what: SIGSTOP}"), within=SILENCE + 5)
     assert end.code == 1
@@ -271,7 +273,7 @@ def signalled(dlo, strategy: str, name: str, to: str, signum: int, times: int = 
 @pytest.mark.parametrize(
     ("strategy", "to", "signum", "times"),
     [
-        ("zero3", "all", signal.SIGTERM, 2),
+        pytest.param("zero3", "all", signal.SIGTERM, 2, marks=pytest.mark.slow),
         pytest.param("ddp", "rank 1", signal.SIGUSR1, 1, marks=pytest.mark.slow),
         pytest.param("ddp", "all", signal.SIGTERM, 2, marks=pytest.mark.slow),
         pytest.param("zero1", "rank 0", signal.SIGTERM, 1, marks=pytest.mark.slow),

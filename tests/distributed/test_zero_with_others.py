@@ -145,6 +145,7 @@ def tensors(path: Path) -> dict[str, Tensor]:
     return found
 
 
+@pytest.mark.slow
 def test_each_stage_is_one_process_with_what_else_a_run_has(tmp_path: Path) -> None:
     (alone,) = run_distributed(_runs, 1, tmp_path / "one", (0,), SCENES, backend=None)
     found = run_distributed(_runs, 2, tmp_path / "two", STAGES, SCENES, backend=None, timeout=280)[0]

@@ -23,8 +23,8 @@ for name in sys.argv[1:]:
 """
 
 
-#: Whose code is compiled in C++ first, which takes most of a minute; tests/plugins/test_compile*.py do some of it.
-LONG = ("compile",)
+#: Which take long: one is compiled in C++ first, others train several times. What they switch on has tests of its own.
+LONG = ("compile", "lr_finder", "micro_batch_finder", "race", "time_to_target")
 
 
 @pytest.fixture(scope="module")

@@ -37,6 +37,7 @@ def test_it_sweeps_prints_and_leaves_a_curve_and_no_checkpoint(dlo):
     assert yaml.safe_load((folder / "config.yaml").read_text())["data"]["class_path"].endswith("DigitsData")
 
 
+@pytest.mark.slow
 def test_two_ranks_find_what_one_process_finds_and_train_as_it_does(dlo, curve):
     """The finder that the config names is the one that sweeps."""
     (dlo.folder / "small.yaml").write_text(CONFIG)

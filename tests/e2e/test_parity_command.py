@@ -73,6 +73,7 @@ def written(folder) -> set[str]:
     return {name for name in names if "__pycache__" not in name}
 
 
+@pytest.mark.slow
 def test_a_recipe_with_mixing_and_dropout_is_the_same_on_two_ranks(dlo):
     (dlo.folder / "mixed.yaml").write_text(MIXED)
     out = dlo("parity", "--config", "mixed.yaml", "--trainer.strategy", "ddp", "--steps", "5").stdout
@@ -101,6 +102,7 @@ def test_batch_norm_is_reported_as_broken_with_what_to_do(net):
     assert written(net.folder) == {"net.py", "net.yaml"}
 
 
+@pytest.mark.slow
 def test_a_summed_loss_is_reported_as_json(net):
     override = ["--model.init_args.norm", "group", "--model.init_args.reduction", "sum"]
     done = net("parity", "--config", "net.yaml", "--steps", "2", "--json", *override, code=1)

@@ -62,6 +62,7 @@ def test_validate_gives_the_best_checkpoints_accuracy(trained, shared_dlo):
     assert [path.name for path in folder.parent.iterdir()] == ["version_0"], "validating makes no new run"
 
 
+@pytest.mark.slow
 def test_the_saved_config_runs_again(trained, shared_dlo):
     _, folder, _ = trained
     config = str(folder / "config.yaml")

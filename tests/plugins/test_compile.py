@@ -208,6 +208,7 @@ def test_each_size_is_compiled_once_and_evaluation_between_them_starts_no_storm(
     assert len(CALLS) == 6 * 2 * 6
 
 
+@pytest.mark.slow
 def test_sizes_past_the_limit_run_uncompiled_and_that_is_said(capsys):
     class Sizes(Plain):
         def train_dataloader(self):

@@ -284,6 +284,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.slow
 def test_one_rank_of_two_runs_out_of_memory_and_both_go_on(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(TWO_RANKS.format(tests=str(__file__).rpartition("/")[0], folder=str(tmp_path)))

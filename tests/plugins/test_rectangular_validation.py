@@ -383,6 +383,7 @@ data:
 """
 
 
+@pytest.mark.slow
 def test_two_ranks_report_what_one_does(dlo, gallery, curve):
     (dlo.folder / "rect.yaml").write_text(CONFIG.replace("ROOT", str(gallery)))
     dlo("fit", "--config", "rect.yaml", "--run.name", "one")

@@ -29,6 +29,7 @@ data:
 RANKS = ["--trainer.strategy", "ddp", "--trainer.devices", "2"]
 
 
+@pytest.mark.slow
 def test_two_ranks_resize_and_mix_as_one_process_does_also_after_a_resume(dlo, photos, curve):
     """40% of 3 epochs is at the third batch of the second: there the second run is cut, on two ranks.
 
