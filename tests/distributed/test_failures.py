@@ -147,6 +147,7 @@ def test_bad_input_on_one_rank_is_one_line(dlo):
     assert "Traceback" not in end.err
 
 
+@pytest.mark.slow
 def test_an_error_on_rank_0_ends_the_others(dlo):
     check_boom(fails(dlo, config(dlo.folder, "zero3", fault="{at: validation, rank: 0, after: 8}")), 0)
 

@@ -280,6 +280,7 @@ def test_two_ranks_train_as_one_process(two: list[dict[str, Any]], name: str) ->
     assert two[1][name][:2] == two[0][name][:2]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FOUR)
 def test_four_ranks_train_as_one_process(four: list[dict[str, Any]], name: str) -> None:
     compare(four[0][name], FOUR[name], parts=4 if FOUR[name].optimizer == "muon" else 1)

@@ -92,6 +92,7 @@ def test_a_recipe_with_mixing_and_dropout_is_the_same_on_two_ranks(dlo):
     assert written(dlo.folder) == {"mixed.yaml"}
 
 
+@pytest.mark.slow
 def test_batch_norm_is_reported_as_broken_with_what_to_do(net):
     done = net("parity", "--config", "net.yaml", "--steps", "3", code=1)
     assert "NO PARITY: ddp on 2 ranks: differs from step 0 on" in done.stdout
