@@ -4,6 +4,8 @@ from collections.abc import Iterable
 from functools import partial
 from typing import Any
 
+import pytest
+
 from dlo_framework.testing import Case, assert_parity
 from dlo_plugins.strategies.fsdp import FSDPStrategy
 from dlo_plugins.strategies.zero import ZeroStrategy
@@ -42,6 +44,7 @@ def test_every_family_trains_under_every_strategy_as_one_process() -> None:
     assert_parity(build, [case for family in FAMILIES for case in cases(family=family)], steps=4, rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_uneven_tokens_of_ranks_and_micro_batches_adapters_and_recomputation_are_one_process() -> None:
     found = cases(trainer={"accumulate_grad_batches": 2}, micro_batches=2)
     found += cases(["ddp", "fsdp"], with_count=False)

@@ -73,7 +73,6 @@ def written(folder) -> set[str]:
     return {name for name in names if "__pycache__" not in name}
 
 
-@pytest.mark.slow
 def test_a_recipe_with_mixing_and_dropout_is_the_same_on_two_ranks(dlo):
     (dlo.folder / "mixed.yaml").write_text(MIXED)
     out = dlo("parity", "--config", "mixed.yaml", "--trainer.strategy", "ddp", "--steps", "5").stdout
