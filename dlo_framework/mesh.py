@@ -127,12 +127,12 @@ def _fixes(given: dict[str, int], world_size: int, *, open_ended: bool) -> str:
     for axis, size in given.items():
         room, left = divmod(world_size, product // size)
         if size > 1 and left == 0:
-            found.append(f"{axis}={_nearest_divisor(size, room) if open_ended else room}")
+            found.append(f"{axis}={nearest_divisor(size, room) if open_ended else room}")
     below = world_size // product * product
     ranks = f"{below} or {below + product}" if open_ended and below else f"{product}"
     return " or ".join([*([f"use {' or '.join(found)}"] if found else []), f"run {ranks} processes"])
 
 
-def _nearest_divisor(size: int, of: int) -> int:
+def nearest_divisor(size: int, of: int) -> int:
     """Returns the divisor of ``of`` that is nearest to ``size``; the smaller of two."""
     return min((n for n in range(1, of + 1) if of % n == 0), key=lambda n: (abs(n - size), n))

@@ -9,10 +9,13 @@ import pytest
 import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 
 from dlo_framework.errors import DloError
+from dlo_framework.plan import ParallelPlan
 from dlo_framework.testing import run_distributed
 from dlo_framework.testing.state import whole_weights
+from dlo_plugins.appliers.fully_shard import FullyShard
 from dlo_plugins.strategies.fsdp import FSDPStrategy
 from support.fsdp_nets import (
     STEPS,
@@ -208,7 +211,17 @@ def _large_norm(rank: int, world: int, folder: Path) -> Any:
     return module.norms
 
 
-CHECKS = (_large_norm, _tied, _unused, _named, _manual, _evaluation, _other_options, _clipped_by_value)
+def _applied(rank: int, world: int, folder: Path) -> Any:
+    """FullyShard as strategies of users' own apply it."""
+    torch.manual_seed(2)
+    net = Net()
+    whole = net(data()[0][0])
+    FullyShard().apply(net, init_device_mesh("cpu", (world,), mesh_dim_names=("dp_shard",)), ParallelPlan.infer(net))
+    sharded = all(parameter.to_local().numel() < parameter.numel() for parameter in net.parameters())
+    return float((net(data()[0][0]) - whole).abs().max()), sharded
+
+
+CHECKS = (_applied, _large_norm, _tied, _unused, _named, _manual, _evaluation, _other_options, _clipped_by_value)
 
 
 def _ranks(rank: int, world: int, folder: Path) -> dict[str, Any]:
@@ -218,6 +231,12 @@ def _ranks(rank: int, world: int, folder: Path) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     return run_distributed(_ranks, 2, tmp_path_factory.mktemp("fsdp"), timeout=280)
+
+
+def test_the_applier_shards_a_model_by_itself(ranks: list[dict[str, Any]]) -> None:
+    for difference, sharded in of(ranks, "_applied"):
+        assert difference < 1e-6
+        assert sharded
 
 
 def test_the_norm_of_a_large_gradient(ranks: list[dict[str, Any]]) -> None:

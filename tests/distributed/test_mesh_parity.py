@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from dlo_framework import ParallelPlan, Task
 from dlo_framework.testing import Case, assert_parity
 from dlo_plugins.appliers.activation_checkpoint import ActivationCheckpoint
+from dlo_plugins.appliers.compile_blocks import CompileBlocks
 from dlo_plugins.appliers.fully_shard import FullyShard
 from dlo_plugins.strategies.mesh import MeshStrategy
 from dlo_tasks.imagenet.classifier import ImageClassifier
@@ -123,6 +124,7 @@ def test_what_else_a_run_has_goes_with_it() -> None:
             *cases({"pp": 2, **recomputed}, {"tp": 2, **recomputed}, {"cp": 2, **recomputed}),
             *cases({"pp": 2, "split": [3, 1]}, {"pp": 2, "schedule": "1F1B", "micro_batches": 8}),
             *cases({"dp_shard": 2, "appliers": kept}),
+            *cases({"tp": 2, "appliers": [CompileBlocks(backend="aot_eager")]}),
         ],
         steps=3,
     )

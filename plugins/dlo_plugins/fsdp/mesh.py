@@ -8,6 +8,7 @@ node, keeps the gathers within a node and sends only gradient shards between nod
 from __future__ import annotations
 
 from dlo_framework.errors import DloError
+from dlo_framework.mesh import nearest_divisor
 
 #: Names of the axes, outer to inner, as in the design of all meshes.
 REPLICATE, SHARD = "dp_replicate", "dp_shard"
@@ -67,11 +68,6 @@ def check_reshard(reshard_after_forward: bool | int | None, shard: int) -> None:
             f"reshard_after_forward as a number divides the {shard} ranks that share a copy, and is neither 1 nor"
             f" {shard}, but was {reshard_after_forward}; {fix}"
         )
-
-
-def nearest_divisor(size: int, of: int) -> int:
-    """Returns the divisor of ``of`` that is nearest to ``size``; the smaller of two."""
-    return min((n for n in range(1, of + 1) if of % n == 0), key=lambda n: (abs(n - size), n))
 
 
 def _multiples(size: int, near: int) -> str:

@@ -34,6 +34,8 @@ class OptimizerShares:
         self.sharding, self.communicator = sharding, sharding.sharers
         self.optimizers = optimizers
         self._names = {id(parameter): clean(name) for name, parameter in sharding.module.named_parameters()}
+        dtypes = {parameter.dtype for parameter in sharding.parameters.values()}
+        self._wide = torch.float64 if torch.float64 in dtypes else torch.float32  # what norms are summed in
         self._shares = {id(optimizer): self._share(optimizer) for optimizer in optimizers}
 
     def _share(self, optimizer: Optimizer) -> Share | None:
@@ -121,9 +123,7 @@ class OptimizerShares:
             if tensor.grad is not None and self._counts(name, tensor)
             for part in parts(local(tensor.grad))
         ]
-        dtypes = [parameter.dtype for parameter in self.sharding.parameters.values() if parameter.is_floating_point()]
-        wide = torch.float64 if torch.float64 in dtypes else torch.float32
-        squared = torch.zeros((), device=self.sharding.device, dtype=wide)
+        squared = torch.zeros((), device=self.sharding.device, dtype=self._wide)
         if gradients:
             norms = torch._foreach_norm(gradients)
             squared += torch.stack([norm.to(squared) for norm in norms]).square().sum()

@@ -39,7 +39,7 @@ from dlo_plugins.pipeline.engine import Pipeline
 from dlo_plugins.pipeline.gates import Passage, Shapes
 from dlo_plugins.pipeline.layout import signatures
 from dlo_plugins.pipeline.schedules import make_schedule
-from dlo_plugins.strategies.mesh import MeshStrategy
+from dlo_plugins.strategies.mesh import PIPELINED, MeshStrategy
 
 #: Fake tensors say that they lie here.
 _DEVICE = torch.device("cpu")
@@ -186,7 +186,7 @@ class _RankView(MeshStrategy):
 
     def _cut(self, task: Any) -> Layout:
         layout = super()._cut(task)
-        pipelined: PipelinedTask | None = task.__dict__.get("_dlo_pipelined")
+        pipelined: PipelinedTask | None = task.__dict__.get(PIPELINED)
         self.pipelined = pipelined
         if pipelined is not None and self._batch is not None:
             parts = pipelined._split(self._shared(self._batch), pipelined.micro_batches)

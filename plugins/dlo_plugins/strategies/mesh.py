@@ -41,8 +41,8 @@ from dlo_plugins.pipeline.schedules import make_schedule, placement
 _OWN = (TensorParallel, ContextParallel)
 #: Under this name a module that has been sharded keeps how, for the next run of it.
 _SHARDING = "_dlo_sharding"
-#: Likewise one whose model is cut into a pipeline's stages.
-_PIPELINED = "_dlo_pipelined"
+#: Likewise one that has been cut: the applier that shares its sequences, and its pipeline, for later strategies too.
+_CONTEXT, PIPELINED = "_dlo_context", "_dlo_pipelined"
 
 
 class MeshStrategy(MeshSteps):
@@ -225,7 +225,8 @@ class MeshStrategy(MeshSteps):
             module.__dict__[_SHARDING] = known
         self.sharding = self._checked(known)
         self.sharding.collect()
-        self.pipelined = module.__dict__.get(_PIPELINED)
+        self._context = module.__dict__.get(_CONTEXT, self._context)
+        self.pipelined = module.__dict__.get(PIPELINED)
         _update_properties(module, device=self.root_device)
         for submodule in module.modules():
             if isinstance(submodule, Metric):
@@ -282,10 +283,11 @@ class MeshStrategy(MeshSteps):
             layout.elsewhere |= {name for name in names if not pipeline.holds(name)}
             layout.repeated |= {name for name in names if pipeline.holds(name) and not pipeline.holds.first(name)}
             select = self._context.select_rows if self.mesh_spec().cp > 1 else None
-            task.__dict__[_PIPELINED] = PipelinedTask(task, pipeline, self._parts(), select)
+            task.__dict__[PIPELINED] = PipelinedTask(task, pipeline, self._parts(), select)
         for applier in self.appliers:
             if Phase.CONTEXT < applier.phase < Phase.SHARD:
                 applier.apply(task.model, mesh, plan)
+        task.__dict__[_CONTEXT] = self._context
         return layout.under("model")
 
     def _pipeline(self, task: Any, plan: ParallelPlan) -> Pipeline:
@@ -350,7 +352,7 @@ class MeshStrategy(MeshSteps):
         return super().reduce(tensor, group=group, reduce_op=reduce_op)
 
     def _shared(self, batch: Any) -> Any:
-        return self._context.shard_batch(batch) if self.mesh_spec().cp > 1 else batch
+        return self._context.shard_batch(batch)
 
     @property
     def shard_size(self) -> int:
