@@ -101,7 +101,8 @@ def _start(rank: int, world_size: int, folder: Path, cases: list[tuple[str, dict
     for mesh, arguments in cases:
         seed_everything(1, workers=True, verbose=False)
         task = CausalLM(**arguments)
-        strategy: Any = FSDPStrategy(meta_init=True)
+        zero = mesh.removeprefix("zero")
+        strategy: Any = ZeroStrategy(int(zero), meta_init=True) if zero != mesh else FSDPStrategy(meta_init=True)  # type: ignore[arg-type]
         place = (rank, world_size)
         if mesh in MESHES:
             strategy, place = MeshStrategy(dp_shard=1, meta_init=True, **MESHES[mesh]), (0, 1)
@@ -120,8 +121,9 @@ def test_each_rank_reads_its_part_of_the_weights(tmp_path: Path) -> None:
         config = AutoConfig.for_model(family, vocab_size=280, **SIZES, **more)
         AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / family, max_shard_size="20KB")
         assert len(list((tmp_path / family).glob("*.safetensors"))) > 1
-        cases += [(kind, {"model": str(tmp_path / family)}) for kind in ("fsdp", *MESHES)]
-    cases.append(("fsdp", {"model": str(tmp_path / "qwen3"), "lora": Lora(rank=2)}))
+        cases += [(kind, {"model": str(tmp_path / family)}) for kind in ("fsdp", "zero3", *MESHES)]
+    cases += [(kind, {"model": str(tmp_path / "qwen3"), "lora": Lora(rank=2)}) for kind in ("fsdp", "zero3")]
+    cases.append(("zero2", {"model": str(tmp_path / "qwen3")}))
     (tmp_path / "run").mkdir()
     embedded_tokenizer([Path(__file__)], 280, tmp_path / "run")
     answers = run_distributed(_start, 2, tmp_path / "run", cases, backend=None)

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import nn
 
 from dlo_framework.distributed.collectives import Communicator
+from dlo_framework.distributed.initialise import Initialiser
 from dlo_framework.testing import RankFailed, run_distributed
 from dlo_framework.watch.state_bytes import paper_bytes
 from dlo_plugins.zero.engine import ZeroEngine, ZeroOptions
@@ -168,3 +169,55 @@ def test_a_parameter_that_no_loss_depends_on_is_named() -> None:
         RankFailed, match=r"must get a gradient from the loss, but forgotten.bias, forgotten.weight got"
     ):
         run_distributed(_unused, 2, timeout=100)
+
+
+class Watching(Initialiser):
+    """Notes the most that the model's parameters take while they get their values."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__(torch.device("cpu"), seed=3)
+        self.model, self.most = model, 0
+
+    def __call__(self, module: nn.Module, prefix: str) -> None:
+        super().__call__(module, prefix)
+        held = [parameter for parameter in self.model.parameters() if not parameter.is_meta]
+        self.most = max(self.most, sum(parameter.untyped_storage().nbytes() for parameter in held))
+
+
+def _without_memory(rank: int, world_size: int) -> tuple[int, float, bool]:
+    with torch.device("meta"):
+        model = Net()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    initialise, units = Watching(model), [f"blocks.{number}" for number in range(DEPTH)]
+    engine = ZeroEngine(
+        model, [optimizer], units, Communicator(), torch.device("cpu"), ZeroOptions(3, 20_000), initialise
+    )
+    with torch.device("meta"):
+        alone = Net()
+    Initialiser(torch.device("cpu"), seed=3)(alone, "")
+    plain, mine = torch.optim.AdamW(alone.parameters(), lr=0.1), torch.randn(4, 7)
+    for _ in range(2):
+        for net, steps in ((model, optimizer), (alone, plain)):
+            if net is model:
+                engine.before_backward(automatic=True)
+            net(mine).square().mean().backward()
+            if net is model:
+                engine.after_backward(automatic=True)
+            else:
+                for parameter in alone.parameters():
+                    dist.all_reduce(parameter.grad)
+                    parameter.grad /= world_size
+            steps.step()
+            steps.zero_grad()
+    engine.dissolve()
+    pairs = zip(model.parameters(), alone.parameters(), strict=True)
+    difference = max(float((found - expected).abs().max()) for found, expected in pairs)
+    return initialise.most, difference, [p.shape for p in model.parameters()] == [p.shape for p in alone.parameters()]
+
+
+def test_a_model_without_memory_gets_it_a_unit_at_a_time_and_trains_as_any_other() -> None:
+    block = sum(parameter.nbytes for parameter in Block().parameters())
+    for most, difference, alike in run_distributed(_without_memory, 2, timeout=100):
+        assert most <= 1.1 * block  # The root's parameters are fewer.
+        assert difference < 1e-5
+        assert alike

@@ -13,9 +13,9 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import StrategyRegistry
 from torch import nn
 
+from dlo_framework.distributed.initialise import Initialiser, check_initialisable, on_meta
 from dlo_framework.errors import DloError
 from dlo_framework.registry import Registry
-from dlo_plugins.fsdp.initialise import check_initialisable, materialise, on_meta
 from dlo_plugins.fsdp.mesh import check_reshard, mesh_sizes
 from dlo_plugins.fsdp.pieces import rows
 from dlo_plugins.fsdp.policy import mixed_precision
@@ -205,10 +205,9 @@ class Attending(nn.Module):
 def whole(order: list[str], seed: int = 5) -> nn.Module:
     with torch.device("meta"):
         net = Attending()
-    done: set[int] = set()
+    initialise = Initialiser(torch.device("cpu"), seed)
     for name in order:
-        part = net.get_submodule(name)
-        materialise(part, name, torch.device("cpu"), seed, done)
+        initialise(net.get_submodule(name), name)
     return net
 
 
@@ -248,7 +247,7 @@ def test_what_nothing_initialises_is_refused_by_name_unless_a_checkpoint_brings_
     net[0].register_buffer("mask", torch.empty(2, device="meta"), persistent=False)
     with pytest.raises(DloError, match=r"initialises 0\.mask;"):
         check_initialisable(net, loads_weights=True)
-    materialise(net, "", torch.device("cpu"), 0, set())
+    Initialiser(torch.device("cpu"), 0)(net, "")
     assert torch.isnan(net[0].token).all()  # so that a weight which the checkpoint lacks shows at once
 
 

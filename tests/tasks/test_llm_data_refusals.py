@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import pytest
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from dlo_framework.errors import DloError
+from dlo_tasks.llm.causal_lm import CausalLM
 from dlo_tasks.llm.text_data import TextData
 from support.texts import CHATML, WORDS, lines
 
@@ -59,3 +61,18 @@ def test_the_check_finds_what_is_missing_before_the_run(make, tmp_path):
     file = lines(tmp_path / "other.jsonl", {"test": "a"})
     with pytest.raises(DloError, match=r"other\.jsonl:1: a record needs .* has 'test'; did you mean 'text'"):
         make(train_files=str(file)).check()
+
+
+def test_a_model_whose_tokenizer_has_no_chat_template_is_refused_before_the_run(make, tmp_path):
+    words = make()
+    words.setup("fit")
+    words.tokenizer.save_pretrained(tmp_path / "model")
+    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
+    LlamaForCausalLM(LlamaConfig(vocab_size=400, **sizes)).save_pretrained(tmp_path / "model")
+    chat = {"messages": [{"role": "user", "content": "the loss"}, {"role": "assistant", "content": "is 3"}]}
+    file = lines(tmp_path / "chats.jsonl", chat)
+    task = CausalLM(model=str(tmp_path / "model"))
+    with pytest.raises(DloError, match=r"chats\.jsonl:1: messages need a chat template, and the tokenizer has none"):
+        task.check(make(train_files=str(file)))
+    (tmp_path / "chat.jinja").write_text(CHATML)
+    task.check(make(train_files=str(file), chat_template=str(tmp_path / "chat.jinja")))

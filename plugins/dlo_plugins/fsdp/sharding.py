@@ -19,10 +19,10 @@ from dlo_framework.checkpoint.boxes import whole as whole_box
 from dlo_framework.distributed.canonical import clean
 from dlo_framework.distributed.collectives import Communicator
 from dlo_framework.distributed.cuts import Layout
+from dlo_framework.distributed.initialise import Initialiser
 from dlo_framework.errors import DloError, did_you_mean
 from dlo_framework.plan import ParallelPlan
 from dlo_plugins.fsdp.comms import PairwiseAllGather, PairwiseReduceScatter
-from dlo_plugins.fsdp.initialise import materialise
 from dlo_plugins.fsdp.mesh import REPLICATE, SHARD
 from dlo_plugins.fsdp.recompute import recompute
 from dlo_plugins.mesh.groups import MeshGroups
@@ -119,10 +119,10 @@ class Sharding:
         if options.recompute:
             recompute(blocks)
         self._scalars = [parameter for parameter in self._held(module) if parameter.ndim == 0]
-        initialised: set[int] = set()
+        initialise = Initialiser(device, seed, self.layout)
         for part in [*blocks, *(root for root in self.roots if not any(root is block for block in blocks))]:
             named = part.module if isinstance(part, Steps) else part
-            materialise(named, names[id(named)], device, seed, initialised, self.layout)
+            initialise(named, names[id(named)])
             self._shard(part)
         self._prefetch(blocks)
         self.collect()

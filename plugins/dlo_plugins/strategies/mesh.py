@@ -17,6 +17,7 @@ from torchmetrics import Metric
 
 from dlo_framework.applier import Applier, Phase
 from dlo_framework.distributed.cuts import Layout, layout_of
+from dlo_framework.distributed.initialise import check_initialisable, on_meta
 from dlo_framework.distributed.units import find_units
 from dlo_framework.errors import DloError
 from dlo_framework.mesh import MeshSpec
@@ -25,7 +26,6 @@ from dlo_framework.task import Task
 from dlo_plugins.appliers.context_parallel import ContextParallel
 from dlo_plugins.appliers.fully_shard import FullyShard
 from dlo_plugins.appliers.tensor_parallel import TensorParallel
-from dlo_plugins.fsdp.initialise import check_initialisable, on_meta
 from dlo_plugins.fsdp.mesh import check_reshard
 from dlo_plugins.fsdp.optimizers import OptimizerShares
 from dlo_plugins.fsdp.sharding import Sharding, ShardOptions, named_units

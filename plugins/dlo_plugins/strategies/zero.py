@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 from dlo_framework.checkpoint import Shard
 from dlo_framework.distributed.canonical import clean, readable
 from dlo_framework.distributed.collectives import Communicator
+from dlo_framework.distributed.initialise import Initialiser, check_initialisable, on_meta
 from dlo_framework.distributed.strategy import ShardedStrategy
 from dlo_framework.distributed.units import find_units
 from dlo_framework.errors import DloError
@@ -45,6 +46,9 @@ class ZeroStrategy(ShardedStrategy):
         find_unused: whether parameters may go without a gradient in a step. Otherwise that is an error that names
             them.
         units: names of the modules whose parameters are gathered together in stage 3; by default the model's blocks.
+        meta_init: whether `configure_model` builds the model without memory, which each unit gets as it is divided:
+            for models larger than a device's memory, in stage 3. Each module's `reset_parameters` then initialises it,
+            alike on all ranks; or a checkpoint does, or each rank's own part of trained weights.
         timeout_minutes: how long a collective may take before a rank gives the others up.
     """
 
@@ -55,6 +59,7 @@ class ZeroStrategy(ShardedStrategy):
         bucket_mb: float = 25.0,
         find_unused: bool = False,
         units: list[str] | None = None,
+        meta_init: bool = False,
         timeout_minutes: float = 30.0,
     ) -> None:
         if stage not in (1, 2, 3):
@@ -73,6 +78,7 @@ class ZeroStrategy(ShardedStrategy):
             find_unused,
             units,
         )
+        self.meta_init = meta_init
         self.engine: ZeroEngine | None = None
 
     @classmethod
@@ -89,30 +95,49 @@ class ZeroStrategy(ShardedStrategy):
 
     # --- setting up ----------------------------------------------------------------------------------------
 
+    @contextlib.contextmanager
+    def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
+        """Lightning builds the model in it."""
+        meta = empty_init if empty_init is not None else self.meta_init
+        with torch.device("meta") if meta else contextlib.nullcontext(), super().tensor_init_context():
+            yield
+
     def shard(self, trainer: Trainer) -> None:
         """Builds the optimizers, and moves the parameters into flat groups."""
         module, fitting = self._module(), trainer.state.fn == TrainerFn.FITTING
+        communicator, initialise = Communicator(), self._initialiser(trainer)
         if self.stage < 3:
+            if initialise is not None:
+                initialise(module, "")
             module.to(self.root_device)
-        else:
+        if fitting:
+            self._whole_again()
+            self.setup_optimizers(trainer)
+        if fitting or (self.stage == 3 and self.engine is None):
+            self.engine = self._build(communicator, initialise)
+        if self.stage == 3:
             for submodule in module.modules():
                 for name, buffer in submodule.named_buffers(recurse=False):
                     submodule._buffers[name] = buffer.to(self.root_device)
-        communicator = Communicator()
-        for tensor in [*module.buffers(), *(p for p in module.parameters() if not p.requires_grad and self.stage < 3)]:
-            communicator.broadcast(tensor.data)
-        if not fitting:
-            if self.stage < 3:
-                for parameter in module.parameters():
+        else:
+            for parameter in module.parameters():
+                if not (fitting and parameter.requires_grad):
                     communicator.broadcast(parameter.data)
-            elif self.engine is None:
-                self.engine = self._build(communicator)
-            return
-        self._whole_again()
-        self.setup_optimizers(trainer)
-        self.engine = self._build(communicator)
+        self.share_buffers()
 
-    def _build(self, communicator: Communicator) -> ZeroEngine:
+    def _initialiser(self, trainer: Trainer) -> Initialiser | None:
+        """Returns what gives the module its values, if it was built without.
+
+        Raises:
+            DloError: if a tensor would stay without.
+        """
+        module = self._module()
+        if not on_meta(module):
+            return None
+        check_initialisable(module, loads_weights=trainer.ckpt_path is not None)
+        return Initialiser(self.root_device, self.broadcast(torch.initial_seed()))
+
+    def _build(self, communicator: Communicator, initialise: Initialiser | None) -> ZeroEngine:
         module = self._module()
         units = self.units if self.units is not None else find_units(module) if self.stage == 3 else []
         element = max((p.element_size() for p in module.parameters()), default=4)
@@ -123,7 +148,7 @@ class ZeroStrategy(ShardedStrategy):
             offload_parameters=self.offload in ("parameters", "both"),
             find_unused=self.find_unused,
         )
-        return ZeroEngine(module, self.optimizers, units, communicator, self.root_device, options)
+        return ZeroEngine(module, self.optimizers, units, communicator, self.root_device, options, initialise)
 
     def _whole_again(self) -> None:
         """Undoes an earlier run's partition: this run makes its own."""

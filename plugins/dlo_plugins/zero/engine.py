@@ -28,6 +28,7 @@ from torch.optim import Optimizer
 
 from dlo_framework.checkpoint import FlatShard
 from dlo_framework.distributed.collectives import Communicator
+from dlo_framework.distributed.initialise import Initialiser
 from dlo_framework.errors import DloError
 from dlo_plugins.zero.gathering import Gathering, Unit
 from dlo_plugins.zero.group import FlatGroup
@@ -65,6 +66,7 @@ class ZeroEngine:
         communicator: the ranks.
         device: where this rank computes.
         options: the stage and the rest.
+        initialise: gives units on the meta device their values (stage 3), so that no rank ever holds the whole model.
     """
 
     def __init__(
@@ -75,13 +77,16 @@ class ZeroEngine:
         communicator: Communicator,
         device: torch.device,
         options: ZeroOptions,
+        initialise: Initialiser | None = None,
     ) -> None:
         self.communicator, self.device, self.options = communicator, device, options
-        self._names = {id(parameter): clean(name) for name, parameter in module.named_parameters()}
-        self._stepped_by = _stepped_by(optimizers)
         self.gathering: Gathering | None = None
+        self._note(module, optimizers)
         if options.stage == 3:
-            built = self._units(module, units)
+            built = self._units(module, units, initialise)
+            if initialise is not None:
+                _put_in_place(optimizers, initialise)
+                self._note(module, optimizers)
             self.groups = [group for unit in built for group in unit.groups]
             self.gathering = Gathering(built, module)
         else:
@@ -100,6 +105,15 @@ class ZeroEngine:
         self.sync = True  # whether the backward under way is the last of its accumulation
 
     # --- building ------------------------------------------------------------------------------------------
+
+    def _note(self, module: nn.Module, optimizers: list[Optimizer]) -> None:
+        self._names = {id(parameter): clean(name) for name, parameter in module.named_parameters()}
+        self._stepped_by = {
+            id(parameter): number
+            for number, optimizer in enumerate(optimizers)
+            for group in optimizer.param_groups
+            for parameter in group["params"]
+        }
 
     def _group(self, named: dict[str, nn.Parameter]) -> FlatGroup:
         stage3 = self.options.stage == 3
@@ -129,8 +143,8 @@ class ZeroEngine:
             bucket[self._names[id(parameter)]] = parameter
         return [self._group(bucket) for bucket in buckets]
 
-    def _units(self, module: nn.Module, names: list[str]) -> list[Unit]:
-        """Groups the parameters by unit; those of several units, or of none, are the root's."""
+    def _units(self, module: nn.Module, names: list[str], initialise: Initialiser | None) -> list[Unit]:
+        """Groups the parameters by unit, the root first; those of several units, or of none, are the root's."""
         homes: dict[int, set[str]] = {}
         for full_name, parameter in module.named_parameters(remove_duplicate=False):
             home = next((name for name in names if full_name.startswith(name + ".")), "")
@@ -140,11 +154,18 @@ class ZeroEngine:
             where = homes[id(parameter)]
             unit = by_unit[next(iter(where)) if len(where) == 1 else ""]
             unit.setdefault(self._kind(parameter), {})[self._names[id(parameter)]] = parameter
-        return [
-            Unit(name, module.get_submodule(name), [self._group(named) for named in kinds.values()])
-            for name, kinds in by_unit.items()
-            if kinds or not name
-        ]
+        units = []
+        for name, kinds in reversed(by_unit.items()):  # Modules that hold others get their values after them.
+            own = module.get_submodule(name)
+            if initialise is not None:
+                initialise(own, name)
+                kinds = {
+                    kind: {of: initialise.now(parameter) for of, parameter in named.items()}
+                    for kind, named in kinds.items()
+                }
+            if kinds or not name:
+                units.append(Unit(name, own, [self._group(named) for named in kinds.values()]))
+        return units[::-1]
 
     def _share(self, number: int, optimizer: Optimizer) -> Share:
         groups = [g for g in self.groups if g.trains and self._stepped_by.get(id(g.parameters[0])) == number]
@@ -303,14 +324,11 @@ def _stepped(share: Share) -> list[Tensor]:
     return list(share.stand_ins.values()) or [share.witness]
 
 
-def _stepped_by(optimizers: list[Optimizer]) -> dict[int, int]:
-    """Returns which optimizer steps a parameter: ids of parameters to numbers of optimizers."""
-    return {
-        id(parameter): number
-        for number, optimizer in enumerate(optimizers)
-        for group in optimizer.param_groups
-        for parameter in group["params"]
-    }
+def _put_in_place(optimizers: list[Optimizer], initialise: Initialiser) -> None:
+    """Gives optimizers, which were built on the meta device, the parameters that have values."""
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            group["params"] = [initialise.now(parameter) for parameter in group["params"]]
 
 
 def _take_global_norm(optimizer: Optimizer, engine: ZeroEngine, share: Share) -> None:

@@ -74,8 +74,8 @@ class FlatGroup:
         for name, parameter, view in zip(self.names, self.parameters, self.views(self.whole), strict=True):
             if parameter.is_meta:
                 raise DloError(
-                    f"ZeRO divides parameters that have values, but {name} is on the meta device; build the module"
-                    " with its weights, or take strategy fsdp, which fills it shard by shard"
+                    f"ZeRO divides parameters that have values, but {name} is on the meta device; set meta_init: true"
+                    " of ZeroStrategy, or build the module with its weights"
                 )
             view.copy_(parameter.data)
             parameter.data = view

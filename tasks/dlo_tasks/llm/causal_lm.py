@@ -125,6 +125,9 @@ class CausalLM(Task):
         Raises:
             DloError: if something does not exist or fit.
         """
+        check_template = getattr(datamodule, "check_template", None)
+        if self.tokenizer_source is not None and check_template is not None:
+            check_template(self.tokenizer_source)
         twin = self.on_meta()
         self._optimizer(twin.model)
         twin.parallel_plan().validate(twin.model)

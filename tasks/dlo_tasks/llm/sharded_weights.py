@@ -1,6 +1,6 @@
 """Trained weights for a model that was built without memory: each rank reads its own part of them, and no more.
 
-A strategy with `meta_init` builds the model on the meta device and gives it memory a unit at a time, as it shards it.
+A strategy with `meta_init` builds the model on the meta device and gives it memory a unit at a time, as it divides it.
 Until its weights are read, they are what transformers initialises new models with.
 """
 
@@ -22,7 +22,6 @@ from dlo_framework.checkpoint.plan import Chunk, Key, SavedTensor
 from dlo_framework.checkpoint.saved import Source
 from dlo_framework.checkpoint.tensor_file import read_header
 from dlo_framework.distributed.canonical import clean
-from dlo_framework.distributed.cuts import layout_of
 from dlo_framework.errors import DloError
 from dlo_tasks.llm import models
 
@@ -64,7 +63,7 @@ def read(task: Any, *, resumes: bool) -> None:
     """Reads the weights of a model that was built without memory, now that it is sharded; once.
 
     Args:
-        task: with the model, whose parameters are DTensors.
+        task: with the model, whose strategy has divided it.
         resumes: whether a checkpoint's weights come next anyway.
 
     Raises:
@@ -82,13 +81,13 @@ def read(task: Any, *, resumes: bool) -> None:
     names: dict[int, list[str]] = {}
     for name, parameter in task.model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(clean(name))
-    parameters = {id(parameter): parameter for parameter in task.model.parameters()}
-    layout = layout_of(task.model)
-    for key, parameter in parameters.items():
-        own = names[key][0]
-        if own not in layout.elsewhere and not any(".lora_" in name for name in names[key]):
-            held = layout.shard(own, parameter)
-            saved.read_into(_stored_name(names[key], saved, task.model.base_model_prefix), held)
+    strategy = task.trainer.strategy
+    held = strategy.lightning_module_state_dict()
+    for own in names.values():
+        shard = held.get(f"model.{own[0]}")  # What other stages of a pipeline hold is not there.
+        if shard is not None and not any(".lora_" in name for name in own):
+            saved.read_into(_stored_name(own, saved, task.model.base_model_prefix), shard)
+    strategy.refresh()
 
 
 def local_folder(source: str) -> Path:

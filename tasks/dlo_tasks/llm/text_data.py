@@ -158,13 +158,28 @@ class TextData(ResumableDataModule):
             if patterns is None:
                 continue
             files = expand(patterns, option)
-            if option == "predict_files":
-                continue
-            first = next(read_records(files, self.columns), None)
-            if first is not None and first.kind == "messages" and self._source is not None:
-                template_of(load_tokenizer(self._source, self.chat_template), f"{files[0]}:{first.row}")
+            if option != "predict_files":
+                next(read_records(files, self.columns), None)
         if self.train_files is None:
             assert self._library  # finding none is an error
+        if self._source is not None:
+            self.check_template(self._source)
+
+    def check_template(self, source: str) -> None:
+        """Checks that conversations, if the first record of the files is one, can be written as text.
+
+        Args:
+            source: the model's own tokenizer, a folder or a hub's name; where `tokenizer` is given, that one counts.
+
+        Raises:
+            DloError: if the tokenizer has no chat template.
+        """
+        for option in ("train_files", "val_files"):
+            patterns = getattr(self, option)
+            files = expand(patterns, option) if patterns is not None else []
+            first = next(read_records(files, self.columns), None) if files else None
+            if first is not None and first.kind == "messages":
+                template_of(load_tokenizer(self._source or source, self.chat_template), f"{files[0]}:{first.row}")
 
     def _files(self, split: str) -> list[Path]:
         if split == "val":

@@ -62,75 +62,84 @@ def check_initialisable(module: nn.Module, loads_weights: bool) -> None:
         )
 
 
-def materialise(
-    module: nn.Module, prefix: str, device: torch.device, seed: int, done: set[int], layout: Layout | None = None
-) -> None:
-    """Gives a module that is on the meta device memory and initial values, on all ranks alike.
+class Initialiser:
+    """Gives modules that are on the meta device memory and initial values, on all ranks alike.
 
     Submodules come before those that hold them, as in a constructor: ``nn.MultiheadAttention`` sets its projection's
-    bias after the projection has.
+    bias after the projection has. A module is initialised once, however often it is met; so is a tensor that several
+    modules share.
 
     Args:
-        module: a unit, or the root with what its units have left.
-        prefix: its name in the whole model.
         device: where the memory is to be.
         seed: the run's.
-        done: ids of modules that have been through this, which are left alone; these are added.
         layout: what tensor and pipeline parallelism have made of the whole model. What has been cut is initialised
             whole, and cut again; what other stages hold stays without memory.
     """
-    layout = layout or Layout()
-    order = [(name, submodule) for name, submodule in _children_first(module, prefix) if id(submodule) not in done]
-    made: dict[int, Tensor] = {}
-    fresh = [(name, submodule, _lacking(name, submodule, layout)) for name, submodule in order]
-    for name, submodule, lacking in fresh:
-        _allocate(name, submodule, lacking, device, made, layout)
-    for name, submodule, lacking in fresh:
-        if lacking and _resets(submodule):
-            with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), torch.no_grad():
-                torch.manual_seed(module_seed(seed, name))
-                _reset(submodule)
-    for name, submodule, lacking in fresh:
+
+    def __init__(self, device: torch.device, seed: int, layout: Layout | None = None) -> None:
+        self._device, self._seed, self._layout = device, seed, layout or Layout()
+        self._done: set[int] = set()
+        self._made: dict[int, Tensor] = {}
+        self._replaced: list[Tensor] = []  # Alive, so that no other tensor gets the id of one of them.
+
+    def __call__(self, module: nn.Module, prefix: str) -> None:
+        """Initialises what of a module is on the meta device.
+
+        Args:
+            module: a unit, or the root with what its units have left.
+            prefix: its name in the whole model.
+        """
+        order = [(name, part) for name, part in _children_first(module, prefix) if id(part) not in self._done]
+        fresh = [(name, submodule, self._lacking(name, submodule)) for name, submodule in order]
+        for name, submodule, lacking in fresh:
+            self._allocate(name, submodule, lacking)
+        for name, submodule, lacking in fresh:
+            if lacking and _resets(submodule):
+                with torch.random.fork_rng(devices=[self._device] if self._device.type == "cuda" else []):
+                    torch.manual_seed(module_seed(self._seed, name))
+                    with torch.no_grad():
+                        _reset(submodule)
+        for name, submodule, lacking in fresh:
+            for key in lacking:
+                _cut_again(submodule, key, self._layout.cuts.get(_joined(name, key)))
+        self._done.update(id(submodule) for _, submodule in order)
+
+    def now(self, tensor: Any) -> Any:
+        """Returns what has taken a meta tensor's place; other tensors are their own."""
+        return self._made.get(id(tensor), tensor)
+
+    def _lacking(self, name: str, module: nn.Module) -> list[str]:
+        """Returns the names of a module's own parameters and buffers that are to get memory."""
+        return [
+            key
+            for key, tensor in [*module._parameters.items(), *module._buffers.items()]
+            if tensor is not None and tensor.is_meta and _joined(name, key) not in self._layout.elsewhere
+        ]
+
+    def _allocate(self, name: str, module: nn.Module, lacking: list[str]) -> None:
+        """Replaces a module's own meta tensors by filled ones, whole; those that are one tensor stay one.
+
+        What nothing initialises is NaN, so that a weight that no checkpoint brought shows in the first loss.
+        """
         for key in lacking:
-            _cut_again(submodule, key, layout.cuts.get(_joined(name, key)))
-    done.update(id(submodule) for _, submodule in order)
+            entries: Any = module._parameters if key in module._parameters else module._buffers
+            tensor = entries[key]
+            if id(tensor) not in self._made:
+                cut = self._layout.cuts.get(_joined(name, key))
+                shape = tensor.shape if cut is None else cut.whole_shape(tensor.shape)
+                fill = torch.nan if tensor.is_floating_point() else 0
+                value = torch.full(shape, fill, dtype=tensor.dtype, device=self._device)
+                new = nn.Parameter(value, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else value
+                new.__dict__.update(tensor.__dict__)  # Marks that optimizers' groupings look at.
+                self._made[id(tensor)] = new
+                self._replaced.append(tensor)
+            entries[key] = self._made[id(tensor)]
 
 
 def module_seed(seed: int, name: str) -> int:
     """Returns the seed of a module's initial values."""
     digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
     return int.from_bytes(digest[:8], "little") >> 1
-
-
-def _lacking(name: str, module: nn.Module, layout: Layout) -> list[str]:
-    """Returns a module's own parameters and buffers that are to get memory."""
-    own = [*module._parameters.items(), *module._buffers.items()]
-    return [
-        key
-        for key, tensor in own
-        if tensor is not None and tensor.is_meta and _joined(name, key) not in layout.elsewhere
-    ]
-
-
-def _allocate(
-    name: str, module: nn.Module, lacking: list[str], device: torch.device, made: dict[int, Tensor], layout: Layout
-) -> None:
-    """Replaces a module's own meta tensors by filled ones, whole; those that are one tensor stay one.
-
-    What nothing initialises is NaN, so that a weight that no checkpoint brought shows in the first loss.
-    """
-    for key in lacking:
-        entries: Any = module._parameters if key in module._parameters else module._buffers
-        tensor = entries[key]
-        if id(tensor) not in made:
-            cut = layout.cuts.get(_joined(name, key))
-            shape = tensor.shape if cut is None else cut.whole_shape(tensor.shape)
-            fill = torch.nan if tensor.is_floating_point() else 0
-            value = torch.full(shape, fill, dtype=tensor.dtype, device=device)
-            new = nn.Parameter(value, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else value
-            new.__dict__.update(tensor.__dict__)  # Marks that optimizers' groupings look at.
-            made[id(tensor)] = new
-        entries[key] = made[id(tensor)]
 
 
 def _cut_again(module: nn.Module, key: str, cut: Cut | None) -> None:
