@@ -102,6 +102,16 @@ class Task(LightningModule, ABC):
             twin.configure_model()
         return twin
 
+    def example_batch(self, datamodule: LightningDataModule | None) -> Any | None:
+        """Returns one sample as the data batch it, of any values; None where its shape is not known.
+
+        Pipelines weigh the model's parts on it, so that stages take equally long; without it they go by parameters.
+
+        Args:
+            datamodule: may know the shapes; it has read no data yet.
+        """
+        return None
+
     def inputs(self, batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Returns the model's positional and keyword arguments for a batch.
 

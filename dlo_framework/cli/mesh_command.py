@@ -65,7 +65,7 @@ def main(argv: list[str]) -> int:
             f"mesh: {type(strategy).__name__} lays no mesh: each of its ranks is like the others; MeshStrategy does,"
             " and its presets: --trainer.strategy mesh, fsdp or hsdp"
         )
-    description = strategy.describe(cli.model)
+    description = strategy.describe(cli.model, cli.datamodule)
     print(json.dumps(description.to_json(), indent=1) if options.json else description.text())
     return 0
 

@@ -60,7 +60,7 @@ def vit(qk_norm: bool = False, optimizer: str = "adamw", **options: Any) -> tupl
 def coatnet() -> tuple[Any, Any]:
     task = ImageClassifier(
         "coatnet_nano_rw_224",
-        model_args={**COATNET, "embed_dim": [16, 32, 32, 64], "depths": [1, 1, 2, 2]},
+        model_args={**COATNET, "embed_dim": [16, 32, 64, 64], "depths": [1, 1, 2, 2]},
         num_classes=10,
         lr=1e-3,
         optimizer_args={"eps": 1e-3},
@@ -141,6 +141,7 @@ def test_pairs_of_axes_train_as_one_process() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(3600)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_family_along_every_axis(family: str) -> None:
     axes = (*TWO, *SHARED, *SCHEDULES)
@@ -148,6 +149,7 @@ def test_every_family_along_every_axis(family: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(3600)
 @pytest.mark.parametrize("build", [vit, coatnet])
 def test_pictures_along_every_axis(build: Any) -> None:
     axes = [of for of in (*TWO, *SCHEDULES) if build is vit or not of.get("sequence_parallel")]
@@ -155,6 +157,7 @@ def test_pictures_along_every_axis(build: Any) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(12000)
 def test_threes_of_axes_on_eight_ranks() -> None:
     assert_parity(llm, cases(*THREES), world_size=8, steps=50, timeout=6000)
     pictured = [of for of in THREES if "cp" not in of]

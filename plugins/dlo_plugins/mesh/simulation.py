@@ -14,7 +14,7 @@ import contextlib
 import copy
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -34,6 +34,7 @@ from dlo_plugins.fsdp.sharding import Sharding, local
 from dlo_plugins.mesh.groups import MeshGroups
 from dlo_plugins.mesh.holdings import Held
 from dlo_plugins.mesh.pipelined import PipelinedTask, rows_of
+from dlo_plugins.mesh.pipelining import Pipelining
 from dlo_plugins.mesh.traffic import Traffic, TrafficCount, grown
 from dlo_plugins.pipeline.engine import Pipeline
 from dlo_plugins.pipeline.gates import Passage, Shapes
@@ -84,16 +85,21 @@ def simulate(
     """
     if dist.is_initialized():
         raise DloError("a mesh is simulated in a process of its own, and this one is a rank already; leave its group")
-    on_meta = task.on_meta()
-    return [_simulate_rank(on_meta, strategy, spec, rank, batch) for rank in ranks]
+    on_meta, pipelining = task.on_meta(), strategy.pipelining
+    if spec.pp > 1:
+        split = pipelining.split_of(on_meta, on_meta.parallel_plan(), spec.pp, None)
+        pipelining = replace(pipelining, split=None if isinstance(split, str) else list(split))
+    return [_simulate_rank(on_meta, strategy, pipelining, spec, rank, batch) for rank in ranks]
 
 
-def _simulate_rank(task: Task, strategy: MeshStrategy, spec: MeshSpec, rank: int, batch: Any) -> SimulatedRank:
+def _simulate_rank(
+    task: Task, strategy: MeshStrategy, pipelining: Pipelining, spec: MeshSpec, rank: int, batch: Any
+) -> SimulatedRank:
     own = copy.deepcopy(task)
     precision = str(strategy.precision_plugin.precision)
     with fake_world(rank, spec.world_size), FakeTensorMode(allow_non_fake_inputs=True):
         _make_fake(own, _CONVERTED.get(precision))
-        view = _RankView(strategy, spec, _faked(batch))
+        view = _RankView(strategy, pipelining, spec, _faked(batch))
         with _autocast(precision):
             sharding = view.cut_and_shard(own)
             traffic = () if batch is None else view.traffic_of_a_step()
@@ -149,21 +155,19 @@ class _RankView(MeshStrategy):
 
     Args:
         strategy: whose options it has.
+        pipelining: its pipeline's, with blocks shared out to stages.
         spec: of the world.
         batch: of fake tensors; None for none.
     """
 
-    def __init__(self, strategy: MeshStrategy, spec: MeshSpec, batch: Any) -> None:
+    def __init__(self, strategy: MeshStrategy, pipelining: Pipelining, spec: MeshSpec, batch: Any) -> None:
         super().__init__(
             pp=spec.pp,
             dp_replicate=spec.dp_replicate,
             dp_shard=spec.dp_shard,
             cp=spec.cp,
             tp=spec.tp,
-            schedule=strategy.schedule,
-            micro_batches=strategy.micro_batches,
-            stages_per_rank=strategy.stages_per_rank,
-            split=strategy.split,
+            **asdict(pipelining),
             appliers=copy.deepcopy(strategy.appliers),
         )
         self._precision_plugin = strategy.precision_plugin
@@ -200,7 +204,7 @@ class _RankView(MeshStrategy):
         Micro-batches of one shape pass the same, each of them, so of many that go through a pipeline two counts are
         enough: those of steps with the fewest that the schedule can run, and with as many again.
         """
-        wanted, least = self._parts(), self._fewest()
+        wanted, least = self.pipelining.parts(self.mesh_spec().pp), self._fewest()
         if self.pipelined is None or wanted % least or len(self.pipelined._split(self._batch, wanted)) != wanted:
             return self._count(self._batch)
         rows = batch_length(self._batch)
@@ -218,11 +222,11 @@ class _RankView(MeshStrategy):
 
     def _fewest(self) -> int:
         """Returns the smallest number of micro-batches that the schedule can run, and that divides the wanted one."""
-        spec, wanted = self.mesh_spec(), self._parts()
+        spec, wanted = self.mesh_spec(), self.pipelining.parts(self.mesh_spec().pp)
         for number in (1, spec.pp, 2 * spec.pp):
             with contextlib.suppress(DloError):
                 if wanted % number == 0:
-                    make_schedule(self.schedule, spec.pp, number, self.stages_per_rank)
+                    make_schedule(self.pipelining.schedule, spec.pp, number, self.pipelining.stages_per_rank)
                     return number
         return wanted
 

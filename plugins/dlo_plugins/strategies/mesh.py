@@ -21,10 +21,10 @@ from dlo_framework.distributed.initialise import check_initialisable, on_meta
 from dlo_framework.distributed.units import find_units
 from dlo_framework.errors import DloError
 from dlo_framework.mesh import MeshSpec
-from dlo_framework.plan import ParallelPlan
 from dlo_framework.task import Task
 from dlo_plugins.appliers.context_parallel import ContextParallel
 from dlo_plugins.appliers.fully_shard import FullyShard
+from dlo_plugins.appliers.order import in_order
 from dlo_plugins.appliers.tensor_parallel import TensorParallel
 from dlo_plugins.fsdp.mesh import check_reshard
 from dlo_plugins.fsdp.optimizers import OptimizerShares
@@ -32,10 +32,9 @@ from dlo_plugins.fsdp.sharding import Sharding, ShardOptions, named_units
 from dlo_plugins.fsdp.usage import Usage
 from dlo_plugins.mesh.drawing import MeshDescription, describe, modelled
 from dlo_plugins.mesh.groups import MeshGroups
-from dlo_plugins.mesh.pipelined import PipelinedTask, check_steps
+from dlo_plugins.mesh.pipelined import PipelinedTask
+from dlo_plugins.mesh.pipelining import Pipelining
 from dlo_plugins.mesh.steps import MeshSteps
-from dlo_plugins.pipeline.engine import Pipeline, make_stages
-from dlo_plugins.pipeline.schedules import make_schedule, placement
 
 #: Appliers that do nothing where their axis has one rank.
 _OWN = (TensorParallel, ContextParallel)
@@ -101,15 +100,14 @@ class MeshStrategy(MeshSteps):
         if dp_shard == -1 and -1 in (pp, dp_replicate, cp, tp):
             axes["dp_shard"] = 1
         self.spec, self.meta_init = MeshSpec(**axes), meta_init
-        self.appliers = _in_order(list(appliers or []), cp_method, sequence_parallel)
+        self.appliers = in_order(list(appliers or []), cp_method, sequence_parallel)
         self.fully_shard = next(applier for applier in self.appliers if isinstance(applier, FullyShard))
         self._context = next(applier for applier in self.appliers if isinstance(applier, ContextParallel))
         self._tensor = next(applier for applier in self.appliers if isinstance(applier, TensorParallel))
         #: Whether there are appliers that no axis asks for.
         self._rewrites = any(not isinstance(applier, (*_OWN, FullyShard)) for applier in self.appliers)
         self._groups: MeshGroups | None = None
-        self.schedule, self.micro_batches = schedule, micro_batches
-        self.stages_per_rank, self.split = stages_per_rank, split
+        self.pipelining = Pipelining(schedule, micro_batches, stages_per_rank, split)
 
     @classmethod
     def register_strategies(cls, strategy_registry: Any) -> None:
@@ -132,7 +130,7 @@ class MeshStrategy(MeshSteps):
         check_reshard(self.fully_shard.reshard_after_forward, spec.dp_shard * spec.cp)
         self._options(whole_steps=True)
         if spec.pp > 1:
-            make_schedule(self.schedule, spec.pp, self._parts(), self.stages_per_rank)
+            self.pipelining.check_schedule(spec.pp)
         if self.fully_shard.offload and self.root_device.type == "cuda" and self._process_group_backend is None:
             self._process_group_backend = "cpu:gloo,cuda:nccl"  # Shards in CPU memory are saved and compared too.
         super()._configure_launcher()
@@ -157,32 +155,24 @@ class MeshStrategy(MeshSteps):
         self._tensor.check(task.model, plan, spec.tp)
         self._context.check(task.model, plan, spec.cp, spec.tp)
         if spec.pp > 1:
-            check_steps(module)
-            stages = placement(self.schedule, spec.pp, self.stages_per_rank).stages
-            make_stages(task.model, plan, stages, self.split or "balanced")
-            batch = getattr(datamodule, "batch_size", None)
-            if isinstance(batch, int) and batch // spec.data_size < self._parts():
-                raise DloError(
-                    f"each of {self._parts()} micro-batches has at least one sample, but batch_size {batch} gives each"
-                    f" of {spec.data_size} pipelines {batch // spec.data_size}; set micro_batches to"
-                    f" {max(batch // spec.data_size, 1)} or less, or batch_size to {self._parts() * spec.data_size}"
-                )
+            self.pipelining.check(task, plan, spec, datamodule)
 
-    def describe(self, module: Any) -> MeshDescription:
+    def describe(self, module: Any, datamodule: Any = None) -> MeshDescription:
         """Returns who holds what of a module, for `dlo mesh`; nothing is started, and the model has no memory.
 
         Raises:
             DloError: if the mesh does not fit the ranks or the model.
         """
-        precision = str(self.precision_plugin.precision)
+        precision, spec, pipelining = str(self.precision_plugin.precision), self.mesh_spec(), self.pipelining
+        task, plan = modelled(module)
+        pipelined: Any = task if spec.pp > 1 and plan is not None else None
         return describe(
-            *modelled(module),
-            self.mesh_spec(),
+            *(task, plan, spec),
             sequence_parallel=self._tensor.sequence_parallel,
-            schedule=self.schedule,
-            stages_per_rank=self.stages_per_rank,
-            split=self.split or "balanced",
-            micro_batches=self._parts(),
+            schedule=pipelining.schedule,
+            stages_per_rank=pipelining.stages_per_rank,
+            split=pipelining.split_of(pipelined, plan, spec.pp, datamodule) if pipelined and plan else "balanced",
+            micro_batches=pipelining.parts(spec.pp),
             nodes=self.num_nodes,
             element_size={"bf16-true": 2, "16-true": 2, "64-true": 8}.get(precision),
         )
@@ -271,38 +261,26 @@ class MeshStrategy(MeshSteps):
             for tensor in [*task.parameters(), *task.buffers()]:
                 tensor.data = tensor.data.to(self.root_device)
                 dist.broadcast(tensor.data, 0)
-        mesh, layout = self.groups.device_mesh(), layout_of(task.model)
+        mesh, spec, layout = self.groups.device_mesh(), self.mesh_spec(), layout_of(task.model)
+        datamodule = getattr(task._trainer, "datamodule", None)
+        split = self.pipelining.split_of(task, plan, spec.pp, datamodule) if spec.pp > 1 else "balanced"
         for applier in self.appliers:
             if applier.phase <= Phase.CONTEXT:
                 applier.apply(task.model, mesh, plan)
-        if self.mesh_spec().pp > 1:
-            pipeline = self._pipeline(task, plan)
+        if spec.pp > 1:
+            pipeline = self.pipelining.build(task, plan, self.groups.group("pp"), split, self.root_device)
             stages = pipeline.stages
             self._tensor.part_stages(task.model, plan, [stages.blocks[first] for first in stages.first[1:-1]])
             names = [name for name, _ in _tensors(task.model)]
             layout.elsewhere |= {name for name in names if not pipeline.holds(name)}
             layout.repeated |= {name for name in names if pipeline.holds(name) and not pipeline.holds.first(name)}
-            select = self._context.select_rows if self.mesh_spec().cp > 1 else None
-            task.__dict__[PIPELINED] = PipelinedTask(task, pipeline, self._parts(), select)
+            select = self._context.select_rows if spec.cp > 1 else None
+            task.__dict__[PIPELINED] = PipelinedTask(task, pipeline, self.pipelining.parts(spec.pp), select)
         for applier in self.appliers:
             if Phase.CONTEXT < applier.phase < Phase.SHARD:
                 applier.apply(task.model, mesh, plan)
         task.__dict__[_CONTEXT] = self._context
         return layout.under("model")
-
-    def _pipeline(self, task: Any, plan: ParallelPlan) -> Pipeline:
-        return Pipeline(
-            task.model,
-            plan,
-            self.groups.group("pp"),
-            schedule=self.schedule,
-            stages_per_rank=self.stages_per_rank,
-            split=self.split or "balanced",
-            device=self.root_device,
-        )
-
-    def _parts(self) -> int:
-        return self.micro_batches or 4 * self.mesh_spec().pp
 
     def _plan_of(self, task: Any) -> Any:
         """Returns what makes a task's plan.
@@ -375,25 +353,3 @@ def _cuts(spec: MeshSpec) -> bool:
 def _tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     yield from module.named_parameters(remove_duplicate=False)
     yield from module.named_buffers(remove_duplicate=False)
-
-
-def _in_order(given: list[Applier], cp_method: Any, sequence_parallel: bool) -> list[Applier]:
-    """Returns the appliers of a run by phase: those given, and for the axes those that are missing.
-
-    Raises:
-        DloError: for two of one class, or what is no applier.
-    """
-    for applier in given:
-        if not isinstance(applier, Applier):
-            raise DloError(f"appliers are dlo_framework.applier.Applier, but one is a {type(applier).__name__}")
-    kinds = [type(applier) for applier in given]
-    twice = next((kind for kind in kinds if kinds.count(kind) > 1), None)
-    if twice is not None:
-        raise DloError(f"appliers: {twice.__name__} stands there twice; leave one out")
-    own = {
-        TensorParallel: lambda: TensorParallel(sequence_parallel=sequence_parallel),
-        ContextParallel: lambda: ContextParallel(method=cp_method),
-        FullyShard: FullyShard,
-    }
-    missing = [make() for kind, make in own.items() if not any(isinstance(applier, kind) for applier in given)]
-    return sorted([*given, *missing], key=lambda applier: applier.phase)

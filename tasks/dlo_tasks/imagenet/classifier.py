@@ -220,6 +220,12 @@ class ImageClassifier(Task):
 
     # --- steps ---------------------------------------------------------------------------------------------
 
+    def example_batch(self, datamodule: LightningDataModule | None) -> tuple[Tensor, Tensor] | None:
+        """Returns a black image and its label."""
+        if self.image_size is None:
+            return None
+        return torch.zeros(1, 3, self.image_size, self.image_size), torch.zeros(1, dtype=torch.long)
+
     def inputs(self, batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Returns the images, in the weights' precision: the datamodule normalises to single."""
         images = batch[0] if isinstance(batch, tuple | list) else batch

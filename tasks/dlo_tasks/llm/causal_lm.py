@@ -226,6 +226,13 @@ class CausalLM(Task):
         """What makes logits of :meth:`forward`'s hidden states."""
         return models.head_of(self.model)  # type: ignore[arg-type]
 
+    def example_batch(self, datamodule: LightningDataModule | None) -> dict[str, Tensor]:
+        """Returns a row of tokens as long as the data's windows."""
+        length = getattr(datamodule, "seq_len", None) or min(getattr(self.config, "max_position_embeddings", 512), 2048)
+        row = torch.zeros(1, length, dtype=torch.long)
+        positions = torch.arange(length)[None]
+        return {"input_ids": row, "labels": row, "position_ids": positions, "tokens_in_step": torch.tensor(length)}
+
     def inputs(self, batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Returns the tokens, their positions and, where rows are padded, their mask."""
         names = ("input_ids", "position_ids", "attention_mask")

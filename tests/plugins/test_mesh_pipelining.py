@@ -1,0 +1,77 @@
+"""Who gets which blocks of a pipeline: by the work that the data will make, on one process as on many."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from dlo_framework.mesh import MeshSpec
+from dlo_plugins.mesh.pipelining import Pipelining, forward_costs
+from dlo_plugins.pipeline.balance import balanced_split
+from dlo_plugins.pipeline.costs import parameter_costs
+from dlo_plugins.strategies.mesh import MeshStrategy
+from dlo_tasks.imagenet.classifier import ImageClassifier
+from dlo_tasks.llm.causal_lm import CausalLM
+
+LLAMA = {"model_type": "llama", "hidden_size": 64, "num_attention_heads": 2, "num_hidden_layers": 6}
+
+
+def causal(vocab_size: int = 100, **more: Any) -> CausalLM:
+    sizes = {"intermediate_size": 128, "vocab_size": vocab_size, "max_position_embeddings": 4096}
+    return CausalLM(config={**LLAMA, **sizes, **more})
+
+
+def split(task: Any, ranks: int = 2, datamodule: Any = None, **options: Any) -> Any:
+    task = task.on_meta()
+    return Pipelining(**options).split_of(task, task.parallel_plan(), ranks, datamodule)
+
+
+def test_blocks_of_one_size_are_shared_out_with_the_head_counted() -> None:
+    assert split(causal()) == [3, 3]
+    assert split(causal(vocab_size=10_000)) == [4, 2]
+    assert split(causal(), split=[1, 5]) == [1, 5]
+    assert sum(split(causal(), schedule="ZBV")) == 6
+    assert len(split(causal(), schedule="ZBV")) == 4
+
+
+def test_the_data_tell_how_long_sequences_are() -> None:
+    task = causal().on_meta()
+    costs = {
+        length: forward_costs(task, task.parallel_plan(), SimpleNamespace(seq_len=length)) for length in (64, 1024)
+    }
+    short, long = costs[64], costs[1024]
+    assert short is not None
+    assert long is not None
+    assert long.head == 16 * short.head == 2 * 64 * 100 * 1024
+    assert long.blocks[0] > 16 * short.blocks[0]  # Attention grows with the square.
+
+
+def test_a_convolutional_net_goes_by_its_pictures_and_not_by_its_weights() -> None:
+    task = ImageClassifier("coatnet_nano_rw_224", num_classes=10, image_size=32)
+    twin = task.on_meta()
+    plan = twin.parallel_plan()
+    by_work, by_weights = split(task), parameter_costs(twin.model, plan)
+    assert by_work != balanced_split(by_weights.blocks, 2, by_weights.stem, by_weights.head)
+    built = ImageClassifier("coatnet_nano_rw_224", num_classes=10, image_size=32)
+    built.configure_model()
+    assert forward_costs(built, plan, None) == forward_costs(twin, plan, None)
+
+
+def test_counting_leaves_the_task_as_it_is() -> None:
+    task = causal()
+    task.configure_model()
+    before = torch.get_rng_state()
+    weights = {name: value.clone() for name, value in task.state_dict().items()}
+    forward_costs(task, task.parallel_plan(), None)
+    assert torch.equal(torch.get_rng_state(), before)
+    assert all(torch.equal(value, weights[name]) for name, value in task.state_dict().items())
+    assert all(parameter.grad is None for parameter in task.parameters())
+
+
+def test_the_mesh_that_is_drawn_is_the_one_that_runs() -> None:
+    task = causal(vocab_size=10_000)
+    strategy = MeshStrategy(pp=2, dp_shard=1, micro_batches=2)
+    strategy.parallel_devices = [torch.device("cpu")] * 2
+    assert strategy.mesh_spec() == MeshSpec(pp=2, dp_shard=1)
+    drawn = strategy.describe(task, SimpleNamespace(seq_len=64))
+    assert [len(stage.blocks) for stage in drawn.stages] == split(task, datamodule=SimpleNamespace(seq_len=64))
