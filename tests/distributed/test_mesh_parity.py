@@ -27,7 +27,8 @@ from support.token_batches import FAMILIES, Tokens
 
 ROWS = 8
 VIT = {"img_size": 16, "patch_size": 4, "embed_dim": 32, "depth": 4, "num_heads": 4}
-COATNET = {"img_size": 32}
+#: Batch norm would see micro-batches, and each rank its own samples.
+COATNET = {"img_size": 32, "conv_norm_layer": "layernorm2d"}
 
 
 def llm(family: str = "llama", layers: int = 4, micro_batches: int = 1, **options: Any) -> tuple[Any, Any]:
@@ -60,7 +61,7 @@ def vit(qk_norm: bool = False, optimizer: str = "adamw", **options: Any) -> tupl
 def coatnet() -> tuple[Any, Any]:
     task = ImageClassifier(
         "coatnet_nano_rw_224",
-        model_args={**COATNET, "embed_dim": [16, 32, 64, 64], "depths": [1, 1, 2, 2]},
+        model_args={**COATNET, "embed_dim": [16, 64, 64, 64], "depths": [1, 1, 2, 2]},
         num_classes=10,
         lr=1e-3,
         optimizer_args={"eps": 1e-3},
@@ -145,7 +146,8 @@ def test_pairs_of_axes_train_as_one_process() -> None:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_family_along_every_axis(family: str) -> None:
     axes = (*TWO, *SHARED, *SCHEDULES)
-    assert_parity(llm, cases(*axes, family=family), steps=50, timeout=3000)
+    # Over so many steps Adam makes more of rounding: with eps 1e-4 single elements come out 1.2e-5 off.
+    assert_parity(llm, cases(*axes, family=family, optimizer_args={"eps": 1e-3}), steps=50, timeout=3000)
 
 
 @pytest.mark.slow

@@ -58,14 +58,14 @@ def test_a_convolutional_net_goes_by_its_pictures_and_not_by_its_weights() -> No
 
 
 def test_counting_leaves_the_task_as_it_is() -> None:
-    task = causal()
-    task.configure_model()
-    before = torch.get_rng_state()
-    weights = {name: value.clone() for name, value in task.state_dict().items()}
-    forward_costs(task, task.parallel_plan(), None)
-    assert torch.equal(torch.get_rng_state(), before)
-    assert all(torch.equal(value, weights[name]) for name, value in task.state_dict().items())
-    assert all(parameter.grad is None for parameter in task.parameters())
+    for task in (causal(), ImageClassifier("coatnet_nano_rw_224", num_classes=10, image_size=32)):
+        task.configure_model()
+        before = torch.get_rng_state()
+        weights = {name: value.clone() for name, value in task.state_dict().items()}
+        assert forward_costs(task, task.parallel_plan(), None)
+        assert torch.equal(torch.get_rng_state(), before)
+        assert all(torch.equal(value, weights[name]) for name, value in task.state_dict().items())
+        assert all(parameter.grad is None for parameter in task.parameters())
 
 
 def test_the_mesh_that_is_drawn_is_the_one_that_runs() -> None:

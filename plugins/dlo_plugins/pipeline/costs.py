@@ -88,6 +88,8 @@ def flop_costs(model: nn.Module, plan: ParallelPlan, run: Callable[[], Any]) -> 
 
         return hook
 
+    # Fake tensors of one element have values, and batch norm counts the batches in such a buffer.
+    counters = [(buffer, buffer.clone()) for buffer in model.buffers() if buffer.numel() == 1]
     handles = []
     for number, name in enumerate(blocks):
         block = model.get_submodule(name)
@@ -100,5 +102,7 @@ def flop_costs(model: nn.Module, plan: ParallelPlan, run: Callable[[], Any]) -> 
     finally:
         for handle in handles:
             handle.remove()
+        for buffer, value in counters:
+            buffer.copy_(value)
     stem = first_at[0] if first_at else 0
     return PartCosts(tuple(counts), float(stem), counter.get_total_flops() - stem - sum(counts))
