@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from dataclasses import dataclass
 from typing import Any
@@ -109,6 +110,7 @@ def forward_costs(task: Task, plan: ParallelPlan, datamodule: Any) -> PartCosts 
 
     Returns:
         The costs; None where the task knows no batch, or torch cannot count without values. Then parameters count.
+        A loss that needs its trainer or values is left out.
     """
     batch = task.example_batch(datamodule)
     if batch is None:
@@ -120,6 +122,9 @@ def forward_costs(task: Task, plan: ParallelPlan, datamodule: Any) -> PartCosts 
     def run() -> None:
         here = move_data_to_device(batch, device)
         args, kwargs = alone.inputs(here)
-        alone.loss(alone(*args, **kwargs), here)
+        outputs = alone(*args, **kwargs)
+        # One that asks for its trainer, or for values, is not weighed; it seldom weighs much.
+        with contextlib.suppress(RuntimeError, AttributeError):
+            alone.loss(outputs, here)
 
     return flop_costs(alone.model, plan, run)

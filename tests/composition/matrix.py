@@ -1,0 +1,291 @@
+"""What is composed with what: callbacks and trainer options x strategies x tasks, each in a short run of its own.
+
+A cell *works* if its losses, gradient norms, validation and weights are those of one process with the same callbacks;
+it is *refused* if every rank says so, in a DloError, before the first step. Anything else is broken.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from lightning.pytorch import Trainer, seed_everything
+from PIL import Image
+from torch import Tensor
+
+from dlo_framework.defaults import add_default_callbacks
+from dlo_framework.distributed.strategy import register_data_parallel, use_canonical_checkpoints
+from dlo_framework.ema import WeightEMA
+from dlo_framework.errors import DloError
+from dlo_framework.testing.record import Record, Recorder, merge
+from dlo_framework.testing.training import leave_group, quiet
+from dlo_plugins.appliers.activation_checkpoint import ActivationCheckpoint
+from dlo_plugins.appliers.compile_blocks import CompileBlocks
+from dlo_plugins.callbacks.batch_mix import BatchMix
+from dlo_plugins.callbacks.compile import Compile
+from dlo_plugins.callbacks.dynamic_batch_size import DynamicBatchSize
+from dlo_plugins.callbacks.gradients import AdaptiveGradientClipping, GradientNoise
+from dlo_plugins.callbacks.lr_finder import LRFinder
+from dlo_plugins.callbacks.micro_batch_finder import MicroBatchFinder
+from dlo_plugins.callbacks.one_cycle import OneCycle
+from dlo_plugins.callbacks.pipeline_timeline import PipelineTimeline
+from dlo_plugins.callbacks.progressive_resizing import ProgressiveResizing
+from dlo_plugins.callbacks.rectangular_validation import RectangularValidation
+from dlo_plugins.callbacks.time_to_target import TimeToTarget
+from dlo_plugins.strategies.fsdp import FSDPStrategy
+from dlo_plugins.strategies.mesh import MeshStrategy
+from dlo_plugins.strategies.zero import ZeroStrategy
+from dlo_tasks.imagenet.classifier import ImageClassifier
+from dlo_tasks.imagenet.digits import DigitsData
+from dlo_tasks.imagenet.folder import ImageFolderData
+from dlo_tasks.llm.causal_lm import CausalLM
+from dlo_tasks.llm.text_data import TextData
+from support.texts import lines, sentences
+
+BATCH, STEPS, EPOCHS = 8, 3, 2
+#: Without a larger eps, Adam makes whole steps of the rounding of gradients that cancel to nothing.
+_OPTIMIZER: dict[str, Any] = {"lr": 1e-3, "optimizer_args": {"eps": 1e-4}, "schedule": "constant"}
+VIT = {"img_size": 16, "patch_size": 4, "embed_dim": 32, "depth": 4, "num_heads": 4}
+LLAMA = {
+    "model_type": "llama",
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+}
+
+
+@dataclass(frozen=True)
+class With:
+    """What is put beside a strategy.
+
+    Attributes:
+        callbacks: makes them.
+        trainer: further options of the trainer.
+        tasks: for which it is made.
+        batch_size: of the data.
+        photographs: whether images come from a folder, in sizes of their own.
+        alone: whether one process can have it too; else it is compared with one that has nothing beside it.
+        rtol: of losses and norms; weights are compared where it is that of single precision.
+    """
+
+    callbacks: Callable[[], list[Any]] = list
+    trainer: tuple[tuple[str, Any], ...] = ()
+    tasks: tuple[str, ...] = ("ImageClassifier", "CausalLM")
+    batch_size: int = BATCH
+    photographs: bool = False
+    alone: bool = True
+    rtol: float = 1e-5
+
+
+def pictures(folder: Path, what: With) -> tuple[Any, Any]:
+    data: Any = DigitsData(image_size=16, batch_size=what.batch_size)
+    if what.photographs:
+        data = ImageFolderData(root=str(folder / "photos"), image_size=16, batch_size=what.batch_size, num_workers=0)
+    classes = 2 if what.photographs else 10
+    task = ImageClassifier("vit_tiny_patch16_224", model_args=dict(VIT), num_classes=classes, **_OPTIMIZER)
+    return task, data
+
+
+def words(folder: Path, what: With) -> tuple[Any, Any]:
+    data = TextData(
+        train_files=str(folder / "texts.jsonl"),
+        cache_dir=str(folder / "cache"),
+        seq_len=32,
+        batch_size=what.batch_size,
+        vocab_size=320,
+        corpus_bytes=60_000,
+    )
+    return CausalLM(config=dict(LLAMA), **_OPTIMIZER), data
+
+
+TASKS: dict[str, Callable[[Path, With], tuple[Any, Any]]] = {"ImageClassifier": pictures, "CausalLM": words}
+
+
+IMAGES = ("ImageClassifier",)
+BESIDE: dict[str, With] = {
+    "accumulation, clipping": With(trainer=(("accumulate_grad_batches", 2), ("gradient_clip_val", 0.1))),
+    "bf16-mixed": With(trainer=(("precision", "bf16-mixed"),), rtol=2**-7),
+    "AdaptiveGradientClipping": With(lambda: [AdaptiveGradientClipping()]),
+    "BatchMix": With(lambda: [BatchMix(mode="pair", group_size=2)], tasks=IMAGES),
+    "Compile": With(lambda: [Compile(scope="blocks", backend="aot_eager")]),
+    "DynamicBatchSize": With(
+        lambda: [DynamicBatchSize({0: 240, "50%": 480})], trainer=(("limit_train_batches", 1.0),), batch_size=240
+    ),
+    "GradientNoise": With(lambda: [GradientNoise(seed=1)]),
+    "LRFinder": With(lambda: [LRFinder(num_steps=20, min_lr=1e-4, max_lr=1e-2, apply=False)]),
+    "MicroBatchFinder": With(lambda: [MicroBatchFinder(memory_limit_bytes=10**8, max_size=4, steps_per_trial=1)]),
+    "OneCycle": With(lambda: [OneCycle(max_lr=1e-3)]),
+    "PipelineTimeline": With(lambda: [PipelineTimeline(step=2)], alone=False),
+    "ProgressiveResizing": With(lambda: [ProgressiveResizing({0: 8, "50%": 16})], tasks=IMAGES),
+    "RectangularValidation": With(lambda: [RectangularValidation()], tasks=IMAGES, photographs=True),
+    "TimeToTarget": With(lambda: [TimeToTarget("val_loss", 1.0, mode="min")]),
+    "WeightEMA": With(lambda: [WeightEMA(0.8)]),
+}
+
+
+def _mesh(**options: Any) -> Callable[[], MeshStrategy]:
+    if options.get("pp", 1) > 1:
+        options["micro_batches"] = 2
+    return lambda: MeshStrategy(**options)
+
+
+STRATEGIES: dict[str, Callable[[], Any]] = {
+    "ddp": lambda: "ddp",
+    "zero1": lambda: ZeroStrategy(1),
+    "zero2": lambda: ZeroStrategy(2),
+    "zero3": lambda: ZeroStrategy(3),
+    "zero3_offload": lambda: ZeroStrategy(3, offload="both"),
+    "fsdp": FSDPStrategy,
+    "mesh tp": _mesh(tp=2),
+    "mesh pp": _mesh(pp=2),
+    "mesh cp": _mesh(cp=2),
+    "mesh, recomputed": lambda: MeshStrategy(dp_shard=2, appliers=[ActivationCheckpoint()]),
+    "mesh, compiled": lambda: MeshStrategy(dp_shard=2, appliers=[CompileBlocks(backend="aot_eager")]),
+}
+
+
+@dataclass
+class Found:
+    """What a rank saw of a cell.
+
+    Attributes:
+        record: its steps, and on rank 0 the weights at the end.
+        measures: of the last validation.
+        refusal: what it was refused with, before the first step.
+        error: what went wrong otherwise.
+    """
+
+    record: Record
+    measures: dict[str, float]
+    refusal: str = ""
+    error: str = ""
+
+
+def run_cell(folder: Path, task: str, beside: str, make: Callable[[], Any] | None, world_size: int) -> Found:
+    """Trains a task for two epochs of three batches, validating, under a strategy; None for one process."""
+    seed_everything(3, workers=True, verbose=False)
+    recorder, measures = Recorder(), {}
+    try:
+        what = BESIDE[beside] if beside else With()
+        module, data = TASKS[task](folder, what)
+        callbacks = [recorder, *what.callbacks()]
+        options = {
+            "accelerator": "cpu",
+            "devices": 1 if make is None else world_size,
+            "strategy": "auto" if make is None else make(),
+            "max_epochs": EPOCHS,
+            "limit_train_batches": STEPS,
+            "limit_val_batches": 2,
+            "num_sanity_val_steps": 0,
+            "log_every_n_steps": 1,
+            "logger": False,
+            "enable_progress_bar": False,
+            "enable_model_summary": False,
+            "enable_checkpointing": False,
+            "default_root_dir": folder,
+            **dict(what.trainer),
+        }
+        run = folder / f"run-{torch.distributed.get_rank() if torch.distributed.is_initialized() else 0}"
+        run.mkdir(exist_ok=True)
+        callbacks = add_default_callbacks(
+            callbacks, run_folder=run, model=module, progress_bar=False, checkpoints=False
+        )
+        with contextlib.redirect_stdout(io.StringIO()):
+            trainer = Trainer(callbacks=callbacks, **options)
+            use_canonical_checkpoints(trainer)
+            check = getattr(trainer.strategy, "check_model", None)
+            if check is not None:
+                module.check(data)
+                check(module, data)
+            trainer.fit(module, datamodule=data)
+        measures = {name: float(value) for name, value in trainer.callback_metrics.items() if name.startswith("val")}
+    except DloError as error:
+        if recorder.record.steps:
+            return Found(recorder.record, {}, error=f"in mid-run: {error}")
+        return Found(recorder.record, {}, refusal=str(error))
+    except Exception as error:
+        return Found(recorder.record, {}, error=f"{type(error).__name__}: {error}")
+    return Found(recorder.record, measures)
+
+
+def run_cells(rank: int, world_size: int, folder: Path, task: str, strategy: str, names: list[str]) -> list[Found]:
+    """Runs a strategy's cells one after the other; on one rank those of one process."""
+    quiet()
+    register_data_parallel()
+    make = STRATEGIES[strategy] if strategy else None
+    found = [run_cell(folder, task, name, make, world_size) for name in names]
+    if rank != 0:
+        for cell in found:
+            cell.record.weights = {}
+    leave_group()
+    return found
+
+
+def prepare(folder: Path) -> None:
+    """Makes the data that all cells read: texts, and photographs of two classes in many sizes."""
+    lines(folder / "texts.jsonl", *({"text": text} for text in sentences(200)))
+    draw = np.random.default_rng(0)
+    for split, number in (("train", 12), ("val", 8)):
+        for label in ("one", "two"):
+            home = folder / "photos" / split / label
+            home.mkdir(parents=True, exist_ok=True)
+            for image in range(number):
+                size = (int(draw.integers(20, 40)), int(draw.integers(20, 40)), 3)
+                Image.fromarray(draw.integers(0, 255, size, dtype=np.uint8)).save(home / f"{image}.png")
+
+
+def beside(task: str) -> list[str]:
+    """Returns what is put beside a task's strategies; the empty name is nothing."""
+    return ["", *(name for name, what in BESIDE.items() if task in what.tasks)]
+
+
+def judge(name: str, ranks: list[Found], alone: Found) -> str:
+    """Returns what has become of a cell: `works`, `refused: ...`, or what is wrong.
+
+    Args:
+        name: of what stands beside the strategy.
+        ranks: what each rank saw.
+        alone: what one process did.
+    """
+    errors = sorted({cell.error for cell in ranks if cell.error})
+    if errors:
+        return f"broken: {'; '.join(errors)}"
+    refusals = {cell.refusal for cell in ranks}
+    if refusals != {""}:
+        return f"refused: {refusals.pop()}" if len(refusals) == 1 else f"broken: some ranks say {sorted(refusals)}"
+    rtol = BESIDE[name].rtol if name else 1e-5
+    both, one = merge([cell.record for cell in ranks]), alone.record
+    if not one.steps or len(both.steps) != len(one.steps):
+        return f"broken: {len(both.steps)} steps, {len(one.steps)} in one process {alone.refusal or alone.error}"
+    pairs = list(zip(both.steps, one.steps, strict=True))
+    found = {
+        "loss": max(_apart(mine.loss, theirs.loss) for mine, theirs in pairs),
+        "gradient norm": max(_apart(norm, theirs.norms[0]) for mine, theirs in pairs for norm in mine.norms),
+        "validation": max(_apart(cell.measures.get(key), of) for cell in ranks for key, of in alone.measures.items()),
+    }
+    if rtol < 1e-4:  # Adam makes whole steps of the rounding of half precision.
+        if both.weights.keys() != one.weights.keys():
+            return f"broken: weights {sorted(both.weights.keys() ^ one.weights.keys())[:5]}"
+        # An element of a weight may differ as its gradient's rounding does, which the largest value knows nothing of.
+        found["weights"] = max(_difference(value, both.weights[key]) for key, value in one.weights.items()) / 10
+    wrong = {what: size for what, size in found.items() if not size <= rtol}
+    return f"broken: differs from one process by {wrong}" if wrong else "works"
+
+
+def _apart(one: float | None, other: float | None) -> float:
+    if one is None or other is None:
+        return 0.0 if one is other else float("inf")
+    return abs(one - other) / max(abs(other), 1e-6)
+
+
+def _difference(one: Tensor, other: Tensor) -> float:
+    return float((one.double() - other.double()).abs().max() / one.double().abs().max().clamp(min=1e-3))

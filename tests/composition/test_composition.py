@@ -1,0 +1,106 @@
+"""Every callback with every strategy and both tasks: it works as in one process, or is refused before the first step.
+
+What is found has to be what docs/concepts/composition.md says; `DLO_UPDATE_COMPOSITION=1 pytest -n0 -m ""` of this file
+writes it there.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from composition import matrix
+from dlo_framework.testing import run_distributed
+
+DOCS = Path(__file__).resolve().parents[2] / "docs" / "concepts"
+KNOWN, PAGE = DOCS / "composition.json", DOCS / "composition.md"
+UPDATE = os.environ.get("DLO_UPDATE_COMPOSITION") == "1"
+BEGIN, END = "<!-- the tables: written by tests/composition -->\n", "<!-- end of the tables -->\n"
+#: One column a task in the ordinary tests; the others take five minutes.
+ORDINARY = {("ImageClassifier", "mesh pp"), ("CausalLM", "zero3")}
+COLUMNS = [
+    pytest.param(task, strategy, marks=[] if (task, strategy) in ORDINARY else pytest.mark.slow)
+    for task in matrix.TASKS
+    for strategy in matrix.STRATEGIES
+]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    home = tmp_path_factory.mktemp("composition")
+    matrix.prepare(home)
+    return home
+
+
+@pytest.fixture(scope="module")
+def alone(folder: Path) -> dict[str, list[matrix.Found]]:
+    """What one process does, by task; filled as tasks are asked for."""
+    return {}
+
+
+def known() -> dict[str, dict[str, dict[str, str]]]:
+    return json.loads(KNOWN.read_text()) if KNOWN.exists() else {}
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(("task", "strategy"), COLUMNS)
+def test_a_strategy_with_everything(
+    task: str, strategy: str, folder: Path, alone: dict[str, list[matrix.Found]]
+) -> None:
+    names = matrix.beside(task)
+    if task not in alone:
+        (found,) = run_distributed(matrix.run_cells, 1, folder, task, "", names, backend=None, timeout=600)
+        own = zip(names, found, strict=True)
+        alone[task] = [cell if not name or matrix.BESIDE[name].alone else found[0] for name, cell in own]
+    answers = run_distributed(matrix.run_cells, 2, folder, task, strategy, names, backend=None, timeout=600)
+    cells = zip(names, zip(*answers, strict=True), alone[task], strict=True)
+    outcome = {name: matrix.judge(name, list(ranks), one) for name, ranks, one in cells}
+    broken = {name: text for name, text in outcome.items() if text.startswith("broken")}
+    assert not broken
+    if UPDATE:
+        content = known()
+        content.setdefault(task, {})[strategy] = outcome
+        KNOWN.write_text(json.dumps(content, indent=1) + "\n")
+        PAGE.write_text(_page(PAGE.read_text()))
+    assert outcome == known()[task][strategy], "run again with DLO_UPDATE_COMPOSITION=1"
+
+
+def test_the_page_shows_what_is_known() -> None:
+    content = known()
+    assert content.keys() == matrix.TASKS.keys()
+    assert all(columns.keys() == matrix.STRATEGIES.keys() for columns in content.values())
+    cells = [cell for columns in content.values() for column in columns.values() for cell in column.values()]
+    assert all(cell == "works" or cell.startswith("refused: ") for cell in cells)
+    assert PAGE.read_text() == _page(PAGE.read_text())
+
+
+def _page(text: str) -> str:
+    """Returns the page with the tables of what is known."""
+    before, rest = text.split(BEGIN)
+    after = rest.split(END)[1]
+    return before + BEGIN + "\n" + "\n".join(_table(*item) for item in known().items()) + "\n" + END + after
+
+
+def _table(task: str, columns: dict[str, dict[str, str]]) -> str:
+    """Returns a task's table: a row for each thing beside, a column for each strategy, and the refusals below."""
+    strategies = [strategy for strategy in matrix.STRATEGIES if strategy in columns]
+    notes: list[str] = []
+
+    def cell(outcome: str) -> str:
+        if outcome == "works":
+            return "✓"
+        message = outcome.removeprefix("refused: ")
+        if message not in notes:
+            notes.append(message)
+        return f"{notes.index(message) + 1}"
+
+    rows = [
+        f"| {name or 'nothing else'} | " + " | ".join(cell(columns[strategy][name]) for strategy in strategies) + " |"
+        for name in matrix.beside(task)
+    ]
+    head = [f"### {task}", "", "| | " + " | ".join(strategies) + " |", "|---|" + ":-:|" * len(strategies)]
+    listed = [f"{number}. {message}" for number, message in enumerate(notes, 1)]
+    return "\n".join([*head, *rows, "", *listed, ""])
