@@ -96,11 +96,18 @@ def _verify(path: Path, level: Any) -> int:
 
 def _convert(path: Path, target: Path) -> int:
     from dlo_framework.checkpoint import convert, locate
+    from dlo_framework.checkpoint.deepspeed_folder import import_deepspeed, is_deepspeed_folder
 
     found = locate(path)
     if found is None:
         raise DloError(f"no checkpoint {path}")
-    if target.suffix == ".safetensors":
+    if is_deepspeed_folder(found):
+        if target.suffix == ".safetensors":
+            raise DloError(f"{path} is a folder of DeepSpeed's; convert it to a checkpoint's folder first")
+        for note in import_deepspeed(found, target):
+            print(f"note: {note}", file=sys.stderr)
+        print(f"wrote {target}")
+    elif target.suffix == ".safetensors":
         if found.is_file():
             raise DloError(
                 f"{path} is a file; convert it to a checkpoint's folder first, or take its weights alone with"

@@ -218,7 +218,7 @@ class DloCLI(LightningCLI):
         """Builds the trainer; what it refuses is the user's to mend."""
         try:
             register_data_parallel()
-            trainer = super().instantiate_trainer(**kwargs)
+            trainer = super().instantiate_trainer(**self._with_strategys_arguments(kwargs))
             use_canonical_checkpoints(trainer)
             self._set_async(trainer)
             check_model = getattr(trainer.strategy, "check_model", None)
@@ -231,6 +231,16 @@ class DloCLI(LightningCLI):
             if isinstance(error, DloError):
                 raise
             raise DloError(f"trainer: {error}") from error
+
+    def _with_strategys_arguments(self, kwargs: dict[str, Any]) -> dict[str, Any]:
+        """Returns the trainer's arguments with those that its strategy sets, where the config leaves them open.
+
+        A strategy that reads a file of its own, such as DeepSpeed's, may find them there.
+        """
+        config = self._get(self.config_init, "trainer")
+        ask = getattr(config.get("strategy"), "trainer_arguments", None)
+        found = ask(dict(config), self.datamodule) if callable(ask) else {}
+        return {**kwargs, **{key: found[key] for key in found if kwargs.get(key, config[key]) == config[key]}}
 
     def _set_async(self, trainer: Trainer) -> None:
         """Has the strategy write checkpoints in the background, if that is asked for."""

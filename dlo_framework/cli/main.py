@@ -6,6 +6,7 @@ import os
 import sys
 
 from dlo_framework._version import __version__
+from dlo_framework.cli.launched import own_words
 from dlo_framework.errors import DloError, did_you_mean, worker_message
 
 RUN_COMMANDS = {
@@ -18,6 +19,7 @@ OTHER_COMMANDS = {
     "lr-find": "try learning rates before a training, and suggest one",
     "checkpoint": "show, check, convert or export a checkpoint",
     "mesh": "draw which rank holds what of a model, without starting any",
+    "deepspeed-config": "print the DeepSpeed JSON of a config, or the config of a DeepSpeed JSON",
     "parity": "train on several ranks and as one process, and compare the two step by step",
     "plugins": "list the plug-ins, show one, or write a new one",
     "configs": "list the shipped configs, or print one",
@@ -42,6 +44,7 @@ examples:
   dlo lr-find --config my.yaml
   dlo mesh --config my.yaml --ranks 16
   dlo parity --config my.yaml --devices 2 --trainer.strategy ddp
+  dlo deepspeed-config ds.json
   dlo plugins show OneCycle"""
 
 
@@ -56,7 +59,7 @@ def main(argv: list[str] | None = None) -> int:
     """
     words = sys.argv[1:] if argv is None else argv
     try:
-        return _dispatch(words)
+        return _dispatch(own_words(words, os.environ))
     except DloError as error:
         return _refuse(error)
     except BrokenPipeError:
@@ -92,6 +95,10 @@ def _dispatch(words: list[str]) -> int:
         from dlo_framework.cli import mesh_command
 
         return mesh_command.main(words[1:])
+    if command == "deepspeed-config":
+        from dlo_framework.cli import deepspeed_config_command
+
+        return deepspeed_config_command.main(words[1:])
     if command == "parity":
         from dlo_framework.cli import parity_command
 

@@ -8,7 +8,10 @@ itself.
 
 from __future__ import annotations
 
+import importlib
+import inspect
 import math
+import sys
 from collections.abc import Collection
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -20,6 +23,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from dlo_framework.errors import DloError, did_you_mean
 from dlo_framework.progress import fraction_seen, optimizer_steps, steps_per_epoch
+from dlo_framework.registry.policy import ALLOWED_ROOTS, check_class_path
 
 Shape = Literal["cosine", "linear"]
 
@@ -166,11 +170,11 @@ def build_optimizer(
     args: dict[str, Any] | None = None,
 ) -> Optimizer:
     """Builds an optimizer of timm's registry: `adamw`, `lamb`, `lars`, `muon`, `sgd` (Nesterov), `momentum`,
-    ...
+    ...; or of any other class.
 
     Args:
         model: Its trainable parameters are optimized, grouped by :func:`parameter_groups`.
-        name: timm's name of the optimizer.
+        name: timm's name of the optimizer, or what :func:`optimizer_class` finds.
         lr: Base learning rate.
         weight_decay: See :func:`parameter_groups`.
         layer_decay: See :func:`parameter_groups`.
@@ -180,11 +184,14 @@ def build_optimizer(
         DloError: for an unknown optimizer or argument.
     """
     check_optimizer(name)
+    other = optimizer_class(name)
     fallback = _head_names(model) if "muon" in name.lower() else ()
     groups = parameter_groups(model, weight_decay=weight_decay, layer_decay=layer_decay, fallback=fallback)
     for group in groups:
         group["lr"] = lr * group["lr_scale"]
     try:
+        if other is not None:
+            return other(groups, lr=lr, weight_decay=weight_decay, **(args or {}))  # type: ignore[call-arg]
         optimizer: Optimizer = create_optimizer_v2(groups, opt=name, lr=lr, weight_decay=weight_decay, **(args or {}))
     except TypeError as error:
         raise DloError(f"optimizer_args {args} do not fit optimizer '{name}': {error}") from error
@@ -192,14 +199,54 @@ def build_optimizer(
 
 
 def check_optimizer(name: str) -> None:
-    """Checks that timm knows an optimizer.
+    """Checks that there is an optimizer of a name.
 
     Raises:
         DloError: with the nearest name.
     """
     known = [str(known) for known in list_optimizers()]
-    if name.lower().removeprefix("lookahead_") not in known:
-        raise DloError(f"unknown optimizer '{name}'{did_you_mean(name, known)} available: {', '.join(known)}")
+    if optimizer_class(name) is None and name.lower().removeprefix("lookahead_") not in known:
+        others = [other for other in _imported() if other.lower() not in known]
+        raise DloError(
+            f"unknown optimizer '{name}'{did_you_mean(name, [*known, *others])} available: {', '.join(known)};"
+            " or the path of a class, such as torch.optim.RAdam"
+        )
+
+
+def optimizer_class(name: str) -> type[Optimizer] | None:
+    """Returns the class that a name stands for which timm does not know.
+
+    Args:
+        name: `torch.optim.AdamW`, the path of a class; or the name of an optimizer that is imported already, as those
+            of the config's plug-ins are: `OneBitAdam`.
+
+    Raises:
+        DloError: for a path that a config may not name, that leads nowhere, or not to an optimizer.
+    """
+    if "." not in name:
+        known = name.lower().removeprefix("lookahead_") in list_optimizers()
+        return None if known else _imported().get(name)
+    module, _, attribute = name.rpartition(".")
+    if module not in sys.modules:
+        check_class_path(name, ALLOWED_ROOTS)  # An import runs code.
+    try:
+        found = getattr(importlib.import_module(module), attribute, None)
+    except ImportError as error:
+        raise DloError(f"optimizer '{name}' cannot be imported: {error}") from error
+    if not (isinstance(found, type) and issubclass(found, Optimizer)):
+        raise DloError(f"optimizer '{name}' is no class of an optimizer; torch.optim.AdamW is one")
+    return found
+
+
+def _imported() -> dict[str, type[Optimizer]]:
+    """Returns the optimizers that are imported, by name."""
+    found: dict[str, type[Optimizer]] = {}
+    waiting: list[type[Optimizer]] = [Optimizer]
+    while waiting:
+        below = waiting.pop().__subclasses__()
+        found.update({cls.__name__: cls for cls in below if not inspect.isabstract(cls)})
+        waiting += below
+    return found
 
 
 def check_rates(lr: float, **others: float) -> None:

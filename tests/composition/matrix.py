@@ -30,6 +30,7 @@ from dlo_plugins.appliers.compile_blocks import CompileBlocks
 from dlo_plugins.callbacks.batch_mix import BatchMix
 from dlo_plugins.callbacks.compile import Compile
 from dlo_plugins.callbacks.dynamic_batch_size import DynamicBatchSize
+from dlo_plugins.callbacks.gradient_compression import GradientCompression
 from dlo_plugins.callbacks.gradients import AdaptiveGradientClipping, GradientNoise
 from dlo_plugins.callbacks.lr_finder import LRFinder
 from dlo_plugins.callbacks.micro_batch_finder import MicroBatchFinder
@@ -38,6 +39,7 @@ from dlo_plugins.callbacks.pipeline_timeline import PipelineTimeline
 from dlo_plugins.callbacks.progressive_resizing import ProgressiveResizing
 from dlo_plugins.callbacks.rectangular_validation import RectangularValidation
 from dlo_plugins.callbacks.time_to_target import TimeToTarget
+from dlo_plugins.strategies.deepspeed import DeepSpeedBridge
 from dlo_plugins.strategies.fsdp import FSDPStrategy
 from dlo_plugins.strategies.mesh import MeshStrategy
 from dlo_plugins.strategies.zero import ZeroStrategy
@@ -120,6 +122,8 @@ BESIDE: dict[str, With] = {
     "DynamicBatchSize": With(
         lambda: [DynamicBatchSize({0: 240, "50%": 480})], trainer=(("limit_train_batches", 1.0),), batch_size=240
     ),
+    # Gradients are rounded, and one process has nothing to send.
+    "GradientCompression": With(lambda: [GradientCompression("bf16")], alone=False, rtol=2**-7),
     "GradientNoise": With(lambda: [GradientNoise(seed=1)]),
     "LRFinder": With(lambda: [LRFinder(num_steps=20, min_lr=1e-4, max_lr=1e-2, apply=False)]),
     "MicroBatchFinder": With(lambda: [MicroBatchFinder(memory_limit_bytes=10**8, max_size=4, steps_per_trial=1)]),
@@ -145,6 +149,9 @@ STRATEGIES: dict[str, Callable[[], Any]] = {
     "zero3": lambda: ZeroStrategy(3),
     "zero3_offload": lambda: ZeroStrategy(3, offload="both"),
     "fsdp": FSDPStrategy,
+    "deepspeed_1": lambda: DeepSpeedBridge(stage=1),
+    "deepspeed_2": lambda: DeepSpeedBridge(stage=2),
+    "deepspeed_3": lambda: DeepSpeedBridge(stage=3),
     "mesh tp": _mesh(tp=2),
     "mesh pp": _mesh(pp=2),
     "mesh cp": _mesh(cp=2),

@@ -34,6 +34,8 @@ STRATEGIES = {
     "zero1": "{class_path: ZeroStrategy, init_args: {stage: 1, timeout_minutes: MINUTES}}",
     "zero3": "{class_path: ZeroStrategy, init_args: {stage: 3, timeout_minutes: MINUTES}}",
     "fsdp": "{class_path: FSDPStrategy, init_args: {timeout_minutes: MINUTES}}",
+    "deepspeed2": "{class_path: DeepSpeedBridge, init_args: {stage: 2, timeout_minutes: MINUTES}}",
+    "deepspeed3": "{class_path: DeepSpeedBridge, init_args: {stage: 3, timeout_minutes: MINUTES}}",
     "pp": "{class_path: MeshStrategy, init_args: {pp: 2, dp_shard: 1, micro_batches: 2, timeout_minutes: MINUTES}}",
     "tp": "{class_path: MeshStrategy, init_args: {tp: 2, dp_shard: 1, timeout_minutes: MINUTES}}",
 }

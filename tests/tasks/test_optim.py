@@ -159,6 +159,33 @@ def test_muon_leaves_the_first_and_last_layer_to_its_adamw():
     assert not {"head.weight", "patch_embed.proj.weight", "pos_embed"} & hidden
 
 
+def test_any_class_can_be_named_by_its_path_or_once_it_is_imported():
+    built = optim.build_optimizer(nn.Linear(2, 2), "torch.optim.RAdam", lr=0.1, weight_decay=0.2, args={"eps": 1e-5})
+    assert type(built) is torch.optim.RAdam
+    assert [group["weight_decay"] for group in built.param_groups] == [0.2, 0.0]
+    assert built.param_groups[0]["eps"] == 1e-5
+    from dlo_plugins.compression.one_bit_adam import OneBitAdam
+
+    built = optim.build_optimizer(nn.Linear(2, 2), "OneBitAdam", lr=0.1, weight_decay=0.2, args={"freeze_step": 3})
+    assert isinstance(built, OneBitAdam)
+    assert optim.optimizer_class("adamw") is None  # timm's
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("torch.optim.AdamV", "no class of an optimizer"),
+        ("torch.nn.Linear", "no class of an optimizer"),
+        ("torch.optimm.Adam", "cannot be imported"),
+        ("nowhere.Optimizer", "is refused"),
+        ("torch.hub.load", "is refused|no class of an optimizer"),
+    ],
+)
+def test_a_path_that_leads_nowhere_is_refused(name, message):
+    with pytest.raises(DloError, match=message):
+        optim.check_optimizer(name)
+
+
 def test_wrong_names_say_what_is_near():
     with pytest.raises(DloError, match=r"unknown optimizer 'adamww'; did you mean 'adamw'\?"):
         optim.check_optimizer("adamww")

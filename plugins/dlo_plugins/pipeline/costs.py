@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
     UnsupportedFakeTensorException,
 )
-from torch.utils.flop_counter import FlopCounterMode
+from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 
 from dlo_framework.plan import ParallelPlan
 
@@ -71,7 +71,9 @@ def flop_costs(model: nn.Module, plan: ParallelPlan, run: Callable[[], Any]) -> 
     """
     blocks = plan.block_names(model)
     counts = [0.0] * len(blocks)
-    counter = FlopCounterMode(display=False)
+    # torch 2.11 does not count a CPU's attention by itself.
+    attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    counter = FlopCounterMode(display=False, custom_mapping={attention: _attention_flops})
     begins: dict[str, int] = {}
     first_at: list[int] = []
 
@@ -106,3 +108,7 @@ def flop_costs(model: nn.Module, plan: ParallelPlan, run: Callable[[], Any]) -> 
             buffer.copy_(value)
     stem = first_at[0] if first_at else 0
     return PartCosts(tuple(counts), float(stem), counter.get_total_flops() - stem - sum(counts))
+
+
+def _attention_flops(query: Any, key: Any, value: Any, *_: Any, **__: Any) -> int:
+    return int(sdpa_flop_count(query, key, value))

@@ -1,0 +1,172 @@
+"""A training step of each way to compress communication, beside plain data parallelism, and the bytes each rank sends.
+
+    python benchmarks/compression.py [--ranks 2] [--rounds 20] [--device cuda] [--mbit 100]
+
+Each rank trains a GPT-like transformer in single precision (benchmarks/sharding.py's; 10 million parameters by default)
+in DistributedDataParallel, and steps all variants in the same random order, round by round. Medians of the ratio to
+DDP's step of the same round are given; `ddp again` is the A/A control. Elapsed time, for the ranks wait for each other.
+
+Bytes are those that a rank sends to others in a step, an all-reduce as a reduce-scatter and an all-gather. Two ranks on
+one machine have a network as fast as its memory, on which compression can only lose: its own time is what is measured.
+What a slow network makes of it is computed, and said to be: the last column is the step over DDP's where each rank
+sends at ``--mbit`` and nothing overlaps, (time without DDP's own exchange + bytes / speed) of both.
+
+The roofline: no variant sends fewer bytes than 1/32 of DDP's and scales; none is faster than backward and step alone
+(`no exchange`).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from sharding import LENGTH, VOCABULARY, Model
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+
+from dlo_framework.testing import run_distributed
+from dlo_plugins.compression.all_reduce import CompressedAllReduce
+from dlo_plugins.compression.hooks import GradientHook, HalfHook, OneBitHook, PowerSGDHook
+from dlo_plugins.compression.one_bit_adam import OneBitAdam
+from dlo_plugins.compression.one_bit_lamb import OneBitLamb
+from dlo_plugins.compression.powersgd import PowerSGD
+
+#: Steps before a variant compresses, and that are not measured.
+WARM_UP = 3
+
+
+@dataclass
+class Variant:
+    """One way to train.
+
+    Attributes:
+        step: takes a batch and steps.
+        bytes: returns what this rank has sent so far.
+    """
+
+    step: Callable[[Tensor], None]
+    bytes: Callable[[], float]
+
+
+class NoExchange(GradientHook):
+    """Leaves gradients as they are: what a step takes without its exchange."""
+
+    def share(self, bucket: Any) -> float:
+        return 0.0
+
+    def reduce(self, bucket: Any) -> Any:
+        future: torch.futures.Future[Tensor] = torch.futures.Future()
+        future.set_result(bucket.buffer())
+        return future
+
+
+def build(options: argparse.Namespace, device: torch.device, method: str) -> Variant:
+    torch.manual_seed(0)
+    model = Model(options.width, options.depth).to(device)
+    parameters, steps = list(model.parameters()), [0]
+    optimizer: torch.optim.Optimizer = torch.optim.AdamW(parameters, lr=1e-4)
+    reduce: CompressedAllReduce | None = None
+    if method in ("1-bit Adam", "1-bit LAMB"):
+        kind = OneBitAdam if method == "1-bit Adam" else OneBitLamb
+        optimizer = kind(parameters, lr=1e-4, freeze_step=WARM_UP - 1)
+        optimizer.communicator = reduce = CompressedAllReduce()
+    wrapped = DistributedDataParallel(model)
+    makers: dict[str, Callable[[], GradientHook]] = {
+        "no exchange": NoExchange,
+        "bf16": lambda: HalfHook(torch.bfloat16),
+        "fp16": lambda: HalfHook(torch.float16),
+        "PowerSGD": lambda: PowerSGDHook(
+            PowerSGD({id(p): n for n, p in model.named_parameters()}, 1, WARM_UP - 1), lambda: steps[0]
+        ),
+        "1-bit Adam": lambda: OneBitHook(optimizer),  # type: ignore[arg-type]
+        "1-bit LAMB": lambda: OneBitHook(optimizer),  # type: ignore[arg-type]
+    }
+    hook = makers[method]() if method in makers else None
+    if hook is not None:
+        hook.register(wrapped)
+    whole = 2 * sum(p.nbytes for p in parameters) * (dist.get_world_size() - 1) / dist.get_world_size()
+
+    def step(batch: Tensor) -> None:
+        optimizer.zero_grad()
+        wrapped(batch).backward()
+        optimizer.step()
+        steps[0] += 1
+
+    def sent() -> float:
+        of_gradients = whole * steps[0] if hook is None else hook.bytes_sent
+        return of_gradients + (0 if reduce is None else reduce.bytes_sent)
+
+    return Variant(step, sent)
+
+
+METHODS = ("ddp", "ddp again", "no exchange", "bf16", "fp16", "PowerSGD", "1-bit Adam", "1-bit LAMB")
+
+
+def measure(rank: int, world_size: int, options: argparse.Namespace) -> dict[str, Any]:
+    """Returns seconds of each round, and the bytes of a step, by variant; runs on each rank."""
+    device = torch.device("cuda", rank % torch.cuda.device_count()) if options.device == "cuda" else torch.device("cpu")
+    built = {method: build(options, device, method) for method in METHODS}
+    seconds: dict[str, list[float]] = {method: [] for method in METHODS}
+    before: dict[str, float] = {}
+    order = random.Random(0)
+    for number in range(options.rounds + WARM_UP):
+        generator = torch.Generator().manual_seed(number * world_size + rank)
+        batch = torch.randint(VOCABULARY, (options.batch, LENGTH), generator=generator).to(device)
+        for method in order.sample(METHODS, len(METHODS)):
+            if number == WARM_UP:
+                before[method] = built[method].bytes()
+            dist.barrier()
+            began = time.perf_counter()
+            built[method].step(batch)
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+            if number >= WARM_UP:
+                seconds[method].append(time.perf_counter() - began)
+    sent = {method: (built[method].bytes() - before[method]) / options.rounds for method in METHODS}
+    return {"seconds": seconds, "bytes": sent}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--batch", type=int, default=4, help="sequences of a rank")
+    parser.add_argument("--width", type=int, default=384)
+    parser.add_argument("--depth", type=int, default=5)
+    parser.add_argument("--mbit", type=float, default=1000.0, help="of the network that the last column is about")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    options = parser.parse_args()
+    backend = "nccl" if options.device == "cuda" else "gloo"
+    ranks = run_distributed(measure, options.ranks, options, timeout=3600, group_timeout=600, backend=backend)
+    seconds, sent = ranks[0]["seconds"], ranks[0]["bytes"]
+    psi = sum(p.numel() for p in Model(options.width, options.depth).parameters())
+    alone = statistics.median(seconds["no exchange"])
+    # What compressing takes is in the measured time; DDP's own exchange in memory is not part of a network's.
+    own = {method: max(alone, statistics.median(of_method)) for method, of_method in seconds.items()}
+    own |= {"ddp": alone, "ddp again": alone, "no exchange": alone}
+    speed = options.mbit * 1e6 / 8
+    slow = {method: own[method] + sent[method] / speed for method in METHODS}
+    print(f"{psi / 1e6:.1f} million parameters, {options.ranks} ranks; MB sent by a rank in a step, step over DDP's")
+    print(f"{'':<14}{'MB':>9}{'share':>8}{'step':>8}{'min':>7}{'max':>7}{f'{options.mbit:g} Mbit/s':>14}")
+    result = {}
+    for method in METHODS:
+        ratios = [one / base for one, base in zip(seconds[method], seconds["ddp"], strict=True)]
+        share, computed = sent[method] / sent["ddp"], slow[method] / slow["ddp"]
+        print(
+            f"{method:<14}{sent[method] / 1e6:>9.3f}{share:>8.4f}{statistics.median(ratios):>8.3f}{min(ratios):>7.2f}"
+            f"{max(ratios):>7.2f}{computed:>14.3f}"
+        )
+        result[method] = {"ratio": round(statistics.median(ratios), 4), "bytes": sent[method], "computed": computed}
+    print(json.dumps({"benchmark": "compression", "ranks": options.ranks, "rounds": options.rounds, "results": result}))
+
+
+if __name__ == "__main__":
+    main()

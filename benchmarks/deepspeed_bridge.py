@@ -1,0 +1,208 @@
+"""A training step of DeepSpeedBridge beside a hand-written loop over `deepspeed.initialize`, interleaved.
+
+    python benchmarks/deepspeed_bridge.py [--ranks 2] [--rounds 40] [--stages 1 2 3] [--device cuda]
+
+Each rank fits one model (a GPT-like transformer in single precision) with Lightning's Trainer and the bridge. Before
+each of its batches, two engines of DeepSpeed's own, of the same model and configuration, step once each in a loop
+written by hand, in a random order that is the same on all ranks: `bare` and `bare again`, the A/A control. The bridge's
+time is all that passes between two such breaks: Lightning's loop, the fetch of the batch, forward, backward, step.
+Medians over the rounds of the ratio to the bare loop's step of the same round are given. Losses must be equal.
+
+The bar is a ratio of 1.03.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import random
+import statistics
+import time
+import warnings
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch import Callback, LightningModule, Trainer
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from dlo_framework.testing import run_distributed
+from dlo_framework.testing.training import quiet
+from dlo_plugins.strategies.deepspeed import DeepSpeedBridge
+
+VOCABULARY, LENGTH, HEADS = 2048, 64, 8
+WARM_UP = 5
+
+
+class Block(nn.Module):
+    """A pre-norm transformer block. x: [batch, length, width]."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(self.norm1(x)).unflatten(-1, (3, HEADS, -1)).permute(2, 0, 3, 1, 4)
+        attended = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.out(attended.transpose(1, 2).flatten(2))
+        return x + self.down(nn.functional.gelu(self.up(self.norm2(x))))
+
+
+class Model(nn.Module):
+    """tokens: [batch, length] -> the loss of the next token."""
+
+    def __init__(self, width: int, depth: int) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed, self.position = nn.Embedding(VOCABULARY, width), nn.Embedding(LENGTH, width)
+        self.blocks = nn.ModuleList(Block(width) for _ in range(depth))
+        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, VOCABULARY, bias=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens) + self.position(torch.arange(tokens.shape[1], device=tokens.device))
+        for block in self.blocks:
+            x = block(x)
+        logits = self.head(self.norm(x))[:, :-1]
+        return nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+
+
+class Task(LightningModule):
+    """The model under Lightning."""
+
+    def __init__(self, width: int, depth: int) -> None:
+        super().__init__()
+        self.model = Model(width, depth)
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return self.model(batch)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=1e-4)
+
+
+class Bare:
+    """DeepSpeed by hand."""
+
+    def __init__(self, options: argparse.Namespace, config: dict[str, Any]) -> None:
+        import deepspeed
+
+        model = Model(options.width, options.depth)
+        own = {"zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False}
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+        self.engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config={**config, **own})
+
+    def step(self, batch: Tensor) -> Tensor:
+        loss = self.engine(batch.to(self.engine.device))
+        self.engine.backward(loss)
+        self.engine.step()
+        return loss.detach()
+
+
+class Race(Callback):
+    """Lets the bare loops step before each batch of the bridge's, and keeps everybody's times."""
+
+    def __init__(self, options: argparse.Namespace, batches: list[Tensor]) -> None:
+        self.options, self.batches = options, batches
+        self.seconds: dict[str, list[float]] = {"bridge": [], "bare": [], "bare again": []}
+        self.losses: dict[str, list[Tensor]] = {name: [] for name in self.seconds}
+        self._mark: float | None = None
+        self._random = random.Random(0)
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        config = dict(trainer.strategy.config)  # type: ignore[attr-defined]
+        self._bare = {name: Bare(self.options, config) for name in ("bare", "bare again")}
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        if self._mark is not None:
+            self.seconds["bridge"].append(self._now() - self._mark)
+        for name in self._random.sample(["bare", "bare again"], 2):
+            begin = self._now()
+            self.losses[name].append(self._bare[name].step(self.batches[batch_idx]))
+            self.seconds[name].append(self._now() - begin)
+        self._mark = self._now()
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        self.losses["bridge"].append(outputs["loss"].detach())
+
+    def _now(self) -> float:
+        if self.options.device == "cuda":
+            torch.cuda.synchronize()
+        dist.barrier()
+        return time.perf_counter()
+
+
+def measure(rank: int, world_size: int, options: argparse.Namespace, stage: int) -> dict[str, Any]:
+    """Returns seconds of each round and the losses, by variant; runs on each rank."""
+    quiet()
+    warnings.filterwarnings("ignore")
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    generator = torch.Generator().manual_seed(rank)
+    count = WARM_UP + options.rounds + 1
+    batches = [torch.randint(VOCABULARY, (options.batch, LENGTH), generator=generator) for _ in range(count)]
+    race = Race(options, batches)
+    trainer = Trainer(
+        accelerator="cpu" if options.device == "cpu" else "gpu",
+        devices=world_size,
+        strategy=DeepSpeedBridge(stage),  # type: ignore[arg-type]
+        max_steps=count,
+        max_epochs=-1,
+        callbacks=[race],
+        use_distributed_sampler=False,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    trainer.fit(Task(options.width, options.depth), DataLoader(batches, batch_size=None))  # type: ignore[arg-type]
+    return {
+        "seconds": {name: seconds[WARM_UP : WARM_UP + options.rounds] for name, seconds in race.seconds.items()},
+        "losses": {name: torch.stack(losses).tolist() for name, losses in race.losses.items()},
+    }
+
+
+def summary(found: dict[str, Any]) -> dict[str, float]:
+    """Returns the medians of a stage: milliseconds of the bare loop, ratios to it, and the largest loss difference."""
+    seconds, losses = found["seconds"], found["losses"]
+
+    def ratio(name: str) -> float:
+        return statistics.median(a / b for a, b in zip(seconds[name], seconds["bare"], strict=True))
+
+    apart = max(abs(a - b) / abs(b) for a, b in zip(losses["bridge"], losses["bare"], strict=True))
+    return {
+        "bare ms": statistics.median(seconds["bare"]) * 1e3,
+        "bridge": ratio("bridge"),
+        "bare again": ratio("bare again"),
+        "loss difference": apart,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=40)
+    parser.add_argument("--stages", type=int, nargs="+", default=[0, 1, 2, 3])
+    parser.add_argument("--width", type=int, default=384)
+    parser.add_argument("--depth", type=int, default=8)
+    parser.add_argument("--batch", type=int, default=8, help="sequences a rank")
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    options = parser.parse_args()
+    rows = {}
+    for stage in options.stages:
+        found = run_distributed(measure, options.ranks, options, stage, backend=None, timeout=3600)[0]
+        rows[f"stage {stage}"] = row = summary(found)
+        print(
+            f"stage {stage}: bare {row['bare ms']:.0f} ms, bridge x {row['bridge']:.3f}, control x"
+            f" {row['bare again']:.3f}, losses apart by {row['loss difference']:.1e}"
+        )
+        assert row["loss difference"] < 1e-5, "the two train alike"
+    print(json.dumps({"benchmark": "deepspeed_bridge", "ranks": options.ranks, "torch": torch.__version__, **rows}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,269 @@
+"""Reads the folders that DeepSpeed itself has saved, without DeepSpeed and without running what is in them.
+
+``FOLDER/latest`` names a folder ``global_stepN`` (Lightning's strategy calls it ``checkpoint``) that holds
+
+- stages 0 to 2: ``mp_rank_00_model_states.pt``: the module's state, in the precision that it computed in;
+- stage 3: ``zero_pp_rank_R_mp_rank_00_model_states.pt``, one a rank: buffers, and segments of frozen parameters;
+- stages 1 to 3: ``[bf16_]zero_pp_rank_R_mp_rank_00_optim_states.pt``, one a rank: flat partitions in single precision,
+  and the optimizer's state of them, as :mod:`dlo_framework.checkpoint.deepspeed_layout` lays them out.
+
+The layout is that of DeepSpeed 0.15 to 0.19.
+"""
+
+from __future__ import annotations
+
+import math
+import pickle
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dlo_framework.checkpoint.canonical import save
+from dlo_framework.checkpoint.deepspeed_layout import CutLayout, FlatLayout, Piece
+from dlo_framework.checkpoint.importing import name_optimizer_states
+from dlo_framework.checkpoint.torch_file import unreadable
+from dlo_framework.errors import DloError
+
+_MODEL = re.compile(r"(?:zero_pp_rank_(?P<rank>\d+)_)?mp_rank_(?P<part>\d+)_model_states\.pt")
+_OPTIMIZER = re.compile(r"(?:[a-z0-9]+_)?zero_pp_rank_(?P<rank>\d+)_mp_rank_(?P<part>\d+)_optim_states\.pt")
+#: What DeepSpeed puts in a model's file; all else is the caller's own state: Lightning's, say.
+_OWN = frozenset(
+    (
+        *("module", "buffer_names", "optimizer", "param_shapes", "frozen_param_shapes", "frozen_param_fragments"),
+        *("shared_params", "lr_scheduler", "data_sampler", "random_ltd", "skipped_steps", "global_steps"),
+        *("global_samples", "dp_world_size", "mp_world_size", "ds_config", "ds_version", "checkpoint_parallel_dims"),
+        *("sparse_tensor_module_names", "csr_tensor_module_names"),
+    )
+)
+
+
+class _Held:
+    """Stands for one of DeepSpeed's objects: it keeps the attributes, and does nothing."""
+
+
+class _Number(int):
+    """Stands for an enumeration of DeepSpeed's."""
+
+
+#: DeepSpeed's classes whose objects are in its files, and what stands for them.
+_STAND_INS: list[tuple[type, str]] = [
+    (_Held, "deepspeed.runtime.fp16.loss_scaler.LossScaler"),
+    (_Held, "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler"),
+    (_Held, "deepspeed.utils.tensor_fragment.fragment_address"),
+    (_Number, "deepspeed.runtime.zero.config.ZeroStageEnum"),
+]
+
+
+def is_deepspeed_folder(path: Path) -> bool:
+    """Returns whether a folder is one that DeepSpeed has saved, or holds one."""
+    return path.is_dir() and ((path / "latest").is_file() or any(_MODEL.fullmatch(f.name) for f in path.iterdir()))
+
+
+def import_deepspeed(source: Path, target: Path) -> list[str]:
+    """Turns a folder of DeepSpeed's into a canonical checkpoint; nothing in it is executed.
+
+    Returns:
+        What could not be carried over as it should be, a sentence each.
+
+    Raises:
+        DloError: if a file is missing, damaged or unsafe, if tensor or pipeline parallelism has cut the model, or if
+            the target cannot be written.
+    """
+    if target.exists():
+        raise DloError(f"{target} is there already; remove it, or name another")
+    folder = _tagged(source)
+    models, optimizers = _files(folder, _MODEL), _files(folder, _OPTIMIZER)
+    if not models:
+        raise DloError(f"{folder} holds no *_model_states.pt of DeepSpeed's")
+    states = [_read(path) for path in (models if len(optimizers) > 1 else models[:1])]
+    partitions = [_read(path)["optimizer_state_dict"] for path in optimizers]
+    first = states[0]
+    if partitions and len(partitions) != int(first.get("dp_world_size", len(partitions))):
+        raise DloError(
+            f"{folder} has the optimizer's files of {len(partitions)} ranks, but was saved on {first['dp_world_size']};"
+            " copy the others there"
+        )
+    weights, optimizer = _weights(first), _whole_optimizer(first)
+    if partitions:
+        masters, optimizer = _joined(partitions, first)
+        weights |= masters | _frozen(states)
+    for name, holder in dict(first.get("shared_params") or {}).items():
+        weights[name] = weights[holder]
+    checkpoint = {key: value for key, value in first.items() if key not in _OWN}
+    checkpoint.setdefault("pytorch-lightning_version", metadata.version("lightning"))
+    checkpoint.setdefault("global_step", int(first.get("global_steps", 0)))
+    checkpoint.setdefault("epoch", 0)
+    checkpoint.setdefault("lr_schedulers", [])
+    checkpoint["state_dict"] = {_clean(name): value for name, value in weights.items()}
+    checkpoint["optimizer_states"] = [optimizer] if optimizer is not None else []
+    notes = name_optimizer_states(checkpoint)
+    if first.get("lr_scheduler") is not None:
+        notes.append("the state of DeepSpeed's own learning-rate scheduler is left out")
+    if "loops" not in first:
+        notes.append(
+            "it says nothing of epochs, batches and Lightning's schedules: a run that is resumed from it has weights"
+            " and optimizer, and begins all else anew"
+        )
+    save(checkpoint, target, about={"strategy": "imported", "imported_from": f"{source.name} (DeepSpeed)"})
+    return notes
+
+
+# --- files ---------------------------------------------------------------------------------------------------
+
+
+def _tagged(source: Path) -> Path:
+    latest = source / "latest"
+    if not latest.is_file():
+        return source
+    folder = source / latest.read_text().strip()
+    if not folder.is_dir():
+        raise DloError(f"{latest} names {folder.name}, but there is no such folder beside it; copy it there")
+    return folder
+
+
+def _files(folder: Path, pattern: re.Pattern[str]) -> list[Path]:
+    """Returns the files of all ranks, in the ranks' order."""
+    found: dict[int, Path] = {}
+    for path in folder.iterdir():
+        match = pattern.fullmatch(path.name)
+        if match is None:
+            continue
+        if int(match["part"]) != 0:
+            raise DloError(
+                f"{folder} is of a model that tensor or pipeline parallelism has cut ({path.name}), which only the"
+                " program that cut it puts together; save it there as one model"
+            )
+        found[int(match["rank"] or 0)] = path
+    missing = sorted(set(range(max(found, default=-1) + 1)) - found.keys())
+    if missing:
+        raise DloError(f"{folder} has no file of rank {missing[0]} beside {next(iter(found.values())).name}")
+    return [found[rank] for rank in sorted(found)]
+
+
+def _read(path: Path) -> dict[str, Any]:
+    """Reads a file's tensors and plain data; what DeepSpeed's own objects are is not asked."""
+    try:
+        with torch.serialization.safe_globals(list(_STAND_INS)):
+            content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
+        raise unreadable(path, error) from None
+    if not isinstance(content, dict):
+        raise DloError(f"{path} is no file of DeepSpeed's: it holds a {type(content).__name__}")
+    return content
+
+
+# --- weights -------------------------------------------------------------------------------------------------
+
+
+def _weights(state: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Returns what the model's file has in whole: in stage 3, buffers."""
+    module = state.get("module") or {}
+    trained = {name for shapes in state.get("param_shapes") or [] for name in shapes}
+    cut = trained | set(state.get("frozen_param_shapes") or {})
+    empty = {name for name in cut if name in module and module[name].numel() != math.prod(_shapes(state)[name])}
+    return {name: value for name, value in module.items() if isinstance(value, Tensor) and name not in empty}
+
+
+def _shapes(state: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    trained = {name: tuple(shape) for shapes in state.get("param_shapes") or [] for name, shape in shapes.items()}
+    return trained | {name: tuple(shape) for name, shape in dict(state.get("frozen_param_shapes") or {}).items()}
+
+
+def _frozen(states: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
+    """Returns stage 3's frozen parameters, put together from all ranks' segments."""
+    found: dict[str, Tensor] = {}
+    for name, shape in dict(states[0].get("frozen_param_shapes") or {}).items():
+        parts = [dict(state.get("frozen_param_fragments") or {}).get(name) for state in states]
+        held = [part.view(-1) for part in parts if part is not None]
+        if held and held[0].numel() < math.prod(shape):
+            found[name] = torch.cat(held)[: math.prod(shape)].view(tuple(shape)).clone()
+    return found
+
+
+def _whole_optimizer(state: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Returns stage 0's optimizer, whose parameters are numbered."""
+    optimizer = state.get("optimizer")
+    whole = isinstance(optimizer, dict) and {"state", "param_groups"} <= optimizer.keys()
+    return optimizer if whole else None
+
+
+def _joined(partitions: Sequence[Any], model: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Returns the weights in single precision, and the optimizer's state by name, from all ranks' partitions."""
+    stage, shapes = int(partitions[0]["zero_stage"]), [dict(group) for group in model["param_shapes"]]
+    weights: dict[str, Tensor] = {}
+    states: dict[str, dict[str, Any]] = {}
+    for rank, part in enumerate(partitions):
+        flats = part["fp32_flat_groups"] if stage == 3 else part["single_partition_of_fp32_groups"]
+        kept = part["optimizer_state_dict"] if stage == 3 else part["base_optimizer_state"]
+        for number, (flat, named) in enumerate(zip(flats, shapes, strict=True)):
+            pieces = _layout(stage, named, len(partitions), part, number, model).pieces(rank)
+            state = kept[number] if isinstance(kept, list) else kept["state"].get(number, {})
+            _spread(pieces, named, flat, state, weights, states)
+    kept = partitions[0]["optimizer_state_dict" if stage == 3 else "base_optimizer_state"]
+    return weights, {"state": states, "param_groups": _groups(kept, shapes)}
+
+
+def _layout(
+    stage: int, named: Mapping[str, Any], ranks: int, part: Mapping[str, Any], number: int, model: Mapping[str, Any]
+) -> FlatLayout | CutLayout:
+    numels = tuple(math.prod(shape) for shape in named.values())
+    if stage == 3:
+        return CutLayout(numels, ranks)
+    padded = part.get("param_alignment_paddings")
+    if padded is None or not any(padded[number]):
+        return FlatLayout(numels, ranks)
+    element = model["module"][next(iter(named))].element_size()
+    return FlatLayout(numels, ranks, 16 // math.gcd(16, element))
+
+
+def _spread(
+    pieces: Sequence[Piece],
+    named: Mapping[str, Any],
+    flat: Tensor,
+    state: Mapping[str, Any],
+    weights: dict[str, Tensor],
+    states: dict[str, dict[str, Any]],
+) -> None:
+    """Puts one rank's partition of a group into the whole tensors."""
+    names = list(named)
+    for piece in pieces:
+        name = names[piece.parameter]
+        shape = tuple(named[name])
+        _put(weights, name, shape, flat, piece)
+        entries = states.setdefault(_clean(name), {})
+        for key, value in state.items():
+            if isinstance(value, Tensor) and value.ndim > 0 and value.numel() >= piece.offset + piece.length:
+                _put(entries, key, shape, value, piece)
+            else:
+                entries[key] = value
+
+
+def _put(into: dict[str, Any], name: str, shape: tuple[int, ...], flat: Tensor, piece: Piece) -> None:
+    if name not in into:
+        into[name] = torch.zeros(shape, dtype=flat.dtype)
+    values = flat.detach().view(-1)[piece.offset : piece.offset + piece.length]
+    into[name].view(-1)[piece.start : piece.start + piece.length] = values
+
+
+def _groups(kept: Any, shapes: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Returns the optimizer's parameter groups, with names; stage 3 may have several flat tensors in one."""
+    if isinstance(kept, list):
+        return [{"params": list(named)} for named in shapes]
+    return [
+        {**group, "params": [name for number in group["params"] for name in _names(shapes, number)]}
+        for group in kept["param_groups"]
+    ]
+
+
+def _names(shapes: Sequence[Mapping[str, Any]], number: int) -> Iterator[str]:
+    yield from (_clean(name) for name in shapes[number])
+
+
+def _clean(name: str) -> str:
+    """Returns a name without the wrappers of Lightning and torch.compile."""
+    return name.removeprefix("_forward_module.").replace("_orig_mod.", "")

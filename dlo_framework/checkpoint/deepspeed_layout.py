@@ -1,0 +1,115 @@
+"""Who holds what under DeepSpeed: the arithmetic of its partitions, as slices of the parameters.
+
+ZeRO: Memory Optimizations Toward Training Trillion Parameter Models. Rajbhandari, Rasley, Ruwase & He, 2020,
+arXiv 1910.02054; in the layout of DeepSpeed (0.15 to 0.19).
+
+- Stages 1 and 2: the parameters of an optimizer's group stand one after the other in a flat buffer, perhaps in another
+  order (``round_robin_gradients``) or with gaps (``parameter_alignment``). Its length is rounded up to an even number
+  a rank, and each rank has one of as many equal segments.
+- Stage 3: every parameter is cut by itself into as many equal segments as there are ranks, the last ones padded. A
+  rank's segments of the parameters of a sub-group stand one after the other, padding included.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+#: Segments of stages 1 and 2 begin at a multiple of so many elements: NCCL's 4 bytes in half precision.
+ALIGNMENT = 2
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A run of a parameter's elements in a rank's flat partition.
+
+    Attributes:
+        parameter: the parameter's number in its group.
+        start: the piece's first element in the flattened parameter.
+        length: how many elements.
+        offset: where the piece stands in the rank's partition.
+    """
+
+    parameter: int
+    start: int
+    length: int
+    offset: int
+
+
+@dataclass(frozen=True)
+class FlatLayout:
+    """Where the parameters of a group stand in the flat buffer of stages 1 and 2.
+
+    Attributes:
+        numels: elements of each parameter, in the buffer's order.
+        ranks: how many segments the buffer is cut into.
+        aligned: parameters begin at a multiple of so many elements (``parameter_alignment``); 1 is gapless.
+    """
+
+    numels: tuple[int, ...]
+    ranks: int
+    aligned: int = 1
+
+    @property
+    def starts(self) -> list[int]:
+        """Where each parameter begins in the buffer."""
+        found, at = [], 0
+        for numel in self.numels:
+            found.append(at)
+            at += numel
+            at += -at % self.aligned
+        return found
+
+    @property
+    def segment(self) -> int:
+        """Elements of a rank's segment, padding included."""
+        held = self.starts[-1] + self.numels[-1] if self.numels else 0
+        unit = ALIGNMENT * self.ranks
+        return math.ceil(held / unit) * unit // self.ranks
+
+    def pieces(self, rank: int) -> list[Piece]:
+        """Returns what a rank's segment holds, in the order of the buffer."""
+        low, high = rank * self.segment, (rank + 1) * self.segment
+        found = []
+        for number, (start, numel) in enumerate(zip(self.starts, self.numels, strict=True)):
+            first, last = max(start, low), min(start + numel, high)
+            if first < last:
+                found.append(Piece(number, first - start, last - first, first - low))
+        return found
+
+
+@dataclass(frozen=True)
+class CutLayout:
+    """How stage 3 cuts the parameters of a sub-group.
+
+    Attributes:
+        numels: elements of each parameter, in order.
+        ranks: into how many segments each is cut.
+    """
+
+    numels: tuple[int, ...]
+    ranks: int
+
+    @property
+    def segments(self) -> list[int]:
+        """Elements of each parameter's segment, padding included."""
+        return [math.ceil(numel / self.ranks) for numel in self.numels]
+
+    def pieces(self, rank: int) -> list[Piece]:
+        """Returns what a rank holds, in the order of its flat partition; padding is no piece."""
+        found, at = [], 0
+        for number, (numel, segment) in enumerate(zip(self.numels, self.segments, strict=True)):
+            first, last = min(rank * segment, numel), min((rank + 1) * segment, numel)
+            if first < last:
+                found.append(Piece(number, first, last - first, at))
+            at += segment
+        return found
+
+
+def round_robin(items: Sequence[T], ranks: int) -> list[T]:
+    """Returns items in the order of ``round_robin_gradients``: every ``ranks``-th from the first, then the second."""
+    return [item for first in range(min(ranks, len(items))) for item in items[first::ranks]]

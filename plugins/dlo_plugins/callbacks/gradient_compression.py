@@ -1,0 +1,310 @@
+"""Data parallelism that sends fewer bytes: half precision, PowerSGD, post-local SGD, 1-bit Adam and LAMB."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.strategies import SingleDeviceStrategy
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from dlo_framework.distributed.canonical import clean
+from dlo_framework.distributed.norms import total_norm
+from dlo_framework.distributed.precision import sharded
+from dlo_framework.distributed.strategy import DataParallelStrategy
+from dlo_framework.ema import WeightEMA
+from dlo_framework.errors import DloError, agree, did_you_mean
+from dlo_framework.progress import optimizer_steps
+from dlo_plugins.compression.all_reduce import BLOCK, CompressedAllReduce
+from dlo_plugins.compression.hooks import (
+    GradientHook,
+    HalfHook,
+    OneBitHook,
+    PostLocalHook,
+    PowerSGDHook,
+    average_tensors,
+)
+from dlo_plugins.compression.memory import KEY, one_bit_state, powersgd_state, restore_one_bit, restore_powersgd
+from dlo_plugins.compression.one_bit import OneBitOptimizer
+from dlo_plugins.compression.one_bit_adam import OneBitAdam
+from dlo_plugins.compression.one_bit_lamb import OneBitLamb
+from dlo_plugins.compression.powersgd import PowerSGD
+
+Method = Literal["fp16", "bf16", "powersgd", "post_local_sgd", "one_bit"]
+METHODS = ("fp16", "bf16", "powersgd", "post_local_sgd", "one_bit")
+#: What these optimizers' names stand for in a config that names the callback.
+OPTIMIZERS = (OneBitAdam, OneBitLamb)
+
+
+class GradientCompression(Callback):
+    """Sends fewer bytes between the ranks of plain data parallelism.
+
+    | method | sent, of plain data parallelism's bytes | the mean of gradients is |
+    |---|---|---|
+    | `bf16`, `fp16` | 1/2 | rounded |
+    | `powersgd` | about `matrix_rank` (1/rows + 1/columns), after `start_step` | approximated, errors sent later |
+    | `post_local_sgd` | 1 / (2 `period`) or so, after `start_step` | of a node; weights are averaged now and then |
+    | `one_bit` | 1/28, after the optimizer's `freeze_step` | never taken: momenta are averaged, a bit an element |
+
+    `one_bit` needs an optimizer that is made for it: :class:`OneBitAdam` or :class:`OneBitLamb`. It works with
+    strategy `ddp` and automatic optimization; with accumulation, and at any precision. In a single process it does
+    nothing.
+
+    Logged every ``trainer.log_every_n_steps``: ``comm/sent_mb``, what each rank sends in a step, and
+    ``comm/sent_share``, that over what plain data parallelism would have sent. Bytes are counted as all-reduces that
+    send each element twice, but for a rank's own part, have it.
+
+    Args:
+        method: see above.
+        start_step: `powersgd` and `post_local_sgd`: so many steps are plain data parallelism's. None takes a tenth of
+            the run, and at least 2.
+        matrix_rank: `powersgd`: columns of the factors that stand for a matrix; 1 to 4 are usual, 32 for some language
+            models.
+        period: `post_local_sgd`: steps from one average of the weights to the next.
+        node_size: `post_local_sgd`: so many ranks in a row, those of a node say, go on averaging gradients in each
+            step; 1 is none.
+        block: `one_bit`: elements that share a scale; a multiple of 8.
+
+    Raises:
+        DloError: on values out of range; other strategies than `ddp`; manual optimization, and more than one
+            optimizer, where they do not go together; `one_bit` without its optimizer.
+    """
+
+    def __init__(
+        self,
+        method: Method,
+        start_step: int | None = None,
+        matrix_rank: int = 1,
+        period: int = 8,
+        node_size: int = 1,
+        block: int = BLOCK,
+    ) -> None:
+        if method not in METHODS:
+            raise DloError(
+                f"GradientCompression: unknown method {method!r}{did_you_mean(str(method), METHODS)}"
+                f" available: {', '.join(METHODS)}"
+            )
+        if min(matrix_rank, period, node_size) < 1:
+            raise DloError(
+                "GradientCompression: matrix_rank, period and node_size are at least 1, given"
+                f" {matrix_rank}, {period} and {node_size}"
+            )
+        least = 2 if method == "powersgd" else 0
+        if start_step is not None and start_step < least:
+            raise DloError(f"GradientCompression: start_step of {method} is at least {least}, given {start_step}")
+        if block < 8 or block % 8:
+            raise DloError(
+                f"GradientCompression: block is a multiple of 8, given {block}; take {max(8, block // 8 * 8)}"
+            )
+        self.method, self.start_step, self.matrix_rank = method, start_step, matrix_rank
+        self.period, self.node_size, self.block = period, node_size, block
+        #: What reduces gradients; None where nothing is to be reduced.
+        self.hook: GradientHook | None = None
+        #: What averages momenta; None where nothing does.
+        self.all_reduce: CompressedAllReduce | None = None
+        self._trainer: Trainer | None = None
+        self._precision: Precision | None = None
+        self._loaded: Any = None
+        self._steps, self._sent, self._plain = 0, 0.0, 0.0
+
+    # --- setting up ----------------------------------------------------------------------------------------
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Refuses what cannot work, before anything is built."""
+        self.hook = self.all_reduce = self._loaded = None
+        if stage != "fit" or isinstance(trainer.strategy, SingleDeviceStrategy):
+            return
+        if not isinstance(trainer.strategy, DataParallelStrategy):
+            raise agree(
+                DloError(
+                    "GradientCompression compresses the all-reduce of strategy ddp, but"
+                    f" {type(trainer.strategy).__name__} has none: it divides gradients among the ranks, or reduces"
+                    " them itself; use strategy ddp, or take the callback out"
+                )
+            )
+        if self.method not in ("fp16", "bf16") and not pl_module.automatic_optimization:
+            raise agree(
+                DloError(
+                    f"GradientCompression: {self.method} follows the steps of automatic optimization, but"
+                    f" {type(pl_module).__name__} optimizes by hand; use method bf16"
+                )
+            )
+        callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
+        if self.method == "post_local_sgd" and any(isinstance(callback, WeightEMA) for callback in callbacks):
+            raise agree(
+                DloError(
+                    "GradientCompression: with post_local_sgd each rank's weights are its own between averages, so that"
+                    " WeightEMA would average those of one rank; take one of the two out"
+                )
+            )
+        if trainer.world_size % self.node_size:
+            raise agree(
+                DloError(f"GradientCompression: node_size {self.node_size} does not divide {trainer.world_size} ranks")
+            )
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Has DDP call the hook, and gives the optimizer its communicator."""
+        self._trainer = trainer
+        self._steps, self._sent, self._plain = trainer.global_step, 0.0, 0.0
+        if trainer.world_size == 1:
+            rank_zero_info(f"GradientCompression: one process sends nothing, so that {self.method} changes nothing")
+            return
+        model = trainer.strategy.model
+        assert isinstance(model, DistributedDataParallel)
+        if self.method in ("one_bit", "post_local_sgd") and len(trainer.optimizers) != 1:
+            raise agree(
+                DloError(
+                    f"GradientCompression: {self.method} works with one optimizer, but {type(pl_module).__name__} has"
+                    f" {len(trainer.optimizers)}; use method bf16"
+                )
+            )
+        self.hook = self._make_hook(trainer, pl_module)
+        self.hook.register(model)
+
+    def _make_hook(self, trainer: Trainer, pl_module: LightningModule) -> GradientHook:
+        if self.method == "one_bit":
+            return self._one_bit(trainer)
+        if self.method in ("fp16", "bf16"):
+            return HalfHook(torch.float16 if self.method == "fp16" else torch.bfloat16)
+        start = self.start_step
+        if start is None:
+            steps = optimizer_steps(trainer)
+            start = max(2, int(steps / 10)) if steps != float("inf") else 1000
+        if self.method == "post_local_sgd":
+            group = dist.new_subgroups(self.node_size)[0] if self.node_size > 1 else None
+            return PostLocalHook(start, self._step, group)
+        names = {id(parameter): clean(name) for name, parameter in pl_module.named_parameters()}
+        powersgd = PowerSGD(names, self.matrix_rank, start)
+        return PowerSGDHook(powersgd, self._step)
+
+    def _one_bit(self, trainer: Trainer) -> GradientHook:
+        optimizer = trainer.optimizers[0]
+        if not isinstance(optimizer, OneBitOptimizer):
+            raise agree(
+                DloError(
+                    f"GradientCompression: one_bit needs OneBitAdam or OneBitLamb, but the optimizer is"
+                    f" {type(optimizer).__name__}; with dlo's tasks write `optimizer: OneBitAdam` and"
+                    " `optimizer_args: {freeze_step: ...}`, 15 to 25% of the run's steps"
+                )
+            )
+        steps = optimizer_steps(trainer)
+        if optimizer.freeze_step >= steps:
+            rank_zero_warn(
+                f"GradientCompression: nothing will be compressed, for freeze_step={optimizer.freeze_step} and the run"
+                f" has {steps:.0f} steps; {max(1, round(steps / 5))} is usual"
+            )
+        self.all_reduce = CompressedAllReduce(block=self.block)
+        optimizer.communicator = self.all_reduce
+        self._precision = trainer.strategy.precision_plugin
+        clipping: Any = sharded(self._precision, self._norm)
+        trainer.strategy.precision_plugin = clipping
+        return OneBitHook(optimizer)
+
+    def _step(self) -> int:
+        assert self._trainer is not None
+        return self._trainer.global_step
+
+    def _norm(self, optimizer: Optimizer) -> Tensor:
+        """Returns the norm to clip by: of the mean gradient, and where there is none, the mean of the ranks' norms."""
+        norm = total_norm(optimizer)
+        if self.all_reduce is not None and isinstance(optimizer, OneBitOptimizer) and optimizer.compressing:
+            return self.all_reduce.mean(norm)
+        return norm
+
+    # --- state ---------------------------------------------------------------------------------------------
+
+    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        """Adds what each rank has not sent yet; of post-local SGD, saves the mean of the ranks."""
+        if isinstance(self.hook, PowerSGDHook):
+            checkpoint[KEY] = powersgd_state(self.hook.powersgd)
+        elif self.all_reduce is not None and self.all_reduce.layout is not None:
+            optimizer = trainer.optimizers[0]
+            assert isinstance(optimizer, OneBitOptimizer)
+            checkpoint[KEY] = one_bit_state(self.all_reduce, optimizer)
+        elif isinstance(self.hook, PostLocalHook) and self.hook.local:
+            self._save_mean(pl_module, checkpoint)
+
+    def _save_mean(self, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        """Puts the mean of the ranks' weights and optimizer states in a checkpoint; the run keeps its own."""
+        trained = {clean(name) for name, parameter in pl_module.named_parameters() if parameter.requires_grad}
+        mappings = [checkpoint["state_dict"]]
+        for optimizer in checkpoint.get("optimizer_states", ()):
+            mappings += optimizer["state"].values()
+        copies = []
+        for mapping in mappings:
+            for key, value in mapping.items():
+                of_weights = mapping is checkpoint["state_dict"]
+                if isinstance(value, Tensor) and value.is_floating_point() and (key in trained or not of_weights):
+                    mapping[key] = value.detach().clone()
+                    copies.append(mapping[key])
+        average_tensors(copies)
+
+    def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        """Keeps what the ranks had not sent, until there is an optimizer that it is for."""
+        self._loaded = checkpoint.get(KEY)
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Takes up what the ranks had not sent."""
+        loaded, self._loaded = self._loaded, None
+        if loaded is None or self.hook is None:
+            return
+        if isinstance(self.hook, PowerSGDHook):
+            problem = restore_powersgd(self.hook.powersgd, loaded)
+        elif self.all_reduce is not None:
+            optimizer = trainer.optimizers[0]
+            assert isinstance(optimizer, OneBitOptimizer)
+            problem = restore_one_bit(self.all_reduce, optimizer, loaded)
+        else:
+            problem = f"it is {loaded['method']}'s"
+        if problem:
+            rank_zero_warn(
+                f"GradientCompression: the checkpoint's errors of compression are dropped, for {problem}; they start"
+                " at zero, which training makes up for in some steps"
+            )
+
+    # --- training ------------------------------------------------------------------------------------------
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Averages the weights where it is time to, and logs what was sent."""
+        steps = trainer.global_step
+        if self.hook is None or steps == self._steps:
+            return
+        if isinstance(self.hook, PostLocalHook) and self.hook.is_averaged(steps, self.period):
+            self._average_weights(pl_module)
+        sent, plain = self.bytes_sent(), self.hook.plain_bytes
+        if steps % trainer.log_every_n_steps == 0:  # type: ignore[attr-defined]
+            done = (sent - self._sent) / (steps - self._steps)
+            share = (sent - self._sent) / max(plain - self._plain, 1.0)
+            for logger in trainer.loggers:
+                logger.log_metrics({"comm/sent_mb": done / 1e6, "comm/sent_share": share}, step=steps)
+        self._steps, self._sent, self._plain = steps, sent, plain
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Leaves all ranks with the same weights."""
+        if isinstance(self.hook, PostLocalHook) and self.hook.local:
+            self._average_weights(pl_module)
+
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Gives the strategy its own clipping back."""
+        if self._precision is not None:
+            trainer.strategy.precision_plugin, self._precision = self._precision, None
+        self._trainer = None
+
+    def bytes_sent(self) -> float:
+        """Returns what this rank has sent to others since the fit began, in bytes."""
+        gradients = 0.0 if self.hook is None else self.hook.bytes_sent
+        return gradients + (0.0 if self.all_reduce is None else self.all_reduce.bytes_sent)
+
+    def _average_weights(self, pl_module: LightningModule) -> None:
+        assert self.hook is not None
+        weights = [parameter.data for parameter in pl_module.parameters() if parameter.requires_grad]
+        average_tensors(weights)
+        self.hook.count(sum(weight.nbytes for weight in weights))

@@ -1,0 +1,171 @@
+"""The compressed all-reduce of 1-bit Adam: every rank gets the same mean, for a bit an element and direction.
+
+Tang et al., "1-bit Adam: Communication Efficient Large-Scale Training with Adam's Convergence Speed", 2021
+(arXiv 2102.02888), section 4 and figure 3. Each rank is the server of one chunk:
+
+1. each rank adds its *worker error* to what it has, compresses the sum, and keeps what compression has lost as its new
+   worker error; chunks go to their servers (an all-to-all);
+2. each server takes the mean of what it got, adds its *server error*, compresses again, and keeps what is lost as its
+   new server error; the chunks go to all ranks (an all-gather).
+
+What one step loses, a later one sends: over steps, what was received adds up to what was to be sent, up to the errors.
+All ranks decode the same bytes, so that the mean is the same on all of them to the last bit.
+
+Signs and scales of a chunk travel as one message. For the compressor see
+:mod:`dlo_plugins.compression.sign_compression`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from dlo_framework.distributed.collectives import Communicator
+from dlo_plugins.compression.layout import Layout
+from dlo_plugins.compression.sign_compression import block_scales, decompress, pack_signs, subtract_compressed_
+
+#: Elements that share a scale.
+BLOCK = 256
+
+
+class CompressedAllReduce:
+    """Takes the mean over the ranks of tensors that are always the same ones, one bit an element.
+
+    Args:
+        group: the ranks; None is the default group. gloo and NCCL.
+        block: elements that share a scale, a multiple of 8.
+
+    Attributes:
+        layout: where the tensors stand; None before the first mean.
+        worker_error: what this rank has not sent yet, [numel of the layout].
+        server_error: what this rank, as the server of its chunk, has not sent yet, [chunk].
+        bytes_sent: what this rank has sent to others so far.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None = None, block: int = BLOCK) -> None:
+        assert block % 8 == 0
+        self.communicator, self.block = Communicator(group), block
+        self.layout: Layout | None = None
+        self.worker_error = self.server_error = torch.empty(0)
+        self.bytes_sent = 0
+
+    @property
+    def size(self) -> int:
+        """How many ranks there are."""
+        return self.communicator.size
+
+    @torch.no_grad()
+    def average(self, tensors: list[Tensor]) -> None:
+        """Replaces tensors by the compressed mean of the ranks'; called on all ranks.
+
+        Args:
+            tensors: floating point; the same shapes in the same order each time.
+        """
+        layout = self._prepare(tensors)
+        rank, blocks = self.communicator.rank, layout.blocks
+        torch._foreach_add_(self._worker_views, tensors)
+        sent = self._compress(self.worker_error, self._counts, self._padding)
+        received = torch.empty_like(sent)
+        dist.all_to_all_single(received, sent, group=self.communicator.group)
+
+        for packed, scales in (self._parts(message) for message in received.unbind()):
+            self.server_error.add_(decompress(packed, scales, self._scratch[: layout.chunk]), alpha=1 / self.size)
+        counts = self._counts[rank * blocks : (rank + 1) * blocks]
+        sent[rank] = self._compress(self.server_error, counts, self._own_padding)[0]
+        self.communicator.all_gather(sent.view(-1)).wait()
+
+        for number, message in enumerate(sent.unbind()):
+            decompress(*self._parts(message), self._scratch[number * layout.chunk : (number + 1) * layout.chunk])
+        torch._foreach_copy_(tensors, self._scratch_views)
+        self.bytes_sent += 2 * (self.size - 1) * sent[0].nbytes
+
+    def mean(self, value: Tensor) -> Tensor:
+        """Returns the mean of a number over the ranks."""
+        result = value.detach().clone()
+        dist.all_reduce(result, group=self.communicator.group)
+        self.bytes_sent += 2 * (self.size - 1) * result.nbytes // self.size
+        return result.div_(self.size)
+
+    def reset(self) -> None:
+        """Forgets the errors, and what the tensors were."""
+        self.layout, self.worker_error, self.server_error = None, torch.empty(0), torch.empty(0)
+
+    def prepare(self, tensors: list[Tensor]) -> None:
+        """Makes room for the errors, zero, if there is none yet."""
+        self._prepare(tensors)
+
+    def _prepare(self, tensors: list[Tensor]) -> Layout:
+        sizes = tuple(tensor.numel() for tensor in tensors)
+        if self.layout is not None:
+            assert self.layout.sizes == sizes, "other tensors than those that the errors are of"
+            return self.layout
+        layout, device = Layout(sizes, self.block, self.size), tensors[0].device
+        self.layout = layout
+        self.worker_error = torch.zeros(layout.numel, device=device)
+        self.server_error = torch.zeros(layout.chunk, device=device)
+        self._scratch = torch.empty(layout.numel, device=device)
+        self._worker_views = layout.views(self.worker_error, tensors)
+        self._scratch_views = layout.views(self._scratch, tensors)
+        padding, first = layout.padding(), self.communicator.rank * layout.chunk
+        own = padding[(padding >= first) & (padding < first + layout.chunk)] - first
+        self._counts, self._padding, self._own_padding = layout.counts().to(device), padding.to(device), own.to(device)
+        return layout
+
+    def _compress(self, values: Tensor, counts: Tensor, padding: Tensor) -> Tensor:
+        """Returns the messages of the chunks in ``values``, uint8 [chunks, bytes]; leaves the error in ``values``."""
+        assert self.layout is not None
+        chunks = values.numel() // self.layout.chunk
+        scales = block_scales(values, counts)
+        packed = pack_signs(values)
+        subtract_compressed_(values, scales, self._scratch[: values.numel()])
+        # Signs have no zero: what belongs to no tensor was sent as something, and is no error.
+        values.index_fill_(0, padding, 0.0)
+        return torch.cat([packed.view(chunks, -1), scales.view(chunks, -1).view(torch.uint8)], dim=1)
+
+    def _parts(self, message: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns the packed signs and the scales in a message."""
+        assert self.layout is not None
+        bytes_of_signs = self.layout.chunk // 8
+        return message[:bytes_of_signs], message[bytes_of_signs:].clone().view(torch.float32)
+
+
+def all_reduce_bytes(nbytes: float, ranks: int) -> float:
+    """Returns what each rank sends in a plain all-reduce: a reduce-scatter and an all-gather of so many bytes."""
+    return 2 * nbytes * (ranks - 1) / ranks
+
+
+def average_in_one_process(
+    inputs: list[Tensor], worker_errors: list[Tensor], server_errors: list[Tensor], layout: Layout
+) -> tuple[Tensor, list[Tensor], list[Tensor]]:
+    """Returns the mean, and the new worker and server errors, by the definition: every rank's part in turn.
+
+    What :class:`CompressedAllReduce` computes on several ranks, for tests and for trying out what it does to a method.
+
+    Args:
+        inputs: each rank's values, flat, [numel of the layout], zero where no tensor stands.
+        worker_errors: each rank's, likewise.
+        server_errors: each rank's, [chunk].
+        layout: where tensors stand.
+    """
+    counts, padding = layout.counts(), layout.padding()
+    workers: list[Any] = []
+    decoded = []
+    for value, error in zip(inputs, worker_errors, strict=True):
+        corrected = value + error
+        packed, scales = pack_signs(corrected), block_scales(corrected, counts)
+        decoded.append(decompress(packed, scales))
+        workers.append((corrected - decoded[-1]).index_fill(0, padding, 0.0))
+    chunks, servers = [], []
+    for rank, error in enumerate(server_errors):
+        here = slice(rank * layout.chunk, (rank + 1) * layout.chunk)
+        corrected = error.clone()
+        for value in decoded:
+            corrected += value[here] / len(inputs)
+        of_chunk = counts[rank * layout.blocks : (rank + 1) * layout.blocks]
+        chunks.append(decompress(pack_signs(corrected), block_scales(corrected, of_chunk)))
+        own = padding[(padding >= here.start) & (padding < here.stop)] - here.start
+        servers.append((corrected - chunks[-1]).index_fill(0, own, 0.0))
+    return torch.cat(chunks).index_fill(0, padding, 0.0), workers, servers

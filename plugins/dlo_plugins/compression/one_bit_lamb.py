@@ -1,0 +1,200 @@
+"""1-bit LAMB: LAMB whose ranks exchange one bit an element, with trust ratios that follow the second moment.
+
+Li, Awan, Tang, Rajbhandari, He, "1-bit LAMB: Communication Efficient Large-Scale Large-Batch Training with LAMB's
+Convergence Speed", 2021 (arXiv 2104.06069).
+
+As in 1-bit Adam, the second moment is frozen after a first stage. LAMB's trust ratio, a number a tensor, cannot be had
+from compressed momenta as it was from exact ones: so its average over the first stage is frozen too, and multiplied
+with how the second moment has changed since. That change is known without communication: what all ranks got as the
+momentum tells the mean gradient, ``(m_t - beta1 m_{t-1}) / (1 - beta1)``, and of its squares a *fresh* second moment is
+kept.
+
+Departures:
+
+- The first stage is timm's LAMB, bias correction and clipping by the norm of all gradients included. In the second that
+  norm is the mean of the ranks' own norms, which is no less than the norm of the mean.
+- The paper scales momenta so that those of all tensors are of one size before they share a compression scale. Here no
+  two tensors share one (:mod:`dlo_plugins.compression.layout`), and as in :mod:`~dlo_plugins.compression.one_bit_adam`
+  steps are compressed and not momenta, so that nothing is left to scale.
+- The ratio of second moments is taken between roots with the same floor, so that the largest ratio, which the paper
+  takes, is not that of an element without gradients.
+- The average of trust ratios starts at the first one, and not at zero.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dlo_framework.errors import DloError
+from dlo_plugins.compression.one_bit import OneBitOptimizer, frozen_denominators, gradients_of
+
+
+class OneBitLamb(OneBitOptimizer):
+    """1-bit LAMB (arXiv 2104.06069): LAMB that communicates one bit an element.
+
+    The first ``freeze_step`` steps are timm's ``lamb``, whose checkpoints it goes on from. As there, groups without
+    weight decay have no trust ratio. For the second stage the callback ``GradientCompression(method: one_bit)`` is
+    needed; without it, or in a single process, this is LAMB throughout.
+
+    Args:
+        params: parameters, or groups of them.
+        lr: learning rate.
+        betas: decay of the first and second moment.
+        eps: added to the root of the second moment.
+        weight_decay: added to the step before the trust ratio is taken.
+        max_grad_norm: gradients are scaled down to this norm, taken over all of them; None leaves them.
+        freeze_step: steps of the first stage; the paper takes about 20% of all.
+        refresh_every: see :class:`~dlo_plugins.compression.one_bit_adam.OneBitAdam`.
+        coefficient_beta: decay of the average of trust ratios.
+        factor_range: how far the frozen trust ratio may be scaled in all.
+        factor_change: and by how much of itself in one step.
+        least_root: the smallest root of the second moment, as a part of the root of its tensor's mean.
+
+    Raises:
+        DloError: on values out of range.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-6,
+        weight_decay: float = 0.01,
+        *,
+        max_grad_norm: float | None = 1.0,
+        freeze_step: int,
+        refresh_every: int | None = None,
+        coefficient_beta: float = 0.9,
+        factor_range: tuple[float, float] = (0.5, 4.0),
+        factor_change: float = 0.1,
+        least_root: float = 0.01,
+    ) -> None:
+        if not 0 < factor_range[0] <= 1 <= factor_range[1]:
+            raise DloError(f"OneBitLamb: factor_range holds 1, given {tuple(factor_range)}; the paper's is (0.5, 4)")
+        if not (0 <= coefficient_beta < 1 and 0 < factor_change <= 1 and 0 < least_root <= 1):
+            raise DloError(
+                "OneBitLamb: coefficient_beta lies in [0, 1), factor_change and least_root in (0, 1], given"
+                f" {coefficient_beta}, {factor_change} and {least_root}; 0.9, 0.1 and 0.01 are usual"
+            )
+        self.max_grad_norm, self.coefficient_beta, self.least_root = max_grad_norm, coefficient_beta, least_root
+        self.factor_range, self.factor_change = factor_range, factor_change
+        defaults = {"lr": lr, "betas": tuple(betas), "eps": eps, "weight_decay": weight_decay}
+        super().__init__(params, defaults, freeze_step, refresh_every)
+
+    def warm_up_step(self) -> None:
+        """Takes a step of LAMB, and notes the trust ratios."""
+        clip = self._clip([p for group in self.param_groups for p in group["params"]], everywhere=True)
+        for group in self.param_groups:
+            group["step"] = self._next_step(group)
+            step, (beta1, beta2) = float(group["step"]), group["betas"]
+            corrections = 1 - beta1**step, 1 - beta2**step
+            for p in (p for p in group["params"] if p.grad is not None):
+                state = self.state[p]
+                if "exp_avg" not in state:
+                    state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(p), torch.zeros_like(p)
+                gradient = p.grad if clip is None else p.grad / clip
+                state["exp_avg"].lerp_(gradient, 1 - beta1)
+                state["exp_avg_sq"].mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
+                root = (state["exp_avg_sq"].sqrt() / corrections[1] ** 0.5).add_(group["eps"])
+                update = (state["exp_avg"] / corrections[0]).div_(root)
+                if group["weight_decay"]:
+                    update.add_(p, alpha=group["weight_decay"])
+                    ratio = trust_ratio(p, update)
+                    update.mul_(ratio)
+                    known = state.get("trust_ratio")
+                    state["trust_ratio"] = ratio if known is None else known.lerp(ratio, 1 - self.coefficient_beta)
+                p.add_(update, alpha=-group["lr"])
+
+    def compressed_step(self) -> None:
+        """Adds this rank's gradients to the momenta, averages them over the ranks, and takes the step."""
+        assert self.communicator is not None
+        trained = [self.trained(group) for group in self.param_groups]
+        clip = self._clip([p for parameters in trained for p in parameters], everywhere=False)
+        before: list[Tensor] = []
+        steps: list[Tensor] = []
+        roots: list[Tensor] = []
+        own = iter(self.own_momenta())
+        for group, parameters in zip(self.param_groups, trained, strict=True):
+            gradients = [g if clip is None else g / clip for g in gradients_of(parameters)]
+            variances = [self.state[p]["exp_avg_sq"] for p in parameters]
+            self.refresh(group, variances, gradients)
+            divisors = self._roots(group, variances)
+            for p, gradient, root in zip(parameters, gradients, divisors, strict=True):
+                momentum, average = next(own), self.state[p]["exp_avg"]
+                momentum.lerp_(gradient, 1 - group["betas"][0])
+                before.append(average.clone())
+                steps.append(torch.div(momentum, root, out=average))
+            roots += divisors
+        self.communicator.average(steps)
+        number = 0
+        for group, parameters in zip(self.param_groups, trained, strict=True):
+            group["step"] = self._next_step(group)
+            for p in parameters:
+                self._apply(group, p, before[number], roots[number])
+                number += 1
+
+    def _apply(self, group: dict[str, Any], p: Tensor, before: Tensor, root: Tensor) -> None:
+        """Takes a parameter's step; ``exp_avg``, which holds the averaged step, becomes the momentum again."""
+        state, (beta1, beta2) = self.state[p], group["betas"]
+        plain = state["exp_avg"] / (1 - beta1 ** float(group["step"]))
+        state["exp_avg"].mul_(root)
+        if group["weight_decay"] and "trust_ratio" in state:
+            gradient = torch.lerp(before, state["exp_avg"], 1 / (1 - beta1))
+            if "exp_avg_sq_fresh" not in state:
+                state["exp_avg_sq_fresh"] = state["exp_avg_sq"].clone()
+            fresh = state["exp_avg_sq_fresh"]
+            fresh.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
+            update = plain.add(p, alpha=group["weight_decay"])
+            share = (plain.norm() / update.norm().clamp_min(1e-30)).clamp(max=1)
+            state["factor"] = self._factor(root, self._roots(group, [fresh])[0], share, state.get("factor"))
+            update.mul_(state["trust_ratio"] * state["factor"])
+        else:
+            update = plain.add(p, alpha=group["weight_decay"]) if group["weight_decay"] else plain
+        p.add_(update, alpha=-group["lr"])
+
+    def _factor(self, frozen: Tensor, fresh: Tensor, share: Tensor, last: Tensor | None) -> Tensor:
+        """Returns what the frozen trust ratio is multiplied with, for the second moment is another by now.
+
+        Args:
+            frozen: roots of the frozen second moment.
+            fresh: of the fresh one.
+            share: how much of the step's norm is not weight decay, which no second moment changes.
+            last: the factor of the step before.
+        """
+        factor = (frozen / fresh).max() * share + (1 - share)
+        last = torch.ones_like(factor) if last is None else last
+        factor = factor.clamp(*self.factor_range)
+        return torch.clamp(factor, last * (1 - self.factor_change), last * (1 + self.factor_change))
+
+    def _roots(self, group: dict[str, Any], variances: list[Tensor]) -> list[Tensor]:
+        correction = 1 - group["betas"][1] ** group["frozen_at"]
+        return list(frozen_denominators(variances, correction, group["eps"], self.least_root))
+
+    def _clip(self, parameters: list[Tensor], everywhere: bool) -> Tensor | None:
+        """Returns what gradients are divided by, at least 1; None where there is no limit."""
+        gradients = [p.grad for p in parameters if p.grad is not None]
+        if self.max_grad_norm is None or not gradients:
+            return None
+        norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients)))
+        if not everywhere:
+            assert self.communicator is not None
+            norm = self.communicator.mean(norm)
+        return (norm / self.max_grad_norm).clamp_(min=1.0)
+
+    def _next_step(self, group: dict[str, Any]) -> Tensor:
+        known = group.get("step")
+        return (torch.tensor(0.0) if known is None else torch.as_tensor(known, dtype=torch.float32)) + 1
+
+    def _steps_in_state(self) -> int:
+        return int(max((float(group.get("step") or 0) for group in self.param_groups), default=0))
+
+
+def trust_ratio(weights: Tensor, update: Tensor) -> Tensor:
+    """Returns LAMB's ratio of norms (arXiv 1904.00962); 1 where either is zero."""
+    weight_norm, update_norm = weights.norm(), update.norm()
+    usable = (weight_norm > 0) & (update_norm > 0)
+    return torch.where(usable, weight_norm / update_norm, 1.0)

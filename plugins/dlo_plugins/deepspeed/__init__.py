@@ -1,0 +1,1 @@
+"""What the DeepSpeed bridge is made of: its configuration, its partitions, its folders."""

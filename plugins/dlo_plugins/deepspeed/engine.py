@@ -1,0 +1,265 @@
+"""DeepSpeed's engine, started on a module and its optimizer, and ended."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from dlo_framework.distributed.canonical import clean
+from dlo_framework.distributed.norms import total_norm
+from dlo_framework.errors import DloError
+from dlo_plugins.deepspeed.cut_masters import CutMasters, gather_persistent
+from dlo_plugins.deepspeed.environment import device_index
+from dlo_plugins.deepspeed.flat_masters import FlatMasters, WholeMasters
+from dlo_plugins.deepspeed.masters import Masters
+from dlo_plugins.deepspeed.partitioned import partition, partitioned, rejoin
+from dlo_plugins.zero.probe import kind_of
+
+#: Lets DeepSpeed take torch's optimizers: they have been tried (:func:`_check_elementwise`), also with offload, where
+#: DeepSpeed's own would be compiled first.
+_OWN_OPTIMIZER = {"zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False}
+
+
+class Engine:
+    """DeepSpeed's engine under the strategy.
+
+    Args:
+        module: what trains.
+        optimizer: as configured on the module's parameters; None for a module that is only evaluated (stage 3, whose
+            parameters have to be gathered for that too).
+        config: DeepSpeed's, complete.
+        device: where this rank computes.
+
+    Attributes:
+        deepspeed: the engine itself.
+        optimizer: the torch optimizer that steps, with this rank's partitions in its groups.
+        masters: the partitions; None where the optimizer steps the parameters themselves: stage 0 in single precision.
+    """
+
+    def __init__(
+        self, module: nn.Module, optimizer: Optimizer | None, config: dict[str, Any], device: torch.device
+    ) -> None:
+        import deepspeed
+
+        self.module, self.stage, self.device = module, int(config["zero_optimization"]["stage"]), device
+        if self.stage > 0 and optimizer is not None:
+            _check_elementwise(optimizer)
+        self.names = {id(parameter): clean(name) for name, parameter in module.named_parameters()}
+        config = {**config, **_OWN_OPTIMIZER}
+        before = _in_single_precision(module, device) if _halves(config) else {}
+        self._attributes = {id(p): dict(vars(p)) for p in module.parameters()}
+        if self.stage == 3:
+            partition(module, config)
+        logger = logging.getLogger("DeepSpeed")
+        level = logger.level
+        logger.setLevel(logging.ERROR)  # It warns of optimizers that are not its own.
+        self.deepspeed, *_ = deepspeed.initialize(
+            args=argparse.Namespace(device_rank=device_index(device)),
+            config=config,
+            model=module,
+            model_parameters=[parameter for parameter in module.parameters() if parameter.requires_grad],
+            optimizer=optimizer,
+            dist_init_required=False,
+        )
+        logger.setLevel(level)
+        _watch_outer_forward(self.deepspeed, module)
+        self.optimizer: Optimizer = self.deepspeed.basic_optimizer
+        self.trains = optimizer is not None
+        self.masters = self._masters() if self.trains else None
+        self._frozen = {clean(n): p for n, p in module.named_parameters() if not p.requires_grad}
+        self._sync = self._complete = False
+        self.sync = True
+        if isinstance(self.masters, WholeMasters):
+            self.masters.undo_first_step()
+        if self.masters is not None and before:
+            self._restore(before)
+        if self.stage == 3:
+            self.publish()  # Between steps, what stays whole is whole; DeepSpeed has it so from the first step on.
+
+    def _masters(self) -> Masters | None:
+        kind = type(self.deepspeed.optimizer).__name__
+        if self.deepspeed.optimizer is self.deepspeed.basic_optimizer:
+            return None
+        if kind == "FP16_UnfusedOptimizer":
+            return WholeMasters(self.deepspeed.optimizer, self.optimizer, self.names)
+        if kind.startswith("DeepSpeedZeroOptimizer"):
+            self.optimizer = self.deepspeed.optimizer.optimizer  # Not the one given, where that is an Adagrad.
+            sort = CutMasters if self.stage == 3 else FlatMasters
+            return sort(self.deepspeed.optimizer, self.optimizer, self.names)
+        raise DloError(
+            f"DeepSpeed steps this configuration with its {kind}, whose partitions dlo does not read; leave"
+            " data_types.grad_accum_dtype, zenflow and super_offload out, or use stage 2"
+        )
+
+    @torch.no_grad()
+    def _restore(self, weights: dict[str, Tensor]) -> None:
+        """Gives the partitions the weights as they were before DeepSpeed rounded them to half precision."""
+        assert self.masters is not None
+        for flat in self.masters.flats:
+            for name, shard in flat.shards(flat.tensor).items():
+                whole = weights[name].view(-1)
+                shard.data.copy_(whole[shard.start : shard.start + shard.data.numel()])
+
+    # --- steps ---------------------------------------------------------------------------------------------
+
+    @property
+    def sync(self) -> bool:
+        """Whether the next backward is the last of its accumulation, and a step follows."""
+        return self._sync
+
+    @sync.setter
+    def sync(self, value: bool) -> None:
+        self._sync = value
+        self.deepspeed.set_gradient_accumulation_boundary(value)
+
+    def before_backward(self) -> None:
+        """Called before each backward.
+
+        Raises:
+            DloError: if a parameter trains that was frozen when the run started: DeepSpeed would never step it.
+        """
+        thawed = sorted(name for name, parameter in self._frozen.items() if parameter.requires_grad)
+        if thawed:
+            shown = ", ".join(thawed[:5]) + (f" and {len(thawed) - 5} more" if len(thawed) > 5 else "")
+            raise DloError(
+                f"DeepSpeed divides what trains when the run starts, but {shown} trains since; let it train from the"
+                " start, in a parameter group with lr 0, or start a second run from this one's checkpoint"
+            )
+        if self.masters is not None:
+            self.masters.start_window()
+
+    def after_backward(self) -> None:
+        """Called after each backward: before a step, what DeepSpeed has gathered is shown.
+
+        Raises:
+            DloError: for a second backward of manual optimization before a step, which DeepSpeed takes for the next.
+        """
+        if not self._sync:
+            return
+        if self._complete:
+            raise DloError(
+                "two backward passes came before one optimizer step, but DeepSpeed takes each for the last of its step;"
+                " run all but the last under optimizer.toggle_model(sync_grad=False), or add up their losses"
+            )
+        self._complete = True
+        if self.masters is not None:
+            self.masters.show_gradients()
+
+    def step(self) -> None:
+        """Steps, unless the gradients that were shown have been taken away."""
+        self._complete = False
+        if self.masters is None:
+            self.deepspeed.step()
+            return
+        if self.masters.dropped:
+            self.masters.forget()
+            self.deepspeed.global_steps += 1
+            return
+        self.masters.conceal()
+        try:
+            self.deepspeed.step()
+        finally:
+            self.masters.expose()
+        if not self.masters.offloaded:
+            for flat in self.masters.flats:
+                flat.tensor.grad = None  # A step that was left out for an overflow leaves it.
+
+    def loss_scale(self) -> float:
+        """Returns what the gradients are scaled by."""
+        return float(getattr(self.deepspeed.optimizer, "loss_scale", 1.0) or 1.0)
+
+    def gradient_norm(self) -> Tensor:
+        """Returns the 2-norm over all ranks of the gradient, before clipping."""
+        if self.masters is None:
+            return total_norm(self.optimizer) / self.loss_scale()
+        squared = self.masters.squared_norm().to(self.device)
+        if self.masters.divided:
+            dist.all_reduce(squared)
+        return squared.sqrt() / self.loss_scale()
+
+    def publish(self) -> None:
+        """Brings what was written to partitions into the parameters of all ranks."""
+        if self.masters is not None:
+            self.masters.publish()
+        elif self.stage == 3:
+            self.gather_persistent()
+
+    def gather_persistent(self) -> None:
+        """Brings stage 3's parameters into the state between steps: the small ones whole, the others cut."""
+        zero = self.deepspeed.optimizer
+        gather_persistent(getattr(zero, "parameter_offload", zero))
+
+    # --- the end -------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def dissolve(self) -> None:
+        """Ends the engine; the module's parameters are whole and their own again, with the values that they have."""
+        engine = self.deepspeed
+        for name in ("module_forward_pre_hook", "module_forward_post_hook"):
+            hook = getattr(engine, name, None)
+            if hook is not None:
+                hook.remove()
+        engine.destroy()
+        if self.stage == 3:
+            rejoin(self.module, self._attributes)
+        else:
+            for parameter in self.module.parameters():
+                parameter.data = parameter.data.clone()
+
+
+def _watch_outer_forward(engine: Any, module: nn.Module) -> None:
+    """Lets the engine see a step's forward once, also where ``training_step`` calls the module itself.
+
+    DeepSpeed (0.17 to 0.19) hooks the module's forward: the inner call of ``self(batch)`` would start its timers a
+    second time, which is an error, and end stage 3's watch for parameters that are used outside their module.
+    """
+    if not hasattr(engine, "module_forward_pre_hook"):
+        return  # Before, the engine's own forward did it.
+    depth = 0
+
+    def before(_: nn.Module, inputs: Any, named: Any) -> Any:
+        nonlocal depth
+        depth += 1
+        return engine._forward_prologue(inputs, named) if depth == 1 else None
+
+    def after(*_: Any) -> None:
+        nonlocal depth
+        depth -= 1
+        if depth == 0:
+            engine._forward_epilogue()
+
+    engine.module_forward_pre_hook.remove()
+    engine.module_forward_post_hook.remove()
+    engine.module_forward_pre_hook = module.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
+    engine.module_forward_post_hook = module.register_forward_hook(after, always_call=True)
+
+
+def _halves(config: dict[str, Any]) -> bool:
+    return any(config.get(section, {}).get("enabled") is True for section in ("fp16", "bf16"))
+
+
+def _in_single_precision(module: nn.Module, device: torch.device) -> dict[str, Tensor]:
+    """Returns copies, on the CPU, of the first rank's weights that train, if they are whole: DeepSpeed rounds them."""
+    copies = {}
+    for name, parameter in module.named_parameters():
+        if parameter.requires_grad and parameter.dtype == torch.float32 and not partitioned(parameter):
+            value = parameter.detach().to(device, copy=True)
+            dist.broadcast(value, 0)
+            copies[clean(name)] = value.cpu()
+    return copies
+
+
+def _check_elementwise(optimizer: Optimizer) -> None:
+    """Refuses optimizers that need a whole tensor, which DeepSpeed's partitions do not give them."""
+    if kind_of(optimizer) != "elementwise":
+        raise DloError(
+            f"{type(optimizer).__name__} computes a parameter's update from all of its gradient, but DeepSpeed's ZeRO"
+            " gives it flat partitions that cut through parameters; use strategy zero1, zero2 or zero3, which deal"
+            " whole tensors out, or stage 0"
+        )

@@ -1,0 +1,214 @@
+"""The partitions of stages 1 and 2, and the whole copies of stage 0 in half precision.
+
+The classes reach into DeepSpeed's ``DeepSpeedZeroOptimizer`` and ``FP16_UnfusedOptimizer`` (0.15 to 0.19), whose
+attributes they name; where a layout does not fit what is found, that is an error, never a wrong checkpoint.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from dlo_framework.checkpoint import FlatShard
+from dlo_framework.checkpoint.deepspeed_layout import FlatLayout, Piece
+from dlo_plugins.deepspeed.masters import Flat, Masters, expect
+
+
+class _Runs(list[Tensor]):
+    """A partition's gradient in runs, and the one tensor that they are slices of (DeepSpeed 0.19 asks for it)."""
+
+    flat_partition: Tensor
+
+
+class FlatMasters(Masters):
+    """Those of stages 1 and 2: a segment of each parameter group's flat buffer."""
+
+    def _find(self, names: Mapping[int, str]) -> list[Flat]:
+        zero, rank, found = self.zero, dist.get_rank(), []
+        for number, master in enumerate(zero.single_partition_of_fp32_groups):
+            ordered = zero.round_robin_bit16_groups[number]
+            aligned = getattr(zero, "parameter_alignment", False)
+            unit = 16 // math.gcd(16, ordered[0].element_size()) if aligned else 1
+            layout = FlatLayout(tuple(p.numel() for p in ordered), dist.get_world_size(), unit)
+            expect(layout.segment, master)
+            shapes = [p.shape for p in ordered]
+            found.append(Flat(master, number, [names[id(p)] for p in ordered], shapes, layout.pieces(rank)))
+        return found
+
+    def _group_names(self, names: Mapping[int, str]) -> list[list[str]]:
+        return [[names[id(p)] for p in group] for group in self.zero.bit16_groups]
+
+    @property
+    def offloaded(self) -> bool:
+        """Whether DeepSpeed keeps gradients of the partitions in memory of its own, for the CPU to step."""
+        return bool(self.zero.cpu_offload)
+
+    def expose(self) -> None:
+        """Does nothing: the partitions are in the optimizer's parameter groups."""
+
+    def conceal(self) -> None:
+        """Likewise."""
+
+    def publish(self) -> None:
+        """Brings the partitions into the parameters of all ranks."""
+        self.zero.update_lp_params()
+
+    def _averaged(self, number: int) -> list[Tensor] | None:
+        return self.zero.averaged_gradients.get(number)
+
+    def _replace(self, number: int, runs: list[Tensor], flat: Tensor) -> None:
+        was, shown = self.zero.averaged_gradients[number], _Runs(runs)
+        for old, new in zip(was, runs, strict=True):
+            if getattr(old, "_zero_padding", False):
+                new._zero_padding = True  # type: ignore[attr-defined]  # It counts runs against parameters.
+        if sum(run.numel() for run in runs) < flat.numel():
+            shown.append(flat[sum(run.numel() for run in runs) :])
+            shown[-1]._zero_padding = True  # type: ignore[attr-defined]
+        shown.flat_partition = flat
+        self.zero.averaged_gradients[number] = shown
+
+    def buffers(self) -> list[Tensor]:
+        """Returns the memory in which DeepSpeed keeps gradients, beside the parameters' and the partitions' own."""
+        lists = [*self.zero.averaged_gradients.values(), *self.zero.all_grad_tensors.values()]
+        return [run for runs in lists if runs is not None for run in runs]
+
+    def forget(self) -> None:
+        """Drops the gradients of a step that is not taken."""
+        zero = self.zero
+        zero.zero_grad(set_to_none=True)
+        zero.micro_step_id = -1
+        for number in list(zero.averaged_gradients):
+            zero.averaged_gradients[number] = None
+        for number in list(zero.all_grad_tensors):
+            zero.all_grad_tensors[number] = None
+        if zero.cpu_offload:
+            zero.reset_cpu_buffers()
+
+    def gathered(self) -> dict[str, FlatShard]:
+        """Returns this rank's part of the gradients of an accumulation that goes on, by parameter."""
+        return {
+            flat.names[piece.parameter]: FlatShard(run, flat.shapes[piece.parameter], piece.start)
+            for number, flat in enumerate(self.flats)
+            for piece, run in self._open(number, flat)
+        }
+
+    def _open(self, number: int, flat: Flat) -> list[tuple[Piece, Tensor]]:
+        """Returns the pieces that have a gradient so far, with it, in the memory that DeepSpeed adds to."""
+        zero = self.zero
+        compact = getattr(zero.averaged_gradients.get(number), "flat_partition", None)
+        if compact is not None:
+            return [(piece, compact[piece.offset : piece.offset + piece.length]) for piece in flat.pieces]
+        found = []
+        kept = zero.all_grad_tensors.get(number)
+        for place, piece in enumerate(flat.pieces):
+            if zero.cpu_offload:
+                parameter = zero.round_robin_bit16_groups[number][piece.parameter]
+                whole = zero.accumulated_grads_in_cpu.get(zero.get_param_id(parameter))
+                whole = whole if zero.micro_step_id >= 0 else None
+            else:
+                whole = kept[place] if kept is not None else None
+            if whole is not None:
+                found.append((piece, whole.view(-1)[piece.start : piece.start + piece.length]))
+        return found
+
+    def take_up(self, names: list[str]) -> dict[str, FlatShard]:
+        """Returns room for the gradients of an accumulation that goes on."""
+        zero = self.zero
+        for number in range(len(self.flats)):
+            if _compact(zero, number):
+                zero.averaged_gradients[number] = zero._build_compact_grad_partition_buffer(number)
+            elif zero.cpu_offload:
+                for parameter in zero.params_in_partition[number]:
+                    room = torch.zeros(parameter.numel(), dtype=parameter.dtype, device=zero.device)
+                    zero.accumulated_grads_in_cpu[zero.get_param_id(parameter)] = room
+            else:
+                dtype = zero.gradient_accumulation_dtype
+                zero.all_grad_tensors[number] = [
+                    torch.zeros_like(parameter, dtype=dtype) for parameter in zero.params_in_partition[number]
+                ]
+        zero.micro_step_id = 0  # One micro-batch has been.
+        return {name: shard for name, shard in self.gathered().items() if name in names}
+
+
+def _compact(zero: Any, number: int) -> bool:
+    """Returns whether DeepSpeed (0.19) adds micro-batches up in one flat buffer."""
+    asked = getattr(zero, "_use_compact_grad_partition_buffer", None)
+    return bool(asked is not None and asked(number))
+
+
+class WholeMasters(Masters):
+    """Those of stage 0 in half precision: a copy of each parameter in single precision, on every rank."""
+
+    divided = False
+
+    @torch.no_grad()
+    def undo_first_step(self) -> None:
+        """Takes back the step on gradients of zero by which DeepSpeed makes the optimizer's state.
+
+        It counts as a step, so that Adam's first update would be three quarters of what it should be, and it decays
+        the weights. torch makes its state in the first real step.
+        """
+        if isinstance(self.optimizer, torch.optim.Adagrad):  # Its state is there from the start.
+            for state in self.optimizer.state.values():
+                state["step"].zero_()
+        else:
+            self.optimizer.state.clear()
+        for flat, half in zip(self.flats, self._halves(), strict=True):
+            flat.tensor.copy_(half)
+
+    def _find(self, names: Mapping[int, str]) -> list[Flat]:
+        return [
+            Flat(master, group, [names[id(p)]], [p.shape], [Piece(0, 0, p.numel(), 0)])
+            for group, (halves, masters) in enumerate(zip(self.zero.fp16_groups, self.zero.fp32_groups, strict=True))
+            for p, master in zip(halves, masters, strict=True)
+        ]
+
+    def _group_names(self, names: Mapping[int, str]) -> list[list[str]]:
+        return [[names[id(p)] for p in group] for group in self.zero.fp16_groups]
+
+    @property
+    def offloaded(self) -> bool:
+        """Whether DeepSpeed keeps gradients of the partitions in memory of its own, for the CPU to step."""
+        return False
+
+    def expose(self) -> None:
+        """Does nothing: the copies are in the optimizer's parameter groups."""
+
+    def conceal(self) -> None:
+        """Likewise."""
+
+    def publish(self) -> None:
+        """Rounds the copies to the parameters."""
+        for flat, half in zip(self.flats, self._halves(), strict=True):
+            half.data.copy_(flat.tensor.data)
+
+    def _halves(self) -> list[Tensor]:
+        return [p for group in self.zero.fp16_groups for p in group]
+
+    def _averaged(self, number: int) -> list[Tensor] | None:
+        gradient = self._halves()[number].grad
+        return None if gradient is None else [gradient]
+
+    def _replace(self, number: int, runs: list[Tensor], flat: Tensor) -> None:
+        """Leaves the gradients in half precision: DeepSpeed copies them once more."""
+
+    def buffers(self) -> list[Tensor]:
+        """Returns the memory in which DeepSpeed keeps gradients, beside the parameters' and the partitions' own."""
+        return []
+
+    def forget(self) -> None:
+        """Drops the gradients of a step that is not taken."""
+        self.zero.zero_grad(set_to_none=True)
+
+    def gathered(self) -> dict[str, FlatShard]:
+        """Returns nothing: each rank has its own gradients, in the parameters."""
+        return {}
+
+    def take_up(self, names: list[str]) -> dict[str, FlatShard]:
+        """Likewise."""
+        return {}

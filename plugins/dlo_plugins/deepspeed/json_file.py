@@ -1,0 +1,111 @@
+"""Reading a DeepSpeed configuration as DeepSpeed reads it, with errors that name the place."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from dlo_framework.errors import DloError, did_you_mean
+
+#: What messages call a configuration that came as a mapping.
+INLINE = "strategy.config"
+
+#: What messages call the strategy's typed options, where there is no configuration beside them.
+OPTIONS_ALONE = "trainer.strategy"
+
+
+def read(config: str | Path | Mapping[str, Any] | None) -> tuple[dict[str, Any], str]:
+    """Returns a configuration, and what messages call it: its file's path, :data:`INLINE`, or :data:`OPTIONS_ALONE`.
+
+    Args:
+        config: a file, a mapping, or None for an empty one. Files are JSON, or Hjson (comments, trailing commas), as
+            DeepSpeed takes them.
+
+    Raises:
+        DloError: if there is no such file, it does not parse (with line and column), names a key twice, or is no
+            mapping.
+    """
+    if config is None:
+        return {}, OPTIONS_ALONE
+    if isinstance(config, Mapping):
+        return json.loads(_as_json(config)), INLINE
+    path = Path(config)
+    source = str(config)
+    if not path.is_file():
+        raise DloError(f"DeepSpeed config {source}: there is no such file{_neighbour(path)}")
+    try:
+        text = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise DloError(f"{source}: not a text file, so not a DeepSpeed config") from error
+    if not text.strip():
+        raise DloError(f'{source}: the file is empty; {{"zero_optimization": {{"stage": 2}}}} is one to start from')
+    content = parse(text, source)
+    if not isinstance(content, dict):
+        raise DloError(
+            f'{source}: a DeepSpeed config is a mapping, such as {{"zero_optimization": {{"stage": 2}}}}, but this is'
+            f" a {type(content).__name__}"
+        )
+    return content, source
+
+
+def _as_json(config: Mapping[str, Any]) -> str:
+    try:
+        return json.dumps(config)
+    except TypeError as error:
+        raise DloError(
+            f"{INLINE}: a DeepSpeed config holds numbers, texts, booleans, lists and mappings alone: {error}"
+        ) from error
+
+
+def _neighbour(path: Path) -> str:
+    """Returns, as the end of a message, the file of the same folder whose name is nearest."""
+    if not path.parent.is_dir():
+        return f"; neither is its folder {path.parent}"
+    found = [file.name for file in path.parent.iterdir() if file.suffix in (".json", ".hjson")]
+    return did_you_mean(path.name, found) or f" in {path.parent.resolve()}"
+
+
+def parse(text: str, source: str) -> Any:
+    """Returns what a text in JSON, or in Hjson, says.
+
+    Args:
+        text: the text.
+        source: what messages call it.
+
+    Raises:
+        DloError: if it is neither, with the line and column of the JSON error, or names a key twice.
+    """
+    try:
+        return json.loads(text, object_pairs_hook=lambda pairs: _without_repetition(pairs, source))
+    except json.JSONDecodeError as error:
+        found = _parse_hjson(text, source)
+        if found is not None:
+            return found
+        line = [*text.splitlines(), ""][error.lineno - 1]
+        shown = f" at {line.strip()[:60]!r}" if line.strip() else ""
+        raise DloError(f"{source}: line {error.lineno}, column {error.colno}: {error.msg}{shown}") from error
+
+
+def _parse_hjson(text: str, source: str) -> Any:
+    """Returns what a text in Hjson says; None where it is none. DeepSpeed reads its files with that library."""
+    if importlib.util.find_spec("hjson") is None:
+        return None  # It comes with DeepSpeed, whose absence another message tells.
+    hjson: Any = importlib.import_module("hjson")
+    try:
+        return json.loads(
+            json.dumps(hjson.loads(text, object_pairs_hook=lambda pairs: _without_repetition(pairs, source)))
+        )
+    except hjson.HjsonDecodeError:
+        return None
+
+
+def _without_repetition(pairs: list[tuple[str, Any]], source: str) -> dict[str, Any]:
+    result: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in result:
+            raise DloError(f"{source}: key '{key}' stands twice: {result[key]!r} and {value!r}; leave one out")
+        result[key] = value
+    return result

@@ -1,0 +1,118 @@
+"""The Trainer's options that a DeepSpeed JSON sets too: read from it, and given to a Trainer that leaves them open."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from dlo_framework.data import ResumableDataModule
+from dlo_framework.errors import DloError
+from dlo_plugins.deepspeed.batch import MICRO, STEPS, TRAIN
+from dlo_plugins.deepspeed.config import with_trainer
+from dlo_plugins.deepspeed.facts import TrainerFacts
+from dlo_plugins.deepspeed.precision import CLIPPING, precision_of
+
+#: Lightning's precision of each of the JSON's sections.
+PRECISIONS = {"fp16": "16-mixed", "bf16": "bf16-mixed"}
+
+
+def settings_of(config: Mapping[str, Any], ranks: int | None = None) -> dict[str, Any]:
+    """Returns the Trainer's options that a JSON sets, by Lightning's names; those that it leaves open are absent.
+
+    Args:
+        config: what ``resolve`` returned.
+        ranks: of the run, which DeepSpeed derives the accumulation from where the JSON gives both batch sizes alone.
+    """
+    found: dict[str, Any] = {}
+    section = precision_of(config)
+    if section is not None:
+        found["precision"] = PRECISIONS[section]
+    train, micro, steps = (_number(config.get(key)) for key in (TRAIN, MICRO, STEPS))
+    if steps is None and train is not None and micro is not None and ranks and train % (micro * ranks) == 0:
+        steps = train // (micro * ranks)
+    if steps is not None:
+        found["accumulate_grad_batches"] = steps
+    clipping = config.get(CLIPPING)
+    if isinstance(clipping, int | float):
+        found["gradient_clip_val"] = float(clipping)
+    return found
+
+
+def ranks_in(config: Mapping[str, Any]) -> int | None:
+    """Returns the ranks that a JSON is for: all three of its batch settings make them out; None where they do not."""
+    train, micro, steps = (_number(config.get(key)) for key in (TRAIN, MICRO, STEPS))
+    if train is None or micro is None or steps is None or train % (micro * steps):
+        return None
+    return train // (micro * steps)
+
+
+def _number(value: Any) -> int | None:
+    return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else None
+
+
+def left_open(config: Mapping[str, Any], given: Mapping[str, Any], datamodule: Any = None) -> dict[str, Any]:
+    """Returns what a JSON sets of a Trainer that leaves it open, after a check that the two do not contradict.
+
+    So a JSON works without a change, and without saying its values again. Left open is what has the Trainer's own
+    default; Lightning does not tell `accumulate_grad_batches: 1` from none.
+
+    Args:
+        config: what ``resolve`` returned.
+        given: the Trainer's arguments.
+        datamodule: whose batch size is known.
+
+    Raises:
+        DloError: for what both set to different values.
+    """
+    ranks = ranks_of_trainer(given)
+    found = settings_of(config, ranks)
+    open_ones = {"precision": None, "accumulate_grad_batches": 1, "gradient_clip_val": None}
+    taken = {key: value for key, value in found.items() if given.get(key) == open_ones[key]}
+    with_trainer(config, facts_of({**given, **taken}, ranks or ranks_in(config) or 1, datamodule if ranks else None))
+    return taken
+
+
+def facts_of(given: Mapping[str, Any], ranks: int, datamodule: Any = None) -> TrainerFacts:
+    """Returns a Trainer's side of what a JSON sets too, from its arguments.
+
+    Args:
+        given: the Trainer's arguments.
+        ranks: that see different data.
+        datamodule: whose batch size is known.
+
+    Raises:
+        DloError: for a precision that Lightning does not have.
+    """
+    batch = datamodule.batch_size if isinstance(datamodule, ResumableDataModule) else 0
+    algorithm = given.get("gradient_clip_algorithm")
+    return TrainerFacts(
+        precision=unified_precision(given.get("precision")),
+        accumulation=int(given.get("accumulate_grad_batches") or 1),
+        clip_val=given.get("gradient_clip_val"),
+        clip_algorithm=None if algorithm is None else str(getattr(algorithm, "value", algorithm)),
+        micro_batch_size=batch // ranks if batch and batch % ranks == 0 else None,
+        world_size=ranks,
+    )
+
+
+def unified_precision(precision: Any) -> str:
+    """Returns a Trainer's precision by Lightning's own name: `32-true` for None, 32 and `32`.
+
+    A reach into Lightning 2.6, which has this in ``lightning.fabric.connector`` alone, under a private name.
+
+    Raises:
+        DloError: for a precision that Lightning does not have.
+    """
+    from lightning.fabric.connector import _convert_precision_to_unified_args
+
+    try:
+        return str(_convert_precision_to_unified_args(precision) or "32-true")
+    except ValueError as error:
+        raise DloError(f"trainer.precision: {error}") from error
+
+
+def ranks_of_trainer(given: Mapping[str, Any]) -> int | None:
+    """Returns the ranks that a Trainer's arguments ask for; None where they depend on the machine."""
+    devices: Any = given.get("devices")
+    number = len(devices) if isinstance(devices, list | tuple) else int(devices) if str(devices).isdigit() else 0
+    return number * int(given.get("num_nodes") or 1) or None

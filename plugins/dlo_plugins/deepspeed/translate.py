@@ -1,0 +1,235 @@
+"""Between DeepSpeed's JSON and dlo's YAML, both ways."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+from lightning.pytorch import Trainer
+from lightning.pytorch.strategies import Strategy
+
+from dlo_framework.errors import DloError
+from dlo_plugins.deepspeed import json_file
+from dlo_plugins.deepspeed.batch import MICRO, STEPS
+from dlo_plugins.deepspeed.config import DeepSpeedJson, resolve, with_trainer
+from dlo_plugins.deepspeed.options import OPTIONS
+from dlo_plugins.deepspeed.paths import get, put
+from dlo_plugins.deepspeed.precision import CLIPPING
+from dlo_plugins.deepspeed.task_options import task_options
+from dlo_plugins.deepspeed.trainer_settings import facts_of, left_open, ranks_in, settings_of
+
+#: What a JSON sets and a run under dlo does not use.
+_NO_EFFECT = {
+    "checkpoint": "dlo writes its own checkpoints, which every strategy reads",
+    "datastates_ckpt": "dlo writes its own checkpoints; run.async_checkpoints: true writes them in the background",
+    "dataloader_drop_last": "dlo's loaders drop the last incomplete training batch",
+}
+
+_OFFLOAD, _NVME = "zero_optimization.offload_{}", "nvme_path"
+
+
+class DeepSpeedTranslation:
+    """What DeepSpeedBridge answers to `dlo deepspeed-config`, and to a Trainer that is about to be built."""
+
+    #: What options and JSON say, before the Trainer is asked.
+    asked: DeepSpeedJson
+
+    def trainer_arguments(self, given: Mapping[str, Any], datamodule: Any = None) -> dict[str, Any]:
+        """Returns the Trainer's arguments that the JSON sets and the config leaves open; `dlo fit` asks for them.
+
+        Args:
+            given: the Trainer's arguments by name.
+            datamodule: of the run.
+
+        Raises:
+            DloError: for what both set to different values.
+        """
+        return left_open(self.asked, given, datamodule)
+
+    @staticmethod
+    def to_yaml(path: str | Path, ranks: int | None = None) -> str:
+        """Returns the config of a run that a DeepSpeed JSON describes; see :func:`to_yaml`."""
+        return to_yaml(path, ranks)
+
+    @staticmethod
+    def to_json(trainer: Trainer, given: Mapping[str, Any], datamodule: Any = None) -> str:
+        """Returns the DeepSpeed JSON of a config, as text.
+
+        Args:
+            trainer: built from the config.
+            given: the Trainer's arguments in the config.
+            datamodule: of the config; None without one.
+
+        Raises:
+            DloError: for a strategy that has no counterpart.
+        """
+        strategy = trainer.strategy
+        ranks = int(getattr(strategy, "num_nodes", 1)) * int(getattr(strategy, "num_processes", 1))
+        if isinstance(strategy, DeepSpeedTranslation):
+            config, given = strategy.asked, {**given, **left_open(strategy.asked, given, datamodule)}
+        else:
+            config = nearest_config(strategy)
+        return json.dumps(with_trainer(config, facts_of(given, ranks, datamodule)), indent=2)
+
+
+# --- a JSON as YAML ----------------------------------------------------------------------------------------
+
+
+def to_options(config: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Returns the bridge's typed options that a configuration holds, and what is left of it.
+
+    ``resolve(*to_options(config))`` is the configuration again.
+
+    Args:
+        config: what ``resolve`` returned.
+    """
+    rest: dict[str, Any] = copy.deepcopy(dict(config))
+    options: dict[str, Any] = {}
+    _take_switches(rest, options)
+    for name, option in OPTIONS.items():
+        value = get(rest, option.path)
+        if name in ("activation_checkpointing", "flops_profiler", "comms_logger"):
+            continue  # whole sections
+        if value is None or value in ("auto", "none") or isinstance(value, Mapping | list):
+            continue
+        options[name] = int(value) if isinstance(value, float) and value.is_integer() else value
+        _drop(rest, option.path)
+    _take_nvme_path(rest, options)
+    return options, rest
+
+
+def _take_switches(rest: dict[str, Any], options: dict[str, Any]) -> None:
+    """Takes the sections that an option stands for as a whole."""
+    if rest.get("comms_logger") in ({"enabled": True}, {"enabled": False}):
+        options["comms_logger"] = rest.pop("comms_logger")["enabled"]
+    profiler = rest.get("flops_profiler")
+    if profiler in ({"enabled": True}, {"enabled": False}):
+        options["flops_profiler"] = rest.pop("flops_profiler")["enabled"]
+    elif isinstance(profiler, dict) and set(profiler) == {"enabled", "profile_step"} and profiler["enabled"] is True:
+        options["flops_profiler"] = rest.pop("flops_profiler")["profile_step"]
+
+
+def _take_nvme_path(rest: dict[str, Any], options: dict[str, Any]) -> None:
+    """Takes the folder that all that is on NVMe has in common."""
+    on_nvme = [
+        _OFFLOAD.format(section)
+        for section, name in (("optimizer", "offload_optimizer"), ("param", "offload_parameters"))
+        if options.get(name) == "nvme"
+    ]
+    paths = {get(rest, f"{section}.{_NVME}") for section in on_nvme}
+    if len(paths) == 1 and None not in paths:
+        options[_NVME] = paths.pop()
+        for section in on_nvme:
+            _drop(rest, f"{section}.{_NVME}")
+
+
+def _drop(config: dict[str, Any], path: str) -> None:
+    """Removes a key, and the sections that are empty without it."""
+    parent, _, key = path.rpartition(".")
+    section = get(config, parent) if parent else config
+    del section[key]
+    if parent and not section:
+        _drop(config, parent)
+
+
+def to_config(config: Mapping[str, Any], ranks: int | None = None) -> dict[str, Any]:
+    """Returns the `trainer` section of the run that a configuration describes.
+
+    Args:
+        config: what ``resolve`` returned.
+        ranks: of the run, where the configuration's batch sizes do not make them out.
+    """
+    settings = settings_of(config, ranks or ranks_in(config))
+    options, rest = to_options(config)
+    for path in (STEPS, CLIPPING, "fp16.enabled", "bf16.enabled"):
+        # Each is the Trainer's now; what is switched off stays, and contradicts a Trainer that switches it on.
+        if get(rest, path) not in (None, False):
+            _drop(rest, path)
+    for key in [key for key, value in rest.items() if value == "auto"]:
+        del rest[key]
+    trainer: dict[str, Any] = {"devices": devices} if (devices := ranks or ranks_in(config)) else {}
+    arguments = {**options, **({"config": rest} if rest else {})}
+    if "stage" not in options and not rest:
+        arguments["stage"] = 0  # An empty JSON means no ZeRO, no options mean stage 2.
+    return {**trainer, **settings, "strategy": {"class_path": "DeepSpeedBridge", "init_args": arguments}}
+
+
+def to_yaml(path: str | Path, ranks: int | None = None) -> str:
+    """Returns a DeepSpeed JSON as the `trainer` section of a config, with what it has no place for in comments.
+
+    The optimizer and scheduler stay DeepSpeed's, under ``config``: their curves and defaults are not those of dlo's
+    tasks. What comes nearest there is a comment.
+
+    Args:
+        path: the JSON file.
+        ranks: of the run; by default what the JSON's batch sizes make out.
+
+    Raises:
+        DloError: for a JSON that ``resolve`` refuses.
+    """
+    content, source = json_file.read(path)
+    config = resolve({}, path)
+    text = yaml.safe_dump({"trainer": to_config(config, ranks)}, sort_keys=False, default_flow_style=None, width=100)
+    lines = [f"# {source}, for dlo fit: put it after your task's config, --config task.yaml --config this.yaml.", text]
+    lines += [f"# {comment}" for comment in _comments(config, content, ranks)]
+    return "\n".join(line.rstrip("\n") for line in lines) + "\n"
+
+
+def _comments(config: Mapping[str, Any], content: Mapping[str, Any], ranks: int | None) -> list[str]:
+    comments = []
+    world, micro = ranks or ranks_in(config), config.get(MICRO)
+    if isinstance(micro, int):
+        batch = f"data.init_args.batch_size: {micro * world}" if world else f"{micro} x the ranks"
+        comments.append(f"A rank's micro-batch is {micro}; dlo's batch_size counts all ranks: {batch}.")
+    if CLIPPING not in content:
+        comments.append("The JSON says nothing of gradient_clipping: dlo clips nothing, DeepSpeed 0.19 itself to 1.0.")
+    if world is None:
+        comments.append("The JSON does not say for how many ranks it is: set trainer.devices.")
+    options, notes = task_options(config)
+    if options:
+        shown = yaml.safe_dump(options, default_flow_style=True, sort_keys=False, width=10**6).strip()
+        comments.append(f"Near it as a task's own, without optimizer and scheduler above: model.init_args: {shown}")
+        comments += [f"  but {note}" for note in notes]
+    return comments + [f"{key} has no effect here: {why}." for key, why in _NO_EFFECT.items() if key in config]
+
+
+# --- YAML as a JSON ----------------------------------------------------------------------------------------
+
+
+def nearest_config(strategy: Strategy) -> DeepSpeedJson:
+    """Returns the DeepSpeed configuration that comes nearest to another strategy.
+
+    Raises:
+        DloError: for one that DeepSpeed has nothing like.
+    """
+    from dlo_plugins.strategies.mesh import MeshStrategy
+    from dlo_plugins.strategies.zero import MIB, ZeroStrategy
+
+    config: dict[str, Any] = {}
+    if isinstance(strategy, ZeroStrategy):
+        put(config, "zero_optimization.stage", strategy.stage)
+        if strategy.stage < 3:
+            put(config, "zero_optimization.reduce_bucket_size", int(strategy.bucket_mb * MIB / 4))
+        offloaded = strategy.offload
+    elif isinstance(strategy, MeshStrategy):
+        spec = strategy.mesh_spec()
+        cut = [axis for axis in ("pp", "cp", "tp") if getattr(spec, axis) > 1]
+        if cut or (spec.dp_replicate > 1 and spec.dp_shard > 1):
+            what = cut[0] if cut else "dp_replicate"
+            raise DloError(
+                f"deepspeed-config: DeepSpeed's JSON has nothing like the mesh's {what} {getattr(spec, what)}; with"
+                f" {what} 1 it is ZeRO's stage 3"
+            )
+        put(config, "zero_optimization.stage", 3 if spec.dp_shard > 1 else 0)
+        offloaded = "both" if strategy.fully_shard.offload else None
+    else:
+        put(config, "zero_optimization.stage", 0)
+        offloaded = None
+    for section, names in (("optimizer", ("optimizer", "both")), ("param", ("parameters", "both"))):
+        if offloaded in names:
+            put(config, f"{_OFFLOAD.format(section)}.device", "cpu")
+    return resolve({}, config)

@@ -1,0 +1,388 @@
+"""DeepSpeed as a Lightning strategy, with dlo's processes and checkpoints.
+
+ZeRO: Memory Optimizations Toward Training Trillion Parameter Models. Rajbhandari, Rasley, Ruwase & He, 2020,
+arXiv 1910.02054. ZeRO-Offload: Ren et al., 2021, arXiv 2101.06840. ZeRO-Infinity: Rajbhandari et al., 2021,
+arXiv 2104.07857. ZeRO++ (hpZ): Wang et al., 2023, arXiv 2306.10209.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import torch.distributed as dist
+from lightning.fabric.utilities.optimizer import _optimizers_to_device
+from lightning.pytorch import Trainer
+from lightning.pytorch.plugins.precision import DeepSpeedPrecision, Precision
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.types import LRSchedulerConfig
+from torch import Tensor
+from torch.optim import Optimizer
+
+from dlo_framework.checkpoint import FlatShard, Shard
+from dlo_framework.data import ResumableDataModule
+from dlo_framework.distributed.canonical import clean, readable
+from dlo_framework.distributed.strategy import ShardedStrategy
+from dlo_framework.errors import DloError
+from dlo_framework.watch.state_bytes import memory_of
+from dlo_plugins.deepspeed import environment
+from dlo_plugins.deepspeed.any_device import AnyDeviceDeepSpeed
+from dlo_plugins.deepspeed.config import TrainerFacts, lengths_of, optimizer_of, resolve, scheduler_of, with_trainer
+from dlo_plugins.deepspeed.engine import Engine
+from dlo_plugins.deepspeed.partitioned import held, segments, whole_shape
+from dlo_plugins.deepspeed.requirements import check_available
+from dlo_plugins.deepspeed.steps import EnginePrecision, ForwardInAutocast
+from dlo_plugins.deepspeed.translate import DeepSpeedTranslation
+
+Offload = Literal["cpu", "nvme"]
+
+
+class DeepSpeedBridge(DeepSpeedTranslation, ShardedStrategy, AnyDeviceDeepSpeed):
+    """Trains with DeepSpeed: ZeRO stages 0 to 3 and offload to CPU or NVMe, on CUDA and on CPU.
+
+    The optimizer, its schedule, accumulation and checkpoints are those of every other strategy: what DeepSpeed has
+    trained, `zero3`, `fsdp` or a single process takes up, on any number of ranks. Clipping and the loss scale of fp16
+    are DeepSpeed's, by the Trainer's settings.
+
+    Aliases: `deepspeed` (stage 2), `deepspeed_0 deepspeed_1 deepspeed_2 deepspeed_3`, `deepspeed_2_offload`
+    (optimizer on the CPU), `deepspeed_3_offload` (optimizer and parameters).
+
+    Args:
+        stage: what is divided among the ranks: 0 nothing, 1 optimizer state, 2 gradients too, 3 parameters too; 2 by
+            default.
+        offload_optimizer: where optimizer state and the partitions in single precision live, and what steps them:
+            `cpu` or `nvme`; by default the device.
+        offload_parameters: where the partitions of the parameters live in stage 3: `cpu` or `nvme`.
+        nvme_path: folder on a local disk for what is on NVMe.
+        overlap_comm: whether gradients are reduced while backward goes on; costs a second bucket.
+        contiguous_gradients: whether gradients are copied into one buffer as they come, against fragments.
+        reduce_bucket_size: elements of gradients reduced at once.
+        allgather_bucket_size: elements of parameters gathered at once, in stages 1 and 2.
+        round_robin_gradients: whether consecutive parameters belong to different ranks (stages 1 and 2), so that
+            copies to the CPU run in parallel.
+        hpz: ranks, those of a node say, that keep a second copy of the partitions so that backward gathers among them
+            alone (ZeRO++, stage 3).
+        communication_dtype: what gradients are summed in: `fp32`, `fp16` or `bf16`; by default the model's.
+        partition_activations: whether checkpointed activations are divided among model-parallel ranks.
+        cpu_checkpointing: whether checkpointed activations go to the CPU.
+        activation_checkpointing: more of that section of DeepSpeed's JSON.
+        flops_profiler: whether to print a profile of FLOPs; a number is the step that is profiled.
+        comms_logger: whether to log what is communicated.
+        config: a DeepSpeed JSON file, or its content, for these and all else. What it and an option, or the Trainer,
+            both set has to be equal; its optimizer and scheduler take the place of the task's.
+        timeout_minutes: how long a collective may take before a rank gives the others up.
+
+    Raises:
+        DloError: for an unknown key, a value that does not fit, and options that contradict each other.
+    """
+
+    def __init__(
+        self,
+        stage: Literal[0, 1, 2, 3] | None = None,
+        offload_optimizer: Offload | None = None,
+        offload_parameters: Offload | None = None,
+        nvme_path: str | None = None,
+        overlap_comm: bool | None = None,
+        contiguous_gradients: bool | None = None,
+        reduce_bucket_size: int | None = None,
+        allgather_bucket_size: int | None = None,
+        round_robin_gradients: bool | None = None,
+        hpz: int | None = None,
+        communication_dtype: str | None = None,
+        partition_activations: bool | None = None,
+        cpu_checkpointing: bool | None = None,
+        activation_checkpointing: dict[str, Any] | None = None,
+        flops_profiler: bool | int | None = None,
+        comms_logger: bool | None = None,
+        config: str | Path | dict[str, Any] | None = None,
+        timeout_minutes: float = 30.0,
+    ) -> None:
+        given = dict(locals())
+        for other in ("self", "__class__", "config", "timeout_minutes"):
+            given.pop(other, None)
+        environment.check_installed()
+        environment.adopt_launcher()
+        #: What options and JSON say, before the Trainer is asked.
+        self.asked = resolve(given, config)
+        super().__init__(timeout_minutes=timeout_minutes, config=self.asked)
+        self.engine: Engine | None = None
+        self._forward_redirection = ForwardInAutocast(self._autocast)
+        self._loading: dict[int, dict[str, Any]] = {}
+
+    @classmethod
+    def register_strategies(cls, strategy_registry: Any) -> None:
+        """Makes the short names known: ``--trainer.strategy deepspeed_3``; Lightning has some for its own."""
+        presets: dict[str, dict[str, Any]] = {"deepspeed": {"stage": 2}}
+        presets |= {f"deepspeed_{stage}": {"stage": stage} for stage in range(4)}
+        presets["deepspeed_2_offload"] = {"stage": 2, "offload_optimizer": "cpu"}
+        presets["deepspeed_3_offload"] = {"stage": 3, "offload_optimizer": "cpu", "offload_parameters": "cpu"}
+        for name, arguments in presets.items():
+            strategy_registry.register(name, cls, description=f"DeepSpeed: {arguments}", override=True, **arguments)
+
+    @property
+    def stage(self) -> int:
+        """ZeRO's stage."""
+        return int(self.config.get("zero_optimization", {}).get("stage", 0))
+
+    @property
+    def forward_needs_all_ranks(self) -> bool:  # type: ignore[override]
+        """Whether parameters have to be gathered for a forward pass."""
+        return self.stage == 3
+
+    # --- setting up ----------------------------------------------------------------------------------------
+
+    @property
+    def precision_plugin(self) -> Precision:
+        """Lightning's precision for DeepSpeed, driven by dlo's accumulation."""
+        return super().precision_plugin
+
+    @precision_plugin.setter
+    def precision_plugin(self, precision_plugin: Precision | None) -> None:
+        if isinstance(precision_plugin, DeepSpeedPrecision) and not isinstance(precision_plugin, EnginePrecision):
+            precision_plugin = EnginePrecision(precision_plugin.precision, self)
+        self._precision_plugin = precision_plugin
+
+    def _autocast(self) -> contextlib.AbstractContextManager[Any]:
+        precision = self.precision_plugin
+        assert isinstance(precision, EnginePrecision)
+        return precision.autocast()
+
+    def setup(self, trainer: Trainer) -> None:
+        """Completes the configuration by what the Trainer says, builds the optimizer, and starts DeepSpeed's engine.
+
+        Raises:
+            DloError: for what configuration and Trainer say differently, and what this machine has not.
+        """
+        self.config = with_trainer(self.asked, self._facts(trainer))
+        self.config.setdefault("zero_optimization", {}).setdefault("stage", 0)
+        check_available(self.config, self.root_device.type, self.world_size)
+        super().setup(trainer)
+
+    def _facts(self, trainer: Trainer) -> TrainerFacts:
+        data: Any = getattr(trainer, "datamodule", None)
+        known = isinstance(data, ResumableDataModule) and data.batch_size % self.world_size == 0
+        return TrainerFacts(
+            precision=str(self.precision_plugin.precision),
+            accumulation=int(trainer.accumulate_grad_batches),
+            clip_val=trainer.gradient_clip_val,
+            clip_algorithm=trainer.gradient_clip_algorithm and str(trainer.gradient_clip_algorithm.value),
+            micro_batch_size=data.batch_size // self.world_size if known else None,
+            world_size=self.world_size,
+        )
+
+    def shard(self, trainer: Trainer) -> None:
+        """Starts the engine, or, where nothing trains, puts the module on its device."""
+        module, fitting = self._module(), trainer.state.fn == TrainerFn.FITTING
+        kept = self._kept_masters() if fitting else {}
+        if fitting and self.engine is not None:
+            engine, self.engine = self.engine, None
+            engine.dissolve()
+        for buffer in module.buffers():
+            buffer.data = buffer.data.to(self.root_device)
+            dist.broadcast(buffer.data, 0)
+        for parameter in module.parameters():
+            if self.stage < 3:
+                parameter.data = parameter.data.to(self.root_device)
+                dist.broadcast(parameter.data, 0)
+        if not fitting:
+            if self.engine is None and self.stage == 3:
+                self.engine = Engine(module, None, self.config, self.root_device)
+            if self.engine is not None and self.stage == 3:
+                self.model = self.engine.deepspeed
+            return
+        self._start(trainer)
+        now = self._kept_masters(copied=False)
+        for name in kept.keys() & now.keys():
+            if (now[name].start, now[name].data.shape) == (kept[name].start, kept[name].data.shape):
+                now[name].data.copy_(kept[name].data)
+
+    def _kept_masters(self, *, copied: bool = True) -> dict[str, FlatShard]:
+        """Returns the weights in single precision of a fit: the module has them in half precision."""
+        masters = self.engine.masters if self.engine is not None else None
+        if masters is None or not self.precision_plugin.precision.startswith(("16", "bf16")):
+            return {}
+        return {name: shard.clone() if copied else shard for name, shard in masters.shards().items()}
+
+    def _start(self, trainer: Trainer) -> None:
+        self._reset_optimizers_and_schedulers()
+        self.setup_optimizers(trainer)
+        optimizer = self._optimizer(trainer)
+        config = {key: value for key, value in self.config.items() if key not in ("optimizer", "scheduler")}
+        self.engine = Engine(self._module(), optimizer, config, self.root_device)
+        environment.limit_groups(self.engine.deepspeed, self._timeout)
+        self._set_deepspeed_activation_checkpointing()
+        self.optimizers = [self.engine.optimizer]
+        _optimizers_to_device(self.optimizers, self.root_device)
+        self.model = self.engine.deepspeed
+
+    def _optimizer(self, trainer: Trainer) -> Optimizer:
+        """Returns the task's optimizer, or the configuration's in its place."""
+        if len(self.optimizers) != 1:
+            raise DloError(
+                f"DeepSpeed steps one optimizer, but configure_optimizers returned {len(self.optimizers)}; give one"
+                " with several parameter groups, or use strategy zero2"
+            )
+        own = self.optimizers[0]
+        made = optimizer_of(self.config, own)
+        if made is not None:
+            if self.lr_scheduler_configs and "scheduler" not in self.config:
+                raise DloError(
+                    "the task's learning-rate scheduler is made for the task's optimizer, but strategy.config brings"
+                    " another; leave out its optimizer, or add its scheduler"
+                )
+            kind, arguments = made
+            own = kind([p for p in self._module().parameters() if p.requires_grad], **arguments)
+        schedule = scheduler_of(self.config, own, **lengths_of(self.config, self._module(), trainer))
+        if schedule is not None:
+            self.lr_scheduler_configs = [LRSchedulerConfig(schedule, interval="step")]
+        return own
+
+    def _started(self) -> Engine:
+        assert self.engine is not None, "DeepSpeed's engine runs"
+        return self.engine
+
+    # --- a step --------------------------------------------------------------------------------------------
+
+    def pre_backward(self, closure_loss: Tensor) -> None:
+        """Tells the engine that gradients are coming."""
+        self._started().before_backward()
+
+    def post_backward(self, closure_loss: Tensor) -> None:
+        """Shows what gradients came of it."""
+        self._started().after_backward()
+
+    @contextlib.contextmanager
+    def block_backward_sync(self) -> Iterator[None]:
+        """Marks the micro-batches of an accumulation that no step follows."""
+        engine = self._started()
+        engine.sync = False
+        try:
+            yield
+        finally:
+            engine.sync = True
+
+    def on_validation_end(self) -> None:
+        """Frees what the evaluation gathered, and gathers again what stays whole."""
+        if self.engine is not None and self.stage == 3:
+            self.engine.gather_persistent()
+
+    on_test_end = on_predict_end = on_validation_end
+
+    def gradient_norm(self, optimizer: Optimizer) -> Tensor:
+        """Returns the 2-norm of the gradient over all ranks, before clipping."""
+        return self._started().gradient_norm()
+
+    # --- state ---------------------------------------------------------------------------------------------
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """Returns the module's state by name: of what trains, this rank's slices, in single precision."""
+        state = super().lightning_module_state_dict()
+        masters = self.engine.masters if self.engine is not None else None
+        shards = masters.shards() if masters is not None else {}
+        cut = segments(self._module())
+        first_names = {id(p): clean(name) for name, p in self._module().named_parameters()}
+        for name, value in self._module().state_dict(keep_vars=True).items():
+            first = first_names.get(id(value), "")
+            if first in shards or first in cut:
+                state[clean(name)] = shards[first] if first in shards else cut[first]
+        return state
+
+    def held_tensors(self) -> list[Tensor]:
+        """Returns the memory of this rank's partitions, of the parameters that are in none, and of the buffers."""
+        masters = self.engine.masters if self.engine is not None else None
+        if masters is None:
+            return super().held_tensors()
+        module = self._module()
+        frozen = [held(p) for name, p in module.named_parameters() if masters.home(clean(name)) is None]
+        return [*(flat.tensor for flat in masters.flats), *frozen, *module.buffers()]
+
+    @property
+    def zero_stage(self) -> int:  # type: ignore[override]
+        """The stage: what is divided."""
+        return self.stage
+
+    def whole_size(self, name: str, parameter: Tensor) -> int:
+        """Returns the elements of a parameter, also where this rank has a part of it."""
+        return whole_shape(parameter).numel()
+
+    def state_bytes(self) -> dict[str, float]:
+        """Returns the bytes of the parameters, gradients and optimizer state that this rank holds now."""
+        measured = super().state_bytes()
+        masters = self.engine.masters if self.engine is not None else None
+        if masters is None:
+            return measured
+        parameters = list(self._module().parameters())
+        weights = [held(p) for p in parameters]
+        gradients = [p.grad for p in [*parameters, *(flat.tensor for flat in masters.flats)] if p.grad is not None]
+        return {
+            "parameters": memory_of([*weights, *parameters, *(flat.tensor for flat in masters.flats)]),
+            "gradients": memory_of([*gradients, *masters.buffers()]),
+            "optimizer": measured["optimizer"],
+        }
+
+    def refresh(self) -> None:
+        """Brings the partitions, which were written to, into the parameters of all ranks."""
+        if self.engine is not None:
+            self.engine.publish()
+
+    def accumulated_gradients(self) -> dict[str, Shard]:
+        """Returns the gradients of an unfinished accumulation: stages 0 and 1 have them whole, the others in part."""
+        masters = self._started().masters
+        if masters is None or self.stage < 2:
+            return super().accumulated_gradients()
+        return dict(masters.gathered())
+
+    def restore_gradients(self, saved: Mapping[str, Any]) -> None:
+        """Takes up an unfinished accumulation."""
+        masters = self._started().masters
+        if masters is None or self.stage < 2:
+            super().restore_gradients(saved)
+            return
+        gradients = readable(saved)
+        for name, shard in masters.take_up(list(gradients)).items():
+            gradients.read_into(name, shard)
+
+    def optimizer_tensors(self, optimizer: Optimizer) -> dict[str, Tensor]:
+        """Returns the partition that each parameter is in, of which this rank holds something."""
+        masters = self._started().masters
+        return super().optimizer_tensors(optimizer) if masters is None else masters.tensors()
+
+    def group_names(self, optimizer: Optimizer) -> list[list[str]]:
+        """Returns the names of each parameter group's parameters, those of which this rank holds nothing too."""
+        masters = self._started().masters
+        return super().group_names(optimizer) if masters is None else masters.group_names
+
+    def canonical(self, name: str, tensor: Tensor, value: Tensor) -> Shard:
+        """Returns a state tensor as the slice of the parameter-shaped one that it holds."""
+        masters = self._started().masters
+        flat = masters.home(name) if masters is not None else None
+        return value if flat is None or value.shape != flat.tensor.shape else flat.shard(name, value)
+
+    def _load_optimizer(self, optimizer: Optimizer, saved: Mapping[str, Any]) -> None:
+        self._loading = {}
+        super()._load_optimizer(optimizer, saved)
+        self._loading = {}
+
+    def _read_state(self, name: str, tensor: Tensor, saved: Mapping[str, Any]) -> dict[str, Any]:
+        """Returns the state of the partition that a parameter is in, filled with this parameter's part too."""
+        masters = self._started().masters
+        flat = masters.home(name) if masters is not None else None
+        if flat is None:
+            return super()._read_state(name, tensor, saved)
+        state, entries = self._loading.setdefault(id(tensor), {}), readable(saved)
+        shape = flat.shapes[flat.names.index(name)]
+        for key in entries:
+            if not entries.is_tensor(key):
+                state[key] = entries[key]
+            elif entries.shape(key) == shape and key != "step":
+                room = state.setdefault(key, tensor.new_zeros(tensor.shape, dtype=entries.dtype(key)))
+                entries.read_into(key, flat.shard(name, room))
+            else:
+                state[key] = entries[key].clone()
+        return state
+
+    def about(self) -> dict[str, Any]:
+        """Returns what a checkpoint's manifest says of the run."""
+        return {**super().about(), "stage": self.stage}

@@ -1,0 +1,149 @@
+"""What DeepSpeed has saved, others take up, and the other way round, on any number of ranks, bit for bit."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback, seed_everything
+
+from dlo_framework.checkpoint.deepspeed_folder import import_deepspeed, is_deepspeed_folder
+from dlo_framework.cli.checkpoint_command import main
+from dlo_framework.distributed.strategy import register_data_parallel
+from dlo_framework.errors import DloError
+from dlo_framework.testing import run_distributed
+from dlo_framework.testing.training import leave_group, quiet
+from dlo_tasks.imagenet.digits import DigitsData
+from support.deepspeed_nets import SAVED, STEPS, STRATEGIES, Model, check_same, ds, runs, tensors, train, trainer
+
+BRIDGES = [name for name in STRATEGIES if name.startswith("deepspeed")]
+#: How many ranks train, and by what; each goes on from the one before, the first from one process.
+SHORT = [(2, "deepspeed2"), (3, "zero3"), (2, "fsdp"), (3, "deepspeed3"), (1, "ddp")]
+LONG = [(3, "deepspeed1"), (2, "deepspeed0"), (4, "deepspeed2_offload"), (2, "deepspeed3_cut"), (3, "zero3")]
+LONG += [(2, "deepspeed3_offload"), (4, "deepspeed2"), (1, "ddp")]
+
+
+@pytest.mark.parametrize("chain", [SHORT, pytest.param(LONG, marks=pytest.mark.slow)])
+def test_it_goes_on_from_others_and_they_from_it_at_other_world_sizes(
+    tmp_path: Path, chain: list[tuple[int, str]]
+) -> None:
+    (alone,) = run_distributed(runs, 1, [("ddp", tmp_path / "0", None)], backend=None)
+    for number, (world_size, name) in enumerate(chain):
+        before, after = tmp_path / str(number), tmp_path / str(number + 1)
+        losses = run_distributed(runs, world_size, [(name, after, before)], backend=None)[0][0]
+        assert losses == pytest.approx(alone[0][SAVED:], rel=1e-6), name
+        check_same(before, after)
+
+
+def test_a_resumed_run_is_bit_equal(tmp_path: Path) -> None:
+    whole = [(name, tmp_path / name, None) for name in BRIDGES]
+    resumed = [(name, tmp_path / f"{name}-again", tmp_path / name) for name in BRIDGES]
+    found = run_distributed(runs, 2, [*whole, *resumed], backend=None, timeout=200)[0]
+    for name, first, second in zip(BRIDGES, found[: len(whole)], found[len(whole) :], strict=True):
+        assert len(first) == STEPS
+        assert second == first[SAVED:], name
+        check_same(tmp_path / name, tmp_path / f"{name}-again")
+
+
+HALVES = {"precision": "bf16-mixed"}
+WINDOWS = {"accumulate_grad_batches": 4, "max_steps": 3, "limit_train_batches": 12}
+
+
+def test_it_resumes_in_half_precision_and_in_the_middle_of_an_accumulation(tmp_path: Path) -> None:
+    """With several ranks' gradients still apart (stages 0 and 1), a resumed sum is rounded in another order."""
+    jobs: list[tuple[Any, ...]] = []
+    for name in ("deepspeed2", "deepspeed3_cut"):
+        jobs.append((name, tmp_path / name, None, HALVES))
+        jobs.append((name, tmp_path / f"{name}-again", tmp_path / name, HALVES))
+    accumulated = ("deepspeed0", "deepspeed1", "deepspeed2", "deepspeed3", "deepspeed2_offload", "deepspeed3_offload")
+    for name in accumulated:
+        jobs.append((name, tmp_path / f"{name}-open", None, {**WINDOWS, "after": 6}))
+        jobs.append((name, tmp_path / f"{name}-closed", tmp_path / f"{name}-open", WINDOWS))
+    found = run_distributed(runs, 2, jobs, backend=None, timeout=280)[0]
+    for first, second, (name, _, _, options) in zip(found[::2], found[1::2], jobs[::2], strict=True):
+        after = options.get("after", SAVED)
+        if name in ("deepspeed0", "deepspeed1"):
+            assert second == pytest.approx(first[after:], rel=1e-6), name
+        else:
+            assert second == first[after:], (name, options)
+
+
+class Both(Callback):
+    """Saves dlo's checkpoint and DeepSpeed's own folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def on_train_end(self, trainer, pl_module) -> None:
+        trainer.save_checkpoint(self.folder / "dlo")
+        engine = trainer.strategy.engine
+        if engine.masters is not None:
+            engine.masters.conceal()
+        engine.deepspeed.save_checkpoint(str(self.folder / "theirs"))
+        if engine.masters is not None:
+            engine.masters.expose()
+
+
+FOLDERS = {
+    "0": ds(0),
+    "1": ds(1, round_robin_gradients=True),
+    "2": ds(2),
+    "3": STRATEGIES["deepspeed3_cut"],
+    "aligned": ds(2, config={"zero_optimization": {"parameter_alignment": True}}),
+}
+
+
+def _both(rank: int, world_size: int, folder: Path) -> None:
+    quiet()
+    register_data_parallel()
+    for name, strategy in FOLDERS.items():
+        seed_everything(7, workers=True, verbose=False)
+        options: dict[str, Any] = {"precision": "bf16-mixed"} if name in ("2", "3", "aligned") else {}
+        made = trainer(world_size, strategy(), [Both(folder / name)], max_steps=3, **options)
+        made.fit(Model(), datamodule=DigitsData(image_size=16, batch_size=48))
+    leave_group()
+
+
+def test_deepspeeds_own_folders_become_checkpoints(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run_distributed(_both, 3, tmp_path, backend=None)
+    for name in FOLDERS:
+        theirs = tmp_path / name / "theirs"
+        assert is_deepspeed_folder(theirs)
+        assert main(["convert", str(theirs), str(tmp_path / name / "made")]) == 0
+        expected, found = tensors(tmp_path / name / "dlo"), tensors(tmp_path / name / "made")
+        assert expected.keys() == found.keys(), name
+        for key, value in expected.items():
+            assert torch.equal(value, found[key].to(value.dtype)), (name, key)
+    assert "begins all else anew" in capsys.readouterr().err
+    assert len(train(1, "auto", resume=tmp_path / "2" / "made", max_steps=2)) == 2
+
+
+def test_a_folder_that_is_unsafe_cut_or_not_whole_is_refused(tmp_path: Path) -> None:
+    def folder(name: str, files: dict[str, Any]) -> Path:
+        (tmp_path / name / "step").mkdir(parents=True)
+        (tmp_path / name / "latest").write_text("step")
+        for file, content in files.items():
+            torch.save(content, tmp_path / name / "step" / file)
+        return tmp_path / name
+
+    unsafe = folder("unsafe", {"mp_rank_00_model_states.pt": {"module": {}, "hook": Both(tmp_path)}})
+    with pytest.raises(DloError, match=r"refusing .*Both not allowed; nothing executed"):
+        import_deepspeed(unsafe, tmp_path / "out")
+    cut = folder("cut", {"mp_rank_00_model_states.pt": {}, "mp_rank_01_model_states.pt": {}})
+    with pytest.raises(DloError, match="tensor or pipeline parallelism has cut"):
+        import_deepspeed(cut, tmp_path / "out")
+    part = {"optimizer_state_dict": {"zero_stage": 2}}
+    short = folder(
+        "short",
+        {
+            "mp_rank_00_model_states.pt": {"dp_world_size": 2, "module": {}},
+            "zero_pp_rank_0_mp_rank_00_optim_states.pt": part,
+        },
+    )
+    with pytest.raises(DloError, match="files of 1 ranks, but was saved on 2"):
+        import_deepspeed(short, tmp_path / "out")
+    (tmp_path / "gone").mkdir()
+    (tmp_path / "gone" / "latest").write_text("step")
+    with pytest.raises(DloError, match="names step, but there is no such folder"):
+        import_deepspeed(tmp_path / "gone", tmp_path / "out")
+    assert not (tmp_path / "out").exists()

@@ -1,0 +1,144 @@
+"""What the bridge's options and a JSON promise: each trains, writes what it should, and changes no losses."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import seed_everything
+
+from dlo_framework.distributed.strategy import register_data_parallel
+from dlo_framework.errors import DloError
+from dlo_framework.testing import run_distributed
+from dlo_framework.testing.training import leave_group, quiet
+from dlo_plugins.strategies.deepspeed import DeepSpeedBridge
+from dlo_tasks.imagenet.digits import DigitsData
+from support.deepspeed_nets import Model, Watch, ds, trainer
+
+STEPS = 3
+
+
+class NoSchedule(Model):
+    """An optimizer without a schedule."""
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW([p for p in self.parameters() if p.requires_grad], lr=3e-3)
+
+
+def _losses(world_size: int, strategy: Any, module: Model, **options: Any) -> tuple[list[float], list[float]]:
+    seed_everything(3, workers=True, verbose=False)
+    watch = Watch(None, 0)
+    made = trainer(world_size, strategy, [watch], max_steps=STEPS, **options)
+    made.fit(module, datamodule=DigitsData(image_size=16, batch_size=48))
+    return watch.losses, [group["lr"] for group in made.optimizers[0].param_groups]
+
+
+def _options(rank: int, world_size: int, folder: Path) -> None:
+    quiet()
+    register_data_parallel()
+    seed_everything(3, workers=True, verbose=False)
+    expected, _ = _losses(world_size, "ddp", Model())
+    buckets = {"reduce_bucket_size": 2000, "allgather_bucket_size": 2000}
+    profile = {"flops_profiler": {"output_file": str(folder / "flops.txt")}, "wall_clock_breakdown": True}
+    accurate = {
+        "small buckets": ds(2, overlap_comm=True, contiguous_gradients=False, **buckets),
+        "small buckets, stage 1": ds(1, overlap_comm=False, contiguous_gradients=True, **buckets),
+        "hpz": ds(3, hpz=2, config={"zero_optimization": {"stage3_param_persistence_threshold": 0}}),
+        "profiled": ds(2, flops_profiler=2, comms_logger=True, config=profile),
+    }
+    for name, bridge in accurate.items():
+        seed_everything(3, workers=True, verbose=False)
+        strategy, model = bridge(), Model()
+        found, _ = _losses(world_size, strategy, model)
+        assert found == pytest.approx(expected, rel=1e-5), name
+        if strategy.stage < 3:
+            _check_places(strategy, model)
+    from deepspeed.comm import comm
+
+    assert comm.cdb.shm_comm_op is None, "nothing is compiled when ranks meet"
+    seed_everything(3, workers=True, verbose=False)
+    rounded, _ = _losses(world_size, ds(2, communication_dtype="bf16")(), Model())
+    assert rounded == pytest.approx(expected, rel=1e-2)
+    assert rounded != expected
+    _evaluated_alike(world_size)
+    _json(world_size, folder)
+    leave_group()
+
+
+def _evaluated_alike(world_size: int) -> None:
+    """In half precision, evaluation beside the engine is what it is through it."""
+    data, options = DigitsData(image_size=16, batch_size=48), {"limit_val_batches": 2, "val_check_interval": STEPS}
+    made = trainer(
+        world_size, ds(2)(), max_steps=STEPS, precision="bf16-mixed", check_val_every_n_epoch=None, **options
+    )
+    module = Model()
+    made.fit(module, datamodule=data)
+    inside = float(made.callback_metrics["val_loss"])
+    (after,) = made.validate(module, datamodule=data, verbose=False)
+    assert after["val_loss"] == pytest.approx(inside, rel=1e-6)
+
+
+def _check_places(strategy: DeepSpeedBridge, model: Model) -> None:
+    """The layouts say what DeepSpeed itself says of a parameter's place in its partitions."""
+    assert strategy.engine is not None
+    assert strategy.engine.masters is not None
+    shards = strategy.engine.masters.shards()
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    assert shards.keys() == trained.keys()
+    for name, parameter in trained.items():
+        place = parameter._hp_mapping  # type: ignore[attr-defined]
+        if place is None:
+            assert shards[name].data.numel() == 0
+        else:
+            assert shards[name].start == place.lp_fragment_address.start
+            assert shards[name].data.data_ptr() == place.hp_fragment.data_ptr()
+            assert shards[name].data.numel() == place.hp_fragment.numel()
+
+
+def _json(world_size: int, folder: Path) -> None:
+    """A JSON as DeepSpeed's users have it, with everything in it."""
+    content = {
+        "train_batch_size": 48 * 2,
+        "gradient_accumulation_steps": 2,
+        "gradient_clipping": 0.5,
+        "zero_optimization": {"stage": 2, "overlap_comm": True},
+        "optimizer": {"type": "AdamW", "params": {"lr": 3e-3, "weight_decay": 0.01}},
+        "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 10, "warmup_max_lr": 3e-3}},
+    }
+    (folder / f"{torch.distributed.get_rank()}.json").write_text(json.dumps(content))
+    seed_everything(3, workers=True, verbose=False)
+    bridge = DeepSpeedBridge(config=folder / f"{torch.distributed.get_rank()}.json")
+    _, rates = _losses(world_size, bridge, Model(), accumulate_grad_batches=2)
+    assert len(rates) == 1  # The JSON's optimizer has one group.
+    assert 0 < rates[0] < 3e-3
+    assert bridge.config["train_micro_batch_size_per_gpu"] == 24
+    assert bridge.engine is not None
+    assert bridge.engine.deepspeed.gradient_clipping() == 0.5
+    assert type(bridge.optimizers[0]) is torch.optim.AdamW
+    for told, options in (
+        ("gradient_accumulation_steps 2", {}),
+        ("gradient_clip_val", {"accumulate_grad_batches": 2, "gradient_clip_val": 0.1}),
+    ):
+        with pytest.raises(DloError, match=told):
+            _losses(world_size, DeepSpeedBridge(config=content), Model(), **options)
+    alone = {key: value for key, value in content.items() if key != "scheduler"}
+    with pytest.raises(DloError, match="scheduler is made for the task's optimizer"):
+        _losses(world_size, DeepSpeedBridge(config=alone), Model(), accumulate_grad_batches=2)
+    _losses(world_size, DeepSpeedBridge(config=alone), NoSchedule(), accumulate_grad_batches=2)
+
+
+def test_options_and_a_json_do_what_they_say(tmp_path: Path) -> None:
+    run_distributed(_options, 2, tmp_path, backend=None)
+    assert "DeepSpeed Flops Profiler" in (tmp_path / "flops.txt").read_text()
+
+
+def test_short_names_are_presets() -> None:
+    from lightning.pytorch.strategies import StrategyRegistry
+
+    DeepSpeedBridge.register_strategies(StrategyRegistry)
+    for name, stage in (("deepspeed", 2), ("deepspeed_0", 0), ("deepspeed_1", 1), ("deepspeed_3_offload", 3)):
+        found = StrategyRegistry.get(name)
+        assert type(found) is DeepSpeedBridge
+        assert found.asked["zero_optimization"]["stage"] == stage
+    assert StrategyRegistry.get("deepspeed_3_offload").asked["zero_optimization"]["offload_param"]["device"] == "cpu"

@@ -1,0 +1,474 @@
+"""Compressed communication on ranks: its definition, equal weights, exact resuming, bytes, and what is refused."""
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from lightning.pytorch import LightningModule, Trainer, seed_everything
+from timm.optim import Lamb
+from torch import Tensor, nn
+
+from dlo_framework.distributed.strategy import register_data_parallel, use_canonical_checkpoints
+from dlo_framework.ema import WeightEMA
+from dlo_framework.errors import DloError
+from dlo_framework.finite import FiniteLoss
+from dlo_framework.resume import ExactResume
+from dlo_framework.testing import run_distributed
+from dlo_framework.testing.training import leave_group, quiet
+from dlo_plugins.callbacks.gradient_compression import GradientCompression
+from dlo_plugins.callbacks.one_cycle import OneCycle
+from dlo_plugins.compression.all_reduce import CompressedAllReduce, average_in_one_process
+from dlo_plugins.compression.one_bit_adam import OneBitAdam
+from dlo_plugins.compression.one_bit_lamb import OneBitLamb
+from dlo_plugins.strategies.zero import ZeroStrategy
+from dlo_tasks.imagenet.digits import DigitsData
+
+FREEZE = 6
+
+
+class Net(LightningModule):
+    """Reads the digits; ``bad_step`` has one rank's loss become NaN there."""
+
+    def __init__(self, optimizer: str = "adamw", bad_step: int | None = None, by_hand: bool = False) -> None:
+        super().__init__()
+        self.optimizer, self.bad_step = optimizer, bad_step
+        self.automatic_optimization = not by_hand
+        self.inward, self.norm, self.head = nn.Linear(64, 96), nn.LayerNorm(96), nn.Linear(96, 10)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(96, 192), nn.GELU(), nn.Linear(192, 96)) for _ in range(2))
+        self.losses: list[float] = []
+
+    def forward(self, images: Tensor) -> Tensor:
+        x = self.inward(images.mean(1)[:, ::2, ::2].flatten(1))
+        for block in self.blocks:
+            x = x + block(x)
+        return self.head(self.norm(x))
+
+    def training_step(self, batch, batch_idx):
+        loss = nn.functional.cross_entropy(self(batch[0]), batch[1])
+        self.losses.append(float(loss.detach()))
+        if self.global_step == self.bad_step and self.global_rank == 1:
+            loss = loss * torch.nan
+        return loss
+
+    def validation_step(self, batch, batch_idx):
+        self.log("val_loss", nn.functional.cross_entropy(self(batch[0]), batch[1]), sync_dist=True)
+
+    def configure_optimizers(self):
+        matrices = [p for p in self.parameters() if p.ndim > 1]
+        vectors = [p for p in self.parameters() if p.ndim <= 1]
+        groups: Any = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
+        made: dict[str, Any] = {
+            "adamw": lambda: torch.optim.AdamW(groups, lr=3e-3),
+            "lamb": lambda: Lamb(groups, lr=1e-2),
+            "one_bit_adam": lambda: OneBitAdam(groups, lr=3e-3, freeze_step=FREEZE),
+            "one_bit_lamb": lambda: OneBitLamb(groups, lr=1e-2, freeze_step=FREEZE),
+            # Trust ratios take longer to settle.
+            "later_lamb": lambda: OneBitLamb(groups, lr=1e-2, freeze_step=30),
+            "later_adam": lambda: OneBitAdam(groups, lr=3e-3, freeze_step=15),
+            "refreshed": lambda: OneBitAdam(groups, lr=3e-3, freeze_step=15, refresh_every=8),
+            "never_frozen": lambda: OneBitAdam(groups, lr=3e-3, freeze_step=10_000),
+            "never_frozen_lamb": lambda: OneBitLamb(groups, lr=1e-2, freeze_step=10_000),
+            "two": lambda: [torch.optim.AdamW(matrices), torch.optim.AdamW(vectors)],
+        }
+        return made[self.optimizer]()
+
+
+def fit(
+    module: Net,
+    callbacks: list[Any],
+    *,
+    steps: int = 2 * FREEZE,
+    strategy: Any = "ddp",
+    save: Path | None = None,
+    resume: Path | None = None,
+    **options: Any,
+) -> Trainer:
+    register_data_parallel()
+    quiet()
+    trainer = Trainer(
+        accelerator="cpu",
+        devices=dist.get_world_size() if dist.is_initialized() else "auto",
+        strategy=strategy,
+        max_steps=steps,
+        limit_val_batches=0,
+        num_sanity_val_steps=0,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        callbacks=[*callbacks, ExactResume()],
+        **options,
+    )
+    use_canonical_checkpoints(trainer)
+    trainer.fit(module, datamodule=DigitsData(image_size=16, batch_size=64), ckpt_path=resume)
+    if save is not None:
+        trainer.save_checkpoint(save)
+    return trainer
+
+
+def train(optimizer: str, method: str | None, *more: Any, seed: int = 3, **options: Any) -> tuple[Net, Any]:
+    """Trains from the same start; returns the module and the callback, if there is one."""
+    seed_everything(seed, workers=True, verbose=False)
+    settings = options.pop("settings", {})
+    callback = GradientCompression(method, **settings) if method else None  # type: ignore[arg-type]
+    module = Net(optimizer, **options.pop("module", {}))
+    fit(module, [*([callback] if callback else []), *more], **options)
+    return module, callback
+
+
+def weights(module: nn.Module) -> list[Tensor]:
+    return [parameter.detach().clone() for parameter in module.parameters()]
+
+
+def same(one: list[Tensor], other: list[Tensor]) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+def same_on_all_ranks(module: nn.Module) -> bool:
+    for tensor in weights(module):
+        first = tensor.clone()
+        dist.broadcast(first, 0)
+        equal = torch.tensor(int(torch.equal(first, tensor)))
+        dist.all_reduce(equal, dist.ReduceOp.MIN)
+        if not equal:
+            return False
+    return True
+
+
+# --- the all-reduce ----------------------------------------------------------------------------------------
+
+SHAPES = [(100, 33), (7,), (300, 64), (), (0,)]
+
+
+def _by_definition(rank: int, world_size: int) -> dict[str, Any]:
+    generator = torch.Generator().manual_seed(5)
+    reduce = CompressedAllReduce(block=64)
+    workers, servers = [], []
+    apart, first = 0.0, torch.empty(0)
+    for step in range(4):
+        everyones = [
+            [torch.randn(shape, generator=generator) * (number + step) for number, shape in enumerate(SHAPES)]
+            for _ in range(world_size)
+        ]
+        mine = [tensor.clone() for tensor in everyones[rank]]
+        reduce.average(mine)
+        layout = reduce.layout
+        assert layout is not None
+        workers = workers or [torch.zeros(layout.numel)] * world_size
+        servers = servers or [torch.zeros(layout.chunk)] * world_size
+        flat = []
+        for tensors in everyones:
+            buffer = torch.zeros(layout.numel)
+            torch._foreach_copy_(layout.views(buffer, tensors), tensors)
+            flat.append(buffer)
+        mean, workers, servers = average_in_one_process(flat, workers, servers, layout)
+        pairs = [*zip(mine, layout.views(mean, mine), strict=True)]
+        pairs += [(reduce.worker_error, workers[rank]), (reduce.server_error, servers[rank])]
+        apart = max([apart, *(float((a - b).abs().max()) for a, b in pairs if a.numel())])
+        first = torch.cat([tensor.view(-1) for tensor in mine])
+        dist.broadcast(first, 0)
+        assert torch.equal(first, torch.cat([tensor.view(-1) for tensor in mine]))
+    return {"apart": apart, "sent": reduce.bytes_sent / 4, "plain": 2 * 4 * (world_size - 1) / world_size}
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_the_mean_on_ranks_is_its_definition_and_the_same_on_all(ranks: int) -> None:
+    elements = sum(torch.Size(shape).numel() for shape in SHAPES)
+    for found in run_distributed(_by_definition, ranks):
+        assert found["apart"] == 0.0
+        assert found["sent"] < found["plain"] * elements / 20  # a bit an element, scales of 64, padding
+
+
+# --- training ----------------------------------------------------------------------------------------------
+
+
+def _methods(rank: int, world_size: int) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    plain, _ = train("adamw", None, steps=60)
+    found["plain"] = sum(plain.losses[-10:]) / 10
+    for method, optimizer, settings in (
+        ("bf16", "adamw", {}),
+        ("fp16", "adamw", {}),
+        ("powersgd", "adamw", {"start_step": 10, "matrix_rank": 2}),
+        ("post_local_sgd", "adamw", {"start_step": 10, "period": 4}),
+        ("post_local_sgd", "adamw", {"start_step": 10, "period": 4, "node_size": 2}),
+        ("one_bit", "later_adam", {}),
+        ("one_bit", "refreshed", {}),
+        ("one_bit", "later_lamb", {}),
+    ):
+        module, callback = train(optimizer, method, steps=60, settings=settings)
+        sent = callback.bytes_sent() / callback.hook.plain_bytes
+        loss = sum(module.losses[-10:]) / 10
+        found[f"{method} {optimizer} {settings.get('node_size', 1)}"] = (loss, sent, same_on_all_ranks(module))
+    lamb, _ = train("lamb", None, steps=60)
+    found["plain lamb"] = sum(lamb.losses[-10:]) / 10
+    leave_group()
+    return found
+
+
+def test_every_method_trains_sends_less_and_leaves_all_ranks_with_the_same_weights() -> None:
+    (found, *others) = run_distributed(_methods, 2)
+    plain, lamb = found.pop("plain"), found.pop("plain lamb")
+    shares = {
+        "bf16 adamw 1": 0.5,
+        "fp16 adamw 1": 0.5,
+        "powersgd adamw 1": 0.35,
+        "post_local_sgd adamw 1": 1 / 6 + 0.25 * 5 / 6 + 0.01,
+        "post_local_sgd adamw 2": 1.25,
+        "one_bit later_adam 1": 15 / 60 + 0.05,
+        "one_bit refreshed 1": (15 + 5) / 60 + 0.05,
+        "one_bit later_lamb 1": 30 / 60 + 0.05,
+    }
+    assert found.keys() == shares.keys()
+    for name, (loss, sent, equal) in found.items():
+        assert equal, name
+        assert sent <= shares[name] + 1e-6, (name, sent)
+        reference = lamb if "lamb" in name else plain
+        assert loss < max(1.3 * reference, reference + 0.05), (name, loss, reference)
+    assert all(len(other) == len(shares) + 2 for other in others)
+
+
+def _stages(rank: int, world_size: int) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for one_bit, reference in (("never_frozen", "adamw"), ("never_frozen_lamb", "lamb")):
+        ours, _ = train(one_bit, "one_bit", accumulate_grad_batches=2)
+        plain, _ = train(reference, None, accumulate_grad_batches=2)
+        found[reference] = max(float((a - b).abs().max()) for a, b in zip(weights(ours), weights(plain), strict=True))
+    ours, _ = train("never_frozen", "one_bit", gradient_clip_val=0.05)
+    plain, _ = train("adamw", None, gradient_clip_val=0.05)
+    found["clipped"] = max(float((a - b).abs().max()) for a, b in zip(weights(ours), weights(plain), strict=True))
+    # After the freeze: a bit an element each way, and scales.
+    _, at_freeze = train("one_bit_adam", "one_bit", steps=FREEZE)
+    module, callback = train("one_bit_adam", "one_bit", steps=FREEZE + 5)
+    per_step = callback.hook.plain_bytes / (FREEZE + 5)
+    found["share"] = (callback.bytes_sent() - at_freeze.bytes_sent()) / (5 * per_step)
+    scenes: dict[str, tuple[list[Any], dict[str, Any]]] = {
+        "accumulation": ([], {"accumulate_grad_batches": 3}),
+        "bf16": ([], {"precision": "bf16-mixed"}),
+        "clipping": ([], {"gradient_clip_val": 0.05}),
+        "by value": ([], {"gradient_clip_val": 0.001, "gradient_clip_algorithm": "value"}),
+        "one cycle": ([OneCycle(3e-3)], {}),
+        "ema": ([WeightEMA(0.8)], {}),
+        "skipped": ([FiniteLoss("skip")], {"module": {"bad_step": FREEZE + 2}}),
+    }
+    for name, (callbacks, options) in scenes.items():
+        module, callback = train("one_bit_adam", "one_bit", *callbacks, steps=3 * FREEZE, **options)
+        loss = torch.tensor(module.losses[-5:]).nanmean()
+        finite = all(bool(torch.isfinite(tensor).all()) for tensor in weights(module))
+        found[name] = (same_on_all_ranks(module) and finite, module.losses[0], float(loss))
+    leave_group()
+    return found
+
+
+def test_the_first_stage_is_plain_training_and_the_second_goes_with_what_else_a_run_has() -> None:
+    for found in run_distributed(_stages, 2):
+        assert found.pop("adamw") == 0.0
+        assert found.pop("lamb") < 1e-5
+        assert found.pop("clipped") < 1e-5  # The norm is summed in another order.
+        assert found.pop("share") < 1 / 20
+        for name, (right, first, last) in found.items():
+            assert right, name
+            assert last < first, name
+
+
+def _clipped(rank: int, world_size: int) -> tuple[float, float, float]:
+    """The norm of each rank's clipped gradient, of their mean, and of what it was clipped from."""
+    norms: list[float] = []
+    means: list[float] = []
+
+    class Watch(GradientCompression):
+        def watch(self, optimizer: Any) -> None:
+            gradient = torch.cat([p.grad.view(-1) for g in optimizer.param_groups for p in g["params"]])
+            norms.append(float(gradient.norm()))
+            mean = gradient.clone()
+            dist.all_reduce(mean)
+            means.append(float(mean.norm()) / world_size)
+
+        def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+            super().on_fit_start(trainer, pl_module)
+            average = self.all_reduce.average  # type: ignore[union-attr]
+            self.all_reduce.average = lambda tensors: (  # type: ignore[union-attr, method-assign]
+                self.watch(trainer.optimizers[0]),
+                average(tensors),
+            )[1]
+
+    seed_everything(3, workers=True, verbose=False)
+    fit(Net("one_bit_adam"), [Watch("one_bit")], gradient_clip_val=0.05)
+    leave_group()
+    gathered: list[Any] = norms
+    return max(gathered), max(means), min(gathered)
+
+
+def test_after_the_freeze_ranks_clip_alike_and_the_mean_is_never_longer_than_the_limit() -> None:
+    ranks = run_distributed(_clipped, 2)
+    assert len(ranks) == 2
+    assert all(mean <= 0.05 * (1 + 1e-4) for _, mean, _ in ranks)
+    # One scale for both: their norms' mean is the limit, so one is longer than it and one shorter.
+    assert max(longest for longest, _, _ in ranks) > 0.05 > min(shortest for _, _, shortest in ranks)
+
+
+# --- resuming ----------------------------------------------------------------------------------------------
+
+RESUMED = [
+    ("one_bit_adam", "one_bit", {}, FREEZE - 2),
+    ("one_bit_adam", "one_bit", {}, FREEZE + 3),
+    ("one_bit_lamb", "one_bit", {"block": 64}, FREEZE + 3),
+    ("adamw", "powersgd", {"start_step": 3, "matrix_rank": 2}, FREEZE),
+    ("adamw", "bf16", {}, FREEZE),
+]
+
+
+def _resumes(rank: int, world_size: int, folder: Path) -> list[bool]:
+    found = []
+    for number, (optimizer, method, settings, stop) in enumerate(RESUMED):
+        path = folder / f"{number}-{world_size}"
+        whole, _ = train(optimizer, method, settings=settings)
+        train(optimizer, method, settings=settings, steps=stop, save=path)
+        resumed, _ = train(optimizer, method, settings=settings, resume=path, seed=77)
+        found.append(same(weights(whole), weights(resumed)))
+    leave_group()
+    return found
+
+
+def test_a_resumed_run_is_the_same_to_the_last_bit(tmp_path: Path) -> None:
+    for found in run_distributed(_resumes, 2, tmp_path):
+        assert found == [True] * len(RESUMED)
+
+
+def _elsewhere(rank: int, world_size: int, folder: Path) -> list[Any]:
+    """Goes on from two ranks' checkpoints in other ways, and says what was warned of."""
+    found = []
+    for optimizer, method, strategy, name in (
+        ("one_bit_adam", "one_bit", "ddp", "one_bit_adam"),
+        ("one_bit_adam", "bf16", "ddp", "one_bit_adam"),
+        ("adamw", None, ZeroStrategy(2), "one_bit_adam"),
+        ("adamw", "powersgd", "ddp", "powersgd"),
+        ("one_bit_adam", "one_bit", "ddp", "adamw"),
+    ):
+        settings = {"start_step": 3} if method == "powersgd" else {}
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            module, _ = train(
+                optimizer, method, settings=settings, strategy=strategy, resume=folder / name, steps=30, seed=5
+            )
+        told = [str(warning.message) for warning in caught if "errors of compression" in str(warning.message)]
+        equal = not isinstance(strategy, str) or same_on_all_ranks(module)
+        found.append((told, equal, module.losses[0], sum(module.losses[-5:]) / 5))
+    leave_group()
+    return found
+
+
+def _checkpoints(rank: int, world_size: int, folder: Path) -> None:
+    train("one_bit_adam", "one_bit", steps=FREEZE + 6, save=folder / "one_bit_adam")
+    train("adamw", None, steps=FREEZE + 6, save=folder / "adamw")
+    train("adamw", "powersgd", settings={"start_step": 3}, steps=FREEZE + 6, save=folder / "powersgd")
+    leave_group()
+
+
+def test_other_ranks_strategies_and_optimizers_go_on_from_a_checkpoint(tmp_path: Path) -> None:
+    run_distributed(_checkpoints, 2, tmp_path)
+    for number, of_rank in enumerate(run_distributed(_elsewhere, 4, tmp_path)):
+        told = [text for text, *_ in of_rank]
+        if number == 0:
+            assert "ranks was 2 and is 4" in told[0][0]
+            assert "it is one_bit's" in told[1][0]
+            assert "ranks was 2 and is 4" in told[3][0]
+            assert told[2] == told[4] == []
+        for _, equal, first, last in of_rank:
+            assert equal
+            assert first < 2.0  # Not from the start, which is ln 10 and more.
+            assert last < 1.2
+
+
+def _local_checkpoint(rank: int, world_size: int, folder: Path) -> bool:
+    settings = {"start_step": 2, "period": 100}
+
+    class Stop(GradientCompression):
+        def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+            own = weights(pl_module)
+            trainer.save_checkpoint(folder / "local")
+            assert same(own, weights(pl_module))  # Saving changes nothing.
+            for tensor in own:
+                dist.all_reduce(tensor)
+                tensor /= world_size
+            self.mean = own
+
+    seed_everything(3, workers=True, verbose=False)
+    callback = Stop("post_local_sgd", **settings)  # type: ignore[arg-type]
+    module = Net()
+    fit(module, [callback])
+    drifted = not same_on_all_ranks(module)
+    resumed, _ = train("adamw", "post_local_sgd", settings=settings, resume=folder / "local")
+    right = same(callback.mean, weights(resumed))
+    leave_group()
+    return drifted and right
+
+
+def test_post_local_sgd_saves_the_mean_of_the_ranks(tmp_path: Path) -> None:
+    assert run_distributed(_local_checkpoint, 2, tmp_path) == [True, True]
+
+
+# --- what is refused ---------------------------------------------------------------------------------------
+
+
+def _refused(rank: int, world_size: int) -> list[str]:
+    found = []
+    for optimizer, method, options in (
+        ("adamw", "bf16", {"strategy": ZeroStrategy(2)}),
+        ("adamw", "one_bit", {}),
+        ("two", "one_bit", {"module": {"by_hand": False}}),
+        ("one_bit_adam", "one_bit", {"module": {"by_hand": True}}),
+    ):
+        try:
+            train(optimizer, method, **options)
+            found.append("")
+        except (DloError, RuntimeError) as error:
+            found.append(str(error))
+    for method, more, settings in (("post_local_sgd", [WeightEMA()], {}), ("post_local_sgd", [], {"node_size": 3})):
+        try:
+            train("adamw", method, *more, settings=settings)
+            found.append("")
+        except DloError as error:
+            found.append(str(error))
+    return found
+
+
+def test_what_cannot_work_is_refused_with_the_fix() -> None:
+    wanted = [
+        "compresses the all-reduce of strategy ddp, but ZeroStrategy has none",
+        "one_bit needs OneBitAdam or OneBitLamb, but the optimizer is AdamW",
+        "optimizer",
+        "follows the steps of automatic optimization, but Net optimizes by hand",
+        "WeightEMA would average those of one rank",
+        "node_size 3 does not divide 2 ranks",
+    ]
+    for found in run_distributed(_refused, 2):
+        for text, part in zip(found, wanted, strict=True):
+            assert part in text
+
+
+def test_one_process_trains_as_without_it(tmp_path: Path) -> None:
+    alone, callback = train("one_bit_adam", "one_bit", strategy="auto", save=tmp_path / "one")
+    reference, _ = train("adamw", None, strategy="auto")
+    assert same(weights(alone), weights(reference))
+    assert callback.hook is None
+
+
+def _without_the_callback(rank: int, world_size: int) -> list[str]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        module, _ = train("one_bit_adam", None)
+    plain, _ = train("adamw", None)
+    assert same(weights(module), weights(plain))
+    leave_group()
+    return [str(warning.message) for warning in caught if "OneBitAdam" in str(warning.message)]
+
+
+def test_an_optimizer_that_nothing_communicates_for_says_so_and_trains_on() -> None:
+    told, silent = run_distributed(_without_the_callback, 2)
+    assert len(told) == 1
+    assert "GradientCompression(method: one_bit)" in told[0]
+    assert silent == []

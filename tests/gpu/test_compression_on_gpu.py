@@ -1,0 +1,82 @@
+"""Signs, errors and the 1-bit optimizers on one accelerator: what the CPU computes, and NCCL's collectives."""
+
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from dlo_plugins.compression.all_reduce import CompressedAllReduce, average_in_one_process
+from dlo_plugins.compression.one_bit_adam import OneBitAdam
+from dlo_plugins.compression.one_bit_lamb import OneBitLamb
+from dlo_plugins.compression.sign_compression import compress, decompress, pack_signs, subtract_compressed_
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.fixture(scope="module")
+def group():
+    store = dist.TCPStore("127.0.0.1", 0, 1, is_master=True)
+    dist.init_process_group("nccl", store=store, rank=0, world_size=1, device_id=torch.device("cuda", 0))
+    yield
+    dist.destroy_process_group()
+
+
+def test_signs_and_scales_are_the_cpus() -> None:
+    values = torch.randn(1 << 16, generator=torch.Generator().manual_seed(0))
+    counts = torch.full((256,), 256.0)
+    packed, scales = compress(values.cuda(), counts.cuda())
+    assert torch.equal(packed.cpu(), pack_signs(values))
+    sent = decompress(packed, scales)
+    torch.testing.assert_close(sent.cpu(), decompress(*compress(values, counts)))
+    error = subtract_compressed_(values.cuda(), scales, torch.empty_like(sent))
+    torch.testing.assert_close(error, values.cuda() - sent, rtol=0, atol=0)
+
+
+def test_the_mean_over_nccl_is_its_definition(group) -> None:
+    reduce = CompressedAllReduce(block=64)
+    generator = torch.Generator().manual_seed(1)
+    workers, servers = [], []
+    for _ in range(5):
+        tensors = [torch.randn(shape, generator=generator) for shape in ((50, 30), (7,), (300, 64))]
+        mine = [tensor.cuda() for tensor in tensors]
+        reduce.average(mine)
+        layout = reduce.layout
+        assert layout is not None
+        flat = torch.zeros(layout.numel)
+        torch._foreach_copy_(layout.views(flat, tensors), tensors)
+        workers, servers = workers or [torch.zeros(layout.numel)], servers or [torch.zeros(layout.chunk)]
+        mean, workers, servers = average_in_one_process([flat], workers, servers, layout)
+        for got, expected in zip(mine, layout.views(mean, tensors), strict=True):
+            # A sum in another order may turn the sign of an element that is zero but for rounding.
+            close = torch.isclose(got.cpu(), expected, rtol=1e-4, atol=1e-5)
+            assert close.float().mean() > 0.999
+
+
+@pytest.mark.parametrize("kind", [OneBitAdam, OneBitLamb])
+def test_both_stages_train_and_the_first_is_the_cpus(group, kind) -> None:
+    torch.manual_seed(0)
+    on_cpu = nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 1))
+    on_gpu = copy.deepcopy(on_cpu).cuda()
+    ours, reference = (
+        kind(on_gpu.parameters(), lr=3e-3, freeze_step=10),
+        kind(on_cpu.parameters(), lr=3e-3, freeze_step=99),
+    )
+    ours.communicator = CompressedAllReduce()
+    generator = torch.Generator().manual_seed(1)
+    losses = []
+    for step in range(80):
+        x = torch.randn(64, 32, generator=generator)
+        for model, optimizer in ((on_gpu, ours), (on_cpu, reference)):
+            inputs = x.to(next(model.parameters()).device)
+            loss = (model(inputs).squeeze(1) - inputs.sum(1)).square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            if model is on_gpu:
+                losses.append(float(loss.detach()))
+        if step == 9:
+            for one, other in zip(on_gpu.parameters(), on_cpu.parameters(), strict=True):
+                torch.testing.assert_close(one.cpu(), other, rtol=1e-3, atol=1e-4)
+    assert sum(losses[-5:]) < 0.7 * sum(losses[10:15])

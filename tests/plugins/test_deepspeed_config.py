@@ -1,0 +1,423 @@
+import copy
+import json
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dlo_framework.errors import DloError
+from dlo_plugins.deepspeed.batch import MICRO, STEPS, TRAIN
+from dlo_plugins.deepspeed.config import TrainerFacts, resolve, with_trainer
+from dlo_plugins.deepspeed.paths import get
+from dlo_plugins.deepspeed.schema import known_keys
+from support.deepspeed_configs import CONFIGS, RANKS
+
+PLAIN = TrainerFacts("32-true", 1, None, None, None, 2)
+
+
+def refused(*arguments, **options):
+    with pytest.raises(DloError) as caught:
+        resolve(*arguments, **options)
+    return str(caught.value)
+
+
+def contradiction(config, **facts):
+    values = {"precision": "32-true", "accumulation": 1, "clip_val": None, "clip_algorithm": None}
+    values |= {"micro_batch_size": None, "world_size": 2} | facts
+    with pytest.raises(DloError) as caught:
+        with_trainer(resolve({}, config), TrainerFacts(**values))
+    return str(caught.value)
+
+
+# --- options and a JSON into one ---------------------------------------------------------------------------
+
+
+def test_without_a_json_the_stage_is_two():
+    assert resolve({}) == {"zero_optimization": {"stage": 2}}
+
+
+def test_with_a_json_the_stage_is_the_jsons_even_where_it_says_none():
+    assert resolve({}, {"gradient_clipping": 1.0}) == {"gradient_clipping": 1.0}
+    assert get(resolve({"stage": 1}, {"gradient_clipping": 1.0}), "zero_optimization.stage") == 1
+
+
+def test_each_typed_option_stands_where_deepspeed_reads_it():
+    options = {
+        "stage": 3,
+        "offload_optimizer": "nvme",
+        "offload_parameters": "cpu",
+        "nvme_path": "/disk",
+        "overlap_comm": True,
+        "contiguous_gradients": False,
+        "reduce_bucket_size": 1000,
+        "allgather_bucket_size": 2000,
+        "communication_dtype": "bfloat16",
+        "hpz": 2,
+        "partition_activations": True,
+        "flops_profiler": 7,
+        "comms_logger": True,
+        "timeout_minutes": 3.0,
+    }
+    assert resolve(options) == {
+        "zero_optimization": {
+            "stage": 3,
+            "offload_optimizer": {"device": "nvme", "nvme_path": "/disk"},
+            "offload_param": {"device": "cpu"},
+            "overlap_comm": True,
+            "contiguous_gradients": False,
+            "reduce_bucket_size": 1000,
+            "allgather_bucket_size": 2000,
+            "zero_hpz_partition_size": 2,
+        },
+        "communication_data_type": "bf16",
+        "activation_checkpointing": {"partition_activations": True},
+        "flops_profiler": {"enabled": True, "profile_step": 7},
+        "comms_logger": {"enabled": True},
+    }
+
+
+def test_equal_values_in_both_places_pass_and_other_ones_name_both():
+    json_config = {"zero_optimization": {"stage": 3}}
+    assert resolve({"stage": 3}, json_config) == json_config
+    message = refused({"stage": 2}, json_config)
+    assert "zero_optimization.stage 3" in message
+    assert "option stage says 2" in message
+    assert resolve({"stage": 2}, {"zero_optimization": {"stage": "auto"}})["zero_optimization"]["stage"] == 2
+
+
+def test_two_options_that_say_the_same_must_agree():
+    options = {
+        "partition_activations": True,
+        "activation_checkpointing": {"partition_activations": True, "profile": True},
+    }
+    assert resolve(options)["activation_checkpointing"] == {"partition_activations": True, "profile": True}
+    options["partition_activations"] = False
+    assert "partition_activations and activation_checkpointing set" in refused(options)
+
+
+def test_what_was_given_is_left_as_it_was():
+    given_config = copy.deepcopy(CONFIGS["old spellings"])
+    resolved = resolve({"hpz": 1}, given_config)
+    with_trainer(resolved, TrainerFacts("bf16-mixed", 1, None, None, None, 2))
+    assert given_config == CONFIGS["old spellings"]
+    assert "gradient_clipping" not in resolved
+
+
+def test_an_nvme_path_that_nothing_uses_is_refused():
+    assert "used by nothing" in refused({"stage": 3, "nvme_path": "/disk"})
+    assert "needs a folder" in refused({"stage": 3, "offload_parameters": "nvme"})
+
+
+@pytest.mark.parametrize(
+    ("options", "rule"),
+    [
+        ({"communication_dtype": "fp8"}, "fp32, fp16 or bf16, but was fp8"),
+        ({"flops_profiler": 0}, "from 1 on, but was 0"),
+        ({"stage": 4}, "zero_optimization.stage: Input should be 0, 1, 2 or 3, but was 4"),
+        (
+            {"stage": 3, "offload_optimizer": "disk"},
+            "offload_optimizer.device: Input should be 'none', 'cpu' or 'nvme', but was 'disk'",
+        ),
+        ({"stage": 2, "reduce_bucket_size": 0}, "reduce_bucket_size: Input should be greater than 0, but was 0"),
+    ],
+)
+def test_a_value_that_does_not_fit_names_its_rule(options, rule):
+    assert rule in refused(options)
+
+
+@pytest.mark.parametrize(
+    ("config", "rule"),
+    [
+        ({"communication_data_type": "int8"}, "Invalid communication_data_type"),
+        ({"gradient_allreduce_op": "max"}, "Invalid gradient_allreduce_op"),
+        ({"gradient_allreduce_op": "sum", "zero_optimization": {"stage": 3}}, "not supported with ZeRO stage 3"),
+        ({"checkpoint": {"tag_validation": "maybe"}}, "tag_validation"),
+        (
+            {"bf16": {"enabled": True, "bf16_master_weights_and_grads": True}},
+            "only supported with ZeRO Stage 1, 2, or 3",
+        ),
+    ],
+)
+def test_what_deepspeed_itself_refuses_is_refused_before_it_starts(config, rule):
+    message = refused({}, config)
+    assert message.startswith("strategy.config: DeepSpeed refuses it")
+    assert rule in message
+
+
+# --- files -------------------------------------------------------------------------------------------------
+
+
+def test_a_file_is_read_as_deepspeed_reads_it(tmp_path):
+    path = tmp_path / "ds.json"
+    path.write_text('{\n  # a comment of Hjson\n  "zero_optimization": {"stage": 3},\n  "gradient_clipping": 1.0,\n}\n')
+    assert resolve({}, path) == {"zero_optimization": {"stage": 3}, "gradient_clipping": 1.0}
+    assert resolve({}, path).source == str(path)
+
+
+def test_a_file_that_does_not_parse_names_line_and_column(tmp_path):
+    path = tmp_path / "ds.json"
+    path.write_text('{\n  "zero_optimization": {"stage": 3},\n  "gradient_clipping" 1.0\n}\n')
+    message = refused({}, str(path))
+    assert message.startswith(f"{path}: line 3, column 23: Expecting ':' delimiter")
+    path.write_text("[1, 2]")
+    assert "is a list" in refused({}, path)
+    path.write_text('{"gradient_clipping": 1.0, "gradient_clipping": 2.0}')
+    assert "'gradient_clipping' stands twice: 1.0 and 2.0" in refused({}, path)
+    path.write_bytes(b"\xff\xfe\x00")
+    assert "not a text file" in refused({}, path)
+    path.write_text("")
+    assert "the file is empty" in refused({}, path)
+
+
+def test_a_file_that_is_missing_names_its_neighbour(tmp_path):
+    (tmp_path / "ds_config.json").write_text("{}")
+    assert "did you mean 'ds_config.json'?" in refused({}, tmp_path / "ds_confg.json")
+    assert "neither is its folder" in refused({}, tmp_path / "nowhere" / "ds.json")
+
+
+def test_a_config_that_json_cannot_hold_is_refused():
+    assert "numbers, texts, booleans, lists and mappings alone" in refused({}, {"optimizer": object()})
+
+
+# --- keys --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"gradient_cliping": 1.0}, "unknown key 'gradient_cliping'; did you mean 'gradient_clipping'?"),
+        ({"zero_optimization": {"stge": 1}}, "unknown key 'zero_optimization.stge'; did you mean 'stage'?"),
+        (
+            {"zero_optimization": {"stage": 3, "offload_param": {"devise": "cpu"}}},
+            "unknown key 'zero_optimization.offload_param.devise'; did you mean 'device'?",
+        ),
+        ({"flops_profiler": {"profile_steps": 3}}, "'flops_profiler.profile_steps'; did you mean 'profile_step'?"),
+        ({"aio": {"blok_size": 3}}, "'aio.blok_size'; did you mean 'block_size'?"),
+        ({"checkpoint": {"writer": {"tpe": "fast"}}}, "'checkpoint.writer.tpe'; did you mean 'type'?"),
+        ({"stage": 3}, "unknown key 'stage'; it belongs at 'zero_optimization.stage'"),
+        ({"optimizer": {"type": "AdamW", "lr": 1e-3}}, "unknown key 'optimizer.lr'"),
+        ({"fp16": True}, "fp16 is a section"),
+    ],
+)
+def test_an_unknown_key_names_the_nearest_one(config, message):
+    assert message in refused({}, config)
+
+
+def paths(section, parents=()):
+    for key, value in section.items():
+        yield (*parents, key)
+        if isinstance(value, dict):
+            yield from paths(value, (*parents, key))
+
+
+EVERY_KEY = sorted({path for config in CONFIGS.values() for path in paths(config)})
+
+
+@pytest.mark.parametrize("path", EVERY_KEY, ids=".".join)
+def test_any_key_misspelt_is_named_with_its_path_and_the_right_one(path):
+    *parents, key = path
+    wrong = f"{key[:-1]}_{key[-1]}"
+    config: dict = {"optimizer": {"type": "AdamW"}, "scheduler": {"type": "WarmupLR"}}
+    for sample in CONFIGS.values():
+        section = sample.get(path[0])
+        if path[0] in ("optimizer", "scheduler") and isinstance(section, dict) and get(sample, ".".join(path)):
+            config[path[0]] = copy.deepcopy(section)
+    section = config
+    for parent in parents:
+        section = section.setdefault(parent, {})
+    section[wrong] = section.pop(key, 1)
+    message = refused({}, config)
+    assert f"unknown key '{'.'.join([*parents, wrong])}'" in message
+    assert f"did you mean '{key}'?" in message
+
+
+def test_the_keys_are_those_of_the_installed_deepspeed():
+    """Breaks when DeepSpeed's configuration class no longer asks for its keys one by one."""
+    keys = known_keys()
+    assert {"train_batch_size", "gradient_clipping", "optimizer", "scheduler", "data_types"} <= set(keys)
+    assert {"enabled", "profile_step", "module_depth", "output_file"} <= set(keys["flops_profiler"])
+    assert {"partition_activations", "number_checkpoints"} <= set(keys["activation_checkpointing"])
+    assert {"stage", "stage3_prefetch_bucket_size", "prefetch_bucket_size"} <= set(keys["zero_optimization"])
+    assert {"device", "nvme_path", "ratio"} <= set(keys["zero_optimization"]["offload_optimizer"])
+    assert {"enabled", "dtype"} <= set(keys["torch_autocast"])
+    assert {"pipeline_stage"} == set(keys["checkpoint"]["parallel_write"])
+    assert {"enabled", "synchronized"} == set(keys["timers"]["throughput"])
+    assert {"data_sampling", "data_routing", "seed"} <= set(keys["data_efficiency"])
+    assert "gradient_cliping" not in keys
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"optimizer": {"type": "OneBitAdam"}}, "callback GradientCompression"),
+        ({"optimizer": {"type": "OnebitLamb"}}, "callback GradientCompression"),
+        ({"optimizer": {"type": "ZeroOneAdam", "params": {"var_freeze_step": 3}}}, "callback GradientCompression"),
+        ({"elasticity": {"enabled": True}}, "read at any number of ranks"),
+        ({"amp": {"enabled": True}}, "--trainer.precision"),
+        ({"progressive_layer_drop": {"enabled": True}}, "no 'progressive_layer_drop' any more"),
+        ({"curriculum_learning": {"enabled": True}}, "data_efficiency.data_sampling.curriculum_learning"),
+        ({"zero_optimization": {"stage": 3, "mics_shard_size": 2}}, "no 'zero_optimization.mics_shard_size' any more"),
+    ],
+)
+def test_what_is_gone_from_deepspeed_names_what_to_take(config, message):
+    assert message in refused({}, config)
+
+
+def test_removed_keys_are_suggested_to_nobody():
+    assert "elasticity" not in known_keys()
+
+
+# --- old spellings -----------------------------------------------------------------------------------------
+
+
+def test_old_spellings_mean_what_deepspeed_takes_them_for():
+    from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+
+    given_section = CONFIGS["old spellings"]["zero_optimization"]
+    resolved = resolve({}, CONFIGS["old spellings"])
+    ours, theirs = (DeepSpeedZeroConfig(**section) for section in (resolved["zero_optimization"], given_section))
+    assert (ours.stage, ours.offload_optimizer.device) == (theirs.stage, theirs.offload_optimizer.device) == (3, "cpu")
+    assert ours.gather_16bit_weights_on_model_save is theirs.gather_16bit_weights_on_model_save is True
+    assert resolved["bf16"] == {"enabled": True}
+    assert "bfloat16" not in resolved
+    assert resolve({}, {"zero_optimization": True}) == {"zero_optimization": {"stage": 1}}
+    assert resolve({}, {"zero_optimization": {"stage": 2, "cpu_offload": False}}) == {"zero_optimization": {"stage": 2}}
+
+
+def test_an_old_spelling_and_an_option_can_contradict_each_other():
+    config = {"zero_optimization": {"stage": 3, "cpu_offload": True}}
+    assert resolve({"offload_optimizer": "cpu"}, config)
+    assert "option offload_optimizer says nvme" in refused({"offload_optimizer": "nvme", "nvme_path": "/d"}, config)
+    config["zero_optimization"]["offload_optimizer"] = {"device": "nvme"}
+    assert "leave cpu_offload out" in refused({}, config)
+
+
+# --- the Trainer -------------------------------------------------------------------------------------------
+
+
+def test_what_is_absent_or_auto_comes_from_the_trainer():
+    facts = TrainerFacts("bf16-mixed", 4, 0.5, "norm", 8, 2)
+    want = {
+        "train_batch_size": 64,
+        "train_micro_batch_size_per_gpu": 8,
+        "gradient_accumulation_steps": 4,
+        "gradient_clipping": 0.5,
+        "bf16": {"enabled": True},
+        "zero_optimization": {"stage": 0},
+    }
+    assert with_trainer(resolve({}, {}), facts) == want
+    auto: dict[str, object] = dict.fromkeys(want, "auto") | {"bf16": {"enabled": "auto"}, "fp16": {"enabled": "auto"}}
+    auto["zero_optimization"] = {"stage": "auto"}
+    assert with_trainer(resolve({}, auto), facts) == want
+    off = with_trainer(resolve({}, {"fp16": {"enabled": "auto", "loss_scale": 0}}), facts)
+    assert off["fp16"] == {"enabled": False, "loss_scale": 0}
+
+
+def test_without_clipping_in_either_place_deepspeeds_own_default_is_off():
+    """DeepSpeed 0.19 clips to a norm of 1 where its configuration says nothing."""
+    assert with_trainer(resolve({}), PLAIN)["gradient_clipping"] == 0.0
+
+
+def test_what_only_the_json_sets_is_taken():
+    config = {"gradient_clipping": 1.0, "train_batch_size": 16, "gradient_accumulation_steps": 1}
+    found = with_trainer(resolve({}, config), PLAIN)
+    assert (found["gradient_clipping"], found["train_micro_batch_size_per_gpu"]) == (1.0, 8)
+
+
+@pytest.mark.parametrize(
+    ("config", "facts", "parts"),
+    [
+        (
+            {"gradient_clipping": 1.0},
+            {"clip_val": 0.5},
+            ["gradient_clipping 1.0", "trainer.gradient_clip_val is 0.5"],
+        ),
+        ({"gradient_clipping": 1.0}, {"clip_val": 0.0}, ["gradient_clipping 1.0", "gradient_clip_val is 0.0"]),
+        ({"gradient_clipping": -1.0}, {}, ["is a norm"]),
+        ({}, {"clip_val": 0.5, "clip_algorithm": "value"}, ["by the norm alone"]),
+        (
+            {"gradient_accumulation_steps": 4},
+            {},
+            ["gradient_accumulation_steps 4", "accumulate_grad_batches is 1", "--trainer.accumulate_grad_batches 4"],
+        ),
+        (
+            {"train_batch_size": 64, "train_micro_batch_size_per_gpu": 8},
+            {},
+            ["train_batch_size 64 / (train_micro_batch_size_per_gpu 8 x 2 ranks)", "accumulate_grad_batches 4"],
+        ),
+        ({"train_batch_size": 65, "train_micro_batch_size_per_gpu": 8}, {}, ["no multiple", "set train_batch_size 64"]),
+        ({"train_batch_size": 15}, {}, ["15 is not divisible", "set train_batch_size 14 or 16"]),
+        ({"train_batch_size": 1}, {}, ["set train_batch_size 2"]),
+        ({"train_batch_size": 0}, {}, ["a number from 1 on"]),
+        ({"train_batch_size": "8"}, {}, ["a number from 1 on", "'8'"]),
+        (
+            {"train_micro_batch_size_per_gpu": 16},
+            {"micro_batch_size": 8},
+            ["per_gpu 16, so 16 samples", "data.batch_size 16 gives each rank 8", "set --data.batch_size 32"],
+        ),
+        (
+            {"train_batch_size": 64},
+            {"micro_batch_size": 8, "accumulation": 2},
+            ["train_batch_size 64, so 16 samples", "accumulate_grad_batches 2", '"train_batch_size": "auto"'],
+        ),
+        (
+            {"train_batch_size": 64, "train_micro_batch_size_per_gpu": 8, "gradient_accumulation_steps": 2},
+            {"accumulation": 2},
+            ["train_batch_size 64 is not", "= 32"],
+        ),
+        ({"fp16": {"enabled": True}}, {}, ["fp16.enabled true", "trainer.precision is 32-true", "16-mixed"]),
+        ({"bf16": {"enabled": True}}, {"precision": "16-mixed"}, ["bf16.enabled true", "bf16-mixed"]),
+        ({"bf16": {"enabled": False}}, {"precision": "bf16-true"}, ["bf16.enabled false", "32-true"]),
+        ({}, {"precision": "64-true"}, ["trainer.precision is 64-true", "32-true"]),
+    ],
+)
+def test_a_contradiction_names_both_and_the_fix(config, facts, parts):
+    message = contradiction(config, **facts)
+    assert all(part in message for part in parts), message
+
+
+def test_two_precisions_in_one_json_are_refused():
+    assert "both fp16 and bf16" in refused({}, {"fp16": {"enabled": True}, "bf16": {"enabled": True}})
+
+
+# --- against DeepSpeed itself ------------------------------------------------------------------------------
+
+
+def facts_for(config):
+    """Returns what a Trainer would say that agrees with a configuration."""
+    resolved = resolve({}, config)
+    precision = {"fp16": "16-mixed", "bf16": "bf16-mixed"}
+    chosen = next((precision[key] for key in precision if get(resolved, f"{key}.enabled") is True), "32-true")
+    train, micro = resolved.get("train_batch_size"), resolved.get("train_micro_batch_size_per_gpu")
+    steps = resolved.get("gradient_accumulation_steps")
+    if not isinstance(steps, int):
+        steps = train // (micro * RANKS) if isinstance(train, int) and isinstance(micro, int) else 1
+    return TrainerFacts(chosen, steps, None, None, None, RANKS)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_deepspeed_itself_takes_every_sample_completed(name):
+    from deepspeed.runtime.config import DeepSpeedConfig
+
+    completed = with_trainer(resolve({}, CONFIGS[name]), facts_for(CONFIGS[name]))
+    json.dumps(completed)
+    theirs = DeepSpeedConfig(dict(completed) | {"train_batch_size": completed["train_batch_size"] // RANKS})
+    assert theirs.zero_optimization_stage == (get(completed, "zero_optimization.stage") or 0)
+    assert theirs.gradient_clipping == completed["gradient_clipping"]
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    micro=st.integers(1, 8),
+    steps=st.integers(1, 8),
+    ranks=st.integers(1, 8),
+    said=st.sets(
+        st.sampled_from(["train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"])
+    ),
+)
+def test_any_part_of_the_batch_sizes_gives_the_others_as_deepspeed_derives_them(micro, steps, ranks, said):
+    whole = {TRAIN: micro * steps * ranks, MICRO: micro, STEPS: steps}
+    config = resolve({}, {key: whole[key] for key in said})
+    for known in (micro, None) if {TRAIN, MICRO} & said else (micro,):
+        found = with_trainer(config, TrainerFacts("32-true", steps, None, None, known, ranks))
+        assert {key: found[key] for key in whole} == whole

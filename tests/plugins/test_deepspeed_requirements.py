@@ -1,0 +1,262 @@
+import os
+import subprocess
+import sys
+import time
+
+import pytest
+
+from dlo_framework.errors import DloError
+from dlo_plugins.deepspeed import requirements
+from dlo_plugins.deepspeed.config import TrainerFacts, resolve, with_trainer
+from dlo_plugins.deepspeed.requirements import (
+    ASYNC_IO,
+    PIN_MEMORY,
+    QUANTIZER,
+    build_folder,
+    check_available,
+    check_compiler,
+    check_locks,
+    is_built,
+    is_stale,
+    ops_of,
+)
+
+
+def available(options, config=None, device="cpu", ranks=4):
+    facts = TrainerFacts("32-true", 1, None, None, 2, ranks)
+    return check_available(with_trainer(resolve(options, config), facts), device)
+
+
+def refusal(*arguments, **options):
+    with pytest.raises(DloError) as caught:
+        available(*arguments, **options)
+    return str(caught.value)
+
+
+@pytest.fixture
+def nothing_built(monkeypatch, tmp_path):
+    """No operator is built, and builds go into a folder of the test's."""
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "extensions"))
+    return tmp_path / "extensions"
+
+
+@pytest.fixture
+def has_libaio(monkeypatch):
+    monkeypatch.setattr(requirements, "_builder", lambda op: type("Builder", (), {"is_compatible": lambda **_: True}))
+
+
+# --- what contradicts itself -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "config", "parts"),
+    [
+        ({"stage": 2, "offload_parameters": "cpu"}, None, ["needs stage 3", "in stage 2", "set stage: 3"]),
+        ({"stage": 0, "offload_optimizer": "cpu"}, None, ["needs stage 1, 2 or 3", "set stage: 2"]),
+        (
+            {"stage": 2, "offload_optimizer": "nvme", "nvme_path": "/d"},
+            None,
+            ["to NVMe needs stage 3", "offload_optimizer: cpu"],
+        ),
+        ({"stage": 3, "offload_optimizer": "nvme"}, None, ["needs a folder", "nvme_path: /local_nvme"]),
+        ({"stage": 2, "hpz": 2}, None, ["zero_hpz_partition_size needs stage 3"]),
+        ({"stage": 1}, {"zero_optimization": {"zero_quantized_gradients": True}}, ["needs stage 3"]),
+        (
+            {"stage": 3},
+            {"pipeline": {"stages": 2}},
+            ["goes with stages 0 and 1, but the stage is 3", "MeshStrategy", "pp 2"],
+        ),
+        ({"stage": 1}, {"pipeline": {}}, ["MeshStrategy"]),
+        ({}, {"tensor_parallel": {"autotp_size": 4}}, ["tensor parallelism", "init_args.tp 4"]),
+        ({}, {"sequence_parallel_size": 2}, ["init_args.cp 2"]),
+        ({}, {"hybrid_engine": {"enabled": True}}, ["hybrid_engine"]),
+        ({}, {"autotuning": {"enabled": True}}, ["autotuning", '"enabled": false', "MicroBatchFinder"]),
+        ({}, {"data_efficiency": {"data_sampling": {"enabled": True}}}, ["would do nothing", "DynamicBatchSize"]),
+        (
+            {},
+            {"data_efficiency": {"data_routing": {"enabled": True, "random_ltd": {"enabled": True}}}},
+            ["random_ltd", "would do nothing"],
+        ),
+        (
+            {"stage": 2, "offload_optimizer": "cpu"},
+            {"zero_force_ds_cpu_optimizer": True},
+            ["compiled on first use", "leave the key out"],
+        ),
+        (
+            {"stage": 3},
+            {"zero_optimization": {"offload_optimizer": {"device": "cpu", "super_offload": True}}},
+            ["super_offload", "CPU Adam"],
+        ),
+        ({"stage": 2}, {"zero_optimization": {"zenflow": {"topk_ratio": 0.1}}}, ["zenflow", "CPU Adam"]),
+    ],
+)
+def test_what_does_not_go_together_is_refused_as_the_strategy_is_built(options, config, parts):
+    with pytest.raises(DloError) as caught:
+        resolve(options, config)
+    assert all(part in str(caught.value) for part in parts), caught.value
+
+
+def test_what_is_switched_off_is_no_conflict():
+    off = {
+        "autotuning": {"enabled": False},
+        "tensor_parallel": {"autotp_size": 1},
+        "zero_optimization": {"stage": 1, "offload_param": {"device": "none"}, "zero_hpz_partition_size": 1},
+        "data_efficiency": {"enabled": False, "data_sampling": {"enabled": False}},
+        "hybrid_engine": {"enabled": False},
+        "zero_force_ds_cpu_optimizer": True,
+    }
+    available({}, off)
+
+
+# --- the machine -------------------------------------------------------------------------------------------
+
+
+def test_plain_stages_need_nothing(capsys):
+    for stage in range(4):
+        available({"stage": stage})
+    available({"stage": 3, "offload_optimizer": "cpu", "offload_parameters": "cpu"})
+    assert "compiles" not in capsys.readouterr().err
+
+
+def test_hpz_divides_the_ranks():
+    message = refusal({"stage": 3, "hpz": 3}, ranks=4)
+    assert "does not divide 4 ranks; set 1 or 2 or 4" in message
+    available({"stage": 3, "hpz": 2}, ranks=4)
+
+
+@pytest.mark.parametrize("key", ["zero_quantized_weights", "zero_quantized_gradients"])
+def test_quantised_communication_is_cudas(key, nothing_built, monkeypatch):
+    config = {"zero_optimization": {"stage": 3, key: True}}
+    assert f"{key} (ZeRO++) has kernels for CUDA alone" in refusal({}, config)
+    monkeypatch.delenv("CUDA_HOME", raising=False)
+    monkeypatch.setenv("PATH", "/nowhere")
+    assert "no nvcc" in refusal({}, config, device="cuda")
+
+
+@pytest.mark.parametrize("config", [{"aio": {"use_gds": True}}, {"compile": {"deepcompile": True}}])
+def test_what_only_cuda_has_is_refused_on_a_cpu(config):
+    assert "needs CUDA, and this run is on CPUs" in refusal({"stage": 3}, config)
+
+
+def test_an_nvme_path_must_be_a_folder_that_takes_files(tmp_path):
+    options = {"stage": 3, "offload_optimizer": "nvme"}
+    assert "does not exist" in refusal({**options, "nvme_path": str(tmp_path / "none")})
+    (tmp_path / "file").write_text("")
+    assert "is no folder" in refusal({**options, "nvme_path": str(tmp_path / "file")})
+    assert "takes no files" in refusal({**options, "nvme_path": "/proc"})
+
+
+def test_offload_to_nvme_without_libaio_says_what_to_install(tmp_path, nothing_built, monkeypatch):
+    """DeepSpeed looks for libaio by linking with it; with LDFLAGS that break every link it is found nowhere."""
+    monkeypatch.setenv("LDFLAGS", "-L/nowhere -lno_such_library")
+    message = refusal({"stage": 3, "offload_optimizer": "nvme", "nvme_path": str(tmp_path)})
+    assert "needs libaio" in message
+    assert "apt install libaio-dev" in message
+    assert "offload_optimizer: cpu" in message
+
+
+def test_without_a_compiler_that_is_what_is_missing(tmp_path, nothing_built, monkeypatch):
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    message = refusal({"stage": 3, "offload_optimizer": "nvme", "nvme_path": str(tmp_path)})
+    assert "compiles async_io on first use, but this machine has no no-such-compiler" in message
+    assert "DS_BUILD_AIO=1 pip install" in message
+
+
+def test_without_ninja_that_is_what_is_missing(monkeypatch, tmp_path):
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
+    monkeypatch.setattr(requirements.shutil, "which", lambda name, path=None: None if name == "ninja" else name)
+    with pytest.raises(DloError, match="no ninja: pip install ninja"):
+        check_compiler([PIN_MEMORY], "ds.json")
+
+
+def test_a_build_to_come_is_told_with_its_length(tmp_path, nothing_built, has_libaio, monkeypatch):
+    told = []
+    monkeypatch.setattr(requirements, "rank_zero_info", told.append)
+    options = {"stage": 3, "offload_optimizer": "nvme", "nvme_path": str(tmp_path)}
+    available(options)
+    assert "compiles pin_memory and async_io, which takes about 1.5 minutes" in told[0]
+    assert "DS_BUILD_PIN_MEMORY=1 DS_BUILD_AIO=1 pip install" in told[0]
+    for op in (PIN_MEMORY, ASYNC_IO):
+        (nothing_built / op.name).mkdir(parents=True)
+        (nothing_built / op.name / f"{op.name}.so").write_text("")
+    available(options)
+    assert len(told) == 1
+
+
+def test_operators_are_needed_by_nvme_and_by_quantised_communication():
+    assert ops_of({}) == []
+    assert ops_of(resolve({"stage": 3, "offload_parameters": "cpu"})) == []
+    assert ops_of(resolve({"stage": 3, "offload_parameters": "nvme", "nvme_path": "/d"})) == [PIN_MEMORY, ASYNC_IO]
+    assert ops_of(resolve({"stage": 3}, {"zero_optimization": {"zero_quantized_weights": True}})) == [QUANTIZER]
+
+
+def test_operators_are_named_as_deepspeed_names_them():
+    """Breaks when DeepSpeed renames a builder, or the variable that prebuilds it."""
+    from deepspeed.ops.op_builder.async_io import AsyncIOBuilder
+    from deepspeed.ops.op_builder.pin_memory import PinMemoryBuilder
+    from deepspeed.ops.op_builder.quantizer import QuantizerBuilder
+
+    for op, builder in ((ASYNC_IO, AsyncIOBuilder), (PIN_MEMORY, PinMemoryBuilder), (QUANTIZER, QuantizerBuilder)):
+        assert (op.name, op.builder, op.variable) == (builder.NAME, builder.__name__, builder.BUILD_VAR)
+
+
+# --- builds and their locks --------------------------------------------------------------------------------
+
+
+def test_builds_go_where_torch_puts_them(monkeypatch, tmp_path):
+    """Breaks when torch moves its folder."""
+    from torch.utils import cpp_extension
+
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "given"))
+    assert build_folder("async_io") == tmp_path / "given" / "async_io"
+    assert str(build_folder("async_io")) == cpp_extension._get_build_directory("async_io", verbose=False)
+    monkeypatch.delenv("TORCH_EXTENSIONS_DIR")
+    monkeypatch.setattr(cpp_extension, "get_default_build_root", lambda: str(tmp_path / "cache"))
+    assert str(build_folder("async_io")) == cpp_extension._get_build_directory("async_io", verbose=False)
+
+
+def test_a_lock_is_stale_once_old_and_held_by_nobody(tmp_path):
+    lock = tmp_path / "lock"
+    later = time.time() + 3600
+    assert not is_stale(lock, later)
+    lock.write_text("")
+    assert not is_stale(lock)
+    assert is_stale(lock, later)
+    holder = subprocess.Popen(
+        [sys.executable, "-c", f"f = open({str(lock)!r}); print('open', flush=True); input()"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        assert holder.stdout.readline() == "open\n"
+        assert not is_stale(lock, later)
+    finally:
+        holder.communicate("\n")
+    assert is_stale(lock, later)
+
+
+def test_a_killed_builds_lock_is_named_where_torch_would_wait_for_it(nothing_built, monkeypatch):
+    folder = nothing_built / ASYNC_IO.name
+    folder.mkdir(parents=True)
+    (folder / f"{ASYNC_IO.name}.so").write_text("")
+    lock = folder / "lock"
+    lock.write_text("")
+    os.utime(lock, (0, 0))
+    monkeypatch.setattr(requirements, "waits_for_lock_files", lambda: True)
+    assert not is_built(ASYNC_IO)
+    with pytest.raises(DloError, match=f"rm {lock}"):
+        check_locks([ASYNC_IO])
+    monkeypatch.setattr(requirements, "waits_for_lock_files", lambda: False)
+    assert is_built(ASYNC_IO)
+    check_locks([ASYNC_IO])
+
+
+def test_whether_torch_waits_for_lock_files_is_what_its_builder_takes():
+    import inspect
+
+    from torch.utils import cpp_extension
+
+    source = inspect.getsource(cpp_extension._jit_compile)
+    assert requirements.waits_for_lock_files() is ("FileBaton(" in source)
+    assert ("FileLock(" in source) is not requirements.waits_for_lock_files()

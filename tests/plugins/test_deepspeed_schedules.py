@@ -1,0 +1,280 @@
+import copy
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dlo_framework.errors import DloError
+from dlo_plugins.deepspeed.config import lengths_of, optimizer_of, resolve, scheduler_of
+
+STEPS = 60
+
+
+def adam(groups=1):
+    return torch.optim.AdamW(
+        [{"params": [torch.nn.Parameter(torch.zeros(2))], "lr": 0.1 / (n + 1)} for n in range(groups)]
+    )
+
+
+def rates(optimizer, scheduler):
+    """Returns rate and momentum at each optimizer step, as an engine steps: the optimizer, then the scheduler."""
+    found = []
+    for _ in range(STEPS):
+        found.append([(float(group["lr"]), *group["betas"]) for group in optimizer.param_groups])
+        optimizer.step()
+        scheduler.step()
+    return found
+
+
+def compare(name, params, groups=1):
+    from deepspeed.runtime import lr_schedules
+
+    theirs, ours = adam(groups), adam(groups)
+    expected = rates(theirs, getattr(lr_schedules, name)(theirs, **copy.deepcopy(params)))
+    scheduler = scheduler_of(resolve({}, {"scheduler": {"type": name, "params": params}}), ours)
+    assert isinstance(scheduler, torch.optim.lr_scheduler.LRScheduler)
+    assert rates(ours, scheduler) == expected
+
+
+@pytest.mark.parametrize(
+    ("name", "params"),
+    [
+        ("WarmupLR", {}),
+        ("WarmupLR", {"warmup_min_lr": 1e-3, "warmup_max_lr": 0.2, "warmup_num_steps": 20, "warmup_type": "linear"}),
+        ("WarmupLR", {"warmup_max_lr": [0.2, 0.3], "warmup_num_steps": 1}),
+        ("WarmupDecayLR", {"total_num_steps": 40, "warmup_num_steps": 10}),
+        ("WarmupDecayLR", {"total_num_steps": 5, "warmup_num_steps": 10, "warmup_min_lr": 1e-4}),
+        ("WarmupCosineLR", {"total_num_steps": 50, "warmup_num_steps": 10, "warmup_min_ratio": 0.1}),
+        ("WarmupCosineLR", {"total_num_steps": 8, "warmup_num_steps": 10, "cos_min_ratio": 0.1}),
+        ("LRRangeTest", {"lr_range_test_min_lr": 1e-4, "lr_range_test_step_size": 7, "lr_range_test_step_rate": 5.0}),
+        ("LRRangeTest", {"lr_range_test_step_size": 7, "lr_range_test_staircase": True}),
+        ("OneCycle", {"cycle_min_lr": 0.01, "cycle_max_lr": 0.1, "cycle_first_step_size": 12}),
+        (
+            "OneCycle",
+            {
+                "cycle_min_lr": [0.01, 0.02],
+                "cycle_max_lr": [0.1, 0.3],
+                "cycle_first_step_size": 9,
+                "cycle_second_step_size": 21,
+                "decay_step_size": 5,
+                "decay_lr_rate": 0.5,
+                "decay_mom_rate": 0.01,
+                "cycle_min_mom": 0.7,
+            },
+        ),
+        ("OneCycle", {"cycle_min_lr": 0.01, "cycle_max_lr": 0.1, "cycle_first_step_size": 20, "cycle_momentum": False}),
+    ],
+)
+def test_each_schedule_is_deepspeeds_own_step_by_step(name, params):
+    compare(name, params, groups=2)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    first=st.integers(1, 30),
+    second=st.one_of(st.none(), st.integers(0, 30)),
+    stairs=st.integers(0, 6),
+    more_stairs=st.one_of(st.none(), st.integers(0, 6)),
+    decay=st.sampled_from([(0, 0.0), (3, 0.5), (4, 0.0)]),
+)
+def test_one_cycle_of_any_shape_is_deepspeeds(first, second, stairs, more_stairs, decay):
+    params = {
+        "cycle_min_lr": 0.003,
+        "cycle_max_lr": 0.7,
+        "cycle_first_step_size": first,
+        "cycle_second_step_size": second,
+        "cycle_first_stair_count": stairs,
+        "cycle_second_stair_count": more_stairs,
+        "decay_step_size": decay[0],
+        "decay_lr_rate": decay[1],
+    }
+    if second == 0 and more_stairs != 0:
+        params["cycle_second_stair_count"] = 0
+    compare("OneCycle", params)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    name=st.sampled_from(["WarmupLR", "WarmupDecayLR", "WarmupCosineLR"]),
+    warm=st.integers(1, 70),
+    total=st.integers(1, 70),
+    kind=st.sampled_from(["log", "linear"]),
+)
+def test_warm_ups_of_any_length_are_deepspeeds(name, warm, total, kind):
+    params = {"warmup_num_steps": warm, "warmup_type": kind}
+    compare(name, params | ({} if name == "WarmupLR" else {"total_num_steps": total}))
+
+
+def test_a_schedule_goes_on_where_it_was_saved():
+    params = {"total_num_steps": 40, "warmup_num_steps": 10}
+    config = resolve({}, {"scheduler": {"type": "WarmupDecayLR", "params": params}})
+    whole = adam()
+    expected = rates(whole, scheduler_of(config, whole))
+    first, second = adam(), adam()
+    scheduler = scheduler_of(config, first)
+    for _ in range(17):
+        first.step()
+        scheduler.step()
+    state, optimizer_state = copy.deepcopy(scheduler.state_dict()), first.state_dict()
+    resumed = scheduler_of(config, second)
+    second.load_state_dict(optimizer_state)
+    resumed.load_state_dict(state)
+    assert rates(second, resumed)[: STEPS - 17] == expected[17:]
+
+
+def test_torchs_own_schedulers_are_taken_too():
+    config = resolve({}, {"scheduler": {"type": "StepLR", "params": {"step_size": 2}}})
+    assert isinstance(scheduler_of(config, adam()), torch.optim.lr_scheduler.StepLR)
+    assert scheduler_of(resolve({}), adam()) is None
+
+
+def test_auto_is_filled_from_the_run():
+    params = {"total_num_steps": "auto", "warmup_max_lr": "auto", "warmup_min_lr": "auto", "warmup_num_steps": 10}
+    config = resolve({}, {"scheduler": {"type": "WarmupDecayLR", "params": params}})
+    ours, theirs = adam(2), adam(2)
+    given_steps = scheduler_of(config, ours, total_steps=50)
+    explicit = {"total_num_steps": 50, "warmup_max_lr": [0.1, 0.05], "warmup_num_steps": 10}
+    same = scheduler_of(resolve({}, {"scheduler": {"type": "WarmupDecayLR", "params": explicit}}), theirs)
+    assert rates(ours, given_steps) == rates(theirs, same)
+    with pytest.raises(DloError, match="no end that is known"):
+        scheduler_of(config, adam())
+    config["scheduler"]["params"]["warmup_num_steps"] = "auto"
+    with pytest.raises(DloError, match="how long the warm-up is"):
+        scheduler_of(config, adam(), 50)
+    assert scheduler_of(config, adam(), 50, 20).arguments["warmup_num_steps"] == 20
+    assert scheduler_of(config, adam(), 50, 0).arguments["warmup_num_steps"] == 1  # DeepSpeed has none shorter.
+
+
+class Run:
+    """The part of a trainer that knows lengths."""
+
+    estimated_stepping_batches, num_training_batches, accumulate_grad_batches = 40, 20, 2
+
+
+@pytest.mark.parametrize(
+    ("own", "steps"),
+    [({}, 0), ({"warmup_steps": 7, "warmup_epochs": 3.0}, 7), ({"warmup_steps": None, "warmup_epochs": 1.5}, 15)],
+)
+def test_the_lengths_of_a_run_are_asked_for_where_the_json_leaves_them_open(own, steps):
+    task = type("Task", (), own)()
+    params = {"total_num_steps": "auto", "warmup_num_steps": "auto"}
+    config = resolve({}, {"scheduler": {"type": "WarmupDecayLR", "params": params}})
+    assert lengths_of(config, task, Run()) == {"total_steps": 40, "warmup_steps": steps}
+    given_both = {"scheduler": {"type": "WarmupDecayLR", "params": {"total_num_steps": 9, "warmup_num_steps": 2}}}
+    assert lengths_of(resolve({}, given_both), task, None) == {}
+
+
+@pytest.mark.parametrize(
+    ("section", "message"),
+    [
+        ({"type": "WarmupDecay"}, "unknown scheduler.type 'WarmupDecay'; did you mean 'WarmupDecayLR'?"),
+        ({"params": {}}, "scheduler needs a type"),
+        ({"type": "WarmupLR", "params": {"warmup_steps": 3}}, "did you mean 'warmup_num_steps'?"),
+        ({"type": "WarmupDecayLR"}, "of WarmupDecayLR needs total_num_steps"),
+        ({"type": "OneCycle", "params": {"cycle_min_lr": 0.1}}, "of OneCycle needs cycle_max_lr"),
+        ({"type": "WarmupLR", "params": {"warmup_num_steps": 0}}, "warmup_num_steps is a number of steps from 1 on"),
+        ({"type": "WarmupLR", "params": {"warmup_type": "cosine"}}, "log or linear, but was 'cosine'"),
+        ({"type": "StepLR", "params": {"size": 3}}, "did you mean 'step_size'?"),
+    ],
+)
+def test_a_schedule_that_is_not_one_is_refused(section, message):
+    with pytest.raises(DloError) as caught:
+        resolve({}, {"scheduler": section})
+    assert message in str(caught.value)
+
+
+def test_a_value_for_each_group_asks_for_as_many_groups():
+    config = resolve({}, {"scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": [0.1, 0.2]}}})
+    with pytest.raises(DloError, match="has 2 values, but the optimizer has 1 parameter groups"):
+        scheduler_of(config, adam())
+
+
+# --- the optimizer -----------------------------------------------------------------------------------------
+
+
+def made(section, own=None):
+    return optimizer_of(resolve({"stage": 0}, {"optimizer": section}), own)
+
+
+def test_without_a_section_the_tasks_own_optimizer_is_used():
+    assert optimizer_of(resolve({})) is None
+
+
+def test_deepspeeds_adam_is_adamw_unless_it_is_told_not_to_be():
+    assert made({"type": "Adam", "params": {"lr": 0.1}})[0] is torch.optim.AdamW
+    assert made({"type": "adamw", "params": {}})[0] is torch.optim.AdamW
+    assert made({"type": "Adam", "params": {"adam_w_mode": False}})[0] is torch.optim.Adam
+    assert made({"type": "AdamW", "params": {"adam_w_mode": False}})[0] is torch.optim.AdamW
+
+
+def test_defaults_are_those_of_the_class_that_deepspeed_takes():
+    """FusedAdam and CPUAdam decay nothing by default; torch's AdamW by 0.01."""
+    assert made({"type": "AdamW"})[1] == {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0}
+    assert made({"type": "AdamW", "params": {"torch_adam": True, "lr": 0.1}})[1] == {"lr": 0.1}
+
+
+@pytest.mark.parametrize(
+    ("name", "cls"), [("SGD", "SGD"), ("sgd", "SGD"), ("Adagrad", "Adagrad"), ("RMSprop", "RMSprop"), ("Lion", "Lion")]
+)
+def test_others_are_torchs_or_timms(name, cls):
+    kind, arguments = made({"type": name, "params": {"lr": 0.5}})
+    assert kind.__name__ == cls
+    optimizer = kind([torch.nn.Parameter(torch.zeros(3))], **arguments)
+    assert optimizer.param_groups[0]["lr"] == 0.5
+
+
+def test_lion_steps_as_its_paper_says():
+    """Symbolic Discovery of Optimization Algorithms, Chen et al., 2023, arXiv 2302.06675: algorithm 2."""
+    kind, arguments = made({"type": "Lion", "params": {"lr": 0.01, "betas": [0.9, 0.99], "weight_decay": 0.1}})
+    parameter = torch.nn.Parameter(torch.tensor([1.0, -2.0]))
+    optimizer, weights, momentum = kind([parameter], **arguments), parameter.detach().clone(), torch.zeros(2)
+    for step in range(3):
+        gradient = torch.tensor([0.3 - step, 0.2])
+        parameter.grad = gradient.clone()
+        optimizer.step()
+        weights = weights * (1 - 0.01 * 0.1) - 0.01 * torch.sign(0.9 * momentum + 0.1 * gradient)
+        momentum = 0.99 * momentum + 0.01 * gradient
+        torch.testing.assert_close(parameter.detach(), weights)
+
+
+def test_lamb_is_the_papers_and_asks_for_whole_parameters():
+    kind, arguments = made({"type": "Lamb", "params": {"lr": 0.01}})
+    assert (arguments["max_grad_norm"], arguments["always_adapt"]) == (None, True)
+    parameter = torch.nn.Parameter(torch.full((4,), 2.0))
+    optimizer = kind([parameter], **arguments)
+    parameter.grad = torch.full((4,), 100.0)
+    optimizer.step()
+    # Adam's first step is the sign, of norm 2; the weights' norm is 4: a ratio of 2.
+    torch.testing.assert_close(parameter.detach(), torch.full((4,), 2.0 - 0.01 * 2.0))
+    with pytest.raises(DloError, match="Lamb takes the norm of each parameter"):
+        resolve({"stage": 1}, {"optimizer": {"type": "Lamb"}})
+
+
+def test_auto_is_filled_from_the_tasks_optimizer():
+    own = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(2))], lr=0.25, betas=(0.5, 0.6), weight_decay=0.3)
+    section = {"type": "AdamW", "params": {"lr": "auto", "betas": "auto", "weight_decay": "auto", "eps": 1e-6}}
+    assert made(section, own)[1] == {"lr": 0.25, "betas": (0.5, 0.6), "weight_decay": 0.3, "eps": 1e-6}
+    with pytest.raises(DloError, match=r'optimizer\.params\.lr is "auto"'):
+        made(section)
+    with pytest.raises(DloError, match='momentum is "auto", but the task\'s optimizer AdamW has none'):
+        made({"type": "SGD", "params": {"lr": 0.1, "momentum": "auto"}}, own)
+
+
+@pytest.mark.parametrize(
+    ("section", "message"),
+    [
+        ({"type": "AdamX"}, "unknown optimizer.type 'AdamX'; did you mean 'Adamax'?"),
+        ({"params": {"lr": 1.0}}, "optimizer needs a type"),
+        ({"type": "AdamW", "params": {"bettas": [0.9, 0.9]}}, "did you mean 'betas'?"),
+        ({"type": "AdamW", "params": {"lr": "1e-3"}}, "optimizer.params.lr is no text"),
+        ({"type": "AdamW", "params": {"max_grad_norm": 1.0}}, 'set "gradient_clipping": 1.0'),
+        ({"type": "AdamW", "params": {"bias_correction": False}}, "bias_correction False is DeepSpeed's own"),
+        ({"type": "Muon", "params": {}}, "the task's optimizer is used then"),
+        ({"type": "MuAdam", "params": {}}, "needs the package mup"),
+    ],
+)
+def test_an_optimizer_that_is_not_one_is_refused(section, message):
+    with pytest.raises(DloError) as caught:
+        made(section)
+    assert message in str(caught.value)

@@ -1,0 +1,277 @@
+import json
+
+import pytest
+import yaml
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from dlo_framework.errors import DloError
+from dlo_plugins.deepspeed.config import resolve, with_trainer
+from dlo_plugins.deepspeed.paths import get
+from dlo_plugins.deepspeed.task_options import task_options
+from dlo_plugins.deepspeed.trainer_settings import facts_of, left_open, ranks_in, settings_of, unified_precision
+from dlo_plugins.deepspeed.translate import nearest_config, to_config, to_options, to_yaml
+from dlo_plugins.strategies.deepspeed import DeepSpeedBridge
+from dlo_plugins.strategies.fsdp import FSDPStrategy
+from dlo_plugins.strategies.mesh import MeshStrategy
+from dlo_plugins.strategies.zero import ZeroStrategy
+from support.deepspeed_configs import CONFIGS, RANKS
+
+KEYS = sorted({key for config in CONFIGS.values() for key in config})
+VALUES = {key: [config[key] for config in CONFIGS.values() if key in config] for key in KEYS}
+
+
+@st.composite
+def mixtures(draw):
+    """Configurations put together from sections of the samples."""
+    return {key: draw(st.sampled_from(VALUES[key])) for key in draw(st.sets(st.sampled_from(KEYS)))}
+
+
+def there_and_back(config):
+    """Returns a configuration as its run completes it, directly, and from the YAML that it becomes."""
+    resolved = resolve({}, config)
+    trainer = yaml.safe_load(yaml.safe_dump(to_config(resolved, RANKS)))
+    strategy = trainer.pop("strategy")
+    assert strategy["class_path"] == "DeepSpeedBridge"
+    again = DeepSpeedBridge(**strategy["init_args"])
+    facts = facts_of(trainer, RANKS)
+    return with_trainer(resolved, facts), with_trainer(again.asked, facts)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_json_as_yaml_is_the_same_json(name):
+    direct, back = there_and_back(CONFIGS[name])
+    assert back == direct
+
+
+@settings(max_examples=60, deadline=None)
+@given(mixtures())
+def test_any_json_as_yaml_is_the_same_json(config):
+    try:
+        resolved = resolve({}, config)
+        with_trainer(resolved, facts_of(settings_of(resolved, RANKS), RANKS))
+    except DloError:
+        assume(False)  # Sections of two samples may contradict each other.
+    direct, back = there_and_back(config)
+    assert back == direct
+
+
+@settings(max_examples=40, deadline=None)
+@given(mixtures())
+def test_options_and_what_is_left_make_the_json_again(config):
+    try:
+        resolved = resolve({}, config)
+    except DloError:
+        assume(False)
+    options, rest = to_options(resolved)
+    assert resolve(options, rest) == resolved
+
+
+def test_typed_options_are_taken_out_of_the_json():
+    options, rest = to_options(resolve({}, CONFIGS["an NVMe disk"]))
+    assert options == {
+        "stage": 3,
+        "offload_optimizer": "nvme",
+        "offload_parameters": "nvme",
+        "nvme_path": "/local_nvme",
+    }
+    assert "device" not in rest["zero_optimization"]["offload_param"]
+    different = {
+        "zero_optimization": {
+            "stage": 3,
+            "offload_optimizer": {"device": "nvme", "nvme_path": "/a"},
+            "offload_param": {"device": "nvme", "nvme_path": "/b"},
+        }
+    }
+    options, rest = to_options(resolve({}, different))
+    assert "nvme_path" not in options
+    assert get(rest, "zero_optimization.offload_param.nvme_path") == "/b"
+
+
+def test_the_trainers_part_stands_under_the_trainers_names():
+    config = {
+        "train_batch_size": 64,
+        "train_micro_batch_size_per_gpu": 4,
+        "gradient_accumulation_steps": 2,
+        "gradient_clipping": 0.5,
+        "bf16": {"enabled": True},
+    }
+    trainer = to_config(resolve({}, config))
+    strategy = trainer.pop("strategy")
+    assert trainer == {
+        "devices": 8,
+        "precision": "bf16-mixed",
+        "accumulate_grad_batches": 2,
+        "gradient_clip_val": 0.5,
+    }
+    assert strategy["init_args"] == {"config": {"train_batch_size": 64, "train_micro_batch_size_per_gpu": 4}}
+    del config["gradient_accumulation_steps"]
+    assert to_config(resolve({}, config), ranks=4)["accumulate_grad_batches"] == 4
+    assert ranks_in(config) is None
+
+
+def test_the_yaml_says_in_comments_what_it_has_no_place_for(tmp_path):
+    path = tmp_path / "ds.json"
+    path.write_text(json.dumps(CONFIGS["many things of zero 2"] | {"checkpoint": {"load_universal": True}}))
+    text = to_yaml(path, ranks=4)
+    assert f"{path}, for dlo fit" in text
+    assert "data.init_args.batch_size: 16" in text
+    assert "optimizer: adamw" in text
+    assert "schedule: linear, warmup_steps: 50" in text
+    assert "checkpoint has no effect here" in text
+    assert "gradient_clipping" not in text.split("config:")[0]
+    assert yaml.safe_load(text)["trainer"]["accumulate_grad_batches"] == 4
+    path.write_text("{}")
+    text = to_yaml(path)
+    assert "DeepSpeed 0.19 itself to 1.0" in text
+    assert "set trainer.devices" in text
+
+
+def test_deepspeeds_own_clipping_is_what_the_comment_says():
+    """Breaks when DeepSpeed's default changes, which the YAML's comment names."""
+    from deepspeed.runtime.constants import GRADIENT_CLIPPING_DEFAULT
+
+    assert GRADIENT_CLIPPING_DEFAULT == 1.0
+
+
+# --- as options of a task ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("sections", "options"),
+    [
+        ({}, {}),
+        (
+            {"optimizer": {"type": "SGD", "params": {"lr": 0.1, "momentum": 0.9}}},
+            {"optimizer": "momentum", "lr": 0.1, "optimizer_args": {"momentum": 0.9}},
+        ),
+        (
+            {"optimizer": {"type": "SGD", "params": {"lr": 0.1, "momentum": 0.9, "nesterov": True}}},
+            {"optimizer": "sgd", "lr": 0.1, "optimizer_args": {"momentum": 0.9}},
+        ),
+        (
+            {
+                "optimizer": {"type": "Lion", "params": {"lr": 1e-4, "betas": [0.9, 0.99]}},
+                "scheduler": {
+                    "type": "WarmupCosineLR",
+                    "params": {"total_num_steps": 100, "warmup_num_steps": 10, "cos_min_ratio": 0.1},
+                },
+            },
+            {
+                "optimizer": "lion",
+                "lr": 1e-4,
+                "weight_decay": 0.0,
+                "optimizer_args": {"betas": [0.9, 0.99]},
+                "schedule": "cosine",
+                "warmup_steps": 10,
+                "min_lr": 1e-5,
+            },
+        ),
+    ],
+)
+def test_a_tasks_options_are_timms_optimizer_and_the_tasks_schedule(sections, options):
+    found, _ = task_options(resolve({"stage": 0}, sections))
+    assert found.keys() == options.keys()
+    for key, value in options.items():
+        assert found[key] == (pytest.approx(value) if isinstance(value, float) else value)
+
+
+def test_a_tasks_options_fit_the_tasks():
+    """Breaks when the tasks or timm rename an option that is suggested."""
+    import inspect
+
+    from timm.optim import list_optimizers
+
+    from dlo_tasks.imagenet.classifier import ImageClassifier
+    from dlo_tasks.llm.causal_lm import CausalLM
+
+    for config in CONFIGS.values():
+        found, _ = task_options(resolve({}, config))
+        for task in (CausalLM, ImageClassifier):
+            assert found.keys() <= set(inspect.signature(task.__init__).parameters)
+        assert found.get("optimizer", "adamw") in list_optimizers()
+
+
+# --- another strategy --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("strategy", "section"),
+    [
+        (ZeroStrategy(stage=1, bucket_mb=4), {"stage": 1, "reduce_bucket_size": 2**20}),
+        (ZeroStrategy(stage=3, offload="both"), {"stage": 3, "offload_optimizer": "cpu", "offload_param": "cpu"}),
+        (FSDPStrategy(), {"stage": 3}),
+        (FSDPStrategy(offload=True), {"stage": 3, "offload_optimizer": "cpu", "offload_param": "cpu"}),
+    ],
+)
+def test_zero_and_fsdp_have_a_stage(strategy, section):
+    strategy._num_nodes = 1
+    strategy.parallel_devices = [0, 1]
+    want = {key: {"device": value} if value == "cpu" else value for key, value in section.items()}
+    assert nearest_config(strategy) == {"zero_optimization": want}
+
+
+def test_what_deepspeeds_json_has_nothing_like_is_refused():
+    strategy = MeshStrategy(tp=2)
+    strategy.parallel_devices = [0, 1, 2, 3]
+    with pytest.raises(DloError, match="nothing like the mesh's tp 2"):
+        nearest_config(strategy)
+
+
+# --- what a Trainer leaves open ----------------------------------------------------------------------------
+
+
+def test_a_json_fills_what_the_trainer_leaves_open():
+    asked = resolve({}, {"bf16": {"enabled": True}, "gradient_accumulation_steps": 4, "gradient_clipping": 0.5})
+    open_trainer = {"precision": None, "accumulate_grad_batches": 1, "gradient_clip_val": None, "devices": 2}
+    assert left_open(asked, open_trainer) == {
+        "precision": "bf16-mixed",
+        "accumulate_grad_batches": 4,
+        "gradient_clip_val": 0.5,
+    }
+    same = open_trainer | {"precision": "bf16-mixed", "accumulate_grad_batches": 4, "gradient_clip_val": 0.5}
+    assert left_open(asked, same) == {}
+    assert left_open(resolve({}), open_trainer) == {}
+
+
+def test_the_accumulation_follows_from_batch_sizes_and_devices():
+    asked = resolve({}, {"train_batch_size": 64, "train_micro_batch_size_per_gpu": 8})
+    assert left_open(asked, {"devices": 2, "num_nodes": 2, "accumulate_grad_batches": 1}) == {
+        "accumulate_grad_batches": 2
+    }
+
+
+@pytest.mark.parametrize(
+    ("given_trainer", "message"),
+    [
+        ({"precision": "16-mixed"}, "trainer.precision is 16-mixed"),
+        ({"precision": "32"}, "trainer.precision is 32-true"),
+        ({"accumulate_grad_batches": 2}, "accumulate_grad_batches is 2"),
+        ({"gradient_clip_val": 1.0}, "gradient_clip_val is 1.0"),
+        ({"gradient_clip_val": 0}, "gradient_clip_val is 0"),
+        ({"gradient_clip_algorithm": "value"}, "clips by the norm alone"),
+        ({"precision": "no-such"}, "trainer.precision"),
+    ],
+)
+def test_what_the_trainer_says_otherwise_is_a_contradiction_before_it_is_built(given_trainer, message):
+    asked = resolve({}, {"bf16": {"enabled": True}, "gradient_accumulation_steps": 4, "gradient_clipping": 0.5})
+    with pytest.raises(DloError) as caught:
+        left_open(asked, {"accumulate_grad_batches": 1, "devices": 2} | given_trainer)
+    assert message in str(caught.value)
+
+
+def test_precisions_have_lightnings_own_names():
+    """Breaks when Lightning moves the function that knows them."""
+    given_names = {None: "32-true", "32": "32-true", "bf16-mixed": "bf16-mixed", "16-true": "16-true"}
+    assert {name: unified_precision(name) for name in given_names} == given_names
+
+
+def test_the_data_are_asked_too_where_the_ranks_are_known():
+    from dlo_framework.data import ResumableDataModule
+
+    asked = resolve({}, {"train_micro_batch_size_per_gpu": 8})
+    data = ResumableDataModule(batch_size=8)
+    with pytest.raises(DloError, match=r"set --data\.batch_size 16"):
+        left_open(asked, {"devices": 2, "accumulate_grad_batches": 1}, data)
+    assert left_open(asked, {"devices": "auto", "accumulate_grad_batches": 1}, data) == {}
+    assert left_open(asked, {"devices": 1, "accumulate_grad_batches": 1}, data) == {}
