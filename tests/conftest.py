@@ -72,10 +72,10 @@ class Command:
 
 
 @pytest.fixture(autouse=True)
-def no_seed_is_left():
-    """Lightning keeps a run's seed in the environment, where the next test's callbacks would find it."""
+def nothing_is_left_in_the_environment():
+    """Lightning keeps a run's seed there, and dlo its folder and checkpoint, where the next test's run finds them."""
     yield
-    for name in ("PL_GLOBAL_SEED", "PL_SEED_WORKERS"):
+    for name in ("PL_GLOBAL_SEED", "PL_SEED_WORKERS", "DLO_RUN_FOLDER", "DLO_FOUND_CHECKPOINT"):
         os.environ.pop(name, None)
 
 

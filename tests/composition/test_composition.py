@@ -19,8 +19,8 @@ DOCS = Path(__file__).resolve().parents[2] / "docs" / "concepts"
 KNOWN, PAGE = DOCS / "composition.json", DOCS / "composition.md"
 UPDATE = os.environ.get("DLO_UPDATE_COMPOSITION") == "1"
 BEGIN, END = "<!-- the tables: written by tests/composition -->\n", "<!-- end of the tables -->\n"
-#: One column a task in the ordinary tests; the others take five minutes.
-ORDINARY = {("ImageClassifier", "mesh pp"), ("CausalLM", "zero3")}
+#: One column in the ordinary tests; the others take a quarter of an hour.
+ORDINARY = {("CausalLM", "zero3")}
 COLUMNS = [
     pytest.param(task, strategy, marks=[] if (task, strategy) in ORDINARY else pytest.mark.slow)
     for task in matrix.TASKS

@@ -49,6 +49,7 @@ HALVES = {"precision": "bf16-mixed"}
 WINDOWS = {"accumulate_grad_batches": 4, "max_steps": 3, "limit_train_batches": 12}
 
 
+@pytest.mark.slow
 def test_it_resumes_in_half_precision_and_in_the_middle_of_an_accumulation(tmp_path: Path) -> None:
     """With several ranks' gradients still apart (stages 0 and 1), a resumed sum is rounded in another order."""
     jobs: list[tuple[Any, ...]] = []

@@ -90,6 +90,7 @@ def compare(tmp_path: Path, names: tuple[str, ...]) -> None:
             )
 
 
+@pytest.mark.slow
 def test_stage_3_is_one_process_with_what_else_a_run_has(tmp_path: Path) -> None:
     compare(tmp_path, ("deepspeed3_cut",))
 

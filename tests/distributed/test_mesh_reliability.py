@@ -96,10 +96,10 @@ def _fit(folder: Path, name: str, save: Path | None, resume: Path | None) -> lis
     return notes.losses
 
 
-def _resumes(rank: int, world_size: int, folder: Path) -> dict[str, Any]:
+def _resumes(rank: int, world_size: int, folder: Path, names: list[str]) -> dict[str, Any]:
     quiet()
     found = {}
-    for name in MESHES:
+    for name in names:
         home = folder / name
         whole = _fit(folder, name, home, None)
         found[name] = whole, {stop: _fit(folder, name, None, home / f"{stop}.ckpt") for stop in STOPS}
@@ -107,8 +107,11 @@ def _resumes(rank: int, world_size: int, folder: Path) -> dict[str, Any]:
     return found
 
 
-def test_a_run_that_is_stopped_anywhere_goes_on_bit_for_bit(tmp_path: Path) -> None:
-    for found in run_distributed(_resumes, 4, tmp_path, timeout=280):
+@pytest.mark.parametrize(
+    "names", [["pp x tp"], pytest.param(["pp x dp", "pp x tp, ZBV"], marks=pytest.mark.slow)], ids=" and ".join
+)
+def test_a_run_that_is_stopped_anywhere_goes_on_bit_for_bit(tmp_path: Path, names: list[str]) -> None:
+    for found in run_distributed(_resumes, 4, tmp_path, names, timeout=280):
         for name, (whole, resumed) in found.items():
             assert len(whole) == EPOCHS * BATCHES
             for stop, losses in resumed.items():

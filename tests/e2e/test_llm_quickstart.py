@@ -13,6 +13,7 @@ SMALL = {
     "trainer.max_steps": 100,
     "trainer.val_check_interval": 50,
     "trainer.limit_val_batches": 2,
+    "model.init_args.lr": 3e-3,
     "model.init_args.config.hidden_size": 64,
     "model.init_args.config.intermediate_size": 128,
     "model.init_args.config.num_hidden_layers": 2,
