@@ -24,8 +24,9 @@ import torch
 from torch import Tensor
 
 from dlo_framework.checkpoint.canonical import save
-from dlo_framework.checkpoint.deepspeed_layout import CutLayout, FlatLayout, Piece
+from dlo_framework.checkpoint.deepspeed_layout import CutLayout, FlatLayout
 from dlo_framework.checkpoint.importing import name_optimizer_states
+from dlo_framework.checkpoint.pieces import Piece
 from dlo_framework.checkpoint.torch_file import unreadable
 from dlo_framework.errors import DloError
 

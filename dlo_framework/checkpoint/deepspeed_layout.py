@@ -17,27 +17,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
+from dlo_framework.checkpoint.pieces import Piece, pieces_within
+
 #: Segments of stages 1 and 2 begin at a multiple of so many elements: NCCL's 4 bytes in half precision.
 ALIGNMENT = 2
 
 T = TypeVar("T")
-
-
-@dataclass(frozen=True)
-class Piece:
-    """A run of a parameter's elements in a rank's flat partition.
-
-    Attributes:
-        parameter: the parameter's number in its group.
-        start: the piece's first element in the flattened parameter.
-        length: how many elements.
-        offset: where the piece stands in the rank's partition.
-    """
-
-    parameter: int
-    start: int
-    length: int
-    offset: int
 
 
 @dataclass(frozen=True)
@@ -73,13 +58,8 @@ class FlatLayout:
 
     def pieces(self, rank: int) -> list[Piece]:
         """Returns what a rank's segment holds, in the order of the buffer."""
-        low, high = rank * self.segment, (rank + 1) * self.segment
-        found = []
-        for number, (start, numel) in enumerate(zip(self.starts, self.numels, strict=True)):
-            first, last = max(start, low), min(start + numel, high)
-            if first < last:
-                found.append(Piece(number, first - start, last - first, first - low))
-        return found
+        places = ((start, start + numel) for start, numel in zip(self.starts, self.numels, strict=True))
+        return pieces_within(places, rank * self.segment, (rank + 1) * self.segment)
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dlo_framework.checkpoint import FlatShard
-from dlo_framework.checkpoint.deepspeed_layout import FlatLayout, Piece
+from dlo_framework.checkpoint.deepspeed_layout import FlatLayout
+from dlo_framework.checkpoint.pieces import Piece
 from dlo_plugins.deepspeed.masters import Flat, Masters, expect
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from dlo_framework.checkpoint import FlatShard
-from dlo_framework.checkpoint.deepspeed_layout import Piece
+from dlo_framework.checkpoint.pieces import Piece
 from dlo_framework.distributed.norms import parts
 from dlo_framework.errors import DloError
 

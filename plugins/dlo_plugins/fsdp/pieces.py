@@ -18,9 +18,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from dlo_framework.checkpoint import FlatShard
+from dlo_framework.checkpoint.pieces import Piece
 from dlo_framework.distributed.collectives import Communicator
 from dlo_plugins.fsdp.sharding import local
-from dlo_plugins.zero.partition import Piece
 from dlo_plugins.zero.shares import PieceShare, TensorShare
 
 

@@ -58,7 +58,8 @@ class Pipelining:
         """
         check_steps(task)
         stages = placement(self.schedule, spec.pp, self.stages_per_rank).stages
-        make_stages(task.model, plan, stages, self.split_of(task, plan, spec.pp, datamodule))
+        # Whether blocks suffice does not depend on their costs, which each rank counts when it cuts.
+        make_stages(task.model, plan, stages, self.split or "balanced")
         batch, parts = getattr(datamodule, "batch_size", None), self.parts(spec.pp)
         if isinstance(batch, int) and batch // spec.data_size < parts:
             raise DloError(

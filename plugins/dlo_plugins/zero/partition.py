@@ -16,22 +16,7 @@ import itertools
 from dataclasses import dataclass
 from functools import cached_property
 
-
-@dataclass(frozen=True)
-class Piece:
-    """A run of a parameter's elements that one rank owns.
-
-    Attributes:
-        parameter: the parameter's number in its group.
-        start: the piece's first element in the flattened parameter.
-        length: how many elements.
-        offset: where the piece stands in its owner's segment.
-    """
-
-    parameter: int
-    start: int
-    length: int
-    offset: int
+from dlo_framework.checkpoint.pieces import Piece, pieces_within
 
 
 @dataclass(frozen=True)
@@ -63,13 +48,7 @@ class FlatPartition:
 
     def pieces(self, rank: int) -> list[Piece]:
         """Returns what a rank owns, in the order of the buffer."""
-        low, high = rank * self.segment, (rank + 1) * self.segment
-        found = []
-        for number, (start, stop) in enumerate(itertools.pairwise(self.starts)):
-            first, last = max(start, low), min(stop, high)
-            if first < last:
-                found.append(Piece(number, first - start, last - first, first - low))
-        return found
+        return pieces_within(itertools.pairwise(self.starts), rank * self.segment, (rank + 1) * self.segment)
 
 
 def balance(numels: list[int], ranks: int) -> list[int]:
