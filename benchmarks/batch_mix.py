@@ -12,10 +12,8 @@ Every contestant is given images [128, 3, 224, 224] and class indices [128], and
 * ``timm``: ``timm.data.mixup.Mixup`` (in place, as it always is). ``torchvision``: ``v2.MixUp`` and ``v2.CutMix``.
 * ``where``: CutMix as textbooks have it, ``where(mask, images[perm], images)``.
 
-Rounds are interleaved, in a new random order each; a round calls each contestant a few times, for CutMix costs what
-its box is large. A round's ratio is against ``copy_`` in the same round; medians are printed. On a CPU the time is that
-of the process (``time.process_time``) with one thread; on an accelerator it is what events on the stream measure, which
-leaves out the host.
+A round calls each contestant a few times, for CutMix costs what its box is large. On a CPU the time is that of the
+process, with one thread; on an accelerator events on the stream measure it.
 
 Run: ``python benchmarks/batch_mix.py [--rounds 25] [--device cuda]``
 """
@@ -23,16 +21,13 @@ Run: ``python benchmarks/batch_mix.py [--rounds 25] [--device cuda]``
 from __future__ import annotations
 
 import argparse
-import json
-import random
 import statistics
-import time
 from collections.abc import Callable
 
 import numpy as np
-import timm
 import torch
-import torchvision
+from measuring.record import Record, Table
+from measuring.rounds import all_ratios, clock_of, take_turns
 from timm.data.mixup import Mixup
 from torch import Tensor
 from torchvision.transforms import v2
@@ -86,38 +81,34 @@ def contestants(device: torch.device) -> dict[str, Run]:
     return runs | {"where CutMix": textbook}
 
 
-def seconds_of(run: Run, images: Tensor, targets: Tensor, calls: int) -> float:
-    """Returns the seconds of a call, on the device's own clock where it has one."""
-    if images.device.type == "cpu":
-        start = time.process_time()
-        for _ in range(calls):
-            run(images, targets)
-        return (time.process_time() - start) / calls
-    begin, end = (torch.Event(device=images.device, enable_timing=True) for _ in range(2))
-    torch.accelerator.synchronize()
-    begin.record()
-    for _ in range(calls):
-        run(images, targets)
-    end.record()
-    end.synchronize()
-    return begin.elapsed_time(end) / 1000 / calls
-
-
-def measure(device: torch.device, rounds: int, calls: int) -> dict[str, list[float]]:
+def table(device: torch.device, rounds: int, calls: int) -> Table:
+    """Measures all contestants."""
     torch.manual_seed(0)
     np.random.seed(0)
     fresh, targets = torch.randn(BATCH, 3, 224, 224, device=device), torch.randint(CLASSES, (BATCH,), device=device)
-    images, runs = fresh.clone(), contestants(device)
-    seconds: dict[str, list[float]] = {name: [] for name in runs}
-    order = list(runs)
-    for number in range(rounds + 1):
-        random.shuffle(order)
-        for name in order:
-            images.copy_(fresh)
-            taken = seconds_of(runs[name], images, targets, calls)
-            if number:  # the first round warms up
-                seconds[name].append(taken)
-    return seconds
+    images, clock = fresh.clone(), clock_of(device)
+
+    def timed(run: Run) -> float:
+        images.copy_(fresh)
+        return clock.seconds(lambda: run(images, targets), calls)
+
+    runs = {name: (lambda run=run: timed(run)) for name, run in contestants(device).items()}
+    seconds = take_turns(runs, rounds)
+    found = all_ratios(seconds, "copy_")
+    told = Table(f"mixing a batch of {BATCH} x 3 x 224 x 224", "copy_ of the batch", clock)
+    for name, values in found.items():
+        ours, bar = name.startswith("dlo"), BARS.get(name)
+        if name.startswith("dlo ") and name.endswith((" pair", " elem")):
+            bar = PER_SAMPLE_BAR * statistics.median(found[f"{name.rpartition(' ')[0]} batch"])
+        told.add(
+            name,
+            values,
+            bar=bar if device.type == "cpu" else None,
+            ours=ours,
+            control=name == "copy_ again",
+            ms=statistics.median(seconds[name]) * 1e3,
+        )
+    return told
 
 
 def main() -> None:
@@ -125,32 +116,11 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=25)
     parser.add_argument("--calls", type=int, default=4, help="calls of each contestant in a round")
     parser.add_argument("--device", default="cpu")
-    arguments = parser.parse_args()
+    options = parser.parse_args()
     torch.set_num_threads(1)
-    device = torch.device(arguments.device)
-    seconds = measure(device, arguments.rounds, arguments.calls)
-    base = seconds["copy_"]
-    ratios = {name: [t / b for t, b in zip(taken, base, strict=True)] for name, taken in seconds.items()}
-    medians = {name: statistics.median(values) for name, values in ratios.items()}
-    where = "one CPU thread" if device.type == "cpu" else torch.cuda.get_device_name(device)
-    print(f"{BATCH} x 3 x 224 x 224 float32 on {where}; copy_ takes {statistics.median(base) * 1e3:.2f} ms")
-    print(f"{'':30}{'ratio':>8}{'min':>8}{'max':>8}{'bar':>8}")
-    for name, values in ratios.items():
-        bar = BARS.get(name)
-        if name.startswith("dlo ") and name.endswith((" pair", " elem")):
-            bar = PER_SAMPLE_BAR * medians[f"{name.rpartition(' ')[0]} batch"]
-        told = f"{bar:8.2f}" if bar is not None and device.type == "cpu" else ""
-        print(f"{name:30}{medians[name]:8.2f}{min(values):8.2f}{max(values):8.2f}{told}")
-    record = {
-        "benchmark": "batch_mix",
-        "device": where,
-        "rounds": arguments.rounds,
-        "calls": arguments.calls,
-        "copy_ms": round(statistics.median(base) * 1e3, 3),
-        "ratios": {name: round(value, 3) for name, value in medians.items()},
-        "versions": {"torch": torch.__version__, "timm": timm.__version__, "torchvision": torchvision.__version__},
-    }
-    print(json.dumps(record))
+    record = Record.of(__file__, __doc__, options, options.device)
+    record.add(table(torch.device(options.device), options.rounds, options.calls))
+    record.finish()
 
 
 if __name__ == "__main__":

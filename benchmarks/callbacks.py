@@ -3,24 +3,25 @@
     python benchmarks/callbacks.py [--rounds 20]
 
 ``dlo`` is a fit with the callbacks that every ``dlo fit`` has. ``dlo, all callbacks`` has OneCycle, ProgressiveResizing
-(at its size), DynamicBatchSize (at its batch), BatchMix (with probability 0) and TimeToTarget besides.
-callbacks add is then held against a step of a small ViT (64 x 64, batch 32), measured in the same round. Rounds are
-interleaved in random order, medians are given, and `dlo again` is the A/A control. CPU time, one thread.
+(at its size), DynamicBatchSize (at its batch), BatchMix (with probability 0) and TimeToTarget besides. What these
+callbacks add is then held against a step of a small ViT (64 x 64, batch 32), measured in the same round; `dlo again` is
+the A/A control. CPU time, one thread.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import random
 import statistics
 import tempfile
-import time
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
+from measuring.record import Record, Table
+from measuring.rounds import PROCESS, take_turns
+from measuring.stopwatch import Stopwatch
 from overhead import silence, vit
 from torch import nn
 from torch.utils.data import TensorDataset
@@ -35,6 +36,7 @@ from dlo_plugins.callbacks.progressive_resizing import ProgressiveResizing
 from dlo_plugins.callbacks.time_to_target import TimeToTarget
 
 SIDE, BATCH, CLASSES, WARM = 8, 8, 10, 50
+BAR = 0.01  # of what all callbacks add, to a small ViT's step
 
 
 class Images(ResumableDataModule):
@@ -76,22 +78,14 @@ class Tiny(LightningModule):
         return torch.optim.SGD(self.parameters(), lr=1e-3)
 
 
-class Stopwatch(Callback):
-    """Times the batches after the first few, from one batch's start to the last one's."""
-
-    def __init__(self) -> None:
-        self.seen, self.began, self.seconds = 0, 0.0, 0.0
-
-    def on_train_batch_start(self, *_: object) -> None:
-        self.seen += 1
-        if self.seen == WARM:
-            self.began = time.process_time()
-        self.seconds = time.process_time() - self.began
-
-
-def fit(steps: int, callbacks: list[Callback], folder: Path) -> float:
+def fit(steps: int, make: Callable[[], list[Callback]]) -> float:
     """Returns the seconds of a step."""
-    module, watch = Tiny(), Stopwatch()
+    with tempfile.TemporaryDirectory() as folder, silence():
+        return _fit(steps, make(), Path(folder))
+
+
+def _fit(steps: int, callbacks: list[Callback], folder: Path) -> float:
+    module, watch = Tiny(), Stopwatch(PROCESS, WARM, steps)
     trainer = Trainer(
         max_epochs=1,
         accelerator="cpu",
@@ -103,7 +97,7 @@ def fit(steps: int, callbacks: list[Callback], folder: Path) -> float:
         callbacks=[watch, *add_default_callbacks(callbacks, run_folder=folder, model=module, config="{}")],
     )
     trainer.fit(module, datamodule=Images(WARM + steps))
-    return watch.seconds / steps
+    return watch.seconds_of_a_step
 
 
 def everything() -> list[Callback]:
@@ -121,35 +115,39 @@ def vit_step(steps: int = 4) -> float:
     optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3)
     for step in range(steps + 1):
         if step == 1:
-            began = time.process_time()
+            began = PROCESS.now()
         optimizer.zero_grad()
         nn.functional.cross_entropy(net(x), y).backward()
         optimizer.step()
-    return (time.process_time() - began) / steps
+    return (PROCESS.now() - began) / steps
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--steps", type=int, default=500)
-    arguments = parser.parse_args()
+    options = parser.parse_args()
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore")
-    variants = {"dlo": list, "dlo again": list, "dlo, all callbacks": everything}
-    seconds: dict[str, list[float]] = {name: [] for name in [*variants, "small ViT"]}
-    for _ in range(arguments.rounds):
-        for name in random.sample(list(variants), len(variants)):
-            with tempfile.TemporaryDirectory() as folder, silence():
-                seconds[name].append(fit(arguments.steps, variants[name](), Path(folder)))
-        seconds["small ViT"].append(vit_step())
-    print(f"{'':<22}{'us a step':>12}{'added, of a small ViT step':>30}")
-    result = {}
+    record = Record.of(__file__, __doc__, options)
+    variants: dict[str, Callable[[], list[Callback]]] = {"dlo": list, "dlo again": list}
+    variants["dlo, all callbacks"] = everything
+    runs = {name: (lambda make=make: fit(options.steps, make)) for name, make in variants.items()}
+    # Each fit warms up by itself.
+    seconds = take_turns(runs | {"small ViT": vit_step}, options.rounds, warm_up=0)
+    table = Table("callbacks with nothing to do", "a small ViT's step; a row is what it adds to it", PROCESS)
     for name in variants:
         rounds = zip(seconds[name], seconds["dlo"], seconds["small ViT"], strict=True)
-        share = statistics.median((one - base) / whole for one, base, whole in rounds)
-        result[name] = round(share, 5)
-        print(f"{name:<22}{statistics.median(seconds[name]) * 1e6:>12.0f}{share:>30.3%}")
-    print(json.dumps({"benchmark": "callbacks", "rounds": arguments.rounds, "added_over_small_vit_step": result}))
+        table.add(
+            name,
+            [(one - base) / whole for one, base, whole in rounds],
+            bar=BAR if name == "dlo, all callbacks" else None,
+            ours=True,
+            control=name == "dlo again",
+            us_a_step=statistics.median(seconds[name]) * 1e6,
+        )
+    record.add(table)
+    record.finish()
 
 
 if __name__ == "__main__":

@@ -2,20 +2,21 @@
 
     python benchmarks/collectives.py [--ranks 2] [--rounds 10] [--elements 24000000]
 
-On gloo, single precision, one thread a rank; medians of rounds in which all take turns. `all_reduce again` is the A/A
-control. The roofline of either is half of a good all-reduce: it does the work of both.
+On gloo, single precision, one thread a rank. `all_reduce again` is the A/A control. The roofline of either is half of a
+good all-reduce: it does the work of both.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
+import random
 import statistics
-import time
 from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
+from measuring.record import Record, Table
+from measuring.rounds import ELAPSED, RanksClock, all_ratios, take_turns
 
 from dlo_framework.distributed.collectives import Communicator
 from dlo_framework.testing import run_distributed
@@ -34,16 +35,9 @@ def measure(rank: int, world_size: int, elements: int, rounds: int) -> dict[str,
         "dlo reduce_scatter": lambda: communicator.reduce_scatter(buffer).wait(),
         "dlo all_gather": lambda: communicator.all_gather(buffer).wait(),
     }
-    seconds: dict[str, list[float]] = {name: [] for name in runs}
-    for number in range(rounds + 1):
-        buffer.normal_()
-        for name, run in runs.items():
-            dist.barrier()
-            began = time.perf_counter()
-            run()
-            if number:  # the first round is warm-up
-                seconds[name].append(time.perf_counter() - began)
-    return seconds
+    clock = RanksClock(torch.device("cpu"))
+    timed = {name: (lambda run=run: clock.seconds(run)) for name, run in runs.items()}
+    return take_turns(timed, rounds, order=random.Random(0), before_round=lambda number: buffer.normal_())
 
 
 def main() -> None:
@@ -52,13 +46,15 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--elements", type=int, default=24_000_000)
     options = parser.parse_args()
+    record = Record.of(__file__, __doc__, options)
     seconds = run_distributed(measure, options.ranks, options.elements, options.rounds, timeout=600)[0]
-    result = {}
-    for name, rounds in seconds.items():
-        ratio = statistics.median(one / base for one, base in zip(rounds, seconds["all_reduce"], strict=True))
-        result[name] = round(ratio, 3)
-        print(f"{name:<22}{ratio:>7.2f}")
-    print(json.dumps({"benchmark": "collectives", "ranks": options.ranks, "over_all_reduce": result}))
+    megabytes = options.elements * 4 / 1e6
+    table = Table(f"a buffer of {megabytes:.0f} MB on {options.ranks} ranks", "an all-reduce of it", ELAPSED)
+    for name, values in all_ratios(seconds, "all_reduce").items():
+        milliseconds = statistics.median(seconds[name]) * 1e3
+        table.add(name, values, ours=name.startswith("dlo"), control=name.endswith("again"), ms=milliseconds)
+    record.add(table)
+    record.finish()
 
 
 if __name__ == "__main__":

@@ -2,9 +2,8 @@
 
     python benchmarks/compile.py [--rounds 7] [--starts 2] [--steps 10] [--vit small|tiny]
 
-First a ViT's training step, warm: each round fits every variant once, in a new random order, and ratios are taken
-within the round; `eager again` is the control. CPU time of one thread. `small` is bound by its matrix products, 32
-images of 64 x 64; `tiny` by the number of its operations, 8 images of 16 x 16.
+First a ViT's training step, warm; `eager again` is the control. CPU time of one thread. `small` is bound by its matrix
+products, 32 images of 64 x 64; `tiny` by the number of its operations, 8 images of 16 x 16.
 
 Then the wall time from calling `fit` to the end of the first optimizer step, in fresh processes: uncompiled, with an
 empty cache folder, and with the one that this filled.
@@ -15,21 +14,19 @@ from __future__ import annotations
 import argparse
 import contextlib
 import io
-import json
 import os
-import random
 import statistics
 import subprocess
 import sys
 import tempfile
-import time
 import warnings
-from collections.abc import Callable
 
 import lightning as L
 import timm
 import torch
-from lightning.pytorch.callbacks import Callback
+from measuring.record import Record, Table
+from measuring.rounds import ELAPSED, PROCESS, Clock, all_ratios, take_turns
+from measuring.stopwatch import Stopwatch
 from torch import nn
 from torch.utils.data import DataLoader
 
@@ -42,6 +39,8 @@ COMPILE: dict[str, dict[str, str] | None] = {
     "Compile, model": {"scope": "model"},
     "Compile, blocks": {"scope": "blocks"},
 }
+#: Those whose first step is timed.
+STARTS = ("eager", "Compile, model", "Compile, blocks")
 
 
 #: timm's arguments, and images and pixels of a batch.
@@ -80,54 +79,41 @@ class Module(L.LightningModule):
         return torch.optim.AdamW(self.parameters(), lr=1e-3)
 
 
-class Stopwatch(Callback):
-    """Times what comes after ``skip`` steps."""
-
-    def __init__(self, skip: int, clock: Callable[[], float]) -> None:
-        self.skip, self.clock, self.seen, self.seconds, self.began = skip, clock, 0, 0.0, clock()
-
-    def on_train_batch_end(self, *_: object) -> None:
-        self.seen += 1
-        if self.seen == self.skip:
-            self.began = self.clock()
-        self.seconds = self.clock() - self.began
-
-
-def fit(module: Module, compile_args: dict[str, str] | None, watch: Stopwatch, steps: int) -> float:
-    """Returns the seconds on the watch after a fit of so many steps."""
+def fit(module: Module, compile_args: dict[str, str] | None, watch: Stopwatch) -> float:
+    """Returns the seconds of a step that the watch has taken."""
     callbacks = [] if compile_args is None else [Compile(**compile_args)]  # type: ignore[arg-type]
     off = dict.fromkeys(("logger", "enable_progress_bar", "enable_checkpointing", "enable_model_summary"), False)
     trainer = L.Trainer(accelerator="cpu", max_epochs=1, callbacks=[*callbacks, watch], **off)
     with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
-        trainer.fit(module, DataLoader(Batches(module.vit, steps), batch_size=None))
-    return watch.seconds
+        trainer.fit(module, DataLoader(Batches(module.vit, watch.warm + watch.steps), batch_size=None))
+    return watch.seconds_of_a_step
 
 
 def step_seconds(vit: str, rounds: int, steps: int, cache: str) -> dict[str, list[float]]:
     # A module keeps its compiled code from one round to the next.
     modules = {name: Module(vit) for name in COMPILE}
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = cache
-    seconds: dict[str, list[float]] = {name: [] for name in COMPILE}
-    order = list(COMPILE)
-    for turn in range(rounds + 1):
-        random.shuffle(order)
-        for name in order:
-            taken = fit(modules[name], COMPILE[name], Stopwatch(WARM, time.process_time), WARM + steps)
-            if turn:  # The first one compiles.
-                seconds[name].append(taken / steps)
-    return seconds
+
+    def timed(name: str) -> float:
+        return fit(modules[name], COMPILE[name], Stopwatch(PROCESS, WARM, steps))
+
+    # The first round compiles.
+    return take_turns({name: (lambda name=name: timed(name)) for name in COMPILE}, rounds)
 
 
 def start_seconds(starts: int) -> dict[str, list[float]]:
-    """Returns the wall seconds to the first step of each kind of start."""
-    seconds: dict[str, list[float]] = {"eager": []}
-    for _ in range(starts):
-        seconds["eager"].append(start("eager", ""))
-        for name in ("Compile, model", "Compile, blocks"):
-            with tempfile.TemporaryDirectory() as cache:
-                for state in ("cold", "warm"):
-                    seconds.setdefault(f"{name}, {state}", []).append(start(name, cache))
-    return seconds
+    """Returns the seconds to the first step of each kind of start."""
+
+    def both(name: str) -> dict[str, float]:
+        """An uncompiled start; or one with an empty cache folder, and one with what the first has left there."""
+        if name == "eager":
+            return {name: start(name, "")}
+        with tempfile.TemporaryDirectory() as cache:
+            return {f"{name}, {state}": start(name, cache) for state in ("cold", "warm")}
+
+    # Each start is a process of its own: nothing is warm but the page cache, which importing torch here has filled.
+    found = take_turns({name: (lambda name=name: both(name)) for name in STARTS}, starts, warm_up=0)
+    return {kind: [one[kind] for one in rounds] for rounds in found.values() for kind in rounds[0]}
 
 
 def start(name: str, cache: str) -> float:
@@ -139,22 +125,16 @@ def start(name: str, cache: str) -> float:
 def one_start(name: str, cache: str) -> float:
     """Returns the wall seconds from calling ``fit`` to the end of the first step, which runs compiled."""
     arguments = COMPILE[name]
-    return fit(Module("small"), arguments and {**arguments, "cache_dir": cache}, Stopwatch(0, time.perf_counter), 1)
+    return fit(Module("small"), arguments and {**arguments, "cache_dir": cache}, Stopwatch(ELAPSED, 0, 1))
 
 
-def report(title: str, seconds: dict[str, list[float]], unit: float) -> dict[str, float]:
-    result = {}
-    base = seconds["eager"]
-    print(f"\n{title:<28}{'here':>10}{'/ eager':>10}{'min':>8}{'max':>8}")
-    for name, times in seconds.items():
-        ratios = [one / other for one, other in zip(times, base, strict=True)]
-        result[f"{title}: {name}"] = round(statistics.median(times) * unit, 3)
-        result[f"{title}: {name} / eager"] = round(statistics.median(ratios), 4)
-        print(
-            f"{name:<28}{statistics.median(times) * unit:>10.2f}{statistics.median(ratios):>10.3f}"
-            f"{min(ratios):>8.3f}{max(ratios):>8.3f}"
-        )
-    return result
+def table_of(title: str, seconds: dict[str, list[float]], clock: Clock) -> Table:
+    """Returns the table over the uncompiled."""
+    table = Table(title, "eager", clock)
+    for name, values in all_ratios(seconds, "eager").items():
+        ours, median = name.startswith("Compile"), statistics.median(seconds[name])
+        table.add(name, values, ours=ours, control=name.endswith("again"), s=median)
+    return table
 
 
 def main() -> None:
@@ -165,20 +145,20 @@ def main() -> None:
     parser.add_argument("--vit", choices=VITS, default="small")
     parser.add_argument("--start", help=argparse.SUPPRESS)
     parser.add_argument("--cache", help=argparse.SUPPRESS)
-    arguments = parser.parse_args()
+    options = parser.parse_args()
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore")
-    if arguments.start:
-        print(one_start(arguments.start, arguments.cache))
+    if options.start:
+        print(one_start(options.start, options.cache))
         return
-    result: dict[str, float] = {}
-    if arguments.rounds:
+    record = Record.of(__file__, __doc__, options)
+    if options.rounds:
         with tempfile.TemporaryDirectory() as cache:
-            seconds = step_seconds(arguments.vit, arguments.rounds, arguments.steps, cache)
-        result |= report(f"step of the {arguments.vit} ViT, ms", seconds, 1000)
-    if arguments.starts:
-        result |= report("first step, s", start_seconds(arguments.starts), 1)
-    print(json.dumps(result))
+            seconds = step_seconds(options.vit, options.rounds, options.steps, cache)
+        record.add(table_of(f"a step of the {options.vit} ViT", seconds, PROCESS))
+    if options.starts:
+        record.add(table_of("from fit to the end of the first step", start_seconds(options.starts), ELAPSED))
+    record.finish()
 
 
 if __name__ == "__main__":

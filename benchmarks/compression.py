@@ -3,8 +3,8 @@
     python benchmarks/compression.py [--ranks 2] [--rounds 20] [--device cuda] [--mbit 100]
 
 Each rank trains a GPT-like transformer in single precision (benchmarks/sharding.py's; 10 million parameters by default)
-in DistributedDataParallel, and steps all variants in the same random order, round by round. Medians of the ratio to
-DDP's step of the same round are given; `ddp again` is the A/A control. Elapsed time, for the ranks wait for each other.
+in DistributedDataParallel, and steps all variants in the same order; `ddp again` is the A/A control. Elapsed time, for
+the ranks wait for each other.
 
 Bytes are those that a rank sends to others in a step, an all-reduce as a reduce-scatter and an all-gather. Two ranks on
 one machine have a network as fast as its memory, on which compression can only lose: its own time is what is measured.
@@ -18,16 +18,16 @@ The roofline: no variant sends fewer bytes than 1/32 of DDP's and scales; none i
 from __future__ import annotations
 
 import argparse
-import json
 import random
 import statistics
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from measuring.record import Record, Table
+from measuring.rounds import ELAPSED, RanksClock, all_ratios, take_turns
 from sharding import LENGTH, VOCABULARY, Model
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
@@ -41,6 +41,8 @@ from dlo_plugins.compression.powersgd import PowerSGD
 
 #: Steps before a variant compresses, and that are not measured.
 WARM_UP = 3
+#: What is to be reached: bytes sent over DDP's.
+SENT_BARS = {"1-bit Adam": 0.2}
 
 
 @dataclass
@@ -114,24 +116,41 @@ def measure(rank: int, world_size: int, options: argparse.Namespace) -> dict[str
     """Returns seconds of each round, and the bytes of a step, by variant; runs on each rank."""
     device = torch.device("cuda", rank % torch.cuda.device_count()) if options.device == "cuda" else torch.device("cpu")
     built = {method: build(options, device, method) for method in METHODS}
-    seconds: dict[str, list[float]] = {method: [] for method in METHODS}
     before: dict[str, float] = {}
-    order = random.Random(0)
-    for number in range(options.rounds + WARM_UP):
+    clock, now = RanksClock(device), {}
+
+    def new_batch(number: int) -> None:
         generator = torch.Generator().manual_seed(number * world_size + rank)
-        batch = torch.randint(VOCABULARY, (options.batch, LENGTH), generator=generator).to(device)
-        for method in order.sample(METHODS, len(METHODS)):
-            if number == WARM_UP:
-                before[method] = built[method].bytes()
-            dist.barrier()
-            began = time.perf_counter()
-            built[method].step(batch)
-            if device.type == "cuda":
-                torch.cuda.synchronize(device)
-            if number >= WARM_UP:
-                seconds[method].append(time.perf_counter() - began)
+        now["batch"] = torch.randint(VOCABULARY, (options.batch, LENGTH), generator=generator).to(device)
+        if number == WARM_UP:
+            before.update({method: built[method].bytes() for method in METHODS})
+
+    runs = {method: (lambda step=built[method].step: clock.seconds(lambda: step(now["batch"]))) for method in METHODS}
+    seconds = take_turns(runs, options.rounds, warm_up=WARM_UP, order=random.Random(0), before_round=new_batch)
     sent = {method: (built[method].bytes() - before[method]) / options.rounds for method in METHODS}
     return {"seconds": seconds, "bytes": sent}
+
+
+def tables(found: dict[str, Any], options: argparse.Namespace) -> list[Table]:
+    """Returns the tables of time, and of bytes."""
+    seconds, sent = found["seconds"], found["bytes"]
+    psi = sum(p.numel() for p in Model(options.width, options.depth).parameters())
+    alone = statistics.median(seconds["no exchange"])
+    # What compressing takes is in the measured time; DDP's own exchange in memory is not part of a network's.
+    own = {method: max(alone, statistics.median(of_method)) for method, of_method in seconds.items()}
+    own |= {"ddp": alone, "ddp again": alone, "no exchange": alone}
+    speed = options.mbit * 1e6 / 8
+    slow = {method: own[method] + sent[method] / speed for method in METHODS}
+    what = f"{psi / 1e6:.1f} million parameters on {options.ranks} ranks"
+    time, size = Table(f"a step: {what}", "DDP's step", ELAPSED), Table(f"sent by a rank: {what}", "DDP's", "bytes")
+    time.notes.append(f"At {options.mbit:g} Mbit/s: computed from the time without an exchange and the bytes.")
+    for method, values in all_ratios(seconds, "ddp").items():
+        ours, control = method not in ("ddp", "ddp again", "no exchange"), method == "ddp again"
+        computed = {f"at_{options.mbit:g}_Mbit/s": slow[method] / slow["ddp"]}
+        time.add(method, values, ours=ours, control=control, ms=statistics.median(seconds[method]) * 1e3, **computed)
+        share = sent[method] / sent["ddp"]
+        size.add(method, [share], bar=SENT_BARS.get(method), ours=ours, control=control, MB=sent[method] / 1e6)
+    return [time, size]
 
 
 def main() -> None:
@@ -145,27 +164,11 @@ def main() -> None:
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     options = parser.parse_args()
     backend = "nccl" if options.device == "cuda" else "gloo"
+    record = Record.of(__file__, __doc__, options, options.device)
     ranks = run_distributed(measure, options.ranks, options, timeout=3600, group_timeout=600, backend=backend)
-    seconds, sent = ranks[0]["seconds"], ranks[0]["bytes"]
-    psi = sum(p.numel() for p in Model(options.width, options.depth).parameters())
-    alone = statistics.median(seconds["no exchange"])
-    # What compressing takes is in the measured time; DDP's own exchange in memory is not part of a network's.
-    own = {method: max(alone, statistics.median(of_method)) for method, of_method in seconds.items()}
-    own |= {"ddp": alone, "ddp again": alone, "no exchange": alone}
-    speed = options.mbit * 1e6 / 8
-    slow = {method: own[method] + sent[method] / speed for method in METHODS}
-    print(f"{psi / 1e6:.1f} million parameters, {options.ranks} ranks; MB sent by a rank in a step, step over DDP's")
-    print(f"{'':<14}{'MB':>9}{'share':>8}{'step':>8}{'min':>7}{'max':>7}{f'{options.mbit:g} Mbit/s':>14}")
-    result = {}
-    for method in METHODS:
-        ratios = [one / base for one, base in zip(seconds[method], seconds["ddp"], strict=True)]
-        share, computed = sent[method] / sent["ddp"], slow[method] / slow["ddp"]
-        print(
-            f"{method:<14}{sent[method] / 1e6:>9.3f}{share:>8.4f}{statistics.median(ratios):>8.3f}{min(ratios):>7.2f}"
-            f"{max(ratios):>7.2f}{computed:>14.3f}"
-        )
-        result[method] = {"ratio": round(statistics.median(ratios), 4), "bytes": sent[method], "computed": computed}
-    print(json.dumps({"benchmark": "compression", "ranks": options.ranks, "rounds": options.rounds, "results": result}))
+    for table in tables(ranks[0], options):
+        record.add(table)
+    record.finish()
 
 
 if __name__ == "__main__":

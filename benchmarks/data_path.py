@@ -10,8 +10,7 @@ resized crop to 224 with antialiasing, flip, normalise, collate into a float32 b
 * ``dlo``: ImageFolderData's train loader and ``on_after_batch_transfer``.
 * ``dlo, to uint8``: the same without normalising, which is what a worker does when an accelerator trains.
 
-Rounds are interleaved; each round's ratio is against ``imagefolder`` in the same round; medians are printed.
-CPU time of the process (``time.process_time``) with one thread. Roofline: decoding alone.
+Images a CPU-second with one thread, over those of ``imagefolder``. Roofline: decoding alone.
 
 Run: ``python benchmarks/data_path.py [--rounds 21] [--quality 90] [--images 128] [--workers 1 2]``
 """
@@ -19,16 +18,15 @@ Run: ``python benchmarks/data_path.py [--rounds 21] [--quality 90] [--images 128
 from __future__ import annotations
 
 import argparse
-import json
-import os
 import statistics
 import tempfile
-import time
 from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import torch
+from measuring.record import Record, Table, cores
+from measuring.rounds import ELAPSED, PROCESS, all_ratios, take_turns
 from PIL import Image
 from torch.utils.data import DataLoader
 from torchvision import transforms as v1
@@ -41,6 +39,7 @@ from dlo_tasks.imagenet.decode import Box, decode_crop, decoders
 from dlo_tasks.imagenet.folder import ImageFolderData
 
 HEIGHT, WIDTH, SIZE, BATCH = 400, 500, 224, 32
+BAR = 2.5  # of dlo's images a CPU-second, over torchvision's ImageFolder
 WORKER_BATCH = 8  # many small batches: how an epoch of few images starts and ends then matters little
 
 
@@ -107,41 +106,39 @@ def contestants(root: Path) -> dict[str, Callable[[], None]]:
     }
 
 
-def measure(runs: dict[str, Callable[[], None]], images: int, rounds: int) -> dict[str, dict[str, float]]:
-    """Returns images per CPU-second and the ratio to the first contestant, medians over interleaved rounds."""
-    seconds: dict[str, list[float]] = {name: [] for name in runs}
-    for run in runs.values():
-        run()  # warm up
-    for number in range(rounds):
-        names = list(runs) if number % 2 == 0 else list(runs)[::-1]
-        for name in names:
-            start = time.process_time()
-            runs[name]()
-            seconds[name].append(time.process_time() - start)
-    base = next(iter(seconds.values()))
-    return {
-        name: {
-            "images_per_cpu_second": round(images / statistics.median(taken)),
-            "ratio": round(statistics.median(b / t for b, t in zip(base, taken, strict=True)), 3),
-        }
-        for name, taken in seconds.items()
-    }
+def path_table(runs: dict[str, Callable[[], None]], images: int, rounds: int, title: str) -> Table:
+    """Measures images per CPU-second, and holds them against the first contestant's."""
+    seconds = take_turns({name: (lambda run=run: PROCESS.seconds(run)) for name, run in runs.items()}, rounds)
+    rates = {name: [images / one for one in taken] for name, taken in seconds.items()}
+    table = Table(title, "the images a CPU-second of torchvision's ImageFolder", PROCESS, better="higher")
+    for name, values in all_ratios(rates, "imagefolder").items():
+        table.add(
+            name,
+            values,
+            bar=BAR if name == "dlo" else None,
+            ours=name.startswith("dlo"),
+            control=name.endswith("again"),
+            images_a_CPU_second=statistics.median(rates[name]),
+        )
+    return table
 
 
-def scaling(root: Path, workers: list[int], rounds: int) -> dict[str, int]:
-    """Returns images per second of wall time by number of workers, medians."""
-    taken: dict[int, list[float]] = {count: [] for count in workers}
+def workers_table(root: Path, workers: list[int], rounds: int) -> Table:
+    """Measures images per second of elapsed time by number of workers, and holds them against the first."""
     loaders = {}
     for count in workers:
         data = ImageFolderData(str(root), image_size=SIZE, batch_size=WORKER_BATCH, num_workers=count)
-        loaders[count] = data.train_dataloader()
-        drain(loaders[count])
-    for _ in range(rounds):
-        for count, loader in loaders.items():
-            start = time.perf_counter()
-            drain(loader)
-            taken[count].append(len(loader) * WORKER_BATCH / (time.perf_counter() - start))
-    return {str(count): round(statistics.median(rates)) for count, rates in taken.items()}
+        loaders[f"dlo, {count} worker{'s' if count > 1 else ''}"] = data.train_dataloader()
+    seconds = take_turns(
+        {name: (lambda loader=loader: ELAPSED.seconds(lambda: drain(loader))) for name, loader in loaders.items()},
+        rounds,
+    )
+    rates = {name: [len(loaders[name]) * WORKER_BATCH / one for one in taken] for name, taken in seconds.items()}
+    base = next(iter(rates))
+    table = Table("workers", f"the images a second of {base}", ELAPSED, better="higher")
+    for name, values in all_ratios(rates, base).items():
+        table.add(name, values, ours=True, images_a_second=statistics.median(rates[name]))
+    return table
 
 
 def main() -> None:
@@ -150,32 +147,22 @@ def main() -> None:
     parser.add_argument("--quality", type=int, default=90)
     parser.add_argument("--images", type=int, default=128)
     parser.add_argument("--workers", type=int, nargs="*", default=[1, 2])
-    args = parser.parse_args()
+    options = parser.parse_args()
     torch.set_num_threads(1)
+    record = Record.of(__file__, __doc__, options)
     with tempfile.TemporaryDirectory() as folder:
         root = Path(folder)
-        kilobytes = write_jpegs(root, args.images, args.quality)
-        images = args.images // BATCH * BATCH
-        results = measure(contestants(root), images, args.rounds)
-        by_workers = scaling(root, args.workers, max(3, args.rounds // 4)) if args.workers else {}
-    print(f"{WIDTH} x {HEIGHT} JPEGs, quality {args.quality}, {kilobytes:.0f} kB; {args.rounds} rounds; {decoders()}")
-    print(f"{'':20} {'images/CPU-s':>13} {'ratio':>7}")
-    for name, row in results.items():
-        print(f"{name:20} {row['images_per_cpu_second']:13.0f} {row['ratio']:7.2f}")
-    for count, rate in by_workers.items():
-        print(f"{count} worker(s): {rate} images/s of wall time")
-    record = {
-        "benchmark": "data_path",
-        "quality": args.quality,
-        "kilobytes": round(kilobytes, 1),
-        "rounds": args.rounds,
-        "cores": os.cpu_count(),
-        "torch": torch.__version__,
-        "decoders": decoders(),
-        "results": results,
-        "images_per_second_by_workers": by_workers,
-    }
-    print(json.dumps(record))
+        kilobytes = write_jpegs(root, options.images, options.quality)
+        images = options.images // BATCH * BATCH
+        title = f"from JPEGs of quality {options.quality} to batches"
+        table = path_table(contestants(root), images, options.rounds, title)
+        table.notes.append(f"{WIDTH} x {HEIGHT} JPEGs of {kilobytes:.0f} kB; decoders: {decoders()}.")
+        record.add(table)
+        if len(options.workers) > cores():
+            record.without(f"{options.workers} workers", f"this process may use {cores()} core(s)")
+        elif options.workers:
+            record.add(workers_table(root, options.workers, max(3, options.rounds // 4)))
+    record.finish()
 
 
 if __name__ == "__main__":

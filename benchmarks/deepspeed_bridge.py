@@ -6,34 +6,33 @@ Each rank fits one model (a GPT-like transformer in single precision) with Light
 each of its batches, two engines of DeepSpeed's own, of the same model and configuration, step once each in a loop
 written by hand, in a random order that is the same on all ranks: `bare` and `bare again`, the A/A control. The bridge's
 time is all that passes between two such breaks: Lightning's loop, the fetch of the batch, forward, backward, step.
-Medians over the rounds of the ratio to the bare loop's step of the same round are given. Losses must be equal.
-
-The bar is a ratio of 1.03.
+A round is a batch. Losses must be equal.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
+import importlib.util
 import logging
 import random
 import statistics
-import time
 import warnings
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
+from measuring.record import Record, Table
+from measuring.rounds import ELAPSED, all_ratios
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from dlo_framework.testing import run_distributed
 from dlo_framework.testing.training import quiet
-from dlo_plugins.strategies.deepspeed import DeepSpeedBridge
 
 VOCABULARY, LENGTH, HEADS = 2048, 64, 8
 WARM_UP = 5
+BAR = 1.03  # of the bridge's step, over the bare loop's
 
 
 class Block(nn.Module):
@@ -134,11 +133,13 @@ class Race(Callback):
         if self.options.device == "cuda":
             torch.cuda.synchronize()
         dist.barrier()
-        return time.perf_counter()
+        return ELAPSED.now()
 
 
 def measure(rank: int, world_size: int, options: argparse.Namespace, stage: int) -> dict[str, Any]:
     """Returns seconds of each round and the losses, by variant; runs on each rank."""
+    from dlo_plugins.strategies.deepspeed import DeepSpeedBridge
+
     quiet()
     warnings.filterwarnings("ignore")
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
@@ -166,20 +167,20 @@ def measure(rank: int, world_size: int, options: argparse.Namespace, stage: int)
     }
 
 
-def summary(found: dict[str, Any]) -> dict[str, float]:
-    """Returns the medians of a stage: milliseconds of the bare loop, ratios to it, and the largest loss difference."""
-    seconds, losses = found["seconds"], found["losses"]
-
-    def ratio(name: str) -> float:
-        return statistics.median(a / b for a, b in zip(seconds[name], seconds["bare"], strict=True))
-
+def table(found: dict[str, Any], stage: int) -> Table:
+    """Returns a stage's table."""
+    losses = found["losses"]
     apart = max(abs(a - b) / abs(b) for a, b in zip(losses["bridge"], losses["bare"], strict=True))
-    return {
-        "bare ms": statistics.median(seconds["bare"]) * 1e3,
-        "bridge": ratio("bridge"),
-        "bare again": ratio("bare again"),
-        "loss difference": apart,
-    }
+    assert apart < 1e-5, f"the two train alike, but their losses are {apart:.1e} apart"
+    made = Table(f"a step of stage {stage}", "the loop over deepspeed.initialize", ELAPSED)
+    made.notes.append(f"Losses are at most {apart:.1e} apart.")
+    ours, names = "dlo, DeepSpeedBridge", {"bare": "bare", "bare again": "bare again", "bridge": "dlo, DeepSpeedBridge"}
+    over = all_ratios(found["seconds"], "bare")
+    for name, label in names.items():
+        ms = statistics.median(found["seconds"][name]) * 1e3
+        bar = BAR if label == ours else None
+        made.add(label, over[name], bar=bar, ours=label == ours, control=name == "bare again", ms=ms)
+    return made
 
 
 def main() -> None:
@@ -192,16 +193,14 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=8, help="sequences a rank")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     options = parser.parse_args()
-    rows = {}
+    record = Record.of(__file__, __doc__, options, options.device)
+    if not importlib.util.find_spec("deepspeed"):
+        record.without("all of it", "deepspeed is not installed")
+        options.stages = []
     for stage in options.stages:
         found = run_distributed(measure, options.ranks, options, stage, backend=None, timeout=3600)[0]
-        rows[f"stage {stage}"] = row = summary(found)
-        print(
-            f"stage {stage}: bare {row['bare ms']:.0f} ms, bridge x {row['bridge']:.3f}, control x"
-            f" {row['bare again']:.3f}, losses apart by {row['loss difference']:.1e}"
-        )
-        assert row["loss difference"] < 1e-5, "the two train alike"
-    print(json.dumps({"benchmark": "deepspeed_bridge", "ranks": options.ranks, "torch": torch.__version__, **rows}))
+        record.add(table(found, stage))
+    record.finish()
 
 
 if __name__ == "__main__":

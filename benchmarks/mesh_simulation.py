@@ -9,24 +9,25 @@
 Each configuration cuts the model by the code that runs, for the first and the last rank, and counts one optimizer step
 with one sequence a micro-batch. The bytes are single precision's: parameters, gradients, Adam's two moments. What the
 fullest rank holds is beside the even share, total / (pp x dp_shard x cp x tp): a pipeline's blocks and a vocabulary do
-not always divide evenly. Prints a table and one JSON line.
+not always divide evenly. Nothing here is timed but the simulation itself.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import time
-from dataclasses import asdict
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+from measuring.record import Record, Table
+from measuring.rounds import ELAPSED, PROCESS
 
 from dlo_framework.amounts import human
 from dlo_framework.mesh import MeshSpec
 from dlo_plugins.mesh.drawing import MeshDescription, describe
-from dlo_plugins.mesh.simulation import SimulatedRank, simulate
+from dlo_plugins.mesh.traffic import Traffic
 from dlo_plugins.strategies.mesh import MeshStrategy
+from dlo_plugins.strategies.mesh_simulation import SimulatedRank, simulate
 from dlo_tasks.llm.causal_lm import CausalLM
 
 LLAMA = {
@@ -39,6 +40,7 @@ GPT = {
     **{"num_hidden_layers": 128, "num_attention_heads": 160, "max_position_embeddings": 2048},
     **{"tie_word_embeddings": False},
 }
+HELD_BAR = 1.02  # of the fullest rank's bytes, over an even share
 #: The model, the mesh, the micro-batches of a step, the length of a sequence.
 CONFIGURATIONS: list[tuple[str, dict[str, Any], dict[str, int], int, int]] = [
     ("405B", LLAMA, {"pp": 8, "dp_shard": 8, "tp": 8}, 16, 8192),
@@ -48,9 +50,32 @@ CONFIGURATIONS: list[tuple[str, dict[str, Any], dict[str, int], int, int]] = [
 ]
 
 
-def run(name: str, model: dict[str, Any], sizes: dict[str, int], parts: int, length: int, traffic: bool) -> dict:
+@dataclass(frozen=True)
+class Found:
+    """What came of one configuration; bytes where nothing else is said.
+
+    Attributes:
+        name: the model, the mesh and the micro-batches.
+        ranks: how many.
+        share: even.
+        mean: of all ranks.
+        most: of the fullest.
+        cpu_seconds: of this process, for all of it.
+        traffic: the first rank's, of an optimizer step.
+    """
+
+    name: str
+    ranks: int
+    share: float
+    mean: float
+    most: float
+    cpu_seconds: float
+    traffic: tuple[Traffic, ...]
+
+
+def run(name: str, model: dict[str, Any], sizes: dict[str, int], parts: int, length: int, traffic: bool) -> Found:
     """Simulates one configuration, and prints what was found."""
-    start, cpu = time.perf_counter(), time.process_time()
+    start, cpu = ELAPSED.now(), PROCESS.now()
     spec = MeshSpec(**sizes)  # type: ignore[arg-type]
     task = CausalLM(config=dict(model)).on_meta()
     strategy = MeshStrategy(micro_batches=parts)
@@ -60,7 +85,7 @@ def run(name: str, model: dict[str, Any], sizes: dict[str, int], parts: int, len
     ranks = simulate(task, strategy, spec, [0, spec.world_size - 1], batch if traffic else None)
     for rank in ranks:  # The arithmetic of `dlo mesh`, against what the code that runs has made.
         assert described.ranks[rank.rank].held == rank.held, (described.ranks[rank.rank].held, rank.held)
-    took = time.perf_counter() - start, time.process_time() - cpu
+    took = ELAPSED.now() - start, PROCESS.now() - cpu
     return _show(name, spec, parts, described, ranks, took)
 
 
@@ -71,7 +96,7 @@ def _show(
     described: MeshDescription,
     ranks: list[SimulatedRank],
     took: tuple[float, float],
-) -> dict[str, Any]:
+) -> Found:
     share = described.whole.total / (spec.pp * spec.dp_shard * spec.cp * spec.tp)
     totals = [rank.held.total for rank in described.ranks]
     mean, most = sum(totals) / len(totals), described.largest
@@ -91,18 +116,22 @@ def _show(
         for row in rows or [[""] * 5]:
             print("| " + " | ".join([*first, *row]) + " |")
             first = [""] * 5
-    return {
-        "model": name,
-        "parameters": described.parameters,
-        "mesh": spec.sizes,
-        "micro_batches": parts,
-        "seconds": round(took[0], 1),
-        "cpu_seconds": round(took[1], 1),
-        "even_share": share,
-        "mean": mean,
-        "most": most.held.total,
-        "ranks": [{"rank": r.rank, **asdict(r.held), "traffic": [asdict(t) for t in r.traffic]} for r in ranks],
-    }
+    label = f"{name}, {spec}, {parts} micro-batches"
+    return Found(label, spec.world_size, share, mean, most.held.total, took[1], ranks[0].traffic)
+
+
+def tables(found: list[Found]) -> list[Table]:
+    """Returns the tables of what ranks hold, and of what the first rank passes."""
+    held = Table("what the fullest rank holds", "an even share", "bytes, counted")
+    passed = Table("what the first rank passes in an optimizer step", "1 GB", "bytes, counted")
+    for one in found:
+        names = {"ranks": one.ranks, "even_share": human(one.share), "mean": f"{one.mean / one.share - 1:+.2%}"}
+        held.add(one.name, [one.most / one.share], bar=HELD_BAR, ours=True, **names, core_seconds=one.cpu_seconds)
+        for item in one.traffic:
+            row = f"{one.name}: {item.axis} {item.kind}"
+            passed.add(row, [item.bytes / 1e9], ours=True, count=item.count, elements=item.elements)
+    held.notes.append("A pipeline's last stage has the head beside its blocks, which may be more than an even share.")
+    return [held, passed] if passed.rows else [held]
 
 
 def main() -> None:
@@ -117,8 +146,11 @@ def main() -> None:
         each for each in CONFIGURATIONS if options.only in (None, each[0]) and options.pp in (None, each[2]["pp"])
     ]
     found = [run(*each, traffic=not options.no_traffic) for each in chosen]
-    print(f"\n{sum(each['seconds'] for each in found):.0f} s in all\n")
-    print(json.dumps(found))
+    record = Record.of(__file__, __doc__, options)
+    if found:
+        for table in tables(found):
+            record.add(table)
+    record.finish()
 
 
 if __name__ == "__main__":

@@ -2,11 +2,10 @@
 
     python benchmarks/overhead.py [--rounds 20] [--model mlp|vit|both] [--wall] [--vit-steps 12]
 
-Every round runs each variant once, in a new random order, and every ratio is taken within its round; the table
-gives medians over the rounds. `loop again` is the hand-written loop a second time: how far its ratio is from 1 is
-how far this machine can be trusted. The features that are on: a progress bar that draws (to a terminal that
-discards), TensorBoard, the loss, lr and gradient norm logged every 50 steps, a checkpoint callback, a schedule,
-and a timer or monitor of the step.
+`loop again` is the hand-written loop a second time, the A/A control. The features that are on: a progress bar that
+draws (to a terminal that discards), TensorBoard, the loss, lr and gradient norm logged every 50 steps, a checkpoint
+callback, a schedule, and a timer or monitor of the step. Where a step is short, what it adds to the loop's is held
+against what Lightning adds with the same features.
 """
 
 from __future__ import annotations
@@ -14,20 +13,21 @@ from __future__ import annotations
 import argparse
 import contextlib
 import io
-import json
 import os
-import random
 import statistics
 import tempfile
-import time
 import warnings
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import lightning as L
 import torch
-from lightning.pytorch.callbacks import Callback, LearningRateMonitor, ModelCheckpoint, Timer, TQDMProgressBar
+from lightning.pytorch.callbacks import LearningRateMonitor, ModelCheckpoint, Timer, TQDMProgressBar
 from lightning.pytorch.loggers import TensorBoardLogger
+from measuring.record import Record, Table
+from measuring.rounds import ELAPSED, PROCESS, Clock, all_ratios, take_turns
+from measuring.stopwatch import Stopwatch
 from torch import nn
 from torch.utils.data import DataLoader
 
@@ -37,8 +37,6 @@ from dlo_plugins.callbacks.one_cycle import OneCycle
 
 NVML = "PYTORCH_NVML_BASED_CUDA_CHECK"
 LOG_EVERY = 50
-#: CPU time of the process: with one thread it is what a step costs, and other programs on the machine do not count.
-CLOCK = time.process_time
 
 
 class Terminal(io.StringIO):
@@ -104,36 +102,40 @@ class Module(L.LightningModule):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
 
-class Stopwatch(Callback):
-    """Times the steps between the end of warming up and the end of the run."""
+@dataclass
+class Work:
+    """What a variant trains, and for how long.
 
-    def __init__(self, warm: int) -> None:
-        self.warm, self.seen, self.began, self.seconds = warm, 0, 0.0, 0.0
+    Attributes:
+        make: returns the network and its batch.
+        warm: steps before the clock starts.
+        steps: that are timed.
+        clock: by which.
+    """
 
-    def on_train_batch_end(self, *_: object) -> None:
-        self.seen += 1
-        if self.seen == self.warm:
-            self.began = CLOCK()
-        self.seconds = CLOCK() - self.began
+    make: Callable[[], tuple[nn.Module, tuple[torch.Tensor, torch.Tensor]]]
+    warm: int
+    steps: int
+    clock: Clock
 
 
-def loop(make: Callable, warm: int, steps: int, folder: Path) -> float:
+def loop(work: Work, folder: Path) -> float:
     """The hand-written loop."""
-    net, batch = make()
+    net, batch = work.make()
     optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3)
     began = 0.0
-    loader = DataLoader(Batches(batch, warm + steps), batch_size=None)
+    loader = DataLoader(Batches(batch, work.warm + work.steps), batch_size=None)
     for step, (x, y) in enumerate(loader, start=1):
         optimizer.zero_grad()
         nn.functional.cross_entropy(net(x), y).backward()
         optimizer.step()
-        if step == warm:
-            began = CLOCK()
-    return (CLOCK() - began) / steps
+        if step == work.warm:
+            began = work.clock.mark()
+    return work.clock.between(began, work.clock.mark()) / work.steps
 
 
-def fit(module: L.LightningModule, batch: tuple, warm: int, steps: int, **options: object) -> float:
-    watch = Stopwatch(warm)
+def fit(module: L.LightningModule, batch: tuple, work: Work, **options: object) -> float:
+    watch = Stopwatch(work.clock, work.warm, work.steps)
     options["callbacks"] = [*options.get("callbacks", []), watch]  # type: ignore[misc]
     trainer = L.Trainer(
         max_epochs=1,
@@ -143,40 +145,44 @@ def fit(module: L.LightningModule, batch: tuple, warm: int, steps: int, **option
         log_every_n_steps=LOG_EVERY,
         **options,
     )
-    trainer.fit(module, DataLoader(Batches(batch, warm + steps), batch_size=None))
-    return watch.seconds / steps
+    trainer.fit(module, DataLoader(Batches(batch, work.warm + work.steps), batch_size=None))
+    return watch.seconds_of_a_step
 
 
-def plain_lightning(make: Callable, warm: int, steps: int, folder: Path) -> float:
+def plain_lightning(work: Work, folder: Path) -> float:
     """Lightning with nothing on."""
-    net, batch = make()
+    net, batch = work.make()
     off = {"logger": False, "enable_progress_bar": False, "enable_checkpointing": False}
-    return fit(Module(net, log=False), batch, warm, steps, **off)
+    return fit(Module(net, log=False), batch, work, **off)
 
 
-def full_lightning(make: Callable, warm: int, steps: int, folder: Path) -> float:
+def full_lightning(work: Work, folder: Path) -> float:
     """Lightning with the same features, from its own callbacks."""
-    net, batch = make()
+    net, batch = work.make()
     callbacks = [TQDMProgressBar(), LearningRateMonitor(), Timer(), ModelCheckpoint(dirpath=folder)]
-    return fit(Module(net, log=True), batch, warm, steps, logger=TensorBoardLogger(folder), callbacks=callbacks)
+    return fit(Module(net, log=True), batch, work, logger=TensorBoardLogger(folder), callbacks=callbacks)
 
 
-def dlo(make: Callable, warm: int, steps: int, folder: Path) -> float:
+def dlo(work: Work, folder: Path) -> float:
     """dlo as `dlo fit` sets it up, everything on."""
-    net, batch = make()
+    net, batch = work.make()
     module = Module(net, log=False)
     callbacks = add_default_callbacks([OneCycle(1e-3)], run_folder=folder, model=module, config="{}")
     logger = TensorBoardLogger(folder, name="", version="", default_hp_metric=False)
-    return fit(module, batch, warm, steps, logger=logger, callbacks=callbacks, profiler=StepClock())
+    return fit(module, batch, work, logger=logger, callbacks=callbacks, profiler=StepClock())
 
 
-VARIANTS: dict[str, tuple[Callable[..., float], str]] = {
-    "loop": (loop, "0"),
+BASE, FULL, OURS = "loop", "Lightning, all on", "dlo, all on"
+#: What is to be reached: a small ViT's step over the loop's, and a tiny MLP's share of what Lightning adds.
+STEP_BAR, ADDED_BAR = 1.03, 0.6
+#: A variant, and what it finds in the environment.
+VARIANTS: dict[str, tuple[Callable[[Work, Path], float], str]] = {
+    BASE: (loop, "0"),
     "loop again": (loop, "0"),
     "plain Lightning": (plain_lightning, "1"),
-    "Lightning, all on": (full_lightning, "1"),
+    FULL: (full_lightning, "1"),
     "Lightning, all on, no NVML": (full_lightning, "0"),
-    "dlo, all on": (dlo, "0"),
+    OURS: (dlo, "0"),
 }
 
 
@@ -186,37 +192,44 @@ def silence() -> Iterator[None]:
         yield
 
 
-def measure(make: Callable, rounds: int, warm: int, steps: int) -> dict[str, list[float]]:
-    seconds: dict[str, list[float]] = {name: [] for name in VARIANTS}
-    order = list(VARIANTS)
-    for _ in range(rounds):
-        random.shuffle(order)
-        for name in order:
-            run, nvml = VARIANTS[name]
-            # `import lightning` sets this to 1; dlo sets it back where there is no NVIDIA driver.
-            os.environ[NVML] = nvml
-            torch.manual_seed(0)
-            with tempfile.TemporaryDirectory() as folder, silence():
-                seconds[name].append(run(make, warm, steps, Path(folder)))
-    return seconds
+def timed(name: str, work: Work) -> float:
+    """Returns the seconds of a step."""
+    run, nvml = VARIANTS[name]
+    # `import lightning` sets this to 1; dlo sets it back where there is no NVIDIA driver.
+    os.environ[NVML] = nvml
+    torch.manual_seed(0)
+    with tempfile.TemporaryDirectory() as folder, silence():
+        return run(work, Path(folder))
 
 
-def report(title: str, seconds: dict[str, list[float]]) -> dict[str, float]:
-    base = seconds["loop"]
-    added = [full - raw for full, raw in zip(seconds["Lightning, all on"], base, strict=True)]
-    print(f"\n{title}: {statistics.median(base) * 1e6:.0f} us a step by hand here")
-    print(f"{'':<28}{'step / loop':>12}{'min':>8}{'max':>8}{'added / added by Lightning, all on':>36}")
-    result = {}
-    for name, times in seconds.items():
-        ratios = [time / raw for time, raw in zip(times, base, strict=True)]
-        shares = [(time - raw) / more for time, raw, more in zip(times, base, added, strict=True)]
-        result[f"{title}: {name}"] = round(statistics.median(ratios), 4)
-        result[f"{title}: {name}, share"] = round(statistics.median(shares), 4)
-        print(
-            f"{name:<28}{statistics.median(ratios):>12.3f}{min(ratios):>8.3f}{max(ratios):>8.3f}"
-            f"{statistics.median(shares):>36.3f}"
+def measure(work: Work, rounds: int) -> dict[str, list[float]]:
+    # Each variant warms up by itself.
+    return take_turns({name: (lambda name=name: timed(name, work)) for name in VARIANTS}, rounds, warm_up=0)
+
+
+def steps_table(title: str, seconds: dict[str, list[float]], clock: Clock, bar: float | None) -> Table:
+    """Returns the table of whole steps."""
+    table = Table(f"{title}: a training step", "the hand-written loop's step", clock)
+    for name, values in all_ratios(seconds, BASE).items():
+        table.add(
+            name,
+            values,
+            bar=bar if name == OURS else None,
+            ours=name == OURS,
+            control=name == "loop again",
+            us_a_step=statistics.median(seconds[name]) * 1e6,
         )
-    return result
+    return table
+
+
+def added_table(title: str, seconds: dict[str, list[float]], clock: Clock) -> Table:
+    """Returns the table of what is added to the loop's step."""
+    added = {name: [one - raw for one, raw in zip(of, seconds[BASE], strict=True)] for name, of in seconds.items()}
+    table = Table(f"{title}: what is added to the loop's step", f"what {FULL}, adds", clock)
+    for name, values in all_ratios({name: of for name, of in added.items() if name != BASE}, FULL).items():
+        bar = ADDED_BAR if name == OURS else None
+        table.add(name, values, bar=bar, ours=name == OURS, control=name == "loop again")
+    return table
 
 
 def main() -> None:
@@ -225,19 +238,19 @@ def main() -> None:
     parser.add_argument("--model", choices=["mlp", "vit", "both"], default="both")
     parser.add_argument("--wall", action="store_true", help="measure elapsed time instead of CPU time")
     parser.add_argument("--vit-steps", type=int, default=12, help="steps of the ViT in a round")
-    arguments = parser.parse_args()
-    if arguments.wall:
-        global CLOCK
-        CLOCK = time.perf_counter
+    options = parser.parse_args()
+    clock = ELAPSED if options.wall else PROCESS
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore")
-    result = {}
-    if arguments.model in ("mlp", "both"):
-        result |= report("tiny MLP", measure(mlp, arguments.rounds, warm=100, steps=1000))
-    if arguments.model in ("vit", "both"):
-        seconds = measure(vit, arguments.rounds, warm=3, steps=arguments.vit_steps)
-        result |= report("small ViT, 64 x 64, batch 32", seconds)
-    print(json.dumps(result))
+    record = Record.of(__file__, __doc__, options)
+    if options.model in ("mlp", "both"):
+        seconds = measure(Work(mlp, 100, 1000, clock), options.rounds)
+        record.add(steps_table("tiny MLP", seconds, clock, None))
+        record.add(added_table("tiny MLP", seconds, clock))
+    if options.model in ("vit", "both"):
+        seconds = measure(Work(vit, 3, options.vit_steps, clock), options.rounds)
+        record.add(steps_table("small ViT, 64 x 64, batch 32", seconds, clock, STEP_BAR))
+    record.finish()
 
 
 if __name__ == "__main__":

@@ -16,9 +16,8 @@ on a CPU) on batches of four rows, made beforehand:
 * ``packed, documents see each other``: TextData's windows without positions that begin again: a causal mask alone,
   which is wrong, and the roofline.
 
-Rounds are interleaved, in a new random order each; a round's ratio is against the unit in the same round; medians are
-printed. A speed is the positions a second in the round, times the useful part of all of a contestant's batches. Time is
-that of the process (``time.process_time``) with one thread.
+A speed is the positions a second in the round, times the useful part of all of a contestant's batches. Time is that of
+the process, with one thread.
 
 Then, for a million documents, the time of packing: dlo's ``best_fit`` of the lengths, and TRL's ``pack_dataset``, as it
 is by default (each thousand documents by themselves) and over all documents at once. TRL's also moves the tokens, one
@@ -31,11 +30,9 @@ Run: ``python benchmarks/packing.py [--rounds 11] [--documents 1000000]``
 from __future__ import annotations
 
 import argparse
-import json
 import random
 import statistics
 import tempfile
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -43,6 +40,8 @@ from typing import Any
 import numpy as np
 import torch
 import transformers
+from measuring.record import Record, Table
+from measuring.rounds import PROCESS, all_ratios, take_turns
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -55,7 +54,7 @@ from dlo_tasks.llm.token_cache import Document, TokenStore, write_store
 
 WINDOW, ROWS, VOCABULARY = 512, 4, 4096
 MEDIAN, SIGMA = 110, 0.8
-UNIT = "padded to the window"
+UNIT, OURS = "padded to the window", "dlo, packing: best_fit"
 BAR = 3.0  # of dlo's packing, over the unit
 
 Batch = dict[str, Tensor]
@@ -75,11 +74,11 @@ def store_of(lengths: np.ndarray, folder: Path) -> TokenStore:
     return TokenStore(folder / "tokens.bin")
 
 
-def ours(store: TokenStore, packing: Any) -> list[Batch]:
-    dataset, statistics_ = lay_out(
+def ours(store: TokenStore, packing: Any) -> tuple[list[Batch], str]:
+    """TextData's batches, and what it says of them."""
+    dataset, found = lay_out(
         store, np.arange(len(store)), [], seq_len=WINDOW, packing=packing, long_samples="error", filler=0
     )
-    print(f"dlo, packing: {packing}: {statistics_}")
     sampler: ResumableBatchSampler = TextBatchSampler(
         len(dataset),
         targets=dataset.targets,
@@ -90,7 +89,8 @@ def ours(store: TokenStore, packing: Any) -> list[Batch]:
         drop_last=True,
     )
     keys = ("input_ids", "labels", "position_ids")
-    return [{key: batch[key] for key in keys} for batch in map(dataset.fetch, sampler)]
+    batches = [{key: batch[key] for key in keys} for batch in map(dataset.fetch, sampler)]
+    return batches, f"dlo, packing: {packing}: {found}"
 
 
 def padded(store: TokenStore, *, to_window: bool, by_length: bool, mask: bool = True) -> list[Batch]:
@@ -166,65 +166,104 @@ def forever(batches: list[Batch]) -> Iterator[Batch]:
         yield from batches
 
 
-def measure(contestants: dict[str, list[Batch]], rounds: int, positions: int) -> dict[str, list[float]]:
+def measure(contestants: dict[str, list[Batch]], rounds: int, positions: int, seed: int) -> dict[str, list[float]]:
     """Useful tokens a second of each, by round; a round trains on about ``positions`` positions."""
     model = llama()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, foreach=True)
     coming = {name: forever(batches) for name, batches in contestants.items()}
     useful = {name: useful_part(batches) for name, batches in contestants.items()}
-    speeds: dict[str, list[float]] = {name: [] for name in contestants}
-    order = list(contestants)
-    for number in range(rounds + 1):
-        random.shuffle(order)
-        for name in order:
-            done = 0
-            start = time.process_time()
-            while done < positions:
-                batch = next(coming[name])
-                train_step(model, optimizer, batch)
-                done += batch["input_ids"].numel()
-            if number:  # the first round warms up
-                speeds[name].append(useful[name] * done / (time.process_time() - start))
-    return speeds
+
+    def speed(name: str) -> float:
+        done = 0
+        start = PROCESS.now()
+        while done < positions:
+            batch = next(coming[name])
+            train_step(model, optimizer, batch)
+            done += batch["input_ids"].numel()
+        return useful[name] * done / (PROCESS.now() - start)
+
+    runs = {name: (lambda name=name: speed(name)) for name in contestants}
+    return take_turns(runs, rounds, order=random.Random(seed))
 
 
-def packing_times(count: int) -> dict[str, dict[str, float]]:
-    """Seconds that packing takes, and how full the windows are."""
+def contestants_of(store: TokenStore, record: Record) -> tuple[dict[str, list[Batch]], list[str]]:
+    """Returns everybody's batches, and what is to be said of them; the record hears who is not there."""
+    found = {UNIT: padded(store, to_window=True, by_length=False)}
+    found[f"{UNIT} again"] = found[UNIT]
+    found[f"{UNIT}, no mask"] = padded(store, to_window=True, by_length=False, mask=False)
+    found["padded to the longest"] = padded(store, to_window=False, by_length=False)
+    found["sorted by length"] = padded(store, to_window=False, by_length=True)
+    found["dlo, packing: none"], said = ours(store, "none")
+    found[OURS], said_of_windows = ours(store, "best_fit")
+    for name, rows in (("TRL", ROWS), ("TRL, a window a batch", 1)):
+        packed = trl_batches(store, rows)
+        if packed is None:
+            record.without(f"{name}: its packing", "trl is not installed")
+        else:
+            found[name] = packed
+    seeing = [{key: batch[key] for key in ("input_ids", "labels")} for batch in found[OURS]]
+    found["packed, documents see each other"] = seeing
+    return found, [said, said_of_windows]
+
+
+def speeds_table(record: Record, options: argparse.Namespace) -> Table:
+    """Measures useful tokens a second."""
+    with tempfile.TemporaryDirectory() as folder:
+        contestants, notes = contestants_of(store_of(lengths_of(3000, 0), Path(folder)), record)
+        speeds = measure(contestants, options.rounds, options.positions, options.seed)
+    table = Table("useful tokens a second", f"those of {UNIT}", PROCESS, better="higher", notes=notes)
+    for name, values in all_ratios(speeds, UNIT).items():
+        table.add(
+            name,
+            values,
+            bar=BAR if name == OURS else None,
+            ours=name.startswith("dlo"),
+            control=name.endswith("again"),
+            tokens_a_second=round(statistics.median(speeds[name])),
+        )
+    return table
+
+
+def packing_table(count: int, record: Record) -> Table:
+    """Times the packing of so many documents, and notes how full the windows are."""
     lengths = np.minimum(lengths_of(count, 3), WINDOW)
-    found: dict[str, dict[str, float]] = {}
+    times: list[float] = []
+    table = Table(f"packing {count:,} documents", "the time of dlo's best_fit", PROCESS)
 
-    def note(name: str, seconds: float, windows: int) -> None:
-        found[name] = {"seconds": seconds, "fill": float(lengths.sum()) / (windows * WINDOW)}
+    def note(name: str, seconds: list[float], windows: int, ours: bool = False) -> None:
+        base = statistics.median(times)
+        fill = f"{float(lengths.sum()) / (windows * WINDOW):.2%}"
+        table.add(name, [one / base for one in seconds], ours=ours, s=statistics.median(seconds), fill=fill)
 
-    times = []
     for _ in range(3):
-        start = time.process_time()
+        start = PROCESS.now()
         packed = best_fit(lengths, WINDOW)
-        times.append(time.process_time() - start)
-    note("dlo", statistics.median(times), packed.windows)
+        times.append(PROCESS.now() - start)
+    note("dlo", times, packed.windows, ours=True)
     bounds = np.concatenate([[0], np.cumsum(lengths + 1)])
-    start = time.process_time()
+    start = PROCESS.now()
     pieces = cut(bounds, np.arange(count), WINDOW, "error")
     windows = PackedWindows(None, pieces, best_fit(pieces.length, WINDOW), WINDOW, 0, pieces.length)  # type: ignore[arg-type]
-    note("dlo with an index", time.process_time() - start, len(windows))
+    note("dlo with an index", [PROCESS.now() - start], len(windows), ours=True)
     try:
         import datasets
         import pyarrow as pa
         from trl.data_utils import pack_dataset
     except ImportError:
-        return found
+        record.without(f"TRL: packing {count:,} documents", "trl is not installed")
+        return table
     datasets.disable_progress_bars()
     offsets = pa.array(np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32))
     tokens = pa.ListArray.from_arrays(offsets, pa.array(np.zeros(int(lengths.sum()), dtype=np.int8)))
     dataset = datasets.Dataset(pa.table({"input_ids": tokens}))
     for name, size in (("TRL", 1000), ("TRL, all at once", count)):
-        start = time.process_time()
+        start = PROCESS.now()
         with tempfile.TemporaryDirectory() as folder:
             options = {"batch_size": size, "cache_file_name": f"{folder}/packed.arrow"}
             packed_dataset = pack_dataset(dataset, WINDOW, "bfd", options)
-            note(name, time.process_time() - start, len(packed_dataset))
+            note(name, [PROCESS.now() - start], len(packed_dataset))
             del packed_dataset
-    return found
+    return table
 
 
 def main() -> None:
@@ -233,44 +272,14 @@ def main() -> None:
     parser.add_argument("--positions", type=int, default=ROWS * WINDOW, help="of each contestant in a round")
     parser.add_argument("--documents", type=int, default=1_000_000, help="to pack; 0 leaves that part out")
     parser.add_argument("--seed", type=int, default=0, help="of the order in a round")
-    arguments = parser.parse_args()
+    options = parser.parse_args()
     torch.set_num_threads(1)
-    random.seed(arguments.seed)
-    record: dict[str, Any] = {"benchmark": "packing", "rounds": arguments.rounds}
-    if arguments.rounds:
-        with tempfile.TemporaryDirectory() as folder:
-            store = store_of(lengths_of(3000, 0), Path(folder))
-            contestants = {UNIT: padded(store, to_window=True, by_length=False)}
-            contestants[f"{UNIT} again"] = contestants[UNIT]
-            contestants[f"{UNIT}, no mask"] = padded(store, to_window=True, by_length=False, mask=False)
-            contestants["padded to the longest"] = padded(store, to_window=False, by_length=False)
-            contestants["sorted by length"] = padded(store, to_window=False, by_length=True)
-            contestants["dlo, packing: none"] = ours(store, "none")
-            contestants["dlo, packing: best_fit"] = windows = ours(store, "best_fit")
-            for name, rows in (("TRL", ROWS), ("TRL, a window a batch", 1)):
-                packed = trl_batches(store, rows)
-                if packed is not None:
-                    contestants[name] = packed
-            seeing = [{key: batch[key] for key in ("input_ids", "labels")} for batch in windows]
-            contestants["packed, documents see each other"] = seeing
-            speeds = measure(contestants, arguments.rounds, arguments.positions)
-        base = speeds[UNIT]
-        ratios = {name: [s / b for s, b in zip(taken, base, strict=True)] for name, taken in speeds.items()}
-        print(f"{'useful tokens a second':36}{'median':>8}{'ratio':>8}{'min':>8}{'max':>8}{'bar':>8}")
-        for name, values in ratios.items():
-            bar = f"{BAR:8.2f}" if name == "dlo, packing: best_fit" else ""
-            speed = statistics.median(speeds[name])
-            print(f"{name:36}{speed:8.0f}{statistics.median(values):8.2f}{min(values):8.2f}{max(values):8.2f}{bar}")
-        record["ratios"] = {name: round(statistics.median(values), 3) for name, values in ratios.items()}
-        record["tokens_per_s"] = {name: round(statistics.median(values)) for name, values in speeds.items()}
-    if arguments.documents:
-        times = packing_times(arguments.documents)
-        print(f"{f'packing {arguments.documents:,} documents':36}{'seconds':>8}{'fill':>9}")
-        for name, values in times.items():
-            print(f"{name:36}{values['seconds']:8.2f}{values['fill']:9.2%}")
-        record["packing"] = {name: {key: round(n, 4) for key, n in values.items()} for name, values in times.items()}
-    record["versions"] = {"torch": torch.__version__, "transformers": transformers.__version__}
-    print(json.dumps(record))
+    record = Record.of(__file__, __doc__, options)
+    if options.rounds:
+        record.add(speeds_table(record, options))
+    if options.documents:
+        record.add(packing_table(options.documents, record))
+    record.finish()
 
 
 if __name__ == "__main__":

@@ -9,13 +9,12 @@ itself, so another program on a core slows the step and its ideal alike:
 - `over schedule`: the step over the same actions, each as long as it was, if ranks waited for nothing but each other;
 - `idle`: what ranks do not compute, over 1F1B's of the same round.
 
-Medians of rounds in which the schedules take turns; `1F1B again` is the A/A control.
+`1F1B again` is the A/A control.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import random
 import statistics
@@ -23,6 +22,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from measuring.record import Record, Table
+from measuring.rounds import take_turns
 from torch import nn
 
 from dlo_framework.plan import ParallelPlan
@@ -38,6 +39,8 @@ SCHEDULES = {"GPipe": "GPipe", "1F1B": "1F1B", "1F1B again": "1F1B"} | {
     name: name for name in ("Interleaved1F1B", "ZBH1", "ZBV", "DualPipeV")
 }
 VOCABULARY = 128
+#: What is to be reached: a step over theory's; and, by one zero-bubble schedule, idle time over 1F1B's.
+THEORY_BARS, IDLE_BARS = {"GPipe": 1.05, "1F1B": 1.05}, {"ZBV": 0.5}
 
 
 def build(layers: int, width: int) -> nn.Module:
@@ -72,22 +75,18 @@ def measure(
         pipeline = Pipeline(model, PLAN, dist.group.WORLD, schedule=schedule, split=[layers // stages] * stages)
         pipeline.record = True
         pipelines[name] = pipeline, model
-    found: dict[str, list[dict[str, float]]] = {name: [] for name in pipelines}
-    order = random.Random(0)
-    for number in range(rounds + 1):
-        for name in order.sample(list(pipelines), len(pipelines)):
-            pipeline, model = pipelines[name]
-            pipeline.train_step(
-                batches,
-                lambda ids, model=model: model.base_model(input_ids=ids, use_cache=False)[0],
-                lambda hidden, ids, model=model: nn.functional.cross_entropy(
-                    model.lm_head(hidden).flatten(0, 1), ids.flatten()
-                ),
-            )
-            model.zero_grad()
-            if number:  # The first round is warm-up.
-                found[name].append(figures(pipeline, micro_batches))
-    return found
+
+    def step(name: str) -> dict[str, float]:
+        pipeline, model = pipelines[name]
+        pipeline.train_step(
+            batches,
+            lambda ids: model.base_model(input_ids=ids, use_cache=False)[0],
+            lambda hidden, ids: nn.functional.cross_entropy(model.lm_head(hidden).flatten(0, 1), ids.flatten()),
+        )
+        model.zero_grad()
+        return figures(pipeline, micro_batches)
+
+    return take_turns({name: (lambda name=name: step(name)) for name in pipelines}, rounds, order=random.Random(0))
 
 
 def figures(pipeline: Pipeline, micro_batches: int) -> dict[str, float]:
@@ -126,7 +125,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=4096, help="of a step; 256 a micro-batch at least")
     parser.add_argument("--schedules", nargs="+", default=list(SCHEDULES), choices=list(SCHEDULES))
     options = parser.parse_args()
-    result: dict[str, Any] = {}
+    record = Record.of(__file__, __doc__, options)
     for number in options.micro_batches:
         found = run_distributed(
             measure,
@@ -140,22 +139,38 @@ def main() -> None:
             timeout=1200,
             group_timeout=120,
         )[0]
-        print(f"{number} micro-batches, {options.ranks} ranks: medians of {options.rounds} rounds")
-        print(f"{'':<18}{'step, ms':>10}{'over theory':>13}{'over schedule':>15}{'idle, ms':>10}{'idle/1F1B':>11}")
-        for name, rounds in found.items():
-            idle = statistics.median(
-                one["idle"] / base["idle"] for one, base in zip(rounds, found["1F1B"], strict=True)
-            )
-            row = {key: statistics.median(one[key] for one in rounds) for key in rounds[0]}
-            result[f"{name}, {number}"] = {
-                **{key: round(value, 4) for key, value in row.items()},
-                "idle ratio": round(idle, 3),
-            }
-            print(
-                f"{name:<18}{row['step'] * 1000:>10.0f}{row['over theory']:>13.3f}{row['over schedule']:>15.3f}"
-                f"{row['idle'] * 1000:>10.0f}{idle:>11.2f}"
-            )
-    print(json.dumps({"benchmark": "pipeline", "ranks": options.ranks, "load": os.getloadavg()[0], "rows": result}))
+        for table in tables(found, number, options.ranks):
+            record.add(table)
+        for name in options.schedules:
+            if name not in found:
+                needs = f"it needs {2 * options.ranks} micro-batches on {options.ranks} ranks"
+                record.without(f"{name}, {number} micro-batches", needs)
+    record.finish()
+
+
+def tables(found: dict[str, list[dict[str, float]]], number: int, ranks: int) -> list[Table]:
+    """Returns the step over the ideal, and the idle time over 1F1B's, of so many micro-batches."""
+    what = f"{number} micro-batches on {ranks} ranks"
+    spans = "spans of the step itself"
+    step = Table(f"a step over theory, {what}", "work of all ranks / ranks + the bubble by the papers", spans)
+    idle = Table(f"idle time, {what}", "1F1B's", spans)
+    for name, rounds in found.items():
+        control = name.endswith("again")
+        middle = {key: statistics.median(one[key] for one in rounds) for key in rounds[0]}
+        step.add(
+            name,
+            [one["over theory"] for one in rounds],
+            bar=THEORY_BARS.get(name),
+            ours=True,
+            control=control,
+            ms=middle["step"] * 1e3,
+            over_schedule=middle["over schedule"],
+            forward_ms=middle["forward"] * 1e3,
+        )
+        if "1F1B" in found:
+            over = [one["idle"] / base["idle"] for one, base in zip(rounds, found["1F1B"], strict=True)]
+            idle.add(name, over, bar=IDLE_BARS.get(name), ours=True, control=control, ms=middle["idle"] * 1e3)
+    return [step, idle] if idle.rows else [step]
 
 
 if __name__ == "__main__":

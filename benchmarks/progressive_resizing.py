@@ -4,8 +4,8 @@
 
 **Speed**, one thread, CPU time of the process: images a second that ImageFolderData makes of JPEGs of 500 x 400
 (decode, crop, flip, normalise), that DigitsData makes, and that a training step of a small ViT (patch 16, width 192,
-depth 4) takes, by size; rounds are interleaved in random order, and medians given. The model is built for the largest
-size, so that its position embedding is interpolated at all others. `224 again` is the A/A control.
+depth 4) takes, by size, over those at the largest. The model is built for that one, so that its position embedding is
+interpolated at all others. `224 again` is the A/A control.
 
 **Savings**, the digits recipe of configs/digits: the same run with the images at 16 pixels throughout, and with
 ProgressiveResizing, for several seeds of weights, order and split. CPU time of training, validation left out, and the
@@ -17,10 +17,8 @@ from __future__ import annotations
 
 import argparse
 import json
-import random
 import statistics
 import tempfile
-import time
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -29,6 +27,8 @@ import timm
 import torch
 from data_path import write_jpegs
 from lightning.pytorch import Callback, Trainer, seed_everything
+from measuring.record import Record, Table
+from measuring.rounds import PROCESS, all_ratios, ratios, take_turns
 from overhead import silence
 
 from dlo_framework.model_sizes import accept_any_size
@@ -42,7 +42,6 @@ SIZES = (128, 160, 192, 224)
 DIGITS = (8, 12, 16)
 BATCH, BATCHES = 16, 2  # of a measurement
 SCHEDULE = '{"0": 12, "60%": 16}'  # of configs/digits/progressive_resizing.yaml
-CLOCK = time.process_time
 
 Schedule = dict[str | float, int]
 
@@ -78,27 +77,33 @@ def stepping(size: int) -> Callable[[], int]:
     return run
 
 
-def speeds(root: Path, rounds: int) -> dict[str, dict[str, float]]:
-    """Returns images per CPU-second by what makes or takes them, and by size."""
+def speed_tables(root: Path, rounds: int) -> list[Table]:
+    """Measures images per CPU-second by what makes or takes them, and by size."""
     runs: dict[tuple[str, str], Callable[[], int]] = {}
     for name in [*map(str, SIZES), f"{SIZES[-1]} again"]:
         size = int(name.split()[0])
         jpegs = ImageFolderData(str(root), image_size=size, batch_size=BATCH, num_workers=0)
-        runs["JPEG", name], runs["ViT step", name] = draining(jpegs, size), stepping(size)
+        runs["JPEGs, decoded and cropped", name] = draining(jpegs, size)
+        runs["a small ViT's training step", name] = stepping(size)
     for size in DIGITS:
         runs["digits", str(size)] = draining(DigitsData(image_size=16), size)
-    rates: dict[tuple[str, str], list[float]] = {key: [] for key in runs}
-    for run in runs.values():
-        run()  # warm up
-    for _ in range(rounds):
-        for key in random.sample(list(runs), len(runs)):
-            start = CLOCK()
-            count = runs[key]()
-            rates[key].append(count / (CLOCK() - start))
-    found: dict[str, dict[str, float]] = {}
-    for (what, name), values in rates.items():
-        found.setdefault(what, {})[name] = round(statistics.median(values), 1)
-    return found
+
+    def rate(run: Callable[[], int]) -> float:
+        start = PROCESS.now()
+        count = run()
+        return count / (PROCESS.now() - start)
+
+    keys = {f"{what}: {size}": (what, size) for what, size in runs}
+    found = take_turns({key: (lambda run=runs[at]: rate(run)) for key, at in keys.items()}, rounds)
+    tables = []
+    for what in dict.fromkeys(what for what, _ in runs):
+        rates = {at[1]: found[key] for key, at in keys.items() if at[0] == what}
+        base = str(DIGITS[-1] if what == "digits" else SIZES[-1])
+        table = Table(what, f"the images a CPU-second at {base} pixels", PROCESS, better="higher")
+        for name, values in all_ratios(rates, base).items():
+            table.add(name, values, control="again" in name, images_a_CPU_second=statistics.median(rates[name]))
+        tables.append(table)
+    return tables
 
 
 # --- savings -----------------------------------------------------------------------------------------------
@@ -111,16 +116,16 @@ class Stopwatch(Callback):
         self.seconds, self._began = 0.0, 0.0
 
     def on_train_start(self, trainer: Trainer, pl_module: object) -> None:
-        self._began = CLOCK()
+        self._began = PROCESS.now()
 
     def on_validation_start(self, trainer: Trainer, pl_module: object) -> None:
-        self.seconds += CLOCK() - self._began
+        self.seconds += PROCESS.now() - self._began
 
     def on_validation_end(self, trainer: Trainer, pl_module: object) -> None:
-        self._began = CLOCK()
+        self._began = PROCESS.now()
 
     def on_train_end(self, trainer: Trainer, pl_module: object) -> None:
-        self.seconds += CLOCK() - self._began
+        self.seconds += PROCESS.now() - self._began
 
 
 def train(seed: int, epochs: int, schedule: Schedule | None) -> tuple[float, float]:
@@ -166,30 +171,36 @@ def pixels(epochs: int, schedule: Schedule) -> float:
     return sum(size**2 * (past - first) for size, first, past in spans) / sizes[-1] ** 2 / epochs
 
 
-def savings(seeds: int, epochs: int, schedule: Schedule) -> dict[str, float]:
-    """Returns medians and means over the seeds; the two runs of a seed are next to each other, in turns first."""
-    seconds: dict[bool, list[float]] = {False: [], True: []}
-    accuracy: dict[bool, list[float]] = {False: [], True: []}
+def savings_table(seeds: int, epochs: int, schedule: Schedule) -> Table:
+    """Trains both ways for each seed, next to each other."""
     train(0, 1, schedule)  # warm up
-    for seed in range(seeds):
-        for grow in (False, True) if seed % 2 else (True, False):
-            took, reached = train(seed, epochs, schedule if grow else None)
-            seconds[grow].append(took)
-            accuracy[grow].append(reached)
-    ratios = [grown / fixed for fixed, grown in zip(seconds[False], seconds[True], strict=True)]
-    differences = [grown - fixed for fixed, grown in zip(accuracy[False], accuracy[True], strict=True)]
-    return {
-        "seeds": seeds,
-        "epochs": epochs,
-        "fixed_seconds": round(statistics.median(seconds[False]), 2),
-        "grown_seconds": round(statistics.median(seconds[True]), 2),
-        "time_ratio": round(statistics.median(ratios), 4),
-        "pixel_ratio": round(pixels(epochs, schedule), 4),
-        "fixed_accuracy": round(statistics.mean(accuracy[False]), 4),
-        "grown_accuracy": round(statistics.mean(accuracy[True]), 4),
-        "accuracy_difference": round(statistics.mean(differences), 4),
-        "difference_error": round(statistics.stdev(differences) / seeds**0.5, 4) if seeds > 1 else float("nan"),
-    }
+    seeded: dict[str, int] = {}
+    found = take_turns(
+        {"fixed": lambda: train(seeded["at"], epochs, None), "grown": lambda: train(seeded["at"], epochs, schedule)},
+        seeds,
+        warm_up=0,
+        before_round=lambda number: seeded.update(at=number),
+    )
+    seconds = {name: [took for took, _ in runs] for name, runs in found.items()}
+    accuracy = {name: [reached for _, reached in runs] for name, runs in found.items()}
+    differences = [grown - fixed for fixed, grown in zip(accuracy["fixed"], accuracy["grown"], strict=True)]
+    size = str(list(schedule.values())[-1])
+    title = f"{epochs} epochs of digits, {', '.join(map(str, schedule.values()))} pixels"
+    table = Table(title, f"training at {size} pixels throughout", PROCESS)
+    for name, label in (("fixed", f"{size} pixels"), ("grown", "dlo, ProgressiveResizing")):
+        table.add(
+            label,
+            ratios(seconds[name], seconds["fixed"]),
+            ours=name == "grown",
+            s=statistics.median(seconds[name]),
+            pixels=pixels(epochs, schedule) if name == "grown" else 1.0,
+            accuracy=f"{statistics.mean(accuracy[name]):.2%}",
+        )
+    told = f"Accuracy differs by {statistics.mean(differences):+.2%}"
+    if seeds > 1:
+        told += f", standard error {statistics.stdev(differences) / seeds**0.5:.2%}"
+    table.notes.append(f"{told}; {seeds} seed{'s' if seeds > 1 else ''}.")
+    return table
 
 
 def main() -> None:
@@ -202,28 +213,15 @@ def main() -> None:
     options = parser.parse_args()
     warnings.filterwarnings("ignore")
     torch.set_num_threads(1)
-    result: dict[str, object] = {"benchmark": "progressive_resizing", "torch": torch.__version__}
+    record = Record.of(__file__, __doc__, options)
     if not options.no_speed:
         with tempfile.TemporaryDirectory() as folder:
             write_jpegs(Path(folder), BATCH * BATCHES, 90)
-            found = speeds(Path(folder), options.rounds)
-        result["images_per_s"] = found
-        print("\nimages a CPU-second")
-        for what, by_size in found.items():
-            print(f"{what:<10}" + "".join(f"{name:>11}: {rate:>9,.0f}" for name, rate in by_size.items()))
+            for table in speed_tables(Path(folder), options.rounds):
+                record.add(table)
     if options.seeds:
-        saved = savings(options.seeds, options.epochs, options.schedule)
-        result["digits"] = saved
-        grown = ", ".join(map(str, options.schedule.values())) + " pixels"
-        print(f"\n{saved['epochs']} epochs of digits, {saved['seeds']} seeds")
-        print(f"{'images':<18}{'CPU s':>8}{'val_acc1':>10}")
-        print(f"{'16 pixels':<18}{saved['fixed_seconds']:>8.1f}{saved['fixed_accuracy']:>10.2%}")
-        print(f"{grown:<18}{saved['grown_seconds']:>8.1f}{saved['grown_accuracy']:>10.2%}")
-        print(
-            f"time x {saved['time_ratio']:.2f} (pixels x {saved['pixel_ratio']:.2f}),"
-            f" accuracy {saved['accuracy_difference']:+.2%} +- {saved['difference_error']:.2%} (standard error)"
-        )
-    print(json.dumps(result))
+        record.add(savings_table(options.seeds, options.epochs, options.schedule))
+    record.finish()
 
 
 if __name__ == "__main__":

@@ -7,8 +7,8 @@
   suggests before the run (the sweep's time is not counted).
 
 Each seed (of weights, of the data's order and of the split) runs both, one after the other, in processes of their own
-with one thread, until the first validation at 97% or the end. Curves, medians over seeds and a JSON line. Time is CPU
-time, given as ratios within a seed: samples are what a machine does not change.
+with one thread, until the first validation at 97% or the end. A round is a seed. Time is CPU time; samples are what a
+machine does not change.
 """
 
 from __future__ import annotations
@@ -20,11 +20,12 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import time
 from pathlib import Path
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
+from measuring.record import Record, Table
+from measuring.rounds import PROCESS, ratios, take_turns
 
 from dlo_framework.watch.monitor import batch_size, data_parallel_size
 
@@ -32,6 +33,7 @@ ROOT = Path(__file__).resolve().parents[1]
 RACE = ROOT / "configs" / "digits" / "race.yaml"
 TARGET = 0.97
 CURVE = "race_curve.json"
+RACE_BAR = 1.0  # fewer samples, and less time
 
 
 class RaceCurve(Callback):
@@ -42,13 +44,13 @@ class RaceCurve(Callback):
         self.samples, self.began = 0, 0.0
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        self.began = self.began or time.process_time()
+        self.began = self.began or PROCESS.now()
         self.samples += batch_size(batch) * data_parallel_size(trainer)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self.began:
             accuracy = float(trainer.callback_metrics["val_acc1"])
-            seconds = time.process_time() - self.began
+            seconds = PROCESS.now() - self.began
             self.points.append({"samples": self.samples, "seconds": seconds, "val_acc1": accuracy})
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -78,8 +80,6 @@ def run(name: str, config: Path, seed: int, folder: Path) -> list[dict[str, floa
         "fit",
         "--config",
         str(config),
-        "--run.dir",
-        str(folder / str(seed)),
     ]
     words += [
         "--run.dir",
@@ -92,7 +92,8 @@ def run(name: str, config: Path, seed: int, folder: Path) -> list[dict[str, floa
         str(seed),
     ]
     words += ["--plugins", str(Path(__file__).resolve()), "--trainer.callbacks+=RaceCurve"]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    # This file is imported there, by its path, and imports what stands beside it.
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parent)}
     done = subprocess.run(words, env=environment, capture_output=True, text=True, check=False)
     if done.returncode:
         raise SystemExit(f"{name}, seed {seed}: exit code {done.returncode}\n{done.stderr[-3000:]}")
@@ -136,37 +137,49 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--epochs", type=int, default=150, help="the most that the constant rate may take")
     parser.add_argument("--plot", type=Path)
-    arguments = parser.parse_args()
-    curves: dict[str, list[list[dict[str, float]]]] = {"race": [], "constant": []}
+    options = parser.parse_args()
+    record = Record.of(__file__, __doc__, options)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        (folder / "constant.yaml").write_text(constant(arguments.epochs))
-        for seed in range(arguments.seeds):
-            order = ["race", "constant"] if seed % 2 == 0 else ["constant", "race"]
-            for contestant in order:
-                config = RACE if contestant == "race" else folder / "constant.yaml"
-                curves[contestant].append(run(contestant, config, seed, folder))
-                print(f"seed {seed}: {contestant:<9}", _line(curves[contestant][-1]), flush=True)
+        (folder / "constant.yaml").write_text(constant(options.epochs))
+        configs, seeded = {"race": RACE, "constant": folder / "constant.yaml"}, {}
+
+        def contend(contestant: str) -> list[dict[str, float]]:
+            curve = run(contestant, configs[contestant], seeded["at"], folder)
+            print(f"seed {seeded['at']}: {contestant:<9}", _line(curve), flush=True)
+            return curve
+
+        curves = take_turns(
+            {name: (lambda name=name: contend(name)) for name in configs},
+            options.seeds,
+            warm_up=0,
+            before_round=lambda number: seeded.update(at=number),
+        )
+    for title, key, clock in (("samples", "samples", "samples, counted"), ("time", "seconds", PROCESS.name)):
+        told = table(f"{title} to {TARGET:.0%}", key, clock, curves)
+        if told is None:
+            record.without(f"{title} to {TARGET:.0%}", f"on no seed did both arrive within {options.epochs} epochs")
+        else:
+            record.add(told)
+    if options.plot:
+        plot(curves, options.plot)
+    record.finish()
+
+
+def table(title: str, key: str, clock: str, curves: dict[str, list[list[dict[str, float]]]]) -> Table | None:
+    """Returns the table of one quantity at the target, over the seeds on which both arrive; None if there are none."""
     found = {contestant: [to_target(curve) for curve in runs] for contestant, runs in curves.items()}
-    reached = [(one, other) for one, other in zip(found["race"], found["constant"], strict=True) if one and other]
-    record: dict[str, Any] = {
-        "benchmark": "race",
-        "target": TARGET,
-        "samples": {
-            contestant: [point and point["samples"] for point in points] for contestant, points in found.items()
-        },
-        "reached": {contestant: sum(point is not None for point in points) for contestant, points in found.items()},
-        "seeds": arguments.seeds,
-    }
-    for key in ("samples", "seconds"):
-        ratios = [one[key] / other[key] for one, other in reached]
-        record[f"{key}_ratio"] = round(statistics.median(ratios), 3) if ratios else None
-        record[f"{key}_ratios"] = [round(ratio, 3) for ratio in ratios]
-    print(f"race over constant, median of {len(reached)} seeds where both arrive:", end=" ")
-    print(f"{record['samples_ratio']} of the samples, {record['seconds_ratio']} of the time")
-    if arguments.plot:
-        plot(curves, arguments.plot)
-    print(json.dumps(record))
+    both = [(one, other) for one, other in zip(found["race"], found["constant"], strict=True) if one and other]
+    if not both:
+        return None
+    made = Table(title, "a constant rate, tuned", clock)
+    sides = {"constant": [other[key] for _, other in both], "race": [one[key] for one, _ in both]}
+    for contestant, of_one in sides.items():
+        ours, arrived = contestant == "race", sum(point is not None for point in found[contestant])
+        columns = {"arrived": f"{arrived} of {len(found[contestant])} seeds", key: statistics.median(of_one)}
+        over = ratios(of_one, sides["constant"])
+        made.add("dlo, race" if ours else "constant", over, bar=RACE_BAR if ours else None, ours=ours, **columns)
+    return made
 
 
 def _line(curve: list[dict[str, float]]) -> str:

@@ -3,10 +3,10 @@
     python benchmarks/sharding.py [--ranks 2] [--rounds 20] [--deepspeed] [--device cuda]
 
 Each rank builds all variants of one model (a GPT-like transformer in single precision, 23 million parameters by
-default) under AdamW, and steps them in the same random order, round by round; medians of the ratio to DDP's step of
-the same round are given, `ddp again` is the A/A control. Elapsed time, for the ranks wait for each other. The bytes
-are those of parameters, gradients and optimizer state that live between steps (gradients: after backward), on the
-rank that holds the most, and what the ZeRO paper's formula (arXiv 1910.02054) gives. Losses must equal DDP's.
+default) under AdamW, and steps them in the same order; `ddp again` is the A/A control. Elapsed time, for the ranks wait
+for each other. The bytes are those of parameters, gradients and optimizer state that live between steps (gradients:
+after backward), on the rank that holds the most, and what the ZeRO paper's formula (arXiv 1910.02054) gives. Losses
+must equal DDP's.
 
 The roofline of stages 1 and 2 is DDP's own step: the same 2 psi elements pass between the ranks. Stage 3 passes half
 as many again.
@@ -15,27 +15,32 @@ as many again.
 from __future__ import annotations
 
 import argparse
-import json
+import importlib.util
 import os
 import random
 import statistics
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from measuring.record import Record, Table
+from measuring.rounds import ELAPSED, RanksClock, all_ratios, take_turns
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from dlo_framework.distributed.collectives import Communicator
+from dlo_framework.distributed.held import memory_of, optimizer_bytes
 from dlo_framework.testing import run_distributed
-from dlo_framework.watch.state_bytes import memory_of, optimizer_bytes, paper_bytes
+from dlo_framework.watch.state_bytes import paper_bytes
 from dlo_plugins.zero.engine import ZeroEngine, ZeroOptions
 
 VOCABULARY, LENGTH, HEADS = 2048, 64, 8
 MIB = 2**20
+WARM_UP = 2
+#: What is to be reached on CPUs: a step over DDP's.
+BARS = {"dlo zero1": 1.05, "dlo zero2": 1.05, "dlo zero3": 1.15}
 
 
 class Block(nn.Module):
@@ -201,22 +206,53 @@ def measure(rank: int, world_size: int, options: argparse.Namespace) -> dict[str
         os.environ.update(DS_ACCELERATOR="cpu", LOCAL_RANK=str(rank))
     device = torch.device("cuda", rank % torch.cuda.device_count()) if options.device == "cuda" else torch.device("cpu")
     built = {name: make(options, device) for name, make in variants(options).items()}
-    seconds: dict[str, list[float]] = {name: [] for name in built}
     losses: dict[str, list[float]] = {name: [] for name in built}
-    order = random.Random(0)
-    for number in range(options.rounds + 2):
+    clock, now = RanksClock(device), {}
+
+    def new_batch(number: int) -> None:
         generator = torch.Generator().manual_seed(number * world_size + rank)
-        batch = torch.randint(VOCABULARY, (options.batch, LENGTH), generator=generator).to(device)
-        for name in order.sample(list(built), len(built)):
-            dist.barrier()
-            began = time.perf_counter()
-            loss = built[name].step(batch)
-            if device.type == "cuda":
-                torch.cuda.synchronize(device)
-            if number >= 2:  # the first two are warm-up
-                seconds[name].append(time.perf_counter() - began)
-            losses[name].append(float(loss))
+        now["batch"] = torch.randint(VOCABULARY, (options.batch, LENGTH), generator=generator).to(device)
+
+    def timed(name: str) -> float:
+        found: list[Tensor] = []
+        seconds = clock.seconds(lambda: found.append(built[name].step(now["batch"])))
+        losses[name].append(float(found[0]))
+        return seconds
+
+    runs = {name: (lambda name=name: timed(name)) for name in built}
+    seconds = take_turns(runs, options.rounds, warm_up=WARM_UP, order=random.Random(0), before_round=new_batch)
     return {"seconds": seconds, "losses": losses, "bytes": {name: variant.bytes() for name, variant in built.items()}}
+
+
+def table(ranks: list[dict[str, Any]], options: argparse.Namespace) -> Table:
+    """Returns the table of what all ranks measured."""
+    psi = sum(p.numel() for p in build(options, torch.device("cpu")).parameters())
+    found = Table(f"a step of {psi / 1e6:.1f} million parameters on {options.ranks} ranks", "DDP's step", ELAPSED)
+    found.notes.append("MB a rank: parameters, gradients and optimizer state; the formula is the paper's.")
+    seconds = ranks[0]["seconds"]
+    for name, values in all_ratios(seconds, "ddp").items():
+        off = max(
+            abs(a - b) / abs(b)
+            for rank in ranks
+            for a, b in zip(rank["losses"][name], rank["losses"]["ddp"], strict=True)
+        )
+        held = max((rank["bytes"][name] for rank in ranks), key=lambda of_rank: sum(of_rank.values()))
+        stage = 3 if "FSDP" in name else 1 if "Redundancy" in name else int(name[-1]) if name[-1].isdigit() else 0
+        parts = paper_bytes(psi, options.ranks, stage)
+        # DeepSpeed does not tell what it holds of parameters and gradients.
+        known = {part: held[part] / 1e6 for part in ("parameters", "gradients", "optimizer") if part in held}
+        found.add(
+            name,
+            values,
+            bar=BARS.get(name) if options.device == "cpu" and options.ranks > 1 else None,
+            ours=name.startswith("dlo"),
+            control=name == "ddp again",
+            ms=statistics.median(seconds[name]) * 1e3,
+            MB=sum(known.values()) if len(known) == 3 else None,
+            formula_MB=(parts.parameters + parts.gradients + parts.optimizer) / 1e6,
+            losses_apart=f"{off:.0e}",
+        )
+    return found
 
 
 def main() -> None:
@@ -229,31 +265,14 @@ def main() -> None:
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--deepspeed", action="store_true")
     options = parser.parse_args()
+    record = Record.of(__file__, __doc__, options, options.device)
+    if options.deepspeed and not importlib.util.find_spec("deepspeed"):
+        record.without("DeepSpeed, stages 1 to 3", "deepspeed is not installed")
+        options.deepspeed = False
     backend = "nccl" if options.device == "cuda" else "gloo"
     ranks = run_distributed(measure, options.ranks, options, timeout=3600, group_timeout=600, backend=backend)
-    psi = sum(p.numel() for p in build(options, torch.device("cpu")).parameters())
-    print(f"{psi / 1e6:.1f} million parameters, {options.ranks} ranks; step over DDP's, MB a rank")
-    print(f"{'':<26}{'step':>7}{'min':>7}{'max':>7}{'P':>8}{'G':>8}{'Opt':>8}{'sum':>8}{'formula':>9}  losses")
-    result = {}
-    for name, seconds in ranks[0]["seconds"].items():
-        ratios = [one / base for one, base in zip(seconds, ranks[0]["seconds"]["ddp"], strict=True)]
-        off = max(
-            abs(a - b) / abs(b)
-            for rank in ranks
-            for a, b in zip(rank["losses"][name], rank["losses"]["ddp"], strict=True)
-        )
-        held = max((rank["bytes"][name] for rank in ranks), key=lambda found: sum(found.values()))
-        stage = 3 if "FSDP" in name else 1 if "Redundancy" in name else int(name[-1]) if name[-1].isdigit() else 0
-        parts = paper_bytes(psi, options.ranks, stage)
-        formula = parts.parameters + parts.gradients + parts.optimizer
-        parts = [held.get(part, 0) / 1e6 for part in ("parameters", "gradients", "optimizer")]
-        print(
-            f"{name:<26}{statistics.median(ratios):>7.3f}{min(ratios):>7.2f}{max(ratios):>7.2f}"
-            + "".join(f"{part:>8.1f}" for part in (*parts, sum(parts)))
-            + f"{formula / 1e6:>9.1f}  {off:.0e}"
-        )
-        result[name] = {"ratio": round(statistics.median(ratios), 4), "bytes": held, "formula": formula, "losses": off}
-    print(json.dumps({"benchmark": "sharding", "ranks": options.ranks, "rounds": options.rounds, "results": result}))
+    record.add(table(ranks, options))
+    record.finish()
 
 
 if __name__ == "__main__":

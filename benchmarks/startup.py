@@ -2,21 +2,21 @@
 
     python benchmarks/startup.py [--rounds 20]
 
-Each round starts every command once, in a new random order; the table gives medians over the rounds, as a ratio to
-`import torch` in the same round, and for the fits to LightningCLI's. `LightningCLI again` is the control.
+Commands that do not train are held against `import torch` in the same round, the fits against LightningCLI's.
+`LightningCLI again` is the control.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import random
 import statistics
 import subprocess
 import sys
 import tempfile
-import time
 from pathlib import Path
+
+from measuring.record import Record, Table
+from measuring.rounds import ELAPSED, ratios, take_turns
 
 DLO = str(Path(sys.executable).with_name("dlo"))
 
@@ -55,50 +55,59 @@ model: {class_path: toy.Net}
 data: {class_path: toy.Data}
 """
 FIT = ["fit", "--config", "toy.yaml"]
+TORCH, CLI_FIT = "import torch", "LightningCLI, one step"
+BARS = {"dlo fit, one step": 1.0}  # no slower than LightningCLI's
 COMMANDS: dict[str, list[str]] = {
-    "import torch": [sys.executable, "-c", "import torch"],
+    TORCH: [sys.executable, "-c", "import torch"],
     "dlo --help": [DLO, "--help"],
     "dlo --version": [DLO, "--version"],
     "dlo plugins": [DLO, "plugins"],
     "dlo plugins show OneCycle": [DLO, "plugins", "show", "OneCycle"],
-    "LightningCLI, one step": [sys.executable, "cli.py", *FIT],
+    CLI_FIT: [sys.executable, "cli.py", *FIT],
     "LightningCLI again": [sys.executable, "cli.py", *FIT],
     "dlo fit, one step": [DLO, *FIT, "--plugins", "./toy.py"],
 }
 
 
+def start(name: str, folder: Path) -> float:
+    """Returns the seconds that a command takes, from its start to its end."""
+    # LightningCLI refuses to overwrite the config of an earlier run.
+    (folder / "config.yaml").unlink(missing_ok=True)
+    return ELAPSED.seconds(lambda: subprocess.run(COMMANDS[name], cwd=folder, check=True, capture_output=True))
+
+
 def measure(rounds: int) -> dict[str, list[float]]:
-    seconds: dict[str, list[float]] = {name: [] for name in COMMANDS}
-    order = list(COMMANDS)
-    with tempfile.TemporaryDirectory() as folder:
-        for name, text in (("toy.py", MODULE), ("cli.py", CLI), ("toy.yaml", CONFIG)):
-            (Path(folder) / name).write_text(text)
-        for _ in range(rounds):
-            random.shuffle(order)
-            for name in order:
-                began = time.perf_counter()
-                # LightningCLI refuses to overwrite the config of an earlier run.
-                (Path(folder) / "config.yaml").unlink(missing_ok=True)
-                subprocess.run(COMMANDS[name], cwd=folder, check=True, capture_output=True)
-                seconds[name].append(time.perf_counter() - began)
-    return seconds
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        for file, text in (("toy.py", MODULE), ("cli.py", CLI), ("toy.yaml", CONFIG)):
+            (folder / file).write_text(text)
+        # The first round brings the files into the page cache, and compiles what Python keeps.
+        return take_turns({name: (lambda name=name: start(name, folder)) for name in COMMANDS}, rounds)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--rounds", type=int, default=20)
-    seconds = measure(parser.parse_args().rounds)
-    result = {}
-    print(f"{'':<28}{'over':<26}{'ratio':>8}{'min':>8}{'max':>8}{'s here':>8}")
-    for name, times in seconds.items():
-        base = "LightningCLI, one step" if "one step" in name or "again" in name else "import torch"
-        ratios = [time / other for time, other in zip(times, seconds[base], strict=True)]
-        result[f"{name} / {base}"] = round(statistics.median(ratios), 4)
-        print(
-            f"{name:<28}{base:<26}{statistics.median(ratios):>8.3f}{min(ratios):>8.3f}{max(ratios):>8.3f}"
-            f"{statistics.median(times):>8.2f}"
-        )
-    print(json.dumps(result))
+    options = parser.parse_args()
+    record = Record.of(__file__, __doc__, options)
+    seconds = measure(options.rounds)
+    fits = [name for name in COMMANDS if "LightningCLI" in name or "fit" in name]
+    for title, base, names in (
+        ("commands that do not train", TORCH, [name for name in COMMANDS if name not in fits]),
+        ("a fit of one step", CLI_FIT, fits),
+    ):
+        table = Table(title, base, ELAPSED)
+        for name in names:
+            table.add(
+                name,
+                ratios(seconds[name], seconds[base]),
+                bar=BARS.get(name),
+                ours=name.startswith("dlo"),
+                control=name.endswith("again"),
+                s=statistics.median(seconds[name]),
+            )
+        record.add(table)
+    record.finish()
 
 
 if __name__ == "__main__":

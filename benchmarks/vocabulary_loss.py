@@ -9,8 +9,7 @@ Forward and backward from hidden states [tokens, width] and a head's weight [voc
 * ``liger``: ``liger_kernel``'s fused linear cross-entropy, where it is installed and there is a GPU: it is Triton.
 
 Memory is the most that a call adds to what stands before it: on a CPU the process's resident set, in a process of its
-own for each contestant; on a GPU what torch has allocated. Times are taken in rounds, interleaved in a new random order
-each; a round's ratio is to ``plain`` in the same round; medians are printed.
+own for each contestant; on a GPU what torch has allocated. Time is that of the process with one thread, or a GPU's own.
 
 Run: ``python benchmarks/vocabulary_loss.py [--rounds 15] [--vocabularies 32768 131072] [--device cuda]``
 """
@@ -19,17 +18,16 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
-import json
-import random
 import statistics
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
+from measuring.record import Record, Table
+from measuring.rounds import all_ratios, clock_of, take_turns
 from torch import Tensor, nn
 
 from dlo_tasks.llm.vocabulary_loss import VocabularyHead, summed_loss
@@ -70,6 +68,18 @@ def contestants(device: str) -> dict[str, Loss]:
     return found
 
 
+def absent(device: str) -> dict[str, str]:
+    """Returns why a peer takes no part, by its name."""
+    found = {}
+    if not hasattr(nn, "LinearCrossEntropyOptions"):
+        found["torch's linear_cross_entropy"] = "this torch has none with options; it is there from 2.15"
+    if device == "cpu":
+        found["liger"] = "it is Triton, and needs a GPU"
+    elif not importlib.util.find_spec("liger_kernel"):
+        found["liger"] = "liger-kernel is not installed"
+    return found
+
+
 def inputs(arguments: argparse.Namespace, vocabulary: int) -> tuple[nn.Linear, Tensor, Tensor]:
     torch.manual_seed(0)
     dtype = getattr(torch, arguments.dtype)
@@ -84,19 +94,6 @@ def call(loss: Loss, head: nn.Linear, hidden: Tensor, targets: Tensor) -> Tensor
     found = loss(head, hidden, targets) / len(targets)
     found.backward()
     return found.detach()
-
-
-def seconds_of(loss: Loss, head: nn.Linear, hidden: Tensor, targets: Tensor) -> float:
-    """Returns the seconds of a call: of this process on a CPU, with one thread; elapsed ones on a GPU."""
-    if hidden.device.type == "cpu":
-        start = time.process_time()
-        call(loss, head, hidden, targets)
-        return time.process_time() - start
-    torch.cuda.synchronize()
-    start = time.perf_counter()
-    call(loss, head, hidden, targets)
-    torch.cuda.synchronize()
-    return time.perf_counter() - start
 
 
 def status(key: str) -> int:
@@ -129,29 +126,25 @@ def memory_of(name: str, vocabulary: int) -> int:
     return int(subprocess.run(words, check=True, capture_output=True, text=True).stdout.split()[-1])
 
 
-def measure(arguments: argparse.Namespace, vocabulary: int) -> dict[str, dict[str, float]]:
-    losses, tensors = contestants(arguments.device), inputs(arguments, vocabulary)
+def tables(options: argparse.Namespace, vocabulary: int) -> list[Table]:
+    """Measures times, then memory."""
+    losses, tensors = contestants(options.device), inputs(options, vocabulary)
     values = {name: float(call(loss, *tensors)) for name, loss in losses.items()}
     assert max(values.values()) - min(values.values()) < 1e-2, values
-    seconds: dict[str, list[float]] = {name: [] for name in losses}
-    order = list(losses)
-    for number in range(arguments.rounds + 1):
-        random.shuffle(order)
-        for name in order:
-            taken = seconds_of(losses[name], *tensors)
-            if number:  # the first round warms up
-                seconds[name].append(taken)
-    found = {}
-    for name, taken in seconds.items():
-        ratios = [one / base for one, base in zip(taken, seconds["plain"], strict=True)]
-        found[name] = {
-            "ms": 1e3 * statistics.median(taken),
-            "time": statistics.median(ratios),
-            "least": min(ratios),
-            "most": max(ratios),
-            "mb": memory_of(name, vocabulary) / 1e6,
-        }
-    return found
+    clock = clock_of(torch.device(options.device))
+    runs = {name: (lambda loss=loss: clock.seconds(lambda: call(loss, *tensors))) for name, loss in losses.items()}
+    seconds = take_turns(runs, options.rounds)
+    what = f"{options.tokens} tokens, width {options.width}, vocabulary {vocabulary:,}, {options.dtype}"
+    time, memory = Table(f"time: {what}", "plain", clock), Table(f"memory: {what}", "plain", "bytes that a call adds")
+    megabytes = {name: memory_of(name, vocabulary) / 1e6 for name in losses}
+    on_cpu = options.device == "cpu"
+    for name, over_plain in all_ratios(seconds, "plain").items():
+        ours, control = name == "dlo", name == "plain again"
+        bars = (TIME_BAR, MEMORY_BAR) if ours and on_cpu else (None, None)
+        time.add(name, over_plain, bar=bars[0], ours=ours, control=control, ms=statistics.median(seconds[name]) * 1e3)
+        share = megabytes[name] / megabytes["plain"]
+        memory.add(name, [share], bar=bars[1], ours=ours, control=control, MB=megabytes[name], times_less=1 / share)
+    return [time, memory]
 
 
 def main() -> None:
@@ -163,28 +156,18 @@ def main() -> None:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--only", nargs=2, metavar=("NAME", "VOCABULARY"), help=argparse.SUPPRESS)
-    arguments = parser.parse_args()
+    options = parser.parse_args()
     torch.set_num_threads(1)
-    if arguments.only:
-        print(memory_here(arguments, arguments.only[0], int(arguments.only[1])))
+    if options.only:
+        print(memory_here(options, options.only[0], int(options.only[1])))
         return
-    where = "one CPU thread" if arguments.device == "cpu" else torch.cuda.get_device_name()
-    record = {"benchmark": "vocabulary_loss", "device": where, "torch": torch.__version__, **vars(arguments)}
-    for vocabulary in arguments.vocabularies:
-        found = measure(arguments, vocabulary)
-        print(
-            f"\n{arguments.tokens} tokens, width {arguments.width}, vocabulary {vocabulary}, {arguments.dtype}, {where}"
-        )
-        print(f"{'':14}{'ms':>9}{'time':>7}{'min':>7}{'max':>7}{'MB':>9}{'times less':>12}")
-        for name, one in found.items():
-            less = found["plain"]["mb"] / one["mb"]
-            print(
-                f"{name:14}{one['ms']:9.1f}{one['time']:7.2f}{one['least']:7.2f}{one['most']:7.2f}"
-                f"{one['mb']:9.1f}{less:12.1f}"
-            )
-        print(f"{'bar':14}{'':9}{TIME_BAR:7.2f}{'':23}{1 / MEMORY_BAR:12.1f}")
-        record[str(vocabulary)] = {name: {key: round(v, 3) for key, v in one.items()} for name, one in found.items()}
-    print(json.dumps(record))
+    record = Record.of(__file__, __doc__, options, options.device)
+    for name, why in absent(options.device).items():
+        record.without(name, why)
+    for vocabulary in options.vocabularies:
+        for table in tables(options, vocabulary):
+            record.add(table)
+    record.finish()
 
 
 if __name__ == "__main__":

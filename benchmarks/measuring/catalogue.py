@@ -1,0 +1,131 @@
+"""Which benchmarks there are, how each is run, and which of their rows stand for them in the README."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+#: How dlo's folder of benchmarks names what is no benchmark.
+NOT_BENCHMARKS = ("run",)
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One run of a benchmark's file.
+
+    Attributes:
+        name: of the file, without its suffix.
+        minutes: about what it takes on two CPU cores.
+        arguments: beside the file's own defaults.
+        quick: in place of them, a run of seconds that tries the machinery and measures nothing.
+    """
+
+    name: str
+    minutes: float
+    arguments: tuple[str, ...] = ()
+    quick: tuple[str, ...] = ()
+
+    @property
+    def key(self) -> str:
+        """Tells the runs of one file apart, in a report too."""
+        return " ".join((self.name, *self.arguments))
+
+
+def _entry(name: str, minutes: float, arguments: str = "", quick: str = "") -> Entry:
+    return Entry(name, minutes, tuple(arguments.split()), tuple(quick.split()))
+
+
+_SMALL_LOSS = "--rounds 1 --tokens 64 --width 32 --vocabularies 512"
+ENTRIES = (
+    _entry("overhead", 10, "", "--rounds 1 --model mlp"),
+    _entry("callbacks", 4, "", "--rounds 1 --steps 20"),
+    _entry("startup", 8, "", "--rounds 1"),
+    _entry("data_path", 1, "--quality 75 --workers", "--rounds 1 --images 32 --quality 75 --workers"),
+    _entry("data_path", 2, "--quality 90", "--rounds 1 --images 32"),
+    _entry("batch_mix", 3, "", "--rounds 1 --calls 1"),
+    _entry("progressive_resizing", 16, "", "--rounds 1 --seeds 1 --epochs 2"),
+    _entry("race", 16, "", "--seeds 1 --epochs 1"),
+    _entry("compile", 7, "--vit small", "--rounds 1 --starts 0 --steps 1 --vit tiny"),
+    _entry("compile", 3, "--vit tiny --starts 0", "--rounds 1 --starts 0 --steps 1 --vit tiny"),
+    _entry("packing", 5, "", "--rounds 1 --positions 1 --documents 2000"),
+    _entry("vocabulary_loss", 3, "--rounds 9 --vocabularies 32768", _SMALL_LOSS),
+    _entry("vocabulary_loss", 7, "--rounds 3 --vocabularies 131072", _SMALL_LOSS),
+    _entry("vocabulary_loss", 2, "--rounds 9 --vocabularies 32768 --width 256", _SMALL_LOSS),
+    _entry("collectives", 1, "", "--rounds 1 --elements 100000"),
+    _entry("sharding", 5, "--deepspeed", "--deepspeed --rounds 1 --width 64 --depth 2"),
+    _entry("deepspeed_bridge", 7, "", "--rounds 1 --width 64 --depth 2 --stages 1"),
+    _entry("compression", 2, "", "--rounds 1 --width 64 --depth 2"),
+    _entry("pipeline", 6, "", "--rounds 1 --micro-batches 4 --layers 4 --width 32 --tokens 1024 --schedules 1F1B ZBV"),
+    _entry("mesh_simulation", 2, "", "--only 405B --pp 8 --no-traffic"),
+    _entry("accelerator", 0.2, "", "--size tiny --rounds 1"),
+)
+
+
+@dataclass(frozen=True)
+class Headline:
+    """A line of the README's table.
+
+    Attributes:
+        what: is measured.
+        name: the benchmark's.
+        table: how its title begins.
+        ours: dlo's row.
+        peers: rows beside it; the first that was measured is shown.
+    """
+
+    what: str
+    name: str
+    table: str
+    ours: str
+    peers: tuple[str, ...] = ()
+
+
+HEADLINES = (
+    Headline("training step, everything on", "overhead", "small ViT", "dlo, all on", ("Lightning, all on",)),
+    Headline(
+        "what that adds to a tiny MLP's step",
+        "overhead",
+        "tiny MLP: what is added",
+        "dlo, all on",
+        ("plain Lightning, nothing on", "plain Lightning"),
+    ),
+    Headline("five idle callbacks add", "callbacks", "callbacks", "dlo, all callbacks"),
+    Headline("`dlo fit`, one step, from its start", "startup", "a fit", "dlo fit, one step", ("LightningCLI again",)),
+    Headline("JPEGs to batches", "data_path", "from JPEGs of quality 75", "dlo", ("v2 tensors",)),
+    Headline("CutMix", "batch_mix", "mixing", "dlo CutMix batch", ("timm CutMix batch",)),
+    Headline("MixUp", "batch_mix", "mixing", "dlo MixUp batch", ("timm MixUp batch",)),
+    Headline("growing images, equal epochs", "progressive_resizing", "60 epochs", "dlo, ProgressiveResizing"),
+    Headline("samples to 97% on digits", "race", "samples", "dlo, race"),
+    Headline("packing text", "packing", "useful tokens", "dlo, packing: best_fit", ("TRL", "padded to the longest")),
+    Headline("loss over 32,768 tokens, time", "vocabulary_loss", "time: 2048 tokens, width 512", "dlo", ("torch",)),
+    Headline("its memory", "vocabulary_loss", "memory: 2048 tokens, width 512", "dlo", ("torch",)),
+    Headline("`zero1`, 2 ranks", "sharding", "a step", "dlo zero1", ("DeepSpeed 1", "ZeroRedundancyOptimizer")),
+    Headline("`zero3`, 2 ranks", "sharding", "a step", "dlo zero3", ("FSDP2",)),
+    Headline("reduce-scatter on gloo", "collectives", "a buffer", "dlo reduce_scatter", ("torch reduce_scatter",)),
+    Headline("`deepspeed_2`, 2 ranks", "deepspeed_bridge", "a step of stage 2", "dlo, DeepSpeedBridge"),
+    Headline("1-bit Adam, bytes sent", "compression", "sent by a rank", "1-bit Adam", ("PowerSGD",)),
+    Headline("1F1B, 8 micro-batches", "pipeline", "a step over theory, 8", "1F1B", ("GPipe",)),
+    Headline("ZBV, 8 micro-batches, idle time", "pipeline", "idle time, 8", "ZBV", ("1F1B again",)),
+    Headline("ViT, bf16", "accelerator", "ViT", "dlo fit, compiled", ("loop, compiled",)),
+    Headline("Llama, bf16", "accelerator", "Llama", "dlo fit, compiled", ("loop, compiled",)),
+    Headline("`zero3`, bf16", "accelerator", "strategies", "dlo zero3", ("FSDP2",)),
+    Headline("saving a checkpoint", "accelerator", "saving", "dlo", ("torch.save",)),
+    Headline("loading it", "accelerator", "loading", "dlo", ("torch.load",)),
+)
+
+
+def chosen(names: list[str] | None, quick: bool = False) -> list[Entry]:
+    """Returns the entries of these files, all of them for None, in the catalogue's order.
+
+    Of entries whose quick runs are the same, a quick run has the first alone.
+
+    Raises:
+        ValueError: for a name that is none of them.
+    """
+    known = dict.fromkeys(entry.name for entry in ENTRIES)
+    unknown = [name for name in names or [] if name not in known]
+    if unknown:
+        raise ValueError(f"no benchmark {', '.join(unknown)}; there are {', '.join(known)}")
+    found = [entry for entry in ENTRIES if names is None or entry.name in names]
+    if not quick:
+        return found
+    return list({(entry.name, entry.quick): entry for entry in reversed(found)}.values())[::-1]

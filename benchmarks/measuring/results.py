@@ -1,0 +1,77 @@
+"""The file of all records of a machine and a day: where it lies, how it is written, and which one is the newest.
+
+    {"hardware", "accelerator", "date", "finished", "quick", "runs": {entry's key: RUN}}
+
+and a RUN: {"name", "command", "load", "seconds", "code", "record"}; ``record`` is None where the run failed, and
+"error" says why.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+from measuring.record import cores, hardware
+
+Results = dict[str, Any]
+
+
+def slug(text: str) -> str:
+    """Returns words as they stand in the name of a file."""
+    return re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")
+
+
+def machine() -> tuple[str, str, bool]:
+    """Returns this machine in words and as it stands in a file's name, and whether it has an accelerator."""
+    import torch
+
+    if not torch.accelerator.is_available():
+        return hardware(), f"cpu-{cores()}-core{'s' if cores() > 1 else ''}", False
+    name = hardware(str(torch.accelerator.current_accelerator()))
+    return f"{name}, {hardware()}", slug(name), True
+
+
+def path_of(folder: Path, machine_slug: str, date: str) -> Path:
+    """Returns where the results of a machine and a day lie.
+
+    Raises:
+        FileExistsError: if a report that somebody wrote by hand has the name.
+    """
+    path = folder / f"{machine_slug}_{date}.json"
+    by_hand = path.with_suffix(".md")
+    if by_hand.exists() and not path.exists():
+        raise FileExistsError(
+            f"{by_hand} has no {path.name} beside it: it was written by hand, and is kept; use --results"
+        )
+    return path
+
+
+def read(path: Path) -> Results:
+    """Returns a file of results."""
+    return dict(json.loads(path.read_text(encoding="utf-8")))
+
+
+def write(results: Results, path: Path) -> None:
+    """Writes results, whole or not at all."""
+    partial = path.with_suffix(".json.partial")
+    partial.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+    os.replace(partial, path)
+
+
+def newest(folder: Path) -> list[tuple[Path, Results]]:
+    """Returns the newest results without an accelerator and the newest with one, as far as there are any.
+
+    Those of quick runs mean nothing, and are left out.
+    """
+    found: dict[bool, tuple[Path, Results]] = {}
+    for path in sorted(folder.glob("*.json")):
+        results = read(path)
+        kind = bool(results["accelerator"])
+        if results["quick"]:
+            continue
+        if kind not in found or results["finished"] > found[kind][1]["finished"]:
+            found[kind] = (path, results)
+    return [found[kind] for kind in sorted(found)]

@@ -1,0 +1,166 @@
+"""Contestants that take turns, the clocks that time them, and the arithmetic of what came out.
+
+A machine drifts: other programs come and go, clocks rise and fall. So contestants take turns within a round, in a new
+random order each, and what is told is the ratio to the base in the same round: its median, least and most. The base
+takes part twice, as the A/A control: how far its second ratio is from 1 is what the machine makes of equal work.
+"""
+
+from __future__ import annotations
+
+import random
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeVar
+
+if TYPE_CHECKING:
+    import torch
+
+T = TypeVar("T")
+
+
+class Clock:
+    """Times what happens between two marks, by a host's clock.
+
+    Args:
+        name: what a record says that it measures.
+        now: returns the seconds on it.
+    """
+
+    def __init__(self, name: str, now: Callable[[], float]) -> None:
+        self.name, self.now = name, now
+
+    def settle(self) -> None:
+        """Waits, before a first mark, until nothing of before is under way."""
+
+    def mark(self) -> Any:
+        """Returns a point in time."""
+        return self.now()
+
+    def between(self, begin: Any, end: Any) -> float:
+        """Returns the seconds from one mark to another."""
+        return float(end - begin)
+
+    def seconds(self, run: Callable[[], object], calls: int = 1) -> float:
+        """Returns the seconds of a call, the mean of so many one after the other."""
+        self.settle()
+        begin = self.mark()
+        for _ in range(calls):
+            run()
+        return self.between(begin, self.mark()) / calls
+
+
+#: With one thread it is what a call costs, and other programs on the machine do not count.
+PROCESS = Clock("CPU time of one thread", time.process_time)
+ELAPSED = Clock("elapsed time", time.perf_counter)
+
+
+class DeviceClock(Clock):
+    """Marks are events on an accelerator's stream; nothing waits for the device until the time between two is read."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__("events on the device", time.perf_counter)
+        self.device = device
+
+    def settle(self) -> None:
+        import torch
+
+        torch.accelerator.synchronize(self.device)
+
+    def mark(self) -> torch.Event:
+        import torch
+
+        event = torch.Event(device=self.device, enable_timing=True)
+        event.record()
+        return event
+
+    def between(self, begin: torch.Event, end: torch.Event) -> float:
+        end.synchronize()
+        return float(begin.elapsed_time(end)) / 1000
+
+
+class SettledClock(Clock):
+    """Elapsed time, a mark being when all that this process gave its device is done."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__("elapsed time", time.perf_counter)
+        self.device = device
+
+    def mark(self) -> float:
+        if self.device.type != "cpu":
+            import torch
+
+            torch.accelerator.synchronize(self.device)
+        return self.now()
+
+
+class RanksClock(SettledClock):
+    """The same where ranks wait for each other: all begin together. Used by all of them alike."""
+
+    def settle(self) -> None:
+        import torch.distributed as dist
+
+        self.mark()
+        dist.barrier()
+
+
+def clock_of(device: torch.device) -> Clock:
+    """Returns the clock of one process's work: its CPU time, or an accelerator's own."""
+    return PROCESS if device.type == "cpu" else DeviceClock(device)
+
+
+def take_turns(
+    runs: Mapping[str, Callable[[], T]],
+    rounds: int,
+    *,
+    warm_up: int = 1,
+    order: random.Random | None = None,
+    before_round: Callable[[int], object] = lambda number: None,
+) -> dict[str, list[T]]:
+    """Calls every contestant once a round, in a new random order each.
+
+    Args:
+        runs: by name, what measures once and returns what it found.
+        rounds: that count.
+        warm_up: rounds before these, whose findings are dropped; 0 where each contestant warms up by itself.
+        order: draws the orders; where ranks take turns together it is one of the same seed on all of them.
+        before_round: called with each round's number from 0, those that warm up included.
+
+    Returns:
+        What each found, by name and round.
+    """
+    order = order or random.Random()
+    found: dict[str, list[T]] = {name: [] for name in runs}
+    for number in range(warm_up + rounds):
+        before_round(number)
+        for name in order.sample(list(runs), len(runs)):
+            value = runs[name]()
+            if number >= warm_up:
+                found[name].append(value)
+    return found
+
+
+def ratios(values: Sequence[float], base: Sequence[float]) -> list[float]:
+    """Returns each round's value over the base's in the same round."""
+    return [value / other for value, other in zip(values, base, strict=True)]
+
+
+def all_ratios(values: Mapping[str, Sequence[float]], base: str) -> dict[str, list[float]]:
+    """Returns :func:`ratios` of every contestant to the one named."""
+    return {name: ratios(of_one, values[base]) for name, of_one in values.items()}
+
+
+@dataclass(frozen=True)
+class Spread:
+    """What is told of one contestant's rounds: the median, the least and the most of ``n`` values."""
+
+    median: float
+    least: float
+    most: float
+    n: int
+
+
+def spread(values: Sequence[float]) -> Spread:
+    """Returns the spread of a contestant's values, of which there is at least one."""
+    return Spread(statistics.median(values), min(values), max(values), len(values))

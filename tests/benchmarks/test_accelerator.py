@@ -1,0 +1,86 @@
+"""benchmarks/accelerator.py, all of it, at a tiny size on a CPU: that it runs, and counts and compares what it says."""
+
+import importlib
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+
+
+def accelerator(*words: str) -> dict:
+    """Returns the record that the script prints."""
+    command = [sys.executable, str(BENCHMARKS / "accelerator.py"), *words]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=280)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.fixture
+def load(monkeypatch):
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    return importlib.import_module
+
+
+@pytest.mark.skipif(torch.accelerator.is_available(), reason="this machine has an accelerator")
+def test_without_an_accelerator_it_says_so():
+    record = accelerator()
+    assert record["tables"] == []
+    assert record["not_measured"] == [{"what": "all of it", "why": "this machine has no accelerator"}]
+
+
+def test_checkpoints_are_saved_and_read_back_by_all(load, tmp_path):
+    """What each loads is compared with what was saved, in the code that is timed."""
+    tables = load("on_accelerator.checkpoints").checkpoint_tables(torch.device("cpu"), 600_000, 1, tmp_path)
+    saving, loading = (table.as_dict() for table in tables)
+    assert list(saving["rows"]) == ["torch.save", "torch.save again", "torch DCP", "dlo", "dlo, in the background"]
+    assert list(loading["rows"]) == ["torch.load", "torch.load again", "torch DCP", "dlo", "dlo, not checked"]
+    assert all(row["GB a second"] > 0 for table in (saving, loading) for row in table["rows"].values())
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_load_that_reads_something_else_is_found(load):
+    checkpoints, rounds = load("on_accelerator.checkpoints"), load("measuring.rounds")
+    tensors, targets = ({"w": torch.ones(3)}, {"w": torch.zeros(3)})
+    right = checkpoints.timed_load(lambda: targets["w"].fill_(1), tensors, targets, rounds.ELAPSED)
+    assert right() >= 0
+    wrong = checkpoints.timed_load(lambda: targets["w"][:2].fill_(1), tensors, targets, rounds.ELAPSED)
+    with pytest.raises(AssertionError):
+        wrong()
+
+
+@pytest.mark.slow
+def test_one_device_trains_by_hand_and_by_dlo_compiled_and_not():
+    words = ["--device", "cpu", "--size", "tiny", "--rounds", "1", "--backend", "aot_eager", "--parts", "vit", "llm"]
+    vit, llama = accelerator(*words)["tables"]
+    for table, item in ((vit, "images"), (llama, "tokens")):
+        assert list(table["rows"]) == ["loop", "loop again", "loop, compiled", "dlo fit", "dlo fit, compiled"]
+        for row in table["rows"].values():
+            assert row[f"{item} a second"] > 0
+            assert row["TFLOP/s"] > 0
+    # A ViT of width 32 and depth 2, 17 tokens: 2 * 3 * parameters * tokens, and attention; four images.
+    gigaflops = float(vit["notes"][0].split()[0])
+    blocks = 2 * (12 * 32**2) * 17 + 3 * 64 * 32 * 16 + 32 * 1000
+    assert gigaflops == pytest.approx(6 * blocks * 4 / 1e9, rel=0.1)
+
+
+@pytest.mark.slow
+def test_strategies_train_beside_ddp_and_fsdp2():
+    words = ["--device", "cpu", "--size", "tiny", "--rounds", "1", "--parts", "strategies"]
+    one, two = accelerator(*words)["tables"]
+    common = ["DDP", "DDP again", "FSDP2", *(f"dlo {name}" for name in ("ddp", "zero1", "zero2", "zero3", "fsdp"))]
+    assert sorted(one["rows"]) == sorted([*common, "loop, no strategy"])
+    assert sorted(two["rows"]) == sorted(common)
+    assert "on 1 rank:" in one["title"]
+    assert "on 2 ranks:" in two["title"]
+    assert all(row["tokens a second"] > 0 for table in (one, two) for row in table["rows"].values())
+
+
+@pytest.mark.slow
+def test_batches_are_mixed():
+    (table,) = accelerator("--device", "cpu", "--size", "tiny", "--rounds", "1", "--parts", "batch_mix")["tables"]
+    assert {"dlo CutMix batch", "timm CutMix batch", "torchvision MixUp"} <= set(table["rows"])

@@ -1,0 +1,115 @@
+"""What a benchmark prints at its end: benchmarks/measuring/record.py."""
+
+import argparse
+import importlib
+import json
+from pathlib import Path
+
+import pytest
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+DOC = """What does it
+cost?
+
+    python benchmarks/some.py
+"""
+
+
+@pytest.fixture
+def record(monkeypatch):
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    return importlib.import_module("measuring.record")
+
+
+def a_table(record):
+    table = record.Table("a step", "the loop's step", "elapsed time")
+    table.add("loop", [1.0, 1.0, 1.0], us_a_step=12.3456789)
+    table.add("loop again", [0.98, 1.01, 1.02], control=True)
+    table.add("dlo", [1.1, 1.0, 1.3], bar=1.2, ours=True, MB=7)
+    return table
+
+
+def test_a_row_holds_the_spread_its_bar_and_columns_of_its_own(record):
+    table = a_table(record).as_dict()
+    assert table["rows"] == {
+        "loop": {"median": 1.0, "min": 1.0, "max": 1.0, "n": 3, "us a step": 12.346},
+        "loop again": {"median": 1.01, "min": 0.98, "max": 1.02, "n": 3, "control": True},
+        "dlo": {"median": 1.1, "min": 1.0, "max": 1.3, "n": 3, "bar": 1.2, "ours": True, "MB": 7},
+    }
+    assert (table["unit"], table["clock"], table["better"]) == ("the loop's step", "elapsed time", "lower")
+    again = a_table(record)
+    with pytest.raises(AssertionError, match="dlo"):
+        again.add("dlo", [1.0])
+
+
+@pytest.mark.parametrize(
+    ("median", "better", "met"),
+    [
+        (1.0, "lower", True),
+        (1.05, "lower", True),
+        (1.06, "lower", False),
+        (1.06, "higher", True),
+        (1.05, "higher", True),
+        (1.0, "higher", False),
+    ],
+)
+def test_a_bar_is_reached_on_the_side_that_is_better(record, median, better, met):
+    row = {"median": median, "bar": 1.05}
+    assert record.reached(row, better) is met
+    words = "at most" if better == "lower" else "at least"
+    assert record.bar_in_words(row, better) == f"{words} 1.050: {'met' if met else 'missed'}"
+
+
+def test_no_bar_is_neither_met_nor_missed(record):
+    assert record.reached({"median": 1.0}, "lower") is None
+    assert record.bar_in_words({"median": 1.0}, "lower") == ""
+
+
+def test_the_last_line_is_the_record(record, capsys):
+    options = argparse.Namespace(rounds=3, folder=Path("x"))
+    made = record.Record.of("/somewhere/benchmarks/some.py", DOC, options)
+    made.add(a_table(record))
+    made.without("a peer", "it is not installed")
+    made.finish()
+    printed = capsys.readouterr().out
+    found = record.parse(printed + "[W] a library says good-bye\n")
+    assert json.loads(printed.splitlines()[-1]) == found
+    assert list(found) == list(record.KEYS)
+    assert (found["benchmark"], found["question"]) == ("some", "What does it cost?")
+    assert found["options"] == {"rounds": 3, "folder": "x"}
+    assert found["not_measured"] == [{"what": "a peer", "why": "it is not installed"}]
+    assert found["tables"] == [a_table(record).as_dict()]
+    assert {"torch", "python", "dlo_framework"} <= set(found["versions"])
+    assert "CPU core" in found["device"]
+    # What is to be read comes before it.
+    assert "1 is the loop's step; elapsed time; 3 rounds" in printed
+    assert "at most 1.200: met" in printed
+
+
+@pytest.mark.parametrize(
+    ("output", "error"),
+    [
+        ("a table, and an error\n", "no record among what was printed"),
+        ('{"benchmark": "x", "tables"', "cut off"),
+        ('{"benchmark": "x", "tables": []}', "lacks question, device"),
+    ],
+)
+def test_output_without_a_whole_record_is_refused(record, output, error):
+    with pytest.raises(record.BadRecord, match=error):
+        record.parse(output)
+
+
+def test_numbers_have_the_digits_that_are_worth_reading(record):
+    told = [record.number(value) for value in (1.0041234, 0.0028, 77.4321, 1234.5, 86, "0.5 points", None, 0.97)]
+    assert told == ["1.004", "0.0028", "77.43", "1,234", "86", "0.5 points", "", "0.970"]
+
+
+def test_one_measurement_has_no_extremes(record):
+    table = record.Table("bytes", "plain", "counted")
+    table.add("plain", [1.0], MB=810.0)
+    table.add("dlo", [0.125], bar=1 / 7, MB=101.25)
+    assert record.cells(table.as_dict()) == [
+        ["", "median", "min", "max", "bar", "MB"],
+        ["plain", "1.000", "", "", "", "810"],
+        ["dlo", "0.125", "", "", "at most 0.143: met", "101.2"],
+    ]

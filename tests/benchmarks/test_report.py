@@ -1,0 +1,292 @@
+"""The report and the README's table: benchmarks/run.py, and measuring/{report,plots,readme,results,catalogue}.py."""
+
+import argparse
+import ast
+import importlib
+import json
+import os
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+BENCHMARKS = ROOT / "benchmarks"
+FILES = sorted(path.stem for path in BENCHMARKS.glob("*.py"))
+
+
+@pytest.fixture
+def load(monkeypatch):
+    """Imports from the folder of the benchmarks."""
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    return importlib.import_module
+
+
+def a_record(name: str = "overhead", median: float = 1.1, **changes) -> dict:
+    rows = {
+        "loop": {"median": 1.0, "min": 1.0, "max": 1.0, "n": 3},
+        "loop again": {"median": 1.0, "min": 0.9, "max": 1.1, "n": 3, "control": True},
+        "dlo, all on": {"median": median, "min": 1.0, "max": 2.0, "n": 3, "bar": 1.03, "ours": True, "ms": 7.5},
+    }
+    named = {"title": "small ViT: a step", "unit": "the loop's step", "clock": "elapsed", "better": "lower"}
+    table = {**named, "rows": rows, "notes": ["A note."]}
+    record = {"benchmark": name, "question": "What does it cost?", "device": "2 CPU cores", "versions": {"torch": "9"}}
+    return {**record, "options": {}, "tables": [table], "not_measured": []} | changes
+
+
+def some_results(**changes) -> dict:
+    run = {"name": "overhead", "command": "python benchmarks/overhead.py", "load": 0.25, "seconds": 90.0, "code": 0}
+    failed = {**run, "name": "race", "seconds": 3.0, "code": 1, "record": None, "error": "exit code 1; no record"}
+    named = {"hardware": "2 CPU cores (x86_64)", "accelerator": False, "date": "2030-01-02", "quick": False}
+    runs = {"overhead": {**run, "record": a_record()}, "race": failed}
+    return {**named, "finished": "2030-01-02T03:04:05+00:00", "runs": runs} | changes
+
+
+# --- what there is -----------------------------------------------------------------------------------------
+
+
+def test_every_benchmark_is_known_and_described(load):
+    catalogue = load("measuring.catalogue")
+    files = set(FILES) - set(catalogue.NOT_BENCHMARKS)
+    assert {entry.name for entry in catalogue.ENTRIES} == files
+    assert {headline.name for headline in catalogue.HEADLINES} <= files
+    table = (BENCHMARKS / "README.md").read_text(encoding="utf-8")
+    assert [name for name in files if f"| `{name}.py` |" not in table] == []
+    assert [name for name in files if not (ast.get_docstring(_tree(name)) or "").strip()] == []
+
+
+def test_entries_are_told_apart_and_their_options_exist(load):
+    entries = load("measuring.catalogue").ENTRIES
+    assert len({entry.key for entry in entries}) == len(entries)
+    for entry in entries:
+        source = (BENCHMARKS / f"{entry.name}.py").read_text(encoding="utf-8")
+        for word in (*entry.arguments, *entry.quick):
+            assert not word.startswith("--") or f'"{word}"' in source, (entry.key, word)
+
+
+@pytest.mark.parametrize("name", sorted(set(FILES) - {"run"}))
+def test_every_benchmark_measures_and_tells_by_the_one_way(name):
+    """No clock, no median of ratios and no JSON of its own: they come from measuring/."""
+    imported = {
+        alias.name for node in ast.walk(_tree(name)) if isinstance(node, ast.Import) for alias in node.names
+    } | {node.module for node in ast.walk(_tree(name)) if isinstance(node, ast.ImportFrom)}
+    assert "time" not in imported
+    assert "measuring.record" in imported
+    calls = [node.func for node in ast.walk(_tree(name)) if isinstance(node, ast.Call)]
+    assert "finish" in [call.attr for call in calls if isinstance(call, ast.Attribute)]
+
+
+def _tree(name: str) -> ast.Module:
+    return ast.parse((BENCHMARKS / f"{name}.py").read_text(encoding="utf-8"))
+
+
+def test_an_unknown_name_is_refused_with_those_there_are(load):
+    catalogue = load("measuring.catalogue")
+    assert [entry.name for entry in catalogue.chosen(["race", "overhead"])] == ["overhead", "race"]
+    whole, quick = catalogue.chosen(None), catalogue.chosen(None, quick=True)
+    assert whole == list(catalogue.ENTRIES)
+    assert quick == [entry for entry in whole if entry in quick]
+    assert len(quick) < len(whole)
+    assert {(entry.name, entry.quick) for entry in whole} == {(entry.name, entry.quick) for entry in quick}
+    with pytest.raises(ValueError, match="no benchmark rase; there are overhead, "):
+        catalogue.chosen(["race", "rase"])
+
+
+# --- the README --------------------------------------------------------------------------------------------
+
+
+def test_the_readme_has_the_table_of_the_newest_results(load):
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    made = load("measuring.readme").rewritten(text, BENCHMARKS / "results")
+    assert text == made, "run: python benchmarks/run.py --readme"
+
+
+def test_only_what_lies_between_the_marks_is_rewritten(load, tmp_path):
+    readme = load("measuring.readme")
+    text = f"# dlo\n\n{readme.BEGIN}\nold\n{readme.END}\n\nand more\n"
+    (tmp_path / "cpu_2030-01-02.json").write_text(json.dumps(some_results()))
+    made = readme.rewritten(text, tmp_path)
+    assert made.startswith(f"# dlo\n\n{readme.BEGIN}\n\n2 CPU cores (x86_64), 2030-01-02: medians")
+    assert made.endswith(f"\n\n{readme.END}\n\nand more\n")
+    assert "old" not in made
+    assert "benchmarks/results/cpu_2030-01-02.md" in made
+    line = "| training step, everything on | the loop's step | **1.100** |  | at most 1.030: missed |"
+    assert line in made.splitlines()
+    assert readme.rewritten(made, tmp_path) == made
+    with pytest.raises(ValueError, match="marks"):
+        readme.rewritten("# dlo\n", tmp_path)
+
+
+def test_the_first_peer_that_was_measured_stands_beside(load):
+    readme = load("measuring.readme")
+    results = some_results()
+    rows = results["runs"]["overhead"]["record"]["tables"][0]["rows"]
+    rows["Lightning, all on"] = {"median": 1.2, "min": 1.0, "max": 2.0, "n": 3}
+    assert "| Lightning, all on: 1.200 |" in readme.performance([(Path("cpu.json"), results)])
+
+
+def test_a_line_whose_row_is_gone_is_named(load):
+    readme = load("measuring.readme")
+    assert readme.stale(some_results()) == ["what that adds to a tiny MLP's step (overhead)"]
+    assert readme.stale(some_results(runs={})) == []
+
+
+def test_the_newest_results_of_each_kind_count_and_quick_ones_never(load, tmp_path):
+    files = {
+        "cpu-2-cores_2030-01-02": some_results(),
+        "cpu-4-cores_2030-01-01": some_results(finished="2030-01-01T00:00:00+00:00"),
+        "cpu-2-cores_2030-01-03": some_results(finished="2030-01-03T00:00:00+00:00", quick=True),
+        "h200_2029-01-01": some_results(finished="2029-01-01T00:00:00+00:00", accelerator=True),
+    }
+    for name, results in files.items():
+        (tmp_path / f"{name}.json").write_text(json.dumps(results))
+    found = load("measuring.results").newest(tmp_path)
+    assert [path.stem for path, _ in found] == ["cpu-2-cores_2030-01-02", "h200_2029-01-01"]
+
+
+def test_without_results_the_readme_says_so(load, tmp_path):
+    readme = load("measuring.readme")
+    assert readme.performance([]) == readme.NONE
+    only_failed = some_results(runs={"race": some_results()["runs"]["race"]})
+    assert readme.performance([(tmp_path / "a.json", only_failed)]) == readme.NONE
+
+
+# --- the report --------------------------------------------------------------------------------------------
+
+
+def test_the_report_tells_bars_times_loads_and_what_was_not_measured(load):
+    results = some_results()
+    results["runs"]["overhead"]["record"]["not_measured"] = [{"what": "TRL", "why": "not installed"}]
+    text = load("measuring.report").markdown(results, {("overhead", "small ViT: a step"): "x/y.svg"})
+    lines = text.splitlines()
+    assert lines[0] == "# 2 CPU cores (x86_64), 2030-01-02"
+    assert "Bars met: 0 of 1." in lines
+    assert any(line.startswith("- missed: dlo, all on, small ViT: a step (`overhead`): 1.1") for line in lines)
+    assert "| `overhead` | 1.5 | 0.25 |  |" in lines
+    assert "| `race` | 0.1 | 0.25 | failed |" in lines
+    assert "| `overhead` | TRL | not installed |" in lines
+    assert "| `race` | all of it | exit code 1; no record |" in lines
+    assert "| **dlo, all on** | 1.100 | 1.000 | 2.000 | at most 1.030: missed | 7.500 |" in lines
+    assert "![small ViT: a step](x/y.svg)" in lines
+    assert "A note." in lines
+    assert "figures mean nothing" not in text
+    assert "figures mean nothing" in load("measuring.report").markdown({**results, "quick": True}, {})
+
+
+def test_a_plot_shows_every_row_and_no_background(load, tmp_path):
+    plots = load("measuring.plots")
+    table = a_record()["tables"][0]
+    assert plots.has_peers(table)
+    alone = {**table, "rows": {name: row for name, row in table["rows"].items() if name != "dlo, all on"}}
+    assert not plots.has_peers(alone)  # the base and its control
+    counts = {**table, "rows": {name: {"ours": True} for name in "ab"}}
+    assert not plots.has_peers(counts)
+    for name in ("a", "b"):
+        plots.draw(table, tmp_path / f"{name}.svg")
+    drawn = (tmp_path / "a.svg").read_text()
+    assert drawn == (tmp_path / "b.svg").read_text()
+    assert all(f"<!-- {text} -->" in drawn for text in [*table["rows"], "small ViT: a step", "1.100"])
+    assert all(colour in drawn for colour in (plots.OURS, plots.PEER, plots.CONTROL, plots.BAR))
+    assert "fill: #ffffff" not in drawn.replace("fill: #ffffff; opacity: 0", "")
+
+
+# --- running -----------------------------------------------------------------------------------------------
+
+GOOD = """
+import json, pathlib, sys
+with open("count", "a") as file:
+    file.write("x")
+print("a table")
+print(json.dumps({record}))
+"""
+
+
+@pytest.fixture
+def run(load, monkeypatch, tmp_path):
+    """run.py over two benchmarks of the test's own."""
+    module = load("run")
+    folder = tmp_path / "benchmarks"
+    folder.mkdir()
+    (folder / "good.py").write_text(GOOD.replace("{record}", repr(a_record("good"))))
+    (folder / "bad.py").write_text("print('so far'); raise SystemExit('it cannot')")
+    entries = [module.Entry("bad", 1), module.Entry("good", 1)]
+    monkeypatch.setattr(module, "HERE", folder)
+    monkeypatch.setattr(module, "LOGS", tmp_path / "logs")
+    monkeypatch.setattr(module, "ENTRIES", entries)
+    monkeypatch.setattr(module, "chosen", lambda names, quick: [e for e in entries if names is None or e.name in names])
+    monkeypatch.setattr(module.results, "machine", lambda: ("a machine", "a-machine", False))
+    return module
+
+
+def options(tmp_path, **changes) -> argparse.Namespace:
+    given = {"only": None, "quick": False, "resume": False, "results": tmp_path / "results", "minutes": 1.0}
+    return argparse.Namespace(**given | changes)
+
+
+def test_one_that_fails_is_told_and_stops_no_other(run, tmp_path, capsys):
+    assert run.measure(options(tmp_path)) == 1
+    (path,) = (tmp_path / "results").glob("*.json")
+    found = json.loads(path.read_text())
+    assert list(found["runs"]) == ["bad", "good"]
+    assert found["runs"]["bad"]["record"] is None
+    assert found["runs"]["bad"]["error"].startswith("exit code 1; no record among what was printed")
+    assert found["runs"]["good"]["record"]["tables"] == a_record()["tables"]
+    assert found["runs"]["good"]["seconds"] > 0
+    assert path.with_suffix(".md").read_text().startswith("# a machine, ")
+    assert len(list(path.with_suffix("").glob("*.svg"))) == 1
+    (log,) = (tmp_path / "logs").rglob("bad.log")
+    assert log.read_text().splitlines() == ["so far", "it cannot"]
+    assert "failed: bad" in capsys.readouterr().err
+
+
+def test_resume_runs_what_is_not_there_yet(run, tmp_path):
+    run.measure(options(tmp_path))
+    (tmp_path / "benchmarks" / "bad.py").write_text((tmp_path / "benchmarks" / "good.py").read_text())
+    assert run.measure(options(tmp_path, resume=True)) == 0
+    assert (tmp_path / "count").read_text() == "xx"  # good, then bad
+    assert run.measure(options(tmp_path, only=["good"])) == 0
+    assert (tmp_path / "count").read_text() == "xxx"  # anew, for it was asked for
+    (path,) = (tmp_path / "results").glob("*.json")
+    assert list(json.loads(path.read_text())["runs"]) == ["bad", "good"]
+
+
+def test_a_report_written_by_hand_is_kept(run, tmp_path, load):
+    run.measure(options(tmp_path))
+    (path,) = (tmp_path / "results").glob("*.json")
+    path.unlink()
+    with pytest.raises(FileExistsError, match="by hand"):
+        run.measure(options(tmp_path))
+
+
+def test_a_quick_run_does_not_mix_with_a_full_one(run, tmp_path):
+    run.measure(options(tmp_path))
+    with pytest.raises(FileExistsError, match="is of a full run"):
+        run.measure(options(tmp_path, quick=True))
+
+
+def test_one_that_takes_too_long_is_ended_with_all_it_has_started(run, tmp_path):
+    sleep = "import time; time.sleep(99)"
+    script = f"import subprocess, sys, time; p = subprocess.Popen([sys.executable, '-c', {sleep!r}])\n"
+    script += "print(p.pid, flush=True); time.sleep(99)"
+    log = tmp_path / "log"
+    start = time.monotonic()
+    with log.open("w") as out:
+        code = run._call([sys.executable, "-c", script], out, 3.0)
+    assert code == 124
+    assert time.monotonic() - start < 30
+    child = int(log.read_text())
+    for _ in range(50):  # Whoever adopts it may take a moment to bury it.
+        if not _runs(child):
+            break
+        time.sleep(0.1)
+    assert not _runs(child)
+
+
+def _runs(process: int) -> bool:
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    stat = Path(f"/proc/{process}/stat")
+    return not (stat.exists() and stat.read_text().rpartition(")")[2].split()[0] == "Z")

@@ -1,0 +1,100 @@
+"""The arithmetic and the order of measuring: benchmarks/measuring/rounds.py and stopwatch.py."""
+
+import importlib
+import random
+from pathlib import Path
+
+import pytest
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+
+
+@pytest.fixture
+def rounds(monkeypatch):
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    return importlib.import_module("measuring.rounds")
+
+
+class Ticking:
+    """A clock's hand that moves on by one at each look."""
+
+    def __init__(self) -> None:
+        self.time = 0.0
+
+    def __call__(self) -> float:
+        self.time += 1.0
+        return self.time
+
+
+def test_all_take_part_once_a_round_in_changing_orders_and_the_first_round_only_warms_up(rounds):
+    turns, numbers = [], []
+    runs = {name: (lambda name=name: turns.append(name) or len(turns)) for name in "abcd"}
+    found = rounds.take_turns(runs, 6, order=random.Random(0), before_round=numbers.append)
+    by_round = [turns[first : first + 4] for first in range(0, 28, 4)]
+    assert len(turns) == 28
+    assert all(sorted(of_one) == list("abcd") for of_one in by_round)
+    assert len({tuple(of_one) for of_one in by_round}) > 3
+    assert numbers == list(range(7))
+    assert {name: len(values) for name, values in found.items()} == dict.fromkeys("abcd", 6)
+    # Turns are numbered from 1: what the first four found is dropped, all else is there, in the order of rounds.
+    assert sorted(number for values in found.values() for number in values) == list(range(5, 29))
+    assert all(values == sorted(values) for values in found.values())
+
+
+def test_ranks_that_draw_from_one_seed_take_the_same_turns(rounds):
+    def turns() -> list[str]:
+        seen: list[str] = []
+        rounds.take_turns({name: (lambda name=name: seen.append(name)) for name in "abcde"}, 5, order=random.Random(7))
+        return seen
+
+    assert turns() == turns()
+
+
+def test_without_a_warm_up_every_round_counts(rounds):
+    assert rounds.take_turns({"a": lambda: 3}, 2, warm_up=0) == {"a": [3, 3]}
+
+
+def test_a_ratio_is_taken_within_its_round(rounds):
+    # In the second round all of the machine is slow, in the third the contestant alone.
+    values = {"base": [1.0, 10.0, 1.0], "other": [2.0, 20.0, 30.0]}
+    assert rounds.all_ratios(values, "base") == {"base": [1.0, 1.0, 1.0], "other": [2.0, 2.0, 30.0]}
+    with pytest.raises(ValueError, match="argument 2 is longer"):
+        rounds.ratios([1.0], [1.0, 2.0])
+
+
+def test_the_spread_is_the_median_and_the_extremes(rounds):
+    assert rounds.spread([3.0, 1.0, 10.0, 2.0]) == rounds.Spread(median=2.5, least=1.0, most=10.0, n=4)
+
+
+def test_a_clock_gives_the_mean_of_the_calls(rounds):
+    hand = Ticking()
+    clock = rounds.Clock("a clock", hand)
+    # Each call looks at the hand three times; the two marks are one look more.
+    assert clock.seconds(lambda: [hand() for _ in range(3)], calls=4) == pytest.approx((3 * 4 + 1) / 4)
+
+
+def test_a_stopwatch_times_what_follows_the_warm_up(rounds):
+    stopwatch = importlib.import_module("measuring.stopwatch").Stopwatch
+    hand = Ticking()
+    settled = []
+    clock = rounds.Clock("a clock", hand)
+    clock.settle = lambda: settled.append(hand.time)
+    watch = stopwatch(clock, warm=2, steps=3)
+    for number in range(7):
+        hand.time = 10.0 * (number + 1)  # when batch `number` has ended
+        watch.on_train_batch_end()
+    assert settled == [20.0]
+    assert watch.seconds_of_a_step == pytest.approx((51 - 21) / 3)
+
+
+def test_a_stopwatch_without_a_warm_up_starts_before_the_fit(rounds):
+    stopwatch = importlib.import_module("measuring.stopwatch").Stopwatch
+    hand = Ticking()
+    watch = stopwatch(rounds.Clock("a clock", hand), warm=0, steps=1)
+    hand.time = 8.0
+    watch.on_train_batch_end()
+    assert watch.seconds_of_a_step == 8.0  # from 1 to 9
+    short = stopwatch(rounds.Clock("a clock", hand), warm=0, steps=5)
+    short.on_train_batch_end()
+    with pytest.raises(AssertionError, match="after 1 batches of 5"):
+        _ = short.seconds_of_a_step
