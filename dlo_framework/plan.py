@@ -163,11 +163,11 @@ class ParallelPlan:
         top = name.split(".")[0]
         if not owners:
             raise DloError(
-                f"each parameter belongs to stem, blocks or head, '{name}' to none of them; add '{top}' to"
+                f"each parameter and buffer belongs to stem, blocks or head, '{name}' to none of them; add '{top}' to"
                 f" stem (if it runs before '{next(iter(self.blocks), 'the blocks')}') or to head"
             )
         raise DloError(
-            f"each parameter belongs to one of stem, blocks and head, '{name}' to {' and '.join(owners)};"
+            f"each parameter and buffer belongs to one of stem, blocks and head, '{name}' to {' and '.join(owners)};"
             f" take the pattern that matches it out of {owners[-1]}"
         )
 

@@ -26,6 +26,7 @@ from torch.utils.data import DataLoader
 
 from dlo_framework.errors import DloError
 from dlo_framework.snapshot import take, training_loaders
+from dlo_framework.stop import GracefulStop
 from dlo_framework.watch.monitor import RunMonitor, batch_loss
 from dlo_framework.watch.summary import RunRecord
 
@@ -75,12 +76,27 @@ class Rehearsal:
         """Ends the loaders' iterations."""
         self._batches.close()  # type: ignore[attr-defined]
 
+    def stop_if_asked(self) -> None:
+        """Ends the run if Ctrl-C or SIGTERM has asked for it; all ranks call it as often.
+
+        Raises:
+            RunStopped: which takes the rehearsal back, as any error does.
+        """
+        options: Any = self.trainer
+        for callback in options.callbacks:
+            if isinstance(callback, GracefulStop):
+                callback.stop_aside()
+
     def optimizer_step(self) -> torch.Tensor:
         """Trains for one optimizer step, on as many batches as the first window of an epoch has.
 
         Returns:
             The mean of their losses on this rank, a scalar on the device; NaN where ``training_step`` gave none.
+
+        Raises:
+            RunStopped: if the run was asked to stop.
         """
+        self.stop_if_asked()
         losses = []
         for number in itertools.count():
             loss = batch_loss(self.trainer, self.train_on(self.to_device(self.next_batch(), number), number))

@@ -39,6 +39,8 @@ class ExactResume(Callback):
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """Restores the random state, so that loaders that shuffle by it shuffle as they would have."""
+        if "loops" in checkpoint:
+            _complete_epoch(trainer, checkpoint["loops"]["fit_loop"])
         self._loaded = checkpoint.get(KEY)
         if self._loaded is not None:
             restore_random_state(_own_share(self._loaded["random_state"], trainer))
@@ -149,11 +151,32 @@ def _reopen_epoch(trainer: Trainer, fit_loop: dict[str, Any]) -> None:
     finished = trainer.fit_loop.epoch_loop.batch_progress.current.ready >= trainer.num_training_batches
     if finished or fit_loop["epoch_loop.batch_progress"]["is_last_batch"]:
         if progress["total"]["completed"] == progress["total"]["ready"]:
-            batches = fit_loop["epoch_loop.batch_progress"]
-            batches["current"], batches["is_last_batch"] = dict.fromkeys(batches["current"], 0), False
+            _take_back_batches(fit_loop)
         return
     for span in ("total", "current"):
         started, counts = progress[span]["started"], progress[span]
         if counts["processed"] == started and started > 0:
             counts["processed"] = started - 1
             counts["completed"] = min(counts["completed"], started - 1)
+
+
+def _complete_epoch(trainer: Trainer, fit_loop: dict[str, Any]) -> None:
+    """Makes the loop counters of a checkpoint that was saved at an epoch's end say that the epoch is completed.
+
+    ``ModelCheckpoint`` saves in ``on_train_epoch_end``, when the epoch counts as processed and not yet as completed. A
+    run of so many steps (``max_steps``) that goes on from there ends the epoch a second time, and so counts one that
+    never was: the next epoch's data would be missing, and with ``max_epochs`` beside it the run would be an epoch
+    shorter. A run of epochs does not (Lightning 2.6, the setter of ``_FitLoop.restarting``).
+    """
+    progress = fit_loop["epoch_progress"]
+    counts = progress["total"]
+    ended = fit_loop["epoch_loop.batch_progress"]["is_last_batch"] and counts["processed"] == counts["ready"]
+    if trainer.max_steps != -1 and ended and counts["completed"] < counts["processed"]:
+        for span in progress.values():
+            span["completed"] = span["processed"]
+        _take_back_batches(fit_loop)
+
+
+def _take_back_batches(fit_loop: dict[str, Any]) -> None:
+    batches = fit_loop["epoch_loop.batch_progress"]
+    batches["current"], batches["is_last_batch"] = dict.fromkeys(batches["current"], 0), False

@@ -7,6 +7,7 @@ synchronised.
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 import threading
@@ -29,11 +30,23 @@ _SIGNALS = [signal.SIGINT, signal.SIGTERM, *([signal.SIGUSR1] if hasattr(signal,
 
 
 class RunStopped(OrderlyEnd):
-    """A run ended on request, its state saved."""
+    """A run ended on request, its state saved; or before its first step, when there is none."""
 
-    def __init__(self, signum: int, checkpoint: Path, step: int) -> None:
+    def __init__(self, signum: int, checkpoint: Path | None = None, step: int = 0) -> None:
         self.exit_code = 128 + signum  # A shell's convention: 130 for Ctrl-C, 143 for SIGTERM.
-        super().__init__(f"stopped at step {step}; saved {checkpoint}; go on with --ckpt_path last")
+        if checkpoint is None:
+            super().__init__("stopped before the first step; nothing to save")
+        else:
+            super().__init__(f"stopped at step {step}; saved {checkpoint}; go on with --ckpt_path last")
+
+
+class _Request:
+    """What a process has been asked. Not plain attributes of the callback, which a rehearsal would take back."""
+
+    def __init__(self) -> None:
+        self.signum = 0
+        self.interrupts = 0  # Ctrl-C that this process has seen
+        self.pid = 0  # of the process that has taken the signals over
 
 
 class GracefulStop(Checkpoint):
@@ -51,8 +64,7 @@ class GracefulStop(Checkpoint):
 
     def __init__(self, folder: Path) -> None:
         self.folder = Path(folder)
-        self.signum = 0
-        self._interrupts = 0  # Ctrl-C that this process has seen
+        self._asked = _Request()
         self._previous: dict[int, Any] = {}
         self._group: dist.ProcessGroup | None = None
         self._pending: tuple[torch.Tensor, dist.Work] | None = None
@@ -74,33 +86,46 @@ class GracefulStop(Checkpoint):
 
     def _take_signals(self) -> None:
         if not self._previous and threading.current_thread() is threading.main_thread():
+            self._asked.pid = os.getpid()
             for signum in _SIGNALS:
                 self._previous[signum] = signal.signal(signum, self._request)
 
     def _request(self, signum: int, frame: FrameType | None) -> None:
+        if os.getpid() != self._asked.pid:
+            return  # A loading process that was forked has the handler too.
         if signum == signal.SIGINT:
-            self._interrupts += 1
-            if self._interrupts > 1:
+            self._asked.interrupts += 1
+            if self._asked.interrupts > 1:
                 signal.default_int_handler(signum, frame)
-        if not self.signum:
+        if not self._asked.signum:
             again = "; once more to stop at once" if signum == signal.SIGINT else ""
             print(
                 f"\n{signal.Signals(signum).name}: finishing this step and saving{again}", file=sys.stderr, flush=True
             )
-        self.signum = self.signum or (signal.SIGINT if signum == signal.SIGINT else signal.SIGTERM)
+        self._asked.signum = self._asked.signum or (signal.SIGINT if signum == signal.SIGINT else signal.SIGTERM)
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Stops at the end of an optimizer step, if asked to."""
-        signum = self._agree() if self._group is not None else self.signum
+        signum = self._agree() if self._group is not None else self._asked.signum
         if signum and not mid_accumulation(trainer):
             self._stop(trainer, signum)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Stops after a validation, if asked to during it; several ranks agree at their next step instead."""
-        if self.signum and self._group is None and trainer.state.fn == "fit" and not trainer.sanity_checking:
-            self._stop(trainer, self.signum)
+        if self._asked.signum and self._group is None and trainer.state.fn == "fit" and not trainer.sanity_checking:
+            self._stop(trainer, self._asked.signum)
+
+    def stop_aside(self) -> None:
+        """Ends a run that was asked to stop while a callback trains on the side, before training; on all ranks.
+
+        Raises:
+            RunStopped: there is nothing to save.
+        """
+        signum = self._agree() if self._group is not None else self._asked.signum
+        if signum:
+            raise RunStopped(signum)
 
     def _agree(self) -> int:
         """Returns the signal that any rank had by the step before, the same on every rank; 0 if none."""
@@ -109,12 +134,12 @@ class GracefulStop(Checkpoint):
             flag, work = self._pending
             work.wait()
             agreed = int(flag)
-        flag = torch.tensor(self.signum, dtype=torch.int32)
+        flag = torch.tensor(self._asked.signum, dtype=torch.int32)
         work = dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=self._group, async_op=True)
         assert work is not None
         self._pending = (flag, work)
         # An accumulation window may be open: keep answering until it closes.
-        self.signum = max(self.signum, agreed)
+        self._asked.signum = max(self._asked.signum, agreed)
         return agreed
 
     def _stop(self, trainer: Trainer, signum: int) -> None:

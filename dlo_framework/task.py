@@ -151,6 +151,13 @@ class Task(LightningModule, ABC):
         """
         return ParallelPlan.infer(self.model)
 
+    def called(self) -> nn.Module:
+        """Returns what a step calls: `self.model`, or the part of it that :meth:`forward` runs in its place.
+
+        It is what is compiled where the model is compiled whole.
+        """
+        return self.model
+
     def flops_per_sample(self) -> int | None:
         """Returns the FLOPs of training on one sample, forward and backward; None lets the monitor count them.
 

@@ -5,6 +5,7 @@ A line ``<!-- dlo: NAME ARGUMENTS -->`` in a page is replaced by what the functi
 
 from __future__ import annotations
 
+import ast
 import configparser
 import re
 from collections.abc import Callable
@@ -14,6 +15,7 @@ from string import Template
 from typing import Any
 
 from markup import to_markdown
+from pictures.imports import PACKAGES, UPWARD
 
 ROOT = Path(__file__).resolve().parents[1]
 GROUP = "dlo_framework.plugins."
@@ -29,11 +31,13 @@ def on_page_markdown(markdown: str, **kwargs: Any) -> str:
 def expand(name: str, *arguments: str) -> str:
     """Returns the Markdown of one directive."""
     directives: dict[str, Callable[..., str]] = {
+        "files": file_tables,
         "kinds": kind_table,
         "plugins": plugin_table,
         "recipes": recipes,
         "scaffold": scaffold,
         "tags": tag_table,
+        "upward": upward_table,
     }
     return directives[name](*arguments)
 
@@ -99,6 +103,36 @@ def tag_table() -> str:
 
     doc = to_markdown(read_class("dlo_framework.watch.monitor:RunMonitor").doc)
     return "\n".join(line.strip() for line in doc.splitlines() if line.strip().startswith("|"))
+
+
+# --- the tree ----------------------------------------------------------------------------------------------
+
+
+def file_tables(package: str) -> str:
+    """Returns a folded table for each folder of a package: its files, each with its docstring's first sentence."""
+    top = ROOT / PACKAGES[package]
+    folders = [top, *sorted(path.parent for path in top.rglob("__init__.py") if path.parent != top)]
+    parts = []
+    for folder in folders:
+        files = sorted(path for path in folder.glob("*.py") if path.name != "__init__.py")
+        rows = [f"    | `{path.name}` | {first_sentence(path)} |" for path in files]
+        rows = ["    | file | what is in it |", "    |---|---|", *rows] if files else []
+        name = folder.relative_to(ROOT).as_posix()
+        parts.append("\n".join([f'??? note "{name}/"', "", f"    {first_sentence(folder / '__init__.py')}", "", *rows]))
+    return "\n\n".join(parts)
+
+
+def first_sentence(file: Path) -> str:
+    """Returns the first paragraph of a module's docstring, on one line."""
+    doc = ast.get_docstring(ast.parse(file.read_text(encoding="utf-8")))
+    assert doc, f"{file} says nothing about itself"
+    return " ".join(to_markdown(doc).partition("\n\n")[0].replace("|", "\\|").split())
+
+
+def upward_table() -> str:
+    """Returns the table of imports inside functions that go up, each with its reason."""
+    rows = [f"| `{source}` | `{target}` | {why} |" for (source, target), why in UPWARD.items()]
+    return "\n".join(["| imports | what | why |", "|---|---|---|", *rows])
 
 
 # --- recipes -----------------------------------------------------------------------------------------------

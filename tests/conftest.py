@@ -71,6 +71,13 @@ class Command:
         return err
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Gives slow tests an hour, unless they say otherwise: the timeout in setup.cfg is for the ordinary ones."""
+    for item in items:
+        if item.get_closest_marker("slow") and not item.get_closest_marker("timeout"):
+            item.add_marker(pytest.mark.timeout(3600))
+
+
 @pytest.fixture(autouse=True)
 def nothing_is_left_in_the_environment():
     """Lightning keeps a run's seed there, and dlo its folder and checkpoint, where the next test's run finds them."""

@@ -26,12 +26,14 @@ from dlo_framework.checkpoint.saved import SavedTensors, Source
 from dlo_framework.checkpoint.shards import Box
 from dlo_framework.checkpoint.state_file import read_state, write_state
 from dlo_framework.checkpoint.tensor_file import HashedFile, layout, memory_of, read_header
-from dlo_framework.checkpoint.torch_file import PARTIAL, read_file, sync_folder
+from dlo_framework.checkpoint.torch_file import PARTIAL, SafeCheckpointIO, read_file, sync_folder
 from dlo_framework.checkpoint.verify import sha256, verify
 from dlo_framework.errors import DloError
 
 #: The header's entry that tells a whole checkpoint in one file from a model's weights.
 _KIND, _WHOLE = "dlo", "checkpoint"
+#: Of files that ``torch.save`` writes.
+TORCH_ENDINGS = (".pt", ".pth", ".bin")
 #: Where a Task keeps its model; a library that loads the weights knows the model's own names.
 PREFIX = "model."
 
@@ -51,6 +53,32 @@ def import_lightning(source: Path, target: Path) -> list[str]:
     notes = name_optimizer_states(checkpoint)
     save(checkpoint, target, about={"strategy": "imported", "imported_from": source.name})
     return notes
+
+
+def to_lightning(source: Path, target: Path) -> None:
+    """Turns a canonical checkpoint into a single file of Lightning's, with which its own ``Trainer`` goes on.
+
+    Optimizers' states are numbered, in the order of their groups, as torch has them. The file is made whole in memory.
+
+    Raises:
+        DloError: if the source is damaged, or the target cannot be written.
+    """
+    _refuse_existing(target)
+    checkpoint = _plain(load(source))
+    for optimizer in checkpoint.get("optimizer_states") or ():
+        names = [name for group in optimizer["param_groups"] for name in group["params"]]
+        numbers = {name: number for number, name in enumerate(names)}
+        optimizer["state"] = {numbers[name]: state for name, state in optimizer["state"].items() if name in numbers}
+        for group in optimizer["param_groups"]:
+            group["params"] = [numbers[name] for name in group["params"]]
+    SafeCheckpointIO().save_checkpoint(checkpoint, target)
+
+
+def _plain(node: Any) -> Any:
+    """Returns a nest with plain dicts in place of mappings that read from files."""
+    if isinstance(node, Mapping):
+        return {key: _plain(node[key]) for key in node}
+    return [_plain(item) for item in node] if isinstance(node, list) else node
 
 
 def to_single_file(source: Path, target: Path) -> Path:
@@ -175,11 +203,12 @@ def model_weights(checkpoint: Mapping[str, Any], prefix: str | None = None) -> S
 def export_weights(
     source: Path, target: Path, *, prefix: str | None = None, dtype: torch.dtype | None = None
 ) -> tuple[int, int]:
-    """Writes the model's weights alone to a safetensors file, which timm and others load.
+    """Writes the model's weights alone to a safetensors file, which timm and others load, or to one of torch's.
 
     Args:
         source: a checkpoint, a folder or a file of Lightning's.
-        target: the file.
+        target: the file. One whose ending is of :data:`TORCH_ENDINGS` holds a plain dict of tensors, for ``torch.load``
+            and ``load_state_dict``; it is made whole in memory.
         prefix: see :func:`model_weights`.
         dtype: floating weights are converted to it; None leaves them as they are.
 
@@ -195,7 +224,13 @@ def export_weights(
     assert found is not None
     checkpoint = read_file(found, mmap=True) if found.is_file() else load(source, level=None)
     weights = model_weights(checkpoint, prefix)
-    write_safetensors(weights, target, {"format": "pt"}, dtype=dtype)
+    if target.suffix in TORCH_ENDINGS:
+        stored = {name: weights[name] for name in weights}
+        floats = {name for name, tensor in stored.items() if dtype is not None and tensor.is_floating_point()}
+        plain = {name: tensor.to(dtype) if name in floats else tensor for name, tensor in stored.items()}
+        SafeCheckpointIO().save_checkpoint(plain, target)
+    else:
+        write_safetensors(weights, target, {"format": "pt"}, dtype=dtype)
     return len(weights), len(checkpoint["state_dict"]) - len(weights)
 
 

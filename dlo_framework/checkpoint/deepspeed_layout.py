@@ -13,16 +13,12 @@ arXiv 1910.02054; in the layout of DeepSpeed (0.15 to 0.19).
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TypeVar
 
 from dlo_framework.checkpoint.pieces import Piece, pieces_within
 
 #: Segments of stages 1 and 2 begin at a multiple of so many elements: NCCL's 4 bytes in half precision.
 ALIGNMENT = 2
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -88,8 +84,3 @@ class CutLayout:
                 found.append(Piece(number, first, last - first, at))
             at += segment
         return found
-
-
-def round_robin(items: Sequence[T], ranks: int) -> list[T]:
-    """Returns items in the order of ``round_robin_gradients``: every ``ranks``-th from the first, then the second."""
-    return [item for first in range(min(ranks, len(items))) for item in items[first::ranks]]

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from dlo_framework.distributed.cuts import Cut
+from dlo_framework.cuts import Cut
 
 
 class Box(NamedTuple):
@@ -111,6 +111,11 @@ class CutShard:
 
 #: What a state dict of a sharded run may hold under a name.
 Shard = Tensor | FlatShard | CutShard
+
+
+def with_cut(held: Shard, cut: Cut | None) -> Shard:
+    """Returns what a rank holds of a tensor together with the cut that it is a part of, where there is one."""
+    return held if cut is None or isinstance(held, CutShard) else CutShard(held, cut)
 
 
 def flat_slice_boxes(shape: tuple[int, ...], start: int, stop: int) -> list[Box]:

@@ -70,13 +70,15 @@ def _parser() -> argparse.ArgumentParser:
     convert.add_argument(
         "target",
         metavar="TARGET",
-        help="NAME.safetensors: one file, with the other state beside it; anything else: a checkpoint's folder",
+        help="NAME.safetensors: one file, with the other state beside it; anything else: a checkpoint's folder, or,"
+        " of a folder, NAME.ckpt: a file for Lightning's own Trainer",
     )
-    export = command("export", "write the model alone: its weights to a safetensors file, or a folder")
+    export = command("export", "write the model alone: its weights to a file of safetensors or of torch, or a folder")
     export.add_argument(
         "target",
         metavar="TARGET",
-        help="NAME.safetensors: the weights; anything else: a folder in the form of the task's own library",
+        help="NAME.safetensors: the weights; NAME.pt, .pth or .bin: likewise, for torch.load; anything else: a folder"
+        " in the form of the task's own library",
     )
     export.add_argument("--prefix", help="what the names begin with and lose (default: 'model.', where there is one)")
     export.add_argument("--dtype", choices=DTYPES, help="convert floating weights (default: as they are)")
@@ -121,17 +123,24 @@ def _convert(path: Path, target: Path) -> int:
         for note in convert.import_lightning(path, target):
             print(f"note: {note}", file=sys.stderr)
         print(f"wrote {target}")
+    elif target.suffix == ".ckpt":
+        convert.to_lightning(path, target)
+        print(f"wrote {target}, a file of Lightning's")
     else:
-        raise DloError(f"{path} is a checkpoint's folder; name a TARGET that ends in .safetensors, given {target}")
+        raise DloError(
+            f"{path} is a checkpoint's folder; name a TARGET that ends in .safetensors, or in .ckpt for a file of"
+            f" Lightning's, given {target}"
+        )
     return 0
 
 
 def _export(path: Path, target: Path, prefix: str | None, dtype: str | None) -> int:
     import torch
 
-    if target.suffix != ".safetensors":
+    from dlo_framework.checkpoint.convert import TORCH_ENDINGS, export_weights
+
+    if target.suffix not in (".safetensors", *TORCH_ENDINGS):
         return _export_folder(path, target, prefix, getattr(torch, dtype) if dtype else None)
-    from dlo_framework.checkpoint.convert import export_weights
 
     written, left = export_weights(path, target, prefix=prefix, dtype=getattr(torch, dtype) if dtype else None)
     print(f"wrote {target}: {written} tensors" + (f"; {left} that are not the model's left out" if left else ""))
@@ -148,13 +157,13 @@ def _export_folder(path: Path, target: Path, prefix: str | None, dtype: Any) -> 
     if not isinstance(about, dict) or not isinstance(about.get("plugin"), str):
         raise DloError(
             f"{path} is of a task that writes no folders; its weights are exported to a file that ends in"
-            f" .safetensors, given {target}"
+            f" .safetensors or .pt, given {target}"
         )
     if prefix is not None:
         raise DloError("--prefix is for a file of weights; a folder has the names that its library knows")
     task: Any = Registry().load(about["plugin"], "task")
     if not hasattr(task, "export_folder"):
-        raise DloError(f"{about['plugin']} writes no folders; export to a file that ends in .safetensors")
+        raise DloError(f"{about['plugin']} writes no folders; export to a file that ends in .safetensors or .pt")
     print(f"wrote {target}: {task.export_folder(checkpoint, target, dtype)}")
     return 0
 

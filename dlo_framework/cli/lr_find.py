@@ -11,6 +11,7 @@ from lightning.pytorch.cli import LightningArgumentParser
 from dlo_framework.cli.lightning_cli import DloCLI
 from dlo_framework.cli.scan import Scan
 from dlo_framework.errors import DloError, OrderlyEnd
+from dlo_framework.stop import GracefulStop
 from dlo_framework.watch.summary import RunRecord
 
 #: The plug-in that sweeps, by its registered name: the core does not import plug-ins.
@@ -54,7 +55,9 @@ class LRFindCLI(DloCLI):
 
     def _build_trainer(self, kwargs: dict[str, Any]) -> Trainer:
         """Takes out what saves and validates, puts the sweep in unless the config names it, and ends after it."""
-        callbacks = [callback for callback in kwargs["callbacks"] if not isinstance(callback, Checkpoint | RunRecord)]
+        saves = [each for each in kwargs["callbacks"] if isinstance(each, Checkpoint)]
+        stop = [each for each in saves if isinstance(each, GracefulStop)]
+        callbacks = [each for each in kwargs["callbacks"] if each not in saves and not isinstance(each, RunRecord)]
         record = next(callback for callback in kwargs["callbacks"] if isinstance(callback, RunRecord))
         finders: list[Any] = [callback for callback in callbacks if isinstance(callback, self.finder)]
         if not finders:
@@ -62,8 +65,9 @@ class LRFindCLI(DloCLI):
             callbacks += finders
         for finder in finders:
             finder.apply = False
-        kwargs["callbacks"] = [*callbacks, _ConfigRecord(record.folder, record.config, record.monitor), _End()]
-        kwargs |= {"enable_checkpointing": False, "num_sanity_val_steps": 0, "limit_val_batches": 0}
+        kwargs["callbacks"] = [*callbacks, _ConfigRecord(record.folder, record.config, record.monitor), _End(), *stop]
+        # GracefulStop counts as what saves, and saves nothing before the first step.
+        kwargs |= {"enable_checkpointing": bool(stop), "num_sanity_val_steps": 0, "limit_val_batches": 0}
         return super()._build_trainer(kwargs)
 
 

@@ -72,7 +72,8 @@ def _dispatch(words: list[str]) -> int:
     command = words[0] if words else "--help"
     if command in ("-h", "--help"):
         commands = RUN_COMMANDS | OTHER_COMMANDS
-        print(HELP.format(commands="\n".join(f"  {name:<12} {text}" for name, text in commands.items())))
+        width = max(map(len, commands))
+        print(HELP.format(commands="\n".join(f"  {name:<{width}}  {text}" for name, text in commands.items())))
         return 0
     if command == "--version":
         from dlo_framework.versions import format_versions

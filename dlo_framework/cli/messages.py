@@ -79,6 +79,13 @@ def _class_faults(key: str, class_path: str, value: Any, registry: Registry) -> 
     kind = KINDS.get(key)
     if kind == "strategy" and isinstance(value, str):
         return  # A name of Lightning's registry; the trainer knows those.
+    if kind == "strategy" and class_path in registry.names(kind):
+        plugin = registry.get(class_path, kind)
+        if class_path != plugin.name:
+            yield (
+                f"'{class_path}' is no class, but a name for {plugin.name} with arguments: write {key.split('.')[-1]}:"
+                f" {class_path}, or class_path: {plugin.name} with init_args of your own"
+            )
     try:
         cls = _find_class(class_path, kind, registry)
     except DloError as error:
@@ -138,15 +145,44 @@ def _imported_names(kind: str) -> list[str]:
 def _unknown_argument(key: str, name: str, found: Scan, registry: Registry) -> str:
     """Returns the message for ``--model.init_args.lrr``, with the nearest argument of the class under the key."""
     name = name.removeprefix("init_args.")
-    for config in found.configs.values():
-        for other, value in _walk(config):
-            if other == key and isinstance(value, dict) and isinstance(value.get("class_path"), str):
-                cls = _find_class(value["class_path"], KINDS.get(key), registry)
-                accepted = parameters(cls) if cls is not None else None
-                if cls is not None and accepted:
-                    hint = did_you_mean(name, accepted) or ";"
-                    return f"unknown key '{key}.{name}' of {cls.__name__}{hint} it takes: {', '.join(accepted)}"
-    return f"unknown key '{key}.{name}'"
+    given = _class_given(key, found)
+    alias = next((plugin for plugin in registry.plugins() if given in plugin.names and given != plugin.name), None)
+    if alias is not None:
+        return (
+            f"'{key}.{name}': '{given}' is a short name that takes no options; name the class to set them:"
+            f" --{key} {alias.name} --{key}.{name} ..."
+        )
+    cls = _find_class(given, KINDS.get(key), registry) if given else None
+    accepted = parameters(cls) if cls is not None else None
+    if cls is None or not accepted:
+        return f"unknown key '{key}.{name}'"
+    message = f"unknown key '{key}.{name}' of {cls.__name__}{did_you_mean(name, accepted) or ';'} it takes: "
+    message += ", ".join(accepted)
+    if any(isinstance(_at(config, key), list) for config in found.configs.values()):
+        message += f"; the command line means the last of a list: set the others' options in the config, under {key}"
+    return message
+
+
+def _class_given(key: str, found: Scan) -> str:
+    """Returns the class that the command line, or else the last config, names under a key; the last of a list."""
+    words = found.argv
+    for position in reversed(range(len(words) - 1)):
+        if words[position].rstrip("+") in (f"--{key}", f"--{key}.class_path"):
+            return words[position + 1]
+    for config in reversed(found.configs.values()):
+        value = _at(config, key)
+        value = value[-1] if isinstance(value, list) and value else value
+        value = value.get("class_path") if isinstance(value, dict) else value
+        if isinstance(value, str):
+            return value
+    return ""
+
+
+def _at(config: Any, key: str) -> Any:
+    """Returns what a config has under a dotted key; None where it has nothing."""
+    for name in key.split("."):
+        config = config.get(name) if isinstance(config, dict) else None
+    return config
 
 
 def _imported_subclasses(kind: str | None) -> dict[str, type]:

@@ -29,13 +29,20 @@ def with_class_paths(content: Any, class_paths: Mapping[str, str]) -> Any:
 
 
 def prefer_plugins(plugins: Iterable[Plugin]) -> None:
-    """Has jsonargparse take plug-ins' short names for the plug-ins, in all that it parses from now on."""
+    """Has jsonargparse take plug-ins' short names for the plug-ins, in all that it parses from now on.
+
+    Aliases of a strategy are left out: they are names of Lightning's, which set arguments besides.
+    """
     import jsonargparse
     import yaml
 
     loader: Callable[[str], Any] = jsonargparse.get_loader("yaml")
     loader = getattr(loader, "without_plugins", loader)
-    class_paths = {plugin.name: plugin.class_path for plugin in plugins}
+    class_paths = {
+        name: plugin.class_path
+        for plugin in plugins
+        for name in ((plugin.name,) if plugin.kind == "strategy" else plugin.names)
+    }
 
     def load(text: str) -> Any:
         return with_class_paths(loader(text), class_paths)

@@ -9,6 +9,7 @@ from dlo_framework.data.hashing import hash64, uniform
 from dlo_framework.data.loader import ResumableLoader, seed_all
 from dlo_framework.data.module import ResumableDataModule, data_parallel_coordinates, gradient_ranks
 from dlo_framework.data.sampler import VOID, Draw, Position, ResumableBatchSampler, Window
+from dlo_framework.data.workers import ignore_stop_signals
 
 __all__ = [
     "VOID",
@@ -21,6 +22,7 @@ __all__ = [
     "data_parallel_coordinates",
     "gradient_ranks",
     "hash64",
+    "ignore_stop_signals",
     "seed_all",
     "uniform",
 ]

@@ -12,6 +12,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, default_collate, get_worker_info
 
 from dlo_framework.data.sampler import VOID, Draw, InOrderBatchSampler, Position, ResumableBatchSampler, Window
+from dlo_framework.data.workers import ignore_stop_signals, stop_signals_held
 from dlo_framework.errors import DloError
 
 
@@ -96,6 +97,7 @@ class ResumableLoader:
         if num_workers > 0:
             self._options["persistent_workers"] = persistent_workers
             self._options["prefetch_factor"] = prefetch_factor or 2
+            self._options["worker_init_fn"] = ignore_stop_signals
         self._collate = collate_fn
         self._in_work = in_work
         self._loader: DataLoader | None = None
@@ -190,7 +192,8 @@ class ResumableLoader:
                 generator=torch.Generator().manual_seed(0),
                 **self._options,
             )
-        return iter(self._loader)
+        with stop_signals_held() if self.num_workers else contextlib.nullcontext():
+            return iter(self._loader)
 
 
 class _Batches:

@@ -20,8 +20,8 @@ from torch.optim import Optimizer
 
 from dlo_framework.checkpoint import AsyncSaver, CutShard, FlatShard, Shard, load, remove, save
 from dlo_framework.checkpoint.saved import SavedTensors, Source
+from dlo_framework.distributed.held import memory_of, optimizer_bytes
 from dlo_framework.errors import DloError
-from dlo_framework.watch.state_bytes import memory_of, optimizer_bytes
 
 
 class CanonicalStrategy(Strategy):

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from dlo_framework.cuts import Cut, Layout
 from dlo_framework.distributed.canonical import clean
-from dlo_framework.distributed.cuts import Cut, Layout
 from dlo_framework.errors import DloError
 
 

@@ -31,10 +31,6 @@ class ShardedClipping:
             torch._foreach_mul_(held, scale.to(device))
 
 
-class ShardedPrecision(ShardedClipping, Precision):
-    """Single precision."""
-
-
 class ShardedMixedPrecision(ShardedClipping, MixedPrecision):
     """bf16 or fp16 by autocast."""
 

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import BaseFinetuning
@@ -22,6 +23,7 @@ from dlo_framework.distributed.canonical import CanonicalStrategy
 from dlo_framework.distributed.launcher import WatchedRanks
 from dlo_framework.distributed.norms import total_norm
 from dlo_framework.distributed.precision import sharded
+from dlo_framework.distributed.unused import unused_message, unused_numbers
 from dlo_framework.errors import DloError
 
 #: How long a collective may take; a rank that hangs ends the run after this.
@@ -62,6 +64,31 @@ class DataParallelStrategy(CanonicalStrategy, WatchedRanks):
         """Returns the 2-norm of an optimizer's gradients, which are the same on all ranks."""
         return total_norm(optimizer)
 
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs the module's step through torch's wrapper."""
+        with self._naming_unused():
+            return super().training_step(*args, **kwargs)
+
+    def pre_backward(self, closure_loss: Tensor) -> None:
+        """Prepares the wrapper for a backward by hand."""
+        with self._naming_unused():
+            super().pre_backward(closure_loss)
+
+    @contextlib.contextmanager
+    def _naming_unused(self) -> Iterator[None]:
+        """Turns what torch says, a step late and by number, of parameters without a gradient into their names."""
+        try:
+            yield
+        except RuntimeError as error:
+            missed = unused_numbers(str(error))
+            if not missed:
+                raise
+            module = self.lightning_module
+            assert module is not None
+            trained = [name for name, parameter in module.named_parameters() if parameter.requires_grad]
+            allow = "take --trainer.strategy ddp_find_unused_parameters_true"
+            raise DloError(unused_message([trained[number] for number in missed], allow)) from error
+
 
 class ShardedStrategy(CanonicalStrategy, WatchedRanks):
     """Base of the strategies that divide a model's state among the ranks.
@@ -76,9 +103,23 @@ class ShardedStrategy(CanonicalStrategy, WatchedRanks):
 
     #: Parameters may have to be gathered for it.
     forward_needs_all_ranks = True
+    #: Whether `configure_model` builds models without memory, which they get as they are sharded.
+    meta_init = False
+    #: Whether other models are built where they are trained; else in CPU memory, from which each unit is moved.
+    builds_on_device = True
 
     def __init__(self, timeout_minutes: float = TIMEOUT.total_seconds() / 60, **kwargs: Any) -> None:
         super().__init__(timeout=timedelta(minutes=timeout_minutes), **kwargs)
+
+    @contextlib.contextmanager
+    def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
+        """Lightning builds the model in it."""
+        # Not in Lightning's own: of two devices the inner one counts, and Lightning's is the one to train on.
+        device = self.root_device if self.builds_on_device else None
+        if self.meta_init if empty_init is None else empty_init:
+            device = torch.device("meta")
+        with device or contextlib.nullcontext(), self.precision_plugin.tensor_init_context():
+            yield
 
     @abstractmethod
     def shard(self, trainer: Trainer) -> None:

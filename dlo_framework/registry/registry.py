@@ -95,6 +95,8 @@ class Registry:
         hint = did_you_mean(name, available)
         message = f"unknown {kind or 'plug-in'} '{name}'{hint}"
         elsewhere = next((plugin for plugin in self.plugins() if name in plugin.names), None)
+        if elsewhere is not None and elsewhere.kind == kind:
+            return DloError(f"'{name}' is another name of the {kind} {elsewhere.name}; write {elsewhere.name} here")
         if elsewhere is not None:
             hint, message = "", f"'{name}' is a {elsewhere.kind} plug-in, not a {kind}"
         return DloError(f"{message}{'' if hint else ';'} available: {', '.join(available) or 'none'}")

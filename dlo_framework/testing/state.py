@@ -15,8 +15,7 @@ from torch.distributed.tensor import DTensor
 from dlo_framework.checkpoint import Box, Shard, held_boxes
 from dlo_framework.checkpoint.boxes import part_of, tiles
 from dlo_framework.checkpoint.boxes import whole as whole_box
-
-_COMPILED = "_orig_mod."
+from dlo_framework.distributed.canonical import clean
 
 
 def whole_weights(trainer: Trainer) -> dict[str, Tensor]:
@@ -25,7 +24,7 @@ def whole_weights(trainer: Trainer) -> dict[str, Tensor]:
     All ranks call it; the others get an empty dict, or what was gathered with them anyway.
     """
     state = trainer.strategy.lightning_module_state_dict()
-    plain = {name.replace(_COMPILED, ""): value for name, value in state.items()}
+    plain = {clean(name): value for name, value in state.items()}
     if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
         tensors = {name: value.detach() for name, value in plain.items() if isinstance(value, Tensor)}
         whole = {name: value.full_tensor() if isinstance(value, DTensor) else value for name, value in tensors.items()}

@@ -6,7 +6,6 @@ arXiv 1910.02054, section 3 and 5.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -17,6 +16,8 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from dlo_framework.distributed.canonical import clean
+from dlo_framework.distributed.held import memory_of, optimizer_bytes
 from dlo_framework.watch.flops import is_compiled
 
 #: The optimizer step at which a run is measured: the first has no optimizer state before it.
@@ -60,28 +61,6 @@ def paper_bytes(
         parameters=(whole + frozen * element) / (ranks if stage >= 3 else 1),
         gradients=whole / (ranks if stage >= 2 else 1),
         optimizer=whole * states / (ranks if stage >= 1 else 1),
-    )
-
-
-def memory_of(tensors: Iterable[Tensor]) -> int:
-    """Returns the bytes of tensors on this rank, memory that several share counted once."""
-    held: dict[int, int] = {}
-    for tensor in tensors:
-        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-        storage = local.untyped_storage()
-        if storage.nbytes():
-            held[storage.data_ptr()] = storage.nbytes()
-    return sum(held.values())
-
-
-def optimizer_bytes(optimizers: Iterable[Optimizer]) -> int:
-    """Returns the bytes of optimizers' state on this rank."""
-    return memory_of(
-        value
-        for optimizer in optimizers
-        for state in optimizer.state.values()
-        for value in state.values()
-        if isinstance(value, Tensor)
     )
 
 
@@ -202,7 +181,7 @@ def _formula(trainer: Trainer, module: LightningModule) -> StateBytes | None:
     if stage is None:
         return None
     whole = getattr(trainer.strategy, "whole_size", lambda name, parameter: parameter.numel())
-    named = [(name.replace("_orig_mod.", ""), parameter) for name, parameter in module.named_parameters()]
+    named = [(clean(name), parameter) for name, parameter in module.named_parameters()]
     trained = [parameter for _, parameter in named if parameter.requires_grad]
     psi = sum(whole(name, parameter) for name, parameter in named if parameter.requires_grad)
     states = [

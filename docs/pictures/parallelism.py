@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from dlo_framework.distributed.cuts import equal_cut
+from dlo_framework.cuts import equal_cut
 from dlo_framework.mesh import MeshSpec
 from dlo_plugins.context.layout import chunks_of
 

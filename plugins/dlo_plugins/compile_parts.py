@@ -35,7 +35,8 @@ def parts_to_compile(pl_module: LightningModule, scope: str) -> dict[str, nn.Mod
             )
         return {f"model.{name}" if task else name: root.get_submodule(name) for name in names}
     if isinstance(pl_module, Task):
-        return {"model": pl_module.model}
+        called = pl_module.called()
+        return {next(name for name, module in pl_module.named_modules() if module is called): called}
     parts = dict(_children(pl_module))
     if not parts:
         raise DloError(

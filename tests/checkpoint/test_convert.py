@@ -66,6 +66,38 @@ def test_lightnings_checkpoint_becomes_a_canonical_one(tmp_path, groups):
         assert float(optimizer["state"][name]["step"]) == 3
 
 
+QUIET = {"accelerator": "cpu", "logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+
+
+@pytest.mark.parametrize("groups", [False, True])
+def test_lightnings_own_trainer_goes_on_with_what_has_been_ours(tmp_path, groups, capsys):
+    """Three steps, Lightning's file, ours, Lightning's file again, three more steps; beside six without a stop."""
+
+    def fit(steps, checkpoint=None):
+        torch.manual_seed(0)
+        module = Small(groups)
+        trainer = Trainer(
+            max_steps=steps, max_epochs=-1, default_root_dir=tmp_path, enable_checkpointing=False, **QUIET
+        )
+        trainer.fit(module, ckpt_path=checkpoint, weights_only=True)
+        return module, trainer
+
+    _, trainer = fit(3)
+    trainer.save_checkpoint(tmp_path / "theirs.ckpt")
+    import_lightning(tmp_path / "theirs.ckpt", tmp_path / "ours.ckpt")
+    assert main(["checkpoint", "convert", str(tmp_path / "ours.ckpt"), str(tmp_path / "back.ckpt")]) == 0
+    assert "a file of Lightning's" in capsys.readouterr().out
+    theirs, back = (torch.load(tmp_path / f"{name}.ckpt", weights_only=True) for name in ("theirs", "back"))
+    assert [group["params"] for group in back["optimizer_states"][0]["param_groups"]] == [
+        group["params"] for group in theirs["optimizer_states"][0]["param_groups"]
+    ]
+    whole, _ = fit(6, tmp_path / "theirs.ckpt")
+    after, trainer = fit(6, tmp_path / "back.ckpt")
+    assert trainer.global_step == 6
+    for name, tensor in whole.state_dict().items():
+        assert torch.equal(after.state_dict()[name], tensor)
+
+
 def test_a_bomb_in_lightnings_form_is_not_executed(tmp_path):
     class Bomb:
         def __reduce__(self):
@@ -176,6 +208,26 @@ def test_timm_loads_exported_weights_and_its_own_come_back(tmp_path):
     assert all(torch.equal(read[name], tensor) for name, tensor in source.state_dict().items())
 
 
+@pytest.mark.parametrize("ending", ["pt", "pth", "bin"])
+def test_torch_loads_exported_weights_without_us(tmp_path, ending):
+    module = Small()
+    torch.save(
+        {"state_dict": module.state_dict(), "pytorch-lightning_version": "2.6.6", "global_step": 0},
+        tmp_path / "theirs.ckpt",
+    )
+    import_lightning(tmp_path / "theirs.ckpt", tmp_path / "ours.ckpt")
+    target = tmp_path / f"weights.{ending}"
+    assert main(["checkpoint", "export", str(tmp_path / "ours.ckpt"), str(target), "--dtype", "bfloat16"]) == 0
+    found = torch.load(target, weights_only=True)
+    assert type(found) is dict
+    assert {tensor.dtype for tensor in found.values()} == {torch.bfloat16, torch.int64}  # the norm's counter
+    assert main(["checkpoint", "export", str(tmp_path / "ours.ckpt"), str(tmp_path / f"full.{ending}")]) == 0
+    again = Small().model
+    again.load_state_dict(torch.load(tmp_path / f"full.{ending}", weights_only=True))
+    for name, tensor in module.model.state_dict().items():
+        assert torch.equal(again.state_dict()[name], tensor)
+
+
 def test_weights_are_exported_in_another_type_or_from_another_place(checkpoint, capsys):
     path, run = checkpoint
     target = path.with_name("w.safetensors")
@@ -243,8 +295,8 @@ def test_verify_has_the_exit_code_of_its_answer(checkpoint, capsys):
         (["inspect"], "the following arguments are required: PATH; see 'dlo checkpoint inspect --help'"),
         (["inspect", "none.ckpt"], "no checkpoint none.ckpt"),
         (["convert", "none.ckpt", "x"], "no checkpoint none.ckpt"),
-        (["convert", "{}", "other.ckpt"], "is a checkpoint's folder; name a TARGET that ends in .safetensors"),
-        (["export", "{}", "x.bin"], "weights are exported to a file that ends in .safetensors, given x.bin"),
+        (["convert", "{}", "other"], "is a checkpoint's folder; name a TARGET that ends in .safetensors, or in .ckpt"),
+        (["export", "{}", "x.onnx"], "weights are exported to a file that ends in .safetensors or .pt, given x.onnx"),
         (["export", "none.ckpt", "x.safetensors"], "no checkpoint none.ckpt"),
     ],
 )

@@ -9,6 +9,7 @@ import torch
 
 from dlo_framework import runs
 from dlo_framework.checkpoint import SavedTensors, check, load, newest_valid, recover, remove, save, verify
+from dlo_framework.checkpoint.verify import damage
 from dlo_framework.errors import DloError
 
 
@@ -44,9 +45,9 @@ DAMAGES = {
 }
 
 
-@pytest.mark.parametrize("damage", DAMAGES)
-def test_damage_is_refused_by_name_and_the_newest_whole_one_is_offered_and_found(folder, damage):
-    name, harm = DAMAGES[damage]
+@pytest.mark.parametrize("kind", DAMAGES)
+def test_damage_is_refused_by_name_and_the_newest_whole_one_is_offered_and_found(folder, kind):
+    name, harm = DAMAGES[kind]
     newest = folder / "step-15.ckpt"
     verify(newest)
     harm(newest / name)
@@ -56,6 +57,17 @@ def test_damage_is_refused_by_name_and_the_newest_whole_one_is_offered_and_found
         load(newest)
     with pytest.warns(UserWarning, match=rf"passing over .*step-15\.ckpt: .*{name}"):
         assert newest_valid(folder) == folder / "step-10.ckpt"
+
+
+def test_ranks_that_share_the_hashing_look_at_every_file_once(folder):
+    path = folder / "step-5.ckpt"
+    for name in ("shard-00000.safetensors", "state.pt"):
+        flip(path / name, 300)
+        for ranks in (1, 2, 3):
+            found = [damage(path, "hash", rank, ranks) for rank in range(ranks)]
+            (problem,) = (text for text in found if text is not None)
+            assert name in problem
+        flip(path / name, 300)
 
 
 def test_every_flipped_byte_of_every_file_is_found(folder):

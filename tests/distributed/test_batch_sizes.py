@@ -28,6 +28,7 @@ SCHEDULE = 'schedule: {"700 samples": 128, "55%": 256}, max_micro_batch: 64, lr_
 NOISE = "noise_scale: {max_batch_size: 512, every: 3, smoothing: 0.5}, max_micro_batch: 64"
 
 
+@pytest.mark.slow  # The callback has tests of its own; tests/composition has it on ranks.
 def test_two_ranks_take_the_steps_of_one_process(dlo, curve):
     (dlo.folder / "sizes.yaml").write_text(CONFIG.replace("SIZES", SCHEDULE).replace("DROP", "0.0"))
     dlo("fit", "--config", "sizes.yaml", "--run.name", "one")

@@ -6,9 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
-from torch import Tensor, nn
+from torch import nn
 
-from dlo_framework.checkpoint.reading import load
 from dlo_framework.distributed.strategy import register_data_parallel, use_canonical_checkpoints
 from dlo_framework.resume import ExactResume
 from dlo_framework.testing import run_distributed
@@ -16,6 +15,7 @@ from dlo_framework.testing.training import leave_group, quiet
 from dlo_plugins.strategies.fsdp import FSDPStrategy
 from dlo_plugins.strategies.zero import ZeroStrategy
 from dlo_tasks.imagenet.digits import DigitsData
+from support.checkpoints import Again, check_same
 
 STRATEGIES = {
     "ddp": lambda: "ddp",
@@ -93,16 +93,6 @@ def train(world_size: int, strategy, save: Path | None = None, resume: Path | No
     return watch.losses
 
 
-class Again(Callback):
-    """Saves what has just been loaded."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def on_train_start(self, trainer, pl_module) -> None:
-        trainer.save_checkpoint(self.path)
-
-
 def _runs(rank: int, world_size: int, jobs: list[tuple[str, Path | None, Path | None, str]]) -> list[list[float]]:
     quiet()
     register_data_parallel()
@@ -112,24 +102,6 @@ def _runs(rank: int, world_size: int, jobs: list[tuple[str, Path | None, Path | 
     ]
     leave_group()
     return found
-
-
-def tensors(path: Path) -> dict[str, Tensor]:
-    """Returns all tensors of a checkpoint, weights and moments, whole."""
-    content = load(path)
-    found = {f"model/{name}": value for name, value in content["state_dict"].items()}
-    for optimizer in content["optimizer_states"]:
-        for name, state in optimizer["state"].items():
-            found |= {f"{name}/{key}": value for key, value in state.items() if isinstance(value, Tensor)}
-    return found
-
-
-def check_same(one: Path, other: Path) -> None:
-    expected, found = tensors(one), tensors(other)
-    assert expected.keys() == found.keys()
-    assert len(expected) > 40
-    for name, value in expected.items():
-        assert torch.equal(value, found[name]), name
 
 
 def test_each_strategy_goes_on_from_another_and_from_one_process(tmp_path: Path) -> None:

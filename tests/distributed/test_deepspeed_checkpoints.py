@@ -14,7 +14,8 @@ from dlo_framework.errors import DloError
 from dlo_framework.testing import run_distributed
 from dlo_framework.testing.training import leave_group, quiet
 from dlo_tasks.imagenet.digits import DigitsData
-from support.deepspeed_nets import SAVED, STEPS, STRATEGIES, Model, check_same, ds, runs, tensors, train, trainer
+from support.checkpoints import check_same, tensors
+from support.deepspeed_nets import SAVED, STEPS, STRATEGIES, Model, ds, runs, train, trainer
 
 BRIDGES = [name for name in STRATEGIES if name.startswith("deepspeed")]
 #: How many ranks train, and by what; each goes on from the one before, the first from one process.
@@ -23,7 +24,9 @@ LONG = [(3, "deepspeed1"), (2, "deepspeed0"), (4, "deepspeed2_offload"), (2, "de
 LONG += [(2, "deepspeed3_offload"), (4, "deepspeed2"), (1, "ddp")]
 
 
-@pytest.mark.parametrize("chain", [SHORT, pytest.param(LONG, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "chain", [SHORT[3:1:-1], *(pytest.param(chain, marks=pytest.mark.slow) for chain in (SHORT, LONG))]
+)
 def test_it_goes_on_from_others_and_they_from_it_at_other_world_sizes(
     tmp_path: Path, chain: list[tuple[int, str]]
 ) -> None:

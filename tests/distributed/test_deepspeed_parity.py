@@ -27,7 +27,9 @@ def build(kind: str = "adamw") -> tuple[LightningModule, LightningDataModule]:
     """Returns a task and its data by name."""
     if kind == "vit":
         sizes = {"patch_size": 8, "embed_dim": 48, "depth": 3, "num_heads": 3}
-        return ImageClassifier("vit_tiny_patch16_224", sizes, log_images=0), DigitsData(image_size=16, batch_size=32)
+        # Keys' biases have no gradient but rounding, of which Adam makes whole steps unless eps is larger.
+        task = ImageClassifier("vit_tiny_patch16_224", sizes, optimizer_args={"eps": 1e-3}, log_images=0)
+        return task, DigitsData(image_size=16, batch_size=32)
     if kind == "coatnet":
         sizes = {"embed_dim": [16, 64, 64, 64], "depths": [1, 1, 1, 1], "stem_width": 8, "img_size": 32}
         # Batch norm takes each rank's own statistics, so that only its use of them can be compared.
@@ -70,6 +72,7 @@ def test_stages_are_one_process() -> None:
     assert_parity(build, cases, steps=4, rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_tasks_and_mixed_precision_are_one_process() -> None:
     cases = [case(ds(2), "vit"), case(ds(3), "coatnet"), case(ds(3, config=CUT_ALL), "llama")]
     assert_parity(build, cases, steps=3, rtol=1e-5)
@@ -77,7 +80,6 @@ def test_tasks_and_mixed_precision_are_one_process() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(3600)
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_all_of_it_over_fifty_steps(ranks: int) -> None:
     bridges = [*(ds(stage) for stage in range(4)), *OFFLOADED.values(), ds(3, config=CUT_ALL)]

@@ -96,7 +96,6 @@ def test_stage_3_is_one_process_with_what_else_a_run_has(tmp_path: Path) -> None
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(3600)
 def test_each_stage_is(tmp_path: Path) -> None:
     compare(tmp_path, NAMES)
 

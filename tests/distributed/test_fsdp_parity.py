@@ -298,7 +298,6 @@ def test_half_precision_trains_as_one_process_in_half_precision(two: list[dict[s
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(3600)
 @pytest.mark.parametrize("world", [2, 4])
 def test_a_hundred_steps(world: int) -> None:
     axes = {"plain": {}, "offload": {"offload": True}} | ({"hybrid": {"replicate": 2}} if world == 4 else {})

@@ -95,12 +95,22 @@ def trainer_of(strategy: Any, world_size: int, folder: Path, **options: Any) -> 
 MESHES: dict[str, dict[str, Any]] = {"tp": {"tp": 2}, "pp": {"pp": 2, "micro_batches": 2}}
 
 
+class Noted(CausalLM):
+    """Knows where its model was built."""
+
+    built_on = ""
+
+    def configure_model(self) -> None:
+        super().configure_model()
+        self.built_on = self.built_on or next(self.model.parameters()).device.type
+
+
 def _start(rank: int, world_size: int, folder: Path, cases: list[tuple[str, dict[str, Any]]]) -> list[Any]:
     quiet()
     found = []
     for mesh, arguments in cases:
         seed_everything(1, workers=True, verbose=False)
-        task = CausalLM(**arguments)
+        task = Noted(**arguments)
         zero = mesh.removeprefix("zero")
         strategy: Any = ZeroStrategy(int(zero), meta_init=True) if zero != mesh else FSDPStrategy(meta_init=True)  # type: ignore[arg-type]
         place = (rank, world_size)
@@ -109,7 +119,7 @@ def _start(rank: int, world_size: int, folder: Path, cases: list[tuple[str, dict
         trainer = trainer_of(strategy, world_size, folder)
         (measures,) = trainer.validate(task, datamodule=Words(folder, *place), verbose=False)
         left = sum("reset_parameters" in vars(module) for module in task.model.modules())
-        found.append((measures["val_loss"], whole_weights(trainer), left))
+        found.append((measures["val_loss"], whole_weights(trainer), left, task.built_on))
     leave_group()
     return found
 
@@ -127,7 +137,7 @@ def test_each_rank_reads_its_part_of_the_weights(tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
     embedded_tokenizer([Path(__file__)], 280, tmp_path / "run")
     answers = run_distributed(_start, 2, tmp_path / "run", cases, backend=None)
-    for (_, case), (loss, weights, left) in zip(cases, answers[0], strict=True):
+    for (_, case), (loss, weights, left, built_on) in zip(cases, answers[0], strict=True):
         expected = AutoModelForCausalLM.from_pretrained(case["model"]).state_dict()
         adapted = {name.replace(".base_layer.", "."): tensor for name, tensor in weights.items()}
         for name, tensor in expected.items():
@@ -140,12 +150,13 @@ def test_each_rank_reads_its_part_of_the_weights(tmp_path: Path) -> None:
         (measures,) = alone.validate(task, datamodule=Words(tmp_path / "run", 0, 1), verbose=False)
         assert loss == pytest.approx(measures["val_loss"], rel=1e-5)
         assert left == 0
+        assert built_on == "meta"
 
 
 def test_random_weights_on_ranks_are_drawn_as_the_family_draws_them(tmp_path: Path) -> None:
     embedded_tokenizer([Path(__file__)], 280, tmp_path)
     case = {"config": {**CONFIG, "initializer_range": 0.5}, "lora": Lora(rank=2)}
-    ((_, weights, _), *_), _ = run_distributed(_start, 2, tmp_path, [("fsdp", case)], backend=None)
+    ((_, weights, *_), *_), _ = run_distributed(_start, 2, tmp_path, [("fsdp", case)], backend=None)
     matrices = [t for name, t in weights.items() if name.endswith(("base_layer.weight", "embed_tokens.weight"))]
     assert matrices
     for tensor in matrices:

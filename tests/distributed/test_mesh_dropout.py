@@ -114,7 +114,6 @@ def _gap(one: list[float], other: list[float]) -> tuple[float, float]:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(3600)
 def test_dropout_trains_on_the_whole_as_in_one_process() -> None:
     (alone,) = run_distributed(_runs, 1, {}, backend=None, timeout=1800)
     ranks = run_distributed(_runs, 2, MESHES, backend=None, timeout=1800)[0]

@@ -26,6 +26,7 @@ data: {class_path: DigitsData, init_args: {image_size: 16, batch_size: 32}}
 RANKS = ["--trainer.strategy", "ddp", "--trainer.devices", "2"]
 
 
+@pytest.mark.slow  # Predictions are compared in every run, and so are losses, by tests/composition.
 def test_jpegs_on_two_ranks_give_the_metrics_of_one_process(dlo, photos, curve):
     """24 photographs and 10 to validate on, which two ranks cannot share evenly; each rank has two workers."""
     (dlo.folder / "photos.yaml").write_text(PHOTOS.replace("ROOT", str(photos)))

@@ -149,7 +149,6 @@ EVERY = [
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(3600)
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_all_of_it_over_a_hundred_steps(ranks: int) -> None:
     assert_parity(plain, EVERY, world_size=ranks, steps=100, rtol=1e-5, timeout=3500)

@@ -117,6 +117,17 @@ def test_values_of_the_wrong_type(refused):
     )
 
 
+def test_options_of_what_takes_none_on_the_command_line(refused):
+    message = refused("fit", "--config", "train.yaml", "--trainer.strategy", "mesh", "--trainer.strategy.tp", "2")
+    assert (
+        "'mesh' is a short name that takes no options; name the class to set them: --trainer.strategy Mesh" in message
+    )
+    callbacks = edit("{max_epochs: 1,", "{callbacks: [{class_path: LRFinder}, {class_path: OneCycle}], max_epochs: 1,")
+    message = refused("fit", "--config", callbacks, "--trainer.callbacks.init_args.num_steps", "40")
+    assert "unknown key 'trainer.callbacks.num_steps' of OneCycle; it takes: max_lr," in message
+    assert "the command line means the last of a list" in message
+
+
 def test_nothing_to_train(refused):
     assert "no model: name one in a config" in refused("fit")
 

@@ -1,6 +1,7 @@
 """``dlo lr-find``: the sweep alone, on one rank and on two."""
 
 import json
+import subprocess
 
 import pytest
 import yaml
@@ -55,6 +56,20 @@ def test_two_ranks_find_what_one_process_finds_and_train_as_it_does(dlo, curve):
     assert len(losses[0]) == 44
     assert losses[1] == pytest.approx(losses[0], rel=1e-4)
     assert list(curve(folders[0], "optim/lr").values()) == pytest.approx([one["lr"]] * 44)
+
+
+def test_ctrl_c_ends_it_and_leaves_nothing(dlo):
+    (dlo.folder / "small.yaml").write_text(CONFIG)
+    endless = ["--trainer.callbacks", "[{class_path: LRFinder, init_args: {num_steps: 1000000, max_lr: 1.0e-5}}]"]
+    process = dlo.start("lr-find", "--config", "small.yaml", *endless)
+    while "LRFinder step 1/1000000" not in (line := process.stderr.readline()):
+        assert line, process.communicate()
+    subprocess.run(["kill", "-INT", str(process.pid)], check=True)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 130, err
+    assert err.splitlines()[-1] == "stopped before the first step; nothing to save"
+    assert "Traceback" not in err
+    assert not list(dlo.folder.rglob("lr_find.*"))
 
 
 def test_its_help_is_its_own(dlo):

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from dlo_framework.checkpoint import CutShard, FlatShard, held_boxes
 from dlo_framework.checkpoint.boxes import part_of, tiles
 from dlo_framework.checkpoint.boxes import whole as whole_box
-from dlo_framework.distributed.cuts import Cut, equal_cut, layout_of
+from dlo_framework.cuts import Cut, equal_cut, layout_of
 from dlo_framework.errors import DloError
 
 

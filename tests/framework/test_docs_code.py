@@ -75,7 +75,7 @@ def test_the_scaffolded_callback_joins_a_run_as_the_page_says(project):
 def hooks(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     """The site's own module, imported as mkdocs does: with its folder on the path."""
     monkeypatch.syspath_prepend(DOCS)
-    for name in ("hooks", "markup"):
+    for name in ("hooks", "markup", "pictures", "pictures.imports"):
         monkeypatch.delitem(sys.modules, name, raising=False)
     module = importlib.import_module("hooks")
     assert Path(str(module.__file__)) == DOCS / "hooks.py"
@@ -84,7 +84,8 @@ def hooks(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 def test_every_directive_of_the_pages_is_one(hooks):
     found = [match for path in DOCS.rglob("*.md") for match in re.findall("<!-- dlo: (.+) -->", path.read_text())]
-    assert {directive.split()[0] for directive in found} == {"kinds", "plugins", "recipes", "scaffold", "tags"}
+    used = {directive.split()[0] for directive in found}
+    assert used == {"files", "kinds", "plugins", "recipes", "scaffold", "tags", "upward"}
     for directive in found:
         assert hooks.expand(*directive.split())
 

@@ -6,23 +6,12 @@ import numpy as np
 import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
-from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data import DataLoader, IterableDataset
 
 from dlo_framework.data import ResumableDataModule
 from dlo_framework.errors import DloError
 from dlo_framework.rehearsal import BeforeTraining, rehearse
-
-BATCHES, BATCH = 7, 4
-
-
-class Noisy(Dataset):
-    """Samples whose augmentation draws from each of the three global generators."""
-
-    def __len__(self) -> int:
-        return BATCHES * BATCH
-
-    def __getitem__(self, index):
-        return torch.full((6,), index / 28) + torch.randn(6) + random.random() + float(np.random.rand()), index % 3
+from support.noisy_data import BATCH, BATCHES, Noisy
 
 
 class Net(LightningModule):

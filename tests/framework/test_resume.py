@@ -87,12 +87,12 @@ class Signal(Callback):
             self._count(trainer)
 
 
-def run(folder, *, stop=None, resume=False, workers=0, data=None, **options):
+def run(folder, *, stop=None, resume=False, workers=0, data=None, kind=Net, **options):
     """Returns the losses of a fit, and the exception that ended it."""
     torch.manual_seed(1 if not resume else 99)  # A resumed process starts from other random numbers.
     random.seed(2 if not resume else 98)
     np.random.seed(3 if not resume else 97)
-    module = Net()
+    module = kind()
     callbacks = [stop] if isinstance(stop, Callback) else []
     options = {"max_epochs": EPOCHS, "accumulate_grad_batches": 4, "log_every_n_steps": 2, **options}
     trainer = Trainer(
@@ -197,6 +197,40 @@ def test_a_run_of_steps_that_ended_with_an_epoch_goes_on_with_the_next(whole, tm
     counted = {"max_epochs": -1, "limit_val_batches": 0, "default_root_dir": folder}
     before, _ = run(folder, stop=SaveInTheEnd(), max_steps=steps, **counted)
     after, _ = run(folder, resume=True, max_steps=9, **counted)
+    assert before + after == whole
+
+
+@pytest.mark.parametrize("first", [{"max_epochs": 1}, {"max_steps": 3, "max_epochs": -1}])
+def test_a_run_of_steps_goes_on_from_an_epochs_end(whole, tmp_path, first):
+    """As after a kill: ``last.ckpt`` is of the epoch's end, where ``ModelCheckpoint`` saves by itself."""
+    before, _ = run(tmp_path / "run", **first)
+    after, _ = run(tmp_path / "run", resume=True, max_steps=100)
+    assert before == whole[:10]
+    assert after == whole[10:]
+
+
+class OneRateAnEpoch(Net):
+    """Its scheduler is stepped at each epoch's end, Lightning's default."""
+
+    def configure_optimizers(self):
+        optimizer = torch.optim.AdamW(self.parameters(), lr=0.01)
+        return [optimizer], [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.3)]
+
+
+@pytest.mark.parametrize(("batch", "steps"), [(13, {}), (13, {"max_steps": 100}), (10, {}), (10, {"max_steps": 100})])
+def test_a_schedule_of_epochs_goes_on(tmp_path, batch, steps):
+    whole, _ = run(tmp_path / "whole", kind=OneRateAnEpoch, **steps)
+    before, _ = run(tmp_path / "run", kind=OneRateAnEpoch, stop=Signal(batch), **steps)
+    after, _ = run(tmp_path / "run", kind=OneRateAnEpoch, resume=True, **steps)
+    assert len(whole) == 30
+    assert before + after == whole
+
+
+@pytest.mark.parametrize("steps", [{}, {"max_steps": 100}])
+def test_a_schedule_of_epochs_goes_on_from_an_epochs_end(tmp_path, steps):
+    whole, _ = run(tmp_path / "whole", kind=OneRateAnEpoch, **steps)
+    before, _ = run(tmp_path / "run", kind=OneRateAnEpoch, max_epochs=1)
+    after, _ = run(tmp_path / "run", kind=OneRateAnEpoch, resume=True, **steps)
     assert before + after == whole
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.plugins.precision import MixedPrecision
-from torch.utils.data import DataLoader, Dataset, TensorDataset
+from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics.classification import MulticlassAccuracy
 
 from dlo_framework.data import ResumableDataModule
@@ -17,18 +17,7 @@ from dlo_framework.ema import WeightEMA
 from dlo_framework.rehearsal import Rehearsal, rehearse
 from dlo_framework.snapshot import take
 from dlo_framework.watch.monitor import RunMonitor
-
-BATCHES, BATCH = 7, 4
-
-
-class Noisy(Dataset):
-    """Samples whose augmentation draws from each of the three global generators."""
-
-    def __len__(self) -> int:
-        return BATCHES * BATCH
-
-    def __getitem__(self, index):
-        return torch.full((6,), index / 28) + torch.randn(6) + random.random() + float(np.random.rand()), index % 3
+from support.noisy_data import BATCH, BATCHES, Noisy
 
 
 class Net(LightningModule):

@@ -12,7 +12,8 @@ from dlo_framework.resume import ExactResume
 from dlo_framework.testing import run_distributed
 from dlo_framework.testing.training import quiet
 from dlo_tasks.imagenet.digits import DigitsData
-from support.deepspeed_nets import CUT_ALL, Model, Watch, check_same, ds
+from support.checkpoints import check_same
+from support.deepspeed_nets import CUT_ALL, Model, Watch, ds
 
 pytestmark = pytest.mark.gpu
 

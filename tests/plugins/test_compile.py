@@ -8,7 +8,7 @@ import os
 
 import pytest
 import torch
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import LightningModule, Trainer, seed_everything
 from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, TensorDataset
@@ -21,6 +21,8 @@ from dlo_framework.watch.monitor import RunMonitor
 from dlo_plugins.callbacks import compile as compiling
 from dlo_plugins.callbacks.compile import Compile
 from dlo_plugins.compile_parts import compiled_call, parts_to_compile, set_compiled_call
+from dlo_tasks.llm.causal_lm import CausalLM
+from support.token_batches import FAMILIES, Tokens
 
 QUIET = dict.fromkeys(("enable_progress_bar", "enable_model_summary"), False)
 CALLS: list[tuple[int, ...]] = []
@@ -336,3 +338,21 @@ def test_on_an_accelerator_every_mode_trains_as_eager_does(mode, scope, tmp_path
 
     compiled = losses([Compile(scope=scope, mode=mode, cache_dir=str(tmp_path))])
     assert compiled == pytest.approx(losses([]), rel=1e-3)
+
+
+@pytest.mark.parametrize("scope", ["model", "blocks"])
+def test_a_language_model_runs_compiled_though_its_head_is_in_the_loss(scope):
+    def train(callbacks):
+        seed_everything(3, verbose=False)
+        task = CausalLM(config={"model_type": "llama", **FAMILIES["llama"]}, lr=1e-3, optimizer_args={"eps": 1e-3})
+        run = Trainer(
+            accelerator="cpu", max_steps=4, logger=False, enable_checkpointing=False, callbacks=callbacks, **QUIET
+        )
+        run.fit(task, datamodule=Tokens(1))
+        return task
+
+    callback = Compile(scope=scope, backend="aot_eager")
+    plain, compiled = train([]), train([callback])
+    assert callback.tally.graphs >= 1
+    for name, value in plain.state_dict().items():
+        torch.testing.assert_close(compiled.state_dict()[name], value, rtol=1e-5, atol=1e-6)

@@ -4,7 +4,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dlo_framework.checkpoint.deepspeed_layout import CutLayout, FlatLayout, round_robin
+from dlo_framework.checkpoint.deepspeed_layout import CutLayout, FlatLayout
 
 SIZES = st.lists(st.integers(1, 40), min_size=1, max_size=8)
 RANKS = st.integers(1, 9)
@@ -54,11 +54,3 @@ def test_each_parameter_is_cut_by_itself(numels: list[int], ranks: int) -> None:
             whole = torch.full((layout.segments[number] * ranks,), -1)
             whole[: numels[number]] = torch.arange(starts[number], starts[number + 1])
             assert torch.equal(part, whole.chunk(ranks)[rank])
-
-
-@settings(deadline=None)
-@given(st.lists(st.integers(), max_size=20), RANKS)
-def test_round_robin_deals_out(items: list[int], ranks: int) -> None:
-    dealt = round_robin(list(enumerate(items)), ranks)
-    assert sorted(dealt) == list(enumerate(items))
-    assert [number % ranks for number, _ in dealt] == sorted(number % ranks for number, _ in dealt)

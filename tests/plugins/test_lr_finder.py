@@ -2,6 +2,7 @@ import json
 import math
 import random
 import runpy
+import signal
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +15,9 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from dlo_framework.data import ResumableDataModule
 from dlo_framework.errors import DloError
+from dlo_framework.stop import GracefulStop, RunStopped
+from dlo_framework.watch.bar import RunBar
+from dlo_plugins.callbacks import lr_finder
 from dlo_plugins.callbacks.lr_finder import LRFinder, set_learning_rate
 from dlo_plugins.callbacks.one_cycle import OneCycle
 from dlo_plugins.lr_suggest import sweep_rates
@@ -90,12 +94,10 @@ def fit(folder, *callbacks, make=Net, data=None, logger=False, ckpt_path=None, *
     trainer = Trainer(
         accelerator="cpu",
         logger=logger,
-        enable_progress_bar=False,
         enable_model_summary=False,
-        enable_checkpointing=False,
         default_root_dir=folder,
         callbacks=[*callbacks, losses],
-        **{"max_epochs": 2, **options},
+        **{"max_epochs": 2, "enable_checkpointing": False, "enable_progress_bar": False, **options},
     )
     trainer.fit(module, datamodule=data or Data(), ckpt_path=ckpt_path)
     return losses.seen, module, trainer
@@ -236,6 +238,36 @@ def test_nothing_is_logged_and_nothing_is_left_where_the_sweep_fails(tmp_path, e
     with pytest.raises(raised):
         fit(tmp_path, LRFinder(), make=Fails, logger=CSVLogger(tmp_path, name="", version="run"))
     assert [path for path in tmp_path.rglob("*") if path.is_file() and "hparams" not in path.name] == []
+
+
+@pytest.mark.parametrize(("step", "message"), [(7, "before the first step"), (20, "at step 1")])
+def test_a_run_is_stopped_within_the_sweep(tmp_path, step, message):
+    """What comes in the last of its 20 steps is not forgotten with the rest of the sweep."""
+
+    class Asked(Net):
+        def training_step(self, batch, batch_idx):
+            loss = super().training_step(batch, batch_idx)
+            if self.rates.steps == step:
+                signal.raise_signal(signal.SIGTERM)
+            return loss
+
+    module: list[Net] = []
+    stop = GracefulStop(tmp_path / "checkpoints")
+    finder = LRFinder(num_steps=20, max_lr=1e-3)
+    with pytest.raises(RunStopped, match=message) as stopped:
+        fit(tmp_path, finder, stop, make=lambda: module.append(Asked()) or module[0], enable_checkpointing=True)
+    assert stopped.value.exit_code == 143
+    assert module[0].rates.steps == (7 if step == 7 else 21)
+    assert (tmp_path / "checkpoints" / "last.ckpt").exists() == (step == 20)
+    assert (tmp_path / "lr_find.json").exists() == (step == 20)
+
+
+def test_a_log_file_is_told_how_far_the_sweep_is(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(lr_finder, "SECONDS_BETWEEN_LINES", 0.0)
+    fit(tmp_path, LRFinder(num_steps=20, max_lr=1e-3), RunBar(), enable_progress_bar=True)
+    lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("LRFinder")]
+    assert len(lines) == 20
+    assert lines[0].startswith("LRFinder step 1/20: lr 1.00e-07, loss 1.")
 
 
 def test_a_resumed_run_does_not_sweep_again(tmp_path):

@@ -11,12 +11,12 @@ import torch.distributed as dist
 from dlo_framework import Task
 from dlo_framework.errors import DloError
 from dlo_framework.mesh import MeshSpec
-from dlo_plugins.mesh import simulation
 from dlo_plugins.mesh.drawing import MeshDescription, describe, groups_along, ranges
 from dlo_plugins.mesh.holdings import Held, chunk_length
-from dlo_plugins.mesh.simulation import SimulatedRank, simulate
 from dlo_plugins.mesh.traffic import Traffic, TrafficCount, grown
+from dlo_plugins.strategies import mesh_simulation as simulation
 from dlo_plugins.strategies.mesh import MeshStrategy
+from dlo_plugins.strategies.mesh_simulation import SimulatedRank, simulate
 from dlo_tasks.llm.causal_lm import CausalLM
 from support.token_batches import GROUPED, LENGTH, VOCABULARY
 

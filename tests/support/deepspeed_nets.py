@@ -9,7 +9,6 @@ from lightning.pytorch import Callback, LightningModule, Trainer, seed_everythin
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from dlo_framework.checkpoint import load
 from dlo_framework.distributed.strategy import register_data_parallel, use_canonical_checkpoints
 from dlo_framework.resume import ExactResume
 from dlo_framework.testing.training import leave_group, quiet
@@ -17,6 +16,7 @@ from dlo_plugins.strategies.deepspeed import DeepSpeedBridge
 from dlo_plugins.strategies.fsdp import FSDPStrategy
 from dlo_plugins.strategies.zero import ZeroStrategy
 from dlo_tasks.imagenet.digits import DigitsData
+from support.checkpoints import Again
 
 
 def ds(stage: int, **options: Any) -> partial:
@@ -92,16 +92,6 @@ class Watch(Callback):
             trainer.save_checkpoint(self.save)
 
 
-class Again(Callback):
-    """Saves what has just been loaded."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def on_train_start(self, trainer, pl_module) -> None:
-        trainer.save_checkpoint(self.path)
-
-
 def trainer(world_size: int, strategy: Any, callbacks: list[Callback] | None = None, root: Any = None, **options: Any):
     """Returns a trainer for a few steps."""
     defaults: dict[str, Any] = {"max_steps": STEPS, "max_epochs": -1, "limit_val_batches": 0}
@@ -148,22 +138,3 @@ def runs(rank: int, world_size: int, jobs: list[tuple[Any, ...]]) -> list[list[f
         found.append(train(world_size, STRATEGIES[name]() if world_size > 1 else "auto", save, resume, **options))
     leave_group()
     return found
-
-
-def tensors(path: Path) -> dict[str, Tensor]:
-    """Returns all tensors of a checkpoint, weights and moments, whole."""
-    content = load(path)
-    found = {f"model/{name}": value for name, value in content["state_dict"].items()}
-    for optimizer in content["optimizer_states"]:
-        for name, state in optimizer["state"].items():
-            found |= {f"{name}/{key}": value for key, value in state.items() if isinstance(value, Tensor)}
-    return found
-
-
-def check_same(one: Path, other: Path) -> None:
-    """Asserts that two checkpoints hold the same tensors, bit for bit."""
-    expected, found = tensors(one), tensors(other)
-    assert expected.keys() == found.keys()
-    assert len(expected) > 40
-    for name, value in expected.items():
-        assert torch.equal(value, found[name]), name

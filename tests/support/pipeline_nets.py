@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dlo_framework.plan import ParallelPlan
+from dlo_plugins.pipeline.actions import Action, Kind
 
 
 @dataclass
@@ -194,3 +195,18 @@ CASES: dict[str, Callable[[int], Case]] = {
     "qwen3": lambda n: language("qwen3", n, packed=True, tie_word_embeddings=True),
     "opt": lambda n: language("opt", n, tie_word_embeddings=True),
 }
+
+
+def most_in_flight(order: Iterable[Action]) -> int:
+    """Returns the most micro-batches, counted once a stage, of which a rank keeps activations at one time.
+
+    Full backwards and weight gradients free them.
+    """
+    held, most = 0, 0
+    for action in order:
+        if action.kind is Kind.FORWARD:
+            held += 1
+        elif action.kind in (Kind.BACKWARD, Kind.WEIGHT):
+            held -= 1
+        most = max(most, held)
+    return most

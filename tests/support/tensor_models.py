@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from dlo_framework.distributed.cuts import layout_of
+from dlo_framework.cuts import layout_of
 from dlo_framework.plan import ParallelPlan
 from dlo_plugins.appliers.tensor_parallel import TensorParallel
 from dlo_tasks.imagenet.plans import plan_for as plan_for_images

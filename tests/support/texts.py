@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
+import torch
 
+from dlo_tasks.llm.batches import IGNORED
 from dlo_tasks.llm.step_tokens import Accumulation, TextBatchSampler
 
 TEXT = "the loss of a packed document equals its loss alone and no window sees another one twice"
@@ -40,3 +43,17 @@ def sampler(world_size=1, rank=0, accumulate=1, size=40, lengths=None, **options
         **{"batch_size": 8 // world_size, "shuffle": True, "drop_last": True, "rank": rank, "world_size": world_size}
         | options,
     )
+
+
+def documents_in(batch: dict[str, torch.Tensor]) -> list[tuple[list[int], list[int]]]:
+    """Returns the ids and the labels of each document of a batch, padding left out."""
+    found = []
+    for ids, labels, positions in zip(batch["input_ids"], batch["labels"], batch["position_ids"], strict=True):
+        starts = [*torch.where(positions == 0)[0].tolist(), len(ids)]
+        for first, past in pairwise(starts):
+            assert positions[first:past].tolist() == list(range(past - first))
+            real = (labels[first:past] != IGNORED).nonzero()
+            if len(real):
+                past = first + int(real[-1]) + 1
+                found.append((ids[first:past].tolist(), labels[first:past].tolist()))
+    return found

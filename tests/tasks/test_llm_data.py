@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import warnings
-from itertools import pairwise
 
 import pytest
 import torch
@@ -16,22 +14,7 @@ from dlo_framework.data import Draw
 from dlo_framework.errors import DloError
 from dlo_framework.resume import ExactResume
 from dlo_tasks.llm.batches import IGNORED
-from support.texts import CHATML, WORDS, lines, sampler, sentences
-
-
-def documents_in(batch: dict[str, torch.Tensor]) -> list[tuple[list[int], list[int]]]:
-    """Returns the ids and the labels of each document of a batch, padding left out."""
-    found = []
-    for ids, labels, positions in zip(batch["input_ids"], batch["labels"], batch["position_ids"], strict=True):
-        starts = [*torch.where(positions == 0)[0].tolist(), len(ids)]
-        for first, past in pairwise(starts):
-            assert positions[first:past].tolist() == list(range(past - first))
-            real = (labels[first:past] != IGNORED).nonzero()
-            if len(real):
-                past = first + int(real[-1]) + 1
-                found.append((ids[first:past].tolist(), labels[first:past].tolist()))
-    return found
-
+from support.texts import CHATML, WORDS, documents_in, lines, sampler, sentences
 
 # --- what a batch holds --------------------------------------------------------------------------------------
 
@@ -303,91 +286,8 @@ def test_other_data_in_mid_epoch_are_told_of(make, tmp_path):
         fit(tmp_path, Recorder(), other, ckpt=str(tmp_path / "cut.ckpt"))
 
 
-# --- the split, the cache ------------------------------------------------------------------------------------
-
-
-def test_the_split_goes_by_content(make, tmp_path):
-    texts = sentences(80)
-
-    def held_out(texts, **options):
-        data = make(texts, val_fraction=0.3, seq_len=400, batch_size=1, **options)
-        data.setup("fit")
-        batches = [*data.train_dataloader()], [*data.val_dataloader()]
-        sides = [{data.tokenizer.decode(ids) for batch in side for ids, _ in documents_in(batch)} for side in batches]
-        return sides
-
-    train, val = held_out(texts)
-    assert train | val == set(texts)
-    assert not train & val
-    assert 10 < len(val) < 40
-    more = sentences(30, seed=5)
-    train_2, val_2 = held_out([*more, *reversed(texts), *texts[:5]], seed=9)
-    assert val <= val_2
-    assert train <= train_2
-    assert not train_2 & val_2
-
-
-def test_a_split_without_documents_is_refused(make):
-    with pytest.raises(DloError, match=r"val_fraction 0\.001 of 60 documents leaves none for validation"):
-        make(val_fraction=0.001).setup("fit")
-
-
 def test_without_validation_files_and_fraction_there_is_no_validation(make, tmp_path):
     fit(tmp_path, Recorder(), make(), max_epochs=1)
-
-
-def tokenised(monkeypatch) -> list[int]:
-    """Counts how often files are tokenised from now on."""
-    from dlo_tasks.llm import build
-
-    calls: list[int] = []
-    original = build.write_store
-    monkeypatch.setattr(build, "write_store", lambda *args: (calls.append(1), original(*args)))
-    return calls
-
-
-def test_files_are_tokenised_once_for_their_content_and_tokenizer(make, monkeypatch):
-    calls = tokenised(monkeypatch)
-    texts = sentences(20, seed=11)
-    make(texts).setup("fit")
-    make(texts, seq_len=32, packing="none").setup("fit")
-    assert len(calls) == 1
-    make([*texts, "one more"]).setup("fit")
-    assert len(calls) == 2
-    make(texts, vocab_size=330).setup("fit")
-    assert len(calls) == 3
-
-
-def test_a_truncated_cache_is_made_anew_with_a_warning(make, monkeypatch, cache):
-    texts = sentences(20, seed=12)
-    data = make(texts)
-    data.setup("fit")
-    batch = next(iter(data.train_dataloader()))
-    path = cache / data._names["train"]
-    os.truncate(path, path.stat().st_size - 8)
-    again = make(texts)
-    with pytest.warns(UserWarning, match=r"the token cache is truncated: \d+ of \d+ bytes; it is made anew"):
-        again.setup("fit")
-    assert torch.equal(next(iter(again.train_dataloader()))["input_ids"], batch["input_ids"])
-
-
-# --- prediction, and what is refused -------------------------------------------------------------------------
-
-
-def test_prompts_are_padded_on_the_left(make, tmp_path):
-    (tmp_path / "prompts.txt").write_text("the loss\nthe loss of a packed document\nno\n")
-    data = make(predict_files=str(tmp_path / "prompts.txt"), batch_size=2)
-    data.setup("predict")
-    batches = list(data.predict_dataloader())
-    assert data.prompts == ["the loss", "the loss of a packed document", "no"]
-    index = torch.cat([batch["index"] for batch in batches]).tolist()
-    assert index == [0, 1, 2]
-    for batch in batches:
-        for ids, mask, number in zip(batch["input_ids"], batch["attention_mask"], batch["index"], strict=True):
-            assert mask.tolist() == sorted(mask.tolist())
-            assert data.tokenizer.decode(ids[mask.bool()]) == data.prompts[number]
-    void = data._datasets["predict"].fetch([Draw(0, 0, True), Draw(1, 0, False)])
-    assert void["index"].tolist() == [0, -1]
 
 
 def test_the_models_tokenizer_is_used_where_it_brings_one(make, tmp_path):

@@ -29,7 +29,7 @@ class TensorParallel(Applier):
     Which is cut how, the model's :class:`ParallelPlan` says. Attention and MLP each pass one all-reduce of their
     output in forward and one of their input's gradient in backward. Parameters become smaller ones; which part of the
     whole they are, and which of the uncut ones get a part of their gradient only, is in
-    :func:`dlo_framework.distributed.cuts.layout_of`: the gradients of its `partial` have to be summed over the axis
+    :func:`dlo_framework.cuts.layout_of`: the gradients of its `partial` have to be summed over the axis
     before the optimizer steps. All ranks of the axis see the same batches and start from the same seed.
 
     Args:

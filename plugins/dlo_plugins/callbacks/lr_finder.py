@@ -6,10 +6,12 @@ fastai gave it; :mod:`dlo_plugins.lr_suggest` has the mathematics.
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 import math
 import sys
+import time
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -29,6 +31,8 @@ Suggestion = Literal["valley", "steep", "minimum", "slide"]
 NAME = "lr_find"
 #: Of fewer steps, too few points are left once the ends are cut.
 FEWEST_STEPS = 20
+#: How often a sweep says how far it is where there is no terminal; RunBar's default.
+SECONDS_BETWEEN_LINES = 60.0
 #: A parameter group's rates: torch's schedulers keep their own beside the current one.
 _GROUP_RATES = ("lr", "initial_lr", "max_lr", "min_lr")
 #: What a scheduler remembers of them: torch's, and timm's.
@@ -111,15 +115,15 @@ class LRFinder(BeforeTraining):
         """Returns the losses at each rate, their mean over the ranks; the run is afterwards as it was."""
         sweep = Sweep(self.num_steps, self.beta, self.stop_factor)
         rates = group_rates(trainer)
-        quiet = not trainer.is_global_zero or trainer.progress_bar_callback is None or not sys.stderr.isatty()
-        with rehearse(trainer) as rehearsal, tqdm(total=self.num_steps, desc="LRFinder", disable=quiet) as bar:
+        quiet = not trainer.is_global_zero or trainer.progress_bar_callback is None
+        with rehearse(trainer) as rehearsal, _Progress(self.num_steps, quiet) as progress:
             for rate in sweep_rates(self.min_lr, self.max_lr, self.num_steps):
                 for group, lr in zip(trainer.optimizers[0].param_groups, scaled(rates, rate), strict=True):
                     _set_rate(group, "lr", lr)
-                loss = rehearsal.optimizer_step()
-                bar.update()
+                loss = float(trainer.strategy.reduce(rehearsal.optimizer_step(), reduce_op="mean"))
+                progress.step(rate, loss)
                 # The mean is the same number on every rank, so all of them stop at the same step.
-                if not sweep.add(rate, float(trainer.strategy.reduce(loss, reduce_op="mean"))):
+                if not sweep.add(rate, loss):
                     break
         return sweep
 
@@ -171,6 +175,28 @@ class LRFinder(BeforeTraining):
         others = [name for name, rate in self.suggestions.items() if rate is not None]
         fix = f"take another suggestion ({', '.join(others)})" if others else "raise num_steps"
         return f"{start}; {fix}, or look at the curve in {NAME}.png"
+
+
+class _Progress(contextlib.AbstractContextManager["_Progress"]):
+    """A bar on a terminal; elsewhere, in a log file say, a line at the first step and one for each minute after it."""
+
+    def __init__(self, steps: int, quiet: bool) -> None:
+        self.steps, self.done = steps, 0
+        lines = not quiet and not sys.stderr.isatty()
+        self.next_line = time.monotonic() if lines else math.inf
+        self.bar = tqdm(total=steps, desc=LRFinder.__name__, disable=quiet or lines)
+
+    def step(self, rate: float, loss: float) -> None:
+        self.done += 1
+        self.bar.update()
+        now = time.monotonic()
+        if now >= self.next_line:
+            self.next_line = now + SECONDS_BETWEEN_LINES
+            text = f"{LRFinder.__name__} step {self.done}/{self.steps}: lr {rate:.2e}, loss {loss:.4f}"
+            print(text, file=sys.stderr, flush=True)
+
+    def __exit__(self, *_: object) -> None:
+        self.bar.close()
 
 
 def group_rates(trainer: Trainer) -> list[float]:

@@ -229,6 +229,7 @@ class Trial:
 
     def fits(self, size: int, steps: int) -> bool:
         """Returns whether no rank ran out of memory in ``steps`` steps; the same on all."""
+        self.rehearsal.stop_if_asked()
         self.trainer.accumulate_grad_batches = 2
         batch: list[Any] = []
         parts: tuple[Callable[[], object], ...] = (

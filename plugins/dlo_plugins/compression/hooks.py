@@ -96,6 +96,9 @@ class PowerSGDHook(GradientHook):
     def __init__(self, powersgd: PowerSGD, step: Callable[[], int]) -> None:
         super().__init__()
         self.powersgd, self.step = powersgd, step
+        # torch sends the second and third message of a bucket from the thread on which the one before has arrived
+        # (2.11 to 2.15). gloo matches messages by their order, so that two buckets under way would mix theirs.
+        self.one_at_a_time = dist.get_backend() != "nccl"
 
     def share(self, bucket: GradBucket) -> float:
         """What the factors have of the matrices' elements."""
@@ -103,7 +106,10 @@ class PowerSGDHook(GradientHook):
 
     def reduce(self, bucket: GradBucket) -> Reduced:
         """Compresses, reduces and decompresses."""
-        return self.powersgd(bucket, self.step())
+        reduced = self.powersgd(bucket, self.step())
+        if self.one_at_a_time:
+            reduced.wait()
+        return reduced
 
 
 class OneBitHook(GradientHook):

@@ -10,11 +10,13 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from dlo_framework.checkpoint import CutShard, FlatShard, Shard
+from dlo_framework.checkpoint.shards import with_cut
 from dlo_framework.distributed.canonical import clean
+from dlo_framework.distributed.held import local
 from dlo_framework.distributed.norms import parts
 from dlo_framework.errors import DloError
 from dlo_plugins.fsdp.pieces import RowShare, WholeShare, groups_of
-from dlo_plugins.fsdp.sharding import Sharding, local
+from dlo_plugins.fsdp.sharding import Sharding
 from dlo_plugins.zero.probe import kind_of
 from dlo_plugins.zero.shares import Share
 
@@ -87,12 +89,15 @@ class OptimizerShares:
 
     # --- gradients -----------------------------------------------------------------------------------------
 
-    def drop_gradients(self, wanted: Callable[[Share], bool]) -> None:
-        """Forgets the parameters' gradients, of the shares that ``wanted`` picks."""
+    def drop_gradients(self, wanted: Callable[[Share], bool]) -> set[str]:
+        """Forgets the parameters' gradients, of the shares that ``wanted`` picks; returns their names."""
+        dropped: set[str] = set()
         for share in self._shares.values():
             if share is not None and wanted(share):
                 for parameter in _parameters(share):
                     parameter.grad = None
+                dropped.update(name for group in share.groups for name in group.names)
+        return dropped
 
     @staticmethod
     def wiped(share: Share) -> bool:
@@ -164,7 +169,9 @@ class OptimizerShares:
         share = self.share_of(name)
         found = value if share is None else share.canonical(name, value)
         # Of an elementwise optimizer's state, what is a flat shard has the parameter's shape; a step count has not.
-        return self.sharding.layout.shard(name, found) if share is None or isinstance(found, FlatShard) else found
+        if share is not None and not isinstance(found, FlatShard):
+            return found
+        return with_cut(found, self.sharding.layout.cuts.get(name))
 
     def room(self, name: str, shape: torch.Size, dtype: torch.dtype) -> Shard | None:
         """Returns room for this rank's part of a state tensor; None for a parameter that is stepped as it is."""

@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from dlo_framework.checkpoint import FlatShard
 from dlo_framework.checkpoint.pieces import Piece
 from dlo_framework.distributed.collectives import Communicator
-from dlo_plugins.fsdp.sharding import local
+from dlo_framework.distributed.held import local
 from dlo_plugins.zero.shares import PieceShare, TensorShare
 
 
@@ -136,12 +136,17 @@ class RowShare(PieceShare):
     """The rows that this rank holds, for optimizers that treat each element by itself; stepped in place."""
 
     def give_gradients(self, used: Iterable[str]) -> None:
-        """Gives the stand-ins the parameters' gradients; it is the same memory."""
+        """Gives the stand-ins the parameters' gradients; it is the same memory.
+
+        Whoever calls the module's own ``zero_grad``, Lightning before a validation, has dropped those of all
+        optimizers.
+        """
         used = set(used)
         for group in self.groups:
             for number, gradient in zip(group.owned, group.piece_gradients(), strict=True):
                 if group.names[number] in used:
-                    self.stand_ins[group.names[number]].grad = gradient
+                    stand_in = self.stand_ins[group.names[number]]
+                    stand_in.grad = gradient.view_as(stand_in) if gradient.numel() else None
 
     def publish(self) -> None:
         """Brings scalars, which the first rank has stepped, to the others."""

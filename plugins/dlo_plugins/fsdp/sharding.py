@@ -16,16 +16,17 @@ from torch.distributed.tensor import DTensor
 from dlo_framework.checkpoint import held_boxes
 from dlo_framework.checkpoint.boxes import part_of
 from dlo_framework.checkpoint.boxes import whole as whole_box
+from dlo_framework.cuts import Layout
 from dlo_framework.distributed.canonical import clean
 from dlo_framework.distributed.collectives import Communicator
-from dlo_framework.distributed.cuts import Layout
+from dlo_framework.distributed.groups import MeshGroups
+from dlo_framework.distributed.held import local
 from dlo_framework.distributed.initialise import Initialiser
 from dlo_framework.errors import DloError, did_you_mean
 from dlo_framework.plan import ParallelPlan
 from dlo_plugins.fsdp.comms import PairwiseAllGather, PairwiseReduceScatter
 from dlo_plugins.fsdp.mesh import REPLICATE, SHARD
 from dlo_plugins.fsdp.recompute import recompute
-from dlo_plugins.mesh.groups import MeshGroups
 
 #: Whether FSDP2 reduces zeros for parameters that a rank does not use (torch 2.15). Without, ranks that disagree on
 #: what they use reduce buffers of different lengths.
@@ -250,12 +251,6 @@ class Sharding:
         for parameter, mean in zip(scalars, joined / self._data.size, strict=True):
             assert parameter.grad is not None
             parameter.grad.copy_(mean)
-
-
-def local(tensor: Tensor) -> Tensor:
-    """Returns the memory that this rank holds of a tensor: of a DTensor its part, of others all."""
-    tensor = tensor.detach()
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def local_part(whole: Tensor, parameter: Tensor) -> Tensor:

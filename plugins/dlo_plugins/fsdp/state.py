@@ -12,11 +12,12 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from dlo_framework.checkpoint import Shard
+from dlo_framework.checkpoint.shards import with_cut
 from dlo_framework.distributed.canonical import readable
+from dlo_framework.distributed.held import local, memory_of, optimizer_bytes
 from dlo_framework.distributed.strategy import ShardedStrategy
-from dlo_framework.watch.state_bytes import memory_of, optimizer_bytes
 from dlo_plugins.fsdp.optimizers import OptimizerShares
-from dlo_plugins.fsdp.sharding import Sharding, local, local_part
+from dlo_plugins.fsdp.sharding import Sharding, local_part
 from dlo_plugins.fsdp.usage import Usage
 
 
@@ -50,8 +51,8 @@ class ShardedState(ShardedStrategy):
         state = super().lightning_module_state_dict()
         if self.sharding is None:
             return state
-        layout = self.sharding.layout
-        return {name: layout.shard(name, value) for name, value in state.items() if name not in layout.elsewhere}
+        cuts, elsewhere = self.sharding.layout.cuts, self.sharding.layout.elsewhere
+        return {name: with_cut(value, cuts.get(name)) for name, value in state.items() if name not in elsewhere}
 
     def share_buffers(self) -> None:
         """Gives the ranks that hold the same part of the model the first one's buffers."""
@@ -100,7 +101,7 @@ class ShardedState(ShardedStrategy):
                 local(part).add_(local_part(self.reduce(unreduced.clone(), reduce_op="mean"), parameter))
             elif parameter.ndim == 0:
                 part = self.reduce(part, reduce_op="mean")
-            found[name] = self.sharding.layout.shard(name, part)
+            found[name] = with_cut(part, self.sharding.layout.cuts.get(name))
         return found
 
     def restore_gradients(self, saved: Mapping[str, Any]) -> None:
@@ -111,7 +112,7 @@ class ShardedState(ShardedStrategy):
         for name, parameter in self.sharding.parameters.items():
             if name in gradients:
                 parameter.grad = torch.zeros_like(parameter, requires_grad=False)
-                gradients.read_into(name, self.sharding.layout.shard(name, parameter.grad))
+                gradients.read_into(name, with_cut(parameter.grad, self.sharding.layout.cuts.get(name)))
                 self._usage.used.add(name)
         self._open = True
 

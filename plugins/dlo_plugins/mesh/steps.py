@@ -10,12 +10,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from dlo_framework.distributed.unused import unused_message
 from dlo_framework.errors import DloError
 from dlo_plugins.appliers.fully_shard import FullyShard
 from dlo_plugins.fsdp.optimizers import OptimizerShares
 from dlo_plugins.fsdp.state import ShardedState
 from dlo_plugins.mesh.pipelined import PipelinedTask
-from dlo_plugins.zero.reduction import unused_message
 
 
 class MeshSteps(ShardedState):
@@ -110,8 +110,12 @@ class MeshSteps(ShardedState):
     def _open_window(self) -> None:
         """Begins an accumulation, unless one is under way."""
         assert self._shares is not None
+        assert self._usage is not None
         automatic, is_open = self._module().automatic_optimization, self._open
-        self._shares.drop_gradients(lambda share: not is_open or (not automatic and OptimizerShares.wiped(share)))
+        # What was dropped is unused until a backward uses it again: by hand, another optimizer's may come first.
+        self._usage.used -= self._shares.drop_gradients(
+            lambda share: not is_open or (not automatic and OptimizerShares.wiped(share))
+        )
         self._open = True
 
     def _loss_scale(self) -> Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -155,21 +155,6 @@ def _ready(
         apart = where.rank_of(stage) != where.rank_of(action.stage)
         ready = max(ready, end + transfer * apart)
     return ready
-
-
-def most_in_flight(order: Iterable[Action]) -> int:
-    """Returns the most micro-batches, counted once a stage, of which a rank keeps activations at one time.
-
-    Full backwards and weight gradients free them.
-    """
-    held, most = 0, 0
-    for action in order:
-        if action.kind is Kind.FORWARD:
-            held += 1
-        elif action.kind in (Kind.BACKWARD, Kind.WEIGHT):
-            held -= 1
-        most = max(most, held)
-    return most
 
 
 def theoretical_bubble(

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from dlo_framework.distributed.held import local
 from dlo_plugins.pipeline.actions import Placement
 from dlo_plugins.pipeline.cutting import Stages
 from dlo_plugins.pipeline.transport import Transport
@@ -65,7 +66,7 @@ class TiedWeights:
                 continue
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
-            gradient = _local(parameter.grad)
+            gradient = local(parameter.grad)  # FSDP2's shards are cut alike on the ranks that hold a tied weight.
             first = tied.ranks[0]
             if self._transport.rank == first:
                 for other in tied.ranks[1:]:
@@ -73,12 +74,6 @@ class TiedWeights:
             else:
                 self._send(first, gradient)
             self._from_first(tied, gradient)
-
-    @torch.no_grad()
-    def copy_values(self) -> None:
-        """Gives all ranks the first one's values; call it once the weights are there."""
-        for tied in self._held:
-            self._from_first(tied, _local(self._model.get_parameter(tied.names[0])))
 
     def _from_first(self, tied: TiedGroup, tensor: Tensor) -> None:
         if self._transport.rank == tied.ranks[0]:
@@ -95,9 +90,3 @@ class TiedWeights:
         link = self._transport.link(peer, incoming=True)
         link.wait(link.receive(room))
         return room
-
-
-def _local(tensor: Tensor) -> Tensor:
-    """The part of a tensor that lies here: FSDP2's shards are cut alike on the ranks that hold a tied weight."""
-    to_local = getattr(tensor, "to_local", None)
-    return tensor if to_local is None else to_local()

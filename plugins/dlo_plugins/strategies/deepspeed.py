@@ -24,9 +24,9 @@ from torch.optim import Optimizer
 from dlo_framework.checkpoint import FlatShard, Shard
 from dlo_framework.data import ResumableDataModule
 from dlo_framework.distributed.canonical import clean, readable
+from dlo_framework.distributed.held import memory_of
 from dlo_framework.distributed.strategy import ShardedStrategy
 from dlo_framework.errors import DloError
-from dlo_framework.watch.state_bytes import memory_of
 from dlo_plugins.deepspeed import environment
 from dlo_plugins.deepspeed.any_device import AnyDeviceDeepSpeed
 from dlo_plugins.deepspeed.config import TrainerFacts, lengths_of, optimizer_of, resolve, scheduler_of, with_trainer

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any, Literal
@@ -16,7 +15,8 @@ from torch import Tensor, nn
 from torchmetrics import Metric
 
 from dlo_framework.applier import Applier, Phase
-from dlo_framework.distributed.cuts import Layout, layout_of
+from dlo_framework.cuts import Layout, layout_of
+from dlo_framework.distributed.groups import MeshGroups
 from dlo_framework.distributed.initialise import check_initialisable, on_meta
 from dlo_framework.distributed.units import find_units
 from dlo_framework.errors import DloError
@@ -31,7 +31,6 @@ from dlo_plugins.fsdp.optimizers import OptimizerShares
 from dlo_plugins.fsdp.sharding import Sharding, ShardOptions, named_units
 from dlo_plugins.fsdp.usage import Usage
 from dlo_plugins.mesh.drawing import MeshDescription, describe, modelled
-from dlo_plugins.mesh.groups import MeshGroups
 from dlo_plugins.mesh.pipelined import PipelinedTask
 from dlo_plugins.mesh.pipelining import Pipelining
 from dlo_plugins.mesh.steps import MeshSteps
@@ -77,6 +76,8 @@ class MeshStrategy(MeshSteps):
     Raises:
         DloError: if options contradict each other, or do not fit the ranks or the model.
     """
+
+    builds_on_device = False
 
     def __init__(
         self,
@@ -185,13 +186,6 @@ class MeshStrategy(MeshSteps):
         return options
 
     # --- setting up ----------------------------------------------------------------------------------------
-
-    @contextlib.contextmanager
-    def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
-        """Lightning builds the model in it."""
-        meta = empty_init if empty_init is not None else self.meta_init
-        with torch.device("meta") if meta else contextlib.nullcontext(), self.precision_plugin.tensor_init_context():
-            yield
 
     def setup(self, trainer: Trainer) -> None:
         """Shards the module, unless an earlier run has, and builds the optimizers."""

@@ -95,13 +95,6 @@ class ZeroStrategy(ShardedStrategy):
 
     # --- setting up ----------------------------------------------------------------------------------------
 
-    @contextlib.contextmanager
-    def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
-        """Lightning builds the model in it."""
-        meta = empty_init if empty_init is not None else self.meta_init
-        with torch.device("meta") if meta else contextlib.nullcontext(), super().tensor_init_context():
-            yield
-
     def shard(self, trainer: Trainer) -> None:
         """Builds the optimizers, and moves the parameters into flat groups."""
         module, fitting = self._module(), trainer.state.fn == TrainerFn.FITTING
@@ -165,27 +158,36 @@ class ZeroStrategy(ShardedStrategy):
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the module's step, with what it needs gathered."""
-        self._enter()
-        return super().training_step(*args, **kwargs)
+        with self._step("training"):
+            return super().training_step(*args, **kwargs)
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
         """Likewise."""
-        self._enter()
-        return super().validation_step(*args, **kwargs)
+        with self._step("validation"):
+            return super().validation_step(*args, **kwargs)
 
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
         """Likewise."""
-        self._enter()
-        return super().test_step(*args, **kwargs)
+        with self._step("test"):
+            return super().test_step(*args, **kwargs)
 
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
         """Likewise."""
-        self._enter()
-        return super().predict_step(*args, **kwargs)
+        with self._step("predict"):
+            return super().predict_step(*args, **kwargs)
 
-    def _enter(self) -> None:
-        if self.engine is not None and self.engine.gathering is not None:
-            self.engine.gathering.enter()
+    @contextlib.contextmanager
+    def _step(self, kind: str) -> Iterator[None]:
+        """Gathers what a step needs from its beginning."""
+        gathering = self.engine.gathering if self.engine is not None else None
+        if gathering is None:
+            yield
+            return
+        gathering.enter()
+        with gathering.watch(kind):
+            yield
+        if kind == "training" and not self._module().automatic_optimization:
+            gathering.release_all()
 
     def _leave(self) -> None:
         if self.engine is not None and self.engine.gathering is not None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from dlo_framework.distributed.cuts import layout_of
+from dlo_framework.cuts import layout_of
 from dlo_plugins.tensor.findings import Survey
 from dlo_plugins.tensor.heads import tell, tell_config
 from dlo_plugins.tensor.projections import kind_of

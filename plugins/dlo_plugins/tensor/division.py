@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from dlo_framework.distributed.cuts import Cut
+from dlo_framework.cuts import Cut
 from dlo_framework.errors import DloError
 
 

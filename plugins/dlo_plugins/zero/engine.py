@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from dlo_framework.checkpoint import FlatShard
+from dlo_framework.distributed.canonical import clean
 from dlo_framework.distributed.collectives import Communicator
 from dlo_framework.distributed.initialise import Initialiser
 from dlo_framework.errors import DloError
@@ -193,8 +194,10 @@ class ZeroEngine:
         thawed = sorted(name for name, parameter in self._frozen.items() if parameter.requires_grad)
         if thawed:
             raise DloError(thawed_message(thawed))
-        if not self._window_open or (not automatic and any(share.wiped() for share in self.shares)):
+        if not self._window_open:
             self.drop_gradients()
+        elif not automatic:
+            self._drop_what_was_used()
         self._window_open = True
         # Stage 1 adds micro-batches up in the parameters' own gradients, and reduces them once.
         self.reducer.enabled = self.sync or self.options.stage > 1
@@ -214,25 +217,43 @@ class ZeroEngine:
         if self.gathering:
             self.gathering.in_backward = False
             self.gathering.release_all()
+            if not automatic:
+                self.gathering.enter()  # The step goes on.
         for group in self.groups:
             group.finish_gradient()
         if self.sync:
             self._window_open = not automatic
             for share in self.shares:
                 share.give_gradients(self.reducer.used)
+                share.note_given()
 
     def _after_step(self, share: Share) -> None:
         share.publish()
         for group in share.groups:
-            if self.gathering is None:
+            if group.gathered:
                 group.finish_gather()
-        self._window_open = False
+        share.spent = True
 
     def drop_gradients(self) -> None:
         """Forgets the gradients of the window that has ended."""
         self.reducer.used.clear()
+        for share in self.shares:
+            share.forget()
         for group in self.groups:
             group.gradient = None
+
+    def _drop_what_was_used(self) -> None:
+        """Forgets the gradients of each optimizer that has stepped, or dropped its own; others go on gathering.
+
+        A rank that owns nothing of an optimizer's cannot see ``zero_grad``, so they tell each other.
+        """
+        wiped = torch.tensor([share.wiped() for share in self.shares], dtype=torch.uint8, device=self.device)
+        for share, dropped in zip(self.shares, self.communicator.maximum(wiped).tolist(), strict=True):
+            if share.spent or dropped:
+                share.forget()
+                for group in share.groups:
+                    self.reducer.used.difference_update(group.names)
+                    group.gradient = None
 
     # --- state ---------------------------------------------------------------------------------------------
 
@@ -261,6 +282,8 @@ class ZeroEngine:
         """Returns room for the gradients of an accumulation that goes on: this rank's part of each."""
         self.reducer.used = set(names)
         self._window_open = True
+        for share in self.shares:
+            share.forget()
         for group in self.groups:
             if self.reducer.used.intersection(group.names):
                 group.gradient = torch.zeros_like(group.shard)
@@ -296,11 +319,6 @@ class ZeroEngine:
         gradients = sum(_bytes(group.gradient) for group in self.groups if group.gradient is not None)
         gradients += sum(_bytes(p.grad) for group in self.groups for p in group.parameters if p.grad is not None)
         return {"parameters": parameters, "gradients": gradients}
-
-
-def clean(name: str) -> str:
-    """Returns a parameter's name without torch.compile's wrapper."""
-    return name.replace("_orig_mod.", "")
 
 
 def thawed_message(names: list[str]) -> str:

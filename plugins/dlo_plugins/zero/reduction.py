@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from dlo_framework.distributed.collectives import Communicator, Pending
+from dlo_framework.distributed.unused import unused_message
 from dlo_framework.errors import DloError
 from dlo_plugins.zero.group import FlatGroup
 
@@ -202,12 +203,3 @@ class GradientReducer:
             reduction.pending = reduction.buffer = None
             reduction.missing = set(range(len(reduction.group.parameters)))
         self._next = 0
-
-
-def unused_message(names: list[str]) -> str:
-    """Returns what to say of parameters that no loss depends on."""
-    shown = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
-    return (
-        f"every trainable parameter must get a gradient from the loss, but {shown} got none; freeze what is not"
-        " trained (requires_grad=False), or set find_unused: true in the strategy"
-    )

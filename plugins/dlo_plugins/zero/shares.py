@@ -32,6 +32,7 @@ class Share(ABC):
     Attributes:
         stand_ins: what the optimizer steps, by parameter name; names this rank owns nothing of are missing.
         group_names: the names of each of the optimizer's parameter groups, all ranks' parameters included.
+        spent: whether the optimizer has taken a step with the gradients that were given.
     """
 
     def __init__(self, groups: list[FlatGroup], communicator: Communicator) -> None:
@@ -43,6 +44,8 @@ class Share(ABC):
         }
         self.stand_ins: dict[str, Tensor] = {}
         self.group_names: list[list[str]] = []
+        self.spent = False
+        self._given: list[Tensor] = []
 
     def move_into(self, optimizer: Optimizer, names: dict[int, str]) -> None:
         """Puts the stand-ins in the optimizer's parameter groups, in the parameters' order.
@@ -78,9 +81,17 @@ class Share(ABC):
     def room(self, name: str, shape: torch.Size, dtype: torch.dtype) -> Tensor | FlatShard:
         """Returns room for a state tensor of a given whole shape."""
 
+    def note_given(self) -> None:
+        """Notes which stand-ins have gradients now."""
+        self._given = [tensor for tensor in self.stand_ins.values() if tensor.grad is not None]
+
     def wiped(self) -> bool:
-        """Whether the gradients that were given have been dropped, by ``zero_grad`` or by a step."""
-        return bool(self.stand_ins) and all(tensor.grad is None for tensor in self.stand_ins.values())
+        """Whether ``zero_grad`` or a step has dropped what was given; False where this rank was given nothing."""
+        return bool(self._given) and all(tensor.grad is None for tensor in self._given)
+
+    def forget(self) -> None:
+        """Begins anew: the gradients that were given are of no further use."""
+        self.spent, self._given = False, []
 
 
 class PieceShare(Share):
@@ -92,7 +103,9 @@ class PieceShare(Share):
         for group in groups:
             for number, piece in zip(group.owned, group.pieces, strict=True):
                 self._pieces[group.names[number]] = piece
-                self.stand_ins[group.names[number]] = piece.data.requires_grad_()
+                # A parameter without dims keeps none: an optimizer's state for it has the shape that one process's has.
+                data = piece.data if piece.shape else piece.data.view(())
+                self.stand_ins[group.names[number]] = data.requires_grad_()
 
     def give_gradients(self, used: Iterable[str]) -> None:
         """Gives the stand-ins their gradients; those of parameters that nobody used stay None."""
@@ -102,7 +115,8 @@ class PieceShare(Share):
                 continue
             for number, gradient in zip(group.owned, group.piece_gradients(), strict=True):
                 if group.names[number] in used:
-                    self.stand_ins[group.names[number]].grad = gradient
+                    stand_in = self.stand_ins[group.names[number]]
+                    stand_in.grad = gradient.view_as(stand_in)
 
     def publish(self) -> None:
         """Brings the stepped values into the shards, and starts sending them to all ranks."""

@@ -247,6 +247,12 @@ class CausalLM(Task):
         """Returns the hidden states that the head is given, `[B, L, D]`; logits of all tokens are never made."""
         return models.hidden_states(self.model, **inputs)  # type: ignore[arg-type]
 
+    def called(self) -> nn.Module:
+        """Returns the model without its head: see :meth:`forward`."""
+        base: Any = self.model.base_model
+        assert isinstance(base, nn.Module)
+        return base
+
     def loss(self, outputs: Tensor, batch: Any) -> Tensor:
         """Returns the mean cross-entropy of a token of the whole optimizer step: its share of it.
 

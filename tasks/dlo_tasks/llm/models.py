@@ -5,8 +5,10 @@ Weights are read from safetensors alone, and no code that comes with a model is 
 
 from __future__ import annotations
 
+import contextlib
 import json
-from collections.abc import Mapping
+import sys
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +16,7 @@ import torch
 from torch import nn
 
 from dlo_framework.errors import DloError, did_you_mean
+from dlo_framework.runs import is_first_process
 from dlo_tasks.llm.tokenizer import has_tokenizer
 from dlo_tasks.llm.vocabulary_loss import VocabularyHead
 
@@ -179,13 +182,29 @@ def build(model: str | None, config: PretrainedConfig, *, dtype: torch.dtype, at
     try:
         if model is None or torch.get_default_device().type == "meta":
             return AutoModelForCausalLM.from_config(config, trust_remote_code=False, **options)
-        found = AutoModelForCausalLM.from_pretrained(
-            _path(model), config=config, use_safetensors=True, trust_remote_code=False, **options
-        )
+        with bars_on_terminals():
+            found = AutoModelForCausalLM.from_pretrained(
+                _path(model), config=config, use_safetensors=True, trust_remote_code=False, **options
+            )
         return found.train()
     except (OSError, ValueError, ImportError) as error:
         what = model if model is not None else getattr(config, "model_type", "config")
         raise DloError(f"cannot build a causal language model from {what}: {_first_line(error)}") from error
+
+
+@contextlib.contextmanager
+def bars_on_terminals() -> Iterator[None]:
+    """Keeps transformers' progress bars out of log files, and on one rank."""
+    from transformers.utils import logging
+
+    shown = logging.is_progress_bar_enabled()
+    if not (sys.stderr.isatty() and is_first_process()):
+        logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()
 
 
 def tokenizer_source(model: str | None) -> str | None:

@@ -18,9 +18,8 @@ from dlo_plugins.pipeline.actions import Action, Kind
 from dlo_plugins.pipeline.engine import Pipeline
 from dlo_plugins.pipeline.picture import as_run, ideal
 from dlo_plugins.pipeline.schedules import FAMILIES, make_schedule
-from dlo_plugins.pipeline.simulate import most_in_flight
 from dlo_plugins.pipeline.spans import Measured
-from support.pipeline_nets import plain
+from support.pipeline_nets import most_in_flight, plain
 
 NUMBER = 8
 

@@ -16,7 +16,8 @@ from dlo_plugins.pipeline.schedules import (
     placement,
     splits_backward,
 )
-from dlo_plugins.pipeline.simulate import Costs, Deadlock, most_in_flight, simulate, theoretical_bubble, waits_for
+from dlo_plugins.pipeline.simulate import Costs, Deadlock, simulate, theoretical_bubble, waits_for
+from support.pipeline_nets import most_in_flight
 
 F, B, I, W = Kind.FORWARD, Kind.BACKWARD, Kind.INPUT, Kind.WEIGHT  # noqa: E741
 

@@ -8,7 +8,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from dlo_framework.distributed.cuts import layout_of
+from dlo_framework.cuts import layout_of
 from dlo_framework.testing import run_distributed
 from dlo_plugins.appliers.tensor_parallel import TensorParallel
 from dlo_tasks.llm.models import head_of

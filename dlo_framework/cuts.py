@@ -9,15 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
 from dlo_framework.errors import DloError
-
-if TYPE_CHECKING:
-    from dlo_framework.checkpoint.shards import Shard
 
 
 @dataclass(frozen=True)
@@ -115,13 +111,6 @@ class Layout:
             {f"{prefix}.{name}" for name in self.elsewhere},
             {f"{prefix}.{name}" for name in self.repeated},
         )
-
-    def shard(self, name: str, held: Shard) -> Shard:
-        """Returns what a rank holds of a tensor as checkpoints know it, with the cut that it is a part of."""
-        from dlo_framework.checkpoint.shards import CutShard
-
-        cut = self.cuts.get(name)
-        return held if cut is None or isinstance(held, CutShard) else CutShard(held, cut)
 
 
 #: Under this name a model that has been cut keeps how.

@@ -25,13 +25,14 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._pytree import tree_leaves, tree_map
 
-from dlo_framework.distributed.cuts import Layout
+from dlo_framework.cuts import Layout
+from dlo_framework.distributed.groups import MeshGroups
+from dlo_framework.distributed.held import local
 from dlo_framework.distributed.vocabulary import shard_of
 from dlo_framework.errors import DloError
 from dlo_framework.mesh import Coordinates, MeshSpec
 from dlo_framework.task import Task, batch_length
-from dlo_plugins.fsdp.sharding import Sharding, local
-from dlo_plugins.mesh.groups import MeshGroups
+from dlo_plugins.fsdp.sharding import Sharding
 from dlo_plugins.mesh.holdings import Held
 from dlo_plugins.mesh.pipelined import PipelinedTask, rows_of
 from dlo_plugins.mesh.pipelining import Pipelining

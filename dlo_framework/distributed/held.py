@@ -1,0 +1,36 @@
+"""What this rank holds of tensors: its memory of one, and the bytes of many."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+
+def local(tensor: Tensor) -> Tensor:
+    """Returns the memory that this rank holds of a tensor: of a DTensor its part, of others all."""
+    tensor = tensor.detach()
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def memory_of(tensors: Iterable[Tensor]) -> int:
+    """Returns the bytes of tensors on this rank, memory that several share counted once."""
+    held: dict[int, int] = {}
+    for tensor in tensors:
+        storage = local(tensor).untyped_storage()
+        if storage.nbytes():
+            held[storage.data_ptr()] = storage.nbytes()
+    return sum(held.values())
+
+
+def optimizer_bytes(optimizers: Iterable[Optimizer]) -> int:
+    """Returns the bytes of optimizers' state on this rank."""
+    return memory_of(
+        value
+        for optimizer in optimizers
+        for state in optimizer.state.values()
+        for value in state.values()
+        if isinstance(value, Tensor)
+    )

@@ -1,0 +1,135 @@
+"""Several optimizers stepped by hand, and never toggled: each one's gradients are its own, under every strategy."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import LightningModule
+from timm.optim import Lamb
+from torch import Tensor, nn
+
+from dlo_framework.distributed.strategy import DataParallelStrategy
+from dlo_framework.errors import DloError
+from dlo_framework.testing import run_distributed
+from dlo_framework.testing.state import whole_weights
+from dlo_plugins.strategies.fsdp import FSDPStrategy
+from dlo_plugins.strategies.zero import ZeroStrategy
+from support.fsdp_nets import WIDTH, data, differ, found_by, mine, of, trainer
+
+STRATEGIES = {
+    "zero1": lambda: ZeroStrategy(1),
+    "zero2": lambda: ZeroStrategy(2),
+    "zero3": lambda: ZeroStrategy(3),
+    "fsdp": FSDPStrategy,
+    "ddp": lambda: DataParallelStrategy(find_unused_parameters=True),
+}
+
+
+class TwoTasks(LightningModule):
+    """A body with two heads, and a probe of what the body has learned: four optimizers, three losses.
+
+    The body's gradient is the sum of two backward passes, the probe's comes from a third, and the slow head gathers
+    for two steps what the others use at once.
+    """
+
+    whole = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(2)
+        self.body, self.one, self.slow, self.probe = (nn.Linear(WIDTH, WIDTH + more) for more in (0, 1, 2, 3))
+        self.automatic_optimization = False
+
+    def configure_optimizers(self) -> Any:
+        kind: Any = (lambda p: Lamb(p, lr=0.05)) if self.whole else (lambda p: torch.optim.AdamW(p, lr=0.05, eps=1e-5))
+        return [
+            kind(self.body.parameters()),
+            torch.optim.SGD(self.one.parameters(), lr=0.1, momentum=0.5),
+            kind(self.slow.parameters()),
+            torch.optim.SGD(self.probe.parameters(), lr=0.1),
+        ]
+
+    def take_step(self, batch: Any, number: int, optimizers: Any, backward: Any) -> None:
+        body, one, slow, probe = optimizers
+        x, y = batch
+        code = torch.tanh(self.body(x))
+        body.zero_grad()
+        one.zero_grad()
+        if number % 2 == 0:
+            slow.zero_grad()
+        backward(nn.functional.cross_entropy(self.one(code), y), True)
+        backward(self.slow(code).square().mean(), False)
+        body.step()
+        one.step()
+        if number % 2 == 1:
+            slow.step()
+        backward(nn.functional.cross_entropy(self.probe(code.detach()), y), False)
+        probe.step()
+        probe.zero_grad()
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        def backward(loss: Tensor, retain: bool) -> None:
+            self.manual_backward(loss, retain_graph=retain)
+
+        self.take_step(batch, batch_idx, self.optimizers(), backward)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.body(batch[0])
+
+    def alone(self) -> dict[str, Tensor]:
+        optimizers = self.configure_optimizers()
+        for number, batch in enumerate(data()):
+            if number == 2:
+                self.zero_grad()
+            self.take_step(batch, number, optimizers, lambda loss, retain: loss.backward(retain_graph=retain))
+        return self.state_dict()
+
+
+class WholeTensors(TwoTasks):
+    """Likewise, with optimizers that need whole tensors."""
+
+    whole = True
+
+
+def _each(rank: int, world: int, folder: Path) -> dict[str, float]:
+    found = {}
+    for kind in (TwoTasks, WholeTensors):
+        expected = kind().alone()
+        for name, strategy in STRATEGIES.items():
+            # A validation after each second step: Lightning calls the module's own zero_grad before it.
+            run, module = trainer(world, strategy(), limit_val_batches=1, val_check_interval=2), kind()
+            run.fit(module, mine(rank, world), mine(rank, world))
+            weights = whole_weights(run)
+            found[f"{kind.__name__} {name}"] = differ(weights, expected) if rank == 0 else 0.0
+    return found
+
+
+def _parameters_without_gradients(rank: int, world: int, folder: Path) -> str:
+    """Plain data parallelism reduces all gradients in each backward: by hand, too, it wants them all."""
+    with pytest.raises(DloError) as error:
+        trainer(world, DataParallelStrategy()).fit(TwoTasks(), mine(rank, world))
+    return str(error.value)
+
+
+def _ranks(rank: int, world: int, folder: Path) -> dict[str, Any]:
+    return found_by((_each, _parameters_without_gradients), rank, world, folder)
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    return run_distributed(_ranks, 2, tmp_path_factory.mktemp("by_hand"), timeout=280)
+
+
+def test_each_optimizer_steps_what_was_gathered_for_it(ranks: list[dict[str, Any]]) -> None:
+    differences = of(ranks, "_each")[0]
+    assert len(differences) == 2 * len(STRATEGIES)
+    assert differences == pytest.approx(dict.fromkeys(differences, 0.0), abs=1e-6)
+
+
+def test_plain_data_parallelism_names_parameters_without_a_gradient(ranks: list[dict[str, Any]]) -> None:
+    for message in of(ranks, "_parameters_without_gradients"):
+        assert "but slow.weight, slow.bias, probe.weight, probe.bias got none" in message
+        assert "ddp_find_unused_parameters_true" in message

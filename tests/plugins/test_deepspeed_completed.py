@@ -1,0 +1,150 @@
+"""A DeepSpeed configuration completed by the Trainer's settings: what they add and what they contradict."""
+
+import json
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dlo_framework.errors import DloError
+from dlo_plugins.deepspeed.batch import MICRO, STEPS, TRAIN
+from dlo_plugins.deepspeed.config import TrainerFacts, resolve, with_trainer
+from dlo_plugins.deepspeed.paths import get
+from support.deepspeed_configs import CONFIGS, RANKS
+
+PLAIN = TrainerFacts("32-true", 1, None, None, None, 2)
+
+
+def contradiction(config, **facts):
+    values = {"precision": "32-true", "accumulation": 1, "clip_val": None, "clip_algorithm": None}
+    values |= {"micro_batch_size": None, "world_size": 2} | facts
+    with pytest.raises(DloError) as caught:
+        with_trainer(resolve({}, config), TrainerFacts(**values))
+    return str(caught.value)
+
+
+# --- the Trainer -------------------------------------------------------------------------------------------
+
+
+def test_what_is_absent_or_auto_comes_from_the_trainer():
+    facts = TrainerFacts("bf16-mixed", 4, 0.5, "norm", 8, 2)
+    want = {
+        "train_batch_size": 64,
+        "train_micro_batch_size_per_gpu": 8,
+        "gradient_accumulation_steps": 4,
+        "gradient_clipping": 0.5,
+        "bf16": {"enabled": True},
+        "zero_optimization": {"stage": 0},
+    }
+    assert with_trainer(resolve({}, {}), facts) == want
+    auto: dict[str, object] = dict.fromkeys(want, "auto") | {"bf16": {"enabled": "auto"}, "fp16": {"enabled": "auto"}}
+    auto["zero_optimization"] = {"stage": "auto"}
+    assert with_trainer(resolve({}, auto), facts) == want
+    off = with_trainer(resolve({}, {"fp16": {"enabled": "auto", "loss_scale": 0}}), facts)
+    assert off["fp16"] == {"enabled": False, "loss_scale": 0}
+
+
+def test_without_clipping_in_either_place_deepspeeds_own_default_is_off():
+    """DeepSpeed 0.19 clips to a norm of 1 where its configuration says nothing."""
+    assert with_trainer(resolve({}), PLAIN)["gradient_clipping"] == 0.0
+
+
+def test_what_only_the_json_sets_is_taken():
+    config = {"gradient_clipping": 1.0, "train_batch_size": 16, "gradient_accumulation_steps": 1}
+    found = with_trainer(resolve({}, config), PLAIN)
+    assert (found["gradient_clipping"], found["train_micro_batch_size_per_gpu"]) == (1.0, 8)
+
+
+@pytest.mark.parametrize(
+    ("config", "facts", "parts"),
+    [
+        (
+            {"gradient_clipping": 1.0},
+            {"clip_val": 0.5},
+            ["gradient_clipping 1.0", "trainer.gradient_clip_val is 0.5"],
+        ),
+        ({"gradient_clipping": 1.0}, {"clip_val": 0.0}, ["gradient_clipping 1.0", "gradient_clip_val is 0.0"]),
+        ({"gradient_clipping": -1.0}, {}, ["is a norm"]),
+        ({}, {"clip_val": 0.5, "clip_algorithm": "value"}, ["by the norm alone"]),
+        (
+            {"gradient_accumulation_steps": 4},
+            {},
+            ["gradient_accumulation_steps 4", "accumulate_grad_batches is 1", "--trainer.accumulate_grad_batches 4"],
+        ),
+        (
+            {"train_batch_size": 64, "train_micro_batch_size_per_gpu": 8},
+            {},
+            ["train_batch_size 64 / (train_micro_batch_size_per_gpu 8 x 2 ranks)", "accumulate_grad_batches 4"],
+        ),
+        ({"train_batch_size": 65, "train_micro_batch_size_per_gpu": 8}, {}, ["no multiple", "set train_batch_size 64"]),
+        ({"train_batch_size": 15}, {}, ["15 is not divisible", "set train_batch_size 14 or 16"]),
+        ({"train_batch_size": 1}, {}, ["set train_batch_size 2"]),
+        ({"train_batch_size": 0}, {}, ["a number from 1 on"]),
+        ({"train_batch_size": "8"}, {}, ["a number from 1 on", "'8'"]),
+        (
+            {"train_micro_batch_size_per_gpu": 16},
+            {"micro_batch_size": 8},
+            ["per_gpu 16, so 16 samples", "data.batch_size 16 gives each rank 8", "set --data.batch_size 32"],
+        ),
+        (
+            {"train_batch_size": 64},
+            {"micro_batch_size": 8, "accumulation": 2},
+            ["train_batch_size 64, so 16 samples", "accumulate_grad_batches 2", '"train_batch_size": "auto"'],
+        ),
+        (
+            {"train_batch_size": 64, "train_micro_batch_size_per_gpu": 8, "gradient_accumulation_steps": 2},
+            {"accumulation": 2},
+            ["train_batch_size 64 is not", "= 32"],
+        ),
+        ({"fp16": {"enabled": True}}, {}, ["fp16.enabled true", "trainer.precision is 32-true", "16-mixed"]),
+        ({"bf16": {"enabled": True}}, {"precision": "16-mixed"}, ["bf16.enabled true", "bf16-mixed"]),
+        ({"bf16": {"enabled": False}}, {"precision": "bf16-true"}, ["bf16.enabled false", "32-true"]),
+        ({}, {"precision": "64-true"}, ["trainer.precision is 64-true", "32-true"]),
+    ],
+)
+def test_a_contradiction_names_both_and_the_fix(config, facts, parts):
+    message = contradiction(config, **facts)
+    assert all(part in message for part in parts), message
+
+
+# --- against DeepSpeed itself ------------------------------------------------------------------------------
+
+
+def facts_for(config):
+    """Returns what a Trainer would say that agrees with a configuration."""
+    resolved = resolve({}, config)
+    precision = {"fp16": "16-mixed", "bf16": "bf16-mixed"}
+    chosen = next((precision[key] for key in precision if get(resolved, f"{key}.enabled") is True), "32-true")
+    train, micro = resolved.get("train_batch_size"), resolved.get("train_micro_batch_size_per_gpu")
+    steps = resolved.get("gradient_accumulation_steps")
+    if not isinstance(steps, int):
+        steps = train // (micro * RANKS) if isinstance(train, int) and isinstance(micro, int) else 1
+    return TrainerFacts(chosen, steps, None, None, None, RANKS)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_deepspeed_itself_takes_every_sample_completed(name):
+    from deepspeed.runtime.config import DeepSpeedConfig
+
+    completed = with_trainer(resolve({}, CONFIGS[name]), facts_for(CONFIGS[name]))
+    json.dumps(completed)
+    theirs = DeepSpeedConfig(dict(completed) | {"train_batch_size": completed["train_batch_size"] // RANKS})
+    assert theirs.zero_optimization_stage == (get(completed, "zero_optimization.stage") or 0)
+    assert theirs.gradient_clipping == completed["gradient_clipping"]
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    micro=st.integers(1, 8),
+    steps=st.integers(1, 8),
+    ranks=st.integers(1, 8),
+    said=st.sets(
+        st.sampled_from(["train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"])
+    ),
+)
+def test_any_part_of_the_batch_sizes_gives_the_others_as_deepspeed_derives_them(micro, steps, ranks, said):
+    whole = {TRAIN: micro * steps * ranks, MICRO: micro, STEPS: steps}
+    config = resolve({}, {key: whole[key] for key in said})
+    for known in (micro, None) if {TRAIN, MICRO} & said else (micro,):
+        found = with_trainer(config, TrainerFacts("32-true", steps, None, None, known, ranks))
+        assert {key: found[key] for key in whole} == whole
