@@ -43,7 +43,7 @@ def run_one(entry: Entry, quick: bool, log: Path, seconds: float) -> dict[str, A
         "name": entry.name,
         "command": " ".join(["python", *words]),
         "load": round(load, 2),
-        "seconds": round(time.perf_counter() - start, 1),
+        "seconds": round(time.perf_counter() - start, 2),
         "code": code,
         "record": None,
     }

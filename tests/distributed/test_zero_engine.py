@@ -1,6 +1,7 @@
 """The engine without Lightning, on 2, 4 and 8 ranks: bytes held, elements passed, state after odd steps."""
 
 import gc
+import time
 from typing import Any
 
 import pytest
@@ -13,7 +14,9 @@ from dlo_framework.distributed.initialise import Initialiser
 from dlo_framework.testing import RankFailed, run_distributed
 from dlo_framework.watch.state_bytes import paper_bytes
 from dlo_plugins.zero.engine import ZeroEngine, ZeroOptions
+from dlo_plugins.zero.group import FlatGroup
 
+CPU = torch.device("cpu")
 DEPTH, WIDTH = 4, 64
 
 
@@ -50,7 +53,7 @@ class Net(nn.Module):
 def built(stage: int, model: nn.Module, optimizer: torch.optim.Optimizer, **options: Any) -> ZeroEngine:
     units = [f"blocks.{number}" for number in range(DEPTH)]
     settings = ZeroOptions(stage, 20_000, **options)
-    return ZeroEngine(model, [optimizer], units, Communicator(), torch.device("cpu"), settings)
+    return ZeroEngine(model, [optimizer], units, Communicator(), CPU, settings)
 
 
 def step(
@@ -221,3 +224,23 @@ def test_a_model_without_memory_gets_it_a_unit_at_a_time_and_trains_as_any_other
         assert most <= 1.1 * block  # The root's parameters are fewer.
         assert difference < 1e-5
         assert alike
+
+
+def _published_while_gathered(rank: int, world_size: int) -> list[float]:
+    """A step of a unit that is being gathered, by a rank that is ahead of the other."""
+    weight = nn.Parameter(torch.zeros(64))
+    group = FlatGroup({"weight": weight}, Communicator(), CPU, keep_whole=False, home=CPU)
+    for number in range(3):
+        dist.barrier()
+        if rank == 1:
+            time.sleep(0.2)
+        group.start_gather()
+        group.shard.fill_(10 * number + rank)
+        group.publish()
+        group.finish_gather()
+    return weight.tolist()
+
+
+def test_what_a_unit_s_step_sends_waits_for_the_gather_under_way() -> None:
+    for found in run_distributed(_published_while_gathered, 2, group_timeout=5.0, timeout=100):
+        assert found == [20.0] * 32 + [21.0] * 32

@@ -126,8 +126,12 @@ class FlatGroup:
         self.whole.untyped_storage().resize_(0)
 
     def publish(self) -> None:
-        """Starts sending the shard's new values to all ranks' wholes; :meth:`finish_gather` waits for them."""
+        """Starts sending the shard's new values to all ranks' wholes; :meth:`finish_gather` waits for them.
+
+        A gather under way is waited for: dropped, it could leave another rank without what it waits for.
+        """
         if self.gathered:
+            self.finish_gather()
             self._publish()
 
     @torch.no_grad()
