@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import sys
 
@@ -57,6 +58,8 @@ def main(argv: list[str] | None = None) -> int:
     Returns:
         The exit code: 0 on success, 2 for bad input, 130 and 143 after Ctrl-C and SIGTERM.
     """
+    if argv is None and sys.stderr is not None:
+        faulthandler.enable()  # A crash in torch or below says which line of Python led to it.
     words = sys.argv[1:] if argv is None else argv
     try:
         return _dispatch(own_words(words, os.environ))

@@ -5,6 +5,7 @@ Nothing heavy is imported at the top: where each rank is spawned, the number of 
 
 from __future__ import annotations
 
+import faulthandler
 import importlib
 import importlib.util
 import multiprocessing
@@ -94,6 +95,7 @@ def main(rank: int, job: Job, answer: Connection) -> None:
     """Runs one rank; the target of its process."""
     _end_with_the_parent()
     job.streams.take_over()
+    faulthandler.enable()  # A rank that dies of SIGSEGV says where.
     os.environ.clear()
     os.environ.update(job.environment)
     multiprocessing.set_start_method(job.start_method, force=True)  # A spawned process would spawn its own too.

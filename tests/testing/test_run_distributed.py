@@ -1,5 +1,6 @@
 """Functions on several ranks: their values, the first failure's traceback, the time limit, and nobody left behind."""
 
+import ctypes
 import os
 import signal
 import subprocess
@@ -91,6 +92,8 @@ def _pids_then(rank: int, world_size: int, folder: str, how: str) -> None:
             raise DloError("bad input: set x=3")
         if how == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
+        if how == "crash":
+            ctypes.string_at(0)
         if how == "stop":
             os.kill(os.getpid(), signal.SIGSTOP)
         if how == "sleep":
@@ -128,6 +131,15 @@ def test_the_first_failure_is_told_and_ends_the_others(tmp_path, how, message):
         run_distributed(_pids_then, 2, str(tmp_path), how)
     assert caught.value.rank == 1
     assert caught.value.user_error == ("bad input: set x=3" if how == "refuse" else None)
+    assert _left(tmp_path) == []
+
+
+def test_a_rank_that_crashes_says_where(tmp_path, capfd):
+    with pytest.raises(RankFailed, match=r"rank 1 of 2 was killed by SIGSEGV before it could answer"):
+        run_distributed(_pids_then, 2, str(tmp_path), "crash")
+    told = capfd.readouterr().err
+    assert "Segmentation fault" in told
+    assert "in _pids_then" in told
     assert _left(tmp_path) == []
 
 
