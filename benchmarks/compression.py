@@ -28,7 +28,7 @@ import torch
 import torch.distributed as dist
 from measuring.record import Record, Table
 from measuring.rounds import ELAPSED, RanksClock, all_ratios, take_turns
-from sharding import LENGTH, VOCABULARY, Model
+from measuring.transformer import LENGTH, VOCABULARY, Transformer
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
@@ -71,8 +71,7 @@ class NoExchange(GradientHook):
 
 
 def build(options: argparse.Namespace, device: torch.device, method: str) -> Variant:
-    torch.manual_seed(0)
-    model = Model(options.width, options.depth).to(device)
+    model = Transformer(options.width, options.depth).to(device)
     parameters, steps = list(model.parameters()), [0]
     optimizer: torch.optim.Optimizer = torch.optim.AdamW(parameters, lr=1e-4)
     reduce: CompressedAllReduce | None = None
@@ -134,7 +133,7 @@ def measure(rank: int, world_size: int, options: argparse.Namespace) -> dict[str
 def tables(found: dict[str, Any], options: argparse.Namespace) -> list[Table]:
     """Returns the tables of time, and of bytes."""
     seconds, sent = found["seconds"], found["bytes"]
-    psi = sum(p.numel() for p in Model(options.width, options.depth).parameters())
+    psi = sum(p.numel() for p in Transformer(options.width, options.depth).parameters())
     alone = statistics.median(seconds["no exchange"])
     # What compressing takes is in the measured time; DDP's own exchange in memory is not part of a network's.
     own = {method: max(alone, statistics.median(of_method)) for method, of_method in seconds.items()}

@@ -24,49 +24,15 @@ import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
 from measuring.record import Record, Table
 from measuring.rounds import ELAPSED, all_ratios
-from torch import Tensor, nn
+from measuring.transformer import LENGTH, VOCABULARY, Transformer
+from torch import Tensor
 from torch.utils.data import DataLoader
 
 from dlo_framework.testing import run_distributed
 from dlo_framework.testing.training import quiet
 
-VOCABULARY, LENGTH, HEADS = 2048, 64, 8
 WARM_UP = 5
 BAR = 1.03  # of the bridge's step, over the bare loop's
-
-
-class Block(nn.Module):
-    """A pre-norm transformer block. x: [batch, length, width]."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
-        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        q, k, v = self.qkv(self.norm1(x)).unflatten(-1, (3, HEADS, -1)).permute(2, 0, 3, 1, 4)
-        attended = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + self.out(attended.transpose(1, 2).flatten(2))
-        return x + self.down(nn.functional.gelu(self.up(self.norm2(x))))
-
-
-class Model(nn.Module):
-    """tokens: [batch, length] -> the loss of the next token."""
-
-    def __init__(self, width: int, depth: int) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.embed, self.position = nn.Embedding(VOCABULARY, width), nn.Embedding(LENGTH, width)
-        self.blocks = nn.ModuleList(Block(width) for _ in range(depth))
-        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, VOCABULARY, bias=False)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        x = self.embed(tokens) + self.position(torch.arange(tokens.shape[1], device=tokens.device))
-        for block in self.blocks:
-            x = block(x)
-        logits = self.head(self.norm(x))[:, :-1]
-        return nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
 
 
 class Task(LightningModule):
@@ -74,7 +40,7 @@ class Task(LightningModule):
 
     def __init__(self, width: int, depth: int) -> None:
         super().__init__()
-        self.model = Model(width, depth)
+        self.model = Transformer(width, depth)
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         return self.model(batch)
@@ -89,7 +55,7 @@ class Bare:
     def __init__(self, options: argparse.Namespace, config: dict[str, Any]) -> None:
         import deepspeed
 
-        model = Model(options.width, options.depth)
+        model = Transformer(options.width, options.depth)
         own = {"zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False}
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
         self.engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config={**config, **own})

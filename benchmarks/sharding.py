@@ -27,6 +27,7 @@ import torch
 import torch.distributed as dist
 from measuring.record import Record, Table
 from measuring.rounds import ELAPSED, RanksClock, all_ratios, take_turns
+from measuring.transformer import LENGTH, VOCABULARY, Transformer
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -36,44 +37,10 @@ from dlo_framework.testing import run_distributed
 from dlo_framework.watch.state_bytes import paper_bytes
 from dlo_plugins.zero.engine import ZeroEngine, ZeroOptions
 
-VOCABULARY, LENGTH, HEADS = 2048, 64, 8
 MIB = 2**20
 WARM_UP = 2
 #: What is to be reached on CPUs: a step over DDP's.
 BARS = {"dlo zero1": 1.05, "dlo zero2": 1.05, "dlo zero3": 1.15}
-
-
-class Block(nn.Module):
-    """A pre-norm transformer block. x: [batch, length, width]."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
-        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        q, k, v = self.qkv(self.norm1(x)).unflatten(-1, (3, HEADS, -1)).permute(2, 0, 3, 1, 4)
-        attended = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + self.out(attended.transpose(1, 2).flatten(2))
-        return x + self.down(nn.functional.gelu(self.up(self.norm2(x))))
-
-
-class Model(nn.Module):
-    """tokens: [batch, length] -> the loss of the next token."""
-
-    def __init__(self, width: int, depth: int) -> None:
-        super().__init__()
-        self.embed, self.position = nn.Embedding(VOCABULARY, width), nn.Embedding(LENGTH, width)
-        self.blocks = nn.ModuleList(Block(width) for _ in range(depth))
-        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, VOCABULARY, bias=False)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        x = self.embed(tokens) + self.position.weight[: tokens.shape[1]]
-        for block in self.blocks:
-            x = block(x)
-        logits = self.head(self.norm(x))[:, :-1]
-        return nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
 
 
 @dataclass
@@ -89,9 +56,8 @@ class Variant:
     bytes: Callable[[], dict[str, int]]
 
 
-def build(options: argparse.Namespace, device: torch.device) -> Model:
-    torch.manual_seed(0)
-    return Model(options.width, options.depth).to(device)
+def build(options: argparse.Namespace, device: torch.device) -> Transformer:
+    return Transformer(options.width, options.depth).to(device)
 
 
 def plain(model: nn.Module, parameters: list[Tensor], optimizer: torch.optim.Optimizer, wrapped: nn.Module) -> Variant:
