@@ -7,10 +7,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from dlo_plugins.compression.all_reduce import CompressedAllReduce, average_in_one_process
+from dlo_plugins.compression.all_reduce import CompressedAllReduce
 from dlo_plugins.compression.one_bit_adam import OneBitAdam
 from dlo_plugins.compression.one_bit_lamb import OneBitLamb
-from dlo_plugins.compression.sign_compression import compress, decompress, pack_signs, subtract_compressed_
+from dlo_plugins.compression.sign_compression import decompress, pack_signs, subtract_compressed_
+from support.compression_by_definition import average_in_one_process, compress
 
 pytestmark = pytest.mark.gpu
 

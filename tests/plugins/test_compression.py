@@ -10,17 +10,17 @@ from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as torch_p
 
 from dlo_framework.errors import DloError
 from dlo_plugins.callbacks.gradient_compression import GradientCompression
-from dlo_plugins.compression.all_reduce import all_reduce_bytes, average_in_one_process
+from dlo_plugins.compression.all_reduce import all_reduce_bytes
 from dlo_plugins.compression.layout import Layout
 from dlo_plugins.compression.powersgd import PowerSGD
 from dlo_plugins.compression.sign_compression import (
     block_scales,
-    compress,
     decompress,
     pack_signs,
     subtract_compressed_,
     unpack_signs,
 )
+from support.compression_by_definition import average_in_one_process, compress
 
 values = st.integers(1, 12).flatmap(
     lambda bytes_: st.lists(

@@ -17,8 +17,6 @@ Signs and scales of a chunk travel as one message. For the compressor see
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -135,37 +133,3 @@ class CompressedAllReduce:
 def all_reduce_bytes(nbytes: float, ranks: int) -> float:
     """Returns what each rank sends in a plain all-reduce: a reduce-scatter and an all-gather of so many bytes."""
     return 2 * nbytes * (ranks - 1) / ranks
-
-
-def average_in_one_process(
-    inputs: list[Tensor], worker_errors: list[Tensor], server_errors: list[Tensor], layout: Layout
-) -> tuple[Tensor, list[Tensor], list[Tensor]]:
-    """Returns the mean, and the new worker and server errors, by the definition: every rank's part in turn.
-
-    What :class:`CompressedAllReduce` computes on several ranks, for tests and for trying out what it does to a method.
-
-    Args:
-        inputs: each rank's values, flat, [numel of the layout], zero where no tensor stands.
-        worker_errors: each rank's, likewise.
-        server_errors: each rank's, [chunk].
-        layout: where tensors stand.
-    """
-    counts, padding = layout.counts(), layout.padding()
-    workers: list[Any] = []
-    decoded = []
-    for value, error in zip(inputs, worker_errors, strict=True):
-        corrected = value + error
-        packed, scales = pack_signs(corrected), block_scales(corrected, counts)
-        decoded.append(decompress(packed, scales))
-        workers.append((corrected - decoded[-1]).index_fill(0, padding, 0.0))
-    chunks, servers = [], []
-    for rank, error in enumerate(server_errors):
-        here = slice(rank * layout.chunk, (rank + 1) * layout.chunk)
-        corrected = error.clone()
-        for value in decoded:
-            corrected += value[here] / len(inputs)
-        of_chunk = counts[rank * layout.blocks : (rank + 1) * layout.blocks]
-        chunks.append(decompress(pack_signs(corrected), block_scales(corrected, of_chunk)))
-        own = padding[(padding >= here.start) & (padding < here.stop)] - here.start
-        servers.append((corrected - chunks[-1]).index_fill(0, own, 0.0))
-    return torch.cat(chunks).index_fill(0, padding, 0.0), workers, servers

@@ -9,7 +9,7 @@
 
 Where this departs from 1-bit Adam: its scale is the 2-norm over the root of the number of elements, one a tensor. Here
 it is the mean absolute value, which is what makes the error smallest, and never larger than what was compressed
-(:func:`compress` is a contraction, whatever the values); and one a block, so that a large element spoils its own block
+(so compressing is a contraction, whatever the values); and one a block, so that a large element spoils its own block
 alone. With blocks of 256 an element takes 1.125 bits in place of 32.
 
 Legend: n elements, a multiple of the block's size; b blocks.
@@ -66,18 +66,8 @@ def block_scales(values: Tensor, counts: Tensor) -> Tensor:
     return values.view(counts.numel(), -1).abs().sum(1).div_(counts)
 
 
-def compress(values: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns what is sent in place of ``values`` [n]: their packed signs [n / 8], and a scale a block [b].
-
-    Args:
-        values: see :func:`block_scales`.
-        counts: likewise.
-    """
-    return pack_signs(values), block_scales(values, counts)
-
-
 def decompress(packed: Tensor, scales: Tensor, out: Tensor | None = None) -> Tensor:
-    """Returns what :func:`compress` has kept of the values: [n].
+    """Returns what signs and scales have kept of the values: [n].
 
     Args:
         packed: their signs.
