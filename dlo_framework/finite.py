@@ -175,9 +175,9 @@ def _has_scaler(trainer: Trainer) -> bool:
 
 
 def _what(trainer: Trainer, rank: int) -> str:
-    batch = trainer.fit_loop.epoch_loop.batch_progress.current.ready - 1
+    batch = trainer.fit_loop.epoch_loop.batch_progress.current.ready
     where = f" of rank {rank}" if trainer.world_size > 1 else ""
-    step, epoch = trainer.global_step + 1, trainer.current_epoch
+    step, epoch = trainer.global_step + 1, trainer.current_epoch + 1  # all from 1, as the bar has them
     return f"the loss{where} was not finite in step {step} (epoch {epoch}, batch {batch})"
 
 

@@ -11,7 +11,7 @@ from lightning.pytorch.callbacks import Checkpoint
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.plugins import CheckpointIO
-from lightning.pytorch.strategies import StrategyRegistry
+from lightning.pytorch.strategies import Strategy, StrategyRegistry
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from dlo_framework import runs
@@ -62,6 +62,7 @@ class DloCLI(LightningCLI):
         self.command = found.argv[0]
         self.config_paths = list(found.configs)
         self.run_folder: Path | None = None
+        self._refused: DloError | None = None
         super().__init__(
             model_class=LightningModule,
             datamodule_class=LightningDataModule,
@@ -91,6 +92,7 @@ class DloCLI(LightningCLI):
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         """Adds the keys that are dlo's own."""
+        parser.add_instantiator(self._build_strategy, Strategy)
         parser.add_argument(
             "--plugins",
             type=list[str] | str | None,
@@ -156,10 +158,18 @@ class DloCLI(LightningCLI):
         try:
             super().instantiate_classes()
         except Exception as error:
-            cause = dlo_error_in(error)
+            cause = dlo_error_in(error) or self._refused
             if cause is None:
                 raise
             raise cause from error
+
+    def _build_strategy(self, cls: type[Strategy], *args: Any, **kwargs: Any) -> Strategy:
+        """Builds one, and keeps what it refuses: of a key's several types jsonargparse raises the first one's error."""
+        try:
+            return cls(*args, **kwargs)
+        except DloError as error:
+            self._refused = error
+            raise
 
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
         """Builds the trainer with the run's folder, logger, checkpoints and watchers."""

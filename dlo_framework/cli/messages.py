@@ -40,6 +40,10 @@ def explain(error: ParseError, found: Scan, registry: Registry) -> DloError:
     keys, given = _named(str(error))
     if keys in KINDS and given.isidentifier():
         return registry.unknown(given, KINDS[keys], others=_imported_names(KINDS[keys]))
+    if keys in KINDS and re.fullmatch(r"[\w.]+", given):
+        fault = next(_class_faults(keys, given, given, registry), None)
+        if fault:
+            return DloError(fault)
     nested = re.match(r"NestedArg\(key='([^']+)'", given)
     if nested:
         return DloError(_unknown_argument(keys, nested.group(1), found, registry))
@@ -91,6 +95,9 @@ def _class_faults(key: str, class_path: str, value: Any, registry: Registry) -> 
     except DloError as error:
         yield str(error)
         return
+    base = _bases().get(kind or "")
+    if cls is not None and base is not None and not issubclass(cls, base):
+        yield f"class_path '{class_path}' is no {base.__name__}, which {key} takes"
     if cls is None or not isinstance(value, dict):
         return
     for name in value:
@@ -185,12 +192,17 @@ def _at(config: Any, key: str) -> Any:
     return config
 
 
-def _imported_subclasses(kind: str | None) -> dict[str, type]:
-    """Returns the imported classes of a kind by short name."""
+def _bases() -> dict[str, type]:
+    """Returns the class that those of a kind derive from."""
     from lightning.pytorch import Callback, LightningDataModule, LightningModule
     from lightning.pytorch.strategies import Strategy
 
-    bases = {"callback": Callback, "task": LightningModule, "data": LightningDataModule, "strategy": Strategy}
+    return {"callback": Callback, "task": LightningModule, "data": LightningDataModule, "strategy": Strategy}
+
+
+def _imported_subclasses(kind: str | None) -> dict[str, type]:
+    """Returns the imported classes of a kind by short name."""
+    bases = _bases()
     stack: list[type] = [bases[kind]] if kind in bases else []
     seen: dict[str, type] = {}
     while stack:

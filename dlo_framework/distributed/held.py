@@ -19,7 +19,8 @@ def memory_of(tensors: Iterable[Tensor]) -> int:
     """Returns the bytes of tensors on this rank, memory that several share counted once."""
     held: dict[int, int] = {}
     for tensor in tensors:
-        storage = local(tensor).untyped_storage()
+        # Asked of the tensor itself: ZeRO 3 takes a detach amid a step by hand for a use of its values.
+        storage = (local(tensor) if isinstance(tensor, DTensor) else tensor).untyped_storage()
         if storage.nbytes():
             held[storage.data_ptr()] = storage.nbytes()
     return sum(held.values())

@@ -64,6 +64,13 @@ class DataParallelStrategy(CanonicalStrategy, WatchedRanks):
         """Returns the 2-norm of an optimizer's gradients, which are the same on all ranks."""
         return total_norm(optimizer)
 
+    def configure_ddp(self) -> None:
+        """Wraps the module; torch numbers the parameters that are set to train here, whatever is toggled later."""
+        module = self.lightning_module
+        assert module is not None
+        self._trained = [name for name, parameter in module.named_parameters() if parameter.requires_grad]
+        super().configure_ddp()
+
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the module's step through torch's wrapper."""
         with self._naming_unused():
@@ -83,11 +90,8 @@ class DataParallelStrategy(CanonicalStrategy, WatchedRanks):
             missed = unused_numbers(str(error))
             if not missed:
                 raise
-            module = self.lightning_module
-            assert module is not None
-            trained = [name for name, parameter in module.named_parameters() if parameter.requires_grad]
             allow = "take --trainer.strategy ddp_find_unused_parameters_true"
-            raise DloError(unused_message([trained[number] for number in missed], allow)) from error
+            raise DloError(unused_message([self._trained[number] for number in missed], allow)) from error
 
 
 class ShardedStrategy(CanonicalStrategy, WatchedRanks):

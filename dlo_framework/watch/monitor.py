@@ -49,7 +49,7 @@ class RunMonitor(Callback):
         self.flops = FlopCounter() if flops else None
         self._loss: torch.Tensor | None = None
         self._batches = 0
-        self._window_samples = 0
+        self._window_samples = 0  # of all ranks: a run may go on on another number of them
         self._window_seconds = 0.0
         self._window_steps = 0
         self._window_shapes: dict[SampleShape, int] = {}  # samples of this rank, by their shape
@@ -86,7 +86,7 @@ class RunMonitor(Callback):
 
     def totals(self) -> tuple[int, float, float | None]:
         """Returns samples of all ranks and seconds of training so far, and the latest mean loss of this rank."""
-        samples = self.samples + self._window_samples * self._world
+        samples = self.samples + self._window_samples
         seconds = self.seconds + (self._open_seconds() if self._window_samples else 0.0)
         loss = self.latest.get("train/loss")
         if loss is None and self._loss is not None:
@@ -148,7 +148,7 @@ class RunMonitor(Callback):
         if loss is not None:
             self._loss = loss if self._loss is None else self._loss.add_(loss)
         self._batches += 1
-        self._window_samples += self._samples
+        self._window_samples += self._samples * self._world
         self._window_shapes[self._shape] = self._window_shapes.get(self._shape, 0) + self._samples
         self._samples = 0  # A loader may give None for a batch: that one ends and never starts.
         step = trainer.global_step
@@ -162,7 +162,7 @@ class RunMonitor(Callback):
         """Logs the window since the last record, and opens the next."""
         now = time.perf_counter()
         seconds = self._open_seconds()
-        samples = self._window_samples * self._world
+        samples = self._window_samples
         scalars = optimizer_scalars(trainer)
         if self._loss is not None:
             scalars["train/loss"] = float(trainer.strategy.reduce(self._loss, reduce_op="mean")) / self._batches

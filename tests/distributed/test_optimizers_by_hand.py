@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -94,6 +95,15 @@ class WholeTensors(TwoTasks):
     whole = True
 
 
+class Toggled(TwoTasks):
+    """One optimizer's parameters alone are set to train for a second backward pass."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        self.manual_backward(self.one(self.body(batch[0])).square().mean())
+        self.toggle_optimizer(self.optimizers()[3])
+        self.manual_backward(self.probe(batch[0]).square().mean())
+
+
 def _each(rank: int, world: int, folder: Path) -> dict[str, float]:
     found = {}
     for kind in (TwoTasks, WholeTensors):
@@ -107,11 +117,14 @@ def _each(rank: int, world: int, folder: Path) -> dict[str, float]:
     return found
 
 
-def _parameters_without_gradients(rank: int, world: int, folder: Path) -> str:
+def _parameters_without_gradients(rank: int, world: int, folder: Path) -> list[str]:
     """Plain data parallelism reduces all gradients in each backward: by hand, too, it wants them all."""
-    with pytest.raises(DloError) as error:
-        trainer(world, DataParallelStrategy()).fit(TwoTasks(), mine(rank, world))
-    return str(error.value)
+    told = []
+    for kind in (TwoTasks, Toggled):
+        with pytest.raises(DloError) as error:
+            trainer(world, DataParallelStrategy()).fit(kind(), mine(rank, world))
+        told.append(str(error.value))
+    return told
 
 
 def _ranks(rank: int, world: int, folder: Path) -> dict[str, Any]:
@@ -130,6 +143,6 @@ def test_each_optimizer_steps_what_was_gathered_for_it(ranks: list[dict[str, Any
 
 
 def test_plain_data_parallelism_names_parameters_without_a_gradient(ranks: list[dict[str, Any]]) -> None:
-    for message in of(ranks, "_parameters_without_gradients"):
+    for message in itertools.chain.from_iterable(of(ranks, "_parameters_without_gradients")):
         assert "but slow.weight, slow.bias, probe.weight, probe.bias got none" in message
         assert "ddp_find_unused_parameters_true" in message

@@ -114,7 +114,7 @@ def test_a_bad_loss_on_one_rank_reaches_no_weight():
     for found in ranks:
         for name in STRATEGIES:
             stopped, skipped, window = (found[f"{name} {how}"] for how in ("stop", "skip", "window"))
-            assert "the loss of rank 1 was not finite in step 7 (epoch 0, batch 6)" in stopped["error"]
+            assert "the loss of rank 1 was not finite in step 7 (epoch 1, batch 7)" in stopped["error"]
             assert stopped["steps"] == {BAD}
             assert skipped["error"] == ""
             assert (skipped["steps"], skipped["global_step"]) == ({BATCHES - 1}, BATCHES)
@@ -134,7 +134,7 @@ def test_a_bad_loss_on_one_rank_reaches_no_weight():
 
 def test_a_bad_loss_in_a_single_process():
     _, error = fit(None, loader(BATCHES, [BAD]), FiniteLoss(), world_size=1)
-    assert error.startswith("the loss was not finite in step 7 (epoch 0, batch 6); the weights are those before it")
+    assert error.startswith("the loss was not finite in step 7 (epoch 1, batch 7); the weights are those before it")
     skipping = FiniteLoss("skip")
     trainer, error = fit(None, loader(BATCHES, [BAD]), skipping, world_size=1)
     assert (error, skipping.skipped, trainer.global_step) == ("", 1, BATCHES)

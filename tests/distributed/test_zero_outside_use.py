@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from dlo_framework.distributed.held import memory_of
 from dlo_framework.testing import run_distributed
 from dlo_framework.testing.state import whole_weights
 from dlo_plugins.strategies.zero import ZeroStrategy
@@ -96,6 +97,7 @@ def test_only_what_needs_values_counts_as_use() -> None:
         weight.requires_grad_()
         weight.grad = None
         torch.ones(3, 3).sum()
+        assert memory_of([weight]) == 9 * 4  # StateReport asks it amid a step by hand with two optimizers.
         assert seen == []
         for use in (lambda: weight.sum(), lambda: weight.data, lambda: weight.T, lambda: torch.stack([weight, weight])):
             seen.clear()

@@ -119,6 +119,24 @@ def test_values_of_the_wrong_type(refused):
     )
 
 
+def test_what_a_strategy_refuses(refused):
+    words = ("fit", "--config", "train.yaml", "--trainer.strategy")
+    message = refused(*words, "ZeroStrategy", "--trainer.strategy.bucket_mb", "-1")
+    assert message.endswith("error: bucket_mb is positive, but was -1.0")
+    Path("ds.json").write_text('{"zero_optimization": {"stge": 2}}')
+    message = refused(*words, "DeepSpeedBridge", "--trainer.strategy.config", "ds.json")
+    assert "error: ds.json: unknown key 'zero_optimization.stge'; did you mean 'stage'?" in message
+
+
+def test_class_paths_of_nothing_and_of_another_kind(refused):
+    message = refused("fit", "--config", "train.yaml", "--model", "dlo_tasks.vision.Nothing")
+    assert "class_path 'dlo_tasks.vision.Nothing': " in message
+    message = refused("fit", "--config", "train.yaml", "--data", "nowhere.Data")
+    assert "class_path 'nowhere.Data' is refused: " in message
+    message = refused("fit", "--config", edit("class_path: ImageClassifier", "class_path: torch.nn.Linear"))
+    assert "edited.yaml: class_path 'torch.nn.Linear' is no LightningModule, which model takes" in message
+
+
 def test_options_of_what_takes_none_on_the_command_line(refused):
     message = refused("fit", "--config", "train.yaml", "--trainer.strategy", "mesh", "--trainer.strategy.tp", "2")
     assert (

@@ -116,12 +116,12 @@ class Sized(Net):
         return loss
 
 
-def fit_sized(monitor, module, *callbacks, **options):
+def fit_sized(monitor, module, *callbacks, ckpt_path=None, **options):
     options = {"max_epochs": 3, "log_every_n_steps": 3, **options}
     quiet = dict.fromkeys(("logger", "enable_progress_bar", "enable_model_summary"), False)
     quiet["enable_checkpointing"] = bool(callbacks)
-    callbacks = [monitor, *callbacks]
-    Trainer(accelerator="cpu", callbacks=callbacks, reload_dataloaders_every_n_epochs=1, **quiet, **options).fit(module)
+    options |= {"callbacks": [monitor, *callbacks], "reload_dataloaders_every_n_epochs": 1}
+    Trainer(accelerator="cpu", **quiet, **options).fit(module, ckpt_path=ckpt_path)
 
 
 def test_flops_are_counted_once_for_each_shape_and_a_window_has_those_of_its_batches(monkeypatch):
@@ -168,6 +168,16 @@ def test_a_resumed_run_takes_the_counts_and_the_open_window_over(tmp_path):
     resumed.load_state_dict(torch.load(path, weights_only=True)["callbacks"]["RunMonitor"])
     assert resumed.flops.counts == whole.flops.counts
     assert resumed._window_shapes == {((3, 8),): 8, ((5, 8),): 4}
+
+
+def test_samples_of_an_open_window_are_those_of_the_ranks_that_saw_them(tmp_path, monkeypatch):
+    keep = ModelCheckpoint(tmp_path, filename="{step}", every_n_train_steps=3, save_top_k=-1)
+    monkeypatch.setattr("dlo_framework.watch.monitor.data_parallel_size", lambda trainer: 2)
+    fit_sized(RunMonitor(), Sized(), keep, max_epochs=2, log_every_n_steps=50)
+    monkeypatch.undo()
+    resumed = RunMonitor()
+    fit_sized(resumed, Sized(), keep, ckpt_path=tmp_path / "step=3.ckpt", log_every_n_steps=50)
+    assert resumed.samples == 3 * 4 * 2 + 3 * 4
 
 
 def test_a_count_that_an_exception_cuts_ends_there_and_the_next_fit_counts_anew():

@@ -58,7 +58,7 @@ def fit(callback: FiniteLoss, accumulate: int = 1, precision: str = "32-true"):
 def test_the_step_is_not_taken(precision):
     finite, steps, error = fit(FiniteLoss(), precision=precision)
     assert (finite, steps) == (True, {BAD})
-    assert "not finite in step 6 (epoch 0, batch 5)" in error
+    assert "not finite in step 6 (epoch 1, batch 6)" in error
     assert fit(FiniteLoss("skip"), precision=precision) == (True, {BATCHES - 1}, "")
     # The whole window is left out in which the bad batch is: of batches 0-3 and 4-7 the second.
     assert fit(FiniteLoss("skip"), accumulate=4, precision=precision) == (True, {1.0}, "")
