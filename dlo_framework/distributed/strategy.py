@@ -164,7 +164,8 @@ class ShardedStrategy(CanonicalStrategy, WatchedRanks):
         """Gives all ranks the first one's buffers, such as the statistics of batch norm.
 
         DistributedDataParallel does that before each forward. What the others' steps made of theirs is lost there as
-        here, so that doing it where buffers are used or saved comes to the same.
+        here, so that doing it where buffers are used or saved comes to the same; but not for a model whose training
+        step reads buffers that it writes: here each rank reads its own.
         """
         for buffer in self._module().buffers():
             if not isinstance(buffer, DTensor):
