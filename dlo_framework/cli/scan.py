@@ -89,7 +89,7 @@ def read_config(path: str) -> dict[str, Any]:
     except UnicodeDecodeError as error:
         raise DloError(f"{path}: not a text file, so not a config") from error
     except yaml.YAMLError as error:
-        raise DloError(f"{path}: not valid YAML: {error}") from error
+        raise DloError(f"{path}: not valid YAML: {' '.join(str(error).split())}") from error
     if content is None:
         raise DloError(f"{path}: the config is empty; `dlo configs quickstart` prints one to start from")
     if not isinstance(content, dict):

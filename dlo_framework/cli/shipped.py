@@ -33,4 +33,5 @@ def resolve_config(name: str) -> str:
         folder = Path(name).parent
         beside = [str(path) for path in folder.glob("*.y*ml")] if folder.is_dir() else []
         hint = did_you_mean(key, shipped) or did_you_mean(name, beside)
-    raise DloError(f"no config '{name}': neither a file nor a shipped config{hint}; `dlo configs` lists the shipped")
+    hint += " " if hint.endswith("?") else "; "
+    raise DloError(f"no config '{name}': neither a file nor a shipped config{hint}`dlo configs` lists the shipped")

@@ -119,6 +119,15 @@ def test_values_of_the_wrong_type(refused):
     )
 
 
+def test_files_that_are_no_config(refused):
+    Path("broken.yaml").write_text("trainer: {max_epochs: 1\nmodel: x\n")
+    message = refused("fit", "--config", "broken.yaml")
+    assert "error: broken.yaml: not valid YAML: while parsing a flow mapping in " in message
+    assert "line 2, column 6" in message
+    message = refused("fit", "--config", "trian.yaml")
+    assert "shipped config; did you mean 'train.yaml'? `dlo configs` lists" in message
+
+
 def test_what_a_strategy_refuses(refused):
     words = ("fit", "--config", "train.yaml", "--trainer.strategy")
     message = refused(*words, "ZeroStrategy", "--trainer.strategy.bucket_mb", "-1")
