@@ -1,0 +1,39 @@
+"""What the commands print that import nothing heavy: the shipped configs and the versions."""
+
+from pathlib import Path
+
+import pytest
+
+from dlo_framework.cli.main import main
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+
+
+def test_every_shipped_config_is_listed_with_what_it_is(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["configs"]) == 0
+    listed = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines())
+    assert listed.keys() == {path.relative_to(CONFIGS).with_suffix("").as_posix() for path in CONFIGS.rglob("*.yaml")}
+    first = (CONFIGS / "quickstart.yaml").read_text().splitlines()[0]
+    assert listed["quickstart"] == first.removeprefix("# ")
+
+
+def test_a_config_is_printed_as_it_stands(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["configs", "digits/batch_mix"]) == 0
+    assert capsys.readouterr().out == (CONFIGS / "digits" / "batch_mix.yaml").read_text()
+    assert main(["configs", "digits/bach_mix"]) == 2
+    assert "did you mean 'digits/batch_mix'?" in capsys.readouterr().err
+
+
+def test_the_versions_are_told_and_what_is_missing(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("dlo_framework.versions.PACKAGES", ("torch", "no-such-package"))
+    assert main(["--version"]) == 0
+    told = dict(
+        line.split(maxsplit=1) for line in capsys.readouterr().out.replace("not installed", "absent").splitlines()
+    )
+    import torch
+
+    assert torch.__version__.startswith(told["torch"])
+    assert told["absent"] == "no-such-package"
+    assert {"dlo_framework", "python", "platform"} <= told.keys()
