@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import platform
+from collections.abc import Iterable
 from importlib import metadata
 
 from dlo_framework._version import __version__
@@ -23,14 +24,18 @@ PACKAGES = (
 )
 
 
-def versions() -> dict[str, str]:
-    """Returns name to version of dlo, Python, the platform, and each package that is installed."""
+def versions(also: Iterable[str] = ()) -> dict[str, str]:
+    """Returns name to version of dlo, Python, the platform, and each package that is installed.
+
+    Args:
+        also: packages beside those that matter to every run.
+    """
     found = {
         "dlo_framework": __version__,
         "python": platform.python_version(),
         "platform": f"{platform.system()} {platform.machine()}",
     }
-    for package in PACKAGES:
+    for package in (*PACKAGES, *also):
         try:
             found[package] = metadata.version(package)
         except metadata.PackageNotFoundError:

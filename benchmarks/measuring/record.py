@@ -22,11 +22,10 @@ import os
 import platform
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from importlib import metadata
 from pathlib import Path
 from typing import Any, Literal
 
-from dlo_framework.versions import versions as dlo_versions
+from dlo_framework.versions import versions
 from measuring.rounds import Clock, spread
 
 #: What is compared, beside the packages that matter to every run.
@@ -141,7 +140,7 @@ class Record:
         """Prints the record as the last line."""
         named = {"benchmark": self.benchmark, "question": self.question, "device": self.device}
         filled = {"tables": [table.as_dict() for table in self.tables], "not_measured": self.not_measured}
-        record = {**named, "versions": versions(), "options": self.options, **filled}
+        record = {**named, "versions": versions(PEERS), "options": self.options, **filled}
         print(json.dumps(record, default=str), flush=True)
 
 
@@ -150,17 +149,6 @@ def rounded(value: Any) -> Any:
     if isinstance(value, float):
         return float(f"{value:.{DIGITS}g}") if math.isfinite(value) else None
     return value
-
-
-def versions() -> dict[str, str]:
-    """Returns the versions of dlo, of what it stands on, and of the peers that are installed."""
-    found = dlo_versions()
-    for package in PEERS:
-        try:
-            found[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            continue
-    return found
 
 
 def cores() -> int:
