@@ -99,7 +99,12 @@ class DloCLI(LightningCLI):
             default=None,
             help="modules and files of your own to import: [my_pkg.mod, ./file.py]",
         )
-        parser.add_argument("--run.dir", type=str, default="runs", help="the folder that holds all runs")
+        parser.add_argument(
+            "--run.dir",
+            type=str | None,
+            default=None,
+            help="the folder that holds all runs (default: trainer.default_root_dir, else runs)",
+        )
         parser.add_argument(
             "--run.name",
             type=str | None,
@@ -147,7 +152,7 @@ class DloCLI(LightningCLI):
         """Returns the folder of this config's runs: ``runs/quickstart``."""
         config = self.config[self.command]
         name = config.run.name or (Path(self.config_paths[-1]).stem if self.config_paths else "default")
-        return Path(config.run.dir) / name
+        return Path(config.run.dir or config.trainer.default_root_dir or "runs") / name
 
     def instantiate_classes(self) -> None:
         """Builds model, data and trainer.
@@ -200,7 +205,7 @@ class DloCLI(LightningCLI):
             progress_bar=config.get("enable_progress_bar") is not False,
             checkpoints=config.get("enable_checkpointing") is not False,
         )
-        kwargs["default_root_dir"] = config.get("default_root_dir") or str(self.run_folder)
+        kwargs["default_root_dir"] = str(self.run_folder)
         if config.get("profiler") is None:
             kwargs["profiler"] = StepClock()
         return self._build_trainer(kwargs)

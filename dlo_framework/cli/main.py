@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import faulthandler
 import os
+import signal
 import sys
 
 from dlo_framework._version import __version__
@@ -65,6 +66,12 @@ def main(argv: list[str] | None = None) -> int:
         return _dispatch(own_words(words, os.environ))
     except DloError as error:
         return _refuse(error)
+    except KeyboardInterrupt:
+        return _interrupted()
+    except SystemExit as end:
+        if isinstance(end.__context__, KeyboardInterrupt):  # Lightning ends the process with 1 on it.
+            return _interrupted()
+        raise
     except BrokenPipeError:
         # The reader of our output, `dlo plugins | head` say, has gone: that is not an error of ours.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -113,6 +120,11 @@ def _dispatch(words: list[str]) -> int:
         return run(words)
     known = [*RUN_COMMANDS, *OTHER_COMMANDS]
     raise DloError(f"unknown command '{command}'{did_you_mean(command, known) or ';'} available: {', '.join(known)}")
+
+
+def _interrupted() -> int:
+    print(f"dlo {__version__}: interrupted at once; what was saved before is whole", file=sys.stderr)
+    return 128 + signal.SIGINT
 
 
 def _refuse(error: DloError) -> int:

@@ -246,6 +246,18 @@ def test_checkpoints_that_are_not_there(refused):
     )
 
 
+@pytest.mark.parametrize(
+    ("given", "folder"),
+    [
+        (["--trainer.default_root_dir", "mine"], "mine/train"),
+        (["--run.dir", "other"], "other/train"),
+        (["--run.dir", "other", "--trainer.default_root_dir", "mine"], "other/train"),
+    ],
+)
+def test_runs_are_looked_for_where_they_are_kept(refused, given, folder):
+    assert f"no run in {folder} has" in refused("validate", "--config", "train.yaml", "--ckpt_path", "last", *given)
+
+
 def test_no_space_in_the_run_folder(refused, tmp_path):
     """A real file system of 1 MB where this user may mount one; the check's own test fakes a full one everywhere."""
     full = tmp_path / "full"

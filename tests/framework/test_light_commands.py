@@ -1,5 +1,6 @@
 """What the commands print that import nothing heavy: the shipped configs and the versions."""
 
+import sys
 from pathlib import Path
 
 import pytest
@@ -37,3 +38,22 @@ def test_the_versions_are_told_and_what_is_missing(
     assert torch.__version__.startswith(told["torch"])
     assert told["absent"] == "no-such-package"
     assert {"dlo_framework", "python", "platform"} <= told.keys()
+
+
+def test_ctrl_c_at_once_is_told_in_a_line(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(words: list[str]) -> int:
+        try:
+            raise KeyboardInterrupt
+        except KeyboardInterrupt:
+            if words:  # As Lightning does.
+                sys.exit(1)
+            raise
+
+    monkeypatch.setattr("dlo_framework.cli.main._dispatch", interrupt)
+    for words in ([], ["fit"]):
+        assert main(words) == 130
+        assert "interrupted at once" in capsys.readouterr().err
+    monkeypatch.setattr("dlo_framework.cli.main._dispatch", lambda words: sys.exit(3))
+    with pytest.raises(SystemExit) as ended:
+        main([])
+    assert ended.value.code == 3

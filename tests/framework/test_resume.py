@@ -257,8 +257,9 @@ def test_a_second_ctrl_c_ends_at_once(tmp_path):
             if self.seen == self.batch:
                 signal.raise_signal(signal.SIGINT)
 
-    with pytest.raises(SystemExit):  # Lightning's own way to end on KeyboardInterrupt
+    with pytest.raises(SystemExit) as ended:  # Lightning's own way to end on KeyboardInterrupt
         run(tmp_path / "run", stop=Twice(3))
+    assert isinstance(ended.value.__context__, KeyboardInterrupt), "by this the command knows it"
     assert signal.getsignal(signal.SIGINT) is not None
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
