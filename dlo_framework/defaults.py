@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 from lightning.pytorch import Callback, LightningModule
@@ -47,12 +48,16 @@ def add_default_callbacks(
     if progress_bar and not any(isinstance(callback, ProgressBar) for callback in callbacks):
         defaults.append(RunBar())
     if checkpoints:
+        folder = run_folder / runs.CHECKPOINTS
         own = [callback for callback in callbacks if isinstance(callback, ModelCheckpoint)]
+        for callback in own:
+            # Lightning's own default is the first logger's folder, where `last`, `best` and `auto` do not look.
+            callback.dirpath = callback.dirpath or os.path.realpath(folder)
         if not own:
             defaults += best_checkpoint(run_folder, model)
-        if not any(callback.save_last for callback in own):
-            defaults.append(last_checkpoint(run_folder))
-        defaults.append(GracefulStop(run_folder / runs.CHECKPOINTS))
+        if not any(callback.save_last and _is_same(callback.dirpath, folder) for callback in own):
+            defaults.append(LastCheckpoint(folder))
+        defaults.append(GracefulStop(folder))
     return callbacks + [callback for callback in defaults if callback not in callbacks]
 
 
@@ -72,15 +77,26 @@ def best_checkpoint(run_folder: Path, model: LightningModule) -> list[Callback]:
     return [checkpoint]
 
 
-def last_checkpoint(run_folder: Path) -> ModelCheckpoint:
-    """Returns the ModelCheckpoint that writes ``last.ckpt`` after each validation, or each epoch without one.
+class LastCheckpoint(ModelCheckpoint):
+    """Writes ``last.ckpt`` after each validation, or each epoch without one; on by default.
 
-    ``save_last`` of the one above would not do: it writes only when the best has improved.
+    ``save_last`` of the one above would not do: it writes only when the best has improved. It is a class of its own
+    because Lightning tells the states of two ModelCheckpoints that save at the same times apart by their classes alone,
+    and one of a config may do that.
+
+    Args:
+        folder: where it is written.
     """
-    return ModelCheckpoint(
-        dirpath=run_folder / runs.CHECKPOINTS,
-        filename=Path(runs.LAST).stem,
-        monitor=None,
-        save_top_k=1,
-        enable_version_counter=False,
-    )
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(
+            dirpath=folder,
+            filename=Path(runs.LAST).stem,
+            monitor=None,
+            save_top_k=1,
+            enable_version_counter=False,
+        )
+
+
+def _is_same(path: str | Path | None, folder: Path) -> bool:
+    return path is not None and os.path.realpath(path) == os.path.realpath(folder)

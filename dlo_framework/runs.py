@@ -11,12 +11,14 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import warnings
 from pathlib import Path
+from typing import Any
 
 from dlo_framework.amounts import human
 from dlo_framework.errors import DloError
 
-#: Set by rank 0 for the ranks that it starts.
+#: Set by rank 0 for the ranks that it starts: the folder that was asked for, and the run's.
 ENVIRONMENT = "DLO_RUN_FOLDER"
 #: Likewise: the checkpoint that rank 0 has found, so that the ranks that it starts need not hash it again.
 FOUND = "DLO_FOUND_CHECKPOINT"
@@ -35,10 +37,22 @@ def versions(folder: Path) -> list[Path]:
 
 def is_first_process() -> bool:
     """Returns whether this is global rank 0, from the variables of torchrun, SLURM and Lightning's launcher."""
-    for name in ("RANK", "SLURM_PROCID"):
-        if name in os.environ:
-            return int(os.environ[name]) == 0
-    return int(os.environ.get("LOCAL_RANK", "0")) == 0 and int(os.environ.get("NODE_RANK", "0")) == 0
+    if "RANK" in os.environ:
+        return int(os.environ["RANK"]) == 0
+    # In the shell of a SLURM job all that is started there, Lightning's launcher's ranks too, has one SLURM_PROCID.
+    return all(int(os.environ.get(name, "0")) == 0 for name in ("SLURM_PROCID", "LOCAL_RANK", "NODE_RANK"))
+
+
+def _told(name: str, question: str) -> str | None:
+    """Returns what rank 0 has told the ranks that it started; None on itself, or if it was asked something else.
+
+    It is told once: a second run in the same process is another, and so is a command that a run starts.
+    """
+    answer = os.environ.get(name, "")
+    if is_first_process() or not answer.startswith(question):
+        return None
+    del os.environ[name]
+    return answer.removeprefix(question)
 
 
 def new_run(folder: Path) -> Path:
@@ -50,8 +64,10 @@ def new_run(folder: Path) -> Path:
     Raises:
         DloError: if it cannot be made or its disk is full.
     """
-    if ENVIRONMENT in os.environ:
-        return Path(os.environ[ENVIRONMENT])
+    question = f"{folder.resolve()}\n"
+    told = _told(ENVIRONMENT, question)
+    if told is not None:
+        return Path(told)
     if not is_first_process():
         return folder / "pending"  # Never made: rank 0's folder is broadcast before it is used.
     number = int(versions(folder)[0].name.removeprefix("version_")) + 1 if versions(folder) else 0
@@ -68,7 +84,7 @@ def new_run(folder: Path) -> Path:
             ) from error
         break
     check_space(path)
-    os.environ[ENVIRONMENT] = str(path)
+    os.environ[ENVIRONMENT] = f"{question}{path}"
     return path
 
 
@@ -83,29 +99,46 @@ def check_space(path: Path, need: int = LEAST_FREE_BYTES) -> None:
 
 
 def find_checkpoint(folder: Path, which: str) -> Path:
-    """Returns the checkpoint ``last`` or ``best`` of the newest run in ``folder`` that has one.
+    """Returns the checkpoint ``last`` or ``best`` of the newest run in ``folder`` that has any checkpoint.
 
-    ``last`` is the newest one, by its step, that is whole and that a run can go on from; damaged ones are passed over
-    with a warning. All of its bytes are hashed for that, by rank 0 alone where that starts the others.
+    ``last`` is the newest one, by its step, that is whole, that a run can go on from and that the run has not left
+    behind; damaged ones are passed over with a warning. All of its bytes are hashed for that, by rank 0 alone where
+    that starts the others.
 
     Raises:
-        DloError: if there is none.
+        DloError: if there is none, or the run has others but no best one.
     """
     from dlo_framework.checkpoint import locate, newest_valid
 
     question = f"{which}\n{folder.resolve()}\n"
-    answer = os.environ.get(FOUND, "")
-    if answer.startswith(question) and not is_first_process():
-        return Path(answer.removeprefix(question))
+    told = _told(FOUND, question)
+    if told is not None:
+        return Path(told)
     for run in versions(folder):
         path = newest_valid(run / CHECKPOINTS) if which == "last" else best_checkpoint(run)
         if path is not None and locate(path) is not None:
             os.environ[FOUND] = f"{question}{path}"
             return path
+        if which == "best":
+            _pass_over(run, path)
     raise DloError(
         f"--ckpt_path {which}: no run in {folder} has a {which} checkpoint;"
         " train one with `dlo fit`, or give the checkpoint's path"
         + (" (a run keeps a best one if its model has a best_metric)" if which == "best" else "")
+    )
+
+
+def _pass_over(run: Path, best: Path | None) -> None:
+    """Warns of a run that has no checkpoint at all; refuses to take an older run's best one for that of any other."""
+    from dlo_framework.checkpoint import newest_valid
+
+    if best is None and newest_valid(run / CHECKPOINTS, "size", weights_only=True) is None:
+        warnings.warn(f"passing over {run}: it has no checkpoint", stacklevel=3)
+        return
+    says = "has none" if best is None else f"says that it is {best}, which is not there"
+    raise DloError(
+        f"--ckpt_path best: the newest run, {run}, {says};"
+        " take --ckpt_path last, or give the path of one, an older run's say"
     )
 
 
@@ -117,31 +150,40 @@ def unfinished(folder: Path) -> Path | None:
     from dlo_framework.checkpoint import newest_valid, step_of
 
     question = f"auto\n{folder.resolve()}\n"
-    answer = os.environ.get(FOUND, "")
-    if answer.startswith(question) and not is_first_process():
-        found = answer.removeprefix(question)
-        return Path(found) if found else None
+    told = _told(FOUND, question)
+    if told is not None:
+        return Path(told) if told else None
     run = next(iter(versions(folder)), None)
     path = newest_valid(run / CHECKPOINTS) if run is not None else None
-    if run is not None and path is not None and _steps_done(run) >= step_of(path):
-        path = None
+    if run is not None and path is not None:
+        summary = current_summary(run)
+        if summary is not None and summary["status"] == "finished" and int(summary["steps"]) >= step_of(path):
+            path = None
     os.environ[FOUND] = f"{question}{path or ''}"
     return path
 
 
-def _steps_done(run: Path) -> float:
-    """Returns the steps of a run that has finished; less than any number of steps if it has not."""
+def current_summary(run: Path) -> dict[str, Any] | None:
+    """Returns a run's summary; None if it has none, or has gone on since it was written."""
+    from dlo_framework.checkpoint import resumptions
+
     try:
         summary = json.loads((run / SUMMARY).read_text())
     except (FileNotFoundError, json.JSONDecodeError):
-        return -1
-    return int(summary["steps"]) if summary["status"] == "finished" else -1
+        return None
+    return summary if summary.get("resumptions", 0) == resumptions(run / CHECKPOINTS) else None
 
 
 def best_checkpoint(run: Path) -> Path | None:
-    """Returns the best checkpoint of a run, from its summary; None if the run names none."""
-    try:
-        best = json.loads((run / SUMMARY).read_text())["best_checkpoint"]
-    except (FileNotFoundError, KeyError, json.JSONDecodeError):
-        return None
-    return run / best if best else None
+    """Returns the best checkpoint of a run; None if it names none.
+
+    The summary tells, or its newest checkpoint where there is none yet: the run still trains, or was killed.
+    """
+    from dlo_framework.checkpoint import best_kept, newest_valid
+
+    summary = current_summary(run)
+    if summary is not None:
+        best = summary.get("best_checkpoint")
+        return run / best if best else None
+    newest = newest_valid(run / CHECKPOINTS, "size")
+    return best_kept(newest, run.resolve()) if newest is not None else None

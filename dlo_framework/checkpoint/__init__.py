@@ -3,12 +3,14 @@
 from dlo_framework.checkpoint.background import AsyncSaver
 from dlo_framework.checkpoint.canonical import save
 from dlo_framework.checkpoint.folder import locate, recover, remove
+from dlo_framework.checkpoint.kept import best_kept
+from dlo_framework.checkpoint.listing import note_resumption, resumptions, step_of
 from dlo_framework.checkpoint.manifest import Manifest, read_manifest
 from dlo_framework.checkpoint.reading import check, load
 from dlo_framework.checkpoint.saved import SavedTensors
 from dlo_framework.checkpoint.shards import Box, CutShard, FlatShard, Shard, flat_slice_boxes, held_boxes
-from dlo_framework.checkpoint.torch_file import SafeCheckpointIO, refuse_unsafe, tensor_bytes
-from dlo_framework.checkpoint.verify import newest_valid, step_of, verify
+from dlo_framework.checkpoint.torch_file import SafeCheckpointIO, refuse_unsafe, replace_text, tensor_bytes
+from dlo_framework.checkpoint.verify import newest_valid, verify
 
 __all__ = [
     "AsyncSaver",
@@ -19,16 +21,20 @@ __all__ = [
     "SafeCheckpointIO",
     "SavedTensors",
     "Shard",
+    "best_kept",
     "check",
     "flat_slice_boxes",
     "held_boxes",
     "load",
     "locate",
     "newest_valid",
+    "note_resumption",
     "read_manifest",
     "recover",
     "refuse_unsafe",
     "remove",
+    "replace_text",
+    "resumptions",
     "save",
     "step_of",
     "tensor_bytes",

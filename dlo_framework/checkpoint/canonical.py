@@ -33,14 +33,16 @@ from torch.distributed import ProcessGroup
 from dlo_framework._version import __version__
 from dlo_framework.amounts import human
 from dlo_framework.checkpoint import folder
-from dlo_framework.checkpoint.agreement import rank_of, size_of, together
+from dlo_framework.checkpoint.agreement import rank_of, through_first, together
+from dlo_framework.checkpoint.chunks import Key, Runs, SavedTensor, shard_number
+from dlo_framework.checkpoint.dtypes import dtype_of
 from dlo_framework.checkpoint.manifest import MANIFEST, STATE, Manifest, to_text
-from dlo_framework.checkpoint.nest import Place, add_marks, merge_extras, optimizer_extras, split
-from dlo_framework.checkpoint.plan import Key, Plan, divide, hold
+from dlo_framework.checkpoint.nest import split
+from dlo_framework.checkpoint.planning import Agreed, Planning
 from dlo_framework.checkpoint.shards import Box
-from dlo_framework.checkpoint.state_file import refuse_unreadable, write_state
-from dlo_framework.checkpoint.tensor_file import HashedFile
-from dlo_framework.checkpoint.torch_file import PARTIAL, free_bytes, tensor_bytes
+from dlo_framework.checkpoint.state_file import write_state
+from dlo_framework.checkpoint.tensor_file import HashedFile, layout
+from dlo_framework.checkpoint.torch_file import PARTIAL, free_bytes
 from dlo_framework.errors import DloError
 
 T = TypeVar("T")
@@ -57,19 +59,17 @@ class Prepared:
 
     Attributes:
         path: where the checkpoint will be.
-        plan: who writes what.
+        agreed: who writes what.
         elements: the boxes that this rank writes, in memory of the run's or of their own.
         rest: what is no tensor of model or optimizer; None but on rank 0.
         about: goes into the manifest.
-        free: the least free bytes that a rank saw.
     """
 
     path: Path
-    plan: Plan
+    agreed: Agreed
     elements: dict[tuple[Key, Box], Tensor]
     rest: dict[str, Any] | None
     about: dict[str, Any]
-    free: int
 
 
 def save(
@@ -81,7 +81,7 @@ def save(
 ) -> None:
     """Writes a checkpoint, on all ranks together; it is there as a whole, or what was there before still is.
 
-    Beside the tensors themselves a rank holds at most 64 MB.
+    Beside the tensors themselves a rank holds at most 64 MB, and what says who holds which, about a kilobyte a tensor.
 
     Args:
         checkpoint: Lightning's dict. Under ``state_dict`` stand tensors, DTensors or flat shards by plain names;
@@ -102,34 +102,13 @@ def prepare(
     checkpoint: Mapping[str, Any], path: Path, *, group: ProcessGroup | None, about: dict[str, Any] | None = None
 ) -> Prepared:
     """Plans a save on all ranks together, and checks that it fits the disk. See :func:`save`."""
-    rank = rank_of(group)
     rest, found = split(checkpoint)
-    elements: dict[tuple[Key, Box], Tensor] = {}
-
-    def look() -> tuple[Any, ...]:
-        holdings, held = hold(found)
-        elements.update(held)
-        extras = optimizer_extras(rest) if rank > 0 else None
-        if rank == 0:
-            refuse_unreadable(rest)
-        return holdings, extras, free_bytes(path.parent), tensor_bytes(rest) if rank == 0 else 0
-
-    answers = together(group, look)
-    plan = divide([answer[0] for answer in answers])
-    free = min(answer[2] for answer in answers)
-    need = plan.bytes + answers[0][3]
-    if free < need:
-        raise no_space(path, need, free)
-
-    def merge() -> None:
-        if rank == 0:
-            add_marks(rest, (Place(where, *key) for key, where in plan.paths.items()))
-            merge_extras(rest, (answer[1] for answer in answers[1:]))
-
-    together(group, merge)
-    mine = plan.files[rank]
-    kept = {item: elements[item] for item in mine.boxes} if mine is not None else {}
-    return Prepared(path, plan, kept, rest if rank == 0 else None, about or {}, free)
+    planning = Planning(rest, found, path, group)
+    agreed = planning.agree()
+    if agreed.free < agreed.need:
+        raise no_space(path, agreed.need, agreed.free)
+    kept = {item: planning.elements[item] for item in agreed.file.boxes} if agreed.file is not None else {}
+    return Prepared(path, agreed, kept, rest if rank_of(group) == 0 else None, about or {})
 
 
 def write(
@@ -142,11 +121,10 @@ def write(
     partial = folder.beside(path, PARTIAL)
     try:
         together(group, lambda: _guarded(prepared, lambda: folder.begin(path)) if rank == 0 else None)
-        records = together(group, lambda: _guarded(prepared, lambda: _write_files(prepared, rank, partial, write_rest)))
-        files = {name: record for of_rank in records for name, record in of_rank.items()}
-        together(
+        through_first(
             group,
-            lambda: _guarded(prepared, lambda: _finish(prepared, files, size_of(group))) if rank == 0 else None,
+            lambda: _guarded(prepared, lambda: _write_files(prepared, rank, partial, write_rest)),
+            lambda records: _guarded(prepared, lambda: _finish(prepared, records)),
         )
     except BaseException:
         if rank == 0:
@@ -160,14 +138,16 @@ def _write_files(
     """Writes this rank's files; returns their sizes and hashes by name."""
     _wait_for(partial, rank)
     records = {}
-    mine = prepared.plan.files[rank]
+    mine = prepared.agreed.file
     if mine is not None:
+        head, _ = layout(mine.entries, {"format": "pt", "written_by": "dlo", "rank": str(rank)})
         with HashedFile(partial / mine.name) as file:
-            file.write(mine.head)
+            file.write(head)
             for item in mine.boxes:
                 file.write_tensor(prepared.elements[item])
-        assert file.bytes == mine.bytes, f"{mine.name}: wrote {file.bytes} of {mine.bytes} bytes"
-        records[mine.name] = {"bytes": file.bytes, "sha256": file.sha256}
+        wrote = file.bytes - len(head)
+        assert wrote == mine.bytes, f"{mine.name}: wrote {wrote} of {mine.bytes} bytes"
+        records[mine.name] = {"bytes": file.bytes, "sha256": file.sha256, "data": len(head)}
     if prepared.rest is not None:
         with HashedFile(partial / STATE) as file:
             write_rest(file, prepared.rest)
@@ -175,24 +155,29 @@ def _write_files(
     return records
 
 
-def _finish(prepared: Prepared, files: dict[str, dict[str, Any]], world_size: int) -> None:
-    """Writes the manifest and puts the folder in its place."""
-    rest = prepared.rest or {}
+def _finish(prepared: Prepared, records: list[dict[str, dict[str, Any]]]) -> list[None]:
+    """Writes the manifest of all ranks' files and puts the folder in its place."""
+    rest, plan = prepared.rest or {}, prepared.agreed.plan
+    assert plan is not None
+    files = {name: record for of_rank in records for name, record in of_rank.items()}
     manifest = Manifest(
         step=int(rest.get("global_step", 0)),
         epoch=int(rest.get("epoch", 0)),
-        world_size=world_size,
+        world_size=len(records),
         time=time.time(),
         versions={"dlo": __version__, "torch": torch.__version__},
         weights_only="optimizer_states" not in rest,
         about=prepared.about,
         files=dict(sorted(files.items())),
     )
-    for (group, name), tensor in prepared.plan.tensors.items():
-        manifest.tensors.setdefault(group, {})[name] = tensor
+    starts = {number: file["data"] for name, file in files.items() if (number := shard_number(name)) is not None}
+    for (group, name), tensor in plan.tensors.items():
+        runs = Runs(tensor.runs, dtype_of(tensor.dtype).itemsize, starts)
+        manifest.tensors.setdefault(group, {})[name] = SavedTensor(tensor.dtype, tensor.shape, runs)
     with HashedFile(folder.beside(prepared.path, PARTIAL) / MANIFEST) as file:
         file.write(to_text(manifest).encode())
     folder.publish(prepared.path)
+    return [None] * len(records)
 
 
 @contextlib.contextmanager
@@ -217,7 +202,7 @@ def _refused_write(error: BaseException | None) -> OSError | None:
 
 
 def _guarded(prepared: Prepared, work: Callable[[], T]) -> T:
-    with disk_errors(prepared.path, prepared.plan.bytes):
+    with disk_errors(prepared.path, prepared.agreed.need):
         return work()
 
 

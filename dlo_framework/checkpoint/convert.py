@@ -16,11 +16,11 @@ from torch import Tensor
 from dlo_framework.checkpoint import folder as folders
 from dlo_framework.checkpoint.boxes import BUCKET_BYTES, pieces, whole
 from dlo_framework.checkpoint.canonical import disk_errors, save
+from dlo_framework.checkpoint.chunks import Chunk, Key, SavedTensor
 from dlo_framework.checkpoint.dtypes import dtype_name
 from dlo_framework.checkpoint.importing import name_optimizer_states
 from dlo_framework.checkpoint.manifest import STATE, Manifest, read_manifest
 from dlo_framework.checkpoint.nest import MODEL, split
-from dlo_framework.checkpoint.plan import Chunk, Key, SavedTensor
 from dlo_framework.checkpoint.reading import assemble, load
 from dlo_framework.checkpoint.saved import SavedTensors, Source
 from dlo_framework.checkpoint.shards import Box

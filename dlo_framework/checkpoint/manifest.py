@@ -2,6 +2,10 @@
 
 It is JSON, so reading it runs nothing; what it says is checked against itself before it is used, because a checkpoint
 may come from somebody else.
+
+A tensor's chunks are lists: ``[shard, begin, offsets, sizes]``, where ``begin`` counts from the shard's ``data``, and
+with ``length, dim, stride`` after these for a :class:`~dlo_framework.checkpoint.chunks.Run` of several. In format 1,
+which is still read, each was a mapping of ``offsets``, ``sizes``, ``file``, ``begin`` and ``end``.
 """
 
 from __future__ import annotations
@@ -10,21 +14,24 @@ import hashlib
 import json
 import math
 import re
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from dlo_framework.checkpoint.boxes import tiles
+from dlo_framework.checkpoint.chunks import Chunk, Run, Runs, SavedTensor, shard_name, shard_number
 from dlo_framework.checkpoint.dtypes import dtype_of
-from dlo_framework.checkpoint.plan import Chunk, SavedTensor
 from dlo_framework.checkpoint.shards import Box
 from dlo_framework.errors import DloError
 
 MANIFEST = "manifest.json"
 STATE = "state.pt"
-FORMAT = 1
+FORMAT = 2
 _FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 _OWN_HASH = "manifest_sha256"
+_dumps = json.JSONEncoder(separators=(",", ":"), ensure_ascii=False).encode
 
 
 @dataclass
@@ -40,7 +47,8 @@ class Manifest:
         weights_only: whether it holds no optimizer, so that no run can go on from it.
         about: what the strategy says of itself: its name, its mesh, the config.
         tensors: {group: {name: tensor}}.
-        files: {name: {"bytes": size, "sha256": hash}}; all files but the manifest.
+        files: {name: {"bytes": size, "sha256": hash}}; all files but the manifest. Of shards also "data": where
+            their first tensor begins.
     """
 
     step: int
@@ -60,7 +68,10 @@ class Manifest:
 
 
 def to_text(manifest: Manifest) -> str:
-    """Returns the manifest as JSON, a line a tensor, with a hash over all of it."""
+    """Returns the manifest as JSON, a line a tensor, with a hash over all of it.
+
+    Its tensors' chunks are :class:`~dlo_framework.checkpoint.chunks.Runs`.
+    """
     content = _content(manifest)
     lines = [f"{json.dumps(key)}: {_dumps(value)}" for key, value in content.items() if key != "tensors"]
     groups = []
@@ -99,16 +110,12 @@ def read_manifest(folder: Path) -> Manifest:
         raise DloError(f"damaged checkpoint: {path}: {error}") from None
 
 
-def _dumps(value: Any) -> str:
-    return json.dumps(value, separators=(",", ":"), ensure_ascii=False)
-
-
 def _hash(content: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 
 def _content(manifest: Manifest) -> dict[str, Any]:
-    content: dict[str, Any] = {
+    return {
         "format": FORMAT,
         "step": manifest.step,
         "epoch": manifest.epoch,
@@ -116,28 +123,19 @@ def _content(manifest: Manifest) -> dict[str, Any]:
         "time": manifest.time,
         "versions": manifest.versions,
         "weights_only": manifest.weights_only,
-        "about": manifest.about,
+        # As JSON has it (keys and paths are text), so that the hash is that of what is read back.
+        "about": json.loads(json.dumps(manifest.about, default=str)),
         "files": manifest.files,
         "tensors": {
             group: {name: _tensor_content(tensor) for name, tensor in tensors.items()}
             for group, tensors in manifest.tensors.items()
         },
     }
-    # As JSON has it (tuples are lists; keys and paths are text), so that the hash is that of what is read back.
-    return json.loads(json.dumps(content, default=str))
 
 
 def _tensor_content(tensor: SavedTensor) -> dict[str, Any]:
-    chunks = [
-        {
-            "offsets": chunk.box.offsets,
-            "sizes": chunk.box.sizes,
-            "file": chunk.file,
-            "begin": chunk.begin,
-            "end": chunk.end,
-        }
-        for chunk in tensor.chunks
-    ]
+    assert isinstance(tensor.chunks, Runs)
+    chunks = [(run.shard, run.begin, *run.box, *(run[3:] if run.length > 1 else ())) for run in tensor.chunks.runs]
     return {"dtype": tensor.dtype, "shape": tensor.shape, "chunks": chunks}
 
 
@@ -146,8 +144,10 @@ def _parse(content: dict[str, Any]) -> Manifest:
     for name, file in files.items():
         _check(_FILE_NAME.fullmatch(name) is not None, f"'{name}' is no plain file name")
         _check(isinstance(file["bytes"], int) and isinstance(file["sha256"], str), f"no size and hash of '{name}'")
+    chunks: Callable[..., list[Chunk] | Runs]
+    chunks = _Shards(files).chunks if content["format"] > 1 else partial(_chunks_of_format_1, files)
     tensors = {
-        group: {name: _parse_tensor(name, tensor, files) for name, tensor in named.items()}
+        group: {name: _parse_tensor(name, tensor, chunks) for name, tensor in named.items()}
         for group, named in content["tensors"].items()
     }
     return Manifest(
@@ -163,21 +163,69 @@ def _parse(content: dict[str, Any]) -> Manifest:
     )
 
 
-def _parse_tensor(name: str, content: dict[str, Any], files: dict[str, dict[str, Any]]) -> SavedTensor:
+def _parse_tensor(name: str, content: dict[str, Any], parse_chunks: Callable[..., list[Chunk] | Runs]) -> SavedTensor:
     shape = tuple(map(int, content["shape"]))
-    element = dtype_of(content["dtype"]).itemsize
+    chunks = parse_chunks(name, shape, dtype_of(content["dtype"]).itemsize, content["chunks"])
+    boxes = [run.whole for run in chunks.runs] if isinstance(chunks, Runs) else [chunk.box for chunk in chunks]
+    _check(min(shape, default=0) >= 0, f"'{name}' has a negative size")
+    _check(tiles(shape, boxes), f"the chunks of '{name}' are not the whole of it")
+    return SavedTensor(content["dtype"], shape, chunks)
+
+
+class _Shards:
+    """The files of tensors that a manifest lists, by number."""
+
+    def __init__(self, files: dict[str, dict[str, Any]]) -> None:
+        found = {number: file for name, file in files.items() if (number := shard_number(name)) is not None}
+        self._starts = {number: int(file["data"]) for number, file in found.items()}
+        self._room = {number: file["bytes"] - self._starts[number] for number, file in found.items()}
+        _check(min(self._starts.values(), default=0) >= 0, "a shard's data begin before it")
+        self._least: dict[range, int] = {}
+
+    def chunks(self, name: str, shape: tuple[int, ...], element: int, entries: list[list[Any]]) -> Runs:
+        """Returns a tensor's chunks, each of which lies in its file."""
+        runs = []
+        for shard, begin, offsets, sizes, *run in entries:
+            length, dim, stride = map(int, run or (1, 0, 1))
+            box = Box(tuple(map(int, offsets)), tuple(map(int, sizes)))
+            _check(len(box.offsets) == len(box.sizes) == len(shape), f"a chunk of '{name}' has other dims")
+            _check(min(box.sizes, default=1) > 0 and length > 0, f"a chunk of '{name}' is empty")
+            _check(length == 1 or 0 <= dim < len(shape), f"chunks of '{name}' follow one another along no dim of it")
+            _check(stride > 0, f"chunks of '{name}' lie in one file")
+            found = Run(box, int(shard), int(begin), length, dim, stride)
+            room = self._room_in(name, found.shards)
+            _check(0 <= found.begin <= room - box.numel * element, f"'{name}' lies outside of its file")
+            runs.append(found)
+        return Runs(runs, element, self._starts)
+
+    def _room_in(self, name: str, numbers: range) -> int:
+        """Returns the bytes of the tensors in the smallest of some shards."""
+        if numbers not in self._least:
+            lacking = next((number for number in numbers if number not in self._room), None)
+            if lacking is not None:
+                raise ValueError(f"'{name}' lies in '{shard_name(lacking)}', which is not listed")
+            self._least[numbers] = min(self._room[number] for number in numbers)
+        return self._least[numbers]
+
+
+def _chunks_of_format_1(
+    files: dict[str, dict[str, Any]],
+    name: str,
+    shape: tuple[int, ...],
+    element: int,
+    entries: list[dict[str, Any]],
+) -> list[Chunk]:
     chunks = []
-    for entry in content["chunks"]:
+    for entry in entries:
         box = Box(tuple(map(int, entry["offsets"])), tuple(map(int, entry["sizes"])))
         chunk = Chunk(box, entry["file"], int(entry["begin"]), int(entry["end"]))
         _check(chunk.file in files, f"'{name}' lies in '{chunk.file}', which is not listed")
+        _check(len(box.offsets) == len(box.sizes) == len(shape), f"a chunk of '{name}' has other dims")
         _check(0 <= chunk.begin <= chunk.end <= files[chunk.file]["bytes"], f"'{name}' lies outside of its file")
         _check(chunk.end - chunk.begin == math.prod(box.sizes) * element, f"a chunk of '{name}' has the wrong size")
         _check(min(box.sizes, default=1) > 0, f"a chunk of '{name}' is empty")
         chunks.append(chunk)
-    _check(min(shape, default=0) >= 0, f"'{name}' has a negative size")
-    _check(tiles(shape, [chunk.box for chunk in chunks]), f"the chunks of '{name}' are not the whole of it")
-    return SavedTensor(content["dtype"], shape, chunks)
+    return chunks
 
 
 def _check(holds: bool, message: str) -> None:

@@ -90,8 +90,8 @@ def add_marks(rest: dict[str, Any], places: Iterator[Place]) -> None:
         put(rest, place.path, mark(place))
 
 
-def put(rest: dict[str, Any], path: Path, value: Any) -> None:
-    """Puts ``value`` at ``path`` if nothing stands there, making the mappings that lead to it.
+def put(rest: dict[str, Any], path: Path, value: Any) -> bool:
+    """Puts ``value`` at ``path`` if nothing stands there, making the mappings that lead to it; returns whether it did.
 
     A list is never lengthened: whose lists differ over the ranks has no common form.
     """
@@ -106,8 +106,10 @@ def put(rest: dict[str, Any], path: Path, value: Any) -> None:
             assert isinstance(step, int), path[: number + 1]
             assert step < len(node), path[: number + 1]
             node = node[step]
-    if isinstance(node, dict):
-        node.setdefault(path[-1], value)
+    if not isinstance(node, dict) or path[-1] in node:
+        return False
+    node[path[-1]] = value
+    return True
 
 
 def optimizer_extras(rest: Mapping[str, Any]) -> dict[str, Any]:
@@ -127,16 +129,21 @@ def optimizer_extras(rest: Mapping[str, Any]) -> dict[str, Any]:
     return {"values": values, "groups": groups}
 
 
-def merge_extras(rest: dict[str, Any], extras: Iterator[dict[str, Any]]) -> None:
-    """Adds other ranks' :func:`optimizer_extras` to this rank's rest; what stands there already is kept."""
-    for extra in extras:
-        for path, value in extra["values"]:
-            put(rest, path, value)
-        for (number, index), names in extra["groups"].items():
-            groups = rest["optimizer_states"][number]["param_groups"]
-            if index < len(groups):
-                known = set(groups[index]["params"])
-                groups[index]["params"] += [name for name in names if name not in known]
+def merge_extras(rest: dict[str, Any], extra: dict[str, Any]) -> dict[str, Any]:
+    """Adds another rank's :func:`optimizer_extras` to this rank's rest; what stands there already is kept.
+
+    Returns:
+        What of it was added.
+    """
+    added: dict[str, Any] = {"values": [(path, value) for path, value in extra["values"] if put(rest, path, value)]}
+    added["groups"] = {}
+    for (number, index), names in extra["groups"].items():
+        groups = rest["optimizer_states"][number]["param_groups"]
+        if index < len(groups):
+            known = set(groups[index]["params"])
+            added["groups"][number, index] = new = [name for name in names if name not in known]
+            groups[index]["params"] += new
+    return added
 
 
 def join(rest: Any, make: Callable[[dict[str, tuple[str, str]], dict[str, Any]], Any], read: Callable[..., Any]) -> Any:

@@ -1,185 +1,139 @@
-"""Who writes what: each rank says which boxes it holds, and all of them come to the same division of the work."""
+"""Who writes what: rank 0 divides the boxes that the ranks hold among them.
+
+There are as many boxes as tensors times the ranks that shard them, millions in a large run. So they are columns of
+numbers here, a row a box, and no objects.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
-from functools import lru_cache
-from typing import NamedTuple
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import chain, pairwise
 
-from torch import Tensor
+import numpy as np
+from numpy.typing import NDArray
 
 from dlo_framework.checkpoint.boxes import tiles, whole
-from dlo_framework.checkpoint.dtypes import dtype_name, dtype_of
-from dlo_framework.checkpoint.nest import Place
-from dlo_framework.checkpoint.shards import Box, Shard, held_boxes
-from dlo_framework.checkpoint.tensor_file import layout
+from dlo_framework.checkpoint.chunks import Key, Run, following, shard_name
+from dlo_framework.checkpoint.dtypes import dtype_of
+from dlo_framework.checkpoint.holdings import Holding, Told, unpack
+from dlo_framework.checkpoint.shards import Box
 
 #: A box up to this size that several ranks hold is the first one's to write: buffers that differ over the ranks
 #: (statistics of a batch norm that is not synchronised) then come from one rank, as under plain data parallelism.
 SMALL_BYTES = 128 * 1024
+#: About what the header of a file says of a box, beside its name.
+_ENTRY_BYTES = 128
 
-Key = tuple[str, str]
-Spans = tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]
-
-
-class Holding(NamedTuple):
-    """What one rank holds of one tensor; plain data, to be sent to the others.
-
-    Attributes:
-        path: where the tensor stands in the checkpoint.
-        key: the group and the name that it is stored under.
-        dtype: torch's name of its type.
-        shape: the whole tensor's.
-        spans: the boxes that the rank holds.
-    """
-
-    path: tuple[str | int, ...]
-    key: Key
-    dtype: str
-    shape: tuple[int, ...]
-    spans: Spans
-
-
-@dataclass(frozen=True)
-class Chunk:
-    """A box of a tensor and where its bytes lie: ``[begin, end)`` of ``file``."""
-
-    box: Box
-    file: str
-    begin: int
-    end: int
-
-
-@dataclass
-class SavedTensor:
-    """A tensor in a checkpoint: its type, its shape, and the chunks that together are it."""
-
-    dtype: str
-    shape: tuple[int, ...]
-    chunks: list[Chunk] = field(default_factory=list)
+Numbers = NDArray[np.int64]
 
 
 @dataclass(frozen=True)
 class FilePlan:
-    """A rank's file: its first bytes, then these boxes in this order."""
+    """A rank's file: these boxes in this order.
+
+    Attributes:
+        name: the file's.
+        boxes: what is written, by tensor.
+        entries: name, type and shape of each, for the file's header.
+        bytes: of all of them.
+    """
 
     name: str
-    head: bytes
     boxes: list[tuple[Key, Box]]
+    entries: list[tuple[str, str, tuple[int, ...]]]
     bytes: int
 
 
 @dataclass(frozen=True)
+class PlannedTensor:
+    """A tensor and the places of its boxes.
+
+    Attributes:
+        path: where it stands in the checkpoint.
+        dtype: torch's name of its type.
+        shape: its dims.
+        runs: the boxes that together are it; a rank's number is that of its file.
+    """
+
+    path: tuple[str | int, ...]
+    dtype: str
+    shape: tuple[int, ...]
+    runs: list[Run]
+
+
+@dataclass(frozen=True)
 class Plan:
-    """The division of a save: a file a rank (None for a rank that writes nothing), and the tensors' places in them."""
+    """The division of a save.
 
-    files: list[FilePlan | None]
-    tensors: dict[Key, SavedTensor]
-    paths: dict[Key, tuple[str | int, ...]]
+    Attributes:
+        masks: for each rank, a bit for each box that it holds, in its own order: whether it writes it.
+        sizes: the bytes of the tensors in each rank's file.
+        tensors: all of them, with their places in the files.
+        bytes: of all files, about: their headers are made by those who write them.
+    """
 
-    @property
-    def bytes(self) -> int:
-        """The bytes of all files."""
-        return sum(file.bytes for file in self.files if file is not None)
-
-
-def hold(found: Iterable[tuple[Place, Shard]]) -> tuple[list[Holding], dict[tuple[Key, Box], Tensor]]:
-    """Returns what this rank holds: to be told to the others, and the elements of each box."""
-    holdings: list[Holding] = []
-    elements: dict[tuple[Key, Box], Tensor] = {}
-    seen: set[Key] = set()
-    for place, shard in found:
-        key = (place.group, place.name)
-        assert key not in seen, f"two tensors of a checkpoint are called {key}"
-        seen.add(key)
-        held = [(box, tensor) for box, tensor in held_boxes(shard.detach()) if box.numel > 0]
-        for box, tensor in held:
-            elements[key, box] = tensor
-        spans = tuple((box.offsets, box.sizes) for box, _ in held)
-        assert isinstance(shard, Shard)
-        holdings.append(Holding(place.path, key, dtype_name(shard.dtype), tuple(shard.shape), spans))
-    return holdings, elements
+    masks: list[bytes]
+    sizes: list[int]
+    tensors: dict[Key, PlannedTensor]
+    bytes: int
 
 
-def divide(holdings: Sequence[Sequence[Holding]]) -> Plan:
+def divide(told: Sequence[Told]) -> Plan:
     """Divides the boxes among the ranks that hold them: each is written once, by the rank with the least to write.
 
-    The answer depends on the holdings alone, so that all ranks come to the same without a word more. It takes tens
-    of microseconds a box, so the last one is kept: a run's saves are mostly alike.
+    Args:
+        told: what each rank holds.
+    """
+    met = _Met()
+    held = [met.take(one) for one in told]
+    boxes = sorted(met.boxes)
+    # From here on a box's number is its place among all that were met, in the order of their elements.
+    place = np.empty(len(boxes), np.int64)
+    place[[met.boxes[box] for box in boxes]] = np.arange(len(boxes))
+    rank = np.repeat(np.arange(len(held)), [len(tensors) for tensors, _ in held])
+    tensor = np.concatenate([tensors for tensors, _ in held])
+    box = place[np.concatenate([numbers for _, numbers in held])]
+    element = np.array([dtype_of(dtype).itemsize for _, dtype, _ in met.tensors.values()], np.int64)
+    size = np.array([box.numel for box in boxes], np.int64)[box] * element[tensor]
+    # What several ranks hold is several rows, and one item; items are in the order of tensors and boxes.
+    _, first, item, count = np.unique(
+        tensor * len(boxes) + box, return_index=True, return_inverse=True, return_counts=True
+    )
+    _check_whole(met, boxes, tensor[first], box[first])
+    writer = _writers(rank, item, first, count, size[first])
+    writes = writer[item] == rank
+    begin, sizes = _places(np.flatnonzero(writes), rank, item, element[tensor], size, len(held))
+    bounds = np.searchsorted(rank, np.arange(len(held) + 1))
+    masks = [np.packbits(writes[low:high]).tobytes() for low, high in pairwise(bounds)]
+    runs = _runs(boxes, tensor[first], box[first], writer, begin, len(met.tensors))
+    names = np.array([len("/".join(key)) + _ENTRY_BYTES for key in met.tensors], np.int64)
+    return Plan(
+        masks,
+        sizes.tolist(),
+        {key: PlannedTensor(*known, of_key) for (key, known), of_key in zip(met.tensors.items(), runs, strict=True)},
+        int(sizes.sum() + names[tensor[first]].sum()),
+    )
+
+
+def file_plan(rank: int, holdings: Sequence[Holding], mask: bytes, size: int) -> FilePlan | None:
+    """Returns what a rank writes; None if that is nothing.
 
     Args:
-        holdings: each rank's.
+        rank: which.
+        holdings: what it holds, as it has told it.
+        mask: which of its boxes it writes; see :class:`Plan`.
+        size: their bytes.
     """
-    return _divide(tuple(map(tuple, holdings)))
-
-
-@lru_cache(maxsize=1)
-def _divide(holdings: tuple[tuple[Holding, ...], ...]) -> Plan:
-    tensors: dict[Key, SavedTensor] = {}
-    paths: dict[Key, tuple[str | int, ...]] = {}
-    holders: dict[tuple[Key, Box], list[int]] = {}
-    for rank, of_rank in enumerate(holdings):
-        for item in of_rank:
-            known = tensors.setdefault(item.key, SavedTensor(item.dtype, item.shape))
-            assert (known.dtype, known.shape) == (item.dtype, item.shape), (
-                f"ranks hold {item.key} as {known.dtype}{known.shape} and as {item.dtype}{item.shape}"
-            )
-            paths.setdefault(item.key, item.path)
-            for offsets, sizes in item.spans:
-                holders.setdefault((item.key, Box(tuple(offsets), tuple(sizes))), []).append(rank)
-    boxes_of: dict[Key, list[Box]] = {key: [] for key in tensors}
-    for key, box in holders:
-        boxes_of[key].append(box)
-    for key, boxes in boxes_of.items():
-        shape = tensors[key].shape
-        assert tiles(shape, boxes), f"the boxes that ranks hold of {key}, shape {shape}, do not tile it: {boxes[:8]}"
-    writers = _writers(holders, {key: dtype_of(tensor.dtype).itemsize for key, tensor in tensors.items()})
-    files = [_file(rank, boxes, tensors) for rank, boxes in enumerate(_by_rank(writers, len(holdings)))]
-    return Plan(files, tensors, paths)
-
-
-def _writers(holders: dict[tuple[Key, Box], list[int]], element: dict[Key, int]) -> dict[tuple[Key, Box], int]:
-    ranks = 1 + max((max(who) for who in holders.values()), default=0)
-    load = [0] * ranks
-    writers: dict[tuple[Key, Box], int] = {}
-    shared: list[tuple[int, int, tuple[Key, Box]]] = []
-    for order, (item, who) in enumerate(holders.items()):
-        size = item[1].numel * element[item[0]]
-        if len(who) == 1 or size <= SMALL_BYTES:
-            writers[item] = min(who)
-            load[min(who)] += size
-        else:
-            shared.append((-size, order, item))
-    # The largest first: the small ones then even out what is left.
-    for negative, _, item in sorted(shared, key=lambda entry: entry[:2]):
-        writer = min(holders[item], key=lambda rank: (load[rank], rank))
-        writers[item] = writer
-        load[writer] -= negative
-    return writers
-
-
-def _by_rank(writers: dict[tuple[Key, Box], int], ranks: int) -> list[list[tuple[Key, Box]]]:
-    """Returns each rank's boxes, tensor by tensor, in the order of their elements."""
-    order = {key: number for number, key in enumerate(dict.fromkeys(key for key, _ in writers))}
-    split: list[list[tuple[Key, Box]]] = [[] for _ in range(ranks)]
-    for (key, box), rank in sorted(writers.items(), key=lambda entry: (order[entry[0][0]], entry[0][1])):
-        split[rank].append((key, box))
-    return split
-
-
-def _file(rank: int, boxes: list[tuple[Key, Box]], tensors: dict[Key, SavedTensor]) -> FilePlan | None:
-    """Plans a rank's file and adds its chunks to the tensors."""
-    if not boxes:
+    held = [(holding, Box(*span)) for holding in holdings for span in holding.spans]
+    chosen = np.unpackbits(np.frombuffer(mask, np.uint8), count=len(held))
+    written = [held[number] for number in np.flatnonzero(chosen)]
+    if not written:
         return None
-    name = f"shard-{rank:05d}.safetensors"
     # Larger elements first, so that each tensor is aligned; the sort keeps the order within a size.
-    boxes = sorted(boxes, key=lambda item: -dtype_of(tensors[item[0]].dtype).itemsize)
-    entries = [(entry_name(key, box, tensors[key].shape), tensors[key].dtype, box.sizes) for key, box in boxes]
-    head, stored = layout(entries, {"format": "pt", "written_by": "dlo", "rank": str(rank)})
-    for (key, box), (entry, _, _) in zip(boxes, entries, strict=True):
-        tensors[key].chunks.append(Chunk(box, name, stored[entry].begin, stored[entry].end))
-    return FilePlan(name, head, boxes, max(place.end for place in stored.values()))
+    written.sort(key=lambda pair: -dtype_of(pair[0].dtype).itemsize)
+    entries = [(entry_name(of.key, box, of.shape), of.dtype, box.sizes) for of, box in written]
+    return FilePlan(shard_name(rank), [(of.key, box) for of, box in written], entries, size)
 
 
 def entry_name(key: Key, box: Box, shape: tuple[int, ...]) -> str:
@@ -189,3 +143,124 @@ def entry_name(key: Key, box: Box, shape: tuple[int, ...]) -> str:
         return name
     spans = (f"{offset}:{offset + size}" for offset, size in zip(box.offsets, box.sizes, strict=True))
     return f"{name}[{','.join(spans)}]"
+
+
+class _Met:
+    """The tensors and boxes of all ranks, numbered as they were met."""
+
+    def __init__(self) -> None:
+        self.tensors: dict[Key, tuple[tuple[str | int, ...], str, tuple[int, ...]]] = {}
+        self.boxes: dict[Box, int] = {}
+        self._numbers: dict[Key, int] = {}
+        self._lists: dict[bytes, Numbers] = {}
+
+    def take(self, told: Told) -> tuple[Numbers, Numbers]:
+        """Returns a rank's boxes in its order: the numbers of their tensors, and their own."""
+        if told.tensors not in self._lists:
+            self._lists[told.tensors] = np.array([self._number(*one) for one in unpack(told.tensors)], np.int64)
+        lists, which = unpack(told.boxes)
+        numbered = [[self.boxes.setdefault(Box(*span), len(self.boxes)) for span in spans] for spans in lists]
+        counts = np.array([len(numbers) for numbers in numbered], np.int64)[np.array(which, np.int64)]
+        boxes = np.fromiter(chain.from_iterable(numbered[number] for number in which), np.int64)
+        return np.repeat(self._lists[told.tensors], counts), boxes
+
+    def _number(self, path: tuple[str | int, ...], key: Key, dtype: str, shape: tuple[int, ...]) -> int:
+        known = self.tensors.setdefault(key, (path, dtype, shape))
+        assert known[1:] == (dtype, shape), f"ranks hold {key} as {known[1]}{known[2]} and as {dtype}{shape}"
+        return self._numbers.setdefault(key, len(self._numbers))
+
+
+def _check_whole(met: _Met, boxes: list[Box], tensor: Numbers, box: Numbers) -> None:
+    """Checks that the items of each tensor are all of it. Tensors that are cut alike are looked at once."""
+    bounds = np.searchsorted(tensor, np.arange(len(met.tensors) + 1)).tolist()
+    seen = set()
+    for (key, (_, _, shape)), (low, high) in zip(met.tensors.items(), pairwise(bounds), strict=True):
+        cut = (shape, box[low:high].tobytes())
+        if cut not in seen:
+            own = [boxes[number] for number in box[low:high]]
+            assert tiles(shape, own), f"the boxes that ranks hold of {key}, shape {shape}, do not tile it: {own[:8]}"
+            seen.add(cut)
+
+
+def _writers(rank: Numbers, item: Numbers, first: Numbers, count: Numbers, size: Numbers) -> Numbers:
+    """Returns the rank that writes each item.
+
+    Args:
+        rank: of each row.
+        item: each row's.
+        first: each item's first row, which is its lowest rank's.
+        count: each item's rows.
+        size: each item's bytes.
+    """
+    writer = rank[first]
+    shared = np.flatnonzero((count > 1) & (size > SMALL_BYTES))
+    if not len(shared):
+        return writer
+    load = np.zeros(int(rank.max()) + 1, np.int64)
+    alone = np.ones(len(first), bool)
+    alone[shared] = False
+    np.add.at(load, writer[alone], size[alone])
+    rows, ends = np.argsort(item, kind="stable"), np.cumsum(count)
+    # The largest first: the small ones then even out what is left.
+    for number in shared[np.argsort(-size[shared], kind="stable")]:
+        holders = rank[rows[ends[number] - count[number] : ends[number]]]
+        writer[number] = holders[load[holders].argmin()]
+        load[writer[number]] += size[number]
+    return writer
+
+
+def _places(
+    written: Numbers, rank: Numbers, item: Numbers, element: Numbers, size: Numbers, ranks: int
+) -> tuple[Numbers, Numbers]:
+    """Returns where each item begins in its writer's file, and the bytes in each file; see :func:`file_plan`."""
+    order = written[np.lexsort((written, -element[written], rank[written]))]
+    sizes = np.zeros(ranks, np.int64)
+    np.add.at(sizes, rank[order], size[order])
+    before = np.cumsum(sizes) - sizes
+    begin = np.empty(len(written), np.int64)
+    begin[item[order]] = np.cumsum(size[order]) - size[order] - before[rank[order]]
+    return begin, sizes
+
+
+def _runs(
+    boxes: list[Box], tensor: Numbers, box: Numbers, writer: Numbers, begin: Numbers, tensors: int
+) -> list[list[Run]]:
+    """Joins each tensor's items to runs, along the dim where most of them follow one another."""
+    dims = max((len(one.sizes) for one in boxes), default=0) or 1
+    numbers = {one: number for number, one in enumerate(boxes)}
+    joined = np.zeros((dims, tensors), np.int64)
+    orders = np.empty((dims, len(boxes)), np.int64)  # a box's place where those that follow one another are neighbours
+    after = np.full((dims, len(boxes)), -1)
+    for dim in range(dims):
+        along = sorted((_but(one, dim), number) for number, one in enumerate(boxes))
+        orders[dim, [number for _, number in along]] = np.arange(len(boxes))
+        after[dim] = [numbers.get(following(one, dim), -1) if dim < len(one.sizes) else -1 for one in boxes]
+        order = np.lexsort((orders[dim][box], tensor))
+        links = _links(after[dim][box[order]], tensor[order], box[order], writer[order], begin[order])
+        joined[dim] = np.bincount(tensor[order][:-1][links], minlength=tensors)
+    dim_of = joined.argmax(axis=0)[tensor]
+    order = np.lexsort((orders[dim_of, box], tensor))
+    tensor, box, writer, begin, dim_of = (column[order] for column in (tensor, box, writer, begin, dim_of))
+    links = _links(after[dim_of, box], tensor, box, writer, begin)
+    strides = np.diff(writer)
+    links[1:] &= ~links[:-1] | (strides[1:] == strides[:-1])
+    starts = np.concatenate([np.zeros(min(1, len(tensor)), np.int64), np.flatnonzero(~links) + 1])
+    lengths = np.diff(np.append(starts, len(tensor)))
+    strides = np.append(strides, 1)[starts]
+    found: list[list[Run]] = [[] for _ in range(tensors)]
+    columns = (tensor[starts], box[starts], writer[starts], begin[starts], lengths, dim_of[starts], strides)
+    for of, number, shard, at, length, *rest in zip(*(column.tolist() for column in columns), strict=True):
+        found[of].append(Run(boxes[number], shard, at, length, *(rest if length > 1 else ())))
+    return found
+
+
+def _links(after: Numbers, tensor: Numbers, box: Numbers, writer: Numbers, begin: Numbers) -> NDArray[np.bool_]:
+    """Returns, for each item but the last, whether the next one continues its run; ``after`` is the box that would."""
+    same = (np.diff(tensor) == 0) & (np.diff(begin) == 0) & (np.diff(writer) > 0)
+    return same & (after[:-1] == box[1:])
+
+
+def _but(box: Box, dim: int) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
+    """Returns what boxes are sorted by to follow one another along a dim."""
+    offsets = box.offsets
+    return (*offsets[:dim], *offsets[dim + 1 :]), box.sizes, offsets[dim : dim + 1]

@@ -9,9 +9,9 @@ from torch.distributed import ProcessGroup
 
 from dlo_framework.checkpoint import folder as folders
 from dlo_framework.checkpoint.agreement import rank_of, together
+from dlo_framework.checkpoint.chunks import Key
 from dlo_framework.checkpoint.manifest import STATE, Manifest, read_manifest
 from dlo_framework.checkpoint.nest import METADATA, join
-from dlo_framework.checkpoint.plan import Key
 from dlo_framework.checkpoint.saved import SavedTensors, Source
 from dlo_framework.checkpoint.state_file import read_state
 from dlo_framework.checkpoint.torch_file import SafeCheckpointIO, refuse_unsafe

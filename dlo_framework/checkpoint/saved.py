@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from dlo_framework.checkpoint.boxes import part_of, whole
+from dlo_framework.checkpoint.chunks import Key, SavedTensor
 from dlo_framework.checkpoint.dtypes import dtype_of
-from dlo_framework.checkpoint.plan import Key, SavedTensor
-from dlo_framework.checkpoint.shards import Box, Shard, held_boxes, overlap
+from dlo_framework.checkpoint.shards import Box, Shard, held_boxes
 from dlo_framework.checkpoint.tensor_file import Stored, TensorFile
 from dlo_framework.errors import DloError, did_you_mean
 
@@ -43,11 +43,9 @@ class Source:
     def read_part(self, key: Key, box: Box, target: Tensor) -> None:
         """Reads the elements of ``box`` into ``target``, which is shaped like it."""
         tensor = self.tensors[key]
-        for chunk in tensor.chunks:
-            shared = overlap(chunk.box, box)
-            if shared is not None:
-                stored = Stored(tensor.dtype, chunk.box.sizes, chunk.begin, chunk.end)
-                self._file(chunk.file).copy_part(stored, chunk.box, shared, part_of(target, box, shared))
+        for chunk, shared in tensor.over(box):
+            stored = Stored(tensor.dtype, chunk.box.sizes, chunk.begin, chunk.end)
+            self._file(chunk.file).copy_part(stored, chunk.box, shared, part_of(target, box, shared))
 
     def _file(self, name: str) -> TensorFile:
         if name not in self._files:

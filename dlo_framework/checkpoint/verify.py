@@ -3,23 +3,19 @@
 from __future__ import annotations
 
 import hashlib
-import math
 import os
-import pickle
 import warnings
 import zipfile
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-import torch
 from torch.distributed import ProcessGroup
 
 from dlo_framework.checkpoint import folder as folders
 from dlo_framework.checkpoint.agreement import rank_of, size_of, together
-from dlo_framework.checkpoint.manifest import MANIFEST, STATE, Manifest, read_manifest
+from dlo_framework.checkpoint.listing import entries, left_behind
+from dlo_framework.checkpoint.manifest import Manifest, read_manifest
 from dlo_framework.checkpoint.tensor_file import read_header
-from dlo_framework.checkpoint.torch_file import PARTIAL
 from dlo_framework.errors import DloError
 
 #: How thoroughly: every byte is hashed, or only the files' sizes are looked at.
@@ -93,8 +89,9 @@ def newest_valid(
 ) -> Path | None:
     """Returns the newest checkpoint in ``folder`` that is whole, by its step and then its time; None if there is none.
 
-    A damaged one is passed over with a warning that names the file. A name may be returned whose folder is to be
-    renamed to it yet, after a kill; :func:`load` finds it.
+    A damaged one is passed over with a warning that names the file; without one, those that the run has left behind
+    when it went on from an earlier one (:mod:`dlo_framework.checkpoint.listing`). A name may be returned whose folder
+    is to be renamed to it yet, after a kill; :func:`load` finds it.
 
     Args:
         folder: where checkpoints lie, in folders or single files.
@@ -102,7 +99,8 @@ def newest_valid(
         weights_only: whether one without an optimizer, from which no run can go on, will do.
         but: one that is left out.
     """
-    found = [entry for path in _names(Path(folder)) if path != but and (entry := _look(path)) is not None]
+    behind = left_behind(Path(folder))
+    found = [entry for entry in entries(Path(folder)) if entry.path != but and not entry.is_in(behind)]
     for entry in sorted(found, key=lambda entry: (entry.step, entry.time), reverse=True):
         problem = entry.problem or (None if entry.weights_only > weights_only else damage(entry.path, level))
         if problem is not None:
@@ -110,64 +108,6 @@ def newest_valid(
         elif entry.weights_only <= weights_only:
             return entry.path
     return None
-
-
-def step_of(path: str | Path) -> float:
-    """Returns the optimizer steps that a checkpoint's run had done; -1 if there is no telling."""
-    entry = _look(Path(path))
-    return -1 if entry is None else entry.step
-
-
-@dataclass(frozen=True)
-class _Entry:
-    path: Path
-    step: float
-    time: float
-    weights_only: bool
-    problem: str | None = None
-
-
-def _names(folder: Path) -> list[Path]:
-    """Returns the names of the checkpoints in a folder, of those too that a killed save was just renaming."""
-    names: set[Path] = set()
-    for entry in folder.iterdir() if folder.is_dir() else ():
-        suffix = entry.suffix
-        if suffix in (PARTIAL, folders.OLD):
-            target = entry.with_suffix("")
-            if not target.exists() and folders.locate(target) is not None:
-                names.add(target)
-        elif suffix != folders.REMOVED and (
-            (entry.is_dir() and any((entry / name).exists() for name in (MANIFEST, STATE)))
-            or (entry.is_file() and suffix == ".ckpt")
-        ):
-            names.add(entry)
-    return sorted(names)
-
-
-def _look(path: Path) -> _Entry | None:
-    """Reads a checkpoint's step, and none of its tensors."""
-    found = folders.locate(path)
-    if found is None:
-        return None
-    try:
-        if found.is_dir():
-            manifest = read_manifest(found)
-            return _Entry(path, manifest.step, manifest.time, manifest.weights_only)
-        content = torch.load(found, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(found))
-        return _Entry(path, int(content["global_step"]), found.stat().st_mtime, "optimizer_states" not in content)
-    except (
-        DloError,
-        OSError,
-        pickle.UnpicklingError,
-        RuntimeError,
-        EOFError,
-        ValueError,
-        KeyError,
-        TypeError,
-    ) as error:
-        # At the head of the list, so that it is told of.
-        reason = str(error) if isinstance(error, DloError) else f"damaged checkpoint: cannot read {found}"
-        return _Entry(path, math.inf, 0.0, False, reason)
 
 
 def _damage_of_file(path: Path, level: Level) -> str | None:

@@ -16,6 +16,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from dlo_framework import runs
 from dlo_framework.checkpoint import SafeCheckpointIO, check, recover
+from dlo_framework.checkpoint.listing import look
 from dlo_framework.cli.scan import Scan
 from dlo_framework.defaults import add_default_callbacks
 from dlo_framework.distributed.canonical import CanonicalStrategy
@@ -146,7 +147,18 @@ class DloCLI(LightningCLI):
             return
         if config.ckpt_path in ("last", "best"):
             config.ckpt_path = str(runs.find_checkpoint(self._runs(), config.ckpt_path))
-        check(config.ckpt_path)
+        try:
+            check(config.ckpt_path)
+        except OSError as error:
+            raise DloError(
+                f"cannot read the checkpoint {error.filename or config.ckpt_path}: {error.strerror}"
+            ) from error
+        entry = look(Path(config.ckpt_path)) if self.command == "fit" else None
+        if entry is not None and entry.weights_only:
+            raise DloError(
+                f"{config.ckpt_path} holds weights alone: a run goes on from a checkpoint that has its optimizer and"
+                " counters too, such as its last"
+            )
 
     def _runs(self) -> Path:
         """Returns the folder of this config's runs: ``runs/quickstart``."""
@@ -201,7 +213,7 @@ class DloCLI(LightningCLI):
             callbacks,
             run_folder=self.run_folder,
             model=self.model,
-            config=self._parser(self.command).dump(self.config[self.command], skip_none=True),
+            config=self._config_to_keep(),
             progress_bar=config.get("enable_progress_bar") is not False,
             checkpoints=config.get("enable_checkpointing") is not False,
         )
@@ -209,6 +221,13 @@ class DloCLI(LightningCLI):
         if config.get("profiler") is None:
             kwargs["profiler"] = StepClock()
         return self._build_trainer(kwargs)
+
+    def _config_to_keep(self) -> str:
+        """Returns the config as YAML, to be run again: where this run goes on from is no part of it."""
+        config = self.config[self.command].clone()
+        config.pop("ckpt_path", None)
+        # Null where the default is another value is a setting too.
+        return self._parser(self.command).dump(config, skip_unset=False)
 
     def _check_parts(self, config: Any) -> None:
         """Checks model, data and the trainer's options.
@@ -239,6 +258,9 @@ class DloCLI(LightningCLI):
             check_model = getattr(trainer.strategy, "check_model", None)
             if check_model is not None:
                 check_model(self.model, self.datamodule)
+            check_predict = getattr(trainer.strategy, "check_predict", None)
+            if check_predict is not None and self.command == "predict":
+                check_predict(self.model)
             return trainer
         except (MisconfigurationException, ValueError) as error:
             if self.run_folder is not None and self.run_folder.is_dir() and not any(self.run_folder.iterdir()):

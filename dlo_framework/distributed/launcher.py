@@ -124,19 +124,22 @@ class RankLauncher(_SubprocessScriptLauncher):
             exit_code=self._exit_code,
             place=self._place,
         )
-        served: Address | None = None
+        served: Address | str | None = None
         if self._rank == 0:
             served = watch.serve(one_host=strategy.num_nodes == 1, name=strategy.cluster_environment.main_address)
         address = strategy.broadcast(served)
-        assert address is not None
-        if self._rank != 0 and not watch.join(address):
+        problem = address if isinstance(address, str) and self._rank == 0 else None
+        if isinstance(address, Address) and self._rank != 0 and not watch.join(address):
+            hosts = " or ".join(address.hosts)
+            problem = f"rank {self._rank} cannot reach rank 0 on port {address.port} of {hosts}"
+        if problem is not None:
             print(
-                f"dlo: rank {self._rank} cannot reach rank 0 on port {address.port} of {' or '.join(address.hosts)};"
-                f" if a rank fails, the others notice when {strategy.timeout_seconds():g} s are over (timeout_minutes)",
+                f"dlo: {problem}; if a rank fails, the others notice when {strategy.timeout_seconds():g} s are over"
+                " (timeout_minutes)",
                 file=sys.stderr,
             )
-            return
-        self._watch = watch
+        elif isinstance(address, Address):
+            self._watch = watch
 
     def _end_watch(self, *, orderly: bool) -> None:
         watch, self._watch = self._watch, None

@@ -8,6 +8,7 @@ tell: some wait for minutes, others say that a connection was closed and not by 
 
 from __future__ import annotations
 
+import errno
 import hmac
 import json
 import os
@@ -21,6 +22,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from dlo_framework.distributed.descriptors import lacking
 from dlo_framework.distributed.failure import Failure
 
 #: Seconds from one look at the connections to the next.
@@ -31,6 +33,8 @@ _LONGEST_LINE = 1 << 18
 _ANSWER = 3.0
 #: Seconds that whoever connects has to say who it is.
 _GREETING = 30.0
+#: What accepting a connection answers where no more files may be open, and the seconds until it is tried again.
+_FULL, _PAUSE = (errno.EMFILE, errno.ENFILE), 1.0
 #: Seconds that ranks have to say that they have waited in vain, before those that do not say so are to blame.
 _ALSO_WAITED = 1.0
 
@@ -56,6 +60,7 @@ class _Peer:
     rank: int | None  # None until it has said who it is
     received: bytes = b""
     quiet: float = 0.0  # seconds since it was last heard
+    heard: bool = False  # whether it ever was
     left: bool = False  # whether it has said farewell
     place: int = 0
 
@@ -98,6 +103,7 @@ class Watch:
         self._left: set[int] = set()
         self._selector = selectors.DefaultSelector()
         self._listener: socket.socket | None = None
+        self._paused = 0.0  # seconds until connections are accepted again
         self._token = ""
         self._shared = _Shared()
         self._known = threading.Event()
@@ -107,16 +113,23 @@ class Watch:
 
     # --- beginning and end ---------------------------------------------------------------------------------
 
-    def serve(self, *, one_host: bool, name: str) -> Address:
-        """Begins on rank 0.
+    def serve(self, *, one_host: bool, name: str) -> Address | str:
+        """Begins on rank 0, unless that may not have so many files open.
 
         Args:
             one_host: whether all ranks are on this host; else other hosts may connect too.
             name: under which other hosts know this one.
 
         Returns:
-            Where the others :meth:`join`.
+            Where the others :meth:`join`; in words, why they cannot, and what would help.
         """
+        # Twice: a group of gloo's, over which checkpoints are agreed on, has a connection to each rank too.
+        short = lacking(2 * self.world_size)
+        if short is not None:
+            return (
+                f"rank 0 may have {short[0]} files open and needs {short[1]} to watch {self.world_size - 1} others;"
+                f" allow them before the run starts: ulimit -n {short[1]}"
+            )
         self._token = secrets.token_hex(16)
         self._listener = socket.create_server(("127.0.0.1" if one_host else "", 0), backlog=self.world_size)
         self._selector.register(self._listener, selectors.EVENT_READ)
@@ -216,6 +229,7 @@ class Watch:
             # A job that was suspended as a whole misses nobody: what this thread slept through counts for little.
             passed = min(time.monotonic() - looked, 2 * _TICK)
             looked, since_beat = time.monotonic(), since_beat + passed
+            self._accept_again(passed)
             if since_beat >= self._interval:
                 since_beat = 0.0
                 for peer in list(self._peers):
@@ -230,9 +244,20 @@ class Watch:
         assert self._listener is not None
         try:
             connection, _ = self._listener.accept()
-        except OSError:
-            return  # It has gone before it was heard.
+        except OSError as error:
+            if error.errno in _FULL:
+                # Whoever waits goes on waiting, so that the selector would answer at once again and again.
+                self._selector.unregister(self._listener)
+                self._paused = _PAUSE
+            return  # Or it has gone before it was heard.
         self._add(connection, rank=None)
+
+    def _accept_again(self, passed: float) -> None:
+        """Goes on accepting connections, some time after no more files could be opened."""
+        if self._paused > 0 and self._listener is not None:
+            self._paused -= passed
+            if self._paused <= 0:
+                self._selector.register(self._listener, selectors.EVENT_READ)
 
     def _add(self, connection: socket.socket, rank: int | None) -> None:
         connection.settimeout(1.0)
@@ -252,7 +277,7 @@ class Watch:
         if not data:
             self._lost(peer)
             return
-        peer.quiet = 0
+        peer.quiet, peer.heard = 0, True
         *lines, peer.received = (peer.received + data).split(b"\n")
         if len(peer.received) > _LONGEST_LINE:
             self._drop(peer)
@@ -277,7 +302,7 @@ class Watch:
                 self._send(peer, {"first": self._shared.first.to_text()})
         elif "bye" in message:
             peer.left = True
-            if peer.rank is not None:
+            if peer.rank is not None and "runs" not in message:
                 self._left.add(peer.rank)
         elif "failed" in message and self.rank == 0:
             failure = Failure.from_text(message["failed"])
@@ -302,6 +327,12 @@ class Watch:
         for peer in list(self._peers):
             peer.quiet += passed
             if peer.quiet <= (self._limit if peer.rank is not None else min(self._limit, _GREETING)):
+                continue
+            if self.rank != 0 and not peer.heard:
+                # Rank 0 has not accepted this one: it has no room, and may yet be well. Should it do so later, it is
+                # not to take the end of the connection for this rank's.
+                self._send(peer, {"bye": True, "runs": True})
+                self._drop(peer)
                 continue
             self._drop(peer)
             if peer.rank is not None and not peer.left:

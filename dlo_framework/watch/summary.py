@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,8 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 
 from dlo_framework import runs
 from dlo_framework.amounts import human
+from dlo_framework.checkpoint import note_resumption, replace_text, resumptions
+from dlo_framework.checkpoint.kept import RUN_FOLDER, follow
 from dlo_framework.versions import versions
 from dlo_framework.watch.monitor import RunMonitor, is_tensorboard
 from dlo_framework.watch.state_bytes import StateReport
@@ -40,6 +43,8 @@ class RunRecord(Callback):
         self.state = state
         self._began = time.perf_counter()
         self._before = 0.0  # seconds of the runs that this one resumes
+        self._place = ""  # of the folder, without links
+        self._goes_on_from: Path | None = None
 
     @property
     def seconds(self) -> float:
@@ -54,9 +59,22 @@ class RunRecord(Callback):
         """Takes up the clock of the run that is resumed."""
         self._before = state_dict["seconds"]
 
+    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        """Adds where the run is, for other callbacks keep paths in it and the folder may be moved."""
+        checkpoint[RUN_FOLDER] = self._place
+
+    def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        """Has the ModelCheckpoints, which take their state up after this, follow a run that was moved or copied."""
+        path = Path(trainer.ckpt_path) if trainer.ckpt_path and trainer.state.fn == "fit" else None
+        if path is not None and path.parent.resolve() == (self.folder / runs.CHECKPOINTS).resolve():
+            self._goes_on_from = path
+            follow(checkpoint, self._place)
+
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Writes ``config.yaml``, and the config as text beside the curves."""
-        self.folder = Path(trainer.strategy.broadcast(str(self.folder)))
+        place = (str(self.folder), os.path.realpath(self.folder))
+        folder, self._place = trainer.strategy.broadcast(place)
+        self.folder = Path(folder)
         if not trainer.is_global_zero:
             return
         runs.check_space(self.folder)
@@ -71,8 +89,11 @@ class RunRecord(Callback):
                 logger.experiment.add_text("config", f"```yaml\n{self.config}\n```")
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Starts the run's clock."""
+        """Starts the run's clock, and notes that a run goes on, now that nothing keeps it from that."""
         self._began = time.perf_counter()
+        path, self._goes_on_from = self._goes_on_from, None
+        if path is not None and trainer.is_global_zero:
+            note_resumption(path)
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Writes the summary, prints the table and where to look."""
@@ -86,18 +107,26 @@ class RunRecord(Callback):
             print_table(self.folder, summary)
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Writes the summary of a run that did not end by itself."""
-        if trainer.state.fn == "fit" and trainer.is_global_zero and self.folder.is_dir():
+        """Writes the summary of a run that did not end by itself; what keeps it from that does not hide why."""
+        if trainer.state.fn != "fit" or not trainer.is_global_zero or not self.folder.is_dir():
+            return
+        try:
             self.write(trainer, f"interrupted: {type(exception).__name__}")
+        except Exception as error:  # A full disk, or an accelerator that answers nothing any more.
+            why = (str(error) or type(error).__name__).splitlines()[0]
+            print(f"dlo: no summary of this run: {why}", file=sys.stderr, flush=True)
 
     def write(self, trainer: Trainer, status: str) -> dict[str, Any] | None:
-        """Writes ``summary.json`` on rank 0, whole or not at all, and returns its content."""
+        """Writes ``summary.json`` on rank 0, whole or not at all, and returns its content.
+
+        Raises:
+            DloError: if it cannot be written.
+        """
         if not trainer.is_global_zero:
             return None
         summary = self.summary(trainer, status)
-        partial = self.folder / f"{runs.SUMMARY}.partial"
-        partial.write_text(json.dumps(summary, indent=2) + "\n")
-        os.replace(partial, self.folder / runs.SUMMARY)
+        path = self.folder / runs.SUMMARY
+        replace_text(path, json.dumps(summary, indent=2) + "\n")
         return summary
 
     def summary(self, trainer: Trainer, status: str) -> dict[str, Any]:
@@ -111,10 +140,11 @@ class RunRecord(Callback):
             "status": status,
             "metrics": {name: float(value) for name, value in sorted(trainer.callback_metrics.items())},
             "train_loss": train_loss,
-            "best_checkpoint": os.path.relpath(best, self.folder) if best else None,
+            "best_checkpoint": os.path.relpath(os.path.realpath(best), self._place) if best else None,
             "best_metric": {checkpoint.monitor: float(score)}
             if checkpoint and checkpoint.monitor and score is not None
             else None,
+            "resumptions": resumptions(self.folder / runs.CHECKPOINTS),
             "epochs": trainer.current_epoch,
             "steps": trainer.global_step,
             "samples": samples,

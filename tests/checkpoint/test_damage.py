@@ -1,5 +1,6 @@
 """A checkpoint that is not what was written is refused by the file's name, and passed over for the newest that is."""
 
+import hashlib
 import json
 import os
 import time
@@ -8,7 +9,19 @@ import pytest
 import torch
 
 from dlo_framework import runs
-from dlo_framework.checkpoint import SavedTensors, check, load, newest_valid, recover, remove, save, verify
+from dlo_framework.checkpoint import (
+    SavedTensors,
+    check,
+    load,
+    manifest,
+    newest_valid,
+    read_manifest,
+    recover,
+    remove,
+    save,
+    verify,
+)
+from dlo_framework.checkpoint.shards import Box
 from dlo_framework.checkpoint.verify import damage
 from dlo_framework.errors import DloError
 
@@ -185,38 +198,112 @@ def test_an_old_single_file_is_replaced_and_removed(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+def as_format_1(path) -> None:
+    """Writes a checkpoint's manifest anew, as dlo did before format 2."""
+    found, content = read_manifest(path), json.loads((path / "manifest.json").read_text())
+    content["format"] = 1
+    for file in content["files"].values():
+        file.pop("data", None)
+    for group, named in found.tensors.items():
+        for name, tensor in named.items():
+            content["tensors"][group][name]["chunks"] = [
+                {
+                    "offsets": chunk.box.offsets,
+                    "sizes": chunk.box.sizes,
+                    "file": chunk.file,
+                    "begin": chunk.begin,
+                    "end": chunk.end,
+                }
+                for chunk in tensor.chunks
+            ]
+    rewrite(path, content)
+
+
+def rewrite(path, content: dict) -> None:
+    """Gives a checkpoint this manifest, with its hash."""
+    content.pop("manifest_sha256", None)
+    content = json.loads(json.dumps(content))
+    text = json.dumps({**content, "manifest_sha256": manifest._hash(content)})
+    (path / "manifest.json").write_text(text)
+
+
+def refuse(path, change, message: str) -> None:
+    content = json.loads((path / "manifest.json").read_text())
+    change(content)
+    rewrite(path, content)
+    with pytest.raises(DloError, match=message):
+        load(path)
+
+
+def test_a_manifest_of_format_1_is_read(folder):
+    path = folder / "step-15.ckpt"
+    as_format_1(path)
+    verify(path)
+    run = load(path)
+    assert torch.equal(run["state_dict"]["w"], torch.arange(1000.0) + 15)
+    part = torch.zeros(3)
+    run["state_dict"].read_part("w", Box((5,), (3,)), part)
+    assert part.tolist() == [20.0, 21.0, 22.0]
+    save(run, folder / "again.ckpt")
+    assert torch.equal(load(folder / "again.ckpt")["state_dict"]["b"], torch.ones(7, dtype=torch.bfloat16))
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda c: c["files"].update({"../evil": {"bytes": 1, "sha256": ""}}), "no plain file name"),
-        (lambda c: c["tensors"]["model"]["w"]["chunks"][0].update(file="state.pt"), "lies outside of its file"),
-        (lambda c: c["tensors"]["model"]["w"]["chunks"][0].update(file="/etc/passwd"), "which is not listed"),
-        (lambda c: c["tensors"]["model"]["w"]["chunks"][0].update(end=10**9), "lies outside of its file"),
-        (lambda c: c["tensors"]["model"]["w"]["chunks"].clear(), "not the whole of it"),
-        (lambda c: c["tensors"]["model"]["w"].update(shape=[2000]), "not the whole of it"),
-        (lambda c: c["tensors"]["model"]["w"].update(dtype="load"), "unknown element type"),
-        (lambda c: c.update(format=99), "has format 99, and this dlo reads up to 1; update dlo"),
-        (lambda c: c.pop("step"), "damaged checkpoint"),
+        (lambda c, w: c["files"].update({"../evil": {"bytes": 1, "sha256": ""}}), "no plain file name"),
+        (lambda c, w: c["files"]["shard-00000.safetensors"].update(data=-1), "data begin before it"),
+        (lambda c, w: c["files"]["shard-00000.safetensors"].pop("data"), "damaged checkpoint"),
+        (lambda c, w: w[0].__setitem__(0, 3), r"lies in 'shard-00003\.safetensors', which is not listed"),
+        (lambda c, w: w[0].__setitem__(0, "/etc/passwd"), "damaged checkpoint"),
+        (lambda c, w: w[0].__setitem__(1, 10**9), "lies outside of its file"),
+        (lambda c, w: w[0].__setitem__(1, -1), "lies outside of its file"),
+        (lambda c, w: w[0].__setitem__(3, [0]), "is empty"),
+        (lambda c, w: w[0].__setitem__(3, [10, 100]), "has other dims"),
+        (lambda c, w: w[0].extend([10**15, 0, 1]), "which is not listed"),
+        (lambda c, w: w[0].extend([0, 0, 1]), "is empty"),
+        (
+            lambda c, w: (w[0].extend([2, 1, 1]), c["files"].update({"shard-00001.safetensors": file_of(c)})),
+            "along no dim",
+        ),
+        (lambda c, w: w[0].extend([2, 0, 0]), "lie in one file"),
+        (lambda c, w: w[0].extend([2, 0]), "damaged checkpoint"),
+        (lambda c, w: w.clear(), "not the whole of it"),
+        (lambda c, w: w.append([0, 0, [0], [1]]), "not the whole of it"),
+        (lambda c, w: c["tensors"]["model"]["w"].update(shape=[2000]), "not the whole of it"),
+        (lambda c, w: c["tensors"]["model"]["w"].update(dtype="load"), "unknown element type"),
+        (lambda c, w: c.update(format=99), "has format 99, and this dlo reads up to 2; update dlo"),
+        (lambda c, w: c.update(format="2"), "damaged checkpoint"),
+        (lambda c, w: c.pop("step"), "damaged checkpoint"),
     ],
 )
 def test_a_manifest_that_was_made_up_is_refused(folder, change, message):
     """Whoever changes a manifest can change its hash too; it still may not name what is not the checkpoint's."""
-    from dlo_framework.checkpoint import manifest
+    refuse(folder / "step-5.ckpt", lambda c: change(c, c["tensors"]["model"]["w"]["chunks"]), message)
 
-    path = folder / "step-5.ckpt" / "manifest.json"
-    content = json.loads(path.read_text())
-    del content["manifest_sha256"]
-    change(content)
-    path.write_text(json.dumps({**content, "manifest_sha256": manifest._hash(content)}))
-    with pytest.raises(DloError, match=message):
-        load(folder / "step-5.ckpt")
+
+def file_of(content: dict) -> dict:
+    return content["files"]["shard-00000.safetensors"]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda w: w[0].update(file="state.pt"), "lies outside of its file"),
+        (lambda w: w[0].update(file="/etc/passwd"), "which is not listed"),
+        (lambda w: w[0].update(end=10**9), "lies outside of its file"),
+        (lambda w: w[0].update(end=w[0]["end"] - 4), "has the wrong size"),
+        (lambda w: w[0].update(sizes=[10, 100]), "has other dims"),
+        (lambda w: w[0].update(sizes=[0], end=w[0]["begin"]), "is empty"),
+        (lambda w: w.clear(), "not the whole of it"),
+    ],
+)
+def test_a_manifest_of_format_1_that_was_made_up_is_refused(folder, change, message):
+    as_format_1(folder / "step-5.ckpt")
+    refuse(folder / "step-5.ckpt", lambda c: change(c["tensors"]["model"]["w"]["chunks"]), message)
 
 
 def test_a_state_that_would_execute_is_refused_and_nothing_is_executed(folder, tmp_path):
-    import hashlib
-
-    from dlo_framework.checkpoint import manifest
-
     class Bomb:
         def __reduce__(self):
             return os.system, (f"touch {tmp_path / 'executed'}",)
@@ -224,10 +311,9 @@ def test_a_state_that_would_execute_is_refused_and_nothing_is_executed(folder, t
     path = folder / "step-5.ckpt"
     torch.save({"loops": Bomb()}, path / "state.pt")
     content = json.loads((path / "manifest.json").read_text())
-    del content["manifest_sha256"]
     raw = (path / "state.pt").read_bytes()
     content["files"]["state.pt"] = {"bytes": len(raw), "sha256": hashlib.sha256(raw).hexdigest()}
-    (path / "manifest.json").write_text(json.dumps({**content, "manifest_sha256": manifest._hash(content)}))
+    rewrite(path, content)
     for read in (check, load):
         with pytest.raises(DloError, match=r"refusing .*state\.pt: pickle global \w+\.system not allowed"):
             read(path)

@@ -11,7 +11,7 @@ from safetensors import safe_open
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-from dlo_framework.checkpoint import FlatShard, load, save, verify
+from dlo_framework.checkpoint import FlatShard, load, read_manifest, save, verify
 from dlo_framework.testing import run_distributed
 
 SHAPES = {
@@ -175,5 +175,5 @@ def test_each_file_is_one_that_safetensors_opens_and_has_the_hash_of_the_manifes
             if name.endswith(".safetensors"):
                 with safe_open(folder / name, "pt") as opened:
                     total += sum(opened.get_tensor(key).nbytes for key in opened.keys())  # noqa: SIM118
-        stored = [tensor for group in manifest["tensors"].values() for tensor in group.values()]
-        assert total == sum(chunk["end"] - chunk["begin"] for tensor in stored for chunk in tensor["chunks"])
+        stored = [tensor for group in read_manifest(folder).tensors.values() for tensor in group.values()]
+        assert total == sum(chunk.end - chunk.begin for tensor in stored for chunk in tensor.chunks)

@@ -1,13 +1,18 @@
 """Ranks that watch each other: each kind of end reaches all, once, and names the rank."""
 
+import os
+import resource
 import socket
 import time
 from contextlib import contextmanager
+from types import SimpleNamespace
 
 import pytest
 
+from dlo_framework.distributed import descriptors
 from dlo_framework.distributed.failure import Failure, is_lost_connection
-from dlo_framework.distributed.watch import Watch
+from dlo_framework.distributed.launcher import RankLauncher
+from dlo_framework.distributed.watch import Address, Watch
 
 LIMIT = 1.0
 
@@ -149,3 +154,105 @@ def test_a_failure_travels_as_one_line():
     assert Failure.from_text(failure.to_text()) == failure
     with pytest.raises(ValueError, match="no failure"):
         Failure.from_text('{"rank": 1}')
+
+
+@contextmanager
+def files_at_most(count: int):
+    """Lowers this process's soft limit of open files, and puts it back."""
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (count, limits[1]))
+    try:
+        yield limits
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+
+
+def test_the_soft_limit_of_open_files_is_raised_where_the_ranks_need_it():
+    opened = len(os.listdir("/dev/fd"))
+    for world_size, raised in ((2, False), (100, True)):
+        with files_at_most(opened + descriptors.RESERVE + 20) as (_, hard):
+            watch = Watch(0, world_size, limit=60, on_failure=lambda failure: None)
+            assert isinstance(watch.serve(one_host=True, name="localhost"), Address)
+            assert (resource.getrlimit(resource.RLIMIT_NOFILE)[0] == hard) is raised
+            watch.end(orderly=True)
+
+
+def test_more_ranks_than_files_are_allowed_are_not_watched_and_the_run_says_so(monkeypatch, capsys):
+    monkeypatch.setattr(descriptors.resource, "getrlimit", lambda _: (256, 1024))
+    monkeypatch.setattr(descriptors.resource, "setrlimit", lambda _, limits: None)
+    monkeypatch.setattr(descriptors, "_open_files", lambda: 44)
+    launcher = RankLauncher.__new__(RankLauncher)
+    launcher._watch, told = None, []
+    strategy = SimpleNamespace(
+        global_rank=0,
+        world_size=1000,
+        num_nodes=1,
+        cluster_environment=SimpleNamespace(main_address="localhost"),
+        timeout_seconds=lambda: 1800.0,
+        broadcast=lambda served: told.append(served) or served,
+    )
+    launcher.watch(strategy)
+    assert capsys.readouterr().err == (
+        "dlo: rank 0 may have 1024 files open and needs 2300 to watch 999 others; allow them before the run starts:"
+        " ulimit -n 2300; if a rank fails, the others notice when 1800 s are over (timeout_minutes)\n"
+    )
+    strategy.global_rank, strategy.broadcast = 7, lambda _: told[0]
+    launcher.watch(strategy)
+    assert launcher._watch is None
+    assert capsys.readouterr().err == ""
+
+
+def open_one() -> int | None:
+    """Opens a file; returns None where no more may be open."""
+    try:
+        return os.open(os.devnull, os.O_RDONLY)
+    except OSError:
+        return None
+
+
+def test_where_no_more_files_may_be_open_ranks_are_accepted_later_and_nothing_spins(monkeypatch):
+    tries = []
+    accept = Watch._accept
+    monkeypatch.setattr(Watch, "_accept", lambda self: (tries.append(1), accept(self)))
+    watch = Watch(0, 2, limit=60, on_failure=lambda failure: None)
+    address = watch.serve(one_host=True, name="localhost")
+    late = socket.socket()
+    with files_at_most(late.fileno() + 10):
+        filler = list(iter(open_one, None))
+        late.connect((address.hosts[0], address.port))
+        late.sendall(b'{"rank": 1, "token": "%s"}\n' % address.token.encode())
+        wait_until(lambda: tries)
+        time.sleep(1.5)
+        assert len(tries) <= 3  # It waits, rather than try thousands of times.
+        assert watch._peers == []
+        for descriptor in filler:
+            os.close(descriptor)
+    wait_until(lambda: [peer.rank for peer in watch._peers] == [1])
+    watch.end(orderly=True)
+    late.close()
+
+
+def test_a_rank_that_rank_0_never_accepted_ends_no_run():
+    told = []
+    with socket.create_server(("127.0.0.1", 0)) as full:
+        watch = Watch(1, 2, limit=LIMIT, on_failure=told.append)
+        assert watch.join(Address(("127.0.0.1",), full.getsockname()[1], "token"))
+        wait_until(lambda: not watch._peers)
+        waiting = full.accept()[0]
+        waiting.settimeout(20)
+        lines = b"".join(iter(lambda: waiting.recv(1000), b"")).splitlines()
+        waiting.close()
+    watch.end(orderly=True)
+    assert told == []
+    assert b"bye" in lines[-1]
+
+
+def test_one_that_gave_up_waiting_to_be_accepted_is_neither_missed_nor_done():
+    with ranks(2) as (watches, told, address):
+        late = socket.create_connection((address.hosts[0], address.port))
+        late.sendall(b'{"rank": 2, "token": "%s"}\n{"bye": true, "runs": true}\n' % address.token.encode())
+        late.close()
+        wait_until(lambda: len(watches[0]._peers) == 1)
+        time.sleep(0.5)
+        assert told == [[], []]
+        assert not watches[0].has_left(2)

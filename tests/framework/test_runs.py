@@ -1,11 +1,11 @@
 import json
-import os
 
 import pytest
 import torch
 
 from dlo_framework import runs
 from dlo_framework.amounts import human
+from dlo_framework.checkpoint import load, note_resumption, save
 from dlo_framework.errors import DloError
 
 
@@ -15,32 +15,59 @@ def no_launcher(monkeypatch):
         monkeypatch.delenv(name, raising=False)
 
 
-def new(folder):
-    path = runs.new_run(folder)
-    os.environ.pop(runs.ENVIRONMENT, None)
-    return path
+def keep(run, step, name="last.ckpt", best=None):
+    """Saves a checkpoint as a run does whose ModelCheckpoint has kept ``best``."""
+    kept = {"monitor": "val", "best_model_path": str(best)} if best else {"monitor": None, "best_model_path": "x"}
+    content = {"state_dict": {"w": torch.ones(1)}, "optimizer_states": [], "global_step": step, "epoch": 0}
+    save({**content, "callbacks": {"Other": {"n": 1}, "ModelCheckpoint": kept}}, run / "checkpoints" / name)
+    return run / "checkpoints" / name
+
+
+def summarise(run, best, **fields):
+    run.mkdir(parents=True, exist_ok=True)
+    (run / "summary.json").write_text(json.dumps({"best_checkpoint": best, **fields}))
 
 
 def test_runs_are_numbered_and_gaps_are_not_filled(tmp_path):
-    assert new(tmp_path).name == "version_0"
-    assert new(tmp_path).name == "version_1"
+    assert runs.new_run(tmp_path).name == "version_0"
+    assert runs.new_run(tmp_path).name == "version_1"
     (tmp_path / "version_7").mkdir()
     (tmp_path / "version_x").mkdir()
-    assert new(tmp_path).name == "version_8"
+    assert runs.new_run(tmp_path).name == "version_8"
 
 
 def test_two_jobs_at_once_get_two_folders(tmp_path, monkeypatch):
     """Between a job's look at the folder and its mkdir, another job may have taken the number."""
     monkeypatch.setattr(runs, "versions", lambda folder: [])
     (tmp_path / "version_0").mkdir()
-    assert new(tmp_path).name == "version_1"
+    assert runs.new_run(tmp_path).name == "version_1"
 
 
 def test_the_ranks_that_rank_0_starts_use_its_folder(tmp_path, monkeypatch):
+    monkeypatch.setenv("SLURM_PROCID", "0")  # Of a job's shell: all that it starts have it.
     first = runs.new_run(tmp_path)
     monkeypatch.setenv("LOCAL_RANK", "1")
     assert runs.new_run(tmp_path) == first
-    os.environ.pop(runs.ENVIRONMENT, None)
+    assert runs.new_run(tmp_path).name == "pending", "told once: a second run in this process is another"
+
+
+def test_a_second_run_in_one_process_has_a_folder_of_its_own(tmp_path, monkeypatch):
+    """Nor does a ``dlo`` that a run starts, or a rank that is asked for another run's, get the first one's."""
+    assert [runs.new_run(tmp_path / "a").name for _ in range(2)] == ["version_0", "version_1"]
+    assert runs.new_run(tmp_path / "b") == tmp_path / "b" / "version_0"
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    assert runs.new_run(tmp_path / "a").name == "pending"
+    assert runs.new_run(tmp_path / "b").name == "version_0"
+
+
+def test_a_second_run_in_one_process_looks_anew_for_its_checkpoint(tmp_path, monkeypatch):
+    for number in range(2):
+        last = keep(tmp_path / f"version_{number}", 5)
+        assert runs.find_checkpoint(tmp_path, "last") == runs.unfinished(tmp_path) == last
+    newer = keep(tmp_path / "version_2", 5)
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    assert runs.unfinished(tmp_path) == last, "a rank takes the word of the one that has started it"
+    assert runs.unfinished(tmp_path) == newer, "for one run"
 
 
 @pytest.mark.parametrize("name", ["RANK", "SLURM_PROCID", "LOCAL_RANK"])
@@ -69,11 +96,50 @@ def test_best_is_what_the_summary_names(tmp_path):
     assert runs.find_checkpoint(tmp_path, "best") == folder / "best.ckpt"
 
 
+def test_best_of_a_run_that_was_killed_is_what_its_newest_checkpoint_says(tmp_path):
+    """A summary is written at a run's end: one that was killed, or still runs, has none, or that of an earlier end."""
+    summarise(tmp_path / "version_0", "checkpoints/old.ckpt", status="finished", steps=9)
+    keep(tmp_path / "version_0", 9, "old.ckpt")
+    run = tmp_path / "version_1"
+    first = keep(run, 5, "epoch=0.ckpt", run / "checkpoints" / "epoch=0.ckpt")
+    keep(run, 8, best=first)
+    assert runs.find_checkpoint(tmp_path, "best") == first
+    summarise(run, "checkpoints/epoch=0.ckpt", status="interrupted: RunStopped", steps=8)
+    note_resumption(run / "checkpoints" / "last.ckpt")
+    better = keep(run, 12, "epoch=1.ckpt", run / "checkpoints" / "epoch=1.ckpt")
+    keep(run, 15, best=better)
+    assert runs.find_checkpoint(tmp_path, "best") == better
+
+
+@pytest.mark.parametrize("moved", [False, True])
+def test_best_of_a_killed_run_is_found_where_the_run_is_now(tmp_path, moved):
+    was = tmp_path / "elsewhere" / "version_0"
+    best = keep(tmp_path / "version_0", 5, "epoch=0.ckpt")
+    last = keep(tmp_path / "version_0", 8, best=was / "checkpoints" / "epoch=0.ckpt")
+    if moved:
+        content = load(last)
+        save({**content, "state_dict": dict(content["state_dict"]), "run_folder": str(was)}, last)
+        assert runs.find_checkpoint(tmp_path, "best") == best
+    else:
+        with pytest.raises(DloError, match=r"epoch=0\.ckpt, which is not there; .*give the path"):
+            runs.find_checkpoint(tmp_path, "best")
+
+
+def test_best_of_an_older_run_is_never_given_for_the_newest_without_a_word(tmp_path):
+    summarise(tmp_path / "version_0", "checkpoints/old.ckpt", status="finished", steps=9)
+    old = keep(tmp_path / "version_0", 9, "old.ckpt")
+    (tmp_path / "version_1").mkdir()
+    with pytest.warns(UserWarning, match="passing over .*version_1: it has no checkpoint"):
+        assert runs.find_checkpoint(tmp_path, "best") == old
+    keep(tmp_path / "version_1", 3)
+    with pytest.raises(DloError, match=r"best: the newest run, .*version_1, has none; .*give the path"):
+        runs.find_checkpoint(tmp_path, "best")
+
+
 def test_a_full_disk_is_told_before_anything_starts(tmp_path, monkeypatch):
     monkeypatch.setattr(runs.shutil, "disk_usage", lambda path: type("Usage", (), {"free": 1000}))
     with pytest.raises(DloError, match=r"no space in the run folder: need 16\.8 MB, 1\.0 kB free"):
         runs.new_run(tmp_path)
-    os.environ.pop(runs.ENVIRONMENT, None)
 
 
 def test_a_folder_that_cannot_be_made_is_told(tmp_path):

@@ -18,7 +18,7 @@ from torch import nn
 
 from dlo_framework.checkpoint import SavedTensors
 from dlo_framework.checkpoint.boxes import whole
-from dlo_framework.checkpoint.plan import Chunk, Key, SavedTensor
+from dlo_framework.checkpoint.chunks import Chunk, Key, SavedTensor
 from dlo_framework.checkpoint.saved import Source
 from dlo_framework.checkpoint.tensor_file import read_header
 from dlo_framework.distributed.canonical import clean
@@ -67,7 +67,7 @@ def read(task: Any, *, resumes: bool) -> None:
         resumes: whether a checkpoint's weights come next anyway.
 
     Raises:
-        DloError: if a parameter is in none of the files.
+        DloError: if a parameter, or a buffer that is saved with them, is in none of the files.
     """
     if _SOURCE not in task.model.__dict__:
         return
@@ -78,15 +78,18 @@ def read(task: Any, *, resumes: bool) -> None:
         return
     saved = open_folder(local_folder(source))
     _take_new_names(saved, task.model)
+    model = task.model
     names: dict[int, list[str]] = {}
-    for name, parameter in task.model.named_parameters(remove_duplicate=False):
-        names.setdefault(id(parameter), []).append(clean(name))
+    for part in (model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False)):
+        for name, tensor in part:
+            names.setdefault(id(tensor), []).append(clean(name))
     strategy = task.trainer.strategy
     held = strategy.lightning_module_state_dict()
     for own in names.values():
-        shard = held.get(f"model.{own[0]}")  # What other stages of a pipeline hold is not there.
+        # Neither what other stages of a pipeline hold is there, nor buffers that are computed and never saved.
+        shard = held.get(f"model.{own[0]}")
         if shard is not None and not any(".lora_" in name for name in own):
-            saved.read_into(_stored_name(own, saved, task.model.base_model_prefix), shard)
+            saved.read_into(_stored_name(own, saved, model.base_model_prefix), shard)
     strategy.refresh()
 
 

@@ -1,0 +1,145 @@
+"""Where the elements of saved tensors lie: boxes of them, in files.
+
+Ranks that shard a tensor evenly write boxes of one size to the same place in each of their files. Such boxes are one
+:class:`Run`, so that what is said of a tensor does not grow with the ranks that wrote it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple, overload
+
+from dlo_framework.checkpoint.shards import Box, overlap
+
+Key = tuple[str, str]
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """A box of a tensor and where its bytes lie: ``[begin, end)`` of ``file``."""
+
+    box: Box
+    file: str
+    begin: int
+    end: int
+
+
+class Run(NamedTuple):
+    """Boxes of one size that follow one another along a dim, at the same place in each of several files.
+
+    Attributes:
+        box: the first.
+        shard: the number of its file.
+        begin: where its bytes begin, counted from the first tensor's in the file, in all the files alike.
+        length: how many boxes.
+        dim: along which they follow one another.
+        stride: from the number of one's file to that of the next.
+    """
+
+    box: Box
+    shard: int
+    begin: int
+    length: int = 1
+    dim: int = 0
+    stride: int = 1
+
+    @property
+    def shards(self) -> range:
+        """The numbers of the files."""
+        return range(self.shard, self.shard + self.length * self.stride, self.stride)
+
+    def part(self, number: int) -> Box:
+        """Returns the box of this number, from 0."""
+        return self.box if number == 0 else _moved(self.box, self.dim, number)
+
+    @property
+    def whole(self) -> Box:
+        """What the boxes are together."""
+        offsets, sizes = self.box
+        return self.box if self.length == 1 else Box(offsets, _with(sizes, self.dim, sizes[self.dim] * self.length))
+
+
+class Runs(Sequence[Chunk]):
+    """The chunks of a tensor, made when they are asked for.
+
+    Args:
+        runs: what they are.
+        element: the bytes of one.
+        starts: {a shard's number: where its first tensor's bytes begin}.
+    """
+
+    def __init__(self, runs: Sequence[Run], element: int, starts: Mapping[int, int]) -> None:
+        self.runs = runs
+        self._element, self._starts = element, starts
+
+    def __len__(self) -> int:
+        return sum(run.length for run in self.runs)
+
+    @overload
+    def __getitem__(self, index: int) -> Chunk: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[Chunk]: ...
+    def __getitem__(self, index: int | slice) -> Chunk | list[Chunk]:
+        return list(self)[index]
+
+    def __iter__(self) -> Iterator[Chunk]:
+        return (self._chunk(run, number) for run in self.runs for number in range(run.length))
+
+    def over(self, box: Box) -> Iterator[Chunk]:
+        """Yields the chunks that hold some of a box; the others cost nothing."""
+        for run in self.runs:
+            shared = overlap(run.whole, box)
+            if shared is None:
+                continue
+            first = last = 0
+            if run.length > 1:
+                at, size = shared.offsets[run.dim] - run.box.offsets[run.dim], run.box.sizes[run.dim]
+                first, last = at // size, (at + shared.sizes[run.dim] - 1) // size
+            yield from (self._chunk(run, number) for number in range(first, last + 1))
+
+    def _chunk(self, run: Run, number: int) -> Chunk:
+        shard = run.shards[number]
+        begin = self._starts[shard] + run.begin
+        return Chunk(run.part(number), shard_name(shard), begin, begin + run.box.numel * self._element)
+
+
+@dataclass
+class SavedTensor:
+    """A tensor in a checkpoint: its type, its shape, and the chunks that together are it."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    chunks: Sequence[Chunk] = field(default_factory=list)
+
+    def over(self, box: Box) -> Iterator[tuple[Chunk, Box]]:
+        """Yields each chunk that holds some of a box, and what that is."""
+        for chunk in self.chunks.over(box) if isinstance(self.chunks, Runs) else self.chunks:
+            shared = overlap(chunk.box, box)
+            if shared is not None:
+                yield chunk, shared
+
+
+def shard_name(number: int) -> str:
+    """Returns the name of the file that a rank writes."""
+    return f"shard-{number:05d}.safetensors"
+
+
+def shard_number(name: str) -> int | None:
+    """Returns the number that :func:`shard_name` made a name of; None for other names."""
+    digits = name.removeprefix("shard-").removesuffix(".safetensors")
+    return int(digits) if digits.isdecimal() and shard_name(int(digits)) == name else None
+
+
+def following(box: Box, dim: int) -> Box:
+    """Returns the box of the same size that is next along a dim."""
+    return _moved(box, dim, 1)
+
+
+def _moved(box: Box, dim: int, steps: int) -> Box:
+    offsets, sizes = box
+    return Box(_with(offsets, dim, offsets[dim] + steps * sizes[dim]), sizes)
+
+
+def _with(values: tuple[int, ...], dim: int, value: int) -> tuple[int, ...]:
+    return (*values[:dim], value, *values[dim + 1 :])

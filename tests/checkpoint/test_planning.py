@@ -1,0 +1,342 @@
+"""Who writes what is planned on one rank, once as long as nothing changes; each rank hears of its own part alone."""
+
+import pickle
+from itertools import pairwise
+from math import prod
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dlo_framework.checkpoint import FlatShard, load, planning, read_manifest, save
+from dlo_framework.checkpoint.agreement import through_first, together
+from dlo_framework.checkpoint.chunks import Runs, SavedTensor
+from dlo_framework.checkpoint.dtypes import dtype_of
+from dlo_framework.checkpoint.holdings import Holding, tell
+from dlo_framework.checkpoint.manifest import Manifest, to_text
+from dlo_framework.checkpoint.plan import divide, file_plan
+from dlo_framework.checkpoint.shards import Box, overlap
+from dlo_framework.checkpoint.tensor_file import layout
+from dlo_framework.errors import DloError, is_agreed
+from dlo_framework.testing import run_distributed
+
+TENSORS = 200
+
+
+def held(name: str, dtype: str, shape: tuple[int, ...], *boxes: Box) -> Holding:
+    return Holding(
+        ("state_dict", name), ("model", name), dtype, shape, tuple((box.offsets, box.sizes) for box in boxes)
+    )
+
+
+def rows(rank: int, ranks: int, shape: tuple[int, ...]) -> list[Box]:
+    """What FSDP gives a rank of a tensor; the last ranks may get less, or nothing."""
+    step = -(-shape[0] // ranks)
+    low, high = min(rank * step, shape[0]), min((rank + 1) * step, shape[0])
+    return [Box((low, *(0 for _ in shape[1:])), (high - low, *shape[1:]))] if high > low else []
+
+
+def sharded(rank: int, ranks: int) -> list[Holding]:
+    """A model whose tensors the ranks shard evenly, all but one, and Adam's steps, which all of them hold."""
+    shapes = {f"layer.{n}": (1024, 64) for n in range(20)} | {"norm": (1024,), "odd": (1030, 3)}
+    weights = [held(name, "float32", shape, *rows(rank, ranks, shape)) for name, shape in shapes.items()]
+    return weights + [held(f"{name}.step", "float32", (), Box((), ())) for name in shapes]
+
+
+def manifest_of(holdings: list[list[Holding]]) -> Manifest:
+    """The manifest of a save, of which nothing is written."""
+    plan = divide([tell(of_rank) for of_rank in holdings])
+    manifest, starts = Manifest(1, 0, len(holdings), 0.0, {}), {}
+    for rank, (of_rank, mask, size) in enumerate(zip(holdings, plan.masks, plan.sizes, strict=True)):
+        file = file_plan(rank, of_rank, mask, size)
+        if file is not None:
+            starts[rank] = len(layout(file.entries, {})[0])
+            manifest.files[file.name] = {"bytes": starts[rank] + size, "sha256": "0" * 64, "data": starts[rank]}
+    for (group, name), tensor in plan.tensors.items():
+        runs = Runs(tensor.runs, dtype_of(tensor.dtype).itemsize, starts)
+        manifest.tensors.setdefault(group, {})[name] = SavedTensor(tensor.dtype, tensor.shape, runs)
+    return manifest
+
+
+def test_what_the_manifest_says_of_a_tensor_does_not_grow_with_the_ranks(tmp_path):
+    sizes = {}
+    for ranks in (8, 64, 512):
+        manifest = manifest_of([sharded(rank, ranks) for rank in range(ranks)])
+        text = to_text(manifest)
+        sizes[ranks] = len(text) - len(str(manifest.files))
+        (tmp_path / "manifest.json").write_text(text)
+        read = read_manifest(tmp_path)
+        assert len(read.tensors["model"]["layer.3"].chunks) == ranks
+        assert {n: list(t.chunks) for n, t in read.tensors["model"].items()} == {
+            n: list(t.chunks) for n, t in manifest.tensors["model"].items()
+        }
+    assert sizes[512] < 1.1 * sizes[8]
+
+
+def test_boxes_of_a_mesh_are_runs_along_the_axis_that_most_ranks_shard():
+    """Eight parts along the columns, of which each is sharded along the rows."""
+
+    def of(rank: int, ranks: int) -> list[Holding]:
+        (box,) = rows(rank // 8, ranks // 8, (1024, 64))
+        return [held("w", "float32", (1024, 64), Box((box.offsets[0], rank % 8 * 8), (box.sizes[0], 8)))]
+
+    for ranks in (64, 512):
+        plan = divide([tell(of(rank, ranks)) for rank in range(ranks)])
+        assert [(run.length, run.dim, run.stride) for run in plan.tensors["model", "w"].runs] == 8 * [
+            (ranks // 8, 0, 8)
+        ]
+
+
+def test_a_run_ends_where_the_files_numbers_go_on_in_other_steps():
+    boxes = {rank: Box((place,), (1,)) for place, rank in enumerate((0, 1, 3, 5))}
+    holdings = [[held("w", "float32", (4,), *([boxes[rank]] if rank in boxes else []))] for rank in range(6)]
+    (tensor,) = manifest_of(holdings).tensors["model"].values()
+    assert [(chunk.box, int(chunk.file[6:11])) for chunk in tensor.chunks] == [(box, n) for n, box in boxes.items()]
+
+
+def test_what_a_rank_tells_does_not_grow_with_the_ranks_and_few_bytes_tell_it():
+    told = {ranks: sum(map(len, tell(sharded(1, ranks)))) for ranks in (8, 512)}
+    assert told[512] < 1.1 * told[8]
+    assert told[512] < len(pickle.dumps(sharded(1, 512))) / 3
+    # A bit for each box that it holds is what it is answered.
+    plan = divide([tell(sharded(rank, 8)) for rank in range(8)])
+    assert {len(mask) for mask in plan.masks} == {-(-len(sharded(1, 8)) // 8)}
+
+
+@st.composite
+def layouts(draw) -> list[list[Holding]]:
+    """Tensors in grids of boxes, even or not, some of them held several times, on up to six ranks."""
+    ranks = draw(st.integers(1, 6))
+    holdings: list[list[Holding]] = [[] for _ in range(ranks)]
+    for number in range(draw(st.integers(0, 6))):
+        shape = tuple(draw(st.lists(st.integers(0, 9), max_size=3)))
+        cuts = [sorted({0, size, *draw(st.lists(st.integers(0, size), max_size=3))}) for size in shape]
+        boxes = [Box((), ())]
+        for cut in cuts:
+            sides = list(pairwise(cut))
+            boxes = [Box((*box.offsets, a), (*box.sizes, b - a)) for box in boxes for a, b in sides]
+        dtype = draw(st.sampled_from(["float32", "bfloat16", "float64"]))
+        in_order = draw(st.booleans())
+        who = {
+            box: {place % ranks} if in_order else draw(st.sets(st.integers(0, ranks - 1), min_size=1))
+            for place, box in enumerate(boxes)
+        }
+        for rank in range(ranks):
+            mine = [box for box in boxes if rank in who[box]]
+            if mine or draw(st.booleans()) or not boxes:
+                holdings[rank].append(held(f"t{number}", dtype, shape, *mine))
+    return holdings
+
+
+@settings(deadline=None)
+@given(layouts())
+def test_each_box_lies_where_its_writer_puts_it_and_is_found_there(holdings):
+    manifest = manifest_of(holdings)
+    plan = divide([tell(of_rank) for of_rank in holdings])
+    expected: dict = {}
+    for rank, of_rank in enumerate(holdings):
+        file = file_plan(rank, of_rank, plan.masks[rank], plan.sizes[rank])
+        if file is None:
+            assert plan.sizes[rank] == 0
+            continue
+        stored = layout(file.entries, {})[1]
+        assert max(place.end for place in stored.values()) == manifest.files[file.name]["bytes"]
+        for (key, box), (entry, _, _) in zip(file.boxes, file.entries, strict=True):
+            assert (key, box) not in expected, "written twice"
+            assert (box.offsets, box.sizes) in next(one for one in of_rank if one.key == key).spans
+            expected[key, box] = (file.name, stored[entry].begin, stored[entry].end)
+    found = {
+        (("model", name), chunk.box): (chunk.file, chunk.begin, chunk.end)
+        for name, tensor in manifest.tensors.get("model", {}).items()
+        for chunk in tensor.chunks
+    }
+    assert found == expected
+    for tensor in manifest.tensors.get("model", {}).values():
+        for part in [Box(tuple(s // 3 for s in tensor.shape), tuple(s - s // 3 for s in tensor.shape))]:
+            over = [(chunk, shared) for chunk in tensor.chunks if (shared := overlap(chunk.box, part)) is not None]
+            assert list(tensor.over(part)) == over
+
+
+class Calls:
+    """What this rank hands to collectives of objects, in bytes, and how often plans are made."""
+
+    def __init__(self) -> None:
+        self.sent: list[tuple[str, int]] = []
+        self.got: list[int] = []
+        self.plans = 0
+        gather, scatter, everywhere, plan = (
+            dist.gather_object,
+            dist.scatter_object_list,
+            dist.all_gather_object,
+            planning.divide,
+        )
+
+        def gather_object(value, *arguments, **named):
+            self.sent.append(("gather", len(pickle.dumps(value))))
+            return gather(value, *arguments, **named)
+
+        def all_gather_object(values, value, *arguments, **named):
+            self.sent.append(("all-gather", len(pickle.dumps(value))))
+            return everywhere(values, value, *arguments, **named)
+
+        def scatter_object_list(received, *arguments, **named):
+            scatter(received, *arguments, **named)
+            self.got.append(len(pickle.dumps(received)))
+
+        def divided(told):
+            self.plans += 1
+            return plan(told)
+
+        dist.gather_object, dist.scatter_object_list = gather_object, scatter_object_list
+        dist.all_gather_object, planning.divide = all_gather_object, divided
+
+    def taken(self) -> dict:
+        result = {"sent": self.sent, "got": self.got, "plans": self.plans}
+        self.sent, self.got, self.plans = [], [], 0
+        return result
+
+
+def a_run(step: float, rank: int, world_size: int, extra: bool = False) -> dict:
+    """Flat shards of many weights; plain values of the optimizer's that only their rank knows."""
+    weights = {f"model.layers.{n}.weight": torch.full((6, 4), step + n) for n in range(TENSORS)}
+    share = 24 // world_size
+    shards = {
+        name: FlatShard(weight.flatten()[rank * share : (rank + 1) * share].clone(), weight.shape, rank * share)
+        for name, weight in weights.items()
+    }
+    if extra:
+        shards["extra"] = torch.ones(3)
+    state = {f"of_rank_{rank}": {"step": step, "seen": rank}}
+    return {
+        "global_step": int(step),
+        "state_dict": shards,
+        "optimizer_states": [{"state": state, "param_groups": [{"lr": step, "params": list(state)}]}],
+    }
+
+
+def failure_of(work) -> str:
+    try:
+        work()
+    except Exception as error:
+        return f"{type(error).__name__} {is_agreed(error)}: {error}"
+    return "none"
+
+
+def failing(rank: int, group) -> list[str]:
+    """What is raised where a rank's work fails, or what the first decides."""
+
+    def at(where: int, error: BaseException):
+        def work() -> int:
+            if rank == where:
+                raise error
+            return rank
+
+        return work
+
+    def refuse(_):
+        raise DloError("no")
+
+    def everyone(values: list) -> list:
+        return [sum(values)] * len(values)
+
+    found = [
+        failure_of(lambda: through_first(group, at(1, ValueError("boom")), everyone)),
+        failure_of(lambda: through_first(group, at(2, DloError("bad input")), everyone)),
+        failure_of(lambda: through_first(group, at(-1, ValueError()), refuse)),
+        failure_of(lambda: together(group, at(1, ValueError("boom")))),
+    ]
+    assert through_first(group, at(-1, ValueError()), everyone) == 3
+    return found
+
+
+def save_often(rank: int, world_size: int, folder) -> dict:
+    group, found = dist.group.WORLD, {}
+    calls = Calls()
+    for name, extra in (("first", False), ("second", False), ("one more", rank == 1), ("again", rank == 1)):
+        save(a_run(10.0 * (len(found) + 1), rank, world_size, extra), folder / name, group=group)
+        found[name] = calls.taken()
+    divided = planning.divide
+    planning.divide = lambda told: 1 / 0
+    found["no plan"] = failure_of(lambda: save(a_run(1.0, rank, world_size, True), folder / "no plan", group=group))
+    planning.divide = divided
+    # Each plan of its own is forgotten by one rank: all make a new one.
+    if rank == 2:
+        planning._known.clear()
+    save(a_run(60.0, rank, world_size), folder / "forgotten", group=group)
+    found["forgotten"] = calls.taken()
+    found["failing"] = failing(rank, group)
+    found["plans kept whole"] = sum(known.plan is not None for known in planning._known.values())
+    return found
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("planning")
+
+
+@pytest.fixture(scope="module")
+def found(folder):
+    return run_distributed(save_often, 3, folder, group_timeout=60)
+
+
+def test_a_second_save_tells_nothing_of_the_tensors_and_plans_nothing(found):
+    for rank, of_rank in enumerate(found):
+        kinds = {name: [kind for kind, _ in of_rank[name]["sent"]] for name in ("first", "second", "one more", "again")}
+        # Whether the plan fits, what is held where it does not, the folder that is made, the files that are written.
+        assert kinds["first"] == kinds["one more"] == ["gather", "gather", "all-gather", "gather"]
+        assert kinds["second"] == kinds["again"] == ["gather", "all-gather", "gather"]
+        assert max(size for _, size in of_rank["second"]["sent"]) < 500
+        assert max(size for _, size in of_rank["first"]["sent"]) > 1000
+        plans = [of_rank[name]["plans"] for name in ("first", "second", "one more", "again")]
+        assert plans == ([1, 0, 1, 0] if rank == 0 else [0, 0, 0, 0])
+
+
+def test_a_rank_gets_its_own_part_and_no_more(found):
+    for rank, of_rank in enumerate(found):
+        assert max(of_rank["first"]["got"]) < 500  # A bit for each of its tensors, not the plan.
+        assert (of_rank["plans kept whole"] > 0) is (rank == 0)
+
+
+def test_what_is_saved_under_a_plan_that_is_kept_is_of_its_own_moment(found, folder):
+    for step, name in ((10.0, "first"), (20.0, "second"), (30.0, "one more"), (40.0, "again"), (60.0, "forgotten")):
+        run = load(folder / name)
+        assert run["global_step"] == step
+        for n in range(TENSORS):
+            assert run["state_dict"][f"model.layers.{n}.weight"].unique().tolist() == [step + n]
+        assert ("extra" in run["state_dict"]) is (name in ("one more", "again"))
+        (optimizer,) = run["optimizer_states"]
+        assert {key: dict(value) for key, value in optimizer["state"].items()} == {
+            f"of_rank_{rank}": {"step": step, "seen": rank} for rank in range(3)
+        }
+        assert optimizer["param_groups"] == [{"lr": step, "params": [f"of_rank_{rank}" for rank in range(3)]}]
+
+
+def test_a_plan_that_one_rank_has_lost_is_made_anew(found):
+    assert [of_rank["forgotten"]["plans"] for of_rank in found] == [1, 0, 0]
+
+
+def test_a_rank_that_fails_while_it_is_planned_ends_all_with_what_it_said(found, folder):
+    assert not (folder / "no plan").exists()
+    for of_rank in found:
+        assert of_rank["no plan"] == "RuntimeError True: rank 0: ZeroDivisionError: division by zero"
+        assert of_rank["failing"] == [
+            "RuntimeError True: rank 1: ValueError: boom",
+            "DloError True: rank 2: bad input",
+            "DloError True: rank 0: no",
+            "RuntimeError True: rank 1: ValueError: boom",
+        ]
+
+
+def test_ranks_that_disagree_on_a_tensor_and_boxes_that_are_not_all_of_it_are_told():
+    whole = held("w", "float32", (4,), Box((0,), (4,)))
+    with pytest.raises(AssertionError, match=r"ranks hold \('model', 'w'\) as float32\(4,\) and as bfloat16\(4,\)"):
+        divide([tell([whole]), tell([whole._replace(dtype="bfloat16")])])
+    for part in (Box((0,), (3,)), None):
+        holding = held("w", "float32", (4,), *([part] if part else []))
+        with pytest.raises(
+            AssertionError, match=r"the boxes that ranks hold of \('model', 'w'\), shape \(4,\), do not"
+        ):
+            divide([tell([holding])])
+    assert prod(divide([tell([])]).sizes) == 0

@@ -1,0 +1,104 @@
+"""Run folders through the command: two runs in one process, one's own checkpoints, and the saved config again."""
+
+import json
+from pathlib import Path
+
+import lightning.pytorch  # noqa: F401  Its log handler keeps the stream it is imported with: not a test's.
+import pytest
+import yaml
+
+from dlo_framework.cli.main import main
+
+MODULE = """
+import torch
+from lightning.pytorch import LightningModule
+from torch.utils.data import DataLoader, TensorDataset
+
+class Net(LightningModule):
+    best_metric = ("val", "max")
+    def __init__(self, dropout: float | None = 0.1, width: int | None = None):
+        super().__init__()
+        self.save_hyperparameters()
+        self.net = torch.nn.Linear(1, 1)
+    def training_step(self, batch, batch_idx):
+        return self.net(batch[0]).square().mean()
+    def validation_step(self, batch, batch_idx):
+        self.log("val", float(self.current_epoch))
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.01)
+    def train_dataloader(self):
+        return DataLoader(TensorDataset(torch.ones(8, 1)), batch_size=2)
+    val_dataloader = train_dataloader
+"""
+CONFIG = """
+plugins: [./own_net.py]
+model: {class_path: Net}
+trainer: {max_epochs: 1, accelerator: cpu, enable_progress_bar: false, enable_model_summary: false}
+"""
+
+
+@pytest.fixture
+def fit(tmp_path, monkeypatch):
+    """Returns a function that runs ``dlo fit`` in this process and returns the run's files by name."""
+    monkeypatch.chdir(tmp_path)
+    Path("own_net.py").write_text(MODULE)
+    Path("x.yaml").write_text(CONFIG)
+
+    def run(*words: str, config: str = "x.yaml", name: str = "x", version: int = 0) -> set[str]:
+        assert main(["fit", "--config", config, *words]) == 0
+        return {path.name for path in Path("runs", name, f"version_{version}").iterdir()}
+
+    return run
+
+
+def saved(version: int, name: str = "x", file: str = "config.yaml") -> dict:
+    return yaml.safe_load(Path("runs", name, f"version_{version}", file).read_text())
+
+
+def summary(version: int) -> dict:
+    return json.loads(Path("runs", "x", f"version_{version}", "summary.json").read_text())
+
+
+def test_two_runs_in_one_process_are_two(fit):
+    for version in range(2):
+        files = fit("--trainer.max_epochs", str(version + 1), version=version)
+        assert not [name for name in files if "resumed" in name]
+        assert summary(version)["steps"] == 4 * (version + 1)
+    assert "summary.json" in fit("--run.name", "other", name="other")
+    fit("--ckpt_path", "last", "--trainer.max_epochs", "4", version=1)
+    assert summary(1)["steps"] == 16
+    fit("--ckpt_path", "auto", version=2)
+    assert summary(2)["steps"] == 4, "the newest has finished: another begins"
+
+
+def test_ones_own_checkpoints_are_gone_on_with(fit):
+    own = {"class_path": "ModelCheckpoint", "init_args": {"every_n_train_steps": 2, "save_last": True}}
+    trainer = {"logger": {"class_path": "CSVLogger", "init_args": {"save_dir": "curves"}}, "callbacks": [own]}
+    config = yaml.safe_load(CONFIG)
+    Path("x.yaml").write_text(yaml.safe_dump({**config, "trainer": {**config["trainer"], **trainer}}))
+    fit()
+    fit("--ckpt_path", "last", "--trainer.max_epochs", "2")
+    assert (summary(0)["steps"], summary(0)["resumptions"]) == (8, 1)
+
+
+def test_the_saved_config_is_the_run_again(fit):
+    """Also what was set to null against a default that is not."""
+    words = ["--model.init_args.dropout", "null", "--trainer.check_val_every_n_epoch", "null"]
+    fit(*words, "--trainer.val_check_interval", "4")
+    first = saved(0)
+    assert first["model"]["init_args"] == {"dropout": None, "width": None}
+    assert first["trainer"]["check_val_every_n_epoch"] is None
+    fit(config="runs/x/version_0/config.yaml", version=1)
+    assert saved(1) == first
+    hyperparameters = saved(1, file="hparams.yaml")
+    assert hyperparameters["trainer.val_check_interval"] == 4
+    assert hyperparameters["dropout"] is None, "the model's own"
+    assert [name for name, value in hyperparameters.items() if value is None] == ["dropout", "width"]
+
+
+def test_a_resumption_that_changes_nothing_leaves_no_config(fit):
+    fit()
+    assert "ckpt_path" not in saved(0)
+    assert "config.resumed-1.yaml" not in fit("--ckpt_path", "runs/x/version_0/checkpoints/last.ckpt")
+    assert "config.resumed-1.yaml" in fit("--ckpt_path", "last", "--trainer.max_epochs", "2")
+    assert saved(0, file="config.resumed-1.yaml")["trainer"]["max_epochs"] == 2
