@@ -22,6 +22,8 @@ from dlo_framework.errors import DloError
 
 _CURRENT = "current_model_state"
 _STATE = "averaging_state"
+#: What the average holds beyond the digits of weights in half precision, in parts that such weights can hold.
+_REST = "averaging_rest"
 
 
 class WeightEMA(Callback):
@@ -29,7 +31,8 @@ class WeightEMA(Callback):
 
     Validation runs on the average; training goes on with the trained weights. When training ends, the module
     holds the average. Works under any strategy that keeps parameters as tensors of the module: each rank
-    averages what it holds.
+    averages what it holds. Of weights in half precision (``bf16-true``) the average is kept in single precision: what
+    a step adds to it would be rounded away.
 
     Args:
         decay: Weight of the old average in each step, in [0, 1). The average spans about `1 / (1 - decay)`
@@ -49,16 +52,24 @@ class WeightEMA(Callback):
         self._updates = 0
         self._last_step = 0
         self._swapped = False
+        self._aside: dict[int, Tensor] = {}  # trained weights that the average has no room for, while it is swapped in
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Forgets an earlier run's average: its module holds it."""
-        self._average, self._updates, self._swapped = None, 0, False
+        self._average, self._updates, self._swapped, self._aside = None, 0, False, {}
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """Takes the average out of the module, which has just loaded it, and loads the trained weights."""
         if _CURRENT not in checkpoint or trainer.state.fn != TrainerFn.FITTING:
             return
-        self._average = [tensor.detach().clone() for tensor in _tensors(trainer, pl_module)]
+        held = _tensors(trainer, pl_module)
+        self._average = [_wide(tensor) for tensor in held]
+        for rest in checkpoint.get(_REST, {}).values():
+            for theirs in held:
+                theirs.detach().zero_()
+            trainer.strategy.load_model_state_dict({**checkpoint, "state_dict": rest}, strict=False)
+            for ours, theirs in zip(self._average, held, strict=True):
+                ours += theirs.detach()
         self._updates = int(checkpoint[_STATE]["n_averaged"])
         trained = {**checkpoint, "state_dict": checkpoint[_CURRENT]}
         trainer.strategy.load_model_state_dict(trained, strict=pl_module.strict_loading)
@@ -69,7 +80,7 @@ class WeightEMA(Callback):
         self._last_step = trainer.global_step
         loaded = self._average
         if loaded is None:
-            self._average = [tensor.detach().clone() for tensor in tensors]
+            self._average = [_wide(tensor) for tensor in tensors]
         else:
             self._average = [old.to(new.device) for old, new in zip(loaded, tensors, strict=True)]
 
@@ -86,13 +97,15 @@ class WeightEMA(Callback):
 
     def _step(self, tensors: list[Tensor], average: list[Tensor]) -> None:
         pairs = list(zip(average, tensors, strict=True))
-        floating = [(a, t) for a, t in pairs if t.is_floating_point() and self._updates > 0]
-        if floating:
-            self._update([a for a, _ in floating], [t for _, t in floating], self._updates)
+        together = [(a, t) for a, t in pairs if t.is_floating_point() and a.dtype == t.dtype and self._updates > 0]
+        if together:
+            self._update([a for a, _ in together], [t for _, t in together], self._updates)
         for old, new in pairs:
             # Before the first update the average is only the start; counters are never averaged.
-            if self._updates == 0 or not new.is_floating_point():
+            if self._updates == 0 or not (new.is_floating_point() or new.is_complex()):
                 old.copy_(new)
+            elif old.dtype != new.dtype or new.is_complex():
+                self._update([old], [new.to(old.dtype)], self._updates)
 
     def on_validation_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Puts the average in the module."""
@@ -117,6 +130,9 @@ class WeightEMA(Callback):
             return
         checkpoint[_CURRENT], checkpoint["state_dict"] = self._both_states(trainer, pl_module, checkpoint)
         checkpoint[_STATE] = {"n_averaged": self._updates}
+        rest = self._rest(trainer, pl_module)
+        if rest:
+            checkpoint[_REST] = rest
 
     def average_only(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """Puts the average in a weights-only checkpoint, for which Lightning calls no callback."""
@@ -137,20 +153,62 @@ class WeightEMA(Callback):
         return (other, held) if swapped else (held, other)
 
     @torch.no_grad()
+    def _rest(self, trainer: Trainer, pl_module: LightningModule) -> dict[str, dict[str, Tensor]]:
+        """Returns what the average holds beyond the weights' own digits: two more parts make up single precision's."""
+        assert self._average is not None
+        held = _tensors(trainer, pl_module)
+        wide = [(ours, theirs) for ours, theirs in zip(self._average, held, strict=True) if ours.dtype != theirs.dtype]
+        kept = [theirs.clone() for _, theirs in wide]
+        left = [ours - ours.to(theirs.dtype) for ours, theirs in wide]
+        parts: dict[str, dict[str, Tensor]] = {}
+        for number in ("1", "2") if wide else ():
+            for part, (_, theirs) in zip(left, wide, strict=True):
+                theirs.copy_(part)
+                part -= theirs
+            _written(trainer)
+            state = trainer.strategy.lightning_module_state_dict()
+            parts[number] = {name: value.detach().clone() for name, value in state.items() if _is_half(value)}
+        for own, (_, theirs) in zip(kept, wide, strict=True):
+            theirs.copy_(own)
+        if wide:
+            _written(trainer)
+        return parts
+
+    @torch.no_grad()
     def _swap_to(self, trainer: Trainer, pl_module: LightningModule, *, average: bool) -> None:
         if self._average is None or self._swapped == average:
             return
-        for ours, theirs in zip(self._average, _tensors(trainer, pl_module), strict=True):
+        for number, (ours, theirs) in enumerate(zip(self._average, _tensors(trainer, pl_module), strict=True)):
+            if not average and number in self._aside:
+                theirs.copy_(self._aside.pop(number))
+                continue
             held = theirs.detach().clone()
             theirs.copy_(ours)
-            ours.copy_(held)
+            if ours.dtype == theirs.dtype:
+                ours.copy_(held)
+            else:
+                self._aside[number] = held
         self._swapped = average
-        refresh = getattr(trainer.strategy, "refresh", None)
-        if refresh is not None:
-            refresh()
+        _written(trainer)
 
 
 def _tensors(trainer: Trainer, module: LightningModule) -> list[Tensor]:
     """Returns what this rank holds of the weights and buffers: a strategy that divides them says what that is."""
     held = getattr(trainer.strategy, "held_tensors", None)
     return held() if held is not None else [*module.parameters(), *module.buffers()]
+
+
+def _written(trainer: Trainer) -> None:
+    """Tells a strategy that what it holds has been written to."""
+    refresh = getattr(trainer.strategy, "refresh", None)
+    if refresh is not None:
+        refresh()
+
+
+def _is_half(value: Any) -> bool:
+    return getattr(value, "dtype", None) in (torch.bfloat16, torch.float16)
+
+
+def _wide(tensor: Tensor) -> Tensor:
+    """Returns a copy, of a tensor in half precision one in single precision."""
+    return tensor.detach().to(torch.float32 if _is_half(tensor) else tensor.dtype, copy=True)

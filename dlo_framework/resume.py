@@ -13,6 +13,8 @@ from typing import Any
 import numpy as np
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
+from torch.utils._pytree import tree_leaves
+from torch.utils.data import DataLoader
 
 KEY = "dlo"
 
@@ -47,6 +49,7 @@ class ExactResume(Callback):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Restores the random state and the gradients: after this, the next batch is the first to use them."""
+        _keep_to_themselves(trainer)
         loaded, self._loaded = self._loaded, None
         if loaded is None:
             return
@@ -75,6 +78,18 @@ class ExactResume(Callback):
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Forgets the state of a validation that did not end."""
         self._before_validation = None
+
+
+def _keep_to_themselves(trainer: Trainer) -> None:
+    """Gives torch's validation loaders a generator: with none, each pass draws its seed from training's numbers.
+
+    It does so before any hook could set these aside.
+    """
+    for number, loader in enumerate(tree_leaves(trainer.val_dataloaders)):
+        drawing: list[Any] = [loader, loader.sampler] if isinstance(loader, DataLoader) else []
+        for draws in drawing:
+            if getattr(draws, "generator", number) is None:
+                draws.generator = torch.Generator().manual_seed(number)
 
 
 def random_state() -> dict[str, Any]:

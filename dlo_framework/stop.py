@@ -74,6 +74,12 @@ class GracefulStop(Checkpoint):
         """One instance a run."""
         return type(self).__qualname__
 
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Forgets what an earlier fit was asked."""
+        if stage == "fit":
+            pid, self._asked = self._asked.pid, _Request()
+            self._asked.pid = pid
+
     def on_sanity_check_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Takes the signals over, after Lightning has: its own SIGTERM handler can deadlock several ranks."""
         self._take_signals()
@@ -147,8 +153,19 @@ class GracefulStop(Checkpoint):
         trainer.save_checkpoint(path, weights_only=False)
         raise RunStopped(signum, path, trainer.global_step)
 
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """Gives the signals back: Lightning calls no teardown, and the process may go on, as a notebook's does.
+
+        Not on an end on request, nor of several ranks: these end, and may get the signal once more meanwhile.
+        """
+        if trainer.world_size == 1 and not isinstance(exception, OrderlyEnd):
+            self._give_back()
+
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Gives the signals back."""
+        self._give_back()
+
+    def _give_back(self) -> None:
         self._pending = None
         if threading.current_thread() is threading.main_thread():
             for signum, handler in self._previous.items():

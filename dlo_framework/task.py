@@ -57,6 +57,8 @@ class Task(LightningModule, ABC):
     """
 
     model: nn.Module
+    #: Whether :meth:`predict_step` runs the model by itself, as often as it takes, rather than once on :meth:`inputs`.
+    generates = False
     #: What stands in for the model's outputs: see :meth:`given_outputs`.
     _given: tuple[Any] | None = None
 
@@ -157,6 +159,14 @@ class Task(LightningModule, ABC):
         It is what is compiled where the model is compiled whole.
         """
         return self.model
+
+    @property
+    def looks_inside(self) -> bool:
+        """Whether :meth:`loss` needs what lies inside the model's blocks, of all of them and of whole sequences.
+
+        Strategies that share either among ranks refuse it.
+        """
+        return False
 
     def flops_per_sample(self) -> int | None:
         """Returns the FLOPs of training on one sample, forward and backward; None lets the monitor count them.

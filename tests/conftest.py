@@ -52,7 +52,11 @@ class Command:
 
     def __call__(self, *words: str, code: int = 0) -> subprocess.CompletedProcess:
         process = self.start(*words)
-        out, err = process.communicate(timeout=280)
+        try:
+            out, err = process.communicate(timeout=280)
+        except subprocess.TimeoutExpired:
+            process.kill()  # Its ranks and loading processes end with it.
+            raise
         assert process.returncode == code, f"exit code {process.returncode}\n{out[-3000:]}\n{err[-6000:]}"
         return subprocess.CompletedProcess(words, process.returncode, out, err)
 

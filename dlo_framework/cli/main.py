@@ -73,9 +73,9 @@ def main(argv: list[str] | None = None) -> int:
             return _interrupted()
         raise
     except BrokenPipeError:
-        # The reader of our output, `dlo plugins | head` say, has gone: that is not an error of ours.
+        # The reader of our output has gone. For `dlo plugins | head` that is no error; it has cut a training short.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
+        return 128 + signal.SIGPIPE if words and words[0] in RUN_COMMANDS else 0
 
 
 def _dispatch(words: list[str]) -> int:

@@ -66,6 +66,11 @@ def _run(found: Scan, registry: Registry, sweep: bool) -> int:
         if "Error(s) in loading state_dict" not in str(error):
             raise
         raise DloError(other_model(str(error))) from error
+    except ValueError as error:
+        if isinstance(error, DloError) or "`val_check_interval`" not in str(error):
+            raise
+        # Lightning knows it only when the loaders are there.
+        raise DloError(f"trainer: {str(error).strip()}") from error
     except RunStopped as stopped:
         if runs.is_first_process():
             print(stopped, file=sys.stderr)

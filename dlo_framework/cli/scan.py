@@ -81,13 +81,15 @@ def read_config(path: str) -> dict[str, Any]:
     """Reads one YAML config.
 
     Raises:
-        DloError: if it is not YAML (line and column are named), or not a mapping.
+        DloError: if it cannot be read, is not YAML (line and column are named), or not a mapping.
     """
     try:
         with open(path, encoding="utf-8") as file:
             content = yaml.safe_load(file)
     except UnicodeDecodeError as error:
         raise DloError(f"{path}: not a text file, so not a config") from error
+    except OSError as error:
+        raise DloError(f"cannot read the config {path}: {error.strerror}") from error
     except yaml.YAMLError as error:
         raise DloError(f"{path}: not valid YAML: {' '.join(str(error).split())}") from error
     if content is None:

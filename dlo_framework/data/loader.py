@@ -248,11 +248,16 @@ class _Fetcher(Dataset):
 
 
 def _void_like(target: Any) -> Any:
+    """Returns a target of the same kind that counts for nothing; what holds no numbers stays as it is."""
     if isinstance(target, torch.Tensor):
         return torch.full_like(target, VOID)
     if isinstance(target, np.ndarray):
         return np.full_like(target, VOID)
-    return type(target)(VOID)
+    if isinstance(target, dict):
+        return {key: _void_like(value) for key, value in target.items()}
+    if type(target) in (list, tuple):
+        return type(target)(map(_void_like, target))
+    return type(target)(VOID) if isinstance(target, int | float) else target
 
 
 def seed_all(seed: int) -> None:

@@ -12,6 +12,7 @@ from lightning.pytorch import LightningDataModule, Trainer
 from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from torch.utils._pytree import tree_leaves
 from torch.utils.data import default_collate
 
 from dlo_framework.data.loader import ResumableLoader
@@ -111,7 +112,9 @@ class ResumableDataModule(LightningDataModule):
         self.window_at: Callable[[Position], Window] | None = None
         self.image_size_at: Callable[[Position], int] | None = None
         self._loaders: dict[str, ResumableLoader] = {}
-        self._resume: dict[str, int] | None = None
+        # Those of training, as they were made; the trainer keeps those that it uses.
+        self._made: list[weakref.ref[ResumableLoader]] = []
+        self._resume: list[dict[str, int]] = []
 
     def train_loader(
         self,
@@ -122,6 +125,8 @@ class ResumableDataModule(LightningDataModule):
         make_sampler: Callable[..., ResumableBatchSampler] | None = None,
     ) -> ResumableLoader:
         """Returns a shuffled loader of full batches, at the place where a resumed run goes on.
+
+        A datamodule may make several, always in the same order, and return them in a list or a mapping.
 
         Lightning also restores loaders, but only those created after it has read the checkpoint, which is too
         late when ``configure_optimizers`` asks for ``trainer.estimated_stepping_batches``
@@ -155,10 +160,9 @@ class ResumableDataModule(LightningDataModule):
             collate_fn=collate_fn,
             **self._worker_options(),
         )
-        if self._resume is not None:
-            self._restore(loader, self._resume)
-            self._resume = None
-        self._loaders["train"] = loader
+        if self._resume:
+            self._restore(loader, self._resume.pop(0))
+        self._made = [made for made in self._made if made() is not None] + [weakref.ref(loader)]
         return loader
 
     def eval_loader(
@@ -199,25 +203,36 @@ class ResumableDataModule(LightningDataModule):
         return loader
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the place in the training data: epoch, samples over all ranks, global batch size, seed."""
-        loader = self._loaders.get("train")
-        if loader is None:
-            return {}
-        return {**loader.state_dict(), "batch_size": loader.global_batch_size, "seed": self.seed}
+        """Returns the place in the training data: epoch, samples over all ranks, global batch size, seed.
+
+        Where there are several training loaders, those of each: ``{"loaders": [...]}``.
+        """
+        places = [
+            {**loader.state_dict(), "batch_size": loader.global_batch_size, "seed": self.seed}
+            for loader in self._training_loaders()
+        ]
+        return {"loaders": places} if len(places) > 1 else dict(*places)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Takes the place up again when fitting; validation and test have no use for it."""
         if not state_dict or (self.trainer is not None and self.trainer.state.fn != TrainerFn.FITTING):
             return
-        loader = self._loaders.get("train")
-        if loader is None:
-            self._resume = dict(state_dict)
-        else:
-            self._restore(loader, state_dict)
+        places = [dict(place) for place in state_dict.get("loaders", [state_dict])]
+        loaders = self._training_loaders()
+        if not loaders:
+            self._resume = places
+        for loader, place in zip(loaders, places, strict=False):
+            self._restore(loader, place)
+
+    def _training_loaders(self) -> list[ResumableLoader]:
+        """Returns the training loaders in use, in the order in which they were made."""
+        made = [loader for loader in (reference() for reference in self._made) if loader is not None]
+        in_use = {id(leaf) for leaf in tree_leaves(self.trainer.train_dataloader)} if self.trainer is not None else ()
+        return [loader for loader in made if id(loader) in in_use] or made[-1:]
 
     def teardown(self, stage: str) -> None:
         """Ends the workers."""
-        for loader in self._loaders.values():
+        for loader in [*self._loaders.values(), *filter(None, (reference() for reference in self._made))]:
             loader.close()
 
     def _restore(self, loader: ResumableLoader, state: dict[str, int]) -> None:

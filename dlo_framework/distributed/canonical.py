@@ -6,15 +6,19 @@ that it means the same whatever a strategy's optimizer holds in place of the par
 
 from __future__ import annotations
 
+import functools
+from collections import OrderedDict
 from collections.abc import Mapping
 from pathlib import Path
+from types import MethodType
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from lightning.pytorch import Trainer
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.strategies import Strategy
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
@@ -22,6 +26,9 @@ from dlo_framework.checkpoint import AsyncSaver, CutShard, FlatShard, Shard, loa
 from dlo_framework.checkpoint.saved import SavedTensors, Source
 from dlo_framework.distributed.held import memory_of, optimizer_bytes
 from dlo_framework.errors import DloError
+
+#: How torch ends the names under which modules save what is no tensor.
+EXTRA_STATE = "_extra_state"
 
 
 class CanonicalStrategy(Strategy):
@@ -89,16 +96,29 @@ class CanonicalStrategy(Strategy):
             "optimizer": optimizer_bytes(self.optimizers),
         }
 
+    def setup_optimizers(self, trainer: Trainer) -> None:
+        """Builds the optimizers; those that wrap another without being built by torch's base get its step hooks too."""
+        super().setup_optimizers(trainer)
+        for optimizer in self.optimizers:
+            complete(optimizer)
+
     def refresh(self) -> None:
         """Called when :meth:`held_tensors` have been written to from outside."""
 
     def accumulated_gradients(self) -> dict[str, Shard]:
-        """Returns the gradients of an unfinished accumulation by parameter name, their mean over the ranks."""
+        """Returns the gradients of an unfinished accumulation by parameter name, their mean over the ranks.
+
+        Ranks may have used different parameters: those that any has used are there, on all.
+        """
         assert self.lightning_module is not None
+        named = [(clean(name), p) for name, p in self.lightning_module.named_parameters() if p.requires_grad]
+        used = torch.tensor([p.grad is not None for _, p in named], dtype=torch.int32, device=self.root_device)
+        if self._world() > 1:
+            used = self.reduce(used, reduce_op="max")
         return {
-            clean(name): self.reduce(parameter.grad.clone(), reduce_op="mean")
-            for name, parameter in self.lightning_module.named_parameters()
-            if parameter.grad is not None
+            name: self.reduce(torch.zeros_like(p) if p.grad is None else p.grad.clone(), reduce_op="mean")
+            for (name, p), somewhere in zip(named, used.tolist(), strict=True)
+            if somewhere
         }
 
     def restore_gradients(self, saved: Mapping[str, Any]) -> None:
@@ -125,23 +145,26 @@ class CanonicalStrategy(Strategy):
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """Returns an optimizer's state by parameter name: ``{"state": {name: {key: value}}, "param_groups": [...]}``.
 
-        The parameter groups name all their parameters, those of which this rank holds nothing too.
+        It is what the optimizer's own ``state_dict`` gives, which is where one that wraps another (Lookahead) has it.
+        The parameter groups name all their parameters, those of which this rank holds nothing too. What the optimizer
+        keeps under keys that are no parameters stands under ``beside``.
         """
         if isinstance(optimizer, LightningOptimizer):
             optimizer = optimizer.optimizer
-        tensors = self.optimizer_tensors(optimizer)
+        packed, numbers = optimizer.state_dict(), _numbers(optimizer)
         state = {
             name: {
                 key: self.canonical(name, tensor, value) if isinstance(value, Tensor) else value
-                for key, value in optimizer.state[tensor].items()
+                for key, value in packed["state"][numbers[id(tensor)]].items()
             }
-            for name, tensor in tensors.items()
-            if tensor in optimizer.state
+            for name, tensor in self.optimizer_tensors(optimizer).items()
+            if numbers[id(tensor)] in packed["state"]
         }
-        groups = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
+        groups = [{key: value for key, value in group.items() if key != "params"} for group in packed["param_groups"]]
         for group, names in zip(groups, self.group_names(optimizer), strict=True):
             group["params"] = names
-        return {"state": state, "param_groups": groups}
+        beside = {key: value for key, value in packed["state"].items() if not isinstance(key, int)}
+        return {"state": state, "param_groups": groups} | ({"beside": beside} if beside else {})
 
     def group_names(self, optimizer: Optimizer) -> list[list[str]]:
         """Returns the names of each parameter group's parameters, on all ranks alike."""
@@ -198,7 +221,7 @@ class CanonicalStrategy(Strategy):
         if self._world() == 1:
             return None
         if self._planning_group is None:
-            group: Any = dist.new_group(backend="gloo")
+            group: Any = dist.new_group(backend="gloo", timeout=getattr(self, "_timeout", None))
             self._planning_group = group
         return self._planning_group
 
@@ -215,6 +238,8 @@ class CanonicalStrategy(Strategy):
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Fills what this rank holds of the module's state."""
         saved, held = readable(checkpoint["state_dict"]), self.lightning_module_state_dict()
+        extra = {name: module for name, module in self._with_extra_state().items() if name in saved}
+        held = {name: value for name, value in held.items() if name not in extra}
         names = self.state_names()
         missing, unexpected = names - saved.keys(), saved.keys() - names
         resized = {
@@ -231,7 +256,18 @@ class CanonicalStrategy(Strategy):
             for name in held.keys() & saved.keys():
                 if isinstance(held[name], Shard):
                     saved.read_into(name, held[name])
+        for name, module in extra.items():
+            module.set_extra_state(_own(saved[name]))
         self.refresh()
+
+    def _with_extra_state(self) -> dict[str, nn.Module]:
+        """Returns the modules that save more than tensors (``get_extra_state``), by the name that it is saved under."""
+        assert self.lightning_module is not None
+        return {
+            clean(f"{name}.{EXTRA_STATE}" if name else EXTRA_STATE): module
+            for name, module in self.lightning_module.named_modules()
+            if type(module).set_extra_state is not nn.Module.set_extra_state
+        }
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Fills the optimizers' state, and sets the hyperparameters of their groups."""
@@ -242,9 +278,8 @@ class CanonicalStrategy(Strategy):
         names = self.group_names(optimizer)
         saved = _by_name(saved, names)
         sources = {name: group for group in saved["param_groups"] for name in group["params"]}
-        held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        numbers = {id(parameter): number for number, parameter in enumerate(held)}
-        loaded = {
+        numbers = _numbers(optimizer)
+        loaded: dict[Any, Any] = {
             numbers[id(tensor)]: self._read_state(name, tensor, saved["state"][name])
             for name, tensor in self.optimizer_tensors(optimizer).items()
             if name in saved["state"]
@@ -259,7 +294,7 @@ class CanonicalStrategy(Strategy):
                 )
             settings = {key: value for key, value in source.items() if key != "params"}
             groups.append({**settings, "params": [numbers[id(parameter)] for parameter in group["params"]]})
-        optimizer.load_state_dict({"state": loaded, "param_groups": groups})
+        optimizer.load_state_dict({"state": loaded | dict(saved.get("beside", {})), "param_groups": groups})
 
     def _read_state(self, name: str, tensor: Tensor, saved: Mapping[str, Any]) -> dict[str, Any]:
         """Returns one parameter's state on this rank."""
@@ -274,6 +309,33 @@ class CanonicalStrategy(Strategy):
         return state
 
 
+def _numbers(optimizer: Optimizer) -> dict[int, int]:
+    """Returns the number that an optimizer's ``state_dict`` gives each tensor that it steps, by the tensor's id."""
+    held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    return {id(parameter): number for number, parameter in enumerate(held)}
+
+
+def complete(optimizer: Optimizer) -> None:
+    """Lets an optimizer whose constructor left out torch's (timm's Lookahead does) call the hooks of its step.
+
+    torch (2.15) has a constructor wrap its class's ``step`` for them; without it they can be registered, and are never
+    called. Here the instance's is wrapped, with what a scheduler has made of it.
+    """
+    if getattr(optimizer.step, "hooked", False):
+        return
+    for hooks in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
+        vars(optimizer).setdefault(hooks, OrderedDict())
+    inner = optimizer.step
+
+    @functools.wraps(inner)
+    def step(_: Optimizer, *args: Any, **kwargs: Any) -> Any:
+        return inner(*args, **kwargs)
+
+    hooked: Any = Optimizer.profile_hook_step(step)
+    hooked.hooked = True
+    vars(optimizer)["step"] = MethodType(hooked, optimizer)
+
+
 def clean(name: str) -> str:
     """Returns a tensor's name without the wrapper of ``torch.compile(module)``."""
     return name.replace("_orig_mod.", "")
@@ -282,6 +344,15 @@ def clean(name: str) -> str:
 def readable(mapping: Mapping[str, Any]) -> SavedTensors:
     """Returns a mapping that can be read into shards; one of a single-file checkpoint holds its tensors itself."""
     return mapping if isinstance(mapping, SavedTensors) else SavedTensors(Source(Path(), {}), {}, mapping)
+
+
+def _own(value: Any) -> Any:
+    """Returns what a checkpoint holds as plain values, and tensors with memory of their own."""
+    if isinstance(value, Tensor):
+        return value.clone()
+    if isinstance(value, Mapping):
+        return {key: _own(value[key]) for key in value}
+    return [_own(item) for item in value] if type(value) is list else value
 
 
 def _memory(room: Shard) -> Tensor:
@@ -308,8 +379,9 @@ def _by_name(saved: Mapping[str, Any], names: list[list[str]]) -> Mapping[str, A
         for number, name in zip(group["params"], group_names, strict=True)
     }
     return {
-        "state": {name_of[number]: state for number, state in saved["state"].items()},
+        "state": {name_of[key]: state for key, state in saved["state"].items() if key in name_of},
         "param_groups": [{**g, "params": [name_of[number] for number in g["params"]]} for g in groups],
+        "beside": {key: state for key, state in saved["state"].items() if key not in name_of},
     }
 
 

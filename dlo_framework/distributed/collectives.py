@@ -89,7 +89,7 @@ class Communicator:
             return Pending([], lambda: own)
         if not self._pairwise:
             result = torch.empty_like(own)
-            work = dist.reduce_scatter_tensor(result, buffer, group=self.group, async_op=True)
+            work = dist.reduce_scatter_tensor(_real(result), _real(buffer), group=self.group, async_op=True)
             assert work is not None
             return Pending([work], lambda: result)
         memory = self._take((self.size - 1) * own.numel(), buffer)
@@ -173,8 +173,8 @@ class Communicator:
         return tensor
 
     def broadcast(self, tensor: Tensor) -> None:
-        """Copies the group's first rank's tensor to the others."""
-        dist.broadcast(tensor, group=self.group, group_src=0)
+        """Copies the group's first rank's tensor to the others, however theirs lie in memory."""
+        broadcast_values(tensor, self.group)
 
     def release(self) -> None:
         """Gives back the memory that is kept from one reduce-scatter to the next."""
@@ -208,6 +208,42 @@ class Communicator:
         work = dist.irecv(tensor, group=self.group, group_src=(self.rank - step) % self.size)
         assert work is not None
         return work
+
+
+def _real(tensor: Tensor) -> Tensor:
+    """Returns a tensor as real numbers: torch's reduce-scatter (2.11 to 2.15), unlike its others, knows no complex."""
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
+
+
+@torch.no_grad()
+def broadcast_values(tensor: Tensor, group: dist.ProcessGroup | None = None) -> None:
+    """Copies the values of a group's first rank into the others' tensors, however each lies in memory.
+
+    torch's own (2.11 to 2.15, on gloo) takes any tensor for a run of memory from its first element on: a slice gets
+    values of others' and writes over its neighbours, an expanded one writes behind its memory.
+
+    Args:
+        tensor: of the same shape and dtype on all ranks. Where its elements share memory, as ``expand`` has them, one
+            of them is written for all.
+        group: the ranks; None is all of them.
+    """
+    if tensor.is_contiguous():
+        dist.broadcast(tensor, group=group, group_src=0)
+        return
+    values = tensor.detach().contiguous()
+    dist.broadcast(values, group=group, group_src=0)
+    written = tensor.detach()
+    for dim, (size, stride) in enumerate(zip(tensor.shape, tensor.stride(), strict=True)):
+        if stride == 0 and size > 1:
+            written, values = written.narrow(dim, 0, 1), values.narrow(dim, 0, 1)
+    written.copy_(values)
+
+
+def backend_of(group: dist.ProcessGroup | None, device: torch.device) -> str:
+    """Returns what carries a device's tensors in a group, such as ``nccl``, also where it has several backends."""
+    name = str(dist.get_backend(group))
+    named = dict(part.split(":") for part in name.split(",")) if ":" in name else {}
+    return named.get(device.type, name)
 
 
 def exchange_limit(group: dist.ProcessGroup | None) -> timedelta:

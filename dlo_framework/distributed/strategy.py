@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from dlo_framework.distributed.canonical import CanonicalStrategy
+from dlo_framework.distributed.collectives import broadcast_values
 from dlo_framework.distributed.launcher import WatchedRanks
 from dlo_framework.distributed.norms import total_norm
 from dlo_framework.distributed.precision import sharded
@@ -125,6 +126,11 @@ class ShardedStrategy(CanonicalStrategy, WatchedRanks):
         with device or contextlib.nullcontext(), self.precision_plugin.tensor_init_context():
             yield
 
+    @contextlib.contextmanager
+    def whole_sequences(self) -> Iterator[None]:
+        """Inside the block the model takes whole sequences, for text to be written; also where ranks share them."""
+        yield
+
     @abstractmethod
     def shard(self, trainer: Trainer) -> None:
         """Divides the module's state and, while fitting, its optimizers' among the ranks."""
@@ -169,7 +175,7 @@ class ShardedStrategy(CanonicalStrategy, WatchedRanks):
         """
         for buffer in self._module().buffers():
             if not isinstance(buffer, DTensor):
-                dist.broadcast(buffer, 0)
+                broadcast_values(buffer)
 
     def on_validation_start(self) -> None:
         """Evaluates with the first rank's buffers."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 from collections.abc import Callable, Mapping
@@ -86,6 +87,7 @@ class FlopCounter:
             return
         self._shape, self.running = shape, True
         self._mode = FlopCounterMode(display=False)
+        self._mode.mod_tracker = _WholeModel()  # type: ignore[assignment]
         self._mode.__enter__()
 
     def stop(self, samples: int = 0) -> None:
@@ -109,6 +111,16 @@ class FlopCounter:
             return 0.0
         last = next(reversed(self.counts))
         return self.counts[last] * _elements(shape) / _elements(last)
+
+
+class _WholeModel(contextlib.nullcontext[None]):
+    """Has torch's counter (2.15) put all FLOPs down to the model, not each module's to it.
+
+    For that it would hook into the gradients of modules' inputs, which breaks derivatives by them in a training step:
+    ``torch.autograd.grad(self.net(x).sum(), x)``.
+    """
+
+    parents = frozenset({"Global"})
 
 
 def _elements(shape: SampleShape) -> int:

@@ -135,7 +135,7 @@ class RunMonitor(Callback):
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Any) -> None:
         """Measures the gradients' norm on the steps that are logged."""
-        if self.gradient_norm and (self._tick + 1) % self._every == 0:
+        if self.gradient_norm and self._completes_window(trainer.global_step + 1):
             self._norm = gradient_norm(trainer.strategy, optimizer)
 
     def on_train_batch_end(
@@ -152,11 +152,15 @@ class RunMonitor(Callback):
         self._window_shapes[self._shape] = self._window_shapes.get(self._shape, 0) + self._samples
         self._samples = 0  # A loader may give None for a batch: that one ends and never starts.
         step = trainer.global_step
-        if step != self._tick:
-            self._window_steps += step - self._tick
-            self._tick = step
-            if step % self._every == 0:
-                self.record(trainer)
+        complete = self._completes_window(step)
+        self._window_steps += step - self._tick
+        self._tick = step
+        if complete:
+            self.record(trainer)
+
+    def _completes_window(self, step: int) -> bool:
+        """Whether the steps up to this one fill a window; of several optimizers each counts its own in a batch."""
+        return step // self._every > self._tick // self._every
 
     def record(self, trainer: Trainer) -> None:
         """Logs the window since the last record, and opens the next."""
@@ -232,10 +236,11 @@ def batch_loss(trainer: Trainer, outputs: Any, accumulated: int | None = None) -
     loss = outputs["loss"] if isinstance(outputs, dict) and "loss" in outputs else outputs
     if not isinstance(loss, torch.Tensor):
         return None
+    loss = loss.detach().mean() if loss.ndim else loss.detach()  # By hand, a step may return each sample's.
     automatic = trainer.lightning_module.automatic_optimization
     if accumulated is None:
         accumulated = trainer.accumulate_grad_batches
-    return loss.detach() * (accumulated if automatic else 1)
+    return loss * (accumulated if automatic else 1)
 
 
 def batch_size(batch: Any) -> int:

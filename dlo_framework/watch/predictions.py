@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -9,13 +10,15 @@ import torch
 from lightning.fabric.utilities.apply_func import move_data_to_device
 from lightning.pytorch import Callback, LightningModule, Trainer
 
+from dlo_framework.errors import DloError, agree
+
 
 class SavePredictions(Callback):
     """Writes what ``predict_step`` returned to one file; on by default in ``dlo predict``.
 
-    The file holds one tensor ``[N, ...]`` where every batch gave a tensor, else the list of the batches' outputs;
-    ``torch.load(path, weights_only=True)`` reads it. Several ranks' outputs are put in the order of the data, as
-    dlo's loaders spread it: rank r has the r-th share of each global batch.
+    The file holds one tensor ``[N, ...]`` where every batch gave one ``[n, ...]`` of the same further dims, else the
+    list of the batches' outputs; ``torch.load(path, weights_only=True)`` reads it. Several ranks' outputs are put in
+    the order of the data, as dlo's loaders spread it: rank r has the r-th share of each global batch.
 
     Args:
         path: the file.
@@ -24,6 +27,17 @@ class SavePredictions(Callback):
     def __init__(self, path: Path) -> None:
         self.path = Path(path)
         self._batches: list[Any] = []
+
+    def on_predict_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Finds out now, not after the last batch, whether the file can be written.
+
+        Raises:
+            DloError: if it cannot, on all ranks.
+        """
+        problem = _why_not_writable(self.path) if trainer.is_global_zero else None
+        problem = trainer.strategy.broadcast(problem)
+        if problem is not None:
+            raise agree(DloError(f"cannot write the predictions {self.path}: {problem}; choose another with --run.dir"))
 
     def on_predict_batch_end(
         self,
@@ -39,25 +53,59 @@ class SavePredictions(Callback):
 
     def on_predict_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Writes the file on rank 0, and says where it is."""
-        batches, self._batches = in_order(gather(self._batches)), []
+        batches, self._batches = in_order(gather(self._batches, data_rank(trainer))), []
         if not trainer.is_global_zero or not batches:
             return
-        tensors = all(isinstance(batch, torch.Tensor) and batch.ndim > 0 for batch in batches)
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        torch.save(torch.cat(batches) if tensors else batches, self.path)
+        torch.save(torch.cat(batches) if _fit_together(batches) else batches, self.path)
         print(f"predictions: {self.path}")
 
 
-def gather(batches: list[Any]) -> list[list[Any]]:
-    """Returns every rank's batches, in the order of ranks."""
+def data_rank(trainer: Trainer) -> int:
+    """Returns which share of the data this rank has; on a mesh, ranks that share a copy of the model have the same."""
+    share: dict[str, Any] = getattr(trainer.strategy, "distributed_sampler_kwargs", None) or {}
+    return int(share.get("rank", trainer.global_rank))
+
+
+def gather(batches: list[Any], share: int) -> list[list[Any]]:
+    """Returns on rank 0 the batches of every share of the data, in the order of shares, and none on the others.
+
+    Of ranks that have the same share, one's are taken.
+
+    Args:
+        batches: this rank's.
+        share: which one it has.
+    """
     if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
         return [batches]
     found: list[Any] = [None] * torch.distributed.get_world_size()
-    torch.distributed.all_gather_object(found, batches)
-    return found
+    first = torch.distributed.get_rank() == 0
+    torch.distributed.gather_object((share, batches), found if first else None)
+    if not first:
+        return [[]]
+    of_shares = dict(reversed(found))  # the first rank's of each stays
+    return [of_shares[number] for number in sorted(of_shares)]
 
 
 def in_order(ranks: list[list[Any]]) -> list[Any]:
     """Returns the batches of all ranks as one list: the first of each rank, the second of each, and so on."""
     longest = max(map(len, ranks))
     return [batches[number] for number in range(longest) for batches in ranks if number < len(batches)]
+
+
+def _fit_together(batches: list[Any]) -> bool:
+    """Whether batches are tensors that make one; those of images or texts of several sizes do not."""
+    if not all(isinstance(batch, torch.Tensor) and batch.ndim > 0 for batch in batches):
+        return False
+    return len({(batch.shape[1:], batch.dtype) for batch in batches}) == 1
+
+
+def _why_not_writable(path: Path) -> str | None:
+    """Makes a file's folder, and returns why the file cannot be written there, or None."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        probe = path.with_name(f".{path.name}.{os.getpid()}")
+        probe.touch()
+        probe.unlink()
+    except OSError as error:
+        return error.strerror or str(error)
+    return None

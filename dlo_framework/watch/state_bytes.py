@@ -6,13 +6,15 @@ arXiv 1910.02054, section 3 and 5.
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
-from torch.autograd.graph import saved_tensors_hooks
+from torch.autograd.graph import Node, saved_tensors_hooks
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
@@ -77,38 +79,34 @@ class StateReport(Callback):
     def __init__(self) -> None:
         self.found: StateBytes | None = None
         self.formula: StateBytes | None = None
-        self._hooks: saved_tensors_hooks | None = None
-        self._saved: dict[int, int] = {}
+        self._activations: float | None = None
         self._gradients = 0.0
+        self._hooks: saved_tensors_hooks | None = None
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Forgets an earlier run's measurement."""
         if stage == "fit":
-            self.found = self.formula = None
+            self.found = self.formula = self._activations = None
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        """Watches what the forward of one micro-batch saves."""
-        if self.found is not None or trainer.global_step < STEP - 1 or self._hooks is not None:
-            return
-        self._saved.clear()
-        if not is_compiled(pl_module):
-            parameters = {p.untyped_storage().data_ptr() for p in pl_module.parameters() if not isinstance(p, DTensor)}
-            self._hooks = saved_tensors_hooks(self._watch(parameters), lambda tensor: tensor)
+        """Watches what a pipeline's step saves: its backward is over when its loss is there."""
+        pipelined = getattr(trainer.strategy, "pipelined", None) is not None
+        if pipelined and self._hooks is None and self._measures(trainer, pl_module):
+            found = Saved(pl_module.parameters())
+            self._hooks = saved_tensors_hooks(found.note, lambda tensor: tensor)
             self._hooks.__enter__()
-
-    def _watch(self, parameters: set[int]) -> Any:
-        def note(tensor: Tensor) -> Tensor:
-            if not isinstance(tensor, DTensor) and tensor.layout is torch.strided:
-                storage = tensor.untyped_storage()
-                if storage.nbytes() and storage.data_ptr() not in parameters:
-                    self._saved[storage.data_ptr()] = storage.nbytes()
-            return tensor
-
-        return note
+            self._watched = found
 
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
-        """Ends the watch: from here on, what was saved is used up."""
-        self._end_watch()
+        """Counts what the forward of one micro-batch has saved, before it is used up."""
+        if self._hooks is not None:
+            self._end_watch()
+            self._activations = self._watched.bytes
+        elif self._measures(trainer, pl_module):
+            self._activations = saved_bytes(loss, pl_module.parameters())
+
+    def _measures(self, trainer: Trainer, module: LightningModule) -> bool:
+        return self.found is None and trainer.global_step >= STEP - 1 and not is_compiled(module)
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
         """Counts the gradients while they are there."""
@@ -121,11 +119,8 @@ class StateReport(Callback):
         """Completes the measurement once the step is done."""
         if self.found is not None or trainer.global_step < STEP:
             return
-        self._end_watch()
-        activations = float(sum(self._saved.values())) if self._saved else None
-        self._saved.clear()
         held = _held(trainer, pl_module)
-        own = StateBytes(float(held["parameters"]), self._gradients, float(held["optimizer"]), activations)
+        own = StateBytes(float(held["parameters"]), self._gradients, float(held["optimizer"]), self._activations)
         self.found = _of_the_fullest(trainer, own)
         self.formula = _formula(trainer, pl_module)
         scalars = {
@@ -153,6 +148,65 @@ class StateReport(Callback):
         return {**asdict(self.found), "formula": formula}
 
 
+class Saved:
+    """Counts the bytes of tensors that are saved for a backward, beside the parameters', on this rank.
+
+    Args:
+        parameters: of the model.
+    """
+
+    def __init__(self, parameters: Iterable[Tensor]) -> None:
+        self._own = {p.untyped_storage().data_ptr() for p in parameters if not isinstance(p, DTensor)}
+        self._storages: dict[int, int] = {}
+
+    @property
+    def bytes(self) -> float | None:
+        """The bytes; None if there was nothing."""
+        return float(sum(self._storages.values())) or None
+
+    def note(self, tensor: Tensor) -> Tensor:
+        """Counts a tensor's memory, which several may share, and returns the tensor."""
+        if not isinstance(tensor, DTensor) and tensor.layout is torch.strided:
+            storage = tensor.untyped_storage()
+            if storage.nbytes() and storage.data_ptr() not in self._own:
+                self._storages[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+
+def saved_bytes(loss: Tensor, parameters: Iterable[Tensor]) -> float | None:
+    """Returns the bytes of what a loss's graph keeps for its backward, beside the parameters; None if nothing.
+
+    The graph is looked through. Hooks on what is saved would see it too, but torch.func refuses to run under any.
+    """
+    found = Saved(parameters)
+    for node in _nodes(loss):
+        for name in _saved_attributes(type(node)):
+            entry = getattr(node, name)
+            for saved in entry if isinstance(entry, tuple | list) else (entry,):
+                # Of what a hook has put in a tensor's place, that; a block that is computed again has none there.
+                if isinstance(saved.data, Tensor):
+                    found.note(saved.data)
+    return found.bytes
+
+
+def _nodes(loss: Tensor) -> Iterator[Node]:
+    """Yields the nodes of a loss's graph, each once."""
+    waiting = [loss.grad_fn] if loss.grad_fn is not None else []
+    seen = set(waiting)
+    while waiting:
+        node = waiting.pop()
+        yield node
+        new = {following for following, _ in node.next_functions if following is not None} - seen
+        seen |= new
+        waiting += new
+
+
+@functools.cache
+def _saved_attributes(kind: type) -> list[str]:
+    """Returns the attributes under which nodes of a kind keep what they have saved."""
+    return [name for name in dir(kind) if name.startswith("_raw_saved_")]
+
+
 def _held(trainer: Trainer, module: LightningModule) -> dict[str, float]:
     """Returns the bytes of this rank's parameters, gradients and optimizer state."""
     of_strategy = getattr(trainer.strategy, "state_bytes", None)
@@ -169,9 +223,10 @@ def _held(trainer: Trainer, module: LightningModule) -> dict[str, float]:
 def _of_the_fullest(trainer: Trainer, own: StateBytes) -> StateBytes:
     """Returns the largest figures over all ranks."""
     values = [value or 0.0 for value in asdict(own).values()]
-    held = torch.tensor(values, dtype=torch.float64, device=trainer.strategy.root_device)
-    largest = trainer.strategy.reduce(held, reduce_op="max") if trainer.world_size > 1 else held
-    found = StateBytes(*largest.tolist())
+    if trainer.world_size > 1:
+        held = torch.tensor(values, dtype=torch.float64, device=trainer.strategy.root_device)
+        values = trainer.strategy.reduce(held, reduce_op="max").tolist()
+    found = StateBytes(*values)
     return found if own.activations is not None else StateBytes(found.parameters, found.gradients, found.optimizer)
 
 

@@ -18,6 +18,8 @@ import torch
 
 from dlo_framework import runs
 from dlo_framework.cli.main import main
+from dlo_framework.cli.scan import read_config
+from dlo_framework.errors import DloError
 
 CONFIG = """
 trainer: {max_epochs: 1, accelerator: cpu, limit_train_batches: 2, limit_val_batches: 1}
@@ -256,6 +258,30 @@ def test_checkpoints_that_are_not_there(refused):
 )
 def test_runs_are_looked_for_where_they_are_kept(refused, given, folder):
     assert f"no run in {folder} has" in refused("validate", "--config", "train.yaml", "--ckpt_path", "last", *given)
+
+
+def test_what_cannot_be_read_is_named(refused, monkeypatch):
+    Path("folder.yaml").mkdir()
+    with pytest.raises(DloError, match=r"cannot read the config folder\.yaml: Is a directory"):
+        read_config("folder.yaml")
+
+    def locked(path):
+        raise PermissionError(13, "Permission denied", f"{path}/state.pt")
+
+    monkeypatch.setattr("dlo_framework.cli.lightning_cli.check", locked)
+    message = refused("validate", "--config", "train.yaml", "--ckpt_path", "last.ckpt")
+    assert message.endswith("cannot read the checkpoint last.ckpt/state.pt: Permission denied")
+
+
+def test_a_run_does_not_go_on_from_weights_alone(refused):
+    torch.save({"state_dict": {}, "global_step": 3, "epoch": 0}, "weights.ckpt")
+    message = refused("fit", "--config", "train.yaml", "--ckpt_path", "weights.ckpt")
+    assert "weights.ckpt holds weights alone" in message
+
+
+def test_validating_more_rarely_than_an_epoch_ends(refused):
+    message = refused("fit", "--config", "train.yaml", "--trainer.val_check_interval", "1000")
+    assert "`val_check_interval` (1000) must be less than or equal to the number of the training batches" in message
 
 
 def test_no_space_in_the_run_folder(refused, tmp_path):

@@ -47,10 +47,11 @@ def test_two_ranks_find_what_one_process_finds_and_train_as_it_does(dlo, curve):
     one, two = report(dlo, "one"), report(dlo, "two")
     assert one["applied"] is True
     assert two["suggestions"] == pytest.approx(one["suggestions"], rel=1e-5)
-    for now, expected in zip(two["points"], one["points"], strict=True):
-        assert now["lr"] == expected["lr"]
-        if expected["lr"] < 0.03:  # Above, the last bits of a sum grow to any size.
-            assert now["loss"] == pytest.approx(expected["loss"], rel=1e-5)
+    # Above a rate of 0.03 the last bits of a sum grow to any size, and with them the step at which the sweep stops.
+    swept = [[point for point in found["points"] if point["lr"] < 0.03] for found in (one, two)]
+    assert len(swept[0]) > 20
+    assert [point["lr"] for point in swept[1]] == [point["lr"] for point in swept[0]]
+    assert [point["loss"] for point in swept[1]] == pytest.approx([point["loss"] for point in swept[0]], rel=1e-5)
     folders = [dlo.folder / "runs" / name / "version_0" for name in ("one", "two")]
     losses = [curve(folder) for folder in folders]
     assert len(losses[0]) == 44

@@ -130,6 +130,19 @@ def test_padding_in_evaluation_is_void() -> None:
         assert targets.tolist() == expected
 
 
+def test_targets_of_every_kind_are_void_where_they_pad() -> None:
+    class Kinds(Numbers):
+        def __getitem__(self, index: int):
+            kinds = {"class": index, "share": 0.5, "mask": torch.ones(2), "boxes": [1, 2], "name": "a"}
+            return torch.tensor(index), kinds
+
+    data = loader(dataset=Kinds(3), shuffle=False, drop_last=False, rank=1, world_size=2, collate_fn=list)
+    (((_, real), (_, padding)),) = list(data)
+    assert real["class"] == 2
+    assert padding.pop("mask").tolist() == [VOID, VOID]
+    assert padding == {"class": VOID, "share": VOID, "boxes": [VOID, VOID], "name": "a"}
+
+
 def test_a_batch_dataset_gets_the_draws_and_returns_the_batch() -> None:
     class Whole:
         def __len__(self) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.utilities import CombinedLoader
 from torch.utils.data import TensorDataset
 
 from dlo_framework.data import ResumableDataModule
@@ -160,3 +161,56 @@ def test_the_global_batch_is_divided_among_the_ranks() -> None:
         per_rank_batch(10, 4)
     with pytest.raises(DloError, match="num_workers must be at least 0"):
         Indices(-1)
+
+
+class Pair(ResumableDataModule):
+    """Two sets in one batch, of which the shorter is gone through more often."""
+
+    def __init__(self, sizes: tuple[int, int]) -> None:
+        super().__init__(batch_size=BATCH, num_workers=0, seed=1)
+        self.sizes = sizes
+
+    def train_dataloader(self):
+        second, first = (self.train_loader(TensorDataset(torch.arange(size))) for size in self.sizes)
+        return CombinedLoader({"first": first, "second": second}, "max_size_cycle")
+
+
+class PairRecorder(Recorder):
+    def training_step(self, batch, batch_idx):
+        self.seen.append(batch["first"][0].tolist() + batch["second"][0].tolist())
+        return self.layer(torch.ones(1, 1)).sum()
+
+    def configure_optimizers(self):
+        if self.asks_length:  # The loaders are made here, before the checkpoint is read.
+            assert self.trainer.estimated_stepping_batches > 0
+        return torch.optim.SGD(self.parameters(), 0.1)
+
+
+@pytest.mark.parametrize("asks_length", [False, True])
+@pytest.mark.parametrize("sizes", [(SIZE, SIZE), (SIZE, 12), (12, SIZE)])
+def test_several_training_loaders_each_go_on(tmp_path, sizes, asks_length):
+    whole: list[list[int]] = []
+    fit_pair(tmp_path, PairRecorder(whole, asks_length), sizes)
+    got: list[list[int]] = []
+    trainer = fit_pair(tmp_path, PairRecorder(got, asks_length), sizes, max_steps=SIZE // BATCH + 4)
+    trainer.save_checkpoint(tmp_path / "stopped.ckpt")
+    assert got == whole[: len(got)]
+    fit_pair(tmp_path, PairRecorder(got, asks_length), sizes, ckpt=tmp_path / "stopped.ckpt")
+    assert got == whole
+    assert len(whole) == SIZE // BATCH * EPOCHS
+
+
+def fit_pair(folder, model, sizes, *, ckpt=None, max_steps=-1):
+    trainer = Trainer(
+        default_root_dir=folder,
+        callbacks=[ExactResume()],
+        accelerator="cpu",
+        max_epochs=EPOCHS,
+        max_steps=max_steps,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    trainer.fit(model, datamodule=Pair(sizes), ckpt_path=ckpt)
+    return trainer

@@ -96,6 +96,45 @@ def test_validation_sees_the_average_and_training_goes_on_with_the_weights(tmp_p
     assert not torch.equal(net.seen[-1], reference.trained[-1])
 
 
+class Single(Callback):
+    """The average of half-precision weights, by its definition in single precision."""
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        now = [p.detach().float() for p in pl_module.parameters()]
+        last = getattr(self, "average", now)
+        self.average = [old + (new - old) * (1 - 0.999) for old, new in zip(last, now, strict=True)]
+
+
+class Half(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 1))
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters(), lr=2e-3)
+
+
+def test_of_weights_in_half_precision_the_average_has_single_precision(tmp_path):
+    """A bfloat16 has 8 digits: a thousandth of a step, added to one, would be none at all."""
+    options = {"max_epochs": 40, "decay": 0.999, "precision": "bf16-true"}
+    whole, resumed, single = Half(), Half(), Single()
+    path, late = tmp_path / "mid.ckpt", loader(10)
+    first, second = run(tmp_path, single, Save(207, path), **options), run(tmp_path, **options)
+    first.fit(whole, late, loader(1))
+    moved = [(a - s).abs().max() for a, s in zip(single.average, Half().parameters(), strict=True)]
+    assert min(moved) > 0.01
+    for found, expected in zip(whole.parameters(), single.average, strict=True):
+        assert found.dtype == torch.bfloat16
+        torch.testing.assert_close(found.detach(), expected.bfloat16())
+    checkpoint = torch.load(path, weights_only=True)
+    assert set(checkpoint["averaging_rest"]) == {"1", "2"}
+    second.fit(resumed, late, loader(1), ckpt_path=path, weights_only=True)
+    assert torch.equal(weights(resumed), weights(whole))
+    assert all(torch.equal(a, b) for a, b in zip(resumed.seen[-10:], whole.seen[-10:], strict=True))
+    averages = [next(c for c in t.callbacks if isinstance(c, WeightEMA))._average for t in (first, second)]
+    assert all(torch.equal(a, b) for a, b in zip(*averages, strict=True)), "all digits of it go on"
+
+
 class Save(Callback):
     def __init__(self, step: int, path) -> None:
         self.step, self.path = step, path

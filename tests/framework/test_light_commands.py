@@ -1,5 +1,7 @@
 """What the commands print that import nothing heavy: the shipped configs and the versions."""
 
+import os
+import signal
 import sys
 from pathlib import Path
 
@@ -57,3 +59,14 @@ def test_ctrl_c_at_once_is_told_in_a_line(capsys: pytest.CaptureFixture[str], mo
     with pytest.raises(SystemExit) as ended:
         main([])
     assert ended.value.code == 3
+
+
+def test_a_reader_that_leaves_cuts_a_training_short_and_a_list_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    def write_on(words: list[str]) -> int:
+        raise BrokenPipeError
+
+    monkeypatch.setattr("dlo_framework.cli.main._dispatch", write_on)
+    monkeypatch.setattr("dlo_framework.cli.main.os.dup2", lambda *_: None)
+    monkeypatch.setattr("sys.stdout", open(os.devnull, "w"))  # noqa: SIM115  It is pytest's to close.
+    assert main(["plugins"]) == 0
+    assert main(["fit", "--config", "quickstart"]) == 128 + signal.SIGPIPE

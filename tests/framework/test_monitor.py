@@ -7,6 +7,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import TensorBoardLogger
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
 from dlo_framework.defaults import add_default_callbacks
@@ -315,3 +316,84 @@ def test_everything_on_calls_little_more_python_than_plain_lightning(tmp_path):
     """Counts are steady where times are not. What is on by default adds less than half to Lightning's own."""
     plain, full = python_calls_a_step(tmp_path, full=False), python_calls_a_step(tmp_path, full=True)
     assert full < 1.5 * plain, f"{full:.0f} Python calls a step with everything on, {plain:.0f} plain"
+
+
+class Derived(Net):
+    """Trains on the derivative of what it computes, by torch.func; its first layer is computed again in backward."""
+
+    def __init__(self, func: str | None) -> None:
+        super().__init__()
+        self.func = func
+        self.net = torch.nn.Sequential(torch.nn.Linear(8, 4), torch.nn.Tanh(), torch.nn.Linear(4, 1))
+
+    def on_before_optimizer_step(self, optimizer):
+        pass
+
+    def training_step(self, batch, batch_idx):
+        (x,) = batch
+        if self.func == "autograd":  # As gradient penalties and solvers of differential equations do.
+            x.requires_grad_()
+            (found,) = torch.autograd.grad(self.net(x).sum(), x, create_graph=True)
+            return (found - 1).square().mean()
+        if self.func:
+            return (torch.func.vmap(torch.func.grad(lambda z: self.net(z)[0]))(x) - 1).square().mean()
+        inside = checkpoint(self.net[:2], x, use_reentrant=False)
+        return self.net[2](inside).sum()
+
+    def validation_step(self, batch, batch_idx):
+        pass
+
+
+@pytest.mark.parametrize("func", ["autograd", "torch.func"])
+def test_derivatives_in_a_step_are_not_hindered_by_what_watches_it(tmp_path, func):
+    _, trainer = fit(tmp_path, Derived(func), max_epochs=1)
+    assert trainer.global_step == 20
+    found = json.loads((tmp_path / "summary.json").read_text())
+    assert found["state_bytes"]["activations"] > 0
+    assert found["flops_per_sample"] > 0
+
+
+def test_what_a_step_saves_is_counted(tmp_path):
+    fit(tmp_path, Derived(None), max_epochs=1)
+    found = json.loads((tmp_path / "summary.json").read_text())["state_bytes"]
+    # Of four samples: what the last layer takes, 4 x 4. What the layer before takes and gives is computed again.
+    # Lightning's division of the loss by the micro-batches keeps their number, a double.
+    assert found["activations"] == 4 * 4 * 4 + 8
+    assert found["parameters"] == (8 * 4 + 4 + 4 + 1) * 4
+
+
+class Two(Net):
+    """Two optimizers stepped by hand, and a loss of each sample."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.other = torch.nn.Linear(8, 1)
+
+    def on_before_optimizer_step(self, optimizer):
+        pass
+
+    def training_step(self, batch, batch_idx):
+        (x,) = batch
+        for optimizer, net in zip(self.optimizers(), (self.net, self.other), strict=True):
+            loss = net(x).square().mean(dim=1)
+            optimizer.zero_grad()
+            self.manual_backward(loss.mean())
+            optimizer.step()
+        self.losses.append(loss.mean().item())
+        return loss.detach()
+
+    def configure_optimizers(self):
+        return [torch.optim.SGD(net.parameters(), 0.01) for net in (self.net, self.other)]
+
+
+@pytest.mark.parametrize("every", [4, 5])
+def test_several_optimizers_by_hand_fill_windows_too(tmp_path, every):
+    module, _ = fit(tmp_path, Two(), max_epochs=1, log_every_n_steps=every)
+    found = events(tmp_path)
+    steps = [event.step for event in found.Scalars("train/loss")]
+    # Twenty batches of two steps: the first batch whose steps reach a multiple of `every` ends a window.
+    assert steps == [end + end % 2 for end in range(every, 41, every)]
+    assert [event.step for event in found.Scalars("train/grad_norm")] == steps
+    first = module.losses[: steps[0] // 2]
+    assert found.Scalars("train/loss")[0].value == pytest.approx(sum(first) / len(first), rel=1e-5)

@@ -8,12 +8,14 @@ import numpy as np
 import pytest
 import torch
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
+from timm.optim import create_optimizer_v2
 
 from dlo_framework.checkpoint import SafeCheckpointIO
 from dlo_framework.data import ResumableDataModule
 from dlo_framework.defaults import add_default_callbacks
+from dlo_framework.distributed.strategy import use_canonical_checkpoints
 from dlo_framework.resume import random_state, restore_random_state
-from dlo_framework.stop import RunStopped
+from dlo_framework.stop import GracefulStop, RunStopped
 
 SAMPLES, BATCH, EPOCHS = 52, 5, 3  # 10 batches an epoch, the last 2 samples of each order left out
 
@@ -104,6 +106,7 @@ def run(folder, *, stop=None, resume=False, workers=0, data=None, kind=Net, **op
         enable_progress_bar=False,
         **options,
     )
+    use_canonical_checkpoints(trainer)  # As the command does.
     folder.mkdir(exist_ok=True)
     try:
         trainer.fit(
@@ -239,6 +242,16 @@ def test_how_often_a_run_validates_does_not_change_its_training(whole, tmp_path)
     assert run(tmp_path / "none", limit_val_batches=0)[0] == whole
 
 
+class PlainValidation(Data):
+    def val_dataloader(self):
+        return torch.utils.data.DataLoader(Noisy(), batch_size=BATCH, shuffle=True)
+
+
+def test_nor_does_it_with_torchs_own_loader(whole, tmp_path):
+    for name, options in {"often": {"val_check_interval": 2}, "once": {}, "none": {"limit_val_batches": 0}}.items():
+        assert run(tmp_path / name, data=PlainValidation(), **options)[0] == whole, name
+
+
 def test_the_random_state_comes_back_on_all_three():
     def draw():
         return random.random(), float(np.random.rand()), torch.rand(1).item(), random.gauss(0, 1), np.random.normal()
@@ -262,6 +275,93 @@ def test_a_second_ctrl_c_ends_at_once(tmp_path):
     assert isinstance(ended.value.__context__, KeyboardInterrupt), "by this the command knows it"
     assert signal.getsignal(signal.SIGINT) is not None
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+class Wrapped(Net):
+    """Stepped by an optimizer that keeps its state in the one it wraps, at the third step after every fourth."""
+
+    def configure_optimizers(self):
+        return create_optimizer_v2(self, "lookahead_adamw", lr=0.01)
+
+
+class Beside(torch.optim.SGD):
+    """Keeps something that belongs to no parameter: the steps taken, which its rate falls with."""
+
+    def step(self, closure=None):
+        shared = self.state.setdefault("shared", {"steps": 0, "factor": torch.ones(())})
+        shared["steps"] += 1
+        shared["factor"] *= 0.9
+        for group in self.param_groups:
+            group["lr"] = 0.1 * float(shared["factor"]) / shared["steps"]
+        return super().step(closure)
+
+
+class WithBeside(Net):
+    def configure_optimizers(self):
+        return Beside(self.parameters(), lr=0.1, momentum=0.9)
+
+
+class Counter(torch.nn.Module):
+    """Counts what passes, in a number and a tensor that are no buffers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen, self.sums = 0, [torch.zeros(())]
+
+    def forward(self, x):
+        if self.training:
+            self.seen += len(x)
+            self.sums[0] = self.sums[0] + x.detach().sum()
+        return x * (1 + 1e-3 * self.seen + 1e-3 * self.sums[0].tanh())
+
+    def get_extra_state(self):
+        return {"seen": self.seen, "sums": self.sums}
+
+    def set_extra_state(self, state):
+        self.seen, self.sums = state["seen"], state["sums"]
+
+
+class WithExtraState(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = torch.nn.Sequential(Counter(), *self.net)
+
+
+@pytest.mark.parametrize("kind", [Wrapped, WithBeside, WithExtraState])
+def test_what_is_kept_elsewhere_than_in_parameters_and_their_state_goes_on(tmp_path, kind):
+    whole, _ = run(tmp_path / "whole", kind=kind, accumulate_grad_batches=1)
+    before, _ = run(tmp_path / "run", kind=kind, accumulate_grad_batches=1, stop=Signal(13))
+    after, _ = run(tmp_path / "run", kind=kind, accumulate_grad_batches=1, resume=True)
+    assert before + after == whole
+
+
+def test_after_a_run_that_failed_signals_are_the_processs_own_and_the_next_is_not_stopped(tmp_path):
+    class Failing(Signal):
+        def on_train_batch_start(self, trainer, *_):
+            super().on_train_batch_start(trainer)
+            if self.seen == self.batch:
+                raise OSError("no such sample")
+
+    taken = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)]
+    with pytest.raises(OSError, match="no such sample"):
+        run(tmp_path / "failed", stop=Failing(2, signal.SIGTERM))
+    assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)] == taken
+
+    stop = GracefulStop(tmp_path)
+    trainer = Trainer(
+        accelerator="cpu",
+        default_root_dir=tmp_path,
+        logger=False,
+        callbacks=[Signal(3), stop],
+        max_epochs=1,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    with pytest.raises(RunStopped):
+        trainer.fit(Net(), datamodule=Data())
+    second = Net()
+    trainer.fit(second, datamodule=Data())
+    assert len(second.losses) == 10, "the first run was asked to stop, not this one"
 
 
 class PlainData(LightningDataModule):

@@ -18,6 +18,7 @@ Kind = Literal["elementwise", "tensor", "all"]
 
 _STEPS = 3
 _SHAPES = ((6, 4), (4, 8))
+_HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 
 
 def kind_of(optimizer: Optimizer) -> Kind:
@@ -64,22 +65,38 @@ def _stepped(
 ) -> list[Tensor]:
     """Returns what a copy of the optimizer makes of weights, given a gradient a weight for each step."""
     parameters = [torch.nn.Parameter(weight.clone()) for weight in weights]
-    trial = copy.copy(optimizer)
     settings = {name: copy.deepcopy(value) for name, value in group.items() if name != "params"}
     # A warm-up starts at nought, and an update by nought shows nothing.
     settings["lr"] = max(float(settings["lr"]), 1e-2) if "lr" in settings else 1e-2
     if not isinstance(settings.get("weight_decay", True), bool):
         settings["weight_decay"] = max(float(settings["weight_decay"]), 1e-2)  # LARS looks at norms only with some.
-    trial.param_groups = [{**settings, "params": parameters}]
-    trial.state = defaultdict(dict)
-    trial.__dict__.pop("step", None)  # A scheduler counts calls of the original's.
-    for hooks in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
-        setattr(trial, hooks, type(getattr(optimizer, hooks))())
+    trial = _trial(optimizer, [{**settings, "params": parameters}])
     for step in gradients:
         for parameter, gradient in zip(parameters, step, strict=True):
             parameter.grad = gradient.clone()
         type(optimizer).step(trial)
     return [parameter.detach() for parameter in parameters]
+
+
+def _trial(optimizer: Optimizer, groups: list[dict[str, Any]]) -> Optimizer:
+    """Returns a copy of an optimizer, and of those that it wraps, that steps other groups and has no state yet.
+
+    Not by ``copy.copy``: what torch's optimizers give it to copy leaves a subclass's own attributes out.
+    """
+    trial = object.__new__(type(optimizer))
+    for name, value in vars(optimizer).items():
+        if name == "step":
+            continue  # A scheduler counts calls of the original's.
+        if isinstance(value, Optimizer):
+            value = _trial(value, groups)
+        elif isinstance(value, dict | list | set):
+            value = type(value)() if name in _HOOKS else copy.copy(value)
+        elif isinstance(value, Tensor):
+            value = value.clone()
+        setattr(trial, name, value)
+    trial.param_groups = groups
+    trial.state = defaultdict(dict)
+    return trial
 
 
 def _same(one: Tensor, other: Tensor) -> bool:

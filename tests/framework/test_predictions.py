@@ -1,0 +1,50 @@
+"""What ``dlo predict`` leaves in a file."""
+
+import pytest
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from torch.utils.data import DataLoader
+
+from dlo_framework.errors import DloError
+from dlo_framework.watch.predictions import SavePredictions
+
+
+class Net(LightningModule):
+    """Gives each batch back, of each sample as many numbers as the batch's number asks for."""
+
+    def __init__(self, lengths: list[int]) -> None:
+        super().__init__()
+        self.lengths = lengths
+
+    def predict_step(self, batch, batch_idx):
+        return batch[:, None].expand(-1, self.lengths[batch_idx])
+
+
+def predict(path, lengths: list[int]):
+    trainer = Trainer(
+        accelerator="cpu",
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        callbacks=[SavePredictions(path)],
+    )
+    trainer.predict(Net(lengths), DataLoader(torch.arange(5.0), batch_size=2), return_predictions=False)
+    return torch.load(path, weights_only=True)
+
+
+def test_batches_of_one_shape_are_one_tensor(tmp_path):
+    found = predict(tmp_path / "new" / "found.pt", [3, 3, 3])
+    assert torch.equal(found, torch.arange(5.0)[:, None].expand(-1, 3))
+
+
+def test_batches_of_several_shapes_are_a_list(tmp_path):
+    found = predict(tmp_path / "found.pt", [3, 1, 2])
+    assert [batch.shape for batch in found] == [(2, 3), (2, 1), (1, 2)]
+    assert torch.equal(torch.cat([batch[:, 0] for batch in found]), torch.arange(5.0))
+
+
+def test_where_no_file_can_be_written_is_told_before_the_first_batch(tmp_path, monkeypatch):
+    (tmp_path / "file").touch()
+    monkeypatch.setattr(Net, "predict_step", lambda *_: pytest.fail("a batch was predicted"))
+    with pytest.raises(DloError, match=r"cannot write the predictions .*file/found\.pt: .*--run\.dir"):
+        predict(tmp_path / "file" / "found.pt", [1])
