@@ -5,8 +5,9 @@ from datetime import timedelta
 
 import pytest
 import torch
+import torch.distributed as dist
 
-from dlo_framework.distributed.collectives import Communicator
+from dlo_framework.distributed.collectives import Communicator, backend_of, broadcast_values
 from dlo_framework.distributed.launcher import set_collective_timeout
 from dlo_framework.testing import run_distributed
 
@@ -50,3 +51,48 @@ def _late(rank: int, world_size: int) -> None:
 def test_a_rank_is_waited_for_as_long_as_was_set_last():
     """The group was made for 30 s."""
     run_distributed(_late, 2)
+
+
+def _named(rank: int, world_size: int) -> list[str]:
+    group = dist.new_group(backend="cpu:gloo,cuda:gloo")
+    return [str(dist.get_backend(group)), *(backend_of(g, torch.device("cpu")) for g in (group, None))]
+
+
+def test_a_device_s_backend_is_found_among_several():
+    assert run_distributed(_named, 2) == [["cpu:gloo,cuda:gloo", "gloo", "gloo"]] * 2
+
+
+def _laid_out(rank: int, world_size: int) -> dict[str, tuple[list, list]]:
+    """Tensors in other memory than a run of their own, with the rank's values; returns them and what lies around."""
+    memory = torch.full((3, 4), float(rank))
+    images = torch.arange(2 * 3 * 4 * 4).view(2, 3, 4, 4) + 1000 * rank
+    tensors = {
+        "slice": (memory[:, :2], memory[:, 2:]),
+        "transposed": ((torch.arange(12).view(3, 4) + 100 * rank).t(), torch.empty(0)),
+        # Ranks may differ in how theirs lie.
+        "channels last on one rank": (
+            images.contiguous(memory_format=torch.channels_last) if rank == 0 else images,
+            torch.empty(0),
+        ),
+        "expanded": (torch.full((1, 4), float(rank)).expand(3, 4), torch.empty(0)),
+        "one number for many": (torch.full((1,), float(rank)).expand(50_000), torch.empty(0)),
+        "expanded on one rank": (
+            torch.full((1,), float(rank)).expand(6) if rank else torch.zeros(6),
+            torch.empty(0),
+        ),
+        "complex": (torch.full((2, 6), rank + 1j * rank)[:, ::3], torch.empty(0)),
+        "parameter": (torch.nn.Parameter(torch.full((4, 2), float(rank)).t()), torch.empty(0)),
+        "empty": (torch.empty(3, 0).t(), torch.empty(0)),
+        "a number": (torch.tensor(rank), torch.empty(0)),
+    }
+    for tensor, _ in tensors.values():
+        broadcast_values(tensor)
+    return {name: (tensor.detach().tolist(), around.tolist()) for name, (tensor, around) in tensors.items()}
+
+
+def test_values_reach_tensors_however_they_lie_in_memory_and_nothing_beside_them():
+    first, second = run_distributed(_laid_out, 2)
+    assert second.pop("slice") == (first["slice"][0], [[1.0] * 2] * 3)
+    assert first.pop("slice") == ([[0.0] * 2] * 3, [[0.0] * 2] * 3)
+    assert second == first
+    assert set(first["one number for many"][0]) == {0.0}

@@ -156,6 +156,15 @@ class Layerwise(Model):
         return Lamb([p for p in self.parameters() if p.requires_grad], lr=1e-3)
 
 
+class Ahead(Model):
+    """An optimizer around another."""
+
+    def configure_optimizers(self):
+        from timm.optim import create_optimizer_v2
+
+        return create_optimizer_v2([p for p in self.parameters() if p.requires_grad], opt="lookahead_adamw", lr=1e-3)
+
+
 class Adversaries(Model):
     """Two optimizers."""
 
@@ -197,6 +206,7 @@ class OwnClipping(Model):
 
 REFUSED: list[tuple[Any, str, Any]] = [
     (Layerwise, "deepspeed2", "Lamb computes a parameter's update from all of its gradient"),
+    (Ahead, "deepspeed1", "Lookahead wraps AdamW, but DeepSpeed gives partitions to the outer optimizer alone"),
     (Adversaries, "deepspeed2", "steps one optimizer, but configure_optimizers returned 2"),
     (partial(ByHand, told=False), "deepspeed2", "two backward passes came before one optimizer step"),
     (OwnClipping, "deepspeed3", "DeepSpeed clips in its step, by norm to 0.0"),

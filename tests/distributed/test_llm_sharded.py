@@ -16,6 +16,7 @@ from dlo_framework.errors import DloError
 from dlo_framework.testing import run_distributed
 from dlo_framework.testing.state import whole_weights
 from dlo_framework.testing.training import leave_group, quiet
+from dlo_framework.watch.predictions import SavePredictions
 from dlo_plugins.strategies.fsdp import FSDPStrategy
 from dlo_plugins.strategies.mesh import MeshStrategy
 from dlo_plugins.strategies.zero import ZeroStrategy
@@ -124,6 +125,17 @@ def _start(rank: int, world_size: int, folder: Path, cases: list[tuple[str, dict
     return found
 
 
+def save_with_scales(folder: Path) -> Path:
+    """Saves a model whose blocks have a trained scale each, a buffer."""
+    sizes = {**SIZES, "num_key_value_heads": 2, "head_dim": 8, "global_head_dim": 8, "num_kv_shared_layers": 0}
+    config = AutoConfig.for_model("gemma4_text", vocab_size=280, hidden_size_per_layer_input=0, **sizes)
+    model = AutoModelForCausalLM.from_config(config)
+    scales = [buffer.fill_(0.25) for name, buffer in model.named_buffers() if name.endswith("layer_scalar")]
+    assert len(scales) == SIZES["num_hidden_layers"]
+    model.save_pretrained(folder)
+    return folder
+
+
 def test_each_rank_reads_its_part_of_the_weights(tmp_path: Path) -> None:
     cases: list[tuple[str, dict[str, Any]]] = []
     for family, more in FAMILIES.items():
@@ -134,6 +146,7 @@ def test_each_rank_reads_its_part_of_the_weights(tmp_path: Path) -> None:
         cases += [(kind, {"model": str(tmp_path / family)}) for kind in ("fsdp", "zero3", *MESHES)]
     cases += [(kind, {"model": str(tmp_path / "qwen3"), "lora": Lora(rank=2)}) for kind in ("fsdp", "zero3")]
     cases.append(("zero2", {"model": str(tmp_path / "qwen3")}))
+    cases += [(kind, {"model": str(save_with_scales(tmp_path / "scales"))}) for kind in ("fsdp", "zero3")]
     (tmp_path / "run").mkdir()
     embedded_tokenizer([Path(__file__)], 280, tmp_path / "run")
     answers = run_distributed(_start, 2, tmp_path / "run", cases, backend=None)
@@ -195,6 +208,49 @@ def _write(rank: int, world_size: int, folder: Path, model: str, strategies: lis
         found[name] = (task.samples, rows)
     leave_group()
     return found
+
+
+def _write_on_meshes(rank: int, world_size: int, folder: Path, model: str, meshes: list[dict[str, Any]]) -> list[Any]:
+    quiet()
+    found = []
+    for number, axes in enumerate(meshes):
+        task = CausalLM(model=model, prompts=["def test", "x"], sampling=Sampling(max_new_tokens=12))
+        data = Words(folder, 0, 1)
+        strategy = MeshStrategy(dp_shard=1, **axes)
+        (measures,) = trainer_of(strategy, world_size, folder).validate(task, datamodule=data, verbose=False)
+        file = folder / f"{number}.pt"
+        predictor = trainer_of(MeshStrategy(dp_shard=1, **axes), world_size, folder, callbacks=[SavePredictions(file)])
+        if "pp" in axes:
+            with pytest.raises(DloError, match=r"pp > 1 runs a model once for each batch, and CausalLM .* with pp: 1"):
+                predictor.predict(task, datamodule=data)
+            continue
+        predictor.predict(task, datamodule=data)
+        # The steps share sequences again.
+        again = trainer_of(MeshStrategy(dp_shard=1, **axes), world_size, folder)
+        assert again.validate(task, datamodule=data, verbose=False) == [measures]
+        found.append((measures["val_loss"], task.samples, torch.load(file, weights_only=True)))
+    leave_group()
+    return found
+
+
+def test_text_is_the_same_where_ranks_share_sequences_or_layers(tmp_path: Path) -> None:
+    folder, model = tmp_path / "run", tmp_path / "model"
+    folder.mkdir()
+    embedded_tokenizer([Path(__file__)], 280, folder)
+    torch.manual_seed(3)
+    config = AutoConfig.for_model("qwen3", vocab_size=280, **SIZES, **FAMILIES["qwen3"], initializer_range=0.3)
+    AutoModelForCausalLM.from_config(config).save_pretrained(model)
+    task = CausalLM(model=str(model), prompts=["def test", "x"], sampling=Sampling(max_new_tokens=12))
+    alone = trainer_of("auto", 1, folder)
+    (measures,) = alone.validate(task, datamodule=Words(folder, 0, 1), verbose=False)
+    rows = alone.predict(task, datamodule=Words(folder, 0, 1))
+    meshes = [{"cp": 2}, {"cp": 2, "cp_method": "ulysses"}, {"tp": 2}, {"pp": 2, "micro_batches": 2}]
+    answers = run_distributed(_write_on_meshes, 2, folder, str(model), meshes, backend=None)
+    assert len(answers[0]) == 3
+    for loss, samples, saved in [*answers[0], *answers[1]]:
+        assert loss == pytest.approx(measures["val_loss"], rel=1e-5)
+        assert samples == task.samples
+        assert saved == rows  # each prompt once, though both ranks have written to it
 
 
 def test_text_is_the_same_whoever_holds_the_weights_and_so_is_what_is_exported(tmp_path: Path) -> None:

@@ -78,6 +78,10 @@ class Plain(LightningModule):
             from timm.optim import Lamb
 
             optimizer = Lamb(trained, lr=5e-3)
+        elif self.optimizer == "lookahead":
+            from timm.optim import create_optimizer_v2
+
+            optimizer = create_optimizer_v2(trained, "lookahead_adamw", lr=1e-3)  # Every sixth step is its own.
         elif self.optimizer == "orthogonal":
             optimizer = Orthogonal(matrices, lr=5e-3)
         else:
@@ -112,6 +116,7 @@ def test_every_stage_optimizer_accumulation_offload_and_clipping_is_one_process(
         for stage, optimizer, accumulate in (
             (1, "adamw", 4),
             (1, "lamb", 1),
+            (1, "lookahead", 1),
             (2, "adamw", 1),
             (2, "sgd", 4),
             (2, "orthogonal", 1),
@@ -128,7 +133,7 @@ def test_every_stage_optimizer_accumulation_offload_and_clipping_is_one_process(
         Case(zero(1, bucket_mb=0.001), {"optimizer": "sgd"}, {"gradient_clip_val": 0.1}),
     ]
     cases += [Case(zero(stage, find_unused=True), {"unused": True}) for stage in (1, 3)]
-    assert_parity(plain, cases, steps=6, rtol=1e-5)
+    assert_parity(plain, cases, steps=7, rtol=1e-5)
 
 
 def test_half_precision_is_one_process_within_its_rounding() -> None:

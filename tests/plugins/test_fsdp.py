@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 import re
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +14,9 @@ from hypothesis import strategies as st
 from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import StrategyRegistry
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
+from dlo_framework.cuts import Layout
 from dlo_framework.distributed.initialise import Initialiser, check_initialisable, on_meta
 from dlo_framework.errors import DloError
 from dlo_framework.registry import Registry
@@ -21,6 +25,7 @@ from dlo_plugins.fsdp.pieces import rows
 from dlo_plugins.fsdp.policy import mixed_precision
 from dlo_plugins.fsdp.recompute import recompute
 from dlo_plugins.fsdp.sharding import callable_roots, named_units, separable
+from dlo_plugins.fsdp.state import ShardedState
 from dlo_plugins.strategies.fsdp import FSDPStrategy
 
 # --- the mesh -------------------------------------------------------------------------------------------------
@@ -276,3 +281,24 @@ def test_recomputing_keeps_inputs_alone_and_gives_the_same_gradients() -> None:
     assert torch.equal(found[0][0], found[1][0])
     assert all(torch.equal(one, other) for one, other in zip(found[0][1], found[1][1], strict=True))
     assert [kept for *_, kept in found] == [True, False]
+
+
+# --- what a checkpoint amid an accumulation saves -------------------------------------------------------------
+
+
+def test_whole_gradients_of_the_device_are_added_to_shards_in_cpu_memory() -> None:
+    with FakeTensorMode():  # An accelerator's tensors, without one.
+        shard, whole = nn.Parameter(torch.zeros(3)), nn.Parameter(torch.zeros(3, device="cuda"))
+        whole.grad = torch.ones(3, device="cuda")
+        strategy: Any = SimpleNamespace(
+            sharding=SimpleNamespace(
+                parameters={"weight": shard},
+                layout=Layout(),
+                device=torch.device("cuda"),
+                anywhere=lambda flags: flags,
+            ),
+            _usage=SimpleNamespace(gathered={"weight": whole}),
+            reduce=lambda gradient, reduce_op: gradient,
+        )
+        found = ShardedState.accumulated_gradients(strategy)
+    assert found["weight"].device == torch.device("cpu")

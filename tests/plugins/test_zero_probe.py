@@ -31,6 +31,33 @@ def test_known_optimizers(make, kind: str) -> None:
     assert kind_of(make(parameters())) == kind
 
 
+class Own(torch.optim.SGD):
+    """A user's, with what it needs in attributes: they are read, and written to."""
+
+    def __init__(self, params: object, whole: bool) -> None:
+        super().__init__(params, lr=0.1)
+        self.whole, self.seen, self.scale = whole, {"steps": 0}, torch.ones(())
+
+    def step(self, closure: object = None) -> None:
+        self.seen["steps"] += 1
+        self.scale *= 0.5
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.grad *= self.scale / (p.grad.norm() if self.whole else 1)
+        super().step()
+
+
+@pytest.mark.parametrize(("whole", "kind"), [(True, "tensor"), (False, "elementwise")])
+def test_an_optimizers_own_attributes_and_one_that_it_wraps(whole: bool, kind: str) -> None:
+    own = Own(parameters(), whole)
+    assert kind_of(own) == kind
+    assert (own.seen, float(own.scale)) == ({"steps": 0}, 1)
+    around = timm.optim.Lookahead(own, alpha=0.5, k=2)
+    assert kind_of(around) == kind
+    assert around.param_groups is own.param_groups
+    assert (own.seen, own.param_groups[0]["lookahead_step"], dict(own.state)) == ({"steps": 0}, 0, {})
+
+
 def test_a_flag_that_takes_a_mean_over_the_tensor_changes_the_kind() -> None:
     assert kind_of(timm.optim.create_optimizer_v2(parameters(), "lion")) == "elementwise"
     assert kind_of(timm.optim.create_optimizer_v2(parameters(), "clion")) == "tensor"

@@ -48,7 +48,9 @@ class Engine:
         import deepspeed
 
         self.module, self.stage, self.device = module, int(config["zero_optimization"]["stage"]), device
-        if self.stage > 0 and optimizer is not None:
+        if optimizer is not None and (self.stage > 0 or _halves(config)):
+            _check_wraps_none(optimizer)
+        if optimizer is not None and self.stage > 0:
             _check_elementwise(optimizer)
         self.names = {id(parameter): clean(name) for name, parameter in module.named_parameters()}
         config = {**config, **_OWN_OPTIMIZER}
@@ -249,10 +251,25 @@ def _in_single_precision(module: nn.Module, device: torch.device) -> dict[str, T
     copies = {}
     for name, parameter in module.named_parameters():
         if parameter.requires_grad and parameter.dtype == torch.float32 and not partitioned(parameter):
-            value = parameter.detach().to(device, copy=True)
+            value = parameter.detach().to(device, copy=True, memory_format=torch.contiguous_format)
             dist.broadcast(value, 0)
             copies[clean(name)] = value.cpu()
     return copies
+
+
+def _check_wraps_none(optimizer: Optimizer) -> None:
+    """Refuses optimizers that wrap another (Lookahead), of which DeepSpeed sees the outer one alone.
+
+    DeepSpeed (0.17 to 0.19) puts partitions into its parameter groups, and steps it once with gradients of zero so that
+    its state is there.
+    """
+    wrapped = next((value for value in vars(optimizer).values() if isinstance(value, Optimizer)), None)
+    if wrapped is not None:
+        raise DloError(
+            f"{type(optimizer).__name__} wraps {type(wrapped).__name__}, but DeepSpeed gives partitions to the outer"
+            " optimizer alone, and steps it before the first gradient; use strategy zero1, zero2 or zero3, which train"
+            f" with it, or {type(wrapped).__name__} alone"
+        )
 
 
 def _check_elementwise(optimizer: Optimizer) -> None:

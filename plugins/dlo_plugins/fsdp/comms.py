@@ -1,6 +1,7 @@
 """FSDP2's two collectives on gloo, where torch's own take longer than an all-reduce of the same buffer.
 
-See :mod:`dlo_framework.distributed.collectives`, which has them as exchanges between pairs of ranks.
+See :mod:`dlo_framework.distributed.collectives`, which has them as exchanges between pairs of ranks. Elsewhere torch's
+own are taken, the sum of complex gradients by way of their real parts.
 """
 
 from __future__ import annotations
@@ -14,15 +15,17 @@ from torch import Tensor
 from dlo_framework.distributed.collectives import Communicator
 
 
-class _Pairwise:
+class _Collective:
     """A collective of FSDP2's; torch (2.11 to 2.15) calls these two methods of what ``set_custom_*`` is given."""
-
-    def __init__(self, sharers: Communicator) -> None:
-        self.sharers = sharers
 
     def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Returns a buffer."""
         return torch.empty(*size, dtype=dtype, device=device)
+
+
+class _Pairwise(_Collective):
+    def __init__(self, sharers: Communicator) -> None:
+        self.sharers = sharers
 
 
 class PairwiseAllGather(_Pairwise):
@@ -54,3 +57,14 @@ class PairwiseReduceScatter(_Pairwise):
         else:
             assert op == dist.ReduceOp.SUM
             output_tensor.copy_(part)
+
+
+class ComplexReduceScatter(_Collective):
+    """Sums a unit's complex gradients: of torch's collectives (2.11 to 2.15) this one knows real numbers alone."""
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
+    ) -> dist.Work | None:
+        """Fills the output with this rank's part of the inputs' sum."""
+        real, parts = torch.view_as_real(output_tensor), torch.view_as_real(input_tensor)
+        return dist.reduce_scatter_tensor(real, parts, group=group, op=op, async_op=async_op)

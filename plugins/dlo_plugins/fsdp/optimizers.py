@@ -36,7 +36,7 @@ class OptimizerShares:
         self.sharding, self.communicator = sharding, sharding.sharers
         self.optimizers = optimizers
         self._names = {id(parameter): clean(name) for name, parameter in sharding.module.named_parameters()}
-        dtypes = {parameter.dtype for parameter in sharding.parameters.values()}
+        dtypes = {parameter.dtype.to_real() for parameter in sharding.parameters.values()}
         self._wide = torch.float64 if torch.float64 in dtypes else torch.float32  # what norms are summed in
         self._shares = {id(optimizer): self._share(optimizer) for optimizer in optimizers}
 

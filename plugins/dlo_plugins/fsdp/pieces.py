@@ -91,6 +91,10 @@ class RowGroup:
         ]
         self._buffer: Tensor | None = None
 
+    def stepped_pieces(self) -> list[FlatShard]:
+        """Returns what optimizers step: the pieces themselves."""
+        return self.pieces
+
     def piece_gradients(self) -> list[Tensor]:
         """Returns the gradient of each piece, the parameters' own memory; empty where there is none."""
         gradients = [self.parameters[number].grad for number in self.owned]
@@ -184,8 +188,10 @@ def groups_of(
     """
     by_dtype: dict[torch.dtype, dict[str, nn.Parameter]] = {}
     for group in optimizer.param_groups:
-        for parameter in filter(torch.is_floating_point, group["params"]):
+        for parameter in group["params"]:
             if id(parameter) not in names:
                 continue  # Another pipeline stage's.
+            if not (parameter.is_floating_point() or parameter.is_complex()):
+                continue
             by_dtype.setdefault(parameter.dtype, {})[names[id(parameter)]] = parameter
     return [RowGroup(named, communicator, device) for named in by_dtype.values()]

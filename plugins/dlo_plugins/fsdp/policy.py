@@ -8,7 +8,11 @@ autocast leaves in single precision (embeddings, norms' weights), so that the lo
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import replace
+
 import torch
+from torch import Tensor
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from dlo_framework.errors import DloError, did_you_mean
@@ -75,3 +79,33 @@ def mixed_precision(
     if reduce is None and param is not None:
         reduce = torch.float32  # What torch 2.15 does by itself; before, it summed in the gathered dtype.
     return MixedPrecisionPolicy(param_dtype=param, reduce_dtype=reduce, output_dtype=dtypes["output_dtype"])
+
+
+def of_unit(policy: MixedPrecisionPolicy, trained: Mapping[str, Tensor], units: list[str]) -> MixedPrecisionPolicy:
+    """Returns the policy of one unit: complex gradients are summed as they are, for ``reduce_dtype`` is a real one.
+
+    Args:
+        policy: of all units.
+        trained: the unit's parameters that train, by name.
+        units: the names of all units.
+
+    Raises:
+        DloError: if they have several dtypes: FSDP2 (torch 2.11 to 2.15) sums a unit's gradients in one buffer.
+    """
+    dtypes = {parameter.dtype: name for name, parameter in reversed(list(trained.items()))}
+    if len(dtypes) > 1:
+        (one, name), (other, another), *_ = reversed(dtypes.items())
+        odd = {n for n, parameter in trained.items() if parameter.dtype != one}
+        homes = dict.fromkeys(n.rpartition(".")[0] for n in odd)
+        apart = sorted(home for home in homes if home and not _holds(home, trained.keys() - odd))
+        named = f"units: [{', '.join([*units, *apart])}]" if apart else "units"
+        raise DloError(
+            f"FSDP2 sums the gradients of one unit in one dtype, but {name} is {str(one).removeprefix('torch.')} and"
+            f" {another} {str(other).removeprefix('torch.')}; let modules that hold one dtype alone be units of their"
+            f" own ({named}), or use strategy zero3, which takes any"
+        )
+    return replace(policy, reduce_dtype=None) if any(dtype.is_complex for dtype in dtypes) else policy
+
+
+def _holds(module: str, names: set[str]) -> bool:
+    return any(name.startswith(f"{module}.") for name in names)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
@@ -18,14 +18,15 @@ from dlo_framework.checkpoint.boxes import part_of
 from dlo_framework.checkpoint.boxes import whole as whole_box
 from dlo_framework.cuts import Layout
 from dlo_framework.distributed.canonical import clean
-from dlo_framework.distributed.collectives import Communicator
+from dlo_framework.distributed.collectives import Communicator, backend_of
 from dlo_framework.distributed.groups import MeshGroups
 from dlo_framework.distributed.held import local
 from dlo_framework.distributed.initialise import Initialiser
 from dlo_framework.errors import DloError, did_you_mean
 from dlo_framework.plan import ParallelPlan
-from dlo_plugins.fsdp.comms import PairwiseAllGather, PairwiseReduceScatter
+from dlo_plugins.fsdp.comms import ComplexReduceScatter, PairwiseAllGather, PairwiseReduceScatter
 from dlo_plugins.fsdp.mesh import REPLICATE, SHARD
+from dlo_plugins.fsdp.policy import of_unit
 from dlo_plugins.fsdp.recompute import recompute
 
 #: Whether FSDP2 reduces zeros for parameters that a rank does not use (torch 2.15). Without, ranks that disagree on
@@ -149,20 +150,29 @@ class Sharding:
         ignored = {parameter for parameter in part.parameters() if parameter.ndim == 0}
         ignored |= {parameter for parameter in part.parameters() if id(parameter) in self._elsewhere}
         policy = CPUOffloadPolicy(pin_memory=self.device.type == "cuda") if options.offload else OffloadPolicy()
+        trained = self._trained(part, ignored)
         fully_shard(
             part,
             mesh=self._mesh,
             reshard_after_forward=options.reshard_after_forward,
-            mp_policy=options.policy,
+            mp_policy=of_unit(options.policy, trained, self.units),
             offload_policy=policy,
             ignored_params=ignored,
         )
         sharded: Any = part
         if DIVERGING:
             sharded.set_reduce_scatter_unused_params(True, recurse=False)
-        if dist.get_backend(self.sharers.group) == "gloo" and self.sharers.size > 1:
+        if backend_of(self.sharers.group, self.device) == "gloo" and self.sharers.size > 1:
             sharded.set_custom_all_gather(PairwiseAllGather(self.sharers))
             sharded.set_custom_reduce_scatter(PairwiseReduceScatter(self.sharers))
+        elif any(parameter.is_complex() for parameter in trained.values()):
+            sharded.set_custom_reduce_scatter(ComplexReduceScatter())
+
+    def _trained(self, part: nn.Module, ignored: set[nn.Parameter]) -> dict[str, nn.Parameter]:
+        """Returns what FSDP2 shards as one with a part, of what trains; what its units hold is sharded already."""
+        own = {id(parameter) for parameter in part.parameters() if not isinstance(parameter, DTensor)}
+        own -= {id(parameter) for parameter in ignored}
+        return {clean(n): p for n, p in self.module.named_parameters() if id(p) in own and p.requires_grad}
 
     def _same_everywhere(self, part: nn.Module) -> None:
         """Gives all ranks that hold the same part of the model the first one's values of what is not sharded yet."""
@@ -221,6 +231,11 @@ class Sharding:
                 root.reset_iter_state()
         self.reshard()
 
+    def anywhere(self, flags: list[bool]) -> list[bool]:
+        """Returns what holds on any of the ranks that hold the same part of the model."""
+        found = self._data.maximum(torch.tensor(flags, dtype=torch.uint8, device=self.device))
+        return [bool(flag) for flag in found.tolist()]
+
     @torch.no_grad()
     def complete_gradients(self) -> None:
         """Adds up the gradients that are parts of a sum over the ranks of tensor parallelism."""
@@ -247,10 +262,11 @@ class Sharding:
         for parameter in scalars:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
-        joined = self._data.sum(torch.stack([p.grad.float() for p in scalars if p.grad is not None]))
+        wide = functools.reduce(torch.promote_types, (parameter.dtype for parameter in scalars), torch.float32)
+        joined = self._data.sum(torch.stack([p.grad.to(wide) for p in scalars if p.grad is not None]))
         for parameter, mean in zip(scalars, joined / self._data.size, strict=True):
             assert parameter.grad is not None
-            parameter.grad.copy_(mean)
+            parameter.grad.copy_(mean if parameter.is_complex() or not mean.is_complex() else mean.real)
 
 
 def local_part(whole: Tensor, parameter: Tensor) -> Tensor:

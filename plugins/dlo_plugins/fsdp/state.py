@@ -90,15 +90,23 @@ class ShardedState(ShardedStrategy):
         """Returns this rank's part of the gradients of an unfinished accumulation, their mean over the ranks."""
         assert self.sharding is not None
         assert self._usage is not None
+        parameters, gathered = self.sharding.parameters, self._usage.gathered
+        wholes = {name: whole.grad for name, whole in gathered.items() if whole is not parameters.get(name)}
+        # Ranks may have used different parameters, and reduce the same.
+        unreduced = self.sharding.anywhere([wholes.get(name) is not None for name in parameters])
+        reduced = self.sharding.anywhere([parameter.grad is not None for parameter in parameters.values()])
         found: dict[str, Shard] = {}
-        for name, parameter in self.sharding.parameters.items():
-            whole = self._usage.gathered.get(name)
-            unreduced = whole.grad if whole is not None and whole is not parameter else None
-            if unreduced is None and parameter.grad is None:
+        for (name, parameter), adds, has in zip(parameters.items(), unreduced, reduced, strict=True):
+            if not adds and not has:
                 continue
             part = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.detach().clone()
-            if unreduced is not None:
-                local(part).add_(local_part(self.reduce(unreduced.clone(), reduce_op="mean"), parameter))
+            if adds:
+                whole = torch.zeros(parameter.shape, dtype=parameter.dtype, device=self.sharding.device)
+                gradient = wholes.get(name)
+                if gradient is not None:
+                    whole.copy_(gradient)
+                mine = local_part(self.reduce(whole, reduce_op="mean"), parameter)
+                local(part).add_(mine.to(local(part).device))  # Offloaded, the shard is in CPU memory.
             elif parameter.ndim == 0:
                 part = self.reduce(part, reduce_op="mean")
             found[name] = with_cut(part, self.sharding.layout.cuts.get(name))

@@ -16,6 +16,7 @@ from torch import Tensor
 from torchmetrics import Metric
 
 from dlo_framework.errors import DloError
+from dlo_framework.mesh import MeshSpec
 from dlo_framework.task import Task, batch_length
 from dlo_plugins.pipeline.engine import Pipeline
 
@@ -98,7 +99,12 @@ class PipelinedTask:
             metric._update_count, metric._computed = count, None
 
     def predict(self, batch: Any, batch_idx: int) -> Any:
-        """Returns what the task predicts for a batch, on all ranks of the pipeline alike."""
+        """Returns what the task predicts for a batch, on all ranks of the pipeline alike.
+
+        Raises:
+            DloError: if the task runs the model by itself for it.
+        """
+        check_predict(self.task)
         outputs = [self.outputs(batch)]
         dist.broadcast_object_list(outputs, group=self.pipeline.group, group_src=self._source)
         found = outputs[0]
@@ -161,6 +167,37 @@ def check_steps(task: Task) -> None:
         raise DloError(
             f"pp > 1 trains by a task's inputs() and loss(), but {type(task).__name__} has a training_step of its own;"
             " move what it does there, or use pp: 1"
+        )
+
+
+def check_predict(task: Any) -> None:
+    """Checks that a task predicts from what its model makes of a batch at once, which is what a pipeline runs.
+
+    Raises:
+        DloError: if it runs the model by itself, as one that writes text does.
+    """
+    if getattr(task, "generates", False):
+        raise DloError(
+            f"pp > 1 runs a model once for each batch, and {type(task).__name__} runs it for each token that it writes;"
+            " predict with pp: 1, or in one process: a checkpoint goes from any mesh to any other"
+        )
+
+
+def check_inside(task: Any, spec: MeshSpec, sequence_parallel: bool) -> None:
+    """Checks that a task whose loss looks inside the blocks finds all of them, and whole sequences, on each rank.
+
+    Raises:
+        DloError: if a mesh divides them.
+    """
+    if not getattr(task, "looks_inside", False):
+        return
+    divided = [f"{axis}={size}" for axis, size in (("pp", spec.pp), ("cp", spec.cp)) if size > 1]
+    divided += ["sequence_parallel: true"] if sequence_parallel and spec.tp > 1 else []
+    if divided:
+        raise DloError(
+            f"the loss of {type(task).__name__} needs what all of its model's blocks make of whole sequences (the"
+            f" routers' logits, by output_router_logits: true), which {' and '.join(divided)} divides among ranks; use"
+            " the other axes, or set output_router_logits: false"
         )
 
 

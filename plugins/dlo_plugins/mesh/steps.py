@@ -12,6 +12,7 @@ from torch import Tensor
 
 from dlo_framework.distributed.unused import unused_message
 from dlo_framework.errors import DloError
+from dlo_plugins.appliers.context_parallel import ContextParallel
 from dlo_plugins.appliers.fully_shard import FullyShard
 from dlo_plugins.fsdp.optimizers import OptimizerShares
 from dlo_plugins.fsdp.state import ShardedState
@@ -28,6 +29,8 @@ class MeshSteps(ShardedState):
     fully_shard: FullyShard
     #: Runs the steps where the model is cut into a pipeline's stages.
     pipelined: PipelinedTask | None = None
+    #: Shares sequences among ranks.
+    _context: ContextParallel
 
     def __init__(self, timeout_minutes: float) -> None:
         super().__init__(timeout_minutes)
@@ -36,6 +39,12 @@ class MeshSteps(ShardedState):
     def _shared(self, batch: Any) -> Any:
         """Returns what this rank is given of a batch that its model's ranks share."""
         return batch
+
+    @contextlib.contextmanager
+    def whole_sequences(self) -> Iterator[None]:
+        """Inside the block each rank runs the model on whole sequences: those that share them write the same text."""
+        with self._context.local():
+            yield
 
     # --- a step --------------------------------------------------------------------------------------------
 

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dlo_framework.distributed.collectives import exchange_limit
+from dlo_framework.distributed.collectives import backend_of, exchange_limit
 
 #: Receives that are posted before they are waited for, for each sender.
 _AHEAD = 2
@@ -85,12 +85,13 @@ class Transport:
         self.group, self.device = group, device
         self.rank = dist.get_rank(group)
         self._up = self._down = group
-        if dist.get_backend(group) == "nccl":
+        backend = backend_of(group, device)
+        if backend == "nccl":
             ranks = dist.get_process_group_ranks(group)
             limit = group._get_backend(device).options._timeout
             made = [dist.new_group(ranks, timeout=limit, use_local_synchronization=True) for _ in range(2)]
             self._up, self._down = made  # type: ignore[assignment]
-        self._limit = exchange_limit(group) if dist.get_backend(group) == "gloo" else None
+        self._limit = exchange_limit(group) if backend == "gloo" else None
 
     def link(self, peer: int, *, incoming: bool) -> Link:
         """Returns the way from or to another rank of the pipeline."""

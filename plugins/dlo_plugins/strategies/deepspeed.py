@@ -12,7 +12,6 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-import torch.distributed as dist
 from lightning.fabric.utilities.optimizer import _optimizers_to_device
 from lightning.pytorch import Trainer
 from lightning.pytorch.plugins.precision import DeepSpeedPrecision, Precision
@@ -24,6 +23,7 @@ from torch.optim import Optimizer
 from dlo_framework.checkpoint import FlatShard, Shard
 from dlo_framework.data import ResumableDataModule
 from dlo_framework.distributed.canonical import clean, readable
+from dlo_framework.distributed.collectives import broadcast_values
 from dlo_framework.distributed.held import memory_of
 from dlo_framework.distributed.strategy import ShardedStrategy
 from dlo_framework.errors import DloError
@@ -181,11 +181,11 @@ class DeepSpeedBridge(DeepSpeedTranslation, ShardedStrategy, AnyDeviceDeepSpeed)
             engine.dissolve()
         for buffer in module.buffers():
             buffer.data = buffer.data.to(self.root_device)
-            dist.broadcast(buffer.data, 0)
+            broadcast_values(buffer.data)
         for parameter in module.parameters():
             if self.stage < 3:
                 parameter.data = parameter.data.to(self.root_device)
-                dist.broadcast(parameter.data, 0)
+                broadcast_values(parameter.data)
         if not fitting:
             if self.engine is None and self.stage == 3:
                 self.engine = Engine(module, None, self.config, self.root_device)

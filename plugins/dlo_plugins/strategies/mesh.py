@@ -7,7 +7,6 @@ from dataclasses import replace
 from typing import Any, Literal
 
 import torch
-import torch.distributed as dist
 from lightning.fabric.utilities.device_dtype_mixin import _update_properties
 from lightning.pytorch import Trainer
 from lightning.pytorch.trainer.states import TrainerFn
@@ -16,6 +15,7 @@ from torchmetrics import Metric
 
 from dlo_framework.applier import Applier, Phase
 from dlo_framework.cuts import Layout, layout_of
+from dlo_framework.distributed.collectives import broadcast_values
 from dlo_framework.distributed.groups import MeshGroups
 from dlo_framework.distributed.initialise import check_initialisable, on_meta
 from dlo_framework.distributed.units import find_units
@@ -31,7 +31,7 @@ from dlo_plugins.fsdp.optimizers import OptimizerShares
 from dlo_plugins.fsdp.sharding import Sharding, ShardOptions, named_units
 from dlo_plugins.fsdp.usage import Usage
 from dlo_plugins.mesh.drawing import MeshDescription, describe, modelled
-from dlo_plugins.mesh.pipelined import PipelinedTask
+from dlo_plugins.mesh.pipelined import PipelinedTask, check_inside, check_predict
 from dlo_plugins.mesh.pipelining import Pipelining
 from dlo_plugins.mesh.steps import MeshSteps
 
@@ -153,10 +153,20 @@ class MeshStrategy(MeshSteps):
         task = module.on_meta()
         plan = task.parallel_plan()
         plan.validate(task.model)
+        check_inside(task, spec, self._tensor.sequence_parallel)
         self._tensor.check(task.model, plan, spec.tp)
         self._context.check(task.model, plan, spec.cp, spec.tp)
         if spec.pp > 1:
             self.pipelining.check(task, plan, spec, datamodule)
+
+    def check_predict(self, module: Any) -> None:
+        """Checks that a model that the mesh cuts can predict, before any process starts.
+
+        Raises:
+            DloError: if it is cut into a pipeline's stages, and the task writes text.
+        """
+        if self.mesh_spec().pp > 1:
+            check_predict(module)
 
     def describe(self, module: Any, datamodule: Any = None) -> MeshDescription:
         """Returns who holds what of a module, for `dlo mesh`; nothing is started, and the model has no memory.
@@ -251,10 +261,11 @@ class MeshStrategy(MeshSteps):
         """Lets the appliers rewrite the task's model, in the order of their phases; returns what has become of it."""
         plan = self._plan_of(task)()
         plan.validate(task.model)
+        check_inside(task, self.mesh_spec(), self._tensor.sequence_parallel)
         if not on_meta(task):
             for tensor in [*task.parameters(), *task.buffers()]:
                 tensor.data = tensor.data.to(self.root_device)
-                dist.broadcast(tensor.data, 0)
+                broadcast_values(tensor.data)
         mesh, spec, layout = self.groups.device_mesh(), self.mesh_spec(), layout_of(task.model)
         datamodule = getattr(task._trainer, "datamodule", None)
         split = self.pipelining.split_of(task, plan, spec.pp, datamodule) if spec.pp > 1 else "balanced"

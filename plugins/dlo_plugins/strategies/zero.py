@@ -40,8 +40,9 @@ class ZeroStrategy(ShardedStrategy):
 
     Args:
         stage: 1, 2 or 3.
-        offload: what lives in CPU memory: the `optimizer` (its state and step, and the gradient shards), the
-            `parameters` (their shards; stage 3), or `both`.
+        offload: what lives in CPU memory: the `optimizer` (its state and step, the gradient shards and, in stage 3, a
+            copy of the shards that it steps), the `parameters` (their shards, of frozen ones too; stage 3), or `both`.
+            Of `parameters` alone, the shards come to the device for a step.
         bucket_mb: gradients that are reduced at once, in MiB (stages 1 and 2; stage 3 reduces unit by unit).
         find_unused: whether parameters may go without a gradient in a step. Otherwise that is an error that names
             them.
@@ -261,7 +262,16 @@ class ZeroStrategy(ShardedStrategy):
     def accumulated_gradients(self) -> dict[str, Shard]:
         """Returns the gradients of an unfinished accumulation: stage 1 has them whole, the others this rank's part."""
         assert self.engine is not None
-        return dict(self.engine.gradient_shards()) if self.stage > 1 else super().accumulated_gradients()
+        if self.stage > 1:
+            return dict(self.engine.gradient_shards())
+        trained = {clean(name): p for name, p in self._module().named_parameters() if p.requires_grad}
+        have = torch.tensor([p.grad is not None for p in trained.values()], dtype=torch.uint8, device=self.root_device)
+        anywhere = self.engine.communicator.maximum(have).tolist()  # Ranks may have used different parameters.
+        return {
+            name: self.reduce(torch.zeros_like(p) if p.grad is None else p.grad.clone(), reduce_op="mean")
+            for (name, p), used in zip(trained.items(), anywhere, strict=True)
+            if used
+        }
 
     def restore_gradients(self, saved: Mapping[str, Any]) -> None:
         """Takes up an unfinished accumulation."""

@@ -46,7 +46,7 @@ class ZeroOptions:
         stage: 1 optimizer state, 2 gradients too, 3 parameters too.
         bucket_elements: parameters of a bucket of stages 1 and 2, at most, unless one parameter has more.
         offload_optimizer: whether gradient shards and optimizer state live in CPU memory, and the CPU steps.
-        offload_parameters: whether parameter shards live in CPU memory (stage 3).
+        offload_parameters: whether parameter shards, of frozen ones too, live in CPU memory (stage 3).
         find_unused: whether parameters may go without a gradient.
     """
 
@@ -117,10 +117,13 @@ class ZeroEngine:
         }
 
     def _group(self, named: dict[str, nn.Parameter]) -> FlatGroup:
-        stage3 = self.options.stage == 3
-        offloaded = self.options.offload_parameters if stage3 else self.options.offload_optimizer
-        home = torch.device("cpu") if offloaded or self.options.offload_optimizer else self.device
-        return FlatGroup(named, self.communicator, self.device, keep_whole=not stage3, home=home)
+        cpu, stage3 = torch.device("cpu"), self.options.stage == 3
+        home = cpu if self.options.offload_optimizer else self.device
+        rests = home
+        if stage3:
+            rests = cpu if self.options.offload_parameters else self.device
+            home = home if next(iter(named.values())).requires_grad else rests  # What is frozen is never stepped.
+        return FlatGroup(named, self.communicator, self.device, keep_whole=not stage3, home=home, rests=rests)
 
     def _kind(self, parameter: nn.Parameter) -> tuple[object, ...]:
         """Returns what the parameters of one group have in common."""
@@ -177,6 +180,7 @@ class ZeroEngine:
         if kind == "all":
             _take_global_norm(optimizer, self, share)
         share.move_into(optimizer, self._names)
+        optimizer.register_step_pre_hook(lambda *_: share.bring())
         optimizer.register_step_post_hook(lambda *_: self._after_step(share))
         return share
 
@@ -267,7 +271,7 @@ class ZeroEngine:
             if owned == number:
                 return FlatShard(piece.data.detach(), piece.shape, piece.start)
         parameter = group.parameters[number]
-        return FlatShard(torch.empty(0, dtype=group.dtype, device=group.home), parameter.shape, 0)
+        return FlatShard(torch.empty(0, dtype=group.dtype, device=group.rests), parameter.shape, 0)
 
     def gradient_shards(self) -> dict[str, FlatShard]:
         """Returns this rank's part of the gradients gathered so far, by parameter."""
@@ -286,7 +290,7 @@ class ZeroEngine:
             share.forget()
         for group in self.groups:
             if self.reducer.used.intersection(group.names):
-                group.gradient = torch.zeros_like(group.shard)
+                group.gradient = torch.zeros_like(group.shard, device=group.home)
         return {name: shard for name, shard in self.gradient_shards().items() if name in self.reducer.used}
 
     def refresh(self) -> None:
@@ -295,6 +299,7 @@ class ZeroEngine:
         In stages 1 and 2 the parameters are what was changed; in stage 3 the shards are all there is.
         """
         for group in self.groups:
+            group.written()
             if group.keep_whole:
                 own = self.communicator.segment(group.whole)
                 if own.data_ptr() != group.shard.data_ptr():
@@ -316,6 +321,7 @@ class ZeroEngine:
         """Returns the bytes of parameters and gradients that this rank holds now."""
         parameters = sum(_bytes(group.whole) for group in self.groups)
         parameters += sum(_bytes(group.shard) for group in self.groups if not _shares_memory(group))
+        parameters += sum(group.copied for group in self.groups)
         gradients = sum(_bytes(group.gradient) for group in self.groups if group.gradient is not None)
         gradients += sum(_bytes(p.grad) for group in self.groups for p in group.parameters if p.grad is not None)
         return {"parameters": parameters, "gradients": gradients}

@@ -4,6 +4,9 @@ The parameters of a group are views of one flat buffer, the *whole*; this rank o
 In stages 1 and 2 the whole stays, and the shard is a view of it. In stage 3 the shard has memory of its own, and the
 whole's is given back when nobody needs it: the parameters keep their shapes, and autograd's references to them stay
 valid, since the same storage is filled again.
+
+In stage 3 the shard may rest in other memory than the step is taken in. Then the step has a copy of it, which stays
+where that is the CPU's memory, and is there for the step alone where it is the device's.
 """
 
 from __future__ import annotations
@@ -27,11 +30,13 @@ class FlatGroup:
         communicator: the ranks that share them.
         device: where they compute.
         keep_whole: whether each rank keeps all of them (stages 1 and 2).
-        home: where the shard lives: ``device``, or the CPU where parameters or optimizer are offloaded.
+        home: where the step is taken, with gradients and optimizer state: ``device``, or the CPU where the optimizer is
+            offloaded.
+        rests: where the shard lives: ``home`` by default and in stages 1 and 2; the CPU where parameters are offloaded.
 
     Attributes:
-        shard: this rank's segment, on ``home``.
-        pieces: this rank's run of each parameter it owns any of, views of the shard; what optimizers step.
+        shard: this rank's segment, on ``rests``.
+        pieces: this rank's run of each parameter it owns any of, views of the shard.
         gradient: this rank's segment of the gradients' mean, on ``home``; None before the first reduction.
         partition: who owns what.
     """
@@ -44,27 +49,26 @@ class FlatGroup:
         *,
         keep_whole: bool,
         home: torch.device,
+        rests: torch.device | None = None,
     ) -> None:
         self.names, self.parameters = list(named), list(named.values())
-        self.communicator, self.device, self.keep_whole, self.home = communicator, device, keep_whole, home
+        self.communicator, self.device, self.keep_whole = communicator, device, keep_whole
+        self.home, self.rests = home, rests or home
+        assert self.rests == home or not keep_whole
         self.partition = FlatPartition(tuple(p.numel() for p in self.parameters), communicator.size)
         self.dtype = self.parameters[0].dtype
         self.trains = self.parameters[0].requires_grad
         self.gradient: Tensor | None = None
         self._landing: list[Tensor] = []
         self._gathering: Pending | None = None
-        self._side = side_stream(device) if device.type == "cuda" and home != device else None
+        beside = side_stream(device) if device.type == "cuda" else None
+        self._upward = beside if self.rests != device else None
+        self._downward = beside if home != device else None
         self._move_in()
-        owned = self.partition.pieces(communicator.rank)
-        self.pieces = [
-            FlatShard(
-                self.shard[piece.offset : piece.offset + piece.length].detach(),
-                self.parameters[piece.parameter].shape,
-                piece.start,
-            )
-            for piece in owned
-        ]
-        self.owned = [piece.parameter for piece in owned]
+        self._stepped: Tensor | None = None
+        self._current = False  # whether what is stepped has the shard's values
+        self.pieces = self._cut(self.shard)
+        self.owned = [piece.parameter for piece in self.partition.pieces(communicator.rank)]
 
     @torch.no_grad()
     def _move_in(self) -> None:
@@ -83,7 +87,7 @@ class FlatGroup:
             self.communicator.broadcast(self.whole)
         own = self.communicator.segment(self.whole)
         shares = self.keep_whole and self.home == self.device
-        self.shard = own if shares else _resting(own, self.home)
+        self.shard = own if shares else _resting(own, self.rests)
         if not self.keep_whole:
             self.free()
 
@@ -115,8 +119,8 @@ class FlatGroup:
         if self._gathering is not None:
             self._gathering.wait()
             self._gathering = None
-            if self._side is not None:
-                torch.cuda.current_stream(self.device).wait_stream(self._side)
+            if self._upward is not None:
+                torch.cuda.current_stream(self.device).wait_stream(self._upward)
 
     def free(self) -> None:
         """Gives the whole's memory back; the parameters hold nothing until the next gather."""
@@ -137,47 +141,112 @@ class FlatGroup:
     @torch.no_grad()
     def _publish(self) -> None:
         own = self.communicator.segment(self.whole)
-        if self._side is None:
+        if self._upward is None:
             if own.data_ptr() != self.shard.data_ptr():
                 own.copy_(self.shard)
             self._gathering = self.communicator.all_gather(self.whole)
             return
         # Beside the computation: the next unit's parameters come up from the CPU while this one computes.
-        self._side.wait_stream(torch.cuda.current_stream(self.device))
-        with torch.cuda.stream(self._side):
+        self._upward.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(self._upward):
             own.copy_(self.shard, non_blocking=True)
             self._gathering = self.communicator.all_gather(self.whole)
+
+    # --- the step ------------------------------------------------------------------------------------------
+
+    @property
+    def apart(self) -> bool:
+        """Whether what is stepped is a copy of the shard."""
+        return self.home != self.rests
+
+    def _cut(self, segment: Tensor) -> list[FlatShard]:
+        """Returns this rank's run of each parameter that it owns any of, views of its segment."""
+        return [
+            FlatShard(
+                segment[piece.offset : piece.offset + piece.length].detach(),
+                self.parameters[piece.parameter].shape,
+                piece.start,
+            )
+            for piece in self.partition.pieces(self.communicator.rank)
+        ]
+
+    def stepped_pieces(self) -> list[FlatShard]:
+        """Returns what optimizers step, on ``home``: the pieces, or those of a copy, filled by :meth:`bring`."""
+        if not self.apart:
+            return self.pieces
+        self._stepped = _resting(self.shard, self.home)
+        found = self._cut(self._stepped)
+        self._put_away()
+        return found
+
+    @torch.no_grad()
+    def bring(self) -> None:
+        """Gives what is stepped the shard's values, before a step."""
+        if self._stepped is not None and not self._current:
+            self._stepped.untyped_storage().resize_(self._stepped.nbytes)
+            self._stepped.copy_(self.shard)
+            self._current = True
+
+    @torch.no_grad()
+    def take_step(self) -> None:
+        """Gives the shard what has been stepped."""
+        if self._stepped is not None and self._current:
+            self.shard.copy_(self._stepped)
+            self._put_away()
+
+    def _put_away(self) -> None:
+        """Gives the memory of the copy back, if it is the device's."""
+        assert self._stepped is not None
+        if self.home == self.device:
+            self._stepped.untyped_storage().resize_(0)
+            self._current = False
+        else:
+            self._current = True
+
+    def written(self) -> None:
+        """Called when the shard has been written to from outside."""
+        self._current = False
+
+    @property
+    def copied(self) -> int:
+        """The bytes of the copy that is stepped."""
+        return 0 if self._stepped is None else self._stepped.untyped_storage().nbytes()
 
     # --- gradients -----------------------------------------------------------------------------------------
 
     @torch.no_grad()
     def take_gradient(self, segment: Tensor) -> None:
         """Adds a reduced segment to the gradient shard; :meth:`finish_gradient` completes it."""
-        if self._side is None:
+        if self._downward is None:
             if self.gradient is None:
-                self.gradient = segment.clone()
+                self.gradient = segment.to(self.home, copy=True)
             else:
                 self.gradient.add_(segment)
             return
         # Beside the computation: backward goes on while the segment goes down to the CPU.
         landed = torch.empty(segment.shape, dtype=segment.dtype, pin_memory=True)
-        self._side.wait_stream(torch.cuda.current_stream(self.device))
-        with torch.cuda.stream(self._side):
+        self._downward.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(self._downward):
             landed.copy_(segment, non_blocking=True)
-        segment.record_stream(self._side)
+        segment.record_stream(self._downward)
         self._landing.append(landed)
 
     @torch.no_grad()
     def finish_gradient(self) -> None:
         """Waits until what was taken is in the gradient shard."""
-        if self._side is None or not self._landing:
+        if self._downward is None or not self._landing:
             return
-        self._side.synchronize()
+        self._downward.synchronize()
         for landed in self._landing:
             if self.gradient is None:
                 self.gradient = landed
             else:
                 self.gradient.add_(landed)
+        self._landing.clear()
+
+    def drop_gradient(self) -> None:
+        """Forgets the gradient, what is on its way included."""
+        self.gradient = None
         self._landing.clear()
 
     def piece_gradients(self) -> list[Tensor]:

@@ -45,7 +45,8 @@ class GradientReducer:
     Args:
         groups: in the order in which backward completes them, roughly; all ranks reduce in exactly this order.
         communicator: the ranks.
-        find_unused: whether a parameter may go without a gradient; it costs an all-reduce of a bit a parameter.
+        find_unused: whether a parameter may go without a gradient; then groups without any are reduced like the others,
+            and an all-reduce of a byte a parameter tells which those were.
         on_reduced: called with each group whose gradients have left their parameters.
     """
 
@@ -150,9 +151,8 @@ class GradientReducer:
             DloError: if parameters went without a gradient, and ``find_unused`` is off.
         """
         wanted = [r for r in self.reductions if id(r.group) not in self.skipped]
-        if self.find_unused:
-            used = self._agree_on_used(wanted)
-        else:
+        self._collect_earlier(wanted)
+        if not self.find_unused:
             absent = [
                 reduction.group.names[number]
                 for reduction in wanted
@@ -161,9 +161,11 @@ class GradientReducer:
             ]
             if absent:
                 raise DloError(unused_message(sorted(absent)))
-            used = {name for r in wanted if r.begun for name in r.group.names}
+            wanted = [r for r in wanted if r.begun]
+        idle = [r.group for r in wanted if not r.begun and r.group.gradient is None]
+        came = {name: number not in r.missing for r in wanted for number, name in enumerate(r.group.names)}
         for reduction in self.reductions[self._next :]:
-            if not reduction.begun and not (self.find_unused and used.intersection(reduction.group.names)):
+            if not any(reduction is one for one in wanted):
                 continue
             if reduction.buffer is None:
                 reduction.buffer = self._take_buffer(reduction.group)
@@ -179,19 +181,32 @@ class GradientReducer:
             reduction.pending = None
             reduction.missing = set(range(len(reduction.group.parameters)))
         self._next = 0
+        used = self._agree_on_used(came) if self.find_unused else set(came)
+        for group in idle:
+            if not used.intersection(group.names):
+                group.drop_gradient()
         self.used |= used
         return used
 
-    def _agree_on_used(self, reductions: list[Reduction]) -> set[str]:
-        names, bits = [], []
+    def _collect_earlier(self, reductions: list[Reduction]) -> None:
+        """Collects what earlier micro-batches of the accumulation have left on parameters that this one did not use."""
         for reduction in reductions:
-            names += reduction.group.names
-            bits += [number not in reduction.missing for number in range(len(reduction.group.parameters))]
-        if not names:
+            for number in sorted(reduction.missing):
+                parameter = reduction.group.parameters[number]
+                if parameter.grad is not None:
+                    self._collect(reduction, number, parameter)
+
+    def _agree_on_used(self, came: dict[str, bool]) -> set[str]:
+        """Returns the parameters that any rank used.
+
+        It comes after all reductions, in which each rank takes part whatever it used: so all ranks do the same in the
+        same order, also where one has a group's gradients amid backward and another only at its end.
+        """
+        if not came:
             return set()
-        device = reductions[0].group.device
-        agreed = self.communicator.maximum(torch.tensor(bits, dtype=torch.uint8, device=device)).tolist()
-        return {name for name, bit in zip(names, agreed, strict=True) if bit}
+        bits = torch.tensor(list(came.values()), dtype=torch.uint8, device=self.reductions[0].group.device)
+        agreed = self.communicator.maximum(bits).tolist()
+        return {name for name, bit in zip(came, agreed, strict=True) if bit}
 
     def forget(self) -> None:
         """Drops what a backward that raised has left."""

@@ -65,6 +65,11 @@ class Share(ABC):
             self.witness = torch.empty(0, device=home, requires_grad=True)
             optimizer.param_groups[0]["params"].append(self.witness)
 
+    def bring(self) -> None:
+        """Gives the stand-ins the shards' values, where they are of a copy of them."""
+        for group in self.groups:
+            group.bring()
+
     @abstractmethod
     def give_gradients(self, used: Iterable[str]) -> None:
         """Gives the stand-ins their gradients; those of parameters that nobody used stay None."""
@@ -101,7 +106,7 @@ class PieceShare(Share):
         super().__init__(groups, communicator)
         self._pieces: dict[str, FlatShard] = {}
         for group in groups:
-            for number, piece in zip(group.owned, group.pieces, strict=True):
+            for number, piece in zip(group.owned, group.stepped_pieces(), strict=True):
                 self._pieces[group.names[number]] = piece
                 # A parameter without dims keeps none: an optimizer's state for it has the shape that one process's has.
                 data = piece.data if piece.shape else piece.data.view(())
@@ -110,6 +115,7 @@ class PieceShare(Share):
     def give_gradients(self, used: Iterable[str]) -> None:
         """Gives the stand-ins their gradients; those of parameters that nobody used stay None."""
         used = set(used)
+        self.bring()
         for group in self.groups:
             if group.gradient is None:
                 continue
@@ -121,6 +127,7 @@ class PieceShare(Share):
     def publish(self) -> None:
         """Brings the stepped values into the shards, and starts sending them to all ranks."""
         for group in self.groups:
+            group.take_step()
             group.publish()
 
     def canonical(self, name: str, value: Tensor) -> Tensor | FlatShard:
@@ -243,4 +250,4 @@ class TensorShare(Share):
 
 
 def _joined(parts: list[Tensor], dtype: torch.dtype, device: torch.device) -> Tensor:
-    return torch.cat(parts) if parts else torch.empty(0, dtype=dtype, device=device)
+    return torch.cat(parts).to(device) if parts else torch.empty(0, dtype=dtype, device=device)

@@ -1,0 +1,145 @@
+"""Complex parameters, as spectral layers have them, and scalars of other dtypes: trained as one process trains them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+from dlo_framework.distributed.collectives import Communicator
+from dlo_framework.distributed.strategy import DataParallelStrategy
+from dlo_framework.errors import DloError
+from dlo_framework.testing import run_distributed
+from dlo_framework.testing.state import whole_weights
+from dlo_plugins.fsdp.comms import ComplexReduceScatter
+from dlo_plugins.fsdp.policy import of_unit
+from dlo_plugins.strategies.fsdp import FSDPStrategy
+from dlo_plugins.strategies.zero import ZeroStrategy
+from support.fsdp_nets import WIDTH, Module, alone, differ, found_by, mine, of, trainer
+
+UNITS = ["net.blocks.*", "net.filter"]
+STRATEGIES = {
+    "ddp": DataParallelStrategy,
+    "zero1": lambda: ZeroStrategy(1),
+    "zero3": lambda: ZeroStrategy(3),
+    "fsdp": lambda: FSDPStrategy(units=UNITS),
+    "hsdp": lambda: FSDPStrategy(replicate=2, shard=1, units=UNITS),
+    "fsdp in float32": lambda: FSDPStrategy(units=UNITS, reduce_dtype="float32"),
+}
+
+
+class Filter(nn.Module):
+    """Weighs frequencies."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(WIDTH // 2 + 1, dtype=torch.complex64))
+        self.phase = nn.Parameter(torch.tensor(0.3 + 0.7j))  # no dims: each rank holds it whole
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.fft.irfft(torch.fft.rfft(x) * self.weight * self.phase, n=WIDTH)
+
+
+class Spectral(Module):
+    """The net behind a filter, with a temperature in double precision."""
+
+    @staticmethod
+    def prepare(net: Any) -> None:
+        net.filter = Filter()
+        net.temperature = nn.Parameter(torch.tensor(0.7, dtype=torch.float64))
+
+    def loss(self, batch: Any) -> Tensor:
+        logits = self.net(self.net.filter(batch[0])) * self.net.temperature
+        return nn.functional.cross_entropy(logits, batch[1])
+
+
+def _each(rank: int, world: int, folder: Path) -> dict[str, float]:
+    expected, found = alone(Spectral()), {}
+    moved = {name: float((value - expected[name]).abs().max()) for name, value in Spectral().state_dict().items()}
+    assert min(moved.values()) > 1e-3
+    for name, strategy in STRATEGIES.items():
+        run = trainer(world, strategy())
+        run.fit(Spectral(), mine(rank, world))
+        found[name] = differ(whole_weights(run), expected)
+    return found if rank == 0 else {}
+
+
+def _scalars(rank: int, world: int, folder: Path) -> tuple[complex, float]:
+    """What the ranks make of two scalars' gradients, one complex, the other too fine for single precision."""
+    module, run = Spectral(), trainer(world, FSDPStrategy(units=UNITS))
+    run.fit(module, mine(rank, world))
+    sharding, phase, temperature = module._dlo_sharding, module.net.filter.phase, module.net.temperature
+    phase.grad, temperature.grad = torch.full_like(phase, 2 + 6j * rank), torch.full_like(temperature, 1 + rank * 2e-12)
+    sharding.average_scalars()
+    return complex(phase.grad), float(temperature.grad)
+
+
+def _refused(rank: int, world: int, folder: Path) -> str:
+    """What is said of a model whose units are not named."""
+    with pytest.raises(DloError) as caught:
+        trainer(world, FSDPStrategy()).fit(Spectral(), mine(rank, world))
+    return str(caught.value)
+
+
+def _sums(rank: int, world: int, folder: Path) -> list[list[complex]]:
+    """Complex gradients as they are summed where ranks do not exchange in pairs: on NCCL."""
+    communicator, torch_s = Communicator(), dist.reduce_scatter_tensor
+    communicator._pairwise = False
+    output, gradients = (torch.full((n,), 1 + 1j * rank) for n in (2, 4))
+
+    def as_nccl(output: Tensor, input: Tensor, **options: Any) -> Any:
+        assert not input.is_complex(), "Input tensor data type is not supported for NCCL process group: ComplexFloat"
+        return torch_s(output, input, **options)
+
+    assert dist.group.WORLD is not None
+    with mock.patch.object(dist, "reduce_scatter_tensor", as_nccl):
+        ComplexReduceScatter()(output, gradients, dist.group.WORLD, dist.ReduceOp.SUM)
+        return [output.tolist(), communicator.reduce_scatter(gradients).wait().tolist()]
+
+
+def _ranks(rank: int, world: int, folder: Path) -> dict[str, Any]:
+    return found_by((_each, _scalars, _sums, _refused), rank, world, folder)
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    return run_distributed(_ranks, 2, tmp_path_factory.mktemp("complex"), timeout=280)
+
+
+def test_they_train_under_each_strategy_as_alone(found: list[dict[str, Any]]) -> None:
+    assert of(found, "_each")[0] == pytest.approx(dict.fromkeys(STRATEGIES, 0.0), abs=1e-6)
+
+
+def test_scalars_gradients_are_averaged_in_a_dtype_that_holds_them(found: list[dict[str, Any]]) -> None:
+    for phase, temperature in of(found, "_scalars"):
+        assert phase == 2 + 3j
+        assert temperature == pytest.approx(1 + 1e-12, abs=1e-15)
+
+
+def test_they_are_summed_without_pairwise_exchange_too(found: list[dict[str, Any]]) -> None:
+    assert of(found, "_sums") == [[[2 + 1j] * 2] * 2] * 2
+
+
+def test_complex_among_real_ones_is_an_error_that_names_them(found: list[dict[str, Any]]) -> None:
+    for message in of(found, "_refused"):
+        assert "net.filter.weight complex64" in message
+        assert "units: [net.blocks.0, net.blocks.1, net.filter]" in message
+
+
+def test_a_unit_of_several_dtypes_is_refused_with_units_that_have_one() -> None:
+    real, imaginary = torch.zeros(3), torch.zeros(3, dtype=torch.complex64)
+    policy = MixedPrecisionPolicy(reduce_dtype=torch.float32)
+    assert of_unit(policy, {"a": real, "b": real}, []) is policy
+    assert of_unit(policy, {"a": imaginary}, []).reduce_dtype is None
+    trained = {"net.stem.weight": real, "net.filter.weight": imaginary, "net.filter.phase": imaginary}
+    told = r"net.stem.weight is float32 and net.filter.weight complex64; .* \(units: \[net.blocks.0, net.filter\]\)"
+    with pytest.raises(DloError, match=told):
+        of_unit(policy, trained, ["net.blocks.0"])
+    with pytest.raises(DloError, match=r"w complex64; .* units of their own \(units\), or use strategy zero3"):
+        of_unit(policy, {"a": real, "w": imaginary}, [])

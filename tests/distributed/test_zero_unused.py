@@ -1,0 +1,162 @@
+"""ZeRO with parameters that go without a gradient: in the last micro-batch of a step, in all, on one rank alone.
+
+And what a checkpoint amid such a step has of them, under DDP and FSDP too.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from lightning.pytorch import Callback, Trainer
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from dlo_framework.distributed.collectives import Communicator
+from dlo_framework.distributed.strategy import DataParallelStrategy
+from dlo_framework.testing import run_distributed
+from dlo_plugins.strategies.fsdp import FSDPStrategy
+from dlo_plugins.strategies.zero import ZeroStrategy
+from dlo_plugins.zero.engine import ZeroEngine, ZeroOptions
+from support.fsdp_nets import Module, found_by, mine, of, trainer
+
+PARTS = 4
+#: By case, which parts each of two ranks uses in each of two micro-batches.
+CASES: dict[str, tuple[tuple[set[int], set[int]], tuple[set[int], set[int]]]] = {
+    "not in the last micro-batch": (({0, 1, 2, 3}, {0, 1}), ({0, 1, 2, 3}, {0, 1})),
+    "not on both ranks": (({0, 1, 2, 3}, {0}), ({1, 3}, {2})),
+    "not on the second rank": (({0, 1, 2, 3}, {0, 1, 2, 3}), (set(), set())),
+    "one by nobody": (({0}, {1}), ({2}, {0})),
+}
+
+
+class Parts(nn.Module):
+    """Linear layers, of which a forward uses some."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.parts = nn.Linear(4, 4), nn.ModuleList(nn.Linear(4, 4) for _ in range(PARTS))
+
+    def forward(self, x: Tensor, used: set[int]) -> Tensor:
+        x = self.first(x)
+        for number in sorted(used):
+            x = torch.tanh(self.parts[number](x))
+        return x.square().mean()
+
+
+def _inputs(rank: int, micro: int) -> Tensor:
+    return torch.randn(3, 4, generator=torch.Generator().manual_seed(10 * rank + micro))
+
+
+def _alone(case: str) -> Parts:
+    """Two steps of one process."""
+    model = Parts()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, weight_decay=0.1)
+    for _ in range(2):
+        for rank, uses in enumerate(CASES[case]):
+            for micro, used in enumerate(uses):
+                (model(_inputs(rank, micro), used) / 4).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return model
+
+
+def _divided(rank: int, stage: int, case: str) -> float:
+    """The same under ZeRO with a bucket a parameter; returns the largest difference."""
+    model, expected = Parts(), _alone(case)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, weight_decay=0.1)
+    options = ZeroOptions(stage, bucket_elements=1, find_unused=True)
+    engine = ZeroEngine(model, [optimizer], [], Communicator(), torch.device("cpu"), options)
+    for _ in range(2):
+        for micro, used in enumerate(CASES[case][rank]):
+            engine.sync = micro == 1
+            if engine.gathering:
+                engine.gathering.enter()
+            loss = model(_inputs(rank, micro), used) / 2
+            engine.before_backward(automatic=True)
+            loss.backward()
+            engine.after_backward(automatic=True)
+        left = [name for name, parameter in model.named_parameters() if parameter.grad is not None]
+        assert not left, f"{left} keep a gradient after the step"
+        nobody_s = [group.names for group in engine.groups if not engine.reducer.used.intersection(group.names)]
+        assert all(group.gradient is None for group in engine.groups if group.names in nobody_s)
+        optimizer.step()
+        optimizer.zero_grad()
+    engine.dissolve()
+    pairs = zip(model.parameters(), expected.parameters(), strict=True)
+    return max(float((found - wanted).abs().max()) for found, wanted in pairs)
+
+
+def _parity(rank: int, world: int, folder: Path) -> dict[str, float]:
+    return {f"{stage}, {case}": _divided(rank, stage, case) for stage in (1, 2, 3) for case in CASES}
+
+
+class Sometimes(Module):
+    """The net, whose second block the second rank leaves out."""
+
+    def loss(self, batch: Any) -> Tensor:
+        x = self.net.stem(batch[0])
+        for block in self.net.blocks[: 1 if dist.get_rank() else 2]:
+            x = block(x)
+        return nn.functional.cross_entropy(self.net.head(x), batch[1])
+
+
+class Amid(Callback):
+    """Looks at the gradients in the middle of an accumulation."""
+
+    found: dict[str, Any] | None = None
+
+    def on_train_batch_end(self, trainer: Trainer, module: Any, *_: Any) -> None:
+        if self.found is None:
+            usage = getattr(trainer.strategy, "_usage", None)  # FSDP's whole gradients are on parameters of its own.
+            wholes = dict(module.named_parameters()) if usage is None else usage.gathered
+            self.own = {n: None if p.grad is None else p.grad.clone() for n, p in wholes.items()}
+            self.found = trainer.strategy.accumulated_gradients()
+
+
+def _amid(rank: int, world: int, folder: Path) -> dict[str, float]:
+    """How far what a checkpoint saves of a parameter's gradient is from the mean of the ranks'."""
+    strategies = {
+        "ddp": DataParallelStrategy(find_unused_parameters=True),
+        "zero1": ZeroStrategy(1, find_unused=True),
+        "fsdp": FSDPStrategy(find_unused=True, units=["net.stem"]),  # All ranks call what is gathered as one.
+    }
+    differences = {}
+    for kind, strategy in strategies.items():
+        amid = Amid()
+        run = trainer(world, strategy, accumulate_grad_batches=2, callbacks=[amid])
+        run.fit(Sometimes(), mine(rank, world))
+        assert amid.found is not None
+        assert any(own is None for own in amid.own.values()) is (rank == 1)
+        for name, found in amid.found.items():
+            saved = found.full_tensor() if isinstance(found, DTensor) else found
+            own = amid.own.get(name)
+            mean = torch.zeros_like(saved) if own is None else own
+            dist.all_reduce(mean)
+            differences[f"{kind} {name}"] = float((saved - mean / world).abs().max())
+    assert len(differences) == len(strategies) * len(list(Sometimes().parameters()))
+    return differences
+
+
+def _ranks(rank: int, world: int, folder: Path) -> dict[str, Any]:
+    return found_by((_parity, _amid), rank, world, folder)
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    folder = tmp_path_factory.mktemp("unused")
+    return run_distributed(_ranks, 2, folder, timeout=100, group_timeout=10.0)
+
+
+def test_each_micro_batch_s_gradients_count_on_whichever_rank(found: list[dict[str, Any]]) -> None:
+    for differences in of(found, "_parity"):
+        assert differences == pytest.approx(dict.fromkeys(differences, 0.0), abs=1e-6)
+
+
+def test_a_checkpoint_amid_a_step_has_the_gradients_that_one_rank_alone_has(found: list[dict[str, Any]]) -> None:
+    for differences in of(found, "_amid"):
+        assert differences == pytest.approx(dict.fromkeys(differences, 0.0), abs=1e-7)
