@@ -110,6 +110,29 @@ def test_adapters_are_merged_or_written_alone(family: str, tmp_path: Path) -> No
         assert (logits(plain) - found).abs().max() > 0.01  # the adapters have learned something
 
 
+@pytest.mark.parametrize("family", ["qwen3", "gpt2"])
+def test_an_adapted_head_is_no_longer_the_embedding(family: str, tmp_path: Path) -> None:
+    torch.manual_seed(2)
+    base = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **FAMILIES[family]))
+    assert base.get_output_embeddings().weight is base.get_input_embeddings().weight
+    base.save_pretrained(tmp_path / "base")
+    for merge in (True, False):
+        folder = tmp_path / str(merge)
+        folder.mkdir()
+        targets = ["c_attn" if family == "gpt2" else "q_proj", "lm_head"]
+        task = CausalLM(model=str(tmp_path / "base"), lora=Lora(rank=2, merge=merge, targets=targets), lr=1e-1)
+        path, _ = train(folder, task)
+        export(path, folder / "out")
+        if merge:
+            loaded = AutoModelForCausalLM.from_pretrained(folder / "out")
+            assert not loaded.config.tie_word_embeddings
+            assert torch.equal(loaded.get_input_embeddings().weight, base.get_input_embeddings().weight)
+            assert (loaded.lm_head.weight - base.lm_head.weight).abs().max() > 0.01
+        else:
+            loaded = peft.PeftModel.from_pretrained(base, folder / "out")
+        torch.testing.assert_close(logits(loaded), logits(task.model), rtol=1e-4, atol=1e-4)
+
+
 def test_weights_can_be_converted(tmp_path: Path) -> None:
     path, _ = train(tmp_path, CausalLM(config={"model_type": "llama", **FAMILIES["llama"]}))
     export(path, tmp_path / "out", "--dtype", "bfloat16")

@@ -4,6 +4,7 @@ import json
 import math
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -25,10 +26,9 @@ from dlo_tasks.llm import models
 from dlo_tasks.llm.adapters import Lora
 from dlo_tasks.llm.causal_lm import CausalLM
 from dlo_tasks.llm.evaluation import bytes_of_tokens
-from dlo_tasks.llm.generation import Sampling, left_padded
+from dlo_tasks.llm.generation import Sampling, complete, end_tokens, left_padded
 
 TEXT = "def add(a, b):\n    return a + b\n\n\ndef größer(x):\n    return x > 0  # ≥ wäre 1\n"
-NAMES = ("num_hidden_layers", "num_attention_heads")
 LLAMA: dict[str, Any] = {
     "model_type": "llama",
     "hidden_size": 32,
@@ -196,38 +196,6 @@ def test_packed_documents_do_not_see_each_other() -> None:
     assert packed.item() == pytest.approx(sum(part.item() for part in parts) / 12, rel=1e-5)
 
 
-@pytest.mark.parametrize(("family", "layers", "heads"), [("bloom", "n_layer", "n_head"), ("falcon", *NAMES)])
-def test_a_family_that_ignores_positions_refuses_packed_documents(family: str, layers: str, heads: str) -> None:
-    task = CausalLM(config={"model_type": family, "vocab_size": 96, "hidden_size": 32, layers: 2, heads: 4})
-    task.configure_model()
-    batch = {"input_ids": torch.zeros(1, 4, dtype=torch.long), "labels": torch.zeros(1, 4, dtype=torch.long)}
-    task.training_step({**batch, "position_ids": torch.tensor([[0, 1, 2, 3]])}, 0)
-    with pytest.raises(DloError, match="would see each other; pad them instead"):
-        task.training_step({**batch, "position_ids": torch.tensor([[0, 1, 0, 1]])}, 0)
-
-
-@pytest.mark.parametrize("family", sorted(models.KNOWN_FAMILIES))
-def test_families_that_are_known_pass_what_others_are_tried_with(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(models, "KNOWN_FAMILIES", frozenset())
-    names = ("n_embd", "n_layer", "n_head") if family == "gpt2" else ("hidden_size", *NAMES)
-    settings = {"model_type": family, "vocab_size": 60, **dict(zip(names, (32, 2, 4), strict=True))}
-    settings |= {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
-    settings |= {} if family.startswith("gpt") else {"num_key_value_heads": 2}
-    settings |= {"gemma2": {"final_logit_softcapping": 2.0}, "granite": {"logits_scaling": 3.0}}.get(family, {})
-    model = models.build(None, models.read_config(None, settings), dtype=torch.float32, attention=None)
-    assert models.try_family(model)
-
-
-def test_a_known_family_is_not_tried_and_others_are(monkeypatch: pytest.MonkeyPatch) -> None:
-    config = models.read_config(None, {"model_type": "llama", **LLAMA, "vocab_size": 300})
-    model = models.build(None, config, dtype=torch.float32, attention=None)
-    monkeypatch.setattr(models, "KNOWN_FAMILIES", frozenset())
-    assert models.try_family(model)
-    monkeypatch.setattr(models, "head_of", lambda model: models.VocabularyHead(model.lm_head, scale=0.9))
-    with pytest.raises(DloError, match="LlamaForCausalLM does more to its logits"):
-        models.try_family(model)
-
-
 def test_prompts_are_completed_in_batches_as_they_are_alone(tmp_path: Path, capsys: Any) -> None:
     task = CausalLM(config=LLAMA, sampling=Sampling(max_new_tokens=6))
     data = Text()
@@ -241,6 +209,26 @@ def test_prompts_are_completed_in_batches_as_they_are_alone(tmp_path: Path, caps
             ids = torch.cat([ids, task.model(input_ids=ids).logits[:, -1:].argmax(-1)], dim=1)
         assert row["tokens"] == ids[0, -6:].tolist()  # type: ignore[index]
         assert row["completion"] == data.tokenizer.decode(ids[0, -6:], skip_special_tokens=True)  # type: ignore[index]
+
+
+@pytest.mark.parametrize("of_model", [[7, 9], 9, None], ids=["a list", "one", "none"])
+@pytest.mark.parametrize("of_tokenizer", [8, None])
+def test_a_text_ends_where_its_tokenizer_or_its_model_ends_it(of_model: Any, of_tokenizer: int | None) -> None:
+    config = models.read_config(None, {**LLAMA, "vocab_size": 10, "eos_token_id": None, "pad_token_id": None})
+    torch.manual_seed(0)
+    model = models.build(None, config, dtype=torch.float32, attention=None)
+    model.generation_config.eos_token_id = of_model
+    tokenizer = None if of_tokenizer is None else SimpleNamespace(eos_token_id=of_tokenizer, pad_token_id=None)
+    ends = {of_tokenizer, *(of_model if isinstance(of_model, list) else [of_model])} - {None}
+    assert set(end_tokens(model, tokenizer)) == ends
+    ids = torch.arange(10)[:, None].repeat(1, 2)
+    sampling = Sampling(max_new_tokens=40, temperature=5.0)
+    rows = complete(model, ids, torch.ones_like(ids), sampling, tokenizer, False).tolist()
+    firsts = [next((number for number, token in enumerate(row) if token in ends), None) for row in rows]
+    for row, first in zip(rows, firsts, strict=True):
+        rest = set() if first is None else set(row[first + 1 :])
+        assert len(rest) <= 1  # padding, and nothing else
+    assert any(first is not None and first < 39 for first in firsts) is bool(ends)
 
 
 def test_drawing_samples_leaves_the_runs_random_numbers_alone(tmp_path: Path) -> None:

@@ -3,8 +3,9 @@
 A training batch is a dict of int64 tensors [B, L]: ``input_ids``; ``labels``, the token that follows each one, -100
 where none is learned; ``position_ids``, which begin again at 0 with each document. Without an attention mask,
 transformers takes positions that begin again for documents that must not see each other, and makes the
-block-diagonal causal mask (transformers 5, ``masking_utils.find_packed_sequence_indices``). Padding stands on the
-right, where a causal model never looks back at it, so that padded batches need no mask either.
+block-diagonal causal mask (transformers 5, ``masking_utils.find_packed_sequence_indices``). Flash kernels take no mask:
+see :func:`dlo_tasks.llm.families.lengths_of_documents`. Padding stands on the right, where a causal model never looks
+back at it, so that padded batches need no mask either.
 """
 
 from __future__ import annotations

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from collections.abc import Sequence
 from typing import Any, Literal
@@ -14,13 +15,15 @@ from torch import Tensor, nn
 from torchmetrics import Metric
 
 from dlo_framework.data import gradient_ranks
+from dlo_framework.distributed.strategy import ShardedStrategy
 from dlo_framework.errors import DloError
 from dlo_framework.plan import ParallelPlan
 from dlo_framework.task import Task
 from dlo_tasks import optim
-from dlo_tasks.llm import adapters, export, models, sharded_weights, show, vocabulary_loss
+from dlo_tasks.llm import adapters, export, families, models, sharded_weights, show, vocabulary_loss
 from dlo_tasks.llm.adapters import Lora
-from dlo_tasks.llm.evaluation import BitsPerByte, Perplexity, TokenMean, bytes_of_tokens
+from dlo_tasks.llm.balance import Balance, balance_of
+from dlo_tasks.llm.evaluation import BitsPerByte, Perplexity, TokenMean, bytes_of_tokens, widest
 from dlo_tasks.llm.generation import Sampling, complete, continuations
 from dlo_tasks.llm.plans import plan_for
 
@@ -44,7 +47,7 @@ class CausalLM(Task):
             defaults, or a `config.json`. Vocabulary and special tokens are the data's tokenizer's by default.
         dtype: of the parameters; by default what the Trainer's `precision` says. With `lora`, that of the frozen ones.
         attention: transformers' implementation: `sdpa`, `eager`, `flash_attention_2`...; by default `sdpa`, and
-            `eager` where it would leave out a part of the model (Gemma 2).
+            `eager` where it would leave out a part of the model (Gemma 2). Packed documents are kept apart by each.
         lora: trains low-rank adapters instead of the weights: `{rank: 16, alpha: 32, targets: [q_proj, v_proj]}`.
         freeze: names, with `*`, of what is not trained: `model.embed_tokens`, `model.layers.0`.
         recompute: whether blocks keep their inputs alone for backward, and compute the rest again.
@@ -67,6 +70,7 @@ class CausalLM(Task):
 
     #: What tells the best checkpoint.
     best_metric = ("val_loss", "min")
+    generates = True
 
     def __init__(
         self,
@@ -112,6 +116,7 @@ class CausalLM(Task):
         self.tokenizer: Any = None
         self.samples: list[str] = []
         self._packs = True
+        self._balance: Balance | None = None
         #: Where the data find the model's own tokenizer; None if it brings none.
         self.tokenizer_source = models.tokenizer_source(model)
         optim.check_optimizer(optimizer)
@@ -139,7 +144,9 @@ class CausalLM(Task):
         twin = copy.copy(self)
         twin._modules = dict(self._modules)
         with torch.device("meta"):
-            twin.model = self._adapted(models.build(None, self.config, dtype=torch.float32, attention=self.attention))
+            model = models.build(None, self.config, dtype=torch.float32, attention=self.attention)
+            twin._balance = balance_of(model)
+            twin.model = self._adapted(model)
         return twin
 
     def configure_model(self) -> None:
@@ -155,7 +162,7 @@ class CausalLM(Task):
         self._fit_to_data()
         dtype = getattr(torch, self.model_dtype) if self.model_dtype else torch.get_default_dtype()
         model = models.build(self.model_name, self.config, dtype=dtype, attention=self.attention)
-        self._packs = models.try_family(model)
+        self._packs, self._balance = families.try_family(model), balance_of(model)
         self.model = self._adapted(model)
         sharded_weights.prepare(self.model, self.model_name)
 
@@ -234,33 +241,46 @@ class CausalLM(Task):
         return {"input_ids": row, "labels": row, "position_ids": positions, "tokens_in_step": torch.tensor(length)}
 
     def inputs(self, batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Returns the tokens, their positions and, where rows are padded, their mask."""
-        names = ("input_ids", "position_ids", "attention_mask")
-        if not self._packs and batch.get("position_ids") is not None and (batch["position_ids"].diff() < 0).any():
-            raise DloError(
-                f"{type(self.model).__name__} takes no account of positions that begin anew, so that documents packed"
-                " into a row would see each other; pad them instead, each in a row of its own"
-            )
-        return (), {name: batch[name] for name in names if batch.get(name) is not None}
+        """Returns the tokens, their positions and, where rows are padded, their mask; and documents, for flash kernels.
 
-    def forward(self, **inputs: Tensor) -> Tensor:
-        """Returns the hidden states that the head is given, `[B, L, D]`; logits of all tokens are never made."""
-        return models.hidden_states(self.model, **inputs)  # type: ignore[arg-type]
+        Raises:
+            DloError: for packed documents, if the model would let them see each other.
+        """
+        names = ("input_ids", "position_ids", "attention_mask")
+        found = {name: batch[name] for name in names if batch.get(name) is not None}
+        return (), found | families.documents(self.model, found, packs=self._packs)  # type: ignore[arg-type]
+
+    def forward(self, **inputs: Tensor) -> Tensor | tuple[Tensor, Tensor]:
+        """Returns the hidden states that the head is given, `[B, L, D]`; logits of all tokens are never made.
+
+        In training, where the config asks for the experts' load to be balanced, that loss comes with them, a scalar.
+        """
+        if self._balance is None:
+            return models.hidden_states(self.model, **inputs)  # type: ignore[arg-type]
+        if self.stage == "train":
+            return self._balance.hidden_states(self.model, inputs)  # type: ignore[arg-type]
+        return models.hidden_states(self.model, **inputs, output_router_logits=False)  # type: ignore[arg-type]
+
+    @property
+    def looks_inside(self) -> bool:
+        """Whether the loss needs the routers of all blocks, and all their tokens."""
+        return self._balance is not None
 
     def called(self) -> nn.Module:
         """Returns the model without its head: see :meth:`forward`."""
-        base: Any = self.model.base_model
-        assert isinstance(base, nn.Module)
-        return base
+        return models.base_of(self.model)  # type: ignore[arg-type]
 
-    def loss(self, outputs: Tensor, batch: Any) -> Tensor:
+    def loss(self, outputs: Tensor | tuple[Tensor, Tensor], batch: Any) -> Tensor:
         """Returns the mean cross-entropy of a token of the whole optimizer step: its share of it.
 
         Lightning divides it by the number of micro-batches, and strategies average over ranks; both are undone here,
-        as the step's tokens are what counts.
+        as the step's tokens are what counts. The loss that balances experts is added to that of each token.
         """
         labels = batch["labels"]
-        total = vocabulary_loss.summed_loss(self.head, outputs.flatten(0, 1), labels.flatten())
+        hidden, balance = outputs if isinstance(outputs, tuple) else (outputs, None)
+        total = vocabulary_loss.summed_loss(self.head, hidden.flatten(0, 1), labels.flatten())
+        if balance is not None:
+            total = total + balance * (labels != vocabulary_loss.NO_TARGET).sum()
         tokens = batch.get("tokens_in_step")
         if tokens is not None:
             ranks = gradient_ranks(self._trainer)
@@ -282,7 +302,7 @@ class CausalLM(Task):
         labels = batch["labels"].flatten()
         losses, hits = vocabulary_loss.measure(self.head, outputs.flatten(0, 1), labels)
         is_target = labels != vocabulary_loss.NO_TARGET
-        total, tokens = losses.sum(dtype=torch.float64), is_target.sum()
+        total, tokens = losses.sum(dtype=widest()), is_target.sum()
         values = {"loss": (total, tokens), "perplexity": (total, tokens), "accuracy": (hits.sum(), tokens)}
         if self.tokenizer is not None:
             number = self._byte_counts(labels.device)[labels.clamp(min=0)][is_target].sum()
@@ -304,12 +324,18 @@ class CausalLM(Task):
         """Updates the validation metrics; completes the prompts with the first batch, when weights are at hand."""
         super().validation_step(batch, batch_idx)
         if batch_idx == 0 and self.prompts and not self.trainer.sanity_checking:
-            self.samples = continuations(self.model, self.prompts, self.sampling, self.tokenizer, self._together)  # type: ignore[arg-type]
+            with self._whole_sequences():
+                self.samples = continuations(self.model, self.prompts, self.sampling, self.tokenizer, self._together)  # type: ignore[arg-type]
 
     @property
     def _together(self) -> bool:
         """Whether a forward needs all ranks, because the strategy gathers weights for it."""
         return bool(getattr(self.trainer.strategy, "forward_needs_all_ranks", False)) and dist.is_initialized()
+
+    def _whole_sequences(self) -> contextlib.AbstractContextManager[None]:
+        """Where the model takes whole sequences, because the strategy's ranks share those of the steps."""
+        strategy = self.trainer.strategy
+        return strategy.whole_sequences() if isinstance(strategy, ShardedStrategy) else contextlib.nullcontext()
 
     def predict_step(self, batch: Any, batch_idx: int) -> list[dict[str, Any]]:
         """Returns what the model writes behind each prompt: `[{index, prompt, completion, tokens}]`, texts and ids.
@@ -323,7 +349,8 @@ class CausalLM(Task):
         """
         ids, mask = batch["input_ids"], batch.get("attention_mask")
         mask = torch.ones_like(ids) if mask is None else mask
-        written = complete(self.model, ids, mask, self.sampling, self.tokenizer, self._together)  # type: ignore[arg-type]
+        with self._whole_sequences():
+            written = complete(self.model, ids, mask, self.sampling, self.tokenizer, self._together)  # type: ignore[arg-type]
         numbers = batch["index"].tolist() if "index" in batch else list(range(len(ids)))
         found: list[dict[str, Any]] = []
         for number, prompt, kept, row in zip(numbers, ids, mask, written, strict=True):

@@ -10,6 +10,11 @@ from torch import Tensor
 from torchmetrics import Metric
 
 
+def widest() -> torch.dtype:
+    """Returns what sums are kept in: float64, but where there is an Apple GPU, which has none, float32."""
+    return torch.float32 if torch.backends.mps.is_available() else torch.float64
+
+
 class TokenMean(Metric):
     """The mean of one value a token, over all tokens of all ranks; the base of those that are made of it."""
 
@@ -19,7 +24,7 @@ class TokenMean(Metric):
 
     def __init__(self) -> None:
         super().__init__()
-        self.add_state("total", torch.tensor(0.0, dtype=torch.float64), dist_reduce_fx="sum")
+        self.add_state("total", torch.tensor(0.0, dtype=widest()), dist_reduce_fx="sum")
         self.add_state("count", torch.tensor(0, dtype=torch.long), dist_reduce_fx="sum")
 
     def update(self, total: Tensor, count: Tensor) -> None:

@@ -47,7 +47,8 @@ def tokenizer_files(tokenizer: Any) -> dict[str, str]:
 def write_folder(checkpoint: dict[str, Any], folder: Path, dtype: torch.dtype | None = None) -> str:
     """Writes a checkpoint's model as a folder: weights in safetensors, config, generation config, tokenizer.
 
-    Adapters are added to the weights, or, with `merge: false`, written alone in peft's format.
+    Adapters are added to the weights, and a head that had one is no longer tied to the embedding; or, with
+    `merge: false`, they are written alone in peft's format.
 
     Args:
         checkpoint: a loaded one.
@@ -103,10 +104,19 @@ def _model(checkpoint: dict[str, Any], about: dict[str, Any], dtype: torch.dtype
         model.load_state_dict(state, assign=True)
     except RuntimeError as error:
         raise DloError(f"the checkpoint's weights are not those of its config: {error}") from error
-    model.tie_weights()
+    if model.get_output_embeddings() in adapters.adapter_layers(model).values():
+        _untie(model)
+    else:
+        model.tie_weights()
     if about["generation_config"] is not None:
         model.generation_config = GenerationConfig.from_dict(json.loads(about["generation_config"]))
     return model.eval()
+
+
+def _untie(model: Any) -> None:
+    """Notes that a head with an adapter has weights of its own, which they are since they were read."""
+    for config in (model.config, model.config.get_text_config()):
+        config.tie_word_embeddings = False
 
 
 def _below(folder: Path, name: str) -> Path:

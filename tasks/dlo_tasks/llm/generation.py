@@ -66,6 +66,8 @@ def complete(
 ) -> Tensor:
     """Returns what the model writes behind prompts, `[B, T]`; rows that end early are padded.
 
+    A row ends with the tokenizer's end of text, or with any token at which the model's own `generation_config` ends.
+
     Args:
         model: with its weights at hand, as inside a step.
         input_ids: `[B, L]`, padded in front.
@@ -77,13 +79,13 @@ def complete(
     """
     from transformers import GenerationConfig
 
-    end = getattr(tokenizer, "eos_token_id", None)
+    ends = end_tokens(model, tokenizer)
     pad = getattr(tokenizer, "pad_token_id", None)
     config = GenerationConfig(
         max_new_tokens=sampling.max_new_tokens,
         do_sample=sampling.temperature > 0,
-        eos_token_id=end,
-        pad_token_id=pad if pad is not None else end if end is not None else 0,
+        eos_token_id=ends or None,
+        pad_token_id=pad if pad is not None else ends[0] if ends else 0,
         **_drawing(sampling),
     )
     devices = [model.device] if model.device.type == "cuda" else []
@@ -97,6 +99,13 @@ def complete(
         )
     model.train(was_training)
     return written[:, input_ids.shape[1] :]
+
+
+def end_tokens(model: PreTrainedModel, tokenizer: Any) -> list[int]:
+    """Returns the tokens that end a text: the tokenizer's, and those of the model, such as the end of a chat's turn."""
+    own: Any = getattr(model.generation_config, "eos_token_id", None)
+    found = [getattr(tokenizer, "eos_token_id", None), *(own if isinstance(own, list | tuple) else [own])]
+    return list(dict.fromkeys(token for token in found if token is not None))
 
 
 def _drawing(sampling: Sampling) -> dict[str, Any]:

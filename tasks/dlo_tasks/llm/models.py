@@ -24,12 +24,6 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
-#: Families that are known to fit: their logits are their head's output, scaled and soft-capped as :func:`head_of` has
-#: it, and documents whose positions begin anew do not see each other. Others are tried on a few tokens.
-KNOWN_FAMILIES = frozenset(
-    {"cohere", "gemma", "gemma2", "gemma3_text", "gpt2", "gpt_neox", "granite"}
-    | {"llama", "mistral", "olmo2", "phi3", "qwen2", "qwen3"}
-)
 
 
 def require(package: str) -> Any:
@@ -95,7 +89,7 @@ def read_config(model: str | None, config: Mapping[str, Any] | str | None) -> Pr
         try:
             return AutoConfig.from_pretrained(_path(model), trust_remote_code=False)
         except (OSError, ValueError) as error:
-            raise DloError(f"model: cannot read the config of {model}: {_first_line(error)}") from error
+            raise DloError(f"model: cannot read the config of {model}: {first_line(error)}") from error
     assert config is not None
     if isinstance(config, str):
         try:
@@ -122,7 +116,7 @@ def _new_config(settings: dict[str, Any]) -> PretrainedConfig:
     try:
         return AutoConfig.for_model(kind, **settings)
     except (ValueError, TypeError) as error:
-        raise DloError(f"config: {kind} takes no such settings: {_first_line(error)}") from error
+        raise DloError(f"config: {kind} takes no such settings: {first_line(error)}") from error
     except Exception as error:  # transformers 5 checks settings with classes of huggingface_hub's own
         if type(error).__module__.startswith("huggingface_hub"):
             raise DloError(f"config: {kind} takes no such settings: {error}") from error
@@ -189,7 +183,7 @@ def build(model: str | None, config: PretrainedConfig, *, dtype: torch.dtype, at
         return found.train()
     except (OSError, ValueError, ImportError) as error:
         what = model if model is not None else getattr(config, "model_type", "config")
-        raise DloError(f"cannot build a causal language model from {what}: {_first_line(error)}") from error
+        raise DloError(f"cannot build a causal language model from {what}: {first_line(error)}") from error
 
 
 @contextlib.contextmanager
@@ -225,46 +219,20 @@ def head_of(model: PreTrainedModel) -> VocabularyHead:
     return VocabularyHead(model.get_output_embeddings(), scale, getattr(config, "final_logit_softcapping", None))
 
 
-@torch.no_grad()
-def try_family(model: PreTrainedModel) -> bool:
-    """Tries a model of a family that is not known on a few tokens, unless it has no memory yet.
-
-    Returns:
-        Whether documents that are packed into a row do not see each other; some families ignore their positions.
-
-    Raises:
-        DloError: if its logits are not what its head makes of the hidden states: some families do more.
-    """
-    if model.config.model_type in KNOWN_FAMILIES or next(model.parameters()).is_meta:
-        return True
-    was_training = model.training
-    model.eval()
-    tokens = torch.tensor([[0, 1, 2, 3, 2, 1]], device=model.device)
-    found = hidden_states(model, input_ids=tokens)
-    packed = hidden_states(
-        model, input_ids=tokens, position_ids=torch.tensor([[0, 1, 0, 1, 2, 3]], device=model.device)
-    )
-    alone = hidden_states(model, input_ids=tokens[:, 2:])
-    logits = model(input_ids=tokens, use_cache=False).logits
-    model.train(was_training)
-    if not _near(head_of(model).logits(found).to(model.dtype), logits):
-        raise DloError(
-            f"{type(model).__name__} does more to its logits than project, scale and soft-cap them, so that its loss"
-            " cannot be computed in chunks; it is not supported"
-        )
-    return _near(packed[:, 2:], alone)
-
-
-def _near(one: torch.Tensor, other: torch.Tensor) -> bool:
-    most = torch.finfo(one.dtype).eps ** 0.5 * float(other.abs().max())
-    return bool((one.float() - other.float()).abs().max() <= most)
-
-
 def hidden_states(model: PreTrainedModel, **inputs: Any) -> torch.Tensor:
     """Returns what the head is given: `[B, L, D]`, without a cache of keys and values."""
-    base: Any = model.base_model
-    found: torch.Tensor = base(**inputs, use_cache=False)[0]
+    found: torch.Tensor = base_of(model)(**inputs, use_cache=False)[0]
     return found
+
+
+def base_of(model: PreTrainedModel) -> nn.Module:
+    """Returns the model without its head; also where `base_model` is the model itself, as it is in Llama 4's text."""
+    from transformers import PreTrainedModel
+
+    for base in (model.base_model, model.get_decoder()):
+        if base is not model:
+            return base
+    return next((child for child in model.children() if isinstance(child, PreTrainedModel)), model)
 
 
 def blocks_of(model: nn.Module) -> tuple[str, nn.ModuleList]:
@@ -283,5 +251,6 @@ def _path(model: str) -> str:
     return str(Path(model).expanduser()) if is_folder(model) else model
 
 
-def _first_line(error: BaseException) -> str:
+def first_line(error: BaseException) -> str:
+    """Returns the first line of what an error says, or its kind if it says nothing."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0]

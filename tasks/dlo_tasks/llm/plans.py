@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from dlo_framework.plan import ParallelPlan, Rule, tied_groups
-from dlo_tasks.llm.models import blocks_of
+from dlo_tasks.llm.models import base_of, blocks_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -77,7 +77,8 @@ def _after_blocks(model: PreTrainedModel, around: nn.Module, blocks: str) -> set
 
 
 def _tensor_rules(model: PreTrainedModel, blocks: str, head: str) -> dict[str, Rule]:
-    prefix = f"{model.base_model_prefix}." if model.base_model is not model else ""
+    base = base_of(model)
+    prefix = f"{_name_of(model, base)}." if base is not model else ""
     styles: Mapping[str, str] = getattr(model.config, "base_model_tp_plan", None) or {}
     by_parent: dict[str, dict[str, Rule | None]] = {}
     for pattern, style in styles.items():

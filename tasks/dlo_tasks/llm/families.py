@@ -1,0 +1,232 @@
+"""What a family of models does that is not known of it: tried on six tokens, before it trains.
+
+A model without memory, or whose attention runs on an accelerator alone, is tried by a twin: its own blocks, as many as
+there are kinds of them, with weights that lie in next to no memory and are as random as need be.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from dlo_framework.errors import DloError
+from dlo_tasks.llm import models
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+#: Families that are known to fit: their logits are their head's output, scaled and soft-capped as
+#: :func:`dlo_tasks.llm.models.head_of` has it, and documents whose positions begin anew do not see each other. Others
+#: are tried on a few tokens.
+KNOWN = frozenset(
+    {"cohere", "gemma", "gemma2", "gemma3_text", "gpt2", "gpt_neox", "granite"}
+    | {"llama", "mistral", "olmo2", "phi3", "qwen2", "qwen3"}
+)
+#: transformers' name for attention by :func:`_by_documents`. It is matched for "flash", as the kernels' names are.
+_STAND_IN = "dlo_flash_stand_in"
+_TOKENS = [0, 1, 2, 3, 2, 1]
+#: What a forward raises that a model was not made for.
+_FAILURES = (RuntimeError, TypeError, ValueError, AttributeError, LookupError)
+
+
+def is_flash(model: PreTrainedModel) -> bool:
+    """Returns whether attention is computed by one of the flash kernels, which know documents by their lengths alone.
+
+    The name is asked as transformers asks it (`is_flash_attention_requested`, 5.17 to 5.23).
+    """
+    return "flash" in (model.config._attn_implementation or "")
+
+
+def documents(model: PreTrainedModel, inputs: Mapping[str, Tensor], *, packs: bool) -> dict[str, Any]:
+    """Returns what a model is told of the documents in its rows beside their positions: flash kernels, their lengths.
+
+    Args:
+        model: that is called.
+        inputs: `position_ids [B, L]`, if there are any, and `attention_mask` of padded rows.
+        packs: whether positions that begin anew keep documents apart; see :func:`try_family`.
+
+    Raises:
+        DloError: for documents that would see each other.
+    """
+    positions = inputs.get("position_ids")
+    if positions is None:
+        return {}
+    flash = is_flash(model)
+    if not packs and (positions.diff() < 0).any():
+        other = ", or take attention: sdpa" if flash else ""
+        raise DloError(
+            f"{type(model).__name__} takes no account of positions that begin anew, so that documents packed into a row"
+            f" would see each other; pad them instead, each in a row of its own{other}"
+        )
+    return lengths_of_documents(positions) if flash and "attention_mask" not in inputs else {}
+
+
+def lengths_of_documents(position_ids: Tensor) -> dict[str, Any]:
+    """Returns what tells flash attention the documents of packed rows; nothing where each row is one document.
+
+    Its kernels take no mask. transformers (5.17 to 5.23) finds documents by their positions in a batch of one row only,
+    and else lets all tokens of a row see each other; but it hands on the places where documents begin, as the kernels
+    take them, with all rows behind each other.
+
+    Args:
+        position_ids: `[B, L]`; a document begins with each row, and wherever they do not go up by one.
+    """
+    begins = torch.ones_like(position_ids, dtype=torch.bool)
+    begins[:, 1:] = position_ids.diff(dim=1) != 1
+    if not bool(begins[:, 1:].any()):
+        return {}
+    places = torch.nonzero(begins.flatten()).flatten()
+    edges = F.pad(places, (0, 1), value=position_ids.numel()).to(torch.int32)
+    longest = int(edges.diff().max())
+    return {"cu_seq_lens_q": edges, "cu_seq_lens_k": edges, "max_length_q": longest, "max_length_k": longest}
+
+
+@torch.no_grad()
+def try_family(model: PreTrainedModel) -> bool:
+    """Tries a model of a family that is not known on a few tokens.
+
+    Args:
+        model: with its weights, or on the meta device.
+
+    Returns:
+        Whether documents that are packed into a row do not see each other; some families ignore their positions.
+
+    Raises:
+        DloError: if its logits are not what its head makes of the hidden states: some families do more; or if it cannot
+            be tried.
+    """
+    if model.config.model_type in KNOWN:
+        return True
+    flash = is_flash(model)
+    tried = _twin(model) if flash or next(model.parameters()).is_meta else model
+    was_training = tried.training
+    tried.eval()
+    try:
+        with torch.device(tried.device):  # A model is built under the meta device, and tried where its weights are.
+            _try_head(tried)
+            return _keeps_apart_by_lengths(tried) if flash else _keeps_apart(tried)
+    except DloError:
+        raise
+    except _FAILURES as error:
+        raise _unsupported(model, f"cannot be tried on a few tokens: {models.first_line(error)}") from error
+    finally:
+        tried.train(was_training)
+
+
+def _try_head(model: PreTrainedModel) -> None:
+    tokens = torch.tensor([_TOKENS], device=model.device)
+    found = models.hidden_states(model, input_ids=tokens)
+    logits = model(input_ids=tokens, use_cache=False).logits
+    head: Any = models.head_of(model)
+    width = getattr(head.module, "in_features", found.shape[-1])
+    if found.shape[-1] != width or not _near(head.logits(found).to(model.dtype), logits):
+        raise _unsupported(
+            model,
+            "does more to its logits than project, scale and soft-cap them, so that its loss cannot be computed in"
+            " chunks",
+        )
+
+
+def _keeps_apart(model: PreTrainedModel, flash: bool = False) -> bool:
+    rows = torch.tensor([_TOKENS, _TOKENS[::-1]], device=model.device)  # two: flash kernels differ with one alone
+    positions = torch.tensor([[0, 1, 0, 1, 2, 3]] * 2, device=model.device)
+    told = lengths_of_documents(positions) if flash else {}
+    packed = models.hidden_states(model, input_ids=rows, position_ids=positions, **told)
+    return _near(packed[:, 2:], models.hidden_states(model, input_ids=rows[:, 2:]))
+
+
+def _keeps_apart_by_lengths(twin: PreTrainedModel) -> bool:
+    """Returns whether a twin hands its attention the lengths of documents, and keeps them apart elsewhere too."""
+    from transformers import AttentionInterface
+    from transformers.masking_utils import AttentionMaskInterface, flash_attention_mask
+
+    AttentionInterface.register(_STAND_IN, _by_documents)
+    AttentionMaskInterface.register(_STAND_IN, flash_attention_mask)
+    twin.config._attn_implementation = _STAND_IN
+    try:
+        return _keeps_apart(twin, flash=True)
+    except _FAILURES:  # such as attention of the family's own, which asks no interface
+        return False
+
+
+def _unsupported(model: PreTrainedModel, why: str) -> DloError:
+    return DloError(f"{type(model).__name__} {why}; it is not supported: take a family that is, such as llama or qwen3")
+
+
+def _near(one: Tensor, other: Tensor) -> bool:
+    most = torch.finfo(one.dtype).eps ** 0.5 * float(other.abs().max())
+    return bool((one.float() - other.float()).abs().max() <= most)
+
+
+# --- the twin --------------------------------------------------------------------------------------------------
+
+
+def _twin(model: PreTrainedModel) -> Any:
+    """Returns a model to try in place of one that cannot be: on the CPU, in single precision."""
+    config = copy.deepcopy(model.config)
+    kind = "eager" if is_flash(model) else config._attn_implementation
+    with torch.device("meta"):
+        twin: Any = models.build(None, config, dtype=torch.float32, attention=kind)
+    _, blocks = models.blocks_of(twin)
+    del blocks[_kinds_end(blocks, getattr(config, "layer_types", None)) :]
+    with torch.device("cpu"), torch.random.fork_rng(devices=[]):
+        for module in twin.modules():
+            if next(module.buffers(recurse=False), None) is not None:
+                module.to_empty(device="cpu", recurse=False)
+                twin._init_weights(module)
+        for module in twin.modules():
+            for name, parameter in module.named_parameters(recurse=False):
+                setattr(module, name, nn.Parameter(_thin(parameter.shape), requires_grad=False))
+    twin.tie_weights()
+    if getattr(twin.config, "_experts_implementation", None):
+        twin.set_experts_implementation("eager")  # Others want weights that lie in memory one by one.
+    return twin
+
+
+def _kinds_end(blocks: nn.ModuleList, layer_types: list[str] | None) -> int:
+    """Returns how many of a model's first blocks have all the kinds of them."""
+    seen: list[Any] = []
+    end = 0
+    for number, block in enumerate(blocks):
+        shapes = [(name, tuple(parameter.shape)) for name, parameter in block.named_parameters()]
+        kind = (type(block), shapes, layer_types[number] if layer_types else None)
+        if kind not in seen:
+            seen.append(kind)
+            end = number + 1
+    return end
+
+
+def _thin(shape: torch.Size) -> Tensor:
+    """Returns random values of a shape, each of which stands at many places: `[i, j, k]` is the `i + j + k`-th of them.
+
+    So a matrix needs the memory of a row and a column, and takes each input to another output all the same.
+    """
+    generator = torch.Generator("cpu").manual_seed(sum(shape))
+    if len(shape) < 2:
+        return torch.rand(shape, generator=generator) + 0.5
+    values = torch.randn(sum(shape) - len(shape) + 1, generator=generator) / max(shape[-1], 1) ** 0.5
+    return values.as_strided(shape, (1,) * len(shape))
+
+
+def _by_documents(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    cu_seq_lens_q: Tensor | None = None,
+    **others: Any,
+) -> tuple[Tensor, None]:
+    """Computes causal attention as flash kernels do that are told where documents begin, `[B, H, L, D]`, anywhere."""
+    rows, _, length, _ = query.shape
+    edges = torch.arange(0, (rows + 1) * length, length) if cu_seq_lens_q is None else cu_seq_lens_q
+    document = torch.bucketize(torch.arange(rows * length), edges.long(), right=True).view(rows, 1, length)
+    seen = (document[..., None] == document[..., None, :]) & torch.ones(length, length, dtype=torch.bool).tril()
+    out = F.scaled_dot_product_attention(query, key, value, seen, scale=scaling, enable_gqa=True)
+    return out.transpose(1, 2), None
