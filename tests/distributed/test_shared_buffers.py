@@ -83,7 +83,7 @@ def _ranks(rank: int, world: int, folder: Path) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    return run_distributed(_ranks, 2, tmp_path_factory.mktemp("buffers"), timeout=100)
+    return run_distributed(_ranks, 2, tmp_path_factory.mktemp("buffers"), timeout=280)
 
 
 def test_a_run_validates_what_its_checkpoints_hold(ranks: list[dict[str, Any]]) -> None:

@@ -77,7 +77,7 @@ def _trained(rank: int, world_size: int) -> dict[Any, Any]:
 
 @pytest.fixture(scope="module")
 def found() -> dict[Any, Any]:
-    return run_distributed(_trained, 2, timeout=100)[0]
+    return run_distributed(_trained, 2, timeout=280)[0]
 
 
 @pytest.mark.parametrize("offload", PLACES)

@@ -149,7 +149,7 @@ def _ranks(rank: int, world: int, folder: Path) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     folder = tmp_path_factory.mktemp("unused")
-    return run_distributed(_ranks, 2, folder, timeout=100, group_timeout=10.0)
+    return run_distributed(_ranks, 2, folder, timeout=280, group_timeout=60.0)
 
 
 def test_each_micro_batch_s_gradients_count_on_whichever_rank(found: list[dict[str, Any]]) -> None:
