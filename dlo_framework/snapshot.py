@@ -144,7 +144,25 @@ def _roots(trainer: Trainer, loaders: list[Any]) -> list[Any]:
         options._logger_connector,
         *options.callbacks,
         *loaders,
+        *_held_apart(trainer),
     ]
+
+
+def _held_apart(trainer: Trainer) -> list[torch.Tensor]:
+    """Returns the shards of a strategy whose optimizers step copies of them, as ZeRO 3 does that offloads one of both.
+
+    Of others what optimizers step, or the module has, is the very memory.
+    """
+    held = getattr(trainer.strategy, "held_tensors", None)
+    stepped = {
+        _local(tensor).untyped_storage().data_ptr()
+        for optimizer in trainer.optimizers
+        for group in optimizer.param_groups
+        for tensor in group["params"]
+    }
+    module = trainer.lightning_module
+    stepped |= {_local(tensor).untyped_storage().data_ptr() for tensor in [*module.parameters(), *module.buffers()]}
+    return [t for t in held() if t.untyped_storage().data_ptr() not in stepped] if held is not None else []
 
 
 def _restart_iterator(trainer: Trainer, number: int, loader: Any) -> None:

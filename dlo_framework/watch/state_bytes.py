@@ -82,6 +82,7 @@ class StateReport(Callback):
         self._activations: float | None = None
         self._gradients = 0.0
         self._hooks: saved_tensors_hooks | None = None
+        self._watched = Saved(())
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Forgets an earlier run's measurement."""
@@ -92,10 +93,9 @@ class StateReport(Callback):
         """Watches what a pipeline's step saves: its backward is over when its loss is there."""
         pipelined = getattr(trainer.strategy, "pipelined", None) is not None
         if pipelined and self._hooks is None and self._measures(trainer, pl_module):
-            found = Saved(pl_module.parameters())
-            self._hooks = saved_tensors_hooks(found.note, lambda tensor: tensor)
+            self._watched = Saved(pl_module.parameters())
+            self._hooks = saved_tensors_hooks(self._watched.note, lambda tensor: tensor)
             self._hooks.__enter__()
-            self._watched = found
 
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
         """Counts what the forward of one micro-batch has saved, before it is used up."""
