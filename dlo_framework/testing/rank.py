@@ -197,8 +197,9 @@ def _join_group(rank: int, job: Job) -> None:
     import torch
     import torch.distributed as dist
 
-    if job.backend == "nccl":
-        torch.cuda.set_device(rank % torch.cuda.device_count())
+    device = torch.device("cuda", rank % torch.cuda.device_count()) if job.backend == "nccl" else None
+    if device is not None:
+        torch.cuda.set_device(device)
     limit = timedelta(minutes=10)
     store = dist.TCPStore("127.0.0.1", job.port, job.world_size, False, limit)  # type: ignore[attr-defined]
     store.set(f"dlo/ready/{rank}", "1")
@@ -209,6 +210,7 @@ def _join_group(rank: int, job: Job) -> None:
         rank=rank,
         world_size=job.world_size,
         timeout=timedelta(seconds=job.group_timeout),
+        device_id=device,  # Connected at once, as Lightning has it: messages between two ranks wait for other work.
     )
 
 

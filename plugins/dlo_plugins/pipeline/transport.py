@@ -71,10 +71,13 @@ class Link:
 class Transport:
     """What a rank can send to and receive from the other ranks of its pipeline.
 
-    On NCCL, messages to higher and to lower ranks pass in groups of their own: what passes between two ranks in one
-    group is carried out one after the other, so that two sends that meet would wait for each other. All ranks of the
-    pipeline make these groups together; they must be members of equally many groups, as the ranks of a mesh are, since
-    torch (2.11 to 2.15) names such groups by that number. gloo carries all messages out side by side.
+    What passes in one NCCL group passes one after the other, whoever the peer, where the group was connected at its
+    making, as Lightning has it (torch 2.11 to 2.15): a send would wait for receives that were posted ahead from another
+    rank, and that one's sends for this rank's. On NCCL, messages to higher and to lower ranks therefore pass in groups
+    of their own, and those of a rank's two neighbours in different ones (:func:`crossing`), so that a rank meets one
+    other in a group. All ranks of the pipeline make these groups together; they must be members of equally many
+    groups, as the ranks of a mesh are, since torch names such groups by that number. gloo carries all messages out side
+    by side.
 
     Args:
         group: the pipeline's ranks.
@@ -84,19 +87,32 @@ class Transport:
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         self.group, self.device = group, device
         self.rank = dist.get_rank(group)
-        self._up = self._down = group
         backend = backend_of(group, device)
+        self._apart: list[dist.ProcessGroup] = []
         if backend == "nccl":
             ranks = dist.get_process_group_ranks(group)
             limit = group._get_backend(device).options._timeout
-            made = [dist.new_group(ranks, timeout=limit, use_local_synchronization=True) for _ in range(2)]
-            self._up, self._down = made  # type: ignore[assignment]
+            crossings = 1 if len(ranks) == 2 else 3
+            made = [dist.new_group(ranks, timeout=limit, use_local_synchronization=True) for _ in range(2 * crossings)]
+            self._apart = made  # type: ignore[assignment]
         self._limit = exchange_limit(group) if backend == "gloo" else None
 
     def link(self, peer: int, *, incoming: bool) -> Link:
         """Returns the way from or to another rank of the pipeline."""
-        upwards = peer < self.rank if incoming else peer > self.rank
-        return Link(self._up if upwards else self._down, peer, self.device, self._limit)
+        group = self.group
+        if self._apart:
+            upwards = peer < self.rank if incoming else peer > self.rank
+            group = self._apart[2 * crossing(self.rank, peer) + int(upwards)]
+        return Link(group, peer, self.device, self._limit)
+
+
+def crossing(rank: int, peer: int) -> int:
+    """Returns which of three groups two ranks meet in, so that in none a rank meets both of its neighbours in the ring.
+
+    Those whose numbers follow each other meet in the first and the second by turns; the last and the first rank, and
+    ranks further apart that share a tied weight, in the third.
+    """
+    return min(rank, peer) % 2 if abs(rank - peer) == 1 else 2
 
 
 class Sends:

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from dlo_plugins.pipeline.transport import Transport
+from dlo_plugins.pipeline.transport import Transport, crossing
 
 
 @pytest.mark.parametrize(
@@ -23,7 +23,7 @@ from dlo_plugins.pipeline.transport import Transport
         ("cpu:gloo,cuda:nccl", "cpu", False, timedelta(seconds=7)),
     ],
 )
-def test_on_nccl_messages_up_and_down_pass_in_groups_of_their_own(
+def test_on_nccl_what_comes_and_goes_to_each_neighbour_passes_in_a_group_of_its_own(
     name: str, device: str, apart: bool, limit: timedelta | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     backend = SimpleNamespace(options=SimpleNamespace(_timeout=timedelta(seconds=7)))
@@ -33,7 +33,14 @@ def test_on_nccl_messages_up_and_down_pass_in_groups_of_their_own(
     monkeypatch.setattr(dist, "get_process_group_ranks", lambda _: [0, 1, 2])
     monkeypatch.setattr(dist, "new_group", lambda *_, **__: object())
     transport = Transport(group, torch.device(device))
-    up, down = transport.link(2, incoming=False), transport.link(0, incoming=False)
-    assert (up.group is not down.group) is apart
-    assert (transport.link(0, incoming=True).group, transport.link(2, incoming=True).group) == (up.group, down.group)
-    assert up._limit == limit
+    ways = [transport.link(peer, incoming=incoming) for peer in (0, 2) for incoming in (False, True)]
+    assert len({id(way.group) for way in ways}) == (4 if apart else 1)
+    assert {way._limit for way in ways} == {limit}
+
+
+def test_both_ends_meet_in_one_group_and_no_rank_has_two_neighbours_in_one() -> None:
+    for ranks in (2, 3, 4, 5, 8):
+        for rank in range(ranks):
+            neighbours = {(rank - 1) % ranks, (rank + 1) % ranks}
+            assert len({crossing(rank, peer) for peer in neighbours}) == len(neighbours)
+            assert all(crossing(rank, peer) == crossing(peer, rank) for peer in range(ranks) if peer != rank)

@@ -1,0 +1,152 @@
+"""A step's messages pass whatever the schedule where a group carries its own out one after the other, as NCCL does.
+
+The project's own exchanges run against links that note what is asked for. What is noted is then played on streams, each
+in its order: one that computes and waits, and one for each group; a message passes when the sender's and the
+receiver's streams have both come to it.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from dlo_plugins.pipeline import transport
+from dlo_plugins.pipeline.actions import Kind
+from dlo_plugins.pipeline.exchange import Exchange
+from dlo_plugins.pipeline.layout import Layout
+from dlo_plugins.pipeline.schedules import FAMILIES, Schedule, make_schedule
+
+_LAYOUT = Layout.of(torch.zeros(2, requires_grad=True))
+
+
+class NotingLink(transport.Link):
+    """Notes what a rank asks for: ``(what, group, peer, number)``."""
+
+    def __init__(self, noted: list[Any], group: Any, peer: int) -> None:
+        self.noted, self.group, self.peer = noted, group, peer
+
+    def note(self, what: str) -> Any:
+        self.noted.append((what, self.group, self.peer, len(self.noted)))
+        return self.noted[-1]
+
+    def send(self, tensor: torch.Tensor) -> Any:
+        return self.note("send")
+
+    def receive(self, tensor: torch.Tensor) -> Any:
+        return self.note("receive")
+
+    def wait(self, work: Any) -> None:
+        self.noted.append(("wait", *work[1:]))
+
+    def send_object(self, value: Any) -> list[Any]:
+        return [(self.note("send"), torch.zeros(0)) for _ in range(2)]
+
+    def receive_object(self) -> Any:
+        for _ in range(2):  # Its length and its bytes, which the host reads.
+            self.wait(self.note("receive"))
+            self.noted.append(("host", None, None, len(self.noted)))
+        return _LAYOUT, ()
+
+
+def transport_of(rank: int, ranks: int, noted: list[Any], monkeypatch: pytest.MonkeyPatch) -> transport.Transport:
+    """Returns a rank's transport over NCCL, whose groups are numbers."""
+    backend = SimpleNamespace(options=SimpleNamespace(_timeout=None))
+    group: Any = SimpleNamespace(_get_backend=lambda _: backend)
+    made = iter(range(100))
+    monkeypatch.setattr(transport, "backend_of", lambda *_: "nccl")
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda _: rank)
+    monkeypatch.setattr(torch.distributed, "get_process_group_ranks", lambda _: list(range(ranks)))
+    monkeypatch.setattr(torch.distributed, "new_group", lambda *_, **__: next(made))
+    monkeypatch.setattr(transport, "Link", lambda group, peer, *_: NotingLink(noted, group, peer))
+    return transport.Transport(group, torch.device("cpu"))
+
+
+def asked(schedule: Schedule, rank: int, monkeypatch: pytest.MonkeyPatch, *, known: bool) -> list[Any]:
+    """Returns what a rank asks of its links in a step, and when it waits for what."""
+    place, noted = schedule.placement, []
+    made = transport_of(rank, place.ranks, noted, monkeypatch)
+    exchange = Exchange(made, place, torch.device("cpu"))
+    if known:
+        for stage in range(place.stages):
+            exchange.learn(stage, 0, torch.zeros(2, requires_grad=True), ())
+    exchange.start(schedule, [0] * schedule.micro_batches)
+    tensor = torch.zeros(2, requires_grad=True)
+    for action in schedule.orders[rank]:
+        stage, number = action.stage, action.micro_batch
+        if action.kind is Kind.FORWARD:
+            if stage:
+                exchange.hidden(stage, number)
+            if stage + 1 < place.stages:
+                exchange.send_hidden(stage + 1, number, tensor, ())
+        elif action.is_backward:
+            if stage + 1 < place.stages:
+                exchange.gradient(stage, number)
+            if stage:
+                exchange.send_gradient(stage - 1, number, tensor.detach())
+    exchange.finish()
+    return noted
+
+
+def stuck(programs: list[list[Any]]) -> list[tuple[int, Any]]:
+    """Plays what the ranks have asked for; returns the ranks that do not come to the end, and at what they stand."""
+    hosts = [deque(program) for program in programs]
+    computing: list[deque[Any]] = [deque() for _ in programs]
+    groups: list[dict[Any, deque[Any]]] = [{} for _ in programs]
+    passed: set[tuple[int, int]] = set()
+    reached: set[tuple[int, int]] = set()
+
+    def advance(rank: int) -> bool:
+        """Lets a rank's host and its computing stream go on as far as they can."""
+        moved, host, stream = False, hosts[rank], computing[rank]
+        while True:
+            if stream and (stream[0][0] != "wait" or (rank, stream[0][3]) in passed):
+                op = stream.popleft()
+                reached.add((rank, op[3]))
+            elif host and not (host[0][0] == "host" and stream):
+                op = host.popleft()
+                if op[0] != "host":
+                    stream.append(op)  # A message begins once what was computed before it is there.
+                if op[0] in ("send", "receive"):
+                    groups[rank].setdefault(op[1], deque()).append(op)
+            else:
+                return moved
+            moved = True
+
+    def pass_messages() -> bool:
+        for rank, queues in enumerate(groups):
+            for group, queue in queues.items():
+                if not queue or queue[0][0] != "send" or (rank, queue[0][3]) not in reached:
+                    continue
+                peer = queue[0][2]
+                other = groups[peer].get(group)
+                if not other or other[0][:3] != ("receive", group, rank) or (peer, other[0][3]) not in reached:
+                    continue
+                passed.update({(rank, queue.popleft()[3]), (peer, other.popleft()[3])})
+                return True
+        return False
+
+    while any(advance(rank) for rank in range(len(programs))) or pass_messages():
+        pass
+    return [(rank, (*computing[rank], *host)[0]) for rank, host in enumerate(hosts) if host or computing[rank]]
+
+
+@pytest.mark.parametrize("known", [False, True], ids=["first step", "later steps"])
+@pytest.mark.parametrize("ranks", [2, 3, 4, 5, 8])
+@pytest.mark.parametrize("name", list(FAMILIES))
+def test_every_schedule_comes_to_its_end(name: str, ranks: int, known: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    for micro_batches in (2 * ranks, 4 * ranks):
+        schedule = make_schedule(name, ranks, micro_batches)
+        programs = [asked(schedule, rank, monkeypatch, known=known) for rank in range(ranks)]
+        assert sum(op[0] == "send" for program in programs for op in program) >= 2 * micro_batches * (ranks - 1)
+        assert stuck(programs) == []
+
+
+def test_one_group_a_direction_would_not_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transport, "crossing", lambda rank, peer: 0)
+    schedule = make_schedule("1F1B", 4, 16)
+    programs = [asked(schedule, rank, monkeypatch, known=True) for rank in range(4)]
+    assert stuck(programs)
