@@ -11,11 +11,12 @@ from dlo_plugins.zero.partition import FlatPartition, balance
 
 SIZES = st.lists(st.integers(1, 50), min_size=1, max_size=12)
 RANKS = st.integers(1, 9)
+ALIGN = st.sampled_from([1, 2, 4, 8])
 
 
-@given(SIZES, RANKS)
-def test_every_element_has_one_owner(numels: list[int], ranks: int) -> None:
-    partition = FlatPartition(tuple(numels), ranks)
+@given(SIZES, RANKS, ALIGN)
+def test_every_element_has_one_owner(numels: list[int], ranks: int, align: int) -> None:
+    partition = FlatPartition(tuple(numels), ranks, align)
     owned = [
         (piece.parameter, element)
         for rank in range(ranks)
@@ -25,9 +26,9 @@ def test_every_element_has_one_owner(numels: list[int], ranks: int) -> None:
     assert owned == [(number, element) for number, count in enumerate(numels) for element in range(count)]
 
 
-@given(SIZES, RANKS)
-def test_pieces_stand_in_the_buffer_where_their_parameters_do(numels: list[int], ranks: int) -> None:
-    partition = FlatPartition(tuple(numels), ranks)
+@given(SIZES, RANKS, ALIGN)
+def test_pieces_stand_in_the_buffer_where_their_parameters_do(numels: list[int], ranks: int, align: int) -> None:
+    partition = FlatPartition(tuple(numels), ranks, align)
     for rank in range(ranks):
         for piece in partition.pieces(rank):
             assert 0 <= piece.offset < piece.offset + piece.length <= partition.segment
@@ -40,6 +41,17 @@ def test_segments_are_equal_and_padded_by_less_than_an_element_a_rank(numels: li
     partition = FlatPartition(tuple(numels), ranks)
     assert partition.padded == partition.segment * ranks
     assert 0 <= partition.padded - sum(numels) < ranks
+
+
+@given(SIZES, RANKS, ALIGN)
+def test_parameters_and_segments_begin_at_multiples_and_the_rest_is_gaps(
+    numels: list[int], ranks: int, align: int
+) -> None:
+    partition = FlatPartition(tuple(numels), ranks, align)
+    assert all(start % align == 0 for start in (*partition.starts, partition.segment))
+    held = [element for start, end in (*partition.places, *partition.gaps) for element in range(start, end)]
+    assert sorted(held) == list(range(partition.padded))
+    assert partition.padded - sum(numels) < align * (len(numels) + ranks)
 
 
 def loads(numels: list[int], owners: list[int], ranks: int) -> list[int]:

@@ -21,6 +21,9 @@ from dlo_framework.distributed.collectives import Communicator, Pending
 from dlo_framework.errors import DloError
 from dlo_plugins.zero.partition import FlatPartition
 
+#: In bytes: where matrices begin that tensor cores take, and what vector instructions read at once.
+_ALIGNMENT = 16
+
 
 class FlatGroup:
     """Parameters of one dtype in a flat buffer.
@@ -55,8 +58,9 @@ class FlatGroup:
         self.communicator, self.device, self.keep_whole = communicator, device, keep_whole
         self.home, self.rests = home, rests or home
         assert self.rests == home or not keep_whole
-        self.partition = FlatPartition(tuple(p.numel() for p in self.parameters), communicator.size)
         self.dtype = self.parameters[0].dtype
+        numels = tuple(p.numel() for p in self.parameters)
+        self.partition = FlatPartition(numels, communicator.size, align=max(1, _ALIGNMENT // self.dtype.itemsize))
         self.trains = self.parameters[0].requires_grad
         self.gradient: Tensor | None = None
         self._landing: list[Tensor] = []
@@ -93,11 +97,8 @@ class FlatGroup:
 
     def views(self, buffer: Tensor) -> list[Tensor]:
         """Returns the parameters' places in a buffer of the whole's length, in their shapes."""
-        starts = self.partition.starts
-        return [
-            buffer[start : start + parameter.numel()].view(parameter.shape)
-            for start, parameter in zip(starts, self.parameters, strict=False)
-        ]
+        places = zip(self.partition.places, self.parameters, strict=True)
+        return [buffer[start:end].view(parameter.shape) for (start, end), parameter in places]
 
     # --- parameters ----------------------------------------------------------------------------------------
 

@@ -4,8 +4,9 @@ ZeRO: Memory Optimizations Toward Training Trillion Parameter Models. Rajbhandar
 arXiv 1910.02054.
 
 The parameters of a group stand one after the other in a flat buffer, which is cut into as many equal segments as
-there are ranks: rank r owns segment r, whatever parameters it cuts through. That is exactly 1/N for each rank, and
-right for every optimizer that treats each element by itself. One that needs a whole tensor (its norm, its rows, its
+there are ranks: rank r owns segment r, whatever parameters it cuts through. That is exactly 1/N for each rank, but for
+the few elements by which parameters and segments begin where an accelerator's kernels read them fastest, and right for
+every optimizer that treats each element by itself. One that needs a whole tensor (its norm, its rows, its
 singular values) gets whole tensors, dealt out so that the ranks' loads are balanced.
 """
 
@@ -26,20 +27,34 @@ class FlatPartition:
     Attributes:
         numels: elements of each parameter, in order.
         ranks: how many segments.
+        align: parameters and segments begin at multiples of so many elements.
     """
 
     numels: tuple[int, ...]
     ranks: int
+    align: int = 1
 
     @cached_property
     def starts(self) -> tuple[int, ...]:
-        """Where each parameter begins in the buffer, and where the last one ends."""
-        return (0, *itertools.accumulate(self.numels))
+        """Where each parameter begins in the buffer, and where the last one's room ends."""
+        return (0, *itertools.accumulate(self._aligned(numel) for numel in self.numels))
+
+    @cached_property
+    def places(self) -> tuple[tuple[int, int], ...]:
+        """Where each parameter begins and ends in the buffer."""
+        return tuple((start, start + numel) for start, numel in zip(self.starts, self.numels, strict=False))
+
+    @cached_property
+    def gaps(self) -> tuple[tuple[int, int], ...]:
+        """Where what is no parameter's begins and ends in the buffer."""
+        ends = (end for _, end in self.places)
+        between = zip(ends, self.starts[1:], strict=True)
+        return tuple((low, high) for low, high in (*between, (self.starts[-1], self.padded)) if low < high)
 
     @property
     def segment(self) -> int:
         """Elements of a segment; the last ones are padded where the ranks do not divide the parameters."""
-        return -(-self.starts[-1] // self.ranks)
+        return self._aligned(-(-self.starts[-1] // self.ranks))
 
     @property
     def padded(self) -> int:
@@ -48,7 +63,10 @@ class FlatPartition:
 
     def pieces(self, rank: int) -> list[Piece]:
         """Returns what a rank owns, in the order of the buffer."""
-        return pieces_within(itertools.pairwise(self.starts), rank * self.segment, (rank + 1) * self.segment)
+        return pieces_within(self.places, rank * self.segment, (rank + 1) * self.segment)
+
+    def _aligned(self, count: int) -> int:
+        return -(-count // self.align) * self.align
 
 
 def balance(numels: list[int], ranks: int) -> list[int]:

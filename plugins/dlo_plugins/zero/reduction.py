@@ -113,7 +113,8 @@ class GradientReducer:
                 break
         else:
             buffer = torch.empty(length, dtype=group.dtype, device=group.device)
-        buffer[group.partition.starts[-1] :].zero_()
+        for start, end in group.partition.gaps:
+            buffer[start:end].zero_()
         return buffer
 
     def _launch_complete(self) -> None:
