@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 from torch import Tensor
 from torch.distributed.tensor import DTensor
@@ -26,12 +27,20 @@ def memory_of(tensors: Iterable[Tensor]) -> int:
     return sum(held.values())
 
 
+def optimizer_states(optimizer: Optimizer) -> list[Mapping[str, Any]]:
+    """Returns what an optimizer keeps of each parameter on this rank.
+
+    It is asked by ``state_dict``, which is where one that wraps another (Lookahead) has it.
+    """
+    return [state for state in optimizer.state_dict()["state"].values() if isinstance(state, Mapping)]
+
+
 def optimizer_bytes(optimizers: Iterable[Optimizer]) -> int:
     """Returns the bytes of optimizers' state on this rank."""
     return memory_of(
         value
         for optimizer in optimizers
-        for state in optimizer.state.values()
+        for state in optimizer_states(optimizer)
         for value in state.values()
         if isinstance(value, Tensor)
     )

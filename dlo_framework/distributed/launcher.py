@@ -300,7 +300,11 @@ class WatchedRanks(DDPStrategy):
         try:
             self.set_world_ranks()
             join_restarted(self)
+            joined = dist.is_initialized()
             super().setup_distributed()
+            backend = str(dist.get_backend())
+            if not joined and "nccl" in backend and backend != "nccl":
+                atexit.register(dist.destroy_process_group)  # As Lightning does, but where NCCL stands alone.
         finally:
             self._timeout = limit
         if limit is not None and limit < _START and dist.is_initialized():

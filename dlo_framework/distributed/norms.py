@@ -15,9 +15,10 @@ _ROW = 1 << 14
 
 def total_norm(optimizer: Optimizer) -> Tensor:
     """Returns the 2-norm of the gradients that an optimizer holds on this rank; DTensors' over their mesh."""
-    gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+    stepped = [p for group in optimizer.param_groups for p in group["params"]]
+    gradients = [p.grad for p in stepped if p.grad is not None]
     if not gradients:
-        return torch.zeros(())
+        return torch.zeros((), device=stepped[0].device if stepped else None)
     norm = torch.nn.utils.get_total_norm([part for gradient in gradients for part in parts(gradient)])
     return norm.full_tensor() if isinstance(norm, DTensor) else norm
 

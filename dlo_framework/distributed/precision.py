@@ -31,6 +31,34 @@ class ShardedClipping:
             torch._foreach_mul_(held, scale.to(device))
 
 
+class ShardedScaler(ShardedGradScaler):
+    """One loss scale for all ranks, also of gradients in CPU memory whose scale is on an accelerator."""
+
+    @classmethod
+    def like(cls, scaler: torch.amp.GradScaler, device: str) -> ShardedScaler:
+        """Returns one that scales as the given one would."""
+        return cls(
+            device,
+            init_scale=scaler.get_scale(),
+            backoff_factor=scaler.get_backoff_factor(),
+            growth_factor=scaler.get_growth_factor(),
+            growth_interval=scaler.get_growth_interval(),
+            enabled=scaler.is_enabled(),
+        )
+
+    def _unscale_grads_(
+        self, optimizer: Optimizer, inv_scale: torch.Tensor, found_inf: torch.Tensor, allow_fp16: bool = True
+    ) -> dict[torch.device, torch.Tensor]:
+        """Divides gradients by the scale.
+
+        torch (2.11 to 2.15) copies the scale to gradients in CPU memory without waiting until it is there.
+        """
+        gradients = (p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None)
+        if any(gradient.device.type == "cpu" for gradient in gradients):
+            inv_scale, found_inf = inv_scale.cpu(), found_inf.cpu()
+        return super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
+
+
 class ShardedMixedPrecision(ShardedClipping, MixedPrecision):
     """bf16 or fp16 by autocast."""
 
@@ -50,7 +78,7 @@ def sharded(plugin: Precision, gradient_norm: Any) -> Precision:
     if isinstance(plugin, MixedPrecision):
         scaler: Any = plugin.scaler
         if scaler is not None and not isinstance(scaler, ShardedGradScaler):
-            scaler = ShardedGradScaler(device=plugin.device)
+            scaler = ShardedScaler.like(scaler, plugin.device)
         half: Any = plugin.precision
         result = ShardedMixedPrecision(half, plugin.device, scaler)
     else:

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from lightning.fabric.utilities.device_dtype_mixin import _update_properties
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import BaseFinetuning
 from lightning.pytorch.plugins.precision import Precision
@@ -18,6 +19,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
+from torchmetrics import Metric
 
 from dlo_framework.distributed.canonical import CanonicalStrategy
 from dlo_framework.distributed.collectives import broadcast_values
@@ -163,8 +165,20 @@ class ShardedStrategy(CanonicalStrategy, WatchedRanks):
             self.model = self._layer_sync.apply(self.model)
         self.model = self.precision_plugin.convert_module(self.model)
         self.shard(trainer)
+        self.bring_the_rest()
         self.setup_precision_plugin()
         self.barrier("sharded")
+
+    def bring_the_rest(self) -> None:
+        """Brings what is no tensor of the module's to the device: its metrics, and what it says of its own device.
+
+        ``Module.to`` would, of which a model is no part whose tensors are moved one by one.
+        """
+        module = self._module()
+        _update_properties(module, device=self.root_device)
+        for submodule in module.modules():
+            if isinstance(submodule, Metric):
+                submodule.to(self.root_device)
 
     def share_buffers(self) -> None:
         """Gives all ranks the first one's buffers, such as the statistics of batch norm.

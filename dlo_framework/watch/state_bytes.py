@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from dlo_framework.distributed.canonical import clean
-from dlo_framework.distributed.held import memory_of, optimizer_bytes
+from dlo_framework.distributed.held import memory_of, optimizer_bytes, optimizer_states
 from dlo_framework.watch.flops import is_compiled
 
 #: The optimizer step at which a run is measured: the first has no optimizer state before it.
@@ -242,7 +242,7 @@ def _formula(trainer: Trainer, module: LightningModule) -> StateBytes | None:
     states = [
         sum(1 for value in state.values() if isinstance(value, Tensor) and value.ndim > 0)
         for optimizer in trainer.strategy.optimizers
-        for state in optimizer.state.values()
+        for state in optimizer_states(optimizer)
     ]
     kept = max(states, default=0)
     ranks = getattr(trainer.strategy, "shard_size", trainer.world_size)

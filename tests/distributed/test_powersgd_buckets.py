@@ -23,7 +23,7 @@ def _train(world_size: int, bucket_mb: float) -> torch.Tensor:
     model = nn.Sequential(*[layer for a, b in itertools.pairwise(widths) for layer in (nn.Linear(a, b), nn.Tanh())])
     wrapped, steps = DistributedDataParallel(model, bucket_cap_mb=bucket_mb), [0]
     names = {id(parameter): name for name, parameter in model.named_parameters()}
-    hook = PowerSGDHook(PowerSGD(names, 2, 2), lambda: steps[0])
+    hook = PowerSGDHook(PowerSGD(names, 2, 2), lambda: steps[0], torch.device("cpu"))
     hook.register(wrapped)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     generator = torch.Generator().manual_seed(torch.distributed.get_rank())

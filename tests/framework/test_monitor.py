@@ -3,61 +3,17 @@ import sys
 
 import pytest
 import torch
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import TensorBoardLogger
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
 from dlo_framework.defaults import add_default_callbacks
 from dlo_framework.watch.clock import StepClock
 from dlo_framework.watch.flops import FlopCounter
 from dlo_framework.watch.monitor import RunMonitor, batch_size, optimizer_scalars, samples_of
-
-
-class Net(LightningModule):
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = torch.nn.Linear(8, 4, bias=False)
-        self.losses: list[float] = []
-        self.norms: list[float] = []
-
-    def training_step(self, batch, batch_idx):
-        loss = self.net(batch[0]).square().mean()
-        self.losses.append(loss.item())
-        return {"loss": loss}
-
-    def on_before_optimizer_step(self, optimizer):
-        self.norms.append(self.net.weight.grad.norm().item())
-
-    def validation_step(self, batch, batch_idx):
-        self.log("val_loss", self.net(batch[0]).square().mean())
-
-    def configure_optimizers(self):
-        return torch.optim.AdamW(self.parameters(), lr=0.01, betas=(0.8, 0.9))
-
-
-def fit(folder, module=None, batches=20, callbacks=(), **options):
-    module = module or Net()
-    options = {"max_epochs": 2, "log_every_n_steps": 5, "enable_progress_bar": False, **options}
-    trainer = Trainer(
-        accelerator="cpu",
-        enable_model_summary=False,
-        profiler=StepClock(),
-        logger=TensorBoardLogger(folder, name="", version=""),
-        callbacks=add_default_callbacks(
-            list(callbacks),
-            run_folder=folder,
-            model=module,
-            config="{}",
-            progress_bar=options["enable_progress_bar"],
-        ),
-        **options,
-    )
-    data = DataLoader(TensorDataset(torch.randn(batches * 4, 8)), batch_size=4)
-    trainer.fit(module, data, data)
-    return module, trainer
+from support.monitored import Net, fit
 
 
 def events(folder):
@@ -316,50 +272,6 @@ def test_everything_on_calls_little_more_python_than_plain_lightning(tmp_path):
     """Counts are steady where times are not. What is on by default adds less than half to Lightning's own."""
     plain, full = python_calls_a_step(tmp_path, full=False), python_calls_a_step(tmp_path, full=True)
     assert full < 1.5 * plain, f"{full:.0f} Python calls a step with everything on, {plain:.0f} plain"
-
-
-class Derived(Net):
-    """Trains on the derivative of what it computes, by torch.func; its first layer is computed again in backward."""
-
-    def __init__(self, func: str | None) -> None:
-        super().__init__()
-        self.func = func
-        self.net = torch.nn.Sequential(torch.nn.Linear(8, 4), torch.nn.Tanh(), torch.nn.Linear(4, 1))
-
-    def on_before_optimizer_step(self, optimizer):
-        pass
-
-    def training_step(self, batch, batch_idx):
-        (x,) = batch
-        if self.func == "autograd":  # As gradient penalties and solvers of differential equations do.
-            x.requires_grad_()
-            (found,) = torch.autograd.grad(self.net(x).sum(), x, create_graph=True)
-            return (found - 1).square().mean()
-        if self.func:
-            return (torch.func.vmap(torch.func.grad(lambda z: self.net(z)[0]))(x) - 1).square().mean()
-        inside = checkpoint(self.net[:2], x, use_reentrant=False)
-        return self.net[2](inside).sum()
-
-    def validation_step(self, batch, batch_idx):
-        pass
-
-
-@pytest.mark.parametrize("func", ["autograd", "torch.func"])
-def test_derivatives_in_a_step_are_not_hindered_by_what_watches_it(tmp_path, func):
-    _, trainer = fit(tmp_path, Derived(func), max_epochs=1)
-    assert trainer.global_step == 20
-    found = json.loads((tmp_path / "summary.json").read_text())
-    assert found["state_bytes"]["activations"] > 0
-    assert found["flops_per_sample"] > 0
-
-
-def test_what_a_step_saves_is_counted(tmp_path):
-    fit(tmp_path, Derived(None), max_epochs=1)
-    found = json.loads((tmp_path / "summary.json").read_text())["state_bytes"]
-    # Of four samples: what the last layer takes, 4 x 4. What the layer before takes and gives is computed again.
-    # Lightning's division of the loss by the micro-batches keeps their number, a double.
-    assert found["activations"] == 4 * 4 * 4 + 8
-    assert found["parameters"] == (8 * 4 + 4 + 4 + 1) * 4
 
 
 class Two(Net):

@@ -9,12 +9,14 @@ from typing import Any
 
 import pytest
 import torch
+import torch.utils.checkpoint
 from hypothesis import given
 from hypothesis import strategies as st
 from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import StrategyRegistry
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._pytree import tree_leaves
 
 from dlo_framework.cuts import Layout
 from dlo_framework.distributed.initialise import Initialiser, check_initialisable, on_meta
@@ -281,6 +283,38 @@ def test_recomputing_keeps_inputs_alone_and_gives_the_same_gradients() -> None:
     assert torch.equal(found[0][0], found[1][0])
     assert all(torch.equal(one, other) for one, other in zip(found[0][1], found[1][1], strict=True))
     assert [kept for *_, kept in found] == [True, False]
+
+
+class Named(nn.Module):
+    """Takes its input by name, as some libraries' blocks do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inside = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5))
+
+    def forward(self, *, hidden: torch.Tensor, scale: float) -> torch.Tensor:
+        return self.inside(hidden) * scale
+
+
+def test_the_devices_of_what_is_given_by_name_draw_their_random_numbers_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Any] = []
+
+    def states(*args: Any) -> tuple[list[int], list[torch.Tensor]]:
+        asked.extend(leaf for leaf in tree_leaves(args) if isinstance(leaf, torch.Tensor))
+        return [], []
+
+    # torch asks for the states of an accelerator's devices once that is in use.
+    monkeypatch.setattr(torch.cuda, "_initialized", True)
+    monkeypatch.setattr(torch.utils.checkpoint, "get_device_states", states)
+    monkeypatch.setattr(torch.utils.checkpoint, "_infer_device_type", lambda *args: "cuda")
+    block, x = Named(), torch.randn(4, 8, requires_grad=True)
+    torch.manual_seed(3)
+    expected = torch.autograd.grad(block(hidden=x, scale=2.0).sum(), x)[0]
+    recompute([block])
+    torch.manual_seed(3)
+    found = block(hidden=x, scale=2.0)
+    assert any(tensor is x for tensor in asked)
+    assert torch.equal(torch.autograd.grad(found.sum(), x)[0], expected)
 
 
 # --- what a checkpoint amid an accumulation saves -------------------------------------------------------------

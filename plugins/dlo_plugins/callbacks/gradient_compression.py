@@ -181,7 +181,7 @@ class GradientCompression(Callback):
             return PostLocalHook(start, self._step, group)
         names = {id(parameter): clean(name) for name, parameter in pl_module.named_parameters()}
         powersgd = PowerSGD(names, self.matrix_rank, start)
-        return PowerSGDHook(powersgd, self._step)
+        return PowerSGDHook(powersgd, self._step, trainer.strategy.root_device)
 
     def _one_bit(self, trainer: Trainer) -> GradientHook:
         optimizer = trainer.optimizers[0]
@@ -228,9 +228,9 @@ class GradientCompression(Callback):
             assert isinstance(optimizer, OneBitOptimizer)
             checkpoint[KEY] = one_bit_state(self.all_reduce, optimizer)
         elif isinstance(self.hook, PostLocalHook) and self.hook.local:
-            self._save_mean(pl_module, checkpoint)
+            self._save_mean(pl_module, checkpoint, trainer.strategy.root_device)
 
-    def _save_mean(self, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+    def _save_mean(self, pl_module: LightningModule, checkpoint: dict[str, Any], device: torch.device) -> None:
         """Puts the mean of the ranks' weights and optimizer states in a checkpoint; the run keeps its own."""
         trained = {clean(name) for name, parameter in pl_module.named_parameters() if parameter.requires_grad}
         mappings = [checkpoint["state_dict"]]
@@ -243,7 +243,7 @@ class GradientCompression(Callback):
                 if isinstance(value, Tensor) and value.is_floating_point() and (key in trained or not of_weights):
                     mapping[key] = value.detach().clone()
                     copies.append(mapping[key])
-        average_tensors(copies)
+        average_tensors(copies, device)
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """Keeps what the ranks had not sent, until there is an optimizer that it is for."""
@@ -306,5 +306,5 @@ class GradientCompression(Callback):
     def _average_weights(self, pl_module: LightningModule) -> None:
         assert self.hook is not None
         weights = [parameter.data for parameter in pl_module.parameters() if parameter.requires_grad]
-        average_tensors(weights)
+        average_tensors(weights, pl_module.device)
         self.hook.count(sum(weight.nbytes for weight in weights))

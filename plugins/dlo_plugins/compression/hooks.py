@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, post_localSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
+from dlo_framework.distributed.collectives import backend_of
 from dlo_plugins.compression.all_reduce import all_reduce_bytes
 from dlo_plugins.compression.one_bit import OneBitOptimizer
 from dlo_plugins.compression.powersgd import PowerSGD
@@ -91,14 +92,15 @@ class PowerSGDHook(GradientHook):
     Args:
         powersgd: see there.
         step: returns how many steps were taken.
+        device: of the gradients.
     """
 
-    def __init__(self, powersgd: PowerSGD, step: Callable[[], int]) -> None:
+    def __init__(self, powersgd: PowerSGD, step: Callable[[], int], device: torch.device) -> None:
         super().__init__()
         self.powersgd, self.step = powersgd, step
         # torch sends the second and third message of a bucket from the thread on which the one before has arrived
         # (2.11 to 2.15). gloo matches messages by their order, so that two buckets under way would mix theirs.
-        self.one_at_a_time = dist.get_backend() != "nccl"
+        self.one_at_a_time = backend_of(None, device) != "nccl"
 
     def share(self, bucket: GradBucket) -> float:
         """What the factors have of the matrices' elements."""
@@ -169,13 +171,18 @@ class PostLocalHook(GradientHook):
         return post_localSGD_hook.post_localSGD_hook(self.state, bucket)
 
 
-def average_tensors(tensors: list[Tensor]) -> None:
-    """Replaces tensors by their mean over the ranks, in one all-reduce a type."""
+def average_tensors(tensors: list[Tensor], device: torch.device) -> None:
+    """Replaces tensors by their mean over the ranks, in one all-reduce a type.
+
+    Args:
+        tensors: also such as are not on ``device``, as Adam's count of steps.
+        device: whose tensors the ranks can exchange.
+    """
     by_type: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
     for tensor in tensors:
         by_type.setdefault((tensor.device, tensor.dtype), []).append(tensor)
     for group in by_type.values():
-        flat = torch.cat([tensor.reshape(-1) for tensor in group])
+        flat = torch.cat([tensor.reshape(-1) for tensor in group]).to(device)
         dist.all_reduce(flat)
         flat /= dist.get_world_size()
         parts = flat.split([tensor.numel() for tensor in group])

@@ -18,6 +18,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 _HALVES = (torch.bfloat16, torch.float16)
+#: The compute capability from which FlashAttention-2 runs.
+_AMPERE = (8, 0)
 #: Queries by which the memory-efficient kernel pads its log-sum-exp, and keys by which a mask's rows are aligned.
 _LSE_BLOCK, _MASK_BLOCK = 32, 16
 
@@ -93,7 +95,9 @@ class CudaFlash:
         """Whether it computes such a block."""
         width = q.shape[-1]
         wide = width == v.shape[-1] and width <= 256 and width % 8 == 0
-        return q.device.type == "cuda" and q.dtype in _HALVES and wide and not masked
+        if q.device.type != "cuda" or q.dtype not in _HALVES or not wide or masked:
+            return False
+        return torch.cuda.get_device_capability(q.device) >= _AMPERE
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool, mask: Tensor | None) -> Any:
         """Returns the output and the log-sum-exp."""

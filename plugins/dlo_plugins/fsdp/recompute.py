@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 
@@ -39,10 +39,14 @@ class _Recomputed:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return self.forward(*args, **kwargs)
-        if self.holding is None:
-            return checkpoint(self.forward, *args, use_reentrant=False, **self.options, **kwargs)
-        with self.holding((args, kwargs)):
-            return checkpoint(self.forward, *args, use_reentrant=False, **self.options, **kwargs)
+        with contextlib.nullcontext() if self.holding is None else self.holding((args, kwargs)):
+            if any(isinstance(arg, Tensor) for arg in args):
+                return checkpoint(self.forward, *args, use_reentrant=False, **self.options, **kwargs)
+            # torch (2.11 to 2.15) draws the random numbers of the devices again on which positional tensors are.
+            return checkpoint(self._called, args, kwargs, use_reentrant=False, **self.options)
+
+    def _called(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return self.forward(*args, **kwargs)
 
 
 def recompute(

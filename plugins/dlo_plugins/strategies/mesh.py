@@ -7,7 +7,6 @@ from dataclasses import replace
 from typing import Any, Literal
 
 import torch
-from lightning.fabric.utilities.device_dtype_mixin import _update_properties
 from lightning.pytorch import Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
@@ -221,11 +220,10 @@ class MeshStrategy(MeshSteps):
         self.sharding.collect()
         self._context = module.__dict__.get(_CONTEXT, self._context)
         self.pipelined = module.__dict__.get(PIPELINED)
-        _update_properties(module, device=self.root_device)
-        for submodule in module.modules():
-            if isinstance(submodule, Metric):
-                submodule.to(self.root_device)
-                if self.mesh_spec().tp > 1:  # These ranks see the same data, and would count it twice.
+        self.bring_the_rest()
+        if self.mesh_spec().tp > 1:  # These ranks see the same data, and metrics would count it twice.
+            for submodule in module.modules():
+                if isinstance(submodule, Metric):
                     submodule.process_group = self.groups.group("pp", "dp_replicate", "dp_shard", "cp")
         if self._usage is not None:
             self._usage.remove()

@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from dlo_plugins.context import kernels
 from dlo_plugins.context.blockwise import Output
@@ -114,6 +115,17 @@ def test_half_precisions_are_summed_in_float32(dtype: torch.dtype) -> None:
     expected, _ = reference(q.double(), k.double(), v.double(), Score(0.3), mask)
     error = (out.double() - expected).norm() / expected.norm()
     assert error < {torch.bfloat16: 1e-2, torch.float16: 2e-3}.get(dtype, 1e-6)
+
+
+@pytest.mark.parametrize(("capability", "flash"), [((7, 5), False), ((8, 0), True), ((9, 0), True)])
+def test_flash_attention_is_asked_for_where_it_runs(
+    capability: tuple[int, int], flash: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+    with FakeTensorMode():
+        q = torch.empty(2, 4, 16, 64, device="cuda", dtype=torch.float16)
+        assert CudaFlash().fits(q, q, False) is flash
+        assert not CudaFlash().fits(q, q, True)
 
 
 @pytest.mark.gpu

@@ -1,0 +1,74 @@
+"""The bytes that a step holds, and that what counts them is in nobody's way."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from timm.optim.lookahead import Lookahead
+from torch.utils.checkpoint import checkpoint
+
+from support.monitored import Net, fit
+
+
+class Derived(Net):
+    """Trains on the derivative of what it computes, by torch.func; its first layer is computed again in backward."""
+
+    def __init__(self, func: str | None) -> None:
+        super().__init__()
+        self.func = func
+        self.net = torch.nn.Sequential(torch.nn.Linear(8, 4), torch.nn.Tanh(), torch.nn.Linear(4, 1))
+
+    def on_before_optimizer_step(self, optimizer):
+        pass
+
+    def training_step(self, batch, batch_idx):
+        (x,) = batch
+        if self.func == "autograd":  # As gradient penalties and solvers of differential equations do.
+            x.requires_grad_()
+            (found,) = torch.autograd.grad(self.net(x).sum(), x, create_graph=True)
+            return (found - 1).square().mean()
+        if self.func:
+            return (torch.func.vmap(torch.func.grad(lambda z: self.net(z)[0]))(x) - 1).square().mean()
+        inside = checkpoint(self.net[:2], x, use_reentrant=False)
+        return self.net[2](inside).sum()
+
+    def validation_step(self, batch, batch_idx):
+        pass
+
+
+@pytest.mark.parametrize("func", ["autograd", "torch.func"])
+def test_derivatives_in_a_step_are_not_hindered_by_what_watches_it(tmp_path, func):
+    _, trainer = fit(tmp_path, Derived(func), max_epochs=1)
+    assert trainer.global_step == 20
+    found = json.loads((tmp_path / "summary.json").read_text())
+    assert found["state_bytes"]["activations"] > 0
+    assert found["flops_per_sample"] > 0
+
+
+def test_what_a_step_saves_is_counted(tmp_path):
+    fit(tmp_path, Derived(None), max_epochs=1)
+    found = json.loads((tmp_path / "summary.json").read_text())["state_bytes"]
+    # Of four samples: what the last layer takes, 4 x 4. What the layer before takes and gives is computed again.
+    # Lightning's division of the loss by the micro-batches keeps their number, a double.
+    assert found["activations"] == 4 * 4 * 4 + 8
+    assert found["parameters"] == (8 * 4 + 4 + 4 + 1) * 4
+
+
+class Ahead(Net):
+    """Is stepped by AdamW, which Lookahead wraps: both keep state."""
+
+    def on_before_optimizer_step(self, optimizer):
+        pass
+
+    def configure_optimizers(self):
+        return Lookahead(torch.optim.AdamW(self.parameters()), k=2)
+
+
+def test_the_state_of_an_optimizer_in_another_is_counted(tmp_path):
+    module, _ = fit(tmp_path, Ahead(), max_epochs=1)
+    elements = sum(p.numel() for p in module.parameters())
+    found = json.loads((tmp_path / "summary.json").read_text())["state_bytes"]
+    counters = 4 * len(list(module.parameters()))
+    assert found["optimizer"] == 3 * 4 * elements + counters  # Two moments and the slow weights.
