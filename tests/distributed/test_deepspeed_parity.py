@@ -75,7 +75,8 @@ def test_stages_are_one_process() -> None:
 @pytest.mark.slow
 def test_tasks_and_mixed_precision_are_one_process() -> None:
     cases = [case(ds(2), "vit"), case(ds(3), "coatnet"), case(ds(3, config=CUT_ALL), "llama")]
-    assert_parity(build, cases, steps=3, rtol=1e-5)
+    # What begins as zeros, biases and LoRA's second factors, is small in the first steps, and rounding is much of it.
+    assert_parity(build, cases, steps=8, rtol=1e-5)
     assert_parity(build, [case(ds(stage), "sgd", precision="bf16-mixed") for stage in (0, 2, 3)], steps=4)
 
 

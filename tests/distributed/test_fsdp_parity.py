@@ -311,8 +311,10 @@ def test_a_hundred_steps(world: int) -> None:
     found = run_distributed(train, world, cases, timeout=3000)[0]
     for name, case in cases.items():
         # The parts of two ranks, and of the hybrid's four, are added in the reference's order. Else rounding differs,
-        # of which bf16 makes much: Muon's iteration, and under autocast LAMB's norm over the ranks.
-        half = case.precision == "bf16-mixed"
-        same_order = (world == 2 or "hybrid" in name) and not (half and case.optimizer == "lamb")
-        exact = same_order or not (half or case.optimizer == "muon")
+        # of which bf16 makes much: Muon's iteration, and under autocast LAMB's norm over the ranks. Of one unit in the
+        # last place of a few gradients Muon alone makes 2e-3 of the loss in a hundred steps; of two ranks not even that
+        # differs.
+        half, muon = case.precision == "bf16-mixed", case.optimizer == "muon"
+        same_order = world == 2 or ("hybrid" in name and not muon)
+        exact = (same_order and not (half and case.optimizer == "lamb")) or not (half or muon)
         compare(found[name], case, parts=world, **({} if exact else {"loss": 0.1, "weights": 0.5}))
