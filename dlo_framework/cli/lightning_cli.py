@@ -239,6 +239,9 @@ class DloCLI(LightningCLI):
             check = getattr(part, "check", None)
             if callable(check):
                 check(*arguments)
+        check_predict = getattr(self.datamodule, "check_predict", None)
+        if self.command == "predict" and callable(check_predict):
+            check_predict()
         check_strategy(config.get("strategy"))
         if config.get("accumulate_grad_batches", 1) < 1:
             raise DloError(f"accumulate_grad_batches is at least 1, but was {config['accumulate_grad_batches']}")

@@ -106,6 +106,18 @@ def test_a_checkpoint_of_another_model(refused):
     assert re.search(r"\.\.\.\) unexpected, \d+ \(model\.blocks\.0\..*, \.\.\.\) of another size", message)
 
 
+def test_language_models_without_prompts_or_positions(refused, monkeypatch):
+    sizes = "n_embd: 8, n_layer: 1, n_head: 2, n_positions: 64, vocab_size: 300"
+    model = f"model: {{class_path: CausalLM, init_args: {{config: {{model_type: gpt2, {sizes}}}}}}}"
+    Path("llm.yaml").write_text(f"{model}\ndata: {{class_path: TextData, init_args: {{seq_len: 64}}}}\n")
+    # Before a trainer is built, let alone processes started.
+    monkeypatch.setattr("dlo_framework.cli.lightning_cli.DloCLI._build_trainer", lambda *args: pytest.fail("built"))
+    message = refused("predict", "--config", "llm.yaml")
+    assert "predict_files, which is not set; set data.init_args.predict_files to a file with a prompt a line" in message
+    message = refused("fit", "--config", "llm.yaml", "--data.seq_len", "128")
+    assert "seq_len 128 do not fit a model with 64 positions (n_positions); set data.init_args.seq_len to at" in message
+
+
 def test_values_of_the_wrong_type(refused):
     message = refused("fit", "--config", "train.yaml", "--model.init_args.lrr", "1")
     assert "unknown key 'model.lrr' of ImageClassifier; did you mean 'lr'? it takes: model," in message

@@ -27,6 +27,19 @@ def sentences(count: int, longest: int = 40, seed: int = 0) -> list[str]:
     return [f"{n}: " + " ".join(generator.choice(WORDS, length)) for n, length in enumerate(lengths)]
 
 
+def word_tokenizer(ids: dict[str, int], closes: bool = False):
+    """Returns a tokenizer of some words, `<end>` among them; one that closes puts it behind each text itself."""
+    from tokenizers import Tokenizer, models, pre_tokenizers, processors
+    from transformers import PreTrainedTokenizerFast
+
+    words = Tokenizer(models.WordLevel(ids, unk_token="<end>"))
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    if closes:
+        end = ("<end>", ids["<end>"])
+        words.post_processor = processors.TemplateProcessing(single="$A <end>", special_tokens=[end])
+    return PreTrainedTokenizerFast(tokenizer_object=words, eos_token="<end>", unk_token="<end>")
+
+
 def lines(path: Path, *rows: dict) -> Path:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
 
 import pytest
@@ -9,7 +11,11 @@ import torch
 
 from dlo_framework.data import Draw
 from dlo_framework.errors import DloError
-from support.texts import documents_in, sentences
+from dlo_tasks.llm.build import cached_tokens
+from dlo_tasks.llm.records import content_hash
+from dlo_tasks.llm.text_data import TextData
+from dlo_tasks.llm.tokenizer import fingerprint
+from support.texts import documents_in, lines, sentences, word_tokenizer
 
 # --- the split, the cache ------------------------------------------------------------------------------------
 
@@ -60,6 +66,28 @@ def test_files_are_tokenised_once_for_their_content_and_tokenizer(make, monkeypa
     assert len(calls) == 2
     make(texts, vocab_size=330).setup("fit")
     assert len(calls) == 3
+
+
+def test_ids_with_gaps_between_them_stay_as_they_are(tmp_path):
+    words = word_tokenizer({"<end>": 0, "hello": 1, "world": 40_000})
+    words.save_pretrained(tmp_path / "words")
+    file = lines(tmp_path / "a.jsonl", {"text": "hello world hello"})
+    options = {"tokenizer": str(tmp_path / "words"), "cache_dir": str(tmp_path), "val_fraction": 0.0, "seq_len": 3}
+    data = TextData(train_files=str(file), batch_size=1, **options)
+    data.setup("fit")
+    batch = next(iter(data.train_dataloader()))
+    assert batch["input_ids"].tolist() == [[1, 40_000, 1]]
+    assert batch["labels"].tolist() == [[40_000, 1, 0]]
+
+
+@pytest.mark.parametrize(("ids", "is_as_before"), [([0, 1, 2], True), ([0, 1, 40_000], False)])
+def test_a_cache_keeps_its_name_where_ids_have_no_gaps(tmp_path, ids, is_as_before):
+    """Caches that were made before gaps counted are found again, but for those in which ids became others."""
+    words = word_tokenizer(dict(zip(("<end>", "hello", "world"), ids, strict=True)))
+    file = lines(tmp_path / "a.jsonl", {"text": "hello world"})
+    made_of = [1, content_hash([file]), fingerprint(words), []]
+    name = f"tokens-{hashlib.sha256(json.dumps(made_of).encode()).hexdigest()[:32]}.bin"
+    assert (cached_tokens([file], words, tmp_path) == name) is is_as_before
 
 
 def test_a_truncated_cache_is_made_anew_with_a_warning(make, monkeypatch, cache):

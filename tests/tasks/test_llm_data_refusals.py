@@ -12,8 +12,10 @@ from support.texts import CHATML, WORDS, lines
 
 
 def test_prediction_without_prompts_is_refused(make):
-    with pytest.raises(DloError, match="predict_files is an empty list; name at least one file"):
-        make().setup("predict")
+    for ask in (TextData.check_predict, lambda data: data.setup("predict")):
+        with pytest.raises(DloError, match=r"predict_files, which is not set; set data\.init_args\.predict_files"):
+            ask(make())
+    make(predict_files="prompts.txt").check_predict()
 
 
 def test_a_document_too_long_is_named_by_its_line(make):

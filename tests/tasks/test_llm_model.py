@@ -27,6 +27,7 @@ from dlo_tasks.llm.adapters import Lora
 from dlo_tasks.llm.causal_lm import CausalLM
 from dlo_tasks.llm.evaluation import bytes_of_tokens
 from dlo_tasks.llm.generation import Sampling, complete, end_tokens, left_padded
+from support.texts import word_tokenizer
 
 TEXT = "def add(a, b):\n    return a + b\n\n\ndef größer(x):\n    return x > 0  # ≥ wäre 1\n"
 LLAMA: dict[str, Any] = {
@@ -269,6 +270,19 @@ def test_random_weights_take_vocabulary_and_special_tokens_from_the_data(tmp_pat
     again.load_state_dict(task.state_dict())
 
 
+def test_a_vocabulary_reaches_to_the_largest_id_where_ids_have_gaps() -> None:
+    words = word_tokenizer({"<end>": 0, "a": 1, "b": 40})
+    assert len(words) == 3
+    config = models.read_config(None, LLAMA)
+    models.fit_to_tokenizer(config, LLAMA, words)
+    assert config.vocab_size == 41
+    models.check_vocabulary(41, words, trained=True)
+    with pytest.raises(
+        DloError, match="the tokenizer's ids go up to 40 and the model's vocabulary has 40; every token"
+    ):
+        models.check_vocabulary(40, words, trained=True)
+
+
 def test_a_config_may_be_a_file(tmp_path: Path) -> None:
     path = tmp_path / "config.json"
     path.write_text(json.dumps({**LLAMA, "vocab_size": 77}))
@@ -293,10 +307,10 @@ def test_soft_capped_attention_is_computed_where_it_is_not_left_out() -> None:
 
 def test_a_vocabulary_that_does_not_match_is_refused(tmp_path: Path, saved: Path) -> None:
     small = CausalLM(config={**LLAMA, "vocab_size": 100})
-    with pytest.raises(DloError, match=r"has 290 tokens and the model's vocabulary 100.* set config.vocab_size=290"):
+    with pytest.raises(DloError, match=r"go up to 289 and the model's vocabulary has 100.* set config.vocab_size=290"):
         quiet_trainer(tmp_path).validate(small, datamodule=Text())
     other = Text(make_tokenizer(bos_token="<start>"))
-    with pytest.raises(DloError, match=r"has 291 tokens and the model's vocabulary 290.* the model's own tokenizer"):
+    with pytest.raises(DloError, match=r"go up to 290 and the model's vocabulary has 290.* the model's own tokenizer"):
         quiet_trainer(tmp_path).validate(CausalLM(model=str(saved)), datamodule=other)
 
 
@@ -352,6 +366,8 @@ def test_prompts_without_a_tokenizer_are_refused() -> None:
         ({"config": LLAMA, "optimizer": "adamww"}, "unknown optimizer 'adamww'; did you mean 'adamw'?"),
         ({"config": LLAMA, "lr": 0.0}, "lr is positive"),
         ({"config": LLAMA, "min_lr": 1.0}, "min_lr lies between 0 and lr"),
+        ({"config": LLAMA, "warmup_epochs": -1}, "warmup_epochs is at least 0"),
+        ({"config": LLAMA, "weight_decay": -0.1}, "weight_decay is at least 0"),
         ({"config": LLAMA, "lora": Lora(), "freeze": ["lm_head"]}, "lora freezes all"),
         ({"config": "nowhere.json"}, "cannot read nowhere.json"),
     ],

@@ -161,6 +161,10 @@ def test_a_file_that_is_no_parquet_is_refused(tmp_path):
         ('{"text": 3}', r"a\.jsonl:3: text must be a text, not int: '3'"),
         ('{"messages": []}', r"a\.jsonl:3: messages must be a list with at least one message"),
         ('{"messages": [{"content": "a"}]}', r"a\.jsonl:3: a message is an object with role and content"),
+        ('{"text": "a \\ud83d"}', r"a\.jsonl:3: text holds '\\ud83d', half of a surrogate pair .* remove the line"),
+        ('{"prompt": "a", "completion": "\\ude00"}', r"a\.jsonl:3: completion holds '\\ude00', half of a surrogate"),
+        ('{"messages": [{"role": "user", "content": [{"text": "\\ud83d"}]}]}', r"a\.jsonl:3: messages holds '\\ud83d'"),
+        ('{"text": ' + "[" * 200_000, r"a\.jsonl:3: the JSON is nested too deeply to be read; mend or remove the line"),
     ],
 )
 def test_a_line_that_is_no_record_is_named(tmp_path, line, message):
@@ -173,6 +177,13 @@ def test_bytes_that_are_no_text_are_refused(tmp_path):
     (tmp_path / "a.txt").write_bytes(b"ab\xff")
     with pytest.raises(DloError, match=r"a\.txt is no UTF-8 text: invalid start byte at byte 2"):
         list(read_records([tmp_path / "a.txt"]))
+
+
+def test_a_byte_order_mark_is_no_part_of_a_text(tmp_path):
+    (tmp_path / "a.txt").write_bytes(b"\xef\xbb\xbfone\r\ntwo")
+    (tmp_path / "b.txt").write_bytes(b"one\r\ntwo")
+    assert [record.content for record in read_records([tmp_path / "a.txt"])] == ["one\ntwo"]
+    assert content_hash([tmp_path / "a.txt"]) == content_hash([tmp_path / "b.txt"])
 
 
 def test_columns_may_have_other_names(tmp_path):
@@ -316,7 +327,7 @@ def test_prompts_are_lines_of_text_or_of_json(tmp_path, tokenizer):
 
 def test_a_line_without_a_prompt_is_named(tmp_path, tokenizer):
     file = write(tmp_path / "b.jsonl", {"prompt": "two"}, {"text": "two"})
-    with pytest.raises(DloError, match=r"b\.jsonl:2: a line needs a prompt .* but has 'text'"):
+    with pytest.raises(DloError, match=r"b\.jsonl:2: a line needs 'prompt' .* but has 'text'; .* \{prompt: question\}"):
         read_prompts([file], tokenizer)
     with pytest.raises(DloError, match=r"there is no prompt in .*c\.txt"):
         read_prompts([write(tmp_path / "c.txt", " ")], tokenizer)

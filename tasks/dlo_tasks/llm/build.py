@@ -15,7 +15,7 @@ from tqdm import tqdm
 from dlo_tasks.llm.encode import documents
 from dlo_tasks.llm.records import content_hash, read_records
 from dlo_tasks.llm.token_cache import FORMAT, BadCache, verify, write_store
-from dlo_tasks.llm.tokenizer import fingerprint
+from dlo_tasks.llm.tokenizer import fingerprint, vocabulary_size
 
 
 def cached_tokens(files: Sequence[Path], tokenizer: Any, folder: Path, columns: Mapping[str, str] | None = None) -> str:
@@ -36,6 +36,9 @@ def cached_tokens(files: Sequence[Path], tokenizer: Any, folder: Path, columns: 
         DloError: for records that cannot be read or tokenised, and a folder that cannot be written to.
     """
     made_of = [FORMAT, content_hash(files), fingerprint(tokenizer), sorted((columns or {}).items())]
+    size = vocabulary_size(tokenizer)
+    if size != len(tokenizer):  # Ids with gaps: caches that took the one for the other hold other tokens.
+        made_of.append(size)
     name = f"tokens-{hashlib.sha256(json.dumps(made_of).encode()).hexdigest()[:32]}.bin"
     path = folder / name
     if path.is_file():
@@ -47,5 +50,5 @@ def cached_tokens(files: Sequence[Path], tokenizer: Any, folder: Path, columns: 
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
     total = sum(file.stat().st_size for file in files)
     with tqdm(total=total, desc="tokenise", unit="B", unit_scale=True, leave=False, disable=None) as bar:
-        write_store(path, documents(read_records(files, columns, bar.update), tokenizer, files), len(tokenizer))
+        write_store(path, documents(read_records(files, columns, bar.update), tokenizer, files), size)
     return name

@@ -15,17 +15,19 @@ from torch import Tensor, nn
 from torchmetrics import Metric
 
 from dlo_framework.data import gradient_ranks
+from dlo_framework.distributed.averages import mean_over_data
 from dlo_framework.distributed.strategy import ShardedStrategy
 from dlo_framework.errors import DloError
 from dlo_framework.plan import ParallelPlan
 from dlo_framework.task import Task
 from dlo_tasks import optim
-from dlo_tasks.llm import adapters, export, families, models, sharded_weights, show, vocabulary_loss
+from dlo_tasks.llm import adapters, counted, export, families, models, sharded_weights, show, vocabulary_loss
 from dlo_tasks.llm.adapters import Lora
 from dlo_tasks.llm.balance import Balance, balance_of
 from dlo_tasks.llm.evaluation import BitsPerByte, Perplexity, TokenMean, bytes_of_tokens, widest
 from dlo_tasks.llm.generation import Sampling, complete, continuations
 from dlo_tasks.llm.plans import plan_for
+from dlo_tasks.llm.positions import check_prompts, check_windows
 
 
 class CausalLM(Task):
@@ -121,6 +123,8 @@ class CausalLM(Task):
         self.tokenizer_source = models.tokenizer_source(model)
         optim.check_optimizer(optimizer)
         optim.check_rates(lr, min_lr=min_lr, warmup_lr=warmup_lr)
+        optim.check_warmup(warmup_epochs, warmup_steps)
+        optim.check_decays(weight_decay, None)
 
     # --- before training -----------------------------------------------------------------------------------
 
@@ -134,6 +138,8 @@ class CausalLM(Task):
         if self.tokenizer_source is not None and check_template is not None:
             check_template(self.tokenizer_source)
         twin = self.on_meta()
+        check_windows(twin.model, getattr(datamodule, "seq_len", None), trained=self.model_name is not None)  # type: ignore[arg-type]
+        check_prompts(twin.model, self.prompts, None, self.sampling.max_new_tokens)  # type: ignore[arg-type]
         self._optimizer(twin.model)
         twin.parallel_plan().validate(twin.model)
 
@@ -162,6 +168,7 @@ class CausalLM(Task):
         self._fit_to_data()
         dtype = getattr(torch, self.model_dtype) if self.model_dtype else torch.get_default_dtype()
         model = models.build(self.model_name, self.config, dtype=dtype, attention=self.attention)
+        check_prompts(model, self.prompts, self.tokenizer, self.sampling.max_new_tokens)
         self._packs, self._balance = families.try_family(model), balance_of(model)
         self.model = self._adapted(model)
         sharded_weights.prepare(self.model, self.model_name)
@@ -180,12 +187,7 @@ class CausalLM(Task):
             models.fit_to_tokenizer(self.config, self.given, self.tokenizer)
             # Saved with a checkpoint, so that `load_from_checkpoint` needs no data to build the same model.
             self.hparams["config"] = {**self.config.to_diff_dict(), "model_type": self.config.model_type}
-        fix = (
-            f"set config.vocab_size={len(self.tokenizer)}, or leave it out"
-            if self.model_name is None
-            else "give the data the model's own tokenizer (leave data.init_args.tokenizer out)"
-        )
-        models.check_vocabulary(self.config.vocab_size, self.tokenizer, fix=fix)
+        models.check_vocabulary(self.config.vocab_size, self.tokenizer, trained=self.model_name is not None)
 
     def _adapted(self, model: Any) -> Any:
         head = model.get_output_embeddings()
@@ -278,7 +280,8 @@ class CausalLM(Task):
         """
         labels = batch["labels"]
         hidden, balance = outputs if isinstance(outputs, tuple) else (outputs, None)
-        total = vocabulary_loss.summed_loss(self.head, hidden.flatten(0, 1), labels.flatten())
+        count = counted.targets_of(labels)
+        total = vocabulary_loss.summed_loss(self.head, hidden.flatten(0, 1), labels.flatten(), count=count)
         if balance is not None:
             total = total + balance * (labels != vocabulary_loss.NO_TARGET).sum()
         tokens = batch.get("tokens_in_step")
@@ -286,10 +289,8 @@ class CausalLM(Task):
             ranks = gradient_ranks(self._trainer)
             micro_batches = int(self._trainer.accumulate_grad_batches) if self._trainer is not None else 1
             return total * (ranks * micro_batches) / tokens.clamp(min=1)
-        count = (labels != vocabulary_loss.NO_TARGET).sum().float()
-        if self._trainer is not None and dist.is_available() and dist.is_initialized():
-            count = self._trainer.strategy.reduce(count, reduce_op="mean")
-        return total / count.clamp(min=1)
+        mean = mean_over_data(self._trainer, (labels != vocabulary_loss.NO_TARGET).sum().float())
+        return total / mean.clamp(min=1)
 
     def micro_batch_weights(self, micro_batches: Sequence[Any]) -> list[float]:
         """Returns 1 for each part of a batch whose step's tokens are known: its loss is its share of them already."""

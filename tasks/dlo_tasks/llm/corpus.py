@@ -16,7 +16,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from dlo_framework.errors import DloError
 from dlo_tasks.llm.cache_folder import whole_file
-from dlo_tasks.llm.records import content_hash
+from dlo_tasks.llm.records import content_hash, whole_text
 from dlo_tasks.llm.tokenizer import need_transformers
 
 #: Ends a document; and what windows are filled up with.
@@ -119,4 +119,4 @@ def _train(files: Sequence[Path], vocab_size: int) -> str:
 
 def _texts(files: Sequence[Path]) -> Iterator[str]:
     for path in files:
-        yield path.read_text(encoding="utf-8")
+        yield whole_text(path)

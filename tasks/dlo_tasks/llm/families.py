@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from dlo_framework.errors import DloError
 from dlo_tasks.llm import models
+from dlo_tasks.llm.counted import begins_of, documents_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -57,7 +58,7 @@ def documents(model: PreTrainedModel, inputs: Mapping[str, Tensor], *, packs: bo
     if positions is None:
         return {}
     flash = is_flash(model)
-    if not packs and (positions.diff() < 0).any():
+    if not packs and documents_of(positions).begin_anew:
         other = ", or take attention: sdpa" if flash else ""
         raise DloError(
             f"{type(model).__name__} takes no account of positions that begin anew, so that documents packed into a row"
@@ -76,13 +77,11 @@ def lengths_of_documents(position_ids: Tensor) -> dict[str, Any]:
     Args:
         position_ids: `[B, L]`; a document begins with each row, and wherever they do not go up by one.
     """
-    begins = torch.ones_like(position_ids, dtype=torch.bool)
-    begins[:, 1:] = position_ids.diff(dim=1) != 1
-    if not bool(begins[:, 1:].any()):
+    number, longest, _ = documents_of(position_ids)
+    if number == len(position_ids):
         return {}
-    places = torch.nonzero(begins.flatten()).flatten()
+    places = torch.nonzero_static(begins_of(position_ids).flatten(), size=number).flatten()
     edges = F.pad(places, (0, 1), value=position_ids.numel()).to(torch.int32)
-    longest = int(edges.diff().max())
     return {"cu_seq_lens_q": edges, "cu_seq_lens_k": edges, "max_length_q": longest, "max_length_k": longest}
 
 

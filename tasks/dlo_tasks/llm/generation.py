@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -10,6 +11,8 @@ import torch
 from torch import Tensor
 
 from dlo_framework.errors import DloError
+from dlo_tasks.llm.encode import encode_open
+from dlo_tasks.llm.positions import check_room
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -17,7 +20,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Sampling:
-    """How the next token is chosen.
+    """How the next token is chosen: by this alone, whatever else the model's `generation_config` says.
 
     Args:
         max_new_tokens: most tokens that are written to a prompt.
@@ -76,9 +79,13 @@ def complete(
         tokenizer: of the data; None if nobody knows the special tokens.
         together: whether all ranks run the model as often as the one that needs most steps, because its weights are
             gathered from all of them; all ranks call this then, each with its own prompts.
+
+    Raises:
+        DloError: if the model has no position for all of these tokens.
     """
     from transformers import GenerationConfig
 
+    check_room(model, input_ids.shape[1], sampling.max_new_tokens)
     ends = end_tokens(model, tokenizer)
     pad = getattr(tokenizer, "pad_token_id", None)
     config = GenerationConfig(
@@ -91,7 +98,8 @@ def complete(
     devices = [model.device] if model.device.type == "cuda" else []
     was_training = model.training
     model.eval()
-    with torch.random.fork_rng(devices=devices), torch.compiler.set_stance("force_eager"):
+    eager = torch.compiler.set_stance("force_eager")
+    with torch.random.fork_rng(devices=devices), eager, _without_own_settings(model):
         torch.manual_seed(sampling.seed)
         generate: Any = model.generate
         written: Tensor = generate(
@@ -99,6 +107,22 @@ def complete(
         )
     model.train(was_training)
     return written[:, input_ids.shape[1] :]
+
+
+@contextlib.contextmanager
+def _without_own_settings(model: PreTrainedModel) -> Iterator[None]:
+    """Takes a model's own `generation_config` away for a while.
+
+    transformers (5.17, `GenerationMixin._prepare_generation_config`) takes from it all that it is not told otherwise,
+    and has settings, such as `suppress_tokens`, that cannot be told otherwise.
+    """
+    from transformers import GenerationConfig
+
+    own, model.generation_config = model.generation_config, GenerationConfig()
+    try:
+        yield
+    finally:
+        model.generation_config = own
 
 
 def end_tokens(model: PreTrainedModel, tokenizer: Any) -> list[int]:
@@ -122,7 +146,7 @@ def continuations(
     Raises:
         DloError: if a prompt has no tokens.
     """
-    rows = [tokenizer(prompt, add_special_tokens=True)["input_ids"] for prompt in prompts]
+    rows = encode_open(tokenizer, list(prompts))
     empty = next((prompt for prompt, row in zip(prompts, rows, strict=True) if not row), None)
     if empty is not None:
         raise DloError(f"prompts: {empty!r} has no tokens; give a prompt of at least one character")

@@ -17,7 +17,7 @@ from torch import nn
 
 from dlo_framework.errors import DloError, did_you_mean
 from dlo_framework.runs import is_first_process
-from dlo_tasks.llm.tokenizer import has_tokenizer
+from dlo_tasks.llm.tokenizer import has_tokenizer, vocabulary_size
 from dlo_tasks.llm.vocabulary_loss import VocabularyHead
 
 if TYPE_CHECKING:
@@ -132,27 +132,33 @@ def fit_to_tokenizer(config: PretrainedConfig, given: Mapping[str, Any], tokeniz
         tokenizer: of the data.
     """
     if "vocab_size" not in given:
-        config.vocab_size = len(tokenizer)
+        config.vocab_size = vocabulary_size(tokenizer)
     for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
         if name not in given:
             setattr(config, name, getattr(tokenizer, name, None))
 
 
-def check_vocabulary(vocabulary: int, tokenizer: Any, *, fix: str) -> None:
+def check_vocabulary(vocabulary: int, tokenizer: Any, *, trained: bool) -> None:
     """Checks that every token of the data has a row in the model's embedding.
 
     Args:
         vocabulary: rows of the embedding.
         tokenizer: of the data.
-        fix: what the user may do.
+        trained: whether the model's weights are given, so that its vocabulary cannot become larger.
 
     Raises:
-        DloError: if the tokenizer has more tokens than the model.
+        DloError: if the tokenizer has ids that the model has no row for.
     """
-    if len(tokenizer) > vocabulary:
+    needed = vocabulary_size(tokenizer)
+    if needed > vocabulary:
+        fix = (
+            "give the data the model's own tokenizer (leave data.init_args.tokenizer out)"
+            if trained
+            else f"set config.vocab_size={needed}, or leave it out"
+        )
         raise DloError(
-            f"the tokenizer has {len(tokenizer)} tokens and the model's vocabulary {vocabulary}; every token needs a"
-            f" row in the embedding: {fix}"
+            f"the tokenizer's ids go up to {needed - 1} and the model's vocabulary has {vocabulary}; every token needs"
+            f" a row in the embedding: {fix}"
         )
 
 

@@ -6,6 +6,7 @@ trouble. Parquet comes through Hugging Face's ``datasets``, streamed, so that no
 
 from __future__ import annotations
 
+import codecs
 import glob
 import hashlib
 import json
@@ -83,11 +84,14 @@ def expand(patterns: str | Sequence[str], option: str) -> list[Path]:
 
 
 def content_hash(files: Sequence[Path]) -> str:
-    """Returns a SHA-256 of the files' kinds and contents, in their order."""
+    """Returns a SHA-256 of the files' kinds and contents, in their order; a text's byte order mark is none of it."""
     total = hashlib.sha256()
     for path in files:
-        one = hashlib.sha256(_kind_of_file(path).encode())
+        kind = _kind_of_file(path)
+        one = hashlib.sha256(kind.encode())
         with open(path, "rb") as file:
+            if kind == "whole" and file.read(len(codecs.BOM_UTF8)) != codecs.BOM_UTF8:
+                file.seek(0)
             while block := file.read(_BLOCK):
                 one.update(block)
         total.update(one.digest())
@@ -115,7 +119,7 @@ def read_records(
     for number, path in enumerate(files):
         rows = read_rows(path, on_bytes)
         if rows is None:
-            yield Record("text", _whole(path), None, number, 0)
+            yield Record("text", whole_text(path), None, number, 0)
             on_bytes(path.stat().st_size)
             continue
         for row, values in rows:
@@ -135,9 +139,14 @@ def _kind_of_file(path: Path) -> str:
     return "lines" if suffix in _LINES else "parquet" if suffix in _PARQUET else "whole"
 
 
-def _whole(path: Path) -> str:
+def whole_text(path: Path) -> str:
+    """Returns a file's text, in UTF-8, without a byte order mark; lines end with ``\\n``, whatever they end with there.
+
+    Raises:
+        DloError: if it is no UTF-8, or cannot be read.
+    """
     try:
-        return path.read_text(encoding="utf-8")
+        return path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
         raise DloError(f"{path} is no UTF-8 text: {error.reason} at byte {error.start}; convert or remove it") from None
     except OSError as error:
@@ -162,6 +171,8 @@ def _json_lines(path: Path, on_bytes: Callable[[int], object]) -> Iterator[tuple
 def _json_object(line: bytes, where: str) -> dict[str, Any]:
     try:
         values = json.loads(line.strip())
+    except RecursionError:
+        raise DloError(f"{where}: the JSON is nested too deeply to be read; mend or remove the line") from None
     except ValueError as error:  # as JSONDecodeError and UnicodeDecodeError are
         what = getattr(error, "msg", None) or str(error)
         column = f", column {error.colno}" if isinstance(error, json.JSONDecodeError) else ""
@@ -196,13 +207,13 @@ def _record(values: dict[str, Any], columns: Mapping[str, str], file: int, row: 
         return values.get(columns.get(name, name))
 
     if of("messages") is not None:
-        messages = [_message(message, where) for message in _list(of("messages"), where)]
-        return Record("messages", messages, of("tools") or None, file, row)
+        messages, tools = conversation_of(of("messages"), of("tools"), where)
+        return Record("messages", messages, tools, file, row)
     if of("prompt") is not None and of("completion") is not None:
-        pair = _text(of("prompt"), "prompt", where), _text(of("completion"), "completion", where)
+        pair = text_of(of("prompt"), "prompt", where), text_of(of("completion"), "completion", where)
         return Record("pair", pair, None, file, row)
     if of("text") is not None:
-        return Record("text", _text(of("text"), "text", where), None, file, row)
+        return Record("text", text_of(of("text"), "text", where), None, file, row)
     wanted = [columns.get(name, name) for name in ("messages", "prompt", "completion", "text")]
     hint = next((did_you_mean(name, wanted) for name in values if did_you_mean(name, wanted)), "")
     raise DloError(
@@ -212,10 +223,34 @@ def _record(values: dict[str, Any], columns: Mapping[str, str], file: int, row: 
     )
 
 
-def _list(messages: Any, where: str) -> list[Any]:
+def conversation_of(messages: Any, tools: Any, where: str) -> tuple[list[dict[str, Any]], Any]:
+    """Returns a conversation's messages and what a chat template is given as its tools, None if there are none.
+
+    Args:
+        messages: as they stand in a record.
+        tools: likewise.
+        where: the record's place, for messages.
+
+    Raises:
+        DloError: for what is no list of messages with a role, and for text that is none.
+    """
     if not isinstance(messages, list) or not messages:
         raise DloError(f"{where}: messages must be a list with at least one message, not {str(messages)[:40]!r}")
-    return messages
+    found = [_message(message, where) for message in messages]
+    _check_text(json.dumps([found, tools], ensure_ascii=False, default=str), "messages", where)
+    return found, tools or None
+
+
+def text_of(value: Any, column: str, where: str) -> str:
+    """Returns a text that stands in a record.
+
+    Raises:
+        DloError: if it is something else, or holds what is no character.
+    """
+    if not isinstance(value, str):
+        raise DloError(f"{where}: {column} must be a text, not {type(value).__name__}: {str(value)[:40]!r}")
+    _check_text(value, column, where)
+    return value
 
 
 def _message(message: Any, where: str) -> dict[str, Any]:
@@ -227,7 +262,12 @@ def _message(message: Any, where: str) -> dict[str, Any]:
     return {name: value for name, value in message.items() if value is not None}  # which Arrow fills gaps with
 
 
-def _text(value: Any, column: str, where: str) -> str:
-    if not isinstance(value, str):
-        raise DloError(f"{where}: {column} must be a text, not {type(value).__name__}: {str(value)[:40]!r}")
-    return value
+def _check_text(text: str, column: str, where: str) -> None:
+    """Refuses half of a surrogate pair, which JSON can write (``\\ud83d``) and no tokenizer takes."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise DloError(
+            f"{where}: {column} holds {text[error.start]!r}, half of a surrogate pair and no character; mend or remove"
+            " the line"
+        ) from None

@@ -18,6 +18,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from dlo_framework.data import ResumableDataModule, ResumableLoader
 from dlo_framework.distributed.control import control_group
 from dlo_framework.errors import DloError
+from dlo_tasks.llm import counted
 from dlo_tasks.llm.batches import PackedWindows, PaddedSamples, Prompts
 from dlo_tasks.llm.build import cached_tokens
 from dlo_tasks.llm.cache_folder import cache_folder
@@ -61,7 +62,8 @@ class TextData(ResumableDataModule):
     Args:
         train_files: paths and globs, one or a list. None for the standard library's sources.
         val_files: likewise. None holds out `val_fraction` of the training documents.
-        predict_files: prompts for `dlo predict`: text with one a line, or JSON lines with a `prompt` or `messages`.
+        predict_files: prompts for `dlo predict`: text with one a line, or JSON lines or Parquet with a `prompt`, or
+            `messages` and `tools`.
         tokenizer: a folder or hub name. None for the model's own, where it has one, else for the byte-level BPE of
             the standard library's sources.
         chat_template: a file with a Jinja template that takes the place of the tokenizer's own.
@@ -148,6 +150,7 @@ class TextData(ResumableDataModule):
         self._loaded_from: str | None = None
         self._names: dict[str, str] | None = None  # of the caches, by split
         self._datasets: dict[str, Any] = {}
+        self._counts: dict[str, tuple[int, ...]] = {}  # of the batch that is being moved
 
     # --- before the run -------------------------------------------------------------------------------------
 
@@ -164,6 +167,14 @@ class TextData(ResumableDataModule):
             assert self._library  # finding none is an error
         if self._source is not None:
             self.check_template(self._source)
+
+    def check_predict(self) -> None:
+        """Raises DloError if there are no prompts to complete; the command line asks before it predicts."""
+        if self.predict_files is None:
+            raise DloError(
+                "prediction completes the prompts of predict_files, which is not set; set"
+                " data.init_args.predict_files to a file with a prompt a line"
+            )
 
     def check_template(self, source: str) -> None:
         """Checks that conversations, if the first record of the files is one, can be written as text.
@@ -231,7 +242,9 @@ class TextData(ResumableDataModule):
         """Opens the tokens that :meth:`prepare_data` has made, and lays them out as samples."""
         self._load_tokenizer()
         if stage == "predict":
-            self.prompts, ids = read_prompts(expand(self.predict_files or [], "predict_files"), self.tokenizer)
+            self.check_predict()
+            files = expand(self.predict_files or [], "predict_files")
+            self.prompts, ids = read_prompts(files, self.tokenizer, self.columns)
             self._datasets["predict"] = Prompts(ids, filler_id(self.tokenizer))
             return
         names = self._agreed_names()
@@ -310,6 +323,17 @@ class TextData(ResumableDataModule):
     def predict_dataloader(self) -> ResumableLoader:
         """The prompts of `predict_files`."""
         return self.eval_loader(self._datasets["predict"], name="predict")
+
+    def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        """Counts what a step has to know on the host; see :mod:`dlo_tasks.llm.counted`."""
+        self._counts = counted.count(batch)
+        return batch
+
+    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        """Leaves the counts with the batch."""
+        counts, self._counts = self._counts, {}
+        counted.leave(batch, counts)
+        return batch
 
     def _held_out(self, name: str) -> Any:
         return self.eval_loader(self._datasets["val"], name=name) if "val" in self._datasets else []

@@ -127,7 +127,7 @@ def write_store(path: Path, documents: Iterable[Document], vocab_size: int) -> N
         vocab_size: all ids are below it.
 
     Raises:
-        DloError: if the folder cannot be written to.
+        DloError: if the folder cannot be written to, and for an id that is not below ``vocab_size``.
     """
     kind = np.dtype("<u2" if vocab_size <= 1 << 15 else "<u4")
     flag = kind.type(1 << (8 * kind.itemsize - 1))
@@ -137,6 +137,12 @@ def write_store(path: Path, documents: Iterable[Document], vocab_size: int) -> N
         file.write(bytes(_HEADER))
         body = _Body(file)
         for document in documents:
+            largest = int(document.ids.max(initial=0))
+            if largest >= vocab_size:  # It could become another token.
+                raise DloError(
+                    f"a document has the token id {largest}, and the tokenizer's vocabulary has {vocab_size}; mend the"
+                    " tokenizer, which writes ids that it has no token for"
+                )
             ids = document.ids.astype(kind)
             ids[document.learned] |= flag
             all_learned = all_learned and bool(document.learned[1:].all())

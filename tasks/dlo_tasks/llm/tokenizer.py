@@ -87,6 +87,11 @@ def fingerprint(tokenizer: Any) -> str:
     return total.hexdigest()
 
 
+def vocabulary_size(tokenizer: Any) -> int:
+    """Returns the largest of a tokenizer's ids and one more: where ids have gaps, that is more than it has tokens."""
+    return 1 + max(tokenizer.get_vocab().values(), default=-1)
+
+
 def filler_id(tokenizer: Any) -> int:
     """Returns the token that unused positions are filled with: padding, else the end of text, else token 0."""
     found = [tokenizer.pad_token_id, tokenizer.eos_token_id, 0]

@@ -97,7 +97,9 @@ def _is_elsewhere(parameter: Tensor) -> bool:
     return isinstance(parameter, DTensor) or (parameter.numel() > 0 and parameter.untyped_storage().nbytes() == 0)
 
 
-def summed_loss(head: VocabularyHead, hidden: Tensor, targets: Tensor, chunk: int | None = None) -> Tensor:
+def summed_loss(
+    head: VocabularyHead, hidden: Tensor, targets: Tensor, chunk: int | None = None, count: int | None = None
+) -> Tensor:
     """Returns the sum of the tokens' cross-entropies, a scalar in float32; 0 without targets.
 
     A head that is gathered when it is called is called once, with all tokens: ranks may have different numbers of
@@ -108,6 +110,8 @@ def summed_loss(head: VocabularyHead, hidden: Tensor, targets: Tensor, chunk: in
         hidden: `[N, D]`, the last block's normalised output.
         targets: `[N]`, ids; :data:`NO_TARGET` where there is none.
         chunk: tokens of a chunk; by default as many as suits the vocabulary.
+        count: how many of them are targets, where it is known. Else the device is asked, which does all of the model's
+            forward first.
     """
     if isinstance(hidden, FakeTensor):  # Without values or memory: somebody counts the work.
         return head.summed(hidden, targets)
@@ -115,7 +119,7 @@ def summed_loss(head: VocabularyHead, hidden: Tensor, targets: Tensor, chunk: in
         return whole_loss(head, hidden, targets)
     if head.shard is not None:
         hidden = head.shard.enter(hidden)
-    hidden, targets = _with_targets(hidden, targets)
+    hidden, targets = _with_targets(hidden, targets, count)
     if head.fuses:
         linear: Any = head.module
         dtype = _autocast_dtype(hidden.device) or hidden.dtype
@@ -158,9 +162,15 @@ def measure(head: VocabularyHead, hidden: Tensor, targets: Tensor) -> tuple[Tens
     return losses, hits
 
 
-def _with_targets(hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+def _with_targets(hidden: Tensor, targets: Tensor, count: int | None) -> tuple[Tensor, Tensor]:
     """Leaves out the tokens without a target."""
-    keep = torch.nonzero(targets != NO_TARGET).flatten()
+    if count == len(targets):
+        return hidden, targets
+    are = targets != NO_TARGET
+    if count is None or are.device.type not in ("cpu", "cuda"):  # Others (MPS in torch 2.11) lack it.
+        keep = torch.nonzero(are).flatten()
+    else:
+        keep = torch.nonzero_static(are, size=count).flatten()
     return (hidden, targets) if len(keep) == len(targets) else (hidden[keep], targets[keep])
 
 

@@ -1,0 +1,34 @@
+"""A language model's loss is launched while the device still computes the model."""
+
+import pytest
+import torch
+
+from dlo_tasks.llm import counted, families
+from dlo_tasks.llm.causal_lm import CausalLM
+from support.token_batches import GROUPED, packed_rows
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="this machine has no CUDA device"),
+]
+
+
+def test_of_what_was_counted_nothing_is_asked_of_the_device():
+    task = CausalLM(config={"model_type": "llama", **GROUPED})
+    task.configure_model()
+    task.cuda()
+    batch = packed_rows(4, torch.Generator().manual_seed(3)) | {"tokens_in_step": torch.tensor(50)}
+    moved = {name: tensor.cuda() for name, tensor in batch.items()}
+    expected = task.loss(task.forward(**task.inputs(moved)[1]), moved)
+    documents = families.lengths_of_documents(moved["position_ids"])
+    counted.leave(moved, counted.count(batch))
+    hidden = task.forward(**task.inputs(moved)[1])
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        loss = task.loss(hidden, moved)
+        found = families.lengths_of_documents(moved["position_ids"])
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-6)
+    assert torch.equal(found["cu_seq_lens_q"], documents["cu_seq_lens_q"])
+    assert found["max_length_q"] == documents["max_length_q"]

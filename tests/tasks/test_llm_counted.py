@@ -1,0 +1,113 @@
+"""What a step has to know of a batch is counted before the batch is moved, and the device is not asked for it."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback, Trainer
+from torch import Tensor
+
+from dlo_tasks.llm import counted, families
+from dlo_tasks.llm.causal_lm import CausalLM
+from support.token_batches import GROUPED, packed_rows
+from support.waits import Waits
+
+PLACES = torch.tensor([[0, 1, 2, 0, 1, 2, 3, 4], [0, 1, 2, 3, 4, 5, 0, 1]])
+
+
+def task() -> CausalLM:
+    torch.manual_seed(0)
+    made = CausalLM(config={"model_type": "llama", **GROUPED})
+    made.configure_model()
+    return made
+
+
+def batch(**more: Any) -> dict[str, Tensor]:
+    return {**packed_rows(4, torch.Generator().manual_seed(3)), **more}
+
+
+def as_moved(found: dict[str, Tensor]) -> dict[str, Tensor]:
+    counted.leave(found, counted.count(found))
+    return found
+
+
+@pytest.mark.parametrize("targets", ["some", "all", "none"])
+def test_a_loss_whose_targets_are_counted_asks_for_nothing_and_is_the_same(targets: str) -> None:
+    made, found = task(), batch(tokens_in_step=torch.tensor(50))
+    if targets != "some":
+        found["labels"].fill_(3 if targets == "all" else -100)
+    hidden = made.forward(**made.inputs(found)[1])
+    with Waits() as waits:
+        expected = made.loss(hidden, found)
+    assert waits.calls == ["nonzero"]
+    as_moved(found)
+    with Waits() as waits:
+        inputs = made.inputs(found)
+        loss = made.loss(hidden, found)
+    assert waits.calls == []
+    assert torch.equal(loss, expected)
+    assert inputs[1]["input_ids"] is found["input_ids"]
+
+
+def test_documents_that_are_counted_are_not_asked_for_and_others_once() -> None:
+    positions = PLACES.clone()
+    with Waits() as waits:
+        expected = families.lengths_of_documents(positions)
+    assert waits.calls == ["tolist"]
+    assert expected["cu_seq_lens_q"].tolist() == [0, 3, 8, 14, 16]
+    assert expected["max_length_q"] == 6
+    as_moved({"position_ids": positions})
+    with Waits() as waits:
+        found = families.lengths_of_documents(positions)
+    assert waits.calls == []
+    assert torch.equal(found["cu_seq_lens_k"], expected["cu_seq_lens_k"])
+    assert found["max_length_k"] == 6
+
+
+def test_counts_are_of_these_very_tensors_as_they_were() -> None:
+    found = as_moved(batch())
+    number = int((found["labels"] != -100).sum())
+    assert counted.targets_of(found["labels"]) == number
+    assert counted.targets_of(found["labels"][:2]) is None
+    assert counted.targets_of(found["labels"].clone()) is None
+    assert counted.documents_of(PLACES) == (4, 6, 1)
+    assert counted.documents_of(torch.tensor([[5, 6, 7, 8], [2, 3, 9, 10]])) == (3, 4, 0)
+    found["labels"][found["labels"] != -100] = -100
+    assert counted.targets_of(found["labels"]) is None
+    assert task().training_step(found, 0)["loss"] == 0
+    with torch.inference_mode():  # Where tensors do not note that they are written to.
+        assert counted.targets_of(as_moved(batch())["labels"].clone()) is None
+
+
+def test_batches_of_no_text_are_left_alone() -> None:
+    for other in ((torch.zeros(2, 3), torch.zeros(2)), {"input_ids": torch.zeros(2, 3)}, torch.zeros(2)):
+        assert counted.count(other) == {}
+
+
+class Noting(Callback):
+    """Notes what is known of each training batch, and what there is."""
+
+    def __init__(self) -> None:
+        self.pairs: list[tuple[Any, int]] = []
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        labels = batch["labels"]
+        self.pairs.append((counted.targets_of(labels), int((labels != -100).sum())))
+        assert counted.documents_of(batch["position_ids"]) == counted.documents_of(copy.deepcopy(batch["position_ids"]))
+
+
+def test_the_datamodule_counts_what_it_gives_out(make, tmp_path) -> None:
+    noting = Noting()
+    off = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
+    options = {"max_steps": 3, "limit_val_batches": 0, "default_root_dir": tmp_path}
+    run = Trainer(accelerator="cpu", callbacks=[noting], **options, **off)
+    sizes = {name: size for name, size in GROUPED.items() if name != "vocab_size"}
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*batch_transfer.*")
+        run.fit(CausalLM(config={"model_type": "llama", **sizes}), make())
+    assert len(noting.pairs) == 3
+    assert all(known == there for known, there in noting.pairs)

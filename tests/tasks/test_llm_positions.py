@@ -1,0 +1,125 @@
+"""Models with fewer positions than a run would use: refused where they would fail, warned of where they would not."""
+
+from __future__ import annotations
+
+import warnings
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from dlo_framework.errors import DloError
+from dlo_tasks.llm import models
+from dlo_tasks.llm.causal_lm import CausalLM
+from dlo_tasks.llm.generation import Sampling, complete
+from dlo_tasks.llm.positions import check_room, check_windows, positions_of, rows_of_positions
+from support.texts import word_tokenizer
+
+SIZES = {"vocab_size": 20, "num_hidden_layers": 1, "num_attention_heads": 2, "hidden_size": 8}
+LLAMA: dict[str, Any] = {"model_type": "llama", **SIZES, "intermediate_size": 8, "max_position_embeddings": 16}
+GPT2: dict[str, Any] = {
+    "model_type": "gpt2",
+    "vocab_size": 20,
+    "n_layer": 1,
+    "n_head": 2,
+    "n_embd": 8,
+    "n_positions": 16,
+}
+OPT = {"model_type": "opt", **SIZES, "ffn_dim": 8, "word_embed_proj_dim": 8, "max_position_embeddings": 16}
+GPT_J = {**GPT2, "model_type": "gptj", "rotary_dim": 4}
+CODEGEN = {**GPT_J, "model_type": "codegen", "n_head": 4, "n_embd": 16}
+NEO_X = {**LLAMA, "model_type": "gpt_neox"}
+XGLM = {"model_type": "xglm", "vocab_size": 20, "num_layers": 1, "attention_heads": 2, "d_model": 8, "ffn_dim": 8}
+MAMBA = {"model_type": "mamba", "vocab_size": 20, "num_hidden_layers": 1, "hidden_size": 8}
+
+
+def built(config: dict[str, Any]) -> Any:
+    return models.build(None, models.read_config(None, config), dtype=torch.float32, attention=None).eval()
+
+
+def check(config: dict[str, Any], seq_len: int | None, **options: Any) -> None:
+    CausalLM(config=config, **options).check(SimpleNamespace(seq_len=seq_len))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("config", [GPT2, OPT, GPT_J, CODEGEN], ids=lambda config: config["model_type"])
+def test_a_model_with_a_table_of_positions_has_no_more_than_its_rows(config: dict[str, Any]) -> None:
+    model = built(config)
+    assert rows_of_positions(model) == positions_of(model.config) == 16
+    ids = torch.ones(1, 17, dtype=torch.long)
+    model(input_ids=ids[:, :16], use_cache=False)
+    with pytest.raises((IndexError, RuntimeError), match=r"out of (range|bounds)"):
+        model(input_ids=ids, use_cache=False)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [LLAMA, NEO_X, {**XGLM, "max_position_embeddings": 16}, MAMBA],
+    ids=lambda config: config["model_type"],
+)
+def test_a_model_that_computes_its_positions_has_more(config: dict[str, Any]) -> None:
+    model = built(config)
+    assert rows_of_positions(model) is None
+    assert positions_of(model.config) == (None if config is MAMBA else 16)
+    model(input_ids=torch.ones(1, 24, dtype=torch.long), use_cache=False)
+
+
+def test_windows_longer_than_a_table_of_positions_are_refused_before_the_run() -> None:
+    message = (
+        r"seq_len 17 do not fit a model with 16 positions \(n_positions\); set data\.init_args\.seq_len to at most 16"
+    )
+    with pytest.raises(DloError, match=message + ", or config.n_positions to 17"):
+        check(GPT2, 17)
+    with pytest.raises(DloError, match=message + "$"):
+        check_windows(built(GPT2), 17, trained=True)
+    check(GPT2, 16)
+    check(GPT2, None)
+
+
+def test_windows_beyond_what_a_model_is_made_for_are_warned_of() -> None:
+    with pytest.warns(
+        UserWarning, match=r"seq_len 17 is beyond the 16 positions .* \(max_position_embeddings\); set data"
+    ):
+        check(LLAMA, 17)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        LLAMA | {"max_position_embeddings": 17},
+        LLAMA | {"rope_parameters": {"rope_type": "yarn", "factor": 4.0, "rope_theta": 10000.0}},
+        LLAMA | {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 10000.0}},
+        MAMBA,
+    ],
+    ids=["enough", "yarn", "linear", "no number"],
+)
+def test_other_windows_are_nobodys_concern(config: dict[str, Any]) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        check(config, 17)
+
+
+def test_what_is_written_has_to_fit_too() -> None:
+    with pytest.raises(DloError, match=r"17 new tokens .* a prompt of 1 do not fit .* 16 positions; .* to at most 16"):
+        check(GPT2, 16, prompts=["a"], sampling=Sampling(max_new_tokens=17))
+    check(GPT2, 16, sampling=Sampling(max_new_tokens=17))
+    check(LLAMA, 16, prompts=["a"], sampling=Sampling(max_new_tokens=17))
+    model, ids = built(GPT2), torch.ones(1, 12, dtype=torch.long)
+    written = complete(model, ids, torch.ones_like(ids), Sampling(max_new_tokens=5), None, False)
+    assert written.shape == (1, 5)  # The last token is not read again.
+    with pytest.raises(
+        DloError, match=r"6 new tokens .* behind a prompt of 12 .* set sampling\.max_new_tokens to at most 5$"
+    ):
+        complete(model, ids, torch.ones_like(ids), Sampling(max_new_tokens=6), None, False)
+    with pytest.raises(DloError, match=r"behind a prompt of 17 do not fit .*; shorten the prompt"):
+        check_room(model, 17, 1)
+
+
+def test_prompts_that_leave_no_room_are_refused_when_the_model_is_built() -> None:
+    task = CausalLM(config={**GPT2, "n_positions": 8}, prompts=["a", "a b a b"], sampling=Sampling(max_new_tokens=6))
+    tokenizer = word_tokenizer({"<end>": 0, "a": 1, "b": 2})
+    task._trainer = SimpleNamespace(datamodule=SimpleNamespace(tokenizer=tokenizer))  # type: ignore[assignment]
+    with pytest.raises(
+        DloError, match=r"6 new tokens .* a prompt of 4 do not fit a model with 8 positions; .* at most 5"
+    ):
+        task.configure_model()

@@ -1,0 +1,100 @@
+"""Prompts of a file: which stand in it, and that a model is asked as it was trained."""
+
+from __future__ import annotations
+
+import json
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from dlo_framework.errors import DloError
+from dlo_tasks.llm.generation import Sampling, continuations
+from dlo_tasks.llm.prompts import read_prompts
+from support.texts import CHATML, lines, word_tokenizer
+
+WEATHER = [{"type": "function", "function": {"name": "get_weather", "parameters": {}}}]
+QUESTION = {"role": "user", "content": "the loss"}
+TOOLS = "{% if tools %}[{% for tool in tools %}{{ tool['function']['name'] }}{% endfor %}]{% endif %}"
+
+
+@pytest.fixture
+def asked(make, tmp_path):
+    """Returns the prompts of a file and how the model is asked them, as text."""
+
+    def of(content: bytes | str, name: str = "prompts.txt", template: str = CHATML, **options):
+        (tmp_path / "chat.jinja").write_text(template)
+        (tmp_path / name).write_bytes(content if isinstance(content, bytes) else content.encode())
+        data = make(predict_files=str(tmp_path / name), chat_template=str(tmp_path / "chat.jinja"), **options)
+        data.setup("predict")
+        return data.prompts, [data.tokenizer.decode(ids) for ids in data._datasets["predict"]._prompts]
+
+    return of
+
+
+def test_a_conversation_is_asked_with_its_tools(asked):
+    rows = [{"messages": [QUESTION], "tools": WEATHER}, {"messages": [QUESTION], "tools": []}]
+    content = "".join(json.dumps(row) + "\n" for row in rows)
+    prompts, texts = asked(content, "prompts.jsonl", TOOLS + CHATML)
+    assert prompts == [[QUESTION]] * 2
+    assert texts == ["[get_weather]<user>the loss</><assistant>", "<user>the loss</><assistant>"]
+
+
+def test_columns_of_prompts_may_have_other_names(asked):
+    rows = [{"question": "the loss", "prompt": "no"}, {"chat": [QUESTION], "functions": WEATHER}]
+    content = "".join(json.dumps(row) + "\n" for row in rows)
+    columns = {"prompt": "question", "messages": "chat", "tools": "functions"}
+    prompts, texts = asked(content, "prompts.jsonl", TOOLS + CHATML, columns=columns)
+    assert prompts == ["the loss", [QUESTION]]
+    assert texts == ["the loss", "[get_weather]<user>the loss</><assistant>"]
+
+
+def test_a_conversation_may_stand_in_parquet_beside_prompts(tmp_path):
+    datasets = pytest.importorskip("datasets")
+    tokenizer = word_tokenizer({"<end>": 0, "the": 1, "loss": 2})
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ m.content }}{% if m.name is defined %} the{% endif %}{% endfor %}"
+    )
+    rows = [{"prompt": "the", "messages": None}, {"prompt": None, "messages": [{**QUESTION, "name": None}]}]
+    datasets.Dataset.from_list(rows).to_parquet(tmp_path / "a.parquet")
+    assert read_prompts([tmp_path / "a.parquet"], tokenizer) == (["the", [QUESTION]], [[1], [1, 2]])
+
+
+def test_lines_of_text_end_where_lines_end_and_nowhere_else(asked):
+    odd = "a\u2028b\x85c\x0bd\x0ce\x1cf\x1eg"
+    content = b"\xef\xbb\xbfthe loss\r\n" + odd.encode() + b"\n\n \nlast"
+    prompts, texts = asked(content)
+    assert prompts == texts == ["the loss", odd, "last"]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("p.txt", "café\n".encode("latin1"), r"p\.txt is no UTF-8 text: invalid continuation byte at byte 3; convert"),
+        ("p.jsonl", b'{"prompt": "a \\ud83d"}\n', r"p\.jsonl:1: prompt holds '\\ud83d', half of a surrogate pair"),
+        ("p.jsonl", b'{"messages": [{"content": "a"}]}\n', r"p\.jsonl:1: a message is an object with role and content"),
+        ("p.jsonl", b'{"messages": []}\n', r"p\.jsonl:1: a line needs 'prompt' \(a text\), or 'messages', but has"),
+        ("p.jsonl", b'{"prompt": 3}\n', r"p\.jsonl:1: a line needs 'prompt' \(a text\), or 'messages', but has"),
+    ],
+)
+def test_what_is_no_prompt_is_named(asked, name, content, message):
+    with pytest.raises(DloError, match=message):
+        asked(content, name)
+
+
+def test_an_end_that_the_tokenizer_adds_itself_is_no_part_of_a_prompt(tmp_path, monkeypatch):
+    from dlo_tasks.llm import generation
+
+    tokenizer = word_tokenizer({"<end>": 0, "the": 1, "loss": 2}, closes=True)
+    assert tokenizer("the loss")["input_ids"] == [1, 2, 0]
+    file = lines(tmp_path / "p.jsonl", {"prompt": "the loss"})
+    assert read_prompts([file], tokenizer)[1] == [[1, 2]]
+    seen: list[list[list[int]]] = []
+
+    def complete(model, ids, *rest):
+        seen.append(ids.tolist())
+        return ids
+
+    monkeypatch.setattr(generation, "complete", complete)
+    continuations(SimpleNamespace(device=torch.device("cpu")), ["the loss"], Sampling(), tokenizer, False)  # type: ignore[arg-type]
+    assert seen == [[[1, 2]]]
