@@ -140,7 +140,7 @@ class Task(LightningModule, ABC):
         The sum of the losses, each times its weight, is the loss of the batch: the default's weights are the shares of
         the real samples. A task whose loss is itself a share of the step's overrides it.
         """
-        counts = [real_samples(part) for part in micro_batches]
+        counts = real_samples(micro_batches)
         return [count / max(sum(counts), 1) for count in counts]
 
     def parallel_plan(self) -> ParallelPlan:
@@ -255,9 +255,20 @@ def batch_length(batch: Any) -> int:
     return next((batch_length(value) for value in values if isinstance(value, Tensor | tuple | list | dict)), 1)
 
 
-def real_samples(batch: Any) -> int:
-    """Returns the number of samples of a batch that are not :data:`VOID`: those with another class, or soft targets."""
+def real_samples(batches: Sequence[Any]) -> list[int]:
+    """Returns how many samples of each batch are not :data:`VOID`: those with another class, or soft targets.
+
+    The device is asked once for all of them: each time the host waits for what it was given before.
+    """
+    counts = [_real_samples(batch) for batch in batches]
+    asked = [count for count in counts if isinstance(count, Tensor)]
+    found = iter(torch.stack(asked).tolist() if asked else ())
+    return [next(found) if isinstance(count, Tensor) else count for count in counts]
+
+
+def _real_samples(batch: Any) -> Tensor | int:
+    """Returns the number of a batch, on the device where only that knows it."""
     targets = batch[1] if isinstance(batch, tuple | list) and len(batch) == 2 else None
     if isinstance(targets, Tensor) and targets.ndim == 1 and not targets.is_floating_point():
-        return int((targets != VOID).sum())
+        return (targets != VOID).sum()
     return batch_length(batch)

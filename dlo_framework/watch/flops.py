@@ -9,9 +9,10 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from lightning.fabric.utilities.throughput import get_available_flops
 from lightning.pytorch import LightningModule, Trainer
 from torch.utils.flop_counter import FlopCounterMode
+
+from dlo_framework.watch.peaks import device_peak
 
 #: The shape of one sample: of each tensor of a batch, the sizes without the first.
 SampleShape = tuple[tuple[int, ...], ...]
@@ -136,17 +137,18 @@ def is_compiled(module: torch.nn.Module) -> bool:
 
 def peak_flops(trainer: Trainer) -> float | None:
     """Returns the peak FLOP/s of this rank's accelerator at the run's precision; None where it is not known."""
-    device = trainer.strategy.root_device
-    return _peak(device, _dtype(str(trainer.precision))) if device.type == "cuda" else None
+    device, dtype = trainer.strategy.root_device, _dtype(str(trainer.precision))
+    if device.type != "cuda" or dtype is None:
+        return None
+    return _peak(device, dtype, torch.backends.cuda.matmul.fp32_precision == "tf32")
 
 
 @functools.cache
-def _peak(device: torch.device, dtype: torch.dtype) -> float | None:
-    peak = get_available_flops(device, dtype)
-    return float(peak) if peak else None
+def _peak(device: torch.device, dtype: torch.dtype, tf32: bool) -> float | None:
+    return device_peak(device, dtype, tf32)  # Once: where Lightning does not know a device, it says so.
 
 
-def _dtype(precision: str) -> torch.dtype:
-    if precision.startswith("bf16"):
-        return torch.bfloat16
-    return torch.float16 if precision.startswith("16") else torch.float32
+def _dtype(precision: str) -> torch.dtype | None:
+    """Returns what a run at a Trainer's precision multiplies; None of others' engines."""
+    of_bits = {"bf16": torch.bfloat16, "16": torch.float16, "32": torch.float32, "64": torch.float64}
+    return of_bits.get(precision.partition("-")[0])

@@ -7,9 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from lightning.fabric.utilities.apply_func import move_data_to_device
 from lightning.pytorch import Callback, LightningModule, Trainer
 
+from dlo_framework.distributed.control import control_group
 from dlo_framework.errors import DloError, agree
 
 
@@ -53,7 +55,7 @@ class SavePredictions(Callback):
 
     def on_predict_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Writes the file on rank 0, and says where it is."""
-        batches, self._batches = in_order(gather(self._batches, data_rank(trainer))), []
+        batches, self._batches = in_order(gather(self._batches, data_rank(trainer), control_group(trainer))), []
         if not trainer.is_global_zero or not batches:
             return
         torch.save(torch.cat(batches) if _fit_together(batches) else batches, self.path)
@@ -66,7 +68,7 @@ def data_rank(trainer: Trainer) -> int:
     return int(share.get("rank", trainer.global_rank))
 
 
-def gather(batches: list[Any], share: int) -> list[list[Any]]:
+def gather(batches: list[Any], share: int, group: dist.ProcessGroup | None) -> list[list[Any]]:
     """Returns on rank 0 the batches of every share of the data, in the order of shares, and none on the others.
 
     Of ranks that have the same share, one's are taken.
@@ -74,12 +76,14 @@ def gather(batches: list[Any], share: int) -> list[list[Any]]:
     Args:
         batches: this rank's.
         share: which one it has.
+        group: of all ranks, on the CPU: on NCCL they would pass through the first rank's accelerator, all at once. None
+            for a single process.
     """
-    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+    if group is None:
         return [batches]
-    found: list[Any] = [None] * torch.distributed.get_world_size()
-    first = torch.distributed.get_rank() == 0
-    torch.distributed.gather_object((share, batches), found if first else None)
+    found: list[Any] = [None] * dist.get_world_size(group)
+    first = dist.get_rank(group) == 0
+    dist.gather_object((share, batches), found if first else None, group=group)
     if not first:
         return [[]]
     of_shares = dict(reversed(found))  # the first rank's of each stays

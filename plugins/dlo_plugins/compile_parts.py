@@ -6,11 +6,15 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from lightning.pytorch import LightningModule
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from dlo_framework.errors import DloError
 from dlo_framework.plan import ParallelPlan
 from dlo_framework.task import Task
+
+#: What replays CUDA graphs, on an accelerator, and what does all else that it does.
+CUDA_GRAPHS = {"reduce-overhead": "default", "max-autotune": "max-autotune-no-cudagraphs"}
 
 
 def parts_to_compile(pl_module: LightningModule, scope: str) -> dict[str, nn.Module]:
@@ -69,3 +73,21 @@ def set_compiled_call(module: nn.Module, call: Callable[..., Any] | None) -> Non
         module.__dict__.pop("_compiled_call_impl", None)
     else:
         module.__dict__["_compiled_call_impl"] = call
+
+
+def moving_parameter(parts: dict[str, nn.Module]) -> str | None:
+    """Returns the name of a parameter that a strategy gathers into other memory for each use; None if there is none.
+
+    Between uses a rank has a share of it (FSDP2's DTensor), or none of its memory (ZeRO 3).
+    """
+    for prefix, part in parts.items():
+        for name, parameter in part.named_parameters():
+            if _moves(parameter):
+                return f"{prefix}.{name}"
+    return None
+
+
+def _moves(parameter: Tensor) -> bool:
+    if isinstance(parameter, DTensor):
+        return True
+    return not parameter.is_meta and parameter.numel() > 0 and parameter.untyped_storage().nbytes() == 0

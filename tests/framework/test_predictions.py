@@ -1,11 +1,15 @@
 """What ``dlo predict`` leaves in a file."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
+import torch.distributed as dist
 from lightning.pytorch import LightningModule, Trainer
 from torch.utils.data import DataLoader
 
 from dlo_framework.errors import DloError
+from dlo_framework.watch import predictions
 from dlo_framework.watch.predictions import SavePredictions
 
 
@@ -48,3 +52,22 @@ def test_where_no_file_can_be_written_is_told_before_the_first_batch(tmp_path, m
     monkeypatch.setattr(Net, "predict_step", lambda *_: pytest.fail("a batch was predicted"))
     with pytest.raises(DloError, match=r"cannot write the predictions .*file/found\.pt: .*--run\.dir"):
         predict(tmp_path / "file" / "found.pt", [1])
+
+
+def test_ranks_outputs_pass_over_the_group_on_the_cpu(tmp_path, monkeypatch):
+    group, passed = object(), []
+
+    def gather_object(found, into, group):
+        passed.append((found, group))
+        into[:] = [(0, ["first"]), (1, ["second"])]
+
+    monkeypatch.setattr(predictions, "control_group", lambda trainer: group)
+    monkeypatch.setattr(dist, "get_world_size", lambda of: 2 if of is group else pytest.fail("another group"))
+    monkeypatch.setattr(dist, "get_rank", lambda of: 0 if of is group else pytest.fail("another group"))
+    monkeypatch.setattr(dist, "gather_object", gather_object)
+    saving = SavePredictions(tmp_path / "found.pt")
+    saving._batches = ["mine"]
+    strategy = SimpleNamespace(distributed_sampler_kwargs={"rank": 0})
+    saving.on_predict_end(SimpleNamespace(strategy=strategy, is_global_zero=True, global_rank=0), None)
+    assert passed == [((0, ["mine"]), group)]
+    assert torch.load(saving.path, weights_only=True) == ["first", "second"]

@@ -5,8 +5,10 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics import MeanAbsoluteError
 
+from dlo_framework.data import VOID
 from dlo_framework.errors import DloError
 from dlo_framework.task import Task, batch_length
+from support.waits import Waits
 
 
 class Line(Task):
@@ -114,3 +116,16 @@ def test_a_task_must_have_a_loss():
     with pytest.raises(TypeError, match="loss"):
         Half()
     assert issubclass(Task, LightningModule)
+
+
+def test_micro_batches_weigh_as_their_real_samples_which_the_device_is_asked_for_once():
+    targets = [[1, VOID, 2], [VOID, VOID, VOID], [0, 1, 2]]
+    hard = [(torch.zeros(3, 1), torch.tensor(part)) for part in targets]
+    soft = (torch.zeros(3, 1), torch.zeros(3, 4))
+    task = Line()
+    with Waits() as waits:
+        weights = task.micro_batch_weights([*hard, soft])
+    assert weights == [2 / 8, 0.0, 3 / 8, 3 / 8]
+    assert waits.calls == ["tolist"]
+    assert task.micro_batch_weights([soft, soft]) == [0.5, 0.5]
+    assert task.micro_batch_weights([hard[1]]) == [0.0]

@@ -39,9 +39,9 @@ def test_it_learns_and_logs_what_the_accelerator_does(dlo, curve, precision):
 
 
 def test_mfu_is_a_fraction_of_the_peak_where_it_is_known(dlo, curve):
-    from lightning.fabric.utilities.throughput import get_available_flops
+    from dlo_framework.watch.peaks import device_peak
 
-    if not get_available_flops(torch.device("cuda", 0), torch.bfloat16):
+    if not device_peak(torch.device("cuda", 0), torch.bfloat16, tf32=False):
         pytest.skip("the peak of this accelerator is not known")
     (dlo.folder / "gpu.yaml").write_text(CONFIG.replace("PRECISION", "bf16-mixed"))
     dlo("fit", "--config", "gpu.yaml")

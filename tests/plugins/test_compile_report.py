@@ -4,16 +4,23 @@ import re
 
 import pytest
 import torch
+import torch.distributed as dist
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.strategies import FSDPStrategy
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader, TensorDataset
 
 from dlo_framework.errors import DloError
+from dlo_framework.testing.training import leave_group
 from dlo_framework.watch.monitor import RunMonitor
+from dlo_plugins.appliers.compile_blocks import CompileBlocks
 from dlo_plugins.callbacks.compile import Compile
 from dlo_plugins.compile_log import describe_break, without_compile_id
+from dlo_plugins.compile_parts import CUDA_GRAPHS, moving_parameter
+from dlo_plugins.strategies.zero import ZeroStrategy
 
 OFF = dict.fromkeys(("enable_progress_bar", "enable_model_summary", "enable_checkpointing"), False)
 
@@ -165,3 +172,61 @@ class OnCuda:
 def test_cuda_graphs_with_accumulated_gradients_are_refused(mode, instead):
     with pytest.raises(DloError, match=f"accumulate_grad_batches is 2; set it to 1, or mode: {instead}$"):
         Compile(mode=mode).setup(OnCuda(), Plain(), "fit")
+
+
+class OnGraphs(Compile):
+    """As on an accelerator, but for the graphs."""
+
+    def setup(self, trainer, pl_module, stage):
+        super().setup(trainer, pl_module, stage)
+        self._cuda_graphs = self.mode in CUDA_GRAPHS
+
+
+@pytest.fixture
+def alone():
+    """A process group of this process, left as the test ends."""
+    leave_group()
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    leave_group()
+
+
+class Blocks(Plain):
+    def __init__(self):
+        super().__init__()
+        self.net.blocks = nn.ModuleList([nn.Linear(6, 6), nn.Linear(6, 6)])
+
+
+@pytest.mark.parametrize("scope", ["model", "blocks"])
+def test_cuda_graphs_over_parameters_that_are_gathered_are_refused(scope):
+    message = r"reduce-overhead replays a CUDA graph.* but ZeroStrategy gathers net\..* mode: default, or take"
+    try:
+        with pytest.raises(DloError, match=message):
+            fit(Blocks(), [OnGraphs(scope=scope, mode="reduce-overhead")], max_steps=1, strategy=ZeroStrategy(3))
+    finally:
+        leave_group()
+
+
+def test_parameters_of_fsdp_are_gathered_too(alone):
+    net = Net()
+    parts = {"net": net}
+    assert moving_parameter(parts) is None
+    fully_shard(net.head, mesh=init_device_mesh("cpu", (1,)))
+    assert moving_parameter(parts) == "net.head.weight"
+
+
+def test_cuda_graphs_over_parameters_that_stay_are_not(monkeypatch):
+    monkeypatch.setattr(torch.compiler, "cudagraph_mark_step_begin", lambda: None)
+    for strategy in ("auto", ZeroStrategy(2)):
+        callback = OnGraphs(mode="reduce-overhead")
+        callback.backend = "eager"
+        fit(Plain(), [callback], max_steps=2, strategy=strategy)
+    leave_group()
+    assert moving_parameter({"net": nn.Linear(2, 2, device="meta")}) is None
+
+
+@pytest.mark.parametrize("mode", sorted(CUDA_GRAPHS))
+def test_the_applier_replays_no_cuda_graphs(mode):
+    with pytest.raises(DloError, match=f"mode is {mode}; set mode: {CUDA_GRAPHS[mode]}$"):
+        CompileBlocks(mode=mode)
+    assert CompileBlocks(mode=CUDA_GRAPHS[mode]).mode == CUDA_GRAPHS[mode]

@@ -8,7 +8,9 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from dlo_framework.applier import Applier, Phase
+from dlo_framework.errors import DloError
 from dlo_framework.plan import ParallelPlan
+from dlo_plugins.compile_parts import CUDA_GRAPHS
 
 
 class CompileBlocks(Applier):
@@ -19,9 +21,14 @@ class CompileBlocks(Applier):
 
     Args:
         backend: of torch.compile.
-        mode: of torch.compile: `default`, `reduce-overhead`, `max-autotune`.
+        mode: of torch.compile: `default` or `max-autotune-no-cudagraphs`. Those that replay CUDA graphs are refused:
+            a graph keeps what it returns and reads in its own memory, where the next micro-batch of a pipeline or of
+            accumulated gradients overwrites it, and sharded parameters are gathered elsewhere for each use.
         fullgraph: whether a break in a block's graph is an error.
         dynamic: whether shapes may change without a new compilation; by default torch finds out.
+
+    Raises:
+        DloError: for a mode that replays CUDA graphs.
     """
 
     phase: ClassVar[Phase] = Phase.COMPILE
@@ -33,6 +40,11 @@ class CompileBlocks(Applier):
         fullgraph: bool = False,
         dynamic: bool | None = None,
     ) -> None:
+        if mode in CUDA_GRAPHS:
+            raise DloError(
+                "CompileBlocks replays no CUDA graphs, whose memory the next micro-batch overwrites and which sharded"
+                f" parameters leave, but mode is {mode}; set mode: {CUDA_GRAPHS[mode]}"
+            )
         self.backend, self.mode, self.fullgraph, self.dynamic = backend, mode, fullgraph, dynamic
 
     def apply(self, module: nn.Module, mesh: DeviceMesh, plan: ParallelPlan) -> None:

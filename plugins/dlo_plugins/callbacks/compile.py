@@ -21,12 +21,16 @@ from dlo_framework.errors import DloError, did_you_mean
 from dlo_framework.watch.flops import FlopCounter, is_compiled
 from dlo_framework.watch.monitor import RunMonitor, batch_size
 from dlo_plugins.compile_log import CompileLog
-from dlo_plugins.compile_parts import compiled_call, parts_to_compile, set_compiled_call
+from dlo_plugins.compile_parts import (
+    CUDA_GRAPHS,
+    compiled_call,
+    moving_parameter,
+    parts_to_compile,
+    set_compiled_call,
+)
 
 Mode = Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"]
 
-#: What replays CUDA graphs, on an accelerator.
-CUDA_GRAPHS = ("reduce-overhead", "max-autotune")
 CACHE = "TORCHINDUCTOR_CACHE_DIR"
 
 
@@ -60,7 +64,8 @@ class Compile(Callback):
 
     Raises:
         DloError: on arguments that do not fit, a module that is compiled already or has no such parts, a strategy
-            that wraps the parts before they could be compiled, and CUDA graphs with accumulated gradients.
+            that wraps the parts before they could be compiled, and CUDA graphs with accumulated gradients or with
+            parameters that a strategy gathers for each use.
     """
 
     def __init__(
@@ -140,7 +145,18 @@ class Compile(Callback):
             raise DloError(
                 f"Compile: {self.mode} keeps gradients in the memory of a CUDA graph, which the next micro-batch"
                 f" overwrites, but accumulate_grad_batches is {trainer.accumulate_grad_batches}; set it to 1, or"
-                f" mode: {'default' if self.mode == 'reduce-overhead' else 'max-autotune-no-cudagraphs'}"
+                f" mode: {CUDA_GRAPHS[self.mode]}"
+            )
+
+    def _refuse_moving(self, pl_module: LightningModule) -> None:
+        name = moving_parameter(self._parts) if self._cuda_graphs else None
+        if name is not None:
+            strategy = type(pl_module.trainer.strategy).__name__
+            self._parts = {}
+            raise DloError(
+                f"Compile: {self.mode} replays a CUDA graph, which reads parameters where they lay when it was"
+                f" recorded, but {strategy} gathers {name} anew for each use; set mode: {CUDA_GRAPHS[self.mode]}, or"
+                " take a strategy that leaves whole parameters on each rank: ddp, zero1 or zero2"
             )
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -157,6 +173,7 @@ class Compile(Callback):
                 " or this callback"
             )
         self._parts = parts_to_compile(pl_module, self.scope)
+        self._refuse_moving(pl_module)
         # Each part needs code for each size, and its own again where it evaluates.
         limit = self.max_sizes * len(self._parts) * (2 if self.evaluate == "compiled" else 1)
         dynamo = torch._dynamo.config

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from lightning.fabric.utilities.apply_func import move_data_to_device
 from torch import Tensor
 from torchmetrics import Metric
 
@@ -101,15 +102,18 @@ class PipelinedTask:
     def predict(self, batch: Any, batch_idx: int) -> Any:
         """Returns what the task predicts for a batch, on all ranks of the pipeline alike.
 
+        The outputs pass by way of the CPU: a tensor that is unpickled lies on the device of the rank it comes from.
+
         Raises:
             DloError: if the task runs the model by itself for it.
         """
         check_predict(self.task)
-        outputs = [self.outputs(batch)]
-        dist.broadcast_object_list(outputs, group=self.pipeline.group, group_src=self._source)
-        found = outputs[0]
-        found = found.to(self.pipeline.device) if isinstance(found, Tensor) else found
-        with self.task.given_outputs(found):
+        outputs = self.outputs(batch)
+        told = [move_data_to_device(outputs, torch.device("cpu"))]
+        dist.broadcast_object_list(told, group=self.pipeline.group, group_src=self._source)
+        if not self.pipeline.is_last:
+            outputs = move_data_to_device(told[0], self.pipeline.device)
+        with self.task.given_outputs(outputs):
             return self.task.predict_step(batch, batch_idx)
 
     @property

@@ -347,7 +347,10 @@ class Pipeline:
                     self._weight_gradients.install(self.model.get_submodule(name))
 
     def _everywhere(self, total: Tensor | float) -> Tensor:
-        value = torch.as_tensor(total, dtype=torch.float64, device=self.device).clone()
+        # On other ranks than the last a number is overwritten; zeros are made where they lie, a number is copied there.
+        value = torch.zeros((), dtype=torch.float64, device=self.device)
+        if isinstance(total, Tensor):
+            value += total.detach()
         source = self.placement.rank_of(self.placement.stages - 1)
         dist.broadcast(value, group=self.group, group_src=source)
         return value

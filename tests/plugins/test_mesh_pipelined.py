@@ -1,0 +1,71 @@
+"""What the ranks of a pipeline tell each other of a batch, and what they wait for."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from dlo_framework.task import Task
+from dlo_plugins.mesh.pipelined import PipelinedTask
+from dlo_plugins.pipeline.engine import Pipeline
+from support.waits import Waits
+
+
+class Placed:
+    """Something that can be moved, as a tensor of an accelerator's; a CPU has no second device for tensors."""
+
+    def __init__(self, device: str) -> None:
+        self.device = device
+
+    def to(self, device: Any, **_: Any) -> Placed:
+        return Placed(str(device))
+
+
+class Told(Task):
+    """Gives back the model's outputs."""
+
+    def configure_model(self) -> None: ...
+
+    def loss(self, outputs: Any, batch: Any) -> Tensor:
+        return torch.zeros(())
+
+
+def pipelined(is_last: bool, device: str, outputs: Any = None) -> PipelinedTask:
+    placement = SimpleNamespace(ranks=2, stages=2, rank_of=lambda stage: stage)
+    found: Any = SimpleNamespace(placement=placement, is_last=is_last, device=torch.device(device), group=None)
+    found.evaluate = lambda parts, forward: [outputs] if is_last else None
+    return PipelinedTask(Told(), found, micro_batches=2)
+
+
+def test_outputs_are_told_from_the_cpu_and_the_last_stage_keeps_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    sent: list[Any] = []
+    monkeypatch.setattr(dist, "broadcast_object_list", lambda objects, **_: sent.extend(objects))
+    outputs = {"logits": Placed("cuda:1"), "pair": (Placed("cuda:1"), Placed("cuda:1"))}
+    found = pipelined(True, "cuda:1", outputs).predict((torch.zeros(1, 2),), 0)
+    assert [item.device for item in (sent[0]["logits"], *sent[0]["pair"])] == ["cpu"] * 3
+    assert [item.device for item in (found["logits"], *found["pair"])] == ["cuda:1"] * 3
+
+
+def test_what_is_heard_lies_on_the_hearing_ranks_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    told = {"logits": torch.zeros(2), "pair": (torch.zeros(1), [torch.zeros(1)])}
+    monkeypatch.setattr(dist, "broadcast_object_list", lambda objects, **_: objects.__setitem__(0, told))
+    found = pipelined(False, "meta").predict((torch.zeros(1, 2),), 0)
+    assert all(tensor.is_meta for tensor in (found["logits"], found["pair"][0], found["pair"][1][0]))
+
+
+def test_the_steps_loss_is_made_on_the_device_where_it_is_overwritten(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dist, "broadcast", lambda value, **_: None)
+    placement = SimpleNamespace(stages=2, rank_of=lambda stage: stage)
+    pipeline: Any = SimpleNamespace(placement=placement, device=torch.device("cpu"), group=None)
+    total = nn.Parameter(torch.tensor(3.5, dtype=torch.float64))
+    with Waits() as waits:
+        found = [Pipeline._everywhere(pipeline, given) for given in (0.0, total)]
+    assert waits.calls == []
+    assert [value.tolist() for value in found] == [0.0, 3.5]
+    assert all(value.dtype == torch.float64 and not value.requires_grad for value in found)
+    assert found[1].data_ptr() != total.data_ptr()
