@@ -17,7 +17,8 @@ class AccumulationTail(Callback):
 
     Lightning (2.6) divides each loss by ``accumulate_grad_batches``, also where the epoch ends in the middle of a
     window: with 10 batches and 4 of them to a step, the last gradient is half of what it should be. Here the last
-    window is as long as it is. Each batch of a window counts the same, however many samples it has.
+    window is as long as it is. Each batch of a window counts the same, however many samples it has. It stands before
+    callbacks that change gradients, as in every ``dlo fit``: where the loader has no length, it scales the last one up.
     """
 
     def __init__(self) -> None:
@@ -35,7 +36,7 @@ class AccumulationTail(Callback):
         if length == self._size:
             trainer.accumulate_grad_batches, self._window = self._size, None
         elif self._window is None or self._window.start != start:
-            trainer.accumulate_grad_batches = self._window = AccumulationWindow(length, start)
+            trainer.accumulate_grad_batches = self._window = AccumulationWindow(length, start, self._size)
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
         """Where the loader has no length, the last window is known to be short only now: scales its gradient up."""

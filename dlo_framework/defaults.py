@@ -41,8 +41,8 @@ def add_default_callbacks(
     """
     monitor = next((callback for callback in callbacks if isinstance(callback, RunMonitor)), RunMonitor())
     state = StateReport()
-    defaults: list[Callback] = [AccumulationTail(), EqualBatches()]
-    defaults += [monitor, ExactResume(), state, RunRecord(run_folder, config, monitor, state)]
+    defaults: list[Callback] = [EqualBatches(), monitor, ExactResume(), state]
+    defaults.append(RunRecord(run_folder, config, monitor, state))
     if not any(isinstance(callback, FiniteLoss) for callback in callbacks):
         defaults.append(FiniteLoss())
     if progress_bar and not any(isinstance(callback, ProgressBar) for callback in callbacks):
@@ -58,7 +58,9 @@ def add_default_callbacks(
         if not any(callback.save_last and _is_same(callback.dirpath, folder) for callback in own):
             defaults.append(LastCheckpoint(folder))
         defaults.append(GracefulStop(folder))
-    return callbacks + [callback for callback in defaults if callback not in callbacks]
+    # Before the user's: what clips gradients, or adds noise to them, is to find the gradient of the step as it is.
+    first = [] if any(isinstance(callback, AccumulationTail) for callback in callbacks) else [AccumulationTail()]
+    return [*first, *callbacks, *(callback for callback in defaults if callback not in callbacks)]
 
 
 def best_checkpoint(run_folder: Path, model: LightningModule) -> list[Callback]:

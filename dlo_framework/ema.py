@@ -42,6 +42,9 @@ class WeightEMA(Callback):
         DloError: if `decay` lies outside [0, 1).
     """
 
+    #: Tells ExactResume who loads the trained weights of a checkpoint that has both.
+    loads_trained_weights = True
+
     def __init__(self, decay: float = 0.9999) -> None:
         if not 0 <= decay < 1:
             raise DloError(f"the EMA decay lies in [0, 1), given {decay}; 0.9999 is usual, 0.999 for short runs")

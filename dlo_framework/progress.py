@@ -9,6 +9,7 @@ an epoch, off the plan of its batches.
 from __future__ import annotations
 
 import math
+from fractions import Fraction
 from typing import TYPE_CHECKING, Any
 
 from dlo_framework.errors import DloError
@@ -29,20 +30,50 @@ def fraction_seen(trainer: Trainer, *, with_this_batch: bool = False) -> float:
         with_this_batch: count that batch too: what a torch scheduler needs, which steps after it.
 
     Raises:
-        DloError: if neither is set.
+        DloError: if neither is set; if ``max_epochs`` alone is, and the loader does not say how long an epoch is.
     """
-    epochs, steps = trainer.max_epochs, trainer.max_steps
-    fractions = []
-    if epochs is not None and epochs > 0:
-        fractions.append(epochs_seen(trainer, with_this_batch=with_this_batch) / epochs)
-    if steps > 0:
-        fractions.append(trainer.global_step / steps)
-    if not fractions:
+    loaded = getattr(trainer, "train_dataloader", None) is not None
+    check_end(trainer)
+    if loaded and trainer.max_steps < 0 and math.isinf(trainer.num_training_batches):
+        raise DloError(
+            "a schedule follows the fraction of training that has been seen, and the training loader has no length;"
+            " set trainer.max_steps, or trainer.limit_train_batches to the batches of an epoch"
+        )
+    return fraction_at(trainer, epochs_seen(trainer, with_this_batch=with_this_batch), trainer.global_step)
+
+
+def fraction_at(trainer: Trainer, epochs: float, steps: float) -> float:
+    """Returns the fraction of training, 0 to 1, that lies before a place in it.
+
+    Args:
+        trainer: of the run.
+        epochs: that lie before it.
+        steps: optimizer steps that lie before it.
+
+    Raises:
+        DloError: if neither ``max_epochs`` nor ``max_steps`` is set.
+    """
+    check_end(trainer)
+    ends = ((epochs, epochs_of_run(trainer)), (steps, trainer.max_steps if trainer.max_steps >= 0 else math.inf))
+    return min(1.0, max(seen / end if end else 1.0 for seen, end in ends))
+
+
+def check_end(trainer: Trainer) -> None:
+    """Checks that training ends.
+
+    Raises:
+        DloError: if neither ``max_epochs`` nor ``max_steps`` says when.
+    """
+    if math.isinf(epochs_of_run(trainer)) and trainer.max_steps < 0:
         raise DloError(
             "a schedule ends with training, and trainer.max_epochs and trainer.max_steps are both unlimited;"
             " set one of them, or leave the schedule out (ImageClassifier: schedule: constant)"
         )
-    return min(1.0, max(fractions))
+
+
+def epochs_of_run(trainer: Trainer) -> float:
+    """Returns ``max_epochs``, infinite where it is -1 or None; ``max_steps`` may end the run before."""
+    return math.inf if trainer.max_epochs is None or trainer.max_epochs < 0 else trainer.max_epochs
 
 
 def epochs_seen(trainer: Trainer, *, with_this_batch: bool = False) -> float:
@@ -79,21 +110,24 @@ class AccumulationWindow(int):
 
     Attributes:
         start: how many batches of the epoch lie before the window.
+        usual: how many make up a step of this epoch: of windows that are cut short at its end the number that the
+            others have, of such as differ by plan the mean.
     """
 
     start: int
+    usual: Fraction
 
-    def __new__(cls, batches: int, start: int) -> AccumulationWindow:
-        """Returns ``batches``, with the place where the window begins."""
+    def __new__(cls, batches: int, start: int, usual: Fraction | int | None = None) -> AccumulationWindow:
+        """Returns ``batches``, with the place where the window begins; ``usual`` is None where it is as usual."""
         window = super().__new__(cls, batches)
-        window.start = start
+        window.start, window.usual = start, Fraction(batches if usual is None else usual)
         return window
 
     def __rmod__(self, ready: int) -> int:
         return (ready - self.start) % int(self)
 
-    def __getnewargs__(self) -> tuple[int, int]:  # type: ignore[override]
-        return int(self), self.start
+    def __getnewargs__(self) -> tuple[int, int, Fraction]:  # type: ignore[override]
+        return int(self), self.start, self.usual
 
 
 def refresh_epoch_length(trainer: Trainer) -> None:
@@ -113,12 +147,13 @@ def refresh_epoch_length(trainer: Trainer) -> None:
 
 
 def steps_per_epoch(trainer: Trainer) -> float:
-    """Returns the optimizer steps of an epoch; infinite where the loader has no length."""
-    batches = trainer.num_training_batches
-    return math.ceil(batches / trainer.accumulate_grad_batches) if math.isfinite(batches) else math.inf
+    """Returns the optimizer steps of the present epoch; infinite where the loader has no length."""
+    batches, window = trainer.num_training_batches, trainer.accumulate_grad_batches
+    usual = window.usual if isinstance(window, AccumulationWindow) else window
+    return math.ceil(int(batches) / Fraction(usual)) if math.isfinite(batches) else math.inf
 
 
 def optimizer_steps(trainer: Trainer) -> float:
     """Returns the optimizer steps of the whole run; infinite where neither loader nor trainer limits them."""
-    epochs = trainer.max_epochs if trainer.max_epochs is not None and trainer.max_epochs > 0 else math.inf
-    return min(steps_per_epoch(trainer) * epochs, trainer.max_steps if trainer.max_steps > 0 else math.inf)
+    steps, epochs = trainer.max_steps if trainer.max_steps >= 0 else math.inf, epochs_of_run(trainer)
+    return min(steps_per_epoch(trainer) * epochs if epochs else 0, steps)

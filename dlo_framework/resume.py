@@ -13,6 +13,8 @@ from typing import Any
 import numpy as np
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import WeightAveraging
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader
 
@@ -40,7 +42,11 @@ class ExactResume(Callback):
             _reopen_epoch(trainer, checkpoint["loops"]["fit_loop"])
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Restores the random state, so that loaders that shuffle by it shuffle as they would have."""
+        """Restores the random state, so that loaders that shuffle by it shuffle as they would have.
+
+        Of a run that averaged weights, one that does not takes up the trained ones.
+        """
+        _leave_average(trainer, pl_module, checkpoint)
         if "loops" in checkpoint:
             _complete_epoch(trainer, checkpoint["loops"]["fit_loop"])
         self._loaded = checkpoint.get(KEY)
@@ -78,6 +84,24 @@ class ExactResume(Callback):
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Forgets the state of a validation that did not end."""
         self._before_validation = None
+
+
+def _leave_average(trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+    """Loads the trained weights of a checkpoint whose own are their average, in a fit that has none.
+
+    ``state_dict`` and ``current_model_state`` are WeightEMA's layout, and Lightning's. The state of the optimizer,
+    which is loaded too, belongs to the trained ones.
+    """
+    callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
+    averages = any(isinstance(c, WeightAveraging) or getattr(c, "loads_trained_weights", False) for c in callbacks)
+    if "current_model_state" not in checkpoint or averages or trainer.state.fn != "fit":
+        return
+    trained = {**checkpoint, "state_dict": checkpoint["current_model_state"]}
+    trainer.strategy.load_model_state_dict(trained, strict=pl_module.strict_loading)
+    rank_zero_info(
+        "the checkpoint is of a run that averages its weights, which this one does not: training goes on from the"
+        " trained weights, and the average is dropped; to keep it, add WeightEMA (ImageClassifier: ema_decay)"
+    )
 
 
 def _keep_to_themselves(trainer: Trainer) -> None:

@@ -69,7 +69,7 @@ def check_max_epochs(points: list[Point], max_epochs: int | None, what: str) -> 
     Raises:
         DloError: if a point is a percentage and ``trainer.max_epochs`` sets no end.
     """
-    if max_epochs is not None and max_epochs > 0:
+    if max_epochs is not None and max_epochs >= 0:
         return float(max_epochs)
     if any(point.unit == "runs" for point in points):
         raise DloError(f"{what}: a percentage needs trainer.max_epochs; set it, or give epochs or samples")

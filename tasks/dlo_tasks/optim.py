@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from dlo_framework.errors import DloError, did_you_mean
-from dlo_framework.progress import fraction_seen, optimizer_steps, steps_per_epoch
+from dlo_framework.progress import check_end, epochs_seen, fraction_at, fraction_seen, steps_per_epoch
 from dlo_framework.registry.policy import ALLOWED_ROOTS, check_class_path
 
 Shape = Literal["cosine", "linear"]
@@ -54,19 +54,64 @@ def lr_factor(
     return end + (1 - end) * left
 
 
-def warmup_fraction(trainer: Trainer, epochs: float, steps: int | None) -> float:
-    """Returns the warm-up as a fraction of training, from a number of epochs or else of optimizer steps.
+class WarmedUp:
+    """What a learning rate is multiplied by where a run is: the warm-up by its own count, then :func:`lr_factor`.
 
-    Above 1 if training ends before the warm-up does.
+    How many steps an epoch has, and so what part of training so many steps are, may change as the run goes on: where
+    the batch size grows, and where an epoch ends amid a window. So the warm-up is counted in what it was given in,
+    epochs or optimizer steps, and where it ended is kept: the fall begins there.
 
-    Raises:
-        DloError: if epochs are given and the loader does not say how long an epoch is.
+    torch's LambdaLR saves the ``__dict__`` of what it calls, which here holds the two attributes below alone.
+
+    Attributes:
+        rising: whether the last step was in the warm-up.
+        ended: the epochs and the steps before the warm-up's end; None before it, and where it was not seen.
     """
-    per_epoch = steps_per_epoch(trainer)
-    if steps is None and epochs and not math.isfinite(per_epoch):
-        raise DloError("warmup_epochs needs a training loader with a length; give warmup_steps instead")
-    warm = steps if steps is not None else epochs * per_epoch if epochs else 0.0
-    return warm / optimizer_steps(trainer)
+
+    __slots__ = ("__dict__", "end", "epochs", "shape", "start", "steps", "trainer")
+
+    def __init__(
+        self, trainer: Trainer | None, epochs: float, steps: int | None, start: float, end: float, shape: Shape
+    ) -> None:
+        self.trainer, self.epochs, self.steps = trainer, epochs, steps
+        self.start, self.end, self.shape = start, end, shape
+        self.rising = False
+        self.ended: list[float] | None = None
+
+    def __call__(self, _: int) -> float:
+        """Returns the factor after the batch that is being trained on."""
+        if self.trainer is not None:
+            check_end(self.trainer)
+        # Before the first batch the loaders may not exist: how long an epoch is, is not known yet.
+        if self.trainer is None or not self.trainer.fit_loop.epoch_loop.batch_progress.current.ready:
+            return self.start if (self.epochs if self.steps is None else self.steps) else 1.0
+        seen = fraction_seen(self.trainer, with_this_batch=True)
+        done = self._risen(self.trainer)
+        if done < 1:
+            self.rising = True
+            return self.start + (1 - self.start) * done
+        if self.rising or self.trainer.global_step == self.steps:
+            at = epochs_seen(self.trainer, with_this_batch=True)
+            self.rising, self.ended = False, [at, self.trainer.global_step]
+        return lr_factor(seen, min(seen, self._warmup(self.trainer)), 1.0, self.end, self.shape)
+
+    def _risen(self, trainer: Trainer) -> float:
+        """Returns how much of the warm-up lies behind, 1 or more after it."""
+        if self.steps is not None:
+            return trainer.global_step / self.steps if self.steps else 1.0
+        if self.epochs and not math.isfinite(trainer.num_training_batches):
+            raise DloError("warmup_epochs needs a training loader with a length; give warmup_steps instead")
+        return epochs_seen(trainer, with_this_batch=True) / self.epochs if self.epochs else 1.0
+
+    def _warmup(self, trainer: Trainer) -> float:
+        """Returns the fraction of training that was warm-up."""
+        if not (self.epochs if self.steps is None else self.steps):
+            return 0.0
+        per_epoch = steps_per_epoch(trainer)
+        if self.steps is not None:
+            epochs = self.ended[0] if self.ended else self.steps / per_epoch
+            return fraction_at(trainer, epochs, self.steps)
+        return fraction_at(trainer, self.epochs, self.ended[1] if self.ended else self.epochs * per_epoch)
 
 
 def lr_schedule(
@@ -81,7 +126,7 @@ def lr_schedule(
 ) -> LambdaLR:
     """Returns a scheduler to be stepped after each optimizer step; see :func:`lr_factor`.
 
-    It follows the trainer's progress and not its own count of steps, so it has no state to lose.
+    It follows the trainer's progress and not its own count of steps; its state is where the warm-up ended.
 
     Args:
         optimizer: Its groups' learning rates, as they are now, are the base rates.
@@ -92,14 +137,8 @@ def lr_schedule(
         end: See :func:`lr_factor`.
         shape: See :func:`lr_factor`.
     """
-
-    def factor(_: int) -> float:
-        fraction = fraction_seen(trainer, with_this_batch=True) if trainer is not None else 0.0
-        if trainer is None or fraction == 0.0:  # before the loaders exist: how long an epoch is, is not known yet
-            return start if warmup_epochs or warmup_steps else 1.0
-        return lr_factor(fraction, warmup_fraction(trainer, warmup_epochs, warmup_steps), start, end, shape)
-
-    return LambdaLR(optimizer, factor)
+    check_warmup(warmup_epochs, warmup_steps)
+    return LambdaLR(optimizer, WarmedUp(trainer, warmup_epochs, warmup_steps, start, end, shape))
 
 
 def scheduled(
@@ -181,9 +220,10 @@ def build_optimizer(
         args: More arguments for the optimizer's constructor, such as `betas`, `momentum`, `eps`, `fused`.
 
     Raises:
-        DloError: for an unknown optimizer or argument.
+        DloError: for an unknown optimizer or argument, and values out of range.
     """
     check_optimizer(name)
+    check_decays(weight_decay, layer_decay)
     other = optimizer_class(name)
     fallback = _head_names(model) if "muon" in name.lower() else ()
     groups = parameter_groups(model, weight_decay=weight_decay, layer_decay=layer_decay, fallback=fallback)
@@ -193,7 +233,7 @@ def build_optimizer(
         if other is not None:
             return other(groups, lr=lr, weight_decay=weight_decay, **(args or {}))  # type: ignore[call-arg]
         optimizer: Optimizer = create_optimizer_v2(groups, opt=name, lr=lr, weight_decay=weight_decay, **(args or {}))
-    except TypeError as error:
+    except (TypeError, ValueError) as error:
         raise DloError(f"optimizer_args {args} do not fit optimizer '{name}': {error}") from error
     return optimizer
 
@@ -255,11 +295,35 @@ def check_rates(lr: float, **others: float) -> None:
     Raises:
         DloError: if it is not positive, or one of the others does not lie between 0 and it.
     """
-    if lr <= 0:
+    if not lr > 0:
         raise DloError(f"lr is positive, given {lr}; 0.001 is usual for adamw")
     for name, rate in others.items():
         if not 0 <= rate <= lr:
             raise DloError(f"{name} lies between 0 and lr={lr}, given {rate}")
+
+
+def check_warmup(epochs: float, steps: int | None) -> None:
+    """Checks the length of a warm-up.
+
+    Raises:
+        DloError: if it is negative.
+    """
+    if not epochs >= 0:
+        raise DloError(f"warmup_epochs is at least 0, given {epochs}; 0 is no warm-up")
+    if steps is not None and steps < 0:
+        raise DloError(f"warmup_steps is at least 0, given {steps}; leave it out to count the warm-up in epochs")
+
+
+def check_decays(weight_decay: float, layer_decay: float | None) -> None:
+    """Checks the decay of weights, and that of learning rates from layer to layer.
+
+    Raises:
+        DloError: if they are out of range.
+    """
+    if not weight_decay >= 0:
+        raise DloError(f"weight_decay is at least 0, given {weight_decay}; 0.05 is usual for adamw")
+    if layer_decay is not None and not 0 < layer_decay <= 1:
+        raise DloError(f"layer_decay lies in (0, 1], given {layer_decay}; 0.65 to 0.8 is usual, None for none")
 
 
 def _no_weight_decay(model: nn.Module) -> set[str]:

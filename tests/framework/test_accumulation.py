@@ -10,11 +10,13 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 from dlo_framework.accumulation import AccumulationTail, tail
 from dlo_framework.checkpoint import SafeCheckpointIO
 from dlo_framework.data import ResumableDataModule
+from dlo_framework.defaults import add_default_callbacks
 from dlo_framework.distributed.norms import gradient_norm
 from dlo_framework.distributed.strategy import DataParallelStrategy
 from dlo_framework.progress import AccumulationWindow
 from dlo_framework.resume import ExactResume
 from dlo_framework.testing import run_distributed
+from dlo_plugins.callbacks.gradients import AdaptiveGradientClipping, unit_norms
 from dlo_plugins.strategies.zero import ZeroStrategy
 
 BATCHES, SIZE, WIDTH = 10, 4, 6
@@ -132,6 +134,31 @@ def test_the_last_gradient_is_the_mean_of_its_two_batches():
     assert len(found) == 6
     # A loader that does not know its length: the gradient is put right when the window turns out to be short.
     assert norms_of(DataLoader(Stream(), batch_size=2)) == pytest.approx(expected, rel=1e-6)
+
+
+class Watched(Net):
+    """Keeps its gradients as the optimizer gets them: the module's hook comes after the callbacks'."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ratios: list[float] = []
+
+    def on_before_optimizer_step(self, optimizer):
+        ratios = [unit_norms(p.grad) / unit_norms(p.detach()).clamp(min=1e-3) for p in self.parameters()]
+        self.ratios.append(max(float(ratio.max()) for ratio in ratios))
+
+
+@pytest.mark.parametrize("own", [[], [AccumulationTail()]])
+def test_what_clips_gradients_finds_the_last_one_scaled_already(tmp_path, own):
+    """In the order of a fit, where the loader has no length; one of the user's own takes the default's place."""
+    module = Watched()
+    clipping = AdaptiveGradientClipping(0.01, exclude=[])
+    callbacks = add_default_callbacks([*own, clipping], run_folder=tmp_path, model=module, checkpoints=False)
+    assert sum(isinstance(callback, AccumulationTail) for callback in callbacks) == 1
+    quiet = dict.fromkeys(("logger", "enable_model_summary", "enable_checkpointing"), False)
+    trainer = Trainer(accelerator="cpu", max_epochs=1, accumulate_grad_batches=SIZE, callbacks=callbacks, **quiet)
+    trainer.fit(module, DataLoader(Stream(), batch_size=2))
+    assert module.ratios == pytest.approx([0.01] * 3, rel=1e-4)
 
 
 @pytest.mark.parametrize("limit", [9, 5, 4, 1])

@@ -10,6 +10,7 @@ from torch.utils.data import DataLoader
 
 from dlo_framework.ema import WeightEMA
 from dlo_framework.errors import DloError
+from dlo_framework.resume import ExactResume
 
 BATCH = torch.randn(4, 3, generator=torch.Generator().manual_seed(0))
 
@@ -166,6 +167,35 @@ def test_a_checkpoint_of_a_finished_run_can_be_trained_on(tmp_path):
     first.save_checkpoint(tmp_path / "end.ckpt")
     run(tmp_path, max_epochs=4).fit(part, loader(), loader(1), ckpt_path=tmp_path / "end.ckpt", weights_only=True)
     assert torch.equal(weights(part), weights(whole))
+
+
+class First(Callback):
+    """Keeps the weights that the first step begins with."""
+
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        self.weights = getattr(self, "weights", weights(pl_module))
+
+
+def test_a_run_without_the_average_goes_on_from_the_trained_weights(tmp_path, caplog):
+    path, reference = tmp_path / "mid.ckpt", Reference()
+    run(tmp_path, Save(7, path), reference, max_epochs=3).fit(Net(), loader(), loader(1))
+    dropped, kept = Net(), Net()
+    for module, callbacks in ((dropped, [ExactResume()]), (kept, [ExactResume(), WeightEMA(0.8)])):
+        first = First()
+        trainer = run(tmp_path, max_epochs=3)
+        trainer.callbacks = [*callbacks, first]
+        with caplog.at_level("INFO"):
+            trainer.fit(module, loader(), ckpt_path=path, weights_only=True)
+        assert torch.equal(first.weights, reference.trained[6])
+        assert ("training goes on from the trained weights" in caplog.text) == (module is dropped)
+        caplog.clear()
+    assert torch.equal(weights(dropped), reference.trained[-1])
+    assert not torch.equal(weights(kept), weights(dropped))
+    # What only looks at the run's result looks at the average.
+    trainer = run(tmp_path)
+    trainer.callbacks = [ExactResume()]
+    trainer.validate(dropped, loader(1), ckpt_path=path, verbose=False, weights_only=True)
+    assert not torch.equal(dropped.seen[-1], reference.trained[6])
 
 
 class Stop(Callback):

@@ -9,9 +9,11 @@ import torch
 from lightning.pytorch import LightningModule, Trainer
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
+from dlo_framework.accumulation import AccumulationTail
 from dlo_framework.data import ResumableDataModule
 from dlo_framework.errors import DloError
 from dlo_plugins.callbacks.batch_mix import BatchMix
+from dlo_plugins.callbacks.dynamic_batch_size import DynamicBatchSize
 from dlo_plugins.mixing import join
 
 CLASSES, SAMPLES, BATCH = 3, 52, 5  # 10 batches of an odd size an epoch
@@ -80,7 +82,8 @@ def fit(callback=None, data=None, module=None, **options):
     """Returns the module after a short fit."""
     torch.manual_seed(1)
     module = module or Net()
-    trainer = trainer_with(*([callback] if callback else []), **options)
+    callbacks = callback if isinstance(callback, list) else [callback] if callback else []
+    trainer = trainer_with(AccumulationTail(), *callbacks, **options)
     trainer.fit(module, data or Data())
     return module
 
@@ -154,6 +157,23 @@ def test_the_end_may_be_given_in_steps():
     assert same == [False] * 20 + [True] * 5
     with pytest.warns(UserWarning, match="off_epochs is 3, and the run has 2"):
         assert torch.equal(fit(BatchMix(off_epochs=3), max_epochs=2).seen[0][0], plain.seen[0][0])
+
+
+def test_a_short_last_window_does_not_end_the_mixing_early():
+    """Ten batches by four are three steps an epoch: twelve are four epochs, of which three are mixed."""
+    options = {"max_epochs": -1, "max_steps": 12, "accumulate_grad_batches": 4}
+    plain, mixed = (fit(c, **options) for c in ([], [BatchMix(off_epochs=1)]))
+    same = [torch.equal(a[0], b[0]) for a, b in zip(mixed.seen, plain.seen, strict=True)]
+    assert same == [False] * 30 + [True] * 10
+
+
+def test_epochs_that_get_shorter_in_steps_are_counted_as_they_are():
+    """Ten steps, then five an epoch: twenty are three epochs."""
+    grow = {"schedule": {0: 5, 1: 10}, "max_micro_batch": 5}
+    options = {"max_epochs": -1, "max_steps": 20}
+    plain, mixed = (fit([DynamicBatchSize(**grow), *c], **options) for c in ([], [BatchMix(off_epochs=1)]))
+    same = [torch.equal(a[0], b[0]) for a, b in zip(mixed.seen, plain.seen, strict=True)]
+    assert same == [False] * 20 + [True] * 10
 
 
 # --- whose memory ------------------------------------------------------------------------------------------------
@@ -258,13 +278,13 @@ def test_a_batch_whose_step_raised_is_drawn_again():
     callback = BatchMix(seed=5)
     with pytest.raises(RuntimeError, match="out of luck"):
         fit(callback, module=Fails())
-    assert callback.state_dict() == {"seed": 5, "batches": 4}
+    assert callback.state_dict() == {"seed": 5, "batches": 4, "steps": 0}
 
 
 def test_a_seed_of_its_own_holds_over_that_of_the_checkpoint():
     for callback, seed in ((BatchMix(), 11), (BatchMix(seed=5), 5)):
-        callback.load_state_dict({"seed": 11, "batches": 6})
-        assert callback.state_dict() == {"seed": seed, "batches": 6}
+        callback.load_state_dict({"seed": 11, "batches": 6, "steps": 3})
+        assert callback.state_dict() == {"seed": seed, "batches": 6, "steps": 3}
 
 
 # --- what is refused ---------------------------------------------------------------------------------------------
@@ -294,6 +314,22 @@ def test_label_smoothing_twice_is_refused_before_training():
             fit(BatchMix(label_smoothing=0.1), module=module)
         assert module.losses == []
         fit(BatchMix(), module=module)
+
+
+@pytest.mark.parametrize(("threshold", "fits"), [(0.0, False), (0.02, False), (0.2, True), (0.95, False)])
+def test_smooth_targets_that_a_threshold_does_not_tell_apart_are_refused(threshold, fits):
+    module = Net(bce_threshold=threshold)
+    if fits:
+        fit(BatchMix(label_smoothing=0.1), module=module)
+        return
+    with pytest.raises(DloError, match=f"bce_threshold {threshold}.* set label_smoothing to 0"):
+        fit(BatchMix(label_smoothing=0.1), module=module)
+    assert module.losses == []
+    fit(BatchMix(), module=module)
+
+
+def test_a_run_of_no_epochs_has_an_end():
+    assert fit(BatchMix(off_epochs=1), max_epochs=0).losses == []
 
 
 def test_off_epochs_need_an_end():

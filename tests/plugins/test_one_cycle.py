@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from lightning.pytorch import LightningModule, Trainer
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from dlo_framework.errors import DloError
 from dlo_plugins.callbacks.one_cycle import OneCycle, group_peaks, phase_ends, piecewise
@@ -179,3 +179,26 @@ def test_the_curve_stays_between_its_values(pct_start, three_phase, fraction):
     values = (0.04, 1.0, 0.04, 1e-5) if three_phase else (0.04, 1.0, 1e-5)
     value = piecewise(fraction, phase_ends(pct_start, three_phase, 0.0), values, "cos")
     assert 1e-5 - 1e-12 <= value <= 1 + 1e-12
+
+
+class Stream(IterableDataset):
+    """Does not say how long it is."""
+
+    def __iter__(self):
+        return iter(torch.randn(8, 3).split(1))
+
+
+def test_a_loader_without_a_length_needs_the_end_in_steps():
+    def rates(**options):
+        module = Regression()
+        quiet = dict.fromkeys(("logger", "enable_progress_bar", "enable_model_summary", "enable_checkpointing"), False)
+        trainer = Trainer(accelerator="cpu", callbacks=[OneCycle(max_lr=0.1)], **quiet, **options)
+        trainer.fit(module, DataLoader(Stream(), batch_size=2))
+        return [seen[0] for seen in module.seen]
+
+    with pytest.raises(DloError, match=r"no length; set trainer\.max_steps, or trainer\.limit_train_batches"):
+        rates(max_epochs=2)
+    cycle = rates(max_epochs=2, max_steps=8)
+    assert len(set(cycle)) > 6
+    assert rates(max_epochs=2, limit_train_batches=4) == pytest.approx(cycle)
+    assert rates(max_epochs=0) == []

@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from dlo_framework.ema import WeightEMA
 from dlo_framework.errors import DloError
 from dlo_tasks.imagenet.classifier import ImageClassifier
+from dlo_tasks.imagenet.folder import ImageFolderData
 from dlo_tasks.imagenet.measures import SampleMean
 from dlo_tasks.imagenet.models import sincos_2d
 
@@ -24,6 +25,7 @@ class Images(LightningDataModule):
 
     num_classes = 7
     image_size = 16
+    channels = 3
     mean = (0.5, 0.5, 0.5)
     std = (0.25, 0.25, 0.25)
 
@@ -168,6 +170,13 @@ def test_tensorboard_gets_images_once_and_the_confusion_matrix_at_the_end(tmp_pa
         ({"min_lr": 1.0}, "min_lr lies between 0 and lr=0.001, given 1.0"),
         ({"bce_threshold": 0.0}, "bce_threshold needs loss_name: bce"),
         ({"num_classes": 1}, "num_classes is at least 2, given 1"),
+        ({"loss_name": "bce", "bce_threshold": 1.5}, r"bce_threshold lies in \[0, 1\), given 1.5"),
+        ({"loss_name": "bce", "bce_threshold": 0.0, "label_smoothing": 0.1}, "so that all would be 1"),
+        ({"warmup_epochs": -1}, "warmup_epochs is at least 0, given -1"),
+        ({"warmup_steps": -1}, "warmup_steps is at least 0, given -1"),
+        ({"weight_decay": -0.1}, "weight_decay is at least 0, given -0.1"),
+        ({"layer_decay": 1.5}, "layer_decay lies in"),
+        ({"ema_decay": 1.0}, "the EMA decay lies in"),
     ],
 )
 def test_bad_arguments_are_refused_at_construction(options, words):
@@ -188,6 +197,9 @@ def test_bad_arguments_are_refused_at_construction(options, words):
         ({"model_args": {"drop_pth_rate": 0.1}}, r"takes no argument 'drop_pth_rate'; did you mean 'drop_path_rate'\?"),
         ({"optimizer": "sgd", "optimizer_args": {"betas": 1}}, None),
         ({"optimizer": "sgd", "optimizer_args": {"beta": 1}}, "optimizer_args .* do not fit optimizer 'sgd'"),
+        ({"optimizer": "sgd", "optimizer_args": {"momentum": -1}}, "do not fit optimizer 'sgd': Invalid momentum"),
+        ({"loss_name": "bce", "bce_threshold": 0.01, "label_smoothing": 0.1}, "of 7 classes its own gets 0.914"),
+        ({"model_args": {"in_chans": 1}}, r"images of 1 channels .* Images gives 3; leave in_chans out"),
         ({"position_embedding": "sincos2d", "image_size": 224}, "class_token: false"),
         ({"model": "resnet18", "image_size": 225}, None),
     ],
@@ -200,6 +212,25 @@ def test_check_compares_with_the_data_before_anything_runs(options, words):
         with pytest.raises(DloError, match=words):
             task.check(Images())
     assert not task.has_model
+
+
+def test_one_class_is_none(tmp_path):
+    for split in ("train", "val"):
+        (tmp_path / split / "cat").mkdir(parents=True)
+    with pytest.raises(DloError, match=f"at least 2 classes apart, but the data in {tmp_path} have 1: cat; name"):
+        tiny().check(ImageFolderData(str(tmp_path), image_size=16))
+    data = Images()
+    data.num_classes = 1
+    with pytest.raises(DloError, match="the data in Images have 1: class 0"):
+        tiny(num_classes=2).check(data)
+
+
+def test_images_of_another_number_of_channels_are_the_users_own(tmp_path):
+    task, data = tiny(model_args={**TINY, "in_chans": 1}), Images()
+    data.channels, data.images = 1, data.images[:, :1]
+    data.val_dataloader = lambda: DataLoader(TensorDataset(data.images, data.targets), batch_size=8)
+    trainer(tmp_path, max_epochs=1).fit(task, data)
+    assert task.example_batch(data)[0].shape == (1, 1, 16, 16)
 
 
 def test_a_model_is_evaluated_at_another_size_if_it_can_be():

@@ -7,6 +7,7 @@ from timm.loss import BinaryCrossEntropy
 from torchmetrics.classification import MulticlassAccuracy, MulticlassConfusionMatrix
 
 from dlo_framework.data import VOID
+from dlo_framework.errors import DloError
 from dlo_tasks.imagenet import losses
 from dlo_tasks.imagenet.measures import Confusion, SampleMean
 
@@ -33,6 +34,31 @@ def test_bce_is_timms(logits, targets, threshold):
     theirs = BinaryCrossEntropy(smoothing=0.0, target_threshold=threshold)(logits, targets)
     ours = losses.mean_of_real(losses.binary_cross_entropy(logits, targets, 0.0, threshold), targets)
     torch.testing.assert_close(ours, theirs)
+
+
+@pytest.mark.parametrize(
+    ("threshold", "smoothing", "classes", "words"),
+    [
+        (1.0, 0.0, 10, r"bce_threshold lies in \[0, 1\), given 1.0"),
+        (-0.1, 0.0, None, r"lies in \[0, 1\)"),
+        (0.0, 0.1, None, "above bce_threshold 0.0, so that all would be 1; set label_smoothing to 0"),
+        (0.005, 0.1, 10, r"its own gets 0.91, each other 0.01\) brings all targets above"),
+        (0.95, 0.1, 10, "at or below bce_threshold 0.95, so that all would be 0"),
+        (0.0, 0.0, 10, None),
+        (0.2, 0.1, 1000, None),
+        (0.2, 0.1, None, None),
+    ],
+)
+def test_a_threshold_that_tells_no_class_from_another_is_refused(threshold, smoothing, classes, words):
+    dense = losses.dense_targets(torch.arange(3), classes or 1000, smoothing)
+    tells = ((dense > threshold).sum(1) == 1).all()
+    if words is None:
+        assert tells
+        losses.check_threshold(threshold, smoothing, classes)
+    else:
+        assert not tells or not 0 <= threshold < 1
+        with pytest.raises(DloError, match=words):
+            losses.check_threshold(threshold, smoothing, classes)
 
 
 def test_bce_smooths_as_timm_does(logits):

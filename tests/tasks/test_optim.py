@@ -1,3 +1,4 @@
+import itertools
 import math
 from types import SimpleNamespace
 
@@ -7,11 +8,17 @@ import timm
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from lightning.pytorch import Callback, LightningModule, Trainer
 from timm.optim import param_groups_layer_decay, param_groups_weight_decay
 from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
 
+from dlo_framework.accumulation import AccumulationTail
 from dlo_framework.errors import DloError
+from dlo_framework.resume import ExactResume
+from dlo_plugins.callbacks.dynamic_batch_size import DynamicBatchSize
 from dlo_tasks import optim
+from dlo_tasks.imagenet.digits import DigitsData
 
 TINY = {"img_size": 16, "patch_size": 4, "embed_dim": 32, "depth": 2, "num_heads": 2}
 
@@ -60,15 +67,102 @@ def test_the_schedule_stays_between_its_ends(fraction, warmup, start, end):
     assert -1e-9 + min(start, end) <= optim.lr_factor(fraction, warmup, start, end) <= 1 + 1e-9
 
 
+def factor_at(trainer, epochs, steps, start=0.0, shape="linear"):
+    """Returns the factor of a schedule that goes on from a checkpoint which has not kept where its warm-up ended."""
+    return optim.WarmedUp(trainer, epochs, steps, start, 0.0, shape)(0)
+
+
 def test_warm_up_in_epochs_and_in_steps():
-    assert optim.warmup_fraction(run(), 0.5, None) == 0.125
-    assert optim.warmup_fraction(run(accumulate=5), 0.5, None) == 0.125
-    assert optim.warmup_fraction(run(), 0.5, 4) == 0.1
-    assert optim.warmup_fraction(run(accumulate=5), 0.0, 4) == 0.5
-    assert optim.warmup_fraction(run(max_steps=20), 1, None) == 0.5
-    assert optim.warmup_fraction(run(batches=math.inf, max_epochs=None, max_steps=20), 0, 4) == 0.2
+    assert factor_at(run(ready=2), 0.5, None) == 0.4
+    assert factor_at(run(ready=2, step=3), 0.5, 4) == 0.75
+    assert factor_at(run(ready=5, step=1, accumulate=5), 0.5, None) == 1.0
+    assert factor_at(run(ready=5, step=1, accumulate=5, max_steps=20), 1, None) == 0.5
+    # What part of training the warm-up was: an eighth, and a tenth, and a half.
+    assert factor_at(run(epoch=2, ready=2), 0.5, None) == pytest.approx((1 - 0.55) / (1 - 0.125))
+    assert factor_at(run(epoch=2, ready=2, step=22), 0.5, 4) == pytest.approx((1 - 0.55) / (1 - 0.1))
+    assert factor_at(run(epoch=3, ready=5, step=7, accumulate=5), 0.0, 4) == pytest.approx((1 - 0.875) / (1 - 0.5))
+    assert factor_at(run(ready=3, batches=math.inf, max_epochs=None, max_steps=20, step=12), 0, 4) == 0.5
     with pytest.raises(DloError, match="warmup_steps instead"):
-        optim.warmup_fraction(run(batches=math.inf, max_steps=20), 1, None)
+        factor_at(run(ready=1, batches=math.inf, max_steps=20), 1, None)
+
+
+class Climb(LightningModule):
+    """Keeps the learning rate of each of its optimizer steps, under a schedule with a warm-up."""
+
+    def __init__(self, **warmup) -> None:
+        super().__init__()
+        self.net, self.warmup = nn.Linear(3, 2), warmup
+        self.rates: list[float] = []
+
+    def training_step(self, batch, batch_idx):
+        return self.net(batch[0].flatten(1)[:, :3]).square().mean()
+
+    def on_before_optimizer_step(self, optimizer):
+        self.rates.append(optimizer.param_groups[0]["lr"])
+
+    def configure_optimizers(self):
+        optimizer = torch.optim.SGD(self.parameters(), lr=1.0)
+        return optim.scheduled(optimizer, self._trainer, "cosine", **self.warmup)
+
+
+class SaveAfter(Callback):
+    def __init__(self, steps, path) -> None:
+        self.steps, self.path = steps, path
+
+    def on_train_batch_end(self, trainer, *_):
+        if trainer.global_step == self.steps and not self.path.exists():
+            trainer.save_checkpoint(self.path)
+
+
+def climb(data, *callbacks, ckpt_path=None, options, **warmup):
+    module = Climb(**warmup)
+    quiet = dict.fromkeys(("logger", "enable_progress_bar", "enable_model_summary", "enable_checkpointing"), False)
+    every = [ExactResume(), AccumulationTail(), *callbacks]
+    Trainer(accelerator="cpu", limit_val_batches=0, callbacks=every, **quiet, **options).fit(
+        module, data, ckpt_path=ckpt_path, weights_only=True if ckpt_path else None
+    )
+    return module.rates
+
+
+def smooth(rates, top):
+    """Whether they rise in equal steps to 1, and then fall throughout."""
+    assert rates[: top + 1] == pytest.approx([step / top for step in range(top + 1)])
+    assert all(0 <= later < sooner for sooner, later in itertools.pairwise(rates[top:]))
+
+
+@pytest.mark.parametrize("resume", [4, 12, 15])
+def test_the_warm_up_rises_evenly_where_epochs_end_amid_a_window(tmp_path, resume):
+    data = DataLoader(TensorDataset(torch.ones(9, 3)), batch_size=1)
+    options = {"max_epochs": 10, "accumulate_grad_batches": 8}  # steps of 8 batches and of 1
+    save = SaveAfter(resume, tmp_path / "at.ckpt")
+    rates = climb(data, save, options=options, warmup_steps=11)
+    assert len(rates) == 20
+    smooth(rates, 11)
+    # The fall begins where the rise ended, 5 epochs and 8 of 9 batches into 10 epochs.
+    begun, at = (5 + 8 / 9) / 10, 8 / 10
+    assert rates[16] == pytest.approx(0.5 * (1 + math.cos(math.pi * (at - begun) / (1 - begun))))
+    assert climb(data, ckpt_path=save.path, options=options, warmup_steps=11) == rates[resume:]
+
+
+@pytest.mark.parametrize("resume", [8, 12])
+def test_the_warm_up_rises_evenly_where_the_batch_grows(tmp_path, resume):
+    grow = {"schedule": {0: 200, 1: 800}, "max_micro_batch": 200}
+    options, save = {"max_epochs": 5}, SaveAfter(resume, tmp_path / "at.ckpt")  # 7 steps, and 2 in the epochs after it
+    rates = climb(digits(), DynamicBatchSize(**grow), save, options=options, warmup_steps=10)
+    assert len(rates) == 15
+    smooth(rates, 10)
+    again = climb(digits(), DynamicBatchSize(**grow), ckpt_path=save.path, options=options, warmup_steps=10)
+    assert again == rates[resume:]
+    # In epochs, where the run ends with a step: two epochs are 7 steps and 2.
+    rates = climb(digits(), DynamicBatchSize(**grow), options={"max_epochs": -1, "max_steps": 15}, warmup_epochs=2)
+    assert rates[7] == pytest.approx(0.5)
+    assert rates[9] == pytest.approx(1.0)
+    assert all(later > sooner for sooner, later in itertools.pairwise(rates[:10]))
+    assert all(later < sooner for sooner, later in itertools.pairwise(rates[9:]))
+
+
+def digits():
+    return DigitsData(image_size=8, batch_size=200)
 
 
 def test_the_scheduler_scales_each_group_from_its_own_rate():
@@ -186,8 +280,36 @@ def test_a_path_that_leads_nowhere_is_refused(name, message):
         optim.check_optimizer(name)
 
 
+@pytest.mark.parametrize(
+    ("check", "given", "words"),
+    [
+        (optim.check_warmup, (-1, None), "warmup_epochs is at least 0, given -1"),
+        (optim.check_warmup, (0, -4), "warmup_steps is at least 0, given -4"),
+        (optim.check_decays, (-0.1, None), "weight_decay is at least 0, given -0.1"),
+        (optim.check_decays, (0.1, 0.0), r"layer_decay lies in \(0, 1\], given 0.0"),
+        (optim.check_decays, (0.1, 1.5), "given 1.5; 0.65 to 0.8 is usual"),
+        (optim.check_rates, (math.nan,), "lr is positive"),
+    ],
+)
+def test_values_out_of_range_are_refused(check, given, words):
+    with pytest.raises(DloError, match=words):
+        check(*given)
+    optim.check_warmup(0, 0)
+    optim.check_decays(0.0, 1.0)
+
+
+def test_every_task_that_builds_by_these_functions_is_checked():
+    with pytest.raises(DloError, match="layer_decay lies in"):
+        optim.build_optimizer(vit(), "adamw", lr=1.0, weight_decay=0.0, layer_decay=2.0)
+    optimizer = optim.build_optimizer(vit(), "adamw", lr=1.0, weight_decay=0.0)
+    with pytest.raises(DloError, match="warmup_steps is at least 0"):
+        optim.scheduled(optimizer, None, "cosine", warmup_steps=-1)
+
+
 def test_wrong_names_say_what_is_near():
     with pytest.raises(DloError, match=r"unknown optimizer 'adamww'; did you mean 'adamw'\?"):
         optim.check_optimizer("adamww")
     with pytest.raises(DloError, match=r"optimizer_args .*beta.* do not fit optimizer 'sgd'"):
         optim.build_optimizer(nn.Linear(2, 2), "sgd", lr=1.0, weight_decay=0.0, args={"beta": 1})
+    with pytest.raises(DloError, match=r"optimizer_args .*momentum.* do not fit optimizer 'sgd': Invalid momentum"):
+        optim.build_optimizer(nn.Linear(2, 2), "sgd", lr=1.0, weight_decay=0.0, args={"momentum": -1.0})

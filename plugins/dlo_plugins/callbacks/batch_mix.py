@@ -15,7 +15,7 @@ from torch import Tensor
 from dlo_framework.batch_transform import BatchTransform, batches_are_new
 from dlo_framework.data import data_parallel_coordinates
 from dlo_framework.errors import DloError, did_you_mean
-from dlo_framework.progress import steps_per_epoch
+from dlo_framework.progress import epochs_of_run, steps_per_epoch
 from dlo_plugins.mixing import Plan, Recipe, draw, join, mix_images, mix_targets, soft_targets, to_device
 
 
@@ -46,7 +46,8 @@ class BatchMix(BatchTransform):
             the model or this callback smooths, not both.
         num_classes: C; None takes the datamodule's or the module's ``num_classes``. Dense targets need none.
         multi_label: targets are dense, each class a yes or no of its own, smoothed towards 0.5 instead of 1 / C.
-        off_epochs: mix nothing in this many epochs at the end of training.
+        off_epochs: mix nothing in this many epochs at the end of training. Where ``max_steps`` ends it, epochs to come
+            are taken to have as many steps as the present one.
         seed: of the draws; None takes ``seed_everything``'s.
         group_size: mixes within groups of so many images, each with draws of its own; None for one group a batch.
             A run on fewer ranks, with as many images a group as each rank's batch had, mixes the same images by the
@@ -96,6 +97,7 @@ class BatchMix(BatchTransform):
             raise DloError(f"BatchMix: a group has at least 2 images, but group_size was {group_size}")
         self._run_seed = seed or 0
         self._batches = 0  # that training was given so far, on each rank
+        self._steps = 0  # optimizer steps before the present epoch
         self._classes: int | None = None
         self._checked = False
         self._trainer: Trainer | None = None
@@ -104,15 +106,15 @@ class BatchMix(BatchTransform):
     # --- state ---------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """The seed and the batches so far: every rank's random numbers follow from them.
+        """The seed and the batches so far, from which every rank's random numbers follow, and where the epoch began.
 
         A batch whose step is not complete, as when it raised, is not counted: a resumed run begins with it again.
         """
-        return {"seed": self._run_seed, "batches": self._batches - self._in_step()}
+        return {"seed": self._run_seed, "batches": self._batches - self._in_step(), "steps": self._steps}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Takes up the draws of the run that is resumed, unless a ``seed`` of its own is given."""
-        self._batches = int(state_dict["batches"])
+        self._batches, self._steps = int(state_dict["batches"]), int(state_dict.get("steps", 0))
         if self.seed is None:
             self._run_seed = int(state_dict["seed"])
 
@@ -141,23 +143,38 @@ class BatchMix(BatchTransform):
                 f" {type(pl_module).__name__} has label_smoothing {theirs}, which smooths soft targets too; set one of"
                 " them to 0"
             )
-        if self.off_epochs and math.isinf(_epochs(trainer, steps=1.0)):
+        threshold = _setting(pl_module, "bce_threshold")
+        if self.label_smoothing and threshold is not None:
+            classes = 2 if self.multi_label else self._find_classes(trainer, pl_module)
+            share = self.label_smoothing / classes if classes else 0.0
+            own = 1 - self.label_smoothing + share
+            if not share < threshold < own:
+                raise DloError(
+                    f"BatchMix: label_smoothing {self.label_smoothing} gives its own class {own:.3g} and each other"
+                    f" {share:.3g}, and {type(pl_module).__name__} takes what lies above bce_threshold {threshold} for"
+                    " 1 and the rest for 0; set label_smoothing to 0: a threshold takes it back anyway"
+                )
+        if self.off_epochs and math.isinf(epochs_of_run(trainer)) and trainer.max_steps < 0:
             raise DloError(
                 f"BatchMix: off_epochs {self.off_epochs} counts from the end of training, and trainer.max_epochs and"
                 " trainer.max_steps are both unlimited; set one of them, or off_epochs to 0"
             )
         self._trainer, self._checked, self._classes = trainer, False, None
         if trainer.current_epoch == 0:  # Also where a fit before has raised. What is resumed is loaded after this.
-            self._batches = 0
+            self._batches = self._steps = 0
             self._run_seed = _seed_of_run() if self.seed is None else self.seed
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Warns where nothing will be mixed."""
-        epochs = _epochs(trainer)
+        epochs = self._epochs(trainer)
         if self.off_epochs >= epochs:
             rank_zero_warn(
                 f"BatchMix mixes nothing: off_epochs is {self.off_epochs}, and the run has {epochs:g} epochs"
             )
+
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Keeps how many steps the epoch begins after."""
+        self._steps = trainer.global_step
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Lets go of the trainer."""
@@ -184,7 +201,15 @@ class BatchMix(BatchTransform):
 
     def is_on(self, trainer: Trainer) -> bool:
         """Returns whether the current epoch is none of the last ``off_epochs``."""
-        return not self.off_epochs or trainer.current_epoch < _epochs(trainer) - self.off_epochs
+        return not self.off_epochs or trainer.current_epoch < self._epochs(trainer) - self.off_epochs
+
+    def _epochs(self, trainer: Trainer) -> float:
+        """Returns how many epochs the run has, 2.5 where the third ends in the middle; infinite without an end."""
+        epochs = epochs_of_run(trainer)
+        if trainer.max_steps >= 0:
+            left = (trainer.max_steps - self._steps) / steps_per_epoch(trainer)
+            epochs = min(epochs, trainer.current_epoch + left)
+        return epochs
 
     def plan(self, number: int, rank: int, shape: torch.Size) -> Plan:
         """Returns what is drawn for one batch on one rank.
@@ -267,19 +292,6 @@ def _seed_of_run() -> int:
     """Returns the seed that ``seed_everything`` was given, else that of torch's generator: equal on all ranks."""
     given = os.environ.get("PL_GLOBAL_SEED")
     return int(given) if given else torch.initial_seed()
-
-
-def _epochs(trainer: Trainer, steps: float | None = None) -> float:
-    """Returns how many epochs the run has, 2.5 where the third ends in the middle; infinite without an end.
-
-    Args:
-        trainer: in its training stage, unless ``steps`` is given.
-        steps: optimizer steps of an epoch.
-    """
-    epochs = trainer.max_epochs if trainer.max_epochs is not None and trainer.max_epochs > 0 else math.inf
-    if trainer.max_steps > 0:
-        epochs = min(epochs, trainer.max_steps / (steps or steps_per_epoch(trainer)))
-    return epochs
 
 
 def _take(batch: Any, key: int | str) -> Any:

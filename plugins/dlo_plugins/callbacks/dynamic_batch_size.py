@@ -8,6 +8,7 @@ from the second in measuring the noise from one micro-batch of each step on each
 from __future__ import annotations
 
 import math
+from fractions import Fraction
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -89,6 +90,7 @@ class DynamicBatchSize(Callback):
         self._length_is_old = False
         self._factor = 1.0
         self._own_plan: tuple[int, list[Span]] | None = None
+        self._counted: tuple[list[Span], Fraction] = [], Fraction(1)  # an epoch's plan, and its mean window
         self._hooks: list[Any] = []
 
     # --- the plan ------------------------------------------------------------------------------------------
@@ -256,9 +258,11 @@ class DynamicBatchSize(Callback):
         span = spans[batch_idx]
         if self.noise is not None:
             wanted = max(2, round(self._size / (span.stop - span.start)))
-            self._window = AccumulationWindow(min(wanted, len(spans) - batch_idx), batch_idx)
+            self._window = AccumulationWindow(min(wanted, len(spans) - batch_idx), batch_idx, wanted)
         else:
-            self._window = AccumulationWindow(span.batches, span.first)
+            if spans is not self._counted[0]:
+                self._counted = spans, Fraction(len(spans), len({each.first for each in spans}))
+            self._window = AccumulationWindow(span.batches, span.first, self._counted[1])
         start = spans[self._window.start].start
         size, self._factor = self.size_at(Position(trainer.current_epoch, start, self._samples(trainer)))
         trainer.accumulate_grad_batches = self._window
@@ -330,7 +334,7 @@ class DynamicBatchSize(Callback):
     def state_dict(self) -> dict[str, Any]:
         """The window that is open, what was measured, and the micro-batch that was found."""
         return {
-            "window": [int(self._window), self._window.start, self._epoch],
+            "window": [int(self._window), self._window.start, self._epoch, float(self._window.usual)],
             "size": self._size,
             "micro": self._micro,
             "max_micro_batch": self.max_micro_batch if self._found_micro_batch else None,
@@ -339,8 +343,8 @@ class DynamicBatchSize(Callback):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Goes on with the window, the measurements and the size of the run that is resumed."""
-        batches, start, self._epoch = state_dict["window"]
-        self._window = AccumulationWindow(batches, start)
+        batches, start, self._epoch, *usual = state_dict["window"]
+        self._window = AccumulationWindow(batches, start, Fraction(*usual) if usual else None)
         if self.noise is not None and self._meter is not None and state_dict["meter"] is not None:
             self._size, self._micro = state_dict["size"], state_dict["micro"]
             self._meter.load_state_dict(state_dict["meter"])

@@ -21,7 +21,7 @@ from torchmetrics import Metric
 from dlo_framework.data import ResumableLoader
 from dlo_framework.errors import DloError
 from dlo_framework.model_sizes import accept_any_size, check_sizes, size_multiple
-from dlo_framework.progress import steps_per_epoch
+from dlo_framework.progress import epochs_of_run, steps_per_epoch
 from dlo_framework.resume import random_state, restore_random_state
 
 _MULTIPLE = 8  # of a model that takes any size, as fast.ai's
@@ -140,8 +140,7 @@ class RectangularValidation(Callback):
         if batches.ready + (trainer.val_check_batch or 0) <= trainer.num_training_batches and not stops:
             return False  # this epoch has another validation
         interval = trainer.check_val_every_n_epoch or 1
-        if trainer.max_epochs is not None and trainer.max_epochs > 0:
-            stops |= epoch + interval > trainer.max_epochs
+        stops |= epoch + interval > epochs_of_run(trainer)
         if trainer.max_steps > 0:
             stops |= trainer.global_step + interval * steps_per_epoch(trainer) > trainer.max_steps
         return stops or (self.every_n_epochs is not None and epoch % self.every_n_epochs == 0)

@@ -186,10 +186,12 @@ def build_distortions(
         transforms.append(three_augment())
     if color_jitter:
         strengths: Any = [color_jitter] * 3 if isinstance(color_jitter, int | float) else list(color_jitter)
-        if not 1 <= len(strengths) <= 4 or min(strengths) < 0:
+        if not 1 <= len(strengths) <= 4 or not all(0 <= strength < math.inf for strength in strengths):
             raise DloError(
                 f"color_jitter must be one strength, or those of brightness, contrast, saturation, hue; got {strengths}"
             )
+        if len(strengths) == 4 and strengths[3] > 0.5:
+            raise DloError(f"color_jitter turns hues by at most 0.5, half of their circle; got {strengths[3]}, use 0.5")
         transforms.append(v2.ColorJitter(*strengths))
     if random_erase:
         fill = (torch.tensor(mean) * 255).round().to(torch.uint8) if erase_mode == "mean" else None

@@ -40,7 +40,8 @@ class ImageClassifier(Task):
         position_embedding: `sincos2d` replaces a ViT's learned position embedding by fixed sines and cosines.
         loss_name: `cross_entropy`, or `bce`: each class its own yes or no (DeiT III).
         label_smoothing: Share of each target that is spread over all classes. Soft targets are smoothed too.
-        bce_threshold: With `bce`, targets above it become 1 and the others 0; DeiT III's is 0.
+        bce_threshold: With `bce`, targets above it become 1 and the others 0; DeiT III's is 0. It comes after
+            `label_smoothing`, which it takes back, and so is to lie above the share that smoothing gives each class.
         optimizer: timm's name of the optimizer: `adamw`, `lamb`, `lars`, `muon`, `sgd` (Nesterov),
             `momentum`...
         lr: Base learning rate, for the global batch as it is.
@@ -112,8 +113,14 @@ class ImageClassifier(Task):
         if not 0 <= self.label_smoothing < 1:
             raise DloError(f"label_smoothing lies in [0, 1), given {self.label_smoothing}; 0.1 is usual")
         optim.check_rates(self.lr, min_lr=self.min_lr, warmup_lr=self.warmup_lr)
-        if self.bce_threshold is not None and self.loss_name != "bce":
-            raise DloError(f"bce_threshold needs loss_name: bce, given loss_name: {self.loss_name}")
+        optim.check_warmup(self.warmup_epochs, self.warmup_steps)
+        optim.check_decays(self.weight_decay, self.layer_decay)
+        if self.ema_decay is not None:
+            WeightEMA(self.ema_decay)
+        if self.bce_threshold is not None:
+            if self.loss_name != "bce":
+                raise DloError(f"bce_threshold needs loss_name: bce, given loss_name: {self.loss_name}")
+            losses.check_threshold(self.bce_threshold, self.label_smoothing, self.num_classes)
         if self.num_classes is not None and self.num_classes < 2:
             raise DloError(f"num_classes is at least 2, given {self.num_classes}; leave it out to take the data's")
 
@@ -147,6 +154,13 @@ class ImageClassifier(Task):
 
     def _fit_to(self, datamodule: LightningDataModule | None) -> None:
         theirs = getattr(datamodule, "num_classes", None)
+        if theirs is not None and int(theirs) < 2:
+            where = getattr(datamodule, "root", None) or type(datamodule).__name__
+            names = getattr(datamodule, "class_names", None)
+            raise DloError(
+                f"a classifier tells at least 2 classes apart, but the data in {where} have {theirs}"
+                f"{f': {names[0]}' if names else ''}; name the folder whose folders are the classes"
+            )
         if self.num_classes is None:
             if theirs is None:
                 raise DloError("num_classes is not given, and the data do not tell it; set model.init_args.num_classes")
@@ -155,6 +169,14 @@ class ImageClassifier(Task):
             raise DloError(
                 f"the model has {self.num_classes} classes and the data {theirs}; set"
                 f" model.init_args.num_classes={theirs}, or leave it out to take the data's"
+            )
+        if self.bce_threshold is not None:
+            losses.check_threshold(self.bce_threshold, self.label_smoothing, self.num_classes)
+        channels, given = self.model_args.get("in_chans", 3), getattr(datamodule, "channels", None)
+        if given is not None and channels != given:
+            raise DloError(
+                f"the model takes images of {channels} channels (model_args: in_chans), and"
+                f" {type(datamodule).__name__} gives {given}; leave in_chans out"
             )
         size = getattr(datamodule, "image_size", None)
         if self.image_size is None and isinstance(size, int):
@@ -224,7 +246,8 @@ class ImageClassifier(Task):
         """Returns a black image and its label."""
         if self.image_size is None:
             return None
-        return torch.zeros(1, 3, self.image_size, self.image_size), torch.zeros(1, dtype=torch.long)
+        channels = self.model_args.get("in_chans", 3)
+        return torch.zeros(1, channels, self.image_size, self.image_size), torch.zeros(1, dtype=torch.long)
 
     def inputs(self, batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Returns the images, in the weights' precision: the datamodule normalises to single."""

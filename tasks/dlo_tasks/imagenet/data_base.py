@@ -64,6 +64,9 @@ class ImageData(ResumableDataModule):
         kwargs: see :class:`ResumableDataModule`.
     """
 
+    #: Of the images: red, green and blue.
+    channels = 3
+
     #: What `on_after_batch_transfer` returns is in memory of that batch alone: callbacks may write to it.
     makes_new_batches = True
 
@@ -79,8 +82,7 @@ class ImageData(ResumableDataModule):
         super().__init__(**kwargs)
         if image_size < 1:
             raise DloError(f"image_size must be at least 1 pixel, got {image_size}")
-        if len(mean) != 3 or len(std) != 3 or min(std) <= 0:
-            raise DloError(f"mean and std must be 3 numbers each, std > 0; got mean {mean}, std {std}")
+        _check_colours(mean, std)
         self.image_size = image_size
         self.mean = tuple(mean)
         self.std = tuple(std)
@@ -99,3 +101,15 @@ class ImageData(ResumableDataModule):
         layout = torch.channels_last if self.channels_last else torch.contiguous_format
         images = images.contiguous(memory_format=layout)
         return normalise(images, *self._scale_and_bias[device]), targets
+
+
+def _check_colours(mean: Sequence[float], std: Sequence[float]) -> None:
+    if len(mean) != 3 or len(std) != 3:
+        raise DloError(f"mean and std are 3 numbers each, of red, green and blue, given {list(mean)} and {list(std)}")
+    if all(0 <= m <= 1 for m in mean) and all(0 < s <= 1 for s in std):
+        return
+    fix = f"ImageNet's are {list(IMAGENET_MEAN)} and {list(IMAGENET_STD)}"
+    if all(0 <= m <= 255 for m in mean) and all(0 < s <= 255 for s in std) and max(*mean, *std) > 2:
+        scaled = [[round(value / 255, 4) for value in values] for values in (mean, std)]
+        fix = f"those of 0..255 divide by 255: mean {scaled[0]}, std {scaled[1]}"
+    raise DloError(f"mean lies in 0..1 and std above 0 and up to 1, given {list(mean)} and {list(std)}; {fix}")

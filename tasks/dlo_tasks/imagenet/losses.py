@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dlo_framework.data import VOID
+from dlo_framework.errors import DloError
 
 LossName = Literal["cross_entropy", "bce"]
 
@@ -62,6 +63,31 @@ def binary_cross_entropy(
         dense = (dense > threshold).float()
     losses = F.binary_cross_entropy_with_logits(logits.float(), dense, reduction="none").mean(dim=1)
     return losses.masked_fill(~is_real(targets), 0.0)
+
+
+def check_threshold(threshold: float, smoothing: float, num_classes: int | None) -> None:
+    """Checks that a threshold tells a sample's class from the others after smoothing.
+
+    Args:
+        threshold: See :func:`binary_cross_entropy`.
+        smoothing: Likewise.
+        num_classes: None where it is not known yet.
+
+    Raises:
+        DloError: if it does not.
+    """
+    if not 0 <= threshold < 1:
+        raise DloError(f"bce_threshold lies in [0, 1), given {threshold}; DeiT III has 0, ResNet strikes back 0.2")
+    others = smoothing / num_classes if num_classes else 0.0
+    own = 1 - smoothing + others if num_classes else 1.0
+    if not smoothing or others < threshold < own:
+        return
+    side, value = ("above", 1) if threshold <= others else ("at or below", 0)
+    shares = f" (of {num_classes} classes its own gets {own:.3g}, each other {others:.3g})" if num_classes else ""
+    raise DloError(
+        f"label_smoothing {smoothing}{shares} brings all targets {side} bce_threshold {threshold}, so that all would be"
+        f" {value}; set label_smoothing to 0: a threshold takes it back anyway"
+    )
 
 
 def mean_of_real(values: Tensor, targets: Tensor) -> Tensor:
