@@ -86,7 +86,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def nothing_is_left_in_the_environment():
     """Lightning keeps a run's seed there, and dlo its folder and checkpoint, where the next test's run finds them."""
     yield
-    for name in ("PL_GLOBAL_SEED", "PL_SEED_WORKERS", "DLO_RUN_FOLDER", "DLO_FOUND_CHECKPOINT"):
+    for name in ("PL_GLOBAL_SEED", "PL_SEED_WORKERS", "DLO_RUN_FOLDER", "DLO_FOUND_CHECKPOINT", "DLO_LAUNCHER"):
         os.environ.pop(name, None)
 
 

@@ -100,8 +100,10 @@ def main(rank: int, job: Job, answer: Connection) -> None:
     os.environ.update(job.environment)
     multiprocessing.set_start_method(job.start_method, force=True)  # A spawned process would spawn its own too.
     os.environ.update(environment(rank, job.world_size, job.port, job.threads))
-    for name in [name for name in os.environ if name.startswith("SLURM_")]:
-        del os.environ[name]  # These ranks are ours, not SLURM's: Lightning would count its tasks instead.
+    for name in [name for name in os.environ if name.startswith("SLURM_") or name == "DLO_LAUNCHER"]:
+        # These ranks are ours, not SLURM's: Lightning would count its tasks instead. Nor are they those of a fit that
+        # this process' starter has made: they would look for it in vain.
+        del os.environ[name]
     try:
         result = _run(rank, job)
         value = pickle.dumps(result)

@@ -199,7 +199,7 @@ def _write(rank: int, world_size: int, folder: Path, model: str, strategies: lis
         sampling = Sampling(max_new_tokens=12, temperature=1.0, top_k=30)
         task = CausalLM(model=model, prompts=["def test", "x"], sampling=sampling, lr=1e-2)
         data = Words(folder, rank, world_size)
-        trainer = trainer_of(made[name](), world_size, folder, max_epochs=2)
+        trainer = trainer_of(made[name](), world_size, folder, max_epochs=2, max_steps=6)
         trainer.fit(task, datamodule=data)
         trainer.save_checkpoint(folder / f"{name}.ckpt")
         greedy = CausalLM(model=model, sampling=Sampling(max_new_tokens=20))
