@@ -12,6 +12,7 @@ from lightning.pytorch import LightningModule
 from lightning.pytorch.plugins.precision import MixedPrecision
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torchmetrics.aggregation import SumMetric
 
 from dlo_framework.distributed.norms import total_norm
@@ -64,7 +65,7 @@ def test_the_scale_is_brought_to_gradients_in_cpu_memory_before_they_are_divided
         given[of] += [inv_scale.device.type, found_inf.device.type]
         return {}
 
-    monkeypatch.setattr(ShardedScaler.__mro__[1], "_unscale_grads_", unscale)
+    monkeypatch.setattr(ShardedGradScaler, "_unscale_grads_", unscale)
     with FakeTensorMode():
         scaler = ShardedScaler.__new__(ShardedScaler)
         for device in ("cpu", "cuda"):

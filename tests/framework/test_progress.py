@@ -7,6 +7,7 @@ import pytest
 
 from dlo_framework.errors import DloError
 from dlo_framework.progress import AccumulationWindow, fraction_seen, optimizer_steps, steps_per_epoch
+from dlo_plugins.callbacks.dynamic_batch_size import DynamicBatchSize
 
 
 def run(epoch=0, ready=0, batches=10, max_epochs=4, max_steps=-1, step=0, accumulate=1):
@@ -74,3 +75,11 @@ def test_steps_of_the_run():
     assert optimizer_steps(run(batches=10, accumulate=4)) == 12
     assert optimizer_steps(run(batches=10, max_steps=7)) == 7
     assert optimizer_steps(run(batches=math.inf)) == math.inf
+
+
+def test_a_plan_s_usual_window_is_saved_exactly():
+    """As a float, 8/3 would make four steps of eight batches."""
+    saved, found = DynamicBatchSize(schedule={0: 32}), DynamicBatchSize(schedule={0: 32})
+    saved._window = AccumulationWindow(2, 6, Fraction(8, 3))
+    found.load_state_dict(saved.state_dict())
+    assert (int(found._window), found._window.start, found._window.usual) == (2, 6, Fraction(8, 3))

@@ -334,7 +334,7 @@ class DynamicBatchSize(Callback):
     def state_dict(self) -> dict[str, Any]:
         """The window that is open, what was measured, and the micro-batch that was found."""
         return {
-            "window": [int(self._window), self._window.start, self._epoch, float(self._window.usual)],
+            "window": [int(self._window), self._window.start, self._epoch, *self._window.usual.as_integer_ratio()],
             "size": self._size,
             "micro": self._micro,
             "max_micro_batch": self.max_micro_batch if self._found_micro_batch else None,
