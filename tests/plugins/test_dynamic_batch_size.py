@@ -344,7 +344,7 @@ def test_a_checkpoint_that_the_exception_saves_has_the_rate_unscaled_and_the_win
     (group,) = saved["optimizer_states"][0]["param_groups"]
     assert group["lr"] == 0.01
     assert not [name for name in group if name.startswith("dlo")]
-    assert saved["callbacks"]["DynamicBatchSize"]["window"] == [1, 4, 0, 1.0]
+    assert saved["callbacks"]["DynamicBatchSize"]["window"] == [1, 4, 0, 1, 1]
 
 
 # --- what is refused ---------------------------------------------------------------------------------------
