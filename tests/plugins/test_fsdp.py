@@ -28,6 +28,7 @@ from dlo_plugins.fsdp.policy import mixed_precision
 from dlo_plugins.fsdp.recompute import recompute
 from dlo_plugins.fsdp.sharding import callable_roots, named_units, separable
 from dlo_plugins.fsdp.state import ShardedState
+from dlo_plugins.fsdp.usage import Usage
 from dlo_plugins.strategies.fsdp import FSDPStrategy
 
 # --- the mesh -------------------------------------------------------------------------------------------------
@@ -336,3 +337,20 @@ def test_whole_gradients_of_the_device_are_added_to_shards_in_cpu_memory() -> No
         )
         found = ShardedState.accumulated_gradients(strategy)
     assert found["weight"].device == torch.device("cpu")
+
+
+def test_where_nothing_is_sharded_parameters_are_watched_though_the_whole_is_never_called() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    model[1].bias.requires_grad = False
+    found: Any = SimpleNamespace(module=model, units=[], roots=[model], parameters=dict(model.named_parameters()))
+    for is_sharded, expected in ((False, {"0.weight", "0.bias", "1.weight"}), (True, set())):
+        found.is_sharded = is_sharded
+        usage = Usage(found)
+        model[1](model[0](torch.ones(1, 2))).sum().backward()
+        assert usage.used == expected
+        usage.remove()
+    model[1].bias.requires_grad = True
+    found.is_sharded = False
+    usage = Usage(found)
+    model(torch.ones(1, 2)).sum().backward()
+    assert usage.used == set(found.parameters)

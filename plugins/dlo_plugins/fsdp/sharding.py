@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -130,6 +130,11 @@ class Sharding:
         self.collect()
         self._syncs = True
 
+    @property
+    def is_sharded(self) -> bool:
+        """Whether parameters are divided among ranks, and gathered for each use."""
+        return self._mesh is not None
+
     def _held(self, part: nn.Module) -> list[nn.Parameter]:
         return [parameter for parameter in part.parameters() if id(parameter) not in self._elsewhere]
 
@@ -239,10 +244,15 @@ class Sharding:
     @torch.no_grad()
     def complete_gradients(self) -> None:
         """Adds up the gradients that are parts of a sum over the ranks of tensor parallelism."""
-        held = [p.grad for name, p in self.parameters.items() if name in self.layout.partial and p.grad is not None]
-        if not held:
+        self.complete({name: p.grad for name, p in self.parameters.items() if p.grad is not None})
+
+    @torch.no_grad()
+    def complete(self, gradients: Mapping[str, Tensor]) -> None:
+        """Likewise those of these gradients, which are given by their parameters' names, in place."""
+        names = [name for name in self.parameters if name in self.layout.partial and name in gradients]
+        parts = [local(gradients[name]) for name in names]
+        if not parts:
             return
-        parts = [local(gradient) for gradient in held]
         joined = self._tensor.sum(torch.cat([part.reshape(-1) for part in parts]))
         for part, total in zip(parts, joined.split([part.numel() for part in parts]), strict=True):
             part.copy_(total.view_as(part))

@@ -34,6 +34,7 @@ class ShardedState(ShardedStrategy):
         self._usage: Usage | None = None
         self._shares: OptimizerShares | None = None
         self._open = False  # whether gradients are being accumulated
+        self._complete = False  # whether the ranks' shares of gradients have been summed since the last backward
 
     def _leave(self) -> None:
         """Frees what is gathered."""
@@ -113,16 +114,27 @@ class ShardedState(ShardedStrategy):
         return found
 
     def restore_gradients(self, saved: Mapping[str, Any]) -> None:
-        """Takes up an unfinished accumulation: what the micro-batches that follow reduce is added to it."""
+        """Takes up an unfinished accumulation: what the micro-batches that follow reduce is added to it.
+
+        A saved gradient is whole, and the accumulation's end sums the shares that several ranks have of some: there
+        one of them takes it up, and the others begin with zeros.
+        """
         assert self.sharding is not None
         assert self._usage is not None
         gradients = readable(saved)
         for name, parameter in self.sharding.parameters.items():
             if name in gradients:
                 parameter.grad = torch.zeros_like(parameter, requires_grad=False)
-                gradients.read_into(name, with_cut(parameter.grad, self.sharding.layout.cuts.get(name)))
+                if self._brings(name):
+                    gradients.read_into(name, with_cut(parameter.grad, self.sharding.layout.cuts.get(name)))
                 self._usage.used.add(name)
-        self._open = True
+        self._open, self._complete = True, False
+
+    def _brings(self, name: str) -> bool:
+        """Whether this rank brings what has been summed of a gradient into a further sum of the ranks' shares."""
+        assert self.sharding is not None
+        layout = self.sharding.layout
+        return name not in layout.repeated and not (name in layout.partial and self.sharding.groups.place.tp)
 
     def refresh(self) -> None:
         """Drops what has been gathered: the shards have been written to from outside."""

@@ -15,7 +15,8 @@ class Usage:
     """Knows which parameters got a gradient, on this rank, since it was last asked.
 
     FSDP2 gathers into parameters of its own, which stand in their modules from a unit's forward to the end of its
-    backward: they are watched, each from the first time that it is seen.
+    backward: they are watched, each from the first time that it is seen. Where nothing is sharded they are watched from
+    the start: a step of one's own may call parts of a model, and never the whole.
 
     Args:
         sharding: what is watched.
@@ -39,7 +40,10 @@ class Usage:
                 claimed.add(id(submodule))
                 own = [(key, p) for key, p in submodule._parameters.items() if p is not None and id(p) in names]
                 places += [(submodule, key, names[id(p)]) for key, p in own]
-            self.handles.append(part.register_forward_pre_hook(self._watch(places)))
+            look = self._watch(places)
+            self.handles.append(part.register_forward_pre_hook(look))
+            if not sharding.is_sharded:
+                look()
 
     def remove(self) -> None:
         """Stops watching."""

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from dlo_framework.checkpoint import CutShard, Shard
+from dlo_framework.checkpoint.shards import with_cut
 from dlo_framework.distributed.unused import unused_message
 from dlo_framework.errors import DloError
 from dlo_plugins.appliers.context_parallel import ContextParallel
@@ -17,6 +19,9 @@ from dlo_plugins.appliers.fully_shard import FullyShard
 from dlo_plugins.fsdp.optimizers import OptimizerShares
 from dlo_plugins.fsdp.state import ShardedState
 from dlo_plugins.mesh.pipelined import PipelinedTask
+
+#: Where a task has its model: what parameters' names begin with that are the model's own elsewhere.
+_MODEL = "model."
 
 
 class MeshSteps(ShardedState):
@@ -125,7 +130,17 @@ class MeshSteps(ShardedState):
         self._usage.used -= self._shares.drop_gradients(
             lambda share: not is_open or (not automatic and OptimizerShares.wiped(share))
         )
-        self._open = True
+        if self._complete:
+            self._divide_sums()
+        self._open, self._complete = True, False
+
+    @torch.no_grad()
+    def _divide_sums(self) -> None:
+        """Leaves one rank what ranks have summed of gradients: by hand, a backward may add to them before a step."""
+        assert self.sharding is not None
+        for name, parameter in self.sharding.parameters.items():
+            if parameter.grad is not None and not self._brings(name):
+                parameter.grad.zero_()
 
     def _loss_scale(self) -> Tensor:
         """Returns what Lightning multiplies a loss by before backward: for accumulation, and for half precision."""
@@ -148,9 +163,11 @@ class MeshSteps(ShardedState):
         if self._last or self.fully_shard.sync_every_micro_batch:
             used = self._used(automatic)
             self.sharding.average_scalars()
-            self.sharding.complete_gradients()
-            if self.pipelined is not None:
-                self.pipelined.pipeline.tied.sum_gradients()
+            if self._last:  # What has been summed would count once more for each rank in a later sum.
+                self.sharding.complete_gradients()
+                if self.pipelined is not None:
+                    self.pipelined.pipeline.tied.sum_gradients()
+                self._complete = True
             for name, parameter in self.sharding.parameters.items():
                 if name not in used:
                     parameter.grad = None
@@ -174,10 +191,39 @@ class MeshSteps(ShardedState):
             bits = torch.tensor([name in used for name in trained], dtype=torch.uint8, device=self.root_device)
             dist.all_reduce(bits, dist.ReduceOp.MAX, group=self.sharding.groups.data)
             used = {name for name, bit in zip(trained, bits.tolist(), strict=True) if bit}
+            used |= self._tied_anywhere(used)
             self._usage.used |= used
         elif automatic and self._last and (absent := [name for name in trained if name not in used]):
             raise DloError(unused_message(absent))
         return set(used)
+
+    def _tied_anywhere(self, names: Iterable[str]) -> set[str]:
+        """Returns the parameters tied across stages that any of the ranks that hold them, this one too, names."""
+        if self.pipelined is None:
+            return set()
+        found = self.pipelined.pipeline.tied.anywhere({name.removeprefix(_MODEL) for name in names})
+        return {f"{_MODEL}{name}" for name in found}
+
+    @torch.no_grad()
+    def accumulated_gradients(self) -> dict[str, Shard]:
+        """Returns this rank's part of the gradients of an unfinished accumulation, their mean over the ranks.
+
+        Those that are sums of several ranks' shares, which the accumulation's end makes whole, are made so here: a
+        checkpoint is for any mesh. The run itself goes on with the shares.
+        """
+        assert self.sharding is not None
+        found = super().accumulated_gradients()
+        if self._complete:
+            return found
+        tied = self._tied_anywhere(found)
+        for name in tied - found.keys():  # Another stage alone has used it.
+            room = torch.zeros_like(self.sharding.parameters[name])
+            found[name] = with_cut(room, self.sharding.layout.cuts.get(name))
+        self.sharding.complete({name: _memory(gradient) for name, gradient in found.items()})
+        if self.pipelined is not None:
+            shares = {name.removeprefix(_MODEL): _memory(found[name]) for name in tied}
+            self.pipelined.pipeline.tied.sum(shares)
+        return found
 
     @contextlib.contextmanager
     def block_backward_sync(self) -> Iterator[None]:
@@ -187,3 +233,10 @@ class MeshSteps(ShardedState):
             yield
         finally:
             self._last = True
+
+
+def _memory(gradient: Shard) -> Tensor:
+    """Returns what a rank holds of a gradient, less the note of which part it is."""
+    part = gradient.part if isinstance(gradient, CutShard) else gradient
+    assert isinstance(part, Tensor)
+    return part

@@ -6,10 +6,11 @@ start equal, stay equal.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from dlo_framework.distributed.held import local
@@ -54,7 +55,7 @@ class TiedWeights:
     """
 
     def __init__(self, model: nn.Module, groups: Sequence[TiedGroup], transport: Transport) -> None:
-        self._model, self._transport = model, transport
+        self._model, self._transport, self._groups = model, transport, groups
         self._held = [tied for tied in groups if transport.rank in tied.ranks]
 
     @torch.no_grad()
@@ -66,14 +67,42 @@ class TiedWeights:
                 continue
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
-            gradient = local(parameter.grad)  # FSDP2's shards are cut alike on the ranks that hold a tied weight.
-            first = tied.ranks[0]
-            if self._transport.rank == first:
-                for other in tied.ranks[1:]:
-                    gradient += self._receive(other, torch.empty_like(gradient))
-            else:
-                self._send(first, gradient)
-            self._from_first(tied, gradient)
+            self._sum(tied, parameter.grad)
+
+    @torch.no_grad()
+    def sum(self, gradients: Mapping[str, Tensor]) -> None:
+        """Sums gradients that are none of the parameters' own, in place.
+
+        Args:
+            gradients: by the first of a parameter's names; all ranks that hold a tied weight have one for it, or none.
+        """
+        for tied in self._held:
+            if tied.names[0] in gradients:
+                self._sum(tied, gradients[tied.names[0]])
+
+    def anywhere(self, names: Collection[str]) -> set[str]:
+        """Returns the tied weights of this rank that any of those who hold them names; all of the pipeline call it.
+
+        Args:
+            names: of this rank's parameters, each the first that it has.
+        """
+        if not self._groups:
+            return set()
+        named = [tied.names[0] in names for tied in self._groups]
+        flags = torch.tensor(named, dtype=torch.uint8, device=self._transport.device)
+        dist.all_reduce(flags, dist.ReduceOp.MAX, group=self._transport.group)
+        found = {tied.names[0] for tied, flag in zip(self._groups, flags.tolist(), strict=True) if flag}
+        return found & {tied.names[0] for tied in self._held}
+
+    def _sum(self, tied: TiedGroup, tensor: Tensor) -> None:
+        gradient = local(tensor)  # FSDP2's shards are cut alike on the ranks that hold a tied weight.
+        first = tied.ranks[0]
+        if self._transport.rank == first:
+            for other in tied.ranks[1:]:
+                gradient += self._receive(other, torch.empty_like(gradient))
+        else:
+            self._send(first, gradient)
+        self._from_first(tied, gradient)
 
     def _from_first(self, tied: TiedGroup, tensor: Tensor) -> None:
         if self._transport.rank == tied.ranks[0]:
