@@ -216,8 +216,8 @@ def _real(tensor: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def broadcast_values(tensor: Tensor, group: dist.ProcessGroup | None = None) -> None:
-    """Copies the values of a group's first rank into the others' tensors, however each lies in memory.
+def broadcast_values(tensor: Tensor, group: dist.ProcessGroup | None = None, source: int = 0) -> None:
+    """Copies the values of one of a group's ranks into the others' tensors, however each lies in memory.
 
     torch's own (2.11 to 2.15, on gloo) takes any tensor for a run of memory from its first element on: a slice gets
     values of others' and writes over its neighbours, an expanded one writes behind its memory.
@@ -226,12 +226,13 @@ def broadcast_values(tensor: Tensor, group: dist.ProcessGroup | None = None) -> 
         tensor: of the same shape and dtype on all ranks. Where its elements share memory, as ``expand`` has them, one
             of them is written for all.
         group: the ranks; None is all of them.
+        source: whose values, by its number in the group.
     """
     if tensor.is_contiguous():
-        dist.broadcast(tensor, group=group, group_src=0)
+        dist.broadcast(tensor, group=group, group_src=source)
         return
     values = tensor.detach().contiguous()
-    dist.broadcast(values, group=group, group_src=0)
+    dist.broadcast(values, group=group, group_src=source)
     written = tensor.detach()
     for dim, (size, stride) in enumerate(zip(tensor.shape, tensor.stride(), strict=True)):
         if stride == 0 and size > 1:

@@ -9,8 +9,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from transformers import DynamicCache
 
+from dlo_framework.errors import DloError
 from dlo_framework.task import Task
+from dlo_plugins.mesh.parts import joined
 from dlo_plugins.mesh.pipelined import PipelinedTask
 from dlo_plugins.pipeline.engine import Pipeline
 from support.waits import Waits
@@ -69,3 +72,9 @@ def test_the_steps_loss_is_made_on_the_device_where_it_is_overwritten(monkeypatc
     assert [value.tolist() for value in found] == [0.0, 3.5]
     assert all(value.dtype == torch.float64 and not value.requires_grad for value in found)
     assert found[1].data_ptr() != total.data_ptr()
+
+
+def test_outputs_that_cannot_be_joined_are_named() -> None:
+    assert joined([{"all": [torch.ones(2), None, "x"]}, {"all": [torch.ones(1), None, "x"]}])["all"][0].shape == (3,)
+    with pytest.raises(DloError, match=r"returns a DynamicCache; leave it out .*use_cache=False"):
+        joined([{"past": DynamicCache()}, {"past": DynamicCache()}])

@@ -11,6 +11,7 @@ import torch
 from lightning.pytorch import Trainer
 
 from dlo_framework.cli.main import main
+from dlo_framework.errors import DloError
 from dlo_framework.mesh import MeshSpec
 from dlo_plugins.mesh.pipelining import Pipelining, forward_costs
 from dlo_plugins.pipeline.balance import balanced_split
@@ -97,3 +98,14 @@ def test_text_that_a_pipeline_cannot_write_is_refused_before_it_starts(
     words += ["--trainer.strategy.pp", "2", "--trainer.strategy.dp_shard", "1", "--trainer.strategy.micro_batches", "2"]
     assert main(["predict", *words]) == 2
     assert "pp > 1 runs a model once for each batch, and CausalLM runs it for each token" in capsys.readouterr().err
+
+
+def test_parameters_outside_of_the_model_are_refused() -> None:
+    task = ImageClassifier("vit_tiny_patch16_224", num_classes=10, image_size=32)
+    task.temperature = torch.nn.Parameter(torch.ones(()))
+    twin = task.on_meta()
+    spec = MeshSpec(pp=2, dp_shard=1)
+    with pytest.raises(DloError, match=r"ImageClassifier trains 'temperature' outside of it; make it a part of"):
+        Pipelining().check(twin, twin.parallel_plan(), spec, None)
+    twin.temperature.requires_grad = False
+    Pipelining().check(twin, twin.parallel_plan(), spec, None)

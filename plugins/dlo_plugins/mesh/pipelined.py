@@ -15,11 +15,29 @@ import torch.distributed as dist
 from lightning.fabric.utilities.apply_func import move_data_to_device
 from torch import Tensor
 from torchmetrics import Metric
+from torchmetrics.utilities.distributed import gather_all_tensors
 
+from dlo_framework.distributed.canonical import clean
+from dlo_framework.distributed.collectives import broadcast_values
 from dlo_framework.errors import DloError
 from dlo_framework.mesh import MeshSpec
 from dlo_framework.task import Task, batch_length
+from dlo_plugins.mesh.parts import joined, rows_of
 from dlo_plugins.pipeline.engine import Pipeline
+
+
+class _Counting:
+    """Gathers a metric's state for torchmetrics' ``dist_sync_fn``, and keeps what ranks of the last stage have."""
+
+    def __init__(self, spec: MeshSpec, place: int) -> None:
+        self._spec, self._place = spec, place
+
+    def __call__(self, value: Tensor, group: Any = None) -> list[Tensor]:
+        """Returns the states of the ranks that count, in the order of ranks."""
+        states: list[Tensor] = gather_all_tensors(value, group)
+        ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
+        pairs = zip(ranks, states, strict=True)
+        return [state for rank, state in pairs if self._spec.coordinates(rank).pp == self._place]
 
 
 class PipelinedTask:
@@ -32,13 +50,14 @@ class PipelinedTask:
         select: told which rows of the batch the model is given next: the first, and how many.
 
     Raises:
-        DloError: if the task has a training step of its own.
+        DloError: if the task has a training step of its own, or parameters outside of its model.
     """
 
     def __init__(
         self, task: Task, pipeline: Pipeline, micro_batches: int, select: Callable[[int, int], None] | None = None
     ) -> None:
         check_steps(task)
+        check_outside(task)
         self.task, self.pipeline, self.micro_batches = task, pipeline, micro_batches
         self._select = select
         self._rows: dict[int, tuple[int, int]] = {}
@@ -57,9 +76,9 @@ class PipelinedTask:
             seed: what the loss is multiplied by for backward.
 
         Raises:
-            DloError: for a batch with fewer samples than there are micro-batches.
+            DloError: for a batch with fewer samples than the schedule can run.
         """
-        parts = self._split(batch, self.micro_batches)
+        parts = self.training_parts(batch)
         weights = self.task.micro_batch_weights(parts)
         total = self.pipeline.train_step(parts, self._forward, self.task.loss, weights, seed, sum_tied=False)
         anchor = torch.zeros((), device=total.device, requires_grad=True)
@@ -70,7 +89,7 @@ class PipelinedTask:
         length = batch_length(batch)
         parts = self._split(batch, min(self.pipeline.placement.ranks, length))
         found = self.pipeline.evaluate(parts, self._forward)
-        return None if found is None else _joined(found)
+        return None if found is None else joined(found)
 
     def evaluate(self, batch: Any) -> None:
         """Updates the metrics of a batch on the last stage's rank, and logs them on all."""
@@ -84,6 +103,32 @@ class PipelinedTask:
             found = {name: self._hear(value) for name, value in values.items()}
             self._count_as_updated(updated)
         self.task.log_measured(found, batch)
+
+    @torch.no_grad()
+    def share_buffers(self) -> None:
+        """Gives all stages what the one that computes with a buffer has made of it, such as a norm's statistics.
+
+        Checkpoints take the first stage's copy of what all stages have.
+        """
+        stages, placement = self.pipeline.stages, self.pipeline.placement
+        for prefix, module in self.task.named_modules():
+            for name, buffer in module._buffers.items():
+                if buffer is None or buffer.is_meta or name in module._non_persistent_buffers_set:
+                    continue
+                inside, _, rest = f"{prefix}.{name}".partition(".")
+                stage = stages.writer(clean(rest)) if inside == "model" else stages.count - 1
+                if stage is not None:
+                    broadcast_values(buffer, self.pipeline.group, placement.rank_of(stage))
+
+    def share_metrics(self, spec: MeshSpec) -> None:
+        """Has metrics sum up what the last stage's ranks have counted, and leave out the others, which count nothing.
+
+        These would be harmless in a sum, but not in a mean.
+        """
+        counting = _Counting(spec, self._source)
+        for module in self.task.modules():
+            if isinstance(module, Metric):
+                module.dist_sync_fn = counting  # torchmetrics (1.0 to 1.9) calls it with a state and a group.
 
     def _updates(self) -> dict[str, int]:
         """Returns how often each of the task's metrics has been updated."""
@@ -127,13 +172,26 @@ class PipelinedTask:
         args, kwargs = self.task.inputs(part)
         return self.task.forward(*args, **kwargs)
 
+    def training_parts(self, batch: Any) -> list[Any]:
+        """Returns a batch's micro-batches: fewer than of others, if it is too short, as an epoch's last may be.
+
+        Raises:
+            DloError: if the schedule cannot run so few.
+        """
+        length = batch_length(batch)
+        if length >= self.micro_batches:
+            return self._split(batch, self.micro_batches)
+        found = next((number for number in range(length, 0, -1) if self.pipeline.can_run(number)), None)
+        if found is None:
+            raise DloError(
+                f"each micro-batch has at least one sample, but a rank has a batch of {length}, and"
+                f" {self.pipeline.schedule} on {self.pipeline.placement.ranks} ranks cannot run so few micro-batches;"
+                " set drop_last=True in the loader if it is an epoch's last; else a larger batch_size, or 1F1B"
+            )
+        return self._split(batch, found)
+
     def _split(self, batch: Any, count: int) -> list[Any]:
         length = batch_length(batch)
-        if length < count:
-            raise DloError(
-                f"each micro-batch has at least one sample, but a rank has a batch of {length} and {count}"
-                f" micro-batches; set micro_batches to {length} or less, or a larger batch_size"
-            )
         edges = [length * number // count for number in range(count + 1)]
         spans = [(first, last - first) for first, last in itertools.pairwise(edges)]
         parts = [rows_of(batch, length, first, size) for first, size in spans]
@@ -174,6 +232,21 @@ def check_steps(task: Task) -> None:
         )
 
 
+def check_outside(task: Task) -> None:
+    """Checks that all that trains is in the model: a pipeline's stages are made of it, and the rest is in none.
+
+    Raises:
+        DloError: if a task has parameters of its own.
+    """
+    outside = [name for name, p in task.named_parameters() if p.requires_grad and not name.startswith("model.")]
+    if outside:
+        raise DloError(
+            f"pp > 1 shares out the parameters of a task's model, but {type(task).__name__} trains '{outside[0]}'"
+            f"{f' and {len(outside) - 1} more' if outside[1:] else ''} outside of it; make it a part of the model (of"
+            " its head, if the loss uses it: return it with the outputs), or use pp: 1"
+        )
+
+
 def check_predict(task: Any) -> None:
     """Checks that a task predicts from what its model makes of a batch at once, which is what a pipeline runs.
 
@@ -203,28 +276,3 @@ def check_inside(task: Any, spec: MeshSpec, sequence_parallel: bool) -> None:
             f" routers' logits, by output_router_logits: true), which {' and '.join(divided)} divides among ranks; use"
             " the other axes, or set output_router_logits: false"
         )
-
-
-def rows_of(batch: Any, length: int, first: int, size: int) -> Any:
-    """Returns some rows of a batch: of each tensor in it whose first dim is the batch's; the rest stays whole."""
-    if isinstance(batch, Tensor):
-        return batch[first : first + size] if batch.ndim and len(batch) == length else batch
-    if isinstance(batch, dict):
-        return {key: rows_of(value, length, first, size) for key, value in batch.items()}
-    if isinstance(batch, list | tuple) and not hasattr(batch, "_fields"):
-        return type(batch)(rows_of(value, length, first, size) for value in batch)
-    if hasattr(batch, "_fields"):
-        return type(batch)(*(rows_of(value, length, first, size) for value in batch))
-    return batch
-
-
-def _joined(parts: list[Any]) -> Any:
-    """Returns the outputs of a batch from those of its parts."""
-    first = parts[0]
-    if isinstance(first, Tensor):
-        return torch.cat(parts) if first.ndim else torch.stack(parts)
-    if isinstance(first, dict):
-        return {key: _joined([part[key] for part in parts]) for key in first}
-    if isinstance(first, list | tuple):
-        return type(first)(_joined(list(items)) for items in zip(*parts, strict=True))
-    return first

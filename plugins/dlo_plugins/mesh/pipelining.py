@@ -15,7 +15,7 @@ from dlo_framework.errors import DloError
 from dlo_framework.mesh import MeshSpec
 from dlo_framework.plan import ParallelPlan
 from dlo_framework.task import Task
-from dlo_plugins.mesh.pipelined import check_steps
+from dlo_plugins.mesh.pipelined import check_outside, check_steps
 from dlo_plugins.pipeline.assign import Split, make_stages
 from dlo_plugins.pipeline.balance import balanced_split
 from dlo_plugins.pipeline.costs import PartCosts, flop_costs
@@ -57,6 +57,7 @@ class Pipelining:
             DloError: if they cannot; the message computes the fix.
         """
         check_steps(task)
+        check_outside(task)
         stages = placement(self.schedule, spec.pp, self.stages_per_rank).stages
         # Whether blocks suffice does not depend on their costs, which each rank counts when it cuts.
         make_stages(task.model, plan, stages, self.split or "balanced")

@@ -79,6 +79,16 @@ class Stages:
         """
         return self._stages.get(name, tuple(range(self.count)))
 
+    def writer(self, name: str) -> int | None:
+        """Returns the stage that computes with a buffer of which all have a copy, and may change it.
+
+        That is the last: what the stem does not name runs in the head, or before all blocks and on all stages alike.
+        None for what stages have for themselves.
+        """
+        if name in self._stages:
+            return None
+        return 0 if self._plan.owners(name)[:1] == ["stem"] else self.count - 1
+
     def _is_unit(self, plan: ParallelPlan, name: str, module: nn.Module) -> bool:
         return next(module.parameters(), None) is not None and _matches(plan.stem, name)
 

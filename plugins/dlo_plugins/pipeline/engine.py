@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from dlo_framework.errors import DloError
 from dlo_framework.plan import ParallelPlan
 from dlo_plugins.pipeline.actions import Action, Kind
 from dlo_plugins.pipeline.assign import Split
@@ -331,6 +332,14 @@ class Pipeline:
             self._seen = set(known)
             self._shapes.clear()
             self._exchange.forget()
+
+    def can_run(self, number: int) -> bool:
+        """Returns whether the schedule has an order for so many micro-batches."""
+        try:
+            self._scheduled(number)
+        except DloError:
+            return False
+        return True
 
     def _scheduled(self, number: int) -> Schedule:
         if number not in self._schedules:

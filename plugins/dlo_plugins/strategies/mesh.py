@@ -38,8 +38,9 @@ from dlo_plugins.mesh.steps import MeshSteps
 _OWN = (TensorParallel, ContextParallel)
 #: Under this name a module that has been sharded keeps how, for the next run of it.
 _SHARDING = "_dlo_sharding"
-#: Likewise one that has been cut: the applier that shares its sequences, and its pipeline, for later strategies too.
-_CONTEXT, PIPELINED = "_dlo_context", "_dlo_pipelined"
+#: Likewise one that has been cut: the applier that shares its sequences, and its pipeline, for later strategies too;
+#: and the options that it was cut by.
+_CONTEXT, PIPELINED, _CUT_BY = "_dlo_context", "_dlo_pipelined", "_dlo_cut_by"
 
 
 class MeshStrategy(MeshSteps):
@@ -216,7 +217,7 @@ class MeshStrategy(MeshSteps):
         if known is None:
             known = self._new_sharding(trainer)
             module.__dict__[_SHARDING] = known
-        self.sharding = self._checked(known)
+        self.sharding = self._checked(known, trains=trainer.state.fn == TrainerFn.FITTING)
         self.sharding.collect()
         self._context = module.__dict__.get(_CONTEXT, self._context)
         self.pipelined = module.__dict__.get(PIPELINED)
@@ -225,6 +226,9 @@ class MeshStrategy(MeshSteps):
             for submodule in module.modules():
                 if isinstance(submodule, Metric):
                     submodule.process_group = self.groups.group("pp", "dp_replicate", "dp_shard", "cp")
+        if self.pipelined is not None:
+            self.pipelined.micro_batches = self.pipelining.parts(self.mesh_spec().pp)
+            self.pipelined.share_metrics(self.mesh_spec())
         if self._usage is not None:
             self._usage.remove()
         self._usage = self._shares = None
@@ -283,6 +287,7 @@ class MeshStrategy(MeshSteps):
             if Phase.CONTEXT < applier.phase < Phase.SHARD:
                 applier.apply(task.model, mesh, plan)
         task.__dict__[_CONTEXT] = self._context
+        task.__dict__[_CUT_BY] = self._cut_by()
         return layout.under("model")
 
     def _plan_of(self, task: Any) -> Any:
@@ -298,13 +303,33 @@ class MeshStrategy(MeshSteps):
             )
         return task.parallel_plan
 
-    def _checked(self, known: Sharding) -> Sharding:
+    def _cut_by(self) -> dict[str, Any]:
+        """Returns the options, by name, that a model that has been cut keeps."""
+        spec, pipelining = self.mesh_spec(), self.pipelining
+        found: dict[str, Any] = {}
+        if spec.pp > 1:
+            found |= {"schedule": pipelining.schedule, "split": pipelining.split}
+            found |= {"stages_per_rank": pipelining.stages_per_rank}
+        if spec.cp > 1:
+            found["cp_method"] = self._context.method
+        if spec.tp > 1:
+            found["sequence_parallel"] = self._tensor.sequence_parallel
+        return found
+
+    def _checked(self, known: Sharding, trains: bool) -> Sharding:
         """Returns an earlier run's sharding, if it is what this strategy would have made."""
         wanted = (self._options(self._module().automatic_optimization), self.mesh_spec())
         if wanted != (known.options, known.groups.spec) or known.device != self.root_device:
             raise DloError(
                 f"{type(known.module).__name__} has been sharded by an earlier run with other options, and stays so;"
                 " build the model anew for a strategy with these"
+            )
+        cut_by, ours = known.module.__dict__.get(_CUT_BY, {}), self._cut_by()
+        other = [name for name, value in ours.items() if name in cut_by and cut_by[name] != value]
+        if trains and other:
+            raise DloError(
+                f"{type(known.module).__name__} has been cut by an earlier run with {other[0]}={cut_by[other[0]]}, and"
+                f" stays so; given {other[0]}={ours[other[0]]}: build the model anew for it"
             )
         self._groups = known.groups
         return known
@@ -331,6 +356,12 @@ class MeshStrategy(MeshSteps):
         if group is None and isinstance(tensor, Tensor) and str(reduce_op).lower() in ("mean", "avg", "sum"):
             group = self.groups.data
         return super().reduce(tensor, group=group, reduce_op=reduce_op)
+
+    def share_buffers(self) -> None:
+        """Gives the ranks that hold the same the first one's buffers, and all stages what one computes with."""
+        super().share_buffers()
+        if self.pipelined is not None:
+            self.pipelined.share_buffers()
 
     def _shared(self, batch: Any) -> Any:
         return self._context.shard_batch(batch)

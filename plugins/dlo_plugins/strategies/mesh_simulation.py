@@ -34,7 +34,8 @@ from dlo_framework.mesh import Coordinates, MeshSpec
 from dlo_framework.task import Task, batch_length
 from dlo_plugins.fsdp.sharding import Sharding
 from dlo_plugins.mesh.holdings import Held
-from dlo_plugins.mesh.pipelined import PipelinedTask, rows_of
+from dlo_plugins.mesh.parts import rows_of
+from dlo_plugins.mesh.pipelined import PipelinedTask
 from dlo_plugins.mesh.pipelining import Pipelining
 from dlo_plugins.mesh.traffic import Traffic, TrafficCount, grown
 from dlo_plugins.pipeline.engine import Pipeline
@@ -194,7 +195,7 @@ class _RankView(MeshStrategy):
         pipelined: PipelinedTask | None = task.__dict__.get(PIPELINED)
         self.pipelined = pipelined
         if pipelined is not None and self._batch is not None:
-            parts = pipelined._split(self._shared(self._batch), pipelined.micro_batches)
+            parts = pipelined.training_parts(self._shared(self._batch))
             with _all_here(task.model):
                 _learn_shapes(pipelined.pipeline, parts, pipelined._forward)
         return layout
