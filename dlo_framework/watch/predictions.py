@@ -10,6 +10,8 @@ import torch
 import torch.distributed as dist
 from lightning.fabric.utilities.apply_func import move_data_to_device
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.utilities import rank_zero_warn
+from torch.utils.data import DistributedSampler
 
 from dlo_framework.distributed.control import control_group
 from dlo_framework.errors import DloError, agree
@@ -20,7 +22,9 @@ class SavePredictions(Callback):
 
     The file holds one tensor ``[N, ...]`` where every batch gave one ``[n, ...]`` of the same further dims, else the
     list of the batches' outputs; ``torch.load(path, weights_only=True)`` reads it. Several ranks' outputs are put in
-    the order of the data, as dlo's loaders spread it: rank r has the r-th share of each global batch.
+    the order of the data. Of dlo's loaders rank r has the r-th share of each global batch; of others, to which
+    Lightning gives a DistributedSampler, every so many-th sample: where batches make no one tensor, a warning says that
+    the list is in another order.
 
     Args:
         path: the file.
@@ -55,9 +59,19 @@ class SavePredictions(Callback):
 
     def on_predict_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Writes the file on rank 0, and says where it is."""
-        batches, self._batches = in_order(gather(self._batches, data_rank(trainer), control_group(trainer))), []
+        shares, self._batches = gather(self._batches, data_rank(trainer), control_group(trainer)), []
+        batches = in_order(shares)
         if not trainer.is_global_zero or not batches:
             return
+        if len(shares) > 1 and deals_samples(trainer):
+            if _fit_together(batches):
+                batches = [interleaved([torch.cat(share) for share in shares if share])]
+            else:
+                rank_zero_warn(
+                    f"the batches' outputs in {self.path} are not in the order of the data: a DistributedSampler gave"
+                    f" {len(shares)} ranks samples by turns, and outputs of several shapes stay a list of batches;"
+                    " predict on one rank, or use a dlo datamodule"
+                )
         torch.save(torch.cat(batches) if _fit_together(batches) else batches, self.path)
         print(f"predictions: {self.path}")
 
@@ -94,6 +108,23 @@ def in_order(ranks: list[list[Any]]) -> list[Any]:
     """Returns the batches of all ranks as one list: the first of each rank, the second of each, and so on."""
     longest = max(map(len, ranks))
     return [batches[number] for number in range(longest) for batches in ranks if number < len(batches)]
+
+
+def deals_samples(trainer: Trainer) -> bool:
+    """Whether ranks are dealt samples one by one, as torch's DistributedSampler does, and not batch by batch."""
+    loaders = trainer.predict_dataloaders
+    loaders = list(loaders) if isinstance(loaders, list | tuple) else [loaders]
+    # Lightning (2.6) leaves it in the batch sampler, which it makes anew for predictions.
+    holders = [holder for loader in loaders for holder in (loader, getattr(loader, "batch_sampler", None))]
+    return any(isinstance(getattr(holder, "sampler", None), DistributedSampler) for holder in holders)
+
+
+def interleaved(shares: list[torch.Tensor]) -> torch.Tensor:
+    """Returns the rows of all ranks in the order in which they were dealt: one to each, again and again."""
+    rows = shares[0].new_empty((sum(map(len, shares)), *shares[0].shape[1:]))
+    for number, share in enumerate(shares):
+        rows[number :: len(shares)] = share
+    return rows
 
 
 def _fit_together(batches: list[Any]) -> bool:

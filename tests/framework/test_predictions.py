@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.overrides.distributed import UnrepeatedDistributedSampler
 from torch.utils.data import DataLoader
 
 from dlo_framework.errors import DloError
@@ -68,6 +69,25 @@ def test_ranks_outputs_pass_over_the_group_on_the_cpu(tmp_path, monkeypatch):
     saving = SavePredictions(tmp_path / "found.pt")
     saving._batches = ["mine"]
     strategy = SimpleNamespace(distributed_sampler_kwargs={"rank": 0})
-    saving.on_predict_end(SimpleNamespace(strategy=strategy, is_global_zero=True, global_rank=0), None)
+    trainer = SimpleNamespace(strategy=strategy, is_global_zero=True, global_rank=0, predict_dataloaders=[])
+    saving.on_predict_end(trainer, None)
     assert passed == [((0, ["mine"]), group)]
     assert torch.load(saving.path, weights_only=True) == ["first", "second"]
+
+
+@pytest.mark.parametrize("size", [7, 8])
+@pytest.mark.parametrize("width", [1, 2])
+def test_what_a_distributed_sampler_has_dealt_comes_in_the_order_of_the_data(tmp_path, monkeypatch, size, width):
+    """Lightning's sampler for predictions gives each of three ranks every third sample, and repeats none."""
+    dealt = [torch.arange(float(size))[rank::3] for rank in range(3)]
+    shares = [[part[:, None].expand(-1, width) for part in samples.split(2)] for samples in dealt]
+    monkeypatch.setattr(predictions, "gather", lambda *_: shares)
+    loader = DataLoader(range(size), sampler=UnrepeatedDistributedSampler(range(size), num_replicas=3, rank=0))
+    trainer = SimpleNamespace(predict_dataloaders=loader, is_global_zero=True, strategy=None, global_rank=0)
+    monkeypatch.setattr(predictions, "control_group", lambda _: None)
+    SavePredictions(tmp_path / "found.pt").on_predict_end(trainer, None)
+    found = torch.load(tmp_path / "found.pt", weights_only=True)
+    assert torch.equal(found, torch.arange(float(size))[:, None].expand(-1, width))
+    shares[0][0] = shares[0][0][:, :1].expand(-1, width + 1)
+    with pytest.warns(UserWarning, match="are not in the order of the data: a DistributedSampler gave 3 ranks"):
+        SavePredictions(tmp_path / "found.pt").on_predict_end(trainer, None)
