@@ -72,7 +72,7 @@ class SavePredictions(Callback):
                     f" {len(shares)} ranks samples by turns, and outputs of several shapes stay a list of batches;"
                     " predict on one rank, or use a dlo datamodule"
                 )
-        torch.save(torch.cat(batches) if _fit_together(batches) else batches, self.path)
+        _write(torch.cat(batches) if _fit_together(batches) else batches, self.path)
         print(f"predictions: {self.path}")
 
 
@@ -132,6 +132,25 @@ def _fit_together(batches: list[Any]) -> bool:
     if not all(isinstance(batch, torch.Tensor) and batch.ndim > 0 for batch in batches):
         return False
     return len({(batch.shape[1:], batch.dtype) for batch in batches}) == 1
+
+
+def _write(found: Any, path: Path) -> None:
+    """Writes a file whole or not at all: one that is there stays until then.
+
+    Raises:
+        DloError: if it cannot be written.
+    """
+    partial = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        torch.save(found, partial)
+        os.replace(partial, path)
+    except (OSError, RuntimeError) as error:  # torch's writer (2.11 to 2.15) raises the latter where a disk is full.
+        reason = getattr(error, "strerror", None) or str(error).splitlines()[0]
+        raise DloError(
+            f"cannot write the predictions {path}: {reason}; make room, or choose another folder with --run.dir"
+        ) from error
+    finally:
+        partial.unlink(missing_ok=True)
 
 
 def _why_not_writable(path: Path) -> str | None:

@@ -1,5 +1,6 @@
 """What ``dlo predict`` leaves in a file."""
 
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -91,3 +92,20 @@ def test_what_a_distributed_sampler_has_dealt_comes_in_the_order_of_the_data(tmp
     shares[0][0] = shares[0][0][:, :1].expand(-1, width + 1)
     with pytest.warns(UserWarning, match="are not in the order of the data: a DistributedSampler gave 3 ranks"):
         SavePredictions(tmp_path / "found.pt").on_predict_end(trainer, None)
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="a device that is always full is Linux's")
+def test_what_cannot_be_written_whole_leaves_what_was_there(tmp_path, monkeypatch):
+    path = tmp_path / "found.pt"
+    predict(path, [3, 3, 3])
+    before, save = path.read_bytes(), torch.save
+
+    def on_a_full_disk(found, partial):
+        Path(partial).write_bytes(b"some")
+        save(found, "/dev/full")
+
+    monkeypatch.setattr(torch, "save", on_a_full_disk)
+    with pytest.raises(DloError, match=r"cannot write the predictions .*found\.pt: .*; make room, or choose"):
+        predict(path, [2, 2, 2])
+    assert path.read_bytes() == before
+    assert list(tmp_path.iterdir()) == [path]
