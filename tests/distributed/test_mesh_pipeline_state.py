@@ -23,6 +23,7 @@ from dlo_framework.testing import run_distributed
 from dlo_framework.testing.state import whole_weights
 from dlo_framework.testing.training import leave_group, quiet
 from dlo_plugins.strategies.mesh import MeshStrategy
+from support import fsdp_nets
 
 Pair = namedtuple("Pair", "logits aux")
 
@@ -116,19 +117,7 @@ def batches(size: int) -> DataLoader[Any]:
 
 
 def trainer(world_size: int, strategy: Any, **options: Any) -> Trainer:
-    run = Trainer(
-        accelerator="cpu",
-        devices=world_size,
-        strategy=strategy,
-        max_epochs=2,
-        num_sanity_val_steps=0,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        use_distributed_sampler=False,
-        **options,
-    )
+    run = fsdp_nets.trainer(world_size, strategy, **{"max_epochs": 2, "limit_val_batches": 1.0, **options})
     use_canonical_checkpoints(run)
     return run
 

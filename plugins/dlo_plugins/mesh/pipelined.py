@@ -7,17 +7,16 @@ all of them what a forward makes of its arguments on the way, such as positions 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from lightning.fabric.utilities.apply_func import move_data_to_device
-from torch import Tensor
+from torch import Tensor, nn
 from torchmetrics import Metric
 from torchmetrics.utilities.distributed import gather_all_tensors
 
-from dlo_framework.distributed.canonical import clean
 from dlo_framework.distributed.collectives import broadcast_values
 from dlo_framework.errors import DloError
 from dlo_framework.mesh import MeshSpec
@@ -60,6 +59,7 @@ class PipelinedTask:
         check_outside(task)
         self.task, self.pipeline, self.micro_batches = task, pipeline, micro_batches
         self._select = select
+        self._buffers = list(self._shared_buffers())
         self._rows: dict[int, tuple[int, int]] = {}
         self._spans: list[tuple[int, int]] = []
         if select is not None:  # For what is computed again in backward.
@@ -110,15 +110,25 @@ class PipelinedTask:
 
         Checkpoints take the first stage's copy of what all stages have.
         """
-        stages, placement = self.pipeline.stages, self.pipeline.placement
+        for module, name, source in self._buffers:
+            buffer = module._buffers[name]
+            if buffer is not None:
+                broadcast_values(buffer, self.pipeline.group, source)
+
+    def _shared_buffers(self) -> Iterator[tuple[nn.Module, str, int]]:
+        """Yields the saved buffers that all stages have, and the rank whose copy counts.
+
+        They are looked up once, while stages are alike: one that a loss adds later is in the last alone.
+        """
         for prefix, module in self.task.named_modules():
-            for name, buffer in module._buffers.items():
-                if buffer is None or buffer.is_meta or name in module._non_persistent_buffers_set:
+            for name in module._buffers:
+                if name in module._non_persistent_buffers_set:
                     continue
                 inside, _, rest = f"{prefix}.{name}".partition(".")
-                stage = stages.writer(clean(rest)) if inside == "model" else stages.count - 1
+                stages, placement = self.pipeline.stages, self.pipeline.placement
+                stage = stages.writer(rest) if inside == "model" else stages.count - 1
                 if stage is not None:
-                    broadcast_values(buffer, self.pipeline.group, placement.rank_of(stage))
+                    yield module, name, placement.rank_of(stage)
 
     def share_metrics(self, spec: MeshSpec) -> None:
         """Has metrics sum up what the last stage's ranks have counted, and leave out the others, which count nothing.
