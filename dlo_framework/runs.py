@@ -13,10 +13,13 @@ import os
 import shutil
 import warnings
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from dlo_framework.amounts import human
 from dlo_framework.errors import DloError
+
+if TYPE_CHECKING:
+    from dlo_framework.checkpoint.kept import Best
 
 #: Set by rank 0 for the ranks that it starts: the folder that was asked for, and the run's.
 ENVIRONMENT = "DLO_RUN_FOLDER"
@@ -179,11 +182,17 @@ def best_checkpoint(run: Path) -> Path | None:
 
     The summary tells, or its newest checkpoint where there is none yet: the run still trains, or was killed.
     """
-    from dlo_framework.checkpoint import best_kept, newest_valid
-
     summary = current_summary(run)
     if summary is not None:
-        best = summary.get("best_checkpoint")
-        return run / best if best else None
+        named = summary.get("best_checkpoint")
+        return run / named if named else None
+    best = best_until_newest(run)
+    return best.path if best is not None else None
+
+
+def best_until_newest(run: Path) -> Best | None:
+    """Returns what was a run's best checkpoint when it saved its newest; None if it has none, or that names none."""
+    from dlo_framework.checkpoint import best_kept, newest_valid
+
     newest = newest_valid(run / CHECKPOINTS, "size")
     return best_kept(newest, run.resolve()) if newest is not None else None

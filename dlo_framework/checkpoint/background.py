@@ -65,6 +65,11 @@ class AsyncSaver:
         else:
             folder.remove(Path(path))
 
+    @property
+    def is_busy(self) -> bool:
+        """Whether anything is under way."""
+        return any(not future.done() for future in self._pending)
+
     def wait(self) -> None:
         """Waits for what is under way.
 

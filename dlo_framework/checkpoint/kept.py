@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from dlo_framework.checkpoint.reading import load
 
@@ -14,7 +14,19 @@ _PATHS = ("dirpath", "best_model_path", "kth_best_model_path", "last_model_path"
 _SCORES = "best_k_models"
 
 
-def best_kept(path: str | Path, folder: str | Path) -> Path | None:
+class Best(NamedTuple):
+    """The best checkpoint of a run.
+
+    Attributes:
+        path: its own.
+        score: what its metric was; None where that is not known.
+    """
+
+    path: Path
+    score: float | None
+
+
+def best_kept(path: str | Path, folder: str | Path) -> Best | None:
     """Returns what was the best checkpoint of a run when it saved another.
 
     Args:
@@ -23,8 +35,11 @@ def best_kept(path: str | Path, folder: str | Path) -> Path | None:
     """
     checkpoint = load(path, level=None)
     follow(checkpoint, folder)
-    best = (state["best_model_path"] for state in _states(checkpoint) if state.get("monitor"))
-    return next((Path(found) for found in best if found), None)
+    for state in _states(checkpoint):
+        if state.get("monitor") and state["best_model_path"]:
+            score = state.get("best_model_score")
+            return Best(Path(state["best_model_path"]), None if score is None else float(score))
+    return None
 
 
 def follow(checkpoint: dict[str, Any], folder: str | Path) -> None:

@@ -188,6 +188,11 @@ class CanonicalStrategy(Strategy):
             self._saver = AsyncSaver(self.planning_group())
         self._saver.save(checkpoint, path, about=self.about())
 
+    @property
+    def is_saving(self) -> bool:
+        """Whether a checkpoint is being written in the background."""
+        return self._saver is not None and self._saver.is_busy
+
     def remove_checkpoint(self, filepath: str | Path) -> None:
         """Removes a checkpoint; in the background, not before what was saved after it is on the disk."""
         if not self.is_global_zero:

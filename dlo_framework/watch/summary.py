@@ -15,8 +15,8 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 
 from dlo_framework import runs
 from dlo_framework.amounts import human
-from dlo_framework.checkpoint import note_resumption, replace_text, resumptions
-from dlo_framework.checkpoint.kept import RUN_FOLDER, follow
+from dlo_framework.checkpoint import locate, note_resumption, replace_text, resumptions
+from dlo_framework.checkpoint.kept import RUN_FOLDER, Best, follow
 from dlo_framework.versions import versions
 from dlo_framework.watch.monitor import RunMonitor, is_tensorboard
 from dlo_framework.watch.state_bytes import StateReport
@@ -132,18 +132,15 @@ class RunRecord(Callback):
     def summary(self, trainer: Trainer, status: str) -> dict[str, Any]:
         """Returns the summary; paths are relative to the run's folder, so that it may be moved."""
         kept = [c for c in trainer.checkpoint_callbacks if isinstance(c, ModelCheckpoint) and c.monitor]
-        checkpoint = kept[0] if kept else None
-        best = checkpoint.best_model_path if checkpoint else ""
-        score = checkpoint.best_model_score if checkpoint else None
+        monitored = kept[0].monitor if kept else None
+        best = self._best(trainer, kept[0]) if kept else None
         samples, seconds, train_loss = self.monitor.totals()
         return {
             "status": status,
             "metrics": {name: float(value) for name, value in sorted(trainer.callback_metrics.items())},
             "train_loss": train_loss,
-            "best_checkpoint": os.path.relpath(os.path.realpath(best), self._place) if best else None,
-            "best_metric": {checkpoint.monitor: float(score)}
-            if checkpoint and checkpoint.monitor and score is not None
-            else None,
+            "best_checkpoint": os.path.relpath(os.path.realpath(best.path), self._place) if best else None,
+            "best_metric": {monitored: best.score} if best and monitored and best.score is not None else None,
             "resumptions": resumptions(self.folder / runs.CHECKPOINTS),
             "epochs": trainer.current_epoch,
             "steps": trainer.global_step,
@@ -161,6 +158,19 @@ class RunRecord(Callback):
             "world_size": trainer.world_size,
             "versions": versions(),
         }
+
+    def _best(self, trainer: Trainer, checkpoint: ModelCheckpoint) -> Best | None:
+        """Returns the best checkpoint that is there.
+
+        Lightning (2.6) names the new one before it is saved. Where the save failed, the one before is still there, and
+        the newest checkpoint says which that is. One that is still being written in the background will be there.
+        """
+        path, score = checkpoint.best_model_path, checkpoint.best_model_score
+        if not path:
+            return None
+        if locate(path) is None and not getattr(trainer.strategy, "is_saving", False):
+            return runs.best_until_newest(self.folder)
+        return Best(Path(path), None if score is None else float(score))
 
 
 def print_table(folder: Path, summary: dict[str, Any]) -> None:

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from dlo_framework import runs
 from dlo_framework.checkpoint import load, resumptions
 from dlo_framework.defaults import add_default_callbacks
-from dlo_framework.distributed.strategy import use_canonical_checkpoints
+from dlo_framework.distributed.strategy import SingleProcessStrategy, use_canonical_checkpoints
 from dlo_framework.errors import DloError
 
 
@@ -151,6 +151,24 @@ def test_a_summary_that_cannot_be_written_does_not_hide_what_went_wrong(tmp_path
     why = f"cannot write {tmp_path / 'summary.json'}: No space left on device"
     assert line == f"dlo: no summary of this run: {why}"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["config.yaml"]
+
+
+def test_the_best_is_the_one_before_where_the_new_one_found_no_room(tmp_path, monkeypatch):
+    save = SingleProcessStrategy.save_checkpoint
+
+    def refuse_second_best(self, checkpoint, filepath, storage_options=None):
+        if Path(filepath).name.startswith("epoch=1"):
+            raise DloError("no space for the checkpoint")
+        save(self, checkpoint, filepath, storage_options)
+
+    monkeypatch.setattr(SingleProcessStrategy, "save_checkpoint", refuse_second_best)
+    with pytest.raises(DloError, match="no space for the checkpoint"):
+        fit(tmp_path / "x" / "version_0")
+    record = summary(tmp_path / "x" / "version_0")
+    assert (record["status"], record["best_metric"]) == ("interrupted: DloError", {"val": -1.0})
+    best = runs.find_checkpoint(tmp_path / "x", "best")
+    assert best == tmp_path / "x" / "version_0" / record["best_checkpoint"]
+    assert load(best)["global_step"] == 4
 
 
 def test_one_that_cannot_be_written_at_the_end_is_told(tmp_path, monkeypatch):
