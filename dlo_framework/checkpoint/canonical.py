@@ -18,7 +18,6 @@ that out.
 from __future__ import annotations
 
 import contextlib
-import errno
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -31,7 +30,6 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from dlo_framework._version import __version__
-from dlo_framework.amounts import human
 from dlo_framework.checkpoint import folder
 from dlo_framework.checkpoint.agreement import rank_of, through_first, together
 from dlo_framework.checkpoint.chunks import Key, Runs, SavedTensor, shard_number
@@ -42,13 +40,11 @@ from dlo_framework.checkpoint.planning import Agreed, Planning
 from dlo_framework.checkpoint.shards import Box
 from dlo_framework.checkpoint.state_file import write_state
 from dlo_framework.checkpoint.tensor_file import HashedFile, layout
-from dlo_framework.checkpoint.torch_file import PARTIAL, free_bytes
+from dlo_framework.checkpoint.torch_file import NO_SPACE, PARTIAL, refused_write, shortage, why_refused
 from dlo_framework.errors import DloError
 
 T = TypeVar("T")
 
-#: What a full or limited disk answers.
-_NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 #: How long a rank looks for the folder that rank 0 has made, on a network file system say.
 _VISIBLE_SECONDS = 10.0
 
@@ -106,7 +102,7 @@ def prepare(
     planning = Planning(rest, found, path, group)
     agreed = planning.agree()
     if agreed.free < agreed.need:
-        raise no_space(path, agreed.need, agreed.free)
+        raise no_space(path, shortage(path.parent, agreed.need, agreed.free))
     kept = {item: planning.elements[item] for item in agreed.file.boxes} if agreed.file is not None else {}
     return Prepared(path, agreed, kept, rest if rank_of(group) == 0 else None, about or {})
 
@@ -186,19 +182,13 @@ def disk_errors(path: Path, need: int | None = None) -> Iterator[None]:
     try:
         yield
     except (OSError, RuntimeError) as error:
-        refused = _refused_write(error)
+        refused = refused_write(error)
         if refused is None:
             raise
-        if refused.errno in _NO_SPACE:
-            raise no_space(path, need, free_bytes(path.parent)) from error
-        raise DloError(f"cannot write the checkpoint {path}: {refused.strerror or refused}") from error
-
-
-def _refused_write(error: BaseException | None) -> OSError | None:
-    """Returns the system's error; torch's zip writer closes after one with a RuntimeError of its own."""
-    while error is not None and not isinstance(error, OSError):
-        error = error.__context__
-    return error
+        reason = why_refused(refused, path.parent, need)
+        if refused.errno in NO_SPACE:
+            raise no_space(path, reason) from error
+        raise DloError(f"cannot write the checkpoint {path}: {reason}") from error
 
 
 def _guarded(prepared: Prepared, work: Callable[[], T]) -> T:
@@ -218,15 +208,12 @@ def _wait_for(partial: Path, rank: int) -> None:
         time.sleep(0.05)
 
 
-def no_space(path: Path, need: int | None, free: int) -> DloError:
-    """Returns the error of a full disk, which says what is still there."""
+def no_space(path: Path, reason: str) -> DloError:
+    """Returns the error of a disk that takes no more, which says why, and what is still there."""
     if path.exists():
         previous = f"previous {path.name} intact"
     else:
         others = [p for p in path.parent.glob("*") if folder.is_folder_checkpoint(p)] if path.parent.is_dir() else []
         newest = max(others, key=lambda other: other.stat().st_mtime, default=None)
         previous = f"previous {newest.stem} intact" if newest is not None else "no earlier checkpoint there"
-    return DloError(
-        f"no space for the checkpoint {path}: {f'need {human(need)}, ' if need is not None else ''}"
-        f"{human(free)} free in {path.parent}; {previous}"
-    )
+    return DloError(f"no space for the checkpoint {path}: {reason}; {previous}")

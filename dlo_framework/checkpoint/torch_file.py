@@ -23,6 +23,8 @@ from dlo_framework.amounts import human
 from dlo_framework.errors import DloError
 
 PARTIAL = ".partial"
+#: What a full or limited disk answers.
+NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 class SafeCheckpointIO(TorchCheckpointIO):
@@ -39,7 +41,7 @@ class SafeCheckpointIO(TorchCheckpointIO):
         need = tensor_bytes(checkpoint)
         free = free_bytes(target.parent)
         if free < need:
-            raise _no_space(target, need, free)
+            raise _no_space(target, shortage(target.parent, need, free))
         partial = target.with_name(target.name + PARTIAL)
         try:
             with open(partial, "wb") as file:
@@ -48,12 +50,14 @@ class SafeCheckpointIO(TorchCheckpointIO):
                 os.fsync(file.fileno())
             os.replace(partial, target)
         except (OSError, RuntimeError) as error:
-            # torch wraps a failed write in a RuntimeError of its zip writer, without the system's error number.
+            refused = refused_write(error)
+            reason = None if refused is None else why_refused(refused, target.parent, need)
             partial.unlink(missing_ok=True)
-            free = free_bytes(target.parent)
-            if free < need or getattr(error, "errno", None) is not None:
-                raise _no_space(target, need, free) from error
-            raise
+            if refused is None or reason is None:
+                raise
+            if refused.errno in NO_SPACE:
+                raise _no_space(target, reason) from error
+            raise DloError(f"cannot write the checkpoint {target}: {reason}") from error
         sync_folder(target.parent)
 
     def load_checkpoint(
@@ -168,17 +172,60 @@ def tensor_bytes(content: Any) -> int:
 
 def free_bytes(folder: Path) -> int:
     """Returns the bytes that may still be written in ``folder``, or in the folder above that is there already."""
-    while not folder.exists() and folder != folder.parent:
-        folder = folder.parent
-    status = os.statvfs(folder)
+    status = _file_system(folder)
     return status.f_bavail * status.f_frsize
 
 
-def _no_space(target: Path, need: int, free: int) -> DloError:
+def _file_system(folder: Path) -> os.statvfs_result:
+    while not folder.exists() and folder != folder.parent:
+        folder = folder.parent
+    return os.statvfs(folder)
+
+
+def refused_write(error: BaseException | None) -> OSError | None:
+    """Returns the system's error; torch's zip writer closes after one with a RuntimeError of its own."""
+    while error is not None and not isinstance(error, OSError):
+        error = error.__context__
+    return error
+
+
+def shortage(folder: Path, need: int | None, free: int) -> str:
+    """Returns how many bytes are missing, in words."""
+    return f"{f'need {human(need)}, ' if need is not None else ''}{human(free)} free in {folder}"
+
+
+def why_refused(error: OSError, folder: Path, need: int | None) -> str:
+    """Returns, in words, what a write failed for: bytes are not all that a disk may be short of.
+
+    Args:
+        error: the system's.
+        folder: where it was written, with what had been written still there.
+        need: bytes in all, if they are known.
+    """
+    if error.errno == errno.EFBIG:
+        return f"{error.strerror}: a file of this process may have {_largest_file()} (ulimit -f)"
+    if error.errno == errno.EDQUOT:
+        return f"{error.strerror}: this user may write no more in {folder}, with {human(free_bytes(folder))} free there"
+    if error.errno != errno.ENOSPC:
+        return error.strerror or str(error)
+    status = _file_system(folder)
+    if status.f_files and not status.f_favail:
+        return f"{folder} takes no more files: the inodes of its disk are used up; remove some files there"
+    free = free_bytes(folder)
+    short = need is None or free < need
+    return shortage(folder, need, free) if short else f"{error.strerror}, though {shortage(folder, need, free)}"
+
+
+def _largest_file() -> str:
+    import resource  # not on every system
+
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
+    return "no such size" if limit == resource.RLIM_INFINITY else f"{human(limit)} at most"
+
+
+def _no_space(target: Path, reason: str) -> DloError:
     previous = f"previous {target.name} intact" if target.exists() else "earlier checkpoints intact"
-    return DloError(
-        f"no space for the checkpoint {target}: need {human(need)}, {human(free)} free in {target.parent}; {previous}"
-    )
+    return DloError(f"no space for the checkpoint {target}: {reason}; {previous}")
 
 
 def _refused(path: Path, names: str) -> DloError:

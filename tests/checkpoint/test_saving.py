@@ -12,6 +12,7 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -19,7 +20,16 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, zeros
 
-from dlo_framework.checkpoint import AsyncSaver, FlatShard, background, canonical, load, newest_valid, save
+from dlo_framework.checkpoint import (
+    AsyncSaver,
+    FlatShard,
+    SafeCheckpointIO,
+    background,
+    canonical,
+    load,
+    newest_valid,
+    save,
+)
 from dlo_framework.errors import DloError
 from dlo_framework.testing import run_distributed
 
@@ -220,8 +230,35 @@ def test_a_write_that_is_refused_leaves_nothing(found, folder):
     for of_rank in found:
         for message in of_rank["limited"].values():
             assert message.startswith("DloError: no space for the checkpoint")
+            assert "File too large: a file of this process may have 100.0 kB at most (ulimit -f)" in message
             assert "no earlier checkpoint there" in message
     assert list((folder / "limited").iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("code", "inodes", "says"),
+    [
+        (errno.ENOSPC, 0, "takes no more files: the inodes of its disk are used up"),
+        (errno.ENOSPC, 1, "No space left on device, though need 4."),
+        (errno.EDQUOT, 1, "this user may write no more in"),
+        (errno.EIO, 1, "Input/output error"),
+    ],
+)
+def test_what_is_short_is_told(tmp_path, monkeypatch, code, inodes, says):
+    """Of bytes there may be enough."""
+    about = SimpleNamespace(f_bavail=2, f_frsize=4096, f_files=100, f_favail=inodes)
+    monkeypatch.setattr("os.statvfs", lambda folder: about)
+
+    def refuse(descriptor):
+        raise OSError(code, os.strerror(code))
+
+    for write in (save, lambda content, path: SafeCheckpointIO().save_checkpoint(content, path)):
+        with monkeypatch.context() as refusing:
+            refusing.setattr("os.fsync", refuse)
+            with pytest.raises(DloError) as caught:
+                write({"state_dict": {"w": torch.zeros(1000)}}, tmp_path / "x.ckpt")
+        assert says in str(caught.value)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_in_the_background_the_state_of_the_call_is_saved_and_nothing_is_removed_too_early(found, folder):
