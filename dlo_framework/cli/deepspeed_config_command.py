@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import json
+import sys
 from typing import Any, NoReturn
 
 from dlo_framework.cli.launched import BRIDGE
@@ -93,4 +95,10 @@ def _to_json(found: Scan, ranks: int | None) -> str:
     except ParseError as error:
         raise explain(error, found, registry) from None
     text: str = registry.load(BRIDGE, "strategy").to_json(cli.trainer, cli.trainer_arguments, cli.datamodule)  # type: ignore[attr-defined]
+    if json.loads(text)["train_batch_size"] == "auto":
+        print(
+            'batch sizes are "auto", which `dlo fit` fills in: what this data loads at once is not known yet;'
+            " for DeepSpeed by itself, write numbers",
+            file=sys.stderr,
+        )
     return text

@@ -88,6 +88,21 @@ def test_another_strategy_has_the_nearest_json(capsys: pytest.CaptureFixture[str
     assert "nothing like the mesh's pp 2" in refused(capsys, "deepspeed-config", "--config", "digits/mesh")
 
 
+def test_batch_sizes_that_nobody_says_are_left_open(capsys: pytest.CaptureFixture[str], ds_json: Path) -> None:
+    """Those of a datamodule that is not dlo's; of a run too, its JSON's are taken for the log alone."""
+    words = [*TASK, "--data.class_path", "lightning.pytorch.demos.boring_classes.BoringDataModule"]
+    words += ["--model.init_args.num_classes", "2"]
+    assert main(words) == 0
+    out, err = capsys.readouterr()
+    found = json.loads(out)
+    assert (found["train_batch_size"], found["train_micro_batch_size_per_gpu"]) == ("auto", "auto")
+    assert found["gradient_accumulation_steps"] == 1
+    assert 'batch sizes are "auto", which `dlo fit` fills in' in err
+    assert main([*words, "--deepspeed_config", str(ds_json)]) == 0
+    out, err = capsys.readouterr()
+    assert (json.loads(out)["train_batch_size"], err) == (64, "")
+
+
 def test_a_contradiction_is_refused_as_in_a_run(capsys: pytest.CaptureFixture[str], ds_json: Path) -> None:
     for command in ("deepspeed-config", "fit"):
         ranks = ["--ranks", "2"] if command == "deepspeed-config" else ["--trainer.devices", "2"]

@@ -4,6 +4,8 @@ import sys
 import time
 
 import pytest
+import torch
+from lightning.pytorch import Trainer
 
 from dlo_framework.errors import DloError
 from dlo_plugins.deepspeed import requirements
@@ -20,6 +22,7 @@ from dlo_plugins.deepspeed.requirements import (
     is_stale,
     ops_of,
 )
+from dlo_plugins.strategies.deepspeed import DeepSpeedBridge
 
 
 def available(options, config=None, device="cpu", ranks=4):
@@ -43,6 +46,21 @@ def nothing_built(monkeypatch, tmp_path):
 @pytest.fixture
 def has_libaio(monkeypatch):
     monkeypatch.setattr(requirements, "_builder", lambda op: type("Builder", (), {"is_compatible": lambda **_: True}))
+
+
+# --- what the device has not --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("precision", "config"), [("16-mixed", None), ("16-true", None), ("16-mixed", {"fp16": {"enabled": True}})]
+)
+def test_half_precision_on_a_cpu_that_has_none_is_refused_with_the_trainer(monkeypatch, precision, config):
+    monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_fp16_supported", lambda: False)
+    options = {"accelerator": "cpu", "devices": 2, "logger": False, "enable_checkpointing": False}
+    with pytest.raises(DloError, match=r"DeepSpeed has fp16 .*set --trainer\.precision bf16-mixed or 32-true"):
+        Trainer(strategy=DeepSpeedBridge(config=config), precision=precision, **options)
+    monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_fp16_supported", lambda: True)
+    Trainer(strategy=DeepSpeedBridge(config=config), precision=precision, **options)
 
 
 # --- what contradicts itself -------------------------------------------------------------------------------

@@ -13,12 +13,15 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from dlo_framework.errors import DloError
 from dlo_plugins.deepspeed.batch import MICRO, STEPS, TRAIN
+from dlo_plugins.deepspeed.config import source_of
 from dlo_plugins.deepspeed.consistency import offload_device
 from dlo_plugins.deepspeed.paths import get, number
+from dlo_plugins.deepspeed.precision import precision_of
 
 _OFFLOADED = ("zero_optimization.offload_optimizer", "zero_optimization.offload_param")
 _QUANTIZED = ("zero_quantized_weights", "zero_quantized_nontrainable_weights", "zero_quantized_gradients")
@@ -62,8 +65,8 @@ def check_available(config: Mapping[str, Any], device_type: str, world_size: int
     Raises:
         DloError: for the first thing that is missing, with the fix.
     """
-    source = getattr(config, "source", "strategy.config")
-    _check_device(config, device_type, source)
+    source = source_of(config)
+    check_device(config, device_type, precision_of(config))
     _check_hpz(config, world_size or ranks_of(config), source)
     for section in _OFFLOADED:
         if offload_device(config, section) == "nvme":
@@ -95,9 +98,26 @@ def ops_of(config: Mapping[str, Any]) -> list[Op]:
     return ops
 
 
-def _check_device(config: Mapping[str, Any], device_type: str, source: str) -> None:
+def check_device(config: Mapping[str, Any], device_type: str, precision: str | None) -> None:
+    """Checks that a kind of device has what is asked of it; DeepSpeed is not imported for that.
+
+    Args:
+        config: what ``resolve`` or ``with_trainer`` returned.
+        device_type: ``cpu`` or ``cuda``.
+        precision: the section that is enabled, `fp16` or `bf16`; None for neither.
+
+    Raises:
+        DloError: for the first thing that it has not.
+    """
     if device_type != "cpu":
         return
+    source = source_of(config)
+    if precision == "fp16" and not torch.ops.mkldnn._is_mkldnn_fp16_supported():
+        raise DloError(
+            f"{source}: DeepSpeed has fp16 (trainer.precision 16-mixed or 16-true) on accelerators, and on CPUs with"
+            " instructions for it, which this one has not; set --trainer.precision bf16-mixed or 32-true here, and"
+            ' "fp16": {"enabled": "auto"} where a JSON says it'
+        )
     for key in _QUANTIZED:
         if get(config, f"zero_optimization.{key}") is True:
             raise DloError(
@@ -244,7 +264,6 @@ def build_folder(name: str) -> Path:
 
     A reach into torch 2.11 to 2.15, ``torch.utils.cpp_extension._get_build_directory``, which makes it.
     """
-    import torch
     from torch.utils import cpp_extension
 
     root = os.environ.get("TORCH_EXTENSIONS_DIR")

@@ -14,7 +14,7 @@ from lightning.pytorch.strategies import Strategy
 
 from dlo_framework.errors import DloError
 from dlo_plugins.deepspeed import json_file
-from dlo_plugins.deepspeed.batch import MICRO, STEPS
+from dlo_plugins.deepspeed.batch import MICRO, STEPS, TRAIN
 from dlo_plugins.deepspeed.config import DeepSpeedJson, resolve, with_trainer
 from dlo_plugins.deepspeed.options import OPTIONS
 from dlo_plugins.deepspeed.paths import get, put
@@ -57,7 +57,7 @@ class DeepSpeedTranslation:
 
     @staticmethod
     def to_json(trainer: Trainer, given: Mapping[str, Any], datamodule: Any = None) -> str:
-        """Returns the DeepSpeed JSON of a config, as text.
+        """Returns the DeepSpeed JSON of a config, as text; batch sizes that nobody has said are ``"auto"``.
 
         Args:
             trainer: built from the config.
@@ -73,7 +73,11 @@ class DeepSpeedTranslation:
             config, given = strategy.asked, {**given, **left_open(strategy.asked, given, datamodule)}
         else:
             config = nearest_config(strategy)
-        return json.dumps(with_trainer(config, facts_of(given, ranks, datamodule)), indent=2)
+        facts = facts_of(given, ranks, datamodule)
+        result: dict[str, Any] = with_trainer(config, facts)
+        if facts.micro_batch_size is None and all(config.get(key, "auto") == "auto" for key in (TRAIN, MICRO)):
+            result = {**result, TRAIN: "auto", MICRO: "auto"}
+        return json.dumps(result, indent=2)
 
 
 # --- a JSON as YAML ----------------------------------------------------------------------------------------

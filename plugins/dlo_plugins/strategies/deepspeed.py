@@ -32,7 +32,8 @@ from dlo_plugins.deepspeed.any_device import AnyDeviceDeepSpeed
 from dlo_plugins.deepspeed.config import TrainerFacts, lengths_of, optimizer_of, resolve, scheduler_of, with_trainer
 from dlo_plugins.deepspeed.engine import Engine
 from dlo_plugins.deepspeed.partitioned import held, segments, whole_shape
-from dlo_plugins.deepspeed.requirements import check_available
+from dlo_plugins.deepspeed.precision import SECTIONS
+from dlo_plugins.deepspeed.requirements import check_available, check_device
 from dlo_plugins.deepspeed.steps import EnginePrecision, ForwardInAutocast
 from dlo_plugins.deepspeed.translate import DeepSpeedTranslation
 
@@ -143,6 +144,11 @@ class DeepSpeedBridge(DeepSpeedTranslation, ShardedStrategy, AnyDeviceDeepSpeed)
         if isinstance(precision_plugin, DeepSpeedPrecision) and not isinstance(precision_plugin, EnginePrecision):
             precision_plugin = EnginePrecision(precision_plugin.precision, self)
         self._precision_plugin = precision_plugin
+
+    def _configure_launcher(self) -> None:
+        """Checks what the Trainer's options decide, as soon as they are known: no process has started yet."""
+        check_device(self.asked, self.root_device.type, SECTIONS.get(str(self.precision_plugin.precision)))
+        super()._configure_launcher()
 
     def _autocast(self) -> contextlib.AbstractContextManager[Any]:
         precision = self.precision_plugin
