@@ -40,7 +40,8 @@ _LEFT_OUT = (
     Timer,
 )
 
-#: What the trainer is told whatever its options say. A schedule over the whole run thus runs over these steps.
+#: What the trainer is told whatever its options say. A schedule over the whole run thus runs over these steps. A
+#: callback that counts in parts of the run's epochs says so by ``needs_max_epochs``, and the options' number stays.
 _FIXED: dict[str, Any] = {
     "max_epochs": -1,
     "min_epochs": None,
@@ -139,6 +140,10 @@ def record_training(
     with tempfile.TemporaryDirectory(prefix="dlo-parity-") as folder:
         every: list[Callback] = [recorder, *kept, *([Reversed()] if setting.reverse else [])]
         overruled = _trainer_options(options, setting, strategy)
+        in_need = [type(callback).__name__ for callback in kept if getattr(callback, "needs_max_epochs", False)]
+        if in_need:
+            epochs = overruled["max_epochs"] = options.get("max_epochs")
+            notes += [f"{' and '.join(in_need)}: a percentage is of the run's {epochs} epochs, not of these steps"]
         trainer = make_trainer(overruled | {"callbacks": every, "default_root_dir": folder})
         trainer.fit(model, **feed)
     recorder.record.notes = notes + recorder.record.notes

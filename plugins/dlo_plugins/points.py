@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal, TypeVar
 
@@ -63,6 +63,11 @@ def parse_point(point: str | int | float, what: str) -> Point:
     return Point(value, "samples" if unit.startswith("sample") else "epochs")
 
 
+def any_percentage(points: Iterable[Point]) -> bool:
+    """Returns whether any point is a part of the run."""
+    return any(point.unit == "runs" for point in points)
+
+
 def check_max_epochs(points: list[Point], max_epochs: int | None, what: str) -> float:
     """Returns how many epochs the run has, infinite where percentages do not ask.
 
@@ -71,7 +76,7 @@ def check_max_epochs(points: list[Point], max_epochs: int | None, what: str) -> 
     """
     if max_epochs is not None and max_epochs >= 0:
         return float(max_epochs)
-    if any(point.unit == "runs" for point in points):
+    if any_percentage(points):
         raise DloError(f"{what}: a percentage needs trainer.max_epochs; set it, or give epochs or samples")
     return float("inf")
 

@@ -15,6 +15,8 @@ trainer:
       init_args: {max_lr: 1.0e-3}
     - class_path: BatchMix
       init_args: {mode: elem}
+    - class_path: ProgressiveResizing
+      init_args: {sizes: {0: 8, "4%": 16}}  # of three epochs of 21 steps
     - class_path: LRFinder
     - class_path: lightning.pytorch.callbacks.LearningRateMonitor
     - class_path: lightning.pytorch.callbacks.EarlyStopping
@@ -79,6 +81,7 @@ def test_a_recipe_with_mixing_and_dropout_is_the_same_on_two_ranks(dlo):
     assert "PARITY: ddp on 2 ranks: 5 steps within 1e-05" in out
     assert "BatchMix: each rank's batch is mixed for itself, in one process too: equal" in out
     assert "model: no dropout (2 DropPath, 1 Dropout)" in out
+    assert "ProgressiveResizing: a percentage is of the run's 3 epochs, not of these steps" in out
     assert "LRFinder: left out; it tries things before training" in out
     assert "DigitsData draws each sample's random numbers from seed, epoch and index: equal" in out
     rows = [line.split() for line in out.splitlines() if line.split()[:1] and line.split()[0].isdigit()]

@@ -22,7 +22,7 @@ from dlo_framework.errors import DloError
 from dlo_framework.progress import AccumulationWindow, planned_batches, refresh_epoch_length
 from dlo_plugins.batch_plan import LRDecay, LRRule, NoiseScale, grown_size, lr_factor, scheduled_size, window
 from dlo_plugins.noise_meter import NoiseMeter
-from dlo_plugins.points import check_max_epochs, parse_point
+from dlo_plugins.points import any_percentage, check_max_epochs, parse_point
 from dlo_plugins.scaled_rates import restore_rates, scale_rates
 
 
@@ -77,6 +77,8 @@ class DynamicBatchSize(Callback):
             raise DloError(f"DynamicBatchSize: schedule holds batch sizes of at least 1, but was {schedule}")
         if decay_to_growth is not None:
             decay_to_growth.check()
+        self._points = [*self.steps, *(decay_to_growth.points() if decay_to_growth is not None else [])]
+        self.needs_max_epochs = any_percentage(self._points)
         self.decay, self.noise = decay_to_growth, noise_scale
         self.max_micro_batch, self.lr_rule, self.follow_image_size = max_micro_batch, lr_rule, follow_image_size
         self._found_micro_batch = False
@@ -155,8 +157,7 @@ class DynamicBatchSize(Callback):
                 "DynamicBatchSize: noise_scale measures each rank's own gradients, which"
                 f" {type(trainer.strategy).__name__} does not keep; use ddp, or a schedule"
             )
-        decay_points = self.decay.points() if self.decay else []
-        self._max_epochs = check_max_epochs([*self.steps, *decay_points], trainer.max_epochs, "DynamicBatchSize")
+        self._max_epochs = check_max_epochs(self._points, trainer.max_epochs, "DynamicBatchSize")
         self._world = data_parallel_coordinates(trainer)[1]
         datamodule = trainer.datamodule  # type: ignore[attr-defined]
         if isinstance(datamodule, ResumableDataModule):

@@ -17,7 +17,7 @@ from dlo_framework.data import Position, ResumableDataModule, data_parallel_coor
 from dlo_framework.errors import DloError
 from dlo_framework.model_sizes import accept_any_size, check_sizes, size_multiple
 from dlo_framework.task import batch_length
-from dlo_plugins.points import check_max_epochs, parse_point
+from dlo_plugins.points import any_percentage, check_max_epochs, parse_point
 from dlo_plugins.resizing import (
     Growth,
     Steps,
@@ -86,6 +86,8 @@ class ProgressiveResizing(BatchTransform):
         self.multiple, self.image_key = multiple, image_key
         self.begin, self.end = parse_point(begin, "ProgressiveResizing"), parse_point(end, "ProgressiveResizing")
         self.steps = {parse_point(point, "ProgressiveResizing"): size for point, size in (sizes or {}).items()}
+        self._points = [*self.steps] if self.steps else [self.begin, self.end]
+        self.needs_max_epochs = any_percentage(self._points)
         if sizes is not None and all(point.value for point in self.steps):
             raise DloError(f"ProgressiveResizing: sizes says what the run begins with, under 0, but was {sizes}")
         check_multiples([*self.steps.values(), start_size or 1, end_size or 1], 1, "ProgressiveResizing")
@@ -118,8 +120,7 @@ class ProgressiveResizing(BatchTransform):
         """Hands the schedule to the datamodule, if that can make images of a given size."""
         if stage != "fit":
             return
-        named = [*self.steps] if self.steps else [self.begin, self.end]
-        self._max_epochs = check_max_epochs(named, trainer.max_epochs, "ProgressiveResizing")
+        self._max_epochs = check_max_epochs(self._points, trainer.max_epochs, "ProgressiveResizing")
         datamodule = trainer.datamodule  # type: ignore[attr-defined]
         if isinstance(datamodule, ResumableDataModule) and datamodule.sizes_images:
             if datamodule.image_size_at is not None:
