@@ -99,4 +99,4 @@ def _refuse_damaged(path: Path, level: Level, group: ProcessGroup | None) -> Non
 
 def _offer(path: Path, level: Level) -> str:
     newest = newest_valid(path.parent, level, but=path)
-    return f"; the newest valid one is {newest}" if newest is not None else "; no other in its folder is valid"
+    return f"; the newest valid one beside it is {newest}" if newest is not None else "; no other there is valid"

@@ -232,7 +232,7 @@ def _print(summary: dict[str, Any], tensors: list[dict[str, Any]]) -> None:
             total = human(sum(t["bytes"] for t in of_group))
             print(f"{group}: {len(of_group)} tensors, {numbers:,} numbers, {total}")
         print(f"  {'  '.join(cell.ljust(width) for cell, width in zip(row, widths, strict=True))}".rstrip())
-    print(f"\nstep {summary['step']}, epoch {summary['epoch']}, saved {summary['saved']}")
+    print(f"\nstep {summary['step']}, epoch {summary['epoch']} (the first is 0), saved {summary['saved']}")
     print(f"written on {summary['world_size']} rank{'s' if summary['world_size'] > 1 else ''}", end="")
     print(", weights only" if summary["weights_only"] else "")
     for key, value in [*summary["versions"].items(), *summary["about"].items()]:

@@ -11,7 +11,7 @@ from lightning.pytorch.callbacks import Checkpoint
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.plugins import CheckpointIO
-from lightning.pytorch.strategies import Strategy, StrategyRegistry
+from lightning.pytorch.strategies import SingleDeviceStrategy, Strategy, StrategyRegistry
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from dlo_framework import runs
@@ -247,9 +247,13 @@ class DloCLI(LightningCLI):
             raise DloError(f"accumulate_grad_batches is at least 1, but was {config['accumulate_grad_batches']}")
 
     def _predictions(self) -> Path:
-        """Returns where predictions go: beside the checkpoint's folder, named after the checkpoint."""
-        run, path = self._resumed_run(), self.config[self.command].ckpt_path
-        return (run or self._runs()) / f"predictions-{Path(path).stem if path else 'untrained'}.pt"
+        """Returns where predictions go: into the run of the checkpoint, named after that, unless another is named."""
+        config = self.config[self.command]
+        path = Path(config.ckpt_path) if config.ckpt_path else None
+        run = path.parent.parent if path is not None and path.parent.name == runs.CHECKPOINTS else None
+        if run is None or (config.run.dir and not self._is_own(run)):
+            run = self._runs()
+        return run / f"predictions-{path.stem if path is not None else 'untrained'}.pt"
 
     def _build_trainer(self, kwargs: dict[str, Any]) -> Trainer:
         """Builds the trainer; what it refuses is the user's to mend."""
@@ -257,6 +261,7 @@ class DloCLI(LightningCLI):
             register_data_parallel()
             trainer = super().instantiate_trainer(**self._with_strategys_arguments(kwargs))
             use_canonical_checkpoints(trainer)
+            check_ranks(trainer.strategy, self._get(self.config_init, "trainer"))
             self._set_async(trainer)
             check_model = getattr(trainer.strategy, "check_model", None)
             if check_model is not None:
@@ -265,10 +270,10 @@ class DloCLI(LightningCLI):
             if check_predict is not None and self.command == "predict":
                 check_predict(self.model)
             return trainer
-        except (MisconfigurationException, ValueError) as error:
+        except (MisconfigurationException, ValueError, TypeError) as error:
             if self.run_folder is not None and self.run_folder.is_dir() and not any(self.run_folder.iterdir()):
                 self.run_folder.rmdir()
-            if isinstance(error, DloError):
+            if isinstance(error, DloError) or (isinstance(error, TypeError) and "`devices`" not in str(error)):
                 raise
             raise DloError(f"trainer: {error}") from error
 
@@ -299,7 +304,25 @@ class DloCLI(LightningCLI):
         if not path or Path(path).parent.name != runs.CHECKPOINTS:
             return None
         run = Path(path).parent.parent
-        return run if run.parent.resolve() == self._runs().resolve() else None
+        return run if self._is_own(run) else None
+
+    def _is_own(self, run: Path) -> bool:
+        """Whether a run's folder is one of this config's runs."""
+        return run.parent.resolve() == self._runs().resolve()
+
+
+def check_ranks(strategy: Strategy, options: Any) -> None:
+    """Raises a DloError for several ranks under a strategy of one, which Lightning (2.6) gives it without a word."""
+    devices = options.get("devices")
+    if isinstance(devices, str) and "," in devices:
+        devices = [device for device in devices.split(",") if device.strip()]
+    number = len(devices) if isinstance(devices, list) else int(devices) if str(devices).isdigit() else 1
+    nodes = int(options.get("num_nodes") or 1)
+    if isinstance(strategy, SingleDeviceStrategy) and number * nodes > 1:
+        raise DloError(
+            f"{type(strategy).__name__} trains on one device, but trainer.devices is {options.get('devices')} and"
+            f" trainer.num_nodes {nodes}; set both to 1, or take a strategy of several ranks, such as ddp"
+        )
 
 
 def check_strategy(strategy: Any) -> None:

@@ -72,8 +72,9 @@ class SavePredictions(Callback):
                     f" {len(shares)} ranks samples by turns, and outputs of several shapes stay a list of batches;"
                     " predict on one rank, or use a dlo datamodule"
                 )
+        earlier = " (in place of an earlier file)" if self.path.exists() else ""
         _write(torch.cat(batches) if _fit_together(batches) else batches, self.path)
-        print(f"predictions: {self.path}")
+        print(f"predictions: {self.path}{earlier}")
 
 
 def data_rank(trainer: Trainer) -> int:

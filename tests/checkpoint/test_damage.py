@@ -66,7 +66,7 @@ def test_damage_is_refused_by_name_and_the_newest_whole_one_is_offered_and_found
     harm(newest / name)
     with pytest.raises(DloError, match=name):
         verify(newest)
-    with pytest.raises(DloError, match=rf"{name}.*; the newest valid one is .*step-10\.ckpt$"):
+    with pytest.raises(DloError, match=rf"{name}.*; the newest valid one beside it is .*step-10\.ckpt$"):
         load(newest)
     with pytest.warns(UserWarning, match=rf"passing over .*step-15\.ckpt: .*{name}"):
         assert newest_valid(folder) == folder / "step-10.ckpt"
@@ -117,7 +117,7 @@ def test_a_look_at_the_sizes_finds_what_is_cut_off_and_not_what_is_changed(folde
 def test_nothing_valid_is_said_so(tmp_path):
     save(a_run(1), tmp_path / "only.ckpt")
     (tmp_path / "only.ckpt" / "state.pt").unlink()
-    with pytest.raises(DloError, match="no other in its folder is valid"):
+    with pytest.raises(DloError, match="no other there is valid"):
         load(tmp_path / "only.ckpt")
     with pytest.warns(UserWarning, match=r"passing over .*only\.ckpt"):
         assert newest_valid(tmp_path) is None

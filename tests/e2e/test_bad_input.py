@@ -97,6 +97,21 @@ def test_what_a_plug_ins_constructor_refuses(refused):
     assert "OneCycle: pct_start is a fraction above 0 and at most 1.0, but was 2.0" in message
 
 
+def test_devices_that_cannot_be(refused):
+    Path("mine.py").write_text(
+        "from lightning.pytorch.strategies import SingleDeviceStrategy\n"
+        "class Mine(SingleDeviceStrategy):\n"
+        '    def __init__(self, device: str = "cpu"):\n'
+        "        super().__init__(device)\n"
+    )
+    words = ["fit", "--config", "train.yaml", "--plugins", "./mine.py", "--trainer.strategy.class_path", "mine.Mine"]
+    message = refused(*words, "--trainer.devices", "2")
+    assert "Mine trains on one device, but trainer.devices is 2 and trainer.num_nodes 1; set both to 1" in message
+    message = refused("fit", "--config", "train.yaml", "--trainer.devices", "0,1")
+    assert "trainer: `devices` selected with `CPUAccelerator` should be an int > 0" in message
+    assert list(Path("runs/train").iterdir()) == []
+
+
 def test_a_checkpoint_of_another_model(refused):
     assert main(["fit", "--config", "train.yaml"]) == 0
     os.environ.pop(runs.ENVIRONMENT, None)

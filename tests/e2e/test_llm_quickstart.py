@@ -3,6 +3,7 @@
 import json
 import math
 import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -56,11 +57,15 @@ def test_the_best_checkpoint_is_validated_and_goes_on_where_it_stopped(trained, 
 
 
 def test_it_completes_prompts_of_a_file(trained, shared_dlo):
+    """What it makes of them goes to the checkpoint's run, whatever this config's runs are called."""
+    _, folder, summary = trained
     (shared_dlo.folder / "prompts.txt").write_text("def add(\nimport os\nclass A:\n")
-    words = ["--ckpt_path", "best", "--data.init_args.predict_files", "prompts.txt"]
+    checkpoint = str(folder / summary["best_checkpoint"])
+    words = ["--ckpt_path", checkpoint, "--run.name", "prompts", "--data.init_args.predict_files", "prompts.txt"]
     done = shared_dlo("predict", "--config", "llm/quickstart", *WORDS, *words)
-    file = re.search(r"predictions: (\S+)", done.stdout)[1]
-    (rows,) = torch.load(shared_dlo.folder / file, weights_only=True)
+    file = folder / f"predictions-{Path(checkpoint).stem}.pt"
+    assert f"predictions: {file}\n" in done.stdout
+    (rows,) = torch.load(file, weights_only=True)
     assert [row["prompt"] for row in rows] == ["def add(", "import os", "class A:"]
     assert all(1 <= len(row["tokens"]) <= 8 for row in rows)
     assert f"--- 'import os'\nimport os{rows[1]['completion']}" in done.stdout

@@ -133,7 +133,8 @@ class MicroBatchFinder(BeforeTraining):
         self.per_rank = found if self.power_of_two or not ran_out else max(1, math.floor(found * (1 - self.margin)))
         step = present * world_size * int(trainer.accumulate_grad_batches)
         told = [each for each in trainer.callbacks if hasattr(each, "set_max_micro_batch")]  # type: ignore[attr-defined]
-        self._report(trainer, world_size, step, "memory" if ran_out else f"the limit of {limit}", told)
+        most = f"max_size {limit}" if limit == self.max_size else f"the data, {limit} samples a rank"
+        self._report(trainer, world_size, step, "memory" if ran_out else most, told)
         for callback in told:
             callback.set_max_micro_batch(self.per_rank)
 
