@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import itertools
-import os
 from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Iterator
@@ -226,17 +225,6 @@ def run_folder(trainer: Trainer) -> Path:
         if isinstance(callback, RunRecord):
             return callback.folder
     return Path(options.log_dir or options.default_root_dir)
-
-
-def write_whole(path: Path, content: bytes) -> None:
-    """Writes a file whole or not at all, and leaves no part of it behind."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(path.name + ".partial")
-    try:
-        partial.write_bytes(content)
-        os.replace(partial, path)
-    finally:
-        partial.unlink(missing_ok=True)
 
 
 def _second(loader: Any) -> Any:

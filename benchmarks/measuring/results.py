@@ -9,11 +9,11 @@ and a RUN: {"name", "command", "load", "seconds", "code", "record"}; ``record`` 
 from __future__ import annotations
 
 import json
-import os
 import re
 from pathlib import Path
 from typing import Any
 
+from dlo_framework.whole_file import write_whole
 from measuring.record import cores, hardware
 
 Results = dict[str, Any]
@@ -56,9 +56,7 @@ def read(path: Path) -> Results:
 
 def write(results: Results, path: Path) -> None:
     """Writes results, whole or not at all."""
-    partial = path.with_suffix(".json.partial")
-    partial.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
-    os.replace(partial, path)
+    write_whole(path, json.dumps(results, indent=1) + "\n")
 
 
 def newest(folder: Path) -> list[tuple[Path, Results]]:

@@ -9,7 +9,7 @@ from dlo_framework.checkpoint.manifest import Manifest, read_manifest
 from dlo_framework.checkpoint.reading import check, load
 from dlo_framework.checkpoint.saved import SavedTensors
 from dlo_framework.checkpoint.shards import Box, CutShard, FlatShard, Shard, flat_slice_boxes, held_boxes
-from dlo_framework.checkpoint.torch_file import SafeCheckpointIO, refuse_unsafe, replace_text, tensor_bytes
+from dlo_framework.checkpoint.torch_file import SafeCheckpointIO, refuse_unsafe, tensor_bytes
 from dlo_framework.checkpoint.verify import newest_valid, verify
 
 __all__ = [
@@ -33,7 +33,6 @@ __all__ = [
     "recover",
     "refuse_unsafe",
     "remove",
-    "replace_text",
     "resumptions",
     "save",
     "step_of",

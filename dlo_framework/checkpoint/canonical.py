@@ -40,8 +40,9 @@ from dlo_framework.checkpoint.planning import Agreed, Planning
 from dlo_framework.checkpoint.shards import Box
 from dlo_framework.checkpoint.state_file import write_state
 from dlo_framework.checkpoint.tensor_file import HashedFile, layout
-from dlo_framework.checkpoint.torch_file import NO_SPACE, PARTIAL, refused_write, shortage, why_refused
+from dlo_framework.checkpoint.torch_file import NO_SPACE, refused_write, shortage, why_refused
 from dlo_framework.errors import DloError
+from dlo_framework.whole_file import PARTIAL
 
 T = TypeVar("T")
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 from collections.abc import Iterator, Mapping
 from importlib import metadata
 from pathlib import Path
@@ -26,9 +25,10 @@ from dlo_framework.checkpoint.saved import SavedTensors, Source
 from dlo_framework.checkpoint.shards import Box
 from dlo_framework.checkpoint.state_file import read_state, write_state
 from dlo_framework.checkpoint.tensor_file import HashedFile, layout, memory_of, read_header
-from dlo_framework.checkpoint.torch_file import PARTIAL, SafeCheckpointIO, read_file, sync_folder
+from dlo_framework.checkpoint.torch_file import SafeCheckpointIO, read_file
 from dlo_framework.checkpoint.verify import sha256, verify
 from dlo_framework.errors import DloError
+from dlo_framework.whole_file import whole_file
 
 #: The header's entry that tells a whole checkpoint in one file from a model's weights.
 _KIND, _WHOLE = "dlo", "checkpoint"
@@ -278,17 +278,9 @@ def state_file_of(path: Path) -> Path:
 @contextlib.contextmanager
 def _whole_file(path: Path) -> Iterator[HashedFile]:
     """Opens a new file that comes to its place once it is whole and synced."""
-    partial = folders.beside(path, PARTIAL)
-    try:
-        with disk_errors(path):
-            path.parent.mkdir(parents=True, exist_ok=True)
-            with HashedFile(partial) as file:
-                yield file
-            os.replace(partial, path)
-            sync_folder(path.parent)
-    except BaseException:
-        partial.unlink(missing_ok=True)
-        raise
+    # The inner one tells what is free while the partial file is still there.
+    with disk_errors(path), whole_file(path) as partial, disk_errors(path), HashedFile(partial) as file:
+        yield file
 
 
 def _refuse_existing(path: Path) -> None:

@@ -14,8 +14,8 @@ import shutil
 from pathlib import Path
 
 from dlo_framework.checkpoint.manifest import MANIFEST, read_manifest
-from dlo_framework.checkpoint.torch_file import PARTIAL, sync_folder
 from dlo_framework.errors import DloError
+from dlo_framework.whole_file import PARTIAL, sync_folder
 
 OLD = ".old"
 REMOVED = ".removed"

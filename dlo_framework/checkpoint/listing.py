@@ -22,8 +22,8 @@ import torch
 
 from dlo_framework.checkpoint import folder as folders
 from dlo_framework.checkpoint.manifest import MANIFEST, STATE, read_manifest
-from dlo_framework.checkpoint.torch_file import PARTIAL, replace_text
 from dlo_framework.errors import DloError
+from dlo_framework.whole_file import PARTIAL, write_whole
 
 RESUMED = "resumed.jsonl"
 
@@ -120,7 +120,7 @@ def note_resumption(path: str | Path) -> None:
             gone[entry.path.name] = entry.time
     note = {"time": time.time(), "from": path.name, "step": start.step, "left_behind": gone}
     lines = [json.dumps(line) + "\n" for line in [*_notes(path.parent), note]]
-    replace_text(path.parent / RESUMED, "".join(lines))
+    write_whole(path.parent / RESUMED, "".join(lines))
 
 
 def _notes(folder: Path) -> list[dict[str, Any]]:

@@ -7,7 +7,6 @@ its final place, synced and renamed; and only tensors and plain data are read.
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import os
 import pickle
@@ -21,8 +20,8 @@ from lightning.pytorch.plugins.io import TorchCheckpointIO
 
 from dlo_framework.amounts import human
 from dlo_framework.errors import DloError
+from dlo_framework.whole_file import PARTIAL, sync_folder
 
-PARTIAL = ".partial"
 #: What a full or limited disk answers.
 NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
@@ -112,42 +111,6 @@ def refuse_unsafe(path: Path) -> None:
         SafeCheckpointIO().load_checkpoint(path)
     if unsafe:
         raise _refused(path, ", ".join(sorted(unsafe)))
-
-
-def replace_text(path: Path, text: str) -> None:
-    """Writes a file of text beside its place, synced, and renames it: it is there as a whole, or as it was before.
-
-    Raises:
-        DloError: if it cannot be written.
-    """
-    partial = path.with_name(path.name + PARTIAL)
-    try:
-        with open(partial, "w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(partial, path)
-        sync_folder(path.parent)
-    except OSError as error:
-        with contextlib.suppress(OSError):
-            partial.unlink(missing_ok=True)
-        raise DloError(f"cannot write {path}: {error.strerror}") from error
-
-
-#: What file systems that cannot sync a folder (CIFS, some of FUSE's) answer.
-_NO_FOLDER_SYNC = (errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP)
-
-
-def sync_folder(folder: Path) -> None:
-    """Makes a rename in ``folder`` survive a power cut, where the file system has a way to."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    except OSError as error:
-        if error.errno not in _NO_FOLDER_SYNC:
-            raise
-    finally:
-        os.close(descriptor)
 
 
 def tensor_bytes(content: Any) -> int:

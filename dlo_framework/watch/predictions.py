@@ -15,6 +15,7 @@ from torch.utils.data import DistributedSampler
 
 from dlo_framework.distributed.control import control_group
 from dlo_framework.errors import DloError, agree
+from dlo_framework.whole_file import whole_file
 
 
 class SavePredictions(Callback):
@@ -141,17 +142,14 @@ def _write(found: Any, path: Path) -> None:
     Raises:
         DloError: if it cannot be written.
     """
-    partial = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        torch.save(found, partial)
-        os.replace(partial, path)
+        with whole_file(path) as partial:
+            torch.save(found, partial)
     except (OSError, RuntimeError) as error:  # torch's writer (2.11 to 2.15) raises the latter where a disk is full.
         reason = getattr(error, "strerror", None) or str(error).splitlines()[0]
         raise DloError(
             f"cannot write the predictions {path}: {reason}; make room, or choose another folder with --run.dir"
         ) from error
-    finally:
-        partial.unlink(missing_ok=True)
 
 
 def _why_not_writable(path: Path) -> str | None:

@@ -15,11 +15,12 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 
 from dlo_framework import runs
 from dlo_framework.amounts import human
-from dlo_framework.checkpoint import locate, note_resumption, replace_text, resumptions
+from dlo_framework.checkpoint import locate, note_resumption, resumptions
 from dlo_framework.checkpoint.kept import RUN_FOLDER, Best, follow
 from dlo_framework.versions import versions
 from dlo_framework.watch.monitor import RunMonitor, is_tensorboard
 from dlo_framework.watch.state_bytes import StateReport
+from dlo_framework.whole_file import write_whole
 
 
 class RunRecord(Callback):
@@ -125,8 +126,7 @@ class RunRecord(Callback):
         if not trainer.is_global_zero:
             return None
         summary = self.summary(trainer, status)
-        path = self.folder / runs.SUMMARY
-        replace_text(path, json.dumps(summary, indent=2) + "\n")
+        write_whole(self.folder / runs.SUMMARY, json.dumps(summary, indent=2) + "\n")
         return summary
 
     def summary(self, trainer: Trainer, status: str) -> dict[str, Any]:

@@ -21,7 +21,7 @@ PACKAGES = {"dlo_framework": "dlo_framework", "dlo_plugins": "plugins/dlo_plugin
 #: import what stands lower; a folder never one beside it, a single module may.
 LAYERS: dict[str, tuple[tuple[str, tuple[str, ...]], ...]] = {
     "dlo_framework": (
-        ("said everywhere", ("_version", "versions", "errors", "amounts")),
+        ("said everywhere", ("_version", "versions", "errors", "amounts", "whole_file")),
         ("described", ("plan", "mesh", "cuts", "applier", "model_sizes", "batch_transform")),
         ("read and kept", ("registry/", "data/", "checkpoint/")),
         ("a run", ("task", "progress", "accumulation", "resume", "snapshot", "runs")),

@@ -250,7 +250,7 @@ def test_inspect_shows_what_is_there(checkpoint, capsys):
     for line in (
         "model: 4 tensors, 33 numbers, 144 B",
         "  model.head.weight          4 x 6   float32     96 B",
-        "step 7, epoch 2, saved ",
+        "step 7, epoch 2 (the first is 0), saved ",
         "written on 1 rank\n",
         "strategy: ZeroStrategy",
         'mesh: {"dp_shard": 1}',

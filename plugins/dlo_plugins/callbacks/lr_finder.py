@@ -19,8 +19,9 @@ from lightning.pytorch import LightningModule, Trainer
 from tqdm import tqdm
 
 from dlo_framework.errors import DloError, did_you_mean
-from dlo_framework.rehearsal import BeforeTraining, rehearse, run_folder, write_whole
+from dlo_framework.rehearsal import BeforeTraining, rehearse, run_folder
 from dlo_framework.watch.monitor import is_tensorboard
+from dlo_framework.whole_file import write_whole
 from dlo_plugins.lr_suggest import SUGGESTIONS, Sweep, scaled, suggest, sweep_rates
 
 if TYPE_CHECKING:
@@ -135,7 +136,7 @@ class LRFinder(BeforeTraining):
         picture = io.BytesIO()
         figure.savefig(picture, format="png")
         write_whole(folder / f"{NAME}.png", picture.getvalue())
-        write_whole(folder / f"{NAME}.json", self.to_json(sweep).encode())
+        write_whole(folder / f"{NAME}.json", self.to_json(sweep))
         for logger in trainer.loggers:
             if is_tensorboard(logger):
                 logger.experiment.add_image(NAME, pixels(figure), trainer.global_step, dataformats="HWC")

@@ -23,8 +23,9 @@ from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from dlo_framework.data import Position, data_parallel_coordinates
 from dlo_framework.distributed.norms import divides_state
 from dlo_framework.errors import DloError
-from dlo_framework.rehearsal import BeforeTraining, Rehearsal, rehearse, run_folder, write_whole
+from dlo_framework.rehearsal import BeforeTraining, Rehearsal, rehearse, run_folder
 from dlo_framework.snapshot import training_loaders
+from dlo_framework.whole_file import write_whole
 from dlo_plugins.batch_search import Budget, Pool, is_out_of_memory, keep_global_batch, largest, samples
 
 FILE = "batch_size.json"
@@ -175,7 +176,7 @@ class MicroBatchFinder(BeforeTraining):
             "accumulate_grad_batches": accumulate,
             "trials": [{"per_rank": size, "fits": outcome} for size, outcome in self.trials],
         }
-        write_whole(folder / FILE, (json.dumps(content, indent=2) + "\n").encode())
+        write_whole(folder / FILE, json.dumps(content, indent=2) + "\n")
         lines = [
             f"\nlargest micro-batch: {self.per_rank} samples a rank, {self.per_rank * world_size} over all;"
             f" bound by {bound}, {len(self.trials)} sizes tried"

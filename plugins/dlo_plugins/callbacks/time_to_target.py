@@ -19,8 +19,9 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 
 from dlo_framework.errors import DloError, did_you_mean
 from dlo_framework.progress import epochs_seen
-from dlo_framework.rehearsal import run_folder, write_whole
+from dlo_framework.rehearsal import run_folder
 from dlo_framework.watch.monitor import batch_size, data_parallel_size
+from dlo_framework.whole_file import write_whole
 from dlo_plugins.callbacks.compile import Compile
 
 Direction = Literal["max", "min"]
@@ -299,7 +300,7 @@ class TimeToTarget(Callback):
         self._log(trainer, "run_stop", None, "INTERVAL_END", {"status": status, **self._place()})
         self._open = False
         if trainer.is_global_zero and self._folder is not None:
-            write_whole(self._folder / RESULT, f"{json.dumps(result, indent=2)}\n".encode())
+            write_whole(self._folder / RESULT, f"{json.dumps(result, indent=2)}\n")
 
     def _log(
         self,

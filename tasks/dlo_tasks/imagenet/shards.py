@@ -17,6 +17,7 @@ from typing import NamedTuple
 import numpy as np
 
 from dlo_framework.errors import DloError
+from dlo_framework.whole_file import whole_file
 
 IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp")
 _LABEL_SUFFIXES = (".cls", ".json")
@@ -148,10 +149,8 @@ def _read_cache(place: Path, stamp: list[int], naming: str) -> ShardIndex | None
 
 
 def _write_cache(place: Path, index: ShardIndex, stamp: list[int], naming: str) -> bool:
-    temporary = place.with_name(f"{place.name}.{os.getpid()}.tmp")
     try:
-        place.parent.mkdir(parents=True, exist_ok=True)
-        with open(temporary, "wb") as file:
+        with whole_file(place, shared=True) as partial, open(partial, "wb") as file:
             np.savez(
                 file,
                 stamp=np.array(stamp, dtype=np.int64),
@@ -159,8 +158,6 @@ def _write_cache(place: Path, index: ShardIndex, stamp: list[int], naming: str) 
                 rows=np.stack([index.offsets, index.sizes, index.labels], axis=1),
                 keys=np.array("\0".join(index.keys)),
             )
-        os.replace(temporary, place)
     except OSError:
-        temporary.unlink(missing_ok=True)
         return False
     return True

@@ -7,9 +7,9 @@ import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from uuid import uuid4
 
 from dlo_framework.errors import DloError
+from dlo_framework.whole_file import PARTIAL, whole_file
 
 
 def cache_folder(cache_dir: str | None) -> Path:
@@ -24,7 +24,7 @@ _ABANDONED = 2 * 24 * 3600
 
 
 @contextlib.contextmanager
-def whole_file(path: Path, what: str) -> Iterator[Path]:
+def cached_file(path: Path, what: str) -> Iterator[Path]:
     """Gives a path to write to beside ``path``, which takes its place at the end; nothing is left of an attempt.
 
     Args:
@@ -34,25 +34,20 @@ def whole_file(path: Path, what: str) -> Iterator[Path]:
     Raises:
         DloError: if the folder cannot be written to.
     """
-    partial = path.with_name(f"{path.name}.{uuid4().hex}.partial")
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        _clear(path.parent)
-        yield partial
-        os.replace(partial, path)
+        with whole_file(path, shared=True) as partial:
+            _clear(path.parent)
+            yield partial
     except OSError as error:
         raise DloError(
             f"{what} cannot be written to {path.parent}: {error}; set cache_dir to a folder that can be written to and"
             " has enough room"
         ) from error
-    finally:
-        with contextlib.suppress(OSError):  # as where there is no such folder
-            partial.unlink()
 
 
 def _clear(folder: Path) -> None:
     """Removes what writers that were killed have left."""
-    for left in folder.glob("*.partial"):
+    for left in folder.glob(f"*{PARTIAL}"):
         with contextlib.suppress(OSError):  # another process clears too
             if time.time() - left.stat().st_mtime > _ABANDONED:
                 left.unlink()

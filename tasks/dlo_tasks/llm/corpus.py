@@ -15,7 +15,7 @@ from typing import Any
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from dlo_framework.errors import DloError
-from dlo_tasks.llm.cache_folder import whole_file
+from dlo_tasks.llm.cache_folder import cached_file
 from dlo_tasks.llm.records import content_hash, whole_text
 from dlo_tasks.llm.tokenizer import need_transformers
 
@@ -90,7 +90,7 @@ def embedded_tokenizer(files: Sequence[Path], vocab_size: int, folder: Path) -> 
         except Exception as error:  # tokenizers raises nothing more special; it is only a cache
             rank_zero_warn(f"{path}: the trained tokenizer cannot be read ({error}) and is trained anew")
     text = _train(files, vocab_size)
-    with whole_file(path, "the trained tokenizer") as partial:
+    with cached_file(path, "the trained tokenizer") as partial:
         partial.write_text(text, encoding="utf-8")
     return _wrap(path)
 

@@ -31,7 +31,7 @@ from typing import Any, BinaryIO, NamedTuple
 import numpy as np
 
 from dlo_framework.errors import DloError
-from dlo_tasks.llm.cache_folder import whole_file
+from dlo_tasks.llm.cache_folder import cached_file
 
 #: Part of every cache's name: a new one makes caches anew.
 FORMAT = 1
@@ -133,7 +133,7 @@ def write_store(path: Path, documents: Iterable[Document], vocab_size: int) -> N
     flag = kind.type(1 << (8 * kind.itemsize - 1))
     bounds, hashes, files, rows = array("q", [0]), array("Q"), array("q"), array("q")
     all_learned = True
-    with whole_file(path, "the token cache") as partial, open(partial, "wb") as file:
+    with cached_file(path, "the token cache") as partial, open(partial, "wb") as file:
         file.write(bytes(_HEADER))
         body = _Body(file)
         for document in documents:
