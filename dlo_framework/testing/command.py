@@ -7,6 +7,7 @@ the process is forked (see :mod:`dlo_framework.testing.spawn`). Tests of what a 
 from __future__ import annotations
 
 import atexit
+import gc
 import multiprocessing
 import os
 import subprocess
@@ -111,6 +112,7 @@ class _Work:
 
 def _run(work: _Work) -> None:
     """Becomes ``dlo``; runs in the new process."""
+    gc.freeze()
     for number, pipe in zip((1, 2), work.pipes, strict=True):
         descriptor = pipe.detach()
         os.dup2(descriptor, number)

@@ -6,6 +6,7 @@ Nothing heavy is imported at the top: where each rank is spawned, the number of 
 from __future__ import annotations
 
 import faulthandler
+import gc
 import importlib
 import importlib.util
 import multiprocessing
@@ -94,6 +95,7 @@ class Answer(NamedTuple):
 def main(rank: int, job: Job, answer: Connection) -> None:
     """Runs one rank; the target of its process."""
     _end_with_the_parent()
+    gc.freeze()  # What the server has imported stays in memory that the ranks share: no collection writes to it.
     job.streams.take_over()
     faulthandler.enable()  # A rank that dies of SIGSEGV says where.
     os.environ.clear()

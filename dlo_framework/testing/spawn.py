@@ -27,15 +27,10 @@ from dlo_framework.testing.rank import Answer, Job, Streams
 
 #: Seconds that the ranks have to end by themselves once each has answered.
 _GRACE = 10.0
-#: What the server imports, if this process has, beside torch.
-_HEAVY = (
-    "lightning.pytorch",
-    "timm",
-    "torch.distributed.fsdp",
-    "torch.distributed.tensor",
-    "dlo_framework.distributed.strategy",
-    "dlo_framework.testing.training",
-)
+#: What the server imports beside torch, if this process has: modules, and packages with all of theirs that it has. None
+#: of them starts a thread.
+_HEAVY = ("lightning.pytorch", "torch.distributed.fsdp", "torch.distributed.pipelining", "torch.distributed.tensor")
+_HEAVY_PACKAGES = ("dlo_framework", "dlo_plugins", "dlo_tasks", "pytest", "timm", "transformers")
 
 
 class RankFailed(RuntimeError):
@@ -140,7 +135,8 @@ def process_context() -> Any:
     if sys.platform != "linux" or torch.accelerator.is_available():
         return multiprocessing.get_context("spawn")
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch.distributed", *(name for name in _HEAVY if name in sys.modules)])
+    here = [name for name in sys.modules if name in _HEAVY or name.partition(".")[0] in _HEAVY_PACKAGES]
+    context.set_forkserver_preload(["torch.distributed", *here])
     return context
 
 

@@ -251,6 +251,7 @@ def _checkpoints(rank: int, world_size: int, folder: Path) -> None:
     leave_group()
 
 
+@pytest.mark.slow
 def test_other_ranks_strategies_and_optimizers_go_on_from_a_checkpoint(tmp_path: Path) -> None:
     run_distributed(_checkpoints, 2, tmp_path)
     for number, of_rank in enumerate(run_distributed(_elsewhere, 4, tmp_path)):

@@ -108,22 +108,14 @@ def test_two_ranks_train_a_vit_as_one_process() -> None:
 
 def test_what_else_a_run_has_goes_with_it() -> None:
     recomputed = {"appliers": [ActivationCheckpoint()]}
-    kept = [FullyShard(reshard_after_forward=True)]
+    kept = {"appliers": [FullyShard(reshard_after_forward=True)]}
+    axes = ({"pp": 2, **recomputed}, {"tp": 2, **recomputed}, {"cp": 2, **recomputed}, {"dp_shard": 2, **kept})
+    together = {"accumulate_grad_batches": 2, "gradient_clip_val": 0.1}
     assert_parity(
         llm,
         [
-            *cases(
-                {"pp": 2},
-                {"tp": 2},
-                {"cp": 2},
-                {"dp_shard": 2},
-                trainer={"accumulate_grad_batches": 2},
-                micro_batches=2,
-            ),
-            *cases({"pp": 2}, {"tp": 2}, {"cp": 2}, trainer={"gradient_clip_val": 0.1}),
-            *cases({"pp": 2, **recomputed}, {"tp": 2, **recomputed}, {"cp": 2, **recomputed}),
+            *cases(*axes, trainer=together, micro_batches=2),
             *cases({"pp": 2, "split": [3, 1]}, {"pp": 2, "schedule": "1F1B", "micro_batches": 8}),
-            *cases({"dp_shard": 2, "appliers": kept}),
             *cases({"tp": 2, "appliers": [CompileBlocks(backend="aot_eager")]}),
         ],
         steps=3,

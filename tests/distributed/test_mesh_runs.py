@@ -42,7 +42,8 @@ STRATEGIES = {
     "dp": partial(MeshStrategy, dp_shard=2),
 }
 #: Who takes a run up from whom, with how many steps more.
-CHAIN, STEPS = ("tp x pp", "zero3", "cp x dp", "pp x dp", "tp x dp"), 4
+CHAIN, STEPS = ("tp x pp", "zero3", "cp x dp"), 4
+LONG_CHAIN = (*CHAIN, "pp x dp", "tp x dp")
 
 
 def text(folder: Path) -> TextData:
@@ -101,10 +102,10 @@ def fit(world_size: int, name: str, folder: Path, steps: int, save: Path | None,
     return losses.found
 
 
-def _chain(rank: int, world_size: int, folder: Path) -> list[list[float]]:
+def _chain(rank: int, world_size: int, folder: Path, chain: tuple[str, ...]) -> list[list[float]]:
     quiet()
     found, before = [], None
-    for number, name in enumerate(CHAIN):
+    for number, name in enumerate(chain):
         after = folder / f"{number}.ckpt"
         found.append(fit(world_size, name, folder, STEPS * (number + 1), after, before))
         before = after
@@ -112,10 +113,11 @@ def _chain(rank: int, world_size: int, folder: Path) -> list[list[float]]:
     return found
 
 
-def test_a_run_goes_on_from_mesh_to_mesh_to_zero_to_one_process(tmp_path: Path) -> None:
-    whole = fit(1, "one", tmp_path, STEPS * (len(CHAIN) + 1), None, None)
-    links = run_distributed(_chain, 4, tmp_path, backend=None)[0]
-    links.append(fit(1, "one", tmp_path, STEPS * (len(CHAIN) + 1), None, tmp_path / f"{len(CHAIN) - 1}.ckpt"))
+@pytest.mark.parametrize("chain", [CHAIN, pytest.param(LONG_CHAIN, marks=pytest.mark.slow)], ids=len)
+def test_a_run_goes_on_from_mesh_to_mesh_to_zero_to_one_process(tmp_path: Path, chain: tuple[str, ...]) -> None:
+    whole = fit(1, "one", tmp_path, STEPS * (len(chain) + 1), None, None)
+    links = run_distributed(_chain, 4, tmp_path, chain, backend=None)[0]
+    links.append(fit(1, "one", tmp_path, STEPS * (len(chain) + 1), None, tmp_path / f"{len(chain) - 1}.ckpt"))
     assert [len(link) for link in links] == [STEPS] * len(links)
     assert [loss for link in links for loss in link] == pytest.approx(whole, rel=1e-6)
 

@@ -23,9 +23,10 @@ for name in sys.argv[1:]:
 """
 
 
-#: Which take long: one is compiled in C++ first, others train several times, or start ranks. What they switch on has
-#: tests of its own.
-LONG = ("compile", "deepspeed", "lr_finder", "micro_batch_finder", "one_bit_adam", "race", "time_to_target")
+#: Which take long: one is compiled in C++ first, others train several times, or start ranks, of which one is not left
+#: out. What they switch on has tests of its own.
+LONG = ("compile", "deepspeed", "fsdp", "lr_finder", "mesh", "micro_batch_finder", "one_bit_adam", "race")
+LONG += ("time_to_target",)
 
 
 @pytest.fixture(scope="module")

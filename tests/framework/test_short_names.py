@@ -36,18 +36,20 @@ def test_jsonargparse_reads_configs_so_until_other_plugins_are_preferred():
         jsonargparse.set_loader("yaml", before)
 
 
-@pytest.mark.parametrize("strategy", ["{class_path: FSDPStrategy, init_args: {replicate: 3}}", "hsdp"])
-def test_the_command_takes_the_plugin_for_the_name(dlo, strategy):
+@pytest.mark.parametrize(
+    ("strategy", "devices"), [("{class_path: FSDPStrategy, init_args: {replicate: 3}}", 2), ("fsdp", 1)]
+)
+def test_the_command_takes_the_plugin_for_the_name(dlo, strategy, devices):
     (dlo.folder / "x.yaml").write_text(
-        f"trainer: {{strategy: {strategy}, devices: 2, accelerator: cpu, max_steps: 1}}\n"
+        f"trainer: {{strategy: {strategy}, devices: {devices}, accelerator: cpu, max_steps: 1}}\n"
     )
-    code = 0 if strategy == "hsdp" else 2
+    code = 0 if strategy == "fsdp" else 2
     done = dlo("fit", "--config", "quickstart", "--config", "x.yaml", "--trainer.limit_val_batches", "0", code=code)
     if code:
         assert "world size 2 is not divisible by replicate=3; use replicate=2 or run 3 processes" in done.stderr
         assert not list(dlo.folder.glob("runs/*/version_*"))
     else:
-        assert "FSDPStrategy on 2 rank(s)" in done.stdout
+        assert "FSDPStrategy on 1 rank(s)" in done.stdout
 
 
 def test_a_misspelt_alias_is_told_before_the_plugin_is_known(dlo):
