@@ -50,9 +50,9 @@ class SafeCheckpointIO(TorchCheckpointIO):
             os.replace(partial, target)
         except (OSError, RuntimeError) as error:
             refused = refused_write(error)
-            reason = None if refused is None else why_refused(refused, target.parent, need)
+            reason = why_refused(refused, target.parent, need) if refused is not None else ""
             partial.unlink(missing_ok=True)
-            if refused is None or reason is None:
+            if refused is None:
                 raise
             if refused.errno in NO_SPACE:
                 raise _no_space(target, reason) from error

@@ -2,6 +2,7 @@ import os
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -61,6 +62,13 @@ def test_half_precision_on_a_cpu_that_has_none_is_refused_with_the_trainer(monke
         Trainer(strategy=DeepSpeedBridge(config=config), precision=precision, **options)
     monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_fp16_supported", lambda: True)
     Trainer(strategy=DeepSpeedBridge(config=config), precision=precision, **options)
+
+
+def test_a_torch_without_onednn_has_no_fp16_on_the_cpu(monkeypatch):
+    monkeypatch.setattr(torch.ops, "mkldnn", SimpleNamespace())
+    with pytest.raises(DloError, match="DeepSpeed has fp16"):
+        requirements.check_device({}, "cpu", "fp16")
+    requirements.check_device({}, "cpu", "bf16")
 
 
 # --- what contradicts itself -------------------------------------------------------------------------------

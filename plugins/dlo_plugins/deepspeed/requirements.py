@@ -112,7 +112,7 @@ def check_device(config: Mapping[str, Any], device_type: str, precision: str | N
     if device_type != "cpu":
         return
     source = source_of(config)
-    if precision == "fp16" and not torch.ops.mkldnn._is_mkldnn_fp16_supported():
+    if precision == "fp16" and not _cpu_has_fp16():
         raise DloError(
             f"{source}: DeepSpeed has fp16 (trainer.precision 16-mixed or 16-true) on accelerators, and on CPUs with"
             " instructions for it, which this one has not; set --trainer.precision bf16-mixed or 32-true here, and"
@@ -128,6 +128,15 @@ def check_device(config: Mapping[str, Any], device_type: str, precision: str | N
         raise DloError(f"{source}: aio.use_gds (GPUDirect Storage) needs CUDA, and this run is on CPUs; leave it out")
     if get(config, "compile.deepcompile") is True:
         raise DloError(f"{source}: compile.deepcompile needs CUDA, and this run is on CPUs; leave it out here")
+
+
+def _cpu_has_fp16() -> bool:
+    """Returns whether this CPU computes in fp16, as DeepSpeed 0.19 asks itself.
+
+    A reach into torch 2.11 to 2.15, which has no public question for it, and none at all in builds without oneDNN.
+    """
+    supported = getattr(torch.ops.mkldnn, "_is_mkldnn_fp16_supported", None)
+    return supported is not None and bool(supported())
 
 
 def _check_hpz(config: Mapping[str, Any], world_size: int | None, source: str) -> None:
