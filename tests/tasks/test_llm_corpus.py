@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
+
 import pytest
 
 from dlo_framework.errors import DloError
@@ -45,3 +48,14 @@ def test_the_standard_library_is_real_text_of_a_limited_size(tmp_path):
         standard_library(1000, tmp_path)
     (tmp_path / "b.py").write_text("pass\n")
     assert standard_library(1000, tmp_path) == [tmp_path / "b.py"]
+
+
+def test_it_does_not_look_into_what_is_installed(tmp_path, monkeypatch):
+    """An environment has a hundred thousand files there, and each rank asks."""
+    for name in ("a.py", "email/b.py", "email/__pycache__/b.py", "site-packages/torch/c.py"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("pass\n")
+    seen, look = [], os.scandir
+    monkeypatch.setattr(os, "scandir", lambda folder: seen.append(Path(folder)) or look(folder))
+    assert standard_library(1000, tmp_path) == [tmp_path / "a.py", tmp_path / "email" / "b.py"]
+    assert seen == [tmp_path, tmp_path / "email"]
