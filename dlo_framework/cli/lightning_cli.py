@@ -266,6 +266,7 @@ class DloCLI(LightningCLI):
             check_model = getattr(trainer.strategy, "check_model", None)
             if check_model is not None:
                 check_model(self.model, self.datamodule)
+            self._check_shares(trainer)
             check_predict = getattr(trainer.strategy, "check_predict", None)
             if check_predict is not None and self.command == "predict":
                 check_predict(self.model)
@@ -276,6 +277,12 @@ class DloCLI(LightningCLI):
             if isinstance(error, DloError) or (isinstance(error, TypeError) and "`devices`" not in str(error)):
                 raise
             raise DloError(f"trainer: {error}") from error
+
+    def _check_shares(self, trainer: Trainer) -> None:
+        """Checks that the ranks can share a batch."""
+        check_shares = getattr(self.datamodule, "check_shares", None)
+        if check_shares is not None and self.command == "fit":
+            check_shares(trainer)
 
     def _with_strategys_arguments(self, kwargs: dict[str, Any]) -> dict[str, Any]:
         """Returns the trainer's arguments with those that its strategy sets, where the config leaves them open.

@@ -55,6 +55,9 @@ class MeshCLI(DloCLI):
             kwargs["precision"] = "bf16-mixed"  # Lightning has the other on accelerators alone; both hold as much.
         return self._build_trainer(kwargs)
 
+    def _check_shares(self, trainer: Trainer) -> None:
+        """Checks no batch: of a world that is looked at, none has been chosen yet."""
+
     def _run_subcommand(self, subcommand: str) -> None:
         """Runs nothing: Lightning (2.6) would start the command as the last thing of its constructor."""
 

@@ -12,7 +12,7 @@ from dlo_framework.cli.lightning_cli import DEFAULT_SEED, DloCLI, check_strategy
 from dlo_framework.cli.scan import Scan
 from dlo_framework.errors import DloError
 from dlo_framework.testing.record import Record
-from dlo_framework.testing.training import Setting, quiet, record_training
+from dlo_framework.testing.training import Setting, quiet, record_training, trainer_options
 
 
 class ParityCLI(DloCLI):
@@ -29,7 +29,7 @@ class ParityCLI(DloCLI):
         config = self.config[self.command]
         if config.ckpt_path:
             raise DloError("parity begins with the weights that the config names; remove --ckpt_path")
-        check_strategy(config.trainer.strategy)  # Here, not in the ranks: they take seconds to start.
+        check_strategy(config.trainer.strategy)
         self._is_open = True
 
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
@@ -63,6 +63,17 @@ class ParityCLI(DloCLI):
             return record_training(self.model, self.datamodule, options, setting, strategy, self._make_trainer)
         except MisconfigurationException as error:
             raise DloError(str(error)) from error
+
+    def check(self, ranks: int) -> None:
+        """Builds what so many ranks would train, for what they would refuse: they take seconds to start.
+
+        Raises:
+            DloError: likewise.
+        """
+        self.instantiate_classes()
+        options = dict(self._get(self.config_init, "trainer"))
+        setting = Setting(steps=1, seed=self.seed(), ranks=ranks)
+        self._build_trainer(trainer_options(options, setting, options["strategy"]) | {"callbacks": None})
 
     def _make_trainer(self, options: dict[str, Any]) -> Trainer:
         return self._build_trainer(options)

@@ -112,6 +112,8 @@ def _compare(cli: ParityCLI, words: list[str], devices: int, options: argparse.N
     from dlo_framework.testing.record import merge
     from dlo_framework.testing.training import Setting
 
+    with _stdout_to_stderr():
+        cli.check(devices)
     name = f"{cli.strategy_name()} on {devices} ranks"
     on_ranks = Setting(options.steps, cli.seed(), ranks=devices)
     _say(f"training {options.steps} steps on {devices} ranks ({cli.strategy_name()}) ...")

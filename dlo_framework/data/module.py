@@ -202,6 +202,17 @@ class ResumableDataModule(LightningDataModule):
         self._loaders[name] = loader
         return loader
 
+    def check_shares(self, trainer: Trainer) -> None:
+        """Checks that the ranks of a trainer, which need not have started, can share the batches.
+
+        Raises:
+            DloError: if they cannot; the message names the nearest sizes that work.
+        """
+        ranks = data_parallel_coordinates(trainer)[1]
+        per_rank_batch(self.batch_size, ranks)
+        if self.eval_batch_size is not None:
+            per_rank_batch(self.eval_batch_size, ranks, "eval_batch_size")
+
     def state_dict(self) -> dict[str, Any]:
         """Returns the place in the training data: epoch, samples over all ranks, global batch size, seed.
 

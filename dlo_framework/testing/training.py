@@ -139,7 +139,7 @@ def record_training(
     recorder = Recorder()
     with tempfile.TemporaryDirectory(prefix="dlo-parity-") as folder:
         every: list[Callback] = [recorder, *kept, *([Reversed()] if setting.reverse else [])]
-        overruled = _trainer_options(options, setting, strategy)
+        overruled = trainer_options(options, setting, strategy)
         in_need = [type(callback).__name__ for callback in kept if getattr(callback, "needs_max_epochs", False)]
         if in_need:
             epochs = overruled["max_epochs"] = options.get("max_epochs")
@@ -150,7 +150,8 @@ def record_training(
     return recorder.record
 
 
-def _trainer_options(options: dict[str, Any], setting: Setting, strategy: Any) -> dict[str, Any]:
+def trainer_options(options: dict[str, Any], setting: Setting, strategy: Any) -> dict[str, Any]:
+    """Returns the options of a trainer that is to be recorded, made of a run's."""
     plugins = [plugin for plugin in _as_list(options.get("plugins")) if not isinstance(plugin, CheckpointIO)]
     changed = _FIXED | {"max_steps": setting.steps, "strategy": strategy, "plugins": plugins}
     changed["devices"] = setting.ranks or 1
