@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import random
-from collections.abc import Callable, Iterator
+import weakref
+from collections.abc import Callable, Generator, Iterator
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
@@ -106,6 +108,7 @@ class ResumableLoader:
         self._samples = 0  # handed out in this epoch, over all ranks
         self._samples_before = 0  # the same without the batch that was handed out last
         self._resume: tuple[int, int] | None = None
+        self._iterations: weakref.WeakSet[Generator[Any, None, None]] = weakref.WeakSet()
 
     @property
     def sampler(self) -> ResumableBatchSampler:
@@ -139,6 +142,11 @@ class ResumableLoader:
     def __iter__(self) -> Iterator[Any]:
         # A generator, so nothing happens before the first batch is asked for: Lightning creates iterators
         # that it never uses, and calls set_epoch after it has created the one that it does.
+        iteration = self._iterate()
+        self._iterations.add(iteration)
+        return iteration
+
+    def _iterate(self) -> Generator[Any, None, None]:
         sampler = self.batch_sampler
         resume, self._resume = self._resume, None
         start = resume[1] if resume is not None and resume[0] == sampler.epoch else 0
@@ -178,7 +186,10 @@ class ResumableLoader:
             self.batch_sampler.set_epoch(epoch + 1)
 
     def close(self) -> None:
-        """Ends the workers. The loader can be used again; it then starts new ones."""
+        """Ends the workers, in mid-epoch too. The loader can be used again; it then starts new ones."""
+        for iteration in list(self._iterations):
+            if inspect.getgeneratorstate(iteration) == inspect.GEN_SUSPENDED:
+                iteration.close()  # Whoever began it may keep it for long, and with it the workers.
         self._loader = None
 
     def _start(self, samples: int) -> Iterator[Any]:

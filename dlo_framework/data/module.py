@@ -243,6 +243,17 @@ class ResumableDataModule(LightningDataModule):
 
     def teardown(self, stage: str) -> None:
         """Ends the workers."""
+        self._close()
+
+    def on_exception(self, exception: BaseException) -> None:
+        """Ends the workers of a run that was stopped or has failed: Lightning calls no ``teardown`` then.
+
+        Not on a second Ctrl-C: a worker that hangs would be waited for, and the process ends anyway.
+        """
+        if not isinstance(exception, KeyboardInterrupt):
+            self._close()
+
+    def _close(self) -> None:
         for loader in [*self._loaders.values(), *filter(None, (reference() for reference in self._made))]:
             loader.close()
 

@@ -1,5 +1,6 @@
 """A run that is stopped and resumed gives the losses of one that is not, bit for bit."""
 
+import multiprocessing
 import random
 import signal
 from pathlib import Path
@@ -149,6 +150,7 @@ def test_stopped_and_resumed(whole, tmp_path, batch, at):
 def test_stopped_by_sigterm_with_workers(whole, tmp_path):
     before, stopped = run(tmp_path / "run", stop=Signal(13, signal.SIGTERM), workers=2)
     assert stopped.exit_code == 143
+    assert multiprocessing.active_children() == [], "loading processes that outlive the run, in a notebook say"
     after, _ = run(tmp_path / "run", resume=True, workers=2)
     assert before + after == whole
 
