@@ -27,9 +27,19 @@ from dlo_framework.testing.rank import Answer, Job, Streams
 
 #: Seconds that the ranks have to end by themselves once each has answered.
 _GRACE = 10.0
-#: What the server imports beside torch, if this process has: modules, and packages with all of theirs that it has. None
-#: of them starts a thread.
-_HEAVY = ("lightning.pytorch", "torch.distributed.fsdp", "torch.distributed.pipelining", "torch.distributed.tensor")
+#: What the server imports beside torch, if this process has: modules, and packages with all of theirs that it has. The
+#: only threads that they start are those of OpenBLAS and jemalloc, which have handlers of forks.
+_HEAVY = (
+    "jsonargparse",
+    "lightning.pytorch",
+    "matplotlib.figure",
+    "pandas",
+    "sklearn.datasets",
+    "torch.distributed.fsdp",
+    "torch.distributed.pipelining",
+    "torch.distributed.tensor",
+    "torch.utils.tensorboard",
+)
 _HEAVY_PACKAGES = ("dlo_framework", "dlo_plugins", "dlo_tasks", "pytest", "timm", "transformers")
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -16,6 +16,9 @@ from dlo_framework.checkpoint import Box, Shard, held_boxes
 from dlo_framework.checkpoint.boxes import part_of, tiles
 from dlo_framework.checkpoint.boxes import whole as whole_box
 from dlo_framework.distributed.canonical import clean
+
+#: Bytes of the tensors that are sent in one message, where one is not larger by itself.
+_BUNDLE = 64 << 20
 
 
 def whole_weights(trainer: Trainer) -> dict[str, Tensor]:
@@ -53,12 +56,33 @@ def gather_whole(state: Mapping[str, Any]) -> dict[str, Tensor]:
             for box in boxes:
                 sender.setdefault((name, box), rank)
     me, whole = dist.get_rank(), {}
-    for name, (shape, dtype) in kinds.items():
-        mine = held[name][2] if name in held else {}
-        parts = _gathered({box: part.cpu().clone() for box, part in mine.items() if sender[name, box] == me})
+    for names in _bundles(kinds):
+        mine = {
+            name: {box: part.cpu().clone() for box, part in held[name][2].items() if sender[name, box] == me}
+            for name in names
+            if name in held
+        }
+        parts = _gathered(mine)
         if parts is not None:
-            whole[name] = _assembled(name, shape, dtype, {box: part for some in parts for box, part in some.items()})
+            for name in names:
+                of_all = {box: part for of_rank in parts for box, part in of_rank.get(name, {}).items()}
+                whole[name] = _assembled(name, *kinds[name], of_all)
     return whole
+
+
+def _bundles(kinds: Mapping[str, tuple[torch.Size, torch.dtype]]) -> Iterator[list[str]]:
+    """Yields the names of tensors that are sent together, since a message takes about as long as a small tensor."""
+    names: list[str] = []
+    held = 0
+    for name, (shape, dtype) in kinds.items():
+        size = shape.numel() * dtype.itemsize
+        if names and held + size > _BUNDLE:
+            yield names
+            names, held = [], 0
+        names.append(name)
+        held += size
+    if names:
+        yield names
 
 
 def _boxes(value: Shard) -> tuple[torch.Size, torch.dtype, dict[Box, Tensor]]:

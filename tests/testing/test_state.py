@@ -1,5 +1,6 @@
 """Weights that ranks share, whole again; and the norm of gradients that they share."""
 
+import pytest
 import torch
 import torch.distributed as dist
 from lightning.pytorch import Trainer
@@ -9,7 +10,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from dlo_framework.checkpoint import FlatShard
-from dlo_framework.testing import run_distributed
+from dlo_framework.testing import run_distributed, state
 from dlo_framework.testing.record import gradient_norm
 from dlo_framework.testing.state import checksum, gather_whole, whole_weights
 
@@ -38,6 +39,11 @@ def _spread(rank: int, world_size: int) -> tuple[dict, float, float]:
     if rank == world_size - 1:
         mine["last_stage"] = tensors["last_stage"]
     gathered = gather_whole(mine)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(state, "_BUNDLE", 41)  # bytes: "plain" and "scalar" fit into one message, "flat" into none
+        again = gather_whole(mine)
+    assert again.keys() == gathered.keys()
+    assert all(torch.equal(again[name], value) for name, value in gathered.items())
 
     plain, sharded = nn.Parameter(torch.zeros(3)), nn.Parameter(mine["sharded"].detach().clone())
     plain.grad, sharded.grad = tensors["plain"].clone(), mine["sharded"].detach().clone()
