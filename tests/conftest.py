@@ -5,6 +5,7 @@ import os
 # Before torch is imported: tests run in a process a core, whose threads would wait for each other.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+import gc
 import shutil
 import subprocess
 import sys
@@ -80,6 +81,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("slow") and not item.get_closest_marker("timeout"):
             item.add_marker(pytest.mark.timeout(3600))
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Keeps what has been imported, some millions of objects, out of every collection of garbage from here on."""
+    gc.collect()
+    gc.freeze()
+
+
+def pytest_sessionfinish() -> None:
+    gc.unfreeze()
 
 
 @pytest.fixture(autouse=True)

@@ -99,11 +99,11 @@ THREES = tuple(
 
 
 def test_two_ranks_train_a_language_model_as_one_process() -> None:
-    assert_parity(llm, cases(*TWO, *SHARED, *SCHEDULES), steps=3)
+    assert_parity(llm, cases(*TWO, *SHARED, *SCHEDULES), steps=2)
 
 
 def test_two_ranks_train_a_vit_as_one_process() -> None:
-    assert_parity(vit, cases(*TWO, *SCHEDULES[:1], {"tp": 2}, qk_norm=True), steps=3)
+    assert_parity(vit, cases(*TWO, *SCHEDULES[:1], {"tp": 2}, qk_norm=True), steps=2)
 
 
 def test_what_else_a_run_has_goes_with_it() -> None:
@@ -116,14 +116,13 @@ def test_what_else_a_run_has_goes_with_it() -> None:
         [
             *cases(*axes, trainer=together, micro_batches=2),
             *cases({"pp": 2, "split": [3, 1]}, {"pp": 2, "schedule": "1F1B", "micro_batches": 8}),
-            *cases({"tp": 2, "appliers": [CompileBlocks(backend="aot_eager")]}),
         ],
-        steps=3,
+        steps=2,
     )
 
 
 def test_half_precision_differs_by_its_rounding() -> None:
-    assert_parity(llm, cases({"pp": 2}, {"tp": 2}, {"cp": 2}, trainer={"precision": "bf16-mixed"}), steps=3, rtol=0.02)
+    assert_parity(llm, cases({"pp": 2}, {"tp": 2}, {"cp": 2}, trainer={"precision": "bf16-mixed"}), steps=2, rtol=0.02)
 
 
 def test_pairs_of_axes_train_as_one_process() -> None:
@@ -131,7 +130,13 @@ def test_pairs_of_axes_train_as_one_process() -> None:
     again = {"appliers": [ActivationCheckpoint()]}
     some = ({"pp": 2, "dp_shard": 2}, {"dp_shard": 2, "tp": 2}, {"dp_replicate": 2, "cp": 2}, {"cp": 2, "tp": 2})
     more = ({"pp": 2, "cp": 2, **again}, {"pp": 2, "tp": 2, "sequence_parallel": True, **again})
-    assert_parity(llm, cases(*some, *more), world_size=4, steps=3)
+    assert_parity(llm, cases(*some, *more), world_size=4, steps=2)
+
+
+@pytest.mark.slow
+def test_compiled_blocks_train_as_one_process() -> None:
+    compiled = {"appliers": [CompileBlocks(backend="aot_eager")]}
+    assert_parity(llm, cases({"tp": 2, **compiled}, {"pp": 2, **compiled}, {"dp_shard": 2, **compiled}), steps=3)
 
 
 @pytest.mark.slow

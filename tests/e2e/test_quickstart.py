@@ -1,4 +1,4 @@
-"""The quick start, whole: what it reaches, what it prints, what it leaves behind."""
+"""The quick start: what it reaches, what it prints, what it leaves behind. Whole, it is a slow test."""
 
 import json
 import re
@@ -9,19 +9,24 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from dlo_framework.checkpoint import load
 
+#: Of the sixty that it has.
+EPOCHS = 20
+
 
 @pytest.fixture(scope="module")
 def trained(shared_dlo):
     shared_dlo.fresh = True  # As a user runs it.
-    done = shared_dlo("fit", "--config", "quickstart")
+    done = shared_dlo("fit", "--config", "quickstart", "--trainer.max_epochs", str(EPOCHS))
+    shared_dlo.fresh = False
     folder = shared_dlo.folder / "runs" / "quickstart" / "version_0"
     return done, folder, json.loads((folder / "summary.json").read_text())
 
 
-def test_it_reaches_97_percent(trained):
+def test_it_learns(trained):
     _, _, summary = trained
-    assert summary["metrics"]["val_acc1"] >= 0.97
+    assert summary["metrics"]["val_acc1"] >= 0.85
     assert summary["status"] == "finished"
+    assert summary["epochs"] == EPOCHS
     assert summary["samples"] == summary["steps"] * 64
 
 
@@ -79,8 +84,8 @@ def test_the_checkpoint_is_data_alone(trained):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", [None, *range(5)])
 def test_it_reaches_97_percent_from_any_seed(dlo, seed):
-    dlo("fit", "--config", "quickstart", "--seed_everything", str(seed))
+    dlo("fit", "--config", "quickstart", *([] if seed is None else ["--seed_everything", str(seed)]))
     summary = json.loads((dlo.folder / "runs" / "quickstart" / "version_0" / "summary.json").read_text())
     assert summary["metrics"]["val_acc1"] >= 0.97

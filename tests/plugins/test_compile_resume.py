@@ -105,7 +105,7 @@ def run(folder, callbacks, *, resume=False, **options):
     return module
 
 
-@pytest.mark.parametrize("at", [1, 4, 6, 8])
+@pytest.mark.parametrize("at", [1, pytest.param(4, marks=pytest.mark.slow), 6, 8])
 def test_stopped_and_resumed_gives_the_losses_of_the_whole_run(tmp_path, at):
     """Also after the first batch, which runs uncompiled in the whole run, and only there."""
     whole = run(tmp_path / "whole", [Compile(backend="scaled")]).losses
