@@ -210,7 +210,7 @@ class ResumableDataModule(LightningDataModule):
         """
         ranks = data_parallel_coordinates(trainer)[1]
         per_rank_batch(self.batch_size, ranks)
-        if self.eval_batch_size is not None:
+        if self.eval_batch_size is not None and trainer.limit_val_batches:
             per_rank_batch(self.eval_batch_size, ranks, "eval_batch_size")
 
     def state_dict(self) -> dict[str, Any]:

@@ -163,6 +163,22 @@ def test_the_global_batch_is_divided_among_the_ranks() -> None:
         Indices(-1)
 
 
+def test_ranks_that_have_not_started_are_told_what_they_cannot_share():
+    quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
+    three, no_validation = (
+        Trainer(accelerator="cpu", devices=3, strategy="ddp", limit_val_batches=part, **quiet) for part in (1.0, 0)
+    )
+    data = ResumableDataModule(batch_size=6, eval_batch_size=9)
+    data.check_shares(three)
+    data.eval_batch_size = 8
+    with pytest.raises(DloError, match=r"eval_batch_size 8 is the global batch .* 3 .*; set eval_batch_size=6 or 9"):
+        data.check_shares(three)
+    data.check_shares(no_validation)
+    data.batch_size = 7
+    with pytest.raises(DloError, match=r"^batch_size 7 is the global batch .*; set batch_size=6 or 9"):
+        data.check_shares(no_validation)
+
+
 class Pair(ResumableDataModule):
     """Two sets in one batch, of which the shorter is gone through more often."""
 
