@@ -261,7 +261,7 @@ class DloCLI(LightningCLI):
             register_data_parallel()
             trainer = super().instantiate_trainer(**self._with_strategys_arguments(kwargs))
             use_canonical_checkpoints(trainer)
-            check_ranks(trainer.strategy, self._get(self.config_init, "trainer"))
+            check_ranks(trainer.strategy, {**self._get(self.config_init, "trainer"), **kwargs})
             self._set_async(trainer)
             check_model = getattr(trainer.strategy, "check_model", None)
             if check_model is not None:

@@ -8,6 +8,8 @@ MIXED = """
 trainer:
   max_epochs: 3
   accelerator: cpu
+  strategy: ddp
+  devices: 2
   accumulate_grad_batches: 2
   gradient_clip_val: 0.5
   callbacks:
@@ -77,7 +79,7 @@ def written(folder) -> set[str]:
 
 def test_a_recipe_with_mixing_and_dropout_is_the_same_on_two_ranks(dlo):
     (dlo.folder / "mixed.yaml").write_text(MIXED)
-    out = dlo("parity", "--config", "mixed.yaml", "--trainer.strategy", "ddp", "--steps", "5").stdout
+    out = dlo("parity", "--config", "mixed.yaml", "--steps", "5").stdout
     assert "PARITY: ddp on 2 ranks: 5 steps within 1e-05" in out
     assert "BatchMix: each rank's batch is mixed for itself, in one process too: equal" in out
     assert "model: no dropout (2 DropPath, 1 Dropout)" in out
