@@ -137,4 +137,5 @@ def test_bad_input_is_one_line_and_exit_code_2(net):
         assert message in done.stderr, done.stderr
         assert done.stdout == ""
         assert "Traceback" not in done.stderr
+        assert "parity: training" not in done.stderr, "no rank has started"
     assert "exit codes" in net("parity", "--help").stdout
