@@ -11,9 +11,6 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "concepts" / "architecture.md"
 
-#: Lines that a file has at most.
-LONGEST = 400
-
 
 @pytest.fixture(scope="module")
 def graph() -> ModuleType:
@@ -108,14 +105,6 @@ def test_packages_import_the_core_alone(graph):
 
 def test_the_picture_is_as_the_tree_is(graph):
     assert graph.FILE.read_text() == graph.draw(), "draw it anew: python docs/pictures/imports.py"
-
-
-def test_no_file_is_too_long():
-    folders = ("dlo_framework", "plugins", "tasks", "tests", "benchmarks", "docs", "configs")
-    files = [file for folder in folders for file in (ROOT / folder).rglob("*.py") if "build" not in file.parts]
-    assert len(files) > 400
-    lines = {file.relative_to(ROOT).as_posix(): file.read_text().count("\n") for file in files}
-    assert {file: count for file, count in lines.items() if count > LONGEST} == {}
 
 
 def test_every_path_on_the_page_exists():
