@@ -28,6 +28,7 @@ from dlo_plugins.fsdp.comms import ComplexReduceScatter, PairwiseAllGather, Pair
 from dlo_plugins.fsdp.mesh import REPLICATE, SHARD
 from dlo_plugins.fsdp.policy import of_unit
 from dlo_plugins.fsdp.recompute import recompute
+from dlo_plugins.fsdp.step_state import drop_step_state
 
 #: Whether FSDP2 reduces zeros for parameters that a rank does not use (torch 2.15). Without, ranks that disagree on
 #: what they use reduce buffers of different lengths.
@@ -232,8 +233,7 @@ class Sharding:
     def reset(self) -> None:
         """Drops what a step that raised has left, so that another can be tried."""
         for root in self._sharded_roots():
-            if hasattr(root, "reset_iter_state"):  # torch 2.15
-                root.reset_iter_state()
+            drop_step_state(root)
         self.reshard()
 
     def anywhere(self, flags: list[bool]) -> list[bool]:

@@ -1,0 +1,86 @@
+"""What FSDP2 keeps of a step under way, and how to drop it when the step raised."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.distributed.fsdp import FSDPModule
+
+
+def drop_step_state(root: FSDPModule) -> None:
+    """Brings FSDP2 back to where a step begins: shards alone, no gradient, no collective under way.
+
+    A reach into torch 2.11 to 2.15. Its ``FSDPModule.reset_iter_state`` (2.13) fails before the first forward, and
+    before 2.15 leaves the gradients of gathered parameters, to which the next step would add. Where there is none, the
+    same fields are set here.
+
+    Args:
+        root: Outermost module that ``fully_shard`` was called with.
+    """
+    state: Any = root._get_fsdp_state()
+    if state._is_root is None:  # No forward yet.
+        return
+    if hasattr(root, "reset_iter_state"):
+        root.reset_iter_state()
+    else:
+        _reset(state)
+    for group in _groups(state):
+        for parameter in group.fsdp_params:
+            parameter.sharded_param.grad = None
+            gathered = getattr(parameter, "_unsharded_param", None)
+            if gathered is not None:
+                gathered.grad = None
+            # Before torch 2.15 one in the dtype of the reduction stands beside it.
+            if getattr(parameter, "unsharded_accumulated_grad", None) is not None:
+                parameter.unsharded_accumulated_grad = None
+
+
+def _groups(state: Any) -> Iterator[Any]:
+    """Yields FSDP2's parameter groups of all units under a root; in torch 2.11 a unit has at most one."""
+    for unit in state._state_ctx.all_states:
+        groups = unit._fsdp_param_groups if hasattr(unit, "_fsdp_param_groups") else [unit._fsdp_param_group]
+        yield from (group for group in groups if group is not None)
+
+
+def _reset(state: Any) -> None:
+    """Does what torch 2.14's ``FSDPState._reset_iter_state`` does, where there is none."""
+    context, shared = state._comm_ctx, state._state_ctx
+    idle = type(state._training_state).IDLE
+    stream = state._device_handle.current_stream()
+    reductions = getattr(context, "reduce_scatter_states", None)
+    if reductions is None:  # torch 2.11 keeps one.
+        reductions, context.reduce_scatter_state = [context.reduce_scatter_state], None
+    for pending in [context.all_gather_state, *reductions]:
+        _wait(stream, pending)
+    if hasattr(context, "reduce_scatter_states"):
+        context.reduce_scatter_states.clear()
+    context.all_gather_state = None
+    context.post_forward_order.clear()
+    for unit in shared.all_states:
+        unit._modules_to_run_forward.clear()
+        unit._training_state = idle
+    for group in _groups(state):
+        gathering, group._all_gather_result = group._all_gather_result, None
+        if gathering is not None:
+            if gathering.all_gather_event is not None:
+                stream.wait_event(gathering.all_gather_event)
+            if isinstance(gathering.all_gather_work, torch.distributed.Work):
+                gathering.all_gather_work.wait()
+        for event in (group._post_reduce_event, group._reshard_after_forward_event):
+            if event is not None:
+                stream.wait_event(event)
+        _wait(stream, group._all_reduce_state)
+        group._post_reduce_event = group._reshard_after_forward_event = group._all_reduce_state = None
+        group._partial_reduce_output = None
+        group._post_forward_indices.clear()
+        group._training_state = idle
+        group._to_sharded()
+    shared.iter_forward_root = None
+    shared.post_backward_final_callback_queued = False
+
+
+def _wait(stream: Any, pending: Any) -> None:
+    if pending is not None and pending.event is not None:
+        stream.wait_event(pending.event)
