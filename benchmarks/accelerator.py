@@ -24,6 +24,7 @@ import warnings
 from pathlib import Path
 
 import torch
+from measuring.catalogue import parse_options
 from measuring.record import Record
 from on_accelerator.subjects import SIZES, llama, size_for, vit
 
@@ -41,7 +42,7 @@ def main() -> None:
     )
     parser.add_argument("--backend", default="inductor", help="torch.compile's")
     parser.add_argument("--folder", type=Path, help="on the disk that checkpoints are written to")
-    options = parser.parse_args()
+    options = parse_options(parser, __file__)
     if options.device is None and torch.accelerator.is_available():
         options.device = str(torch.accelerator.current_accelerator())
     record = Record.of(__file__, __doc__, options, options.device or "cpu")

@@ -26,6 +26,7 @@ from collections.abc import Callable
 
 import numpy as np
 import torch
+from measuring.catalogue import parse_options
 from measuring.record import Record, Table
 from measuring.rounds import all_ratios, clock_of, take_turns
 from timm.data.mixup import Mixup
@@ -116,7 +117,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=25)
     parser.add_argument("--calls", type=int, default=4, help="calls of each contestant in a round")
     parser.add_argument("--device", default="cpu")
-    options = parser.parse_args()
+    options = parse_options(parser, __file__)
     torch.set_num_threads(1)
     record = Record.of(__file__, __doc__, options, options.device)
     record.add(table(torch.device(options.device), options.rounds, options.calls))

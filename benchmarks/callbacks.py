@@ -19,6 +19,7 @@ from pathlib import Path
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
+from measuring.catalogue import parse_options
 from measuring.record import Record, Table
 from measuring.rounds import PROCESS, take_turns
 from measuring.stopwatch import Stopwatch
@@ -126,7 +127,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--steps", type=int, default=500)
-    options = parser.parse_args()
+    options = parse_options(parser, __file__)
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore")
     record = Record.of(__file__, __doc__, options)

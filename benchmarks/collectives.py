@@ -15,6 +15,7 @@ from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
+from measuring.catalogue import parse_options
 from measuring.record import Record, Table
 from measuring.rounds import ELAPSED, RanksClock, all_ratios, take_turns
 
@@ -45,7 +46,7 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--elements", type=int, default=24_000_000)
-    options = parser.parse_args()
+    options = parse_options(parser, __file__)
     record = Record.of(__file__, __doc__, options)
     seconds = run_distributed(measure, options.ranks, options.elements, options.rounds, timeout=600)[0]
     megabytes = options.elements * 4 / 1e6

@@ -24,6 +24,7 @@ import warnings
 import lightning as L
 import timm
 import torch
+from measuring.catalogue import parse_options
 from measuring.record import Record, Table
 from measuring.rounds import ELAPSED, PROCESS, Clock, all_ratios, take_turns
 from measuring.stopwatch import Stopwatch
@@ -145,7 +146,7 @@ def main() -> None:
     parser.add_argument("--vit", choices=VITS, default="small")
     parser.add_argument("--start", help=argparse.SUPPRESS)
     parser.add_argument("--cache", help=argparse.SUPPRESS)
-    options = parser.parse_args()
+    options = parse_options(parser, __file__)
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore")
     if options.start:

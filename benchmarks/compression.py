@@ -26,6 +26,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from measuring.catalogue import parse_options
 from measuring.record import Record, Table
 from measuring.rounds import ELAPSED, RanksClock, all_ratios, take_turns
 from measuring.transformer import LENGTH, VOCABULARY, Transformer
@@ -161,7 +162,7 @@ def main() -> None:
     parser.add_argument("--depth", type=int, default=5)
     parser.add_argument("--mbit", type=float, default=1000.0, help="of the network that the last column is about")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    options = parser.parse_args()
+    options = parse_options(parser, __file__)
     backend = "nccl" if options.device == "cuda" else "gloo"
     record = Record.of(__file__, __doc__, options, options.device)
     ranks = run_distributed(measure, options.ranks, options, timeout=3600, group_timeout=600, backend=backend)

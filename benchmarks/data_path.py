@@ -25,6 +25,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from measuring.catalogue import parse_options
 from measuring.record import Record, Table, cores
 from measuring.rounds import ELAPSED, PROCESS, all_ratios, take_turns
 from PIL import Image
@@ -147,7 +148,7 @@ def main() -> None:
     parser.add_argument("--quality", type=int, default=90)
     parser.add_argument("--images", type=int, default=128)
     parser.add_argument("--workers", type=int, nargs="*", default=[1, 2])
-    options = parser.parse_args()
+    options = parse_options(parser, __file__)
     torch.set_num_threads(1)
     record = Record.of(__file__, __doc__, options)
     with tempfile.TemporaryDirectory() as folder:

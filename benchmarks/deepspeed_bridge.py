@@ -22,6 +22,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
+from measuring.catalogue import parse_options
 from measuring.record import Record, Table
 from measuring.rounds import ELAPSED, all_ratios
 from measuring.transformer import LENGTH, VOCABULARY, Transformer
@@ -158,7 +159,7 @@ def main() -> None:
     parser.add_argument("--depth", type=int, default=8)
     parser.add_argument("--batch", type=int, default=8, help="sequences a rank")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
-    options = parser.parse_args()
+    options = parse_options(parser, __file__)
     record = Record.of(__file__, __doc__, options, options.device)
     if not importlib.util.find_spec("deepspeed"):
         record.without("all of it", "deepspeed is not installed")

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from measuring.catalogue import parse_options
 from measuring.record import Record, Table
 from measuring.rounds import ELAPSED, PROCESS
 
@@ -140,7 +141,7 @@ def main() -> None:
     parser.add_argument("--only", help="the model: 405B or 1T")
     parser.add_argument("--pp", type=int, help="only meshes with so many stages")
     parser.add_argument("--no-traffic", action="store_true", help="count bytes on ranks alone")
-    options = parser.parse_args()
+    options = parse_options(parser, __file__)
     torch.set_num_threads(1)
     chosen = [
         each for each in CONFIGURATIONS if options.only in (None, each[0]) and options.pp in (None, each[2]["pp"])

@@ -25,6 +25,7 @@ import lightning as L
 import torch
 from lightning.pytorch.callbacks import LearningRateMonitor, ModelCheckpoint, Timer, TQDMProgressBar
 from lightning.pytorch.loggers import TensorBoardLogger
+from measuring.catalogue import parse_options
 from measuring.record import Record, Table
 from measuring.rounds import ELAPSED, PROCESS, Clock, all_ratios, take_turns
 from measuring.stopwatch import Stopwatch
@@ -238,7 +239,7 @@ def main() -> None:
     parser.add_argument("--model", choices=["mlp", "vit", "both"], default="both")
     parser.add_argument("--wall", action="store_true", help="measure elapsed time instead of CPU time")
     parser.add_argument("--vit-steps", type=int, default=12, help="steps of the ViT in a round")
-    options = parser.parse_args()
+    options = parse_options(parser, __file__)
     clock = ELAPSED if options.wall else PROCESS
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore")

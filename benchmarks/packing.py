@@ -40,6 +40,7 @@ from typing import Any
 import numpy as np
 import torch
 import transformers
+from measuring.catalogue import parse_options
 from measuring.record import Record, Table
 from measuring.rounds import PROCESS, all_ratios, take_turns
 from torch import Tensor
@@ -272,7 +273,7 @@ def main() -> None:
     parser.add_argument("--positions", type=int, default=ROWS * WINDOW, help="of each contestant in a round")
     parser.add_argument("--documents", type=int, default=1_000_000, help="to pack; 0 leaves that part out")
     parser.add_argument("--seed", type=int, default=0, help="of the order in a round")
-    options = parser.parse_args()
+    options = parse_options(parser, __file__)
     torch.set_num_threads(1)
     record = Record.of(__file__, __doc__, options)
     if options.rounds:

@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from measuring.catalogue import parse_options
 from measuring.record import Record, Table
 from measuring.rounds import take_turns
 from torch import nn
@@ -124,7 +125,7 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=256)
     parser.add_argument("--tokens", type=int, default=4096, help="of a step; 256 a micro-batch at least")
     parser.add_argument("--schedules", nargs="+", default=list(SCHEDULES), choices=list(SCHEDULES))
-    options = parser.parse_args()
+    options = parse_options(parser, __file__)
     record = Record.of(__file__, __doc__, options)
     for number in options.micro_batches:
         found = run_distributed(

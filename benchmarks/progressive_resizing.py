@@ -27,6 +27,7 @@ import timm
 import torch
 from data_path import write_jpegs
 from lightning.pytorch import Callback, Trainer, seed_everything
+from measuring.catalogue import parse_options
 from measuring.record import Record, Table
 from measuring.rounds import PROCESS, all_ratios, ratios, take_turns
 from overhead import silence
@@ -210,7 +211,7 @@ def main() -> None:
     parser.add_argument("--epochs", type=int, default=60)
     parser.add_argument("--no-speed", action="store_true", help="measure the savings only")
     parser.add_argument("--schedule", type=json.loads, default=SCHEDULE, help="sizes of the growing run, by point")
-    options = parser.parse_args()
+    options = parse_options(parser, __file__)
     warnings.filterwarnings("ignore")
     torch.set_num_threads(1)
     record = Record.of(__file__, __doc__, options)

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
+from measuring.catalogue import parse_options
 from measuring.record import Record, Table
 from measuring.rounds import PROCESS, ratios, take_turns
 
@@ -137,7 +138,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--epochs", type=int, default=150, help="the most that the constant rate may take")
     parser.add_argument("--plot", type=Path)
-    options = parser.parse_args()
+    options = parse_options(parser, __file__)
     record = Record.of(__file__, __doc__, options)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)

@@ -25,6 +25,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from measuring.catalogue import parse_options
 from measuring.record import Record, Table
 from measuring.rounds import ELAPSED, RanksClock, all_ratios, take_turns
 from measuring.transformer import LENGTH, VOCABULARY, Transformer
@@ -230,7 +231,7 @@ def main() -> None:
     parser.add_argument("--depth", type=int, default=7)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--deepspeed", action="store_true")
-    options = parser.parse_args()
+    options = parse_options(parser, __file__)
     record = Record.of(__file__, __doc__, options, options.device)
     if options.deepspeed and not importlib.util.find_spec("deepspeed"):
         record.without("DeepSpeed, stages 1 to 3", "deepspeed is not installed")

@@ -15,6 +15,7 @@ import sys
 import tempfile
 from pathlib import Path
 
+from measuring.catalogue import parse_options
 from measuring.record import Record, Table
 from measuring.rounds import ELAPSED, ratios, take_turns
 
@@ -88,7 +89,7 @@ def measure(rounds: int) -> dict[str, list[float]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--rounds", type=int, default=20)
-    options = parser.parse_args()
+    options = parse_options(parser, __file__)
     record = Record.of(__file__, __doc__, options)
     seconds = measure(options.rounds)
     fits = [name for name in COMMANDS if "LightningCLI" in name or "fit" in name]

@@ -26,6 +26,7 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
+from measuring.catalogue import parse_options
 from measuring.record import Record, Table
 from measuring.rounds import all_ratios, clock_of, take_turns
 from torch import Tensor, nn
@@ -156,7 +157,7 @@ def main() -> None:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--only", nargs=2, metavar=("NAME", "VOCABULARY"), help=argparse.SUPPRESS)
-    options = parser.parse_args()
+    options = parse_options(parser, __file__)
     torch.set_num_threads(1)
     if options.only:
         print(memory_here(options, options.only[0], int(options.only[1])))

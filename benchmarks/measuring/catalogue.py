@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import argparse
+import sys
 from dataclasses import dataclass
+from pathlib import Path
 
 #: How dlo's folder of benchmarks names what is no benchmark.
 NOT_BENCHMARKS = ("run",)
@@ -130,3 +133,20 @@ def chosen(names: list[str] | None, quick: bool = False) -> list[Entry]:
     if not quick:
         return found
     return list({(entry.name, entry.quick): entry for entry in reversed(found)}.values())[::-1]
+
+
+def parse_options(parser: argparse.ArgumentParser, script: str) -> argparse.Namespace:
+    """Returns a benchmark's options; ``--quick`` stands for its quick words, which those beside it override.
+
+    Args:
+        parser: Parser with the benchmark's own options.
+        script: ``__file__`` of the benchmark.
+    """
+    parser.add_argument("--quick", action="store_true", help="try the machinery in seconds; the figures mean nothing")
+    words = sys.argv[1:]
+    if "--quick" in words:
+        quick = next(entry.quick for entry in ENTRIES if entry.name == Path(script).stem)
+        words = [*quick, *(word for word in words if word != "--quick")]
+    options = parser.parse_args(words)
+    del options.quick
+    return options

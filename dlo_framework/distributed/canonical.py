@@ -151,7 +151,7 @@ class CanonicalStrategy(Strategy):
         """
         if isinstance(optimizer, LightningOptimizer):
             optimizer = optimizer.optimizer
-        packed, numbers = optimizer.state_dict(), _numbers(optimizer)
+        packed, numbers = _packed(optimizer), _numbers(optimizer)
         state = {
             name: {
                 key: self.canonical(name, tensor, value) if isinstance(value, Tensor) else value
@@ -318,6 +318,18 @@ def _numbers(optimizer: Optimizer) -> dict[int, int]:
     """Returns the number that an optimizer's ``state_dict`` gives each tensor that it steps, by the tensor's id."""
     held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     return {id(parameter): number for number, parameter in enumerate(held)}
+
+
+def _packed(optimizer: Optimizer) -> dict[str, Any]:
+    """Returns an optimizer's ``state_dict``; of one that shares its state among ranks, what this rank holds of it.
+
+    torch's ZeroRedundancyOptimizer refuses ``state_dict`` until one rank has gathered all state.
+    """
+    if not hasattr(optimizer, "consolidate_state_dict"):
+        return optimizer.state_dict()
+    numbers, inner = _numbers(optimizer), getattr(optimizer, "optim", optimizer)
+    state = {numbers[id(tensor)]: values for tensor, values in inner.state.items()}
+    return {"state": state, "param_groups": [dict(group) for group in optimizer.param_groups]}
 
 
 def complete(optimizer: Optimizer) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from torch import Tensor
@@ -27,20 +27,40 @@ def memory_of(tensors: Iterable[Tensor]) -> int:
     return sum(held.values())
 
 
-def optimizer_states(optimizer: Optimizer) -> list[Mapping[str, Any]]:
-    """Returns what an optimizer keeps of each parameter on this rank.
+def optimizer_states(optimizer: Optimizer) -> list[Mapping[Any, Any]]:
+    """Returns what an optimizer keeps of each parameter on this rank, and what those keep that it wraps (Lookahead).
 
-    It is asked by ``state_dict``, which is where one that wraps another (Lookahead) has it.
+    Its ``state_dict`` is not asked: it may export another state than that in memory, and it may raise (that of
+    ZeroRedundancyOptimizer before its state is consolidated, and where DeepSpeed has replaced the parameters).
     """
-    return [state for state in optimizer.state_dict()["state"].values() if isinstance(state, Mapping)]
+    found: dict[int, Mapping[Any, Any]] = {}
+    for one in _with_wrapped(optimizer):
+        states = one.state.values() if isinstance(one.state, Mapping) else ()
+        found |= {id(state): state for state in states if isinstance(state, Mapping)}
+    return list(found.values())
+
+
+def _with_wrapped(optimizer: Optimizer) -> list[Optimizer]:
+    """Returns an optimizer and those among its attributes, and theirs, each once."""
+    found, waiting = {id(optimizer): optimizer}, [optimizer]
+    while waiting:
+        inner = {id(value): value for value in vars(waiting.pop()).values() if isinstance(value, Optimizer)}
+        waiting += [value for key, value in inner.items() if key not in found]
+        found |= inner
+    return list(found.values())
 
 
 def optimizer_bytes(optimizers: Iterable[Optimizer]) -> int:
     """Returns the bytes of optimizers' state on this rank."""
     return memory_of(
-        value
-        for optimizer in optimizers
-        for state in optimizer_states(optimizer)
-        for value in state.values()
-        if isinstance(value, Tensor)
+        value for optimizer in optimizers for state in optimizer_states(optimizer) for value in _tensors(state)
     )
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    """Yields the tensors in nested dicts, lists and tuples."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, Mapping | list | tuple):
+        for part in value.values() if isinstance(value, Mapping) else value:
+            yield from _tensors(part)

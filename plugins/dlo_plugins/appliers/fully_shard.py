@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
-import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
@@ -16,7 +15,7 @@ from dlo_framework.applier import Applier, Phase
 from dlo_framework.errors import DloError
 from dlo_framework.plan import ParallelPlan
 from dlo_plugins.fsdp.policy import mixed_precision
-from dlo_plugins.fsdp.sharding import DIVERGING, ShardOptions
+from dlo_plugins.fsdp.sharding import ShardOptions
 
 
 class FullyShard(Applier):
@@ -66,8 +65,6 @@ class FullyShard(Applier):
         for name, depth in (("forward_prefetch", forward_prefetch), ("backward_prefetch", backward_prefetch)):
             if depth is not None and depth < 0:
                 raise DloError(f"{name} is a number of units, at least 0, but was {depth}")
-        if find_unused and not DIVERGING:
-            raise DloError(f"find_unused needs torch 2.15, but this is {torch.__version__}; freeze what is not used")
         self.units, self.reshard_after_forward, self.offload = units, reshard_after_forward, offload
         self.dtypes = (param_dtype, reduce_dtype, output_dtype)
         self.recompute, self.prefetch = recompute, (forward_prefetch, backward_prefetch)

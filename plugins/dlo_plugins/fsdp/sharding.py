@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
@@ -29,10 +30,7 @@ from dlo_plugins.fsdp.mesh import REPLICATE, SHARD
 from dlo_plugins.fsdp.policy import of_unit
 from dlo_plugins.fsdp.recompute import recompute
 from dlo_plugins.fsdp.step_state import drop_step_state
-
-#: Whether FSDP2 reduces zeros for parameters that a rank does not use (torch 2.15). Without, ranks that disagree on
-#: what they use reduce buffers of different lengths.
-DIVERGING = hasattr(FSDPModule, "set_reduce_scatter_unused_params")
+from dlo_plugins.fsdp.unused_params import reduce_unused_params
 
 
 @dataclass(frozen=True)
@@ -155,6 +153,9 @@ class Sharding:
             return
         ignored = {parameter for parameter in part.parameters() if parameter.ndim == 0}
         ignored |= {parameter for parameter in part.parameters() if id(parameter) in self._elsewhere}
+        integers = [p for p in part.parameters() if not (p.is_floating_point() or p.is_complex())]
+        if integers and not _shards_integers(self._mesh):
+            ignored.update(integers)  # Each rank keeps the full tensor.
         policy = CPUOffloadPolicy(pin_memory=self.device.type == "cuda") if options.offload else OffloadPolicy()
         trained = self._trained(part, ignored)
         fully_shard(
@@ -166,8 +167,7 @@ class Sharding:
             ignored_params=ignored,
         )
         sharded: Any = part
-        if DIVERGING:
-            sharded.set_reduce_scatter_unused_params(True, recurse=False)
+        reduce_unused_params(sharded)
         if backend_of(self.sharers.group, self.device) == "gloo" and self.sharers.size > 1:
             sharded.set_custom_all_gather(PairwiseAllGather(self.sharers))
             sharded.set_custom_reduce_scatter(PairwiseReduceScatter(self.sharers))
@@ -277,6 +277,17 @@ class Sharding:
         for parameter, mean in zip(scalars, joined / self._data.size, strict=True):
             assert parameter.grad is not None
             parameter.grad.copy_(mean if parameter.is_complex() or not mean.is_complex() else mean.real)
+
+
+def _shards_integers(mesh: DeviceMesh) -> bool:
+    """Returns whether FSDP2 takes parameters of integers; torch 2.11 asks for their gradients, and raises."""
+    probe = nn.Module()
+    probe.integers = nn.Parameter(torch.zeros(mesh.size(), dtype=torch.uint8, device=mesh.device_type), False)
+    try:
+        fully_shard(probe, mesh=mesh)
+    except RuntimeError:
+        return False
+    return True
 
 
 def local_part(whole: Tensor, parameter: Tensor) -> Tensor:

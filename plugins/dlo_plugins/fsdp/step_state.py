@@ -37,11 +37,16 @@ def drop_step_state(root: FSDPModule) -> None:
                 parameter.unsharded_accumulated_grad = None
 
 
-def _groups(state: Any) -> Iterator[Any]:
-    """Yields FSDP2's parameter groups of all units under a root; in torch 2.11 a unit has at most one."""
-    for unit in state._state_ctx.all_states:
-        groups = unit._fsdp_param_groups if hasattr(unit, "_fsdp_param_groups") else [unit._fsdp_param_group]
-        yield from (group for group in groups if group is not None)
+def own_groups(unit: Any) -> list[Any]:
+    """Returns FSDP2's parameter groups of a unit, given its ``FSDPState``; in torch 2.11 it has at most one."""
+    groups = unit._fsdp_param_groups if hasattr(unit, "_fsdp_param_groups") else [unit._fsdp_param_group]
+    return [group for group in groups if group is not None]
+
+
+def _groups(root: Any) -> Iterator[Any]:
+    """Yields the parameter groups of all units under a root."""
+    for unit in root._state_ctx.all_states:
+        yield from own_groups(unit)
 
 
 def _reset(state: Any) -> None:
