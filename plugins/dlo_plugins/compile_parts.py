@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -57,6 +58,25 @@ def _children(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Mod
             yield from _children(child, f"{prefix}{name}.")
         elif next(child.parameters(), None) is not None:
             yield prefix + name, child
+
+
+def compile_in_place(module: nn.Module, **options: Any) -> None:
+    """Compiles a module's calls as ``Module.compile`` does, of torch's own classes (``nn.Sequential``) too.
+
+    torch up to 2.13 leaves code of its own out, unless it is called from other code.
+
+    Args:
+        module: Module to compile.
+        **options: See :func:`torch.compile`.
+    """
+    if not type(module).forward.__module__.startswith("torch."):
+        module.compile(**options)
+        return
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return module._call_impl(*args, **kwargs)
+
+    set_compiled_call(module, torch.compile(call, **options))
 
 
 def compiled_call(module: nn.Module) -> Callable[..., Any] | None:

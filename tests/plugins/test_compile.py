@@ -20,7 +20,7 @@ from dlo_framework.watch.flops import is_compiled
 from dlo_framework.watch.monitor import RunMonitor
 from dlo_plugins.callbacks import compile as compiling
 from dlo_plugins.callbacks.compile import Compile
-from dlo_plugins.compile_parts import compiled_call, parts_to_compile, set_compiled_call
+from dlo_plugins.compile_parts import compile_in_place, compiled_call, parts_to_compile, set_compiled_call
 from dlo_tasks.llm.causal_lm import CausalLM
 from support.token_batches import FAMILIES, Tokens
 
@@ -281,7 +281,7 @@ def test_the_compiled_call_can_be_taken_off_and_put_back():
     """Breaks when torch keeps it elsewhere than in ``_compiled_call_impl``."""
     linear = nn.Linear(6, 2)
     x = torch.randn(5, 6)
-    linear.compile(backend="traced")
+    compile_in_place(linear, backend="traced")
     call = compiled_call(linear)
     for use, calls in ((None, 0), (call, 1), (None, 1)):
         set_compiled_call(linear, use)

@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from dlo_framework.applier import Applier, Phase
 from dlo_framework.errors import DloError
 from dlo_framework.plan import ParallelPlan
-from dlo_plugins.compile_parts import CUDA_GRAPHS
+from dlo_plugins.compile_parts import CUDA_GRAPHS, compile_in_place
 
 
 class CompileBlocks(Applier):
@@ -50,6 +50,7 @@ class CompileBlocks(Applier):
     def apply(self, module: nn.Module, mesh: DeviceMesh, plan: ParallelPlan) -> None:
         """Compiles the blocks in place."""
         for name in plan.block_names(module):
-            module.get_submodule(name).compile(
-                backend=self.backend, mode=self.mode, fullgraph=self.fullgraph, dynamic=self.dynamic
+            block = module.get_submodule(name)
+            compile_in_place(
+                block, backend=self.backend, mode=self.mode, fullgraph=self.fullgraph, dynamic=self.dynamic
             )

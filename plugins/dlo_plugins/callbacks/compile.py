@@ -23,6 +23,7 @@ from dlo_framework.watch.monitor import RunMonitor, batch_size
 from dlo_plugins.compile_log import CompileLog
 from dlo_plugins.compile_parts import (
     CUDA_GRAPHS,
+    compile_in_place,
     compiled_call,
     moving_parameter,
     parts_to_compile,
@@ -187,7 +188,7 @@ class Compile(Callback):
         self.tally.start()
         options = {"mode": self.mode} if self.backend == "inductor" else {}
         for part in self._parts.values():
-            part.compile(backend=self.backend, dynamic=self.dynamic, fullgraph=self.fullgraph, **options)
+            compile_in_place(part, backend=self.backend, dynamic=self.dynamic, fullgraph=self.fullgraph, **options)
         self._calls = [compiled_call(part) for part in self._parts.values()]
         self._on = True
 
