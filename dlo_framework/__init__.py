@@ -12,11 +12,12 @@ from dlo_framework._version import __version__
 
 if TYPE_CHECKING:
     from dlo_framework.applier import Applier, Phase
+    from dlo_framework.checkpoint.model_loading import load_from_checkpoint
     from dlo_framework.errors import DloError
     from dlo_framework.plan import ParallelPlan
     from dlo_framework.task import Task
 
-__all__ = ["Applier", "DloError", "ParallelPlan", "Phase", "Task", "__version__"]
+__all__ = ["Applier", "DloError", "ParallelPlan", "Phase", "Task", "__version__", "load_from_checkpoint"]
 
 _HOMES = {
     "Applier": "dlo_framework.applier",
@@ -24,6 +25,7 @@ _HOMES = {
     "ParallelPlan": "dlo_framework.plan",
     "Phase": "dlo_framework.applier",
     "Task": "dlo_framework.task",
+    "load_from_checkpoint": "dlo_framework.checkpoint.model_loading",
 }
 
 

@@ -4,20 +4,26 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
 
-from lightning.pytorch import Callback, LightningModule
+from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint, ProgressBar
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from torch import Tensor
 
 from dlo_framework import runs
 from dlo_framework.accumulation import AccumulationTail
 from dlo_framework.distributed.equal_batches import EqualBatches
 from dlo_framework.finite import FiniteLoss
-from dlo_framework.resume import ExactResume
+from dlo_framework.resume import ExactResume, logged_metrics, same_metrics
 from dlo_framework.stop import GracefulStop
 from dlo_framework.watch.bar import RunBar
 from dlo_framework.watch.monitor import RunMonitor
 from dlo_framework.watch.state_bytes import StateReport
 from dlo_framework.watch.summary import RunRecord
+
+#: What tells the best checkpoint of a model that has no ``best_metric``.
+ASSUMED_METRIC = ("val_loss", "min")
 
 
 def add_default_callbacks(
@@ -41,6 +47,10 @@ def add_default_callbacks(
     """
     monitor = next((callback for callback in callbacks if isinstance(callback, RunMonitor)), RunMonitor())
     state = StateReport()
+    # Before the user's: what clips gradients, or adds noise to them, is to find the gradient of the step as it is.
+    first: list[Callback] = []
+    if not any(isinstance(callback, AccumulationTail) for callback in callbacks):
+        first.append(AccumulationTail())
     defaults: list[Callback] = [EqualBatches(), monitor, ExactResume(), state]
     defaults.append(RunRecord(run_folder, config, monitor, state))
     if not any(isinstance(callback, FiniteLoss) for callback in callbacks):
@@ -55,20 +65,25 @@ def add_default_callbacks(
             callback.dirpath = callback.dirpath or os.path.realpath(folder)
         if not own:
             defaults += best_checkpoint(run_folder, model)
-        if not any(callback.save_last and _is_same(callback.dirpath, folder) for callback in own):
-            defaults.append(LastCheckpoint(folder))
+        last = next((callback for callback in own if callback.save_last and _is_same(callback.dirpath, folder)), None)
+        if last is None:
+            last = LastCheckpoint(folder)
+            defaults.append(last)
         defaults.append(GracefulStop(folder))
-    # Before the user's: what clips gradients, or adds noise to them, is to find the gradient of the step as it is.
-    first = [] if any(isinstance(callback, AccumulationTail) for callback in callbacks) else [AccumulationTail()]
+        first.append(EndCheckpoint(last))
     return [*first, *callbacks, *(callback for callback in defaults if callback not in callbacks)]
 
 
 def best_checkpoint(run_folder: Path, model: LightningModule) -> list[Callback]:
-    """Returns Lightning's ModelCheckpoint that keeps a run's best checkpoint, if the model says what is best."""
-    metric, mode = getattr(model, "best_metric", None) or (None, "min")
+    """Returns the ModelCheckpoint that keeps a run's best checkpoint; none if the model's ``best_metric`` is None.
+
+    Of a model without the attribute the best checkpoint is that of the lowest ``val_loss``, where it logs one.
+    """
+    metric, mode = getattr(model, "best_metric", ASSUMED_METRIC) or (None, "min")
     if metric is None:
         return []
-    checkpoint = ModelCheckpoint(
+    kind = ModelCheckpoint if hasattr(model, "best_metric") else BestIfLogged
+    checkpoint = kind(
         dirpath=run_folder / runs.CHECKPOINTS,
         filename=f"epoch={{epoch}}-step={{step}}-{metric}={{{metric}:.4f}}",
         auto_insert_metric_name=False,
@@ -77,6 +92,27 @@ def best_checkpoint(run_folder: Path, model: LightningModule) -> list[Callback]:
         save_top_k=1,
     )
     return [checkpoint]
+
+
+class BestIfLogged(ModelCheckpoint):
+    """Keeps the best checkpoint by a metric that the model may not log, and says once whether it does."""
+
+    _said = False
+
+    def _save_topk_checkpoint(self, trainer: Trainer, monitor_candidates: dict[str, Tensor]) -> None:
+        """Saves where the metric is there; Lightning's (2.6.6), which it overrides, raises an error without it."""
+        is_logged = self.monitor in monitor_candidates
+        if not self._said:
+            name = type(trainer.lightning_module).__name__
+            choose = f"set best_metric = (name, 'min' or 'max') on {name} to take another metric"
+            rank_zero_info(
+                f"the best checkpoint is that of the lowest {self.monitor}; {choose}"
+                if is_logged
+                else f"no best checkpoint is kept: {name} logs no {self.monitor}; {choose}"
+            )
+            self._said = True
+        if is_logged:
+            super()._save_topk_checkpoint(trainer, monitor_candidates)
 
 
 class LastCheckpoint(ModelCheckpoint):
@@ -98,6 +134,52 @@ class LastCheckpoint(ModelCheckpoint):
             save_top_k=1,
             enable_version_counter=False,
         )
+
+    def save_now(self, trainer: Trainer) -> None:
+        """Saves the present state."""
+        self._save_topk_checkpoint(trainer, self._monitor_candidates(trainer))
+
+
+class EndCheckpoint(Callback):
+    """Saves ``last.ckpt`` when training ends, unless it already holds that state; on by default.
+
+    Training ends at any step: by ``max_steps`` or ``max_time`` in mid-epoch, by a target, by a callback that stops it.
+    It comes before all other callbacks, so that what is saved is the state of a run that goes on: callbacks that
+    average weights leave the average in the module when training ends.
+
+    Args:
+        last: the callback that writes ``last.ckpt``.
+    """
+
+    def __init__(self, last: ModelCheckpoint) -> None:
+        self.last = last
+        self._metrics: dict[str, Any] | None = None
+
+    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        """Keeps the metrics that the checkpoint holds."""
+        self._metrics = logged_metrics(trainer)
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Saves, if steps have been done or metrics logged since the last save."""
+        options: Any = trainer
+        if options.fast_dev_run or trainer.global_step == 0 or self.last not in options.callbacks:
+            return
+        is_saved = self.last._last_global_step_saved == trainer.global_step
+        if is_saved and same_metrics(self._metrics or {}, logged_metrics(trainer)):
+            return
+        if isinstance(self.last, LastCheckpoint):
+            self.last.save_now(trainer)
+        else:
+            _save_last(self.last, trainer)
+
+
+def _save_last(callback: ModelCheckpoint, trainer: Trainer) -> None:
+    """Has a user's ModelCheckpoint write its last checkpoint now.
+
+    Lightning (2.6.6) has no public way to; with ``save_last: link`` it would link to the last one that was saved.
+    """
+    callback._last_checkpoint_saved = ""
+    callback._save_last_checkpoint(trainer, callback._monitor_candidates(trainer))
 
 
 def _is_same(path: str | Path | None, folder: Path) -> bool:

@@ -2,11 +2,13 @@
 
 Lightning restores weights, optimizer, schedules and counters; dlo's loaders restore the position in the data.
 What is left, and done here: the random state of Python, NumPy and torch on each rank; gradients that a
-checkpoint catches half-accumulated; and the loop counters of a run that ended in mid-epoch.
+checkpoint catches half-accumulated; the metrics that were logged; and the loop counters of a run that ended in
+mid-epoch.
 """
 
 from __future__ import annotations
 
+import math
 import random
 from typing import Any
 
@@ -37,6 +39,7 @@ class ExactResume(Callback):
         checkpoint[KEY] = {
             "random_state": _gather(state),
             "gradients": _gradients(trainer, pl_module) if mid_accumulation(trainer) else None,
+            "metrics": logged_metrics(trainer),
         }
         if "loops" in checkpoint:
             _reopen_epoch(trainer, checkpoint["loops"]["fit_loop"])
@@ -59,6 +62,9 @@ class ExactResume(Callback):
         loaded, self._loaded = self._loaded, None
         if loaded is None:
             return
+        # What a scheduler, a callback or the run's summary asks for may not be logged again before it does.
+        for name, value in loaded.get("metrics", {}).items():
+            trainer.callback_metrics.setdefault(name, value.to(pl_module.device))
         # A loader that keeps its own position draws nothing from the global stream when it is restarted. Any
         # other has drawn its shuffle from it by now, as it would have in the run that was not stopped.
         if hasattr(trainer.train_dataloader, "load_state_dict"):
@@ -114,6 +120,19 @@ def _keep_to_themselves(trainer: Trainer) -> None:
         for draws in drawing:
             if getattr(draws, "generator", number) is None:
                 draws.generator = torch.Generator().manual_seed(number)
+
+
+def logged_metrics(trainer: Trainer) -> dict[str, torch.Tensor]:
+    """Returns the metrics that the run has logged, as a checkpoint keeps them."""
+    return {name: value.detach().cpu().clone() for name, value in trainer.callback_metrics.items()}
+
+
+def same_metrics(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    """Returns whether two sets of metrics are equal; NaN equals NaN."""
+    if one.keys() != other.keys():
+        return False
+    pairs = [(float(value), float(other[name])) for name, value in one.items()]
+    return all(a == b or (math.isnan(a) and math.isnan(b)) for a, b in pairs)
 
 
 def random_state() -> dict[str, Any]:

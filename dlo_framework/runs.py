@@ -127,7 +127,7 @@ def find_checkpoint(folder: Path, which: str) -> Path:
     raise DloError(
         f"--ckpt_path {which}: no run in {folder} has a {which} checkpoint;"
         " train one with `dlo fit`, or give the checkpoint's path"
-        + (" (a run keeps a best one if its model has a best_metric)" if which == "best" else "")
+        + (" (a run keeps a best one if its model has a best_metric or logs val_loss)" if which == "best" else "")
     )
 
 

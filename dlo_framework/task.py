@@ -11,7 +11,7 @@ import contextlib
 import copy
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import torch
 from lightning.pytorch import LightningDataModule, LightningModule
@@ -19,6 +19,7 @@ from lightning.pytorch.trainer.states import RunningStage
 from torch import Tensor, nn
 from torchmetrics import Metric
 
+from dlo_framework.checkpoint.model_loading import is_canonical, single_file
 from dlo_framework.data import VOID
 from dlo_framework.plan import ParallelPlan
 
@@ -61,6 +62,17 @@ class Task(LightningModule, ABC):
     generates = False
     #: What stands in for the model's outputs: see :meth:`given_outputs`.
     _given: tuple[Any] | None = None
+
+    @classmethod
+    def load_from_checkpoint(  # type: ignore[override]
+        cls, checkpoint_path: Any, map_location: Any = None, hparams_file: Any = None, **kwargs: Any
+    ) -> Self:
+        """Returns the task of a checkpoint, as Lightning's does; a canonical checkpoint, a folder, is read too.
+
+        See :func:`dlo_framework.load_from_checkpoint`, which serves any LightningModule.
+        """
+        source = single_file(checkpoint_path) if is_canonical(checkpoint_path) else checkpoint_path
+        return super().load_from_checkpoint(source, map_location=map_location, hparams_file=hparams_file, **kwargs)
 
     @property
     def has_model(self) -> bool:

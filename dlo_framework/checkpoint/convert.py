@@ -19,7 +19,7 @@ from dlo_framework.checkpoint.chunks import Chunk, Key, SavedTensor
 from dlo_framework.checkpoint.dtypes import dtype_name
 from dlo_framework.checkpoint.importing import name_optimizer_states
 from dlo_framework.checkpoint.manifest import STATE, Manifest, read_manifest
-from dlo_framework.checkpoint.nest import MODEL, split
+from dlo_framework.checkpoint.nest import MODEL, plain_data, split
 from dlo_framework.checkpoint.reading import assemble, load
 from dlo_framework.checkpoint.saved import SavedTensors, Source
 from dlo_framework.checkpoint.shards import Box
@@ -64,21 +64,24 @@ def to_lightning(source: Path, target: Path) -> None:
         DloError: if the source is damaged, or the target cannot be written.
     """
     _refuse_existing(target)
-    checkpoint = _plain(load(source))
-    for optimizer in checkpoint.get("optimizer_states") or ():
-        names = [name for group in optimizer["param_groups"] for name in group["params"]]
-        numbers = {name: number for number, name in enumerate(names)}
-        optimizer["state"] = {numbers[name]: state for name, state in optimizer["state"].items() if name in numbers}
-        for group in optimizer["param_groups"]:
+    SafeCheckpointIO().save_checkpoint(as_lightning(load(source)), target)
+
+
+def as_lightning(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns a checkpoint as Lightning's own strategies make it; all tensors must be full tensors.
+
+    Mappings that read from files become dicts, and the optimizers' states are numbered as torch has them.
+    """
+    plain: dict[str, Any] = plain_data(checkpoint)
+    for optimizer in plain.get("optimizer_states") or ():
+        groups = optimizer.get("param_groups", [])
+        numbers = {name: number for number, name in enumerate(name for group in groups for name in group["params"])}
+        state = {numbers[name]: state for name, state in optimizer.get("state", {}).items() if name in numbers}
+        if groups:
+            optimizer["state"] = state | optimizer.pop("beside", {})
+        for group in groups:
             group["params"] = [numbers[name] for name in group["params"]]
-    SafeCheckpointIO().save_checkpoint(checkpoint, target)
-
-
-def _plain(node: Any) -> Any:
-    """Returns a nest with plain dicts in place of mappings that read from files."""
-    if isinstance(node, Mapping):
-        return {key: _plain(node[key]) for key in node}
-    return [_plain(item) for item in node] if isinstance(node, list) else node
+    return plain
 
 
 def to_single_file(source: Path, target: Path) -> Path:

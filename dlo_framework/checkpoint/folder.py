@@ -10,6 +10,7 @@ one is renamed ``X``, and the old one is removed. A removal renames to ``X.remov
 from __future__ import annotations
 
 import contextlib
+import os
 import shutil
 from pathlib import Path
 
@@ -62,6 +63,15 @@ def publish(path: Path) -> None:
         path.rename(old)
     partial.rename(path)
     sync_folder(path.parent)
+    _delete(old)
+
+
+def publish_file(partial: Path, path: Path) -> None:
+    """Puts a checkpoint that is a single file in its place, where a folder may stand. For one rank."""
+    old = beside(path, OLD)
+    if path.is_dir() and not path.is_symlink():
+        path.rename(old)
+    os.replace(partial, path)
     _delete(old)
 
 

@@ -33,7 +33,7 @@ def name_optimizer_states(checkpoint: dict[str, Any]) -> list[str]:
         name for name in weights if checkpoint["state_dict"][name].is_floating_point() and not name.endswith(_BUFFERS)
     ]
     for index, optimizer in enumerate(checkpoint.get("optimizer_states") or ()):
-        numbers = [number for group in optimizer["param_groups"] for number in group["params"]]
+        numbers = [number for group in optimizer.get("param_groups", ()) for number in group["params"]]
         if not all(isinstance(number, int) for number in numbers):
             continue
         shapes = {number: _shape(optimizer["state"].get(number, {})) for number in numbers}

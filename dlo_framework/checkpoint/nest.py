@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
@@ -66,9 +67,19 @@ def split(checkpoint: Mapping[str, Any]) -> tuple[dict[str, Any], list[tuple[Pla
             if hasattr(node, "_fields"):
                 return type(node)(*items)
             return type(node)(items) if type(node) in (list, tuple, torch.Size) else items
-        return node
+        # A number of NumPy's, such as a learning rate that was computed with it, is no plain data.
+        return node.item() if isinstance(node, np.generic) else node
 
     return walk(checkpoint, (), False), found
+
+
+def plain_data(node: Any) -> Any:
+    """Returns a nest with dicts in place of other mappings, and numbers in place of NumPy's."""
+    if isinstance(node, Mapping):
+        return {key: plain_data(node[key]) for key in node}
+    if type(node) in (list, tuple):
+        return type(node)([plain_data(item) for item in node])
+    return node.item() if isinstance(node, np.generic) else node
 
 
 def mark(place: Place) -> dict[str, list[str]]:

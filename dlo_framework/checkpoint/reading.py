@@ -14,7 +14,7 @@ from dlo_framework.checkpoint.manifest import STATE, Manifest, read_manifest
 from dlo_framework.checkpoint.nest import METADATA, join
 from dlo_framework.checkpoint.saved import SavedTensors, Source
 from dlo_framework.checkpoint.state_file import read_state
-from dlo_framework.checkpoint.torch_file import SafeCheckpointIO, refuse_unsafe
+from dlo_framework.checkpoint.torch_file import SafeCheckpointIO, local_path, refuse_unsafe
 from dlo_framework.checkpoint.verify import Level, newest_valid, verify
 from dlo_framework.errors import DloError
 
@@ -34,7 +34,7 @@ def load(path: str | Path, *, group: ProcessGroup | None = None, level: Level | 
     Raises:
         DloError: if it is damaged, with the file and the newest one that is not; on all ranks alike.
     """
-    path = Path(path)
+    path = local_path(path)
     if level is not None:
         _refuse_damaged(path, level, group)
     found = folders.locate(path)
@@ -54,7 +54,7 @@ def check(path: str | Path) -> None:
     Raises:
         DloError: with the file and the newest one that is whole.
     """
-    path = Path(path)
+    path = local_path(path)
     found = folders.locate(path)
     if found is None:
         raise DloError(f"no checkpoint {path}; give a path, or 'last' or 'best'")

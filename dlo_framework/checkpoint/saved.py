@@ -30,6 +30,10 @@ class Source:
         self.tensors = tensors
         self._files: dict[str, TensorFile] = {}
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Leaves the open files out: copies, of callbacks' states say, open them again."""
+        return {**self.__dict__, "_files": {}}
+
     def read(self, group: str, name: str) -> Tensor:
         """Returns a whole tensor: the file's own pages where it is one chunk, else assembled."""
         tensor = self.tensors[group, name]

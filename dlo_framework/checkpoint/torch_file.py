@@ -19,6 +19,7 @@ import torch
 from lightning.pytorch.plugins.io import TorchCheckpointIO
 
 from dlo_framework.amounts import human
+from dlo_framework.checkpoint.folder import publish_file
 from dlo_framework.errors import DloError
 from dlo_framework.whole_file import PARTIAL, sync_folder
 
@@ -33,9 +34,10 @@ class SafeCheckpointIO(TorchCheckpointIO):
         """Writes ``checkpoint`` to ``path``: beside it first, synced, then renamed over it.
 
         Raises:
-            DloError: if the disk is too full; what stood at ``path`` still stands there.
+            DloError: if the disk is too full, and what stood at ``path`` still stands there; on a path or options of
+                other storage than this machine's.
         """
-        target = Path(path)
+        target = local_path(path, storage_options)
         target.parent.mkdir(parents=True, exist_ok=True)
         need = tensor_bytes(checkpoint)
         free = free_bytes(target.parent)
@@ -47,7 +49,7 @@ class SafeCheckpointIO(TorchCheckpointIO):
                 torch.save(checkpoint, file)
                 file.flush()
                 os.fsync(file.fileno())
-            os.replace(partial, target)
+            publish_file(partial, target)
         except (OSError, RuntimeError) as error:
             refused = refused_write(error)
             reason = why_refused(refused, target.parent, need) if refused is not None else ""
@@ -68,6 +70,24 @@ class SafeCheckpointIO(TorchCheckpointIO):
             DloError: if there is no such file, it is damaged, or it holds anything that would execute.
         """
         return read_file(Path(path), map_location)
+
+
+def local_path(path: str | Path, storage_options: Any = None) -> Path:
+    """Returns the path of a checkpoint on this machine's file systems.
+
+    Raises:
+        DloError: for a URL, or storage options.
+    """
+    if storage_options is not None:
+        raise DloError(
+            f"storage_options must be None, got {storage_options!r}; checkpoints are written to file systems alone, so"
+            " leave it out, and mount other storage or copy them there"
+        )
+    if isinstance(path, str) and "://" in path:
+        raise DloError(
+            f"a checkpoint's path must be on a file system, got {path}; mount the storage, or copy the checkpoint"
+        )
+    return Path(path)
 
 
 def read_file(path: Path, map_location: Any = "cpu", *, mmap: bool = False) -> dict[str, Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, Literal, NoReturn
 
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.callbacks import Checkpoint
@@ -118,6 +118,12 @@ class DloCLI(LightningCLI):
             default=False,
             help="write checkpoints in the background; costs a copy of this rank's share of one",
         )
+        parser.add_argument(
+            "--run.checkpoint_format",
+            type=Literal["canonical", "lightning"],
+            default="canonical",
+            help="lightning: a single file as Lightning itself writes it, under auto and ddp alone",
+        )
 
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
         """Parses; Lightning warns here about arguments that do not come from ``sys.argv``, and ours need not.
@@ -204,7 +210,7 @@ class DloCLI(LightningCLI):
             if self.command == "predict":
                 kwargs["callbacks"] = [*callbacks, SavePredictions(self._predictions())]
             return self._build_trainer(kwargs)
-        self.run_folder = self._resumed_run() or runs.new_run(self._runs())
+        self.run_folder = self._resumed_run() or self._new_run()
         if runs.is_first_process():
             recover(self.run_folder / runs.CHECKPOINTS)
         if config.get("logger") in (None, True):
@@ -262,7 +268,7 @@ class DloCLI(LightningCLI):
             trainer = super().instantiate_trainer(**self._with_strategys_arguments(kwargs))
             use_canonical_checkpoints(trainer)
             check_ranks(trainer.strategy, {**self._get(self.config_init, "trainer"), **kwargs})
-            self._set_async(trainer)
+            self._set_checkpoints(trainer)
             check_model = getattr(trainer.strategy, "check_model", None)
             if check_model is not None:
                 check_model(self.model, self.datamodule)
@@ -294,16 +300,22 @@ class DloCLI(LightningCLI):
         found = ask(dict(config), self.datamodule) if callable(ask) else {}
         return {**kwargs, **{key: found[key] for key in found if kwargs.get(key, config[key]) == config[key]}}
 
-    def _set_async(self, trainer: Trainer) -> None:
-        """Has the strategy write checkpoints in the background, if that is asked for."""
-        if not self.config[self.command].run.async_checkpoints:
-            return
-        if not isinstance(trainer.strategy, CanonicalStrategy):
+    def _set_checkpoints(self, trainer: Trainer) -> None:
+        """Has the strategy write checkpoints as the config asks for: in the background, or in Lightning's format."""
+        run = self.config[self.command].run
+        if isinstance(trainer.strategy, CanonicalStrategy):
+            trainer.strategy.async_checkpoints = run.async_checkpoints
+            trainer.strategy.checkpoint_format = run.checkpoint_format
+            trainer.strategy.check_checkpoints()
+        elif run.async_checkpoints:
             raise DloError(
                 f"run.async_checkpoints: {type(trainer.strategy).__name__} writes checkpoints of its own kind;"
                 " take auto, ddp, zero1 to zero3 or fsdp, or leave it out"
             )
-        trainer.strategy.async_checkpoints = True
+
+    def _new_run(self) -> Path:
+        """Makes the folder of a new run."""
+        return runs.new_run(self._runs())
 
     def _resumed_run(self) -> Path | None:
         """Returns the run folder that ``--ckpt_path`` lies in, if it is one of this config's runs."""

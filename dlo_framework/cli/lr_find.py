@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import Checkpoint
 from lightning.pytorch.cli import LightningArgumentParser
 
+from dlo_framework import runs
 from dlo_framework.cli.lightning_cli import DloCLI
 from dlo_framework.cli.scan import Scan
+from dlo_framework.defaults import EndCheckpoint
 from dlo_framework.errors import DloError, OrderlyEnd
 from dlo_framework.stop import GracefulStop
 from dlo_framework.watch.summary import RunRecord
 
 #: The plug-in that sweeps, by its registered name: the core does not import plug-ins.
 FINDER = "LRFinder"
+#: The folder in a config's runs that holds its sweeps.
+SWEEPS = "lr-find"
 
 
 class SweepDone(OrderlyEnd):
@@ -53,9 +58,13 @@ class LRFindCLI(DloCLI):
             raise DloError("lr-find begins with the weights that the config names; remove --ckpt_path")
         return super().instantiate_trainer(**kwargs)
 
+    def _new_run(self) -> Path:
+        """Makes the sweep's own folder, beside the runs: their first stays ``version_0``."""
+        return runs.new_run(self._runs() / SWEEPS)
+
     def _build_trainer(self, kwargs: dict[str, Any]) -> Trainer:
         """Takes out what saves and validates, puts the sweep in unless the config names it, and ends after it."""
-        saves = [each for each in kwargs["callbacks"] if isinstance(each, Checkpoint)]
+        saves = [each for each in kwargs["callbacks"] if isinstance(each, Checkpoint | EndCheckpoint)]
         stop = [each for each in saves if isinstance(each, GracefulStop)]
         callbacks = [each for each in kwargs["callbacks"] if each not in saves and not isinstance(each, RunRecord)]
         record = next(callback for callback in kwargs["callbacks"] if isinstance(callback, RunRecord))

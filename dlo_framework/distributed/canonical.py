@@ -17,16 +17,23 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch import Trainer
 from lightning.pytorch.core.optimizer import LightningOptimizer
+from lightning.pytorch.plugins.io import TorchCheckpointIO
 from lightning.pytorch.strategies import Strategy
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from dlo_framework.checkpoint import AsyncSaver, CutShard, FlatShard, Shard, load, remove, save
+from dlo_framework.checkpoint import AsyncSaver, CutShard, FlatShard, SafeCheckpointIO, Shard, load, remove, save
+from dlo_framework.checkpoint.agreement import together
+from dlo_framework.checkpoint.convert import as_lightning
 from dlo_framework.checkpoint.saved import SavedTensors, Source
+from dlo_framework.checkpoint.state_file import refuse_unreadable
+from dlo_framework.checkpoint.torch_file import local_path
 from dlo_framework.distributed.held import memory_of, optimizer_bytes
 from dlo_framework.errors import DloError
 
+#: What checkpoints may be written as.
+FORMATS = ("canonical", "lightning")
 #: How torch ends the names under which modules save what is no tensor.
 EXTRA_STATE = "_extra_state"
 
@@ -41,6 +48,11 @@ class CanonicalStrategy(Strategy):
     #: Whether checkpoints are written in the background while training goes on; the command line's
     #: ``--run.async_checkpoints`` sets it.
     async_checkpoints = False
+    #: ``canonical``, or ``lightning``: a single file as Lightning's own strategies write it, by rank 0;
+    #: ``--run.checkpoint_format`` sets it.
+    checkpoint_format = "canonical"
+    #: Whether every rank holds the full state of module and optimizers, in the module's own tensors.
+    holds_full_state = False
     _planning_group: dist.ProcessGroup | None = None
     _saver: AsyncSaver | None = None
 
@@ -152,6 +164,8 @@ class CanonicalStrategy(Strategy):
         if isinstance(optimizer, LightningOptimizer):
             optimizer = optimizer.optimizer
         packed, numbers = _packed(optimizer), _numbers(optimizer)
+        if "param_groups" not in packed:  # Lightning's, where `configure_optimizers` returns None.
+            return packed
         state = {
             name: {
                 key: self.canonical(name, tensor, value) if isinstance(value, Tensor) else value
@@ -178,15 +192,31 @@ class CanonicalStrategy(Strategy):
         raised by the next save, or at the run's end.
 
         Raises:
-            DloError: on all ranks, if any cannot write its part; what stood there still stands.
+            DloError: on all ranks, if any cannot write its part; what stood there still stands. On a path or options
+                of other storage than file systems.
         """
-        path = Path(self.broadcast(str(filepath)))
+        if self.checkpoint_format == "lightning":
+            self._save_single_file(checkpoint, self.broadcast(str(filepath)), storage_options)
+            return
+        path = local_path(self.broadcast(str(filepath)), storage_options)
         if not self.async_checkpoints:
             save(checkpoint, path, group=self.planning_group(), about=self.about())
             return
         if self._saver is None:
             self._saver = AsyncSaver(self.planning_group())
         self._saver.save(checkpoint, path, about=self.about())
+
+    def _save_single_file(self, checkpoint: dict[str, Any], path: str, storage_options: Any) -> None:
+        """Has rank 0, which holds all of the state, write it as Lightning's own strategies do."""
+
+        def work() -> None:
+            if self.is_global_zero:
+                content = as_lightning(checkpoint)
+                refuse_unreadable(content)
+                writer = self.checkpoint_io if self._has_own_io() else SafeCheckpointIO()
+                writer.save_checkpoint(content, path, storage_options=storage_options)
+
+        together(self.planning_group(), work)
 
     @property
     def is_saving(self) -> bool:
@@ -238,10 +268,49 @@ class CanonicalStrategy(Strategy):
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
         """Opens a canonical checkpoint, or a file of Lightning's; of the first, tensors are read when asked for."""
         self.finish_checkpoints()
-        return load(Path(self.broadcast(str(checkpoint_path))), group=self.planning_group())
+        path = self.broadcast(str(checkpoint_path))
+        if self.checkpoint_format == "lightning" and self._has_own_io():
+            return self.checkpoint_io.load_checkpoint(path)
+        return load(local_path(path), group=self.planning_group())
+
+    def setup_environment(self) -> None:
+        """Starts the run, unless a plug-in of the Trainer's would not do what it is for."""
+        self.check_checkpoints()
+        super().setup_environment()
+
+    def check_checkpoints(self) -> None:
+        """Checks the format of the checkpoints against what is to write them.
+
+        Raises:
+            DloError: on a CheckpointIO that would not be called; on a single file of state that several ranks hold.
+        """
+        name = type(self).__name__
+        if self.checkpoint_format not in FORMATS:
+            raise DloError(f"checkpoint_format must be one of {', '.join(FORMATS)}, got {self.checkpoint_format}")
+        if self.checkpoint_format == "lightning" and not self.holds_full_state:
+            raise DloError(
+                f"run.checkpoint_format must be canonical under {name}, whose ranks share the state, got lightning;"
+                " take strategy auto or ddp, or `dlo checkpoint convert LAST.ckpt FILE.ckpt` afterwards"
+            )
+        if self.checkpoint_format == "lightning" and self.async_checkpoints:
+            raise DloError(
+                "run.async_checkpoints must be false with run.checkpoint_format lightning, got true; leave one out"
+            )
+        if self.checkpoint_format == "canonical" and self._has_own_io():
+            raise DloError(
+                f"trainer.plugins must have no CheckpointIO with canonical checkpoints, which {name} writes itself, got"
+                f" {type(self.checkpoint_io).__name__}; remove it, or set run.checkpoint_format: lightning"
+            )
+
+    def _has_own_io(self) -> bool:
+        """Whether the user has brought what reads and writes files."""
+        return type(self.checkpoint_io) not in (TorchCheckpointIO, SafeCheckpointIO)
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Fills what this rank holds of the module's state."""
+        if self.holds_full_state and self._loads_by_itself():
+            self._load_through_module(checkpoint["state_dict"], strict)
+            return
         saved, held = readable(checkpoint["state_dict"]), self.lightning_module_state_dict()
         extra = {name: module for name, module in self._with_extra_state().items() if name in saved}
         held = {name: value for name, value in held.items() if name not in extra}
@@ -265,6 +334,23 @@ class CanonicalStrategy(Strategy):
             module.set_extra_state(_own(saved[name]))
         self.refresh()
 
+    def _loads_by_itself(self) -> bool:
+        """Whether the module has its own way of loading: its method, or hooks of its parts."""
+        module = self.lightning_module
+        assert module is not None
+        own = "load_state_dict" in vars(module) or type(module).load_state_dict is not nn.Module.load_state_dict
+        hooks = ("_load_state_dict_pre_hooks", "_load_state_dict_post_hooks")
+        return own or any(getattr(part, name, None) for part in module.modules() for name in hooks)
+
+    def _load_through_module(self, saved: Mapping[str, Any], strict: bool) -> None:
+        """Has the module load the state, under its own names."""
+        assert self.lightning_module is not None
+        names = {clean(name): name for name in self.lightning_module.state_dict()}
+        state = OrderedDict((names.get(name, name), saved[name]) for name in saved)
+        if getattr(saved, "_metadata", None):
+            state._metadata = saved._metadata  # type: ignore[attr-defined]
+        self.lightning_module.load_state_dict(state, strict=strict)
+
     def _with_extra_state(self) -> dict[str, nn.Module]:
         """Returns the modules that save more than tensors (``get_extra_state``), by the name that it is saved under."""
         assert self.lightning_module is not None
@@ -276,8 +362,22 @@ class CanonicalStrategy(Strategy):
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Fills the optimizers' state, and sets the hyperparameters of their groups."""
-        for optimizer, saved in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
-            self._load_optimizer(optimizer, saved)
+        states = checkpoint["optimizer_states"]
+        if states and len(states) != len(self.optimizers):
+            raise DloError(
+                f"configure_optimizers must return as many optimizers as the checkpoint has, got"
+                f" {len(self.optimizers)} for {len(states)}; start from its weights alone (`dlo checkpoint export`)"
+            )
+        for optimizer, saved in zip(self.optimizers, states, strict=False):
+            if not optimizer.param_groups:
+                optimizer.load_state_dict(dict(saved))
+            elif "param_groups" not in saved:
+                raise DloError(
+                    "the checkpoint must hold the optimizer's state, got that of a run without an optimizer; start from"
+                    " its weights alone (`dlo checkpoint export`)"
+                )
+            else:
+                self._load_optimizer(optimizer, saved)
 
     def _load_optimizer(self, optimizer: Optimizer, saved: Mapping[str, Any]) -> None:
         names = self.group_names(optimizer)

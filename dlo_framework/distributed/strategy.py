@@ -36,6 +36,8 @@ TIMEOUT = timedelta(minutes=30)
 class SingleProcessStrategy(CanonicalStrategy, SingleDeviceStrategy):
     """One process on one device; what ``auto`` is on such a machine."""
 
+    holds_full_state = True
+
     def gradient_norm(self, optimizer: Optimizer) -> Tensor:
         """Returns the 2-norm of an optimizer's gradients."""
         return total_norm(optimizer)
@@ -52,6 +54,8 @@ class DataParallelStrategy(CanonicalStrategy, WatchedRanks):
             `timeout`, 30.
         kwargs: further arguments of Lightning's DDPStrategy and torch's DistributedDataParallel.
     """
+
+    holds_full_state = True
 
     def __init__(
         self,

@@ -17,6 +17,7 @@ from dlo_framework import runs
 from dlo_framework.amounts import human
 from dlo_framework.checkpoint import locate, note_resumption, resumptions
 from dlo_framework.checkpoint.kept import RUN_FOLDER, Best, follow
+from dlo_framework.resume import KEY
 from dlo_framework.versions import versions
 from dlo_framework.watch.monitor import RunMonitor, is_tensorboard
 from dlo_framework.watch.state_bytes import StateReport
@@ -46,6 +47,7 @@ class RunRecord(Callback):
         self._before = 0.0  # seconds of the runs that this one resumes
         self._place = ""  # of the folder, without links
         self._goes_on_from: Path | None = None
+        self._metrics: dict[str, Any] = {}  # of the run that this one resumes
 
     @property
     def seconds(self) -> float:
@@ -66,6 +68,7 @@ class RunRecord(Callback):
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """Has the ModelCheckpoints, which take their state up after this, follow a run that was moved or copied."""
+        self._metrics = dict(checkpoint.get(KEY, {}).get("metrics", {}))
         path = Path(trainer.ckpt_path) if trainer.ckpt_path and trainer.state.fn == "fit" else None
         if path is not None and path.parent.resolve() == (self.folder / runs.CHECKPOINTS).resolve():
             self._goes_on_from = path
@@ -135,9 +138,11 @@ class RunRecord(Callback):
         monitored = kept[0].monitor if kept else None
         best = self._best(trainer, kept[0]) if kept else None
         samples, seconds, train_loss = self.monitor.totals()
+        # A run that was complete when it was killed logs nothing more.
+        metrics = {**self._metrics, **trainer.callback_metrics}
         return {
             "status": status,
-            "metrics": {name: float(value) for name, value in sorted(trainer.callback_metrics.items())},
+            "metrics": {name: float(value) for name, value in sorted(metrics.items())},
             "train_loss": train_loss,
             "best_checkpoint": os.path.relpath(os.path.realpath(best.path), self._place) if best else None,
             "best_metric": {monitored: best.score} if best and monitored and best.score is not None else None,

@@ -27,12 +27,13 @@ def report(dlo, name):
 def test_it_sweeps_prints_and_leaves_a_curve_and_no_checkpoint(dlo):
     (dlo.folder / "small.yaml").write_text(CONFIG)
     out = dlo("lr-find", "--config", "small.yaml").stdout
-    found = report(dlo, "small")
+    found = report(dlo, "small/lr-find")
     assert f"valley   {found['suggestions']['valley']:.3g} <- suggested" in out
-    assert "curve    runs/small/version_0/lr_find.png" in out
+    assert "curve    runs/small/lr-find/version_0/lr_find.png" in out
     assert found["applied"] is False
     assert found["points"][0]["lr"] == 1e-7
-    folder = dlo.folder / "runs" / "small" / "version_0"
+    folder = dlo.folder / "runs" / "small" / "lr-find" / "version_0"
+    assert not (dlo.folder / "runs" / "small" / "version_0").exists(), "the first fit takes it"
     names = {path.name.partition(".out")[0] for path in folder.rglob("*")}
     assert names == {"config.yaml", "hparams.yaml", "lr_find.json", "lr_find.png", "events"}
     assert yaml.safe_load((folder / "config.yaml").read_text())["data"]["class_path"].endswith("DigitsData")
