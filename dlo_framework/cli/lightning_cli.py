@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal, NoReturn
 
+from jsonargparse import Namespace
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.callbacks import Checkpoint
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
@@ -42,7 +44,30 @@ class ParseError(Exception):
 
 
 class DloParser(LightningArgumentParser):
-    """Lightning's parser, which raises instead of printing its usage and exiting."""
+    """Lightning's parser, which raises instead of printing its usage and exiting.
+
+    LightningCLI (2.6.6) calls what jsonargparse 5 removes: here are these calls by what replaces them (4.53).
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._builders: list[tuple[Callable[..., Any], Any, bool]] = []
+
+    def add_instantiator(
+        self, instantiator: Callable[..., Any], class_type: Any, subclasses: bool = True, prepend: bool = False
+    ) -> None:
+        """Has a function build a class's objects; the first one that fits does."""
+        self._builders.insert(0 if prepend else len(self._builders), (instantiator, class_type, subclasses))
+
+    def instantiate_classes(self, cfg: Namespace, **kwargs: Any) -> Namespace:
+        """Builds what a config names."""
+        return self.instantiate(cfg, instantiators=self._builders, **kwargs)
+
+    def dump(self, cfg: Namespace, **kwargs: Any) -> str:
+        """Returns a config as text."""
+        if "skip_none" in kwargs:
+            kwargs["skip_unset"] = kwargs.pop("skip_none")
+        return super().dump(cfg, **kwargs)
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
         """Raises a :class:`ParseError`."""
@@ -93,7 +118,6 @@ class DloCLI(LightningCLI):
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         """Adds the keys that are dlo's own."""
-        parser.add_instantiator(self._build_strategy, Strategy)
         parser.add_argument(
             "--plugins",
             type=list[str] | str | None,
@@ -171,6 +195,10 @@ class DloCLI(LightningCLI):
         config = self.config[self.command]
         name = config.run.name or (Path(self.config_paths[-1]).stem if self.config_paths else "default")
         return Path(config.run.dir or config.trainer.default_root_dir or "runs") / name
+
+    def before_instantiate_classes(self) -> None:
+        """Has strategies built by :meth:`_build_strategy`."""
+        self.parser.add_instantiator(self._build_strategy, Strategy)
 
     def instantiate_classes(self) -> None:
         """Builds model, data and trainer.
