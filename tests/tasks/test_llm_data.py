@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from itertools import pairwise
 
 import pytest
 import torch
@@ -168,14 +169,15 @@ def test_a_document_that_changes_leaves_the_others_logits_as_they_were(make, lla
     data = make(sentences(60, longest=12), seq_len=128)
     data.setup("fit")
     batch = next(iter(data.train_dataloader()))
-    starts = torch.where(batch["position_ids"][0] == 0)[0].tolist()
-    first, past = starts[1], starts[2]
-    before = logits_of(llama, batch)[0]
-    batch["input_ids"][0, first:past] = (batch["input_ids"][0, first:past] + 1) % 320
-    after = logits_of(llama, batch)[0]
-    assert torch.equal(after[:first], before[:first])
-    assert torch.equal(after[past:], before[past:])
-    assert not torch.allclose(after[first:past], before[first:past], atol=1e-3)
+    starts = [*torch.where(batch["position_ids"][0] == 0)[0].tolist(), 128]
+    assert len(starts) > 2
+    for first, past in pairwise(starts):
+        before = logits_of(llama, batch)[0]
+        batch["input_ids"][0, first:past] = (batch["input_ids"][0, first:past] + 1) % 320
+        after = logits_of(llama, batch)[0]
+        assert torch.equal(after[:first], before[:first])
+        assert torch.equal(after[past:], before[past:])
+        assert not torch.allclose(after[first:past], before[first:past], atol=1e-3)
 
 
 # --- which come when -----------------------------------------------------------------------------------------

@@ -161,6 +161,15 @@ def test_a_file_that_is_no_parquet_is_refused(tmp_path):
         ('{"text": 3}', r"a\.jsonl:3: text must be a text, not int: '3'"),
         ('{"messages": []}', r"a\.jsonl:3: messages must be a list with at least one message"),
         ('{"messages": [{"content": "a"}]}', r"a\.jsonl:3: a message is an object with role and content"),
+        (
+            '{"messages": [{"role": "user", "content": "a"}, {"role": "bot", "content": "b"}]}',
+            r"a\.jsonl:3: the role of message 2 must be one of system, .*, got 'bot'; write assistant",
+        ),
+        (
+            '{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "contents": "b"}]}',
+            r"a\.jsonl:3: message 2 \(role assistant\) must have content, got 'role', 'contents'; did you mean",
+        ),
+        ('{"messages": [{"role": "assistant", "content": null}]}', r"a\.jsonl:3: message 1 .* must have content, got"),
         ('{"text": "a \\ud83d"}', r"a\.jsonl:3: text holds '\\ud83d', half of a surrogate pair .* remove the line"),
         ('{"prompt": "a", "completion": "\\ude00"}', r"a\.jsonl:3: completion holds '\\ude00', half of a surrogate"),
         ('{"messages": [{"role": "user", "content": [{"text": "\\ud83d"}]}]}', r"a\.jsonl:3: messages holds '\\ud83d'"),

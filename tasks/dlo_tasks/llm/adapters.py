@@ -14,7 +14,7 @@ from torch import nn
 
 from dlo_framework.errors import DloError, did_you_mean
 from dlo_framework.plan import ParallelPlan, Rule
-from dlo_tasks.llm.models import require
+from dlo_tasks.llm.models import require, text_config
 
 #: peft's name of the one adapter.
 ADAPTER = "default"
@@ -140,6 +140,18 @@ def freeze(model: nn.Module, patterns: Sequence[str]) -> None:
             model.get_parameter(name).requires_grad_(False)
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise DloError(f"freeze: {list(patterns)} leave nothing to train; take one out")
+
+
+def freeze_beside_text(model: Any) -> None:
+    """Freezes the parameters that tokens alone do not reach, such as a vision tower: no step has gradients for them."""
+    if text_config(model.config) is model.config:
+        return
+    decoder = model.get_decoder()
+    used = {id(parameter) for part in (decoder, model.get_output_embeddings()) for parameter in part.parameters()}
+    if any(parameter is model.get_input_embeddings().weight for parameter in decoder.parameters()):
+        for parameter in model.parameters():
+            if id(parameter) not in used:
+                parameter.requires_grad_(False)
 
 
 def recompute(model: Any) -> None:

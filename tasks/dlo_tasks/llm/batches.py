@@ -108,7 +108,7 @@ class PaddedSamples:
         longest = getattr(draws, "length", None) or int(length.max())
         width = min(-(-longest // MULTIPLE) * MULTIPLE, self._seq_len)
         begin = np.arange(len(draws)) * width
-        batch = gather(self._store, self._start[index], length, begin, (len(draws), width), self._filler, on=True)
+        batch = gather(self._store, self._start[index], length, begin, (len(draws), width), self._filler)
         return _finish(batch, draws)
 
 
@@ -149,7 +149,6 @@ def gather(
     begin: np.ndarray,
     shape: tuple[int, int],
     filler: int,
-    on: bool = False,
 ) -> Batch:
     """Returns pieces laid out in a batch.
 
@@ -159,8 +158,9 @@ def gather(
         length: int64 [P], its positions.
         begin: int64 [P], ascending: where its first position lies in the flattened batch.
         shape: of the batch.
-        filler: the id at positions of no piece; they have no label, and positions of their own.
-        on: let a row's positions run on over what is unused after its one piece, rather than begin again.
+        filler: the id at positions of no piece; they have no label, and continue the positions of the row's last piece.
+            A document of nothing but padding is all zeros in a model whose embedding of it is zero, and has NaN for
+            a gradient where a standard deviation is computed (Gemma 3n).
     """
     ends = np.cumsum(length)
     within = np.arange(int(ends[-1])) - np.repeat(ends - length, length)
@@ -169,7 +169,7 @@ def gather(
     size = shape[0] * shape[1]
     ids = np.full(size, filler, dtype=np.int64)
     labels = np.full(size, IGNORED, dtype=np.int64)
-    positions = np.arange(size) % shape[1] if on else _unused_positions(begin, length, shape)
+    positions = _unused_positions(begin, shape)
     ids[target] = store.read(source)[0]
     following, learned = store.read(source + 1)
     labels[target] = np.where(learned, following, IGNORED)
@@ -178,12 +178,11 @@ def gather(
     return {name: torch.from_numpy(values).view(shape) for name, values in flat.items()}
 
 
-def _unused_positions(begin: np.ndarray, length: np.ndarray, shape: tuple[int, int]) -> np.ndarray:
-    """Returns int64 [size]: after each row's last piece 0, 1, 2, ...; what lies under pieces is of no meaning."""
-    row = begin // shape[1]
-    used = np.zeros(shape[0], dtype=np.int64)
-    np.maximum.at(used, row, begin % shape[1] + length)
-    return (np.arange(shape[1])[None] - used[:, None]).ravel()
+def _unused_positions(begin: np.ndarray, shape: tuple[int, int]) -> np.ndarray:
+    """Returns int64 [size]: positions that continue each row's last piece; what lies under pieces is of no meaning."""
+    last = np.zeros(shape[0], dtype=np.int64)
+    np.maximum.at(last, begin // shape[1], begin % shape[1])
+    return (np.arange(shape[1])[None] - last[:, None]).ravel()
 
 
 def _finish(batch: Batch, draws: list[Draw]) -> Batch:

@@ -10,10 +10,12 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 from lightning.pytorch import LightningDataModule
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor, nn
 from torchmetrics import Metric
 
+from dlo_framework.amounts import human
 from dlo_framework.data import gradient_ranks
 from dlo_framework.distributed.averages import mean_over_data
 from dlo_framework.distributed.strategy import ShardedStrategy
@@ -27,7 +29,7 @@ from dlo_tasks.llm.balance import Balance, balance_of
 from dlo_tasks.llm.evaluation import BitsPerByte, Perplexity, TokenMean, bytes_of_tokens, widest
 from dlo_tasks.llm.generation import Sampling, complete, continuations
 from dlo_tasks.llm.plans import plan_for
-from dlo_tasks.llm.positions import check_prompts, check_windows
+from dlo_tasks.llm.positions import check_prompts, check_windows, positions_of
 
 
 class CausalLM(Task):
@@ -117,7 +119,7 @@ class CausalLM(Task):
         self.prompts, self.sampling = list(prompts or []), sampling or Sampling()
         self.tokenizer: Any = None
         self.samples: list[str] = []
-        self._packs = True
+        self._traits = families.ORDINARY
         self._balance: Balance | None = None
         #: Where the data find the model's own tokenizer; None if it brings none.
         self.tokenizer_source = models.tokenizer_source(model)
@@ -141,7 +143,6 @@ class CausalLM(Task):
         check_windows(twin.model, getattr(datamodule, "seq_len", None), trained=self.model_name is not None)  # type: ignore[arg-type]
         check_prompts(twin.model, self.prompts, None, self.sampling.max_new_tokens)  # type: ignore[arg-type]
         self._optimizer(twin.model)
-        twin.parallel_plan().validate(twin.model)
 
     def on_meta(self) -> CausalLM:
         """Returns this task with its model on the meta device; its vocabulary may not be the data's yet."""
@@ -169,7 +170,8 @@ class CausalLM(Task):
         dtype = getattr(torch, self.model_dtype) if self.model_dtype else torch.get_default_dtype()
         model = models.build(self.model_name, self.config, dtype=dtype, attention=self.attention)
         check_prompts(model, self.prompts, self.tokenizer, self.sampling.max_new_tokens)
-        self._packs, self._balance = families.try_family(model), balance_of(model)
+        self._traits, self._balance = families.try_family(model), balance_of(model)
+        self._check_head(model)
         self.model = self._adapted(model)
         sharded_weights.prepare(self.model, self.model_name)
 
@@ -187,7 +189,22 @@ class CausalLM(Task):
             models.fit_to_tokenizer(self.config, self.given, self.tokenizer)
             # Saved with a checkpoint, so that `load_from_checkpoint` needs no data to build the same model.
             self.hparams["config"] = {**self.config.to_diff_dict(), "model_type": self.config.model_type}
-        models.check_vocabulary(self.config.vocab_size, self.tokenizer, trained=self.model_name is not None)
+        models.check_vocabulary(models.vocabulary_of(self.config), self.tokenizer, trained=self.model_name is not None)
+
+    def _check_head(self, model: Any) -> None:
+        """Says what a head costs that does more than project; refuses it where the loss of experts is added."""
+        if self._traits.projects:
+            return
+        name, vocabulary = type(model).__name__, models.vocabulary_of(self.config)
+        if self._balance is not None:
+            raise DloError(
+                f"the load-balancing loss needs a head that projects, scales and soft-caps alone, and {name} does more"
+                " to its logits; set config.output_router_logits: false"
+            )
+        rank_zero_warn(
+            f"{name} does more to its logits than project, scale and soft-cap them, so that its loss is computed from"
+            f" those of all tokens at once: {human(4 * vocabulary)} a token, and as much for their gradient"
+        )
 
     def _adapted(self, model: Any) -> Any:
         head = model.get_output_embeddings()
@@ -195,6 +212,7 @@ class CausalLM(Task):
             adapters.adapt(model, head, self.lora, torch.get_default_dtype())
         if self.frozen:
             adapters.freeze(model, self.frozen)
+        adapters.freeze_beside_text(model)
         if self.recompute:
             adapters.recompute(model)
         return model
@@ -232,12 +250,14 @@ class CausalLM(Task):
 
     @property
     def head(self) -> vocabulary_loss.VocabularyHead:
-        """What makes logits of :meth:`forward`'s hidden states."""
+        """What makes logits of what :meth:`forward` returns; nothing more to do where that is logits."""
+        if not self._traits.projects:
+            return vocabulary_loss.VocabularyHead(nn.Identity())
         return models.head_of(self.model)  # type: ignore[arg-type]
 
     def example_batch(self, datamodule: LightningDataModule | None) -> dict[str, Tensor]:
         """Returns a row of tokens as long as the data's windows."""
-        length = getattr(datamodule, "seq_len", None) or min(getattr(self.config, "max_position_embeddings", 512), 2048)
+        length = getattr(datamodule, "seq_len", None) or min(positions_of(self.config) or 512, 2048)
         row = torch.zeros(1, length, dtype=torch.long)
         positions = torch.arange(length)[None]
         return {"input_ids": row, "labels": row, "position_ids": positions, "tokens_in_step": torch.tensor(length)}
@@ -250,13 +270,19 @@ class CausalLM(Task):
         """
         names = ("input_ids", "position_ids", "attention_mask")
         found = {name: batch[name] for name in names if batch.get(name) is not None}
-        return (), found | families.documents(self.model, found, packs=self._packs)  # type: ignore[arg-type]
+        told = families.documents(self.model, found, packs=self._traits.packs)  # type: ignore[arg-type]
+        if not self._traits.counts_from_0:
+            found.pop("position_ids", None)
+        return (), found | told
 
     def forward(self, **inputs: Tensor) -> Tensor | tuple[Tensor, Tensor]:
         """Returns the hidden states that the head is given, `[B, L, D]`; logits of all tokens are never made.
 
-        In training, where the config asks for the experts' load to be balanced, that loss comes with them, a scalar.
+        Of a model that does more to its logits than project, scale and soft-cap them, it returns those, `[B, L, V]`. In
+        training, where the config asks for the experts' load to be balanced, that loss comes with them, a scalar.
         """
+        if not self._traits.projects:
+            return models.logits(self.model, **inputs)  # type: ignore[arg-type]
         if self._balance is None:
             return models.hidden_states(self.model, **inputs)  # type: ignore[arg-type]
         if self.stage == "train":
@@ -269,8 +295,8 @@ class CausalLM(Task):
         return self._balance is not None
 
     def called(self) -> nn.Module:
-        """Returns the model without its head: see :meth:`forward`."""
-        return models.base_of(self.model)  # type: ignore[arg-type]
+        """Returns the model without its head, unless that does more than project: see :meth:`forward`."""
+        return models.base_of(self.model) if self._traits.projects else self.model  # type: ignore[arg-type]
 
     def loss(self, outputs: Tensor | tuple[Tensor, Tensor], batch: Any) -> Tensor:
         """Returns the mean cross-entropy of a token of the whole optimizer step: its share of it.
@@ -318,7 +344,7 @@ class CausalLM(Task):
 
     def _byte_counts(self, device: torch.device) -> Tensor:
         if self._bytes is None or self._bytes.device != device:
-            self._bytes = bytes_of_tokens(self.tokenizer, self.config.vocab_size).to(device)
+            self._bytes = bytes_of_tokens(self.tokenizer, models.vocabulary_of(self.config)).to(device)
         return self._bytes
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -30,9 +30,26 @@ KNOWN = frozenset(
 )
 #: transformers' name for attention by :func:`_by_documents`. It is matched for "flash", as the kernels' names are.
 _STAND_IN = "dlo_flash_stand_in"
-_TOKENS = [0, 1, 2, 3, 2, 1]
 #: What a forward raises that a model was not made for.
 _FAILURES = (RuntimeError, TypeError, ValueError, AttributeError, LookupError)
+
+
+class Traits(NamedTuple):
+    """What a model does with tokens.
+
+    Attributes:
+        packs: whether positions that begin anew keep documents in one row apart.
+        counts_from_0: whether it takes `position_ids`, and its own are 0, 1, 2...; RoBERTa's begin after its padding
+            token.
+        projects: whether logits are the head's output, scaled and soft-capped, so that they can be made in chunks.
+    """
+
+    packs: bool
+    counts_from_0: bool
+    projects: bool
+
+
+ORDINARY = Traits(packs=True, counts_from_0=True, projects=True)
 
 
 def is_flash(model: PreTrainedModel) -> bool:
@@ -86,29 +103,29 @@ def lengths_of_documents(position_ids: Tensor) -> dict[str, Any]:
 
 
 @torch.no_grad()
-def try_family(model: PreTrainedModel) -> bool:
+def try_family(model: PreTrainedModel) -> Traits:
     """Tries a model of a family that is not known on a few tokens.
 
     Args:
         model: with its weights, or on the meta device.
 
-    Returns:
-        Whether documents that are packed into a row do not see each other; some families ignore their positions.
-
     Raises:
-        DloError: if its logits are not what its head makes of the hidden states: some families do more; or if it cannot
-            be tried.
+        DloError: if a token sees those that follow it, which it is to predict; or if the model cannot be tried.
     """
-    if model.config.model_type in KNOWN:
-        return True
+    if model.config.model_type in KNOWN and not getattr(model.config, "use_bidirectional_attention", None):
+        return ORDINARY
     flash = is_flash(model)
     tried = _twin(model) if flash or next(model.parameters()).is_meta else model
     was_training = tried.training
     tried.eval()
     try:
         with torch.device(tried.device):  # A model is built under the meta device, and tried where its weights are.
-            _try_head(tried)
-            return _keeps_apart_by_lengths(tried) if flash else _keeps_apart(tried)
+            _check_causal(tried)
+            return Traits(
+                packs=_keeps_apart_by_lengths(tried) if flash else _keeps_apart(tried),
+                counts_from_0=_counts_from_0(tried),
+                projects=_projects(tried),
+            )
     except DloError:
         raise
     except _FAILURES as error:
@@ -117,22 +134,54 @@ def try_family(model: PreTrainedModel) -> bool:
         tried.train(was_training)
 
 
-def _try_head(model: PreTrainedModel) -> None:
-    tokens = torch.tensor([_TOKENS], device=model.device)
+def _tokens(model: PreTrainedModel) -> list[int]:
+    """Returns six tokens that a text can have anywhere: padding is left out, which some families do not count."""
+    config = models.text_config(model.config)
+    special = [getattr(config, f"{name}_token_id", None) for name in ("pad", "bos", "eos")]
+    some = [number for number in range(min(16, models.vocabulary_of(config))) if number not in special]
+    a, b, c, d = (some * 4)[:4]
+    return [a, b, c, d, c, b]
+
+
+def _check_causal(model: PreTrainedModel) -> None:
+    """Raises a DloError if the logits of the first tokens change with the last ones."""
+    tokens = _tokens(model)
+    rows = torch.tensor([tokens, [*tokens[:4], tokens[0], tokens[0]]], device=model.device)
+    first, other = models.logits(model, input_ids=rows)[:, :4].float()
+    most = max(torch.finfo(model.dtype).eps, torch.finfo(torch.float32).eps) ** 0.75  # There is hardly any difference.
+    if (first - other).abs().max() <= most * other.abs().max():
+        return
+    known = models.text_config(model.config).to_dict()
+    fixes = {"is_decoder": True, "causal": True, "use_bidirectional_attention": False, "attn_type": "uni"}
+    wrong = next((name for name, to in fixes.items() if known.get(name, to) != to), None)
+    fix = wrong and f"set config.{wrong}: {str(fixes[wrong]).lower()}"
+    raise DloError(
+        f"a causal language model must predict each token from those before it, and {type(model).__name__} sees those"
+        f" that follow; {fix or 'take a family that is causal, such as llama or qwen3'}"
+    )
+
+
+def _counts_from_0(model: PreTrainedModel) -> bool:
+    tokens = torch.tensor([_tokens(model)], device=model.device)
+    places = torch.arange(tokens.shape[1], device=model.device)[None]
+    own = models.hidden_states(model, input_ids=tokens)
+    return _near(models.hidden_states(model, input_ids=tokens, position_ids=places), own)
+
+
+def _projects(model: PreTrainedModel) -> bool:
+    tokens = torch.tensor([_tokens(model)], device=model.device)
     found = models.hidden_states(model, input_ids=tokens)
-    logits = model(input_ids=tokens, use_cache=False).logits
-    head: Any = models.head_of(model)
-    width = getattr(head.module, "in_features", found.shape[-1])
-    if found.shape[-1] != width or not _near(head.logits(found).to(model.dtype), logits):
-        raise _unsupported(
-            model,
-            "does more to its logits than project, scale and soft-cap them, so that its loss cannot be computed in"
-            " chunks",
-        )
+    logits = models.logits(model, input_ids=tokens)
+    head = models.head_of(model)
+    if found.shape[-1] != getattr(head.module, "in_features", found.shape[-1]):
+        return False
+    made = head.logits(found).to(model.dtype)
+    return made.shape == logits.shape and _near(made, logits)
 
 
 def _keeps_apart(model: PreTrainedModel, flash: bool = False) -> bool:
-    rows = torch.tensor([_TOKENS, _TOKENS[::-1]], device=model.device)  # two: flash kernels differ with one alone
+    tokens = _tokens(model)
+    rows = torch.tensor([tokens, tokens[::-1]], device=model.device)  # two: flash kernels differ with one alone
     positions = torch.tensor([[0, 1, 0, 1, 2, 3]] * 2, device=model.device)
     told = lengths_of_documents(positions) if flash else {}
     packed = models.hidden_states(model, input_ids=rows, position_ids=positions, **told)

@@ -123,6 +123,18 @@ def _new_config(settings: dict[str, Any]) -> PretrainedConfig:
         raise
 
 
+def text_config(config: PretrainedConfig) -> Any:
+    """Returns the part of a config that describes the text model; the config itself where it has no such part."""
+    found = config.get_text_config(decoder=True)
+    # Of an encoder and decoder in one flat config transformers returns a copy, which is not the model's.
+    return found if any(found is part for part in vars(config).values()) else config
+
+
+def vocabulary_of(config: PretrainedConfig) -> int:
+    """Returns the number of tokens in a model's vocabulary."""
+    return int(text_config(config).vocab_size)
+
+
 def fit_to_tokenizer(config: PretrainedConfig, given: Mapping[str, Any], tokenizer: Any) -> None:
     """Takes what a config for random weights leaves open from the data's tokenizer: vocabulary, special tokens.
 
@@ -131,11 +143,14 @@ def fit_to_tokenizer(config: PretrainedConfig, given: Mapping[str, Any], tokeniz
         given: the settings that the user has given.
         tokenizer: of the data.
     """
-    if "vocab_size" not in given:
-        config.vocab_size = vocabulary_size(tokenizer)
+    text = text_config(config)
+    part = next((name for name, value in vars(config).items() if value is text), None)
+    of_text: Mapping[str, Any] = given if part is None else given.get(part) or {}
+    if "vocab_size" not in of_text:
+        text.vocab_size = vocabulary_size(tokenizer)
     for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
-        if name not in given:
-            setattr(config, name, getattr(tokenizer, name, None))
+        if name not in of_text:
+            setattr(text, name, getattr(tokenizer, name, None))
 
 
 def check_vocabulary(vocabulary: int, tokenizer: Any, *, trained: bool) -> None:
@@ -177,7 +192,7 @@ def build(model: str | None, config: PretrainedConfig, *, dtype: torch.dtype, at
     """
     from transformers import AutoModelForCausalLM
 
-    kind = attention or ("eager" if getattr(config, "attn_logit_softcapping", None) else None)
+    kind = attention or ("eager" if getattr(text_config(config), "attn_logit_softcapping", None) else None)
     options: dict[str, Any] = {"dtype": dtype, **({"attn_implementation": kind} if kind else {})}
     try:
         if model is None or torch.get_default_device().type == "meta":
@@ -219,15 +234,22 @@ def tokenizer_source(model: str | None) -> str | None:
 
 def head_of(model: PreTrainedModel) -> VocabularyHead:
     """Returns what makes a model's logits of its base model's hidden states."""
-    config: Any = model.config
+    config = text_config(model.config)
     scale = float(getattr(config, "logit_scale", None) or 1.0)  # Cohere
     scale /= float(getattr(config, "logits_scaling", None) or 1.0)  # Granite
-    return VocabularyHead(model.get_output_embeddings(), scale, getattr(config, "final_logit_softcapping", None))
+    softcap = getattr(config, "final_logit_softcapping", None) or getattr(config, "logits_soft_cap", None)
+    return VocabularyHead(model.get_output_embeddings(), scale, softcap)  # Gemma 2; RecurrentGemma
 
 
 def hidden_states(model: PreTrainedModel, **inputs: Any) -> torch.Tensor:
     """Returns what the head is given: `[B, L, D]`, without a cache of keys and values."""
     found: torch.Tensor = base_of(model)(**inputs, use_cache=False)[0]
+    return found
+
+
+def logits(model: PreTrainedModel, **inputs: Any) -> torch.Tensor:
+    """Returns what the model itself makes of all tokens, `[B, L, V]`, without a cache of keys and values."""
+    found: torch.Tensor = model(**inputs, use_cache=False).logits
     return found
 
 

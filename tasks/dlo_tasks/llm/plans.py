@@ -127,9 +127,15 @@ def _norms_within(model: PreTrainedModel, pattern: str) -> dict[str, Rule]:
             continue
         if parameter.ndim == 2:
             rules[f"{pattern}.{name}"] = Rule.HEADS if norm == "q_norm" else Rule.KV_HEADS
-        elif parameter.shape[0] == blocks[0].get_submodule(f"{attention}.{norm[0]}_proj").weight.shape[0]:  # type: ignore[index]
+        elif parameter.shape[0] == _rows(blocks[0], f"{attention}.{norm[0]}_proj.weight"):
             rules[f"{pattern}.{attention}.{norm}"] = Rule.COLUMN_NORM
     return rules
+
+
+def _rows(block: nn.Module, name: str) -> int | None:
+    """Returns the first dim of a block's parameter; None if there is none of that name."""
+    found = dict(block.named_parameters()).get(name)
+    return None if found is None else found.shape[0]
 
 
 def _is_norm(module: nn.Module) -> bool:

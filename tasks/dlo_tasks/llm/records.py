@@ -18,6 +18,10 @@ from dlo_framework.errors import DloError, did_you_mean
 
 Kind = Literal["messages", "pair", "text"]
 
+#: Who speaks, as chat templates know them; only the words of an assistant are learned.
+_ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipython")
+#: What an assistant's message may have without any content.
+_IN_PLACE_OF_CONTENT = ("tool_calls", "function_call", "reasoning_content", "thinking")
 _LINES = (".jsonl", ".ndjson", ".json")
 _PARQUET = (".parquet",)
 _BLOCK = 1 << 20
@@ -236,7 +240,7 @@ def conversation_of(messages: Any, tools: Any, where: str) -> tuple[list[dict[st
     """
     if not isinstance(messages, list) or not messages:
         raise DloError(f"{where}: messages must be a list with at least one message, not {str(messages)[:40]!r}")
-    found = [_message(message, where) for message in messages]
+    found = [_message(message, number, where) for number, message in enumerate(messages, 1)]
     _check_text(json.dumps([found, tools], ensure_ascii=False, default=str), "messages", where)
     return found, tools or None
 
@@ -253,13 +257,30 @@ def text_of(value: Any, column: str, where: str) -> str:
     return value
 
 
-def _message(message: Any, where: str) -> dict[str, Any]:
+def _message(message: Any, number: int, where: str) -> dict[str, Any]:
     if not isinstance(message, dict) or not isinstance(message.get("role"), str):
         raise DloError(
             f"{where}: a message is an object with role and content, such as"
             f' {{"role": "user", "content": "Hello"}}, not {str(message)[:60]!r}'
         )
-    return {name: value for name, value in message.items() if value is not None}  # which Arrow fills gaps with
+    found = {name: value for name, value in message.items() if value is not None}  # which Arrow fills gaps with
+    role = found["role"]
+    if role not in _ROLES:
+        raise DloError(
+            f"{where}: the role of message {number} must be one of {', '.join(_ROLES)}, got {role!r}"
+            f"{did_you_mean(role, _ROLES) or _instead(role)}"
+        )
+    if not any(found.get(name) for name in ("content", *_IN_PLACE_OF_CONTENT)) and found.get("content") != "":
+        raise DloError(
+            f"{where}: message {number} (role {role}) must have content, got {', '.join(map(repr, found))}"
+            f"{did_you_mean('content', [name for name in found if name != 'role']) or '; write its text under content'}"
+        )
+    return found
+
+
+def _instead(role: str) -> str:
+    other = {"bot": "assistant", "gpt": "assistant", "model": "assistant", "ai": "assistant", "human": "user"}
+    return f"; write {other[role.lower()]}" if role.lower() in other else ""
 
 
 def _check_text(text: str, column: str, where: str) -> None:

@@ -1,0 +1,132 @@
+"""Every type of causal language model of transformers trains as transformers' own code does, or is refused."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from lightning.pytorch import LightningDataModule, Trainer, seed_everything
+from torch import Tensor
+from torch.utils.data import DataLoader
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from dlo_framework.errors import DloError
+from dlo_tasks.llm import models
+from dlo_tasks.llm.causal_lm import CausalLM
+from dlo_tasks.llm.plans import plan_for
+from support.causal_types import LEFT_OUT, REFUSED, tiny
+from support.texts import word_tokenizer
+
+#: One of each kind: a head that does more than project and positions that do not count from 0; a model of pictures and
+#: text; attention with a norm that spans no projection.
+KINDS = ("roberta", "gemma3", "hy_v4")
+TYPES = sorted(set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES) - set(LEFT_OUT) - set(KINDS))
+SLOW = [pytest.param(kind, marks=pytest.mark.slow) for kind in TYPES]
+
+
+class Padded(LightningDataModule):
+    """Two batches of four rows, two of which are padded, and a tokenizer of 64 tokens."""
+
+    seq_len = 16
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokenizer = word_tokenizer({"<end>": 2, "<pad>": 0, **{f"w{number}": number for number in range(3, 64)}})
+        self.tokenizer.pad_token = "<pad>"
+        self.batches = [self.batch(torch.Generator().manual_seed(seed)) for seed in range(2)]
+
+    def batch(self, draw: torch.Generator) -> dict[str, Tensor]:
+        ids = torch.randint(3, 60, (4, 17), generator=draw)
+        labels = ids[:, 1:].clone()
+        for row, length in enumerate((16, 11, 7, 16)):
+            ids[row, length:], labels[row, length:] = 0, -100
+        places = torch.arange(16).expand(4, 16)
+        tokens = (labels != -100).sum()
+        return {"input_ids": ids[:, :-1], "labels": labels, "position_ids": places, "tokens_in_step": tokens}
+
+    def train_dataloader(self) -> DataLoader:
+        return DataLoader(self.batches, batch_size=None)  # type: ignore[arg-type]
+
+
+class Recorded(CausalLM):
+    """Keeps the model as it was before the first step, and the loss of each."""
+
+    def on_train_start(self) -> None:
+        self.losses: list[float] = []
+        self.first, self.random = copy.deepcopy(self.model), torch.get_rng_state()
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.losses.append(float(outputs["loss"]))
+
+
+def trained(kind: str, **changes: Any) -> Recorded:
+    seed_everything(0, verbose=False)
+    task = Recorded(config=tiny(kind) | changes, optimizer="sgd", lr=0.1, schedule="constant", weight_decay=0.0)
+    data = Padded()
+    task.check(data)
+    options: dict[str, Any] = dict.fromkeys(
+        ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False
+    )
+    Trainer(max_steps=2, accelerator="cpu", devices=1, num_sanity_val_steps=0, **options).fit(task, datamodule=data)
+    return task
+
+
+def plain_losses(task: Recorded) -> list[float]:
+    """The losses of the same steps by transformers' own forward and torch's optimizer."""
+    model: Any = task.first.train()
+    own = task.optimizers()
+    optimizer = type(own.optimizer)(model.parameters(), **own.optimizer.defaults)  # type: ignore[union-attr,call-arg]
+    torch.set_rng_state(task.random)
+    losses = []
+    for batch in Padded().batches:
+        optimizer.zero_grad()
+        logits = model(input_ids=batch["input_ids"], use_cache=False).logits
+        loss = F.cross_entropy(logits.float().flatten(0, 1), batch["labels"].flatten())
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+@pytest.mark.parametrize("kind", [*KINDS, *SLOW])
+@pytest.mark.filterwarnings("ignore")
+def test_a_type_trains_as_transformers_does_or_is_refused(kind: str) -> None:
+    if kind in REFUSED:
+        with pytest.raises(DloError, match=REFUSED[kind]):
+            trained(kind)
+        return
+    task = trained(kind)
+    assert task.losses == pytest.approx(plain_losses(task), rel=1e-5)
+    rows = task.model.get_input_embeddings().weight.shape[0]  # type: ignore[operator]
+    assert 64 <= models.vocabulary_of(task.model.config) <= rows  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("kind", "fix"), [("bert", "set config.is_decoder: true"), ("xlnet", "attn_type: uni")])
+@pytest.mark.filterwarnings("ignore")
+def test_a_model_that_sees_what_it_is_to_predict_is_refused(kind: str, fix: str) -> None:
+    wrong = {"bert": {"is_decoder": False}, "xlnet": {"attn_type": "bi"}}[kind]
+    with pytest.raises(DloError, match=f"predict each token from those before it.*sees those that follow; .*{fix}"):
+        trained(kind, **wrong)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_head_that_does_more_than_project_says_what_it_costs() -> None:
+    task = CausalLM(config=tiny("bert") | {"vocab_size": 1000})
+    with pytest.warns(UserWarning, match=r"those of all tokens at once: 4\.0 kB a token"):
+        task.configure_model()
+    ids = torch.arange(8)[None]
+    torch.testing.assert_close(task.eval()(input_ids=ids), task.model(input_ids=ids).logits)
+
+
+def test_what_tokens_do_not_reach_is_frozen() -> None:
+    task = CausalLM(config=tiny("gemma3")).on_meta()
+    trains = {name for name, parameter in task.model.named_parameters() if parameter.requires_grad}
+    assert {name.split(".")[1] for name in trains} == {"language_model"}
+    assert "model.language_model.embed_tokens.weight" in trains
+
+
+@pytest.mark.parametrize("kind", ["deepseek_v32", "glm_moe_dsa", "axk2", "hy_v4"])
+def test_a_norm_that_spans_no_projection_has_no_rule_of_its_own(kind: str) -> None:
+    model = CausalLM(config=tiny(kind)).on_meta().model
+    assert all("indexer" not in name for name in plan_for(model).tensor)  # type: ignore[arg-type]
