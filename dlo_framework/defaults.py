@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from pathlib import Path
 from typing import Any
@@ -94,7 +95,19 @@ def best_checkpoint(run_folder: Path, model: LightningModule) -> list[Callback]:
     return [checkpoint]
 
 
-class BestIfLogged(ModelCheckpoint):
+class _SavesAtEnds(ModelCheckpoint):
+    """Saves after validations and epochs alone, and so does without what Lightning's (2.6.6) does at each step."""
+
+    @functools.cached_property
+    def state_key(self) -> str:
+        """The name of its state, of which every hook of every step asks."""
+        return super().state_key
+
+    def on_train_batch_end(self, *args: Any, **kwargs: Any) -> None:
+        """Does nothing."""
+
+
+class BestIfLogged(_SavesAtEnds):
     """Keeps the best checkpoint by a metric that the model may not log, and says once whether it does."""
 
     _said = False
@@ -115,7 +128,7 @@ class BestIfLogged(ModelCheckpoint):
             super()._save_topk_checkpoint(trainer, monitor_candidates)
 
 
-class LastCheckpoint(ModelCheckpoint):
+class LastCheckpoint(_SavesAtEnds):
     """Writes ``last.ckpt`` after each validation, or each epoch without one; on by default.
 
     ``save_last`` of the one above would not do: it writes only when the best has improved. It is a class of its own
@@ -150,6 +163,9 @@ class EndCheckpoint(Callback):
     Args:
         last: the callback that writes ``last.ckpt``.
     """
+
+    #: As Lightning's property has it, of which every hook of every step asks.
+    state_key = "EndCheckpoint"
 
     def __init__(self, last: ModelCheckpoint) -> None:
         self.last = last

@@ -29,6 +29,9 @@ class ExactResume(Callback):
     Validation runs on a copy of the random state, so that how often a run validates does not change its training.
     """
 
+    #: As Lightning's property has it, of which every hook of every step asks.
+    state_key = "ExactResume"
+
     def __init__(self) -> None:
         self._loaded: dict[str, Any] | None = None
         self._before_validation: dict[str, Any] | None = None

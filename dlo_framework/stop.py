@@ -69,10 +69,8 @@ class GracefulStop(Checkpoint):
         self._group: dist.ProcessGroup | None = None
         self._pending: tuple[torch.Tensor, dist.Work] | None = None
 
-    @property
-    def state_key(self) -> str:
-        """One instance a run."""
-        return type(self).__qualname__
+    #: One instance a run. Not a property: every hook of every step asks for it.
+    state_key = "GracefulStop"
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Forgets what an earlier fit was asked."""
