@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torchmetrics import Metric
 
 from dlo_framework.checkpoint.model_loading import is_canonical, single_file
-from dlo_framework.data import VOID
+from dlo_framework.data import step_samples
 from dlo_framework.plan import ParallelPlan
 
 Stage = Literal["train", "val", "test", "predict"]
@@ -89,8 +89,7 @@ class Task(LightningModule, ABC):
 
     @abstractmethod
     def loss(self, outputs: Any, batch: Any) -> Tensor:
-        """Returns the training loss, a scalar: the mean over the batch's real samples (not :data:`VOID`
-        ones).
+        """Returns the training loss, a scalar: the mean over the batch's samples.
 
         Args:
             outputs: What the model returned for `inputs(batch)`.
@@ -140,9 +139,9 @@ class Task(LightningModule, ABC):
         """Updates the current stage's metrics with a batch, and returns what to log at the epoch's end.
 
         Called in validation and test (:attr:`stage` says which), and never in training. Return a torchmetrics
-        object, updated but not computed, wherever the mean of the batches' values is not exact (a partial
-        last batch, padding samples, several ranks); it must be an attribute of the task. A plain tensor is
-        averaged over batches and ranks. An entry `"loss"` replaces the mean of :meth:`loss`.
+        object, updated but not computed, for what is no mean over samples; it must be an attribute of the task. A
+        plain tensor is averaged over batches and ranks, each weighted by its samples. An entry `"loss"` replaces the
+        mean of :meth:`loss`.
         """
         return {}
 
@@ -150,9 +149,9 @@ class Task(LightningModule, ABC):
         """Returns how much the loss of each part of a batch counts, where a pipeline cuts it into parts.
 
         The sum of the losses, each times its weight, is the loss of the batch: the default's weights are the shares of
-        the real samples. A task whose loss is itself a share of the step's overrides it.
+        the samples. A task whose loss is itself a share of the step's overrides it.
         """
-        counts = real_samples(micro_batches)
+        counts = [batch_length(part) for part in micro_batches]
         return [count / max(sum(counts), 1) for count in counts]
 
     def parallel_plan(self) -> ParallelPlan:
@@ -214,12 +213,8 @@ class Task(LightningModule, ABC):
         self._evaluate(batch)
 
     def predict_step(self, batch: Any, batch_idx: int) -> Any:
-        """Returns the model's outputs for a batch's real samples."""
-        outputs = self._outputs(batch)
-        targets = batch[1] if isinstance(batch, tuple | list) and len(batch) == 2 else None
-        if isinstance(outputs, Tensor) and isinstance(targets, Tensor) and not targets.is_floating_point():
-            return outputs[targets != VOID] if targets.ndim == 1 else outputs
-        return outputs
+        """Returns the model's outputs for a batch."""
+        return self._outputs(batch)
 
     def _outputs(self, batch: Any) -> Any:
         if self._given is not None:
@@ -245,7 +240,10 @@ class Task(LightningModule, ABC):
         return found if "loss" in found else {"loss": self.loss(outputs, batch), **found}
 
     def log_measured(self, found: Mapping[str, Metric | Tensor], batch: Any) -> None:
-        """Logs what a batch measured, once an epoch, as `val_<name>` or `test_<name>`."""
+        """Logs what a batch measured, once an epoch, as `val_<name>` or `test_<name>`, weighted by its samples."""
+        samples = step_samples(self._trainer)
+        if samples is None:
+            samples = batch_length(batch)
         for name, value in found.items():
             is_metric = isinstance(value, Metric)
             self.log(
@@ -255,32 +253,19 @@ class Task(LightningModule, ABC):
                 on_epoch=True,
                 prog_bar=True,
                 sync_dist=not is_metric,
-                batch_size=1 if is_metric else batch_length(batch),
+                batch_size=1 if is_metric else samples,
             )
 
 
 def batch_length(batch: Any) -> int:
-    """Returns the number of samples of a batch: the first dim of the first tensor in it."""
+    """Returns the number of samples of a batch: the first dim of the first tensor in it that has one; 1 without."""
+    return _length(batch) or 1
+
+
+def _length(batch: Any) -> int | None:
     if isinstance(batch, Tensor):
-        return batch.shape[0]
-    values = batch.values() if isinstance(batch, dict) else batch
-    return next((batch_length(value) for value in values if isinstance(value, Tensor | tuple | list | dict)), 1)
-
-
-def real_samples(batches: Sequence[Any]) -> list[int]:
-    """Returns how many samples of each batch are not :data:`VOID`: those with another class, or soft targets.
-
-    The device is asked once for all of them: each time the host waits for what it was given before.
-    """
-    counts = [_real_samples(batch) for batch in batches]
-    asked = [count for count in counts if isinstance(count, Tensor)]
-    found = iter(torch.stack(asked).tolist() if asked else ())
-    return [next(found) if isinstance(count, Tensor) else count for count in counts]
-
-
-def _real_samples(batch: Any) -> Tensor | int:
-    """Returns the number of a batch, on the device where only that knows it."""
-    targets = batch[1] if isinstance(batch, tuple | list) and len(batch) == 2 else None
-    if isinstance(targets, Tensor) and targets.ndim == 1 and not targets.is_floating_point():
-        return (targets != VOID).sum()
-    return batch_length(batch)
+        return batch.shape[0] if batch.ndim else None
+    if not isinstance(batch, tuple | list | dict):
+        return None
+    found = (_length(value) for value in (batch.values() if isinstance(batch, dict) else batch))
+    return next((length for length in found if length is not None), None)

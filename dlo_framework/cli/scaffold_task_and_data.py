@@ -24,8 +24,6 @@ from torch import Tensor, nn
 from torchmetrics import Metric
 from torchmetrics.classification import MulticlassAccuracy
 
-PADDING = -1  # The target of samples that only fill up an evaluation's last batch.
-
 
 class $class_name(Task):
     """Classifies images with a few fully connected layers.
@@ -54,9 +52,7 @@ class $class_name(Task):
         self.width = width
         self.depth = depth
         self.learning_rate = learning_rate
-        self.accuracy = MulticlassAccuracy(
-            num_classes, average="micro", ignore_index=PADDING
-        )
+        self.accuracy = MulticlassAccuracy(num_classes, average="micro")
 
     def check(self, datamodule: LightningDataModule | None) -> None:
         """Refuses data with another number of classes, before training starts."""
@@ -85,8 +81,8 @@ class $class_name(Task):
         return ParallelPlan(blocks=("blocks.*",), stem=("stem",), head=("head",))
 
     def loss(self, outputs: Tensor, batch: tuple[Tensor, Tensor]) -> Tensor:
-        """Returns the cross-entropy, without the samples that only pad."""
-        return nn.functional.cross_entropy(outputs, batch[1], ignore_index=PADDING)
+        """Returns the cross-entropy, a mean over the batch's samples."""
+        return nn.functional.cross_entropy(outputs, batch[1])
 
     def metrics(
         self, outputs: Tensor, batch: tuple[Tensor, Tensor]
@@ -144,11 +140,11 @@ def test_its_plan_names_parts_of_its_model() -> None:
     assert len(task.model.blocks) == 3
 
 
-def test_padding_does_not_count() -> None:
+def test_the_loss_is_a_mean_over_samples() -> None:
     task = $class_name(num_classes=2)
-    outputs = torch.tensor([[2.0, 0.0], [0.0, 9.0]])
-    one = task.loss(outputs[:1], (None, torch.tensor([0])))
-    assert torch.equal(task.loss(outputs, (None, torch.tensor([0, -1]))), one)
+    outputs, targets = torch.tensor([[2.0, 0.0], [0.0, 9.0]]), torch.tensor([0, 1])
+    each = [task.loss(outputs[i : i + 1], (None, targets[i : i + 1])) for i in (0, 1)]
+    assert task.loss(outputs, (None, targets)) == sum(each) / 2
 
 
 def test_another_number_of_classes_is_refused() -> None:

@@ -5,14 +5,16 @@
 * :class:`ResumableDataModule` builds such loaders for a Lightning trainer and keeps their place in checkpoints.
 """
 
+from dlo_framework.data.evaluation import step_samples
 from dlo_framework.data.hashing import hash64, uniform
-from dlo_framework.data.loader import ResumableLoader, seed_all
+from dlo_framework.data.loader import CountedBatch, ResumableLoader, seed_all
 from dlo_framework.data.module import ResumableDataModule, data_parallel_coordinates, gradient_ranks
 from dlo_framework.data.sampler import VOID, Draw, Position, ResumableBatchSampler, Window
 from dlo_framework.data.workers import ignore_stop_signals
 
 __all__ = [
     "VOID",
+    "CountedBatch",
     "Draw",
     "Position",
     "ResumableBatchSampler",
@@ -24,5 +26,6 @@ __all__ = [
     "hash64",
     "ignore_stop_signals",
     "seed_all",
+    "step_samples",
     "uniform",
 ]

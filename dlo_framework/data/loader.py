@@ -7,13 +7,13 @@ import inspect
 import random
 import weakref
 from collections.abc import Callable, Generator, Iterator
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset, default_collate, get_worker_info
 
-from dlo_framework.data.sampler import VOID, Draw, InOrderBatchSampler, Position, ResumableBatchSampler, Window
+from dlo_framework.data.sampler import Draw, InOrderBatchSampler, Position, ResumableBatchSampler, Window
 from dlo_framework.data.workers import ignore_stop_signals, stop_signals_held
 from dlo_framework.errors import DloError
 
@@ -25,7 +25,20 @@ class BatchDataset(Protocol):
     def __len__(self) -> int: ...
 
     def fetch(self, draws: list[Draw]) -> Any:
-        """Returns the collated batch; where a draw is not real, its target must be ``VOID``."""
+        """Returns the collated batch, or a :class:`CountedBatch` where some draws are left out of it."""
+
+
+class CountedBatch(NamedTuple):
+    """A batch and the number of its samples.
+
+    Attributes:
+        batch: what the trainer is given.
+        samples: how many samples are in it. 0 where all were left out; the batch then holds a placeholder of one
+            sample, whose step is undone.
+    """
+
+    batch: Any
+    samples: int
 
 
 class ResumableLoader:
@@ -52,6 +65,11 @@ class ResumableLoader:
         collate_fn: builds a batch from a list of items; a :class:`BatchDataset` has no use for it.
         in_work: tells whether the trainer is still busy with the batch that it was given last. Then
             :meth:`state_dict` does not count that batch, and a run that was stopped there repeats it.
+        before_step: called before a batch is handed out, with the number of its samples; returns whether a step
+            without samples will be undone. See :func:`dlo_framework.data.evaluation.count_samples`.
+
+    Raises:
+        DloError: if ranks are left without a sample in evaluation, and there is no ``before_step`` to tell it to.
 
     It is not a ``DataLoader``: Lightning would put a ``DistributedSampler`` into one. It holds one, with a
     generator of its own, so that starting an epoch never moves the global random state.
@@ -77,6 +95,7 @@ class ResumableLoader:
         persistent_workers: bool = True,
         collate_fn: Callable[[list[Any]], Any] = default_collate,
         in_work: Callable[[], bool] | None = None,
+        before_step: Callable[[int], bool] | None = None,
     ) -> None:
         if num_workers < 0:
             raise DloError(f"num_workers must be 0 or more, got {num_workers}")
@@ -95,13 +114,19 @@ class ResumableLoader:
             window_at=window_at,
             image_size_at=image_size_at,
         )
+        if before_step is None and self.batch_sampler.leaves_ranks_out:
+            raise DloError(
+                f"{self.batch_sampler.world_size} ranks must have a sample of each batch, got {len(dataset)} samples in"
+                f" batches of {self.batch_sampler.global_batch_size}; make the loader by"
+                " ResumableDataModule.eval_loader, or set a batch_size of 2 or more, or fewer ranks than samples"
+            )
         self._options: dict[str, Any] = {"num_workers": num_workers, "pin_memory": pin_memory}
         if num_workers > 0:
             self._options["persistent_workers"] = persistent_workers
             self._options["prefetch_factor"] = prefetch_factor or 2
             self._options["worker_init_fn"] = ignore_stop_signals
         self._collate = collate_fn
-        self._in_work = in_work
+        self._in_work, self._before_step = in_work, before_step
         self._loader: DataLoader | None = None
         self._batches = _Batches(self.batch_sampler)
         self._epoch = 0
@@ -152,12 +177,14 @@ class ResumableLoader:
         start = resume[1] if resume is not None and resume[0] == sampler.epoch else 0
         self._epoch, self._samples, self._samples_before = sampler.epoch, start, start
         spans = list(sampler.spans_from(start))  # Now: a schedule may go on to plan the next epoch meanwhile.
-        for batch, (first, past) in zip(self._start(start), spans, strict=False):
-            if isinstance(batch, DloError):
+        for loaded, (first, past) in zip(self._start(start), spans, strict=False):
+            if isinstance(loaded, DloError):
                 self.close()
-                raise batch
+                raise loaded
             self._samples_before, self._samples = first, past
-            yield batch
+            counts = self._before_step is not None and self._before_step(loaded.samples)
+            if counts or loaded.samples:
+                yield loaded.batch
 
     def state_dict(self) -> dict[str, int]:
         """Returns the place in the epoch: ``{"epoch", "samples"}``, the samples counted over all ranks.
@@ -236,39 +263,28 @@ class _Fetcher(Dataset):
         self._dataset = dataset
         self._collate = collate
 
-    def __getitems__(self, draws: list[Draw]) -> Any:
+    def __getitems__(self, draws: list[Draw]) -> CountedBatch | DloError:
         in_worker = get_worker_info() is not None
+        samples = sum(draw.real for draw in draws)
+        if not samples:
+            draws = [draws[0]._replace(real=True)]
         try:
             with contextlib.nullcontext() if in_worker else _kept_random_state():
                 if isinstance(self._dataset, BatchDataset):
-                    return self._dataset.fetch(draws)
-                return self._collate([self._item(draw) for draw in draws])
+                    batch = self._dataset.fetch(draws)
+                else:
+                    batch = self._collate([self._item(draw) for draw in draws])
         except DloError as error:
             if not in_worker:
                 raise
             return error  # as a value: torch would wrap it in a traceback of the worker's
+        if isinstance(batch, CountedBatch):
+            return batch._replace(samples=min(samples, batch.samples))
+        return CountedBatch(batch, samples)
 
     def _item(self, draw: Draw) -> Any:
         seed_all(draw.seed)
-        item = self._dataset[draw.index]
-        if draw.real:
-            return item
-        if isinstance(item, tuple) and len(item) == 2:
-            return item[0], _void_like(item[1])
-        return item
-
-
-def _void_like(target: Any) -> Any:
-    """Returns a target of the same kind that counts for nothing; what holds no numbers stays as it is."""
-    if isinstance(target, torch.Tensor):
-        return torch.full_like(target, VOID)
-    if isinstance(target, np.ndarray):
-        return np.full_like(target, VOID)
-    if isinstance(target, dict):
-        return {key: _void_like(value) for key, value in target.items()}
-    if type(target) in (list, tuple):
-        return type(target)(map(_void_like, target))
-    return type(target)(VOID) if isinstance(target, int | float) else target
+        return self._dataset[draw.index]
 
 
 def seed_all(seed: int) -> None:

@@ -15,6 +15,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import default_collate
 
+from dlo_framework.data.evaluation import count_samples
 from dlo_framework.data.loader import ResumableLoader
 from dlo_framework.data.sampler import Position, ResumableBatchSampler, Window
 from dlo_framework.errors import DloError
@@ -173,7 +174,12 @@ class ResumableDataModule(LightningDataModule):
         collate_fn: Callable[[list[Any]], Any] = default_collate,
         make_sampler: Callable[..., ResumableBatchSampler] | None = None,
     ) -> ResumableLoader:
-        """Returns a loader that visits each sample once, over all ranks together.
+        """Returns a loader that visits each sample once, over all ranks together, with no padding.
+
+        All ranks have equally many batches. Means that a step logs are weighted by the batches' samples, so they are
+        those of one process. Where a rank has no sample in a batch, because the data has fewer samples than there are
+        ranks, or comes one by one, that rank runs the step on a sample of another rank, since a strategy may need all
+        ranks in a forward, and the step is undone: see :func:`dlo_framework.data.evaluation.count_samples`.
 
         Args:
             dataset: see :class:`ResumableLoader`.
@@ -197,10 +203,21 @@ class ResumableDataModule(LightningDataModule):
             drop_last=False,
             collate_fn=collate_fn,
             batch_sampler=make_sampler and make_sampler(batch_size=per_rank, rank=rank, world_size=world_size),
+            before_step=_sample_counter(self),
             **self._worker_options(),
         )
+        loader.sampler.evens_out &= not self._ends_early(loader)
         self._loaders[name] = loader
         return loader
+
+    def _ends_early(self, loader: ResumableLoader) -> bool:
+        """Whether the trainer's limit leaves the last batch out: then no other lacks what that would take from it."""
+        if self.trainer is None:
+            return False
+        running = self.trainer.state.fn
+        stage = "test" if running == TrainerFn.TESTING else "predict" if running == TrainerFn.PREDICTING else "val"
+        limit = getattr(self.trainer, f"limit_{stage}_batches")
+        return (limit if isinstance(limit, int) else int(limit * len(loader))) < len(loader)
 
     def check_shares(self, trainer: Trainer) -> None:
         """Checks that the ranks of a trainer, which need not have started, can share the batches.
@@ -306,6 +323,17 @@ def _step_watch(module: LightningDataModule) -> Callable[[], bool]:
         return bool(progress.ready > progress.processed)
 
     return batch_in_work
+
+
+def _sample_counter(module: LightningDataModule) -> Callable[[int], bool]:
+    """Returns a function that tells the trainer's next step of how many samples its batch is."""
+    reference = weakref.ref(module)
+
+    def tell(samples: int) -> bool:
+        owner = reference()
+        return owner is not None and owner.trainer is not None and count_samples(owner.trainer, samples)
+
+    return tell
 
 
 def _usable_cores() -> int:

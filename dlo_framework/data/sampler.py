@@ -12,7 +12,7 @@ from dlo_framework.data.hashing import hash64
 from dlo_framework.errors import DloError
 
 VOID = -1
-"""The target of a sample that only fills up a rank's last batch in evaluation: losses and metrics ignore it."""
+"""Deprecated: the target that earlier versions gave to samples which only padded a batch. No batch is padded now."""
 
 _ORDER, _AUGMENT = 1, 2  # which stream of random numbers a hash belongs to
 
@@ -24,7 +24,8 @@ class Draw(NamedTuple):
         index: which item of the dataset.
         seed: what every random choice about this sample follows from; 0 <= seed < 2**63. It is a function of
             (sampler seed, epoch, index, repeat) alone.
-        real: False where the sample only pads this rank's batch, so that it must not count.
+        real: False for the one draw of a rank that has no sample in a batch. The loader keeps such a draw to itself:
+            every draw that a dataset is asked for is real.
         size: (height, width) of the image to make of it, equal for all draws of a batch; None for the dataset's own.
     """
 
@@ -97,8 +98,10 @@ class ResumableBatchSampler:
         world_size: number of data-parallel ranks.
         drop_last: True for training, where every rank must have full batches: up to one global batch less one
             sample is left out of each epoch, other samples each time. False for evaluation, where each sample
-            counts exactly once: the last global batch is dealt out evenly and padded with draws whose ``real``
-            is False, so that all ranks have equally many, equally large batches.
+            comes exactly once. All ranks then have equally many batches, and the last global batch is dealt out
+            evenly: the ranks' shares of it differ by one sample at most. Where it has fewer samples than there are
+            ranks, it takes some from the batch before. Where that batch has none to spare, a rank without a sample
+            gets one draw whose ``real`` is False.
         repeats: how many differently augmented copies of an image go into a batch (repeated augmentation,
             Hoffer et al. 2020, arXiv:1901.09335; DeiT-3 uses 3). The epoch keeps its length, so it then visits
             ``1 / repeats`` of the images.
@@ -150,6 +153,8 @@ class ResumableBatchSampler:
         self.window_at = window_at
         self.image_size_at = image_size_at
         self.epoch = 0
+        #: Whether a last batch of fewer samples than ranks takes some from the batch before.
+        self.evens_out = not drop_last
         self._planned: tuple[int, list[Span]] | None = None
 
     @property
@@ -172,6 +177,11 @@ class ResumableBatchSampler:
     def __iter__(self) -> Iterator[list[Draw]]:
         return self.batches_from(0)
 
+    @property
+    def leaves_ranks_out(self) -> bool:
+        """Whether a batch has fewer samples than there are ranks: in evaluation of few samples, or one by one."""
+        return not self.drop_last and any(stop - start < self.world_size for start, stop in self.spans_from(0))
+
     def planned(self) -> list[Span]:
         """Returns the batches of the current epoch, where windows are planned."""
         assert self.window_at is not None
@@ -184,27 +194,31 @@ class ResumableBatchSampler:
         if self.window_at is not None:
             yield from ((span.start, span.stop) for span in self.planned() if span.start >= samples)
             return
-        step = self.global_batch_size
-        for start in range(samples, self.size, step):
-            if start + step > self.size and self.drop_last:
+        step, start = self.global_batch_size, samples
+        while start < self.size:
+            left = self.size - start
+            if left < step and self.drop_last:
                 return
-            yield start, min(start + step, self.size)
+            stop = start + min(step, left)
+            if self.evens_out and 0 < left - step < self.world_size:  # too few for the batch that follows
+                stop -= min(self.world_size - (left - step), step - self.world_size)
+            yield start, stop
+            start = stop
 
     def batches_from(self, samples: int) -> Iterator[list[Draw]]:
         """Yields this rank's batches of the current epoch, after the first ``samples`` of the global order."""
         indices, seeds = self._epoch_draws()
         for start, stop in self.spans_from(samples):
-            share = -(-(stop - start) // self.world_size)  # on the last global batch fewer than batch_size, but equal
-            first = start + self.rank * share
-            last = min(first + share, stop)
+            share, over = divmod(stop - start, self.world_size)  # only evaluation's last batches have something over
+            first = start + self.rank * share + min(self.rank, over)
+            last = first + share + (self.rank < over)
             side = self.image_size_at and self.image_size_at(Position(self.epoch, start, self.size))
             size = (side, side) if side else None
             draws = [
                 Draw(index, seed, True, size)
                 for index, seed in zip(indices[first:last].tolist(), seeds[first:last].tolist(), strict=True)
             ]
-            draws += [Draw(int(indices[start]), int(seeds[start]), False, size)] * (share - len(draws))
-            yield draws
+            yield draws or [Draw(int(indices[start]), int(seeds[start]), False, size)]
 
     def _epoch_draws(self) -> tuple[np.ndarray, np.ndarray]:
         """Returns the epoch's dataset indices and the draws' seeds, both int64 of shape [size]."""

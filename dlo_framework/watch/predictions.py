@@ -107,9 +107,13 @@ def gather(batches: list[Any], share: int, group: dist.ProcessGroup | None) -> l
 
 
 def in_order(ranks: list[list[Any]]) -> list[Any]:
-    """Returns the batches of all ranks as one list: the first of each rank, the second of each, and so on."""
+    """Returns the batches of all ranks as one list: the first of each rank, the second of each, and so on.
+
+    What a rank without a sample in a batch has predicted (None, or no rows) is left out.
+    """
     longest = max(map(len, ranks))
-    return [batches[number] for number in range(longest) for batches in ranks if number < len(batches)]
+    listed = [batches[number] for number in range(longest) for batches in ranks if number < len(batches)]
+    return [batch for batch in listed if not _is_empty(batch)]
 
 
 def deals_samples(trainer: Trainer) -> bool:
@@ -127,6 +131,17 @@ def interleaved(shares: list[torch.Tensor]) -> torch.Tensor:
     for number, share in enumerate(shares):
         rows[number :: len(shares)] = share
     return rows
+
+
+def _is_empty(batch: Any) -> bool:
+    """Whether a batch's outputs are those of no sample."""
+    if isinstance(batch, dict):
+        return bool(batch) and all(map(_is_empty, batch.values()))
+    if isinstance(batch, tuple):
+        return bool(batch) and all(map(_is_empty, batch))
+    if isinstance(batch, torch.Tensor):
+        return batch.ndim > 0 and not len(batch)
+    return batch is None or (isinstance(batch, list) and not batch)
 
 
 def _fit_together(batches: list[Any]) -> bool:

@@ -11,7 +11,7 @@ from torchmetrics import Metric
 from torchmetrics.classification import MulticlassAccuracy
 
 from dlo_framework import DloError, ParallelPlan, Task
-from dlo_framework.data import VOID, ResumableDataModule, ResumableLoader
+from dlo_framework.data import ResumableDataModule, ResumableLoader
 
 # --8<-- [end:imports]
 
@@ -66,7 +66,7 @@ class TumourClassifier(Task):
         super().__init__()
         self.width, self.depth, self.lr = width, depth, lr
         self.features = 30
-        self.accuracy = MulticlassAccuracy(2, average="micro", ignore_index=VOID)
+        self.accuracy = MulticlassAccuracy(2, average="micro")
 
     def check(self, datamodule: object) -> None:
         """Refuses data with another number of measurements, before anything starts."""
@@ -80,8 +80,8 @@ class TumourClassifier(Task):
             self.model = Network(self.features, self.width, self.depth, classes=2)
 
     def loss(self, outputs: Tensor, batch: tuple[Tensor, Tensor]) -> Tensor:
-        """Returns the cross-entropy of the samples that count."""
-        return nn.functional.cross_entropy(outputs, batch[1], ignore_index=VOID)
+        """Returns the cross-entropy, a mean over the batch's samples."""
+        return nn.functional.cross_entropy(outputs, batch[1])
 
     def metrics(self, outputs: Tensor, batch: tuple[Tensor, Tensor]) -> dict[str, Metric | Tensor]:
         """Adds `val_acc1` and `test_acc1` to the loss."""

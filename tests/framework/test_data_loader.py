@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.utils.data import Dataset
 
-from dlo_framework.data import VOID, Draw, ResumableLoader
+from dlo_framework.data import Draw, ResumableLoader
 from dlo_framework.errors import DloError
 
 
@@ -123,24 +123,21 @@ def test_an_error_for_the_user_arrives_as_it_was_raised(workers: int) -> None:
         list(loader(workers, Refusing()))
 
 
-def test_padding_in_evaluation_is_void() -> None:
-    for rank, expected in ((0, [1, 1]), (1, [1, VOID])):
-        data = loader(dataset=Numbers(3), shuffle=False, drop_last=False, rank=rank, world_size=2)
-        ((_, targets),) = list(data)
-        assert targets.tolist() == expected
+def test_evaluation_pads_nothing() -> None:
+    options = {"dataset": Numbers(9), "shuffle": False, "drop_last": False, "world_size": 2}
+    shares = [[len(targets) for _, targets in loader(**options, rank=rank)] for rank in range(2)]
+    assert shares == [[4, 1], [3, 1]]
 
 
-def test_targets_of_every_kind_are_void_where_they_pad() -> None:
-    class Kinds(Numbers):
-        def __getitem__(self, index: int):
-            kinds = {"class": index, "share": 0.5, "mask": torch.ones(2), "boxes": [1, 2], "name": "a"}
-            return torch.tensor(index), kinds
-
-    data = loader(dataset=Kinds(3), shuffle=False, drop_last=False, rank=1, world_size=2, collate_fn=list)
-    (((_, real), (_, padding)),) = list(data)
-    assert real["class"] == 2
-    assert padding.pop("mask").tolist() == [VOID, VOID]
-    assert padding == {"class": VOID, "share": VOID, "boxes": [VOID, VOID], "name": "a"}
+def test_a_rank_without_a_sample_needs_somebody_to_tell() -> None:
+    options = {"dataset": Numbers(3), "shuffle": False, "drop_last": False, "world_size": 4}
+    with pytest.raises(DloError, match=r"4 ranks must have a sample of each batch, got 3 samples .* fewer ranks"):
+        loader(**options)
+    told: list[int] = []
+    data = loader(**options, rank=3, before_step=lambda samples: bool(told.append(samples)) or True)
+    ((_, targets),) = list(data)
+    assert told == [0]
+    assert len(targets) == 1
 
 
 def test_a_batch_dataset_gets_the_draws_and_returns_the_batch() -> None:

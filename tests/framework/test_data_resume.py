@@ -230,3 +230,14 @@ def fit_pair(folder, model, sizes, *, ckpt=None, max_steps=-1):
     )
     trainer.fit(model, datamodule=Pair(sizes), ckpt_path=ckpt)
     return trainer
+
+
+@pytest.mark.parametrize(("limit", "expected"), [(1.0, [4, 3, 2]), (3, [4, 3, 2]), (2, [4, 4, 1]), (0.7, [4, 4, 1])])
+def test_a_last_batch_takes_samples_from_the_one_before_only_where_it_is_evaluated(
+    limit: float, expected: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("dlo_framework.data.module.data_parallel_coordinates", lambda trainer: (0, 2))
+    data = Indices(workers=0)
+    data.trainer = Trainer(accelerator="cpu", devices=1, logger=False, limit_val_batches=limit)
+    spans = data.eval_loader(TensorDataset(torch.arange(9))).sampler.spans_from(0)
+    assert [stop - start for start, stop in spans] == expected

@@ -52,19 +52,32 @@ def test_training_visits_each_index_once_but_the_tail(size: int, batch: int, wor
     assert all(draw.real for rank in by_rank for draw in rank)
 
 
-@settings(max_examples=60, deadline=None)
-@given(size=st.integers(1, 200), batch=st.integers(1, 20), world=st.integers(1, 5))
-def test_evaluation_counts_each_index_once_and_gives_ranks_equal_batches(size: int, batch: int, world: int) -> None:
+@settings(max_examples=200, deadline=None)
+@given(size=st.integers(1, 60), batch=st.integers(1, 6), world=st.integers(1, 6), data=st.data())
+def test_evaluation_deals_each_index_once_and_leaves_no_rank_out(size: int, batch: int, world: int, data) -> None:
     samplers = [
         ResumableBatchSampler(size, batch_size=batch, shuffle=False, rank=r, world_size=world, drop_last=False)
         for r in range(world)
     ]
     batches = [list(sampler) for sampler in samplers]
-    seen = [draw.index for rank in batches for part in rank for draw in part if draw.real]
-    assert sorted(seen) == list(range(size))
-    shapes = {tuple(len(part) for part in rank) for rank in batches}
-    assert len(shapes) == 1
-    assert {len(rank) for rank in batches} == {len(samplers[0])}
+    assert {len(rank) for rank in batches} == {len(samplers[0])} == {-(-size // (batch * world))}
+    steps = list(zip(*batches, strict=True))
+    real = [[draw.index for share in step for draw in share if draw.real] for step in steps]
+    assert [index for step in real for index in step] == list(range(size))  # Also in the data's order, for predictions.
+    for step in steps:
+        counts = [sum(draw.real for draw in share) for share in step]
+        assert max(counts) <= batch
+        assert max(counts) - min(counts) <= 1
+        assert counts == sorted(counts, reverse=True)
+        assert all(share for share in step)
+        if size >= world and batch > 1:
+            assert min(counts) > 0
+            assert all(draw.real for share in step for draw in share)
+    assert samplers[0].leaves_ranks_out == any(len(step) < world for step in real)
+    # From any batch on it is the same.
+    start = data.draw(st.integers(0, len(steps) - 1))
+    samples = sum(map(len, real[:start]))
+    assert [list(sampler.batches_from(samples)) for sampler in samplers] == [rank[start:] for rank in batches]
 
 
 @settings(max_examples=80, deadline=None)

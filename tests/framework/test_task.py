@@ -5,10 +5,8 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics import MeanAbsoluteError
 
-from dlo_framework.data import VOID
 from dlo_framework.errors import DloError
 from dlo_framework.task import Task, batch_length
-from support.waits import Waits
 
 
 class Line(Task):
@@ -91,6 +89,7 @@ def test_inputs_of_tuples_dicts_and_bare_tensors():
     assert task.inputs(x) == ((x,), {})
     assert task.inputs({"x": x}) == ((), {"x": x})
     assert batch_length(({"x": torch.zeros(5, 2)}, torch.zeros(3))) == 5
+    assert batch_length({"step": torch.tensor(3), "names": ["a", "b"], "x": [torch.zeros(4)]}) == 4
 
 
 def test_stage_without_a_trainer_follows_the_mode():
@@ -118,14 +117,13 @@ def test_a_task_must_have_a_loss():
     assert issubclass(Task, LightningModule)
 
 
-def test_micro_batches_weigh_as_their_real_samples_which_the_device_is_asked_for_once():
-    targets = [[1, VOID, 2], [VOID, VOID, VOID], [0, 1, 2]]
-    hard = [(torch.zeros(3, 1), torch.tensor(part)) for part in targets]
-    soft = (torch.zeros(3, 1), torch.zeros(3, 4))
+def test_micro_batches_weigh_as_their_samples_whatever_their_targets():
+    parts = [(torch.zeros(size, 1), -torch.ones(size, dtype=torch.long)) for size in (1, 3)]
+    assert Line().micro_batch_weights(parts) == [1 / 4, 3 / 4]
+
+
+def test_a_prediction_has_a_row_for_each_sample_whatever_its_target():
     task = Line()
-    with Waits() as waits:
-        weights = task.micro_batch_weights([*hard, soft])
-    assert weights == [2 / 8, 0.0, 3 / 8, 3 / 8]
-    assert waits.calls == ["tolist"]
-    assert task.micro_batch_weights([soft, soft]) == [0.5, 0.5]
-    assert task.micro_batch_weights([hard[1]]) == [0.0]
+    task.configure_model()
+    x = torch.zeros(3, task.model.in_features)
+    assert len(task.predict_step((x, torch.tensor([1, -1, 1])), 0)) == 3

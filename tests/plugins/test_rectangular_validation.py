@@ -92,20 +92,22 @@ def test_ranks_share_the_batches_of_each_shape_evenly(shapes, batch_size, world_
         for rank in range(world_size)
     ]
     sampler = RectangleBatchSampler(shapes, batch_size=batch_size, world_size=world_size)
-    seen, ratios = [], []
+    seen, ratios, left_out = [], [], False
     for batches in zip(*ranks, strict=True):
-        assert len({len(batch) for batch in batches}) == 1
-        assert len(batches[0]) <= batch_size
-        draws = [draw for batch in batches for draw in batch]
-        assert len({draw.size for draw in draws}) == 1
-        assert all(draw.size == shapes[draw.index] for draw in draws)
-        seen += [draw.index for draw in draws if draw.real]
-        ratios.append(draws[0].size[1] / draws[0].size[0])
+        for draws in batches:
+            assert len(draws) <= batch_size
+            assert {draw.size for draw in draws} == {shapes[draws[0].index]}
+            assert all(draw.size == shapes[draw.index] for draw in draws)
+            left_out |= not draws[0].real
+            if draws[0].real:
+                ratios.append(draws[0].size[1] / draws[0].size[0])
+            seen += [draw.index for draw in draws if draw.real]
     assert len(sampler) == len(ranks[0])
     assert sorted(seen) == list(range(len(shapes)))
     assert ratios == sorted(ratios)
-    if world_size == 1:
-        assert all(draw.real for batch in ranks[0] for draw in batch)
+    assert left_out == sampler.leaves_ranks_out
+    if left_out:  # Each batch has one sample, so that there are none to share.
+        assert {len(batch) for batches in ranks for batch in batches} == {1}
 
 
 def test_sizes_are_read_from_headers_and_corrupt_files_are_named(gallery, tmp_path):

@@ -8,7 +8,7 @@ import pytest
 import torch
 from sklearn.datasets import load_digits
 
-from dlo_framework.data import VOID, Draw
+from dlo_framework.data import Draw
 from dlo_framework.errors import DloError
 from dlo_tasks.imagenet.digits import DigitsData, ShiftedImages, load_digits_images, warp
 
@@ -120,14 +120,10 @@ def test_every_choice_is_the_same_at_another_size() -> None:
     assert torch.equal(larger[:, 1], images[[draw.index for draw in draws]])
 
 
-def test_evaluation_is_unshifted_complete_and_void_where_padded() -> None:
+def test_evaluation_is_unshifted_and_complete() -> None:
     module = DigitsData(eval_batch_size=100)
     targets = torch.cat([targets for _, targets in module.val_dataloader()])
     assert torch.equal(targets, load_digits_images(8)[1][module._splits[1]])
-    _, targets = ShiftedImages(torch.zeros(2, 4, 4, dtype=torch.uint8), torch.tensor([1, 2])).fetch(
-        [Draw(0, 1, True), Draw(1, 1, False)]
-    )
-    assert targets.tolist() == [1, VOID]
 
 
 @pytest.mark.parametrize(

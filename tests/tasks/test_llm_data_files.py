@@ -9,7 +9,6 @@ import os
 import pytest
 import torch
 
-from dlo_framework.data import Draw
 from dlo_framework.errors import DloError
 from dlo_tasks.llm.build import cached_tokens
 from dlo_tasks.llm.records import content_hash
@@ -118,5 +117,3 @@ def test_prompts_are_padded_on_the_left(make, tmp_path):
         for ids, mask, number in zip(batch["input_ids"], batch["attention_mask"], batch["index"], strict=True):
             assert mask.tolist() == sorted(mask.tolist())
             assert data.tokenizer.decode(ids[mask.bool()]) == data.prompts[number]
-    void = data._datasets["predict"].fetch([Draw(0, 0, True), Draw(1, 0, False)])
-    assert void["index"].tolist() == [0, -1]

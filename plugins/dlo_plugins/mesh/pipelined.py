@@ -24,6 +24,18 @@ from dlo_framework.task import Task, batch_length
 from dlo_plugins.mesh.parts import joined, rows_of
 from dlo_plugins.pipeline.engine import Pipeline
 
+#: Of a metric's states that are lists: the shape of their tensors, less the rows, and the dtype.
+_Shapes = dict[str, tuple[tuple[int, ...], torch.dtype]]
+
+
+def _list_shapes(metric: Any) -> _Shapes:
+    states = {name: getattr(metric, name) for name in metric._defaults}
+    return {
+        name: ((0, *state[-1].shape[1:]), state[-1].dtype)
+        for name, state in states.items()
+        if isinstance(state, list) and state and isinstance(state[-1], Tensor)
+    }
+
 
 class _Counting:
     """Gathers a metric's state for torchmetrics' ``dist_sync_fn``, and keeps what ranks of the last stage have."""
@@ -59,6 +71,8 @@ class PipelinedTask:
         check_outside(task)
         self.task, self.pipeline, self.micro_batches = task, pipeline, micro_batches
         self._select = select
+        #: Ranks with other data, with which this one gathers parameters.
+        self.gathering: dist.ProcessGroup | None = None
         self._buffers = list(self._shared_buffers())
         self._rows: dict[int, tuple[int, int]] = {}
         self._spans: list[tuple[int, int]] = []
@@ -86,16 +100,31 @@ class PipelinedTask:
 
     def outputs(self, batch: Any) -> Any:
         """Returns the model's outputs for a batch, on the last stage's rank; None elsewhere."""
-        length = batch_length(batch)
-        parts = self._split(batch, min(self.pipeline.placement.ranks, length))
+        parts = self._split(batch, self._evaluated_parts(batch_length(batch)))
         found = self.pipeline.evaluate(parts, self._forward)
         return None if found is None else joined(found)
+
+    def _evaluated_parts(self, length: int) -> int:
+        """Returns into how many micro-batches an evaluated batch is cut: at most one for each rank of the pipeline.
+
+        Where parameters are gathered for each micro-batch, all ranks that gather have the number of the shortest batch.
+        """
+        parts = min(self.pipeline.placement.ranks, length)
+        if self.gathering is None:
+            return parts
+        least = torch.tensor(parts, device=self.pipeline.device)
+        dist.all_reduce(least, dist.ReduceOp.MIN, group=self.gathering)
+        return int(least)
 
     def evaluate(self, batch: Any) -> None:
         """Updates the metrics of a batch on the last stage's rank, and logs them on all."""
         outputs, before = self.outputs(batch), self._updates()
         found = self.task.measured(outputs, batch) if self.pipeline.is_last else {}
-        updated = {name: count for name, count in self._updates().items() if count != before[name]}
+        updated = {
+            name: (count, _list_shapes(self.task.get_submodule(name)))
+            for name, count in self._updates().items()
+            if count != before[name]
+        }
         told: list[Any] = [({name: self._tell(value) for name, value in found.items()}, updated)]
         dist.broadcast_object_list(told, group=self.pipeline.group, group_src=self._source)
         if not self.pipeline.is_last:
@@ -145,14 +174,18 @@ class PipelinedTask:
         metrics = ((name, module) for name, module in self.task.named_modules() if isinstance(module, Metric))
         return {name: metric.update_count for name, metric in metrics}
 
-    def _count_as_updated(self, updates: dict[str, int]) -> None:
+    def _count_as_updated(self, updates: dict[str, tuple[int, _Shapes]]) -> None:
         """Makes metrics compute anew: what the last stage has counted comes to them when ranks sum up.
 
-        torchmetrics (1.0 to 1.9) has no method for it, and asks these two attributes.
+        torchmetrics (1.0 to 1.9) has no method for it, and asks these two attributes. States that are lists get a
+        tensor without rows: ranks gather tensors of equally many dims alone.
         """
-        for name, count in updates.items():
+        for name, (count, shapes) in updates.items():
             metric: Any = self.task.get_submodule(name)
             metric._update_count, metric._computed = count, None
+            for state, (shape, dtype) in shapes.items():
+                if not getattr(metric, state):
+                    getattr(metric, state).append(torch.empty(shape, dtype=dtype, device=self.pipeline.device))
 
     def predict(self, batch: Any, batch_idx: int) -> Any:
         """Returns what the task predicts for a batch, on all ranks of the pipeline alike.

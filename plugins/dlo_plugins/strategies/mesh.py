@@ -229,6 +229,7 @@ class MeshStrategy(MeshSteps):
         if self.pipelined is not None:
             self.pipelined.micro_batches = self.pipelining.parts(self.mesh_spec().pp)
             self.pipelined.share_metrics(self.mesh_spec())
+            self.pipelined.gathering = self.groups.data if self.mesh_spec().dp_shard > 1 else None
         if self._usage is not None:
             self._usage.remove()
         self._usage = self._shares = None

@@ -258,7 +258,7 @@ class ImageClassifier(Task):
         return (images,), {}
 
     def loss(self, outputs: Tensor, batch: Any) -> Tensor:
-        """Returns the mean training loss of a batch's real samples, in float32."""
+        """Returns the mean training loss of a batch's samples, in float32."""
         targets = batch[1]
         if self.loss_name == "bce":
             values = losses.binary_cross_entropy(outputs, targets, self.label_smoothing, self.bce_threshold)
@@ -282,8 +282,10 @@ class ImageClassifier(Task):
         return found
 
     def predict_step(self, batch: Any, batch_idx: int) -> Tensor:
-        """Returns the real samples' probabilities of the classes, `[B, C]`; with `bce` each class's own."""
+        """Returns the probabilities of the classes, `[B, C]`; with `bce` each class's own."""
         logits = super().predict_step(batch, batch_idx).float()
+        if isinstance(batch, tuple | list):
+            logits = logits[losses.is_real(batch[1])]
         return logits.sigmoid() if self.loss_name == "bce" else logits.softmax(dim=1)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:

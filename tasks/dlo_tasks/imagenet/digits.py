@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch.nn import functional as F
 
-from dlo_framework.data import VOID, Draw, ResumableLoader, hash64, uniform
+from dlo_framework.data import Draw, ResumableLoader, hash64, uniform
 from dlo_framework.errors import DloError
 from dlo_tasks.imagenet.data_base import ImageData
 
@@ -92,8 +92,6 @@ class ShiftedImages:
         """Returns uint8 images [B, 3, S, S] and int64 targets [B]; both are functions of the draws alone."""
         index = torch.tensor([draw.index for draw in draws])
         targets = self.targets[index]
-        if not all(draw.real for draw in draws):
-            targets[torch.tensor([not draw.real for draw in draws])] = VOID
         seeds = np.array([draw.seed for draw in draws])
         places = 2 * self.shift + 1
         place = hash64(seeds) % np.uint64(places * places)

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch.utils.data import get_worker_info
 
-from dlo_framework.data import VOID, Draw, hash64
+from dlo_framework.data import CountedBatch, Draw, hash64
 from dlo_framework.errors import DloError
 from dlo_tasks.imagenet.augment import Transform, random_numbers, random_resized_box
 from dlo_tasks.imagenet.decode import Box, CorruptImage, decode_crop, resize_into
@@ -108,7 +108,7 @@ class ImageDataset:
         view: how an image becomes one of a batch.
         on_corrupt: "raise", or "skip": in training another image takes the place (which one follows from the
             draw's seed, so it is the same with any number of workers and ranks), in evaluation the sample is
-            void. Both are counted.
+            left out of its batch. Both are counted.
         training: which of these two.
         rank: this process's place among the ranks, for messages.
         slots: number of processes that may count corrupt images: the workers and the main process.
@@ -140,22 +140,27 @@ class ImageDataset:
         """How many times a corrupt image was met on this rank, over all its workers."""
         return int(self._corrupt.sum())
 
-    def fetch(self, draws: list[Draw]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns uint8 images [B, 3, height, width] in channels-last memory, and int64 targets [B]."""
+    def fetch(self, draws: list[Draw]) -> tuple[torch.Tensor, torch.Tensor] | CountedBatch:
+        """Returns uint8 images [B, 3, height, width] in channels-last memory, and int64 targets [B].
+
+        Where evaluation leaves corrupt images out, B is smaller than the number of draws; where all of them are
+        corrupt, a black image of class 0 stands in for none.
+        """
         if get_worker_info() is not None:
             _one_thread()
         height, width = draws[0].size or (self.view.size, self.view.size)
         images = torch.empty(len(draws), height, width, 3, dtype=torch.uint8)
-        targets = torch.full((len(draws),), VOID, dtype=torch.int64)
         numbers = random_numbers([draw.seed for draw in draws])
-        for place, draw in enumerate(draws):
-            label = self._load(draw, numbers[place], images[place])
-            if draw.real:
-                targets[place] = label
-        return images.permute(0, 3, 1, 2), targets
+        labels = [self._load(draw, numbers[place], images[place]) for place, draw in enumerate(draws)]
+        kept = [place for place, label in enumerate(labels) if label is not None]
+        if len(kept) < len(draws):
+            rows = kept or [0]
+            targets = torch.tensor([labels[place] or 0 for place in rows])
+            return CountedBatch((images[rows].permute(0, 3, 1, 2), targets), len(kept))
+        return images.permute(0, 3, 1, 2), torch.tensor(labels)
 
-    def _load(self, draw: Draw, numbers: np.ndarray, out: torch.Tensor) -> int:
-        """Writes one image into ``out`` and returns its class, or VOID where evaluation skips it."""
+    def _load(self, draw: Draw, numbers: np.ndarray, out: torch.Tensor) -> int | None:
+        """Writes one image into ``out`` and returns its class, or None where evaluation skips it."""
         index = draw.index
         for attempt in range(_REPLACEMENTS):
             try:
@@ -168,10 +173,10 @@ class ImageDataset:
                         "set on_corrupt=skip"
                     ) from error
                 worker = get_worker_info()
-                self._corrupt[0 if worker is None else worker.id + 1] += draw.real
+                self._corrupt[0 if worker is None else worker.id + 1] += 1
                 if not self.training:
                     out.zero_()
-                    return VOID
+                    return None
                 index = int(hash64(np.array([draw.seed]), attempt)[0] % np.uint64(len(self.source)))
         raise DloError(
             f"{_REPLACEMENTS} corrupt images in a row, the last one {self.source.name(index)}; "

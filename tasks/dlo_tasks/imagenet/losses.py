@@ -1,7 +1,8 @@
-"""Losses and hits of each sample, so that padding samples can be left out and every mean is exact.
+"""Losses and hits of each sample, so that every mean is exact.
 
-Shapes: B samples, C classes. Targets are class indices `[B]`, in which :data:`VOID` marks a sample that only
-pads a batch, or soft targets `[B, C]` (each row a distribution, as MixUp makes them), which are never VOID.
+Shapes: B samples, C classes. Targets are class indices `[B]`, or soft targets `[B, C]` (each row a distribution, as
+MixUp makes them). A class of -1 (:data:`VOID`, with which datasets of earlier versions marked padding) counts for
+nothing.
 """
 
 from __future__ import annotations

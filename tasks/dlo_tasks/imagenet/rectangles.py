@@ -6,6 +6,7 @@ its images, so that accuracy depends on the size of a batch; here the shape is e
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -61,9 +62,9 @@ def read_sizes(source: ImageSource, *, skip_corrupt: bool) -> list[Size]:
 
 
 class RectangleBatchSampler(ResumableBatchSampler):
-    """Visits each sample once, from the tallest to the widest; all samples of a batch have the same shape.
+    """Visits each sample once, from the tallest to the widest; all samples of a rank's batch have the same shape.
 
-    Each shape's last batch is dealt out evenly to the ranks and padded with void draws.
+    Ranks' batches may have different shapes. They are cut smaller until the ranks have equally many.
 
     Args:
         shapes: the (height, width) to make of each sample.
@@ -80,27 +81,65 @@ class RectangleBatchSampler(ResumableBatchSampler):
         sides = np.array(self.shapes)  # [N, 2]
         self._order = np.lexsort((sides[:, 0], sides[:, 1] / sides[:, 0]))  # stable: of one shape, in the data's order
         changes = np.flatnonzero((np.diff(sides[self._order], axis=0) != 0).any(axis=1)) + 1
-        self._bounds = [0, *changes.tolist(), len(shapes)]
+        bounds = [0, *changes.tolist(), len(shapes)]
+        self._batches = equal_batches(bounds, batch_size, world_size)
 
     def __len__(self) -> int:
         """Batches in all, the same on every rank."""
-        return sum(1 for _ in self.spans_from(0))
+        return -(-len(self._batches) // self.world_size)
+
+    @property
+    def leaves_ranks_out(self) -> bool:
+        """Whether there are too few samples to give all ranks equally many batches."""
+        return len(self._batches) % self.world_size > 0
 
     def spans_from(self, samples: int) -> Iterator[tuple[int, int]]:
-        """Yields (start, stop) of each batch, after the first ``samples`` samples."""
-        for first, past in zip(self._bounds, self._bounds[1:], strict=False):
-            for start in range(first, past, self.global_batch_size):
-                if start >= samples:
-                    yield start, min(start + self.global_batch_size, past)
+        """Yields (start, stop) of the ranks' batches of one step, after the first ``samples`` samples."""
+        for group in self._groups(samples):
+            yield group[0][0], group[-1][1]
 
     def batches_from(self, samples: int) -> Iterator[list[Draw]]:
         """Yields this rank's batches, after the first ``samples`` of the order."""
-        for draws in super().batches_from(samples):
-            yield [draw._replace(size=self.shapes[draw.index]) for draw in draws]
+        indices, seeds = self._epoch_draws()
+        for group in self._groups(samples):
+            real = self.rank < len(group)
+            first, past = group[self.rank] if real else (group[0][0], group[0][0] + 1)
+            drawn = zip(indices[first:past].tolist(), seeds[first:past].tolist(), strict=True)
+            yield [Draw(index, seed, real, self.shapes[index]) for index, seed in drawn]
+
+    def _groups(self, samples: int) -> Iterator[list[tuple[int, int]]]:
+        for number in range(0, len(self._batches), self.world_size):
+            if self._batches[number][0] >= samples:
+                yield self._batches[number : number + self.world_size]
 
     def _epoch_draws(self) -> tuple[np.ndarray, np.ndarray]:
         indices, seeds = super()._epoch_draws()
         return indices[self._order], seeds[self._order]
+
+
+def equal_batches(bounds: Sequence[int], batch_size: int, ranks: int) -> list[tuple[int, int]]:
+    """Returns (start, stop) of batches that cross no bound, so many that they can be dealt out to ranks evenly.
+
+    Batches are halved, the largest first, until the ranks divide their number. Where each has one sample they do not.
+
+    Args:
+        bounds: ascending, 0 and the number of samples included.
+        batch_size: most samples of a batch.
+        ranks: that the batches are dealt out to.
+    """
+    found = [
+        (start, min(start + batch_size, past))
+        for first, past in itertools.pairwise(bounds)
+        for start in range(first, past, batch_size)
+    ]
+    while len(found) % ranks:
+        number = max(range(len(found)), key=lambda number: found[number][1] - found[number][0])
+        start, stop = found[number]
+        if stop - start == 1:
+            break
+        middle = (start + stop + 1) // 2
+        found[number : number + 1] = [(start, middle), (middle, stop)]
+    return found
 
 
 def rectangle_sampler(

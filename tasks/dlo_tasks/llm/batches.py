@@ -15,7 +15,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from dlo_framework.data import VOID, Draw
+from dlo_framework.data import Draw
 from dlo_tasks.llm.packing import Packing, Pieces
 from dlo_tasks.llm.token_cache import TokenStore
 
@@ -127,10 +127,7 @@ class Prompts:
         return len(self._prompts)
 
     def fetch(self, draws: list[Draw]) -> Batch:
-        """Returns ``input_ids`` and ``attention_mask``, int64 [B, L], and ``index``, int64 [B]: the prompts' numbers.
-
-        ``index`` is -1 for a prompt that only fills up the batch.
-        """
+        """Returns ``input_ids`` and ``attention_mask``, int64 [B, L], and the prompts' numbers ``index``, int64 [B]."""
         rows = [self._prompts[draw.index] for draw in draws]
         width = max(map(len, rows))
         ids = torch.full((len(rows), width), self._filler)
@@ -138,7 +135,7 @@ class Prompts:
         for number, row in enumerate(rows):
             ids[number, width - len(row) :] = torch.tensor(row)
             mask[number, width - len(row) :] = 1
-        index = torch.tensor([draw.index if draw.real else VOID for draw in draws])
+        index = torch.tensor([draw.index for draw in draws])
         return {"input_ids": ids, "attention_mask": mask, "index": index}
 
 
@@ -186,9 +183,6 @@ def _unused_positions(begin: np.ndarray, shape: tuple[int, int]) -> np.ndarray:
 
 
 def _finish(batch: Batch, draws: list[Draw]) -> Batch:
-    void = [number for number, draw in enumerate(draws) if not draw.real]
-    if void:
-        batch["labels"][void] = IGNORED
     tokens = getattr(draws, "tokens_in_step", None)
     if tokens is not None:
         batch["tokens_in_step"] = torch.tensor(tokens)

@@ -371,7 +371,7 @@ class CausalLM(Task):
 
         Args:
             batch: `input_ids` and `attention_mask`, `[B, L]`, padded in front; `index [B]`, the prompts' numbers, -1
-                for a row that only fills the batch up.
+                for a row to leave out.
             batch_idx: of the batch.
         """
         ids, mask = batch["input_ids"], batch.get("attention_mask")

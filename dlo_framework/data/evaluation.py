@@ -1,0 +1,222 @@
+"""Evaluation counts each sample once: means weighted by samples, and steps of ranks without a sample undone.
+
+The ranks' shares of a last batch differ in length. Lightning weights the values that a step logs by a batch's size,
+which it reads off the first tensor, and averages the sums of the sizes over ranks as integers (2.6: 4.5 becomes 4). A
+rank that has no sample in a batch still has to take part in it: a strategy may gather parameters in a forward, and
+metrics are summed over all ranks at the end.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import deque
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.loops.fetchers import _DataLoaderIterDataFetcher
+from lightning.pytorch.trainer.states import RunningStage
+from torch import Tensor
+from torchmetrics import Metric
+
+from dlo_framework.errors import DloError
+
+_STEPS = {
+    RunningStage.SANITY_CHECKING: "validation_step",
+    RunningStage.VALIDATING: "validation_step",
+    RunningStage.TESTING: "test_step",
+    RunningStage.PREDICTING: "predict_step",
+}
+
+
+def count_samples(trainer: Trainer, samples: int) -> bool:
+    """Makes the evaluation step that comes next count for this many samples; called as its batch is handed out.
+
+    What the step logs is weighted by them. With 0 samples the step runs, so that collectives inside it find this rank,
+    and everything it did is undone; see :func:`undone`. A prediction of no samples has no rows, or is None.
+
+    Lightning (2.6) has no hook around a step that every strategy passes through, so the strategy's method is replaced
+    for one call.
+
+    Args:
+        trainer: which evaluates.
+        samples: this rank's, in the batch.
+
+    Returns:
+        Whether the step will count so; not outside of evaluation.
+
+    Raises:
+        DloError: if there are none, and the step cannot be told because the trainer takes batches ahead of it.
+    """
+    name = _STEPS.get(trainer.state.stage) if trainer.state.stage is not None else None
+    if name is None:
+        return False
+    strategy: Any = trainer.strategy
+    strategy.__dict__.pop(name, None)  # of a batch that no step followed
+    if not _one_batch_a_step(trainer):
+        if samples:
+            return False
+        raise DloError(
+            f"{name} must be given one batch of one loader at a time where a rank has no sample in a batch, got loaders"
+            " in parallel, one without a length, or a dataloader_iter; evaluate on fewer ranks than there are samples"
+        )
+    step: Callable[..., Any] = getattr(strategy, name)
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        strategy.__dict__.pop(name, None)
+        results: Any = trainer._results
+        if results is not None:
+            results.batch_size = torch.tensor(float(samples))
+        if samples:
+            outputs = step(*args, **kwargs)
+        else:
+            with undone(trainer.lightning_module, results):
+                outputs = step(*args, **kwargs)
+            outputs = without_rows(outputs) if name == "predict_step" else None
+        _count_in_floats(results)
+        return outputs
+
+    strategy.__dict__[name] = counted
+    return True
+
+
+def step_samples(trainer: Trainer | None) -> Any | None:
+    """Returns of how many samples the batch of the running evaluation step is; None where the loader is not dlo's."""
+    results: Any = trainer._results if trainer is not None else None
+    return None if results is None else results.batch_size
+
+
+def _one_batch_a_step(trainer: Trainer) -> bool:
+    """Whether the batch handed out last is the next step's: Lightning (2.6) takes ahead those of unknown number."""
+    fetcher: Any = getattr(trainer._active_loop, "_data_fetcher", None)
+    if fetcher is None or fetcher.length is None or isinstance(fetcher, _DataLoaderIterDataFetcher):
+        return False
+    combined = fetcher.combined_loader
+    return combined._mode == "sequential" or len(combined.flattened) == 1
+
+
+def _count_in_floats(results: Any) -> None:
+    """Makes the sums of batch sizes floats, which a mean over ranks does not cut to integers."""
+    for logged in results.values() if results is not None else ():
+        if logged.is_tensor and logged.meta.is_mean_reduction:
+            logged.cumulated_batch_size = logged.cumulated_batch_size.to(torch.float32)
+
+
+@contextlib.contextmanager
+def undone(module: LightningModule, results: Any) -> Iterator[None]:
+    """Undoes what the block adds to metrics, to logged values, and to the module's attributes and buffers.
+
+    Whatever it logs for the first time stays there with weight 0, and states of metrics that are lists get an entry
+    without rows: ranks then sum up the same things.
+
+    Args:
+        module: whose step runs in the block.
+        results: Lightning's collection of logged values (2.6); None in prediction.
+    """
+    restore = [_kept_attributes(module)]
+    restore += [_kept_metric(part) for part in module.modules() if isinstance(part, Metric)]
+    restore.append(_kept_results(results))
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for put_back in restore:
+                put_back()
+
+
+def _kept_metric(metric: Metric) -> Callable[[], None]:
+    """Returns what puts a metric back; a torchmetrics ``Metric`` (1.x) has all that it has seen in plain attributes."""
+    before = dict(vars(metric))
+    values = {name: value.clone() for name, value in before.items() if isinstance(value, Tensor)}
+    lists = {name: list(value) for name, value in before.items() if isinstance(value, list)}
+
+    def put_back() -> None:
+        after = dict(vars(metric))
+        vars(metric).update(before)
+        for name, value in values.items():
+            before[name].copy_(value)
+        for name, items in lists.items():
+            added = after[name][len(items) :] if isinstance(after[name], list) else []
+            rowless = [item[:0] for item in added if isinstance(item, Tensor) and item.ndim]
+            before[name][:] = items or (rowless if name in metric._defaults else [])
+        metric._update_count, metric._computed = max(before["_update_count"], 1), None
+
+    return put_back
+
+
+def _kept_results(results: Any) -> Callable[[], None]:
+    before = {key: dict(vars(logged)) for key, logged in results.items()} if results is not None else {}
+
+    def put_back() -> None:
+        for key, logged in results.items() if results is not None else ():
+            if not logged.is_tensor:
+                continue
+            is_new = not logged.has_reset
+            if key in before:
+                vars(logged).update(before[key])
+            else:
+                logged.reset()
+            logged.has_reset = logged.has_reset and not is_new
+
+    return put_back
+
+
+def _kept_attributes(module: LightningModule) -> Callable[[], None]:
+    """Returns what puts the module's own attributes back: lists, dicts and sets with their content, and buffers."""
+    own = {name: value for name, value in vars(module).items() if name not in _base_attributes()}
+    containers: dict[int, tuple[Any, Any]] = {}
+    for value in own.values():
+        _keep_containers(value, containers)
+    buffers = [(buffer, buffer.clone()) for buffer in module._buffers.values() if buffer is not None]
+    named = dict(module._buffers)
+
+    def put_back() -> None:
+        for name in vars(module).keys() - own.keys() - _base_attributes():
+            if not name.startswith("_dlo"):
+                del vars(module)[name]
+        vars(module).update(own)
+        for container, content in containers.values():
+            if isinstance(container, list):
+                container[:] = content
+            else:
+                container.clear()
+                (container.extend if isinstance(container, deque) else container.update)(content)
+        module._buffers.update(named)
+        for buffer, content in buffers:
+            buffer.copy_(content)
+
+    return put_back
+
+
+def _keep_containers(value: Any, found: dict[int, tuple[Any, Any]], depth: int = 3) -> None:
+    """Adds a container and those inside it, with copies of their contents."""
+    if not isinstance(value, list | dict | set | deque) or id(value) in found or not depth:
+        return
+    found[id(value)] = value, value.copy()
+    if not isinstance(value, set):
+        for item in value.values() if isinstance(value, dict) else value:
+            _keep_containers(item, found, depth - 1)
+
+
+def _base_attributes() -> set[str]:
+    """Returns the attributes of every LightningModule: what Lightning and torch keep there is not a step's doing."""
+    return set(vars(LightningModule()))
+
+
+def without_rows(outputs: Any) -> Any | None:
+    """Returns what was predicted for one sample as a prediction for none: tensors `[1, ...]` as `[0, ...]`.
+
+    None where that cannot be told.
+    """
+    if isinstance(outputs, Tensor) and outputs.ndim and len(outputs) == 1:
+        return outputs[:0]
+    if isinstance(outputs, list) and len(outputs) == 1:
+        return []
+    if isinstance(outputs, dict) and outputs:
+        parts = {key: without_rows(value) for key, value in outputs.items()}
+        return None if any(part is None for part in parts.values()) else parts
+    if type(outputs) is tuple and outputs:
+        items = tuple(without_rows(value) for value in outputs)
+        return None if any(item is None for item in items) else items
+    return None

@@ -1,0 +1,111 @@
+"""Evaluation is one process's: each sample counts once, whatever is left for the last ranks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from dlo_framework.distributed.strategy import DataParallelStrategy
+from dlo_framework.testing import run_distributed
+from dlo_framework.watch.predictions import SavePredictions
+from dlo_plugins.appliers.fully_shard import FullyShard
+from dlo_plugins.strategies.deepspeed import DeepSpeedBridge
+from dlo_plugins.strategies.fsdp import FSDPStrategy
+from dlo_plugins.strategies.mesh import MeshStrategy
+from dlo_plugins.strategies.zero import ZeroStrategy
+from support.evaluated import KINDS, Samples, measured, trainer
+
+#: Those of plain data parallelism, on any number of ranks.
+STRATEGIES = {
+    "ddp": DataParallelStrategy,
+    "lightning's ddp": lambda: "ddp",
+    "zero1": lambda: ZeroStrategy(1),
+    "zero3": lambda: ZeroStrategy(3),
+    "fsdp": FSDPStrategy,
+    "deepspeed": lambda: DeepSpeedBridge(3),
+}
+#: On four ranks, two of them with other data. The second gathers parameters for each micro-batch.
+MESHES = {
+    "pp": lambda: MeshStrategy(pp=2, dp_replicate=2),
+    "pp, gathered often": lambda: MeshStrategy(pp=2, dp_shard=2, appliers=[FullyShard(reshard_after_forward=True)]),
+    "tp": lambda: MeshStrategy(tp=2, dp_shard=2),
+    "cp": lambda: MeshStrategy(cp=2, dp_shard=2),
+}
+#: Samples and batch sizes, by the number of ranks with other data: shares that differ, last batches of fewer samples
+#: than ranks, batches of one sample for each rank, and fewer samples than ranks.
+SIZES = {
+    2: [(9, 4), (7, 2), (1, 4), (7, 4)],
+    3: [(10, 6), (11, 3), (2, 6)],
+    4: [(9, 8), (6, 4), (1, 4), (14, 8), (3, 8)],
+}
+
+Case = tuple[str, str, int, int]
+
+
+def _all(rank: int, world: int, cases: list[Case]) -> list[dict[str, float]]:
+    known = STRATEGIES | MESHES
+    return [measured(world, known[name](), *case) for name, *case in cases]
+
+
+def check(world: int, cases: list[Case]) -> None:
+    by_rank = run_distributed(_all, world, cases, timeout=900)
+    for number, case in enumerate(cases):
+        expected = measured(1, "auto", *case[1:])
+        assert "val_loss" in expected
+        for found in by_rank:
+            assert found[number] == pytest.approx(expected, rel=2e-5, abs=1e-6), case
+
+
+def on_meshes(kinds: dict[str, list[str]]) -> list[Case]:
+    return [(mesh, kind, *sizes) for mesh, chosen in kinds.items() for kind in chosen for sizes in SIZES[2]]
+
+
+def test_on_two_ranks_it_is_that_of_one() -> None:
+    """Each kind of batch and each strategy, with some of the sizes."""
+    pairs = [("ddp", kind) for kind in KINDS] + [("zero3", "columns")]
+    pairs += [(name, kind) for name in STRATEGIES for kind in ("classes", "plain")]
+    sizes = SIZES[2]
+    check(2, [(*pair, *sizes[(i + k) % 4]) for i, pair in enumerate(dict.fromkeys(pairs)) for k in (0, 1)])
+
+
+def test_on_four_ranks_it_is_that_of_one() -> None:
+    """Shares of all lengths, and the axes of meshes."""
+    cases = [("zero3", kind, *sizes) for kind in ("mse", "plain") for sizes in SIZES[4]]
+    kinds = {"pp": ["mse"], "pp, gathered often": ["classes"], "tp": ["classes"], "cp": ["tokens"]}
+    check(4, cases + on_meshes(kinds))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world", [2, 3, 4])
+def test_every_kind_under_every_strategy(world: int) -> None:
+    cases = [(name, kind, *sizes) for name in STRATEGIES for kind in KINDS for sizes in SIZES[world]]
+    if world == 4:
+        cut = ["mse", "classes", "dicts", "whole"]
+        cases += on_meshes({mesh: cut for mesh in MESHES if mesh != "cp"} | {"cp": ["tokens"]})
+    check(world, cases)
+
+
+def _predicted(rank: int, world: int, cases: list[Case], folder: Path) -> list[int]:
+    counts = []
+    for number, (name, kind, *sizes) in enumerate(cases):
+        callback = SavePredictions(folder / f"{number}.pt")
+        run = trainer(world, (STRATEGIES | MESHES)[name](), callbacks=[callback])
+        parts = run.predict(KINDS[kind].module(), Samples(KINDS[kind], *sizes))
+        counts.append(sum(len(part["sums"] if isinstance(part, dict) else part) for part in parts))
+    return counts
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_each_sample_is_predicted_once_and_in_order(world: int, tmp_path: Path) -> None:
+    pairs = [(name, kind) for name in STRATEGIES for kind in ("mse", "columns")] + [("ddp", "plain")]
+    cases = [(*pair, *sizes) for pair in pairs for sizes in SIZES[2]] if world == 2 else on_meshes({"pp": ["mse"]})
+    counts = run_distributed(_predicted, world, cases, tmp_path)
+    for number, (_, kind, samples, batch_size) in enumerate(cases):
+        one = trainer(1, "auto").predict(KINDS[kind].module(), Samples(KINDS[kind], samples, batch_size))
+        found = torch.load(tmp_path / f"{number}.pt", weights_only=True)
+        if kind == "columns":  # Dicts stay a list of batches.
+            found, one = torch.cat([part["sums"] for part in found]), [part["sums"] for part in one]
+        torch.testing.assert_close(found, torch.cat(one), rtol=2e-5, atol=1e-5)
+        assert sum(ranks[number] for ranks in counts) == samples * world // 2
