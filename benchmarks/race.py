@@ -1,4 +1,4 @@
-"""How many samples and seconds to 97% on the digits: the techniques together, beside a tuned constant rate.
+"""How many samples and seconds to 97% on the digits: the techniques together, beside LRFinder's constant rate.
 
     python benchmarks/race.py [--seeds 5] [--epochs 150] [--plot docs/images/race.svg]
 
@@ -59,7 +59,7 @@ class RaceCurve(Callback):
 
 
 def constant(epochs: int) -> str:
-    """Returns the config of the tuned constant rate: the race's model and data, and none of its techniques."""
+    """Returns the config of the constant rate: the race's model and data, and none of its techniques."""
     import yaml
 
     config = yaml.safe_load(RACE.read_text())
@@ -173,7 +173,7 @@ def table(title: str, key: str, clock: str, curves: dict[str, list[list[dict[str
     both = [(one, other) for one, other in zip(found["race"], found["constant"], strict=True) if one and other]
     if not both:
         return None
-    made = Table(title, "a constant rate, tuned", clock)
+    made = Table(title, "the constant rate that LRFinder suggests", clock)
     sides = {"constant": [other[key] for _, other in both], "race": [one[key] for one, _ in both]}
     for contestant, of_one in sides.items():
         ours, arrived = contestant == "race", sum(point is not None for point in found[contestant])

@@ -1,4 +1,4 @@
-"""dlo: every technique for training large models is a plug-in that one line of YAML switches on.
+"""dlo: plug-ins for training large models on Lightning, each switched on by one line of YAML.
 
 The public names are loaded when first used, so that ``import dlo_framework`` costs nothing.
 """

@@ -74,6 +74,8 @@ class Headline:
         table: how its title begins.
         ours: dlo's row.
         peers: rows beside it; the first that was measured is shown.
+        cost: Beginning of the table's note that is shown with the figure: what it costs.
+        unit: What 1 is, in place of the words that a results file has.
     """
 
     what: str
@@ -81,6 +83,8 @@ class Headline:
     table: str
     ours: str
     peers: tuple[str, ...] = ()
+    cost: str = ""
+    unit: str = ""
 
 
 HEADLINES = (
@@ -97,15 +101,23 @@ HEADLINES = (
     Headline("JPEGs to batches", "data_path", "from JPEGs of quality 75", "dlo", ("v2 tensors",)),
     Headline("CutMix", "batch_mix", "mixing", "dlo CutMix batch", ("timm CutMix batch",)),
     Headline("MixUp", "batch_mix", "mixing", "dlo MixUp batch", ("timm MixUp batch",)),
-    Headline("growing images, equal epochs", "progressive_resizing", "60 epochs", "dlo, ProgressiveResizing"),
-    Headline("samples to 97% on digits", "race", "samples", "dlo, race"),
+    Headline(
+        "time of growing images, equal epochs",
+        "progressive_resizing",
+        "60 epochs",
+        "dlo, ProgressiveResizing",
+        cost="Accuracy differs",
+    ),
+    Headline(
+        "samples to 97% on digits", "race", "samples", "dlo, race", unit="the constant rate that LRFinder suggests"
+    ),
     Headline("packing text", "packing", "useful tokens", "dlo, packing: best_fit", ("TRL", "padded to the longest")),
     Headline("loss over 32,768 tokens, time", "vocabulary_loss", "time: 2048 tokens, width 512", "dlo", ("torch",)),
     Headline("its memory", "vocabulary_loss", "memory: 2048 tokens, width 512", "dlo", ("torch",)),
-    Headline("`zero1`, 2 ranks", "sharding", "a step", "dlo zero1", ("DeepSpeed 1", "ZeroRedundancyOptimizer")),
-    Headline("`zero3`, 2 ranks", "sharding", "a step", "dlo zero3", ("FSDP2",)),
+    Headline("`zero1`, 2 gloo ranks", "sharding", "a step", "dlo zero1", ("DeepSpeed 1", "ZeroRedundancyOptimizer")),
+    Headline("`zero3`, 2 gloo ranks", "sharding", "a step", "dlo zero3", ("FSDP2",)),
     Headline("reduce-scatter on gloo", "collectives", "a buffer", "dlo reduce_scatter", ("torch reduce_scatter",)),
-    Headline("`deepspeed_2`, 2 ranks", "deepspeed_bridge", "a step of stage 2", "dlo, DeepSpeedBridge"),
+    Headline("`deepspeed_2`, 2 gloo ranks", "deepspeed_bridge", "a step of stage 2", "dlo, DeepSpeedBridge"),
     Headline("1-bit Adam, bytes sent", "compression", "sent by a rank", "1-bit Adam", ("PowerSGD",)),
     Headline("1F1B, 8 micro-batches", "pipeline", "a step over theory, 8", "1F1B", ("GPipe",)),
     Headline("ZBV, 8 micro-batches, idle time", "pipeline", "idle time, 8", "ZBV", ("1F1B again",)),

@@ -60,8 +60,10 @@ def _line(headline: Headline, results: Results) -> list[str] | None:
     ours = rows[headline.ours]
     peer = next((name for name in headline.peers if name in rows), None)
     beside = "" if peer is None else f"{peer}: {number(rows[peer]['median'])}"
-    unit = f"{table['unit']}{' (higher is better)' if table['better'] == 'higher' else ''}"
-    return [headline.what, unit, f"**{number(ours['median'])}**", beside, bar_in_words(ours, table["better"])]
+    unit = f"{headline.unit or table['unit']}{' (higher is better)' if table['better'] == 'higher' else ''}"
+    cost = next((note for note in table["notes"] if headline.cost and note.startswith(headline.cost)), "").rstrip(".")
+    figure = f"**{number(ours['median'])}**{f' ({cost[0].lower()}{cost[1:]})' if cost else ''}"
+    return [headline.what, unit, figure, beside, bar_in_words(ours, table["better"])]
 
 
 def stale(results: Results) -> list[str]:

@@ -29,7 +29,7 @@ OTHER_COMMANDS = {
 
 HELP = """usage: dlo COMMAND [options]
 
-Every technique for training large models is a plug-in that one line of YAML switches on.
+Plug-ins for training large models on Lightning, each switched on by one line of YAML.
 
 commands:
 {commands}

@@ -5,6 +5,7 @@ import ast
 import importlib
 import json
 import os
+import re
 import sys
 import time
 from pathlib import Path
@@ -124,6 +125,12 @@ def test_the_first_peer_that_was_measured_stands_beside(load):
     rows = results["runs"]["overhead"]["record"]["tables"][0]["rows"]
     rows["Lightning, all on"] = {"median": 1.2, "min": 1.0, "max": 2.0, "n": 3}
     assert "| Lightning, all on: 1.200 |" in readme.performance([(Path("cpu.json"), results)])
+
+
+def test_a_figure_is_shown_with_what_it_costs(load):
+    text = (BENCHMARKS.parent / "README.md").read_text()
+    (line,) = [line for line in text.splitlines() if line.startswith("| time of growing images")]
+    assert re.search(r"\*\*0\.\d+\*\* \(accuracy differs by .*, standard error .*\)", line)
 
 
 def test_a_line_whose_row_is_gone_is_named(load):

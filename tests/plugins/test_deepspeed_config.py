@@ -1,12 +1,14 @@
 """A DeepSpeed configuration from options and a JSON: files, keys, old spellings, and what is refused of them."""
 
 import copy
+import warnings
 
 import pytest
 
 from dlo_framework.errors import DloError
 from dlo_plugins.deepspeed.config import TrainerFacts, resolve, with_trainer
 from dlo_plugins.deepspeed.paths import get
+from dlo_plugins.deepspeed.requirements import warn_of_checkpointing
 from dlo_plugins.deepspeed.schema import known_keys
 from support.deepspeed_configs import CONFIGS
 
@@ -155,6 +157,30 @@ def test_a_file_that_does_not_parse_names_line_and_column(tmp_path):
     assert "not a text file" in refused({}, path)
     path.write_text("")
     assert "the file is empty" in refused({}, path)
+
+
+@pytest.mark.parametrize(
+    ("value", "shown"),
+    [
+        ("${zero_stage},", "'${zero_stage},', a placeholder"),
+        ('"{{ stage }}"', "'{{ stage }}', a placeholder"),
+        ('"<stage>"', "'<stage>', a placeholder"),
+        ("STAGE,", "'STAGE,', a text without quotes, and its comma"),
+    ],
+)
+def test_a_template_that_is_not_filled_in_is_refused_with_its_key(tmp_path, value, shown):
+    path = tmp_path / "ds_TEMPLATE.json"
+    path.write_text('{\n  "zero_optimization": {\n    "stage": ' + value + '\n  },\n  "gradient_clipping": 1.0\n}\n')
+    assert f"{path}: zero_optimization.stage must be a value, got {shown}; write the value" in refused({}, path)
+
+
+def test_options_of_activation_checkpointing_that_no_task_uses_are_said():
+    section = {"partition_activations": True, "cpu_checkpointing": True, "profile": True}
+    with pytest.warns(UserWarning, match="partition_activations and cpu_checkpointing take effect only in"):
+        warn_of_checkpointing({"activation_checkpointing": section})
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        warn_of_checkpointing({"activation_checkpointing": {"cpu_checkpointing": False, "profile": True}})
 
 
 def test_a_file_that_is_missing_names_its_neighbour(tmp_path):

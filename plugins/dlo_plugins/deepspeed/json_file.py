@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from dlo_framework.errors import DloError, did_you_mean
+
+#: What templates have where a value is to be put in: shells', Jinja's, and between angle brackets.
+_PLACEHOLDER = re.compile(r"\$\{?\w+\}?|\{\{.*?\}\}|^<[^<>]+>$")
 
 #: What messages call a configuration that came as a mapping.
 INLINE = "strategy.config"
@@ -31,7 +35,9 @@ def read(config: str | Path | Mapping[str, Any] | None) -> tuple[dict[str, Any],
     if config is None:
         return {}, OPTIONS_ALONE
     if isinstance(config, Mapping):
-        return json.loads(_as_json(config)), INLINE
+        inline = json.loads(_as_json(config))
+        _check_filled(inline, INLINE)
+        return inline, INLINE
     path = Path(config)
     source = str(config)
     if not path.is_file():
@@ -48,7 +54,25 @@ def read(config: str | Path | Mapping[str, Any] | None) -> tuple[dict[str, Any],
             f'{source}: a DeepSpeed config is a mapping, such as {{"zero_optimization": {{"stage": 2}}}}, but this is'
             f" a {type(content).__name__}"
         )
+    _check_filled(content, source)
     return content, source
+
+
+def _check_filled(content: Any, source: str, path: str = "") -> None:
+    """Checks that no value is left of a template, such as `${zero_stage},`, which Hjson takes for a text.
+
+    Raises:
+        DloError: for the first that is, with its key.
+    """
+    if isinstance(content, Mapping | list):
+        for key, value in content.items() if isinstance(content, Mapping) else enumerate(content):
+            _check_filled(key, source, path)
+            _check_filled(value, source, f"{path}.{key}".lstrip("."))
+    elif isinstance(content, str) and (_PLACEHOLDER.search(content) or content.endswith(",")):
+        why = "a placeholder" if _PLACEHOLDER.search(content) else "a text without quotes, and its comma"
+        raise DloError(
+            f"{source}: {path or 'a key'} must be a value, got {content!r}, {why}; write the value, such as 2 or true"
+        )
 
 
 def _as_json(config: Mapping[str, Any]) -> str:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
 from dlo_framework.errors import DloError
 from dlo_plugins.deepspeed.batch import MICRO, STEPS, TRAIN
@@ -309,3 +309,16 @@ def _notice(ops: list[Op]) -> str:
         f"DeepSpeed now compiles {names}, which takes about {minutes:g} minutes, once on this machine; to do it"
         f" beforehand: {variables} pip install --force-reinstall --no-build-isolation deepspeed"
     )
+
+
+def warn_of_checkpointing(config: Mapping[str, Any]) -> None:
+    """Says what of `activation_checkpointing` has no effect on a task, whose blocks are not recomputed by DeepSpeed."""
+    names = ("partition_activations", "cpu_checkpointing", "contiguous_memory_optimization")
+    asked = [name for name in names if get(config, f"activation_checkpointing.{name}") is True]
+    if asked:
+        rank_zero_warn(
+            f"activation_checkpointing: {' and '.join(asked)} take effect only in a model that calls"
+            " deepspeed.checkpointing.checkpoint itself: no activation of this task is recomputed, divided or moved to"
+            " the CPU by it. CausalLM recomputes its blocks with recompute: true; MeshStrategy those of any task with"
+            " the applier ActivationCheckpoint, and keeps their inputs on the CPU with offload"
+        )

@@ -27,13 +27,14 @@ from dlo_framework.distributed.collectives import broadcast_values
 from dlo_framework.distributed.held import memory_of
 from dlo_framework.distributed.strategy import ShardedStrategy
 from dlo_framework.errors import DloError
+from dlo_framework.task import Task
 from dlo_plugins.deepspeed import environment
 from dlo_plugins.deepspeed.any_device import AnyDeviceDeepSpeed
 from dlo_plugins.deepspeed.config import TrainerFacts, lengths_of, optimizer_of, resolve, scheduler_of, with_trainer
 from dlo_plugins.deepspeed.engine import Engine
 from dlo_plugins.deepspeed.partitioned import held, segments, whole_shape
 from dlo_plugins.deepspeed.precision import SECTIONS
-from dlo_plugins.deepspeed.requirements import check_available, check_device
+from dlo_plugins.deepspeed.requirements import check_available, check_device, warn_of_checkpointing
 from dlo_plugins.deepspeed.steps import EnginePrecision, ForwardInAutocast
 from dlo_plugins.deepspeed.translate import DeepSpeedTranslation
 
@@ -66,7 +67,9 @@ class DeepSpeedBridge(DeepSpeedTranslation, ShardedStrategy, AnyDeviceDeepSpeed)
         hpz: ranks, those of a node say, that keep a second copy of the partitions so that backward gathers among them
             alone (ZeRO++, stage 3).
         communication_dtype: what gradients are summed in: `fp32`, `fp16` or `bf16`; by default the model's.
-        partition_activations: whether checkpointed activations are divided among model-parallel ranks.
+        partition_activations: whether checkpointed activations are divided among model-parallel ranks. This and the
+            next two take effect only in a model that calls `deepspeed.checkpointing.checkpoint` itself; a warning says
+            so for tasks.
         cpu_checkpointing: whether checkpointed activations go to the CPU.
         activation_checkpointing: more of that section of DeepSpeed's JSON.
         flops_profiler: whether to print a profile of FLOPs; a number is the step that is profiled.
@@ -219,6 +222,8 @@ class DeepSpeedBridge(DeepSpeedTranslation, ShardedStrategy, AnyDeviceDeepSpeed)
         self.engine = Engine(self._module(), optimizer, config, self.root_device)
         environment.limit_groups(self.engine.deepspeed, self._timeout)
         self._set_deepspeed_activation_checkpointing()
+        if isinstance(trainer.lightning_module, Task):
+            warn_of_checkpointing(self.config)
         self.optimizers = [self.engine.optimizer]
         _optimizers_to_device(self.optimizers, self.root_device)
         self.model = self.engine.deepspeed
