@@ -15,6 +15,7 @@ from torch import Tensor
 from dlo_framework import runs
 from dlo_framework.accumulation import AccumulationTail
 from dlo_framework.distributed.equal_batches import EqualBatches
+from dlo_framework.distributed.grace import GRACE
 from dlo_framework.finite import FiniteLoss
 from dlo_framework.resume import ExactResume, logged_metrics, same_metrics
 from dlo_framework.stop import GracefulStop
@@ -35,6 +36,7 @@ def add_default_callbacks(
     config: str = "",
     progress_bar: bool = True,
     checkpoints: bool = True,
+    stop_grace: float = GRACE,
 ) -> list[Callback]:
     """Returns ``callbacks`` with dlo's own beside them.
 
@@ -45,6 +47,7 @@ def add_default_callbacks(
         config: the resolved config as YAML, to be kept with the run.
         progress_bar: whether to draw a bar.
         checkpoints: whether to save any.
+        stop_grace: Seconds that a run which was asked to stop may go on without a move.
     """
     monitor = next((callback for callback in callbacks if isinstance(callback, RunMonitor)), RunMonitor())
     state = StateReport()
@@ -70,7 +73,7 @@ def add_default_callbacks(
         if last is None:
             last = LastCheckpoint(folder)
             defaults.append(last)
-        defaults.append(GracefulStop(folder))
+        defaults.append(GracefulStop(folder, stop_grace))
         first.append(EndCheckpoint(last))
     return [*first, *callbacks, *(callback for callback in defaults if callback not in callbacks)]
 

@@ -22,11 +22,16 @@ from lightning.pytorch.callbacks import Checkpoint
 
 from dlo_framework import runs
 from dlo_framework.distributed.control import control_group
-from dlo_framework.errors import OrderlyEnd
+from dlo_framework.distributed.failure import leave
+from dlo_framework.distributed.grace import GRACE, Grace, Progress
+from dlo_framework.distributed.launcher import WatchedRanks
+from dlo_framework.distributed.signals import STOP_SIGNALS, SignalListener
+from dlo_framework.distributed.stacks import print_stack
+from dlo_framework.errors import DloError, OrderlyEnd
 from dlo_framework.resume import mid_accumulation
 
-#: The requests to stop; the last does what SIGTERM does.
-_SIGNALS = [signal.SIGINT, signal.SIGTERM, *([signal.SIGUSR1] if hasattr(signal, "SIGUSR1") else [])]
+#: Seconds that a single process's main thread has to leave by itself after a second Ctrl-C.
+_INTERRUPTED = 1.5
 
 
 class RunStopped(OrderlyEnd):
@@ -58,12 +63,26 @@ class GracefulStop(Checkpoint):
     once. A validation under way is finished first. It is a ``Checkpoint`` so that
     Lightning calls it after all other callbacks: what it saves holds their work of the step too.
 
+    Python calls signal handlers in the main thread only. Where that waits in a collective, in a loader's or a
+    compiler's C++ or anywhere else, other threads hear the signal: a second Ctrl-C ends the run within 2 s, and a run
+    that was asked to stop and takes no batch and saves nothing for ``grace`` seconds is ended where it is, after each
+    rank has printed its stack.
+
     Args:
         folder: where ``last.ckpt`` is written.
+        grace: Seconds without a move after a request to stop; at least twice the longest time that the run has gone
+            without one before, so that a long batch is finished.
+
+    Raises:
+        DloError: if ``grace`` is not above 0.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, grace: float = GRACE) -> None:
+        if not grace > 0:
+            raise DloError(f"run.stop_grace must be above 0 seconds, got {grace:g}; the default is {GRACE:g}")
         self.folder = Path(folder)
+        self.grace = grace
+        self._alone: _SingleProcess | None = None
         self._asked = _Request()
         self._previous: dict[int, Any] = {}
         self._group: dist.ProcessGroup | None = None
@@ -74,24 +93,29 @@ class GracefulStop(Checkpoint):
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Forgets what an earlier fit was asked."""
+        if isinstance(trainer.strategy, WatchedRanks):
+            trainer.strategy.set_stop_grace(self.grace)
         if stage == "fit":
             pid, self._asked = self._asked.pid, _Request()
             self._asked.pid = pid
 
     def on_sanity_check_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Takes the signals over, after Lightning has: its own SIGTERM handler can deadlock several ranks."""
-        self._take_signals()
+        self._take_signals(trainer)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Likewise, where there was no sanity check."""
         self.folder = Path(trainer.strategy.broadcast(str(self.folder)))
         self._group = control_group(trainer)
-        self._take_signals()
+        self._take_signals(trainer)
 
-    def _take_signals(self) -> None:
+    def _take_signals(self, trainer: Trainer) -> None:
+        if self._alone is None and trainer.world_size == 1:
+            self._alone = _SingleProcess(trainer, self.grace)
+            self._alone.start()
         if not self._previous and threading.current_thread() is threading.main_thread():
             self._asked.pid = os.getpid()
-            for signum in _SIGNALS:
+            for signum in STOP_SIGNALS:
                 self._previous[signum] = signal.signal(signum, self._request)
 
     def _request(self, signum: int, frame: FrameType | None) -> None:
@@ -165,7 +189,60 @@ class GracefulStop(Checkpoint):
 
     def _give_back(self) -> None:
         self._pending = None
+        if self._alone is not None:
+            self._alone.stop()
+            self._alone = None
         if threading.current_thread() is threading.main_thread():
             for signum, handler in self._previous.items():
                 signal.signal(signum, handler)
         self._previous = {}
+
+
+class _SingleProcess:
+    """Ends a run of one process where its main thread cannot; ranks do so for each other.
+
+    A notebook's process is the user's and holds more than the run: it is left alone.
+
+    Args:
+        trainer: Trainer of the run.
+        grace: Seconds without a move after a request to stop.
+    """
+
+    def __init__(self, trainer: Trainer, grace: float) -> None:
+        self._grace, self._progress = Grace(grace), Progress(trainer)
+        self._interrupts, self._over = 0, threading.Event()
+        self._listener = SignalListener(self._hear)
+
+    def start(self) -> None:
+        """Starts to listen."""
+        if not _is_interactive():
+            self._listener.start()
+            threading.Thread(target=self._count, name="stop-grace", daemon=True).start()
+
+    def stop(self) -> None:
+        """Ends that."""
+        self._over.set()
+        self._listener.stop()
+
+    def _hear(self, signum: int) -> None:
+        self._grace.ask(signum)
+        self._interrupts += signum == signal.SIGINT
+        if self._interrupts > 1 and not self._over.wait(_INTERRUPTED):
+            self._end("ended by a second Ctrl-C", 128 + signal.SIGINT)
+
+    def _count(self) -> None:
+        while not self._over.wait(1.0):
+            if self._grace.is_over(1.0, self._progress.moves()):
+                name = signal.Signals(self._grace.signum).name
+                code = 128 + (signal.SIGINT if self._grace.signum == signal.SIGINT else signal.SIGTERM)
+                self._end(f"{name} asked the run to stop, and it has finished no batch since; ended where it was", code)
+
+    def _end(self, text: str, code: int) -> None:
+        print_stack(0, 1)
+        print(f"dlo: {text}; what was saved before is whole", file=sys.stderr)
+        leave(code)
+
+
+def _is_interactive() -> bool:
+    ipython = sys.modules.get("IPython")
+    return hasattr(sys, "ps1") or (ipython is not None and ipython.get_ipython() is not None)

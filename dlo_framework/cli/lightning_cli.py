@@ -22,6 +22,7 @@ from dlo_framework.checkpoint.listing import look
 from dlo_framework.cli.scan import Scan
 from dlo_framework.defaults import add_default_callbacks
 from dlo_framework.distributed.canonical import CanonicalStrategy
+from dlo_framework.distributed.grace import GRACE
 from dlo_framework.distributed.strategy import register_data_parallel, use_canonical_checkpoints
 from dlo_framework.errors import DloError, did_you_mean, dlo_error_in
 from dlo_framework.registry import Registry
@@ -148,6 +149,12 @@ class DloCLI(LightningCLI):
             default="canonical",
             help="lightning: a single file as Lightning itself writes it, under auto and ddp alone",
         )
+        parser.add_argument(
+            "--run.stop_grace",
+            type=float,
+            default=GRACE,
+            help="seconds that a run which was asked to stop may take no batch and save nothing before it is ended",
+        )
 
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
         """Parses; Lightning warns here about arguments that do not come from ``sys.argv``, and ours need not.
@@ -250,6 +257,7 @@ class DloCLI(LightningCLI):
             config=self._config_to_keep(),
             progress_bar=config.get("enable_progress_bar") is not False,
             checkpoints=config.get("enable_checkpointing") is not False,
+            stop_grace=self.config[self.command].run.stop_grace,
         )
         kwargs["default_root_dir"] = str(self.run_folder)
         if config.get("profiler") is None:

@@ -41,6 +41,7 @@ class Failure:
         summary: one line: ``ValueError: no such thing``, ``killed by SIGKILL``.
         details: the traceback; empty where there is none.
         exit_code: of the whole run.
+        stacks: Whether ranks are ended where they are, so that each prints its stack first.
     """
 
     rank: int
@@ -48,6 +49,7 @@ class Failure:
     summary: str
     details: str = ""
     exit_code: int = 1
+    stacks: bool = False
 
     @classmethod
     def of(cls, error: BaseException, rank: int, world_size: int) -> Failure:
@@ -82,15 +84,21 @@ class Failure:
     @property
     def told(self) -> bool:
         """Whether the rank has told of it itself; else it has died, is silent or hangs."""
-        return bool(self.details) or self.of_user
+        return bool(self.details) or self.of_user or self.by_signal
 
     @property
     def of_user(self) -> bool:
         """Whether it is bad input: one line, and exit code 2."""
         return self.exit_code == 2 and not self.details
 
+    @property
+    def by_signal(self) -> bool:
+        """Whether a request to stop has ended the ranks where they were."""
+        return self.stacks and self.exit_code > 128
+
     def __str__(self) -> str:
-        return f"rank {self.rank} of {self.world_size} failed: {self.summary}"
+        failed = "" if self.by_signal else " failed"
+        return f"rank {self.rank} of {self.world_size}{failed}: {self.summary}"
 
     def to_text(self) -> str:
         """Returns one line of JSON."""
@@ -107,6 +115,7 @@ class Failure:
                 str(fields["summary"]),
                 str(fields["details"]),
                 int(fields["exit_code"]),
+                bool(fields["stacks"]),
             )
         except (KeyError, TypeError) as error:
             raise ValueError(f"no failure: {text[:80]}") from error

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import atexit
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -36,6 +37,9 @@ from dlo_framework.distributed.failure import (
     tell,
     tell_torchrun,
 )
+from dlo_framework.distributed.grace import GRACE, Grace, Progress
+from dlo_framework.distributed.signals import SignalListener
+from dlo_framework.distributed.stacks import Sampler, print_stack
 from dlo_framework.distributed.watch import Address, Watch
 from dlo_framework.errors import is_agreed
 
@@ -43,6 +47,10 @@ from dlo_framework.errors import is_agreed
 _GRACE = 2.0
 #: Likewise one that the launcher has started, for whose end that one waits.
 _CHILDS_GRACE = 1.0
+#: Likewise where ranks are ended where they are: those that can raise do so at the same time.
+_AT_ONCE = 0.2
+#: Seconds that the main thread has to leave by itself after a second Ctrl-C, and its callbacks then.
+_INTERRUPTED = 0.5
 #: Seconds that callbacks have for their ``on_exception``: they may wait for ranks that are gone.
 _FAREWELL = 5.0
 #: Seconds that an error of a connection waits for the failure that caused it to become known.
@@ -73,6 +81,8 @@ class RankLauncher(_SubprocessScriptLauncher):
         self._handled = threading.Event()  # and Lightning has told the callbacks
         self._leaving = threading.Lock()
         self._running = False
+        self._interrupts = 0
+        self.grace = GRACE
 
     def launch(self, function: Callable[..., Any], *args: Any, trainer: Trainer | None = None, **kwargs: Any) -> Any:
         """Starts the other ranks, unless something else has, and calls the function on this one.
@@ -86,6 +96,10 @@ class RankLauncher(_SubprocessScriptLauncher):
         self._raised.clear()
         self._handled.clear()
         self._running = True
+        self._interrupts = 0
+        signals = SignalListener(self._on_signal)
+        if self.num_processes * self.num_nodes > 1:
+            signals.start()
         if not self.cluster_environment.creates_processes_externally:
             self._start_children()
         elif _parent() is not None:
@@ -97,15 +111,18 @@ class RankLauncher(_SubprocessScriptLauncher):
             self._running = False
             if isinstance(error, _TunerExitException) or is_agreed(error):
                 self._end_watch(orderly=True)
+                signals.stop()
                 raise
             if self.num_processes * self.num_nodes == 1:
                 raise
             shown = self._failed(error)
+            signals.stop()
             if shown is error:
                 raise
             raise shown from None
         self._running = False
         self._end_watch(orderly=True)
+        signals.stop()
         return result
 
     # --- watching ------------------------------------------------------------------------------------------
@@ -123,6 +140,9 @@ class RankLauncher(_SubprocessScriptLauncher):
             on_failure=self._on_failure,
             exit_code=self._exit_code,
             place=self._place,
+            moves=Progress(self._trainer).moves,
+            sampler=Sampler(),
+            grace=Grace(self.grace),
         )
         served: Address | str | None = None
         if self._rank == 0:
@@ -138,8 +158,11 @@ class RankLauncher(_SubprocessScriptLauncher):
                 " (timeout_minutes)",
                 file=sys.stderr,
             )
+            watch.end(orderly=True)  # It has a file open, which nobody would close.
         elif isinstance(address, Address):
             self._watch = watch
+        else:
+            watch.end(orderly=True)
 
     def _end_watch(self, *, orderly: bool) -> None:
         watch, self._watch = self._watch, None
@@ -162,9 +185,36 @@ class RankLauncher(_SubprocessScriptLauncher):
         except subprocess.TimeoutExpired:
             return None
 
+    def set_grace(self, seconds: float) -> None:
+        """Sets how long a run that was asked to stop may go on without a move."""
+        self.grace = seconds
+        if self._watch is not None:
+            self._watch.set_grace(seconds)
+
+    def meet(self, call: str) -> str:
+        """Waits until all ranks have come to a call; returns where those are that do not come, or nothing."""
+        return self._watch.meet(call) if self._watch is not None else ""
+
+    def _on_signal(self, signum: int) -> None:
+        """Called for each request to stop, in a thread: what the main thread does about it may not come to be."""
+        self._interrupts += signum == signal.SIGINT
+        watch = self._watch
+        if self._interrupts < 2 or signum != signal.SIGINT:
+            if watch is not None:
+                watch.ask(signum)
+            return
+        if self._raised.wait(_INTERRUPTED) or not self._running:
+            return
+        world = self.num_processes * self.num_nodes
+        failure = Failure(self._rank, world, "ended by a second Ctrl-C", exit_code=128 + signal.SIGINT, stacks=True)
+        if watch is not None:
+            failure = watch.fail(failure)
+        self._abandon_unless(self._raised, 0.0, failure)
+
     def _on_failure(self, failure: Failure) -> None:
         """Another rank has failed: this one gets a moment to raise by itself, and is ended if it does not."""
         grace = _GRACE if _parent() is None else _CHILDS_GRACE
+        grace = _AT_ONCE if failure.stacks else grace
         threading.Thread(target=self._abandon_unless, args=(self._raised, grace, failure), daemon=True).start()
 
     def _abandon_unless(self, done: threading.Event, seconds: float, failure: Failure) -> None:
@@ -172,7 +222,10 @@ class RankLauncher(_SubprocessScriptLauncher):
         with self._leaving:
             if done.is_set():
                 return
-            self._end_children(0.0)
+            if failure.stacks and done is self._raised:
+                print_stack(self._rank, failure.world_size)
+            # Each of them prints its stack too.
+            self._end_children(_CHILDS_GRACE if failure.stacks else 0.0)
             tell(self._ended(failure))
             leave(failure.exit_code)
 
@@ -191,12 +244,16 @@ class RankLauncher(_SubprocessScriptLauncher):
             self._raised.set()
         if first == own:
             tell_torchrun(error)
-        # One that was stopped or hangs leaves no sooner for being given time.
-        self._end_children(2 * _CHILDS_GRACE if first.told else 0.0)
+        if first.stacks and first != own:
+            print_stack(self._rank, first.world_size, error)
+        # One that was stopped or hangs leaves no sooner for being given time, but says where it is.
+        interrupted = isinstance(error, KeyboardInterrupt)
+        self._end_children(_CHILDS_GRACE if first.stacks or interrupted else 2 * _CHILDS_GRACE if first.told else 0.0)
         note_end(self._ended(first))
         self._end_watch(orderly=False)
         self._disarm()
-        threading.Thread(target=self._abandon_unless, args=(self._handled, _FAREWELL, first), daemon=True).start()
+        farewell = _INTERRUPTED if interrupted else _FAREWELL
+        threading.Thread(target=self._abandon_unless, args=(self._handled, farewell, first), daemon=True).start()
         return error if first == own or not is_lost_connection(error) else RankFailed(first)
 
     def _first(self, error: BaseException, own: Failure) -> Failure:
@@ -315,6 +372,22 @@ class WatchedRanks(DDPStrategy):
         super().setup_environment()
         if isinstance(self._launcher, RankLauncher) and dist.is_initialized():
             self._launcher.watch(self)
+
+    def set_stop_grace(self, seconds: float) -> None:
+        """Sets how long a run that was asked to stop may go on without a move before it is ended where it is."""
+        if isinstance(self._launcher, RankLauncher):
+            self._launcher.set_grace(seconds)
+
+    def meet(self, call: str) -> str:
+        """Waits until all ranks have come to a call that takes all of them.
+
+        Args:
+            call: Call in words, the same on all ranks.
+
+        Returns:
+            Where those are that do not come; empty where all have.
+        """
+        return self._launcher.meet(call) if isinstance(self._launcher, RankLauncher) else ""
 
     def teardown(self) -> None:
         """Ends the run on this rank."""

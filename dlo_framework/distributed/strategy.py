@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import sys
+import weakref
 from abc import abstractmethod
 from collections.abc import Iterator
 from datetime import timedelta
@@ -16,9 +18,10 @@ from lightning.pytorch.callbacks import BaseFinetuning
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import SingleDeviceStrategy, StrategyRegistry
 from lightning.pytorch.trainer.states import TrainerFn
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 from torchmetrics import Metric
 
 from dlo_framework.distributed.canonical import CanonicalStrategy
@@ -26,11 +29,12 @@ from dlo_framework.distributed.collectives import broadcast_values
 from dlo_framework.distributed.launcher import WatchedRanks
 from dlo_framework.distributed.norms import total_norm
 from dlo_framework.distributed.precision import sharded
+from dlo_framework.distributed.stacks import hook_frame, hook_of, own_line
 from dlo_framework.distributed.unused import unused_message, unused_numbers
 from dlo_framework.errors import DloError
 
 #: How long a collective may take; a rank that hangs ends the run after this.
-TIMEOUT = timedelta(minutes=30)
+TIMEOUT = timedelta(minutes=10)
 
 
 class SingleProcessStrategy(CanonicalStrategy, SingleDeviceStrategy):
@@ -50,8 +54,8 @@ class DataParallelStrategy(CanonicalStrategy, WatchedRanks):
 
     Args:
         find_unused_parameters: whether parameters may go without a gradient, which costs a walk over the graph.
-        timeout_minutes: how long a collective may take before a rank gives the others up; by default Lightning's
-            `timeout`, 30.
+        timeout_minutes: how long a collective may take before a rank gives the others up; 10 by default, or
+            Lightning's `timeout`.
         kwargs: further arguments of Lightning's DDPStrategy and torch's DistributedDataParallel.
     """
 
@@ -65,6 +69,7 @@ class DataParallelStrategy(CanonicalStrategy, WatchedRanks):
     ) -> None:
         if timeout_minutes is not None:
             kwargs["timeout"] = timedelta(minutes=timeout_minutes)
+        kwargs.setdefault("timeout", TIMEOUT)
         super().__init__(find_unused_parameters=find_unused_parameters, **kwargs)
 
     def gradient_norm(self, optimizer: Optimizer) -> Tensor:
@@ -121,6 +126,7 @@ class ShardedStrategy(CanonicalStrategy, WatchedRanks):
 
     def __init__(self, timeout_minutes: float = TIMEOUT.total_seconds() / 60, **kwargs: Any) -> None:
         super().__init__(timeout=timedelta(minutes=timeout_minutes), **kwargs)
+        self._guards: list[RemovableHandle] = []
 
     @contextlib.contextmanager
     def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
@@ -171,7 +177,27 @@ class ShardedStrategy(CanonicalStrategy, WatchedRanks):
         self.shard(trainer)
         self.bring_the_rest()
         self.setup_precision_plugin()
+        self.guard_forwards(trainer)
         self.barrier("sharded")
+
+    def needs_all_ranks(self, module: nn.Module) -> bool:
+        """Returns whether a forward of a part of the LightningModule, or of all of it, takes all ranks."""
+        return self.forward_needs_all_ranks and next(module.parameters(), None) is not None
+
+    def guard_forwards(self, trainer: Trainer) -> None:
+        """Makes the module and its parts ask the other ranks first where a hook calls them, outside of steps.
+
+        Collectives are matched by their order alone. A forward on one rank would pair its own with those of the others'
+        next steps: they end in a hang, or in weights that are none.
+        """
+        for handle in self._guards:
+            handle.remove()
+        module = self._module()
+        guarded = [module, *module.children()] if self.world_size > 1 else []
+        guard = _forward_guard(weakref.ref(trainer), weakref.ref(module))
+        self._guards = [
+            part.register_forward_pre_hook(guard, prepend=True) for part in guarded if self.needs_all_ranks(part)
+        ]
 
     def bring_the_rest(self) -> None:
         """Brings what is no tensor of the module's to the device: its metrics, and what it says of its own device.
@@ -225,6 +251,9 @@ class ShardedStrategy(CanonicalStrategy, WatchedRanks):
     def teardown(self) -> None:
         """Ends the run; the module stays as it is sharded, and can be validated or trained again."""
         self.finish_checkpoints()
+        for handle in self._guards:
+            handle.remove()
+        self._guards = []
         self.precision_plugin.teardown()
         assert self.accelerator is not None
         assert self.cluster_environment is not None
@@ -242,6 +271,34 @@ def _refuse_finetuning(trainer: Trainer) -> None:
                 f" {type(trainer.strategy).__name__} divides them when the run starts; use strategy ddp with it, or let"
                 " all train from the start, some with a lower lr"
             )
+
+
+def _forward_guard(trainer_ref: weakref.ref[Trainer], module_ref: weakref.ref[LightningModule]) -> Any:
+    """Returns a forward pre-hook that lets a forward outside of steps begin once all ranks have come to it."""
+    checked: list[tuple[Any, ...]] = [()]
+
+    def guard(part: nn.Module, args: Any) -> None:
+        if torch.compiler.is_compiling():
+            return  # What is compiled is called in steps.
+        trainer, module = trainer_ref(), module_ref()
+        hook = module._current_fx_name if module is not None else None
+        if trainer is None or hook is None or not hook.startswith("on_"):
+            return
+        frame = hook_frame(sys._getframe())
+        call = (id(frame), hook_of(frame), trainer.global_step)
+        if frame is None or call == checked[0]:  # Once a call of the hook.
+            return
+        checked[0] = call
+        strategy = trainer.strategy
+        missing = strategy.meet(call[1]) if isinstance(strategy, WatchedRanks) else ""
+        if missing:
+            raise DloError(
+                f"rank {trainer.global_rank} called the model outside of a step that all ranks take part in ({call[1]},"
+                f" {own_line(sys._getframe())}), while {missing}; a forward under {type(strategy).__name__} must be"
+                " called on all ranks: take it out of a condition on the rank, or move it into validation_step"
+            )
+
+    return guard
 
 
 def register_data_parallel() -> None:

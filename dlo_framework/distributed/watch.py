@@ -14,6 +14,7 @@ import json
 import os
 import secrets
 import selectors
+import signal
 import socket
 import threading
 import time
@@ -24,6 +25,8 @@ from typing import Any, NamedTuple
 
 from dlo_framework.distributed.descriptors import lacking
 from dlo_framework.distributed.failure import Failure
+from dlo_framework.distributed.grace import Grace
+from dlo_framework.distributed.stacks import Position, Sampler
 
 #: Seconds from one look at the connections to the next.
 _TICK = 0.2
@@ -37,6 +40,10 @@ _GREETING = 30.0
 _FULL, _PAUSE = (errno.EMFILE, errno.ENFILE), 1.0
 #: Seconds that ranks have to say that they have waited in vain, before those that do not say so are to blame.
 _ALSO_WAITED = 1.0
+#: Seconds that ranks have to wait for each other, in different hooks, before that is taken for an error.
+_STILL = 5.0
+#: Beats over which it has to be so: one may tell of a moment that has passed.
+_BEATS = 2
 
 
 #: The connections of this process, which a loader's workers must not keep open when it has died.
@@ -63,6 +70,10 @@ class _Peer:
     heard: bool = False  # whether it ever was
     left: bool = False  # whether it has said farewell
     place: int = 0
+    moves: int = 0
+    still: float = 0.0  # seconds that it has waited for other ranks at one place
+    position: Position = field(default_factory=Position)
+    call: tuple[int, str] = (0, "")  # the last call that it is to make together with the others
 
 
 @dataclass
@@ -84,6 +95,9 @@ class Watch:
         on_failure: called once, in the watching thread, with the first failure, if it is not this rank that told it.
         exit_code: returns the exit code of a rank's process where this one knows it, else None; asked on rank 0.
         place: returns how far this rank has come: twice the batches it has done, plus 1 within one.
+        moves: Returns a number that changes as long as this rank gets on.
+        sampler: Looks where this rank's main thread is; None for no look.
+        grace: Seconds that a run which was asked to stop may go on without a move.
     """
 
     def __init__(
@@ -95,8 +109,17 @@ class Watch:
         on_failure: Callable[[Failure], None],
         exit_code: Callable[[int], int | None] = lambda rank: None,
         place: Callable[[], int] = lambda: 0,
+        moves: Callable[[], int] = lambda: 0,
+        sampler: Sampler | None = None,
+        grace: Grace | None = None,
     ) -> None:
         self.rank, self.world_size = rank, world_size
+        self._moves, self._sampler, self._grace = moves, sampler, grace or Grace()
+        self._still, self._stuck, self._lonely = 0.0, 0.0, 0.0
+        self._call = (0, "")  # the number of calls made together so far, and the last
+        self._meeting = threading.Lock()
+        self._answered = threading.Condition()
+        self._answer: tuple[int, str] = (0, "")
         self._on_failure, self._exit_code, self._place = on_failure, exit_code, place
         self._limit, self._interval = limit, min(1.0, limit / 5)
         self._peers: list[_Peer] = []
@@ -204,6 +227,84 @@ class Watch:
         """Returns whether a rank has said farewell (rank 0 knows)."""
         return rank in self._left
 
+    def set_grace(self, seconds: float) -> None:
+        """Sets how long a run that was asked to stop may go on without a move; rank 0's counts."""
+        self._grace.seconds = seconds
+
+    def ask(self, signum: int) -> None:
+        """Tells that this rank was asked to stop: from here on the run has to get on, or is ended where it is."""
+        if self.rank == 0:
+            self._grace.ask(signum)
+        for peer in list(self._peers) if self.rank != 0 else []:
+            self._send(peer, {"asked": signum})
+
+    def meet(self, call: str) -> str:
+        """Waits until all ranks have come to a call that they have to make together.
+
+        Args:
+            call: Call in words that are the same on all ranks.
+
+        Returns:
+            An empty text once all are there; else where the ranks are that do not come.
+        """
+        number = self._call[0] + 1
+        if self.rank == 0:
+            with self._meeting:
+                self._call = (number, call)
+            self._check_call(0.0)
+        else:
+            self._call = (number, call)
+            for peer in list(self._peers):
+                self._send(peer, {"meets": number, "call": call})
+        with self._answered:
+            while self._answer[0] < number and self._shared.first is None and not self._shared.over and self._peers:
+                self._answered.wait(0.5)
+            return self._answer[1] if self._answer[0] == number else ""
+
+    def _check_call(self, passed: float) -> None:
+        """On rank 0: answers ranks that wait in :meth:`meet`, once all are there or some will not come."""
+        with self._meeting:
+            peers = [peer for peer in self._peers if peer.rank is not None]
+            calls = {self.rank: self._call} | {peer.rank: peer.call for peer in peers if peer.rank is not None}
+            number = max(called for called, _ in calls.values())
+            if number <= self._answer[0]:
+                return
+            here = {rank: words for rank, (called, words) in calls.items() if called == number}
+            absent = [rank for rank in range(self.world_size) if rank not in here]
+            if not absent:
+                missing = (
+                    "" if len(set(here.values())) == 1 else "; ".join(f"rank {rank} is in {here[rank]}" for rank in here)
+                )
+            else:
+                missing = self._not_coming(absent, passed)
+                if not missing:
+                    return
+            answer = {"met": number, "missing": missing}
+            for peer in peers:
+                if peer.rank in here:
+                    self._send(peer, answer)
+            self._take_answer(answer)
+
+    def _not_coming(self, absent: list[int], passed: float) -> str:
+        """Returns where ranks are that will not come: they wait for others elsewhere, or have left; else nothing."""
+        places = {peer.rank: str(peer.position) for peer in self._peers if peer.rank is not None and self._waits(peer)}
+        if self._still >= _STILL / 2:
+            places[self.rank] = str(self._sampler.position) if self._sampler is not None else ""
+        places |= dict.fromkeys(self._left, "at the run's end")
+        self._lonely = self._lonely + passed if all(rank in places for rank in absent) else 0.0
+        if self._lonely < _BEATS * self._interval:
+            return ""
+        return "; ".join(f"rank {rank} is {places[rank]}" for rank in absent)
+
+    def _waits(self, peer: _Peer) -> bool:
+        """Returns whether a rank waits for others now, as far as is known."""
+        return peer.still >= _STILL / 2 and peer.quiet < 3 * self._interval
+
+    def _take_answer(self, answer: dict[str, Any]) -> None:
+        with self._answered:
+            self._answer = (int(answer["met"]), str(answer["missing"]))
+            self._answered.notify_all()
+
     def _blamed(self) -> Failure:
         """Returns the failure of the rank that the others have waited for in vain; asked on rank 0.
 
@@ -214,7 +315,7 @@ class Watch:
         if last in self._waited and places[last] == max(places.values()):
             return next(iter(self._waited.values()))  # All wait for all: their collectives do not match.
         text = f"it is still in batch {(places[last] + 1) // 2}; others have waited for it for {self._limit:g} s"
-        return Failure(last, self.world_size, text)
+        return Failure(last, self.world_size, text, stacks=True)
 
     # --- the watching thread -------------------------------------------------------------------------------
 
@@ -231,14 +332,65 @@ class Watch:
             looked, since_beat = time.monotonic(), since_beat + passed
             self._accept_again(passed)
             if since_beat >= self._interval:
+                self._beat(since_beat)
                 since_beat = 0.0
-                for peer in list(self._peers):
-                    self._send(peer, {"at": self._place()})
             self._count_silence(passed)
+            if self.rank == 0:
+                self._check_call(passed)
+                self._check_request(passed)
             if self._waited and self._shared.first is None:
                 since_waited += passed
                 if since_waited >= _ALSO_WAITED:
                     self._decide(self._blamed())
+
+    def _beat(self, passed: float) -> None:
+        """Tells the others where this rank is; on rank 0, looks whether all wait for each other."""
+        message: dict[str, Any] = {"at": self._place(), "moves": self._moves()}
+        if self._sampler is not None:
+            self._still = self._sampler.look(passed)
+            message |= {"still": self._still, "in": self._sampler.position}
+        for peer in list(self._peers):
+            self._send(peer, message)
+        if self.rank == 0:
+            self._check_deadlock(passed)
+
+    def _all_wait(self) -> float:
+        """Returns the seconds that every rank has waited for others at one place; 0 if one of them does not."""
+        peers = [peer for peer in self._peers if peer.rank is not None]
+        if len(peers) < self.world_size - 1 or any(peer.quiet >= 3 * self._interval for peer in peers):
+            return 0.0
+        return min([self._still, *(peer.still for peer in peers)])
+
+    def _check_deadlock(self, passed: float) -> None:
+        """Ends the run if all ranks wait for others, and not in the same hook: none of them will ever go on."""
+        if self._sampler is None:
+            return
+        positions = {self.rank: self._sampler.position}
+        positions |= {peer.rank: peer.position for peer in self._peers if peer.rank is not None}
+        hooks = [position.hook for position in positions.values()]
+        deadlock = self._all_wait() >= _STILL and len(set(hooks)) > 1
+        self._stuck = self._stuck + passed if deadlock else 0.0
+        if self._stuck < _BEATS * self._interval or self._shared.first is not None:
+            return
+        # The one to blame is in a hook of its own; of two, in one of the user's rather than in a step.
+        alone = min(
+            positions, key=lambda rank: (hooks.count(positions[rank].hook), not _is_aside(positions[rank].hook))
+        )
+        others = "; ".join(f"rank {rank} is {position}" for rank, position in positions.items() if rank != alone)
+        text = (
+            f"it is {positions[alone]}, while {others}: they wait for each other. What needs all ranks (a forward of a"
+            " divided model, saving, reducing) must be called on all of them; take it out of a condition on the rank"
+        )
+        self._decide(Failure(alone, self.world_size, text, stacks=True))
+
+    def _check_request(self, passed: float) -> None:
+        """Ends a run that was asked to stop and has not moved for too long."""
+        moves = self._moves() + sum(peer.moves for peer in self._peers)
+        if self._grace.is_over(passed, moves, self._all_wait()) and self._shared.first is None:
+            name = signal.Signals(self._grace.signum).name
+            code = 128 + (signal.SIGINT if self._grace.signum == signal.SIGINT else signal.SIGTERM)
+            text = f"{name} asked the run to stop, and no rank has finished a batch or saved since; ended where it was"
+            self._decide(Failure(self._grace.rank, self.world_size, text, exit_code=code, stacks=True))
 
     def _accept(self) -> None:
         assert self._listener is not None
@@ -312,8 +464,18 @@ class Watch:
                 self._decide(failure)
         elif "first" in message and self.rank != 0:
             self._learn(Failure.from_text(message["first"]))
+        elif "asked" in message and self.rank == 0:
+            self._grace.ask(int(message["asked"]), peer.rank)
+        elif "meets" in message and self.rank == 0:
+            with self._meeting:
+                peer.call = (int(message["meets"]), str(message["call"]))
+            self._check_call(0.0)
+        elif "met" in message and self.rank != 0:
+            self._take_answer(message)
         elif "at" in message:
-            peer.place = int(message["at"])
+            peer.place, peer.moves = int(message["at"]), int(message["moves"])
+            if "still" in message:
+                peer.still, peer.position = float(message["still"]), Position(*map(str, message["in"]))
 
     def _lost(self, peer: _Peer) -> None:
         self._drop(peer)
@@ -337,7 +499,7 @@ class Watch:
             self._drop(peer)
             if peer.rank is not None and not peer.left:
                 text = f"nothing was heard of it for {self._limit:g} s (stopped? its host or its network down?)"
-                self._found(Failure(peer.rank, self.world_size, text))
+                self._found(Failure(peer.rank, self.world_size, text, stacks=True))
 
     def _found(self, failure: Failure) -> None:
         if self.rank == 0:
@@ -366,6 +528,8 @@ class Watch:
 
     def _tell_here(self, first: Failure) -> None:
         self._known.set()
+        with self._answered:
+            self._answered.notify_all()
         if not self._shared.over and (first.rank != self.rank or not self._told):
             self._on_failure(first)
 
@@ -384,6 +548,11 @@ class Watch:
             self._selector.unregister(peer.connection)
             self._peers.remove(peer)
         peer.connection.close()
+
+
+def _is_aside(hook: str) -> bool:
+    """Returns whether a hook is one beside the steps, which users write: ``on_...``."""
+    return hook.startswith("on_") and not hook.partition(" of ")[2].endswith("Strategy")
 
 
 def _close_in_forks() -> None:

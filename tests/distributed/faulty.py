@@ -54,20 +54,20 @@ class FaultyNet(Task):
 class FaultyData(ResumableDataModule):
     """64 samples; from item 20 on, the loader of one rank raises."""
 
-    def __init__(self, num_workers: int = 0, raise_on: int = -1, batch_size: int = 8) -> None:
+    def __init__(self, num_workers: int = 0, raise_on: int = -1, hang_on: int = -1, batch_size: int = 8) -> None:
         super().__init__(batch_size=batch_size, num_workers=num_workers)
-        self.raise_on = raise_on
+        self.raise_on, self.hang_on = raise_on, hang_on
 
     def train_dataloader(self):
-        return self.train_loader(Items(self.raise_on))
+        return self.train_loader(Items(self.raise_on, self.hang_on))
 
     def val_dataloader(self):
         return self.eval_loader(Items(-1))
 
 
 class Items(torch.utils.data.Dataset):
-    def __init__(self, raise_on: int) -> None:
-        self.raise_on, self.told = raise_on, False
+    def __init__(self, raise_on: int, hang_on: int = -1) -> None:
+        self.raise_on, self.hang_on, self.told = raise_on, hang_on, False
         self.x = torch.randn(64, 8, generator=torch.Generator().manual_seed(0))
 
     def __len__(self) -> int:
@@ -80,11 +80,14 @@ class Items(torch.utils.data.Dataset):
         if own_rank() == self.raise_on and index >= 20:
             say("FAULT")
             raise DloError(f"image {index} is broken; mend it")
+        if own_rank() == self.hang_on and index >= 20:
+            say("FAULT")
+            time.sleep(600)
         return self.x[index]
 
 
 class Fault(Callback):
-    """At one place and step, on one rank: raises, hangs, leaves, or gets a signal."""
+    """At one place and step, on one rank: raises, hangs, leaves, calls the model alone, or gets a signal."""
 
     def __init__(self, at: str = "step", rank: int = 1, what: str = "raise", after: int = 3, once: str = "") -> None:
         self.at, self.rank, self.what, self.after, self.once = at, rank, what, after, once
@@ -106,6 +109,11 @@ class Fault(Callback):
             time.sleep(600)
         if self.what == "exit":
             os._exit(7)
+        if self.what == "call":
+            module = trainer.lightning_module
+            with torch.no_grad():
+                module.model(torch.zeros(4, 8))
+            return
         os.kill(os.getpid(), getattr(signal, self.what))
         time.sleep(5)
 
@@ -120,6 +128,12 @@ class Fault(Callback):
 
     def on_before_zero_grad(self, trainer, *_):
         self._fault(trainer, "callback")
+
+    def on_save_checkpoint(self, trainer, *_):
+        self._fault(trainer, "save")
+
+    def on_train_epoch_end(self, trainer, *_):
+        self._fault(trainer, "epoch")
 
 
 class SecondFault(Fault):

@@ -299,6 +299,67 @@ def test_a_signal_leads_to_one_checkpoint_and_an_equal_run(dlo, curve, strategy,
     assert cut == whole
 
 
+def interrupted(dlo, path: str, signals: list[int], within: float, *words: str) -> tuple[float, subprocess.Popen, str]:
+    """Sends signals to the main process some time after its fault; returns the seconds it took from the last."""
+    process = dlo.start("fit", "--config", path, *words)
+    assert process.stdout is not None
+    while not (line := process.stdout.readline()).startswith("FAULT"):
+        assert line, process.communicate()
+    for signum in signals:
+        time.sleep(1.0)
+        process.send_signal(signum)
+    before = time.monotonic()
+    try:
+        _, err = process.communicate(timeout=within)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        raise
+    return time.monotonic() - before, process, err
+
+
+def test_a_second_interrupt_ends_ranks_that_hang_and_each_says_where_it_was(dlo):
+    path = config(dlo.folder, "zero3", fault="{what: hang}")
+    _, process, err = interrupted(dlo, path, [signal.SIGINT, signal.SIGINT], 20)
+    assert process.returncode == 130
+    assert err.splitlines()[-1] == "dlo 0.1.0: rank 0 of 2: ended by a second Ctrl-C"
+    assert re.search(r"rank 0 of 2 \(pid .*\) was in training_step of ZeroStrategy, waiting in wait at", err)
+    assert re.search(r"rank 1 of 2 \(pid .*\) was in on_train_batch_start of Fault:", err)
+    assert "in _fault\n    time.sleep(600)" in err
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["ddp", "zero3", "fsdp", "tp", "pp", "deepspeed3"])
+@pytest.mark.parametrize("at", ["step", "validation", "save", "item"])
+def test_signals_end_a_run_that_hangs_anywhere(dlo, strategy, at):
+    data = "{hang_on: 1}" if at == "item" else "{}"
+    fault = "{after: 1000}" if at == "item" else f"{{what: hang, at: {at}, after: {8 if at == 'validation' else 4}}}"
+    save = f"{{class_path: ModelCheckpoint, init_args: {{every_n_train_steps: 4, dirpath: {dlo.folder}/kept}}}}"
+    path = config(dlo.folder, strategy, fault=fault, data=data, callbacks=save)
+    seconds, process, err = interrupted(dlo, path, [signal.SIGINT, signal.SIGINT], 30)
+    print(f"{strategy}, {at}: ended {seconds:.1f} s after the second Ctrl-C")
+    assert process.returncode == 130, err
+    seconds, process, err = interrupted(dlo, path, [signal.SIGTERM], 60, "--run.stop_grace", "4")
+    print(f"{strategy}, {at}: ended {seconds:.1f} s after SIGTERM")
+    assert process.returncode == 143, err
+    assert "SIGTERM asked the run to stop" in err.splitlines()[-1]
+    assert len(re.findall(r"rank \d of 2 \(pid", err)) == 2
+
+
+# --- a model called on one rank --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "strategy", ["zero3", *(pytest.param(name, marks=pytest.mark.slow) for name in ("fsdp", "tp", "pp", "deepspeed3"))]
+)
+def test_a_model_that_one_rank_calls_by_itself_is_found_in_seconds(dlo, strategy):
+    end = fails(dlo, config(dlo.folder, strategy, fault="{what: call, at: epoch, rank: 0, after: 8}"), 40)
+    assert end.code == 2
+    assert (
+        "rank 0 called the model outside of a step that all ranks take part in (on_train_epoch_end of Fault, faulty.py:"
+    ) in end.last
+    assert "must be called on all ranks" in end.last
+
+
 # --- torchrun --------------------------------------------------------------------------------------------------
 
 

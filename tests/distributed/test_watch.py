@@ -1,8 +1,11 @@
 """Ranks that watch each other: each kind of end reaches all, once, and names the rank."""
 
+import gc
 import os
 import resource
+import signal
 import socket
+import threading
 import time
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -11,8 +14,12 @@ import pytest
 
 from dlo_framework.distributed import descriptors
 from dlo_framework.distributed.failure import Failure, is_lost_connection
+from dlo_framework.distributed.grace import Grace
 from dlo_framework.distributed.launcher import RankLauncher
+from dlo_framework.distributed.signals import SignalListener, means_stop
+from dlo_framework.distributed.stacks import Position, Sampler, position_of
 from dlo_framework.distributed.watch import Address, Watch
+from dlo_framework.stop import GracefulStop
 
 LIMIT = 1.0
 
@@ -182,7 +189,7 @@ def test_more_ranks_than_files_are_allowed_are_not_watched_and_the_run_says_so(m
     monkeypatch.setattr(descriptors.resource, "setrlimit", lambda _, limits: None)
     monkeypatch.setattr(descriptors, "_open_files", lambda: 44)
     launcher = RankLauncher.__new__(RankLauncher)
-    launcher._watch, told = None, []
+    launcher._watch, launcher._trainer, launcher.grace, told = None, None, 60.0, []
     strategy = SimpleNamespace(
         global_rank=0,
         world_size=1000,
@@ -191,7 +198,10 @@ def test_more_ranks_than_files_are_allowed_are_not_watched_and_the_run_says_so(m
         timeout_seconds=lambda: 1800.0,
         broadcast=lambda served: told.append(served) or served,
     )
+    gc.collect()
+    opened = os.listdir("/dev/fd")
     launcher.watch(strategy)
+    assert os.listdir("/dev/fd") == opened  # Else they would be closed some time later, by garbage collection.
     assert capsys.readouterr().err == (
         "dlo: rank 0 may have 1024 files open and needs 2300 to watch 999 others; allow them before the run starts:"
         " ulimit -n 2300; if a rank fails, the others notice when 1800 s are over (timeout_minutes)\n"
@@ -217,6 +227,7 @@ def test_where_no_more_files_may_be_open_ranks_are_accepted_later_and_nothing_sp
     watch = Watch(0, 2, limit=60, on_failure=lambda failure: None)
     address = watch.serve(one_host=True, name="localhost")
     late = socket.socket()
+    gc.collect()  # What other tests have left open would be closed meanwhile, and make room.
     with files_at_most(late.fileno() + 10):
         filler = list(iter(open_one, None))
         late.connect((address.hosts[0], address.port))
@@ -256,3 +267,159 @@ def test_one_that_gave_up_waiting_to_be_accepted_is_neither_missed_nor_done():
         time.sleep(0.5)
         assert told == [[], []]
         assert not watches[0].has_left(2)
+
+
+# --- where ranks are -------------------------------------------------------------------------------------------
+
+
+class Waiting(Sampler):
+    """A rank that has waited in a hook for so many seconds."""
+
+    def __init__(self, hook: str, seconds: float = 9.0) -> None:
+        super().__init__()
+        self.position, self.seconds = Position(hook, "all_reduce at net.py:7"), seconds
+
+    def look(self, passed: float) -> float:
+        return self.seconds
+
+
+@contextmanager
+def waiting(*samplers: Waiting):
+    """Yields watches of ranks that wait at these places, which tell of it ten times a second."""
+    with ranks(len(samplers)) as (watches, told, _):
+        for watch, sampler in zip(watches, samplers, strict=True):
+            watch._sampler, watch._interval = sampler, 0.1
+        yield watches, told
+
+
+def test_ranks_that_wait_for_each_other_in_different_hooks_are_ended_and_the_odd_one_is_named():
+    step = "training_step of ZeroStrategy"
+    with waiting(Waiting(step), Waiting("on_train_epoch_end of ImageSampler"), Waiting(step)) as (watches, told):
+        first = watches[0].wait_for_first(20)
+        assert first is not None
+        assert first.rank == 1
+        assert first.stacks
+        assert first.summary.startswith(
+            "it is in on_train_epoch_end of ImageSampler, waiting in all_reduce at net.py:7, while rank 0 is in"
+            f" {step}, waiting in all_reduce at net.py:7; rank 2 is in {step}"
+        )
+        wait_until(lambda: all(told))
+
+
+def test_ranks_that_wait_in_one_hook_or_of_which_one_works_are_left_alone():
+    for second in (Waiting("b", seconds=0.0), Waiting("a"), Waiting("b", seconds=2.0)):
+        with waiting(Waiting("a"), second) as (watches, _):
+            time.sleep(0.8)
+            assert watches[0].first is None
+
+
+def meet(watches: list[Watch], calls: dict[int, str]) -> dict[int, str]:
+    """Lets ranks come to calls at once; returns what each is answered."""
+    found: dict[int, str] = {}
+    threads = [
+        threading.Thread(target=lambda rank=rank: found.__setitem__(rank, watches[rank].meet(calls[rank])))
+        for rank in calls
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    return found
+
+
+def test_a_call_that_takes_all_ranks_waits_for_them_and_names_those_that_do_not_come():
+    with waiting(Waiting("a"), Waiting("b", seconds=0.0), Waiting("b", seconds=0.0)) as (watches, _):
+        for _ in range(3):
+            assert meet(watches, {0: "x", 1: "x", 2: "x"}) == {0: "", 1: "", 2: ""}
+        assert "rank 2 is in y" in meet(watches, {0: "x", 1: "x", 2: "y"})[0]
+        alone = threading.Thread(target=lambda: answers.append(watches[1].meet("x")))
+        answers: list[str] = []
+        alone.start()
+        time.sleep(1.0)
+        assert answers == []  # Rank 2 may yet come: it does not wait for anybody.
+        watches[2]._sampler = Waiting("training_step of ZeroStrategy")
+        alone.join(20)
+        assert len(answers) == 1
+        assert "rank 2 is in training_step of ZeroStrategy, waiting in all_reduce" in answers[0]
+
+
+def test_a_run_that_was_asked_to_stop_is_ended_once_it_does_not_move():
+    grace = Grace(10)
+    assert not any(grace.is_over(1.0, 0) for _ in range(100))  # Nobody asked.
+    grace = Grace(10)
+    assert not any(grace.is_over(1.0, moves) for moves in range(30))
+    grace.ask(signal.SIGTERM, 3)
+    grace.ask(signal.SIGINT, 1)
+    assert (grace.signum, grace.rank) == (signal.SIGTERM, 3)
+    assert not any(grace.is_over(1.0, 30 + moves) for moves in range(30))  # It saves, or validates.
+    assert [grace.is_over(1.0, 60) for _ in range(11)] == [False] * 9 + [True] * 2
+    slow = Grace(10)
+    assert not any(slow.is_over(1.0, moves // 30) for moves in range(90))
+    slow.ask(signal.SIGTERM)
+    assert [slow.is_over(20.0, 3) for _ in range(4)] == [False, False, True, True]  # Twice its longest batch.
+    stuck = Grace(1000)
+    stuck.ask(signal.SIGTERM)
+    assert [stuck.is_over(5.0, 0, waiting=20.0) for _ in range(3)] == [False, True, True]
+
+
+def test_a_rank_without_a_move_is_ended_by_the_signal_that_another_got():
+    with ranks(2) as (watches, told, _):
+        watches[0].set_grace(1.0)
+        watches[1].ask(signal.SIGTERM)
+        wait_until(lambda: all(told))
+        assert told[0][0].exit_code == 143
+        assert str(told[0][0]).startswith("rank 1 of 2: SIGTERM asked the run to stop")
+
+
+def test_handlers_of_users_keep_their_signals():
+    stop = GracefulStop("checkpoints")
+    assert all(means_stop(handler) for handler in (signal.default_int_handler, stop._request))
+    assert not any(means_stop(handler) for handler in (lambda *_: None, signal.SIG_DFL, signal.SIG_IGN, None, meet))
+
+
+def test_whoever_was_told_of_signals_before_goes_on_to_be_told():
+    heard: list[int] = []
+    reader, writer = socket.socketpair()
+    writer.setblocking(False)
+    stop = GracefulStop("checkpoints")
+    before = signal.getsignal(signal.SIGUSR1)
+    first = signal.set_wakeup_fd(writer.fileno())
+    listener = SignalListener(heard.append)
+    try:
+        listener.start()
+        signal.signal(signal.SIGUSR1, lambda *_: None)
+        signal.raise_signal(signal.SIGUSR1)
+        assert reader.recv(10) == bytes([signal.SIGUSR1])
+        assert heard == []
+        signal.signal(signal.SIGUSR1, stop._request)
+        signal.raise_signal(signal.SIGUSR1)
+        wait_until(lambda: heard == [signal.SIGUSR1])
+        pid = os.fork()
+        if pid == 0:  # As a loader's worker.
+            signal.raise_signal(signal.SIGUSR1)
+            os._exit(0)
+        os.waitpid(pid, 0)
+        time.sleep(0.3)
+        assert heard == [signal.SIGUSR1]
+    finally:
+        listener.stop()
+        signal.signal(signal.SIGUSR1, before)
+        assert signal.set_wakeup_fd(first) == writer.fileno()
+    reader.close()
+    writer.close()
+
+
+def test_a_thread_that_computes_or_sleeps_does_not_wait_for_ranks():
+    found = []
+    done = threading.Event()
+    sampler = Sampler()
+
+    def look():
+        time.sleep(0.2)
+        found.extend(sampler.look(1.0) for _ in range(2))
+        done.set()
+
+    threading.Thread(target=look).start()
+    done.wait(20)
+    assert found == [0.0, 0.0]
+    assert position_of(None) == Position()

@@ -101,7 +101,7 @@ class DeepSpeedBridge(DeepSpeedTranslation, ShardedStrategy, AnyDeviceDeepSpeed)
         flops_profiler: bool | int | None = None,
         comms_logger: bool | None = None,
         config: str | Path | dict[str, Any] | None = None,
-        timeout_minutes: float = 30.0,
+        timeout_minutes: float = 10.0,
     ) -> None:
         given = dict(locals())
         for other in ("self", "__class__", "config", "timeout_minutes"):

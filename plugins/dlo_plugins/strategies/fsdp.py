@@ -72,7 +72,7 @@ class FSDPStrategy(MeshStrategy):
         backward_prefetch: int | None = None,
         find_unused: bool = False,
         sync_every_micro_batch: bool = False,
-        timeout_minutes: float = 30.0,
+        timeout_minutes: float = 10.0,
     ) -> None:
         sharding = FullyShard(
             units=units,

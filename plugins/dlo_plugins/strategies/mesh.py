@@ -94,7 +94,7 @@ class MeshStrategy(MeshSteps):
         sequence_parallel: bool = False,
         appliers: list[Applier] | None = None,
         meta_init: bool = False,
-        timeout_minutes: float = 30.0,
+        timeout_minutes: float = 10.0,
     ) -> None:
         super().__init__(timeout_minutes=timeout_minutes)
         axes = {"pp": pp, "dp_replicate": dp_replicate, "dp_shard": dp_shard, "cp": cp, "tp": tp}
@@ -208,7 +208,15 @@ class MeshStrategy(MeshSteps):
         self.model = self.precision_plugin.convert_module(module)
         self.shard(trainer)
         self.setup_precision_plugin()
+        self.guard_forwards(trainer)
         self.barrier("sharded")
+
+    def needs_all_ranks(self, module: nn.Module) -> bool:
+        """Returns whether a forward of a part of the module takes all ranks: of any if FSDP has sharded it."""
+        spec, own = self.mesh_spec(), self._module()
+        if spec.dp_shard == 1 and module is not own and module is not getattr(own, "model", None):
+            return False
+        return spec.dp_shard * spec.cp * spec.tp * spec.pp > 1 and super().needs_all_ranks(module)
 
     def shard(self, trainer: Trainer) -> None:
         """Cuts and shards the module and, while fitting, its optimizers' state."""

@@ -13,7 +13,7 @@ from typing import Any, Literal
 import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.trainer.states import TrainerFn
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from dlo_framework.checkpoint import Shard
@@ -61,7 +61,7 @@ class ZeroStrategy(ShardedStrategy):
         find_unused: bool = False,
         units: list[str] | None = None,
         meta_init: bool = False,
-        timeout_minutes: float = 30.0,
+        timeout_minutes: float = 10.0,
     ) -> None:
         if stage not in (1, 2, 3):
             raise DloError(f"ZeRO has stages 1, 2 and 3, but stage was {stage}")
@@ -118,6 +118,10 @@ class ZeroStrategy(ShardedStrategy):
                 if not (fitting and parameter.requires_grad):
                     communicator.broadcast(parameter.data)
         self.share_buffers()
+
+    def needs_all_ranks(self, module: nn.Module) -> bool:
+        """Returns whether a forward of a part of the module gathers weights: in stage 3."""
+        return self.stage == 3 and super().needs_all_ranks(module)
 
     def _initialiser(self, trainer: Trainer) -> Initialiser | None:
         """Returns what gives the module its values, if it was built without.

@@ -1,0 +1,211 @@
+"""Where a process is: the main thread's stack, the hook and the collective in it, as other threads see them.
+
+The watching threads look at it once a second. Nothing is recorded by the training itself, so that a step costs nothing.
+"""
+
+from __future__ import annotations
+
+import linecache
+import os
+import re
+import socket
+import sys
+import threading
+import time
+import traceback
+from types import FrameType, TracebackType
+from typing import Any, NamedTuple
+
+#: Functions of Lightning (2.6) that call hooks, and the local variable in each that names the hook.
+_CALLS_HOOKS = {
+    "_call_callback_hooks": "hook_name",
+    "_call_callbacks_state_dict": None,
+    "_call_callbacks_on_save_checkpoint": None,
+    "_call_lightning_module_hook": "hook_name",
+    "_call_lightning_datamodule_hook": "hook_name",
+    "_call_strategy_hook": "hook_name",
+}
+_LIGHTNINGS_CALLS = os.path.join("trainer", "call.py")
+#: Frames from the innermost one among which a collective is looked for.
+_NEAR = 4
+#: How a line looks that waits for other ranks.
+_COLLECTIVE = re.compile(r"\bdist\.\w+|_OPS\.\w+|wait_tensor|\.wait\(|\bbarrier\(|\ball_(reduce|gather)|run_backward")
+#: What is printed of a stack at most, from the innermost frame.
+_MOST_FRAMES = 16
+
+
+class Position(NamedTuple):
+    """Where a rank is, in words.
+
+    Attributes:
+        hook: The innermost hook of Lightning's and whose it is: ``on_train_epoch_end of ImageSampler``; or empty.
+        collective: Where it waits for other ranks: ``all_reduce at collectives.py:167``; or empty.
+    """
+
+    hook: str = ""
+    collective: str = ""
+
+    def __str__(self) -> str:
+        where = f"in {self.hook}" if self.hook else "outside of any hook"
+        return f"{where}, waiting in {self.collective}" if self.collective else where
+
+
+def main_frame() -> FrameType | None:
+    """Returns the innermost frame of the main thread."""
+    return sys._current_frames().get(threading.main_thread().ident or 0)
+
+
+def position_of(frame: FrameType | None) -> Position:
+    """Returns in which hook and collective a frame is."""
+    return Position(hook_of(frame), _collective_of(frame))
+
+
+def hook_frame(frame: FrameType | None) -> FrameType | None:
+    """Returns the innermost frame of Lightning's that calls a hook."""
+    while frame is not None:
+        if frame.f_code.co_name in _CALLS_HOOKS and frame.f_code.co_filename.endswith(_LIGHTNINGS_CALLS):
+            return frame
+        frame = frame.f_back
+    return None
+
+
+def hook_of(frame: FrameType | None) -> str:
+    """Returns the innermost hook that a frame is in, and whose it is; empty where it is in none."""
+    frame = hook_frame(frame)
+    if frame is None:
+        return ""
+    called, values = frame.f_code.co_name, frame.f_locals
+    name = values.get(_CALLS_HOOKS[called] or "") or called.removeprefix("_call_callbacks_")
+    owner = values.get("callback", values.get("pl_module"))
+    if called == "_call_strategy_hook":
+        owner = values["trainer"].strategy
+    return f"{name} of {type(owner).__name__}" if owner is not None else str(name)
+
+
+def own_line(frame: FrameType | None) -> str:
+    """Returns the innermost line that is neither a library's nor dlo's, as ``sampler.py:12``."""
+    while frame is not None and (_is_librarys(frame) or _is_dlos(frame)):
+        frame = frame.f_back
+    return f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}" if frame is not None else "?"
+
+
+def _is_librarys(frame: FrameType) -> bool:
+    installed = "site-packages" in frame.f_code.co_filename or "dist-packages" in frame.f_code.co_filename
+    return _package(frame) in ("torch", "lightning", "pytorch_lightning") or (installed and not _is_dlos(frame))
+
+
+def _is_dlos(frame: FrameType) -> bool:
+    return _package(frame) in ("dlo_framework", "dlo_plugins", "dlo_tasks")
+
+
+def _package(frame: FrameType) -> str:
+    return str(frame.f_globals.get("__name__", "")).partition(".")[0]
+
+
+def _collective_of(frame: FrameType | None) -> str:
+    """Returns the collective that the innermost frames wait in, with the line of dlo or of the user that called it."""
+    found, frames = "", 0
+    while frame is not None:
+        code, number = frame.f_code, frame.f_lineno
+        frames += 1
+        if not found and frames <= _NEAR:
+            line = linecache.getline(code.co_filename, number)
+            if f"torch{os.sep}distributed" in code.co_filename:
+                found = code.co_name
+            elif _is_dlos(frame) or _package(frame) == "torch":  # In others' a line may wait for anything.
+                match = _COLLECTIVE.search(line)
+                found = match.group().strip(".(").rpartition(".")[2] if match else ""
+        if found and not _is_librarys(frame):
+            return f"{found} at {os.path.basename(code.co_filename)}:{number}"
+        if not found and frames > _NEAR:
+            return ""
+        frame = frame.f_back
+    return found
+
+
+def fingerprint(frame: FrameType | None) -> int:
+    """Returns a number that stays the same while a thread stays in one instruction of one call."""
+    found: list[int] = []
+    while frame is not None:
+        found += (id(frame), frame.f_lasti)
+        frame = frame.f_back
+    return hash(tuple(found))
+
+
+def is_saving(frame: FrameType | None) -> bool:
+    """Returns whether a frame is inside the saving of a checkpoint."""
+    while frame is not None:
+        if frame.f_code.co_name == "save_checkpoint":
+            return True
+        frame = frame.f_back
+    return False
+
+
+class Sampler:
+    """Looks at the main thread now and then, and says since when it waits at one place for other ranks."""
+
+    def __init__(self) -> None:
+        self._last, self._since, self._cpu = 0, 0.0, 0.0
+        self.position = Position()
+
+    def look(self, passed: float) -> float:
+        """Looks once more.
+
+        Args:
+            passed: Seconds since the last look that count.
+
+        Returns:
+            Seconds that the main thread has waited for other ranks in one collective without a move; 0 elsewhere.
+        """
+        frame = main_frame()
+        mark, cpu = fingerprint(frame), _main_threads_cpu_seconds()
+        # One that spins or computes is not waiting; loops that poll stay at one place for a look or two.
+        moved = mark != self._last or cpu - self._cpu > 0.1 * max(passed, 0.1)
+        self._last, self._cpu = mark, cpu
+        self._since = 0.0 if moved else self._since + passed
+        self.position = Position() if moved else position_of(frame)
+        return self._since if self.position.collective else 0.0
+
+
+def _main_threads_cpu_seconds() -> float:
+    ident = threading.main_thread().ident
+    if ident is None or not hasattr(time, "pthread_getcpuclockid"):
+        return 0.0
+    return time.clock_gettime(time.pthread_getcpuclockid(ident))
+
+
+def print_stack(rank: int, world_size: int, error: BaseException | None = None) -> None:
+    """Prints where this rank is to standard error, in one piece, so that the ranks' do not mix.
+
+    Args:
+        rank: This rank's number.
+        world_size: Number of ranks.
+        error: Exception with which the main thread has left the place; None where it is still there.
+    """
+    lines, frame = (_stack(main_frame()), main_frame()) if error is None else _raised_in(error.__traceback__)
+    name = f"rank {rank} of {world_size}" if world_size > 1 else "this process"
+    head = f"dlo: {name} (pid {os.getpid()} on {socket.gethostname()}) was {position_of(frame)}:\n"
+    text = head + "".join(lines)
+    if sys.stderr is not None:
+        sys.stderr.write(text)
+        sys.stderr.flush()
+
+
+def _stack(frame: FrameType | None) -> list[str]:
+    return traceback.StackSummary.extract(_few(traceback.walk_stack(frame))).format()[::-1]
+
+
+def _few(walk: Any) -> Any:
+    for number, item in enumerate(walk):
+        if number == _MOST_FRAMES:
+            return
+        yield item
+
+
+def _raised_in(trace: TracebackType | None) -> tuple[list[str], FrameType | None]:
+    """Returns an error's innermost lines, and its innermost frame."""
+    frame = None
+    lines = traceback.format_tb(trace)[-_MOST_FRAMES:]
+    while trace is not None:
+        frame, trace = trace.tb_frame, trace.tb_next
+    return lines, frame
