@@ -16,7 +16,7 @@ from lightning.pytorch.plugins import CheckpointIO
 from lightning.pytorch.strategies import SingleDeviceStrategy, Strategy, StrategyRegistry
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
-from dlo_framework import runs
+from dlo_framework import run_lock, runs
 from dlo_framework.checkpoint import SafeCheckpointIO, check, recover
 from dlo_framework.checkpoint.listing import look
 from dlo_framework.cli.scan import Scan
@@ -90,6 +90,7 @@ class DloCLI(LightningCLI):
         self.config_paths = list(found.configs)
         self.run_folder: Path | None = None
         self._refused: DloError | None = None
+        self._found_auto = False
         super().__init__(
             model_class=LightningModule,
             datamodule_class=LightningDataModule,
@@ -176,6 +177,9 @@ class DloCLI(LightningCLI):
         """
         config = self.config[self.command]
         if config.ckpt_path == "auto" and self.command == "fit":
+            for newest in runs.versions(self._runs())[:1] if runs.is_first_process() else []:
+                run_lock.check_free(newest)  # It may have no checkpoint yet, and be another job's all the same.
+            self._found_auto = True
             found = runs.unfinished(self._runs())
             config.ckpt_path = None if found is None else str(found)
         if not config.ckpt_path:
@@ -247,6 +251,7 @@ class DloCLI(LightningCLI):
             return self._build_trainer(kwargs)
         self.run_folder = self._resumed_run() or self._new_run()
         if runs.is_first_process():
+            self._lock_run(self.run_folder)
             recover(self.run_folder / runs.CHECKPOINTS)
         if config.get("logger") in (None, True):
             kwargs["logger"] = TensorBoardLogger(self.run_folder, name="", version="", default_hp_metric=False)
@@ -263,6 +268,21 @@ class DloCLI(LightningCLI):
         if config.get("profiler") is None:
             kwargs["profiler"] = StepClock()
         return self._build_trainer(kwargs)
+
+    def _lock_run(self, run: Path) -> None:
+        """Takes the lock of the run's folder.
+
+        Raises:
+            DloError: if another job trains in it, or has started the same run at the same time.
+        """
+        run_lock.hold(run)
+        if self._found_auto and self._resumed_run() is None:
+            try:
+                run_lock.check_only_starter(run, runs.versions(self._runs()))
+            except DloError:
+                run_lock.release_all()
+                run.rmdir()
+                raise
 
     def _config_to_keep(self) -> str:
         """Returns the config as YAML, to be run again: where this run goes on from is no part of it."""
@@ -314,6 +334,8 @@ class DloCLI(LightningCLI):
                 check_predict(self.model)
             return trainer
         except (MisconfigurationException, ValueError, TypeError) as error:
+            if runs.is_first_process():
+                run_lock.release_all()
             if self.run_folder is not None and self.run_folder.is_dir() and not any(self.run_folder.iterdir()):
                 self.run_folder.rmdir()
             if isinstance(error, DloError) or (isinstance(error, TypeError) and "`devices`" not in str(error)):

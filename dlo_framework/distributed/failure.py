@@ -18,6 +18,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from dlo_framework._version import __version__
 from dlo_framework.errors import DloError, worker_message
+from dlo_framework.run_lock import release_all
 
 #: Names the process that has started the ranks of this host, in the environment of all of them.
 LAUNCHER = "DLO_LAUNCHER"
@@ -206,6 +207,7 @@ def leave(code: int) -> NoReturn:
     """
     for child in multiprocessing.active_children():
         child.kill()
+    release_all()
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):  # Its reader has gone, or it is closed: nobody is to be told.
             stream.flush()

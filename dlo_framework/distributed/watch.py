@@ -272,9 +272,8 @@ class Watch:
             here = {rank: words for rank, (called, words) in calls.items() if called == number}
             absent = [rank for rank in range(self.world_size) if rank not in here]
             if not absent:
-                missing = (
-                    "" if len(set(here.values())) == 1 else "; ".join(f"rank {rank} is in {here[rank]}" for rank in here)
-                )
+                missing = "; ".join(f"rank {rank} is in {words}" for rank, words in here.items())
+                missing = missing if len(set(here.values())) > 1 else ""
             else:
                 missing = self._not_coming(absent, passed)
                 if not missing:

@@ -24,7 +24,7 @@ LAYERS: dict[str, tuple[tuple[str, tuple[str, ...]], ...]] = {
         ("said everywhere", ("_version", "versions", "errors", "amounts", "whole_file")),
         ("described", ("plan", "mesh", "cuts", "applier", "model_sizes", "batch_transform")),
         ("read and kept", ("registry/", "data/", "checkpoint/")),
-        ("a run", ("task", "progress", "accumulation", "resume", "snapshot", "runs")),
+        ("a run", ("task", "progress", "accumulation", "resume", "snapshot", "runs", "run_lock")),
         ("its ranks", ("distributed/",)),
         ("looked at", ("watch/",)),
         ("its callbacks", ("ema", "finite", "stop", "rehearsal", "defaults")),
