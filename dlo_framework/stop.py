@@ -180,6 +180,7 @@ class GracefulStop(Checkpoint):
 
         Not on an end on request, nor of several ranks: these end, and may get the signal once more meanwhile.
         """
+        self._end_alone()  # The process may go on after any end, and be asked other things.
         if trainer.world_size == 1 and not isinstance(exception, OrderlyEnd):
             self._give_back()
 
@@ -189,13 +190,16 @@ class GracefulStop(Checkpoint):
 
     def _give_back(self) -> None:
         self._pending = None
-        if self._alone is not None:
-            self._alone.stop()
-            self._alone = None
+        self._end_alone()
         if threading.current_thread() is threading.main_thread():
             for signum, handler in self._previous.items():
                 signal.signal(signum, handler)
         self._previous = {}
+
+    def _end_alone(self) -> None:
+        if self._alone is not None:
+            self._alone.stop()
+            self._alone = None
 
 
 class _SingleProcess:
@@ -238,6 +242,8 @@ class _SingleProcess:
                 self._end(f"{name} asked the run to stop, and it has finished no batch since; ended where it was", code)
 
     def _end(self, text: str, code: int) -> None:
+        if self._over.is_set():
+            return
         print_stack(0, 1)
         print(f"dlo: {text}; what was saved before is whole", file=sys.stderr)
         leave(code)

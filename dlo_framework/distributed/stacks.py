@@ -28,8 +28,9 @@ _CALLS_HOOKS = {
 _LIGHTNINGS_CALLS = os.path.join("trainer", "call.py")
 #: Frames from the innermost one among which a collective is looked for.
 _NEAR = 4
-#: How a line looks that waits for other ranks.
-_COLLECTIVE = re.compile(r"\bdist\.\w+|_OPS\.\w+|wait_tensor|\.wait\(|\bbarrier\(|\ball_(reduce|gather)|run_backward")
+#: How a line of dlo's looks that waits for other ranks. Not a backward: where devices have threads of their own, the
+#: main thread waits for those in it.
+_COLLECTIVE = re.compile(r"\bdist\.\w+|_OPS\.\w+|wait_tensor|\.wait\(|\bbarrier\(|\ball_(reduce|gather)")
 #: What is printed of a stack at most, from the innermost frame.
 _MOST_FRAMES = 16
 
@@ -112,7 +113,7 @@ def _collective_of(frame: FrameType | None) -> str:
             line = linecache.getline(code.co_filename, number)
             if f"torch{os.sep}distributed" in code.co_filename:
                 found = code.co_name
-            elif _is_dlos(frame) or _package(frame) == "torch":  # In others' a line may wait for anything.
+            elif _is_dlos(frame):  # In others' a line may wait for anything.
                 match = _COLLECTIVE.search(line)
                 found = match.group().strip(".(").rpartition(".")[2] if match else ""
         if found and not _is_librarys(frame):

@@ -3,6 +3,7 @@
 import multiprocessing
 import random
 import signal
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -361,6 +362,7 @@ def test_after_a_run_that_failed_signals_are_the_processs_own_and_the_next_is_no
     )
     with pytest.raises(RunStopped):
         trainer.fit(Net(), datamodule=Data())
+    assert not any(thread.name.startswith("stop-signals") for thread in threading.enumerate())
     second = Net()
     trainer.fit(second, datamodule=Data())
     assert len(second.losses) == 10, "the first run was asked to stop, not this one"

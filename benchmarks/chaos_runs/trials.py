@@ -1,0 +1,270 @@
+"""One trial: a run that meets a fault at a place, and is started again until it has finished."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import random
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, Any
+
+import yaml
+
+from dlo_framework.testing.command import Started
+
+ROOT = Path(__file__).resolve().parents[2]
+MARKS = Path(__file__).with_name("marks.py")
+#: Strategies of the runs, and how many ranks each has.
+RUNS: dict[str, tuple[Any, int]] = {
+    "quick start": ("auto", 1),
+    "zero3 on 2 ranks": ({"class_path": "ZeroStrategy", "init_args": {"stage": 3, "timeout_minutes": 0.5}}, 2),
+    "tp 2": ({"class_path": "MeshStrategy", "init_args": {"tp": 2, "dp_shard": 1, "timeout_minutes": 0.5}}, 2),
+}
+FAULTS = ("KILL", "TERM", "INT", "INT twice", "STOP", "full disk")
+PLACES = ("start", "compile", "step", "validation", "save", "end")
+#: Seconds after a fault until a run that has not ended counts as hung; beside them a run may finish.
+HUNG = 180.0
+#: Starts until a run that does not finish counts as lost.
+STARTS = 5
+#: Bytes that a file may have once the disk is "full", where no file system of its own can be mounted.
+FULL = 4096
+
+
+@dataclass
+class Trial:
+    """What is done to a run, and what became of it.
+
+    Attributes:
+        run: Key of :data:`RUNS`.
+        fault: One of :data:`FAULTS`.
+        place: One of :data:`PLACES`.
+        delay: Seconds from the place to the fault.
+        recovery: Seconds from the fault to the next step; None where no step came after it.
+        hung: Whether a process had not ended in time.
+        lost: What differs from the run that was left alone; empty if nothing does.
+        codes: Exit codes of the starts.
+    """
+
+    run: str
+    fault: str
+    place: str
+    delay: float
+    recovery: float | None = None
+    hung: bool = False
+    lost: str = ""
+    codes: list[int] = field(default_factory=list)
+
+
+def draw(number: int, seed: int, runs: list[str]) -> Trial:
+    """Returns trial ``number`` of a seed: faults and runs take turns, place and delay are drawn."""
+    rng = random.Random(f"{seed} {number}")
+    run = runs[number % len(runs)]
+    fault, place = FAULTS[number // len(runs) % len(FAULTS)], rng.choice(PLACES)
+    longest = {"start": 8.0, "compile": 1.0, "step": 2.0, "validation": 0.5, "save": 0.3, "end": 0.6}[place]
+    return Trial(run, fault, place, round(rng.uniform(0.0, longest), 3))
+
+
+class Runner:
+    """Runs ``dlo fit`` in a folder of its own.
+
+    Args:
+        folder: Folder of the trial; its runs lie in it.
+        run: Key of :data:`RUNS`.
+        epochs: Number of epochs.
+        warm: Whether processes are forked from one that has imported torch already.
+    """
+
+    def __init__(self, folder: Path, run: str, epochs: int, warm: bool = False) -> None:
+        self.folder, self.marks, self.warm = folder, folder / "marks", warm
+        folder.mkdir(parents=True)
+        strategy, devices = RUNS[run]
+        config = yaml.safe_load((ROOT / "configs" / "quickstart.yaml").read_text())
+        config["plugins"] = [str(MARKS)]
+        callbacks = [*config["trainer"]["callbacks"], {"class_path": "Marks"}]
+        if devices == 1:
+            callbacks.append({"class_path": "Compile", "init_args": {"backend": "aot_eager"}})
+        own = {"strategy": strategy, "devices": devices, "accelerator": "cpu", "enable_progress_bar": False}
+        config["trainer"] |= {**own, "callbacks": callbacks, "max_epochs": epochs, "enable_model_summary": False}
+        model = config["model"]["init_args"]
+        model["model_args"] |= {"embed_dim": 48, "depth": 2, "num_heads": 2}
+        (folder / "chaos.yaml").write_text(yaml.safe_dump(config))
+        self.tmpfs = False
+
+    def start(self) -> subprocess.Popen[bytes] | Started:
+        """Starts the run, or goes on with it."""
+        words = ["fit", "--config", "chaos.yaml", "--ckpt_path", "auto", "--run.stop_grace", "30"]
+        environment = {key: value for key, value in os.environ.items() if not key.startswith(("DLO_", "PL_"))}
+        environment |= {"CHAOS_MARKS": str(self.marks), "OMP_NUM_THREADS": "1"}
+        environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), environment.get("PYTHONPATH", "")])
+        if self.warm:
+            process = Started(words, self.folder, environment)
+            for stream in (process.stdout, process.stderr):
+                threading.Thread(target=self._keep, args=(stream,), daemon=True).start()
+            return process
+        with open(self.folder / "output", "ab") as output:
+            return subprocess.Popen(
+                [sys.executable, "-m", "dlo_framework", *words],
+                cwd=self.folder,
+                env=environment,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+
+    def _keep(self, stream: IO[str]) -> None:
+        with open(self.folder / "output", "a") as output, stream:
+            for line in stream:
+                output.write(line)
+                output.flush()
+
+    def ranks(self) -> list[int]:
+        """Returns the ranks' processes, of all starts."""
+        return [int(place.split("-")[2]) for _, place, _ in self.lines() if place.startswith("pid-")]
+
+    def kill(self, process: subprocess.Popen[bytes] | Started) -> None:
+        """Leaves nothing of a start."""
+        for pid in {process.pid, *self.ranks()}:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        process.wait()
+
+    def lines(self) -> list[tuple[float, str, int]]:
+        """Returns the marks so far."""
+        if not self.marks.exists():
+            return []
+        fields = [line.split() for line in self.marks.read_text().splitlines()]
+        return [(float(found[0]), found[1], int(found[2])) for found in fields if len(found) == 3]
+
+    def summary(self) -> dict[str, Any]:
+        """Returns the newest run's summary; empty where there is none."""
+        runs = sorted(self.folder.glob("runs/chaos/version_*"), key=lambda path: int(path.name.rpartition("_")[2]))
+        with contextlib.suppress(OSError, json.JSONDecodeError, IndexError):
+            return dict(json.loads((runs[-1] / "summary.json").read_text()))
+        return {}
+
+    def result(self) -> dict[str, Any] | None:
+        """Returns what a finished run's figures are, to the last bit; None of one that has not finished."""
+        found = self.summary()
+        if found.get("status") != "finished":
+            return None
+        return {key: found.get(key) for key in ("metrics", "best_metric", "steps", "epochs")}
+
+
+def left_alone(folder: Path, run: str, epochs: int, warm: bool = False, seconds: float = 600) -> dict[str, Any]:
+    """Returns the figures of a run that nothing happens to."""
+    runner = Runner(folder, run, epochs, warm)
+    code = runner.start().wait(timeout=seconds)
+    result = runner.result()
+    assert code == 0, (folder / "output").read_text()[-2000:]
+    assert result is not None
+    assert result["metrics"]
+    return result
+
+
+def carry_out(trial: Trial, folder: Path, epochs: int, expected: dict[str, Any], warm: bool = False) -> Trial:
+    """Runs a trial, and writes what became of it into it."""
+    runner = Runner(folder, trial.run, epochs, warm)
+    fault = None
+    full = _Disk(folder / "runs") if trial.fault == "full disk" else None
+    try:
+        for start in range(STARTS):
+            process = runner.start()
+            if start == 0:
+                fault = _bring_about(trial, runner, process, full)
+            try:
+                trial.codes.append(process.wait(timeout=HUNG))
+            except subprocess.TimeoutExpired:
+                trial.hung = True
+                runner.kill(process)
+                break
+            if full is not None:
+                full.free()
+            if runner.result() is not None:
+                break
+        steps = [at for at, place, _ in runner.lines() if place == "step" and fault is not None and at > fault]
+        trial.recovery = steps[0] - fault if steps and fault is not None else None
+        found = runner.result()
+        if found != expected:
+            trial.lost = f"{found} for {expected}"
+    finally:
+        if full is not None:
+            full.close()
+    if not trial.lost and not trial.hung:
+        shutil.rmtree(folder, ignore_errors=True)
+    return trial
+
+
+def _bring_about(
+    trial: Trial, runner: Runner, process: subprocess.Popen[bytes] | Started, disk: _Disk | None
+) -> float | None:
+    """Waits for the place, and does what the trial says; returns when, or None where the run had ended before."""
+    wanted = {"compile": "batch", "start": ""}.get(trial.place, trial.place)
+    after = random.Random(trial.delay).randint(1, 40) if trial.place == "step" else 1
+    while wanted and process.poll() is None:
+        if sum(place == wanted for _, place, _ in runner.lines()) >= after:
+            break
+        time.sleep(0.01)
+    time.sleep(trial.delay)
+    if process.poll() is not None:
+        return None
+    at = time.time()
+    ranks = runner.ranks()
+    target = random.Random(trial.delay).choice(ranks or [process.pid])
+    if trial.fault == "full disk":
+        assert disk is not None
+        disk.fill([process.pid, *ranks])
+    elif trial.fault == "STOP":
+        os.kill(target, signal.SIGSTOP)
+        # A single process that is stopped nobody can miss; nor does anybody before the ranks watch each other.
+        if len(ranks) < 2 or trial.delay * 1000 % 2 < 1:
+            time.sleep(3.0)
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(target, signal.SIGCONT)
+    else:
+        # A terminal tells all processes of the job of Ctrl-C; TERM and KILL hit one.
+        signum = getattr(signal, f"SIG{trial.fault.partition(' ')[0]}")
+        for number in range(2 if "twice" in trial.fault else 1):
+            time.sleep(0.5 * number)
+            for pid in {process.pid, *ranks} if signum == signal.SIGINT else {target}:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signum)
+    return at
+
+
+class _Disk:
+    """A small file system for a run, which can be filled; where none may be mounted, a limit on the size of files."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self._filler = folder, folder / "filler"
+        folder.mkdir(parents=True)
+        words = ["mount", "-t", "tmpfs", "-o", "size=64m", "tmpfs", str(folder)]
+        self.mounted = subprocess.run(words, capture_output=True, check=False).returncode == 0
+
+    def fill(self, pids: list[int]) -> None:
+        """Leaves no room."""
+        if not self.mounted:
+            for pid in set(pids):
+                with contextlib.suppress(ProcessLookupError):
+                    resource.prlimit(pid, resource.RLIMIT_FSIZE, (FULL, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
+            return
+        with contextlib.suppress(OSError), self._filler.open("wb", buffering=0) as file:
+            while True:
+                file.write(bytes(4096))
+
+    def free(self) -> None:
+        """Makes room again."""
+        self._filler.unlink(missing_ok=True)
+
+    def close(self) -> None:
+        """Gives the file system back."""
+        if self.mounted:
+            subprocess.run(["umount", "-l", str(self.folder)], capture_output=True, check=False)
