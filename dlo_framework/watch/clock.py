@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 import time
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from typing import Any
 
 from lightning.pytorch.profilers import Profiler
 
 FETCH = "[_TrainingEpochLoop].train_dataloader_next"
-_NOTHING: AbstractContextManager[Any] = nullcontext()
+
+
+class _Nothing:
+    """A context that does nothing. Its methods are C's: ``"".format`` takes any arguments and returns ``""``."""
+
+    __enter__ = __exit__ = staticmethod("".format)
+
+
+#: ``contextlib.nullcontext`` would call two functions of Python's each time: 180 a step.
+_NOTHING: Any = _Nothing()
 
 
 class StepClock(Profiler):

@@ -274,6 +274,11 @@ def test_everything_on_calls_little_more_python_than_plain_lightning(tmp_path):
     assert full < 1.5 * plain, f"{full:.0f} Python calls a step with everything on, {plain:.0f} plain"
 
 
+def test_an_error_passes_the_clock():
+    with pytest.raises(KeyError), StepClock().profile("anything"):
+        raise KeyError
+
+
 class Two(Net):
     """Two optimizers stepped by hand, and a loss of each sample."""
 
