@@ -9,6 +9,7 @@ import torch
 from timm.optim.lookahead import Lookahead
 from torch.utils.checkpoint import checkpoint
 
+from dlo_framework.distributed.held import optimizer_bytes
 from support.monitored import Net, fit
 
 
@@ -72,3 +73,25 @@ def test_the_state_of_an_optimizer_in_another_is_counted(tmp_path):
     found = json.loads((tmp_path / "summary.json").read_text())["state_bytes"]
     counters = 4 * len(list(module.parameters()))
     assert found["optimizer"] == 3 * 4 * elements + counters  # Two moments and the slow weights.
+
+
+def test_the_state_of_parameters_that_are_no_longer_in_a_group_is_counted():
+    """DeepSpeed puts partitions of a flat buffer in their place; benchmarks/sharding.py runs it."""
+    weight = torch.nn.Parameter(torch.ones(6, 4))
+    optimizer = torch.optim.AdamW([weight])
+    weight.sum().backward()
+    optimizer.step()
+    optimizer.param_groups[0]["params"] = [torch.zeros(12)]
+    with pytest.raises(KeyError):
+        optimizer.state_dict()
+    assert optimizer_bytes([optimizer]) == 2 * 4 * 24 + 4
+
+
+def test_state_in_lists_and_dicts_is_counted_once():
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(3))], lr=0.1)
+    factor = torch.ones(5)
+    optimizer.state[optimizer.param_groups[0]["params"][0]] = {
+        "factors": [factor, {"left": torch.ones(2)}],
+        "again": factor,
+    }
+    assert optimizer_bytes([optimizer, optimizer]) == 4 * 7

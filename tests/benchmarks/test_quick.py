@@ -1,0 +1,48 @@
+"""Every benchmark runs to its last line by ``--quick``, alone and by benchmarks/run.py."""
+
+import argparse
+import importlib
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+SCRIPTS = sorted(path.stem for path in BENCHMARKS.glob("*.py") if path.stem != "run")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_a_quick_run_ends_in_its_record(name, monkeypatch):
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    command = [sys.executable, str(BENCHMARKS / f"{name}.py"), "--quick"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=1100)
+    assert done.returncode == 0, (done.stdout + done.stderr)[-3000:]
+    found = importlib.import_module("measuring.record").parse(done.stdout)
+    assert found["benchmark"] == name
+    tables = {table["title"]: table["rows"] for table in found["tables"]}
+    assert all(tables.values())
+    assert tables or found["not_measured"]
+    if name == "sharding":  # The quick run is of all that the README quotes.
+        ((rows),) = tables.values()
+        assert {"ZeroRedundancyOptimizer", "DeepSpeed 1", "DeepSpeed 3", "dlo zero3"} <= rows.keys()
+
+
+@pytest.mark.parametrize("script", ["startup", "pipeline"])
+def test_words_beside_quick_override_its_own(script, monkeypatch):
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    catalogue = importlib.import_module("measuring.catalogue")
+    entry = next(entry for entry in catalogue.ENTRIES if entry.name == script)
+    cases = {"": 7, "--quick": 1, "--quick --rounds 3": 3, "--rounds 3 --quick": 3}
+    for words, rounds in cases.items():
+        parser = argparse.ArgumentParser()
+        parser.add_argument("--rounds", type=int, default=7)
+        for word in entry.quick:
+            if word.startswith("--") and word != "--rounds":
+                parser.add_argument(word, nargs="*")
+        monkeypatch.setattr(sys, "argv", [script, *words.split()])
+        options = catalogue.parse_options(parser, f"benchmarks/{script}.py")
+        assert options.rounds == rounds
+        assert not hasattr(options, "quick")
