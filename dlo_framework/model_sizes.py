@@ -163,17 +163,20 @@ def check_sizes(module: nn.Module, sizes: Iterable[Size], base: Size) -> None:
                 f"{_name(model or module)} takes images whose height and width are multiples of {multiple} pixels,"
                 f" given {side}; use {near}"
             )
-    if model is None or _sharded(model) or _objection(model, base) is not None:
+    if model is None or _sharded(model):
+        return
+    channels = next((number for number in _channels(model) if _objection(model, base, number) is None), None)
+    if channels is None:
         return
     for size in sizes:
-        objection = _objection(model, size)
-        if objection is not None:
+        why = _objection(model, size, channels)
+        if why is not None:
             fix = "use a ViT, a CoAtNet or a convolutional network"
             if getattr(model, "dynamic_img_size", True) is False:
                 fix = "build it with dynamic_img_size: true (ImageClassifier: in model_args)"
             raise DloError(
                 f"{_name(model)} is built for images of {base[0]} x {base[1]} pixels and cannot take {size[0]} x"
-                f" {size[1]} ({objection}); {fix}, or leave the size at {base[0]}"
+                f" {size[1]} ({why}); {fix}, or leave the size at {base[0]}"
             )
 
 
@@ -196,19 +199,50 @@ def _sharded(model: nn.Module) -> bool:
     return any(type(parameter) is not nn.Parameter for parameter in model.parameters())
 
 
-def _objection(model: nn.Module, size: Size) -> str | None:
-    """Returns why a model cannot take two images of ``size``, None if it can."""
-    channels = next((part.in_channels for part in model.modules() if isinstance(part, nn.Conv2d)), 3)
+def objection(model: nn.Module, size: Size) -> str | None:
+    """Returns why a model cannot take two images of ``size``, None if it can; nothing is computed."""
+    found = [_objection(model, size, channels) for channels in _channels(model)]
+    return None if None in found else found[0]
+
+
+def _channels(model: nn.Module) -> list[int]:
+    """Returns the channels that a model's images may have: those of its first convolution, and three.
+
+    The first convolution of a model that transforms images otherwise before (CSATv2: to frequencies) has others.
+    """
+    first = next((part.in_channels for part in model.modules() if isinstance(part, nn.Conv2d)), 3)
+    return list(dict.fromkeys((first, 3)))
+
+
+def _objection(model: nn.Module, size: Size, channels: int) -> str | None:
     first = next((parameter for parameter in model.parameters() if parameter.is_floating_point()), None)
     images = torch.empty(2, channels, *size, dtype=None if first is None else first.dtype, device="meta")
-    named = chain(model.named_parameters(), model.named_buffers())
-    empty = {name: torch.empty_like(value, device="meta") for name, value in named}
+    empty = _on_meta(model)
     with _as_in_evaluation(model), torch.no_grad(), torch.compiler.set_stance("force_eager"):
         try:
-            functional_call(model, empty, (images,))
+            functional_call(model, empty, (images,), tie_weights=False)
         except Exception as error:  # whatever it is, the model would raise it in training
             return (str(error).splitlines() or [type(error).__name__])[0]
     return None
+
+
+def _on_meta(model: nn.Module) -> dict[str, Tensor]:
+    """Returns a model's tensors without memory, each under one name of the module that holds it.
+
+    ``functional_call`` (torch 2.11 to 2.15) swaps a tensor under each of its names and back in the same order: of a
+    module that has two names (CoaT shares its position encodings) the model would keep the tensor without memory.
+    """
+    made: dict[int, Tensor] = {}
+    found: dict[str, Tensor] = {}
+    for prefix, part in model.named_modules():  # each once
+        own = chain(
+            part.named_parameters(recurse=False, remove_duplicate=False),
+            part.named_buffers(recurse=False, remove_duplicate=False),
+        )
+        for name, value in own:
+            empty = made.setdefault(id(value), torch.empty_like(value, device="meta"))
+            found[f"{prefix}.{name}" if prefix else name] = empty
+    return found
 
 
 @contextmanager

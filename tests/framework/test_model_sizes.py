@@ -248,3 +248,30 @@ def test_a_model_that_cannot_run_without_data_is_let_through():
     check_sizes(Judge(), [(8, 8)], (4, 4))
     assert seen == ["meta"]
     check_sizes(Holder(nn.Linear(2, 2), "network"), [(8, 8)], (4, 4))
+
+
+def test_a_check_leaves_a_module_with_two_names_its_tensors():
+    shared = nn.Conv2d(3, 3, 1)
+    model = nn.Module()
+    model.one, model.other = shared, shared
+    model.forward = lambda images: model.other(model.one(images))  # type: ignore[method-assign]
+    check_sizes(model, [(8, 8)], (4, 4))
+    assert not shared.weight.is_meta
+    assert model(torch.zeros(1, 3, 4, 4)).shape == (1, 3, 4, 4)
+
+
+class Frequencies(nn.Module):
+    """As CSATv2: its first convolution is given other channels than images have."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(12, 4, 3)
+
+    def forward(self, images):
+        return self.conv(nn.functional.pixel_unshuffle(images, 2)).mean((2, 3))
+
+
+def test_images_have_three_channels_where_the_first_convolution_has_others():
+    check_sizes(Frequencies(), [(16, 16)], (32, 32))
+    with pytest.raises(DloError, match=r"cannot take 4 x 4 .*Kernel size"):
+        check_sizes(Frequencies(), [(4, 4)], (32, 32))

@@ -194,6 +194,8 @@ def test_bad_arguments_are_refused_at_construction(options, words):
             {"model": "coatnet_0_rw_224", "image_size": 230},
             "image_size 230 not divisible by the model's stride 32; use 224 or 256",
         ),
+        ({"model": "crossvit_tiny_240", "image_size": 240}, None),  # two branches, whose strides are no pyramid
+        ({"model": "crossvit_tiny_240"}, "crossvit_tiny_240 cannot be built for .* image_size 224; use 240, its own"),
         ({"model_args": {"drop_pth_rate": 0.1}}, r"takes no argument 'drop_pth_rate'; did you mean 'drop_path_rate'\?"),
         ({"optimizer": "sgd", "optimizer_args": {"betas": 1}}, None),
         ({"optimizer": "sgd", "optimizer_args": {"beta": 1}}, "optimizer_args .* do not fit optimizer 'sgd'"),

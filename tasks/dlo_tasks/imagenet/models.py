@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import re
 from functools import lru_cache
+from itertools import pairwise
 from typing import Any
 
 import timm
@@ -13,7 +14,7 @@ from timm.models import parse_model_name
 from torch import Tensor, nn
 
 from dlo_framework.errors import DloError, did_you_mean
-from dlo_framework.model_sizes import accept_any_size, check_sizes
+from dlo_framework.model_sizes import accept_any_size, check_sizes, objection
 
 _HUBS = ("hf-hub", "hf_hub", "local-dir")
 
@@ -67,13 +68,34 @@ def check_image_size(name: str, args: dict[str, Any], image_size: int) -> None:
     if "img_size" not in inspect.signature(type(model).__init__).parameters:
         return
     what, unit = "patch", _patch_size(model)
+    known = unit is not None
     if unit is None:
-        info = getattr(model, "feature_info", None)
-        what, unit = "the model's stride", int(info[-1]["reduction"]) if info else 1
+        what, unit = "the model's stride", _stride(model)
     if image_size % unit:
         down = image_size // unit * unit
-        sizes = " or ".join(str(size) for size in (down, down + unit) if size)
-        raise DloError(f"image_size {image_size} not divisible by {what} {unit}; use {sizes}")
+        sizes = " or ".join(str(size) for size in (down, down + unit) if size and (known or _fits(name, args, size)))
+        fix = f"; use {sizes}" if sizes else ""
+        raise DloError(f"image_size {image_size} not divisible by {what} {unit}{fix}")
+    if unit == 1 and not _fits(name, args, image_size):
+        own = int((getattr(model, "pretrained_cfg", None) or {}).get("input_size", (3, 224, 224))[-1])
+        raise DloError(f"{name} cannot be built for images of image_size {image_size}; use {own}, its own")
+
+
+def _stride(model: nn.Module) -> int:
+    """Returns a model's stride; 1 for one whose stages are no pyramid (CrossViT: two branches side by side)."""
+    reductions = [int(info["reduction"]) for info in getattr(model, "feature_info", None) or []]
+    pyramid = all(after % before == 0 for before, after in pairwise(reductions))
+    return reductions[-1] if reductions and pyramid else 1
+
+
+def _fits(name: str, args: dict[str, Any], image_size: int) -> bool:
+    """Whether a model that is built for images of a size takes them."""
+    try:
+        with torch.device("meta"):
+            model = build(name, args, num_classes=2, image_size=image_size, pretrained=False)
+    except (AssertionError, RuntimeError, ValueError, ZeroDivisionError):
+        return False
+    return objection(model, (image_size, image_size)) is None
 
 
 def check_eval_size(name: str, args: dict[str, Any], image_size: int, eval_image_size: int) -> None:
