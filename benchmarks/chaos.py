@@ -16,6 +16,7 @@ import sys
 from pathlib import Path
 
 from chaos_runs.trials import FAULTS, RUNS, Trial, carry_out, draw, left_alone
+from measuring.catalogue import parse_options
 from measuring.record import Record, Table
 from measuring.rounds import ELAPSED
 
@@ -30,7 +31,7 @@ def main() -> int:
     parser.add_argument("--runs", nargs="+", choices=list(RUNS), default=list(RUNS))
     parser.add_argument("--warm", action="store_true", help="fork processes from one that has imported torch: sooner")
     parser.add_argument("--folder", type=Path, default=Path("runs") / "chaos")
-    options = parser.parse_args()
+    options = parse_options(parser, __file__)
     folder = options.folder.resolve()
     folder.mkdir(parents=True, exist_ok=True)
     expected = {}

@@ -86,7 +86,7 @@ def build(options: argparse.Namespace, device: torch.device, method: str) -> Var
         "bf16": lambda: HalfHook(torch.bfloat16),
         "fp16": lambda: HalfHook(torch.float16),
         "PowerSGD": lambda: PowerSGDHook(
-            PowerSGD({id(p): n for n, p in model.named_parameters()}, 1, WARM_UP - 1), lambda: steps[0]
+            PowerSGD({id(p): n for n, p in model.named_parameters()}, 1, WARM_UP - 1), lambda: steps[0], device
         ),
         "1-bit Adam": lambda: OneBitHook(optimizer),  # type: ignore[arg-type]
         "1-bit LAMB": lambda: OneBitHook(optimizer),  # type: ignore[arg-type]
