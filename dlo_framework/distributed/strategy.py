@@ -199,6 +199,19 @@ class ShardedStrategy(CanonicalStrategy, WatchedRanks):
             part.register_forward_pre_hook(guard, prepend=True) for part in guarded if self.needs_all_ranks(part)
         ]
 
+    def setup_optimizers(self, trainer: Trainer) -> None:
+        """Builds the optimizers.
+
+        Raises:
+            DloError: if there is none, whose steps the parameters' shards would be for.
+        """
+        super().setup_optimizers(trainer)
+        if any(not optimizer.param_groups for optimizer in self.optimizers):
+            raise DloError(
+                f"configure_optimizers must return an optimizer under {type(self).__name__}, got None; return one, or"
+                " take strategy auto or ddp"
+            )
+
     def bring_the_rest(self) -> None:
         """Brings what is no tensor of the module's to the device: its metrics, and what it says of its own device.
 

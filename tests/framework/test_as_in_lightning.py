@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import dlo_framework
 from dlo_framework import DloError, Task
 from dlo_framework.checkpoint import load
-from dlo_framework.distributed.strategy import SingleProcessStrategy, use_canonical_checkpoints
+from dlo_framework.distributed.strategy import ShardedStrategy, SingleProcessStrategy, use_canonical_checkpoints
 
 
 def loader():
@@ -83,6 +83,19 @@ def test_a_run_without_an_optimizer_saves_and_goes_on(tmp_path, form):
     assert more.global_step == 8
     with pytest.raises(DloError, match="must hold the optimizer's state, got that of a run without an optimizer"):
         trainer(tmp_path, form=form, max_epochs=3).fit(Net(), loader(), ckpt_path=path)
+
+
+class Sharding(ShardedStrategy):
+    def shard(self, trainer):
+        pass
+
+
+def test_strategies_that_shard_refuse_a_run_without_an_optimizer(tmp_path):
+    strategy, module, made = Sharding(), NoOptimizer(), trainer(tmp_path)
+    strategy.connect(module)
+    module.trainer = made
+    with pytest.raises(DloError, match="must return an optimizer under Sharding, got None"):
+        strategy.setup_optimizers(made)
 
 
 def test_other_numbers_of_optimizers_are_refused(tmp_path):
