@@ -14,6 +14,7 @@ from dlo_framework.accumulation import AccumulationTail
 from dlo_framework.errors import DloError
 from dlo_framework.resume import ExactResume
 from dlo_tasks.llm.batches import IGNORED
+from dlo_tasks.llm.tokenizer import filler_id
 from support.texts import CHATML, WORDS, documents_in, lines, sampler, sentences
 
 # --- what a batch holds --------------------------------------------------------------------------------------
@@ -173,6 +174,19 @@ def test_a_document_that_changes_leaves_the_others_logits_as_they_were(make, lla
         assert torch.equal(after[:first], before[:first])
         assert torch.equal(after[past:], before[past:])
         assert not torch.allclose(after[first:past], before[first:past], atol=1e-3)
+
+
+def test_no_document_of_a_window_is_padding_alone(make):
+    data = make(sentences(60, longest=12), seq_len=128)
+    data.setup("fit")
+    padded = 0
+    for batch in data.train_dataloader():
+        for ids, positions in zip(batch["input_ids"], batch["position_ids"], strict=True):
+            starts = [*torch.where(positions == 0)[0].tolist(), len(ids)]
+            filler = filler_id(data.tokenizer)
+            padded += bool(ids[-1] == filler)
+            assert all((ids[first:past] != filler).any() for first, past in pairwise(starts))
+    assert padded
 
 
 # --- which come when -----------------------------------------------------------------------------------------
