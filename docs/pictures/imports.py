@@ -33,6 +33,7 @@ LAYERS: dict[str, tuple[tuple[str, tuple[str, ...]], ...]] = {
         ("", ("__main__", "__init__")),
     ),
     "dlo_plugins": (
+        ("without values", ("fake_kernels",)),
         (
             "techniques",
             (

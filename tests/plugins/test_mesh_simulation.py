@@ -138,7 +138,7 @@ def test_sequence_parallelism_turns_all_reduces_into_pairs() -> None:
 def test_many_micro_batches_are_counted_by_two_steps(schedule: str, monkeypatch: pytest.MonkeyPatch) -> None:
     strategy, spec = MeshStrategy(micro_batches=8, schedule=schedule), MeshSpec(pp=2, dp_shard=2)
     counted = simulate(task(), strategy, spec, [3], batch(rows=8))
-    monkeypatch.setattr(simulation._RankView, "_fewest", lambda view: view.pipelining.parts(view.mesh_spec().pp))
+    monkeypatch.setattr(simulation, "fewest_parts", lambda pipelining, spec: pipelining.parts(spec.pp))
     assert counted == simulate(task(), strategy, spec, [3], batch(rows=8))
     assert table(counted[0])["pp", "send"][0] % 8 == 0
 

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
     from dlo_framework.distributed.collectives import Communicator
     from dlo_framework.plan import ParallelPlan
+    from dlo_plugins.tensor.coverage import Coverage
     from dlo_plugins.tensor.sequence import Sequence
 
 AXIS = "tp"
@@ -97,6 +98,17 @@ class TensorParallel(Applier):
         """
         if self._stream is not None:
             self._stream.part_stages(module, plan.block_names(module), starts)
+
+    def coverage(self, module: nn.Module, plan: ParallelPlan, tp: int) -> Coverage:
+        """Returns what of a model that has not been cut yet so many ranks divide.
+
+        Raises:
+            DloError: if it cannot be cut.
+        """
+        from dlo_plugins.tensor.coverage import coverage_of
+        from dlo_plugins.tensor.survey import survey
+
+        return coverage_of(module, survey(module, plan, tp, self.sequence_parallel).divisions)
 
     def check(self, module: nn.Module, plan: ParallelPlan, tp: int) -> None:
         """Checks that a model can be cut, before any process starts.

@@ -20,6 +20,7 @@ from dlo_framework.task import Task
 from dlo_plugins.mesh.holdings import Held, Holdings, stages_by_name
 from dlo_plugins.pipeline.assign import Split, make_stages
 from dlo_plugins.pipeline.schedules import placement
+from dlo_plugins.tensor.coverage import NEARLY_ALL, Coverage, coverage_of
 from dlo_plugins.tensor.survey import survey
 
 #: Worlds of more ranks are shown in part, and so are more groups of an axis, and groups of more ranks.
@@ -76,6 +77,7 @@ class MeshDescription:
         stages: of the pipeline; one without.
         groups: the ranks that are along each axis of more than one.
         ranks: all of them.
+        coverage: What of the model tensor parallelism divides; None without it.
     """
 
     spec: MeshSpec
@@ -87,6 +89,7 @@ class MeshDescription:
     stages: tuple[StageDescription, ...]
     groups: dict[str, tuple[tuple[int, ...], ...]]
     ranks: tuple[RankDescription, ...]
+    coverage: Coverage | None = None
 
     @property
     def largest(self) -> RankDescription:
@@ -101,6 +104,7 @@ class MeshDescription:
             "nodes": self.nodes,
             "model": {"class": self.model, "parameters": self.parameters, "bytes": asdict(self.whole)},
             "schedule": self.schedule and {"name": self.schedule[0], "micro_batches": self.schedule[1]},
+            "tensor_parallel": self.coverage and asdict(self.coverage),
             "stages": [asdict(stage) for stage in self.stages],
             "groups": self.groups,
             "ranks": [
@@ -130,6 +134,8 @@ class MeshDescription:
         ]
         if self.schedule is not None:
             lines.append(f"steps  {self.schedule[0]}, {self.schedule[1]} micro-batches")
+        if self.coverage is not None:
+            lines.append(f"tp     {self.coverage.sentence()}")
         return lines
 
     def _group_lines(self) -> list[str]:
@@ -162,10 +168,17 @@ class MeshDescription:
         return [
             *(str(rank.rank), str(rank.node), *(str(getattr(place, axis)) for axis in axes)),
             ",".join(map(str, rank.stages)),
-            f"{place.tp + 1}/{spec.tp}" if spec.tp > 1 else "whole",
+            self._tensors(place.tp),
             f"{shard + 1}/{spec.dp_shard * spec.cp}" if spec.dp_shard * spec.cp > 1 else "whole",
             *(human(size) for size in (held.parameters, held.gradients, held.optimizer, held.total)),
         ]
+
+    def _tensors(self, tp: int) -> str:
+        """Returns what a rank of the axis `tp` holds of its stages' tensors."""
+        if self.coverage is None:
+            return "whole"
+        part = f"{tp + 1}/{self.spec.tp}"
+        return part if self.coverage.share >= NEARLY_ALL else f"{part} of {self.coverage.share:.0%}"
 
     def _shown(self) -> list[RankDescription]:
         """Returns all ranks of a small world; of a large one the first, the last, and the first of each stage."""
@@ -211,10 +224,12 @@ def describe(
         DloError: if the model cannot be cut so.
     """
     divisions, stages, by_name, where = {}, None, None, placement(schedule, spec.pp, stages_per_rank)
+    coverage: Coverage | None = None
     model = module if plan is None else module.get_submodule(prefix)
     if plan is not None and spec.tp > 1:
         found = survey(model, plan, spec.tp, sequence_parallel).divisions
         divisions = {f"{prefix}.{name}": division for name, division in found.items()}
+        coverage = coverage_of(model, found)
     if plan is not None and spec.pp > 1:
         stages = make_stages(model, plan, where.stages, split)
         by_name = {f"{prefix}.{name}": of for name, of in stages_by_name(stages, model).items()}
@@ -245,6 +260,7 @@ def describe(
         stages=tuple(described),
         groups={axis: groups_along(spec, axis) for axis, size in spec.sizes.items() if size > 1},
         ranks=tuple(ranks),
+        coverage=coverage,
     )
 
 

@@ -119,9 +119,9 @@ def forward_costs(task: Task, plan: ParallelPlan, datamodule: Any) -> PartCosts 
         return None
     alone: Any = copy.copy(task)
     alone._trainer = None  # Its loss must look at no other ranks.
-    device = next((tensor.device for tensor in alone.model.parameters()), torch.device("cpu"))
 
     def run() -> None:
+        device = next((tensor.device for tensor in alone.model.parameters()), torch.device("cpu"))
         here = move_data_to_device(batch, device)
         args, kwargs = alone.inputs(here)
         outputs = alone(*args, **kwargs)

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
-from torch._subclasses.fake_tensor import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    FakeTensorMode,
-    UnsupportedFakeTensorException,
-)
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 
 from dlo_framework.plan import ParallelPlan
+from dlo_plugins.fake_kernels import FakeKernels
 
 
 @dataclass(frozen=True)
@@ -67,13 +64,14 @@ def flop_costs(model: nn.Module, plan: ParallelPlan, run: Callable[[], Any]) -> 
         run: calls the model on a micro-batch that lies where the model does; a loss may follow, and counts as head.
 
     Returns:
-        The costs; None if the forward needs values, or an operation that torch cannot run without them.
+        The costs; None if the forward cannot run without values, whatever the reason: a cost is no check.
     """
     blocks = plan.block_names(model)
     counts = [0.0] * len(blocks)
     # torch 2.11 does not count a CPU's attention by itself.
     attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-    counter = FlopCounterMode(display=False, custom_mapping={attention: _attention_flops})
+    mapping = {attention: _attention_flops, torch.ops.aten._grouped_mm: _grouped_flops}  # nor experts' products
+    counter = FlopCounterMode(display=False, custom_mapping=mapping)
     begins: dict[str, int] = {}
     first_at: list[int] = []
 
@@ -97,9 +95,9 @@ def flop_costs(model: nn.Module, plan: ParallelPlan, run: Callable[[], Any]) -> 
         block = model.get_submodule(name)
         handles += [block.register_forward_pre_hook(enter(name)), block.register_forward_hook(leave(number))]
     try:
-        with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad(), counter:
+        with FakeTensorMode(allow_non_fake_inputs=True), _off_meta(model), torch.no_grad(), FakeKernels(), counter:
             run()
-    except (DataDependentOutputException, DynamicOutputShapeException, UnsupportedFakeTensorException):
+    except Exception:  # What a model refuses, the rehearsal of its step says, by name.
         return None
     finally:
         for handle in handles:
@@ -110,5 +108,37 @@ def flop_costs(model: nn.Module, plan: ParallelPlan, run: Callable[[], Any]) -> 
     return PartCosts(tuple(counts), float(stem), counter.get_total_flops() - stem - sum(counts))
 
 
+@contextlib.contextmanager
+def _off_meta(model: nn.Module) -> Iterator[None]:
+    """Gives a model on the meta device fake tensors on the CPU inside the block: what a forward makes itself is there.
+
+    To be entered inside a `FakeTensorMode`.
+    """
+    made: dict[int, Tensor] = {}
+    replaced: list[tuple[dict[str, Any], str, Tensor]] = []
+    for module in model.modules():
+        of_module: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
+        for entries in of_module:
+            for key, tensor in entries.items():
+                if tensor is not None and tensor.is_meta:
+                    replaced.append((entries, key, tensor))
+    try:
+        for entries, key, tensor in replaced:
+            if id(tensor) not in made:
+                new = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
+                is_parameter = isinstance(tensor, nn.Parameter)
+                made[id(tensor)] = nn.Parameter(new, tensor.requires_grad) if is_parameter else new
+            entries[key] = made[id(tensor)]
+        yield
+    finally:
+        for entries, key, tensor in replaced:
+            entries[key] = tensor
+
+
 def _attention_flops(query: Any, key: Any, value: Any, *_: Any, **__: Any) -> int:
     return int(sdpa_flop_count(query, key, value))
+
+
+def _grouped_flops(a: Any, b: Any, *_: Any, **__: Any) -> int:
+    groups = a[0] if len(a) == 3 and len(b) == 3 else 1
+    return int(2 * groups * a[-2] * a[-1] * b[-1])

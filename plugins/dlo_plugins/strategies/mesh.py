@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
 import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torchmetrics import Metric
 
 from dlo_framework.applier import Applier, Phase
@@ -20,6 +22,8 @@ from dlo_framework.distributed.initialise import check_initialisable, on_meta
 from dlo_framework.distributed.units import find_units
 from dlo_framework.errors import DloError
 from dlo_framework.mesh import MeshSpec
+from dlo_framework.plan import ParallelPlan
+from dlo_framework.runs import is_first_process
 from dlo_framework.task import Task
 from dlo_plugins.appliers.context_parallel import ContextParallel
 from dlo_plugins.appliers.fully_shard import FullyShard
@@ -33,6 +37,9 @@ from dlo_plugins.mesh.drawing import MeshDescription, describe, modelled
 from dlo_plugins.mesh.pipelined import PipelinedTask, check_inside, check_predict
 from dlo_plugins.mesh.pipelining import Pipelining
 from dlo_plugins.mesh.steps import MeshSteps
+from dlo_plugins.pipeline.assign import Split
+from dlo_plugins.strategies.mesh_rehearsal import rehearse_step
+from dlo_plugins.tensor.coverage import NEARLY_ALL
 
 #: Appliers that do nothing where their axis has one rank.
 _OWN = (TensorParallel, ContextParallel)
@@ -101,12 +108,7 @@ class MeshStrategy(MeshSteps):
         if dp_shard == -1 and -1 in (pp, dp_replicate, cp, tp):
             axes["dp_shard"] = 1
         self.spec, self.meta_init = MeshSpec(**axes), meta_init
-        self.appliers = in_order(list(appliers or []), cp_method, sequence_parallel)
-        self.fully_shard = next(applier for applier in self.appliers if isinstance(applier, FullyShard))
-        self._context = next(applier for applier in self.appliers if isinstance(applier, ContextParallel))
-        self._tensor = next(applier for applier in self.appliers if isinstance(applier, TensorParallel))
-        #: Whether there are appliers that no axis asks for.
-        self._rewrites = any(not isinstance(applier, (*_OWN, FullyShard)) for applier in self.appliers)
+        self.set_appliers(in_order(list(appliers or []), cp_method, sequence_parallel))
         self._groups: MeshGroups | None = None
         self.pipelining = Pipelining(schedule, micro_batches, stages_per_rank, split)
 
@@ -116,6 +118,15 @@ class MeshStrategy(MeshSteps):
         strategy_registry.register("mesh", cls, description="a mesh of parallel axes", override=True)
 
     # --- before processes start ----------------------------------------------------------------------------
+
+    def set_appliers(self, appliers: Sequence[Applier]) -> None:
+        """Sets the appliers, a TensorParallel, a ContextParallel and a FullyShard among them, by phase."""
+        self.appliers = list(appliers)
+        self.fully_shard = next(applier for applier in self.appliers if isinstance(applier, FullyShard))
+        self._context = next(applier for applier in self.appliers if isinstance(applier, ContextParallel))
+        self._tensor = next(applier for applier in self.appliers if isinstance(applier, TensorParallel))
+        #: Whether there are appliers that no axis asks for.
+        self._rewrites = any(not isinstance(applier, (*_OWN, FullyShard)) for applier in self.appliers)
 
     def mesh_spec(self) -> MeshSpec:
         """Returns the mesh of this run.
@@ -158,6 +169,8 @@ class MeshStrategy(MeshSteps):
         self._context.check(task.model, plan, spec.cp, spec.tp)
         if spec.pp > 1:
             self.pipelining.check(task, plan, spec, datamodule)
+        if is_first_process():  # The others would find the same, at the same time.
+            rehearse_step(self, task, spec, datamodule)
 
     def check_predict(self, module: Any) -> None:
         """Checks that a model that the mesh cuts can predict, before any process starts.
@@ -223,7 +236,8 @@ class MeshStrategy(MeshSteps):
         module = self._module()
         known: Sharding | None = module.__dict__.get(_SHARDING)
         if known is None:
-            known = self._new_sharding(trainer)
+            self._log_coverage(module)
+            known = self.parallelize(trainer)
             module.__dict__[_SHARDING] = known
         self.sharding = self._checked(known, trains=trainer.state.fn == TrainerFn.FITTING)
         self.sharding.collect()
@@ -255,49 +269,83 @@ class MeshStrategy(MeshSteps):
             self._groups = MeshGroups(self.mesh_spec(), self.root_device.type, self._timeout)
         return self._groups
 
-    def _new_sharding(self, trainer: Trainer) -> Sharding:
-        module = self._module()
-        spec, layout = self.mesh_spec(), Layout()
-        seed = self.broadcast(torch.initial_seed())
+    def _log_coverage(self, task: Any) -> None:
+        """Logs what of the model tensor parallelism divides, where it leaves more than norms in full."""
+        tp = self.mesh_spec().tp
+        if tp > 1:
+            found = self._tensor.coverage(task.model, self._checked_plan(task), tp)
+            if found.share < NEARLY_ALL:
+                rank_zero_info(f"tensor parallelism {found.sentence()}")
+
+    def parallelize(self, trainer: Any, when_cut: Callable[[PipelinedTask], None] | None = None) -> Sharding:
+        """Applies every applier to the module, in the order of their phases; returns how FullyShard has sharded it.
+
+        Args:
+            trainer: tells the checkpoint that the run starts from.
+            when_cut: called with the pipeline when the model has been cut into stages, and is not sharded yet.
+
+        Raises:
+            DloError: if the model cannot be cut so.
+        """
+        module, spec = self._module(), self.mesh_spec()
+        seed, layout = self.broadcast(torch.initial_seed()), Layout()
         if on_meta(module):
             check_initialisable(module, loads_weights=trainer.ckpt_path is not None)
+        plan: ParallelPlan | None = None
         if _cuts(spec) or self._rewrites:
-            layout = self._cut(module)
+            plan, layout = self._checked_plan(module), layout_of(module.model)
+            _place(module, self.root_device)
+            mesh, split = self.groups.device_mesh(), self._split(module, plan)
+        sharding: Sharding | None = None
+        is_cut = spec.pp == 1
+        for applier in self.appliers:
+            if applier.phase > Phase.CONTEXT and not is_cut:
+                assert plan is not None
+                pipelined, is_cut = self._cut_into_stages(module, plan, split), True
+                if when_cut is not None:
+                    when_cut(pipelined)
+            if applier is self.fully_shard:
+                sharding = self._shard(module, seed, layout if plan is None else layout.under("model"))
+            elif plan is not None:
+                applier.apply(module.model, mesh, plan)
+                if sharding is None:
+                    _check_plain(module, applier)
+        if plan is not None:
+            module.__dict__[_CONTEXT] = self._context
+            module.__dict__[_CUT_BY] = self._cut_by()
+        assert sharding is not None
+        return sharding
+
+    def _checked_plan(self, task: Any) -> ParallelPlan:
+        plan: ParallelPlan = self._plan_of(task)()
+        plan.validate(task.model)
+        check_inside(task, self.mesh_spec(), self._tensor.sequence_parallel)
+        return plan
+
+    def _split(self, task: Any, plan: ParallelPlan) -> Split:
+        """Returns the blocks of each stage, by the costs of the full model: no applier has changed it yet."""
+        spec, datamodule = self.mesh_spec(), getattr(task._trainer, "datamodule", None)
+        return self.pipelining.split_of(task, plan, spec.pp, datamodule) if spec.pp > 1 else "balanced"
+
+    def _cut_into_stages(self, task: Any, plan: ParallelPlan, split: Split) -> PipelinedTask:
+        """Cuts the model into the pipeline's stages, of which this rank keeps its own."""
+        layout = layout_of(task.model)
+        pipeline = self.pipelining.build(task, plan, self.groups.group("pp"), split, self.root_device)
+        stages = pipeline.stages
+        self._tensor.part_stages(task.model, plan, [stages.blocks[first] for first in stages.first[1:-1]])
+        names = [name for name, _ in _tensors(task.model)]
+        layout.elsewhere |= {name for name in names if not pipeline.holds(name)}
+        layout.repeated |= {name for name in names if pipeline.holds(name) and not pipeline.holds.first(name)}
+        select = self._context.select_rows if self.mesh_spec().cp > 1 else None
+        pipelined = PipelinedTask(task, pipeline, self.pipelining.parts(self.mesh_spec().pp), select)
+        task.__dict__[PIPELINED] = pipelined
+        return pipelined
+
+    def _shard(self, module: Any, seed: int, layout: Layout) -> Sharding:
         units = find_units(module) if self.fully_shard.units is None else named_units(module, self.fully_shard.units)
         units = [unit for unit in units if not any(name.startswith(f"{unit}.") for name in layout.elsewhere)]
         options = self._options(module.automatic_optimization)
         return Sharding(module, units, self.groups, self.root_device, options, seed, layout)
-
-    def _cut(self, task: Any) -> Layout:
-        """Lets the appliers rewrite the task's model, in the order of their phases; returns what has become of it."""
-        plan = self._plan_of(task)()
-        plan.validate(task.model)
-        check_inside(task, self.mesh_spec(), self._tensor.sequence_parallel)
-        if not on_meta(task):
-            for tensor in [*task.parameters(), *task.buffers()]:
-                tensor.data = tensor.data.to(self.root_device)
-                broadcast_values(tensor.data)
-        mesh, spec, layout = self.groups.device_mesh(), self.mesh_spec(), layout_of(task.model)
-        datamodule = getattr(task._trainer, "datamodule", None)
-        split = self.pipelining.split_of(task, plan, spec.pp, datamodule) if spec.pp > 1 else "balanced"
-        for applier in self.appliers:
-            if applier.phase <= Phase.CONTEXT:
-                applier.apply(task.model, mesh, plan)
-        if spec.pp > 1:
-            pipeline = self.pipelining.build(task, plan, self.groups.group("pp"), split, self.root_device)
-            stages = pipeline.stages
-            self._tensor.part_stages(task.model, plan, [stages.blocks[first] for first in stages.first[1:-1]])
-            names = [name for name, _ in _tensors(task.model)]
-            layout.elsewhere |= {name for name in names if not pipeline.holds(name)}
-            layout.repeated |= {name for name in names if pipeline.holds(name) and not pipeline.holds.first(name)}
-            select = self._context.select_rows if spec.cp > 1 else None
-            task.__dict__[PIPELINED] = PipelinedTask(task, pipeline, self.pipelining.parts(spec.pp), select)
-        for applier in self.appliers:
-            if Phase.CONTEXT < applier.phase < Phase.SHARD:
-                applier.apply(task.model, mesh, plan)
-        task.__dict__[_CONTEXT] = self._context
-        task.__dict__[_CUT_BY] = self._cut_by()
-        return layout.under("model")
 
     def _plan_of(self, task: Any) -> Any:
         """Returns what makes a task's plan.
@@ -391,6 +439,29 @@ class MeshStrategy(MeshSteps):
 def _cuts(spec: MeshSpec) -> bool:
     """Whether a mesh cuts a model, and not only its state."""
     return spec.pp * spec.cp * spec.tp > 1
+
+
+def _place(task: Any, device: torch.device) -> None:
+    """Puts a task's tensors on a device, with the first rank's values; one without memory stays as it is."""
+    if on_meta(task):
+        return
+    for tensor in [*task.parameters(), *task.buffers()]:
+        tensor.data = tensor.data.to(device)
+        broadcast_values(tensor.data)
+
+
+def _check_plain(module: nn.Module, applier: Applier) -> None:
+    """Checks that an applier that runs before FullyShard has left parameters that it can shard.
+
+    Raises:
+        DloError: if it has sharded one itself.
+    """
+    name = next((name for name, parameter in module.named_parameters() if isinstance(parameter, DTensor)), None)
+    if name is not None:
+        raise DloError(
+            f"appliers must leave sharding to FullyShard, got a DTensor '{name}' from {type(applier).__name__}; derive"
+            " it from FullyShard and set its options, or leave it out"
+        )
 
 
 def _tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:

@@ -14,24 +14,25 @@ import contextlib
 import copy
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._pytree import tree_leaves, tree_map
 
-from dlo_framework.cuts import Layout
 from dlo_framework.distributed.groups import MeshGroups
 from dlo_framework.distributed.held import local
 from dlo_framework.distributed.vocabulary import shard_of
 from dlo_framework.errors import DloError
 from dlo_framework.mesh import Coordinates, MeshSpec
 from dlo_framework.task import Task, batch_length
+from dlo_plugins.fake_kernels import FakeKernels
 from dlo_plugins.fsdp.sharding import Sharding
 from dlo_plugins.mesh.holdings import Held
 from dlo_plugins.mesh.parts import rows_of
@@ -42,7 +43,6 @@ from dlo_plugins.pipeline.engine import Pipeline
 from dlo_plugins.pipeline.gates import Passage, Shapes
 from dlo_plugins.pipeline.layout import signatures
 from dlo_plugins.pipeline.schedules import make_schedule
-from dlo_plugins.strategies.mesh import PIPELINED, MeshStrategy
 
 #: Fake tensors say that they lie here.
 _DEVICE = torch.device("cpu")
@@ -67,16 +67,14 @@ class SimulatedRank:
     traffic: tuple[Traffic, ...]
 
 
-def simulate(
-    task: Task, strategy: MeshStrategy, spec: MeshSpec, ranks: Sequence[int], batch: Any = None
-) -> list[SimulatedRank]:
+def simulate(task: Task, strategy: Any, spec: MeshSpec, ranks: Sequence[int], batch: Any = None) -> list[SimulatedRank]:
     """Returns what chosen ranks of a mesh hold, and what passes between them and others in an optimizer step.
 
     A step is one batch: without a pipeline one forward and backward, with one as many as there are micro-batches.
 
     Args:
         task: whose model may be there already or not; it is left as it is.
-        strategy: with its appliers, schedule and precision; its own axes do not count.
+        strategy: A MeshStrategy with its appliers, schedule and precision; its own axes do not count.
         spec: the mesh, without -1.
         ranks: to be looked at, one after the other.
         batch: of one data-parallel rank, as the task's loaders give it; of its tensors shapes and dtypes alone count,
@@ -85,27 +83,72 @@ def simulate(
     Raises:
         DloError: in a process that is a rank of something already, and if the model cannot be cut so.
     """
+    task = task.on_meta()
+    pipelining = fixed_pipelining(task, strategy, spec, None)
+    found = []
+    for rank in ranks:
+        with simulated_rank(task, strategy, pipelining, spec, rank, batch) as view:
+            traffic = () if batch is None else view.traffic_of_a_step()
+            found.append(SimulatedRank(rank, spec.coordinates(rank), held_bytes(view.sharding), traffic))
+    return found
+
+
+def fixed_pipelining(task: Task, strategy: Any, spec: MeshSpec, datamodule: Any) -> Pipelining:
+    """Returns a strategy's pipelining with the blocks of each stage fixed, so that no rank has to weigh them.
+
+    Args:
+        task: with its model on the meta device.
+        strategy: A MeshStrategy.
+        spec: the mesh, without -1.
+        datamodule: may tell the batch's shapes.
+    """
+    pipelining: Pipelining = strategy.pipelining
+    if spec.pp == 1:
+        return pipelining
+    split = pipelining.split_of(task, task.parallel_plan(), spec.pp, datamodule)
+    return replace(pipelining, split=None if isinstance(split, str) else list(split))
+
+
+@contextlib.contextmanager
+def simulated_rank(
+    task: Task,
+    strategy: Any,
+    pipelining: Pipelining,
+    spec: MeshSpec,
+    rank: int,
+    batch: Any = None,
+    *,
+    own_loss: bool = False,
+) -> Iterator[RankView]:
+    """Makes this process a rank of a mesh inside the block, with its part of a task cut and sharded.
+
+    Args:
+        task: with its model on the meta device; it is left as it is.
+        strategy: A MeshStrategy.
+        pipelining: its pipeline's, with blocks shared out to stages.
+        spec: the mesh, without -1.
+        rank: Number of the rank.
+        batch: of one data-parallel rank, or None.
+        own_loss: Whether a step computes the task's own loss; by default :func:`stand_in_loss`.
+
+    Raises:
+        DloError: in a process that is a rank of something already, and if the model cannot be cut so.
+    """
     if dist.is_initialized():
         raise DloError("a mesh is simulated in a process of its own, and this one is a rank already; leave its group")
-    on_meta, pipelining = task.on_meta(), strategy.pipelining
-    if spec.pp > 1:
-        split = pipelining.split_of(on_meta, on_meta.parallel_plan(), spec.pp, None)
-        pipelining = replace(pipelining, split=None if isinstance(split, str) else list(split))
-    return [_simulate_rank(on_meta, strategy, pipelining, spec, rank, batch) for rank in ranks]
-
-
-def _simulate_rank(
-    task: Task, strategy: MeshStrategy, pipelining: Pipelining, spec: MeshSpec, rank: int, batch: Any
-) -> SimulatedRank:
     own = copy.deepcopy(task)
     precision = str(strategy.precision_plugin.precision)
-    with fake_world(rank, spec.world_size), FakeTensorMode(allow_non_fake_inputs=True):
+    with (
+        isolate_rng(include_cuda=False),
+        fake_world(rank, spec.world_size),
+        FakeTensorMode(allow_non_fake_inputs=True),
+        FakeKernels(),
+    ):
         _make_fake(own, _CONVERTED.get(precision))
-        view = _RankView(strategy, pipelining, spec, _faked(batch))
+        view = RankView(strategy, pipelining, spec, _faked(batch))
         with _autocast(precision):
-            sharding = view.cut_and_shard(own)
-            traffic = () if batch is None else view.traffic_of_a_step()
-        return SimulatedRank(rank, spec.coordinates(rank), held_bytes(sharding), traffic)
+            view.cut_and_shard(own, own_loss)
+            yield view
 
 
 @contextlib.contextmanager
@@ -152,53 +195,58 @@ def stand_in_loss(model: nn.Module, outputs: Any, batch: Any) -> Tensor:
     return shard.cross_entropy(logits, targets).sum()
 
 
-class _RankView(MeshStrategy):
-    """A strategy as one rank of a fake world has it.
+class RankView:
+    """A rank of a fake world, as a strategy has it there.
 
     Args:
-        strategy: whose options it has.
+        strategy: A MeshStrategy; a copy of it is used.
         pipelining: its pipeline's, with blocks shared out to stages.
         spec: of the world.
         batch: of fake tensors; None for none.
+
+    Attributes:
+        sharding: Of the module, once it has been cut.
+        pipelined: The task as the pipeline's stages have it; None without a pipeline.
     """
 
-    def __init__(self, strategy: MeshStrategy, pipelining: Pipelining, spec: MeshSpec, batch: Any) -> None:
-        super().__init__(
-            pp=spec.pp,
-            dp_replicate=spec.dp_replicate,
-            dp_shard=spec.dp_shard,
-            cp=spec.cp,
-            tp=spec.tp,
-            **asdict(pipelining),
-            appliers=copy.deepcopy(strategy.appliers),
-        )
-        self._precision_plugin = strategy.precision_plugin
-        self.parallel_devices = [_DEVICE] * spec.world_size
+    sharding: Sharding
+
+    def __init__(self, strategy: Any, pipelining: Pipelining, spec: MeshSpec, batch: Any) -> None:
+        self.spec, self.pipelining, self._batch = spec, pipelining, batch
+        self.pipelined: PipelinedTask | None = None
         self._groups = _FakeGroups(spec, _DEVICE.type)
-        self._batch = batch
+        self._strategy = copy.copy(strategy)
+        self._strategy.set_appliers(copy.deepcopy(strategy.appliers))
+        self._strategy.parallel_devices = [_DEVICE] * spec.world_size
+        self._strategy.cluster_environment = None
+        self._strategy.pipelining, self._strategy._groups = pipelining, self._groups
+        self._strategy.mesh_spec = lambda: spec
+        self._strategy.broadcast = lambda obj, src=0: obj  # There is no other rank.
 
-    def broadcast(self, obj: Any, src: int = 0) -> Any:
-        """Returns what this rank has, for there is no other."""
-        return obj
+    @property
+    def model(self) -> nn.Module:
+        """The task's model, cut."""
+        model: nn.Module = self._task.model
+        return model
 
-    def cut_and_shard(self, task: Task) -> Sharding:
+    def cut_and_shard(self, task: Task, own_loss: bool = False) -> None:
         """Does with a task what a run does with it before its first step."""
-        self._lightning_module = self.model = task
-        task.__dict__["loss"] = partial(stand_in_loss, task.model)
+        self._task: Any = task
+        self._strategy._lightning_module = self._strategy.model = task
+        if not own_loss:
+            task.__dict__["loss"] = partial(stand_in_loss, task.model)
         task.__dict__["micro_batch_weights"] = lambda parts: [1 / len(parts)] * len(parts)
-        fresh: Any = _Fresh()
-        self.sharding = self._new_sharding(fresh)
-        return self.sharding
+        self.sharding = self._strategy.parallelize(_Fresh(), self._when_cut)
 
-    def _cut(self, task: Any) -> Layout:
-        layout = super()._cut(task)
-        pipelined: PipelinedTask | None = task.__dict__.get(PIPELINED)
+    def _when_cut(self, pipelined: PipelinedTask) -> None:
         self.pipelined = pipelined
-        if pipelined is not None and self._batch is not None:
+        if self._batch is not None:
             parts = pipelined.training_parts(self._shared(self._batch))
-            with _all_here(task.model):
+            with _all_here(pipelined.task.model):
                 _learn_shapes(pipelined.pipeline, parts, pipelined._forward)
-        return layout
+
+    def _shared(self, batch: Any) -> Any:
+        return self._strategy._shared(batch)
 
     def traffic_of_a_step(self) -> tuple[Traffic, ...]:
         """Returns what passes in forward and backward of the batch.
@@ -206,12 +254,12 @@ class _RankView(MeshStrategy):
         Micro-batches of one shape pass the same, each of them, so of many that go through a pipeline two counts are
         enough: those of steps with the fewest that the schedule can run, and with as many again.
         """
-        wanted, least = self.pipelining.parts(self.mesh_spec().pp), self._fewest()
+        wanted, least = self.pipelining.parts(self.spec.pp), fewest_parts(self.pipelining, self.spec)
         if self.pipelined is None or wanted % least or len(self.pipelined._split(self._batch, wanted)) != wanted:
-            return self._count(self._batch)
+            return self.step()
         rows = batch_length(self._batch)
         if rows % wanted or wanted <= 2 * least:
-            return self._count(self._batch)
+            return self.step()
         fewest, twice = (self._count(self._some(times * least, wanted)) for times in (1, 2))
         return grown(fewest, twice, wanted // least - 1)
 
@@ -222,21 +270,13 @@ class _RankView(MeshStrategy):
         length = batch_length(self._batch)
         return rows_of(self._batch, length, 0, length // of * parts)
 
-    def _fewest(self) -> int:
-        """Returns the smallest number of micro-batches that the schedule can run, and that divides the wanted one."""
-        spec, wanted = self.mesh_spec(), self.pipelining.parts(self.mesh_spec().pp)
-        for number in (1, spec.pp, 2 * spec.pp):
-            with contextlib.suppress(DloError):
-                if wanted % number == 0:
-                    make_schedule(self.pipelining.schedule, spec.pp, number, self.pipelining.stages_per_rank)
-                    return number
-        return wanted
+    def step(self) -> tuple[Traffic, ...]:
+        """Runs forward and backward of the batch, and returns what passes."""
+        return self._count(self._batch)
 
     def _count(self, batch: Any) -> tuple[Traffic, ...]:
         """Does what :class:`~dlo_plugins.mesh.steps.MeshSteps` does between Lightning's hooks, in their order."""
-        task: Any = self._lightning_module
-        sharding = self.sharding
-        assert sharding is not None
+        task, sharding = self._task, self.sharding
         for parameter in sharding.parameters.values():
             parameter.grad = None
         batch = self._shared(batch)
@@ -257,9 +297,19 @@ class _RankView(MeshStrategy):
         return count.found
 
     def _axis_of(self, name: str) -> str:
-        assert self._groups is not None
         axes = next((axes for axes, group in self._groups._groups.items() if group.group_name == name), None)
         return "all" if axes is None else " x ".join(axes)
+
+
+def fewest_parts(pipelining: Pipelining, spec: MeshSpec) -> int:
+    """Returns the smallest number of micro-batches that a schedule can run, and that divides the wanted one."""
+    wanted = pipelining.parts(spec.pp)
+    for number in (1, spec.pp, 2 * spec.pp):
+        with contextlib.suppress(DloError):
+            if wanted % number == 0:
+                make_schedule(pipelining.schedule, spec.pp, number, pipelining.stages_per_rank)
+                return number
+    return wanted
 
 
 class _Fresh:

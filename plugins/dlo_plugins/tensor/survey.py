@@ -51,6 +51,11 @@ def survey(module: nn.Module, plan: ParallelPlan, tp: int, sequence_parallel: bo
     _share_among_tied(found, module)
     check_demands(found.demands, tp)
     _check_vocabulary(found, tp)
+    if not found.regions:
+        raise DloError(
+            f"tensor parallelism must divide layers, got a plan of {type(module).__name__} whose rules match its"
+            f" vocabulary alone ({', '.join(ruled)}); use tp=1, or give ParallelPlan(tensor=...) the projections' rules"
+        )
     find_partial(found, module, plan)
     if sequence_parallel:
         check_sequence(found, module, plan)

@@ -72,8 +72,9 @@ def _after_blocks(model: PreTrainedModel, around: nn.Module, blocks: str) -> set
     plan: Any = getattr(model.config, "base_model_pp_plan", None)
     order = list(plan) if plan and blocks in plan else [name for name, _ in around.named_children()]
     later = set(order[order.index(blocks) + 1 :])
-    later |= {name for name, _ in around.named_children() if name.startswith("final")}  # OPT registers it before them
-    return {name for name in later if "rotary" not in name}
+    # OPT registers its final norm before the blocks, DeepSeek-V4 its head of hyper-connections; BART what embeds after.
+    later |= {name for name, _ in around.named_children() if name.startswith("final") or name.endswith("_head")}
+    return {name for name in later if "rotary" not in name and "embed" not in name}
 
 
 def _tensor_rules(model: PreTrainedModel, blocks: str, head: str) -> dict[str, Rule]:
@@ -96,11 +97,16 @@ def _tensor_rules(model: PreTrainedModel, blocks: str, head: str) -> dict[str, R
     _, first = blocks_of(model)
     rules |= {f"{blocks}.{name}": Rule.SEQUENCE for name, module in first[0].named_children() if _is_norm(module)}
     embedding = _name_of(model, model.get_input_embeddings())
-    return {pattern: rule for pattern, rule in rules.items() if _matches(model, pattern)} | {
-        **_norms_within(model, blocks),
-        embedding: Rule.VOCAB,
-        head: Rule.VOCAB,
-    }
+    of_heads = {pattern: Rule.HEADS for pattern in rules if _names_vectors(model, pattern)}
+    return (
+        of_heads
+        | {pattern: rule for pattern, rule in rules.items() if _matches(model, pattern)}
+        | {
+            **_norms_within(model, blocks),
+            embedding: Rule.VOCAB,
+            head: Rule.VOCAB,
+        }
+    )
 
 
 def _rule(family: str, leaf: str, style: str) -> Rule | None:
@@ -136,6 +142,17 @@ def _rows(block: nn.Module, name: str) -> int | None:
     """Returns the first dim of a block's parameter; None if there is none of that name."""
     found = dict(block.named_parameters()).get(name)
     return None if found is None else found.shape[0]
+
+
+def _names_vectors(model: PreTrainedModel, pattern: str) -> bool:
+    """Whether a pattern names parameters of one entry a head, such as attention sinks and the biases of gates."""
+    plan = ParallelPlan(tensor={pattern: Rule.COLUMN})
+    named = [
+        (name, parameter)
+        for name, parameter in model.named_parameters()
+        if plan.rule_for(name) is Rule.COLUMN and plan.rule_for(name.rpartition(".")[0]) is not Rule.COLUMN
+    ]
+    return bool(named) and all(".self_attn." in name and parameter.ndim == 1 for name, parameter in named)
 
 
 def _is_norm(module: nn.Module) -> bool:

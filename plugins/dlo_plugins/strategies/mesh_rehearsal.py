@@ -1,0 +1,287 @@
+"""A training step of each distinct rank of a mesh on fake tensors, before a process starts: what passes runs.
+
+The code is the one that runs (:mod:`.mesh_simulation`): appliers, pipeline stages and FSDP2 cut the model, and a small
+batch goes forward and backward through it. No weight is allocated.
+
+A failure refuses a model only if the same step passes on one rank, with nothing cut. So an operator that fake tensors
+do not have, or a forward that branches on values, refuses nothing: such a model is checked as far as it could be.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._pytree import tree_map
+
+from dlo_framework.errors import DloError
+from dlo_framework.mesh import Coordinates, MeshSpec
+from dlo_framework.plan import ParallelPlan, Rule
+from dlo_framework.task import Task, batch_length
+from dlo_plugins.fake_kernels import UNSUPPORTED
+from dlo_plugins.pipeline.assign import make_stages
+from dlo_plugins.pipeline.schedules import placement
+from dlo_plugins.strategies.mesh_simulation import fewest_parts, fixed_pipelining, simulated_rank
+
+#: Rows of a micro-batch: batch norm needs more than one value.
+_ROWS = 2
+#: Axes that cut a model, in the order in which they are asked whether they are at fault.
+_CUTTING = ("tp", "cp", "pp")
+#: Attributes that count a block: two blocks that differ in these alone are alike.
+_NUMBERS = ("idx", "index", "id", "number")
+
+
+@dataclass(frozen=True)
+class Failure:
+    """A step that failed.
+
+    Attributes:
+        error: What was raised.
+        rank: Number of the rank.
+        where: Name of the innermost module of the model that was running; empty if none was.
+        in_backward: Whether the backward raised it.
+    """
+
+    error: Exception
+    rank: int
+    where: str
+    in_backward: bool
+
+
+def rehearse_step(strategy: Any, task: Task, spec: MeshSpec, datamodule: Any = None) -> None:
+    """Checks that each distinct rank of a mesh can run a training step.
+
+    A task without an `example_batch` is cut on each of them, and no step is run. In a process that is a rank already
+    nothing is checked.
+
+    Args:
+        strategy: A MeshStrategy.
+        task: Task with its model on the meta device; it is not changed.
+        spec: Mesh, without -1.
+        datamodule: Datamodule that may know the batch's shapes.
+
+    Raises:
+        DloError: if a rank's step fails that one process alone can run; with the layer, its rules, and a mesh that
+            works.
+    """
+    if dist.is_initialized():
+        return
+    example = task.example_batch(datamodule)
+    if example is None:
+        _Rehearsal(strategy, task, datamodule, None, own_loss=False).check(spec)
+        return
+    for tried in (_shortened(task, strategy, spec), task):
+        if tried is None:
+            continue
+        # The first that can tell decides: a loss that needs values or a trainer gives way to a stand-in.
+        for own_loss in (True, False):
+            rehearsal = _Rehearsal(strategy, tried, datamodule, example, own_loss)
+            failure = rehearsal.run(spec)
+            if failure is None:
+                return
+            if _is_unsupported(failure):
+                if not own_loss:
+                    return
+            elif rehearsal.run(MeshSpec(dp_shard=1)) is None:
+                if tried is task:
+                    raise _refusal(failure, rehearsal, spec) from failure.error
+                break  # Perhaps blocks were left out that others count on.
+
+
+class _Rehearsal:
+    """Runs steps of a task on ranks of any mesh."""
+
+    def __init__(self, strategy: Any, task: Task, datamodule: Any, example: Any, own_loss: bool) -> None:
+        self.strategy, self.task, self._datamodule = strategy, task, datamodule
+        self._example, self._own_loss = example, own_loss
+        self.plan: ParallelPlan = task.parallel_plan()
+
+    def check(self, spec: MeshSpec) -> None:
+        """Cuts the model for each distinct rank."""
+        pipelining = fixed_pipelining(self.task, self.strategy, spec, self._datamodule)
+        for rank in _distinct_ranks(self.task, self.plan, pipelining, spec):
+            with simulated_rank(self.task, self.strategy, pipelining, spec, rank):
+                pass
+
+    def run(self, spec: MeshSpec) -> Failure | None:
+        """Returns the first failure of a step of a mesh's distinct ranks; None if all pass."""
+        rank, names = 0, {}
+        log = logging.getLogger(FakeTensorMode.__module__)
+        level = log.level
+        log.setLevel(logging.CRITICAL)  # torch prints the traceback of each operator that fails.
+        try:
+            pipelining = fixed_pipelining(self.task, self.strategy, spec, self._datamodule)
+            parts = fewest_parts(pipelining, spec) if spec.pp > 1 else 1
+            pipelining = replace(pipelining, micro_batches=parts)
+            batch = _repeated(self._example, _ROWS * parts)
+            for rank in _distinct_ranks(self.task, self.plan, pipelining, spec):
+                with simulated_rank(
+                    self.task, self.strategy, pipelining, spec, rank, batch, own_loss=self._own_loss
+                ) as view:
+                    names = {id(module): name for name, module in view.model.named_modules()}
+                    view.step()
+        except Exception as error:
+            return Failure(error, rank, _innermost(error, self.task.model, names), _raised_by_backward(error))
+        finally:
+            log.setLevel(level)
+        return None
+
+
+def _is_unsupported(failure: Failure) -> bool:
+    """Whether fake tensors lack something, so that the failure says nothing of the model."""
+    error: BaseException | None = failure.error
+    while error is not None:
+        if isinstance(error, UNSUPPORTED) or (isinstance(error, NotImplementedError) and "aten" in str(error)):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
+
+
+def _distinct_ranks(task: Any, plan: ParallelPlan, pipelining: Any, spec: MeshSpec) -> list[int]:
+    """Returns a rank of each stage, or of each kind of stages that have the same blocks."""
+    if spec.pp == 1:
+        return [0]
+    where = placement(pipelining.schedule, spec.pp, pipelining.stages_per_rank)
+    stages = make_stages(task.model, plan, where.stages, pipelining.split or "balanced")
+    found: dict[Any, int] = {}
+    for pp in range(spec.pp):
+        held = where.stages_of(pp)
+        blocks = [_kind(task.model.get_submodule(name)) for stage in held for name in stages.blocks_of(stage)]
+        ends = [stage for stage in held if stage in (0, where.stages - 1)]
+        found.setdefault((tuple(ends), tuple(blocks)), spec.rank(Coordinates(pp, 0, 0, 0, 0)))
+    return list(found.values())
+
+
+def _shortened(task: Any, strategy: Any, spec: MeshSpec) -> Any:
+    """Returns a copy of a task without the last of its blocks, as long as all kinds stay; None if none can go.
+
+    A split that is given counts the blocks, and keeps them all.
+    """
+    pipelining = strategy.pipelining
+    blocks: list[str] = task.parallel_plan().block_names(task.model)
+    parents = {name.rpartition(".")[0] for name in blocks}
+    if len(parents) != 1 or (spec.pp > 1 and pipelining.split is not None):
+        return None
+    parent = task.model.get_submodule(next(iter(parents)))
+    if not isinstance(parent, nn.ModuleList) or len(parent) != len(blocks):
+        return None
+    seen: set[Any] = set()
+    kept = 0
+    for number, block in enumerate(parent):
+        kind = _kind(block)
+        if kind not in seen:
+            seen.add(kind)
+            kept = number + 1
+    stages = placement(pipelining.schedule, spec.pp, pipelining.stages_per_rank).stages if spec.pp > 1 else 1
+    kept = max(kept, stages, 2)
+    if kept >= len(blocks):
+        return None
+    short = copy.deepcopy(task)
+    del short.model.get_submodule(next(iter(parents)))[kept:]
+    return short
+
+
+def _kind(block: nn.Module) -> Any:
+    """Returns what tells a block's kind: its modules' classes, settings and parameters' shapes."""
+    return tuple(
+        (
+            name,
+            type(module),
+            tuple(sorted((key, str(value)) for key, value in vars(module).items() if _is_setting(key, value))),
+            tuple((key, tuple(tensor.shape)) for key, tensor in module._parameters.items() if tensor is not None),
+        )
+        for name, module in block.named_modules()
+    )
+
+
+def _is_setting(key: str, value: Any) -> bool:
+    return isinstance(value, int | str) and not key.endswith(_NUMBERS)
+
+
+def _repeated(example: Any, rows: int) -> Any:
+    """Returns an example batch with its first sample so many times."""
+    length = batch_length(example)
+
+    def repeat(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor) or not leaf.ndim or len(leaf) != length:
+            return leaf
+        return leaf[:1].expand(rows, *leaf.shape[1:])
+
+    return tree_map(repeat, example)
+
+
+# --- what is said of a failure ---------------------------------------------------------------------------------
+
+
+def _frames(error: BaseException) -> Iterator[Any]:
+    traceback = error.__traceback__
+    while traceback is not None:
+        yield traceback.tb_frame
+        traceback = traceback.tb_next
+
+
+def _innermost(error: BaseException, model: nn.Module, names: dict[int, str]) -> str:
+    """Returns the name of the innermost module of a model in which an error was raised."""
+    found = ""
+    for frame in _frames(error):
+        module = frame.f_locals.get("self")
+        if isinstance(module, nn.Module) and names.get(id(module)):
+            found = names[id(module)]
+    return found
+
+
+def _raised_by_backward(error: BaseException) -> bool:
+    return any(frame.f_code.co_name in ("backward", "_engine_run_backward") for frame in _frames(error))
+
+
+def _refusal(failure: Failure, rehearsal: _Rehearsal, spec: MeshSpec) -> DloError:
+    """Returns what a user is told: the rule, what was found, and a mesh that works."""
+    if isinstance(failure.error, DloError):
+        return failure.error
+    model, where = type(rehearsal.task.model).__name__, failure.where
+    what = f"'{where}'{_rules(rehearsal, where)}" if where else "the model"
+    phase = "backward" if failure.in_backward else "forward"
+    first = (str(failure.error).strip().splitlines() or [""])[0]
+    return DloError(
+        f"each rank of {_axes(spec)} must be able to train its part of {model}, got {type(failure.error).__name__} in"
+        f" the {phase} of {what} on rank {failure.rank}: {first}; {_fix(rehearsal, spec)}"
+    )
+
+
+def _rules(rehearsal: _Rehearsal, where: str) -> str:
+    """Returns the tensor rules of a module and of those in it, for a message; they are why a part differs."""
+    rules: dict[str, str] = {}
+    for name, _ in rehearsal.task.model.get_submodule(where).named_modules():
+        full = f"{where}.{name}" if name else where
+        rule = rehearsal.plan.rule_for(full)
+        if rule not in (Rule.REPLICATE, Rule.SEQUENCE):
+            rules.setdefault(name or where.rpartition(".")[2], str(rule))
+    shown = ", ".join(f"{name}: {rule}" for name, rule in list(rules.items())[:6])
+    return f" (rules {shown})" if shown else ""
+
+
+def _axes(spec: MeshSpec) -> str:
+    return " x ".join(f"{axis} {size}" for axis, size in spec.sizes.items() if size > 1)
+
+
+def _fix(rehearsal: _Rehearsal, spec: MeshSpec) -> str:
+    """Returns the largest size of one axis with which the step passes, as advice."""
+    for axis in _CUTTING:
+        size = spec.sizes[axis]
+        for smaller in _smaller(size):
+            if rehearsal.run(MeshSpec(**{**spec.sizes, axis: smaller})) is None:
+                advice = f"set {axis} to {smaller}"
+                if axis == "tp":
+                    advice += ", or change the plan's tensor rules for this module (Task.parallel_plan)"
+                return advice
+    return "use dp_shard for these ranks"
+
+
+def _smaller(size: int) -> Sequence[int]:
+    return [number for number in range(size - 1, 0, -1) if size % number == 0]

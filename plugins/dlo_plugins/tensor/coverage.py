@@ -1,0 +1,69 @@
+"""How much of a model tensor parallelism divides, and which parameters each rank holds in full."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from torch import nn
+
+from dlo_plugins.tensor.division import Division
+
+#: Modules that are named in a sentence: the largest.
+_NAMED = 3
+#: Share of the parameters above which a rank's part is the fraction that its number says: norms are never divided.
+NEARLY_ALL = 0.99
+
+
+@dataclass(frozen=True)
+class Coverage:
+    """What of a model is divided.
+
+    Attributes:
+        total: Number of parameters.
+        divided: Number of parameters of which each rank has a part.
+        full: Number of parameters that each rank holds in full, by module; numbers in its name are `*`.
+    """
+
+    total: int
+    divided: int
+    full: Mapping[str, int] = field(default_factory=dict)
+
+    @property
+    def share(self) -> float:
+        """Share of the parameters that is divided."""
+        return self.divided / max(self.total, 1)
+
+    def sentence(self) -> str:
+        """Returns what is divided and what is not, and why, in one line."""
+        text = f"divides {_percent(self.share)} of {self.total:,} parameters"
+        if self.share >= NEARLY_ALL:
+            return text
+        largest = sorted(self.full.items(), key=lambda item: -item[1])
+        named = [f"{name} ({_percent(count / self.total)})" for name, count in largest[:_NAMED]]
+        more = f" and {len(largest) - _NAMED} more" if len(largest) > _NAMED else ""
+        return f"{text}; in full on every rank, since the plan has no rule for them: {', '.join(named)}{more}"
+
+
+def coverage_of(module: nn.Module, divisions: Mapping[str, Division]) -> Coverage:
+    """Returns what of a model is divided.
+
+    Args:
+        module: Full model, on any device or the meta device.
+        divisions: Divided parameters, by name.
+    """
+    total = divided = 0
+    full: Counter[str] = Counter()
+    for name, parameter in module.named_parameters():
+        total += parameter.numel()
+        if name in divisions:
+            divided += parameter.numel()
+        else:
+            full[re.sub(r"\.\d+(?=\.|$)", ".*", name.rpartition(".")[0])] += parameter.numel()
+    return Coverage(total, divided, dict(full))
+
+
+def _percent(share: float) -> str:
+    return f"{share:.1%}" if share < 0.9995 else "100%"

@@ -1,0 +1,312 @@
+"""The check before a run goes one step with each distinct rank's part on fake tensors: what passes runs."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from lightning.pytorch import Trainer
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from dlo_framework import Task
+from dlo_framework.applier import Applier, Phase
+from dlo_framework.errors import DloError
+from dlo_framework.plan import ParallelPlan, Rule
+from dlo_framework.testing.training import leave_group
+from dlo_plugins.fake_kernels import grouped_mm
+from dlo_plugins.mesh.pipelining import forward_costs
+from dlo_plugins.strategies import mesh_rehearsal
+from dlo_plugins.strategies.mesh import MeshStrategy
+from dlo_plugins.tensor.coverage import Coverage
+from dlo_tasks.llm.causal_lm import CausalLM
+from support.causal_lm_types import tiny_config
+
+WIDTH, HEADS, TOKENS = 48, 6, 8
+
+
+class Attention(nn.Module):
+    """Six heads, whose projections a plan cuts by `column`: it does not say that they are heads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v, self.o = (nn.Linear(WIDTH, WIDTH) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        shape = (*x.shape[:2], -1, WIDTH // HEADS)
+        q, k, v = (projection(x).view(shape).transpose(1, 2) for projection in (self.q, self.k, self.v))
+        out = nn.functional.scaled_dot_product_attention(q, k, v)
+        return self.o(out.transpose(1, 2).reshape(*x.shape[:2], -1))
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.attn = nn.LayerNorm(WIDTH), Attention()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.attn(self.norm(x))
+
+
+class Net(nn.Module):
+    def __init__(self, blocks: int) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(50, WIDTH)
+        self.blocks = nn.ModuleList(Block() for _ in range(blocks))
+        self.head = nn.Linear(WIDTH, 50)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.embed(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+class Words(Task):
+    blocks = 4
+
+    def configure_model(self) -> None:
+        if not self.has_model:
+            self.model = Net(self.blocks)
+
+    def loss(self, outputs: Any, batch: Any) -> Tensor:
+        return nn.functional.cross_entropy(outputs.flatten(0, 1), batch[1].flatten())
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    def example_batch(self, datamodule: Any) -> Any:
+        row = torch.zeros(1, TOKENS, dtype=torch.long)
+        return row, row
+
+    def parallel_plan(self) -> ParallelPlan:
+        rules = {f"blocks.*.attn.{name}": Rule.COLUMN for name in "qkv"} | {"blocks.*.attn.o": Rule.ROW}
+        return ParallelPlan(blocks=("blocks.*",), stem=("embed",), head=("head",), tensor=rules)
+
+
+def strategy_of(ranks: int, **axes: Any) -> MeshStrategy:
+    strategy = MeshStrategy(dp_shard=1, **axes)
+    off = dict.fromkeys(("logger", "enable_progress_bar", "enable_model_summary", "enable_checkpointing"), False)
+    Trainer(accelerator="cpu", devices=ranks, strategy=strategy, **off)
+    return strategy
+
+
+def causal(kind: str, **more: Any) -> CausalLM:
+    return CausalLM(config=tiny_config(kind, **more))
+
+
+class Windows:
+    """What a datamodule tells before it has read data."""
+
+    seq_len, batch_size = 16, 8
+
+
+def test_heads_that_ranks_do_not_divide_are_named_with_their_rules_and_a_size_that_works() -> None:
+    for ranks in (2, 3):
+        strategy_of(ranks, tp=ranks).check_model(Words())
+    with pytest.raises(DloError) as error:
+        strategy_of(4, tp=4).check_model(Words())
+    message = str(error.value)
+    assert "tp 4 must be able to train its part of Net, got RuntimeError in the forward of 'blocks.0.attn'" in message
+    assert "rules q: column, k: column, v: column, o: row" in message
+    assert "set tp to 2" in message
+    with pytest.raises(DloError, match=r"pp 2 x tp 4 .* set tp to 2"):
+        strategy_of(8, tp=4, pp=2).check_model(Words())
+
+
+def test_nothing_is_left_of_a_check() -> None:
+    task = Words()
+    torch.manual_seed(1)
+    random.seed(1)
+    expected = torch.rand(3).tolist(), random.random()
+    torch.manual_seed(1)
+    random.seed(1)
+    strategy_of(4, tp=2, pp=2).check_model(task)
+    assert (torch.rand(3).tolist(), random.random()) == expected
+    assert not dist.is_initialized()
+    assert not task.has_model
+
+
+def test_identical_blocks_are_rehearsed_once_and_a_pipelines_middle_stages_too(monkeypatch) -> None:
+    blocks, ranks = [], []
+    simulated = mesh_rehearsal.simulated_rank
+
+    def noted(task: Any, strategy: Any, pipelining: Any, spec: Any, rank: int, *args: Any, **options: Any) -> Any:
+        blocks.append(len(task.model.blocks))
+        ranks.append(rank)
+        return simulated(task, strategy, pipelining, spec, rank, *args, **options)
+
+    monkeypatch.setattr(mesh_rehearsal, "simulated_rank", noted)
+
+    class Deep(Words):
+        blocks = 32
+
+    strategy_of(2, tp=2).check_model(Deep())
+    assert blocks == [2]
+    blocks.clear(), ranks.clear()
+    strategy_of(8, pp=8).check_model(Deep())
+    assert blocks == [8] * 3  # one for each stage; the first, one in the middle, the last
+    assert ranks == [0, 1, 14 // 2]
+
+
+class Branching(Net):
+    """Goes by a value, which fake tensors have not, and then by what no rank of tp has."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.float().mean() > 100:
+            return super().forward(x + 1)
+        return super().forward(x)
+
+
+def test_a_forward_that_goes_by_values_is_not_refused() -> None:
+    class ByValue(Words):
+        def configure_model(self) -> None:
+            if not self.has_model:
+                self.model = Branching(self.blocks)
+
+    for axes in ({"tp": 2}, {"pp": 2}, {"tp": 4}):
+        ranks = next(iter(axes.values()))
+        strategy_of(ranks, **axes).check_model(ByValue())
+
+
+def test_a_loss_that_cannot_be_rehearsed_gives_way_to_a_stand_in() -> None:
+    class OfTrainer(Words):
+        def loss(self, outputs: Any, batch: Any) -> Tensor:
+            return super().loss(outputs, batch) * (1 + self.trainer.current_epoch)
+
+    class ByValue(Words):
+        def loss(self, outputs: Any, batch: Any) -> Tensor:
+            found = super().loss(outputs, batch)
+            return found if found.item() < 100 else found * 0
+
+    for kind in (OfTrainer, ByValue):
+        strategy_of(2, tp=2).check_model(kind())
+        with pytest.raises(DloError, match=r"'blocks\.0\.attn'"):
+            strategy_of(4, tp=4).check_model(kind())
+
+
+def test_a_loss_that_no_rank_can_compute_is_named() -> None:
+    class Parts(Words):
+        def loss(self, outputs: Any, batch: Any) -> Tensor:
+            return super().loss(outputs, batch) + self.model.blocks[0].attn.q.weight.view(WIDTH, WIDTH).mean()
+
+    strategy_of(1, tp=1).check_model(Parts())
+    with pytest.raises(DloError, match=r"tp 2 must be able to train its part of Net, got RuntimeError .*set tp to 1"):
+        strategy_of(2, tp=2).check_model(Parts())
+
+
+def test_mixtures_whose_experts_are_one_product_are_weighed_and_checked() -> None:
+    task = causal("mixtral")
+    strategy = strategy_of(2, pp=2)
+    strategy.check_model(task, Windows())
+    strategy.describe(task, Windows())
+    on_meta = task.on_meta()
+    costs = forward_costs(on_meta, on_meta.parallel_plan(), Windows())
+    assert costs is not None
+    assert len(set(costs.blocks)) == 1
+    tokens, width, features, used = 16, 32, 48, 2
+    experts = 2 * tokens * used * 3 * width * features
+    assert experts < costs.blocks[0] < 2 * experts
+
+
+def test_grouped_mm_has_the_shapes_of_the_operator() -> None:
+    ends = torch.tensor([2, 6, 8], dtype=torch.int32)
+    rows, experts = torch.randn(8, 16), torch.randn(3, 16, 4)
+    for a, b, offs in ((rows, experts, ends), (rows.t(), torch.randn(8, 4), ends), (experts.mT, experts, None)):
+        expected = torch.nn.functional.grouped_mm(a, b, offs=offs)
+        assert grouped_mm(a, b, offs).shape == expected.shape
+    with pytest.raises(RuntimeError, match="grouped_mm needs operands"):
+        grouped_mm(rows, torch.randn(3, 15, 4), ends)
+
+
+@pytest.mark.parametrize(
+    ("kind", "axis", "refused"),
+    [
+        ("beam", "tp", None),  # a bias of its gate for each head
+        ("granite_swa", "tp", None),  # a sink for each head
+        ("bart", "pp", None),  # a norm of the embeddings that is registered after the blocks
+        ("xlnet", "pp", None),  # makes positions where no parameter lies
+        ("doge", "tp", r"'model\.layers\.0\.self_attn' \(rules"),
+        ("doge", "cp", "DogeAttention brings a mask of its own"),
+        ("nemotron_h", "tp", "must divide layers, got a plan of NemotronHForCausalLM whose rules match its vocabulary"),
+    ],
+)
+def test_families_that_passed_and_failed(kind: str, axis: str, refused: str | None) -> None:
+    strategy = strategy_of(2, **{axis: 2})
+    if refused is None:
+        strategy.check_model(causal(kind), Windows())
+        strategy.describe(causal(kind), Windows())
+    else:
+        with pytest.raises(DloError, match=refused):
+            strategy.check_model(causal(kind), Windows())
+
+
+def test_what_tensor_parallelism_leaves_in_full_is_said_with_its_share() -> None:
+    described = strategy_of(2, tp=2).describe(causal("mixtral"))
+    assert described.coverage is not None
+    held = [rank.held.parameters for rank in described.ranks]
+    share = described.coverage.share
+    assert held[0] / described.whole.parameters == pytest.approx(1 - share / 2, abs=0.01)
+    text = described.text()
+    assert f"tp     divides {share:.1%} of" in text
+    assert "model.layers.*.mlp.experts (" in text
+    assert f"1/2 of {share:.0%}" in text
+    assert described.to_json()["tensor_parallel"]["divided"] == described.coverage.divided
+    dense = strategy_of(2, tp=2).describe(causal("llama")).text()
+    assert "  1/2  " in dense
+    assert "1/2 of" not in dense
+    assert Coverage(100, 100).sentence() == "divides 100% of 100 parameters"
+
+
+# --- appliers of phase SHARD ------------------------------------------------------------------------------------
+
+
+class Doubled(Applier):
+    """Doubles a model's last weight, and notes when it is called."""
+
+    phase = Phase.SHARD
+
+    def __init__(self) -> None:
+        self.calls: list[int] = []
+
+    def apply(self, module: nn.Module, mesh: Any, plan: ParallelPlan) -> None:
+        self.calls.append(len(plan.block_names(module)))
+        with torch.no_grad():
+            module.head.weight.mul_(2)  # type: ignore[union-attr]
+
+
+def fit(task: Task, strategy: MeshStrategy) -> None:
+    off = dict.fromkeys(("logger", "enable_progress_bar", "enable_model_summary", "enable_checkpointing"), False)
+    row = torch.zeros(2, TOKENS, dtype=torch.long)
+    torch.manual_seed(0)
+    try:
+        trainer = Trainer(accelerator="cpu", devices=1, strategy=strategy, max_steps=1, **off)
+        trainer.fit(task, DataLoader([(row, row)], batch_size=None))  # type: ignore[arg-type]
+    finally:
+        leave_group()
+
+
+def test_an_applier_of_phase_shard_is_applied() -> None:
+    class Still(Words):
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.parameters(), lr=0.0)
+
+    plain, changed, applier = Still(), Still(), Doubled()
+    fit(plain, MeshStrategy())
+    fit(changed, MeshStrategy(appliers=[applier]))
+    assert applier.calls == [Words.blocks]
+    torch.testing.assert_close(changed.model.head.weight, plain.model.head.weight * 2)  # type: ignore[union-attr]
+
+
+def test_an_applier_of_phase_shard_that_shards_itself_is_refused() -> None:
+    class Own(Applier):
+        phase = Phase.SHARD
+
+        def apply(self, module: nn.Module, mesh: Any, plan: ParallelPlan) -> None:
+            torch.distributed.fsdp.fully_shard(module, mesh=mesh["dp_shard"])
+
+    with pytest.raises(DloError, match=r"appliers must leave sharding to FullyShard, got a DTensor .* from Own"):
+        fit(Words(), MeshStrategy(appliers=[Own()]))
