@@ -48,7 +48,8 @@ class Trial:
         fault: One of :data:`FAULTS`.
         place: One of :data:`PLACES`.
         delay: Seconds from the place to the fault.
-        recovery: Seconds from the fault to the next step; None where no step came after it.
+        recovery: Seconds from the fault to the first step of the start after it, or, where the run went on by itself, to
+            its next step; None where no step was left.
         hung: Whether a process had not ended in time.
         lost: What differs from the run that was left alone; empty if nothing does.
         codes: Exit codes of the starts.
@@ -173,10 +174,11 @@ def left_alone(folder: Path, run: str, epochs: int, warm: bool = False, seconds:
 def carry_out(trial: Trial, folder: Path, epochs: int, expected: dict[str, Any], warm: bool = False) -> Trial:
     """Runs a trial, and writes what became of it into it."""
     runner = Runner(folder, trial.run, epochs, warm)
-    fault = None
+    fault = resumed = None
     full = _Disk(folder / "runs") if trial.fault == "full disk" else None
     try:
         for start in range(STARTS):
+            resumed = resumed or (time.time() if start else None)
             process = runner.start()
             if start == 0:
                 fault = _bring_about(trial, runner, process, full)
@@ -190,7 +192,8 @@ def carry_out(trial: Trial, folder: Path, epochs: int, expected: dict[str, Any],
                 full.free()
             if runner.result() is not None:
                 break
-        steps = [at for at, place, _ in runner.lines() if place == "step" and fault is not None and at > fault]
+        after = resumed or fault
+        steps = [at for at, place, _ in runner.lines() if place == "step" and after is not None and at > after]
         trial.recovery = steps[0] - fault if steps and fault is not None else None
         found = runner.result()
         if found != expected:
