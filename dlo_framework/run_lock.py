@@ -56,6 +56,13 @@ class RunLock:
         if not _create(own, json.dumps(_this_process())):
             _refuse_if_alive(self.run, own)
             raise DloError(f"{self.run} was locked by another process at the same time; start this one again")
+        try:
+            for other in self.run.glob(f"{NAME}.*"):  # Taken and given back meanwhile, the numbers begin again.
+                if other not in (own, path):
+                    _refuse_if_alive(self.run, other)
+        except DloError:
+            own.unlink(missing_ok=True)
+            raise
         self._path = own
         if path is not None:
             path.unlink(missing_ok=True)

@@ -48,8 +48,8 @@ class Trial:
         fault: One of :data:`FAULTS`.
         place: One of :data:`PLACES`.
         delay: Seconds from the place to the fault.
-        recovery: Seconds from the fault to the first step of the start after it, or, where the run went on by itself, to
-            its next step; None where no step was left.
+        recovery: Seconds from the fault to the first step of the start after it, or to the next step of a run that went
+            on by itself; None where no step was left.
         hung: Whether a process had not ended in time.
         lost: What differs from the run that was left alone; empty if nothing does.
         codes: Exit codes of the starts.

@@ -53,6 +53,23 @@ def test_a_run_that_another_process_trains_is_refused_until_that_has_died(tmp_pa
     assert list(tmp_path.iterdir()) == []
 
 
+def test_one_that_was_slow_to_take_a_dead_ones_lock_sees_who_came_between(tmp_path, elsewhere, monkeypatch):
+    stale = elsewhere(age=100.0)
+    context = multiprocessing.get_context("fork")
+    ready, done = context.Event(), context.Event()
+    other = context.Process(target=_hold, args=(tmp_path, ready, done))
+    newest = run_lock._newest(tmp_path)
+    stale.unlink()
+    other.start()
+    assert ready.wait(60)  # It holds run.lock.0, while this process still looks at run.lock.4.
+    monkeypatch.setattr(run_lock, "_newest", lambda run: newest)
+    with pytest.raises(DloError, match="one job at a time"):
+        run_lock.hold(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["run.lock.0"]
+    done.set()
+    other.join(60)
+
+
 def test_another_hosts_process_that_is_silent_is_dead(tmp_path, elsewhere):
     elsewhere(age=100.0)
     run_lock.hold(tmp_path).release()
