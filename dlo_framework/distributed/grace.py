@@ -16,6 +16,8 @@ _ALL_WAIT = 10.0
 _TIMES_LONGEST = 2.0
 #: A process that saves and uses at least this share of a core gets on with it.
 _BUSY = 0.1
+#: Seconds over which that is measured.
+_WINDOW = 1.0
 
 
 class Progress:
@@ -27,15 +29,18 @@ class Progress:
 
     def __init__(self, trainer: Trainer | None) -> None:
         self._trainer = trainer
-        self._moves, self._batches = 0, -1
+        self._moves, self._batches = 0, _batches(trainer)
         self._cpu, self._looked = time.process_time(), time.monotonic()
 
     def moves(self) -> int:
         """Looks once more, and returns the number of moves so far."""
-        batches, cpu, now = _batches(self._trainer), time.process_time(), time.monotonic()
-        busy = cpu - self._cpu > _BUSY * (now - self._looked)
-        self._moves += batches != self._batches or (busy and is_saving(main_frame()))
-        self._batches, self._cpu, self._looked = batches, cpu, now
+        batches, now = _batches(self._trainer), time.monotonic()
+        self._moves += batches != self._batches
+        self._batches = batches
+        if now - self._looked >= _WINDOW:  # Within less, looking itself is work.
+            cpu = time.process_time()
+            self._moves += cpu - self._cpu > _BUSY * (now - self._looked) and is_saving(main_frame())
+            self._cpu, self._looked = cpu, now
         return self._moves
 
 
@@ -82,7 +87,8 @@ class Grace:
             waiting: Seconds that every rank has waited for the others; 0 if one of them does not.
         """
         if moves != self._moves:
-            self._longest = max(self._longest, self._idle) if not self.signum else self._longest
+            if self._moves and not self.signum:  # What comes before the first batch says nothing of batches.
+                self._longest = max(self._longest, self._idle)
             self._moves, self._idle, self._idle_asked = moves, 0.0, 0.0
         self._idle += passed
         self._idle_asked += passed if self.signum else 0.0

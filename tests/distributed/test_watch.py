@@ -357,6 +357,9 @@ def test_a_run_that_was_asked_to_stop_is_ended_once_it_does_not_move():
     assert not any(slow.is_over(1.0, moves // 30) for moves in range(90))
     slow.ask(signal.SIGTERM)
     assert [slow.is_over(20.0, 3) for _ in range(4)] == [False, False, True, True]  # Twice its longest batch.
+    started = Grace(10)
+    assert not any(started.is_over(1.0, moves // 50) for moves in range(99))
+    assert started.limit == 10  # The time until the first batch does not count.
     stuck = Grace(1000)
     stuck.ask(signal.SIGTERM)
     assert [stuck.is_over(5.0, 0, waiting=20.0) for _ in range(3)] == [False, True, True]
