@@ -287,7 +287,8 @@ class MeshStrategy(MeshSteps):
         Raises:
             DloError: if the model cannot be cut so.
         """
-        module, spec = self._module(), self.mesh_spec()
+        module: Any = self._module()
+        spec = self.mesh_spec()
         seed, layout = self.broadcast(torch.initial_seed()), Layout()
         if on_meta(module):
             check_initialisable(module, loads_weights=trainer.ckpt_path is not None)
