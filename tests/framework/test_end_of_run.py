@@ -198,11 +198,11 @@ def test_metrics_that_were_logged_before_are_there_after_a_resume(tmp_path):
     assert before + after == whole
 
 
-def test_a_plain_module_that_logs_val_loss_keeps_its_best_by_it_and_says_so_once(tmp_path, caplog):
-    with caplog.at_level("INFO"):
-        fit(tmp_path / "run", max_epochs=2)
-    said = [record.message for record in caplog.records if "best checkpoint" in record.message]
-    assert said == [
+def test_a_plain_module_that_logs_val_loss_keeps_its_best_by_it_and_says_so_once(tmp_path, monkeypatch):
+    said: list[str] = []
+    monkeypatch.setattr("dlo_framework.defaults.rank_zero_info", said.append)
+    fit(tmp_path / "run", max_epochs=2)
+    assert [message for message in said if "best checkpoint" in message] == [
         "the best checkpoint is that of the lowest val_loss; set best_metric = (name, 'min' or 'max') on Net to take"
         " another metric"
     ]
@@ -212,11 +212,13 @@ def test_a_plain_module_that_logs_val_loss_keeps_its_best_by_it_and_says_so_once
 
 
 @pytest.mark.parametrize("options", [{}, {"limit_val_batches": 0}, {"val_check_interval": 6}])
-def test_one_that_does_not_keeps_none_and_is_told_once(tmp_path, caplog, options):
-    with caplog.at_level("INFO"):
-        fit(tmp_path / "run", kind=NoValLoss, max_epochs=2, **options)
-    said = [record.message for record in caplog.records if "best checkpoint" in record.message]
-    assert [message.partition(";")[0] for message in said] == ["no best checkpoint is kept: NoValLoss logs no val_loss"]
+def test_one_that_does_not_keeps_none_and_is_told_once(tmp_path, monkeypatch, options):
+    said: list[str] = []
+    monkeypatch.setattr("dlo_framework.defaults.rank_zero_info", said.append)
+    fit(tmp_path / "run", kind=NoValLoss, max_epochs=2, **options)
+    assert [message.partition(";")[0] for message in said if "best checkpoint" in message] == [
+        "no best checkpoint is kept: NoValLoss logs no val_loss"
+    ]
     assert summary(tmp_path / "run")["best_checkpoint"] is None
 
 
