@@ -124,9 +124,13 @@ def record_training(
     """
     notes: list[str] = ["device: float32 products in full precision, not TF32"] if _without_tf32() else []
     callbacks = _as_list(options.get("callbacks"))
-    kept = [callback for callback in callbacks if not isinstance(callback, _LEFT_OUT)]
-    left_out = [callback for callback in callbacks if isinstance(callback, BeforeTraining)]
-    notes += [f"{type(callback).__name__}: left out; it tries things before training" for callback in left_out]
+    reasons = [_why_left_out(callback) for callback in callbacks]
+    kept = [callback for callback, reason in zip(callbacks, reasons, strict=True) if reason is None]
+    notes += [
+        f"{type(callback).__name__}: left out; {reason}"
+        for callback, reason in zip(callbacks, reasons, strict=True)
+        if reason
+    ]
     notes += tell_of_parity([model, data, *kept], setting.shares)
     overfit = bool(options.get("overfit_batches"))
     shares = setting.shares if setting.ranks is None else None
@@ -148,6 +152,16 @@ def record_training(
         trainer.fit(model, **feed)
     recorder.record.notes = notes + recorder.record.notes
     return recorder.record
+
+
+def _why_left_out(callback: Callback) -> str | None:
+    """Returns why a callback is left out of a comparison, "" where that needs no words; None if it takes part.
+
+    A callback of a plug-in says so by its attribute ``left_out_of_parity``.
+    """
+    if isinstance(callback, BeforeTraining):
+        return "it tries things before training"
+    return "" if isinstance(callback, _LEFT_OUT) else getattr(callback, "left_out_of_parity", None)
 
 
 def trainer_options(options: dict[str, Any], setting: Setting, strategy: Any) -> dict[str, Any]:

@@ -20,6 +20,7 @@ trainer:
     - class_path: ProgressiveResizing
       init_args: {sizes: {0: 8, "4%": 16}}  # of three epochs of 21 steps
     - class_path: LRFinder
+    - class_path: PipelineTimeline
     - class_path: lightning.pytorch.callbacks.LearningRateMonitor
     - class_path: lightning.pytorch.callbacks.EarlyStopping
       init_args: {monitor: val_loss}
@@ -85,6 +86,7 @@ def test_a_recipe_with_mixing_and_dropout_is_the_same_on_two_ranks(dlo):
     assert "model: no dropout (2 DropPath, 1 Dropout)" in out
     assert "ProgressiveResizing: a percentage is of the run's 3 epochs, not of these steps" in out
     assert "LRFinder: left out; it tries things before training" in out
+    assert "PipelineTimeline: left out; it draws a run and changes nothing in it" in out
     assert "DigitsData draws each sample's random numbers from seed, epoch and index: equal" in out
     rows = [line.split() for line in out.splitlines() if line.split()[:1] and line.split()[0].isdigit()]
     assert [row[0] for row in rows] == ["0", "1", "2", "3", "4"]

@@ -57,6 +57,26 @@ def test_a_known_family_is_not_tried_and_others_are(monkeypatch: pytest.MonkeyPa
     assert families.try_family(model) == families.ORDINARY._replace(projects=False)
 
 
+def test_families_that_compute_norms_in_single_precision_are_taken_in_double() -> None:
+    """The tolerance is that of float32, in which they compute; mixtures do without kernels that take no double."""
+    sizes = {
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "head_dim": 8,
+        "num_key_value_heads": 2,
+        **dict.fromkeys(NAMES, 4),
+    }
+    sizes |= {"vocab_size": 64, "num_hidden_layers": 2, "max_position_embeddings": 64}
+    for family in (
+        *("nanochat", "vaultgemma", "flint", "granite_swa", "granitemoe_swa", "mimo_v2_flash", "minimax_m3_vl_text"),
+        "qwen2_moe",
+    ):
+        config = AutoConfig.for_model(family, **sizes)
+        torch.manual_seed(0)
+        model = models.build(None, config, dtype=torch.float64, attention=None)
+        assert families.try_family(model), family
+
+
 # --- flash attention -------------------------------------------------------------------------------------------
 
 

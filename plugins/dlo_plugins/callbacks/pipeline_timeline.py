@@ -32,6 +32,9 @@ class PipelineTimeline(Callback):
         DloError: for a negative step, and without a pipeline (MeshStrategy with `pp` of 2 or more).
     """
 
+    #: Why `dlo parity` trains without it: the one process of the comparison has no pipeline.
+    left_out_of_parity = "it draws a run and changes nothing in it"
+
     def __init__(self, step: int = 5) -> None:
         if step < 0:
             raise DloError(f"step is the number of an optimizer step, from 0, but was {step}")

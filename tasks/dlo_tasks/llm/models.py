@@ -194,6 +194,8 @@ def build(model: str | None, config: PretrainedConfig, *, dtype: torch.dtype, at
 
     kind = attention or ("eager" if getattr(text_config(config), "attn_logit_softcapping", None) else None)
     options: dict[str, Any] = {"dtype": dtype, **({"attn_implementation": kind} if kind else {})}
+    if dtype == torch.float64:  # transformers' default for mixtures, grouped_mm, has no kernel for it (torch 2.15).
+        options["experts_implementation"] = "eager"
     try:
         if model is None or torch.get_default_device().type == "meta":
             return AutoModelForCausalLM.from_config(config, trust_remote_code=False, **options)
