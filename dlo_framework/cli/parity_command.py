@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
 import json
 import os
 import sys
@@ -17,11 +18,13 @@ if TYPE_CHECKING:
     from dlo_framework.cli.parity_cli import ParityCLI
     from dlo_framework.testing.comparison import Comparison
     from dlo_framework.testing.record import Record
+    from dlo_framework.testing.training import Setting
 
 _HELP = """Train a config on several ranks and as one process, on the same global batches, and compare the two.
 
-Losses and gradient norms are compared step by step, and the weights at the end. Dropout is switched off, and what else
-is random is made equal: the report says what. Validation, logs and checkpoints are off; nothing is written."""
+Losses and gradient norms are compared step by step; the weights, the optimizer's state and the metrics of a validation
+at the end. Dropout is switched off, and what else is random is made equal: the report says what. Where the two differ
+by more than --rtol, further runs tell a fault from rounding. Logs and checkpoints are off; nothing is written."""
 
 _EPILOG = """All other options are those of `dlo fit`: --config, more than once if need be, and any override, such as
 --trainer.strategy ddp or --model.init_args.model NAME.
@@ -106,38 +109,73 @@ def _open(found: Scan) -> ParityCLI:
 
 
 def _compare(cli: ParityCLI, words: list[str], devices: int, options: argparse.Namespace) -> Comparison:
-    """Trains on ranks, then in this process; once more in this process if rounding may be why they differ."""
-    from dlo_framework.testing import RankFailed, run_distributed
-    from dlo_framework.testing.compare import compare, default_rtol
-    from dlo_framework.testing.record import merge
+    """Trains on ranks and in this process, as often as the verdict takes."""
+    from dlo_framework.testing.compare import default_rtol
     from dlo_framework.testing.training import Setting
+    from dlo_framework.testing.verdict import verdict
 
     with _stdout_to_stderr():
         cli.check(devices)
-    name = f"{cli.strategy_name()} on {devices} ranks"
-    on_ranks = Setting(options.steps, cli.seed(), ranks=devices)
-    _say(f"training {options.steps} steps on {devices} ranks ({cli.strategy_name()}) ...")
-    threads = max(1, (os.cpu_count() or 1) // devices)
+    runs = verdict(
+        f"{cli.strategy_name()} on {devices} ranks",
+        Setting(options.steps, cli.seed(), ranks=devices),
+        precision=cli.precision(),
+        rtol=default_rtol(cli.precision()) if options.rtol is None else options.rtol,
+    )
+    wanted, shares = next(runs), 1
+    while True:
+        records: list[Any] = []
+        for setting in wanted:
+            if records and isinstance(records[-1], str):  # The ranks have refused double precision.
+                records.append(records[-1])
+                continue
+            _say(_what(setting, cli.strategy_name()))
+            try:
+                if setting.ranks is None:
+                    with _stdout_to_stderr():
+                        records.append(cli.train(dataclasses.replace(setting, shares=shares)))
+                else:
+                    records.append(_train_ranks(words, setting, options.timeout))
+                    shares = records[-1].place[1]
+            except Exception as error:
+                if not setting.double:
+                    raise
+                records.append(str(error).strip().splitlines()[-1])
+        try:
+            wanted = runs.send(records)
+        except StopIteration as end:
+            comparison: Comparison = end.value
+            return comparison
+
+
+def _what(setting: Setting, strategy: str) -> str:
+    """Returns what a run is, for the user who waits for it."""
+    where = f"on {setting.ranks} ranks ({strategy})" if setting.ranks is not None else "as one process"
+    how = " in double precision" if setting.double else ""
+    how += f" with other rounding ({setting.control})" if setting.control else ""
+    return f"training {setting.steps} steps {where}{how} ..."
+
+
+def _train_ranks(words: list[str], setting: Setting, timeout: float) -> Record:
+    """Trains on ranks.
+
+    Raises:
+        DloError: for what a rank refuses.
+    """
+    from dlo_framework.testing import RankFailed, run_distributed
+    from dlo_framework.testing.record import merge
+
+    assert setting.ranks is not None
+    threads = max(1, (os.cpu_count() or 1) // setting.ranks)
     try:
         records = run_distributed(
-            _train_rank, devices, words, on_ranks, timeout=options.timeout, backend=None, threads=threads
+            _train_rank, setting.ranks, words, setting, timeout=timeout, backend=None, threads=threads
         )
     except RankFailed as error:
         if error.user_error is not None:
             raise DloError(error.user_error) from error
         raise
-    ranks: Record = merge(records)
-    rtol = default_rtol(cli.precision()) if options.rtol is None else options.rtol
-    alone = Setting(options.steps, cli.seed(), shares=ranks.place[1])
-    with _stdout_to_stderr():
-        _say("training as one process ...")
-        one = cli.train(alone)
-        comparison = compare(name, one, ranks, rtol=rtol)
-        if not comparison.ok and one.drew is None:
-            _say("training as one process again, with each batch's samples in the opposite order ...")
-            turned = Setting(alone.steps, alone.seed, shares=alone.shares, reverse=True)
-            comparison = compare(name, one, ranks, rtol=rtol, control=cli.train(turned))
-    return comparison
+    return merge(records)
 
 
 def _train_rank(rank: int, world_size: int, words: list[str], setting: Any) -> Record:
@@ -145,7 +183,7 @@ def _train_rank(rank: int, world_size: int, words: list[str], setting: Any) -> R
     os.dup2(2, 1)
     record = _open(scan(["fit", *words])).train(setting)
     if rank != 0:
-        record.weights = {}
+        record.weights, record.optimizer = {}, {}
     return record
 
 

@@ -1,24 +1,35 @@
-"""Two records of a training side by side: differences, and what is too much."""
+"""Two records of a training compared: differences, and their limits."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from dlo_framework.testing.comparison import Comparison, Pair, Row, relative
+from dlo_framework.testing.comparison import Comparison, Pair, Row, TensorPair, relative
 from dlo_framework.testing.hints import hints
-from dlo_framework.testing.record import Record
+from dlo_framework.testing.record import SQUARES, Record
 
-#: How much larger than the control's a difference may be. Both are maxima of rounding errors, which vary.
+#: How much larger than the controls' a difference may be. Both are maxima of rounding errors, which vary.
 CONTROL_FACTOR = 10.0
 #: Losses and norms below this fraction of the largest are measured against that: a loss that has become 0 has no
-#: digits left to agree in.
+#: digits left to agree in. Tensors that moved less than this fraction of what others did, or of their own norm,
+#: likewise.
 FLOOR = 1e-3
 #: The relative difference that is allowed by default: five digits of single precision's seven, and the spacing of the
 #: numbers of half precisions, in which each rank's gradients are rounded before they are averaged.
 RTOL, RTOL_FP16, RTOL_BF16 = 1e-5, 2.0**-10, 2.0**-7
+#: How much larger than that the difference of a tensor may be. It is measured against how far the tensor moved, a
+#: thousandth of its size, of which single precision leaves few digits, and half precision fewer.
+TENSOR_FACTOR, TENSOR_FACTOR_HALF = 10.0, 50.0
+#: The differences that are allowed in double precision, of numbers and of tensors: far above its rounding (1e-12), and
+#: far below what any fault makes.
+RTOL_DOUBLE, TENSORS_DOUBLE = 1e-7, 1e-5
+#: A gradient is zero but for rounding below so many spacings of the numbers at the size of the run's gradients.
+ZERO_GRADIENT = 64.0
 
 
 def default_rtol(precision: Any) -> float:
@@ -33,27 +44,31 @@ def _between_norms(one: float, other: float, floor: float) -> float:
     return 0.0 if overflow else relative(one, other, floor)
 
 
-def compare(name: str, one: Record, ranks: Record, *, rtol: float = RTOL, control: Record | None = None) -> Comparison:
+def compare(
+    name: str,
+    one: Record,
+    ranks: Record,
+    *,
+    rtol: float = RTOL,
+    tensor_rtol: float | None = None,
+    controls: Sequence[Record] = (),
+    factor: float = CONTROL_FACTOR,
+) -> Comparison:
     """Returns the comparison of a run on ranks with the run of one process.
 
     Args:
-        name: of the case.
-        one: the run of one process.
-        ranks: that of all ranks; see :func:`dlo_framework.testing.record.merge`.
-        rtol: how much losses, norms and weights may differ, relatively.
-        control: the one process again, with the samples of each batch in the opposite order. Where that alone
-            changes something by more than a tenth of ``rtol``, ten times that is allowed. It says nothing where
-            ``training_step`` draws random numbers, which then meet other samples.
+        name: Name of the case.
+        one: Record of the one process.
+        ranks: Record of all ranks; see :func:`dlo_framework.testing.record.merge`.
+        rtol: Relative difference to allow for losses, norms and metrics.
+        tensor_rtol: Relative difference to allow for tensors; None for ten times ``rtol``, in half precision fifty.
+        controls: Records of the one process with other rounding: with the samples of each batch in another order.
+            What they change, times ``factor``, is allowed too.
+        factor: How much larger than the controls' a difference may be.
     """
-    if one.drew is not None:
-        control = None
-    losses = _limits([s.loss for s in one.steps], [s.loss for s in control.steps] if control else None, rtol)
-    norms = _limits(
-        [_first(s.norms) for s in one.steps], [_first(s.norms) for s in control.steps] if control else None, rtol
-    )
-    floors = [
-        FLOOR * _largest(values) for values in ([s.loss for s in one.steps], [_first(s.norms) for s in one.steps])
-    ]
+    losses = _limits(one, controls, lambda step: step.loss, rtol, factor)
+    norms = _limits(one, controls, _norm, rtol, factor)
+    floors = [FLOOR * _largest(values) for values in ([s.loss for s in one.steps], [_norm(s) for s in one.steps])]
     rows = []
     for number, (mine, theirs) in enumerate(zip(one.steps, ranks.steps, strict=False)):
         loss = norm = None
@@ -64,75 +79,191 @@ def compare(name: str, one: Record, ranks: Record, *, rtol: float = RTOL, contro
             difference, farthest = max((_between_norms(mine.norms[0], norm, floors[1]), norm) for norm in theirs.norms)
             norm = Pair(mine.norms[0], farthest, difference, norms[number])
         rows.append(Row(number, loss, norm))
-    differences = weight_differences(one.weights, ranks.weights)
-    rounding = weight_differences(one.weights, control.weights) if control else {}
+    usual = (TENSOR_FACTOR if rtol < RTOL_FP16 else TENSOR_FACTOR_HALF) * rtol
+    allowed = usual if tensor_rtol is None else tensor_rtol
+    noise = without_gradient(one, [ranks, *controls])
+    rounding = [tensor_differences(one, control, noise) for control in controls]
+    tensors = {
+        key: TensorPair(difference, max(allowed, factor * _most(other.get(key, 0.0) for other in rounding)))
+        for key, difference in tensor_differences(one, ranks, noise).items()
+    }
     comparison = Comparison(
         name=name,
         rtol=rtol,
         rows=rows,
-        weights=differences,
-        weight_limits={key: max(rtol, CONTROL_FACTOR * rounding.get(key, 0.0)) for key in differences},
+        tensors=tensors,
+        validation=_validation(one, ranks, controls, rtol, factor),
         spread=_spread(one.weights, ranks.weights),
-        control=_control(one, control) if control else None,
+        control=_control(one, controls) if controls else None,
         complete=len(one.steps) == len(ranks.steps),
+        untrained=untrained(one) or untrained(ranks),
+        without_gradient={name: int(mask.sum()) for name, mask in noise.items()},
         notes=list(dict.fromkeys([*one.notes, *ranks.notes])),
     )
     comparison.hints = hints(comparison, one, ranks)
     return comparison
 
 
-def _limits(one: list[float | None], control: list[float | None] | None, rtol: float) -> list[float]:
+def untrained(record: Record) -> str | None:
+    """Returns why a run proves nothing, since it did not train; None if it did.
+
+    A strategy that loses all gradients equals one process that has none.
+    """
+    norms = [norm for step in record.steps for norm in step.norms]
+    losses = [step.loss for step in record.steps if step.loss is not None]
+    if norms and not any(norms):
+        return "every gradient is zero"
+    if len(losses) > 1 and len(set(losses)) == 1:
+        return f"the loss stays {losses[0]:.8g} for {len(losses)} steps"
+    if len(record.steps) > 1 and record.moved and not any(record.moved.values()):
+        return f"no weight has moved in {len(record.steps)} steps"
+    return None
+
+
+# --- losses, norms, metrics ------------------------------------------------------------------------------------
+
+
+def _limits(one: Record, controls: Sequence[Record], value: Any, rtol: float, factor: float) -> list[float]:
     """Returns each step's limit: rounding errors that a run has made stay in it, so limits never fall."""
-    limits, floor, largest = [], FLOOR * _largest(one), 0.0
-    for number, value in enumerate(one):
-        other = control[number] if control is not None and number < len(control) else None
-        if value is not None and other is not None:
-            difference = relative(value, other, floor)
-            largest = max(largest, difference if math.isfinite(difference) else 0.0)
-        limits.append(max(rtol, CONTROL_FACTOR * largest))
+    mine = [value(step) for step in one.steps]
+    floor, largest, limits = FLOOR * _largest(mine), 0.0, []
+    for number, of_one in enumerate(mine):
+        others = [value(control.steps[number]) for control in controls if number < len(control.steps)]
+        largest = max(largest, _most(relative(of_one, other, floor) for other in others if None not in (of_one, other)))
+        limits.append(max(rtol, factor * largest))
     return limits
 
 
-def _control(one: Record, control: Record) -> tuple[float, float]:
-    found = []
-    for mine, theirs in (
-        ([s.loss for s in one.steps], [s.loss for s in control.steps]),
-        ([_first(s.norms) for s in one.steps], [_first(s.norms) for s in control.steps]),
-    ):
-        floor = FLOOR * _largest(mine)
-        pairs = [(a, b) for a, b in zip(mine, theirs, strict=False) if a is not None and b is not None]
-        found.append(max((relative(a, b, floor) for a, b in pairs), default=0.0))
-    return found[0], found[1]
+def _most(values: Iterable[float]) -> float:
+    return max((value for value in values if math.isfinite(value)), default=0.0)
 
 
-def _first(values: tuple[float, ...]) -> float | None:
-    return values[0] if values else None
+def _control(one: Record, controls: Sequence[Record]) -> tuple[float, float]:
+    losses, norms = (_limits(one, controls, value, 0.0, 1.0) for value in (lambda step: step.loss, _norm))
+    return max(losses, default=0.0), max(norms, default=0.0)
+
+
+def _validation(one: Record, ranks: Record, controls: Sequence[Record], rtol: float, factor: float) -> dict[str, Pair]:
+    """Returns the metrics of both runs; one that a run lacks differs without limit.
+
+    Lightning (2.6) keeps metrics in float32 whatever the precision of the run.
+    """
+    pairs, rtol = {}, max(rtol, RTOL)
+    for name in dict.fromkeys([*one.validation, *ranks.validation]):
+        mine, theirs = one.validation.get(name, ()), ranks.validation.get(name, ())
+        if not mine or not theirs:
+            value = (mine or theirs)[0]
+            pairs[name] = Pair(value if mine else math.nan, value if theirs else math.nan, math.inf, rtol)
+            continue
+        difference, farthest = max((_metric_difference(mine[0], value), value) for value in theirs)
+        rounding = _most(_metric_difference(mine[0], c.validation[name][0]) for c in controls if name in c.validation)
+        pairs[name] = Pair(mine[0], farthest, difference, max(rtol, factor * rounding))
+    return pairs
+
+
+def _metric_difference(one: float, other: float) -> float:
+    both_nan = math.isnan(one) and math.isnan(other)
+    return 0.0 if both_nan or one == other else relative(one, other, 0.0)
+
+
+def _norm(step: Any) -> float | None:
+    return step.norms[0] if step.norms else None
 
 
 def _largest(values: list[float | None]) -> float:
     return max((abs(value) for value in values if value is not None and math.isfinite(value)), default=0.0)
 
 
-def weight_differences(one: dict[str, Tensor], other: dict[str, Tensor]) -> dict[str, float]:
-    """Returns each tensor's largest difference relative to its largest element; infinite where a side lacks it."""
-    differences = {}
-    for name in dict.fromkeys([*one, *other]):
-        mine, theirs = one.get(name), other.get(name)
-        if mine is None or theirs is None or mine.shape != theirs.shape:
-            differences[name] = math.inf
-        elif not mine.numel():
-            differences[name] = 0.0
-        else:
-            error = float((mine.double() - theirs.double()).abs().max())
-            scale = float(mine.double().abs().max())
-            differences[name] = 0.0 if error == 0 else error / scale if scale and math.isfinite(error) else math.inf
-    return differences
+# --- tensors ---------------------------------------------------------------------------------------------------
 
 
-def _spread(one: dict[str, Tensor], other: dict[str, Tensor]) -> float | None:
+def tensor_differences(one: Record, other: Record, noise: Mapping[str, Tensor]) -> dict[str, float]:
+    """Returns the relative differences of weights and optimizer state by name; infinite where a run lacks a weight.
+
+    A weight's is the 2-norm of the difference over how far training moved the tensor: over its size, a wrong gradient
+    would not show in a short run. Optimizer state that only one run keeps is left out: strategies keep their own.
+
+    Args:
+        one: Record of the one process.
+        other: Record to compare.
+        noise: Masks of elements to leave out, by the weight's name.
+    """
+    moved = _typical(one.moved, one.weights)
+    found = {}
+    for name in dict.fromkeys([*one.weights, *other.weights]):
+        mine, theirs = one.weights.get(name), other.weights.get(name)
+        if mine is None or theirs is None:
+            found[name] = math.inf
+            continue
+        scale = max(one.moved.get(name, 0.0), FLOOR * moved * mine.numel() ** 0.5, FLOOR * _norm_of(mine))
+        found[name] = _difference(mine, theirs, scale, noise.get(name))
+    sizes = {name: _norm_of(value) for name, value in one.optimizer.items()}
+    for key in dict.fromkeys(name.partition(" of ")[0] for name in one.optimizer):
+        of_key = {name: value for name, value in one.optimizer.items() if name.startswith(f"{key} of ")}
+        typical = _typical({name: sizes[name] for name in of_key}, of_key)
+        for name, mine in of_key.items():
+            if name in other.optimizer:
+                scale = max(sizes[name], FLOOR * typical * mine.numel() ** 0.5)
+                found[name] = _difference(mine, other.optimizer[name], scale, None)
+    return found
+
+
+def without_gradient(one: Record, others: Sequence[Record]) -> dict[str, Tensor]:
+    """Returns a mask of the elements whose gradient is zero but for rounding in every run, by the weight's name.
+
+    The bias of attention's keys shifts all scores of a query alike, which softmax takes back. Adam makes whole steps of
+    the rounding that is left of such a gradient. Its running mean of squared gradients tells.
+    """
+    squares = {
+        name.removeprefix(f"{SQUARES} of "): value
+        for name, value in one.optimizer.items()
+        if name.startswith(f"{SQUARES} of ")
+    }
+    squares = {name: value for name, value in squares.items() if name in one.weights}
+    count = sum(value.numel() for value in squares.values())
+    if not count:
+        return {}
+    typical = sum(float(value.double().sum()) for value in squares.values()) / count
+    found = {}
+    for name, value in squares.items():
+        weight = one.weights[name]
+        if not weight.is_floating_point() or value.shape != weight.shape:
+            continue
+        limit = (ZERO_GRADIENT * torch.finfo(weight.dtype).eps) ** 2 * typical
+        mask = (value <= limit) & (value > 0)
+        for other in others:
+            theirs = other.optimizer.get(f"{SQUARES} of {name}")
+            mask &= (theirs <= limit) if theirs is not None and theirs.shape == mask.shape else False
+        if mask.any():
+            found[name] = mask
+    return found
+
+
+def _difference(one: Tensor, other: Tensor, scale: float, leave_out: Tensor | None) -> float:
+    if one.shape != other.shape:
+        return math.inf
+    error = one.double() - other.double()
+    if leave_out is not None:
+        error = error.masked_fill(leave_out, 0.0)
+    size = _norm_of(error)
+    return 0.0 if size == 0 else size / scale if scale and math.isfinite(size) else math.inf
+
+
+def _typical(sizes: Mapping[str, float], tensors: Mapping[str, Tensor]) -> float:
+    """Returns the root mean square of all elements, from the 2-norms of the tensors that are not zero."""
+    known = {name: size for name, size in sizes.items() if size and name in tensors and math.isfinite(size)}
+    count = sum(tensors[name].numel() for name in known)
+    return (sum(size**2 for size in known.values()) / count) ** 0.5 if count else 0.0
+
+
+def _norm_of(tensor: Tensor) -> float:
+    return float(torch.linalg.vector_norm(tensor.double())) if tensor.numel() else 0.0
+
+
+def _spread(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> float | None:
     shared = [name for name in one if name in other and one[name].shape == other[name].shape]
     shared = [name for name in shared if one[name].is_floating_point()]
-    size = sum(float(one[name].double().pow(2).sum()) for name in shared) ** 0.5
+    size = sum(_norm_of(one[name]) ** 2 for name in shared) ** 0.5
     if not shared or not size:
         return None
-    return sum(float((one[name].double() - other[name].double()).pow(2).sum()) for name in shared) ** 0.5 / size
+    return sum(_norm_of(one[name].double() - other[name].double()) ** 2 for name in shared) ** 0.5 / size

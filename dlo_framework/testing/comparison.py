@@ -1,4 +1,4 @@
-"""What is found when two records of a training are laid side by side."""
+"""What is found when two records of a training are compared."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ class Pair:
     """A number of one step in both runs.
 
     Attributes:
-        one: in the one process.
-        ranks: on the ranks; the value that is farthest from ``one``, where ranks disagree.
-        difference: relative.
-        limit: what it may be.
+        one: Value in the one process.
+        ranks: Value on the ranks; the one that is farthest from ``one``, where ranks disagree.
+        difference: Relative difference.
+        limit: Largest difference that is parity.
     """
 
     one: float
@@ -34,9 +34,9 @@ class Row:
     """One optimizer step.
 
     Attributes:
-        step: from 0.
+        step: Number of the step, from 0.
         loss: None where a run has none.
-        norm: of the gradients, before clipping; None where a run's cannot be known.
+        norm: Norm of the gradients, before clipping; None where a run's cannot be known.
     """
 
     step: int
@@ -49,52 +49,91 @@ class Row:
         return all(pair.ok for pair in (self.loss, self.norm) if pair is not None)
 
 
+@dataclass(frozen=True)
+class TensorPair:
+    """The difference of one tensor at the end of both runs.
+
+    Attributes:
+        difference: 2-norm of the difference, relative to how far training moved the tensor (weights) or to the
+            tensor's own 2-norm (optimizer state); infinite where one run lacks the tensor.
+        limit: Largest difference that is parity.
+    """
+
+    difference: float
+    limit: float
+
+    @property
+    def ok(self) -> bool:
+        """Whether the difference is within its limit."""
+        return self.difference <= self.limit
+
+    @property
+    def excess(self) -> float:
+        """The difference in units of its limit."""
+        return self.difference / self.limit
+
+
 @dataclass
 class Comparison:
     """A run on several ranks beside the run of one process.
 
     Attributes:
-        name: of the case.
-        rtol: the relative difference that is allowed.
-        rows: of the steps.
-        weights: each tensor's largest difference relative to its largest element, one and other missing: infinite.
-        weight_limits: what these may be.
-        spread: the 2-norm of all weights' differences relative to that of the weights; None without weights.
-        control: largest differences of loss and norm that turning the samples of each batch round makes in one
-            process: what rounding alone does; None where that was not tried.
-        complete: whether both took the same number of steps.
-        notes: what was switched off or made equal.
-        hints: what is likely behind a difference.
+        name: Name of the case.
+        rtol: Relative difference that is allowed for losses, norms and metrics.
+        rows: Optimizer steps.
+        tensors: Weights by name, and optimizer state by ``"<key> of <name>"``, at the end.
+        validation: Metrics of the validation at the end, by name.
+        spread: 2-norm of all weights' differences relative to that of the weights; None without weights.
+        control: Largest differences of loss and norm that another order of the samples makes in one process; None
+            where no control was run.
+        complete: Whether both runs took the same number of steps.
+        untrained: Why the runs prove nothing: they did not train; None where they did.
+        without_gradient: Elements that were left out, since their gradient is zero but for rounding: number by name.
+        double: The comparison of the same runs in double precision; None where there was none.
+        alone: Why there was no comparison in double precision though one was needed; None elsewhere.
+        decided: Verdict that was reached by further runs, overruling this comparison's own; None where its own counts.
+        notes: What was switched off or made equal.
+        hints: Likely causes of a difference.
     """
 
     name: str
     rtol: float
     rows: list[Row]
-    weights: dict[str, float]
-    weight_limits: dict[str, float]
+    tensors: dict[str, TensorPair]
+    validation: dict[str, Pair]
     spread: float | None
     control: tuple[float, float] | None = None
     complete: bool = True
+    untrained: str | None = None
+    without_gradient: dict[str, int] = field(default_factory=dict)
+    double: Comparison | None = None
+    alone: str | None = None
+    decided: bool | None = None
     notes: list[str] = field(default_factory=list)
     hints: list[str] = field(default_factory=list)
 
     @property
-    def ok(self) -> bool:
+    def within(self) -> bool:
         """Whether everything is within its limits, and there was something to compare."""
+        pairs: list[Any] = [*self.rows, *self.tensors.values(), *self.validation.values()]
+        return self.comparable and all(pair.ok for pair in pairs)
+
+    @property
+    def comparable(self) -> bool:
+        """Whether both runs trained, and as many steps."""
         measured = bool(self.rows) and any(row.loss is not None or row.norm is not None for row in self.rows)
-        spread = self.spread is None or self.spread <= self.spread_limit
-        return measured and self.complete and spread and not self.broken_weights and all(row.ok for row in self.rows)
+        return measured and self.complete and self.untrained is None
 
     @property
-    def spread_limit(self) -> float:
-        """What :attr:`spread` may be: the tolerance, or what the losses' limit has become under the control."""
-        return max([self.rtol, *(row.loss.limit for row in self.rows[-1:] if row.loss is not None)])
+    def ok(self) -> bool:
+        """The verdict."""
+        return self.within if self.decided is None else self.decided
 
     @property
-    def broken_weights(self) -> list[str]:
-        """The tensors whose difference is too large, the largest first."""
-        broken = [name for name, difference in self.weights.items() if not difference <= self.weight_limits[name]]
-        return sorted(broken, key=lambda name: -self.weights[name])
+    def culprits(self) -> list[str]:
+        """The tensors that are out of their limits, the farthest first."""
+        broken = [name for name, pair in self.tensors.items() if not pair.ok]
+        return sorted(broken, key=lambda name: -self.tensors[name].excess)
 
     def worst(self, what: str) -> tuple[int, Pair] | None:
         """Returns the step and pair of the largest difference of ``"loss"`` or ``"norm"``; None if there is none."""
@@ -116,20 +155,21 @@ def relative(one: float, other: float, floor: float) -> float:
 def to_json(comparison: Comparison) -> dict[str, Any]:
     """Returns a comparison as data that JSON can hold; what is not finite is a string."""
 
-    def pair(value: Pair | None) -> dict[str, Any] | None:
+    def plain(value: Pair | TensorPair | None) -> dict[str, Any] | None:
         return None if value is None else {key: _plain(number) for key, number in vars(value).items()}
 
     return {
         "name": comparison.name,
         "parity": comparison.ok,
         "rtol": comparison.rtol,
-        "steps": [{"step": row.step, "loss": pair(row.loss), "grad_norm": pair(row.norm)} for row in comparison.rows],
-        "weights": {
-            name: {"difference": _plain(value), "limit": _plain(comparison.weight_limits[name])}
-            for name, value in comparison.weights.items()
-        },
+        "steps": [{"step": row.step, "loss": plain(row.loss), "grad_norm": plain(row.norm)} for row in comparison.rows],
+        "validation": {name: plain(pair) for name, pair in comparison.validation.items()},
+        "tensors": {name: plain(pair) for name, pair in comparison.tensors.items()},
+        "culprits": comparison.culprits,
+        "without_gradient": comparison.without_gradient,
         "weights_spread": _plain(comparison.spread),
         "control": None if comparison.control is None else [_plain(value) for value in comparison.control],
+        "double": None if comparison.double is None else to_json(comparison.double),
         "notes": comparison.notes,
         "hints": comparison.hints,
     }

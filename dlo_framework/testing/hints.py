@@ -20,10 +20,15 @@ def hints(comparison: Comparison, one: Record, ranks: Record) -> list[str]:
             f"rounding alone changes the losses of one process by up to {comparison.control[0]:.0e}, so that the last"
             " steps tell little: compare fewer steps, at a lower learning rate, or with --trainer.precision 64-true"
         )
-    if comparison.ok:
+    if comparison.within:
         return found
     if not rows:
         return ["no step was compared: the runs took none"]
+    if comparison.untrained is not None:
+        return [
+            f"nothing was trained: {comparison.untrained}. A model that does not learn agrees with any other that does"
+            " not; check the learning rate, the optimizer's parameters and what training_step returns"
+        ]
     if len(one.steps) != len(ranks.steps):
         found.append(f"one process took {len(one.steps)} steps and the ranks {len(ranks.steps)}: their data differ")
     apart = next(
@@ -58,6 +63,12 @@ def hints(comparison: Comparison, one: Record, ranks: Record) -> list[str]:
         )
     if not all(math.isfinite(pair.one) for row in rows for pair in (row.loss, row.norm) if pair is not None):
         found.append("losses or gradients are not finite in one process either: the recipe itself diverges")
+    trained_alike = all(row.ok for row in rows) and all(pair.ok for pair in comparison.tensors.values())
+    if trained_alike and not found:
+        return [
+            "training agrees, validation does not: ranks see other samples than one process (a padded last batch, a"
+            " sampler), or log each its own value: log with sync_dist=True, and weigh means by what they are taken over"
+        ]
     if rows[0].ok and not found:
         found.append(
             "the first step's loss and gradients agree: what comes after them differs, the optimizer's step, clipping"

@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from lightning.pytorch import LightningModule, seed_everything
 from lightning.pytorch.strategies import Strategy
 
 from dlo_framework.distributed.strategy import register_data_parallel
-from dlo_framework.testing.compare import compare, default_rtol
+from dlo_framework.testing.compare import default_rtol
 from dlo_framework.testing.comparison import Comparison
 from dlo_framework.testing.record import Record, merge
 from dlo_framework.testing.report import report
-from dlo_framework.testing.spawn import run_distributed
+from dlo_framework.testing.spawn import RankFailed, run_distributed
 from dlo_framework.testing.training import Setting, leave_group, quiet, record_training
+from dlo_framework.testing.verdict import verdict
 
 Build = Callable[..., tuple[LightningModule, Any]]
 
@@ -95,8 +96,8 @@ def compare_cases(
     """Trains each case on ranks and as one process, on the same global batches, and returns the comparisons.
 
     Compared are the loss and the gradients' norm (before clipping, on every rank) of each optimizer step, and the
-    weights at the end. All cases share one set of spawned ranks, and those that differ in their strategy alone share
-    the run of one process.
+    weights, the optimizer's state and the metrics of a validation at the end. All cases share one set of spawned ranks,
+    and those that differ in their strategy alone share the run of one process.
 
     Dropout is switched off, and what else is random is made equal: see :mod:`dlo_framework.testing.randomness`.
     The batch size of a dlo datamodule is the global one; that of a plain ``DataLoader`` is each rank's, and the one
@@ -108,11 +109,10 @@ def compare_cases(
         cases: what to try; a name is a strategy's.
         world_size: ranks.
         steps: optimizer steps.
-        rtol: the largest relative difference of losses, norms and weights; None for 1e-5, and the spacing of the
-            numbers where the case has a half precision (bf16: 2^-7, fp16: 2^-10).
-        control: runs the one process once more, with the samples of each batch in the opposite order, and allows ten
-            times what that changes where it is more than ``rtol``: parameters whose gradient is zero but for rounding,
-            such as the bias of attention's keys under Adam, and half precision.
+        rtol: the largest relative difference of losses, norms and metrics, and a tenth of that of tensors; None for
+            1e-5, and the spacing of the numbers where the case has a half precision (bf16: 2^-7, fp16: 2^-10).
+        control: where a case differs by more, further runs tell a fault from rounding: in double precision, and of one
+            process with other rounding; see :mod:`dlo_framework.testing.verdict`.
         seed: of weights and data.
         accelerator: of the trainers.
         timeout: seconds for everything.
@@ -124,41 +124,95 @@ def compare_cases(
         RankFailed: if a rank raises.
     """
     asked = [Case(case) if isinstance(case, str) else case for case in cases]
-    work = _Work(build, asked, steps, seed, control, {"accelerator": accelerator, "devices": world_size})
-    answers = run_distributed(_run_cases, world_size, work, timeout=timeout, backend=None)
-    alone: dict[int, Record] = {}
-    controls: dict[int, Record] = {}
-    for answer in answers:
-        alone |= answer.alone
-        controls |= answer.controls
-    found = []
-    for number, case in enumerate(asked):
-        merged = merge([answer.cases[number] for answer in answers])
-        shared = _shared_with(asked, number)
-        allowed = default_rtol(case.trainer.get("precision")) if rtol is None else rtol
-        found.append(compare(case.title, alone[shared], merged, rtol=allowed, control=controls.get(shared)))
-    return found
+    options = {"accelerator": accelerator, "devices": world_size}
+    runs = []
+    for case in asked:
+        precision = case.trainer.get("precision")
+        allowed = default_rtol(precision) if rtol is None else rtol
+        setting = Setting(steps, seed, ranks=world_size)
+        runs.append(verdict(case.title, setting, precision=precision, rtol=allowed, further=control))
+    found: list[Comparison | None] = [None] * len(asked)
+    wanted = {number: next(run) for number, run in enumerate(runs)}
+    places: dict[int, int] = {}
+    while wanted:
+        answers = _answered(build, asked, wanted, places, options, world_size, timeout)
+        wanted = {}
+        for number, records in answers.items():
+            try:
+                wanted[number] = runs[number].send(records)
+            except StopIteration as end:
+                found[number] = end.value
+    return [comparison for comparison in found if comparison is not None]
 
 
 @dataclass(frozen=True)
-class _Work:
-    """What the ranks are to do; it travels to them."""
+class _Run:
+    """One training of one case.
 
-    build: Build
-    cases: list[Case]
-    steps: int
-    seed: int
-    control: bool
-    options: dict[str, Any]
+    Attributes:
+        case: What to train.
+        setting: How; ``shares`` of 0 are those of the case's ranks.
+        number: Number of the case.
+        like: Number of the first case whose runs of one process are the same.
+    """
+
+    case: Case
+    setting: Setting
+    number: int
+    like: int
 
 
-@dataclass
-class _Answer:
-    """One rank's records, by the case's number: of the ranks, of one process, and of its control."""
+def _answered(
+    build: Build,
+    cases: list[Case],
+    wanted: Mapping[int, list[Setting]],
+    places: dict[int, int],
+    options: dict[str, Any],
+    world_size: int,
+    timeout: float,
+) -> dict[int, list[Any]]:
+    """Trains what verdicts ask for, in one set of ranks, and returns the records by the case's number.
 
-    cases: list[Record]
-    alone: dict[int, Record]
-    controls: dict[int, Record]
+    In double precision each case has ranks of its own: it may be refused there, which is its record then.
+
+    Args:
+        build: See :func:`compare_cases`.
+        cases: All cases.
+        wanted: Settings by the case's number.
+        places: By the case's number, how many ranks see different data; filled here.
+        options: Options of all trainers.
+        world_size: Number of ranks.
+        timeout: Seconds for each set of ranks.
+    """
+    asked = [
+        _Run(cases[number], setting, number, _shared_with(cases, number))
+        for number, settings in wanted.items()
+        for setting in settings
+    ]
+    together = [run for run in asked if not run.setting.double]
+    sets = [together] if together else []
+    sets += [[run for run in asked if run.setting.double and run.number == number] for number in wanted]
+    records: list[tuple[_Run, Any]] = []
+    for runs in filter(None, sets):
+        jobs = [(run, places.get(run.number, 0)) for run in runs]
+        try:
+            answers = run_distributed(_train_all, world_size, build, jobs, options, timeout=timeout, backend=None)
+        except RankFailed as error:
+            if not runs[0].setting.double:
+                raise
+            records += [(run, error.user_error or str(error).strip().splitlines()[-1]) for run in runs]
+            continue
+        for number, run in enumerate(runs):
+            of_ranks = [answer[number] for answer in answers]
+            if run.setting.ranks is not None:
+                records.append((run, merge(of_ranks)))
+                places[run.number] = records[-1][1].place[1]
+            else:
+                records.append((run, next(record for record in of_ranks if record is not None)))
+    return {
+        number: [next(record for run, record in records if (run.number, run.setting) == (number, s)) for s in settings]
+        for number, settings in wanted.items()
+    }
 
 
 def _shared_with(cases: list[Case], number: int) -> int:
@@ -168,34 +222,54 @@ def _shared_with(cases: list[Case], number: int) -> int:
     return same.index(True)
 
 
-def _run_cases(rank: int, world_size: int, work: _Work) -> _Answer:
-    """Runs all cases, and then this rank's share of the runs of one process, with no process group in the way."""
+def _train_all(
+    rank: int, world_size: int, build: Build, jobs: list[tuple[_Run, int]], options: dict[str, Any]
+) -> list[Record | None]:
+    """Trains on ranks, and then this rank's share of the runs of one process, with no process group in the way.
+
+    Args:
+        rank: This rank.
+        world_size: Number of ranks.
+        build: See :func:`compare_cases`.
+        jobs: Runs, each with the number of ranks that see different data where that is known.
+        options: Options of all trainers.
+
+    Returns:
+        This rank's records, by run; None for the runs of one process that another rank has trained.
+    """
     quiet()
     register_data_parallel()  # So that "ddp" is what `dlo fit` makes of it.
-    cases = []
-    for number, case in enumerate(work.cases):
-        record = _train(work, case, Setting(work.steps, work.seed, ranks=world_size))
-        if rank != 0:
-            record.weights = {}
-        cases.append(record)
-        if number == len(work.cases) - 1:
-            leave_group()
-    runs = sorted({_shared_with(work.cases, number) for number in range(len(work.cases))})
-    jobs = [(number, False) for number in runs] + [(number, True) for number in runs if work.control]
-    answer = _Answer(cases, {}, {})
-    for place, (number, is_control) in enumerate(jobs):
-        if place % world_size == rank:
-            setting = Setting(work.steps, work.seed, shares=cases[number].place[1], reverse=is_control)
-            record = _train(work, work.cases[number], setting)
-            (answer.controls if is_control else answer.alone)[number] = record
-    return answer
+    found: list[Record | None] = [None] * len(jobs)
+    places = {run.number: place for run, place in jobs}
+    for number, (run, _) in enumerate(jobs):
+        if run.setting.ranks is not None:
+            record = found[number] = _train(build, run.case, run.setting, options)
+            places[run.number] = record.place[1]
+            if rank != 0:
+                record.weights, record.optimizer = {}, {}
+    if any(run.setting.ranks is not None for run, _ in jobs):
+        leave_group()
+    done: dict[tuple[int, Setting], int] = {}
+    turn = 0
+    for number, (run, _) in enumerate(jobs):
+        if run.setting.ranks is not None:
+            continue
+        setting = replace(run.setting, shares=places[run.number])
+        same = done.setdefault((run.like, setting), number)
+        if same != number:
+            found[number] = found[same]
+            continue
+        if turn % world_size == rank:
+            found[number] = _train(build, run.case, setting, options)
+        turn += 1
+    return found
 
 
-def _train(work: _Work, case: Case, setting: Setting) -> Record:
+def _train(build: Build, case: Case, setting: Setting, common: dict[str, Any]) -> Record:
     seed_everything(setting.seed, workers=True, verbose=False)
     try:
-        model, data = work.build(**case.arguments)
-        options = {**work.options, **copy.deepcopy(dict(case.trainer))}
+        model, data = build(**case.arguments)
+        options = {**common, **copy.deepcopy(dict(case.trainer))}
         strategy: Any = "auto"
         if setting.ranks is not None:
             strategy = case.strategy

@@ -164,7 +164,7 @@ def prepare_loaders(loaders: Any, *, seed: int, shares: int | None, shuffle: boo
 
 
 def prepare_data(owner: Any, **options: Any) -> None:
-    """Makes an object's ``train_dataloader`` return prepared loaders; see :func:`prepare_loaders`.
+    """Makes an object's loaders for training and validation prepared ones; see :func:`prepare_loaders`.
 
     Args:
         owner: a datamodule, or a module that brings its own loaders; this one object is changed.
@@ -176,15 +176,16 @@ def prepare_data(owner: Any, **options: Any) -> None:
         )
         return
     owner.train_dataloader = _prepared(owner.train_dataloader, options)
+    owner.val_dataloader = _prepared(owner.val_dataloader, options | {"shares": None})
 
 
 def _prepared(hook: Callable[[], Any], options: dict[str, Any]) -> Callable[[], Any]:
     @functools.wraps(hook)
-    def train_dataloader() -> Any:
+    def dataloader() -> Any:
         return prepare_loaders(hook(), **options)
 
     # Lightning (2.6) takes a hook whose code is the base class's, wrapped or not, for one that is not there.
-    return train_dataloader
+    return dataloader
 
 
 # --- callbacks and others of the run ---------------------------------------------------------------------------

@@ -7,16 +7,22 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
+from dlo_framework.checkpoint import Shard
 from dlo_framework.data import data_parallel_coordinates
+from dlo_framework.distributed.canonical import CanonicalStrategy
 from dlo_framework.resume import random_state
 from dlo_framework.testing.randomness import switch_off_dropout
-from dlo_framework.testing.state import checksum, checksums, whole_weights
+from dlo_framework.testing.state import checksum, checksums, gather_whole, whole_weights
 from dlo_framework.watch.monitor import batch_loss, samples_of
+
+#: The key under which Adam and its kin keep the running mean of squared gradients.
+SQUARES = "exp_avg_sq"
 
 
 @dataclass(frozen=True)
@@ -45,6 +51,10 @@ class Record:
         place: of the rank among those that see different data, and how many there are.
         weights: at the end, by name; on global rank 0.
         initial: checksums of the weights before the first step; on global rank 0.
+        moved: 2-norm of how far training moved each weight; on global rank 0.
+        optimizer: optimizer state at the end, by ``"<key> of <name>"``; on global rank 0, and empty where the strategy
+            does not give it by parameter.
+        validation: metrics of a validation at the end, by name, as each rank has them.
         batch_norms: how many BatchNorm layers see their rank's samples only.
         drew: the first step in which ``training_step`` drew random numbers; None if none did.
         notes: what was switched off or made equal.
@@ -54,6 +64,9 @@ class Record:
     place: tuple[int, int] = (0, 1)
     weights: dict[str, Tensor] = field(default_factory=dict)
     initial: dict[str, int] = field(default_factory=dict)
+    moved: dict[str, float] = field(default_factory=dict)
+    optimizer: dict[str, Tensor] = field(default_factory=dict)
+    validation: dict[str, tuple[float, ...]] = field(default_factory=dict)
     batch_norms: int = 0
     drew: int | None = None
     notes: list[str] = field(default_factory=list)
@@ -70,6 +83,9 @@ def merge(records: list[Record]) -> Record:
     merged = Record(
         place=(0, first.place[1]), weights=first.weights, initial=first.initial, batch_norms=first.batch_norms
     )
+    merged.moved, merged.optimizer = first.moved, first.optimizer
+    for name in dict.fromkeys(name for record in records for name in record.validation):
+        merged.validation[name] = tuple(v for record in records for v in record.validation.get(name, ()))
     merged.notes = first.notes
     drawn = [record.drew for record in records if record.drew is not None]
     merged.drew = min(drawn) if drawn else None
@@ -91,13 +107,18 @@ def merge(records: list[Record]) -> Record:
 
 
 class Recorder(Callback):
-    """Records a run, its dropout switched off.
+    """Records a run, its dropout switched off, and has it validate after its last step.
 
     It is to be the first of the trainer's callbacks, so that it sees gradients before others change them.
+
+    Args:
+        nudge: Seed of a change of each weight by one unit in its last place, before the first step; 0 for none.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, nudge: int = 0) -> None:
         self.record = Record()
+        self.nudge = nudge
+        self._begin: dict[str, Tensor] = {}
         self._losses: list[float] = []
         self._squares: list[float] = []
         self._samples = self._digest = self._tick = 0
@@ -112,7 +133,10 @@ class Recorder(Callback):
         kinds = nn.modules.batchnorm._BatchNorm
         layers = [module for module in pl_module.modules() if isinstance(module, kinds)]
         self.record.batch_norms = sum(layer.training and not isinstance(layer, nn.SyncBatchNorm) for layer in layers)
-        self.record.initial = checksums(whole_weights(trainer))
+        self._begin = whole_weights(trainer)
+        self.record.initial = checksums(self._begin)
+        if self.nudge:
+            nudge(pl_module, self.nudge)
         self._tick = trainer.global_step
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
@@ -144,10 +168,57 @@ class Recorder(Callback):
         norms = (sum(self._squares) ** 0.5,) if self._squares else ()
         self.record.steps.append(Step(mean, norms, self._samples, self._digest))
         self._losses, self._squares, self._samples, self._digest = [], [], 0, 0
+        steps, epochs = trainer.max_steps, trainer.max_epochs or -1
+        if len(self.record.steps) >= steps > 0 or (trainer.is_last_batch and trainer.current_epoch + 1 == epochs):
+            trainer.should_stop = True  # Lightning (2.6) validates before it ends a run that is asked to stop.
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Keeps what validation has logged."""
+        if trainer.sanity_checking or trainer._results is None:
+            return
+        logged = trainer._results.metrics(on_step=False)["callback"]
+        self.record.validation = {name: (float(value),) for name, value in logged.items()}
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Keeps the weights."""
+        """Keeps the weights, and the optimizers' state."""
         self.record.weights = whole_weights(trainer)
+        self.record.moved = {
+            name: float(torch.linalg.vector_norm(weight.double() - self._begin[name].double()))
+            for name, weight in self.record.weights.items()
+            if name in self._begin and weight.numel() and weight.shape == self._begin[name].shape
+        }
+        self._begin = {}
+        if isinstance(trainer.strategy, CanonicalStrategy):
+            self.record.optimizer = optimizer_tensors(trainer, trainer.strategy)
+        else:
+            name = type(trainer.strategy).__name__
+            self.record.notes.append(f"optimizer state: not compared; {name} does not give it by parameter")
+
+
+def nudge(module: nn.Module, seed: int) -> None:
+    """Changes each parameter's elements by one unit in the last place, up or down, as rounding would."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in module.parameters():
+            if parameter.is_floating_point():
+                up = torch.rand(parameter.shape, generator=generator).to(parameter.device) < 0.5
+                target = torch.where(up, torch.inf, -torch.inf).to(parameter.dtype)
+                moved = torch.nextafter(parameter, target)
+                parameter.copy_(torch.where(parameter == 0, parameter, moved))
+
+
+def optimizer_tensors(trainer: Trainer, strategy: CanonicalStrategy) -> dict[str, Tensor]:
+    """Returns the optimizers' state as full tensors on the CPU, by ``"<key> of <name>"``; called on all ranks.
+
+    Ranks but global rank 0 get an empty dict.
+    """
+    state: dict[str, Any] = {}
+    for optimizer in trainer.optimizers:
+        for name, values in strategy.optimizer_state(optimizer)["state"].items():
+            state |= {f"{key} of {name}": value for key, value in values.items() if isinstance(value, Shard)}
+    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+        return gather_whole(state)
+    return {name: value.detach().cpu().clone() for name, value in state.items()}
 
 
 def gradient_norm(trainer: Trainer, optimizer: Any) -> Tensor | None:

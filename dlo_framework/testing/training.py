@@ -1,10 +1,12 @@
-"""Training a few steps to compare them: the user's trainer without what watches, saves and validates."""
+"""Training a few steps to compare them: the user's trainer without what watches and saves."""
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import random
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,8 +23,10 @@ from lightning.pytorch.callbacks import (
 )
 from lightning.pytorch.plugins import CheckpointIO, ClusterEnvironment
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from dlo_framework.batch_transform import BatchTransform
+from dlo_framework.distributed.strategy import use_canonical_checkpoints
 from dlo_framework.rehearsal import BeforeTraining
 from dlo_framework.testing.randomness import prepare_data, prepare_loaders, tell_of_parity
 from dlo_framework.testing.record import Record, Recorder
@@ -48,7 +52,9 @@ _FIXED: dict[str, Any] = {
     "min_steps": None,
     "max_time": None,
     "num_nodes": 1,
-    "limit_val_batches": 0,
+    # Validation comes once, after the last step: see Recorder.
+    "check_val_every_n_epoch": None,
+    "val_check_interval": 10**9,
     "num_sanity_val_steps": 0,
     "logger": False,
     "profiler": None,
@@ -69,39 +75,74 @@ class Setting:
         seed: of the weights, the order of foreign data and its items.
         ranks: on which the strategy under test runs; None for the one process that it is compared with.
         shares: how many ranks' batches make up one of this process's; 1 on ranks.
-        reverse: turn the order of the samples in each batch round, which changes rounding and nothing else.
+        control: Number of a control, which changes rounding and nothing else; 0 is none. The first turns the order of
+            the samples in each batch round, others shuffle it and nudge the weights by a unit in their last place.
+        double: Train in double precision.
     """
 
     steps: int
     seed: int
     ranks: int | None = None
     shares: int = 1
-    reverse: bool = False
+    control: int = 0
+    double: bool = False
 
 
-class Reversed(BatchTransform):
-    """Turns the order of the samples in each training batch round, after all other transforms."""
+class Permuted(BatchTransform):
+    """Changes the order of the samples in each training batch, after all other transforms.
+
+    Args:
+        number: Number of the control: 1 for the opposite order, others for a random one.
+    """
 
     order = 1_000_000
 
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self.number = number
+        self._random = random.Random(number)
+
     def transform(self, trainer: Trainer, pl_module: LightningModule, batch: Any) -> Any:
-        """Returns the batch, last sample first."""
-        return reverse(batch, samples_of(batch)[0])
+        """Returns the batch in another order."""
+        order = list(range(samples_of(batch)[0]))
+        order.reverse()
+        if self.number > 1:
+            self._random.shuffle(order)
+        return permute(batch, order)
 
 
-def reverse(batch: Any, samples: int) -> Any:
-    """Returns a batch with the order of its samples turned round, in every tensor and list of that length."""
+def permute(batch: Any, order: Sequence[int]) -> Any:
+    """Returns a batch with its samples in another order, in every tensor and list of that length."""
     if isinstance(batch, Tensor):
-        return batch.flip(0) if batch.ndim and len(batch) == samples else batch
+        return batch[torch.tensor(order, device=batch.device)] if batch.ndim and len(batch) == len(order) else batch
     if isinstance(batch, dict):
-        turned = {key: reverse(value, samples) for key, value in batch.items()}
+        turned = {key: permute(value, order) for key, value in batch.items()}
         return turned if type(batch) is dict else type(batch)(turned)
     if isinstance(batch, list | tuple):
-        items = [reverse(item, samples) for item in batch]
-        if len(items) == samples and not any(isinstance(item, Tensor | dict | list | tuple) for item in items):
-            items.reverse()
+        items = [permute(item, order) for item in batch]
+        if len(items) == len(order) and not any(isinstance(item, Tensor | dict | list | tuple) for item in items):
+            items = [items[number] for number in order]
         return type(batch)(*items) if hasattr(batch, "_fields") else type(batch)(items)
     return batch
+
+
+class InDouble(TorchFunctionMode):
+    """Makes float64 of every float32 that code asks for by name, such as norms that compute in it.
+
+    Under ``64-true`` models hold and take doubles, but many compute norms, softmax and losses in float32 all the same,
+    whose rounding would hide what a comparison in double precision is to show.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Calls a function of torch."""
+        kwargs = dict(kwargs or {})
+        if func is Tensor.float:
+            return args[0].double()
+        if func is not Tensor.view:  # It would read the bytes as other numbers.
+            args = tuple(torch.float64 if arg is torch.float32 else arg for arg in args)
+            if kwargs.get("dtype") is torch.float32:
+                kwargs["dtype"] = torch.float64
+        return func(*args, **kwargs)
 
 
 def record_training(
@@ -117,7 +158,7 @@ def record_training(
     Args:
         model: a new one; made with the setting's seed.
         data: a datamodule, a loader or nest of loaders, or None where the model brings its own.
-        options: the trainer's; those that have to do with watching, saving and validating are overruled.
+        options: the trainer's; those that have to do with watching and saving are overruled.
         setting: see :class:`Setting`.
         strategy: of the ranks; the one process has Lightning's own for a single device.
         make_trainer: makes a trainer from its options.
@@ -140,15 +181,17 @@ def record_training(
         feed: dict[str, Any] = {"datamodule": data}
     else:
         feed = {"train_dataloaders": prepare_loaders(data, **preparing)}
-    recorder = Recorder()
-    with tempfile.TemporaryDirectory(prefix="dlo-parity-") as folder:
-        every: list[Callback] = [recorder, *kept, *([Reversed()] if setting.reverse else [])]
+    recorder = Recorder(nudge=setting.control if setting.control > 1 else 0)
+    mode = InDouble() if setting.double else contextlib.nullcontext()
+    with tempfile.TemporaryDirectory(prefix="dlo-parity-") as folder, mode:
+        every: list[Callback] = [recorder, *kept, *([Permuted(setting.control)] if setting.control else [])]
         overruled = trainer_options(options, setting, strategy)
         in_need = [type(callback).__name__ for callback in kept if getattr(callback, "needs_max_epochs", False)]
         if in_need:
             epochs = overruled["max_epochs"] = options.get("max_epochs")
             notes += [f"{' and '.join(in_need)}: a percentage is of the run's {epochs} epochs, not of these steps"]
         trainer = make_trainer(overruled | {"callbacks": every, "default_root_dir": folder})
+        use_canonical_checkpoints(trainer)  # So that the one process gives its optimizer's state by parameter.
         trainer.fit(model, **feed)
     recorder.record.notes = notes + recorder.record.notes
     return recorder.record
@@ -172,6 +215,8 @@ def trainer_options(options: dict[str, Any], setting: Setting, strategy: Any) ->
     if setting.ranks is None:
         changed["plugins"] = [plugin for plugin in plugins if not isinstance(plugin, ClusterEnvironment)]
         changed["sync_batchnorm"] = False
+    if setting.double:
+        changed["precision"] = "64-true"
     return {**options, **changed}
 
 

@@ -6,10 +6,12 @@ import math
 import pytest
 import torch
 
-from dlo_framework.testing.compare import compare, default_rtol, weight_differences
+from dlo_framework.testing.compare import compare, default_rtol, tensor_differences, without_gradient
 from dlo_framework.testing.comparison import relative, to_json
 from dlo_framework.testing.record import Record, Step, merge
 from dlo_framework.testing.report import report
+from dlo_framework.testing.training import Setting
+from dlo_framework.testing.verdict import verdict
 
 
 def run(losses, norms=None, weights=None, **more) -> Record:
@@ -35,13 +37,39 @@ def test_tolerances_of_the_precisions():
     assert default_rtol("16-mixed") == 2**-10
 
 
-def test_weight_differences_are_relative_to_a_tensors_largest_element():
-    one = {"a": torch.tensor([4.0, 1.0]), "zero": torch.zeros(2), "gone": torch.ones(1), "n": torch.tensor(5)}
-    other = {"a": torch.tensor([4.0, 0.0]), "zero": torch.zeros(2), "new": torch.ones(1), "n": torch.tensor(4)}
-    found = weight_differences(one, other)
-    assert found == {"a": 0.25, "zero": 0.0, "gone": math.inf, "new": math.inf, "n": 0.2}
-    assert weight_differences({"a": torch.zeros(1)}, {"a": torch.ones(1)}) == {"a": math.inf}
-    assert weight_differences({"a": torch.ones(1)}, {"a": torch.full((1,), math.nan)}) == {"a": math.inf}
+def test_tensor_differences_are_relative_to_how_far_training_moved_them():
+    one = Record(
+        weights={"a": torch.tensor([4.0, 3.0]), "still": torch.ones(4), "gone": torch.ones(1), "n": torch.tensor(5)},
+        moved={"a": 0.5, "still": 0.0, "gone": 1.0, "n": 5.0},
+        optimizer={"m of a": torch.tensor([3.0, 4.0]), "own of a": torch.ones(1)},
+    )
+    other = Record(
+        weights={"a": torch.tensor([4.0, 3.1]), "still": torch.ones(4), "new": torch.ones(1), "n": torch.tensor(4)},
+        optimizer={"m of a": torch.tensor([3.0, 3.0])},
+    )
+    found = tensor_differences(one, other, {})
+    expected = {"a": 0.2, "still": 0.0, "gone": math.inf, "new": math.inf, "n": 0.2, "m of a": 0.2}
+    assert found == pytest.approx(expected), "and state that one side alone keeps is left out"
+    other.weights["still"] = torch.tensor([1.0, 1.0, 1.0, 1.001])
+    assert tensor_differences(one, other, {})["still"] > 0.1, "what does not train must not change"
+    other.weights["a"] = torch.tensor([math.nan, 3.0])
+    assert tensor_differences(one, other, {})["a"] == math.inf
+    other.weights["a"] = torch.ones(3)
+    assert tensor_differences(one, other, {})["a"] == math.inf
+
+
+def test_elements_whose_gradient_is_rounding_in_every_run_are_left_out():
+    def trained(squares: list[float], weights: list[float]) -> Record:
+        state = {"exp_avg_sq of bias": torch.tensor(squares), "exp_avg_sq of w": torch.ones(6)}
+        return Record(weights={"bias": torch.tensor(weights), "w": torch.ones(6)}, moved={"bias": 1.0}, optimizer=state)
+
+    one = trained([1.0, 1e-14, 1e-14, 0.0], [1.0, 1.0, 1.0, 1.0])
+    noise = without_gradient(one, [trained([1.0, 1e-14, 1.0, 0.0], [1.0] * 4)])
+    assert {name: mask.tolist() for name, mask in noise.items()} == {"bias": [False, True, False, False]}
+    moved = trained([1.0, 1e-14, 1e-14, 0.0], [1.0, 5.0, 1.0, 1.0])
+    assert tensor_differences(one, moved, {})["bias"] == 4.0
+    assert tensor_differences(one, moved, noise)["bias"] == 0.0
+    assert without_gradient(one, [Record()]) == {}, "nothing is known of the other"
 
 
 def test_a_verdict_takes_losses_norms_of_every_rank_and_weights():
@@ -56,8 +84,8 @@ def test_a_verdict_takes_losses_norms_of_every_rank_and_weights():
     assert not norm.ok
     assert norm.rows[0].norm.ranks == 1.1, "the rank that is farthest off"
     weights = compare("x", run([1.0]), run([1.0], weights={"w": torch.tensor([1.0, 1.1])}))
-    assert weights.broken_weights == ["w"]
-    assert "differs in the final weights" in report(weights)
+    assert weights.culprits == ["w"]
+    assert "differs in the final weights or optimizer state" in report(weights)
     assert not compare("x", run([1.0]), run([1.0, 1.0])).ok, "one run is longer"
     assert not compare("x", run([]), run([])).ok, "nothing was compared"
     assert not compare("x", run([None], [()]), run([None], [()])).ok, "nothing was measured"
@@ -66,24 +94,125 @@ def test_a_verdict_takes_losses_norms_of_every_rank_and_weights():
     assert not compare("x", run([1.0], [(math.inf,)]), run([1.0], [(math.inf, 1.0)])).ok
 
 
-def test_a_control_widens_limits_and_never_narrows_them():
-    one = run([1.0, 1.0, 1.0], weights={"bias": torch.ones(1), "w": torch.ones(1)})
-    turned = run([1.0, 1.001, 1.0], weights={"bias": torch.full((1,), 1.01), "w": torch.ones(1)})
-    ranks = run([1.0, 1.009, 0.991], weights={"bias": torch.full((1,), 1.05), "w": torch.ones(1)})
+def test_controls_widen_limits_and_never_narrow_them():
+    one = run([1.0, 1.0, 2.0], weights={"bias": torch.ones(1), "w": torch.ones(1)}, moved={"bias": 1.0, "w": 1.0})
+    turned = run([1.0, 1.001, 2.0], weights={"bias": torch.full((1,), 1.01), "w": torch.ones(1)})
+    same = run([1.0, 1.0, 2.0], weights=one.weights)
+    ranks = run([1.0, 1.009, 2.018], weights={"bias": torch.full((1,), 1.2), "w": torch.ones(1)})
     assert not compare("x", one, ranks).ok
-    found = compare("x", one, ranks, control=turned)
+    found = compare("x", one, ranks, controls=[same, turned])
     assert [row.loss.limit for row in found.rows] == pytest.approx([1e-5, 1e-2, 1e-2])
-    assert found.weight_limits == pytest.approx({"bias": 0.1, "w": 1e-5})
-    assert not found.ok, "the weights' spread is beyond rounding"
-    assert found.spread == pytest.approx(0.05 / 2**0.5)
-    nearer = run([1.0, 1.009, 0.991], weights={"bias": torch.full((1,), 1.01), "w": torch.ones(1)})
-    found = compare("x", one, nearer, control=turned)
+    assert {name: pair.limit for name, pair in found.tensors.items()} == pytest.approx({"bias": 0.1, "w": 1e-4})
+    assert found.culprits == ["bias"]
+    assert "bias: difference 2.0e-01 of its change, allowed 1.0e-01  <" in report(found)
+    assert found.control == pytest.approx((1e-3, 0.0))
+    nearer = run([1.0, 1.009, 2.018], weights={"bias": torch.full((1,), 1.05), "w": torch.ones(1)})
+    found = compare("x", one, nearer, controls=[same, turned])
     assert found.ok
     assert "PARITY: x: 3 steps within rounding" in report(found)
-    early = run([1.009, 1.0, 1.0], weights=one.weights)
-    assert not compare("x", one, early, control=turned).ok, "rounding comes up at step 1 only"
-    one.drew = 0
-    assert compare("x", one, nearer, control=turned).control is None, "it draws for other samples then"
+    early = run([1.009, 1.0, 2.0], weights=one.weights)
+    assert not compare("x", one, early, controls=[turned]).ok, "rounding comes up at step 1 only"
+
+
+def test_metrics_of_validation_are_compared_on_every_rank():
+    one = run([1.0, 2.0], validation={"val_loss": (2.0,), "val_acc": (0.5,), "nan": (math.nan,)})
+    alike = run([1.0, 2.0], validation={"val_loss": (2.0, 2.0), "val_acc": (0.5, 0.5), "nan": (math.nan, math.nan)})
+    assert compare("x", one, alike).ok
+    padded = run([1.0, 2.0], validation={"val_loss": (2.0, 3.0), "val_acc": (0.5, 0.5), "nan": (math.nan,)})
+    found = compare("x", one, padded)
+    assert not found.ok
+    assert found.validation["val_loss"].ranks == 3.0
+    assert "NO PARITY: x: differs in validation (val_loss)" in report(found)
+    assert "training agrees, validation does not" in found.hints[0]
+    lacking = run([1.0, 2.0], validation={"val_loss": (2.0,), "val_acc": (0.5,)})
+    assert not compare("x", one, lacking).validation["nan"].ok
+
+
+@pytest.mark.parametrize(
+    ("dead", "why"),
+    [
+        (run([1.0, 2.0], [(0.0,), (0.0,)]), "every gradient is zero"),
+        (run([1.5, 1.5]), "the loss stays 1.5 for 2 steps"),
+        (run([1.0, 2.0], moved={"w": 0.0}), "no weight has moved in 2 steps"),
+    ],
+)
+def test_a_run_that_does_not_train_is_no_parity(dead, why):
+    found = compare("x", dead, dead)
+    assert not found.ok
+    assert f"NO PARITY: x: nothing was trained: {why}" in report(found)
+    assert not compare("x", run([1.0, 2.0]), dead).ok
+
+
+# --- the verdict -----------------------------------------------------------------------------------------------
+
+
+def ask(answers, **options):
+    """Sends a verdict what each of its rounds asks for; returns it and what it asked for."""
+    options = {"precision": "32-true", "rtol": 1e-5, **options}
+    runs = verdict("x", Setting(2, 42, ranks=2), **options)
+    asked = [next(runs)]
+    for answer in answers:
+        try:
+            asked.append(runs.send(answer))
+        except StopIteration as end:
+            return end.value, asked
+    raise AssertionError(f"it asks for more: {asked[-1]}")
+
+
+FINE, NEAR, FAR = run([1.0, 2.0]), run([1.0, 2.0001]), run([1.0, 2.3])
+ROUNDED = run([1.0, 2.00005])
+
+
+def test_runs_that_agree_take_no_others():
+    found, asked = ask([[FINE, FINE]])
+    assert found.ok
+    assert asked == [[Setting(2, 42, ranks=2), Setting(2, 42, shares=0)]]
+
+
+def test_double_precision_decides():
+    found, asked = ask([[NEAR, FINE], [FINE, FINE], [ROUNDED, FINE]])
+    assert found.ok
+    assert [(s.ranks, s.double, s.control) for s in asked[1]] == [(2, True, 0), (None, True, 0)]
+    assert [s.control for s in asked[2]] == [1, 2]
+    assert "PARITY: x: 2 steps within rounding, in double precision within 1e-07" in report(found)
+    found, asked = ask([[NEAR, FINE], [NEAR, FINE]])
+    assert not found.ok
+    assert len(asked) == 2, "no other rounding excuses it"
+    assert "NO PARITY: x: differs from step 1 on, in double precision too" in report(found)
+
+
+def test_what_rounding_does_not_explain_in_single_precision_takes_another_seed():
+    chance, asked = ask([[NEAR, FINE], [FINE, FINE], [FINE, FINE], [FINE, FINE, FINE, FINE]])
+    assert chance.ok
+    assert {s.seed for s in asked[3]} == {43}
+    fault, _ = ask([[FAR, FINE], [FINE, FINE], [FINE, FINE], [FAR, FINE, FINE, FINE]])
+    assert not fault.ok
+    assert "in single precision alone, with another seed too" in report(fault)
+
+
+def test_other_rounding_decides_where_double_precision_cannot():
+    found, asked = ask([[NEAR, FINE], ["no doubles here", FINE], [ROUNDED, FINE, FINE]])
+    assert found.ok
+    assert len(asked[2]) == 3
+    assert "in double precision: not compared (no doubles here); other rounding decides" in report(found)
+    assert not ask([[NEAR, FINE], ["no doubles here", FINE], [FINE, FINE, FINE]])[0].ok
+    halves, asked = ask([[FAR, FINE], [FINE, FINE, FINE]], precision="bf16-mixed", rtol=1e-2)
+    assert not halves.ok
+    assert not any(s.double for s in asked[1])
+
+
+def test_what_is_certain_takes_no_further_runs():
+    for ranks in (
+        run([2.0, 2.0]),
+        run([1.0, 2.0, 3.0]),
+        run([1.0, math.nan], drew=0),
+        Record([Step(1.0, (1.0,), 8, 100), Step(2.1, (1.0,), 8, 9)], initial={"w": 1}),
+        Record([Step(1.0, (1.0,), 8, 100), Step(2.1, (1.0,), 8, 101)], initial={"w": 2}),
+    ):
+        found, asked = ask([[ranks, FINE]])
+        assert not found.ok
+        assert len(asked) == 1
+    assert not ask([[NEAR, FINE]], further=False)[0].ok
 
 
 @pytest.mark.parametrize(
@@ -96,7 +225,7 @@ def test_a_control_widens_limits_and_never_narrows_them():
         (Record([Step(2.0, (1.0,), 8, 100)], initial={"w": 2}), "the weights differ before the first step, 1 tensors"),
         (run([math.nan]), "the first step differs already"),
         (run([1.0], weights={"w": torch.zeros(2)}), "what comes after them differs"),
-        (run([1.0, 1.0]), "one process took 1 steps and the ranks 2"),
+        (run([1.0, 1.1]), "one process took 1 steps and the ranks 2"),
     ],
 )
 def test_hints(ranks, hint):
@@ -121,4 +250,5 @@ def test_json_holds_what_is_not_finite():
     told = json.loads(json.dumps(to_json(found), allow_nan=False))
     assert told["parity"] is False
     assert told["steps"][0]["loss"]["difference"] == "inf"
-    assert told["weights"] == {name: {"difference": "inf", "limit": 1e-5} for name in "wv"}
+    assert told["tensors"] == {name: {"difference": "inf", "limit": 1e-4} for name in "wv"}
+    assert sorted(told["culprits"]) == ["v", "w"]

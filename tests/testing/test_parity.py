@@ -31,6 +31,9 @@ class PointsData(ResumableDataModule):
     def train_dataloader(self):
         return self.train_loader(Points())
 
+    def val_dataloader(self):
+        return self.eval_loader(Points())
+
 
 class ForeignData(LightningDataModule):
     """Anybody's datamodule: its batch size is each rank's. 48 samples in batches of 2 x 10: the last is smaller."""
@@ -63,7 +66,11 @@ class Model(LightningModule):
         self.log("loss", error, sync_dist=True)
         if self.flaw == "raise" and batch_idx == 2 and self.trainer.global_rank == 1:
             raise ZeroDivisionError("rank 1 stumbles")
-        return error
+        return error * 0 if self.flaw == "dead" else error
+
+    def validation_step(self, batch, batch_idx):
+        x, y = batch
+        self.log("val_loss", nn.functional.mse_loss(self.net(x), y), sync_dist=self.flaw != "val")
 
     def configure_optimizers(self):
         if self.optimizer == "adamw":
@@ -108,11 +115,13 @@ def test_what_is_the_same_is_found_to_be():
     for comparison in found:
         assert comparison.ok
         assert len(comparison.rows) == 9
-        assert len(comparison.weights) == 6
+        assert len(comparison.tensors) >= 6
+        assert set(comparison.validation) == (
+            {"val_loss"} if "data=" not in comparison.name and "loader" not in comparison.name else set()
+        )
         losses = [row.loss.one for row in comparison.rows]
         assert len(set(losses)) == 9, "the model learns"
         assert "model: no dropout (1 Dropout)" in comparison.notes
-        assert comparison.control is not None
     strict = found[:6]
     assert max(row.loss.difference for comparison in strict for row in comparison.rows) < 1e-5
     assert max(row.norm.difference for comparison in strict for row in comparison.rows) < 1e-5
@@ -152,6 +161,8 @@ def test_what_is_not_the_same_is_told_with_what_is_likely():
             Case("ddp", {"flaw": "batch_norm"}),
             Case("ddp", {"flaw": "sum"}),
             Case("ddp", {"flaw": "noise"}),
+            Case("ddp", {"flaw": "val"}),
+            Case("ddp", {"flaw": "dead"}),
             Case(Unsynced),
             Case("ddp", {}, {"callbacks": [Late()]}, name="late"),
             Case("ddp", {}, {"use_distributed_sampler": False}, name="whole data"),
@@ -167,9 +178,14 @@ def test_what_is_not_the_same_is_told_with_what_is_likely():
     assert "training_step draws random numbers (first at step 0)" in hints["ddp, flaw=noise"]
     assert "the first step differs already" in hints["Unsynced"]
     assert "the batches of step 0 are not the same" in hints["no sampler"]
+    val, dead = by_name["ddp, flaw=val"], by_name["ddp, flaw=dead"]
+    assert all(row.ok for row in val.rows)
+    assert val.validation["val_loss"].difference > 1e-3
+    assert "log with sync_dist=True" in hints["ddp, flaw=val"]
+    assert dead.untrained == "every gradient is zero"
     late = by_name["late"]
     assert [row.ok for row in late.rows] == [True, True, True, True, False, False]
-    assert late.broken_weights[0] == "net.4.bias"
+    assert late.culprits[0] == "net.4.bias"
     assert "the first step's loss and gradients agree" in hints["late"]
 
 

@@ -18,7 +18,7 @@ from dlo_framework.testing.randomness import (
     tell_of_parity,
 )
 from dlo_framework.testing.record import digest
-from dlo_framework.testing.training import reverse
+from dlo_framework.testing.training import permute
 
 
 class Layer(nn.Module):
@@ -151,19 +151,19 @@ def test_parts_are_asked():
 def test_a_digest_knows_samples_and_not_their_order():
     x, y, names = torch.randn(6, 3), torch.arange(6), list("abcdef")
     batch = {"x": x, "rest": (y, names, torch.tensor(2.0))}
-    assert digest(batch, 6) == digest(reverse(batch, 6), 6)
+    assert digest(batch, 6) == digest(permute(batch, [3, 1, 5, 0, 2, 4]), 6)
     assert digest(batch, 6) == sum(digest({"x": x[i : i + 2], "rest": (y[i : i + 2],)}, 2) for i in (0, 2, 4))
     # The same values in other samples are another batch.
     assert digest(batch, 6) != digest({"x": x.flip(0), "rest": (y,)}, 6)
     assert digest(batch, 6) != digest({"x": x, "rest": (y + 1,)}, 6)
 
 
-def test_a_batch_turned_round():
+def test_a_batch_in_another_order():
     from collections import namedtuple
 
     Pair = namedtuple("Pair", ["x", "rest"])
     x = torch.arange(3)
-    turned = reverse(Pair(x, ["a", "b", "c"]), 3)
-    assert turned.x.tolist() == [2, 1, 0]
-    assert turned.rest == ["c", "b", "a"]
-    assert torch.equal(reverse(torch.arange(5), 3), torch.arange(5))
+    turned = permute(Pair(x, ["a", "b", "c"]), [2, 0, 1])
+    assert turned.x.tolist() == [2, 0, 1]
+    assert turned.rest == ["c", "a", "b"]
+    assert torch.equal(permute(torch.arange(5), [2, 1, 0]), torch.arange(5))

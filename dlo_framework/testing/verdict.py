@@ -1,0 +1,95 @@
+"""The verdict on a strategy: a fault told from rounding, by as many further runs as that takes.
+
+1. Ranks and one process, as the config says. If they agree within the tolerance, that is parity.
+2. Both again in double precision. There rounding is a billion times smaller, so that what is left is a fault.
+3. If they agree there, one process again with other rounding, to see whether single precision explains the first
+   difference. If it does not, another seed decides: a router that chooses another expert is chance and does not
+   happen twice, and a strategy that is wrong in single precision alone is wrong with each seed.
+
+In half precision, and where a model or strategy refuses double precision, the runs with other rounding decide.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Generator
+from typing import Any
+
+from dlo_framework.testing.compare import RTOL, RTOL_DOUBLE, TENSORS_DOUBLE, compare
+from dlo_framework.testing.comparison import Comparison
+from dlo_framework.testing.record import Record
+from dlo_framework.testing.training import Setting
+
+#: Runs with other rounding: two beside double precision, and three where they decide.
+_CONTROLS = 2
+_CONTROLS_ALONE = 3
+#: How much more than other rounding changes is no rounding, where double precision agrees.
+_FAR = 100.0
+#: No rounding changes the first step's loss or gradient norm by so much.
+_HOPELESS = 1e-2
+
+#: Asks for runs, and is sent their records; a string where one failed, which only runs in double precision may.
+Runs = Generator[list[Setting], list[Any], Comparison]
+
+
+def verdict(name: str, setting: Setting, *, precision: Any, rtol: float, further: bool = True) -> Runs:
+    """Compares ranks with one process; see the module.
+
+    Args:
+        name: Name of the case.
+        setting: Setting of the ranks. Settings of one process are asked for with ``shares=0``: those of the ranks.
+        precision: Lightning's name of the runs' precision.
+        rtol: Relative difference to allow for losses, norms and metrics.
+        further: Whether further runs may be asked for; without, rounding counts as a fault.
+    """
+    ranks, one = yield [setting, alone(setting)]
+    found = compare(name, one, ranks, rtol=rtol)
+    if found.within or not further or _is_certain(found, one, ranks):
+        return found
+    if is_single(precision):
+        ranks_double, one_double = yield [
+            dataclasses.replace(setting, double=True),
+            dataclasses.replace(alone(setting), double=True),
+        ]
+        failed = next((answer for answer in (ranks_double, one_double) if isinstance(answer, str)), None)
+        if failed is None:
+            tensors = TENSORS_DOUBLE * max(1.0, rtol / RTOL)
+            double = compare(
+                name, one_double, ranks_double, rtol=RTOL_DOUBLE if rtol <= RTOL else rtol, tensor_rtol=tensors
+            )
+            if not double.within:
+                found.double, found.decided, found.hints = double, False, double.hints
+                return found
+            controls = yield [alone(setting, number + 1) for number in range(_CONTROLS)]
+            found = compare(name, one, ranks, rtol=rtol, controls=controls, factor=_FAR)
+            found.double = double
+            if not found.within:
+                other = dataclasses.replace(setting, seed=setting.seed + 1)
+                again = yield [other, alone(other), *(alone(other, number + 1) for number in range(_CONTROLS))]
+                found.decided = compare(name, again[1], again[0], rtol=rtol, controls=again[2:], factor=_FAR).within
+            return found
+        found.alone = failed
+    controls = yield [alone(setting, number + 1) for number in range(_CONTROLS_ALONE)]
+    decided = compare(name, one, ranks, rtol=rtol, controls=controls)
+    decided.alone = found.alone
+    return decided
+
+
+def alone(setting: Setting, control: int = 0) -> Setting:
+    """Returns the setting of the one process for that of ranks."""
+    return dataclasses.replace(setting, ranks=None, shares=0, control=control)
+
+
+def is_single(precision: Any) -> bool:
+    """Returns whether Lightning's ``precision`` is plain single precision."""
+    return str(precision) in ("None", "32", "32-true")
+
+
+def _is_certain(found: Comparison, one: Record, ranks: Record) -> bool:
+    """Returns whether no further run can change the verdict, which is that the two differ."""
+    if not found.comparable or one.initial != ranks.initial or one.drew is not None or ranks.drew is not None:
+        return True
+    if any(mine.digest != theirs.digest for mine, theirs in zip(one.steps, ranks.steps, strict=True)):
+        return True
+    first = found.rows[0]
+    return any(pair is not None and not pair.difference < _HOPELESS for pair in (first.loss, first.norm))
