@@ -275,10 +275,18 @@ def serve(rank: int, world_size: int, address: str) -> None:
             except EOFError:
                 return
             try:
-                answer: Any = _train(rank, trial, setting)
+                answer = _train(rank, trial, setting)
             except Exception as error:
-                answer = f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error) else ''}"
+                connection.send(f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error) else ''}")
+                return  # With it go its links, so that no other rank waits for it.
             connection.send(answer)
+
+
+def _received(connection: Connection) -> Any:
+    try:
+        return connection.recv()
+    except EOFError:
+        return "the rank has ended"
 
 
 class Workers:
@@ -301,8 +309,11 @@ class Workers:
         self._done += 1
         for connection in self._connections:
             connection.send((trial, setting))
-        answers = [connection.recv() for connection in self._connections]
+        answers = [_received(connection) for connection in self._connections]
         failed = next((answer for answer in answers if isinstance(answer, str)), None)
+        if failed is not None:
+            self.close()
+            self._done = 0
         return failed if failed is not None else merge(answers) if setting.ranks is not None else answers[0]
 
     def _start(self) -> None:
@@ -321,7 +332,7 @@ class Workers:
         for connection in self._connections:
             connection.close()
         if self._connections:
-            self._thread.join()
+            self._thread.join()  # What it may raise is a rank's end, of which the answer has told.
             self._folder.cleanup()
         self._connections = []
 

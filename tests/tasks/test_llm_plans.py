@@ -48,6 +48,22 @@ def test_every_parameter_has_one_place(family: str) -> None:
     assert all(plan.owners(name) == ["head"] for name in outside)
 
 
+@pytest.mark.parametrize(
+    ("family", "norm", "place"),
+    [("lfm2", "embedding_norm", "head"), ("bart", "layernorm_embedding", "stem"), ("opt", "final_layer_norm", "head")],
+)
+def test_a_norm_stands_where_it_runs_wherever_it_is_registered(family: str, norm: str, place: str) -> None:
+    sizes = (
+        SIZES | {"layer_types": ["conv", "full_attention", "conv"]} if family == "lfm2" else FAMILIES.get(family, {})
+    )
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **sizes))
+    plan = plan_for(model)
+    names = [name for name, _ in model.named_parameters() if norm in name.split(".") and ".layers." not in name]
+    assert names
+    assert all(plan.owners(name) == [place] for name in names)
+
+
 @pytest.mark.parametrize("family", ["llama", "qwen3", "mistral", "gemma2", "gemma3_text", "cohere"])
 def test_tensor_rules_are_the_familys_own(family: str) -> None:
     plan = plan_for(make(family))

@@ -74,7 +74,8 @@ def _after_blocks(model: PreTrainedModel, around: nn.Module, blocks: str) -> set
     later = set(order[order.index(blocks) + 1 :])
     # OPT registers its final norm before the blocks, DeepSeek-V4 its head of hyper-connections; BART what embeds after.
     later |= {name for name, _ in around.named_children() if name.startswith("final") or name.endswith("_head")}
-    return {name for name in later if "rotary" not in name and "embed" not in name}
+    # LFM2 calls its final norm `embedding_norm`.
+    return {name for name in later if "rotary" not in name and ("embed" not in name or name == "embedding_norm")}
 
 
 def _tensor_rules(model: PreTrainedModel, blocks: str, head: str) -> dict[str, Rule]:
