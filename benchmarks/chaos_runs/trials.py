@@ -53,6 +53,7 @@ class Trial:
         hung: Whether a process had not ended in time.
         lost: What differs from the run that was left alone; empty if nothing does.
         codes: Exit codes of the starts.
+        no_effect: Whether the fault came after the run's end, or the run finished as if there had been none.
     """
 
     run: str
@@ -63,6 +64,7 @@ class Trial:
     hung: bool = False
     lost: str = ""
     codes: list[int] = field(default_factory=list)
+    no_effect: bool = False
 
 
 def draw(number: int, seed: int, runs: list[str]) -> Trial:
@@ -196,6 +198,8 @@ def carry_out(trial: Trial, folder: Path, epochs: int, expected: dict[str, Any],
         steps = [at for at, place, _ in runner.lines() if place == "step" and after is not None and at > after]
         trial.recovery = steps[0] - fault if steps and fault is not None else None
         found = runner.result()
+        # A process that was stopped and goes on by itself is a trial all the same.
+        trial.no_effect = fault is None or (trial.fault != "STOP" and trial.codes[:1] == [0])
         if found != expected:
             trial.lost = f"{found} for {expected}"
     finally:

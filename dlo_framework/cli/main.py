@@ -67,10 +67,10 @@ def main(argv: list[str] | None = None) -> int:
     except DloError as error:
         return _refuse(error)
     except KeyboardInterrupt:
-        return _interrupted()
+        return _interrupted(own_process=argv is None)
     except SystemExit as end:
         if isinstance(end.__context__, KeyboardInterrupt):  # Lightning ends the process with 1 on it.
-            return _interrupted()
+            return _interrupted(own_process=argv is None)
         raise
     except BrokenPipeError:
         # The reader of our output has gone. For `dlo plugins | head` that is no error; it has cut a training short.
@@ -122,9 +122,14 @@ def _dispatch(words: list[str]) -> int:
     raise DloError(f"unknown command '{command}'{did_you_mean(command, known) or ';'} available: {', '.join(known)}")
 
 
-def _interrupted() -> int:
+def _interrupted(*, own_process: bool) -> int:
+    """Reports Ctrl-C. A process of dlo's own that has imported torch ends here: an orderly exit takes seconds."""
     print(f"dlo {__version__}: interrupted at once; what was saved before is whole", file=sys.stderr)
-    return 128 + signal.SIGINT
+    code = 128 + signal.SIGINT
+    failure = sys.modules.get("dlo_framework.distributed.failure")
+    if own_process and failure is not None:
+        failure.leave(code)
+    return code
 
 
 def _refuse(error: DloError) -> int:

@@ -1,5 +1,6 @@
 """A small regression that fails where a test tells it to; the plug-in of the tests of failures."""
 
+import atexit
 import os
 import signal
 import time
@@ -138,3 +139,10 @@ class Fault(Callback):
 
 class SecondFault(Fault):
     """Another one in the same run."""
+
+
+class SlowExit(Callback):
+    """Makes an orderly exit take 10 s."""
+
+    def setup(self, trainer, pl_module, stage):
+        atexit.register(time.sleep, 10)

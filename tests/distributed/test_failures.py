@@ -72,6 +72,8 @@ def config(folder: Path, strategy: str, minutes: float = 30, **parts: str) -> st
     text = CONFIG.replace("trainer:\n", f"trainer:\n  callbacks: [{', '.join(callbacks)}]\n")
     chosen = STRATEGIES.get(strategy, SQUARE).replace("MINUTES", str(minutes))
     text = text.replace("trainer:\n", f"trainer:\n  strategy: {chosen}\n")
+    if strategy == "alone":
+        text = text.replace(chosen, "auto").replace("devices: 2", "devices: 1")
     if strategy == "pp x tp":
         text = text.replace("devices: 2", "devices: 4")
     for name in ("model", "data"):
@@ -325,6 +327,15 @@ def test_a_second_interrupt_ends_ranks_that_hang_and_each_says_where_it_was(dlo)
     assert re.search(r"rank 0 of 2 \(pid .*\) was in training_step of ZeroStrategy, waiting in wait at", err)
     assert re.search(r"rank 1 of 2 \(pid .*\) was in on_train_batch_start of Fault:", err)
     assert "in _fault\n    time.sleep(600)" in err
+
+
+def test_a_second_interrupt_ends_a_single_process_whose_exit_takes_long(dlo):
+    fault = "{what: hang, rank: 0}"
+    path = config(dlo.folder, "alone", fault=fault, callbacks="{class_path: SlowExit}")
+    seconds, process, err = interrupted(dlo, path, [signal.SIGINT, signal.SIGINT], 30)
+    assert process.returncode == 130
+    assert "interrupted at once" in err.splitlines()[-1]
+    assert seconds < 5
 
 
 @pytest.mark.slow
