@@ -327,7 +327,7 @@ class DloCLI(LightningCLI):
             self._set_checkpoints(trainer)
             check_model = getattr(trainer.strategy, "check_model", None)
             if check_model is not None:
-                check_model(self.model, self.datamodule)
+                check_model(self.model, self.datamodule, trains=self.command == "fit")
             self._check_shares(trainer)
             check_predict = getattr(trainer.strategy, "check_predict", None)
             if check_predict is not None and self.command == "predict":

@@ -6,23 +6,23 @@ two steps, and their losses are those of one process. All models of a sweep shar
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 from collections import Counter
 from collections.abc import Iterator
-from datetime import timedelta
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
+import timm
 import torch
-import torch.distributed as dist
 from lightning.pytorch import Callback, Trainer, seed_everything
 from torch.utils.data import DataLoader
 
 from dlo_framework.errors import DloError
 from dlo_framework.task import Task
-from dlo_framework.testing import run_distributed
+from dlo_framework.testing import RankFailed, run_distributed
 from dlo_framework.testing.training import leave_group, quiet
 from dlo_plugins.strategies.mesh import MeshStrategy
 from dlo_tasks.imagenet.classifier import ImageClassifier
@@ -37,6 +37,24 @@ MESHES: dict[str, dict[str, Any]] = {
     "cp": {"cp": 2, "dp_shard": 1},
 }
 OFF = dict.fromkeys(("logger", "enable_progress_bar", "enable_model_summary", "enable_checkpointing"), False)
+#: A small model of each module of timm.
+IMAGE_MODELS = """
+    beit_base_patch16_224 haloregnetz_b mobileone_s1 cait_xxs24_224 coat_tiny convit_tiny convmixer_768_32
+    convnext_nano cpubone_nano crossvit_tiny_240 csatv2 cs3darknet_focus_s cspnext_tiny davit_tiny deepseek_vit_412m
+    deit_tiny_patch16_224 densenet121 dla102x dpn48b edgenext_xx_small efficientformer_l1 efficientformerv2_s0
+    tinynet_e efficientvim_m1 efficientvit_b0 efficientvit_m0 eva02_tiny_patch14_224 fasternet_s fastvit_s12
+    focalnet_tiny_srf gcvit_xxtiny gemma4_vit_167m_enc ghostnet_050 hardcorenas_b hgnet_tiny hiera_tiny_224
+    hieradet_small hrnet_w18_small iformer_s inception_next_atto inception_resnet_v2 inception_v3 inception_v4
+    lcnetv2_small levit_384_s8 lowformer_b0 mambaout_femto coatnet_nano_cc_224 caformer_s18 mixer_s16_224
+    mobilenetv3_small_050 mobilenetv5_base mobilevit_xxs mvitv2_tiny naflexvit_base_patch16_siglip nasnetalarge
+    nest_tiny nextvit_small nf_seresnet26 pit_xs_224 pnasnet5large pvt_v2_b0 qwen3_vit_306m rdnet_tiny regnetv_040
+    repghostnet_050 repvit_m1 res2net50_14w_8s resnest14d resnet18 resnetv2_18 rexnet_100 selecsls42
+    legacy_seresnet18 sequencer2d_s shvit_s1 skresnet18 starnet_s050 swiftformer_xs swin_tiny_patch4_window7_224
+    swinv2_tiny_window16_256 swinv2_cr_tiny_224 tiny_vit_5m_224 tnt_s_legacy_patch16_224 tresnet_m twins_svt_small
+    vgg11 visformer_tiny vit_tiny_patch16_224 vit_tiny_r_s16_p8_224 vit_srelpos_small_patch16_224
+    samvit_base_patch16_224 vitamin_small_224 volo_d1_224 ese_vovnet19b_slim_dw legacy_xception xception41p
+    xcit_nano_12_p8_224
+"""
 #: Losses in single precision, whose last bits depend on the order of sums; experts are chosen by them.
 RTOL = 2e-4
 
@@ -60,14 +78,8 @@ class Losses(Callback):
 def make(kind: str, name: str) -> Task:
     if kind == "text":
         return CausalLM(config=tiny_config(name), optimizer="sgd", lr=0.1, schedule="constant")
-    size = 64 if name in IMAGE_SIZES else None
-    task = ImageClassifier(name, num_classes=3, image_size=size, optimizer="sgd", lr=0.1, schedule="constant")
-    task.model_args |= IMAGE_ARGUMENTS
-    return task
-
-
-IMAGE_SIZES: tuple[str, ...] = ()
-IMAGE_ARGUMENTS: dict[str, Any] = {}
+    size = timm.get_pretrained_cfg(name).input_size[-1]
+    return ImageClassifier(name, num_classes=3, image_size=size, optimizer="sgd", lr=0.01, schedule="constant")
 
 
 def batches(kind: str, task: Any) -> list[Any]:
@@ -75,8 +87,7 @@ def batches(kind: str, task: Any) -> list[Any]:
     found: list[Any] = []
     for _ in range(STEPS):
         if kind == "image":
-            side = task.image_size or 224
-            images = torch.randn(ROWS, 3, side, side, generator=draw)
+            images = torch.randn(ROWS, 3, task.image_size, task.image_size, generator=draw)
             found.append((images, torch.randint(3, (ROWS,), generator=draw)))
             continue
         ids = torch.randint(3, VOCABULARY, (ROWS, LENGTH + 1), generator=draw)
@@ -107,45 +118,58 @@ def verdict(kind: str, name: str, mesh: str) -> str | None:
 
 
 def train(kind: str, name: str, strategy: Any, devices: int) -> list[float]:
+    """Returns the losses of two steps; one process takes images by micro-batches, which batch norm sees apart."""
     seed_everything(1, workers=True, verbose=False)
     task, losses = make(kind, name), Losses()
-    trainer = Trainer(accelerator="cpu", devices=devices, strategy=strategy, max_steps=STEPS, callbacks=[losses], **OFF)
-    trainer.fit(task, DataLoader(Batches(batches(kind, task)), batch_size=None))
-    return losses.found
+    found, parts = batches(kind, task), 1
+    if kind == "image" and devices == 1:
+        found, parts = [halves for x, y in found for halves in zip(x.chunk(2), y.chunk(2), strict=True)], 2
+    options = {**OFF, "max_steps": STEPS, "accumulate_grad_batches": parts, "callbacks": [losses]}
+    trainer = Trainer(accelerator="cpu", devices=devices, strategy=strategy, **options)
+    trainer.fit(task, DataLoader(Batches(found), batch_size=None))
+    return [sum(losses.found[first : first + parts]) for first in range(0, len(losses.found), parts)]
 
 
-def _train_all(rank: int, world_size: int, kind: str, jobs: list[tuple[str, str]]) -> list[tuple[list[float], str]]:
-    """Trains on ranks until one fails: then the ranks' collectives no longer match."""
+def _train_all(rank: int, world_size: int, kind: str, jobs: list[tuple[str, str]], folder: str) -> None:
+    """Trains on ranks until one fails, and writes what each has found to a file: one that fails ends the others."""
     quiet()
-    store = dist.distributed_c10d._get_default_store()
-    found: list[tuple[list[float], str]] = []
-    for number, (name, mesh) in enumerate(jobs):
+    for name, mesh in jobs:
         losses, error = [], ""
         try:
             losses = train(kind, name, MeshStrategy(**MESHES[mesh]), world_size)
         except BaseException as raised:
             error = f"{type(raised).__name__}: {str(raised)[:300]}"
-        found.append((losses, error))
-        store.set(f"{number}/{rank}", error)
-        other = f"{number}/{1 - rank}"
-        with contextlib.suppress(dist.DistStoreError):
-            store.wait([other], timedelta(seconds=60))
-            if not error and not store.get(other):
-                continue
-        break
+        with open(Path(folder, str(rank)), "a") as file:
+            file.write(json.dumps([losses, error]) + "\n")
+        if error:
+            raise RuntimeError(error)
     leave_group()
-    return found
 
 
 def trained(kind: str, jobs: list[tuple[str, str]]) -> Iterator[tuple[list[float], str]]:
     """Yields what each job's ranks have found: losses, or the error of the first that raised."""
     left = list(jobs)
     while left:
-        answers = run_distributed(_train_all, 2, kind, left, timeout=3000, group_timeout=20)
-        for one, other in zip(*answers, strict=True):
+        with TemporaryDirectory() as folder:
+            try:
+                run_distributed(_train_all, 2, kind, left, folder, timeout=3000, group_timeout=20)
+                failed = ""
+            except RankFailed as error:
+                failed = str(error)
+            files = [Path(folder, str(rank)) for rank in range(2)]
+            found = [[json.loads(line) for line in file.open()] if file.exists() else [] for file in files]
+        done = 0
+        for (one, wrong), (other, wrong_too) in zip(*found, strict=False):
+            if wrong or wrong_too:
+                break
             # The ranks of cp have the losses of other tokens; those of the others the same.
-            yield [sum(pair) / 2 for pair in zip(one[0], other[0], strict=False)], one[1] or other[1]
-        left = left[len(answers[0]) :]
+            yield [sum(pair) / 2 for pair in zip(one, other, strict=True)], ""
+            done += 1
+        if failed:
+            errors = [lines[done][1] for lines in found if len(lines) > done and lines[done][1]]
+            yield [], errors[0] if errors else failed[:300]
+            done += 1
+        left = left[done:]
 
 
 def sweep(kind: str, names: list[str], meshes: list[str]) -> dict[str, str]:
@@ -198,3 +222,9 @@ def check_sweep(found: dict[str, str], least: int) -> None:
 def test_each_type_of_causal_language_model_that_passes_its_check_trains_as_one_process() -> None:
     only = os.environ.get("DLO_SWEEP_ONLY", "").split()
     check_sweep(sweep("text", only or type_names(), list(MESHES)), 0 if only else 200)
+
+
+@pytest.mark.slow
+def test_each_module_of_timm_that_passes_the_check_of_a_pipeline_trains_as_one_process() -> None:
+    only = os.environ.get("DLO_SWEEP_ONLY", "").split()
+    check_sweep(sweep("image", only or IMAGE_MODELS.split(), ["pp"]), 0 if only else 30)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -17,11 +18,13 @@ from dlo_framework.applier import Applier, Phase
 from dlo_framework.errors import DloError
 from dlo_framework.plan import ParallelPlan, Rule
 from dlo_framework.testing.training import leave_group
+from dlo_plugins.appliers.fully_shard import FullyShard
 from dlo_plugins.fake_kernels import grouped_mm
 from dlo_plugins.mesh.pipelining import forward_costs
 from dlo_plugins.strategies import mesh_rehearsal
 from dlo_plugins.strategies.mesh import MeshStrategy
 from dlo_plugins.tensor.coverage import Coverage
+from dlo_tasks.imagenet.classifier import ImageClassifier
 from dlo_tasks.llm.causal_lm import CausalLM
 from support.causal_lm_types import tiny_config
 
@@ -227,8 +230,8 @@ def test_grouped_mm_has_the_shapes_of_the_operator() -> None:
     [
         ("beam", "tp", None),  # a bias of its gate for each head
         ("granite_swa", "tp", None),  # a sink for each head
-        ("bart", "pp", None),  # a norm of the embeddings that is registered after the blocks
-        ("xlnet", "pp", None),  # makes positions where no parameter lies
+        ("bart", "pp", r"must get a gradient .*encoder_attn\.k_proj\.weight.* init_args: {find_unused: true}"),
+        ("xlnet", "pp", r"must get a gradient from the loss, but model\.transformer\.mask_emb"),
         ("doge", "tp", r"'model\.layers\.0\.self_attn' \(rules"),
         ("doge", "cp", "DogeAttention brings a mask of its own"),
         ("nemotron_h", "tp", "must divide layers, got a plan of NemotronHForCausalLM whose rules match its vocabulary"),
@@ -242,6 +245,100 @@ def test_families_that_passed_and_failed(kind: str, axis: str, refused: str | No
     else:
         with pytest.raises(DloError, match=refused):
             strategy.check_model(causal(kind), Windows())
+
+
+class Unused(Net):
+    """A layer that no loss depends on, in each block and in the head."""
+
+    def __init__(self, blocks: int) -> None:
+        super().__init__(blocks)
+        self.spare = nn.Linear(2, 2)
+        for block in self.blocks:
+            block.spare = nn.Linear(2, 2)
+
+
+class Spare(Words):
+    freezes = False
+
+    def configure_model(self) -> None:
+        if not self.has_model:
+            self.model = Unused(self.blocks)
+            for name, parameter in self.model.named_parameters():
+                parameter.requires_grad = not (self.freezes and "spare" in name)
+
+    def parallel_plan(self) -> ParallelPlan:
+        return replace(super().parallel_plan(), head=("head", "spare"))
+
+
+@pytest.mark.parametrize("axes", [{"pp": 2}, {"tp": 2}, {"pp": 2, "schedule": "ZBH1"}, {"pp": 2, "tp": 2}])
+def test_parameters_without_a_gradient_are_refused_before_a_process_starts(axes: dict[str, Any]) -> None:
+    def make_strategy(**more: Any) -> MeshStrategy:
+        return strategy_of(axes.get("pp", 1) * axes.get("tp", 1), **axes, **more)
+
+    with pytest.raises(DloError) as error:
+        make_strategy().check_model(Spare())
+    message = str(error.value)
+    assert "every trainable parameter must get a gradient from the loss" in message
+    assert "model.blocks.0.spare.weight" in message
+    assert "and 5 more" in message  # of two for each of four blocks and the head, five are named
+    assert "appliers: [{class_path: FullyShard, init_args: {find_unused: true}}]" in message
+    # What the message advises passes, and so does what needs no gradients.
+    make_strategy(appliers=[FullyShard(find_unused=True)]).check_model(Spare())
+    make_strategy().check_model(Spare(), trains=False)
+    frozen = Spare()
+    frozen.freezes = True
+    make_strategy().check_model(frozen)
+
+
+def test_a_task_whose_steps_are_its_own_is_not_refused_for_parameters_without_a_gradient() -> None:
+    class OwnStep(Spare):
+        def training_step(self, batch: Any, batch_idx: int) -> dict[str, Tensor]:
+            return super().training_step(batch, batch_idx)
+
+    class Freezes(Spare):
+        def on_fit_start(self) -> None:
+            self.model.spare.requires_grad_(False)
+
+    class ByHand(Spare):
+        def __init__(self) -> None:
+            super().__init__()
+            self.automatic_optimization = False
+
+    for kind in (OwnStep, Freezes, ByHand):
+        strategy_of(2, tp=2).check_model(kind())
+
+
+def test_weights_tied_across_stages_are_not_taken_for_unused() -> None:
+    strategy_of(2, pp=2).check_model(causal("gpt2", tie_word_embeddings=True), Windows())
+    strategy_of(2, pp=2).check_model(causal("gpt2", tie_word_embeddings=False), Windows())
+
+
+# --- image models that pp cannot cut -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "refused"),
+    [
+        ("vgg11", {}, None),
+        (
+            "twins_pcpvt_small",
+            {"depths": (2, 1, 1, 1)},
+            r"head must run after the last block, got a forward of Twins that calls 'pos_block\.0",
+        ),
+        ("cait_xxs24_224", {"depth": 2}, r"only the hidden state passes .* computed from 'cls_token'"),
+    ],
+)
+def test_image_models_that_failed_in_their_ranks_are_refused_by_layer(
+    name: str, settings: dict[str, Any], refused: str | None
+) -> None:
+    size = 32 if refused is None else 224
+    task = ImageClassifier(name, num_classes=3, image_size=size, model_args=settings)
+    strategy = strategy_of(2, pp=2)
+    if refused is None:
+        strategy.check_model(task)
+    else:
+        with pytest.raises(DloError, match=refused):
+            strategy.check_model(task)
 
 
 def test_what_tensor_parallelism_leaves_in_full_is_said_with_its_share() -> None:

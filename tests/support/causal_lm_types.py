@@ -54,6 +54,7 @@ _BY_VALUE: dict[Any, str] = {
 _TINY = {name: value for value, names in _BY_VALUE.items() for name in names.split()}
 #: Settings that a type checks against each other.
 _OWN: dict[str, dict[str, Any]] = {
+    "deepseek_v2": {"num_experts_per_tok": 2},
     "gpt_neo": {"attention_types": [[["global", "local"], 2]]},
     "mamba2": {"num_heads": 8, "head_dim": 8},
     "reformer": {"is_decoder": True},
@@ -89,4 +90,6 @@ def _shrunk(settings: dict[str, Any]) -> dict[str, Any]:
             found[name] = _TINY[name]
     if "qk_rope_head_dim" in settings:  # Its own dims make up a head's.
         found.pop("head_dim", None)
+    if "kv_lora_rank" in settings and "num_key_value_heads" in found:  # The latent makes a key for each query.
+        found["num_key_value_heads"] = found["num_attention_heads"]
     return found

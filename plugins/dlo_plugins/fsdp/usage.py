@@ -27,6 +27,7 @@ class Usage:
     """
 
     def __init__(self, sharding: Sharding) -> None:
+        self._sharding = sharding
         self.used: set[str] = set()
         self.gathered: dict[str, Tensor] = {}
         self.handles: list[Any] = []
@@ -44,6 +45,15 @@ class Usage:
             self.handles.append(part.register_forward_pre_hook(look))
             if not sharding.is_sharded:
                 look()
+
+    def note_accumulated(self) -> None:
+        """Notes which parameters have gradients: those that a zero-bubble schedule computes apart announce none."""
+        self.used |= {name for name, full in self.gathered.items() if full.grad is not None}
+
+    def absent(self) -> list[str]:
+        """Returns the names of the trainable parameters without a gradient."""
+        trained = (name for name, parameter in self._sharding.parameters.items() if parameter.requires_grad)
+        return [name for name in trained if name not in self.used]
 
     def remove(self) -> None:
         """Stops watching."""

@@ -32,6 +32,10 @@ class MeshSteps(ShardedState):
     """
 
     fully_shard: FullyShard
+    #: How a config of this strategy allows parameters without a gradient, for a message.
+    allow_unused = (
+        "set find_unused by the strategy's `appliers: [{class_path: FullyShard, init_args: {find_unused: true}}]`"
+    )
     #: Runs the steps where the model is cut into a pipeline's stages.
     pipelined: PipelinedTask | None = None
     #: Shares sequences among ranks.
@@ -63,7 +67,8 @@ class MeshSteps(ShardedState):
             self.sharding.sync(False)
             self.sharding.keep_gathered(True)
             found = self.sharding.call(self.pipelined.train, self._shared(batch), self._loss_scale())
-            self._note_used()
+            assert self._usage is not None
+            self._usage.note_accumulated()
             return found
 
     def validation_step(self, batch: Any, *args: Any) -> Any:
@@ -149,11 +154,6 @@ class MeshSteps(ShardedState):
         scaler = getattr(self.precision_plugin, "scaler", None)
         return scale if scaler is None else scaler.scale(scale)
 
-    def _note_used(self) -> None:
-        """Notes which parameters have gradients: those that a zero-bubble schedule computes apart announce none."""
-        assert self._usage is not None
-        self._usage.used |= {name for name, whole in self._usage.gathered.items() if whole.grad is not None}
-
     def post_backward(self, closure_loss: Tensor) -> None:
         """Hands the gradients that backward has left on the parameters to the optimizers."""
         assert self.sharding is not None
@@ -185,16 +185,16 @@ class MeshSteps(ShardedState):
         """
         assert self.sharding is not None
         assert self._usage is not None
-        trained = [name for name, parameter in self.sharding.parameters.items() if parameter.requires_grad]
         used = self._usage.used
         if self.fully_shard.find_unused:
+            trained = [name for name, parameter in self.sharding.parameters.items() if parameter.requires_grad]
             bits = torch.tensor([name in used for name in trained], dtype=torch.uint8, device=self.root_device)
             dist.all_reduce(bits, dist.ReduceOp.MAX, group=self.sharding.groups.data)
             used = {name for name, bit in zip(trained, bits.tolist(), strict=True) if bit}
             used |= self._tied_anywhere(used)
             self._usage.used |= used
-        elif automatic and self._last and (absent := [name for name in trained if name not in used]):
-            raise DloError(unused_message(absent))
+        elif automatic and self._last and (absent := self._usage.absent()):
+            raise DloError(unused_message(absent, self.allow_unused))
         return set(used)
 
     def _tied_anywhere(self, names: Iterable[str]) -> set[str]:

@@ -42,8 +42,8 @@ class Stages:
         units: list[str] = []
         for name, module in modules.items():
             inside = any(name.startswith(unit + ".") for unit in units)
-            if name and not inside and self._is_unit(plan, name, module):
-                units.append(name)
+            if name and not inside and _matches(plan.stem, name):
+                units += _called_modules(name, module)
         self.stem_units = tuple(units)
         self._stages: dict[str, tuple[int, ...]] = {}
         self._plan = plan
@@ -88,9 +88,6 @@ class Stages:
         if name in self._stages:
             return None
         return 0 if self._plan.owners(name)[:1] == ["stem"] else self.count - 1
-
-    def _is_unit(self, plan: ParallelPlan, name: str, module: nn.Module) -> bool:
-        return next(module.parameters(), None) is not None and _matches(plan.stem, name)
 
     def _unit_of(self, name: str) -> str | None:
         return next((unit for unit in self.stem_units if name.startswith(unit + ".")), None)
@@ -172,6 +169,17 @@ def check_counts(counts: Sequence[int], blocks: int) -> None:
             f"a split gives each stage at least one of the model's {blocks} blocks and all of them together, given"
             f" {list(counts)} ({sum(counts)} blocks); {even}, say"
         )
+
+
+def _called_modules(name: str, module: nn.Module) -> Iterator[str]:
+    """Yields a module with parameters; in place of a container, which no forward calls, the modules inside it."""
+    if next(module.parameters(), None) is None:
+        return
+    if type(module).forward is not nn.Module.forward:
+        yield name
+        return
+    for child, inner in module.named_children():
+        yield from _called_modules(f"{name}.{child}", inner)
 
 
 def _matches(patterns: Sequence[str], name: str) -> bool:

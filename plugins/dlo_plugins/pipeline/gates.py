@@ -34,7 +34,7 @@ class Shape:
     dtype: torch.dtype
 
     def zeros(self, device: torch.device, dense: bool) -> Tensor:
-        """Returns zeros; unless `dense`, all of them in one element's memory."""
+        """Returns zeros; unless `dense`, all of them in one element's memory, which nothing may write to."""
         if dense:
             return torch.zeros(self.size, dtype=self.dtype, device=device)
         return torch.zeros((), dtype=self.dtype, device=device).expand(self.size)
@@ -149,7 +149,7 @@ class Passage:
 
         def stand_in(*args: Any, **kwargs: Any) -> Any:
             try:
-                value = _mapped(next(calls), Shape, lambda shape: shape.zeros(self.device, dense=not is_block))
+                value = _mapped(next(calls), Shape, lambda shape: shape.zeros(self.device, dense=True))
             except StopIteration:
                 raise DloError(
                     f"a forward called '{name}' oftener than with other micro-batches of this shape"

@@ -56,6 +56,8 @@ class FSDPStrategy(MeshStrategy):
         DloError: if options contradict each other, or do not fit the ranks or the model.
     """
 
+    allow_unused = "set find_unused: true in the strategy"
+
     def __init__(
         self,
         replicate: int = 1,

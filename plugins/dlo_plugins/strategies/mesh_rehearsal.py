@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_map
 
+from dlo_framework.distributed.unused import unused_message
 from dlo_framework.errors import DloError
 from dlo_framework.mesh import Coordinates, MeshSpec
 from dlo_framework.plan import ParallelPlan, Rule
@@ -46,15 +47,17 @@ class Failure:
         rank: Number of the rank.
         where: Name of the innermost module of the model that was running; empty if none was.
         in_backward: Whether the backward raised it.
+        is_certain: Whether a run fails in the same way on any number of ranks.
     """
 
     error: Exception
     rank: int
     where: str
     in_backward: bool
+    is_certain: bool = False
 
 
-def rehearse_step(strategy: Any, task: Task, spec: MeshSpec, datamodule: Any = None) -> None:
+def rehearse_step(strategy: Any, task: Task, spec: MeshSpec, datamodule: Any = None, *, trains: bool = True) -> None:
     """Checks that each distinct rank of a mesh can run a training step.
 
     A task without an `example_batch` is cut on each of them, and no step is run. In a process that is a rank already
@@ -65,10 +68,11 @@ def rehearse_step(strategy: Any, task: Task, spec: MeshSpec, datamodule: Any = N
         task: Task with its model on the meta device; it is not changed.
         spec: Mesh, without -1.
         datamodule: Datamodule that may know the batch's shapes.
+        trains: Whether the run trains, so that each trainable parameter must get a gradient.
 
     Raises:
         DloError: if a rank's step fails that one process alone can run; with the layer, its rules, and a mesh that
-            works.
+            works. Or if a step leaves trainable parameters without a gradient, which the run refuses too.
     """
     if dist.is_initialized():
         return
@@ -82,13 +86,13 @@ def rehearse_step(strategy: Any, task: Task, spec: MeshSpec, datamodule: Any = N
         # The first that can tell decides: a loss that needs values or a trainer gives way to a stand-in.
         for own_loss in (True, False):
             rehearsal = _Rehearsal(strategy, tried, datamodule, example, own_loss)
-            failure = rehearsal.run(spec)
+            failure = rehearsal.run(spec, needs_gradients=trains and own_loss and _trains_by_loss(task, strategy))
             if failure is None:
                 return
             if _is_unsupported(failure):
                 if not own_loss:
                     return
-            elif rehearsal.run(MeshSpec(dp_shard=1)) is None:
+            elif failure.is_certain or rehearsal.run(MeshSpec(dp_shard=1)) is None:
                 if tried is task:
                     raise _refusal(failure, rehearsal, spec) from failure.error
                 break  # Perhaps blocks were left out that others count on.
@@ -109,9 +113,14 @@ class _Rehearsal:
             with simulated_rank(self.task, self.strategy, pipelining, spec, rank):
                 pass
 
-    def run(self, spec: MeshSpec) -> Failure | None:
-        """Returns the first failure of a step of a mesh's distinct ranks; None if all pass."""
-        rank, names = 0, {}
+    def run(self, spec: MeshSpec, needs_gradients: bool = False) -> Failure | None:
+        """Returns the first failure of a step of a mesh's distinct ranks; None if all pass.
+
+        Args:
+            spec: Mesh, without -1.
+            needs_gradients: Whether a trainable parameter without a gradient is a failure.
+        """
+        rank, names, absent = 0, {}, list[str]()
         log = logging.getLogger(FakeTensorMode.__module__)
         level = log.level
         log.setLevel(logging.CRITICAL)  # torch prints the traceback of each operator that fails.
@@ -126,11 +135,31 @@ class _Rehearsal:
                 ) as view:
                     names = {id(module): name for name, module in view.model.named_modules()}
                     view.step()
+                    if needs_gradients:
+                        absent += view.without_gradient
         except Exception as error:
             return Failure(error, rank, _innermost(error, self.task.model, names), _raised_by_backward(error))
         finally:
             log.setLevel(level)
+        if absent:
+            message = unused_message(absent, self.strategy.allow_unused)
+            return Failure(DloError(message), rank, "", in_backward=True, is_certain=True)
         return None
+
+
+#: Hooks before the first step, in which a task of a user's may freeze parameters.
+_EARLY_HOOKS = ("setup", "on_fit_start", "on_train_start", "on_train_epoch_start", "on_train_batch_start")
+
+
+def _trains_by_loss(task: Task, strategy: Any) -> bool:
+    """Whether a step of a run gives gradients to the parameters that the rehearsed one does, and misses none."""
+    if strategy.fully_shard.find_unused or not task.automatic_optimization:
+        return False
+    own = type(task)
+    if own.training_step is not Task.training_step:
+        return False
+    shipped = own.__module__.startswith(("dlo_tasks.", "dlo_framework."))
+    return shipped or all(getattr(own, hook) is getattr(Task, hook) for hook in _EARLY_HOOKS)
 
 
 def _is_unsupported(failure: Failure) -> bool:
@@ -248,10 +277,25 @@ def _refusal(failure: Failure, rehearsal: _Rehearsal, spec: MeshSpec) -> DloErro
     what = f"'{where}'{_rules(rehearsal, where)}" if where else "the model"
     phase = "backward" if failure.in_backward else "forward"
     first = (str(failure.error).strip().splitlines() or [""])[0]
+    if _is_of_a_later_stage(rehearsal, spec, failure):
+        return DloError(
+            f"a pipeline's head must run after the last block, got a forward of {model} that calls '{where}' on rank"
+            f" {failure.rank}, before it; name it among the plan's blocks or stem (Task.parallel_plan), or set pp to 1"
+        )
     return DloError(
         f"each rank of {_axes(spec)} must be able to train its part of {model}, got {type(failure.error).__name__} in"
         f" the {phase} of {what} on rank {failure.rank}: {first}; {_fix(rehearsal, spec)}"
     )
+
+
+def _is_of_a_later_stage(rehearsal: _Rehearsal, spec: MeshSpec, failure: Failure) -> bool:
+    """Whether a forward failed in a module of the head, which the failed rank does not hold."""
+    plan, model, where = rehearsal.plan, rehearsal.task.model, failure.where
+    if spec.pp == 1 or spec.coordinates(failure.rank).pp == spec.pp - 1 or failure.in_backward or not where:
+        return False
+    in_block = any(f"{where}.".startswith(f"{block}.") for block in plan.block_names(model))
+    has_parameters = next(model.get_submodule(where).parameters(), None) is not None
+    return has_parameters and not in_block and plan.owners(where)[:1] != ["stem"]
 
 
 def _rules(rehearsal: _Rehearsal, where: str) -> str:

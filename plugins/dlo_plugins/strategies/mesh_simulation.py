@@ -34,6 +34,7 @@ from dlo_framework.mesh import Coordinates, MeshSpec
 from dlo_framework.task import Task, batch_length
 from dlo_plugins.fake_kernels import FakeKernels
 from dlo_plugins.fsdp.sharding import Sharding
+from dlo_plugins.fsdp.usage import Usage
 from dlo_plugins.mesh.holdings import Held
 from dlo_plugins.mesh.parts import rows_of
 from dlo_plugins.mesh.pipelined import PipelinedTask
@@ -42,6 +43,7 @@ from dlo_plugins.mesh.traffic import Traffic, TrafficCount, grown
 from dlo_plugins.pipeline.engine import Pipeline
 from dlo_plugins.pipeline.gates import Passage, Shapes
 from dlo_plugins.pipeline.layout import signatures
+from dlo_plugins.pipeline.leaks import LeakCheck
 from dlo_plugins.pipeline.schedules import make_schedule
 
 #: Fake tensors say that they lie here.
@@ -207,6 +209,7 @@ class RankView:
     Attributes:
         sharding: Of the module, once it has been cut.
         pipelined: The task as the pipeline's stages have it; None without a pipeline.
+        without_gradient: Names of the trainable parameters that the last step gave no gradient.
     """
 
     sharding: Sharding
@@ -214,6 +217,7 @@ class RankView:
     def __init__(self, strategy: Any, pipelining: Pipelining, spec: MeshSpec, batch: Any) -> None:
         self.spec, self.pipelining, self._batch = spec, pipelining, batch
         self.pipelined: PipelinedTask | None = None
+        self.without_gradient: list[str] = []
         self._groups = _FakeGroups(spec, _DEVICE.type)
         self._strategy = copy.copy(strategy)
         self._strategy.set_appliers(copy.deepcopy(strategy.appliers))
@@ -237,6 +241,7 @@ class RankView:
             task.__dict__["loss"] = partial(stand_in_loss, task.model)
         task.__dict__["micro_batch_weights"] = lambda parts: [1 / len(parts)] * len(parts)
         self.sharding = self._strategy.parallelize(_Fresh(), self._when_cut)
+        self._usage = Usage(self.sharding)
 
     def _when_cut(self, pipelined: PipelinedTask) -> None:
         self.pipelined = pipelined
@@ -279,6 +284,7 @@ class RankView:
         task, sharding = self._task, self.sharding
         for parameter in sharding.parameters.values():
             parameter.grad = None
+        self._usage.used.clear()
         batch = self._shared(batch)
         with TrafficCount(self._axis_of) as count:
             if self.pipelined is None:
@@ -287,9 +293,11 @@ class RankView:
                 sharding.sync(False)
                 sharding.keep_gathered(True)
                 loss = sharding.call(self.pipelined.train, batch, torch.ones(()))["loss"]
+                self._usage.note_accumulated()
             sharding.keep_gathered(False)
             sharding.sync(True)
             loss.backward()
+            self.without_gradient = self._usage.absent()
             sharding.average_scalars()
             sharding.complete_gradients()
             if self.pipelined is not None:
@@ -342,7 +350,8 @@ def _learn_shapes(pipeline: Pipeline, parts: Sequence[Any], forward: Any) -> Non
     for key, part in dict(zip(known, parts, strict=True)).items():
         hidden, shapes = None, Shapes()
         for stage in range(needed):
-            passage = Passage(pipeline.model, pipeline.stages, stage, pipeline.device, hidden, shapes, True, None)
+            check = LeakCheck() if stage else None
+            passage = Passage(pipeline.model, pipeline.stages, stage, pipeline.device, hidden, shapes, True, check)
             result = passage.run(partial(forward, part))
             pipeline._shapes[stage + 1, key] = shapes = passage.known
             pipeline._exchange.learn(stage + 1, key, result, shapes)

@@ -103,6 +103,33 @@ def test_a_model_without_memory_is_cut_as_well() -> None:
     assert stages.first == [0, 2, 4, 6]
 
 
+class InPlace(nn.Module):
+    """Embeddings in a list, and in-place operations between the blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embeddings = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+        self.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(4))
+        self.head = nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for embedding in self.embeddings:
+            x = embedding(x)
+        for block in self.blocks:
+            x = block(x).relu_()
+        return self.head(x)
+
+
+def test_a_stem_in_a_list_and_operations_in_place_are_cut() -> None:
+    torch.manual_seed(1)
+    model, batch = InPlace(), torch.randn(3, 4)
+    plan = ParallelPlan(blocks=("blocks.*",), stem=("embeddings",), head=("head",))
+    expected = model(batch)
+    for counts in ([2, 2], [1, 1, 1, 1]):
+        assert Stages(model, plan, counts).stem_units == ("embeddings.0", "embeddings.1")
+        assert torch.equal(run_stages(model, plan, counts, lambda own: own(batch)), expected)
+
+
 class Chain(nn.Module):
     """Blocks with something beside the hidden state, by kind."""
 
