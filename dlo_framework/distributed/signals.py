@@ -82,10 +82,11 @@ class SignalListener:
                 return
             if not received:
                 return
+            # Asked for at once: whoever is told next may install another handler.
+            stops = [signum for signum in received if signum in STOP_SIGNALS and means_stop(signal.getsignal(signum))]
             self._pass_on(received)
-            for signum in received:
-                if signum in STOP_SIGNALS and means_stop(signal.getsignal(signum)):
-                    self._hear(signum)
+            for signum in stops:
+                self._hear(signum)
 
     def _pass_on(self, received: bytes) -> None:
         """Tells whoever listened before; it is a socket for some, a pipe for others."""
