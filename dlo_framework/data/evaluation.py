@@ -40,7 +40,7 @@ def count_samples(trainer: Trainer, samples: int) -> bool:
     for one call.
 
     Args:
-        trainer: which evaluates.
+        trainer: Trainer that evaluates.
         samples: this rank's, in the batch.
 
     Returns:
@@ -111,7 +111,7 @@ def undone(module: LightningModule, results: Any) -> Iterator[None]:
     without rows: ranks then sum up the same things.
 
     Args:
-        module: whose step runs in the block.
+        module: Module whose step runs in the block.
         results: Lightning's collection of logged values (2.6); None in prediction.
     """
     restore = [_kept_attributes(module)]

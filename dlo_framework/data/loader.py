@@ -33,7 +33,7 @@ class CountedBatch(NamedTuple):
 
     Attributes:
         batch: what the trainer is given.
-        samples: how many samples are in it. 0 where all were left out; the batch then holds a placeholder of one
+        samples: Number of samples in it. 0 where all were left out; the batch then holds a placeholder of one
             sample, whose step is undone.
     """
 
