@@ -1,4 +1,4 @@
-"""What parity verdicts are tried on: small models, strategies on two ranks, and faults planted on the ranks.
+"""What parity verdicts are tried on: small models, strategies on two and four ranks, faults planted on the ranks.
 
 Ranks and the one process are forked once and train case after case, so that a training costs what its steps do.
 """
@@ -32,7 +32,7 @@ from dlo_tasks.imagenet.classifier import ImageClassifier
 from dlo_tasks.imagenet.digits import DigitsData
 from dlo_tasks.llm.causal_lm import CausalLM
 
-RANKS, STEPS, ROWS, LENGTH, VOCABULARY = 2, 6, 8, 24, 96
+STEPS, ROWS, LENGTH, VOCABULARY = 6, 8, 24, 96
 #: Trainings after which ranks are forked anew: each leaves groups and their threads behind.
 RENEW = 60
 
@@ -61,12 +61,14 @@ MODELS: dict[str, dict[str, Any] | None] = {
     "starcoder2": _SIZES,
     "vit": None,
 }
-STRATEGIES: dict[str, Callable[[], Any]] = {
-    "ddp": lambda: "ddp",
-    "zero3": partial(ZeroStrategy, stage=3),
-    "tp": partial(MeshStrategy, dp_shard=1, tp=2),
-    "pp": partial(MeshStrategy, dp_shard=1, pp=2, micro_batches=4),
-    "cp": partial(MeshStrategy, dp_shard=1, cp=2),
+#: Number of ranks, and the strategy.
+STRATEGIES: dict[str, tuple[int, Callable[[], Any]]] = {
+    "ddp": (2, lambda: "ddp"),
+    "zero3": (2, partial(ZeroStrategy, stage=3)),
+    "tp": (2, partial(MeshStrategy, dp_shard=1, tp=2)),
+    "pp": (2, partial(MeshStrategy, dp_shard=1, pp=2, micro_batches=4)),
+    "cp": (2, partial(MeshStrategy, dp_shard=1, cp=2)),
+    "pp x tp": (4, partial(MeshStrategy, dp_shard=1, pp=2, tp=2, micro_batches=4)),
 }
 
 
@@ -197,7 +199,7 @@ def _without_gradient(outputs: Any) -> Any:
 
 
 #: What cannot be: images have no sequence to share, and lfm2's convolutions are not cut.
-UNSERVED = {("vit", "cp"), ("lfm2", "tp"), ("lfm2", "cp")}
+UNSERVED = {("vit", "cp"), ("lfm2", "tp"), ("lfm2", "cp"), ("lfm2", "pp x tp")}
 #: Kinds of faults: on which strategies each is planted, and how many of 60.
 FAULTS: dict[str, tuple[tuple[str, ...], int]] = {
     "scale": (tuple(STRATEGIES), 20),
@@ -229,9 +231,9 @@ class Trial(NamedTuple):
     fault: tuple[str, int] | None = None
 
 
-def clean_trials(seeds: int) -> Iterator[Trial]:
+def clean_trials(seeds: range) -> Iterator[Trial]:
     """Yields trials without a fault, seed by seed."""
-    for seed, model, strategy in itertools.product(range(seeds), MODELS, STRATEGIES):
+    for seed, model, strategy in itertools.product(seeds, MODELS, STRATEGIES):
         if (model, strategy) not in UNSERVED:
             yield Trial(model, strategy, seed)
 
@@ -243,7 +245,7 @@ def faulty_trials(part: float = 1.0) -> Iterator[Trial]:
         for number in range(max(1, round(count * part))):
             model = models[(number + place) % (len(models) - (kind == "sample"))]
             strategy = strategies[number % len(strategies)]
-            if (model, strategy) in {*UNSERVED, ("qwen2_moe", "pp")}:
+            if (model, strategy) in UNSERVED or (model == "qwen2_moe" and "pp" in strategy):
                 model = "gpt2"
             yield Trial(model, strategy, 1000 + number, (kind, number))
 
@@ -256,7 +258,7 @@ def _train(rank: int, trial: Trial, setting: Setting) -> Record:
         names = sorted(name for name, parameter in model.on_meta().named_parameters() if parameter.requires_grad)
         callbacks.append(Fault(*trial.fault, names))
     options = {"accelerator": "cpu", "gradient_clip_val": 0.5, "callbacks": callbacks}
-    strategy = STRATEGIES[trial.strategy]() if setting.ranks is not None else "auto"
+    strategy = STRATEGIES[trial.strategy][1]() if setting.ranks is not None else "auto"
     record = record_training(model, data, options, setting, strategy)
     if rank:
         record.weights, record.optimizer = {}, {}
@@ -343,15 +345,15 @@ class Judge:
     """Asks for verdicts; runs of one process are shared by the strategies that are compared with them."""
 
     def __init__(self) -> None:
-        self.ranks, self.alone = Workers(RANKS), Workers(1)
+        self.alone = Workers(1)
+        self.ranks = {count: Workers(count) for count in {count for count, _ in STRATEGIES.values()}}
         self._kept: dict[Any, Any] = {}
         self.trainings = 0
 
     def judge(self, trial: Trial) -> Comparison | str:
         """Returns the comparison; a string where the strategy refuses the model."""
-        runs = verdict(
-            f"{trial.model} {trial.strategy}", Setting(STEPS, trial.seed, ranks=RANKS), precision=None, rtol=RTOL
-        )
+        setting = Setting(STEPS, trial.seed, ranks=STRATEGIES[trial.strategy][0])
+        runs = verdict(f"{trial.model} {trial.strategy}", setting, precision=None, rtol=RTOL)
         wanted, shares = next(runs), 1
         while True:
             records = []
@@ -371,7 +373,7 @@ class Judge:
     def _train(self, trial: Trial, setting: Setting, shares: int) -> Any:
         if setting.ranks is not None:
             self.trainings += 1
-            return self.ranks.train(trial, setting)
+            return self.ranks[setting.ranks].train(trial, setting)
         # The datamodules' batches are the global ones, whatever their shares; a fault is the ranks'.
         key = (trial.model, setting)
         if key not in self._kept:
@@ -383,5 +385,5 @@ class Judge:
 
     def close(self) -> None:
         """Ends all processes."""
-        self.ranks.close()
-        self.alone.close()
+        for workers in (*self.ranks.values(), self.alone):
+            workers.close()

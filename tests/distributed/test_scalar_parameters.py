@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from dlo_framework.distributed.strategy import DataParallelStrategy
+from dlo_framework.errors import DloError
 from dlo_framework.testing import run_distributed
 from dlo_framework.testing.state import whole_weights
 from dlo_plugins.strategies.fsdp import FSDPStrategy
@@ -45,6 +46,50 @@ class Tempered(Module):
         return nn.functional.cross_entropy(self.net(batch[0]) * self.net.temperature, batch[1])
 
 
+class Summed(Tempered):
+    """Steps with an optimizer whose constructor makes state, where torch's Adagrad needs it in its step (2.11)."""
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.Adagrad(self.parameters(), lr=0.02, initial_accumulator_value=0.1)
+
+
+class Copying(torch.optim.SGD):
+    """Makes state in its constructor that differs among a tensor's elements."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, lr=0.1)
+        for parameter in self.param_groups[0]["params"]:
+            self.state[parameter]["first"] = parameter.detach().clone()
+
+
+class Copied(Module):
+    def configure_optimizers(self) -> Any:
+        return Copying(self.parameters())
+
+
+def _copied(rank: int, world: int, folder: Path) -> list[str]:
+    told = []
+    for name in ("zero1", "fsdp"):
+        with pytest.raises(DloError) as error:
+            trainer(world, STRATEGIES[name]()).fit(Copied(), mine(rank, world))
+        told.append(str(error.value))
+    return told
+
+
+def _summed(rank: int, world: int, folder: Path) -> dict[str, float]:
+    expected, found = alone(Summed(), epochs=2), {}
+    for first, then in zip(STRATEGIES, [*list(STRATEGIES)[1:], "ddp"], strict=True):
+        for name, epochs, path in ((first, 1, None), (then, 2, folder / f"{first}.ckpt")):
+            run = trainer(world, STRATEGIES[name](), max_epochs=epochs)
+            run.fit(Summed(), mine(rank, world), ckpt_path=path)
+            run.save_checkpoint(folder / f"{name}.ckpt")
+        weights = whole_weights(run)
+        found[f"{first}, then {then}"] = differ(weights, expected) if rank == 0 else 0.0
+        held = sum(value.numel() for o in run.optimizers for state in o.state.values() for value in state.values())
+        found[f"{then}, elements of state"] = held
+    return found
+
+
 def _each(rank: int, world: int, folder: Path) -> dict[str, float]:
     expected, found = alone(Tempered(), epochs=2), {}
     for first in STRATEGIES:
@@ -60,10 +105,31 @@ def _each(rank: int, world: int, folder: Path) -> dict[str, float]:
 
 
 def _ranks(rank: int, world: int, folder: Path) -> dict[str, Any]:
-    return found_by((_each,), rank, world, folder)
+    return found_by((_each, _summed, _copied), rank, world, folder / "each")
 
 
-def test_any_strategy_goes_on_from_any_other(tmp_path: Path) -> None:
-    differences = of(run_distributed(_ranks, 2, tmp_path, timeout=280), "_each")[0]
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    return run_distributed(_ranks, 2, tmp_path_factory.mktemp("ranks"), timeout=280)
+
+
+def test_any_strategy_goes_on_from_any_other(ranks: list[dict[str, Any]]) -> None:
+    differences = of(ranks, "_each")[0]
     assert len(differences) == len(STRATEGIES) ** 2
     assert differences == pytest.approx(dict.fromkeys(differences, 0.0), abs=1e-6)
+
+
+def test_state_that_an_optimizers_constructor_makes_is_divided_with_the_parameters(ranks: list[dict[str, Any]]) -> None:
+    one, other = of(ranks, "_summed")
+    names = [name for name in one if ", then" in name]
+    assert len(names) == len(STRATEGIES)
+    assert {name: one[name] for name in names} == pytest.approx(dict.fromkeys(names, 0.0), abs=1e-6)
+    for held in (one, other):
+        for name in ("zero1", "zero3", "fsdp"):
+            assert held[f"{name}, elements of state"] <= 0.6 * held["ddp, elements of state"]
+
+
+def test_state_of_a_constructor_that_cannot_be_divided_is_refused(ranks: list[dict[str, Any]]) -> None:
+    for told in of(ranks, "_copied")[0]:
+        assert "must be made in its first step, or be one value a tensor, got 'first' of '" in told
+        assert told.endswith("from Copying's constructor; make it in step()")

@@ -7,12 +7,15 @@ nature (timm's ``caution`` takes a mean over the tensor), is judged by what it d
 from __future__ import annotations
 
 import copy
+import operator
 from collections import defaultdict
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
+
+from dlo_framework.distributed.held import local
 
 Kind = Literal["elementwise", "tensor", "all"]
 
@@ -79,7 +82,7 @@ def _stepped(
 
 
 def _trial(optimizer: Optimizer, groups: list[dict[str, Any]]) -> Optimizer:
-    """Returns a copy of an optimizer, and of those that it wraps, that steps other groups and has no state yet.
+    """Returns a copy of an optimizer, and of those that it wraps, that steps other groups and has taken no step.
 
     Not by ``copy.copy``: what torch's optimizers give it to copy leaves a subclass's own attributes out.
     """
@@ -96,7 +99,22 @@ def _trial(optimizer: Optimizer, groups: list[dict[str, Any]]) -> Optimizer:
         setattr(trial, name, value)
     trial.param_groups = groups
     trial.state = defaultdict(dict)
+    for parameter in (parameter for group in groups for parameter in group["params"]) if optimizer.state else ():
+        trial.state[parameter] = _first_state(optimizer, parameter)
     return trial
+
+
+def _first_state(optimizer: Optimizer, parameter: Tensor) -> dict[str, Any]:
+    """Returns a parameter's state as an optimizer's constructor makes it: torch's Adagrad does, one value a tensor."""
+    made = max(((len(p.shape), state) for p, state in optimizer.state.items()), key=operator.itemgetter(0))[1]
+    return {
+        name: torch.full_like(
+            parameter, local(value).flatten()[:1].sum().item(), dtype=value.dtype, requires_grad=False
+        )
+        if isinstance(value, Tensor) and value.ndim
+        else copy.deepcopy(value)
+        for name, value in made.items()
+    }
 
 
 def _same(one: Tensor, other: Tensor) -> bool:

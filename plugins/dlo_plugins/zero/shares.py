@@ -11,6 +11,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,6 +19,8 @@ from torch.optim import Optimizer
 
 from dlo_framework.checkpoint import FlatShard
 from dlo_framework.distributed.collectives import Communicator
+from dlo_framework.distributed.held import local
+from dlo_framework.errors import DloError
 from dlo_plugins.zero.group import FlatGroup
 from dlo_plugins.zero.partition import balance
 
@@ -56,14 +59,37 @@ class Share(ABC):
         Args:
             optimizer: as ``configure_optimizers`` made it; it has taken no step.
             names: parameters' names by id.
+
+        Raises:
+            DloError: Its constructor has made state that is not one value a tensor.
         """
         self.group_names = [[names[id(p)] for p in group["params"]] for group in optimizer.param_groups]
+        given = [p for group in optimizer.param_groups for p in group["params"]]
+        made = {names[id(p)]: optimizer.state.pop(p) for p in given if p in optimizer.state}
         for group, members in zip(optimizer.param_groups, self.group_names, strict=True):
             group["params"] = [self.stand_ins[name] for name in members if name in self.stand_ins]
+        for name, state in made.items():
+            if name in self.stand_ins:
+                optimizer.state[self.stand_ins[name]] = {
+                    key: self._own_part(optimizer, name, key, value) for key, value in state.items()
+                }
         if not any(group["params"] for group in optimizer.param_groups):
             home = self.groups[0].home if self.groups else None
             self.witness = torch.empty(0, device=home, requires_grad=True)
             optimizer.param_groups[0]["params"].append(self.witness)
+
+    def _own_part(self, optimizer: Optimizer, name: str, key: str, value: Any) -> Any:
+        """Returns the part for a stand-in of state that a constructor has made, as torch's Adagrad does."""
+        if not isinstance(value, Tensor) or value.ndim == 0:
+            return value
+        room = self.room(name, self.shapes[name], value.dtype)
+        part, made = room.data if isinstance(room, FlatShard) else room, local(value).flatten()
+        if part.numel() and not (made.numel() and bool((made == made[0]).all())):
+            raise DloError(
+                f"an optimizer's state must be made in its first step, or be one value a tensor, got {key!r} of"
+                f" {name!r} from {type(optimizer).__name__}'s constructor; make it in step()"
+            )
+        return part.copy_(made[0]) if part.numel() else part
 
     def bring(self) -> None:
         """Gives the stand-ins the shards' values, where they are of a copy of them."""
