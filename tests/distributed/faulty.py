@@ -3,6 +3,8 @@
 import atexit
 import os
 import signal
+import subprocess
+import sys
 import time
 
 import torch
@@ -14,12 +16,18 @@ from dlo_framework.data import ResumableDataModule
 
 
 def own_rank() -> int:
-    return int(os.environ.get("RANK", os.environ.get("LOCAL_RANK", "0")))
+    return next((int(os.environ[name]) for name in ("RANK", "LOCAL_RANK", "SLURM_PROCID") if name in os.environ), 0)
 
 
 def say(what: str) -> None:
     # In one write: the ranks share a pipe.
     os.write(1, f"{what} {os.getpid()} {time.time()}\n".encode())
+
+
+def endless_backend(graph, inputs):
+    """Compiles for ten minutes, in another process, as Inductor waits for its C++ compiler."""
+    subprocess.run([sys.executable, "-c", "import os, time\nwhile os.getppid() != 1: time.sleep(0.2)"], timeout=600)
+    return graph
 
 
 class Layer(nn.Module):
@@ -88,7 +96,7 @@ class Items(torch.utils.data.Dataset):
 
 
 class Fault(Callback):
-    """At one place and step, on one rank: raises, hangs, leaves, calls the model alone, or gets a signal."""
+    """At one place and step, on one rank: raises, hangs, leaves, calls the model alone, compiles, or gets a signal."""
 
     def __init__(self, at: str = "step", rank: int = 1, what: str = "raise", after: int = 3, once: str = "") -> None:
         self.at, self.rank, self.what, self.after, self.once = at, rank, what, after, once
@@ -108,6 +116,8 @@ class Fault(Callback):
             raise ValueError("boom")
         if self.what == "hang":
             time.sleep(600)
+        if self.what == "compile":
+            torch.compile(torch.sin, backend=endless_backend)(torch.zeros(2))
         if self.what == "exit":
             os._exit(7)
         if self.what == "call":

@@ -3,6 +3,7 @@
 Under load a rank takes half a minute to start, so times are counted from the fault, which says when it happens.
 """
 
+import os
 import re
 import signal
 import subprocess
@@ -15,6 +16,7 @@ import pytest
 import torch
 
 from dlo_framework.checkpoint import load
+from support.launchers import free_port, slurm_task
 
 FAULTY = Path(__file__).with_name("faulty.py")
 CONFIG = f"""
@@ -340,10 +342,15 @@ def test_a_second_interrupt_ends_a_single_process_whose_exit_takes_long(dlo):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["ddp", "zero3", "fsdp", "tp", "pp", "deepspeed3"])
-@pytest.mark.parametrize("at", ["step", "validation", "save", "item"])
+@pytest.mark.parametrize("at", ["step", "validation", "save", "item", "compile"])
 def test_signals_end_a_run_that_hangs_anywhere(dlo, strategy, at):
     data = "{hang_on: 1}" if at == "item" else "{}"
-    fault = "{after: 1000}" if at == "item" else f"{{what: hang, at: {at}, after: {8 if at == 'validation' else 4}}}"
+    hang = "{what: compile, after: 4}" if at == "compile" else ""
+    fault = (
+        "{after: 1000}"
+        if at == "item"
+        else hang or f"{{what: hang, at: {at}, after: {8 if at == 'validation' else 4}}}"
+    )
     save = f"{{class_path: ModelCheckpoint, init_args: {{every_n_train_steps: 4, dirpath: {dlo.folder}/kept}}}}"
     path = config(dlo.folder, strategy, fault=fault, data=data, callbacks=save)
     seconds, process, err = interrupted(dlo, path, [signal.SIGINT, signal.SIGINT], 30)
@@ -354,6 +361,56 @@ def test_signals_end_a_run_that_hangs_anywhere(dlo, strategy, at):
     assert process.returncode == 143, err
     assert "SIGTERM asked the run to stop" in err.splitlines()[-1]
     assert len(re.findall(r"rank \d of 2 \(pid", err)) == 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("launcher", ["torchrun", "slurm"])
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+def test_signals_end_a_run_that_hangs_under_other_launchers(dlo, launcher, signum):
+    """A terminal sends Ctrl-C to all processes; torchrun and srun pass SIGTERM on to the ranks."""
+    path = config(dlo.folder, "zero3", fault="{what: hang}")
+    words = ["-m", "dlo_framework", "fit", "--config", path, "--run.stop_grace", "3"]
+    port = free_port()
+    commands = [([sys.executable, *words], slurm_task(rank, 2, port)) for rank in range(2)]
+    if launcher == "torchrun":
+        agent = [
+            "-m",
+            "torch.distributed.run",
+            "--nproc-per-node=2",
+            "--rdzv-backend=c10d",
+            "--rdzv-endpoint=localhost:0",
+        ]
+        commands = [([sys.executable, *agent, *words], {})]
+    logs = [(dlo.folder / f"{number}.log").open("w+") for number in range(len(commands))]
+    started = [
+        subprocess.Popen(c, cwd=dlo.folder, env=dlo.environment() | e, stdout=log, stderr=log, start_new_session=True)
+        for (c, e), log in zip(commands, logs, strict=True)
+    ]
+
+    def said() -> str:
+        return "".join(Path(log.name).read_text() for log in logs)
+
+    until = time.monotonic() + 120
+    while not re.search(r"^FAULT", said(), flags=re.MULTILINE):
+        assert time.monotonic() < until, said()
+        time.sleep(0.1)
+    for _ in range(2 if signum == signal.SIGINT else 1):
+        time.sleep(1.0)
+        for process in started:
+            if signum == signal.SIGINT:
+                os.killpg(process.pid, signum)
+            else:
+                process.send_signal(signum)
+    before = time.monotonic()
+    codes = [process.wait(timeout=60) for process in started]
+    print(f"{launcher}, {signum.name}: ended {time.monotonic() - before:.1f} s after the signal with {codes}")
+    pids = [int(pid) for pid in re.findall(r"^PID (\d+)", said(), flags=re.MULTILINE)]
+    assert len(pids) >= 2
+    assert not [pid for pid in pids if alive(pid)]
+    assert all(codes), said()
+    assert launcher == "torchrun" or codes == [128 + signum] * 2, said()
+    # At Ctrl-C a rank whose main thread hears it shows a traceback, and another may end because of it.
+    assert signum == signal.SIGINT or len(set(re.findall(r"rank (\d) of 2 \(pid", said()))) == 2, said()
 
 
 # --- a model called on one rank --------------------------------------------------------------------------------

@@ -3,12 +3,13 @@
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from support.launchers import free_port
 
 pytest.importorskip("deepspeed")
 
@@ -18,12 +19,6 @@ RUN = (
     *("--trainer.accelerator", "cpu", "--trainer.devices", "2", "--trainer.max_epochs", "1"),
     *("--trainer.limit_train_batches", "4", "--trainer.limit_val_batches", "1", "--data.init_args.batch_size", "32"),
 )
-
-
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return listener.getsockname()[1]
 
 
 def write_json(folder: Path) -> None:

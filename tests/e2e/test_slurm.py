@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -12,38 +11,22 @@ from pathlib import Path
 
 import pytest
 
+from support.launchers import free_port, slurm_task
+
 SCRIPTS = sorted((Path(__file__).parents[2] / "configs" / "slurm").glob("*.sbatch"))
 FAST = ["--trainer.limit_train_batches", "6", "--trainer.limit_val_batches", "1", "--data.init_args.image_size", "16"]
 WORDS = [*FAST, "--trainer.max_epochs", "2", "--trainer.accelerator", "cpu", "--trainer.devices", "2"]
 
 
 def start(dlo, rank: int, ranks: int, port: int, *words: str) -> subprocess.Popen:
-    slurm = {
-        "SLURM_JOB_ID": "4711",
-        "SLURM_JOB_NAME": "train",
-        "SLURM_NTASKS": str(ranks),
-        "SLURM_NTASKS_PER_NODE": str(ranks),
-        "SLURM_NNODES": "1",
-        "SLURM_NODELIST": "127.0.0.1",
-        "SLURM_NODEID": "0",
-        "SLURM_PROCID": str(rank),
-        "SLURM_LOCALID": str(rank),
-        "MASTER_PORT": str(port),
-    }
     return subprocess.Popen(
         [sys.executable, "-m", "dlo_framework", "fit", *words],
         cwd=dlo.folder,
-        env=dlo.environment() | slurm,
+        env=dlo.environment() | slurm_task(rank, ranks, port),
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
     )
-
-
-def free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return free.getsockname()[1]
 
 
 @pytest.mark.slow

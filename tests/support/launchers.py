@@ -1,0 +1,28 @@
+"""What other launchers than dlo's own tell a rank: a free port, and SLURM's variables."""
+
+from __future__ import annotations
+
+import socket
+
+
+def free_port() -> int:
+    """Returns a port that no process listens on."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return free.getsockname()[1]
+
+
+def slurm_task(rank: int, ranks: int, port: int) -> dict[str, str]:
+    """Returns the environment of one task of a SLURM job on this host."""
+    return {
+        "SLURM_JOB_ID": "4711",
+        "SLURM_JOB_NAME": "train",
+        "SLURM_NTASKS": str(ranks),
+        "SLURM_NTASKS_PER_NODE": str(ranks),
+        "SLURM_NNODES": "1",
+        "SLURM_NODELIST": "127.0.0.1",
+        "SLURM_NODEID": "0",
+        "SLURM_PROCID": str(rank),
+        "SLURM_LOCALID": str(rank),
+        "MASTER_PORT": str(port),
+    }
