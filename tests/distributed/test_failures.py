@@ -325,7 +325,8 @@ def test_a_second_interrupt_ends_ranks_that_hang_and_each_says_where_it_was(dlo)
     path = config(dlo.folder, "zero3", fault="{what: hang}")
     _, process, err = interrupted(dlo, path, [signal.SIGINT, signal.SIGINT], 20)
     assert process.returncode == 130
-    assert err.splitlines()[-1] == "dlo 0.1.0: rank 0 of 2: ended by a second Ctrl-C"
+    # Its last line, but where the main thread comes to its handler of the first Ctrl-C as late.
+    assert "dlo 0.1.0: rank 0 of 2: ended by a second Ctrl-C" in err.splitlines()
     assert re.search(r"rank 0 of 2 \(pid .*\) was in training_step of ZeroStrategy, waiting in wait at", err)
     assert re.search(r"rank 1 of 2 \(pid .*\) was in on_train_batch_start of Fault:", err)
     assert "in _fault\n    time.sleep(600)" in err
