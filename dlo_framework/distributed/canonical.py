@@ -7,15 +7,16 @@ that it means the same whatever a strategy's optimizer holds in place of the par
 from __future__ import annotations
 
 import functools
+import weakref
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import MethodType
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from lightning.pytorch import Trainer
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.plugins.io import TorchCheckpointIO
 from lightning.pytorch.strategies import Strategy
@@ -34,8 +35,31 @@ from dlo_framework.errors import DloError
 
 #: What checkpoints may be written as.
 FORMATS = ("canonical", "lightning")
+#: Attribute of a module under which its owner is noted.
+OWNER = "_dlo_owner"
 #: How torch ends the names under which modules save what is no tensor.
 EXTRA_STATE = "_extra_state"
+
+
+class ShardOwner:
+    """What a strategy has made of a module's parameters, noted on the module; copies of the module are without it.
+
+    Args:
+        strategy: Strategy that has sharded the module.
+        world_size: Ranks that the parameters are divided among; 1 where each has all of them.
+        undo: Function that makes the parameters full tensors again, called on all ranks; None if nothing does.
+    """
+
+    def __init__(self, strategy: Strategy, world_size: int, undo: Callable[[], None] | None) -> None:
+        self.strategy, self.name = weakref.ref(strategy), type(strategy).__name__
+        self.world_size, self.undo = world_size, undo
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> None:
+        """Leaves a copy of the module without an owner."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Leaves a pickled module without an owner."""
+        return (type(None), ())
 
 
 class CanonicalStrategy(Strategy):
@@ -55,6 +79,43 @@ class CanonicalStrategy(Strategy):
     holds_full_state = False
     _planning_group: dist.ProcessGroup | None = None
     _saver: AsyncSaver | None = None
+
+    def connect(self, model: LightningModule) -> None:
+        """Takes a module; one that another strategy's run has sharded gets its full parameters back first.
+
+        Raises:
+            DloError: if they cannot be had.
+        """
+        owner: ShardOwner | None = model.__dict__.get(OWNER)
+        if owner is not None and owner.strategy() is not self:
+            self.take_over(owner, model)
+            del model.__dict__[OWNER]
+        super().connect(model)
+
+    def take_over(self, owner: ShardOwner, model: LightningModule) -> None:
+        """Undoes what another strategy has made of a module.
+
+        Args:
+            owner: Note of what that is.
+            model: Module.
+
+        Raises:
+            DloError: if that cannot be undone, or takes other ranks than this strategy has.
+        """
+        ranks = getattr(self, "world_size", 1)
+        if owner.undo is None or owner.world_size not in (1, ranks):
+            raise DloError(
+                f"{type(model).__name__} must be built anew for {type(self).__name__} on {ranks} ranks, got a module"
+                f" whose parameters {owner.name} has divided among {owner.world_size}; load it from a checkpoint of"
+                " that run (dlo_framework.load_from_checkpoint)"
+            )
+        owner.undo()
+        earlier = owner.strategy()
+        if isinstance(earlier, CanonicalStrategy):
+            earlier.forget_module()
+
+    def forget_module(self) -> None:
+        """Called when another strategy has taken the module over: what was kept of its parameters is of no use."""
 
     # --- what a strategy says of its tensors ---------------------------------------------------------------
 

@@ -280,8 +280,13 @@ class RankLauncher(_SubprocessScriptLauncher):
 
     def _start_children(self) -> None:
         os.environ[LAUNCHER] = str(os.getpid())
-        self._call_children_scripts()
+        try:
+            self._call_children_scripts()
+        finally:
+            del os.environ[LAUNCHER]  # Other processes that this one starts are no ranks of its own.
         self.children[:] = self.procs
+        if not self.children:
+            return
         atexit.register(self._wait_for_children)
         threading.Thread(target=self._observe, name="rank-observer", daemon=True).start()
 

@@ -14,13 +14,13 @@ import torch
 import torch.distributed as dist
 from lightning.fabric.utilities.device_dtype_mixin import _update_properties
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.callbacks import BaseFinetuning
+from lightning.pytorch.callbacks import BaseFinetuning, StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import SingleDeviceStrategy, StrategyRegistry
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.optim import Optimizer
+from torch.optim import LBFGS, Optimizer
 from torch.utils.hooks import RemovableHandle
 from torchmetrics import Metric
 
@@ -165,11 +165,13 @@ class ShardedStrategy(CanonicalStrategy, WatchedRanks):
         """Prepares the module on its device, builds the optimizers, and shards both.
 
         Raises:
-            DloError: if a callback is to unfreeze parameters in mid-run.
+            DloError: if a callback is to unfreeze parameters in mid-run, or averages parameters that are divided.
         """
         assert self.accelerator is not None
         assert self.model is not None
         _refuse_finetuning(trainer)
+        if self.zero_stage == 3 and self.needs_all_ranks(self._module()):
+            _refuse_averages(trainer)
         self.accelerator.setup(trainer)
         if self._layer_sync and trainer.state.fn == TrainerFn.FITTING:
             self.model = self._layer_sync.apply(self.model)
@@ -203,9 +205,15 @@ class ShardedStrategy(CanonicalStrategy, WatchedRanks):
         """Builds the optimizers.
 
         Raises:
-            DloError: if there is none, whose steps the parameters' shards would be for.
+            DloError: if there is none, whose steps the parameters' shards would be for; if a step takes several
+                evaluations of the model.
         """
         super().setup_optimizers(trainer)
+        if any(isinstance(optimizer, LBFGS) for optimizer in self.optimizers):
+            raise DloError(
+                f"configure_optimizers must return an optimizer that evaluates the model once a step under"
+                f" {type(self).__name__}, got LBFGS; take another, or strategy auto or ddp"
+            )
         if any(not optimizer.param_groups for optimizer in self.optimizers):
             raise DloError(
                 f"configure_optimizers must return an optimizer under {type(self).__name__}, got None; return one, or"
@@ -230,7 +238,7 @@ class ShardedStrategy(CanonicalStrategy, WatchedRanks):
         here, so that doing it where buffers are used or saved comes to the same; but not for a model whose training
         step reads buffers that it writes: here each rank reads its own.
         """
-        for buffer in self._module().buffers():
+        for buffer in self._module().buffers() if self._world() > 1 else ():
             if not isinstance(buffer, DTensor):
                 broadcast_values(buffer)
 
@@ -283,6 +291,16 @@ def _refuse_finetuning(trainer: Trainer) -> None:
                 f"{type(callback).__name__} adds parameters to the optimizer in mid-run, but"
                 f" {type(trainer.strategy).__name__} divides them when the run starts; use strategy ddp with it, or let"
                 " all train from the start, some with a lower lr"
+            )
+
+
+def _refuse_averages(trainer: Trainer) -> None:
+    """Refuses Lightning's averages of the weights, which read and write full parameters."""
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        if isinstance(callback, StochasticWeightAveraging | WeightAveraging):
+            raise DloError(
+                f"an average of the weights under {type(trainer.strategy).__name__} must be taken of each rank's"
+                f" shards, got {type(callback).__name__}, which takes full parameters; take WeightEMA, or strategy ddp"
             )
 
 

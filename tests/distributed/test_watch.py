@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import pytest
 
 from dlo_framework.distributed import descriptors
-from dlo_framework.distributed.failure import Failure, is_lost_connection
+from dlo_framework.distributed.failure import LAUNCHER, Failure, is_lost_connection
 from dlo_framework.distributed.grace import Grace
 from dlo_framework.distributed.launcher import RankLauncher
 from dlo_framework.distributed.signals import SignalListener, means_stop
@@ -210,6 +210,18 @@ def test_more_ranks_than_files_are_allowed_are_not_watched_and_the_run_says_so(m
     launcher.watch(strategy)
     assert launcher._watch is None
     assert capsys.readouterr().err == ""
+
+
+def test_a_launcher_leaves_nothing_behind_that_other_processes_take_for_a_rank_s(monkeypatch):
+    launcher = RankLauncher.__new__(RankLauncher)
+    launcher.procs, seen = [], []
+    monkeypatch.delenv(LAUNCHER, raising=False)
+    monkeypatch.setattr(launcher, "_call_children_scripts", lambda: seen.append(os.environ[LAUNCHER]))
+    before = threading.enumerate()
+    launcher._start_children()
+    assert seen == [str(os.getpid())]
+    assert LAUNCHER not in os.environ
+    assert threading.enumerate() == before
 
 
 def open_one() -> int | None:

@@ -98,6 +98,19 @@ def test_strategies_that_shard_refuse_a_run_without_an_optimizer(tmp_path):
         strategy.setup_optimizers(made)
 
 
+def test_strategies_that_shard_refuse_an_optimizer_that_evaluates_the_model_several_times(tmp_path):
+    class Searching(Net):
+        def configure_optimizers(self):
+            return torch.optim.LBFGS(self.parameters())
+
+    strategy, module, made = Sharding(), Searching(), trainer(tmp_path)
+    strategy.connect(module)
+    module.trainer = made
+    with pytest.raises(DloError, match="that evaluates the model once a step under Sharding, got LBFGS"):
+        strategy.setup_optimizers(made)
+    made.fit(module, loader())
+
+
 def test_other_numbers_of_optimizers_are_refused(tmp_path):
     class Two(Net):
         automatic_optimization = False

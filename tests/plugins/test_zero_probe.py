@@ -31,6 +31,19 @@ def test_known_optimizers(make, kind: str) -> None:
     assert kind_of(make(parameters())) == kind
 
 
+class AskingForAClosure(torch.optim.AdamW):
+    """As some of others' libraries are written."""
+
+    @torch.no_grad()
+    def step(self, closure):
+        closure()
+        return super().step()
+
+
+def test_an_optimizer_that_asks_for_a_closure_gets_one() -> None:
+    assert kind_of(AskingForAClosure(parameters())) == "elementwise"
+
+
 class Own(torch.optim.SGD):
     """A user's, with what it needs in attributes: they are read, and written to."""
 

@@ -13,7 +13,7 @@ from lightning.pytorch.plugins.precision import DeepSpeedPrecision
 from lightning.pytorch.strategies.strategy import _ForwardRedirection
 from lightning.pytorch.utilities import GradClipAlgorithmType
 from torch import Tensor
-from torch.optim import LBFGS, Optimizer
+from torch.optim import Optimizer
 
 from dlo_framework.errors import DloError
 from dlo_plugins.deepspeed.engine import Engine
@@ -72,8 +72,6 @@ class EnginePrecision(DeepSpeedPrecision):
         self, optimizer: Steppable, model: LightningModule, closure: Callable[[], Any], **kwargs: Any
     ) -> Any:
         """Runs forward and backward, then DeepSpeed's step, unless a callback has dropped the gradients."""
-        if isinstance(optimizer, LBFGS):
-            raise DloError("LBFGS evaluates the model several times a step, which DeepSpeed does not; use strategy ddp")
         result = closure()
         self._after_closure(model, optimizer)
         if model.automatic_optimization and result is None:

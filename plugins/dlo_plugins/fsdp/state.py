@@ -57,8 +57,8 @@ class ShardedState(ShardedStrategy):
 
     def share_buffers(self) -> None:
         """Gives the ranks that hold the same part of the model the first one's buffers."""
-        assert self.sharding is not None
-        self.sharding.share_buffers()
+        if self.sharding is not None:  # Else no run has begun, and a checkpoint is of the module as it is.
+            self.sharding.share_buffers()
 
     def held_tensors(self) -> list[Tensor]:
         """Returns the memory of this rank's parameters and buffers."""

@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 
 from dlo_framework.checkpoint import FlatShard, Shard
 from dlo_framework.data import ResumableDataModule
-from dlo_framework.distributed.canonical import clean, readable
+from dlo_framework.distributed.canonical import OWNER, ShardOwner, clean, readable
 from dlo_framework.distributed.collectives import broadcast_values
 from dlo_framework.distributed.held import memory_of
 from dlo_framework.distributed.strategy import ShardedStrategy
@@ -198,6 +198,7 @@ class DeepSpeedBridge(DeepSpeedTranslation, ShardedStrategy, AnyDeviceDeepSpeed)
         if not fitting:
             if self.engine is None and self.stage == 3:
                 self.engine = Engine(module, None, self.config, self.root_device)
+                module.__dict__[OWNER] = self._owner(self.engine)
             if self.engine is not None and self.stage == 3:
                 self.model = self.engine.deepspeed
             return
@@ -219,7 +220,9 @@ class DeepSpeedBridge(DeepSpeedTranslation, ShardedStrategy, AnyDeviceDeepSpeed)
         self.setup_optimizers(trainer)
         optimizer = self._optimizer(trainer)
         config = {key: value for key, value in self.config.items() if key not in ("optimizer", "scheduler")}
-        self.engine = Engine(self._module(), optimizer, config, self.root_device)
+        module = self._module()
+        self.engine = Engine(module, optimizer, config, self.root_device)
+        module.__dict__[OWNER] = self._owner(self.engine)
         environment.limit_groups(self.engine.deepspeed, self._timeout)
         self._set_deepspeed_activation_checkpointing()
         if isinstance(trainer.lightning_module, Task):
@@ -249,6 +252,13 @@ class DeepSpeedBridge(DeepSpeedTranslation, ShardedStrategy, AnyDeviceDeepSpeed)
         if schedule is not None:
             self.lr_scheduler_configs = [LRSchedulerConfig(schedule, interval="step")]
         return own
+
+    def _owner(self, engine: Engine) -> ShardOwner:
+        return ShardOwner(self, self.world_size if self.stage == 3 else 1, engine.dissolve)
+
+    def forget_module(self) -> None:
+        """Called when another strategy has taken the module over."""
+        self.engine = None
 
     def _started(self) -> Engine:
         assert self.engine is not None, "DeepSpeed's engine runs"

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any, Literal
 
 import torch
-from lightning.pytorch import Trainer
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor, nn
@@ -16,6 +16,7 @@ from torchmetrics import Metric
 
 from dlo_framework.applier import Applier, Phase
 from dlo_framework.cuts import Layout, layout_of
+from dlo_framework.distributed.canonical import OWNER, ShardOwner
 from dlo_framework.distributed.collectives import broadcast_values
 from dlo_framework.distributed.groups import MeshGroups
 from dlo_framework.distributed.initialise import check_initialisable, on_meta
@@ -262,6 +263,14 @@ class MeshStrategy(MeshSteps):
             self._shares = OptimizerShares(self.optimizers, self.sharding)
             self._usage = Usage(self.sharding)
             self._open = False
+        is_plain = not (known.is_sharded or _cuts(self.mesh_spec()))
+        undo = None if not is_plain else (lambda: None) if self._usage is None else self._usage.remove
+        module.__dict__[OWNER] = ShardOwner(self, self.world_size, undo)
+
+    def take_over(self, owner: ShardOwner, model: LightningModule) -> None:
+        """Leaves a module as another mesh has sharded it: :meth:`shard` checks that it is what this one would make."""
+        if _SHARDING not in model.__dict__:
+            super().take_over(owner, model)
 
     @property
     def groups(self) -> MeshGroups:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from dlo_framework.checkpoint import Shard
-from dlo_framework.distributed.canonical import clean, readable
+from dlo_framework.distributed.canonical import OWNER, ShardOwner, clean, readable
 from dlo_framework.distributed.collectives import Communicator
 from dlo_framework.distributed.initialise import Initialiser, check_initialisable, on_meta
 from dlo_framework.distributed.strategy import ShardedStrategy
@@ -146,7 +146,13 @@ class ZeroStrategy(ShardedStrategy):
             offload_parameters=self.offload in ("parameters", "both"),
             find_unused=self.find_unused,
         )
-        return ZeroEngine(module, self.optimizers, units, communicator, self.root_device, options, initialise)
+        engine = ZeroEngine(module, self.optimizers, units, communicator, self.root_device, options, initialise)
+        module.__dict__[OWNER] = ShardOwner(self, communicator.size if self.stage == 3 else 1, engine.dissolve)
+        return engine
+
+    def forget_module(self) -> None:
+        """Called when another strategy has taken the module over."""
+        self.engine = None
 
     def _whole_again(self) -> None:
         """Undoes an earlier run's partition: this run makes its own."""
@@ -204,6 +210,13 @@ class ZeroStrategy(ShardedStrategy):
 
     on_test_end = on_predict_end = on_train_end = on_validation_end
 
+    def teardown(self) -> None:
+        """Ends the run; a single rank, which holds all of the parameters, leaves them readable."""
+        if self.engine is not None and self.engine.communicator.size == 1:
+            for group in self.engine.groups:
+                group.finish_gather()
+        super().teardown()
+
     def pre_backward(self, closure_loss: Tensor) -> None:
         """Tells the engine that gradients are coming."""
         assert self.engine is not None
@@ -228,16 +241,23 @@ class ZeroStrategy(ShardedStrategy):
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """Returns the module's state by name: in stage 3, this rank's slices of the parameters."""
-        state = super().lightning_module_state_dict()
         if self.engine is None or self.engine.gathering is None:
-            return state
+            return super().lightning_module_state_dict()
         first_names = {id(p): clean(name) for name, p in self._module().named_parameters()}
-        whole = self._module().state_dict(keep_vars=True)
+        with self.engine.gathering.names():
+            state = super().lightning_module_state_dict()
+            whole = self._module().state_dict(keep_vars=True)
         for name, value in whole.items():
             piece = self.engine.shard(first_names[id(value)]) if id(value) in first_names else None
             if piece is not None:
                 state[clean(name)] = piece
         return state
+
+    def state_names(self) -> set[str]:
+        """Returns the names of all of the module's state."""
+        gathering = self.engine.gathering if self.engine is not None else None
+        with gathering.names() if gathering is not None else contextlib.nullcontext():
+            return super().state_names()
 
     def held_tensors(self) -> list[Tensor]:
         """Returns the memory of this rank's parameters, or of its shards of them, and of the buffers."""

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import register_multi_grad_hook
 from torch.utils._pytree import tree_leaves
 
+from dlo_framework.errors import DloError
 from dlo_plugins.zero.group import FlatGroup
 from dlo_plugins.zero.outside import OutsideUse, is_compiled
 
@@ -76,10 +77,37 @@ class Gathering:
         self._module = module
         self._watched: set[str] = set()  # the kinds of step that have been watched
         self.handles = [module.register_forward_pre_hook(_outside_graphs(lambda *_: self.enter()))]
+        self._reads_names = False
+        groups = {id(parameter): group for unit in units for group in unit.groups for parameter in group.parameters}
+        for part in module.modules():
+            held = {id(groups[id(p)]): groups[id(p)] for p in part._parameters.values() if id(p) in groups}
+            if held:
+                self.handles.append(part.register_state_dict_pre_hook(self._check_state(list(held.values()))))
         for unit in self.units:
             before, after = _outside_graphs(self._before_forward(unit)), _outside_graphs(self._after_forward(unit))
             self.handles.append(unit.module.register_forward_pre_hook(before, with_kwargs=True))
             self.handles.append(unit.module.register_forward_hook(after))
+
+    def _check_state(self, groups: list[FlatGroup]) -> Any:
+        """Returns a hook that keeps a part's ``state_dict`` from being taken while it has no values."""
+
+        def check(*_: Any) -> None:
+            if not self._reads_names and not all(group.gathered for group in groups):
+                raise DloError(
+                    "state_dict under ZeRO stage 3 must be taken of a module whose parameters are gathered, got it"
+                    " outside of a step; take the weights from a checkpoint (trainer.save_checkpoint)"
+                )
+
+        return check
+
+    @contextlib.contextmanager
+    def names(self) -> Iterator[None]:
+        """Lets ``state_dict`` be taken for its names and buffers, inside the block."""
+        self._reads_names = True
+        try:
+            yield
+        finally:
+            self._reads_names = False
 
     def enter(self) -> None:
         """Called as a step begins: the root is there until :meth:`release_all`."""

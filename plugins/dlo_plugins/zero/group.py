@@ -3,7 +3,8 @@
 The parameters of a group are views of one flat buffer, the *whole*; this rank owns one segment of it, the *shard*.
 In stages 1 and 2 the whole stays, and the shard is a view of it. In stage 3 the shard has memory of its own, and the
 whole's is given back when nobody needs it: the parameters keep their shapes, and autograd's references to them stay
-valid, since the same storage is filled again.
+valid, since the same storage is filled again. Meanwhile the parameters themselves read as NaN, and cannot be written:
+to read memory that is gone ends the process.
 
 In stage 3 the shard may rest in other memory than the step is taken in. Then the step has a copy of it, which stays
 where that is the CPU's memory, and is there for the step alone where it is the device's.
@@ -12,6 +13,7 @@ where that is the CPU's memory, and is there for the step alone where it is the 
 from __future__ import annotations
 
 import functools
+import math
 
 import torch
 from torch import Tensor, nn
@@ -79,7 +81,8 @@ class FlatGroup:
         """Makes the parameters views of the buffer, with the first rank's values on all ranks."""
         self.whole = torch.zeros(self.partition.padded, dtype=self.dtype, device=self.device)
         self._bytes = self.whole.untyped_storage().nbytes()
-        for name, parameter, view in zip(self.names, self.parameters, self.views(self.whole), strict=True):
+        self._places = self.views(self.whole)
+        for name, parameter, view in zip(self.names, self.parameters, self._places, strict=True):
             if parameter.is_meta:
                 raise DloError(
                     f"ZeRO divides parameters that have values, but {name} is on the meta device; set meta_init: true"
@@ -90,6 +93,8 @@ class FlatGroup:
         if self.communicator.size > 1:
             self.communicator.broadcast(self.whole)
         own = self.communicator.segment(self.whole)
+        nothing = _placeholder(self.dtype, self.device)
+        self._placeholders = [nothing.expand(parameter.shape) for parameter in self.parameters]
         shares = self.keep_whole and self.home == self.device
         self.shard = own if shares else _resting(own, self.rests)
         if not self.keep_whole:
@@ -112,6 +117,7 @@ class FlatGroup:
         if self.gathered:
             return
         self.whole.untyped_storage().resize_(self._bytes)
+        self._point_to(self._places)
         self._publish()
 
     def finish_gather(self) -> None:
@@ -124,11 +130,16 @@ class FlatGroup:
                 torch.cuda.current_stream(self.device).wait_stream(self._upward)
 
     def free(self) -> None:
-        """Gives the whole's memory back; the parameters hold nothing until the next gather."""
+        """Gives the whole's memory back; the parameters have no values until the next gather."""
         assert not self.keep_whole
         if self._gathering is not None:
             self.finish_gather()  # Nobody used it, but it must not write to memory that is gone.
         self.whole.untyped_storage().resize_(0)
+        self._point_to(self._placeholders)
+
+    def _point_to(self, tensors: list[Tensor]) -> None:
+        for parameter, tensor in zip(self.parameters, tensors, strict=True):
+            parameter.data = tensor
 
     def publish(self) -> None:
         """Starts sending the shard's new values to all ranks' wholes; :meth:`finish_gather` waits for them.
@@ -261,6 +272,13 @@ class FlatGroup:
 def side_stream(device: torch.device) -> torch.cuda.Stream:
     """Returns the stream on which a device's copies to and from the CPU run."""
     return torch.cuda.Stream(device)
+
+
+def _placeholder(dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Returns what a parameter without memory reads as: NaN; of integers, which have none, the least."""
+    if dtype.is_floating_point or dtype.is_complex:
+        return torch.full((), math.nan, dtype=dtype, device=device)
+    return torch.full((), False if dtype == torch.bool else torch.iinfo(dtype).min, dtype=dtype, device=device)
 
 
 def _resting(segment: Tensor, home: torch.device) -> Tensor:

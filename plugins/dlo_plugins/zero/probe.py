@@ -7,6 +7,7 @@ nature (timm's ``caution`` takes a mean over the tensor), is judged by what it d
 from __future__ import annotations
 
 import copy
+import inspect
 import operator
 from collections import defaultdict
 from typing import Any, Literal
@@ -77,8 +78,18 @@ def _stepped(
     for step in gradients:
         for parameter, gradient in zip(parameters, step, strict=True):
             parameter.grad = gradient.clone()
-        type(optimizer).step(trial)
+        _step(trial)
     return [parameter.detach() for parameter in parameters]
+
+
+def _step(trial: Optimizer) -> None:
+    """Takes a step, with a closure where ``step`` asks for one."""
+    step: Any = type(trial).step
+    closure = inspect.signature(step).parameters.get("closure")
+    if closure is None or closure.default is not inspect.Parameter.empty:
+        step(trial)
+    else:
+        step(trial, lambda: torch.zeros(()))
 
 
 def _trial(optimizer: Optimizer, groups: list[dict[str, Any]]) -> Optimizer:

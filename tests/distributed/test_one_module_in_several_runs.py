@@ -1,0 +1,96 @@
+"""A module goes from one Trainer's strategy to another's in one script, and outlives its run."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch.callbacks import EMAWeightAveraging, StochasticWeightAveraging
+
+from dlo_framework import DloError
+from dlo_framework.checkpoint import load
+from dlo_framework.distributed.strategy import DataParallelStrategy, use_canonical_checkpoints
+from dlo_framework.testing import run_distributed
+from dlo_framework.testing.state import whole_weights
+from dlo_plugins.strategies.deepspeed import DeepSpeedBridge
+from dlo_plugins.strategies.fsdp import FSDPStrategy
+from dlo_plugins.strategies.zero import ZeroStrategy
+from support.fsdp_nets import Module, mine, trainer
+
+MAKE: dict[str, Any] = {
+    "ddp": DataParallelStrategy,
+    "zero1": lambda: ZeroStrategy(1),
+    "zero2": lambda: ZeroStrategy(2),
+    "zero3": lambda: ZeroStrategy(3),
+    "deepspeed_1": lambda: DeepSpeedBridge(stage=1),
+    "deepspeed_3": lambda: DeepSpeedBridge(stage=3),
+    "fsdp": FSDPStrategy,
+}
+PAIRS = ["zero3 zero3", "zero1 ddp", "zero2 zero3", "zero3 ddp", "zero3 fsdp", "ddp zero3", "deepspeed_1 ddp"]
+PAIRS += ["deepspeed_3 zero3", "fsdp fsdp"]
+
+
+def _in_turn(rank: int, world: int) -> dict[str, Any]:
+    """Fits one module under each pair's strategies in turn, by two Trainers; the first is gone by then, or not."""
+    found: dict[str, Any] = {}
+    for pair in ["ddp ddp", *PAIRS]:
+        module, kept = Module(), []
+        for name in pair.split():
+            run = trainer(world, MAKE[name]())
+            run.fit(module, mine(rank, world))
+            kept += [run] if pair != "zero1 ddp" else []
+        found[pair] = module.losses, whole_weights(run)
+    return found
+
+
+def _around(rank: int, world: int, folder: Path) -> dict[str, Any]:
+    """What is there of a module before a run, and once it has ended."""
+    found: dict[str, Any] = {}
+    module, run = Module(), trainer(world, ZeroStrategy(3))
+    run.fit(module, mine(rank, world))
+    weight = module.net.stem.weight
+    found["read"] = (weight.shape, bool(weight.isnan().all()))
+    with pytest.raises(RuntimeError, match="single memory location"), torch.no_grad():
+        weight.add_(1)
+    with pytest.raises(DloError, match="must be taken of a module whose parameters are gathered"):
+        module.net.state_dict()
+    found["names"] = run.strategy.state_names()
+    found["copies"] = copy.deepcopy(module)._dlo_owner, pickle.loads(pickle.dumps(module._dlo_owner))
+    alone = trainer(1, "auto")
+    use_canonical_checkpoints(alone)
+    with pytest.raises(DloError, match=r"must be built anew for SingleProcessStrategy on 1 ranks, .* among 2"):
+        alone.fit(module, mine(0, 1))
+    sharded = Module()
+    trainer(world, FSDPStrategy()).fit(sharded, mine(rank, world))
+    with pytest.raises(DloError, match="whose parameters FSDPStrategy has divided"):
+        trainer(world, ZeroStrategy(1)).fit(sharded, mine(rank, world))
+    for average in (StochasticWeightAveraging(swa_lrs=0.01), EMAWeightAveraging()):
+        with pytest.raises(DloError, match=r"under ZeroStrategy must be taken of each rank's shards, got .*Averaging"):
+            trainer(world, ZeroStrategy(3), callbacks=[average]).fit(Module(), mine(rank, world))
+    for name in MAKE:
+        early = trainer(world, MAKE[name]())
+        early.strategy.connect(Module())
+        early.save_checkpoint(folder / f"{name}.ckpt")
+        saved = load(folder / f"{name}.ckpt")["state_dict"]
+        torch.testing.assert_close({key: saved[key] for key in saved}, dict(Module().state_dict()), rtol=0, atol=0)
+    return found
+
+
+def _both(rank: int, world: int, folder: Path) -> Any:
+    return _in_turn(rank, world), _around(rank, world, folder)
+
+
+def test_a_module_goes_from_run_to_run_as_under_ddp(tmp_path: Path) -> None:
+    for turns, around in run_distributed(_both, 2, tmp_path, timeout=300):
+        losses, weights = turns.pop("ddp ddp")
+        for pair, (found, whole) in turns.items():
+            assert found == pytest.approx(losses, rel=1e-5), pair
+            for name in weights:
+                torch.testing.assert_close(whole[name], weights[name], rtol=1e-4, atol=1e-6, msg=f"{pair} {name}")
+        assert around["read"] == (torch.Size([6, 6]), True)
+        assert not weights or around["names"] == set(weights)
+        assert around["copies"] == (None, None)
