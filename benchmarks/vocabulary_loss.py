@@ -5,7 +5,7 @@ Forward and backward from hidden states [tokens, width] and a head's weight [voc
 * ``plain``: logits of all tokens, then ``cross_entropy``; the unit. Three matrix products are its roofline.
 * ``plain again``: the same once more, the A/A control: how far its ratio is from 1 is the noise.
 * ``torch``: ``torch.nn.functional.linear_cross_entropy`` with ``LinearCrossEntropyOptions()`` (torch 2.15).
-* ``dlo``: :func:`dlo_tasks.llm.vocabulary_loss.summed_loss`.
+* ``dlo``: :func:`dlo_tasks.llm.vocabulary_loss.summed_loss`; on a GPU also with its kernel ``compiled``.
 * ``liger``: ``liger_kernel``'s fused linear cross-entropy, where it is installed and there is a GPU: it is Triton.
 
 Memory is the most that a call adds to what stands before it: on a CPU the process's resident set, in a process of its
@@ -51,7 +51,11 @@ def by_torch(head: nn.Linear, hidden: Tensor, targets: Tensor) -> Tensor:
 
 
 def ours(head: nn.Linear, hidden: Tensor, targets: Tensor) -> Tensor:
-    return summed_loss(VocabularyHead(head), hidden, targets)
+    return summed_loss(VocabularyHead(head), hidden, targets, count=len(targets))
+
+
+def compiled(head: nn.Linear, hidden: Tensor, targets: Tensor) -> Tensor:
+    return summed_loss(VocabularyHead(head), hidden, targets, count=len(targets), kernel="compiled")
 
 
 def by_liger(head: nn.Linear, hidden: Tensor, targets: Tensor) -> Tensor:
@@ -64,6 +68,8 @@ def contestants(device: str) -> dict[str, Loss]:
     found: dict[str, Loss] = {"plain": plain, "plain again": plain, "dlo": ours}
     if hasattr(nn, "LinearCrossEntropyOptions"):
         found["torch"] = by_torch
+    if device != "cpu":
+        found["dlo, compiled"] = compiled
     if device != "cpu" and importlib.util.find_spec("liger_kernel"):
         found["liger"] = by_liger
     return found
@@ -140,7 +146,7 @@ def tables(options: argparse.Namespace, vocabulary: int) -> list[Table]:
     megabytes = {name: memory_of(name, vocabulary) / 1e6 for name in losses}
     on_cpu = options.device == "cpu"
     for name, over_plain in all_ratios(seconds, "plain").items():
-        ours, control = name == "dlo", name == "plain again"
+        ours, control = name.startswith("dlo"), name == "plain again"
         bars = (TIME_BAR, MEMORY_BAR) if ours and on_cpu else (None, None)
         time.add(name, over_plain, bar=bars[0], ours=ours, control=control, ms=statistics.median(seconds[name]) * 1e3)
         share = megabytes[name] / megabytes["plain"]

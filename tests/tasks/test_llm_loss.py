@@ -1,5 +1,6 @@
 """The loss over the vocabulary in chunks is the loss over all logits, and so are its gradients."""
 
+import itertools
 import math
 
 import pytest
@@ -8,7 +9,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dlo_tasks.llm.vocabulary_loss import NO_TARGET, VocabularyHead, measure, summed_loss, whole_loss
+from dlo_framework.errors import DloError
+from dlo_tasks.llm import vocabulary_loss
+from dlo_tasks.llm.vocabulary_loss import NO_TARGET, Kernel, VocabularyHead, measure, summed_loss, whole_loss
 
 WIDTH, VOCABULARY, TOKENS = 16, 50, 23
 
@@ -200,3 +203,168 @@ def test_a_uniform_head_costs_the_logarithm_of_the_vocabulary() -> None:
     projection.weight.data.zero_()
     loss = summed_loss(VocabularyHead(projection), torch.randn(5, 4), torch.arange(5))
     assert loss.item() == pytest.approx(5 * math.log(7))
+
+
+KERNELS: list[Kernel] = ["rows", "compiled"]
+
+
+@pytest.fixture
+def uncompiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is compiled for an accelerator runs as it is written."""
+    monkeypatch.setattr(vocabulary_loss, "_compiled", lambda: vocabulary_loss._fusible)
+
+
+@pytest.mark.usefixtures("uncompiled")
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("counted", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_the_loss_of_an_accelerator_is_the_loss(kernel: Kernel, counted: bool, dtype: torch.dtype) -> None:
+    for chunk, bias, softcap in itertools.product([None, 5, 23], [False, True], [None, 2.0]):
+        projection, hidden, targets = make(bias, dtype)
+        head = VocabularyHead(projection, softcap=softcap)
+        count = int((targets != NO_TARGET).sum()) if counted else None
+        expected = whole_loss(head, hidden, targets)
+        found = summed_loss(head, hidden, targets, chunk, count, kernel)
+        torch.testing.assert_close(found.double(), expected.double(), rtol=1e-6, atol=0)
+        wanted = gradients(expected, hidden, *projection.parameters())
+        for one, other in zip(gradients(found, hidden, *projection.parameters()), wanted, strict=True):
+            exact = dtype == torch.float64 and softcap is None
+            tolerance = {"rtol": 1e-12, "atol": 1e-12} if exact else {"rtol": 2e-5, "atol": 2e-5}
+            # `whole_loss` itself computes in single precision: in double precision it is compared with torch's own.
+            if exact:
+                logits = F.linear(hidden, *projection.parameters())
+                plain = 3 * F.cross_entropy(logits, targets, ignore_index=NO_TARGET, reduction="sum")
+                names = [hidden, *projection.parameters()]
+                other = torch.autograd.grad(plain, names)[next(i for i, w in enumerate(wanted) if w is other)]
+            torch.testing.assert_close(one, other, **tolerance)
+
+
+@pytest.mark.usefixtures("uncompiled")
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_in_half_precision_the_kernel_of_an_accelerator_sums_in_single(kernel: Kernel) -> None:
+    projection, hidden, targets = make(dtype=torch.bfloat16)
+    many, goals = hidden.detach().repeat(40, 1), targets.repeat(40)
+    exact = nn.Linear(WIDTH, VOCABULARY, bias=False)
+    exact.weight.data = projection.weight.data.float()
+    whole_loss(VocabularyHead(exact), many.float(), goals).backward()
+    found = summed_loss(VocabularyHead(projection), many, goals, 8, kernel=kernel)
+    found.backward()
+    assert found.dtype == torch.float32
+    assert projection.weight.grad is not None
+    assert exact.weight.grad is not None
+    error = (projection.weight.grad.float() - exact.weight.grad).norm() / exact.weight.grad.norm()
+    assert error < 0.01
+
+
+def test_a_tied_weight_gets_both_gradients() -> None:
+    torch.manual_seed(0)
+    embedding = nn.Embedding(VOCABULARY, WIDTH, dtype=torch.float64)
+    projection = nn.Linear(WIDTH, VOCABULARY, bias=False, dtype=torch.float64)
+    projection.weight = embedding.weight
+    targets = torch.randint(VOCABULARY, (TOKENS,))
+    losses: list[Tensor] = []
+    for kernel in (None, "rows"):
+        embedding.weight.grad = None
+        hidden = torch.tanh(embedding(targets.roll(1)))
+        summed_loss(VocabularyHead(projection), hidden, targets, 5, kernel=kernel).backward()
+        assert embedding.weight.grad is not None
+        losses.append(embedding.weight.grad)
+    torch.testing.assert_close(losses[1], losses[0], rtol=1e-6, atol=1e-6)
+
+
+class Counts(TorchDispatchMode):
+    """Notes the names of all operations, and those that write a tensor of at least so many elements."""
+
+    def __init__(self, large: int = 0) -> None:
+        super().__init__()
+        self.names: list[str] = []
+        self.large = large
+        self.passes: list[str] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        out = func(*args, **(kwargs or {}))
+        name = func.overloadpacket.__name__
+        self.names.append(name)
+        views = {"t", "view", "slice", "select", "alias", "expand", "transpose", "detach", "unsqueeze", "empty"}
+        if isinstance(out, Tensor) and out.numel() >= self.large and name not in views:
+            self.passes.append(name)
+        return out
+
+
+#: Operations for which a host waits for an accelerator, and those whose backward sorts.
+WAITS = {"_local_scalar_dense", "nonzero", "equal", "is_nonzero", "masked_select", "unique", "index"}
+
+
+@pytest.mark.parametrize("counted", [True, False])
+def test_an_accelerator_is_never_waited_for(counted: bool) -> None:
+    projection, hidden, targets = make(dtype=torch.bfloat16)
+    count = int((targets != NO_TARGET).sum()) if counted else None
+    with Counts() as found:
+        summed_loss(VocabularyHead(projection), hidden, targets, 8, count, "rows").backward()
+    assert not WAITS & set(found.names)
+    assert not {"sort", "index_put", "index_put_", "_index_put_impl_"} & set(found.names)
+    assert ("nonzero_static" in found.names) == counted
+
+
+def test_a_chunk_of_an_accelerator_passes_few_times_over_its_logits() -> None:
+    torch.manual_seed(0)
+    projection = nn.Linear(8, 300, bias=False, dtype=torch.bfloat16)
+    hidden = torch.randn(64, 8, dtype=torch.bfloat16, requires_grad=True)
+    targets = torch.randint(300, (64,))
+    with Counts(64 * 300) as found:
+        summed_loss(VocabularyHead(projection), hidden, targets, count=64, kernel="rows").backward()
+    assert found.passes == ["mm", "_to_copy", "_log_softmax", "exp", "scatter_"]
+
+
+def test_chunks_of_an_accelerator_are_cut_by_a_budget_of_logits(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert vocabulary_loss._chunk(131_072, 2048, "rows") == 2048
+    assert vocabulary_loss._chunk(131_072, 8192, "rows") == 2048
+    assert vocabulary_loss._chunk(131_072, 2049, "rows") == 1025  # two alike, rather than one long and one short
+    assert vocabulary_loss._chunk(131_072, 8192, "columns") == 256
+    monkeypatch.setattr(vocabulary_loss, "ACCELERATOR_LOGITS", 10 * VOCABULARY)
+    projection, hidden, targets = make()
+    with Counts() as found:
+        summed_loss(VocabularyHead(projection), hidden, targets, kernel="rows")
+    assert found.names.count("_log_softmax") == 3  # of 23 tokens
+
+
+def test_measures_of_an_accelerator_wait_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    projection, hidden, targets = make(dtype=torch.float32)
+    expected = measure(VocabularyHead(projection), hidden, targets)
+    monkeypatch.setattr(vocabulary_loss, "_on_host", lambda device: False)
+    with Counts() as found:
+        losses, hits = measure(VocabularyHead(projection), hidden, targets)
+    assert not WAITS & set(found.names)
+    torch.testing.assert_close(losses, expected[0])
+    assert torch.equal(hits, expected[1])
+
+
+def test_a_kernel_that_does_not_serve_a_head_is_refused() -> None:
+    projection, hidden, targets = make()
+    with pytest.raises(DloError, match="loss_kernel must be torch where the output projection is adapted or scaled"):
+        summed_loss(VocabularyHead(projection, scale=0.5), hidden, targets, kernel="compiled")
+    projection.register_forward_pre_hook(lambda module, args: None)
+    with pytest.raises(DloError, match="gathered when it is called"):
+        summed_loss(VocabularyHead(projection), hidden, targets, kernel="compiled")
+
+
+def test_ligers_kernel_needs_its_package_and_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(DloError, match=r"pip install 'dlo_framework\[gpu\]'"):
+        vocabulary_loss.check_kernel("liger")
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
+    vocabulary_loss.check_kernel("liger")
+    vocabulary_loss.check_kernel("liger", torch.device("cuda"))
+    with pytest.raises(DloError, match="on a CPU, got liger"):
+        vocabulary_loss.check_kernel("liger", torch.device("cpu"))
+
+
+@pytest.mark.slow
+def test_the_compiled_kernel_is_the_loss() -> None:
+    projection, hidden, targets = make(dtype=torch.float32)
+    head = VocabularyHead(projection, softcap=2.0)
+    expected, found = whole_loss(head, hidden, targets), summed_loss(head, hidden, targets, 8, kernel="compiled")
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=0)
+    wanted = gradients(expected, hidden, projection.weight)
+    for one, other in zip(gradients(found, hidden, projection.weight), wanted, strict=True):
+        torch.testing.assert_close(one, other, rtol=2e-5, atol=2e-5)

@@ -10,13 +10,15 @@ from dlo_framework.distributed.collectives import Communicator
 from dlo_framework.testing import run_distributed
 from dlo_plugins.tensor.division import share
 from dlo_plugins.tensor.vocabulary import install
-from dlo_tasks.llm.vocabulary_loss import NO_TARGET, VocabularyHead, measure, summed_loss, whole_loss
+from dlo_tasks.llm.vocabulary_loss import NO_TARGET, Kernel, VocabularyHead, measure, summed_loss, whole_loss
 
 WIDTH, VOCABULARY, TOKENS = 16, 50, 23
 CASES: list[dict[str, Any]] = [
     {},
     {"chunk": 5},
     {"chunk": 5, "bias": True, "softcap": 2.0},
+    {"chunk": 5, "bias": True, "kernel": "rows"},  # what an accelerator computes, which keeps tokens without a target
+    {"bias": True, "softcap": 2.0, "kernel": "rows"},
     {"chunk": 7, "scale": 0.25},  # no plain product: the module is called for each chunk
     {"hooked": True},  # a strategy gathers the weight when the module is called
 ]
@@ -58,6 +60,7 @@ def _one_loss(
     softcap: float | None = None,
     scale: float = 1.0,
     hooked: bool = False,
+    kernel: Kernel | None = None,
 ) -> None:
     whole, hidden, targets = make(bias)
     part = split(whole, communicator)
@@ -68,7 +71,7 @@ def _one_loss(
     assert heads[1].fuses == (scale == 1.0 and not hooked)
     inputs = [hidden.clone().requires_grad_() for _ in heads]
     expected = whole_loss(heads[0], inputs[0], targets)
-    found = summed_loss(heads[1], inputs[1], targets, chunk)
+    found = summed_loss(heads[1], inputs[1], targets, chunk, kernel=kernel)
     close(found, expected)
     wanted = torch.autograd.grad(3 * expected, [inputs[0], *whole.parameters()])
     got = torch.autograd.grad(3 * found, [inputs[1], *part.parameters()])

@@ -50,7 +50,10 @@ class Balance:
                 f"the load-balancing loss needs the routers' logits, which {type(model).__name__} has not given; set"
                 " config.output_router_logits: false"
             )
-        return found[0], self.coefficient * self.measure(tuple(logits), inputs.get("attention_mask"))
+        mask = inputs.get("attention_mask")
+        if not isinstance(mask, Tensor) or mask.ndim != 2:  # one of documents: all tokens count
+            mask = None
+        return found[0], self.coefficient * self.measure(tuple(logits), mask)
 
 
 def balance_of(model: PreTrainedModel) -> Balance | None:

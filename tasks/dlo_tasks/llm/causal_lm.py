@@ -50,11 +50,14 @@ class CausalLM(Task):
         config: in place of `model`, for random weights: a dict with `model_type` and what differs from that family's
             defaults, or a `config.json`. Vocabulary and special tokens are the data's tokenizer's by default.
         dtype: of the parameters; by default what the Trainer's `precision` says. With `lora`, that of the frozen ones.
-        attention: transformers' implementation: `sdpa`, `eager`, `flash_attention_2`...; by default `sdpa`, and
-            `eager` where it would leave out a part of the model (Gemma 2). Packed documents are kept apart by each.
+        attention: transformers' implementation: `sdpa`, `eager`, `flash_attention_2`..., or dlo's own `dlo_varlen`; by
+            default `dlo_varlen` on CUDA, `sdpa` elsewhere, and `eager` where these would leave out a part of the model
+            (Gemma 2). Packed documents are kept apart by each.
         lora: trains low-rank adapters instead of the weights: `{rank: 16, alpha: 32, targets: [q_proj, v_proj]}`.
         freeze: names, with `*`, of what is not trained: `model.embed_tokens`, `model.layers.0`.
         recompute: whether blocks keep their inputs alone for backward, and compute the rest again.
+        loss_kernel: What computes the loss over the vocabulary: `torch`, its operations; `compiled`, the same with all
+            that is no matrix product in one kernel of torch.compile's; `liger`, Liger Kernel's on a GPU.
         optimizer: timm's name of the optimizer: `adamw`, `lamb`, `adafactor`, `muon`...
         lr: Base learning rate, for the global batch as it is.
         weight_decay: Weight decay; norms and biases have none.
@@ -85,6 +88,7 @@ class CausalLM(Task):
         lora: Lora | None = None,
         freeze: list[str] | None = None,
         recompute: bool = False,
+        loss_kernel: vocabulary_loss.UserKernel = "torch",
         optimizer: str = "adamw",
         lr: float = 3e-4,
         weight_decay: float = 0.1,
@@ -112,6 +116,8 @@ class CausalLM(Task):
         self.config = models.read_config(model, config)
         self.given = self.config.to_dict() if model is not None or not isinstance(config, dict) else dict(config)
         self.lora, self.frozen, self.recompute = lora, list(freeze or []), recompute
+        vocabulary_loss.check_kernel(loss_kernel)
+        self.loss_kernel = loss_kernel
         self.optimizer_name, self.optimizer_args = optimizer, dict(optimizer_args or {})
         self.lr, self.weight_decay, self.schedule = lr, weight_decay, schedule
         self.warmup_epochs, self.warmup_steps = warmup_epochs, warmup_steps
@@ -166,14 +172,21 @@ class CausalLM(Task):
         """
         if self.has_model:
             return
+        vocabulary_loss.check_kernel(self.loss_kernel, None if self._trainer is None else self._root_device)
         self._fit_to_data()
         dtype = getattr(torch, self.model_dtype) if self.model_dtype else torch.get_default_dtype()
         model = models.build(self.model_name, self.config, dtype=dtype, attention=self.attention)
+        if self.attention is None and self._trainer is not None:
+            families.use_packed_attention(model, self._root_device)
         check_prompts(model, self.prompts, self.tokenizer, self.sampling.max_new_tokens)
         self._traits, self._balance = families.try_family(model), balance_of(model)
         self._check_head(model)
         self.model = self._adapted(model)
         sharded_weights.prepare(self.model, self.model_name)
+
+    @property
+    def _root_device(self) -> torch.device:
+        return self.trainer.strategy.root_device
 
     def _fit_to_data(self) -> None:
         data = getattr(self._trainer, "datamodule", None)
@@ -307,7 +320,10 @@ class CausalLM(Task):
         labels = batch["labels"]
         hidden, balance = outputs if isinstance(outputs, tuple) else (outputs, None)
         count = counted.targets_of(labels)
-        total = vocabulary_loss.summed_loss(self.head, hidden.flatten(0, 1), labels.flatten(), count=count)
+        kernel = None if self.loss_kernel == "torch" else self.loss_kernel
+        total = vocabulary_loss.summed_loss(
+            self.head, hidden.flatten(0, 1), labels.flatten(), count=count, kernel=kernel
+        )
         if balance is not None:
             total = total + balance * (labels != vocabulary_loss.NO_TARGET).sum()
         tokens = batch.get("tokens_in_step")
@@ -332,7 +348,7 @@ class CausalLM(Task):
         total, tokens = losses.sum(dtype=widest()), is_target.sum()
         values = {"loss": (total, tokens), "perplexity": (total, tokens), "accuracy": (hits.sum(), tokens)}
         if self.tokenizer is not None:
-            number = self._byte_counts(labels.device)[labels.clamp(min=0)][is_target].sum()
+            number = (self._byte_counts(labels.device)[labels.clamp(min=0)] * is_target).sum()
             values |= {"bits_per_byte": (total, number), "perplexity_per_byte": (total, number)}
         found: dict[str, Metric | Tensor] = {}
         for name, (value, count) in values.items():

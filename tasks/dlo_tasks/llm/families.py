@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dlo_framework.errors import DloError
-from dlo_tasks.llm import models
+from dlo_tasks.llm import models, packed_attention
 from dlo_tasks.llm.counted import begins_of, documents_of
 
 if TYPE_CHECKING:
@@ -61,7 +61,7 @@ def is_flash(model: PreTrainedModel) -> bool:
 
 
 def documents(model: PreTrainedModel, inputs: Mapping[str, Tensor], *, packs: bool) -> dict[str, Any]:
-    """Returns what a model is told of the documents in its rows beside their positions: flash kernels, their lengths.
+    """Returns what a model is told of the documents in its rows beside their positions, where its kernels know lengths.
 
     Args:
         model: that is called.
@@ -81,7 +81,47 @@ def documents(model: PreTrainedModel, inputs: Mapping[str, Tensor], *, packs: bo
             f"{type(model).__name__} takes no account of positions that begin anew, so that documents packed into a row"
             f" would see each other; pad them instead, each in a row of its own{other}"
         )
-    return lengths_of_documents(positions) if flash and "attention_mask" not in inputs else {}
+    if "attention_mask" in inputs:
+        return {}
+    if packed_attention.is_packed_attention(model):
+        return packed_attention.arguments(model, positions)
+    return lengths_of_documents(positions) if flash else {}
+
+
+def use_packed_attention(model: PreTrainedModel, device: torch.device) -> None:
+    """Has a model that computes attention by `sdpa` keep packed documents apart without a mask, where that suits it.
+
+    Families that are not known are tried beside their dense mask, on a twin with a window of two tokens.
+
+    Args:
+        model: Model that was built.
+        device: Device of the run.
+    """
+    config = models.text_config(model.config)
+    if model.config._attn_implementation != "sdpa" or not packed_attention.suits(config, device):
+        return
+    packed_attention.register()
+    if model.config.model_type in KNOWN or matches_dense_mask(model):
+        model.set_attn_implementation(packed_attention.NAME)
+
+
+@torch.no_grad()
+def matches_dense_mask(model: PreTrainedModel) -> bool:
+    """Returns whether packed attention gives a model what a dense mask gives it: tried on a twin, of two rows."""
+    packed_attention.register()
+    try:
+        twin = _twin(model, window=2, attention="sdpa")
+        tokens = _tokens(twin)
+        rows = torch.tensor([tokens, tokens[::-1]])
+        positions = torch.tensor([[0, 1, 0, 1, 2, 3], [0, 1, 2, 3, 4, 5]])
+        twin.eval()
+        expected = models.hidden_states(twin, input_ids=rows, position_ids=positions)
+        twin.set_attn_implementation(packed_attention.NAME)
+        told = packed_attention.arguments(twin, positions)
+        found = models.hidden_states(twin, input_ids=rows, position_ids=positions, **told)
+        return "cu_seq_lens_q" in told and _near(found, expected)
+    except (*_FAILURES, DloError):  # such as a family whose attention asks no interface
+        return False
 
 
 def lengths_of_documents(position_ids: Tensor) -> dict[str, Any]:
@@ -218,10 +258,19 @@ def _near(one: Tensor, other: Tensor) -> bool:
 # --- the twin --------------------------------------------------------------------------------------------------
 
 
-def _twin(model: PreTrainedModel) -> Any:
-    """Returns a model to try in place of one that cannot be: on the CPU, in single precision."""
+def _twin(model: PreTrainedModel, window: int | None = None, attention: str | None = None) -> Any:
+    """Returns a model to try in place of one that cannot be: on the CPU, in single precision.
+
+    Args:
+        model: Model that is not tried itself.
+        window: Sliding window of the twin, where the model has one.
+        attention: transformers' implementation; by default the model's, or `eager` for flash kernels.
+    """
     config = copy.deepcopy(model.config)
-    kind = "eager" if is_flash(model) else config._attn_implementation
+    text = models.text_config(config)
+    if window is not None and getattr(text, "sliding_window", None) is not None:
+        text.sliding_window = window
+    kind = attention or ("eager" if is_flash(model) else config._attn_implementation)
     with torch.device("meta"):
         twin: Any = models.build(None, config, dtype=torch.float32, attention=kind)
     _, blocks = models.blocks_of(twin)

@@ -17,6 +17,7 @@ from torch import nn
 
 from dlo_framework.errors import DloError, did_you_mean
 from dlo_framework.runs import is_first_process
+from dlo_tasks.llm import packed_attention
 from dlo_tasks.llm.tokenizer import has_tokenizer, vocabulary_size
 from dlo_tasks.llm.vocabulary_loss import VocabularyHead
 
@@ -192,6 +193,8 @@ def build(model: str | None, config: PretrainedConfig, *, dtype: torch.dtype, at
     """
     from transformers import AutoModelForCausalLM
 
+    if attention == packed_attention.NAME:
+        packed_attention.register()
     kind = attention or ("eager" if getattr(text_config(config), "attn_logit_softcapping", None) else None)
     options: dict[str, Any] = {"dtype": dtype, **({"attn_implementation": kind} if kind else {})}
     if dtype == torch.float64:  # transformers' default for mixtures, grouped_mm, has no kernel for it (torch 2.15).

@@ -1,0 +1,369 @@
+"""Attention of packed documents without a dense mask: an implementation for transformers' attention interface.
+
+transformers keeps packed documents apart by a mask `[B, 1, L, L]`: no flash kernel takes it, none of it is skipped,
+keys and values are repeated, and the host waits for the device to see whether there are documents. Here the attention
+modules are given the places where documents begin (see :mod:`dlo_tasks.llm.counted`), for one of two kernels:
+
+* `varlen`: :func:`torch.nn.attention.varlen.varlen_attn`, FlashAttention-2 (Dao, 2023, arXiv 2307.08691) on tokens of
+  all rows behind each other; half precision. On a CPU, and in any precision, :func:`varlen_reference` in its place.
+* `flex`: FlexAttention (Dong et al., 2024, arXiv 2412.05496), compiled, with a block mask that is computed from the
+  documents block by block; float32, and heads that are wider than the first one takes.
+
+Dropout of attention weights is for neither: then, and where a model brings a mask of its own, it is `sdpa`.
+
+Shapes: B rows, L positions, T = B * L tokens, H heads of queries, K of keys and values, D and E their widths.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.nn.attention.flex_attention import BlockMask, flex_attention
+from torch.nn.attention.varlen import varlen_attn
+
+from dlo_framework.errors import DloError
+from dlo_tasks.llm.counted import begins_of, documents_of
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+#: transformers' name for this implementation. It is matched for parts such as "sdpa" and "flash", and has none of them.
+NAME = "dlo_varlen"
+#: Positions of a block of FlexAttention's masks.
+BLOCK = 128
+#: Width of a head that FlashAttention-2 takes at most, of which it must be a multiple, and the compute capability from
+#: which it runs.
+_WIDEST, _MULTIPLE, _AMPERE = 256, 8, (8, 0)
+_HALVES = (torch.bfloat16, torch.float16)
+#: Names that families have for the dropout of attention weights, and for the widths of their heads.
+_DROPOUTS = ("attention_dropout", "attn_pdrop", "attn_dropout", "attention_probs_dropout_prob")
+_WIDTHS = ("head_dim", "global_head_dim", "v_head_dim", "qk_head_dim")
+#: Whether torch (2.12) shares heads of keys among those of queries by itself.
+_GROUPS = "enable_gqa" in inspect.signature(varlen_attn).parameters
+
+Kernel = Literal["varlen", "flex"]
+
+
+def register() -> None:
+    """Makes transformers know the implementation; masks that it asks for are those of `sdpa`."""
+    from transformers import AttentionInterface
+    from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
+
+    AttentionInterface.register(NAME, attention_forward)
+    AttentionMaskInterface.register(NAME, sdpa_mask)
+
+
+def is_packed_attention(model: PreTrainedModel) -> bool:
+    """Returns whether a model computes its attention here."""
+    return bool(model.config._attn_implementation == NAME)
+
+
+def suits(config: Any, device: torch.device) -> bool:
+    """Returns whether a model of this config on this device should compute its attention here by default.
+
+    Args:
+        config: Text model's config.
+        device: Device of the run.
+    """
+    if device.type != "cuda" or torch.version.cuda is None or _has_dropout(config):
+        return False
+    kinds = set(getattr(config, "layer_types", None) or ())
+    chunked = getattr(config, "attention_chunk_size", None)  # Llama 4
+    return not chunked and kinds <= {"full_attention", "sliding_attention"}
+
+
+def kernel_for(config: Any, dtype: torch.dtype, device: torch.device) -> Kernel | None:
+    """Returns the kernel for packed documents; None where there is none but a dense mask.
+
+    Args:
+        config: Text model's config.
+        dtype: Precision in which attention is computed.
+        device: Device of the batch.
+    """
+    if _has_dropout(config):
+        return None
+    softcap = getattr(config, "attn_logit_softcapping", None)
+    if device.type != "cuda":
+        return None if softcap else "varlen"
+    fits = dtype in _HALVES and torch.cuda.get_device_capability(device) >= _AMPERE
+    if fits and not softcap and _widest_head(config) <= _WIDEST:
+        return "varlen"
+    return "flex" if dtype in (*_HALVES, torch.float32) else None
+
+
+def arguments(model: PreTrainedModel, position_ids: Tensor) -> dict[str, Any]:
+    """Returns what tells a model's attention the documents of its rows, by keyword, and keeps a mask from being made.
+
+    An attention mask of four dims is taken as it is by transformers (5.17 to 5.23: `_preprocess_mask_arguments`), be it
+    FlexAttention's or one without elements.
+
+    Args:
+        model: Model whose attention is computed here.
+        position_ids: `[B, L]`; a document begins with each row, and wherever they do not go up by one.
+    """
+    if isinstance(position_ids, FakeTensor):  # Without values: somebody counts the work, or checks shapes.
+        return {}
+    config: Any = model.config.get_text_config(decoder=True)
+    kernel = kernel_for(config, _dtype_of(model, position_ids.device), position_ids.device)
+    if kernel is None:
+        return {}
+    rows, length = position_ids.shape
+    window = getattr(config, "sliding_window", None)
+    is_cut = isinstance(window, int) and window < length
+    number, longest, _ = documents_of(position_ids)
+    no_mask = position_ids.new_empty((0, 0, 0, 0))
+    if number == rows and not is_cut:
+        return {"attention_mask": no_mask}  # The causal order is all there is to know.
+    if kernel == "flex":
+        return {"attention_mask": _block_masks(config, position_ids, window if is_cut else None)}
+    places = torch.nonzero_static(begins_of(position_ids).flatten(), size=number).flatten()
+    edges = F.pad(places, (0, 1), value=position_ids.numel()).to(torch.int32)
+    lengths = {"cu_seq_lens_q": edges, "cu_seq_lens_k": edges, "max_length_q": longest, "max_length_k": longest}
+    return {"attention_mask": no_mask, **lengths}
+
+
+def attention_forward(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Any,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    cu_seq_lens_q: Tensor | None = None,
+    max_length_q: int | None = None,
+    **others: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """Computes attention as transformers' attention modules ask for it.
+
+    Args:
+        module: Attention module.
+        query: `[B, H, L, D]`.
+        key: `[B, K, L, D]`.
+        value: `[B, K, L, E]`.
+        attention_mask: What :func:`arguments` has made of the documents; else a mask as `sdpa` takes it.
+        dropout: Rate of weights that are dropped.
+        scaling: Factor of scores; the width's inverse square root by default.
+        sliding_window: How many tokens a token sees, itself included; None for all before it.
+        softcap: Bound of scores, softly.
+        cu_seq_lens_q: Places where documents begin among all tokens, int32, and the end.
+        max_length_q: Tokens of the longest document.
+        **others: What else families pass.
+
+    Returns:
+        The output, `[B, L, H, E]`; and no attention weights.
+
+    Raises:
+        DloError: for what these kernels do not compute.
+    """
+    by_lengths, by_blocks = cu_seq_lens_q is not None, isinstance(attention_mask, BlockMask)
+    if by_lengths or by_blocks:
+        _refuse(module, dropout, None if by_blocks else softcap, others)
+        scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
+        query, key, value = (tensor.to(_autocast_dtype(tensor)) for tensor in (query, key, value))
+        if by_blocks:
+            return _by_blocks(query, key, value, attention_mask, scale, softcap), None
+        assert cu_seq_lens_q is not None
+        assert max_length_q is not None
+        return _by_lengths(query, key, value, cu_seq_lens_q, max_length_q, scale, sliding_window), None
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+    if isinstance(attention_mask, Tensor) and attention_mask.numel() == 0:
+        attention_mask = None
+    if softcap is not None:
+        others["softcap"] = softcap
+    return sdpa_attention_forward(module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **others)
+
+
+def varlen_reference(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seq_q: Tensor,
+    cu_seq_k: Tensor | None,
+    max_q: int,
+    max_k: int,
+    *,
+    scale: float | None = None,
+    window_size: tuple[int, int] = (-1, -1),
+    enable_gqa: bool = False,
+) -> Tensor:
+    """Computes what :func:`torch.nn.attention.varlen.varlen_attn` does, document by document, on any device.
+
+    Args:
+        query: `[T, H, D]`.
+        key: `[T, K, D]`.
+        value: `[T, K, D]`.
+        cu_seq_q: Where documents begin, and the end.
+        cu_seq_k: The same for keys; equal here.
+        max_q: Tokens of the longest document.
+        max_k: The same for keys.
+        scale: Factor of scores.
+        window_size: How many tokens a token sees to its left and right, itself not counted; -1 for all.
+        enable_gqa: Whether there are fewer heads of keys than of queries.
+    """
+    left, right = window_size
+    assert right == 0  # causal
+    found = []
+    for first, past in pairwise(cu_seq_q.tolist()):
+        q, k, v = (tensor[first:past].transpose(0, 1)[None] for tensor in (query, key, value))
+        seen = None
+        if 0 <= left < past - first - 1:
+            places = torch.arange(past - first, device=query.device)
+            behind = places[:, None] - places[None]
+            seen = (behind >= 0) & (behind <= left)
+        out = F.scaled_dot_product_attention(
+            q, k, v, attn_mask=seen, is_causal=seen is None, scale=scale, enable_gqa=enable_gqa
+        )
+        found.append(out[0].transpose(0, 1))
+    return torch.cat(found)
+
+
+def block_mask(position_ids: Tensor, window: int | None = None, block: int = BLOCK) -> BlockMask:
+    """Returns FlexAttention's mask of packed documents; a mask `[B, 1, L, L]` is never made, and nothing waited for.
+
+    The first token that a query sees does not fall along a row, so that what a block of queries sees follows from that
+    of its first and of its last one.
+
+    Args:
+        position_ids: `[B, L]`.
+        window: How many tokens a token sees, itself included; None for all before it.
+        block: Positions of a block.
+    """
+    length = position_ids.shape[1]
+    places = torch.arange(length, device=position_ids.device)
+    first = torch.where(begins_of(position_ids), places, 0).cummax(dim=1).values
+    if window is not None:
+        first = torch.maximum(first, places - window + 1)
+    count = -(-length // block)
+    number = torch.arange(count, device=position_ids.device)
+    lowest = first[:, ::block] // block  # [B, blocks], the first block of which anything is seen
+    lasts = (number * block + block - 1).clamp(max=length - 1)
+    all_from = -(-first.index_select(1, lasts) // block)  # the first block of which all is seen by all queries
+    queries, keys = number[None, :, None], number[None, None]
+    seen = (keys <= queries) & (keys >= lowest[..., None])
+    wholly = (keys < queries) & (keys >= all_from[..., None])
+
+    def sees(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        return (q >= k) & (k >= first[b, q])
+
+    partly, whole = _in_order(seen & ~wholly), _in_order(wholly)
+    return BlockMask.from_kv_blocks(
+        *partly, *whole, BLOCK_SIZE=block, mask_mod=sees, seq_lengths=(length, length)
+    )  # fmt: skip
+
+
+def _in_order(blocks: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns how many blocks of keys each block of queries has, `[B, 1, n]`, and which, `[B, 1, n, n]`."""
+    order = torch.argsort(blocks.to(torch.int8), dim=-1, descending=True, stable=True)
+    return blocks.sum(dim=-1, dtype=torch.int32)[:, None], order.to(torch.int32)[:, None]
+
+
+def _block_masks(config: Any, position_ids: Tensor, window: int | None) -> Any:
+    """Returns the mask of all layers, or one for each kind of them as families with several take it."""
+    kinds = set(getattr(config, "layer_types", None) or ())
+    if window is None or kinds == {"full_attention"}:
+        return block_mask(position_ids)
+    if kinds <= {"sliding_attention"}:
+        return block_mask(position_ids, window)
+    return {
+        "full_attention": block_mask(position_ids),
+        "sliding_attention": block_mask(position_ids, window),
+    }
+
+
+def _by_lengths(
+    query: Tensor, key: Tensor, value: Tensor, edges: Tensor, longest: int, scale: float, window: int | None
+) -> Tensor:
+    rows, heads, length, _ = query.shape
+    wide = value.shape[-1]
+    on_gpu = query.device.type == "cuda"
+    width = -(-max(query.shape[-1], wide) // _MULTIPLE) * _MULTIPLE if on_gpu else max(query.shape[-1], wide)
+    if not _GROUPS:
+        key, value = (tensor.repeat_interleave(heads // tensor.shape[1], dim=1) for tensor in (key, value))
+    grouped = {"enable_gqa": key.shape[1] != heads} if _GROUPS else {}
+    packed = [_in_a_row(tensor, width) for tensor in (query, key, value)]
+    compute: Any = varlen_attn if on_gpu else varlen_reference
+    left = -1 if window is None else window - 1
+    out = compute(*packed, edges, edges, longest, longest, scale=scale, window_size=(left, 0), **grouped)
+    return out.view(rows, length, heads, width)[..., :wide]
+
+
+def _in_a_row(tensor: Tensor, width: int) -> Tensor:
+    """Returns `[T, heads, width]` of `[B, heads, L, D]`; zeros make up for what is narrower."""
+    narrow = width - tensor.shape[-1]
+    tensor = F.pad(tensor, (0, narrow)) if narrow else tensor
+    return tensor.transpose(1, 2).reshape(-1, tensor.shape[1], width)
+
+
+def _by_blocks(
+    query: Tensor, key: Tensor, value: Tensor, mask: BlockMask, scale: float, softcap: float | None
+) -> Tensor:
+    def capped(score: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        assert softcap is not None
+        return softcap * torch.tanh(score / softcap)
+
+    compute: Any = _flex_attention(query.device.type)
+    grouped = key.shape[1] != query.shape[1]
+    out: Tensor = compute(
+        query, key, value, None if softcap is None else capped, mask, scale=scale, enable_gqa=grouped
+    )  # fmt: skip
+    return out.transpose(1, 2).contiguous()
+
+
+def _flex_attention(device_type: str) -> Any:
+    """Returns FlexAttention, compiled on an accelerator, unless it is being compiled with what surrounds it."""
+    return flex_attention if device_type == "cpu" or torch.compiler.is_compiling() else _compiled_flex_attention()
+
+
+@functools.lru_cache(maxsize=1)
+def _compiled_flex_attention() -> Any:
+    return torch.compile(flex_attention)
+
+
+def _refuse(module: nn.Module, dropout: float, softcap: float | None, others: dict[str, Any]) -> None:
+    what = None
+    if dropout:
+        what = f"without dropout of its weights, got {dropout}"
+    elif softcap is not None:
+        what = f"without a soft-cap, got {softcap}"
+    elif others.get("s_aux") is not None:
+        what = "without sinks"
+    elif others.get("position_bias") is not None:
+        what = "without a bias of positions"
+    elif others.get("is_causal") is False or getattr(module, "is_causal", True) is False:
+        what = "causal"
+    if what is not None:
+        raise DloError(f"attention: {NAME} must be {what} in {type(module).__name__}; set attention: sdpa, or eager")
+
+
+def _has_dropout(config: Any) -> bool:
+    return any(getattr(config, name, None) for name in _DROPOUTS)
+
+
+def _widest_head(config: Any) -> int:
+    found = [getattr(config, name, None) for name in _WIDTHS]
+    heads = getattr(config, "num_attention_heads", None) or 1
+    width = (getattr(config, "hidden_size", None) or 0) // heads
+    return max([width, *(size for size in found if isinstance(size, int))])
+
+
+def _dtype_of(model: nn.Module, device: torch.device) -> torch.dtype:
+    if torch.is_autocast_enabled(device.type):
+        return torch.get_autocast_dtype(device.type)
+    found: torch.dtype = next(model.parameters()).dtype
+    return found
+
+
+def _autocast_dtype(tensor: Tensor) -> torch.dtype:
+    kind = tensor.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else tensor.dtype

@@ -1,0 +1,56 @@
+"""The loss over a vocabulary on a GPU: each kernel is the plain loss, and none but Liger's waits."""
+
+import importlib.util
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from dlo_tasks.llm.vocabulary_loss import NO_TARGET, VocabularyHead, measure, summed_loss
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="this machine has no CUDA device"),
+]
+
+TOKENS, WIDTH, VOCABULARY = 1024, 256, 32_000
+
+
+def make(dtype: torch.dtype) -> tuple[nn.Linear, torch.Tensor, torch.Tensor]:
+    torch.manual_seed(0)
+    head = nn.Linear(WIDTH, VOCABULARY, bias=False, device="cuda", dtype=dtype)
+    hidden = torch.randn(TOKENS, WIDTH, device="cuda", dtype=dtype, requires_grad=True)
+    targets = torch.randint(VOCABULARY, (TOKENS,), device="cuda")
+    targets[::4] = NO_TARGET
+    return head, hidden, targets
+
+
+@pytest.mark.parametrize("kernel", ["rows", "compiled", "liger"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_kernel_is_the_plain_loss(kernel, dtype):
+    if kernel == "liger" and importlib.util.find_spec("liger_kernel") is None:
+        pytest.skip("liger-kernel is not installed")
+    head, hidden, targets = make(dtype)
+    plain = F.cross_entropy(head(hidden).float(), targets, ignore_index=NO_TARGET, reduction="sum")
+    wanted = torch.autograd.grad(plain, [hidden, head.weight])
+    for chunk in (None, 100):
+        loss = summed_loss(VocabularyHead(head), hidden, targets, chunk, kernel=kernel)
+        found = torch.autograd.grad(loss, [hidden, head.weight])
+        assert loss.item() == pytest.approx(plain.item(), rel=1e-3 if dtype == torch.bfloat16 else 1e-5)
+        for one, other in zip(found, wanted, strict=True):
+            assert (one.float() - other.float()).norm() < (
+                0.02 if dtype == torch.bfloat16 else 1e-4
+            ) * other.float().norm()
+
+
+@pytest.mark.parametrize("count", [None, TOKENS - TOKENS // 4])
+def test_the_device_is_not_waited_for(count):
+    head, hidden, targets = make(torch.bfloat16)
+    summed_loss(VocabularyHead(head), hidden, targets, count=count).backward()  # Asks once what torch has.
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        summed_loss(VocabularyHead(head), hidden, targets, count=count).backward()
+        measure(VocabularyHead(head), hidden, targets)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
