@@ -57,27 +57,41 @@ class BatchTransform(Callback, ABC):
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Joins the transfer of batches, in each process of its own: nothing has to travel to a launched one."""
         if stage == "fit":
-            _join(trainer)
+            join_transfer(trainer)
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Leaves the transfer as it was."""
-        _leave(trainer)
+        leave_transfer(trainer)
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Leaves the transfer as it was: Lightning calls no ``teardown`` then."""
-        _leave(trainer)
+        leave_transfer(trainer)
+
+
+class BatchCopier(Callback, ABC):
+    """A callback that copies batches to the device in its own way; one that has joined the transfer is asked first."""
+
+    @abstractmethod
+    def copy_batch(self, batch: Any) -> Any:
+        """Returns the batch on the device."""
 
 
 class _Transfer:
-    """A strategy's ``batch_to_device``, followed by the transforms of the trainer's callbacks while it trains."""
+    """A strategy's ``batch_to_device``, followed by the transforms of the trainer's callbacks while it trains.
+
+    Where a callback copies batches, and neither module nor datamodule does so itself, it does before that.
+    """
 
     def __init__(self, trainer: Trainer, transfer: Callable[..., Any], was_own: bool) -> None:
         self.trainer: Any = trainer
         self.transfer, self.was_own = transfer, was_own
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        batch = self.transfer(*args, **kwargs)
         trainer = self.trainer
+        copier = next((callback for callback in trainer.callbacks if isinstance(callback, BatchCopier)), None)
+        if copier is not None and args and not _transfers_itself(trainer):
+            args = (copier.copy_batch(args[0]), *args[1:])
+        batch = self.transfer(*args, **kwargs)
         if not trainer.training or batch is None:
             return batch
         transforms = [callback for callback in trainer.callbacks if isinstance(callback, BatchTransform)]
@@ -87,12 +101,17 @@ class _Transfer:
         return batch
 
 
-def _join(trainer: Trainer) -> None:
+def _transfers_itself(trainer: Any) -> bool:
+    parts = [part for part in (getattr(trainer, "datamodule", None), trainer.lightning_module) if part is not None]
+    return any(is_overridden("transfer_batch_to_device", part) for part in parts)
+
+
+def join_transfer(trainer: Trainer) -> None:
     """Puts the transforms behind ``trainer.strategy.batch_to_device``, once a trainer.
 
-    The method is hidden by an attribute of that one strategy object, until :func:`_leave`. Lightning (2.6) moves every
-    batch of its loops through it, and nothing but batches: model summaries and loggers that trace the graph move
-    ``example_input_array`` past it.
+    The method is hidden by an attribute of that one strategy object, until :func:`leave_transfer`. Lightning (2.6)
+    moves every batch of its loops through it, and nothing but batches: model summaries and loggers that trace the graph
+    move ``example_input_array`` past it.
     """
     own = vars(trainer.strategy)
     if not isinstance(own.get(_TRANSFER), _Transfer):
@@ -100,8 +119,8 @@ def _join(trainer: Trainer) -> None:
         setattr(trainer.strategy, _TRANSFER, transfer)
 
 
-def _leave(trainer: Trainer) -> None:
-    """Undoes :func:`_join`; does nothing where that has been done."""
+def leave_transfer(trainer: Trainer) -> None:
+    """Undoes :func:`join_transfer`; does nothing where that has been done."""
     current = vars(trainer.strategy).get(_TRANSFER)
     if not isinstance(current, _Transfer):
         return

@@ -13,6 +13,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor
 
 from dlo_framework import runs
+from dlo_framework.accelerator import AcceleratorSettings
 from dlo_framework.accumulation import AccumulationTail
 from dlo_framework.distributed.equal_batches import EqualBatches
 from dlo_framework.distributed.grace import GRACE
@@ -37,6 +38,7 @@ def add_default_callbacks(
     progress_bar: bool = True,
     checkpoints: bool = True,
     stop_grace: float = GRACE,
+    cudnn_benchmark: bool = True,
 ) -> list[Callback]:
     """Returns ``callbacks`` with dlo's own beside them.
 
@@ -48,6 +50,7 @@ def add_default_callbacks(
         progress_bar: whether to draw a bar.
         checkpoints: whether to save any.
         stop_grace: Seconds that a run which was asked to stop may go on without a move.
+        cudnn_benchmark: Whether cuDNN may measure its algorithms, where the config has no AcceleratorSettings.
     """
     monitor = next((callback for callback in callbacks if isinstance(callback, RunMonitor)), RunMonitor())
     state = StateReport()
@@ -57,6 +60,8 @@ def add_default_callbacks(
         first.append(AccumulationTail())
     defaults: list[Callback] = [EqualBatches(), monitor, ExactResume(), state]
     defaults.append(RunRecord(run_folder, config, monitor, state))
+    if not any(isinstance(callback, AcceleratorSettings) for callback in callbacks):
+        defaults.append(AcceleratorSettings(cudnn_benchmark=cudnn_benchmark))
     if not any(isinstance(callback, FiniteLoss) for callback in callbacks):
         defaults.append(FiniteLoss())
     if progress_bar and not any(isinstance(callback, ProgressBar) for callback in callbacks):

@@ -263,6 +263,7 @@ class DloCLI(LightningCLI):
             progress_bar=config.get("enable_progress_bar") is not False,
             checkpoints=config.get("enable_checkpointing") is not False,
             stop_grace=self.config[self.command].run.stop_grace,
+            cudnn_benchmark=config.get("benchmark") is not False,
         )
         kwargs["default_root_dir"] = str(self.run_folder)
         if config.get("profiler") is None:

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from dlo_framework.registry import Registry
 
 LR_FIND = "lr-find"
+_DRIVER = Path("/proc/driver/nvidia/version")
 
 
 def run(argv: list[str]) -> int:
@@ -97,6 +98,7 @@ def _leave_together(error: BaseException) -> None:
 def prepare(found: Scan) -> Registry:
     """Gets this process ready for a command of Lightning's: silences what is no news, and imports the plug-ins."""
     _quiet()
+    set_allocator()
     import lightning  # noqa: F401  It sets PYTORCH_NVML_BASED_CUDA_CHECK, which the next line mends.
 
     _mend_environment()
@@ -144,8 +146,22 @@ def _mend_environment() -> None:
     start CUDA before a fork. Optimizers ask that question at each step, and without a driver each answer is a
     failed ``dlopen`` of NVML: a third of a small model's step. Without a driver there is no CUDA to start.
     """
-    if sys.platform == "linux" and not Path("/proc/driver/nvidia/version").exists():
+    if sys.platform == "linux" and not _DRIVER.exists():
         os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "0"
+
+
+#: Variables by which a user sets up torch's allocator; any of them leaves it alone.
+_ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
+
+
+def set_allocator(driver: Path = _DRIVER) -> None:
+    """Has torch's allocator grow its segments on NVIDIA's GPUs, so that free memory is not left in small pieces.
+
+    It comes before torch is imported. A value of the user's stays: `PYTORCH_ALLOC_CONF=expandable_segments:False`
+    switches it off.
+    """
+    if driver.exists() and not any(name in os.environ for name in _ALLOCATOR):
+        os.environ[_ALLOCATOR[0]] = "expandable_segments:True"
 
 
 #: Warnings of other libraries that no user of dlo can act on.

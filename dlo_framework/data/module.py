@@ -20,7 +20,8 @@ from dlo_framework.data.loader import ResumableLoader
 from dlo_framework.data.sampler import Position, ResumableBatchSampler, Window
 from dlo_framework.errors import DloError
 
-_MAX_AUTO_WORKERS = 8
+#: Loading processes at most where the config leaves them open: on a CPU, which computes besides, and elsewhere.
+_MAX_WORKERS_ON_CPU, _MAX_WORKERS = 8, 32
 
 
 def data_parallel_coordinates(trainer: Trainer | None) -> tuple[int, int]:
@@ -66,8 +67,9 @@ class ResumableDataModule(LightningDataModule):
             changes neither the loss curve nor the learning rate that fits it. Must be divisible by the ranks.
         eval_batch_size: the same in validation, test and prediction; default: ``batch_size``, rounded up to
             a multiple of the ranks. It changes no metric.
-        num_workers: loading processes on each rank; 0 loads in the main process. Default: one per CPU core
-            that this rank has, at most 8. It changes speed only, never the data.
+        num_workers: loading processes on each rank; 0 loads in the main process. Default: one per CPU core that this
+            rank has, at most 8; on an accelerator, one core less and at most 32. The cores are those that the process
+            may use, over the ranks of its node, or SLURM's `--cpus-per-task`. It changes speed only, never the data.
         prefetch_factor: batches that each worker prepares ahead; default 2.
         pin_memory: load into page-locked memory, which speeds up copies to an accelerator. Default: where the
             run has one.
@@ -296,7 +298,7 @@ class ResumableDataModule(LightningDataModule):
         workers = self.num_workers
         if workers is None:
             ranks = self.trainer.num_devices if self.trainer is not None else 1
-            workers = min(_MAX_AUTO_WORKERS, _usable_cores() // max(1, ranks))
+            workers = default_workers(_cores_of_rank(max(1, ranks)), on_accelerator)
         return {
             "num_workers": workers,
             "prefetch_factor": self.prefetch_factor,
@@ -334,6 +336,22 @@ def _sample_counter(module: LightningDataModule) -> Callable[[int], bool]:
         return owner is not None and owner.trainer is not None and count_samples(owner.trainer, samples)
 
     return tell
+
+
+def default_workers(cores: int, on_accelerator: bool) -> int:
+    """Returns how many processes load for a rank that has so many cores.
+
+    On a CPU training itself takes all cores. On an accelerator its host needs one, and loading has the others.
+    """
+    if not on_accelerator:
+        return min(_MAX_WORKERS_ON_CPU, cores)
+    return max(1, min(_MAX_WORKERS, cores - 1))
+
+
+def _cores_of_rank(ranks: int) -> int:
+    """Returns the cores of this rank, of those that share its node; SLURM may give each rank cores of its own."""
+    usable, own = _usable_cores(), os.environ.get("SLURM_CPUS_PER_TASK", "")
+    return min(usable, int(own)) if own.isdigit() and int(own) else usable // ranks
 
 
 def _usable_cores() -> int:

@@ -27,7 +27,7 @@ LAYERS: dict[str, tuple[tuple[str, tuple[str, ...]], ...]] = {
         ("a run", ("task", "progress", "accumulation", "resume", "snapshot", "runs", "run_lock")),
         ("its ranks", ("distributed/",)),
         ("looked at", ("watch/",)),
-        ("its callbacks", ("ema", "finite", "stop", "rehearsal", "defaults")),
+        ("its callbacks", ("accelerator", "ema", "finite", "stop", "rehearsal", "defaults")),
         ("proved", ("testing/",)),
         ("commanded", ("cli/",)),
         ("", ("__main__", "__init__")),

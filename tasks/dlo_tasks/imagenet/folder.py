@@ -63,8 +63,8 @@ class ImageFolderData(ImageData):
             2020, arXiv:1901.09335); an epoch keeps its length. 1 is off.
         on_corrupt: "raise" stops with the file's name; "skip" takes another image in its place (in
             evaluation: leaves it out) and counts it in ``corrupt_images``.
-        num_workers: loading processes on each rank. Default: one per CPU core that the rank has, at most 8.
-            Changes speed only, never the data.
+        num_workers: loading processes on each rank. Default: by the rank's CPU cores, see
+            :class:`ResumableDataModule`. Changes speed only, never the data.
         prefetch_factor: batches that each worker prepares ahead; default 2.
         pin_memory: load into page-locked memory. Default: where the run has an accelerator.
         persistent_workers: keep the workers between epochs.

@@ -1,0 +1,173 @@
+"""Settings of a run on an accelerator: precision of float32 products, cuDNN, garbage collection, copies of batches."""
+
+from __future__ import annotations
+
+import gc
+from typing import Any, Literal
+
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from torch import nn
+from torch.utils._pytree import tree_leaves
+
+from dlo_framework.batch_transform import BatchCopier, join_transfer, leave_transfer
+from dlo_framework.errors import DloError
+
+MatmulPrecision = Literal["highest", "high", "medium"]
+
+
+class AcceleratorSettings(BatchCopier):
+    """Sets torch up for speed on CUDA; on by default, and does nothing on a CPU.
+
+    - **Float32 products** run on tensor cores with inputs rounded to TF32 (`matmul_precision`), as cuDNN's convolutions
+      do by torch's own default. A value that was set before the run stays.
+    - **cuDNN** measures its algorithms for each shape of a convolution and takes the fastest (`cudnn_benchmark`), where
+      the module has convolutions and `trainer.deterministic` is off. `trainer.benchmark: false` switches it off too.
+    - **Python's garbage collection** runs after every `gc_steps` batches, on all ranks after the same ones, in place of
+      whenever objects have piled up: ranks that collect at different times wait for each other. What lives when
+      training starts is not looked at.
+    - **Batches** are copied to the device on a stream of their own (`copy_stream`), while it still computes earlier
+      steps. It takes page-locked memory, which dlo's loaders use on an accelerator.
+
+    Args:
+        matmul_precision: torch's `float32_matmul_precision`.
+        cudnn_benchmark: Whether cuDNN measures algorithms.
+        gc_steps: Batches between two collections; 0 leaves them to Python.
+        copy_stream: Whether batches have a stream of their own.
+
+    Raises:
+        DloError: for a value that does not exist.
+    """
+
+    #: As Lightning's property has it, of which every hook of every step asks.
+    state_key = "AcceleratorSettings"
+    left_out_of_parity = "it rounds float32 products and chooses algorithms by their speed"
+
+    def __init__(
+        self,
+        matmul_precision: MatmulPrecision = "high",
+        cudnn_benchmark: bool = True,
+        gc_steps: int = 50,
+        copy_stream: bool = True,
+    ) -> None:
+        if matmul_precision not in ("highest", "high", "medium"):
+            raise DloError(
+                f"AcceleratorSettings: matmul_precision must be highest, high or medium, got {matmul_precision!r}"
+            )
+        if gc_steps < 0:
+            raise DloError(f"AcceleratorSettings: gc_steps must be at least 0, got {gc_steps}; 0 leaves it to Python")
+        self.matmul_precision, self.cudnn_benchmark = matmul_precision, cudnn_benchmark
+        self.gc_steps, self.copy_stream = gc_steps, copy_stream
+        self._copies: CopyStream | None = None
+        self._collector: Collector | None = None
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Sets the precision, and joins the transfer of batches."""
+        device = trainer.strategy.root_device
+        if device.type != "cuda":
+            return
+        if torch.get_float32_matmul_precision() == "highest":  # torch's default: nobody has set another one.
+            torch.set_float32_matmul_precision(self.matmul_precision)
+        if self.copy_stream:
+            self._copies = CopyStream(device)
+            join_transfer(trainer)
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Has cuDNN measure its algorithms, once the model is there."""
+        if trainer.strategy.root_device.type == "cuda" and self.cudnn_benchmark and may_benchmark(pl_module):
+            torch.backends.cudnn.benchmark = True
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Takes garbage collection over."""
+        if trainer.strategy.root_device.type != "cpu" and self.gc_steps:
+            self._collector = Collector(self.gc_steps)
+
+    def on_train_batch_end(self, *args: Any, **kwargs: Any) -> None:
+        """Collects when it is time."""
+        if self._collector is not None:
+            self._collector.step()
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Gives garbage collection back."""
+        if self._collector is not None:
+            self._collector.close()
+            self._collector = None
+
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Leaves the transfer as it was."""
+        self.on_train_end(trainer, pl_module)
+        if self._copies is not None:
+            self._copies = None
+            leave_transfer(trainer)
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """Leaves all as it was: Lightning calls no ``teardown`` then."""
+        self.teardown(trainer, pl_module, "fit")
+
+    def copy_batch(self, batch: Any) -> Any:
+        """Returns the batch on the device."""
+        return batch if self._copies is None else self._copies.copy(batch)
+
+
+class CopyStream:
+    """Copies batches to a device on a stream of its own; the stream that computes waits for the copy, no host does.
+
+    Args:
+        device: Where batches go.
+        streams: `torch.cuda`, or what has its `Stream`, `stream` and `current_stream`.
+    """
+
+    def __init__(self, device: torch.device, streams: Any = torch.cuda) -> None:
+        self.device, self._streams = device, streams
+        self.stream = streams.Stream(device)
+
+    def copy(self, batch: Any) -> Any:
+        """Returns a batch with its tensors on the device."""
+        from lightning.fabric.utilities import move_data_to_device
+
+        computes = self._streams.current_stream(self.device)
+        with self._streams.stream(self.stream):
+            moved = move_data_to_device(batch, self.device)
+        computes.wait_stream(self.stream)
+        before = {id(leaf) for leaf in tree_leaves(batch)}
+        for leaf in tree_leaves(moved):
+            # Its memory is the copying stream's: it is used again there only after `computes` has done with it.
+            if isinstance(leaf, torch.Tensor) and id(leaf) not in before:
+                leaf.record_stream(computes)
+        return moved
+
+
+class Collector:
+    """Collects garbage after every so many steps, and at no other time.
+
+    Args:
+        every: Steps.
+    """
+
+    def __init__(self, every: int) -> None:
+        self.every, self.steps = every, 0
+        self._was_on, self._froze = gc.isenabled(), gc.get_freeze_count() == 0
+        gc.disable()
+        gc.collect()
+        if self._froze:
+            gc.freeze()
+
+    def step(self) -> None:
+        """Counts a step."""
+        self.steps += 1
+        if self.steps % self.every == 0:
+            gc.collect()
+
+    def close(self) -> None:
+        """Leaves it to Python again, where it was."""
+        if self._froze:
+            gc.unfreeze()
+        if self._was_on:
+            gc.enable()
+
+
+def may_benchmark(module: nn.Module) -> bool:
+    """Returns whether cuDNN has algorithms to measure, and nobody asks for the same ones in each run."""
+    if torch.are_deterministic_algorithms_enabled() or torch.backends.cudnn.deterministic:
+        return False
+    return any(isinstance(part, nn.modules.conv._ConvNd) for part in module.modules())
