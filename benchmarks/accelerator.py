@@ -1,6 +1,6 @@
 """What an accelerator makes of it: ViT and LLM training and MFU, ZeRO and FSDP, BatchMix, checkpoints, beside peers.
 
-    python benchmarks/accelerator.py [--rounds 5] [--size large] [--parts vit llm strategies batch_mix checkpoints]
+    python benchmarks/accelerator.py [--rounds 5] [--size large] [--parts vit llm strategies ...]
     python benchmarks/accelerator.py --device cpu --size tiny --backend aot_eager
 
 Without an accelerator it says so and measures nothing; the second line runs all of it on a CPU, to try it.
@@ -8,6 +8,9 @@ Without an accelerator it says so and measures nothing; the second line runs all
 * ``vit``, ``llm``: images and tokens a second in bf16 of a loop by hand (transformers, timm, fused AdamW, autocast) and
   of dlo as ``dlo fit`` sets it up, everything on but checkpoints; eager and compiled. FLOPs are those that dlo's
   monitor counts, MFU is over the peak of the device. Roofline: an MFU of 1.
+* ``llama_lora``, ``qwen_lora``, ``llama_full``: Llama 3 8B and Qwen2.5 7B by LoRA, a 1B in full, on rows packed with
+  documents, gradients clipped; beside a loop by hand and dlo itself with a dense mask.
+* ``loss``: benchmarks/vocabulary_loss.py's contestants at the shape of Liger Kernel's page.
 * ``strategies``: a Llama under dlo's ddp, ZeRO stages 1 to 3 and FSDP, beside torch's DDP and FSDP2 by hand, on one
   device, where nothing is divided and what a strategy costs is seen, and on all of them.
 * ``batch_mix``: benchmarks/batch_mix.py's contestants. Roofline: the copy of the batch.
@@ -28,7 +31,8 @@ from measuring.catalogue import parse_options
 from measuring.record import Record
 from on_accelerator.subjects import SIZES, llama, size_for, vit
 
-PARTS = ("vit", "llm", "strategies", "batch_mix", "checkpoints")
+LANGUAGE = ("llama_lora", "qwen_lora", "llama_full")
+PARTS = ("vit", "llm", *LANGUAGE, "loss", "strategies", "batch_mix", "checkpoints")
 
 
 def main() -> None:
@@ -69,6 +73,18 @@ def measure(options: argparse.Namespace, record: Record) -> None:
         for part, make in (("vit", vit), ("llm", llama)):
             if part in parts:
                 record.add(throughput(make(size, not on_cpu), size, device, options.rounds, options.backend))
+    for part in (part for part in LANGUAGE if part in parts):
+        from on_accelerator.language import language_table
+
+        try:
+            record.add(language_table(part, name, size, device, options.rounds, options.backend))
+        except torch.OutOfMemoryError as error:
+            record.without(part, f"it does not fit this device: {str(error).splitlines()[0]}")
+    if "loss" in parts:
+        from on_accelerator.language import loss_tables
+
+        for table in loss_tables(name, device, options.rounds):
+            record.add(table)
     if "strategies" in parts:
         from on_accelerator.strategies import strategies_table
 

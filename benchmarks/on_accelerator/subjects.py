@@ -87,6 +87,8 @@ class Subject:
         items: of a batch, what is counted: images or tokens.
         item: what they are called.
         scope: what dlo's Compile compiles; what the task calls as a module.
+        clip: Norm to which gradients are clipped; None for none.
+        data: Makes what dlo fits on of a loader.
     """
 
     title: str
@@ -98,6 +100,8 @@ class Subject:
     items: int
     item: str
     scope: str
+    clip: float | None = None
+    data: Callable[[Any], Any] = lambda loader: loader
 
 
 def vit(size: Size, fused: bool) -> Subject:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from measuring.record import Table
-from measuring.rounds import all_ratios, clock_of, take_turns
+from measuring.rounds import Clock, all_ratios, clock_of, take_turns
 
 from dlo_plugins.callbacks.compile import Compile
 from on_accelerator.subjects import BATCHES, Size, Subject, pinned
@@ -30,7 +30,11 @@ def throughput(subject: Subject, size: Size, device: torch.device, rounds: int, 
     torch.manual_seed(0)
     clock = clock_of(device)
     work = Work(device, clock, [pinned(subject.batch(), device) for _ in range(BATCHES)], size.warm, size.steps)
-    found = take_turns(contestants(subject, work, backend), rounds)
+    return rates_table(subject, take_turns(contestants(subject, work, backend), rounds), clock)
+
+
+def rates_table(subject: Subject, found: dict[str, list[Trained]], clock: Clock) -> Table:
+    """Returns the table of what turns have found, by contestant."""
     table = Table(f"{subject.title}, bf16", f"the {subject.item} a second of a loop by hand", clock, better="higher")
     rates = {name: [subject.items / turn.seconds for turn in turns] for name, turns in found.items()}
     # A batch takes the same FLOPs whoever trains it; dlo's monitor counts them, uncompiled.

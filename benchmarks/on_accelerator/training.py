@@ -86,7 +86,8 @@ def by_hand(
     before = _begin(work.device)
     net.to(work.device).train()
     called = wrap(net)
-    optimizer = torch.optim.AdamW(called.parameters(), lr=LR, fused=work.device.type != "cpu")
+    trained = [parameter for parameter in called.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=LR, fused=work.device.type != "cpu")
     begin: Any = None
     for number in range(work.warm + work.steps):
         if number == work.warm:
@@ -98,6 +99,8 @@ def by_hand(
         with torch.autocast(work.device.type, torch.bfloat16, enabled=autocast):
             loss = subject.loss(called, batch)
         loss.backward()
+        if subject.clip is not None:
+            nn.utils.clip_grad_norm_(trained, subject.clip)
         optimizer.step()
     end = work.clock.mark()
     seconds = work.clock.between(begin, end) / work.steps
@@ -134,9 +137,10 @@ def by_dlo(subject: Subject, task: Task, work: Work, callbacks: list[Callback], 
             enable_model_summary=False,
             num_sanity_val_steps=0,
             limit_val_batches=0,
+            gradient_clip_val=subject.clip,
             **{"devices": 1, **options},
         )
-        trainer.fit(task, DataLoader(Batches(work.batches, work.warm + work.steps), batch_size=None))
+        trainer.fit(task, subject.data(DataLoader(Batches(work.batches, work.warm + work.steps), batch_size=None)))
     monitor = next(callback for callback in all_callbacks if isinstance(callback, RunMonitor))
     counted = monitor.flops.per_sample if monitor.flops is not None else 0.0
     return Trained(watch.seconds_of_a_step, _peak(work.device, before), counted, peak_flops(trainer))

@@ -69,6 +69,31 @@ def test_one_device_trains_by_hand_and_by_dlo_compiled_and_not():
 
 
 @pytest.mark.slow
+def test_language_models_train_on_packed_documents_by_hand_and_by_dlo():
+    words = ["--device", "cpu", "--size", "tiny", "--rounds", "1", "--backend", "aot_eager"]
+    lora, full, forward, both = accelerator(*words, "--parts", "qwen_lora", "llama_full", "loss")["tables"]
+    for table in (lora, full):
+        ours = ["dlo fit", "dlo fit, compiled", "dlo fit, dense mask"]
+        assert list(table["rows"]) == ["loop", "loop again", "loop, compiled", *ours]
+        assert all(row["tokens a second"] > 0 for row in table["rows"].values())
+    assert "14,110 tokens/s" in lora["notes"][1]
+    assert all({"plain", "plain again", "dlo"} <= set(table["rows"]) for table in (forward, both))
+
+
+def test_packed_batches_are_full_of_documents(load):
+    language = load("on_accelerator.language")
+    torch.manual_seed(0)
+    batch = language.packed_batch(3, 512, 100)
+    begins = (batch["position_ids"] == 0).sum(dim=1)
+    assert (begins > 1).all()
+    # The last token of a document has no target, and what follows the row's last one is not known.
+    assert int((batch["labels"] != -100).sum()) == int(batch["tokens_in_step"]) == 3 * 512 - int(begins.sum())
+    data = language.Packed(None)
+    data.on_after_batch_transfer(data.on_before_batch_transfer(batch, 0), 0)
+    assert language.counted.documents_of(batch["position_ids"]).number == int(begins.sum())
+
+
+@pytest.mark.slow
 def test_strategies_train_beside_ddp_and_fsdp2():
     words = ["--device", "cpu", "--size", "tiny", "--rounds", "1", "--parts", "strategies"]
     one, two = accelerator(*words)["tables"]

@@ -16,7 +16,10 @@ pytestmark = [
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "accelerator.py"
 
 
-@pytest.mark.parametrize("part", ["vit", "llm", "strategies", "batch_mix", "checkpoints"])
+LANGUAGE = ("llm", "llama_lora", "qwen_lora", "llama_full")
+
+
+@pytest.mark.parametrize("part", ["vit", *LANGUAGE, "loss", "strategies", "batch_mix", "checkpoints"])
 def test_a_part_runs_and_tells(part):
     words = [sys.executable, str(SCRIPT), "--size", "tiny", "--rounds", "2", "--parts", part]
     done = subprocess.run(words, capture_output=True, text=True, check=False, timeout=280)
@@ -26,5 +29,5 @@ def test_a_part_runs_and_tells(part):
     for table in record["tables"]:
         assert table["clock"] != "CPU time of one thread"
         assert all(row["median"] > 0 and row["n"] == 2 for row in table["rows"].values())
-        if part in ("vit", "llm"):
+        if part in ("vit", *LANGUAGE):
             assert all(row["peak GB"] > 0 for row in table["rows"].values())
