@@ -30,6 +30,7 @@ from dlo_framework.checkpoint.convert import as_lightning
 from dlo_framework.checkpoint.saved import SavedTensors, Source
 from dlo_framework.checkpoint.state_file import refuse_unreadable
 from dlo_framework.checkpoint.torch_file import local_path
+from dlo_framework.distributed.fused import own_implementation, prefer_fused, unscale_apart
 from dlo_framework.distributed.held import memory_of, optimizer_bytes
 from dlo_framework.errors import DloError
 
@@ -153,6 +154,8 @@ class CanonicalStrategy(Strategy):
     #: What the strategy divides among its ranks, in the ZeRO paper's count: 1 optimizer state, 2 gradients, 3
     #: parameters; 0 is nothing.
     zero_stage = 0
+    #: Whether parameters are in half precision, beside master weights in single precision that the strategy divides.
+    has_master_weights = False
 
     @property
     def shard_size(self) -> int:
@@ -170,10 +173,15 @@ class CanonicalStrategy(Strategy):
         }
 
     def setup_optimizers(self, trainer: Trainer) -> None:
-        """Builds the optimizers; those that wrap another without being built by torch's base get its step hooks too."""
+        """Builds the optimizers; those that wrap another without being built by torch's base get its step hooks too.
+
+        torch's AdamW, Adam and SGD take their fused step on CUDA, unless the user has chosen otherwise.
+        """
         super().setup_optimizers(trainer)
         for optimizer in self.optimizers:
             complete(optimizer)
+            unscale_apart(optimizer)
+            prefer_fused(optimizer, self.lightning_module)
 
     def refresh(self) -> None:
         """Called when :meth:`held_tensors` have been written to from outside."""
@@ -458,7 +466,7 @@ class CanonicalStrategy(Strategy):
                     f"the checkpoint has no optimizer state for {_listed(set(group_names))}: it is of another model, or"
                     " other parameters were trained; start from its weights alone (`dlo checkpoint export`)"
                 )
-            settings = {key: value for key, value in source.items() if key != "params"}
+            settings = {key: value for key, value in source.items() if key != "params"} | own_implementation(group)
             groups.append({**settings, "params": [numbers[id(parameter)] for parameter in group["params"]]})
         optimizer.load_state_dict({"state": loaded | dict(saved.get("beside", {})), "param_groups": groups})
 

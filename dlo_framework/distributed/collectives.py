@@ -57,13 +57,18 @@ class Communicator:
         rank: this rank's number in it.
         size: how many there are.
         elements: elements passed so far, by collective; a buffer of n elements counts n, as in the ZeRO paper.
+        skips_alone: whether a group of one rank does without collectives. Switched off, they run for real there: so one
+            accelerator is enough to test and to measure them.
     """
+
+    skips_alone = True
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
         self.group = group
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
         self.elements: Counter[str] = Counter()
         self._pairwise = dist.get_backend(group) == "gloo"
+        self._averages = "nccl" in str(dist.get_backend(group))
         self._name = (group or dist.group.WORLD).group_name  # type: ignore[union-attr]
         self._limit = exchange_limit(group) if self._pairwise else None
         self._spare: list[Tensor] = []
@@ -74,24 +79,30 @@ class Communicator:
         start = (self.rank if rank is None else rank) * length
         return buffer[start : start + length]
 
-    def reduce_scatter(self, buffer: Tensor) -> Pending:
-        """Sums a flat buffer over the ranks; the result is this rank's segment of the sum.
+    def reduce_scatter(self, buffer: Tensor, *, average: bool = False) -> Pending:
+        """Sums a flat buffer over the ranks; the result is this rank's segment of the sum, which may lie in it.
 
         Args:
-            buffer: 1-D, its length divisible by the number of ranks. It is overwritten, and the result lies in it.
+            buffer: 1-D, its length divisible by the number of ranks. It is overwritten.
+            average: Whether the result is the mean over the ranks.
 
         On gloo, memory for what comes from the others is kept for the next one, until :meth:`release`: new memory
         takes longer to be mapped than the sum takes.
         """
         self.elements["reduce_scatter"] += buffer.numel()
         own = self.segment(buffer)
-        if self.size == 1:
+        if self.size == 1 and self.skips_alone:
             return Pending([], lambda: own)
         if not self._pairwise:
             result = torch.empty_like(own)
-            work = dist.reduce_scatter_tensor(_real(result), _real(buffer), group=self.group, async_op=True)
+            mean = average and self._averages
+            op = dist.ReduceOp.AVG if mean else dist.ReduceOp.SUM
+            work = dist.reduce_scatter_tensor(_real(result), _real(buffer), op=op, group=self.group, async_op=True)
             assert work is not None
-            return Pending([work], lambda: result)
+            return Pending([work], lambda: result.div_(self.size) if average and not mean else result)
+        if average and buffer.dtype == torch.float16:  # A sum of several may be too large for it.
+            buffer.div_(self.size)
+            average = False
         memory = self._take((self.size - 1) * own.numel(), buffer)
         received = memory[: (self.size - 1) * own.numel()].view(self.size - 1, own.numel())
         works: list[dist.Work] = []
@@ -102,6 +113,8 @@ class Communicator:
         def add_up() -> Tensor:
             for row in received:
                 own.add_(row)
+            if average:
+                own.div_(self.size)
             if len(self._spare) < _SPARES:
                 self._spare.append(memory)
             return own
@@ -112,7 +125,7 @@ class Communicator:
         """Fills a flat buffer: each rank brings its own segment of it; the result is the buffer."""
         self.elements["all_gather"] += buffer.numel()
         own = self.segment(buffer)
-        if self.size == 1:
+        if self.size == 1 and self.skips_alone:
             return Pending([], lambda: buffer)
         if not self._pairwise:
             work = dist.all_gather_into_tensor(buffer, own, group=self.group, async_op=True)
@@ -124,22 +137,19 @@ class Communicator:
             works.append(self._receive(self.segment(buffer, (self.rank - step) % self.size), step))
         return Pending(works, lambda: buffer, self._limit)
 
-    def exchange(self, sent: list[Tensor]) -> list[Tensor]:
+    def exchange(self, sent: list[Tensor], received: list[int]) -> list[Tensor]:
         """Sends each rank a flat tensor, of any length, and returns what each sent to this one.
 
         Args:
             sent: one 1-D tensor a rank, in the order of ranks, all of one dtype.
+            received: the length of what each rank sends to this one, in the same order.
         """
-        lengths = torch.tensor([tensor.numel() for tensor in sent])
-        self.elements["exchange"] += int(lengths.sum())
-        if self.size == 1:
+        lengths = [tensor.numel() for tensor in sent]
+        self.elements["exchange"] += sum(lengths)
+        if self.size == 1 and self.skips_alone:
             return sent
-        device = sent[0].device
-        theirs = torch.empty_like(lengths, device=device)
-        dist.all_to_all_single(theirs, lengths.to(device), group=self.group)
-        received = theirs.tolist()
         result = sent[0].new_empty(sum(received))
-        dist.all_to_all_single(result, torch.cat(sent), received, lengths.tolist(), group=self.group)
+        dist.all_to_all_single(result, torch.cat(sent), received, lengths, group=self.group)
         return list(result.split(received))
 
     def all_reduce(self, tensor: Tensor) -> Tensor:

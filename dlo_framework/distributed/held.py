@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
@@ -12,8 +13,12 @@ from torch.optim import Optimizer
 
 def local(tensor: Tensor) -> Tensor:
     """Returns the memory that this rank holds of a tensor: of a DTensor its part, of others all."""
-    tensor = tensor.detach()
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    if isinstance(tensor, DTensor):
+        if not torch.is_grad_enabled():
+            return tensor.to_local().detach()
+        with torch.no_grad():  # Where autograd records, to_local is an operation that it records.
+            tensor = tensor.to_local()
+    return tensor.detach()
 
 
 def memory_of(tensors: Iterable[Tensor]) -> int:

@@ -12,7 +12,7 @@ from lightning.pytorch import Trainer
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from dlo_framework.checkpoint import Box, Shard, held_boxes
+from dlo_framework.checkpoint import Box, FlatShard, Shard, held_boxes
 from dlo_framework.checkpoint.boxes import part_of, tiles
 from dlo_framework.checkpoint.boxes import whole as whole_box
 from dlo_framework.distributed.canonical import clean
@@ -28,7 +28,9 @@ def whole_weights(trainer: Trainer) -> dict[str, Tensor]:
     """
     state = trainer.strategy.lightning_module_state_dict()
     plain = {clean(name): value for name, value in state.items()}
-    if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
+    grouped = dist.is_available() and dist.is_initialized()
+    flat = any(isinstance(value, FlatShard) for value in plain.values())  # Of ZeRO 3, also on one rank.
+    if not grouped or (dist.get_world_size() == 1 and not flat):
         tensors = {name: value.detach() for name, value in plain.items() if isinstance(value, Tensor)}
         whole = {name: value.full_tensor() if isinstance(value, DTensor) else value for name, value in tensors.items()}
         return {name: value.cpu().clone() for name, value in whole.items()}

@@ -45,7 +45,14 @@ class StateBytes:
 
 
 def paper_bytes(
-    parameters: int, ranks: int, stage: int, *, frozen: int = 0, element: int = 4, states: float = 2
+    parameters: int,
+    ranks: int,
+    stage: int,
+    *,
+    frozen: int = 0,
+    element: int = 4,
+    states: float = 2,
+    masters: bool = False,
 ) -> StateBytes:
     """Returns what a rank holds after the ZeRO paper's formula.
 
@@ -57,12 +64,14 @@ def paper_bytes(
         element: bytes of a parameter, a gradient and a state. The paper's 16 psi are 2 + 2 + 12 for half precision
             with a master copy; in single precision there is none, and they are 4 + 4 + 8.
         states: state tensors of the parameter's size; Adam has two.
+        masters: whether parameters and gradients are in half of that, beside a master copy that counts as a state.
     """
     whole = parameters * element
+    used = whole / 2 if masters else whole
     return StateBytes(
-        parameters=(whole + frozen * element) / (ranks if stage >= 3 else 1),
-        gradients=whole / (ranks if stage >= 2 else 1),
-        optimizer=whole * states / (ranks if stage >= 1 else 1),
+        parameters=(used + frozen * element) / (ranks if stage >= 3 else 1),
+        gradients=used / (ranks if stage >= 2 else 1),
+        optimizer=whole * (states + masters) / (ranks if stage >= 1 else 1),
     )
 
 
@@ -247,5 +256,6 @@ def _formula(trainer: Trainer, module: LightningModule) -> StateBytes | None:
     kept = max(states, default=0)
     ranks = getattr(trainer.strategy, "shard_size", trainer.world_size)
     frozen = sum(whole(name, parameter) for name, parameter in named if not parameter.requires_grad)
-    element = max((p.element_size() for p in trained), default=4)
-    return paper_bytes(psi, ranks, stage, frozen=frozen, element=element, states=kept)
+    masters = getattr(trainer.strategy, "has_master_weights", False)
+    element = 4 if masters else max((p.element_size() for p in trained), default=4)
+    return paper_bytes(psi, ranks, stage, frozen=frozen, element=element, states=kept, masters=masters)

@@ -34,6 +34,7 @@ LAYERS: dict[str, tuple[tuple[str, tuple[str, ...]], ...]] = {
     ),
     "dlo_plugins": (
         ("without values", ("fake_kernels",)),
+        ("beside", ("copy_streams",)),
         (
             "techniques",
             (

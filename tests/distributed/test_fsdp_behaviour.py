@@ -10,12 +10,14 @@ import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
 
 from dlo_framework.errors import DloError
 from dlo_framework.plan import ParallelPlan
 from dlo_framework.testing import run_distributed
 from dlo_framework.testing.state import whole_weights
 from dlo_plugins.appliers.fully_shard import FullyShard
+from dlo_plugins.fsdp.policy import default_param_dtype
 from dlo_plugins.strategies.fsdp import FSDPStrategy
 from support.fsdp_nets import (
     STEPS,
@@ -231,6 +233,48 @@ def _ranks(rank: int, world: int, folder: Path) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     return run_distributed(_ranks, 2, tmp_path_factory.mktemp("fsdp"), timeout=280)
+
+
+def _one_rank(rank: int, world: int) -> dict[str, Any]:
+    """Returns, for options, the dtype that one rank computes in, whether its weights are shards, and their error."""
+    found = {}
+    for name, (options, precision) in ALONE.items():
+        module, seen = Module(), set()
+        module.net.head.register_forward_pre_hook(lambda head, _, seen=seen: seen.add(head.weight.dtype))
+        run = trainer(world, FSDPStrategy(**options), precision=precision)
+        run.fit(module, mine(rank, world))
+        sharded = all(isinstance(parameter, DTensor) for parameter in module.parameters())
+        found[name] = seen, sharded, differ(whole_weights(run), alone(Module()))
+    return found
+
+
+ALONE: dict[str, tuple[dict[str, Any], Any]] = {
+    "nothing asked": ({}, "32-true"),
+    "offload": ({"offload": True}, "32-true"),
+    "gathered halves": ({"param_dtype": "bfloat16"}, "bf16-mixed"),
+}
+
+
+def test_one_rank_shards_where_an_option_asks_for_it() -> None:
+    (found,) = run_distributed(_one_rank, 1, timeout=100)
+    single, half = {torch.float32}, {torch.bfloat16}
+    assert {name: value[:2] for name, value in found.items()} == {
+        "nothing asked": (single, False),
+        "offload": (single, True),
+        "gathered halves": (half, True),
+    }
+    for name, (_, _, difference) in found.items():
+        assert difference < (0.05 if name == "gathered halves" else 1e-6), name
+
+
+def test_an_accelerator_gathers_halves_by_default_where_autocast_computes_in_them() -> None:
+    cuda, cpu, plain = torch.device("cuda"), torch.device("cpu"), torch.nn.Linear(2, 2)
+    assert default_param_dtype("bf16-mixed", cuda, plain) == "bfloat16"
+    assert default_param_dtype("bf16-mixed", cuda, torch.nn.Sequential(torch.nn.BatchNorm1d(2))) is None
+    assert default_param_dtype("bf16-mixed", cpu, plain) is None
+    assert default_param_dtype("32-true", cuda, plain) is None
+    assert FullyShard().options("bf16-mixed", True, "bfloat16").policy.param_dtype == torch.bfloat16
+    assert FullyShard(param_dtype="float32").options("bf16-mixed", True, "bfloat16").policy.param_dtype == torch.float32
 
 
 def test_the_applier_shards_a_model_by_itself(ranks: list[dict[str, Any]]) -> None:

@@ -68,6 +68,7 @@ def step(
         loss.backward()
         engine.after_backward(automatic=True)
     held = engine.bytes_held()
+    assert held.pop("masters") == 0
     optimizer.step()
     optimizer.zero_grad()
     held["optimizer"] = sum(

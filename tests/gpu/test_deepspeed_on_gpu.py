@@ -66,5 +66,6 @@ def _all(rank: int, world_size: int, folder: Path) -> None:
             check_same(folder / f"{name}-{precision}-end", folder / f"{name}-{precision}-again-end")
 
 
+@pytest.mark.timeout(1000)  # Above what the ranks are given.
 def test_each_stage_is_the_plain_loop_and_resumes_bit_equal(tmp_path: Path) -> None:
     run_distributed(_all, 1, tmp_path, backend=None, timeout=900)

@@ -1,6 +1,7 @@
 """The engine on one accelerator: copies to and from the CPU run beside the computation, and nothing is lost in them."""
 
 import os
+from unittest import mock
 
 import pytest
 import torch
@@ -36,8 +37,14 @@ def model() -> nn.Module:
 
 @pytest.mark.parametrize(("stage", "options"), CASES)
 @pytest.mark.parametrize("micro_batches", [1, 3])
-def test_an_engine_on_one_device_is_the_plain_loop(group, stage, options, micro_batches) -> None:
+@pytest.mark.parametrize("collectives", [False, True], ids=["alone", "NCCL for real"])
+def test_an_engine_on_one_device_is_the_plain_loop(group, stage, options, micro_batches, collectives) -> None:
     assert "CUDA_LAUNCH_BLOCKING" not in os.environ  # It would hide a missing wait.
+    with mock.patch.object(Communicator, "skips_alone", not collectives):
+        _is_the_plain_loop(stage, options, micro_batches)
+
+
+def _is_the_plain_loop(stage, options, micro_batches) -> None:
     plain, divided = model(), model()
     reference = torch.optim.AdamW(plain.parameters(), lr=1e-3)
     optimizer = torch.optim.AdamW(divided.parameters(), lr=1e-3)

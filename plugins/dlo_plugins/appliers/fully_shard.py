@@ -30,7 +30,8 @@ class FullyShard(Applier):
             holds the whole model; a number keeps them divided over so many ranks (of a node, say) until backward. By
             default all are freed but what lies outside the units, which backward needs first.
         param_dtype: what parameters are gathered and computed in: `bfloat16` halves what passes; `float16`. By
-            default their own, so that losses are those of a single process at the Trainer's precision.
+            default `bfloat16` on accelerators under `bf16-mixed`, for models without batch norm; else `float32`,
+            their own, so that losses are those of a single process at the Trainer's precision.
         reduce_dtype: what gradients are summed in; by default the parameters' own dtype.
         output_dtype: what a unit's floating-point outputs are cast to; by default they are left as they are.
         offload: whether shards and optimizer state live in CPU memory, and the CPU steps.
@@ -70,18 +71,19 @@ class FullyShard(Applier):
         self.recompute, self.prefetch = recompute, (forward_prefetch, backward_prefetch)
         self.find_unused, self.sync_every_micro_batch = find_unused, sync_every_micro_batch
 
-    def options(self, precision: str, whole_steps: bool) -> ShardOptions:
+    def options(self, precision: str, whole_steps: bool, param_dtype: str | None = None) -> ShardOptions:
         """Returns what a strategy shards by.
 
         Args:
             precision: the Trainer's.
             whole_steps: see :class:`~dlo_plugins.fsdp.sharding.ShardOptions`.
+            param_dtype: what parameters are gathered in where the user has not said.
 
         Raises:
             DloError: if the dtypes do not go with the precision.
         """
         return ShardOptions(
-            policy=mixed_precision(precision, *self.dtypes),
+            policy=mixed_precision(precision, self.dtypes[0] or param_dtype, *self.dtypes[1:]),
             reshard_after_forward=self.reshard_after_forward,
             offload=self.offload,
             recompute=self.recompute,

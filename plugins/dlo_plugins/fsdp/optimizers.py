@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from dlo_framework.checkpoint import CutShard, FlatShard, Shard
 from dlo_framework.checkpoint.shards import with_cut
 from dlo_framework.distributed.canonical import clean
+from dlo_framework.distributed.fused import prefer_fused
 from dlo_framework.distributed.held import local
 from dlo_framework.distributed.norms import parts
 from dlo_framework.errors import DloError
@@ -66,6 +67,7 @@ class OptimizerShares:
         if kind == "all":
             self._take_global_norm(optimizer)
         share.move_into(optimizer, self._names)
+        prefer_fused(optimizer, on_cpu=self.sharding.options.offload and self.sharding.device.type != "cpu")
         optimizer.register_step_post_hook(lambda *_: share.publish())
         return share
 

@@ -4,6 +4,10 @@ The Trainer's ``precision`` stays what it is in a single process: ``bf16-mixed``
 on parameters in single precision, so that the losses are those of a single process. On top of it, ``param_dtype``
 gathers parameters in half precision, which halves what passes and the memory of what is gathered; it rounds what
 autocast leaves in single precision (embeddings, norms' weights), so that the losses are no longer quite the same.
+
+Gathered in single precision, each weight is cast by autocast, and autograd keeps the cast until backward: 2 bytes a
+parameter of the whole model that no number of ranks divides. So on an accelerator ``bf16-mixed`` gathers in bfloat16
+by default.
 """
 
 from __future__ import annotations
@@ -12,8 +16,9 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from dlo_framework.errors import DloError, did_you_mean
 
@@ -78,7 +83,29 @@ def mixed_precision(
     reduce = dtypes["reduce_dtype"]
     if reduce is None and param is not None:
         reduce = torch.float32  # What torch 2.15 does by itself; before, it summed in the gathered dtype.
-    return MixedPrecisionPolicy(param_dtype=param, reduce_dtype=reduce, output_dtype=dtypes["output_dtype"])
+    casts = param is not None and not precision.endswith("-mixed")  # Autocast does, and leaves targets as they are.
+    return MixedPrecisionPolicy(
+        param_dtype=param, reduce_dtype=reduce, output_dtype=dtypes["output_dtype"], cast_forward_inputs=casts
+    )
+
+
+def default_param_dtype(precision: str, device: torch.device, module: nn.Module | None = None) -> str | None:
+    """Returns what parameters are gathered in where a config does not say; None for their own dtype.
+
+    Args:
+        precision: the Trainer's.
+        device: where this rank computes.
+        module: where all of it would be gathered so; one with batch norm keeps single precision: it does not take
+            weights in half precision beside statistics in single precision.
+    """
+    if precision != "bf16-mixed" or device.type == "cpu":
+        return None
+    return None if module is not None and has_batch_norm(module) else "bfloat16"
+
+
+def has_batch_norm(module: nn.Module) -> bool:
+    """Returns whether any part of a module is a batch norm."""
+    return any(isinstance(part, _BatchNorm) for part in module.modules())
 
 
 def of_unit(policy: MixedPrecisionPolicy, trained: Mapping[str, Tensor], units: list[str]) -> MixedPrecisionPolicy:

@@ -57,6 +57,12 @@ class ShardOptions:
     backward_prefetch: int | None
     whole_steps: bool
 
+    @property
+    def needs_fsdp(self) -> bool:
+        """Whether an option asks for what FSDP2 does to parameters, also where one rank holds all of them."""
+        dtypes = {self.policy.param_dtype, self.policy.output_dtype}
+        return self.offload or not dtypes <= {None, torch.float32}
+
 
 class Steps(nn.Module):
     """Calls a module's methods by name, as a forward pass: the root of the sharding, so that any of them gathers.
@@ -78,7 +84,8 @@ class Steps(nn.Module):
 class Sharding:
     """A module whose parameters are sharded; they are DTensors, but within a unit's forward and backward.
 
-    Where no two ranks hold the same part of the model, there is nothing to shard, and parameters stay plain tensors.
+    Where no two ranks hold the same part of the model, there is nothing to shard, and parameters stay plain tensors;
+    unless an option asks for offload or for another dtype: then each rank is a mesh of its own.
 
     Args:
         module: on any device, or on the meta device.
@@ -111,7 +118,8 @@ class Sharding:
         self.layout = layout or Layout()
         self.sharers, self.copy = Communicator(groups.sharers), Communicator(groups.copy)
         self._data, self._tensor = Communicator(groups.data), Communicator(groups.group("tp"))
-        self._mesh = groups.data_mesh(REPLICATE, SHARD) if groups.has_data_parallelism else None
+        wanted = groups.has_data_parallelism or options.needs_fsdp
+        self._mesh = groups.data_mesh(REPLICATE, SHARD) if wanted else None
         self._elsewhere = _named(module, self.layout.elsewhere)
         self.units = separable(module, units)
         names = {id(submodule): name for name, submodule in module.named_modules()}
@@ -168,7 +176,7 @@ class Sharding:
         )
         sharded: Any = part
         reduce_unused_params(sharded)
-        if backend_of(self.sharers.group, self.device) == "gloo" and self.sharers.size > 1:
+        if backend_of(self.sharers.group, self.device) == "gloo":
             sharded.set_custom_all_gather(PairwiseAllGather(self.sharers))
             sharded.set_custom_reduce_scatter(PairwiseReduceScatter(self.sharers))
         elif any(parameter.is_complex() for parameter in trained.values()):

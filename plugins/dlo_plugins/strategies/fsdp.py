@@ -36,7 +36,8 @@ class FSDPStrategy(MeshStrategy):
             holds the whole model; a number keeps them divided over so many ranks (of a node, say) until backward. By
             default all are freed but what lies outside the units, which backward needs first.
         param_dtype: what parameters are gathered and computed in: `bfloat16` halves what passes; `float16`. By
-            default their own, so that losses are those of a single process at the Trainer's precision.
+            default `bfloat16` on accelerators under `bf16-mixed`, for models without batch norm; else `float32`,
+            their own, so that losses are those of a single process at the Trainer's precision.
         reduce_dtype: what gradients are summed in; by default the parameters' own dtype.
         output_dtype: what a unit's floating-point outputs are cast to; by default they are left as they are.
         offload: whether shards and optimizer state live in CPU memory, and the CPU steps.

@@ -32,6 +32,7 @@ from dlo_plugins.appliers.order import in_order
 from dlo_plugins.appliers.tensor_parallel import TensorParallel
 from dlo_plugins.fsdp.mesh import check_reshard
 from dlo_plugins.fsdp.optimizers import OptimizerShares
+from dlo_plugins.fsdp.policy import default_param_dtype
 from dlo_plugins.fsdp.sharding import Sharding, ShardOptions, named_units
 from dlo_plugins.fsdp.usage import Usage
 from dlo_plugins.mesh.drawing import MeshDescription, describe, modelled
@@ -204,8 +205,11 @@ class MeshStrategy(MeshSteps):
         )
 
     def _options(self, whole_steps: bool) -> ShardOptions:
-        options = self.fully_shard.options(str(self.precision_plugin.precision), whole_steps)
-        if self.mesh_spec().pp > 1 and options.reshard_after_forward is None:
+        precision, spec, default = str(self.precision_plugin.precision), self.mesh_spec(), None
+        if spec.dp_replicate * spec.dp_shard * spec.cp > 1:
+            default = default_param_dtype(precision, self.root_device, self.lightning_module)
+        options = self.fully_shard.options(precision, whole_steps, default)
+        if spec.pp > 1 and options.reshard_after_forward is None:
             # Each micro-batch would gather a stage's parameters anew, forward and backward.
             return replace(options, reshard_after_forward=False)
         return options

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager
 from typing import Any, Literal
 
 import torch
@@ -23,9 +24,12 @@ from dlo_framework.distributed.initialise import Initialiser, check_initialisabl
 from dlo_framework.distributed.strategy import ShardedStrategy
 from dlo_framework.distributed.units import find_units
 from dlo_framework.errors import DloError
+from dlo_plugins.fsdp.policy import default_param_dtype, dtype_of
 from dlo_plugins.zero.engine import ZeroEngine, ZeroOptions
 
 MIB = 2**20
+#: The Trainer's precision, and what autocast then computes in.
+_AUTOCAST = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
 
 
 class ZeroStrategy(ShardedStrategy):
@@ -34,7 +38,7 @@ class ZeroStrategy(ShardedStrategy):
     Of a model of psi parameters in single precision under Adam, a rank of N holds 16 psi bytes without it; 8 psi +
     8 psi / N in stage 1 (optimizer state divided), 4 psi + 12 psi / N in stage 2 (gradients too), 16 psi / N in
     stage 3 (parameters too). Stages 1 and 2 pass 2 psi elements a step, as plain data parallelism does, stage 3
-    passes 3 psi.
+    passes 3 psi. With `param_dtype: bfloat16` it holds 2 psi + 16 psi / N in stages 1 and 2, and 16 psi / N in stage 3.
 
     Aliases: `zero1 zero2 zero3 zero2_offload zero3_offload`.
 
@@ -47,6 +51,10 @@ class ZeroStrategy(ShardedStrategy):
         find_unused: whether parameters may go without a gradient in a step. Otherwise that is an error that names
             them.
         units: names of the modules whose parameters are gathered together in stage 3; by default the model's blocks.
+        param_dtype: what parameters in single precision are gathered and computed in, with master weights in single
+            precision, divided: `bfloat16` under `bf16-mixed`, where it is the default on accelerators; `float16` under
+            `16-mixed`; `float32` for their own. Batch norms keep single precision.
+        reduce_dtype: what gradients are summed in; by default single precision, in which they are always kept.
         meta_init: whether `configure_model` builds the model without memory, which each unit gets as it is divided:
             for models larger than a device's memory, in stage 3. Each module's `reset_parameters` then initialises it,
             alike on all ranks; or a checkpoint does, or each rank's own part of trained weights.
@@ -60,6 +68,8 @@ class ZeroStrategy(ShardedStrategy):
         bucket_mb: float = 25.0,
         find_unused: bool = False,
         units: list[str] | None = None,
+        param_dtype: str | None = None,
+        reduce_dtype: str | None = None,
         meta_init: bool = False,
         timeout_minutes: float = 10.0,
     ) -> None:
@@ -79,7 +89,7 @@ class ZeroStrategy(ShardedStrategy):
             find_unused,
             units,
         )
-        self.meta_init = meta_init
+        self.dtypes, self.meta_init = (param_dtype, reduce_dtype), meta_init
         self.engine: ZeroEngine | None = None
 
     @classmethod
@@ -95,6 +105,36 @@ class ZeroStrategy(ShardedStrategy):
             strategy_registry.register(name, cls, description=f"ZeRO: {arguments}", **arguments)
 
     # --- setting up ----------------------------------------------------------------------------------------
+
+    def _configure_launcher(self) -> None:
+        """Checks what the Trainer's options decide, as soon as they are known: no process has started yet."""
+        self._gathered_dtypes()
+        super()._configure_launcher()
+
+    def _gathered_dtypes(self) -> tuple[torch.dtype | None, torch.dtype | None]:
+        """Returns what parameters are gathered in, and what their gradients are summed in; None for their own dtype.
+
+        Raises:
+            DloError: if they do not go with the Trainer's precision.
+        """
+        precision, (gathered, reduced) = str(self.precision_plugin.precision), self.dtypes
+        if gathered is None:
+            gathered = default_param_dtype(precision, self.root_device)
+        param, reduce = dtype_of("param_dtype", gathered), dtype_of("reduce_dtype", reduced)
+        if param not in (None, torch.float32, _AUTOCAST.get(precision)):
+            wanted = next((key for key, value in _AUTOCAST.items() if value == param), "32-true")
+            raise DloError(
+                f"param_dtype of ZeroStrategy must be float32 or what precision {precision} casts to, got {gathered};"
+                f" set the trainer's precision to {wanted}, or leave param_dtype out"
+            )
+        if param in (None, torch.float32):
+            if reduce not in (None, torch.float32):
+                raise DloError(
+                    f"reduce_dtype must come with a param_dtype in half precision, got {reduced} alone; set param_dtype"
+                    " too, or leave reduce_dtype out"
+                )
+            return None, None
+        return param, reduce
 
     def shard(self, trainer: Trainer) -> None:
         """Builds the optimizers, and moves the parameters into flat groups."""
@@ -138,6 +178,7 @@ class ZeroStrategy(ShardedStrategy):
     def _build(self, communicator: Communicator, initialise: Initialiser | None) -> ZeroEngine:
         module = self._module()
         units = self.units if self.units is not None else find_units(module) if self.stage == 3 else []
+        gathered, reduced = self._gathered_dtypes()
         element = max((p.element_size() for p in module.parameters()), default=4)
         options = ZeroOptions(
             stage=self.stage,
@@ -145,9 +186,11 @@ class ZeroStrategy(ShardedStrategy):
             offload_optimizer=self.offload in ("optimizer", "both"),
             offload_parameters=self.offload in ("parameters", "both"),
             find_unused=self.find_unused,
+            gathered_dtype=gathered,
+            reduced_dtype=reduced,
         )
         engine = ZeroEngine(module, self.optimizers, units, communicator, self.root_device, options, initialise)
-        module.__dict__[OWNER] = ShardOwner(self, communicator.size if self.stage == 3 else 1, engine.dissolve)
+        module.__dict__[OWNER] = ShardOwner(self, communicator.size if engine.holds_shards else 1, engine.dissolve)
         return engine
 
     def forget_module(self) -> None:
@@ -240,11 +283,11 @@ class ZeroStrategy(ShardedStrategy):
     # --- state ---------------------------------------------------------------------------------------------
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """Returns the module's state by name: in stage 3, this rank's slices of the parameters."""
-        if self.engine is None or self.engine.gathering is None:
+        """Returns the module's state by name: in stage 3, or with master weights, this rank's slices."""
+        if self.engine is None or not self.engine.holds_shards:
             return super().lightning_module_state_dict()
         first_names = {id(p): clean(name) for name, p in self._module().named_parameters()}
-        with self.engine.gathering.names():
+        with self._names():
             state = super().lightning_module_state_dict()
             whole = self._module().state_dict(keep_vars=True)
         for name, value in whole.items():
@@ -255,20 +298,35 @@ class ZeroStrategy(ShardedStrategy):
 
     def state_names(self) -> set[str]:
         """Returns the names of all of the module's state."""
-        gathering = self.engine.gathering if self.engine is not None else None
-        with gathering.names() if gathering is not None else contextlib.nullcontext():
+        with self._names():
             return super().state_names()
+
+    def _names(self) -> AbstractContextManager[None]:
+        """Returns a context in which the module's state may be taken for its names and buffers."""
+        gathering = self.engine.gathering if self.engine is not None else None
+        return gathering.names() if gathering is not None else contextlib.nullcontext()
 
     def held_tensors(self) -> list[Tensor]:
         """Returns the memory of this rank's parameters, or of its shards of them, and of the buffers."""
-        if self.engine is None or self.engine.gathering is None:
+        if self.engine is None or not self.engine.holds_shards:
             return super().held_tensors()
-        return [*(group.shard for group in self.engine.groups), *self._module().buffers()]
+        grouped = {id(parameter) for group in self.engine.groups for parameter in group.parameters}
+        held: list[Tensor] = []
+        for group in self.engine.groups:
+            group.finish_copies()
+            held += [group.shard] if group.has_masters or not group.keep_whole else group.parameters
+        held += [parameter for parameter in self._module().parameters() if id(parameter) not in grouped]
+        return [*held, *self._module().buffers()]
 
     @property
     def zero_stage(self) -> int:  # type: ignore[override]
         """The stage: what is divided."""
         return self.stage
+
+    @property
+    def has_master_weights(self) -> bool:  # type: ignore[override]
+        """Whether parameters are gathered in half precision."""
+        return self.engine is not None and self.engine.options.gathered_dtype is not None
 
     def state_bytes(self) -> dict[str, float]:
         """Returns the bytes of the parameters, gradients and optimizer state that this rank holds now."""
@@ -276,7 +334,8 @@ class ZeroStrategy(ShardedStrategy):
         held = self.engine.bytes_held()
         if self.stage < 3:
             held["parameters"] += sum(p.nbytes for p in self._module().parameters() if not p.requires_grad)
-        return {**held, "optimizer": super().state_bytes()["optimizer"]}
+        held["optimizer"] = held.pop("masters") + int(super().state_bytes()["optimizer"])
+        return {**held}
 
     def refresh(self) -> None:
         """Brings parameters and shards together after either was written to."""
@@ -286,7 +345,7 @@ class ZeroStrategy(ShardedStrategy):
     def accumulated_gradients(self) -> dict[str, Shard]:
         """Returns the gradients of an unfinished accumulation: stage 1 has them whole, the others this rank's part."""
         assert self.engine is not None
-        if self.stage > 1:
+        if self.engine.options.reduces_each:
             return dict(self.engine.gradient_shards())
         trained = {clean(name): p for name, p in self._module().named_parameters() if p.requires_grad}
         have = torch.tensor([p.grad is not None for p in trained.values()], dtype=torch.uint8, device=self.root_device)
@@ -300,7 +359,7 @@ class ZeroStrategy(ShardedStrategy):
     def restore_gradients(self, saved: Mapping[str, Any]) -> None:
         """Takes up an unfinished accumulation."""
         assert self.engine is not None
-        if self.stage == 1:
+        if not self.engine.options.reduces_each:
             super().restore_gradients(saved)
         else:
             gradients = readable(saved)

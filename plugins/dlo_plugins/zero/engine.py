@@ -13,8 +13,10 @@ One step, N ranks, psi parameters:
 - stage 3: parameters are kept as 1/N too (:mod:`dlo_plugins.zero.gathering`): two all-gathers of psi, one in forward
   and one in backward, and the reduce-scatter.
 
-Departures from the paper: a rank's share is cut anywhere, also inside a parameter, which makes it exactly 1/N; and
-there is no master copy in single precision beside parameters that are in single precision already.
+Departures from the paper: a rank's share is cut anywhere, also inside a parameter, which makes it exactly 1/N; there
+is no master copy in single precision beside parameters that are in single precision already; and where parameters are
+in half precision, gradients are summed and kept in single precision, 4 psi / N bytes for the paper's 2, and each
+micro-batch's are reduced in stage 1 too: half precision is no place to add them up in.
 """
 
 from __future__ import annotations
@@ -24,11 +26,13 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 
 from dlo_framework.checkpoint import FlatShard
 from dlo_framework.distributed.canonical import clean
 from dlo_framework.distributed.collectives import Communicator
+from dlo_framework.distributed.fused import prefer_fused
 from dlo_framework.distributed.initialise import Initialiser
 from dlo_framework.errors import DloError
 from dlo_plugins.zero.gathering import Gathering, Unit
@@ -48,6 +52,9 @@ class ZeroOptions:
         offload_optimizer: whether gradient shards and optimizer state live in CPU memory, and the CPU steps.
         offload_parameters: whether parameter shards, of frozen ones too, live in CPU memory (stage 3).
         find_unused: whether parameters may go without a gradient.
+        gathered_dtype: what parameters in single precision are gathered and used in, all but batch norms'; None for
+            their own dtype.
+        reduced_dtype: what their gradients are summed in; None for their own dtype.
     """
 
     stage: int
@@ -55,6 +62,13 @@ class ZeroOptions:
     offload_optimizer: bool = False
     offload_parameters: bool = False
     find_unused: bool = False
+    gathered_dtype: torch.dtype | None = None
+    reduced_dtype: torch.dtype | None = None
+
+    @property
+    def reduces_each(self) -> bool:
+        """Whether each micro-batch's gradients are reduced, and not the sum of an accumulation's."""
+        return self.stage > 1 or self.gathered_dtype is not None
 
 
 class ZeroEngine:
@@ -109,6 +123,9 @@ class ZeroEngine:
 
     def _note(self, module: nn.Module, optimizers: list[Optimizer]) -> None:
         self._names = {id(parameter): clean(name) for name, parameter in module.named_parameters()}
+        # Its kernels do not take weights in half precision beside statistics in single precision.
+        norms = [part for part in module.modules() if isinstance(part, _BatchNorm)]
+        self._exact = {id(parameter) for norm in norms for parameter in norm.parameters()}
         self._stepped_by = {
             id(parameter): number
             for number, optimizer in enumerate(optimizers)
@@ -118,16 +135,31 @@ class ZeroEngine:
 
     def _group(self, named: dict[str, nn.Parameter]) -> FlatGroup:
         cpu, stage3 = torch.device("cpu"), self.options.stage == 3
+        gathered = self._gathered_dtype(next(iter(named.values())))
         home = cpu if self.options.offload_optimizer else self.device
         rests = home
         if stage3:
             rests = cpu if self.options.offload_parameters else self.device
             home = home if next(iter(named.values())).requires_grad else rests  # What is frozen is never stepped.
-        return FlatGroup(named, self.communicator, self.device, keep_whole=not stage3, home=home, rests=rests)
+        reduced = None if gathered is None else self.options.reduced_dtype
+        return FlatGroup(
+            *(named, self.communicator, self.device),
+            keep_whole=not stage3,
+            home=home,
+            rests=rests,
+            gathered_dtype=gathered,
+            reduced_dtype=reduced,
+        )
+
+    def _gathered_dtype(self, parameter: nn.Parameter) -> torch.dtype | None:
+        """Returns what a parameter is gathered in; None for its own dtype."""
+        exact = parameter.dtype != torch.float32 or id(parameter) in self._exact
+        return None if exact else self.options.gathered_dtype
 
     def _kind(self, parameter: nn.Parameter) -> tuple[object, ...]:
         """Returns what the parameters of one group have in common."""
-        return parameter.dtype, parameter.requires_grad, self._stepped_by.get(id(parameter))
+        dtypes = parameter.dtype, self._gathered_dtype(parameter)
+        return *dtypes, parameter.requires_grad, self._stepped_by.get(id(parameter))
 
     def _buckets(self, module: nn.Module) -> list[FlatGroup]:
         """Cuts the trainable parameters into buckets, last first: the order in which backward meets them."""
@@ -180,6 +212,7 @@ class ZeroEngine:
         if kind == "all":
             _take_global_norm(optimizer, self, share)
         share.move_into(optimizer, self._names)
+        prefer_fused(optimizer, on_cpu=any(group.home != self.device for group in groups))
         optimizer.register_step_pre_hook(lambda *_: share.bring())
         optimizer.register_step_post_hook(lambda *_: self._after_step(share))
         return share
@@ -204,13 +237,15 @@ class ZeroEngine:
             self._drop_what_was_used()
         self._window_open = True
         # Stage 1 adds micro-batches up in the parameters' own gradients, and reduces them once.
-        self.reducer.enabled = self.sync or self.options.stage > 1
+        self.reducer.enabled = self.sync or self.options.reduces_each
         self.reducer.skipped = {
             id(group)
             for share in self.shares
             if not any(tensor.requires_grad for tensor in _stepped(share))
             for group in share.groups
         }
+        if self.reducer.enabled:
+            self.reducer.begin(accumulated=not self.options.reduces_each)
         if self.gathering:
             self.gathering.in_backward = True
 
@@ -261,12 +296,18 @@ class ZeroEngine:
 
     # --- state ---------------------------------------------------------------------------------------------
 
+    @property
+    def holds_shards(self) -> bool:
+        """Whether weights are saved from shards: in stage 3, and where the parameters are in another precision."""
+        return self.gathering is not None or any(group.has_masters for group in self.groups)
+
     def shard(self, name: str) -> FlatShard | None:
-        """Returns this rank's part of a parameter, if parameters are partitioned (stage 3); None if it is whole."""
+        """Returns this rank's part of a parameter; None of one that every rank has in full, in its own precision."""
         found = self._by_name.get(name)
-        if found is None or self.gathering is None:
+        if found is None or (found[0].keep_whole and not found[0].has_masters):
             return None
         group, number = found
+        group.finish_copies()
         for piece, owned in zip(group.pieces, group.owned, strict=True):
             if owned == number:
                 return FlatShard(piece.data.detach(), piece.shape, piece.start)
@@ -296,11 +337,16 @@ class ZeroEngine:
     def refresh(self) -> None:
         """Takes the parameters' values, changed from outside, into the shards, or the shards' into the parameters.
 
-        In stages 1 and 2 the parameters are what was changed; in stage 3 the shards are all there is.
+        In stages 1 and 2 the parameters are what was changed, unless the shards are master weights; in stage 3 the
+        shards are all there is. Called on all ranks.
         """
         for group in self.groups:
+            group.finish_copies()
             group.written()
-            if group.keep_whole:
+            if group.keep_whole and group.has_masters:
+                group.publish()
+                group.finish_gather()
+            elif group.keep_whole:
                 own = self.communicator.segment(group.whole)
                 if own.data_ptr() != group.shard.data_ptr():
                     group.shard.copy_(own)
@@ -311,20 +357,21 @@ class ZeroEngine:
     def dissolve(self) -> None:
         """Makes every parameter whole and its own again."""
         for group in self.groups:
-            group.finish_gather()
-            for parameter in group.parameters:
-                parameter.data = parameter.data.clone()
-        for handle in [*self.reducer.handles, *(self.gathering.handles if self.gathering else ())]:
+            group.dissolve()
+        self.reducer.remove()
+        for handle in self.gathering.handles if self.gathering else ():
             handle.remove()
 
     def bytes_held(self) -> dict[str, int]:
-        """Returns the bytes of parameters and gradients that this rank holds now."""
+        """Returns the bytes of parameters, gradients and master weights that this rank holds now."""
         parameters = sum(_bytes(group.whole) for group in self.groups)
-        parameters += sum(_bytes(group.shard) for group in self.groups if not _shares_memory(group))
+        apart = [group for group in self.groups if not group.shares_memory]
+        parameters += sum(_bytes(group.shard) for group in apart if not group.has_masters)
+        masters = sum(_bytes(group.shard) for group in apart if group.has_masters)
         parameters += sum(group.copied for group in self.groups)
         gradients = sum(_bytes(group.gradient) for group in self.groups if group.gradient is not None)
         gradients += sum(_bytes(p.grad) for group in self.groups for p in group.parameters if p.grad is not None)
-        return {"parameters": parameters, "gradients": gradients}
+        return {"parameters": parameters, "gradients": gradients, "masters": masters}
 
 
 def thawed_message(names: list[str]) -> str:
@@ -338,10 +385,6 @@ def thawed_message(names: list[str]) -> str:
 
 def _bytes(tensor: Tensor) -> int:
     return min(tensor.untyped_storage().nbytes(), tensor.nbytes)
-
-
-def _shares_memory(group: FlatGroup) -> bool:
-    return group.keep_whole and group.home == group.device
 
 
 def _stepped(share: Share) -> list[Tensor]:

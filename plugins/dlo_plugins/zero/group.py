@@ -8,11 +8,13 @@ to read memory that is gone ends the process.
 
 In stage 3 the shard may rest in other memory than the step is taken in. Then the step has a copy of it, which stays
 where that is the CPU's memory, and is there for the step alone where it is the device's.
+
+The whole may be in half precision. Then the shard holds master weights in single precision, in all stages with memory
+of its own, gradients come in half precision, and are summed and kept in single precision.
 """
 
 from __future__ import annotations
 
-import functools
 import math
 
 import torch
@@ -21,6 +23,7 @@ from torch import Tensor, nn
 from dlo_framework.checkpoint import FlatShard
 from dlo_framework.distributed.collectives import Communicator, Pending
 from dlo_framework.errors import DloError
+from dlo_plugins.copy_streams import Copied, copy_streams, host_tensor
 from dlo_plugins.zero.partition import FlatPartition
 
 #: In bytes: where matrices begin that tensor cores take, and what vector instructions read at once.
@@ -38,8 +41,11 @@ class FlatGroup:
         home: where the step is taken, with gradients and optimizer state: ``device``, or the CPU where the optimizer is
             offloaded.
         rests: where the shard lives: ``home`` by default and in stages 1 and 2; the CPU where parameters are offloaded.
+        gathered_dtype: what the whole is in; by default the parameters' dtype.
+        reduced_dtype: what gradients are summed in; by default the parameters' dtype.
 
     Attributes:
+        dtype: the shard's, the gradient shard's and the optimizer's: the one that the parameters had.
         shard: this rank's segment, on ``rests``.
         pieces: this rank's run of each parameter it owns any of, views of the shard.
         gradient: this rank's segment of the gradients' mean, on ``home``; None before the first reduction.
@@ -55,6 +61,8 @@ class FlatGroup:
         keep_whole: bool,
         home: torch.device,
         rests: torch.device | None = None,
+        gathered_dtype: torch.dtype | None = None,
+        reduced_dtype: torch.dtype | None = None,
     ) -> None:
         self.names, self.parameters = list(named), list(named.values())
         self.communicator, self.device, self.keep_whole = communicator, device, keep_whole
@@ -62,26 +70,32 @@ class FlatGroup:
         assert self.rests == home or not keep_whole
         self.dtype = self.parameters[0].dtype
         numels = tuple(p.numel() for p in self.parameters)
-        self.partition = FlatPartition(numels, communicator.size, align=max(1, _ALIGNMENT // self.dtype.itemsize))
+        self.gathered_dtype, self.reduced_dtype = gathered_dtype or self.dtype, reduced_dtype or self.dtype
+        #: Whether the shard is a copy in another precision than the parameters.
+        self.has_masters = self.gathered_dtype != self.dtype
+        smallest = min(dtype.itemsize for dtype in (self.dtype, self.gathered_dtype, self.reduced_dtype))
+        self.partition = FlatPartition(numels, communicator.size, align=max(1, _ALIGNMENT // smallest))
+        self._shapes = [parameter.shape for parameter in self.parameters]
         self.trains = self.parameters[0].requires_grad
         self.gradient: Tensor | None = None
-        self._landing: list[Tensor] = []
+        self._landing: list[tuple[Tensor, Copied]] = []
         self._gathering: Pending | None = None
-        beside = side_stream(device) if device.type == "cuda" else None
-        self._upward = beside if self.rests != device else None
-        self._downward = beside if home != device else None
+        self._copies = copy_streams(device)
+        self._from_shard: Copied | None = None  # the last copy up from the shard or from what is stepped
+        self._to_shard: Copied | None = None  # the last copy of what has been stepped to the shard
         self._move_in()
         self._stepped: Tensor | None = None
         self._current = False  # whether what is stepped has the shard's values
         self.pieces = self._cut(self.shard)
-        self.owned = [piece.parameter for piece in self.partition.pieces(communicator.rank)]
+        runs = self.partition.pieces(communicator.rank)
+        self.owned = [piece.parameter for piece in runs]
+        self._runs = [(piece.offset, piece.offset + piece.length) for piece in runs]
 
     @torch.no_grad()
     def _move_in(self) -> None:
         """Makes the parameters views of the buffer, with the first rank's values on all ranks."""
-        self.whole = torch.zeros(self.partition.padded, dtype=self.dtype, device=self.device)
-        self._bytes = self.whole.untyped_storage().nbytes()
-        self._places = self.views(self.whole)
+        self.whole = full = torch.zeros(self.partition.padded, dtype=self.dtype, device=self.device)
+        self._places = self.views(full)
         for name, parameter, view in zip(self.names, self.parameters, self._places, strict=True):
             if parameter.is_meta:
                 raise DloError(
@@ -91,19 +105,49 @@ class FlatGroup:
             view.copy_(parameter.data)
             parameter.data = view
         if self.communicator.size > 1:
-            self.communicator.broadcast(self.whole)
-        own = self.communicator.segment(self.whole)
-        nothing = _placeholder(self.dtype, self.device)
+            self.communicator.broadcast(full)
+        own = self.communicator.segment(full)
+        nothing = _placeholder(self.gathered_dtype, self.device)
         self._placeholders = [nothing.expand(parameter.shape) for parameter in self.parameters]
-        shares = self.keep_whole and self.home == self.device
-        self.shard = own if shares else _resting(own, self.rests)
+        self.shard = own if self.shares_memory else _resting(own, self.rests)
+        if self.has_masters:
+            self.whole = full.to(self.gathered_dtype)
+            self._places = self.views(self.whole)
+            self._point_to(self._places)
+        self._bytes = self.whole.untyped_storage().nbytes()
+        self._staged: Tensor | None = None  # the shard as it is gathered, where it rests in the CPU's memory
+        self._is_staged = False
         if not self.keep_whole:
             self.free()
 
+    @property
+    def shares_memory(self) -> bool:
+        """Whether the shard is a view of the whole."""
+        return self.keep_whole and self.home == self.device and not self.has_masters
+
+    @torch.no_grad()
+    def dissolve(self) -> None:
+        """Gives the parameters memory of their own, and the shards' values; called on all ranks."""
+        full = self.whole
+        if self.has_masters:
+            self.finish_copies()
+            full = torch.empty(self.partition.padded, dtype=self.dtype, device=self.device)
+            self.communicator.segment(full).copy_(self.shard)
+            self.communicator.all_gather(full).wait()
+        else:
+            self.finish_gather()
+        for parameter, view in zip(self.parameters, self.views(full), strict=True):
+            parameter.data = view.clone()
+
     def views(self, buffer: Tensor) -> list[Tensor]:
         """Returns the parameters' places in a buffer of the whole's length, in their shapes."""
-        places = zip(self.partition.places, self.parameters, strict=True)
-        return [buffer[start:end].view(parameter.shape) for (start, end), parameter in places]
+        return self.cut(buffer)[0]
+
+    def cut(self, buffer: Tensor) -> tuple[list[Tensor], list[Tensor]]:
+        """Returns the parameters' places in a buffer of the whole's length, in their shapes, and the gaps between."""
+        chunks = buffer.split_with_sizes(self.partition.lengths)
+        places = [chunks[n].view(shape) for n, shape in zip(self.partition.filled, self._shapes, strict=True)]
+        return places, [chunks[n] for n in self.partition.padding]
 
     # --- parameters ----------------------------------------------------------------------------------------
 
@@ -124,10 +168,10 @@ class FlatGroup:
         """Waits until the parameters can be used."""
         self.start_gather()
         if self._gathering is not None:
+            if self._from_shard is not None:
+                self._from_shard.wait()
             self._gathering.wait()
             self._gathering = None
-            if self._upward is not None:
-                torch.cuda.current_stream(self.device).wait_stream(self._upward)
 
     def free(self) -> None:
         """Gives the whole's memory back; the parameters have no values until the next gather."""
@@ -150,19 +194,33 @@ class FlatGroup:
             self.finish_gather()
             self._publish()
 
-    @torch.no_grad()
     def _publish(self) -> None:
         own = self.communicator.segment(self.whole)
-        if self._upward is None:
-            if own.data_ptr() != self.shard.data_ptr():
-                own.copy_(self.shard)
+        sent = self.shard if self.rests == self.device else self._to_send()
+        if self._to_shard is not None:
+            self._to_shard.wait()
+            self._to_shard = None
+        if self.rests == self.device:
+            if not self.shares_memory:
+                own.copy_(sent)
             self._gathering = self.communicator.all_gather(self.whole)
             return
         # Beside the computation: the next unit's parameters come up from the CPU while this one computes.
-        self._upward.wait_stream(torch.cuda.current_stream(self.device))
-        with torch.cuda.stream(self._upward):
-            own.copy_(self.shard, non_blocking=True)
+        self._from_shard = self._copies.up.copy(own, sent)
+        with self._from_shard.followed():
             self._gathering = self.communicator.all_gather(self.whole)
+
+    def _to_send(self) -> Tensor:
+        """Returns the shard in the dtype that is gathered: of two dtypes a copy to a device would wait for the host."""
+        if not self.has_masters:
+            return self.shard
+        if self._staged is None:
+            self._staged = host_tensor(self.shard.to(self.gathered_dtype), self.device)
+        if not self._is_staged:
+            self.finish_copies()
+            self._staged.copy_(self.shard)
+            self._is_staged = True
+        return self._staged
 
     # --- the step ------------------------------------------------------------------------------------------
 
@@ -193,18 +251,41 @@ class FlatGroup:
 
     @torch.no_grad()
     def bring(self) -> None:
-        """Gives what is stepped the shard's values, before a step."""
+        """Gives what is stepped the shard's values, before a step.
+
+        What the CPU steps may still be on its way to the device from the last step, long as that is ago.
+        """
+        if self.home != self.device and self._from_shard is not None:
+            self._from_shard.synchronize()
+            self._from_shard = None
         if self._stepped is not None and not self._current:
             self._stepped.untyped_storage().resize_(self._stepped.nbytes)
-            self._stepped.copy_(self.shard)
+            if self.home == self.device:
+                if self._to_shard is not None:
+                    self._to_shard.wait()
+                self._from_shard = self._copies.up.copy(self._stepped, self.shard)
+                self._from_shard.wait()
+            else:
+                self._copies.down.copy(self._stepped, self.shard).synchronize()
             self._current = True
 
     @torch.no_grad()
     def take_step(self) -> None:
-        """Gives the shard what has been stepped."""
+        """Gives the shard what has been stepped; a copy of it is on its way when this returns."""
+        self._is_staged = False
         if self._stepped is not None and self._current:
-            self.shard.copy_(self._stepped)
+            if self.home == self.device:
+                self._to_shard = self._copies.down.copy(self.shard, self._stepped)
+            else:
+                self._from_shard = self._to_shard = self._copies.up.copy(self.shard, self._stepped)
             self._put_away()
+
+    def finish_copies(self) -> None:
+        """Has the host wait for the copies from and to the shard: others may read and write it then."""
+        for copied in (self._from_shard, self._to_shard):
+            if copied is not None:
+                copied.synchronize()
+        self._from_shard = self._to_shard = None
 
     def _put_away(self) -> None:
         """Gives the memory of the copy back, if it is the device's."""
@@ -217,7 +298,7 @@ class FlatGroup:
 
     def written(self) -> None:
         """Called when the shard has been written to from outside."""
-        self._current = False
+        self._current = self._is_staged = False
 
     @property
     def copied(self) -> int:
@@ -226,32 +307,31 @@ class FlatGroup:
 
     # --- gradients -----------------------------------------------------------------------------------------
 
-    @torch.no_grad()
-    def take_gradient(self, segment: Tensor) -> None:
-        """Adds a reduced segment to the gradient shard; :meth:`finish_gradient` completes it."""
-        if self._downward is None:
+    def take_gradient(self, segment: Tensor) -> Copied | None:
+        """Adds a reduced segment to the gradient shard; :meth:`finish_gradient` completes it.
+
+        Returns:
+            The copy that reads the segment's memory, which is not written before it has been waited for; None where
+            nothing reads it any more.
+        """
+        if self.home == self.device:
             if self.gradient is None:
-                self.gradient = segment.to(self.home, copy=True)
+                self.gradient = segment.to(self.home, self.dtype, copy=True)
             else:
                 self.gradient.add_(segment)
-            return
+            return None
         # Beside the computation: backward goes on while the segment goes down to the CPU.
-        landed = torch.empty(segment.shape, dtype=segment.dtype, pin_memory=True)
-        self._downward.wait_stream(torch.cuda.current_stream(self.device))
-        with torch.cuda.stream(self._downward):
-            landed.copy_(segment, non_blocking=True)
-        segment.record_stream(self._downward)
-        self._landing.append(landed)
+        landed = host_tensor(segment, self.device)
+        copied = self._copies.down.copy(landed, segment)
+        self._landing.append((landed, copied))
+        return copied
 
-    @torch.no_grad()
     def finish_gradient(self) -> None:
         """Waits until what was taken is in the gradient shard."""
-        if self._downward is None or not self._landing:
-            return
-        self._downward.synchronize()
-        for landed in self._landing:
+        for landed, copied in self._landing:
+            copied.synchronize()
             if self.gradient is None:
-                self.gradient = landed
+                self.gradient = landed.to(self.dtype)
             else:
                 self.gradient.add_(landed)
         self._landing.clear()
@@ -264,14 +344,7 @@ class FlatGroup:
     def piece_gradients(self) -> list[Tensor]:
         """Returns the gradient of each piece, views of the gradient shard."""
         assert self.gradient is not None
-        owned = self.partition.pieces(self.communicator.rank)
-        return [self.gradient[piece.offset : piece.offset + piece.length] for piece in owned]
-
-
-@functools.cache
-def side_stream(device: torch.device) -> torch.cuda.Stream:
-    """Returns the stream on which a device's copies to and from the CPU run."""
-    return torch.cuda.Stream(device)
+        return [self.gradient[start:end] for start, end in self._runs]
 
 
 def _placeholder(dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -282,8 +355,7 @@ def _placeholder(dtype: torch.dtype, device: torch.device) -> Tensor:
 
 
 def _resting(segment: Tensor, home: torch.device) -> Tensor:
-    """Returns a copy of a segment where it is to live; pinned where that is the memory beside an accelerator."""
-    if home.type == "cpu" and segment.device.type == "cuda":
-        copy = torch.empty(segment.shape, dtype=segment.dtype, pin_memory=True)
-        return copy.copy_(segment)
+    """Returns a copy of a segment where it is to live; page-locked where that is the memory beside an accelerator."""
+    if home.type == "cpu" and segment.device.type != "cpu":
+        return host_tensor(segment, segment.device).copy_(segment)
     return segment.to(home, copy=True)

@@ -51,12 +51,33 @@ class FlatPartition:
         between = zip(ends, self.starts[1:], strict=True)
         return tuple((low, high) for low, high in (*between, (self.starts[-1], self.padded)) if low < high)
 
-    @property
+    @cached_property
+    def _runs(self) -> list[tuple[int, int, bool]]:
+        """Where each run of the buffer begins and ends, and whether it is a gap, in order."""
+        runs = [(*place, False) for place in self.places] + [(*gap, True) for gap in self.gaps]
+        return sorted(runs, key=lambda run: (run[0], run[1]))
+
+    @cached_property
+    def lengths(self) -> list[int]:
+        """The lengths of the buffer's runs, parameters and gaps, in order."""
+        return [end - start for start, end, _ in self._runs]
+
+    @cached_property
+    def filled(self) -> list[int]:
+        """Which of the runs is each parameter's."""
+        return [number for number, (*_, gap) in enumerate(self._runs) if not gap]
+
+    @cached_property
+    def padding(self) -> list[int]:
+        """Which of the runs are gaps."""
+        return [number for number, (*_, gap) in enumerate(self._runs) if gap]
+
+    @cached_property
     def segment(self) -> int:
         """Elements of a segment; the last ones are padded where the ranks do not divide the parameters."""
         return self._aligned(-(-self.starts[-1] // self.ranks))
 
-    @property
+    @cached_property
     def padded(self) -> int:
         """Elements of the buffer."""
         return self.segment * self.ranks

@@ -180,8 +180,7 @@ class TensorShare(Share):
         self._owner = dict(zip(self._keys(), balance(numels, communicator.size), strict=True))
         for group, number in self._places:
             if self._owner[id(group), number] == communicator.rank:
-                parameter = group.parameters[number]
-                whole = torch.empty(0, dtype=parameter.dtype, device=group.device)
+                whole = torch.empty(0, dtype=group.dtype, device=group.device)
                 # Not a view of the parameter: its memory comes before a step and goes after it.
                 self.stand_ins[group.names[number]] = whole.requires_grad_()
 
@@ -191,7 +190,7 @@ class TensorShare(Share):
     @torch.no_grad()
     def bring_parameters(self) -> None:
         """Fills the stand-ins with the parameters' values."""
-        if all(group.keep_whole for group in self.groups):
+        if all(group.keep_whole and not group.has_masters for group in self.groups):
             for group, number in self._places:
                 if group.names[number] in self.stand_ins:
                     self.stand_ins[group.names[number]].data = (
@@ -222,7 +221,8 @@ class TensorShare(Share):
             sent: list[list[Tensor]] = [[] for _ in range(self.communicator.size)]
             for rank, name, start, length in self._cuts(groups, owned_by_me=True):
                 sent[rank].append(self.stand_ins[name].flatten()[start : start + length])
-            received = self.communicator.exchange([_joined(parts, dtype, groups[0].device) for parts in sent])
+            held = self._held_by_owner(groups)
+            received = self.communicator.exchange([_joined(parts, dtype, groups[0].device) for parts in sent], held)
             at = [0] * self.communicator.size
             for group in groups:
                 for piece in group.partition.pieces(self.communicator.rank):
@@ -244,6 +244,14 @@ class TensorShare(Share):
                     if (self._owner[id(group), piece.parameter] == self.communicator.rank) is owned_by_me:
                         yield rank, group.names[piece.parameter], piece.start, piece.length
 
+    def _held_by_owner(self, groups: list[FlatGroup]) -> list[int]:
+        """Returns how many elements of each rank's tensors this rank's segments hold."""
+        held = [0] * self.communicator.size
+        for group in groups:
+            for piece in group.partition.pieces(self.communicator.rank):
+                held[self._owner[id(group), piece.parameter]] += piece.length
+        return held
+
     def _to_owners(self, shards: dict[int, Tensor]) -> dict[str, Tensor]:
         """Returns the tensors this rank owns, put together from all ranks' segments."""
         wholes: dict[str, Tensor] = {}
@@ -257,7 +265,10 @@ class TensorShare(Share):
                 for piece in group.partition.pieces(self.communicator.rank):
                     segment = shards[id(group)][piece.offset : piece.offset + piece.length]
                     sent[self._owner[id(group), piece.parameter]].append(segment.detach().to(group.device))
-            received = self.communicator.exchange([_joined(parts, dtype, groups[0].device) for parts in sent])
+            lengths = [0] * self.communicator.size
+            for rank, _, _, length in self._cuts(groups, owned_by_me=True):
+                lengths[rank] += length
+            received = self.communicator.exchange([_joined(parts, dtype, groups[0].device) for parts in sent], lengths)
             at = [0] * self.communicator.size
             for rank, name, start, length in self._cuts(groups, owned_by_me=True):
                 if name not in wholes:

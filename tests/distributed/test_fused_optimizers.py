@@ -1,0 +1,154 @@
+"""torch's fused steps: taken by default where nobody chose otherwise, with clipping, and across checkpoints."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from dlo_framework.distributed.fused import prefer_fused
+from dlo_framework.distributed.strategy import DataParallelStrategy, use_canonical_checkpoints
+from dlo_framework.resume import ExactResume
+from dlo_framework.testing import run_distributed
+from dlo_framework.testing.state import whole_weights
+from dlo_framework.testing.training import quiet
+from dlo_plugins.strategies.fsdp import FSDPStrategy
+from dlo_plugins.strategies.zero import ZeroStrategy
+from support.fsdp_nets import Module, differ, mine, trainer
+
+MAKERS: dict[str, Any] = {
+    "adamw": lambda p: torch.optim.AdamW(p, lr=0.1, weight_decay=0.1),
+    "adam": lambda p: torch.optim.Adam(p, lr=0.1, amsgrad=True),
+    "sgd": lambda p: torch.optim.SGD(p, lr=0.1),
+    "momentum": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.1),
+}
+
+
+def parameters() -> list[nn.Parameter]:
+    generator = torch.Generator().manual_seed(0)
+    return [nn.Parameter(torch.randn(shape, generator=generator)) for shape in ((4, 5), (3,), (), (0,))]
+
+
+@pytest.mark.parametrize("name", MAKERS)
+def test_a_fused_step_gives_the_numbers_of_the_loop(name: str) -> None:
+    """Also to a parameter that gets its first gradient later than others, at which torch's fused SGD raises."""
+    steps = []
+    for fused in (False, True):
+        held = parameters()
+        optimizer = MAKERS[name](held)
+        if fused:
+            prefer_fused(optimizer, on_cpu=True)
+            assert all(group["fused"] for group in optimizer.param_groups)
+        for step in range(5):
+            for number, parameter in enumerate(held):
+                late = number == 1 and step == 0
+                parameter.grad = None if late else torch.full_like(parameter, 0.3 + step)
+            optimizer.step()
+        steps.append(held)
+    for one, other in zip(*steps, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda p: torch.optim.AdamW(p, foreach=True),
+        lambda p: torch.optim.AdamW(p, foreach=False),
+        lambda p: torch.optim.AdamW(p, fused=False),
+        lambda p: torch.optim.AdamW(p, differentiable=True),
+        lambda p: torch.optim.AdamW(p, lr=torch.tensor(0.1)),
+        lambda p: torch.optim.SGD(p, momentum=0.9, dampening=0.1),
+        lambda p: torch.optim.Adam([p[0], nn.Parameter(torch.ones(2, dtype=torch.complex64))]),
+        lambda p: torch.optim.Adam([p[0], nn.Parameter(torch.ones(2, dtype=torch.bfloat16))]),
+        lambda p: torch.optim.RMSprop(p),
+    ],
+)
+def test_what_a_user_chose_and_what_has_no_fused_step_stays(make: Any) -> None:
+    optimizer = make(parameters())
+    before = [dict(group) for group in optimizer.param_groups]
+    prefer_fused(optimizer, on_cpu=True)
+    assert [group.get("fused") for group in optimizer.param_groups] == [group.get("fused") for group in before]
+
+
+def test_in_the_cpu_s_memory_it_is_for_offloaded_shards_and_never_for_sparse_gradients() -> None:
+    for options in ({}, {"module": nn.Embedding(3, 2, sparse=True), "on_cpu": True}):
+        optimizer = torch.optim.SGD(parameters(), lr=0.1)
+        prefer_fused(optimizer, **options)
+        assert optimizer.param_groups[0]["fused"] is None
+
+
+class OnDevice(ZeroStrategy):
+    """ZeRO whose ranks' device is not the memory that it offloads to."""
+
+    @property
+    def root_device(self) -> torch.device:
+        return torch.device("cpu", 0)
+
+
+class Fused(Module):
+    """Its user asks for the fused step."""
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.net.parameters(), lr=self.rate, eps=1e-5, weight_decay=0.1, fused=True)
+
+
+STRATEGIES: dict[str, Any] = {
+    "one device": lambda: "auto",
+    "ddp": DataParallelStrategy,
+    "zero2": lambda: OnDevice(2, offload="optimizer"),
+    "zero3": lambda: OnDevice(3, offload="both"),
+    "fsdp": FSDPStrategy,
+}
+
+
+def _run(strategy: Any, module: Module, save: Path | None = None, resume: Path | None = None, **options: Any) -> Any:
+    run = trainer(1, strategy, max_steps=4, callbacks=[ExactResume()], **options)
+    use_canonical_checkpoints(run)
+    run.fit(module, mine(0, 1), ckpt_path=resume)
+    if save is not None:
+        run.save_checkpoint(save)
+    return run
+
+
+def _clipped(folder: Path) -> dict[str, Any]:
+    """Returns, of each strategy under bf16-mixed with clipping, the weights of the fused step and of the other."""
+    found = {}
+    for name, make in STRATEGIES.items():
+        both = []
+        for kind in (Fused, Module):
+            run = _run(make(), kind(), precision="bf16-mixed", gradient_clip_val=0.1)
+            both.append(whole_weights(run))
+        found[name] = differ(*both)
+    return found
+
+
+def _resumed(folder: Path) -> dict[str, Any]:
+    """Returns how runs that go on from each other's checkpoints step, and how far they are from one that was whole."""
+    found = {}
+    whole = whole_weights(_run("auto", Module()))
+    for first, second in (("one device", "zero2"), ("zero2", "one device"), ("zero3", "fsdp"), ("fsdp", "zero2")):
+        saved = trainer(1, STRATEGIES[first](), max_steps=2, callbacks=[ExactResume()])
+        use_canonical_checkpoints(saved)
+        saved.fit(Module(), mine(0, 1))
+        saved.save_checkpoint(folder / f"{first}-{second}")
+        run = _run(STRATEGIES[second](), Module(), resume=folder / f"{first}-{second}")
+        fused = {bool(group["fused"]) for group in run.strategy.optimizers[0].param_groups}
+        found[f"{first} to {second}"] = fused, differ(whole_weights(run), whole)
+    return found
+
+
+def _one_rank(rank: int, world_size: int, folder: Path) -> Any:
+    quiet()
+    return _clipped(folder), _resumed(folder)
+
+
+def test_it_is_clipped_under_autocast_and_goes_on_from_any_checkpoint(tmp_path: Path) -> None:
+    ((clipped, resumed),) = run_distributed(_one_rank, 1, tmp_path, timeout=200)
+    for name, difference in clipped.items():
+        assert difference < 1e-5, name
+    for name, (fused, difference) in resumed.items():
+        assert fused == {name.endswith("zero2")}, name
+        assert difference < 1e-5, name

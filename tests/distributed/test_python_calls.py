@@ -1,0 +1,196 @@
+"""What a step of ZeRO or FSDP costs beside the arithmetic, counted: calls of Python functions, collectives."""
+
+from __future__ import annotations
+
+import itertools
+import sys
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import pytest
+import timm
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.nn.parallel import DistributedDataParallel
+
+from dlo_framework.distributed.collectives import Communicator
+from dlo_framework.distributed.held import local
+from dlo_framework.distributed.units import find_units
+from dlo_framework.testing import run_distributed
+from dlo_plugins.zero.engine import ZeroEngine, ZeroOptions
+
+CPU = torch.device("cpu")
+#: Calls of Python functions, the engine's and torch's, that a bucket may take in a step beside DDP's own.
+A_BUCKET = 10
+
+
+def calls_in(function: Callable[[], None]) -> int:
+    """Returns how many Python functions a function calls, those that autograd calls included."""
+    calls = 0
+
+    def count(frame: Any, event: str, argument: Any) -> None:
+        nonlocal calls
+        calls += event == "call"
+
+    sys.setprofile(count)
+    try:
+        function()
+    finally:
+        sys.setprofile(None)
+    return calls
+
+
+def engine_of(stage: int, model: nn.Module, optimizer: Any, bucket_elements: int) -> ZeroEngine:
+    units = find_units(model) if stage == 3 else []
+    options = ZeroOptions(stage, bucket_elements)
+    return ZeroEngine(model, [optimizer], units, Communicator(), CPU, options)
+
+
+def efficientnet() -> tuple[nn.Module, Any]:
+    model = timm.create_model("efficientnet_b0", num_classes=10)
+    # Not one that goes through its tensors in Python: ranks of ZeRO have fewer of them, and the count would hide calls.
+    return model, torch.optim.SGD(model.parameters(), lr=0.01, foreach=True)
+
+
+def _counted(rank: int, world_size: int) -> dict[str, tuple[int, int]]:
+    """Returns calls of a step, and buckets, under DDP and each stage."""
+    x, found = torch.randn(2, 3, 32, 32), {}
+    model, optimizer = efficientnet()
+    wrapped = DistributedDataParallel(model)
+
+    def plain() -> None:
+        wrapped(x).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    for _ in range(3):
+        plain()
+    found["ddp"] = calls_in(plain), 0
+    for stage, mega in ((1, 25), (2, 25), (2, 1)):
+        model, optimizer = efficientnet()
+        engine = engine_of(stage, model, optimizer, mega * 2**18)
+
+        def step(engine: ZeroEngine = engine, model: nn.Module = model, optimizer: Any = optimizer) -> None:
+            loss = model(x).square().mean()
+            engine.before_backward(automatic=True)
+            loss.backward()
+            engine.after_backward(automatic=True)
+            optimizer.step()
+            optimizer.zero_grad()
+
+        for _ in range(3):
+            step()
+        found[f"zero{stage}, {mega} MiB"] = calls_in(step), len(engine.groups)
+    return found
+
+
+class Shuffled(nn.Module):
+    """Goes through its layers in the order that it is told, and leaves some of them out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(5, 5) for _ in range(6))
+        self.order = list(range(6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for number in self.order:
+            x = torch.tanh(self.layers[number](x))
+        return x
+
+
+ORDERS = [[0, 1, 2, 3, 4, 5], [5, 4, 3, 2, 1, 0], [2, 0, 5, 1, 4, 3], [3, 1], [4], [0, 1, 2, 3, 4, 5]]
+
+
+def _shuffled(rank: int, world_size: int) -> list[float]:
+    """Returns how far each stage is from the plain loop, over orders that change with the step and the micro-batch."""
+    found = []
+    for stage in (1, 2, 3):
+        torch.manual_seed(0)
+        model, alone = Shuffled(), Shuffled()
+        alone.load_state_dict(model.state_dict())
+        optimizer, plain = (torch.optim.SGD(net.parameters(), lr=0.5) for net in (model, alone))
+        options = ZeroOptions(stage, 100, find_unused=True)
+        units = [f"layers.{number}" for number in range(6)] if stage == 3 else []
+        # Left out in stage 3: a rank that does not call a unit leaves the others waiting for it.
+        engine = ZeroEngine(model, [optimizer], units, Communicator(), CPU, options)
+        for first, second in itertools.pairwise(ORDERS):
+            for number, order in enumerate((first, second)):
+                engine.sync = number == 1
+                x = torch.randn(2, 5, generator=torch.Generator().manual_seed(7 * number + rank))
+                model.order = order if rank == 0 or stage == 3 else order[::-1]
+                loss = model(x).square().sum()
+                engine.before_backward(automatic=True)
+                loss.backward()
+                engine.after_backward(automatic=True)
+                for other in range(world_size):
+                    x = torch.randn(2, 5, generator=torch.Generator().manual_seed(7 * number + other))
+                    alone.order = order if other == 0 or stage == 3 else order[::-1]
+                    (alone(x).square().sum() / world_size).backward()
+            for one in (optimizer, plain):
+                one.step()
+                one.zero_grad()
+        engine.dissolve()
+        pairs = zip(model.parameters(), alone.parameters(), strict=True)
+        found.append(max(float((a - b).abs().max()) for a, b in pairs))
+    return found
+
+
+def _locals(rank: int, world_size: int) -> dict[str, int]:
+    """Returns the calls that a DTensor's local part takes, and torch's own way to it."""
+    mesh = init_device_mesh("cpu", (world_size,))
+    gradient = DTensor.from_local(torch.ones(2, 2), mesh, [Shard(0)])
+    with torch.no_grad():
+        return {"dlo": calls_in(lambda: local(gradient)), "torch": calls_in(gradient.to_local)}
+
+
+def _exchanges(rank: int, world_size: int) -> list[int]:
+    """Returns how often ranks exchange in a step of an optimizer of full tensors, in stages 2 and 3."""
+    found, original = [], dist.all_to_all_single
+    for stage in (2, 3):
+        model = nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 3))
+        optimizer = torch.optim.Adafactor(model.parameters(), lr=0.1)
+        options = ZeroOptions(stage, 100)
+        engine = ZeroEngine(model, [optimizer], ["0", "1"], Communicator(), CPU, options)
+        with mock.patch.object(dist, "all_to_all_single", side_effect=original) as exchange:
+            loss = model(torch.ones(2, 5)).square().mean()
+            engine.before_backward(automatic=True)
+            loss.backward()
+            engine.after_backward(automatic=True)
+            optimizer.step()
+        found.append(exchange.call_count)
+    return found
+
+
+def _all(rank: int, world_size: int) -> dict[str, Any]:
+    checks = (_counted, _shuffled, _locals, _exchanges)
+    return {check.__name__: check(rank, world_size) for check in checks}
+
+
+@pytest.fixture(scope="module")
+def found() -> list[Any]:
+    return run_distributed(_all, 2, timeout=280)
+
+
+def test_a_step_calls_python_no_more_than_ddp_and_ten_times_a_bucket(found: list[Any]) -> None:
+    counted = found[0]["_counted"]
+    ddp, _ = counted.pop("ddp")
+    for name, (calls, buckets) in counted.items():
+        assert calls <= ddp + A_BUCKET * buckets, (name, calls, ddp, buckets)
+
+
+def test_gradients_that_come_in_any_order_are_all_reduced(found: list[Any]) -> None:
+    for rank in found:
+        assert max(rank["_shuffled"]) < 1e-5, rank
+
+
+def test_the_local_part_of_a_dtensor_takes_what_torch_s_way_to_it_takes(found: list[Any]) -> None:
+    assert found[0]["_locals"]["dlo"] <= found[0]["_locals"]["torch"] + 2  # The lambda, and itself.
+
+
+def test_full_tensors_go_to_their_owners_and_back_without_telling_their_lengths(found: list[Any]) -> None:
+    # Gradients and, in stage 3, parameters go to the owners; stepped values come back.
+    assert found[0]["_exchanges"] == [2, 3]

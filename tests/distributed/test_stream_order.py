@@ -1,0 +1,80 @@
+"""Sharded strategies wait for what runs beside the computation: losses are the same where all of it runs late."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from dlo_framework.testing import run_distributed
+from dlo_framework.testing.training import quiet
+from dlo_plugins.strategies.fsdp import FSDPStrategy
+from dlo_plugins.strategies.zero import ZeroStrategy
+from support.fsdp_nets import Module, mine, trainer
+from support.late import late
+
+#: Another name of the CPU's memory, which passes for an accelerator's: copies between the two go by the side streams.
+DEVICE = torch.device("cpu", 0)
+#: So small that several buckets have one length, and take turns in one buffer.
+BUCKET_MB = 2e-4
+
+
+class OnDevice(ZeroStrategy):
+    """ZeRO whose ranks' device is not the memory that it offloads to."""
+
+    @property
+    def root_device(self) -> torch.device:
+        return DEVICE
+
+
+def _zero(stage: Any, offload: Any = None) -> Callable[[], Any]:
+    return lambda: OnDevice(stage, offload=offload, bucket_mb=BUCKET_MB)
+
+
+STRATEGIES: dict[str, Callable[[], Any]] = {
+    "zero1": _zero(1),
+    "zero1 optimizer": _zero(1, "optimizer"),
+    "zero2": _zero(2),
+    "zero2 optimizer": _zero(2, "optimizer"),
+    "zero3": _zero(3),
+    "zero3 optimizer": _zero(3, "optimizer"),
+    "zero3 parameters": _zero(3, "parameters"),
+    "zero3 both": _zero(3, "both"),
+    "fsdp": FSDPStrategy,
+    "fsdp offload": lambda: FSDPStrategy(offload=True),
+}
+
+
+class WithAdafactor(Module):
+    """Its optimizer needs full tensors."""
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.Adafactor(self.net.parameters(), lr=0.05)
+
+
+def _losses(rank: int, world_size: int, make: Callable[[], Any], module: Module) -> list[float]:
+    run = trainer(world_size, make(), max_epochs=3, accumulate_grad_batches=2, limit_val_batches=1)
+    run.fit(module, mine(rank, world_size), mine(rank, world_size, steps=1))
+    return module.losses
+
+
+def _both_ways(rank: int, world_size: int) -> dict[str, Any]:
+    quiet()
+    found = {}
+    for name, make in STRATEGIES.items():
+        for kind in (Module, WithAdafactor):
+            in_order = _losses(rank, world_size, make, kind())
+            with late() as started:
+                found[f"{name}, {kind.__name__}"] = in_order, _losses(rank, world_size, make, kind()), started
+    return found
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_losses_are_the_same_where_copies_and_collectives_run_late(ranks: int) -> None:
+    for found in run_distributed(_both_ways, ranks, timeout=280):
+        for name, (in_order, ran_late, started) in found.items():
+            assert ran_late == in_order, name
+            if name.startswith("zero"):
+                assert all(started.values()), (name, started)  # The double was in their place.

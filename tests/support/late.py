@@ -1,0 +1,118 @@
+"""Streams and collectives of an accelerator at their latest, on a CPU.
+
+A copy or a collective takes effect only when something waits for it, or for a later one of its stream, and what it
+writes is NaN until then. So a buffer that is written again too early, and a value that is read too early, change the
+losses, as they do on an accelerator that is busy.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import deque
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+
+from dlo_framework.distributed.collectives import Communicator
+from dlo_plugins.copy_streams import CopyStreams
+from dlo_plugins.zero import group
+
+
+class LateWork:
+    """What has been started, and runs when it is waited for.
+
+    Args:
+        queue: of the stream, in the order of starts.
+        run: does the work.
+    """
+
+    def __init__(self, queue: deque[LateWork], run: Callable[[], Any]) -> None:
+        self.queue, self.run, self.done, self.result = queue, run, False, None
+        queue.append(self)
+
+    def wait(self) -> Any:
+        """Runs what is before it, and itself."""
+        while not self.done:
+            first = self.queue.popleft()
+            first.result, first.done = first.run(), True
+        return self.result
+
+    synchronize = wait
+
+
+class LateCopied(LateWork):
+    """A copy that has been started; see :class:`dlo_plugins.copy_streams.Copied`."""
+
+    launching: LateCopied | None = None
+
+    @contextlib.contextmanager
+    def followed(self) -> Iterator[None]:
+        """What is started inside runs after the copy."""
+        LateCopied.launching = self
+        try:
+            yield
+        finally:
+            LateCopied.launching = None
+
+
+class LateStream:
+    """A side stream; see :class:`dlo_plugins.copy_streams.CopyStream`."""
+
+    def __init__(self) -> None:
+        self.queue: deque[Any] = deque()
+
+    def copy(self, target: Tensor, source: Tensor) -> LateCopied:
+        """Starts a copy; a source that is freed meanwhile keeps its values, as `record_stream` has it."""
+        target, source = target.detach(), source.detach()
+        kept = source.clone()
+        _spoil(target)
+
+        def run() -> None:
+            target.copy_(kept if source.numel() and not source.untyped_storage().nbytes() else source)
+
+        return LateCopied(self.queue, run)
+
+
+@contextlib.contextmanager
+def late() -> Iterator[dict[str, int]]:
+    """Has ZeRO's copies, and the collectives of all, run late inside the block; counts what was started."""
+    streams, collectives = CopyStreams(LateStream(), LateStream()), deque[Any]()  # type: ignore[arg-type]
+    started = {"copies": 0, "reduce_scatter": 0, "all_gather": 0}
+
+    def late_streams(device: torch.device) -> CopyStreams:
+        started["copies"] += 1
+        return streams
+
+    def of(name: str) -> Any:
+        original = getattr(Communicator, name)
+
+        def start(self: Communicator, buffer: Tensor, **options: Any) -> Any:
+            started[name] += 1
+            after = LateCopied.launching
+            if name == "all_gather":
+                own = self.segment(buffer)
+                kept = own.clone()
+                _spoil(buffer)
+                if after is None:
+                    own.copy_(kept)
+
+            def run() -> Tensor:
+                if after is not None:
+                    after.wait()
+                return original(self, buffer, **options).wait()
+
+            return LateWork(collectives, run)
+
+        return mock.patch.object(Communicator, name, start)
+
+    with of("reduce_scatter"), of("all_gather"), mock.patch.object(group, "copy_streams", late_streams):
+        yield started
+
+
+@torch.no_grad()
+def _spoil(tensor: Tensor) -> None:
+    if tensor.is_floating_point():
+        tensor.fill_(float("nan"))
