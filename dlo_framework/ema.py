@@ -94,6 +94,9 @@ class WeightEMA(Callback):
         if trainer.global_step == self._last_step or self._average is None:
             return
         self._last_step = trainer.global_step
+        finish = getattr(trainer.strategy, "finish_step", None)
+        if finish is not None:
+            finish()
         with torch.no_grad():
             self._step(self._trained, self._average)
         self._updates += 1

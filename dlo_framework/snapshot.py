@@ -70,6 +70,7 @@ class Snapshot:
     """
 
     def __init__(self, trainer: Trainer) -> None:
+        _finish_step(trainer)
         self._trainer = trainer
         self._kept: dict[int, Any] = {}  # What has been copied, by id: each once, and alive while its id is used.
         self._undo: list[Undo] = []
@@ -113,12 +114,19 @@ class Snapshot:
             _restart_iterator(self._trainer, number, loader)
         for name, value in self._flags.items():
             setattr(self._trainer, name, value)
+        _finish_step(self._trainer)
         for undo in self._undo:
             undo()
         refresh = getattr(self._trainer.strategy, "refresh", None)
         if refresh is not None:
             refresh()
         restore_random_state(self._random)
+
+
+def _finish_step(trainer: Trainer) -> None:
+    finish = getattr(trainer.strategy, "finish_step", None)
+    if finish is not None:
+        finish()
 
 
 def take(trainer: Trainer) -> Snapshot:

@@ -183,6 +183,12 @@ class CanonicalStrategy(Strategy):
             unscale_apart(optimizer)
             prefer_fused(optimizer, self.lightning_module)
 
+    def finish_step(self) -> None:
+        """Waits for what the last step has started, if anything: :meth:`held_tensors` are read or written next.
+
+        To be called on all ranks.
+        """
+
     def refresh(self) -> None:
         """Called when :meth:`held_tensors` have been written to from outside."""
 

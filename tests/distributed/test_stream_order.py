@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch import Callback
+from torch import Tensor
 
 from dlo_framework.testing import run_distributed
 from dlo_framework.testing.training import quiet
@@ -54,6 +56,52 @@ class WithAdafactor(Module):
         return torch.optim.Adafactor(self.net.parameters(), lr=0.05)
 
 
+class Penalised(Module):
+    """Uses a block's weights before that block's forward."""
+
+    def loss(self, batch: Any) -> Tensor:
+        penalty = self.net.blocks[1].one.weight.square().mean()
+        return super().loss(batch) + 0.1 * penalty
+
+
+class Pending(Module):
+    """Notes, as a step begins, which blocks' parameters are on their way, and after it, whether any are."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        groups = self.trainer.strategy.engine.groups
+        self.__dict__.setdefault("before", []).append([name for g in groups if g._gathering for name in g.names])
+        loss = super().training_step(batch, batch_idx)
+        self.__dict__.setdefault("after", []).append([name for g in groups if g._gathering for name in g.names])
+        return loss
+
+
+class ReadsWeights(Pending):
+    """May read its weights after a step."""
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.norm = sum(float(p.detach().norm()) for p in self.parameters())
+
+
+class Foreign(Callback):
+    """Somebody's callback, which may read weights at any time."""
+
+
+def _overlap(rank: int, world_size: int) -> dict[str, Any]:
+    """Returns what is on its way as steps begin and after them, and the losses beside those of the same in order."""
+    found = {}
+    for name, kind, callbacks in (
+        ("plain", Pending, []),
+        ("a module that may read weights", ReadsWeights, []),
+        ("a callback that may read weights", Pending, [Foreign()]),
+    ):
+        module = kind()
+        run = trainer(world_size, OnDevice(2, bucket_mb=BUCKET_MB), callbacks=callbacks)
+        with late():
+            run.fit(module, mine(rank, world_size))
+        found[name] = module.before, module.after
+    return found
+
+
 def _losses(rank: int, world_size: int, make: Callable[[], Any], module: Module) -> list[float]:
     run = trainer(world_size, make(), max_epochs=3, accumulate_grad_batches=2, limit_val_batches=1)
     run.fit(module, mine(rank, world_size), mine(rank, world_size, steps=1))
@@ -64,7 +112,8 @@ def _both_ways(rank: int, world_size: int) -> dict[str, Any]:
     quiet()
     found = {}
     for name, make in STRATEGIES.items():
-        for kind in (Module, WithAdafactor):
+        # Outside units' forward FSDP2 leaves DTensors, which do not mix with tensors.
+        for kind in (Module, WithAdafactor, Penalised) if name.startswith("zero") else (Module, WithAdafactor):
             in_order = _losses(rank, world_size, make, kind())
             with late() as started:
                 found[f"{name}, {kind.__name__}"] = in_order, _losses(rank, world_size, make, kind()), started
@@ -78,3 +127,15 @@ def test_losses_are_the_same_where_copies_and_collectives_run_late(ranks: int) -
             assert ran_late == in_order, name
             if name.startswith("zero"):
                 assert all(started.values()), (name, started)  # The double was in their place.
+
+
+def test_parameters_arrive_while_forward_runs_unless_somebody_may_read_them() -> None:
+    for found in run_distributed(_overlap, 2, timeout=100):
+        (first, *later), after = found.pop("plain")
+        assert first == []
+        for names in later:
+            assert names
+            assert all(name.startswith("net.blocks.") for name in names), names  # All else is waited for by then.
+        assert not any(after)
+        for name, (before, _) in found.items():
+            assert not any(before), name

@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 import torch
 from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -50,7 +51,8 @@ class ZeroStrategy(ShardedStrategy):
         bucket_mb: gradients that are reduced at once, in MiB (stages 1 and 2; stage 3 reduces unit by unit).
         find_unused: whether parameters may go without a gradient in a step. Otherwise that is an error that names
             them.
-        units: names of the modules whose parameters are gathered together in stage 3; by default the model's blocks.
+        units: names of the modules whose parameters are gathered together in stage 3, and that wait for the last step's
+            in stages 1 and 2; by default the model's blocks.
         param_dtype: what parameters in single precision are gathered and computed in, with master weights in single
             precision, divided: `bfloat16` under `bf16-mixed`, where it is the default on accelerators; `float16` under
             `16-mixed`; `float32` for their own. Batch norms keep single precision.
@@ -149,6 +151,8 @@ class ZeroStrategy(ShardedStrategy):
             self.setup_optimizers(trainer)
         if fitting or (self.stage == 3 and self.engine is None):
             self.engine = self._build(communicator, initialise)
+            if self.engine.arrivals is not None:
+                self.engine.arrivals.enabled = not _may_read_weights(trainer, module)
         if self.stage == 3:
             for submodule in module.modules():
                 for name, buffer in submodule.named_buffers(recurse=False):
@@ -177,7 +181,7 @@ class ZeroStrategy(ShardedStrategy):
 
     def _build(self, communicator: Communicator, initialise: Initialiser | None) -> ZeroEngine:
         module = self._module()
-        units = self.units if self.units is not None else find_units(module) if self.stage == 3 else []
+        units = self.units if self.units is not None else find_units(module)
         gathered, reduced = self._gathered_dtypes()
         element = max((p.element_size() for p in module.parameters()), default=4)
         options = ZeroOptions(
@@ -234,6 +238,10 @@ class ZeroStrategy(ShardedStrategy):
     def _step(self, kind: str) -> Iterator[None]:
         """Gathers what a step needs from its beginning."""
         gathering = self.engine.gathering if self.engine is not None else None
+        if self.engine is not None and self.engine.arrivals is not None:
+            with self.engine.arrivals.step(kind):
+                yield
+            return
         if gathering is None:
             yield
             return
@@ -244,8 +252,14 @@ class ZeroStrategy(ShardedStrategy):
             gathering.release_all()
 
     def _leave(self) -> None:
+        self.finish_step()
         if self.engine is not None and self.engine.gathering is not None:
             self.engine.gathering.release_all()
+
+    def finish_step(self) -> None:
+        """Waits for the parameters and shards of the last step."""
+        if self.engine is not None:
+            self.engine.finish_step()
 
     def on_validation_end(self) -> None:
         """Frees what the evaluation gathered."""
@@ -284,6 +298,7 @@ class ZeroStrategy(ShardedStrategy):
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """Returns the module's state by name: in stage 3, or with master weights, this rank's slices."""
+        self.finish_step()
         if self.engine is None or not self.engine.holds_shards:
             return super().lightning_module_state_dict()
         first_names = {id(p): clean(name) for name, p in self._module().named_parameters()}
@@ -308,12 +323,12 @@ class ZeroStrategy(ShardedStrategy):
 
     def held_tensors(self) -> list[Tensor]:
         """Returns the memory of this rank's parameters, or of its shards of them, and of the buffers."""
+        self.finish_step()
         if self.engine is None or not self.engine.holds_shards:
             return super().held_tensors()
         grouped = {id(parameter) for group in self.engine.groups for parameter in group.parameters}
         held: list[Tensor] = []
         for group in self.engine.groups:
-            group.finish_copies()
             held += [group.shard] if group.has_masters or not group.keep_whole else group.parameters
         held += [parameter for parameter in self._module().parameters() if id(parameter) not in grouped]
         return [*held, *self._module().buffers()]
@@ -394,3 +409,29 @@ class ZeroStrategy(ShardedStrategy):
     def about(self) -> dict[str, Any]:
         """Returns what a checkpoint's manifest says of the run."""
         return {**super().about(), "stage": self.stage}
+
+
+#: Callbacks of Lightning's that read weights between a step and the next forward.
+_READERS = (WeightAveraging, StochasticWeightAveraging)
+#: Who asks for weights through the strategy, if at all.
+_ASKING = ("lightning.", "dlo_framework.", "dlo_plugins.", "dlo_tasks.")
+#: What of a module is called between a step and the next forward.
+_BETWEEN = (
+    *("on_before_zero_grad", "optimizer_step", "optimizer_zero_grad", "lr_scheduler_step"),
+    *("on_train_batch_start", "on_train_batch_end", "on_train_epoch_start", "on_train_epoch_end"),
+    *("on_validation_start", "on_validation_epoch_start", "on_validation_model_eval", "on_save_checkpoint"),
+)
+
+
+def _may_read_weights(trainer: Trainer, module: nn.Module) -> bool:
+    """Returns whether a callback or the module may read weights between a step and the next forward.
+
+    They read the module's own parameters then, which nobody can see; so all gathers end with the step.
+    """
+    callbacks = trainer.callbacks  # type: ignore[attr-defined]
+    if any(isinstance(c, _READERS) or not type(c).__module__.startswith(_ASKING) for c in callbacks):
+        return True
+    known = type(module).__mro__
+    homes = [home for name in _BETWEEN if (home := next((c for c in known if name in vars(c)), None)) is not None]
+    by_hand = not getattr(module, "automatic_optimization", True)
+    return by_hand or any(not home.__module__.startswith(_ASKING) for home in homes)

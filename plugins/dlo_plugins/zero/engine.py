@@ -7,7 +7,8 @@ One step, N ranks, psi parameters:
 
 - stages 1 and 2: as each bucket's gradients are complete in backward, they are summed over the ranks, and each rank
   keeps its own 1/N of the sum (reduce-scatter, psi elements in all). The optimizer, whose parameter groups hold this
-  rank's share in place of the parameters, steps. Then all ranks send each other the new values (all-gather, psi).
+  rank's share in place of the parameters, steps. Then all ranks send each other the new values (all-gather, psi),
+  for which the next forward waits unit by unit (:mod:`dlo_plugins.zero.arrivals`).
   Stage 1 waits with the reduction for the last micro-batch of an accumulation, keeping whole gradients till then;
   stage 2 reduces each micro-batch's and keeps 1/N.
 - stage 3: parameters are kept as 1/N too (:mod:`dlo_plugins.zero.gathering`): two all-gathers of psi, one in forward
@@ -35,6 +36,7 @@ from dlo_framework.distributed.collectives import Communicator
 from dlo_framework.distributed.fused import prefer_fused
 from dlo_framework.distributed.initialise import Initialiser
 from dlo_framework.errors import DloError
+from dlo_plugins.zero.arrivals import Arrivals
 from dlo_plugins.zero.gathering import Gathering, Unit
 from dlo_plugins.zero.group import FlatGroup
 from dlo_plugins.zero.probe import kind_of
@@ -77,7 +79,8 @@ class ZeroEngine:
     Args:
         module: what trains; its parameters keep their identity and shape, their data move into flat buffers.
         optimizers: as configured on the module's parameters; they get this rank's share instead.
-        units: names of the modules that are gathered as one in stage 3; what is in none of them is the root's.
+        units: names of the modules that are gathered as one in stage 3, and wait for their parameters in stages 1 and
+            2; what is in none of them is the root's.
         communicator: the ranks.
         device: where this rank computes.
         options: the stage and the rest.
@@ -96,6 +99,7 @@ class ZeroEngine:
     ) -> None:
         self.communicator, self.device, self.options = communicator, device, options
         self.gathering: Gathering | None = None
+        self.arrivals: Arrivals | None = None
         self._note(module, optimizers)
         if options.stage == 3:
             built = self._units(module, units, initialise)
@@ -106,6 +110,7 @@ class ZeroEngine:
             self.gathering = Gathering(built, module)
         else:
             self.groups = self._buckets(module)
+            self.arrivals = Arrivals(module, units, self.groups)
         self._frozen = {self._names[id(p)]: p for p in module.parameters() if not p.requires_grad}
         self._by_name = {name: (group, n) for group in self.groups for n, name in enumerate(group.names)}
         trained = [group for group in self.groups if group.trains]
@@ -244,6 +249,8 @@ class ZeroEngine:
             if not any(tensor.requires_grad for tensor in _stepped(share))
             for group in share.groups
         }
+        if self.arrivals:
+            self.arrivals.finish()
         if self.reducer.enabled:
             self.reducer.begin(accumulated=not self.options.reduces_each)
         if self.gathering:
@@ -268,10 +275,20 @@ class ZeroEngine:
 
     def _after_step(self, share: Share) -> None:
         share.publish()
-        for group in share.groups:
-            if group.gathered:
-                group.finish_gather()
+        if self.arrivals:
+            self.arrivals.started()
+        else:
+            for group in share.groups:
+                if group.gathered:
+                    group.finish_gather()
         share.spent = True
+
+    def finish_step(self) -> None:
+        """Waits for what the last step has started: parameters and shards can be read and written then."""
+        if self.arrivals:
+            self.arrivals.finish()
+        for group in self.groups:
+            group.finish_copies()
 
     def drop_gradients(self) -> None:
         """Forgets the gradients of the window that has ended."""
@@ -340,8 +357,8 @@ class ZeroEngine:
         In stages 1 and 2 the parameters are what was changed, unless the shards are master weights; in stage 3 the
         shards are all there is. Called on all ranks.
         """
+        self.finish_step()
         for group in self.groups:
-            group.finish_copies()
             group.written()
             if group.keep_whole and group.has_masters:
                 group.publish()
@@ -356,11 +373,13 @@ class ZeroEngine:
     @torch.no_grad()
     def dissolve(self) -> None:
         """Makes every parameter whole and its own again."""
+        self.finish_step()
         for group in self.groups:
             group.dissolve()
         self.reducer.remove()
-        for handle in self.gathering.handles if self.gathering else ():
-            handle.remove()
+        for hooks in (self.gathering, self.arrivals):
+            for handle in hooks.handles if hooks else ():
+                handle.remove()
 
     def bytes_held(self) -> dict[str, int]:
         """Returns the bytes of parameters, gradients and master weights that this rank holds now."""

@@ -166,6 +166,8 @@ class FlatGroup:
 
     def finish_gather(self) -> None:
         """Waits until the parameters can be used."""
+        if self._gathering is None and self.keep_whole:
+            return
         self.start_gather()
         if self._gathering is not None:
             if self._from_shard is not None:

@@ -112,6 +112,10 @@ class Share(ABC):
     def room(self, name: str, shape: torch.Size, dtype: torch.dtype) -> Tensor | FlatShard:
         """Returns room for a state tensor of a given whole shape."""
 
+    def _in_order_of_use(self) -> list[FlatGroup]:
+        """Returns the groups as forward uses them: buckets of stages 1 and 2 come in the order of backward."""
+        return self.groups[::-1] if self.groups and self.groups[0].keep_whole else self.groups
+
     def note_given(self) -> None:
         """Notes which stand-ins have gradients now."""
         self._given = [tensor for tensor in self.stand_ins.values() if tensor.grad is not None]
@@ -152,7 +156,7 @@ class PieceShare(Share):
 
     def publish(self) -> None:
         """Brings the stepped values into the shards, and starts sending them to all ranks."""
-        for group in self.groups:
+        for group in self._in_order_of_use():
             group.take_step()
             group.publish()
 
@@ -230,7 +234,7 @@ class TensorShare(Share):
                     values = received[owner][at[owner] : at[owner] + piece.length]
                     group.shard[piece.offset : piece.offset + piece.length].copy_(values)
                     at[owner] += piece.length
-        for group in self.groups:
+        for group in self._in_order_of_use():
             group.publish()
         for tensor in self.stand_ins.values():
             tensor.grad = None
