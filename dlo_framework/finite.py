@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from dlo_framework.distributed.control import control_group
+from dlo_framework.distributed.strategy import ShardedStrategy
 from dlo_framework.errors import DloError, agree
 from dlo_framework.resume import mid_accumulation
 
@@ -20,9 +21,9 @@ class FiniteLoss(Callback):
     """Keeps a loss that is NaN or infinite, on any rank, from reaching the weights; on by default, and stops the run.
 
     One such loss makes the mean of the ranks' gradients NaN, and the next step the weights of all. Here all ranks look
-    at the losses of a step's batches before they take it. On an accelerator that waits for the forward pass, while the
-    device has the backward pass still to do, so that it never runs dry; on several ranks one number is exchanged
-    beside the gradients.
+    at the losses of a step's batches before they take it. On an accelerator that waits for the forward pass (of a
+    pipeline: for the last stage's forward of the last micro-batch), while the device has a backward pass still to do,
+    so that it never runs dry; on several ranks one number is exchanged beside the gradients.
 
     With ``precision: 16-mixed`` the loss scaler leaves such steps out already, and this does nothing.
 
@@ -41,6 +42,8 @@ class FiniteLoss(Callback):
         self.skipped = 0
         self._in_a_row = 0
         self._flag = _Flag()
+        #: Whether the strategy gives losses as they are computed, before that of the step is known.
+        self._told_by_strategy = False
         self._pending: tuple[Tensor, dist.Work | None] | None = None
 
     def state_dict(self) -> dict[str, Any]:
@@ -62,8 +65,12 @@ class FiniteLoss(Callback):
             own["bad"] = bool(bad)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Makes the ranks' group, at the same point on all."""
+        """Makes the ranks' group, at the same point on all; asks the strategy for losses as they are computed."""
         control_group(trainer)
+        strategy, looks = trainer.strategy, self.on_nan != "ignore" and not _has_scaler(trainer)
+        self._told_by_strategy = (
+            looks and isinstance(strategy, ShardedStrategy) and strategy.watch_losses(self._flag.look)
+        )
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """With manual optimization, each batch is judged by itself."""
@@ -74,7 +81,8 @@ class FiniteLoss(Callback):
         """Looks at the loss, without waiting for it."""
         if self.on_nan == "ignore" or _has_scaler(trainer):
             return
-        self._flag.look(loss)
+        if not self._told_by_strategy:
+            self._flag.look(loss)
         # Where it is known now, the ranks agree while backward runs.
         if self._flag.is_known and pl_module.automatic_optimization and not mid_accumulation(trainer):
             self._pending = self._ask(trainer)
@@ -148,22 +156,20 @@ class _Flag:
     def look(self, loss: Tensor) -> None:
         bad = ~torch.isfinite(loss.detach()).all()
         self._bad = bad if self._bad is None else self._bad | bad
-        if self._bad.device.type != "cpu":
-            if self._copy is None:
-                self._copy = torch.empty((), dtype=torch.bool, pin_memory=self._bad.device.type == "cuda")
-                self._copied = torch.Event(self._bad.device.type)
-            assert self._copied is not None
-            self._copy.copy_(self._bad, non_blocking=True)
+        device = self._bad.device.type
+        if self._copy is None:
+            self._copy = torch.empty((), dtype=torch.bool, pin_memory=device == "cuda")
+            self._copied = None if device == "cpu" else torch.Event(device)
+        self._copy.copy_(self._bad, non_blocking=True)
+        if self._copied is not None:
             self._copied.record()
 
     def read(self) -> bool:
         if self._bad is None or self.preset:
             return self.preset
-        if self._bad.device.type == "cpu":
-            return bool(self._bad)
         assert self._copy is not None
-        assert self._copied is not None
-        self._copied.synchronize()
+        if self._copied is not None:
+            self._copied.synchronize()
         return bool(self._copy)
 
     def clear(self) -> None:

@@ -108,6 +108,7 @@ class GracefulStop(Checkpoint):
         self.folder = Path(trainer.strategy.broadcast(str(self.folder)))
         self._group = control_group(trainer)
         self._take_signals(trainer)
+        _leave_out_sigterm_broadcast(trainer)
 
     def _take_signals(self, trainer: Trainer) -> None:
         if self._alone is None and trainer.world_size == 1:
@@ -200,6 +201,21 @@ class GracefulStop(Checkpoint):
         if self._alone is not None:
             self._alone.stop()
             self._alone = None
+
+
+def _leave_out_sigterm_broadcast(trainer: Trainer) -> None:
+    """Keeps Lightning from asking the first rank before each batch whether it has got SIGTERM.
+
+    Lightning (2.6.6) has no switch for it. It copies a number to the device, broadcasts it in the default group and
+    reads it back, so that each rank waits until its device has done all of the step before; the handler that would set
+    that number is not in place here, and ranks agree over signals by :meth:`GracefulStop._agree`.
+    """
+    loop: Any = trainer.fit_loop.epoch_loop
+    loop._broadcast_sigterm_tensor = _nothing
+
+
+def _nothing() -> None:
+    pass
 
 
 class _SingleProcess:

@@ -6,7 +6,7 @@ import contextlib
 import sys
 import weakref
 from abc import abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any
 
@@ -127,6 +127,17 @@ class ShardedStrategy(CanonicalStrategy, WatchedRanks):
     def __init__(self, timeout_minutes: float = TIMEOUT.total_seconds() / 60, **kwargs: Any) -> None:
         super().__init__(timeout=timedelta(minutes=timeout_minutes), **kwargs)
         self._guards: list[RemovableHandle] = []
+
+    def watch_losses(self, look: Callable[[Tensor], None]) -> bool:
+        """Calls a function with each loss of the steps to come on the rank that computes it, as soon as it has.
+
+        Args:
+            look: gets a scalar on the device, in the graph; it may not wait for it.
+
+        Returns:
+            Whether it does; False where a step has no loss before the one that ``training_step`` returns.
+        """
+        return False
 
     @contextlib.contextmanager
     def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:

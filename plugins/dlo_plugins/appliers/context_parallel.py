@@ -100,6 +100,10 @@ class ContextParallel(Applier):
         """
         return batch if self.sequence is None else self.sequence.shard(batch)
 
+    def counted(self, batch: Any) -> Any:
+        """Returns a batch of the CPU that takes with it to the device what :meth:`shard_batch` would wait for."""
+        return batch if self.sequence is None else self.sequence.counted(batch)
+
     def select_rows(self, first: int, count: int) -> None:
         """Says which rows of the batch the model is given next: those of a pipeline's micro-batch.
 

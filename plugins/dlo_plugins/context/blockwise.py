@@ -20,7 +20,7 @@ from torch import Tensor
 
 from dlo_plugins.context import kernels
 from dlo_plugins.context.kernels import Dropout, Score
-from dlo_plugins.context.visibility import Documents, Seen
+from dlo_plugins.context.visibility import Documents, PairMask, Seen
 
 
 @dataclass(frozen=True)
@@ -61,20 +61,46 @@ class Output:
         # In memory [B, positions, H, E], which is how the output projection takes it.
         self.sum = q.new_zeros((rows, positions, heads, width), dtype=dtype).transpose(1, 2)
         self.lse = q.new_full(q.shape[:3], -math.inf, dtype=dtype)
+        self._begun: set[tuple[int, int]] = set()
 
     def add(self, rows: slice, out: Tensor, lse: Tensor) -> None:
-        """Adds what some queries have seen elsewhere: their output there, and its log-sum-exp."""
-        before = self.lse[:, :, rows]
-        lse = lse.to(before.dtype)
-        both = torch.logaddexp(before, lse)
-        base = both.masked_fill(both == -math.inf, 0.0)  # exp(-inf - 0) is 0 where nothing has been seen yet
-        kept = self.sum[:, :, rows] * (before - base).exp()[..., None]
-        self.sum[:, :, rows] = kept + out * (lse - base).exp()[..., None]
-        self.lse[:, :, rows] = both
+        """Adds what some queries have seen elsewhere: their output there, and its log-sum-exp.
+
+        Args:
+            rows: of the queries; of two calls the same, or others altogether.
+            out: [B, H, rows, E].
+            lse: [B, H, rows]; minus infinity, with an output of zeros, for what has seen nothing.
+        """
+        total, known = self.sum[:, :, rows], self.lse[:, :, rows]
+        if (rows.start, rows.stop) in self._begun:
+            merge(total, known, out, lse)
+        else:
+            self._begun.add((rows.start, rows.stop))
+            total.copy_(out)
+            known.copy_(lse)
 
     def value(self) -> Tensor:
         """Returns the output in the queries' dtype."""
         return self.sum.to(self.dtype)
+
+
+def merge(total: Tensor, known: Tensor, out: Tensor, lse: Tensor) -> None:
+    """Adds a block to the output of others, in place: one pass over the outputs.
+
+    With weights `exp(known)` and `exp(lse)` the mean of both outputs is `total + w (out - total)`, and
+    `w = 1 / (1 + exp(known - lse))`. Nothing here breaks a graph that torch.compile traces.
+
+    Args:
+        total: [B, H, S, E] in float32 at least, changed.
+        known: its log-sum-exp [B, H, S], changed.
+        out: [B, H, S, E] of the block, in any precision.
+        lse: its log-sum-exp [B, H, S].
+    """
+    lse = lse.to(known.dtype)
+    # Where neither has seen anything both outputs are zeros, and any weight does.
+    weight = torch.sigmoid(lse - known).nan_to_num_(0.0)
+    total.lerp_(out.to(total.dtype), weight[..., None])
+    known.copy_(torch.logaddexp(known, lse))
 
 
 def attend(
@@ -144,7 +170,7 @@ def attend_backward(
 
 def _pairs(
     what: Attention, queries: Sequence[int], keys: Sequence[int], device: torch.device
-) -> Iterator[tuple[slice, slice, bool, Tensor | None, Dropout | None]]:
+) -> Iterator[tuple[slice, slice, bool, PairMask | None, Dropout | None]]:
     """Yields the pairs to compute: where queries and keys are, whether they are causal, their mask and dropout.
 
     On the meta device there are none.

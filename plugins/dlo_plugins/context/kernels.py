@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from dlo_plugins.context.fused import Kernel, kernel_for
+from dlo_plugins.context.visibility import PairMask
 
 #: Scores that the written-out kernel holds at a time, at most.
 _SCORES = 2**24
@@ -61,7 +62,7 @@ def forward(
     v: Tensor,
     score: Score,
     causal: bool,
-    mask: Tensor | None,
+    mask: PairMask | None,
     dropout: Dropout | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Returns a block's output [B, H, S, E], and the log of the sum of its exponentials [B, H, S].
@@ -74,7 +75,7 @@ def forward(
         v: [B, K, T, E].
         score: how scores are made.
         causal: a query sees the keys of its own number and before; S = T then.
-        mask: bool [B or 1, 1, S, T], true for what is seen; not with `causal`.
+        mask: `[B or 1, 1, S, T]`, what is seen; not with `causal`.
         dropout: of this block's weights.
     """
     kernel = _kernel(q, v, score, mask, dropout)
@@ -85,8 +86,7 @@ def forward(
     else:
         out, lse = _written_forward(q, k, v, score, causal, mask, dropout)
     if mask is not None:
-        blind = ~mask.any(-1)
-        out, lse = out.masked_fill(blind[..., None], 0.0), lse.masked_fill(blind, -math.inf)
+        out, lse = out.masked_fill(mask.blind[..., None], 0.0), lse.masked_fill(mask.blind, -math.inf)
     return out, lse
 
 
@@ -99,7 +99,7 @@ def backward(
     lse: Tensor,
     score: Score,
     causal: bool,
-    mask: Tensor | None,
+    mask: PairMask | None,
     dropout: Dropout | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Returns a block's part of the gradients of q, k and v, in their shapes.
@@ -126,7 +126,7 @@ def backward(
     return dq, _summed(dk, heads), _summed(dv, heads)
 
 
-def _kernel(q: Tensor, v: Tensor, score: Score, mask: Tensor | None, dropout: Dropout | None) -> Kernel | None:
+def _kernel(q: Tensor, v: Tensor, score: Score, mask: PairMask | None, dropout: Dropout | None) -> Kernel | None:
     return kernel_for(q, v, mask is not None) if score.softcap is None and dropout is None else None
 
 
@@ -141,12 +141,14 @@ def _summed(grad: Tensor, heads: int) -> Tensor:
 
 
 def _written_forward(
-    q: Tensor, k: Tensor, v: Tensor, score: Score, causal: bool, mask: Tensor | None, dropout: Dropout | None
+    q: Tensor, k: Tensor, v: Tensor, score: Score, causal: bool, mask: PairMask | None, dropout: Dropout | None
 ) -> tuple[Tensor, Tensor]:
     outs, lses = [], []
     generator = None if dropout is None else dropout.generator(q.device)
     for rows in _slices(q, k):
-        scores, _ = _scores(q[:, :, rows], k, score, rows.start, causal, None if mask is None else mask[:, :, rows])
+        scores, _ = _scores(
+            q[:, :, rows], k, score, rows.start, causal, None if mask is None else mask.seen[:, :, rows]
+        )
         lse = scores.logsumexp(-1)
         # Where nothing is seen, exp(-inf - 0) is 0.
         weights = (scores - lse.masked_fill(lse == -math.inf, 0.0)[..., None]).exp()
@@ -166,13 +168,13 @@ def _written_backward(
     lse: Tensor,
     score: Score,
     causal: bool,
-    mask: Tensor | None,
+    mask: PairMask | None,
     dropout: Dropout | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     generator = None if dropout is None else dropout.generator(q.device)
     dq, dk, dv = torch.empty_like(q), torch.zeros_like(k, dtype=lse.dtype), torch.zeros_like(v, dtype=lse.dtype)
     for rows in _slices(q, k):
-        part = None if mask is None else mask[:, :, rows]
+        part = None if mask is None else mask.seen[:, :, rows]
         scores, slope = _scores(q[:, :, rows], k, score, rows.start, causal, part)
         weights = (scores - lse[:, :, rows, None]).exp()
         g = grad[:, :, rows]

@@ -15,7 +15,7 @@ from dlo_plugins.context.blockwise import Attention
 from dlo_plugins.context.kernels import Dropout, Score
 from dlo_plugins.context.ring import Ring, RingAttention
 from dlo_plugins.context.ulysses import attend_by_heads, whole_chunks
-from dlo_plugins.context.visibility import Documents, documents_of
+from dlo_plugins.context.visibility import CountedTensor, Documents, attached, count, documents_of
 
 _log = logging.getLogger(__name__)
 
@@ -62,15 +62,41 @@ class SharedSequence:
                 ids.shape[1],
             )
         mask = whole.get("attention_mask")
-        chunks = 2 * self.ring.size
-        if self.method == "ulysses":
-            chunks = whole_chunks(ids.shape[1], chunks)
-        self._batch = documents_of(whole["position_ids"], mask, chunks)
+        chunks = self._chunks(ids.shape[1])
+        given = _describing(batch)
+        if given:
+            self._batch = documents_of(whole["position_ids"], mask, chunks, attached(given))
+        else:  # One document a row; the padding behind it is seen by none of its tokens.
+            self._batch = Documents(ids.shape[1], chunks)
         self._current = self._batch
         return {
             name: layout.take_chunks(value, self.ring.rank, self.ring.size) if layout.in_sequence(value, ids) else value
             for name, value in whole.items()
         }
+
+    def counted(self, batch: Any) -> Any:
+        """Returns a batch that takes with it to the device what :meth:`shard` would wait for the device for.
+
+        Args:
+            batch: as the loader gives it; one that is not on the CPU stays as it is.
+
+        Raises:
+            DloError: as :meth:`shard`.
+        """
+        given = _describing(batch)
+        if not given or any(tensor.device.type != "cpu" or tensor.ndim != 2 for tensor in given):
+            return batch
+        names = ("input_ids", "position_ids", "attention_mask")
+        whole = layout.prepare({name: batch[name] for name in names if batch.get(name) is not None}, self.ring.size)
+        chunks = self._chunks(whole["input_ids"].shape[1])
+        ends = count(whole["position_ids"], whole.get("attention_mask"), chunks)
+        told = {name: CountedTensor.of(batch[name], ends) for name in names[1:] if isinstance(batch.get(name), Tensor)}
+        return {**batch, **told}
+
+    def _chunks(self, length: int) -> int:
+        """Returns into how many chunks a sequence is cut."""
+        chunks = 2 * self.ring.size
+        return whole_chunks(length, chunks) if self.method == "ulysses" else chunks
 
     def select_rows(self, first: int, count: int) -> None:
         """Says which rows of the batch the model is given from now on: those of a micro-batch of a pipeline.
@@ -133,3 +159,10 @@ class SharedSequence:
         """
         seed = int(torch.randint(2**48, ()))
         return Dropout(rate, seed + self.ring.rank * documents.chunks**2)
+
+
+def _describing(batch: Any) -> list[Tensor]:
+    """Returns the tensors of a batch that tell its documents and padding."""
+    if type(batch) is not dict or not isinstance(batch.get("input_ids"), Tensor):
+        return []
+    return [batch[name] for name in ("position_ids", "attention_mask") if isinstance(batch.get(name), Tensor)]

@@ -81,6 +81,7 @@ class Pipeline:
         before_backward: called before each backward with the stage, the micro-batch, and whether the stage's gradients
             are complete after it. Where weight gradients come later they never are: then look at `gradients_ready`.
         gradients_ready: called with a stage when its gradients of the step are complete.
+        loss_ready: called with each micro-batch's loss in training, on the rank of the last stage.
         record: whether to record what is computed when; it makes ranks start each step together.
         most_shapes: of micro-batches that are remembered; of each new one the ranks tell each other once.
 
@@ -115,6 +116,7 @@ class Pipeline:
         self._weight_gradients: WeightGradients | None = None
         self.before_backward: Callable[[int, int, bool], None] | None = None
         self.gradients_ready: Callable[[int], None] | None = None
+        self.loss_ready: Callable[[Tensor], None] | None = None
         self.record = False
         self._recorder = Recorder(self.device)
         self._exchange = Exchange(self._transport, self.placement, self.device)
@@ -241,6 +243,8 @@ class Pipeline:
                     step.outputs[number] = result
                     return
                 result = step.loss(result, step.micro_batches[number])
+                if self.loss_ready is not None:
+                    self.loss_ready(result)
                 step.total = step.total + step.weights[number] * result.detach().double()
         if stage + 1 < self.stages.count:
             step.exchange.send_hidden(stage + 1, number, result, self._shapes[stage + 1, step.signatures[number]])

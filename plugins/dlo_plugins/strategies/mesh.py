@@ -429,11 +429,22 @@ class MeshStrategy(MeshSteps):
             group = self.groups.data
         return super().reduce(tensor, group=group, reduce_op=reduce_op)
 
+    def watch_losses(self, look: Callable[[Tensor], None]) -> bool:
+        """Calls a function with the losses of a pipeline's micro-batches, on the ranks of its last stage."""
+        if self.pipelined is None:
+            return False
+        self.pipelined.pipeline.loss_ready = look
+        return True
+
     def share_buffers(self) -> None:
         """Gives the ranks that hold the same the first one's buffers, and all stages what one computes with."""
         super().share_buffers()
         if self.pipelined is not None:
             self.pipelined.share_buffers()
+
+    def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
+        """Moves a batch; counts first, on the host, what ranks that share its sequences have to know of it."""
+        return super().batch_to_device(self._context.counted(batch), device, dataloader_idx)
 
     def _shared(self, batch: Any) -> Any:
         return self._context.shard_batch(batch)

@@ -1,16 +1,20 @@
 """A block's output, log-sum-exp and gradients, fused and written out, against the softmax of the whole."""
 
 import math
+from contextlib import nullcontext
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from dlo_plugins.context import kernels
-from dlo_plugins.context.blockwise import Output
-from dlo_plugins.context.fused import CudaEfficient, CudaFlash, kernel_for
+from dlo_plugins.context.blockwise import Output, merge
+from dlo_plugins.context.fused import CudaCudnn, CudaEfficient, CudaFlash, kernel_for
 from dlo_plugins.context.kernels import Dropout, Score
+from dlo_plugins.context.visibility import PairMask
 
 B, H, K, D = 2, 4, 2, 8
 
@@ -50,7 +54,7 @@ def test_a_block_is_the_softmax_of_the_whole(kind: str, view: str, monkeypatch: 
     grad = torch.randn(out.shape, dtype=out.dtype, generator=torch.Generator().manual_seed(2))
     expected = torch.autograd.grad(out, (q, k, v), grad)
     with torch.no_grad():
-        given = None if view == "causal" else mask
+        given = None if view == "causal" or mask is None else PairMask(mask)
         found = kernels.forward(q, k, v, score, view == "causal", given)
         grads = kernels.backward(grad, q, k, v, *found, score, view == "causal", given)
     torch.testing.assert_close(found, (out, lse))
@@ -92,18 +96,58 @@ def test_blocks_add_up_and_those_that_see_nothing_add_nothing(softcap: float | N
     blocks = [slice(0, 4), slice(4, 8), slice(8, 12)]
     with torch.no_grad():
         for at in blocks:
-            part = kernels.forward(q, k[:, :, at], v[:, :, at], score, False, mask[..., at])
+            part = kernels.forward(q, k[:, :, at], v[:, :, at], score, False, PairMask(mask[..., at]))
             whole.add(slice(0, 5), *part)
         torch.testing.assert_close((whole.value(), whole.lse), (out, lse))
         dq = torch.zeros_like(q)
         for at in blocks:
             part = kernels.backward(
-                grad, q, k[:, :, at], v[:, :, at], whole.value(), whole.lse, score, False, mask[..., at]
+                grad, q, k[:, :, at], v[:, :, at], whole.value(), whole.lse, score, False, PairMask(mask[..., at])
             )
             dq += part[0]
             torch.testing.assert_close(part[1], expected[1][:, :, at])
             torch.testing.assert_close(part[2], expected[2][:, :, at])
         torch.testing.assert_close(dq, expected[0])
+
+
+def parts_and_whole(dtype: torch.dtype) -> tuple[Tensor, ...]:
+    """Two blocks' outputs and log-sum-exps, and those of both: of four rows, which see both, one, the other, none."""
+    draw = torch.Generator().manual_seed(4)
+    first, second = (torch.randn(B, H, 4, D, generator=draw).to(dtype) for _ in range(2))
+    lses = [10 * torch.randn(B, H, 4, generator=draw) for _ in range(2)]
+    lses[0][:, :, 2:], lses[1][:, :, 1::2] = -math.inf, -math.inf
+    first[:, :, 2:], second[:, :, 1::2] = 0, 0
+    weights = torch.stack(lses).double().softmax(0).nan_to_num(0.0)[..., None]
+    whole = weights[0] * first.double() + weights[1] * second.double()
+    return first, lses[0], second, lses[1], whole, torch.logaddexp(*(lse.double() for lse in lses))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_two_blocks_are_merged_in_one_pass_that_compiles(dtype: torch.dtype) -> None:
+    first, known, second, lse, whole, both = parts_and_whole(dtype)
+    operators = Operators()
+    for run, mode in ((torch.compile(merge, fullgraph=True, backend="aot_eager"), nullcontext()), (merge, operators)):
+        total, found = first.float().clone(), known.clone()
+        with mode:
+            run(total, found, second, lse)
+        torch.testing.assert_close(total.double(), whole, rtol=1e-6, atol=1e-6)
+        torch.testing.assert_close(found.double(), both, rtol=1e-6, atol=1e-6)
+    large = [name for name, size in operators.calls if size == total.numel()]
+    assert large == ["lerp_"] if dtype == torch.float32 else ["_to_copy", "lerp_"]
+
+
+class Operators(TorchDispatchMode):
+    """Notes the operators of a block, and how many elements each returns; views are none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[tuple[str, int]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, Tensor) and not func.is_view:
+            self.calls.append((func.overloadpacket.__name__, result.numel()))
+        return result
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
@@ -128,6 +172,24 @@ def test_flash_attention_is_asked_for_where_it_runs(
         assert not CudaFlash().fits(q, q, True)
 
 
+@pytest.mark.parametrize(("capability", "enabled", "cudnn"), [((8, 0), True, 0), ((9, 0), True, 1), ((9, 0), False, 0)])
+def test_cudnns_attention_is_asked_for_where_it_is_the_fastest(
+    capability: tuple[int, int], enabled: bool, cudnn: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+    monkeypatch.setattr(torch.backends.cuda, "cudnn_sdp_enabled", lambda: enabled)
+    monkeypatch.setattr(torch.backends.cuda, "can_use_cudnn_attention", lambda _: True)
+    with FakeTensorMode():
+        q = torch.empty(2, 4, 16, 64, device="cuda", dtype=torch.bfloat16)
+        assert isinstance(kernel_for(q, q, False), CudaCudnn if cudnn else CudaFlash)
+        assert isinstance(kernel_for(q, q, True), CudaEfficient)
+        for causal in (False, True):
+            out, lse = CudaCudnn().forward(q, q, q, 0.3, causal, None)
+            assert (out.shape, lse.shape, lse.dtype) == (q.shape, q.shape[:3], torch.float32)
+            grads = CudaCudnn().backward(out, q, q, q, out, lse, 0.3, causal, None)
+            assert [grad.shape for grad in grads] == [q.shape] * 3
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("view", ["all", "causal", "some"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
@@ -135,10 +197,12 @@ def test_cuda_kernels_are_what_is_written_out(dtype: torch.dtype, view: str) -> 
     q, k, v = (x.to("cuda", dtype) for x in inputs(40, 40))
     mask = None
     if view == "some":
-        mask = (torch.rand(B, 1, 40, 40) > 0.5).cuda()
-        mask[:, :, 3] = False
+        seen = (torch.rand(B, 1, 40, 40) > 0.5).cuda()
+        seen[:, :, 3] = False
+        mask = PairMask(seen)
     kernel = kernel_for(q, v, mask is not None)
-    assert isinstance(kernel, CudaEfficient if mask is not None or dtype == torch.float32 else CudaFlash)
+    efficient = mask is not None or dtype == torch.float32
+    assert isinstance(kernel, CudaEfficient if efficient else CudaCudnn if CudaCudnn().fits(q, v, False) else CudaFlash)
     causal, score = view == "causal", Score(0.3)
     found = kernels.forward(q, k, v, score, causal, mask)
     exact = tuple(x.double() for x in (q, k, v))

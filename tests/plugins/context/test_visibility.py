@@ -1,10 +1,17 @@
 """Who sees whom, against a mask written out for the whole sequence."""
 
+from typing import Any
+
 import pytest
 import torch
+from lightning.fabric.utilities import move_data_to_device
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from dlo_plugins.context.visibility import Seen, documents_of
+from dlo_plugins.context import visibility
+from dlo_plugins.context.blockwise import Attention, Output, attend, attend_backward
+from dlo_plugins.context.kernels import Score
+from dlo_plugins.context.visibility import CountedTensor, Documents, PairMask, Seen, attached, count, documents_of
+from support.waits import Waits
 
 ROWS, LENGTH, CHUNKS = 3, 32, 8
 
@@ -66,7 +73,7 @@ def test_every_pair_of_chunks_is_as_the_whole_mask_has_it(kind: str, window: int
                 assert expected.all()
             elif seen is Seen.CAUSAL:
                 assert (expected == causal).all()
-            found = documents.mask(query, key, window, positions.device)[:, 0]
+            found = documents.mask(query, key, window, positions.device).seen[:, 0]
             assert torch.equal(found.expand_as(expected), expected)
 
 
@@ -97,6 +104,86 @@ def test_rows_of_a_micro_batch() -> None:
     assert both.seen(3, 0) is Seen.SOME
     assert both.rows(0, 1).seen(3, 0) is Seen.ALL
     assert both.rows(1, 1).seen(3, 0) is Seen.NOTHING
+
+
+@pytest.mark.parametrize("kind", ["packed", "padded"])
+def test_what_the_host_has_counted_it_does_not_ask_the_device_for(kind: str) -> None:
+    generator = torch.Generator().manual_seed(1)
+    positions = packed(generator) if kind == "packed" else torch.arange(LENGTH).repeat(ROWS, 1)
+    mask = padding(generator) if kind == "padded" else None
+    given = [positions] if mask is None else [positions, mask]
+    assert attached(given) is None
+    given = moved(count(positions, mask, CHUNKS), *given)
+    positions, mask = given[0], None if mask is None else given[1]
+    with Waits() as waits:
+        asked = documents_of(positions, mask, CHUNKS)
+    assert "cpu" in waits.calls
+    ends = attached(given)
+    assert ends is not None
+    visibility_host = [tensor.clone() for tensor in ends]
+    with Waits() as waits:
+        documents = documents_of(positions, mask, CHUNKS, ends)
+    assert set(waits.calls) <= {"item"}  # of the counts, which are on the host
+    for name in ("starts", "real", "first_start", "last_start", "padded"):
+        one, other = getattr(asked, name), getattr(documents, name)
+        assert (one is None and other is None) or torch.equal(one, other)
+    assert all(torch.equal(one, other) for one, other in zip(ends, visibility_host, strict=True))
+    positions[0, 0] = 7
+    assert attached(given) is None
+
+
+def test_counts_are_of_the_whole_batch() -> None:
+    positions, mask = torch.arange(LENGTH)[None], torch.ones(1, LENGTH)
+    both = moved(count(positions, mask, CHUNKS), positions, mask)
+    assert attached(both) is not None
+    assert attached([both[0], mask.clone()]) is None
+    (alone,) = moved(count(positions, None, CHUNKS), positions)
+    assert attached([alone, both[1]]) is None
+
+
+def test_a_counted_tensor_is_plain_but_for_its_way_to_a_device() -> None:
+    positions = torch.arange(LENGTH)[None]
+    told = CountedTensor.of(positions, count(positions, None, CHUNKS))
+    assert type(told + 1) is torch.Tensor
+    assert type(told[:, 1:]) is torch.Tensor
+    assert told.data_ptr() == positions.data_ptr()
+    assert attached([told.to("cpu")]) is told._ends
+    assert attached([told.clone()]) is None
+    batch = {"input_ids": positions, "position_ids": told}
+    (found,) = (move_data_to_device(batch, torch.device("cpu"))["position_ids"],)
+    assert type(found) is torch.Tensor
+    assert attached([found]) is told._ends
+
+
+def moved(ends: Any, *tensors: torch.Tensor) -> list[torch.Tensor]:
+    return [CountedTensor.of(tensor, ends).to("cpu") for tensor in tensors]
+
+
+def masks_made(documents: Documents, monkeypatch: pytest.MonkeyPatch) -> int:
+    """Returns how many masks two layers, forward and backward, make of a batch's documents."""
+    made = []
+    monkeypatch.setattr(visibility, "PairMask", lambda seen: made.append(seen) or PairMask(seen))
+    q = torch.randn(2, 2, LENGTH, 8)
+    chunks = range(CHUNKS)
+    for _ in range(2):
+        out = Output(q, 8)
+        what = Attention(documents, Score(0.3))
+        attend(what, out, q, chunks, q, q, chunks)
+        attend_backward(what, q, out.value(), out.lse, q, chunks, q, q, chunks, tuple(map(torch.zeros_like, (q, q, q))))
+    return len(made)
+
+
+def test_a_pairs_mask_is_made_once_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    positions = torch.stack([torch.arange(LENGTH), torch.arange(6).repeat(6)[:LENGTH]])
+    documents = documents_of(positions, None, CHUNKS)
+    some = sum(documents.seen(q, k) is Seen.SOME for q in range(CHUNKS) for k in range(CHUNKS))
+    assert some > 8
+    assert masks_made(documents, monkeypatch) == some
+    assert masks_made(documents.rows(0, 2), monkeypatch) == some
+    assert masks_made(documents.rows(0, 2), monkeypatch) == 0
+    monkeypatch.setattr(visibility, "KEPT_ELEMENTS", 2 * 4 * 4 * 3)  # room for three masks
+    few = documents_of(positions, None, CHUNKS)
+    assert masks_made(few, monkeypatch) == 3 + 4 * (some - 3)
 
 
 @pytest.mark.parametrize("fake", [False, True])

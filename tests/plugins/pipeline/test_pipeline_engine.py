@@ -250,3 +250,19 @@ def _compiled(rank: int, world_size: int) -> int:
 @pytest.mark.slow
 def test_compiled_blocks_run_compiled() -> None:
     assert run_distributed(_compiled, 2, timeout=120) == [1, 1]
+
+
+def _losses(rank: int, world_size: int) -> list[str]:
+    case = plain(NUMBER)
+    pipeline = Pipeline(case.model, case.plan, dist.group.WORLD, schedule="1F1B")
+    seen: list[str] = []
+    pipeline.loss_ready = lambda loss: seen.append(f"loss {loss.ndim}")
+    pipeline.before_backward = lambda stage, number, complete: seen.append(f"backward {number}")
+    case.step(pipeline)
+    return seen
+
+
+def test_losses_are_told_before_their_backward_where_they_are_computed() -> None:
+    first, last = run_distributed(_losses, 2, timeout=120)
+    assert first == [f"backward {number}" for number in range(NUMBER)]
+    assert last == [entry for number in range(NUMBER) for entry in ("loss 0", f"backward {number}")]

@@ -1,0 +1,139 @@
+"""No step of training waits for the device, under any strategy, but where a pipeline has to learn a shape."""
+
+from __future__ import annotations
+
+import tempfile
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Trainer
+from torch.utils.data import DataLoader
+
+from dlo_framework.defaults import add_default_callbacks
+from dlo_framework.testing import run_distributed
+from dlo_plugins.strategies.fsdp import FSDPStrategy
+from dlo_plugins.strategies.mesh import MeshStrategy
+from dlo_plugins.strategies.zero import ZeroStrategy
+from dlo_tasks.imagenet.classifier import ImageClassifier
+from dlo_tasks.llm import counted
+from dlo_tasks.llm.causal_lm import CausalLM
+from support.token_batches import GROUPED, LENGTH, VOCABULARY, Batches, Tokens
+from support.waits import WaitsOfSteps
+
+VIT = {"img_size": 16, "patch_size": 4, "embed_dim": 32, "depth": 2, "num_heads": 4}
+STEPS, ROWS = 6, 4
+
+
+class Packed(Tokens):
+    """Rows of two documents each, counted as TextData counts them."""
+
+    def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        self.counts = counted.count(batch)
+        return batch
+
+    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        counted.leave(batch, self.counts)
+        return batch
+
+
+class Plain(Packed):
+    """Rows of one document, each token with a target."""
+
+    def train_dataloader(self) -> DataLoader:
+        draw = torch.Generator().manual_seed(3)
+        tokens = [torch.randint(VOCABULARY, (self.rows, LENGTH + 1), generator=draw) for _ in range(self.steps)]
+        batches = [{"input_ids": ids[:, :-1].clone(), "labels": ids[:, 1:].clone()} for ids in tokens]
+        return DataLoader(Batches(batches), batch_size=None)
+
+
+class Pictures(Tokens):
+    """Random pictures."""
+
+    def train_dataloader(self) -> DataLoader:
+        pictures: Any = [(torch.randn(ROWS, 3, 16, 16), torch.randint(10, (ROWS,))) for _ in range(self.steps)]
+        return DataLoader(Batches(pictures), batch_size=None)
+
+
+def vit() -> Any:
+    task = ImageClassifier("vit_tiny_patch16_224", model_args=VIT, num_classes=10, image_size=16, log_images=0)
+    return task, Pictures(1, steps=STEPS)
+
+
+def llm(data: type[Tokens]) -> Any:
+    config = {"model_type": "llama", **GROUPED, "num_hidden_layers": 2}
+    return CausalLM(config=config), data(1, rows=ROWS, steps=STEPS)
+
+
+SUBJECTS: dict[str, Any] = {"vit": vit, "packed": partial(llm, Packed), "plain": partial(llm, Plain)}
+
+
+def waits_of(subject: str, strategy: Any, ranks: int, allowed: tuple[str, ...]) -> list[list[str]]:
+    """Returns what each step of a fit, set up as `dlo fit` does it, has waited for."""
+    torch.manual_seed(0)
+    task, data = SUBJECTS[subject]()
+    counter = WaitsOfSteps(allowed)
+    with tempfile.TemporaryDirectory() as folder:
+        trainer = Trainer(
+            accelerator="cpu", devices=ranks, strategy=strategy, max_steps=STEPS, max_epochs=1,
+            callbacks=add_default_callbacks([counter], run_folder=Path(folder), model=task, progress_bar=False),
+            gradient_clip_val=0.5, log_every_n_steps=1000, logger=False, default_root_dir=folder,
+            enable_progress_bar=False, enable_model_summary=False, num_sanity_val_steps=0,
+            use_distributed_sampler=False,
+        )  # fmt: skip
+        trainer.fit(task, datamodule=data)
+    return counter.steps
+
+
+ON_TWO: dict[str, Any] = {
+    "ddp": lambda: "ddp",
+    "zero1": lambda: ZeroStrategy(1),
+    "zero2": lambda: ZeroStrategy(2),
+    "zero3": lambda: ZeroStrategy(3),
+    "fsdp": FSDPStrategy,
+    "tp": lambda: MeshStrategy(tp=2),
+    "tp, sequence": lambda: MeshStrategy(tp=2, sequence_parallel=True),
+    "cp": lambda: MeshStrategy(cp=2),
+    "cp, ulysses": lambda: MeshStrategy(cp=2, cp_method="ulysses"),
+    "pp": lambda: MeshStrategy(pp=2, micro_batches=2),
+}
+
+
+#: What waits all the same.
+ALLOWED = (
+    # transformers (5.23) looks for packed documents in each forward that it makes a mask for.
+    "masking_utils.py:find_packed_sequence_indices",
+)
+#: Where parts of a batch are trained on, nobody has counted the targets of a part.
+UNCOUNTED = ("vocabulary_loss.py:_with_targets",)
+
+
+def on_two(rank: int, world_size: int, names: list[str], subjects: list[str]) -> dict[str, Any]:
+    found = {}
+    for name in names:
+        for subject in subjects:
+            if subject == "vit" and name.startswith(("cp", "tp, ")):
+                continue
+            allowed = (*ALLOWED, *(UNCOUNTED if name.startswith(("cp", "pp")) else ()))
+            found[f"{name}: {subject}"] = waits_of(subject, ON_TWO[name](), world_size, allowed)
+    return found
+
+
+@pytest.mark.parametrize("subject", SUBJECTS)
+def test_one_process_waits_for_nothing(subject: str) -> None:
+    assert waits_of(subject, "auto", 1, ALLOWED) == [[]] * (STEPS - 3)
+
+
+def test_two_ranks_wait_for_nothing() -> None:
+    """Some of it: all is a slow test below."""
+    for found in run_distributed(on_two, 2, ["ddp", "zero3", "cp", "pp"], ["packed"], timeout=280):
+        assert found == dict.fromkeys(found, [[]] * (STEPS - 3))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ON_TWO)
+def test_no_strategy_waits(name: str) -> None:
+    for found in run_distributed(on_two, 2, [name], list(SUBJECTS), timeout=280):
+        assert found == dict.fromkeys(found, [[]] * (STEPS - 3))
