@@ -1,8 +1,9 @@
 """The two collectives that sharding is made of, each way round: reduce-scatter and all-gather of a flat buffer.
 
-On NCCL they are torch's own. On gloo (torch 2.15) those take 1.5 to 2.2 times as long as an all-reduce of the same
-buffer, which does the work of both; exchanging the segments between pairs of ranks takes a half and a third of theirs
-(``benchmarks/collectives.py``), so here each rank sends each other rank its segment and adds up what it gets.
+For tensors of an accelerator they are torch's own. For those of a CPU, on gloo (torch 2.15), torch's take 1.5 to 2.2
+times as long as an all-reduce of the same buffer, which does the work of both; exchanging the segments between pairs of
+ranks takes a half and a third of theirs (``benchmarks/collectives.py``), so here each rank sends each other rank its
+segment and adds up what it gets.
 """
 
 from __future__ import annotations
@@ -67,10 +68,9 @@ class Communicator:
         self.group = group
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
         self.elements: Counter[str] = Counter()
-        self._pairwise = dist.get_backend(group) == "gloo"
         self._averages = "nccl" in str(dist.get_backend(group))
         self._name = (group or dist.group.WORLD).group_name  # type: ignore[union-attr]
-        self._limit = exchange_limit(group) if self._pairwise else None
+        self._limit = exchange_limit(group) if backend_of(group, torch.device("cpu")) == "gloo" else None
         self._spare: list[Tensor] = []
 
     def segment(self, buffer: Tensor, rank: int | None = None) -> Tensor:
@@ -93,7 +93,7 @@ class Communicator:
         own = self.segment(buffer)
         if self.size == 1 and self.skips_alone:
             return Pending([], lambda: own)
-        if not self._pairwise:
+        if not self._in_pairs(buffer):
             result = torch.empty_like(own)
             mean = average and self._averages
             op = dist.ReduceOp.AVG if mean else dist.ReduceOp.SUM
@@ -127,7 +127,7 @@ class Communicator:
         own = self.segment(buffer)
         if self.size == 1 and self.skips_alone:
             return Pending([], lambda: buffer)
-        if not self._pairwise:
+        if not self._in_pairs(buffer):
             work = dist.all_gather_into_tensor(buffer, own, group=self.group, async_op=True)
             assert work is not None
             return Pending([work], lambda: buffer)
@@ -198,6 +198,10 @@ class Communicator:
         yield passed
         passed.update({name: count - before[name] for name, count in self.elements.items() if count != before[name]})
 
+    def _in_pairs(self, buffer: Tensor) -> bool:
+        """Whether to exchange segments between pairs of ranks: gloo sends tensors of the CPU alone."""
+        return self._limit is not None and buffer.device.type == "cpu"
+
     def _count(self, name: str, elements: int) -> None:
         if not torch.compiler.is_compiling():
             self.elements[name] += elements
@@ -255,6 +259,32 @@ def backend_of(group: dist.ProcessGroup | None, device: torch.device) -> str:
     name = str(dist.get_backend(group))
     named = dict(part.split(":") for part in name.split(",")) if ":" in name else {}
     return named.get(device.type, name)
+
+
+def is_sent_by_host(group: dist.ProcessGroup | None, device: torch.device) -> bool:
+    """Whether a device's tensors are copied to the CPU to be sent to a single rank: gloo (torch 2.15) sends no others.
+
+    That is slow and waits for the device; it serves several ranks that share one device, which NCCL refuses.
+    """
+    return device.type not in ("cpu", "meta") and backend_of(group, device) == "gloo"
+
+
+class HostReceive:
+    """A receive under way whose tensor is copied to its device when it has come.
+
+    Args:
+        work: the receive.
+        received: on the CPU, into which it goes.
+        target: the tensor on the device.
+    """
+
+    def __init__(self, work: dist.Work, received: Tensor, target: Tensor) -> None:
+        self._work, self._received, self._target = work, received, target
+
+    def wait(self, *limit: timedelta) -> None:
+        """Waits for the other rank, and copies."""
+        self._work.wait(*limit)
+        self._target.copy_(self._received)
 
 
 def exchange_limit(group: dist.ProcessGroup | None) -> timedelta:

@@ -2,14 +2,25 @@
 
 import time
 from datetime import timedelta
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensorMode
 
-from dlo_framework.distributed.collectives import Communicator, backend_of, broadcast_values
+from dlo_framework.distributed import collectives
+from dlo_framework.distributed.collectives import (
+    Communicator,
+    HostReceive,
+    backend_of,
+    broadcast_values,
+    is_sent_by_host,
+)
 from dlo_framework.distributed.launcher import set_collective_timeout
 from dlo_framework.testing import run_distributed
+from dlo_plugins.context.ring import Ring
+from dlo_plugins.pipeline.transport import Transport
 
 LENGTHS = (0, 1, 7, 1000)  # of a segment
 
@@ -35,6 +46,35 @@ def _all(rank: int, world_size: int) -> None:
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_they_are_what_torch_computes_at_any_length_and_several_at_once(world_size):
     run_distributed(_all, world_size)
+
+
+def _on_an_accelerator(rank: int, world_size: int) -> None:
+    """gloo sends single ranks tensors of the CPU alone; of this group's others, fake ones stand for them."""
+    communicator, called = Communicator(), []
+    with pytest.MonkeyPatch.context() as patch, FakeTensorMode():
+        for name in ("reduce_scatter_tensor", "all_gather_into_tensor", "isend", "irecv"):
+            patch.setattr(dist, name, lambda *_, name=name, **__: called.append(name) or SimpleNamespace(wait=int))
+        buffer = torch.empty(4 * world_size, device="cuda")
+        assert communicator.all_gather(buffer).wait() is buffer
+        assert communicator.reduce_scatter(buffer).wait().shape == (4,)
+        assert called == ["all_gather_into_tensor", "reduce_scatter_tensor"]
+    assert not is_sent_by_host(None, torch.device("cpu"))
+    assert is_sent_by_host(None, torch.device("cuda"))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(collectives, "is_sent_by_host", lambda *_: True)
+        passed = Ring(None).shift(torch.full((3,), float(rank)), 1, "keys").wait()
+        assert passed.tolist() == [(rank - 1) % world_size] * 3
+        transport = Transport(dist.group.WORLD, torch.device("cpu"))
+        transport.connect([(0, 1)])
+        link, number = transport.link(1 - rank, incoming=rank == 1), torch.zeros(2)
+        work = link.receive(number) if rank else link.send(number + 7)
+        link.wait(work)
+        assert number.tolist() == [7.0 * rank] * 2
+        assert isinstance(work, HostReceive) == (rank == 1)
+
+
+def test_tensors_of_an_accelerator_are_not_sent_by_gloo():
+    run_distributed(_on_an_accelerator, 2)
 
 
 def _late(rank: int, world_size: int) -> None:

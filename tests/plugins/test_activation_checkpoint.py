@@ -7,11 +7,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import CheckpointPolicy
 
 from dlo_framework.errors import DloError
 from dlo_framework.plan import ParallelPlan
 from dlo_plugins.appliers import activation_checkpoint
-from dlo_plugins.appliers.activation_checkpoint import ActivationCheckpoint
+from dlo_plugins.appliers.activation_checkpoint import _KEPT_NAMES, ActivationCheckpoint, _policy
 
 DEPTH, WIDTH = 4, 32
 PLAN = ParallelPlan(blocks=("blocks.*",), stem=("inward",), head=("norm",))
@@ -124,11 +125,34 @@ def test_what_is_computed_again() -> None:
     selective = calls(applied(Net(), mode="selective"))
     attention, projections = "_scaled_dot_product_flash_attention_for_cpu", 4
     assert plain[attention] == DEPTH
-    assert full[attention] == selective[attention] == 2 * DEPTH
+    assert selective[attention] == DEPTH
+    assert full[attention] == 2 * DEPTH
     assert half[attention] == 1.5 * DEPTH
     assert full["addmm"] - plain["addmm"] >= (projections - 1) * DEPTH  # the last one's output is not needed again
     assert selective["addmm"] == plain["addmm"]
     assert selective["gelu"] == full["gelu"] == 2 * DEPTH
+
+
+def test_attention_that_drops_weights_is_computed_again_since_later_random_numbers_follow_its() -> None:
+    q = torch.randn(1, 2, 4, 8)
+    for op, before in (
+        (torch.ops.aten._scaled_dot_product_flash_attention.default, ()),
+        (torch.ops.aten._scaled_dot_product_efficient_attention.default, (None, True)),
+        (torch.ops.aten._scaled_dot_product_cudnn_attention.default, (None, True)),
+    ):
+        kept, again = CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_RECOMPUTE
+        assert _policy(None, op, q, q, q, *before) is kept
+        assert _policy(None, op, q, q, q, *before, 0.0, True) is kept
+        assert _policy(None, op, q, q, q, *before, 0.1) is again
+        assert _policy(None, op, q, q, q, *before, dropout_p=0.1) is again
+
+
+def test_names_of_operators_that_are_kept_are_torchs() -> None:
+    import torch.nn.attention.varlen
+
+    for name in _KEPT_NAMES:
+        namespace, op = name.split(".")
+        assert hasattr(getattr(torch.ops, namespace), op), name
 
 
 def held_bytes(net: nn.Module) -> int:

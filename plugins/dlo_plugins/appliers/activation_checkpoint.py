@@ -2,9 +2,10 @@
 
 Training Deep Nets with Sublinear Memory Cost. Chen, Xu, Zhang & Guestrin, 2016, arXiv 1604.06174 (`full`). Reducing
 Activation Recomputation in Large Transformer Models. Korthikanti et al., 2022, arXiv 2205.05198 (`selective`): what
-takes much memory for little arithmetic is computed again, attention above all, and outputs of matrix products are kept.
-Departure: the paper keeps all that lies outside attention; here norms, activation functions and dropout are recomputed
-too, which costs next to nothing.
+takes much memory for little arithmetic is computed again, and outputs of matrix products are kept. Departures: the
+paper recomputes attention and keeps all that lies outside it. Here attention's outputs are kept where a fused kernel
+computes it, which holds no scores, and so is what collectives have returned; norms, activation functions and dropout
+are recomputed, which costs next to nothing.
 """
 
 from __future__ import annotations
@@ -27,15 +28,16 @@ from dlo_plugins.fsdp.recompute import recompute
 _MODES = ("full", "selective")
 #: What stays where it is when inputs go to the CPU.
 _STAYS = ("cpu", "meta")
-#: Products of activations with weights. Those of activations with each other, attention's, are recomputed.
-_KEPT = frozenset(
-    {
-        torch.ops.aten.mm.default,
-        torch.ops.aten.addmm.default,
-        torch.ops.aten.convolution.default,
-        torch.ops.aten._grouped_mm.default,
-        torch.ops.aten._scaled_mm.default,
-    }
+#: Operators whose outputs `selective` keeps: products of activations with weights; fused attention, which keeps
+#: no scores; and collectives, since what has passed between ranks is not to pass again. Products of activations with
+#: each other, attention's where it is written out, are recomputed. By name, as torch 2.11 lacks some.
+_KEPT_NAMES = (
+    *("aten.mm", "aten.addmm", "aten.convolution", "aten._grouped_mm", "aten._scaled_mm"),
+    *("aten._scaled_dot_product_flash_attention", "aten._scaled_dot_product_flash_attention_for_cpu"),
+    *("aten._scaled_dot_product_efficient_attention", "aten._scaled_dot_product_cudnn_attention"),
+    *("aten._scaled_dot_product_fused_attention_overrideable", "aten._flash_attention_forward"),
+    *("torch_attn._varlen_attn", "_c10d_functional.all_reduce", "_c10d_functional.all_gather_into_tensor"),
+    *("_c10d_functional.reduce_scatter_tensor", "_c10d_functional.all_to_all_single", "_c10d_functional.wait_tensor"),
 )
 
 
@@ -44,10 +46,11 @@ class ActivationCheckpoint(Applier):
 
     Gradients are exactly those without it, dropout included, and names of parameters stay. Memory of activations falls
     to the blocks' inputs and the inside of one block, for a second forward of each (`full`); or to the outputs of their
-    matrix products, for a few per cent of the arithmetic (`selective`).
+    matrix products, attention and collectives, for next to none of the arithmetic and no traffic (`selective`).
 
     Args:
-        mode: `full` keeps a block's inputs alone; `selective` outputs of matrix products and convolutions too.
+        mode: `full` keeps a block's inputs alone; `selective` outputs of matrix products, convolutions,
+            fused attention without dropout and tensor parallelism's collectives too.
         every: of the blocks, each so-many-th recomputes, beginning with the first: 1 for all of them, 2 for half.
         offload: whether a block's inputs wait for backward in the CPU's memory, pinned, and on their way there beside
             what is being computed; not on a CPU.
@@ -95,7 +98,17 @@ class ActivationCheckpoint(Applier):
 
 def _policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
     """Says what is kept. Compiled code may also keep what costs it nothing."""
-    return CheckpointPolicy.MUST_SAVE if op in _KEPT else CheckpointPolicy.PREFER_RECOMPUTE
+    is_kept = f"{op.namespace}.{op.overloadpacket.__name__}" in _KEPT_NAMES and not _drops(op, args, kwargs)
+    return CheckpointPolicy.MUST_SAVE if is_kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def _drops(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether an operator draws random numbers: if it were not called again, later ones would draw those."""
+    names = [argument.name for argument in op._schema.arguments]
+    if "dropout_p" not in names:
+        return False
+    at = names.index("dropout_p")
+    return bool(args[at] if at < len(args) else kwargs.get("dropout_p", 0.0))
 
 
 class _InputsOnCpu(saved_tensors_hooks):

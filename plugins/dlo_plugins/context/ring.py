@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dlo_framework.distributed.collectives import exchange_limit
+from dlo_framework.distributed import collectives
 from dlo_plugins.context.blockwise import Attention, Output, attend, attend_backward
 from dlo_plugins.context.layout import chunks_of
 
@@ -36,13 +36,15 @@ class Transfer:
     """
 
     def __init__(self, ring: Ring, sent: Tensor, tag: int) -> None:
-        self._ring, self._sent, self._received = ring, sent, torch.empty_like(sent)
+        by_host = collectives.is_sent_by_host(ring.group, sent.device)
+        self._ring, self._device, self._sent = ring, sent.device, sent.cpu() if by_host else sent
+        self._received = torch.empty_like(self._sent)
         self._works: list[dist.Work] = []
         if sent.is_meta:  # Nothing is there to be sent.
             return
         after, before = (ring.rank + 1) % ring.size, (ring.rank - 1) % ring.size
         pair = [
-            dist.P2POp(dist.isend, sent, group=ring.group, tag=tag, group_peer=after),
+            dist.P2POp(dist.isend, self._sent, group=ring.group, tag=tag, group_peer=after),
             dist.P2POp(dist.irecv, self._received, group=ring.group, tag=tag, group_peer=before),
         ]
         self._works = dist.batch_isend_irecv(pair)
@@ -54,7 +56,7 @@ class Transfer:
                 work.wait()
             else:
                 work.wait(self._ring.limit)
-        return self._received
+        return self._received.to(self._device)
 
 
 class Ring:
@@ -72,7 +74,8 @@ class Ring:
         self.group = group
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
         self.elements: Counter[str] = Counter()
-        self.limit = exchange_limit(group) if dist.get_backend(group) == "gloo" else None
+        on_gloo = "gloo" in str(dist.get_backend(group))
+        self.limit = collectives.exchange_limit(group) if on_gloo else None
 
     def shift(self, sent: Tensor, tag: int, what: str) -> Transfer:
         """Starts to pass a tensor on."""

@@ -176,7 +176,7 @@ class Sharding:
         )
         sharded: Any = part
         reduce_unused_params(sharded)
-        if backend_of(self.sharers.group, self.device) == "gloo":
+        if self.device.type == "cpu" and backend_of(self.sharers.group, self.device) == "gloo":
             sharded.set_custom_all_gather(PairwiseAllGather(self.sharers))
             sharded.set_custom_reduce_scatter(PairwiseReduceScatter(self.sharers))
         elif any(parameter.is_complex() for parameter in trained.values()):

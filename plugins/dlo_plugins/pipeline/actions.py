@@ -64,3 +64,8 @@ class Placement:
     def stages_of(self, rank: int) -> list[int]:
         """Returns the stages that a rank holds, in order."""
         return [stage for stage in range(self.stages) if self.rank_of(stage) == rank]
+
+    def neighbours(self) -> list[tuple[int, int]]:
+        """Returns the pairs of ranks between which hidden states pass."""
+        steps = ((self.rank_of(stage), self.rank_of(stage + 1)) for stage in range(self.stages - 1))
+        return [(one, other) for one, other in steps if one != other]

@@ -112,6 +112,7 @@ class Pipeline:
         tied = tied_groups_across(model, self.stages, self.placement)
         self.holds = cut(model, self.stages, self.own_stages)
         self._transport = Transport(group, self.device)
+        self._transport.connect([*self.placement.neighbours(), *(pair for shared in tied for pair in shared.pairs())])
         self.tied = TiedWeights(model, tied, self._transport)
         self._weight_gradients: WeightGradients | None = None
         self.before_backward: Callable[[int, int, bool], None] | None = None

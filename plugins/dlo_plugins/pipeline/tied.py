@@ -31,6 +31,10 @@ class TiedGroup:
     names: tuple[str, ...]
     ranks: tuple[int, ...]
 
+    def pairs(self) -> list[tuple[int, int]]:
+        """Returns the pairs of ranks between which gradients pass: the first and each of the others."""
+        return [(self.ranks[0], other) for other in self.ranks[1:]]
+
 
 def tied_groups_across(model: nn.Module, stages: Stages, placement: Placement) -> list[TiedGroup]:
     """Returns the parameters that are used in stages of several ranks."""

@@ -15,7 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dlo_framework.distributed.collectives import backend_of, exchange_limit
+from dlo_framework.distributed import collectives
+from dlo_framework.distributed.collectives import HostReceive, backend_of, exchange_limit
 
 #: Receives that are posted before they are waited for, for each sender.
 _AHEAD = 2
@@ -29,24 +30,33 @@ class Link:
         peer: the other's number in it.
         device: of what passes.
         limit: how long a message may take; None leaves that to the group.
+        by_host: Whether messages are copied to the CPU to be sent.
     """
 
-    def __init__(self, group: dist.ProcessGroup, peer: int, device: torch.device, limit: timedelta | None) -> None:
-        self.group, self.peer, self.device, self._limit = group, peer, device, limit
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        peer: int,
+        device: torch.device,
+        limit: timedelta | None,
+        by_host: bool = False,
+    ) -> None:
+        self.group, self.peer, self.device, self._limit, self._by_host = group, peer, device, limit, by_host
 
     def send(self, tensor: Tensor) -> dist.Work:
         """Starts to send a contiguous tensor."""
-        work = dist.isend(tensor, group=self.group, group_dst=self.peer)
+        work = dist.isend(tensor.cpu() if self._by_host else tensor, group=self.group, group_dst=self.peer)
         assert work is not None
         return work
 
-    def receive(self, tensor: Tensor) -> dist.Work:
-        """Starts to receive into a contiguous tensor."""
-        work = dist.irecv(tensor, group=self.group, group_src=self.peer)
+    def receive(self, tensor: Tensor) -> dist.Work | HostReceive:
+        """Starts to receive into a contiguous tensor; to be waited for by :meth:`wait`."""
+        into = torch.empty_like(tensor, device="cpu") if self._by_host else tensor
+        work = dist.irecv(into, group=self.group, group_src=self.peer)
         assert work is not None
-        return work
+        return HostReceive(work, into, tensor) if self._by_host else work
 
-    def wait(self, work: dist.Work) -> None:
+    def wait(self, work: dist.Work | HostReceive) -> None:
         """Waits until something has passed; on an accelerator the current stream does."""
         if self._limit is None:
             work.wait()
@@ -96,6 +106,26 @@ class Transport:
             made = [dist.new_group(ranks, timeout=limit, use_local_synchronization=True) for _ in range(2 * crossings)]
             self._apart = made  # type: ignore[assignment]
         self._limit = exchange_limit(group) if backend == "gloo" else None
+        self._by_host = collectives.is_sent_by_host(group, device)
+        self._is_fake = backend == "fake"
+
+    def connect(self, pairs: Iterable[tuple[int, int]]) -> None:
+        """Sends a number each way between pairs of ranks, so that none of them has to be connected in a step.
+
+        NCCL connects two ranks when they first send each other anything, which takes seconds and waits for both; what
+        is wrong with the network shows here, before data are read. All ranks of the pipeline call it.
+
+        Args:
+            pairs: of the ranks' numbers, the same on all of them; each rank takes its own in one order of all, so that
+                no two wait for each other.
+        """
+        for pair in sorted({tuple(sorted(pair)) for pair in pairs}):
+            if self.rank not in pair or self._is_fake:
+                continue
+            peer = pair[1] if self.rank == pair[0] else pair[0]
+            for incoming in (self.rank == pair[1], self.rank == pair[0]):
+                link, number = self.link(peer, incoming=incoming), torch.zeros(1, device=self.device)
+                link.wait(link.receive(number) if incoming else link.send(number))
 
     def link(self, peer: int, *, incoming: bool) -> Link:
         """Returns the way from or to another rank of the pipeline."""
@@ -103,7 +133,7 @@ class Transport:
         if self._apart:
             upwards = peer < self.rank if incoming else peer > self.rank
             group = self._apart[2 * crossing(self.rank, peer) + int(upwards)]
-        return Link(group, peer, self.device, self._limit)
+        return Link(group, peer, self.device, self._limit, self._by_host)
 
 
 def crossing(rank: int, peer: int) -> int:
@@ -183,7 +213,7 @@ class Inbox:
     ) -> None:
         self._link, self._room, self._header = link, room, header
         self._expected = deque(expected)
-        self._posted: dict[Any, tuple[dist.Work, Tensor]] = {}
+        self._posted: dict[Any, tuple[dist.Work | HostReceive, Tensor]] = {}
 
     def take(self, item: Any) -> Tensor:
         """Returns an item once it has arrived; those that were sent before it are kept."""

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from dlo_plugins.pipeline.actions import Placement
 from dlo_plugins.pipeline.transport import Transport, crossing
 
 
@@ -44,3 +45,29 @@ def test_both_ends_meet_in_one_group_and_no_rank_has_two_neighbours_in_one() -> 
             neighbours = {(rank - 1) % ranks, (rank + 1) % ranks}
             assert len({crossing(rank, peer) for peer in neighbours}) == len(neighbours)
             assert all(crossing(rank, peer) == crossing(peer, rank) for peer in range(ranks) if peer != rank)
+
+
+class Met(Transport):
+    """Notes whom it would talk to."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank, self.device, self._is_fake = rank, torch.device("cpu"), False
+        self.talks: list[tuple[int, int]] = []
+
+    def link(self, peer: int, *, incoming: bool) -> Any:
+        way = (peer, self.rank) if incoming else (self.rank, peer)
+        self.talks.append(way)
+        return SimpleNamespace(send=int, receive=int, wait=int)
+
+
+def test_links_are_made_each_way_and_in_one_order_on_all_ranks() -> None:
+    for ranks, stages_per_rank, shape in ((2, 1, "loop"), (4, 1, "loop"), (4, 2, "loop"), (4, 2, "v")):
+        pairs = [*Placement(ranks, stages_per_rank, shape).neighbours(), (ranks - 1, 0)]  # type: ignore[arg-type]
+        met = [Met(rank) for rank in range(ranks)]
+        for transport in met:
+            transport.connect(pairs)
+        order = [
+            way for one, other in sorted({(min(p), max(p)) for p in pairs}) for way in ((one, other), (other, one))
+        ]
+        for rank, transport in enumerate(met):
+            assert transport.talks == [way for way in order if rank in way]

@@ -2,6 +2,7 @@
 
 import copy
 import functools
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -9,12 +10,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from dlo_framework.cuts import layout_of
 from dlo_framework.errors import DloError
 from dlo_framework.plan import ParallelPlan
 from dlo_framework.testing import run_distributed
+from dlo_plugins.appliers.activation_checkpoint import ActivationCheckpoint
 from dlo_plugins.appliers.tensor_parallel import TensorParallel
 from dlo_tasks.llm.models import hidden_states
 from support.tensor_models import (
@@ -393,3 +396,39 @@ def _checkpointed_parts(rank: int, world_size: int) -> None:
 
 def test_recomputed_regions() -> None:
     run_distributed(_checkpointed_parts, 2)
+
+
+class Collectives(TorchDispatchMode):
+    """Counts collectives, and attention's kernels."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.overloadpacket.__name__
+        if func.namespace == "_c10d_functional" or "attention" in name:
+            self.calls[name] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def _selective(rank: int, world_size: int) -> None:
+    for sequence_parallel in (False, True):
+        found, counts = [], []
+        for mode in (None, "selective", "full"):
+            model = language_model("llama", num_hidden_layers=2)
+            cut(model, sequence_parallel)
+            if mode is not None:
+                ActivationCheckpoint(mode).apply(model, None, plan_of(model))
+            with Collectives() as collectives:
+                text_loss(model).backward()
+            counts.append(collectives.calls)
+            found.append(whole_gradients(model))
+        plain, selective, full = counts
+        assert selective == plain
+        assert full.total() > plain.total()
+        assert_close(found[1], found[0], 0.0, "selective")
+
+
+def test_selective_recomputation_passes_nothing_twice() -> None:
+    run_distributed(_selective, 2)
