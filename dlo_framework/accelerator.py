@@ -11,6 +11,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from dlo_framework.batch_transform import BatchCopier, join_transfer, leave_transfer
+from dlo_framework.distributed.strategy import ShardedStrategy
 from dlo_framework.errors import DloError
 
 MatmulPrecision = Literal["highest", "high", "medium"]
@@ -59,6 +60,7 @@ class AcceleratorSettings(BatchCopier):
         self.matmul_precision, self.cudnn_benchmark = matmul_precision, cudnn_benchmark
         self.gc_steps, self.copy_stream = gc_steps, copy_stream
         self._copies: CopyStream | None = None
+        self._sharded: ShardedStrategy | None = None
         self._collector: Collector | None = None
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -70,6 +72,7 @@ class AcceleratorSettings(BatchCopier):
             torch.set_float32_matmul_precision(self.matmul_precision)
         if self.copy_stream:
             self._copies = CopyStream(device)
+            self._sharded = trainer.strategy if isinstance(trainer.strategy, ShardedStrategy) else None
             join_transfer(trainer)
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -97,7 +100,7 @@ class AcceleratorSettings(BatchCopier):
         """Leaves the transfer as it was."""
         self.on_train_end(trainer, pl_module)
         if self._copies is not None:
-            self._copies = None
+            self._copies = self._sharded = None
             leave_transfer(trainer)
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
@@ -105,8 +108,10 @@ class AcceleratorSettings(BatchCopier):
         self.teardown(trainer, pl_module, "fit")
 
     def copy_batch(self, batch: Any) -> Any:
-        """Returns the batch on the device."""
-        return batch if self._copies is None else self._copies.copy(batch)
+        """Returns the batch on the device, with what the strategy has counted of it before."""
+        if self._copies is None:
+            return batch
+        return self._copies.copy(batch if self._sharded is None else self._sharded.counted(batch))
 
 
 class CopyStream:

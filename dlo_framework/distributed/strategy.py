@@ -128,6 +128,13 @@ class ShardedStrategy(CanonicalStrategy, WatchedRanks):
         super().__init__(timeout=timedelta(minutes=timeout_minutes), **kwargs)
         self._guards: list[RemovableHandle] = []
 
+    def counted(self, batch: Any) -> Any:
+        """Returns a batch that is on the CPU still, and takes with it to the device what the strategy has to know.
+
+        The strategy counts here what it would otherwise wait for the device for.
+        """
+        return batch
+
     def watch_losses(self, look: Callable[[Tensor], None]) -> bool:
         """Calls a function with each loss of the steps to come on the rank that computes it, as soon as it has.
 

@@ -62,18 +62,19 @@ def vit() -> Any:
     return task, Pictures(1, steps=STEPS)
 
 
-def llm(data: type[Tokens]) -> Any:
+def llm(data: type[Tokens], attention: str | None = None) -> Any:
     config = {"model_type": "llama", **GROUPED, "num_hidden_layers": 2}
-    return CausalLM(config=config), data(1, rows=ROWS, steps=STEPS)
+    return CausalLM(config=config, attention=attention), data(1, rows=ROWS, steps=STEPS)
 
 
 SUBJECTS: dict[str, Any] = {"vit": vit, "packed": partial(llm, Packed), "plain": partial(llm, Plain)}
+ALL = {**SUBJECTS, "varlen": partial(llm, Packed, "dlo_varlen")}
 
 
 def waits_of(subject: str, strategy: Any, ranks: int, allowed: tuple[str, ...]) -> list[list[str]]:
     """Returns what each step of a fit, set up as `dlo fit` does it, has waited for."""
     torch.manual_seed(0)
-    task, data = SUBJECTS[subject]()
+    task, data = ALL[subject]()
     counter = WaitsOfSteps(allowed)
     with tempfile.TemporaryDirectory() as folder:
         trainer = Trainer(
@@ -124,6 +125,11 @@ def on_two(rank: int, world_size: int, names: list[str], subjects: list[str]) ->
 @pytest.mark.parametrize("subject", SUBJECTS)
 def test_one_process_waits_for_nothing(subject: str) -> None:
     assert waits_of(subject, "auto", 1, ALLOWED) == [[]] * (STEPS - 3)
+
+
+def test_packed_documents_as_they_are_on_an_accelerator_wait_for_nothing() -> None:
+    stand_in = ("packed_attention.py:varlen_reference",)  # of the kernel, which takes lengths from the device
+    assert waits_of("varlen", "auto", 1, stand_in) == [[]] * (STEPS - 3)
 
 
 def test_two_ranks_wait_for_nothing() -> None:

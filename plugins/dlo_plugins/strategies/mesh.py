@@ -442,9 +442,13 @@ class MeshStrategy(MeshSteps):
         if self.pipelined is not None:
             self.pipelined.share_buffers()
 
+    def counted(self, batch: Any) -> Any:
+        """Returns a batch with what ranks that share its sequences have to know of its documents."""
+        return self._context.counted(batch)
+
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
-        """Moves a batch; counts first, on the host, what ranks that share its sequences have to know of it."""
-        return super().batch_to_device(self._context.counted(batch), device, dataloader_idx)
+        """Moves a batch, counted; one that a callback has moved before stays as it is."""
+        return super().batch_to_device(self.counted(batch), device, dataloader_idx)
 
     def _shared(self, batch: Any) -> Any:
         return self._context.shard_batch(batch)
