@@ -8,9 +8,11 @@ Without an accelerator it says so and measures nothing; the second line runs all
 * ``vit``, ``llm``: images and tokens a second in bf16 of a loop by hand (transformers, timm, fused AdamW, autocast) and
   of dlo as ``dlo fit`` sets it up, everything on but checkpoints; eager and compiled. FLOPs are those that dlo's
   monitor counts, MFU is over the peak of the device. Roofline: an MFU of 1.
+* ``vit_s``, ``vit_b``, ``resnet18``: ViT-S/16, ViT-B/16 and ResNet-18 beside timm's own training step.
 * ``llama_lora``, ``qwen_lora``, ``llama_full``: Llama 3 8B and Qwen2.5 7B by LoRA, a 1B in full, on rows packed with
   documents, gradients clipped; beside a loop by hand and dlo itself with a dense mask.
 * ``loss``: benchmarks/vocabulary_loss.py's contestants at the shape of Liger Kernel's page.
+* ``ring``: the kernels of ring attention's blocks, beside torch's attention, and the merge of two blocks.
 * ``strategies``: a Llama under dlo's ddp, ZeRO stages 1 to 3 and FSDP, beside torch's DDP and FSDP2 by hand, on one
   device, where nothing is divided and what a strategy costs is seen, and on all of them.
 * ``batch_mix``: benchmarks/batch_mix.py's contestants. Roofline: the copy of the batch.
@@ -31,8 +33,9 @@ from measuring.catalogue import parse_options
 from measuring.record import Record
 from on_accelerator.subjects import SIZES, llama, size_for, vit
 
+IMAGES = ("vit_s", "vit_b", "resnet18")
 LANGUAGE = ("llama_lora", "qwen_lora", "llama_full")
-PARTS = ("vit", "llm", *LANGUAGE, "loss", "strategies", "batch_mix", "checkpoints")
+PARTS = ("vit", "llm", *IMAGES, *LANGUAGE, "loss", "ring", "strategies", "batch_mix", "checkpoints")
 
 
 def main() -> None:
@@ -73,6 +76,13 @@ def measure(options: argparse.Namespace, record: Record) -> None:
         for part, make in (("vit", vit), ("llm", llama)):
             if part in parts:
                 record.add(throughput(make(size, not on_cpu), size, device, options.rounds, options.backend))
+    for part in (part for part in IMAGES if part in parts):
+        from on_accelerator.images import has_timms_step, image_table
+
+        if has_timms_step():
+            record.add(image_table(part, name, size, device, options.rounds, options.backend))
+        else:
+            record.without(part, "this timm has no tasks (timm.task), which its training step is made of")
     for part in (part for part in LANGUAGE if part in parts):
         from on_accelerator.language import language_table
 
@@ -84,6 +94,11 @@ def measure(options: argparse.Namespace, record: Record) -> None:
         from on_accelerator.language import loss_tables
 
         for table in loss_tables(name, device, options.rounds):
+            record.add(table)
+    if "ring" in parts:
+        from on_accelerator.ring import ring_tables
+
+        for table in ring_tables(name, device, options.rounds, options.backend):
             record.add(table)
     if "strategies" in parts:
         from on_accelerator.strategies import strategies_table

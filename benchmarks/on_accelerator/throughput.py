@@ -33,14 +33,16 @@ def throughput(subject: Subject, size: Size, device: torch.device, rounds: int, 
     return rates_table(subject, take_turns(contestants(subject, work, backend), rounds), clock)
 
 
-def rates_table(subject: Subject, found: dict[str, list[Trained]], clock: Clock) -> Table:
-    """Returns the table of what turns have found, by contestant."""
-    table = Table(f"{subject.title}, bf16", f"the {subject.item} a second of a loop by hand", clock, better="higher")
+def rates_table(
+    subject: Subject, found: dict[str, list[Trained]], clock: Clock, base: str = BASE, unit: str = "a loop by hand"
+) -> Table:
+    """Returns the table of what turns have found, by contestant; ratios are to the one that is called ``base``."""
+    table = Table(f"{subject.title}, bf16", f"the {subject.item} a second of {unit}", clock, better="higher")
     rates = {name: [subject.items / turn.seconds for turn in turns] for name, turns in found.items()}
     # A batch takes the same FLOPs whoever trains it; dlo's monitor counts them, uncompiled.
     flops = subject.samples * found["dlo fit"][0].flops
     peak = found["dlo fit"][0].peak_flops
-    for name, values in all_ratios(rates, BASE).items():
+    for name, values in all_ratios(rates, base).items():
         seconds = statistics.median(turn.seconds for turn in found[name])
         held = [turn.peak_bytes for turn in found[name] if turn.peak_bytes is not None]
         columns: dict[str, Any] = {

@@ -17,6 +17,7 @@ from measuring.rounds import Clock
 from measuring.stopwatch import Stopwatch
 from overhead import silence
 from torch import nn
+from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from dlo_framework.defaults import add_default_callbacks
@@ -73,6 +74,7 @@ def by_hand(
     wrap: Callable[[nn.Module], nn.Module] = lambda net: net,
     *,
     autocast: bool = True,
+    make_optimizer: Callable[[nn.Module], Optimizer] | None = None,
 ) -> Trained:
     """Trains in a loop; the network stays on the device, without gradients.
 
@@ -82,12 +84,16 @@ def by_hand(
         work: how long.
         wrap: makes of the network on its device what is called, such as DistributedDataParallel.
         autocast: whether to compute in bf16 by autocast; FSDP2's policy does it otherwise.
+        make_optimizer: Makes the optimizer of what is called; torch's AdamW, fused on an accelerator, by default.
     """
     before = _begin(work.device)
     net.to(work.device).train()
     called = wrap(net)
     trained = [parameter for parameter in called.parameters() if parameter.requires_grad]
-    optimizer = torch.optim.AdamW(trained, lr=LR, fused=work.device.type != "cpu")
+    if make_optimizer is None:
+        optimizer: Optimizer = torch.optim.AdamW(trained, lr=LR, fused=work.device.type != "cpu")
+    else:
+        optimizer = make_optimizer(called)
     begin: Any = None
     for number in range(work.warm + work.steps):
         if number == work.warm:

@@ -94,6 +94,54 @@ def test_packed_batches_are_full_of_documents(load):
 
 
 @pytest.mark.slow
+def test_image_models_train_beside_timms_own_step():
+    words = ["--device", "cpu", "--size", "tiny", "--rounds", "1", "--backend", "aot_eager"]
+    tables = accelerator(*words, "--parts", "vit_s", "vit_b", "resnet18")["tables"]
+    assert [table["title"].split(",")[0] for table in tables] == [
+        "vit_small_patch16_224",
+        "vit_base_patch16_224",
+        "resnet18",
+    ]
+    for table in tables:
+        assert list(table["rows"]) == ["timm", "timm again", "timm, compiled", "dlo fit", "dlo fit, compiled"]
+        assert all(row["images a second"] > 0 for row in table["rows"].values())
+
+
+def test_timms_step_and_dlos_train_the_same_model(load):
+    """The same loss and gradients of the same weights and batch."""
+    images, subjects = load("on_accelerator.images"), load("on_accelerator.subjects")
+    for part, model in images.MODELS.items():
+        args = {} if model.channels_last else images._TINY_VIT
+        subject = images.image_subject(images.Model(model.name, 4, args, model.channels_last), 32, fused=False)
+        net, task = subject.net(), subject.task()
+        task.configure_model()
+        task.model.load_state_dict(net.trainable_module.state_dict())
+        net.train(), task.train()
+        batch = subject.batch()
+        loss = subject.loss(net, batch)
+        torch.testing.assert_close(loss, task.loss(task(batch[0]), batch), msg=part)
+        decayed = [len(group["params"]) for group in images.timms_optimizer(net).param_groups if group["weight_decay"]]
+        assert decayed == [len([1 for p in net.parameters() if p.ndim > 1])] or not model.channels_last
+    assert subjects.CLASSES == 1000
+
+
+def test_kernels_of_the_ring_are_timed_and_agree(load):
+    ring = load("on_accelerator.ring")
+    causal, full, merge = ring.ring_tables("tiny", torch.device("cpu"), 1, "aot_eager")
+    for table in (causal, full):
+        assert list(table.rows) == ["sdpa", "sdpa again", "dlo CpuFlash", "dlo written out"]
+    assert list(merge.rows) == ["copy_", "copy_ again", "dlo", "dlo, compiled"]
+    q, k, v, grad = (torch.randn(1, 2, 8, 8) for _ in range(4))
+    for is_causal in (False, True):
+        expected = ring._sdpa(q, k, v, grad, is_causal)
+        for found in (
+            ring._fused(ring.CpuFlash(), q, k, v, grad, is_causal),
+            ring._written(q, k, v, grad, is_causal),
+        ):
+            torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.slow
 def test_strategies_train_beside_ddp_and_fsdp2():
     words = ["--device", "cpu", "--size", "tiny", "--rounds", "1", "--parts", "strategies"]
     one, two = accelerator(*words)["tables"]
