@@ -108,19 +108,68 @@ class AsyncSaver:
 
 
 def staged(prepared: Prepared) -> Prepared:
-    """Returns the save with copies of its tensors in the CPU's memory, page-locked where they come from a GPU."""
-    copies = {item: _copy(tensor) for item, tensor in prepared.elements.items()}
-    for device in {tensor.device for tensor in prepared.elements.values() if tensor.device.type == "cuda"}:
-        torch.cuda.current_stream(device).synchronize()
+    """Returns the save with copies of its tensors in the CPU's memory."""
+    bounces: dict[torch.device, BounceBuffers] = {}
+    copies = {}
+    for item, tensor in prepared.elements.items():
+        if tensor.device.type == "cpu":
+            copies[item] = tensor.detach().clone(memory_format=torch.contiguous_format)
+        else:
+            if tensor.device not in bounces:
+                bounces[tensor.device] = BounceBuffers(tensor.device)
+            copies[item] = bounces[tensor.device].copy(tensor)
+    for bounce in bounces.values():
+        bounce.finish()
     return dataclasses.replace(prepared, elements=copies)
 
 
-def _copy(tensor: Tensor) -> Tensor:
-    if tensor.device.type == "cpu":
-        return tensor.detach().clone(memory_format=torch.contiguous_format)
-    pinned = tensor.device.type == "cuda"
-    copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=pinned)
-    return copy.copy_(tensor.detach(), non_blocking=pinned)
+class BounceBuffers:
+    """Copies a device's tensors to the CPU's memory through two page-locked buffers of one size.
+
+    A page-locked copy of each tensor would take up to twice its size for good: torch (2.11 to 2.15) rounds it up to a
+    power of two, and keeps the memory. While the device fills one of the buffers, the host empties the other.
+
+    Args:
+        device: the tensors'.
+        size: bytes of a buffer.
+    """
+
+    def __init__(self, device: torch.device, size: int = 32 << 20) -> None:
+        self._pinned, self._size = device.type == "cuda", size
+        self._module: Any = torch.get_device_module(device) if self._pinned else None
+        self._device = device
+        self._buffers = [torch.empty(size, dtype=torch.uint8, pin_memory=self._pinned) for _ in range(2)]
+        self._filled: list[tuple[Any, Tensor, Tensor] | None] = [None, None]
+        self._turn = 0
+
+    def copy(self, tensor: Tensor) -> Tensor:
+        """Starts to copy a tensor; the result holds all of it after :meth:`finish`."""
+        source = tensor.detach().contiguous().resolve_conj().resolve_neg()
+        target = torch.empty(source.shape, dtype=source.dtype)
+        if not source.numel():
+            return target
+        sent, received = (whole.reshape(-1).view(torch.uint8) for whole in (source, target))
+        for part, place in zip(sent.split(self._size), received.split(self._size), strict=True):
+            self._empty(self._turn)
+            buffer = self._buffers[self._turn][: part.numel()]
+            buffer.copy_(part, non_blocking=self._pinned)
+            event = self._module.current_stream(self._device).record_event() if self._pinned else None
+            self._filled[self._turn] = event, buffer, place
+            self._turn = 1 - self._turn
+        return target
+
+    def finish(self) -> None:
+        """Waits for the copies that are under way."""
+        for number in (self._turn, 1 - self._turn):
+            self._empty(number)
+
+    def _empty(self, number: int) -> None:
+        filled, self._filled[number] = self._filled[number], None
+        if filled is not None:
+            event, buffer, place = filled
+            if event is not None:
+                event.synchronize()
+            place.copy_(buffer)
 
 
 def _snapshot(rest: dict[str, Any] | None) -> bytes:

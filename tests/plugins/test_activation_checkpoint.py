@@ -13,6 +13,8 @@ from dlo_framework.errors import DloError
 from dlo_framework.plan import ParallelPlan
 from dlo_plugins.appliers import activation_checkpoint
 from dlo_plugins.appliers.activation_checkpoint import _KEPT_NAMES, ActivationCheckpoint, _policy
+from dlo_plugins.copy_streams import CopyStreams
+from support.late import LateStream
 
 DEPTH, WIDTH = 4, 32
 PLAN = ParallelPlan(blocks=("blocks.*",), stem=("inward",), head=("norm",))
@@ -88,30 +90,48 @@ def test_gradients_are_the_same_to_the_bit(
         assert torch.equal(found, expected)
 
 
-def move_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
-    """Lets inputs be put aside as on an accelerator; returns what has been, as it goes."""
-    moved: list[Tensor] = []
+def move_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Lets inputs be put aside as on an accelerator whose copies are late; returns what is copied, as it starts."""
+    started: list[str] = []
+    streams = CopyStreams(LateStream(), LateStream())  # type: ignore[arg-type]
+    for name, stream in streams._asdict().items():
 
-    def copied(self: Any, tensor: Tensor) -> None:
-        moved.append(tensor)
-        self._device, self._copied, self._held = tensor.device, None, tensor.clone()
+        def copy(target: Tensor, source: Tensor, name: str = name, original: Any = stream.copy) -> Any:
+            started.append(f"{name} {tuple(source.shape)}")
+            return original(target, source)
 
+        stream.copy = copy  # type: ignore[method-assign]
     monkeypatch.setattr(activation_checkpoint, "_STAYS", ("meta",))
-    monkeypatch.setattr(activation_checkpoint._OnCpu, "__init__", copied)
-    return moved
+    monkeypatch.setattr(activation_checkpoint, "copy_streams", lambda device: streams)
+    return started
 
 
 def test_offload_takes_the_blocks_inputs_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
-    moved = move_on_a_cpu(monkeypatch)
+    started = move_on_a_cpu(monkeypatch)
     gradients(applied(Net(), offload=True))
-    assert [tuple(tensor.shape) for tensor in moved] == [(3, 10, WIDTH)] * DEPTH
+    shape = (3, 10, WIDTH)
+    assert started == [f"down {shape}"] * DEPTH + [f"up {shape}"] * DEPTH
+
+
+def test_offload_fetches_one_block_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    started = move_on_a_cpu(monkeypatch)
+    net, seen = applied(Net(), offload=True), []
+    for number, block in enumerate(net.blocks):
+        block.register_full_backward_pre_hook(lambda *_, number=number: seen.append((number, len(started))))
+    for _ in range(2):  # The second forward's first block has none before it: the first forward's are over.
+        started.clear()
+        seen.clear()
+        gradients(net)
+        # Backward of the last block begins before anything is fetched; of each other one, its inputs are on their way.
+        expected = [(DEPTH - 1, DEPTH), *((DEPTH - 1 - done, DEPTH + done + 1) for done in range(1, DEPTH))]
+        assert seen == expected
 
 
 def test_offload_leaves_on_a_cpu_what_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    moved = move_on_a_cpu(monkeypatch)
+    started = move_on_a_cpu(monkeypatch)
     monkeypatch.setattr(activation_checkpoint, "_STAYS", ("cpu", "meta"))
     gradients(applied(Net(), offload=True))
-    assert not moved
+    assert not started
 
 
 def calls(net: nn.Module) -> Counter[str]:

@@ -11,6 +11,7 @@ are recomputed, which costs next to nothing.
 from __future__ import annotations
 
 import functools
+import weakref
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -23,6 +24,7 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 from dlo_framework.applier import Applier, Phase
 from dlo_framework.errors import DloError
 from dlo_framework.plan import ParallelPlan
+from dlo_plugins.copy_streams import Copied, copy_streams, host_tensor
 from dlo_plugins.fsdp.recompute import recompute
 
 _MODES = ("full", "selective")
@@ -52,8 +54,8 @@ class ActivationCheckpoint(Applier):
         mode: `full` keeps a block's inputs alone; `selective` outputs of matrix products, convolutions,
             fused attention without dropout and tensor parallelism's collectives too.
         every: of the blocks, each so-many-th recomputes, beginning with the first: 1 for all of them, 2 for half.
-        offload: whether a block's inputs wait for backward in the CPU's memory, pinned, and on their way there beside
-            what is being computed; not on a CPU.
+        offload: whether a block's inputs wait for backward in the CPU's memory, page-locked. They go there beside what
+            is being computed, and come back while the block after it is computed again; not on a CPU.
 
     Raises:
         DloError: for another mode, for `every` below 1, and for `offload` with `selective`.
@@ -93,7 +95,7 @@ class ActivationCheckpoint(Applier):
         context_fn = None
         if self.mode == "selective":
             context_fn = functools.partial(create_selective_checkpoint_contexts, _policy)
-        recompute(blocks[:: self.every], context_fn, _InputsOnCpu if self.offload else None)
+        recompute(blocks[:: self.every], context_fn, _InputsOnCpu() if self.offload else None)
 
 
 def _policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
@@ -111,26 +113,52 @@ def _drops(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     return bool(args[at] if at < len(args) else kwargs.get("dropout_p", 0.0))
 
 
-class _InputsOnCpu(saved_tensors_hooks):
-    """Puts those of a block's inputs that need gradients aside in the CPU's memory; entered around its checkpoint.
+class _InputsOnCpu:
+    """Puts those of blocks' inputs that need gradients aside in the CPU's memory, one block's after the other's.
 
-    What needs none, such as rotary angles and masks, is shared by all blocks and stays.
-
-    Args:
-        inputs: arguments of the block.
+    What needs none, such as rotary angles and masks, is shared by all blocks and stays. In backward the inputs of a
+    block come back while the block after it is computed again.
     """
 
-    def __init__(self, inputs: Any) -> None:
+    def __init__(self) -> None:
+        self._last: weakref.ref[_Aside] | None = None  # the block that forward came to last
+
+    def __call__(self, inputs: Any) -> saved_tensors_hooks:
+        """Returns a context, to be entered around a block's checkpoint.
+
+        Args:
+            inputs: arguments of the block.
+        """
         tensors = [leaf for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor)]
         moving = {tensor.data_ptr() for tensor in tensors if tensor.requires_grad and tensor.device.type not in _STAYS}
+        aside = _Aside(self._last() if self._last is not None else None)
+        self._last = weakref.ref(aside)
 
         def pack(tensor: Tensor) -> Tensor | _OnCpu:
-            return _OnCpu(tensor) if tensor.data_ptr() in moving else tensor
+            return _OnCpu(tensor, aside) if tensor.data_ptr() in moving else tensor
 
         def unpack(held: Tensor | _OnCpu) -> Tensor:
             return held if isinstance(held, Tensor) else held.back()
 
-        super().__init__(pack, unpack)
+        return saved_tensors_hooks(pack, unpack)
+
+
+class _Aside:
+    """A block's inputs in the CPU's memory.
+
+    Args:
+        before: those of the block before it, which backward needs next; None where there is none.
+    """
+
+    def __init__(self, before: _Aside | None) -> None:
+        self._before = None if before is None else weakref.ref(before)
+        self.held: weakref.WeakSet[_OnCpu] = weakref.WeakSet()
+
+    def fetch_before(self) -> None:
+        """Starts to fetch the inputs of the block before."""
+        before = self._before() if self._before is not None else None
+        for held in () if before is None else list(before.held):
+            held.fetch()
 
 
 class _OnCpu:
@@ -138,33 +166,28 @@ class _OnCpu:
 
     Args:
         tensor: which is copied beside what its stream computes, and freed once that is done.
+        aside: the inputs that it is one of.
     """
 
-    def __init__(self, tensor: Tensor) -> None:
-        self._device, self._copied = tensor.device, None
-        pinned = tensor.device.type not in _STAYS
-        self._held = torch.empty_like(tensor, device="cpu", pin_memory=pinned)
-        if not pinned:
-            self._held.copy_(tensor)
-            return
-        device: Any = torch.get_device_module(tensor.device)
-        beside = _stream_of(tensor.device)
-        beside.wait_stream(device.current_stream(tensor.device))
-        with device.stream(beside):
-            self._held.copy_(tensor, non_blocking=True)
-            self._copied = beside.record_event()
-        tensor.record_stream(beside)
+    def __init__(self, tensor: Tensor, aside: _Aside) -> None:
+        self._device, self._aside = tensor.device, aside
+        self._held = host_tensor(tensor, tensor.device)
+        self._away = copy_streams(tensor.device).down.copy(self._held, tensor.detach())
+        self._back: tuple[Tensor, Copied] | None = None
+        aside.held.add(self)
+
+    def fetch(self) -> None:
+        """Starts to copy the tensor to where it was, unless that has been started."""
+        if self._back is None:
+            self._away.wait()
+            target = torch.empty_like(self._held, device=self._device)
+            self._back = target, copy_streams(self._device).up.copy(target, self._held)
 
     def back(self) -> Tensor:
-        """Returns the tensor where it was."""
-        if self._copied is not None:
-            device: Any = torch.get_device_module(self._device)
-            device.current_stream(self._device).wait_event(self._copied)
-        return self._held.to(self._device, non_blocking=True)
-
-
-@functools.lru_cache
-def _stream_of(device: torch.device) -> Any:
-    """Returns the stream on which a device's tensors are copied."""
-    module: Any = torch.get_device_module(device)
-    return module.Stream(device)
+        """Returns the tensor where it was, and starts to fetch what backward needs next."""
+        self.fetch()
+        assert self._back is not None
+        (tensor, copied), self._back = self._back, None
+        copied.wait()
+        self._aside.fetch_before()
+        return tensor
