@@ -93,16 +93,17 @@ class Communicator:
         own = self.segment(buffer)
         if self.size == 1 and self.skips_alone:
             return Pending([], lambda: own)
-        if not self._in_pairs(buffer):
-            result = torch.empty_like(own)
-            mean = average and self._averages
-            op = dist.ReduceOp.AVG if mean else dist.ReduceOp.SUM
-            work = dist.reduce_scatter_tensor(_real(result), _real(buffer), op=op, group=self.group, async_op=True)
-            assert work is not None
-            return Pending([work], lambda: result.div_(self.size) if average and not mean else result)
+        in_pairs = self._in_pairs(buffer)
+        op = dist.ReduceOp.AVG if average and self._averages and not in_pairs else dist.ReduceOp.SUM
+        average = average and op == dist.ReduceOp.SUM  # What is left to be done.
         if average and buffer.dtype == torch.float16:  # A sum of several may be too large for it.
             buffer.div_(self.size)
             average = False
+        if not in_pairs:
+            result = torch.empty_like(own)
+            work = dist.reduce_scatter_tensor(_real(result), _real(buffer), op=op, group=self.group, async_op=True)
+            assert work is not None
+            return Pending([work], lambda: result.div_(self.size) if average else result)
         memory = self._take((self.size - 1) * own.numel(), buffer)
         received = memory[: (self.size - 1) * own.numel()].view(self.size - 1, own.numel())
         works: list[dist.Work] = []

@@ -36,6 +36,12 @@ def _all(rank: int, world_size: int) -> None:
             buffer = torch.full((length * world_size,), -1, dtype=dtype)
             communicator.segment(buffer).copy_(communicator.segment(values))
             assert torch.equal(communicator.all_gather(buffer).wait(), values.to(dtype)), (dtype, length)
+    for dtype in (torch.float16, torch.float32):
+        # In half precision the sum of two is infinite.
+        large = torch.full((4 * world_size,), 60_000.0, dtype=dtype)
+        assert torch.equal(
+            communicator.reduce_scatter(large, average=True).wait(), torch.full((4,), 60_000.0).to(dtype)
+        )
     first, second = (torch.full((8 * world_size,), float(n + rank)) for n in (1, 10))
     under_way = [communicator.reduce_scatter(first), communicator.reduce_scatter(second)]
     found = [float(pending.wait()[0]) for pending in reversed(under_way)]
