@@ -84,6 +84,10 @@ class RankLauncher(_SubprocessScriptLauncher):
         self._interrupts = 0
         self.grace = GRACE
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> RankLauncher:
+        """Returns a launcher that has started nothing, and watches no ranks: a copy of a Trainer has it."""
+        return type(self)(self.cluster_environment, self.num_processes, self.num_nodes)
+
     def launch(self, function: Callable[..., Any], *args: Any, trainer: Trainer | None = None, **kwargs: Any) -> Any:
         """Starts the other ranks, unless something else has, and calls the function on this one.
 

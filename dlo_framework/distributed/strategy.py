@@ -224,7 +224,7 @@ class ShardedStrategy(CanonicalStrategy, WatchedRanks):
 
         Raises:
             DloError: if there is none, whose steps the parameters' shards would be for; if a step takes several
-                evaluations of the model.
+                evaluations of the model; if one steps what the module does not have.
         """
         super().setup_optimizers(trainer)
         if any(isinstance(optimizer, LBFGS) for optimizer in self.optimizers):
@@ -236,6 +236,20 @@ class ShardedStrategy(CanonicalStrategy, WatchedRanks):
             raise DloError(
                 f"configure_optimizers must return an optimizer under {type(self).__name__}, got None; return one, or"
                 " take strategy auto or ddp"
+            )
+        for optimizer in self.optimizers:
+            self._check_parameters(optimizer)
+
+    def _check_parameters(self, optimizer: Optimizer) -> None:
+        known = {id(parameter) for parameter in self._module().parameters()}
+        stepped = (parameter for group in optimizer.param_groups for parameter in group["params"])
+        foreign = next((parameter for parameter in stepped if id(parameter) not in known), None)
+        if foreign is not None:
+            name = type(self._module()).__name__
+            raise DloError(
+                f"{type(optimizer).__name__} must step parameters of {name} alone, got one of shape"
+                f" {list(foreign.shape)} that is none of {name}'s; register it in the module, or let"
+                " configure_optimizers make a new optimizer for each run"
             )
 
     def bring_the_rest(self) -> None:

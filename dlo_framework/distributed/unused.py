@@ -1,9 +1,11 @@
-"""Parameters that train and get no gradient: what to say of them."""
+"""Parameters that train and get no gradient, or get one unseen: what to say of them."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+
+from dlo_framework.errors import DloError
 
 
 def unused_message(names: Sequence[str], allow: str = "set find_unused: true in the strategy") -> str:
@@ -31,3 +33,16 @@ def unused_numbers(message: str) -> list[int]:
     """
     found = re.search(r"Parameter indices which did not receive grad for rank \d+: ([\d ]+)", message)
     return [int(number) for number in found.group(1).split()] if found else []
+
+
+def check_announced(announced: bool) -> None:
+    """Checks that a strategy that shards has been told of a backward, whose gradients it brings to the optimizers.
+
+    Raises:
+        DloError: if it has not: ``loss.backward()`` in manual optimization.
+    """
+    if not announced:
+        raise DloError(
+            "gradients must come from self.manual_backward(loss) under a strategy that shards, got them from"
+            " loss.backward(); call the former, or take strategy ddp"
+        )

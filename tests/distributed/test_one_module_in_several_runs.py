@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import pickle
 from pathlib import Path
@@ -20,6 +21,34 @@ from dlo_plugins.strategies.deepspeed import DeepSpeedBridge
 from dlo_plugins.strategies.fsdp import FSDPStrategy
 from dlo_plugins.strategies.zero import ZeroStrategy
 from support.fsdp_nets import Module, mine, trainer
+
+
+class ByHand(Module):
+    """Runs backward past Lightning, which works in one process."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        self.loss(batch).backward()
+        self.optimizers().step()
+
+
+class Twice(ByHand):
+    """Has two optimizers step all parameters in turn."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        loss = self.loss(batch)
+        self.losses.append(float(loss.detach()))
+        optimizer = self.optimizers()[batch_idx % 2]
+        optimizer.zero_grad()
+        self.manual_backward(loss)
+        optimizer.step()
+
+    def configure_optimizers(self) -> Any:
+        return [torch.optim.SGD(self.parameters(), lr=0.1), torch.optim.Adam(self.parameters(), lr=0.01)]
+
 
 MAKE: dict[str, Any] = {
     "ddp": DataParallelStrategy,
@@ -77,6 +106,16 @@ def _around(rank: int, world: int, folder: Path) -> dict[str, Any]:
         early.save_checkpoint(folder / f"{name}.ckpt")
         saved = load(folder / f"{name}.ckpt")["state_dict"]
         torch.testing.assert_close({key: saved[key] for key in saved}, dict(Module().state_dict()), rtol=0, atol=0)
+    for name in MAKE:
+        refused = pytest.raises(DloError, match=r"must come from self\.manual_backward")
+        with contextlib.nullcontext() if name == "ddp" else refused:
+            trainer(world, MAKE[name]()).fit(ByHand(), mine(rank, world))
+    with pytest.raises(DloError, match=r"got net.stem.weight in optimizers 0 \(SGD\) and 1 \(Adam\)"):
+        trainer(world, ZeroStrategy(2)).fit(Twice(), mine(rank, world))
+    for name, key in (("fsdp", "twice"), ("ddp", "twice under ddp")):
+        module = Twice()
+        trainer(world, MAKE[name]()).fit(module, mine(rank, world))
+        found[key] = module.losses
     return found
 
 
@@ -94,3 +133,4 @@ def test_a_module_goes_from_run_to_run_as_under_ddp(tmp_path: Path) -> None:
         assert around["read"] == (torch.Size([6, 6]), True)
         assert not weights or around["names"] == set(weights)
         assert around["copies"] == (None, None)
+        assert around["twice"] == pytest.approx(around["twice under ddp"], rel=1e-5)

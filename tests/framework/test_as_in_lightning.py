@@ -15,7 +15,12 @@ from torch.utils.data import DataLoader, TensorDataset
 import dlo_framework
 from dlo_framework import DloError, Task
 from dlo_framework.checkpoint import load
-from dlo_framework.distributed.strategy import ShardedStrategy, SingleProcessStrategy, use_canonical_checkpoints
+from dlo_framework.distributed.strategy import (
+    DataParallelStrategy,
+    ShardedStrategy,
+    SingleProcessStrategy,
+    use_canonical_checkpoints,
+)
 
 
 def loader():
@@ -109,6 +114,25 @@ def test_strategies_that_shard_refuse_an_optimizer_that_evaluates_the_model_seve
     with pytest.raises(DloError, match="that evaluates the model once a step under Sharding, got LBFGS"):
         strategy.setup_optimizers(made)
     made.fit(module, loader())
+
+
+def test_strategies_that_shard_refuse_an_optimizer_of_other_parameters(tmp_path):
+    class Another(Net):
+        def configure_optimizers(self):
+            return torch.optim.SGD([*self.parameters(), torch.nn.Parameter(torch.zeros(2, 7))], lr=0.1)
+
+    strategy, module, made = Sharding(), Another(), trainer(tmp_path)
+    strategy.connect(module)
+    module.trainer = made
+    with pytest.raises(DloError, match=r"SGD must step parameters of Another alone, got one of shape \[2, 7\]"):
+        strategy.setup_optimizers(made)
+
+
+def test_a_trainer_is_copied(tmp_path):
+    made = trainer(tmp_path, strategy=DataParallelStrategy(), devices=2)
+    copied = copy.deepcopy(made)
+    assert copied.strategy.launcher.num_processes == 2
+    assert copied.strategy.launcher is not made.strategy.launcher
 
 
 def test_other_numbers_of_optimizers_are_refused(tmp_path):

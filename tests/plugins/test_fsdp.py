@@ -343,14 +343,17 @@ def test_where_nothing_is_sharded_parameters_are_watched_though_the_whole_is_nev
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     model[1].bias.requires_grad = False
     found: Any = SimpleNamespace(module=model, units=[], roots=[model], parameters=dict(model.named_parameters()))
+    found.unwatch = None
     for is_sharded, expected in ((False, {"0.weight", "0.bias", "1.weight"}), (True, set())):
         found.is_sharded = is_sharded
         usage = Usage(found)
+        usage.announced = True
         model[1](model[0](torch.ones(1, 2))).sum().backward()
         assert usage.used == expected
-        usage.remove()
     model[1].bias.requires_grad = True
     found.is_sharded = False
-    usage = Usage(found)
+    usage, earlier = Usage(found), usage
+    usage.announced, earlier.announced, earlier.used = True, False, set()
     model(torch.ones(1, 2)).sum().backward()
     assert usage.used == set(found.parameters)
+    assert earlier.used == set()  # It watches no longer.

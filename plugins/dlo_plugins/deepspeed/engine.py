@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from dlo_framework.distributed.canonical import clean
 from dlo_framework.distributed.norms import total_norm
+from dlo_framework.distributed.unused import check_announced
 from dlo_framework.errors import DloError
 from dlo_plugins.deepspeed.cut_masters import CutMasters, gather_persistent
 from dlo_plugins.deepspeed.environment import device_index
@@ -154,7 +155,12 @@ class Engine:
             self.masters.show_gradients()
 
     def step(self) -> None:
-        """Steps, unless the gradients that were shown have been taken away."""
+        """Steps, unless the gradients that were shown have been taken away.
+
+        Raises:
+            DloError: if no backward has come before that the engine was told of.
+        """
+        check_announced(self._complete)
         self._complete = False
         if self.masters is None:
             self.deepspeed.step()

@@ -42,13 +42,6 @@ class OptimizerShares:
         self._shares = {id(optimizer): self._share(optimizer) for optimizer in optimizers}
 
     def _share(self, optimizer: Optimizer) -> Share | None:
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                if id(parameter) not in self._names:
-                    raise DloError(
-                        f"{type(optimizer).__name__} steps a parameter of shape {list(parameter.shape)} that is none of"
-                        f" {type(self.sharding.module).__name__}'s; register it in the module"
-                    )
         kind = kind_of(optimizer)
         if kind == "all" and not hasattr(optimizer, "_get_clip_grad_norm"):
             if self.sharding.options.offload and self.sharding.device.type != "cpu":

@@ -102,6 +102,7 @@ class Sharding:
         parameters: the parameters that this rank holds, or a part of, by name; each once.
         roots: what is called first in a step.
         units: the units' names.
+        unwatch: Function that takes the hooks of the last fit's :class:`~dlo_plugins.fsdp.usage.Usage` off the module.
     """
 
     def __init__(
@@ -136,6 +137,7 @@ class Sharding:
         self._prefetch(blocks)
         self.collect()
         self._syncs = True
+        self.unwatch: Callable[[], None] | None = None
 
     @property
     def is_sharded(self) -> bool:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from dlo_framework.distributed.unused import check_announced
 from dlo_plugins.fsdp.sharding import Sharding
 
 
@@ -23,12 +24,17 @@ class Usage:
 
     Attributes:
         used: names of parameters with a gradient.
+        announced: whether the strategy has been told of the backward under way.
         gathered: the parameters that FSDP2 gathers into, by name.
     """
 
     def __init__(self, sharding: Sharding) -> None:
         self._sharding = sharding
+        if sharding.unwatch is not None:
+            sharding.unwatch()
+        sharding.unwatch = self.remove
         self.used: set[str] = set()
+        self.announced = False
         self.gathered: dict[str, Tensor] = {}
         self.handles: list[Any] = []
         names = {id(parameter): name for name, parameter in sharding.parameters.items()}
@@ -74,6 +80,7 @@ class Usage:
 
     def _note(self, name: str) -> Callable[[Tensor], None]:
         def note(_: Tensor) -> None:
+            check_announced(self.announced)
             self.used.add(name)
 
         return note

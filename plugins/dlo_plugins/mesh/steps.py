@@ -130,6 +130,7 @@ class MeshSteps(ShardedState):
         """Begins an accumulation, unless one is under way."""
         assert self._shares is not None
         assert self._usage is not None
+        self._usage.announced = True
         automatic, is_open = self._module().automatic_optimization, self._open
         # What was dropped is unused until a backward uses it again: by hand, another optimizer's may come first.
         self._usage.used -= self._shares.drop_gradients(
@@ -159,6 +160,7 @@ class MeshSteps(ShardedState):
         assert self.sharding is not None
         assert self._shares is not None
         assert self._usage is not None
+        self._usage.announced = False
         automatic = self._module().automatic_optimization
         if self._last or self.fully_shard.sync_every_micro_batch:
             used = self._used(automatic)

@@ -131,12 +131,16 @@ class ZeroEngine:
         # Its kernels do not take weights in half precision beside statistics in single precision.
         norms = [part for part in module.modules() if isinstance(part, _BatchNorm)]
         self._exact = {id(parameter) for norm in norms for parameter in norm.parameters()}
-        self._stepped_by = {
-            id(parameter): number
-            for number, optimizer in enumerate(optimizers)
-            for group in optimizer.param_groups
-            for parameter in group["params"]
-        }
+        self._stepped_by: dict[int, int] = {}
+        for number, optimizer in enumerate(optimizers):
+            for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
+                other = self._stepped_by.setdefault(id(parameter), number)
+                if other != number:
+                    raise DloError(
+                        f"each parameter must be stepped by one optimizer under ZeRO, got {self._names[id(parameter)]}"
+                        f" in optimizers {other} ({type(optimizers[other]).__name__}) and {number}"
+                        f" ({type(optimizer).__name__}); use strategy fsdp or ddp"
+                    )
 
     def _group(self, named: dict[str, nn.Parameter]) -> FlatGroup:
         cpu, stage3 = torch.device("cpu"), self.options.stage == 3
@@ -240,7 +244,7 @@ class ZeroEngine:
             self.drop_gradients()
         elif not automatic:
             self._drop_what_was_used()
-        self._window_open = True
+        self._window_open = self.reducer.announced = True
         # Stage 1 adds micro-batches up in the parameters' own gradients, and reduces them once.
         self.reducer.enabled = self.sync or self.options.reduces_each
         self.reducer.skipped = {
@@ -258,6 +262,7 @@ class ZeroEngine:
 
     def after_backward(self, automatic: bool) -> None:
         """Called after each backward: what it reduced is this rank's share of the gradients."""
+        self.reducer.announced = False
         if self.reducer.enabled:
             self.reducer.finish(partial=not automatic)
         if self.gathering:

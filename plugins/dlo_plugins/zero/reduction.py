@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from dlo_framework.distributed.collectives import Communicator, Pending
-from dlo_framework.distributed.unused import unused_message
+from dlo_framework.distributed.unused import check_announced, unused_message
 from dlo_framework.errors import DloError
 from dlo_plugins.copy_streams import Copied
 from dlo_plugins.zero.group import FlatGroup
@@ -83,6 +83,7 @@ class GradientReducer:
         self._under_way: deque[Reduction] = deque()
         self._free: list[tuple[Tensor, Copied | None]] = []
         self.enabled = True
+        self.announced = False  # whether the strategy has been told of the backward under way
         for reduction in self.reductions:
             # Backward comes to a group's parameters last first, or first first: one of the ends is last.
             self._watch(reduction, {0, len(reduction.group.parameters) - 1})
@@ -118,6 +119,7 @@ class GradientReducer:
             handle.remove()
 
         def arrived(_: Tensor) -> None:
+            check_announced(self.announced)
             if self.enabled:
                 self._arrived(reduction)
 
