@@ -76,7 +76,7 @@ def test_language_models_train_on_packed_documents_by_hand_and_by_dlo():
         ours = ["dlo fit", "dlo fit, compiled", "dlo fit, dense mask"]
         assert list(table["rows"]) == ["loop", "loop again", "loop, compiled", *ours]
         assert all(row["tokens a second"] > 0 for row in table["rows"].values())
-    assert "14,110 tokens/s" in lora["notes"][1]
+    assert lora["title"].startswith("Qwen2.5 7B by LoRA, size tiny, 2 x 64 tokens, packed, clipped")
     assert all({"plain", "plain again", "dlo"} <= set(table["rows"]) for table in (forward, both))
 
 

@@ -121,6 +121,13 @@ def test_what_else_a_run_has_goes_with_it() -> None:
     )
 
 
+def test_packed_attention_without_a_mask_goes_with_every_axis() -> None:
+    """Micro-batches of a pipeline, blocks that are recomputed and divided heads are told their documents."""
+    again = {"appliers": [ActivationCheckpoint()]}
+    axes = ({"pp": 2}, {"pp": 2, **again}, {"tp": 2, "sequence_parallel": True}, {"cp": 2}, {"dp_shard": 2, **again})
+    assert_parity(llm, cases(*axes, attention="dlo_varlen"), steps=2)
+
+
 def test_half_precision_differs_by_its_rounding() -> None:
     assert_parity(llm, cases({"pp": 2}, {"tp": 2}, {"cp": 2}, trainer={"precision": "bf16-mixed"}), steps=2, rtol=0.02)
 

@@ -360,6 +360,7 @@ def test_ligers_kernel_needs_its_package_and_a_gpu(monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::jsonargparse._deprecated.JsonargparseDeprecationWarning")
 def test_the_compiled_kernel_is_the_loss() -> None:
     projection, hidden, targets = make(dtype=torch.float32)
     head = VocabularyHead(projection, softcap=2.0)

@@ -169,7 +169,7 @@ def attention_forward(
     if by_lengths or by_blocks:
         _refuse(module, dropout, None if by_blocks else softcap, others)
         scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
-        query, key, value = (tensor.to(_autocast_dtype(tensor)) for tensor in (query, key, value))
+        query, key, value = (tensor.to(_autocast_dtype(value)) for tensor in (query, key, value))
         if by_blocks:
             return _by_blocks(query, key, value, attention_mask, scale, softcap), None
         assert cu_seq_lens_q is not None
