@@ -15,6 +15,8 @@ Without an accelerator it says so and measures nothing; the second line runs all
 * ``ring``: the kernels of ring attention's blocks, beside torch's attention, and the merge of two blocks.
 * ``strategies``: a Llama under dlo's ddp, ZeRO stages 1 to 3 and FSDP, beside torch's DDP and FSDP2 by hand, on one
   device, where nothing is divided and what a strategy costs is seen, and on all of them.
+* ``rank_of_8``: ZeRO stages 1 to 3 and FSDP as the first of eight ranks on one device, by torch's fake process group:
+  what a rank holds, and the time its host takes to launch a step, beside a loop without a strategy and torch's FSDP2.
 * ``batch_mix``: benchmarks/batch_mix.py's contestants. Roofline: the copy of the batch.
 * ``checkpoints``: GB a second from the device to the disk and back. Roofline: the disk, or the link to the device.
 
@@ -35,7 +37,7 @@ from on_accelerator.subjects import SIZES, llama, size_for, vit
 
 IMAGES = ("vit_s", "vit_b", "resnet18")
 LANGUAGE = ("llama_lora", "qwen_lora", "llama_full")
-PARTS = ("vit", "llm", *IMAGES, *LANGUAGE, "loss", "ring", "strategies", "batch_mix", "checkpoints")
+PARTS = ("vit", "llm", *IMAGES, *LANGUAGE, "loss", "ring", "strategies", "rank_of_8", "batch_mix", "checkpoints")
 
 
 def main() -> None:
@@ -108,6 +110,10 @@ def measure(options: argparse.Namespace, record: Record) -> None:
             record.add(strategies_table(name, device.type, ranks, options.rounds))
         if most == 1:
             record.without("strategies on several devices", "this machine has one")
+    if "rank_of_8" in parts:
+        from on_accelerator.simulated import simulated_table
+
+        record.add(simulated_table(name, device, options.rounds))
     if "batch_mix" in parts:
         import batch_mix
 

@@ -53,6 +53,17 @@ def test_a_load_that_reads_something_else_is_found(load):
         wrong()
 
 
+def test_the_first_of_eight_ranks_is_measured_without_the_others(load):
+    table = load("on_accelerator.simulated").simulated_table("tiny", torch.device("cpu"), 1).as_dict()
+    rows = table["rows"]
+    strategies = ["dlo fsdp", "dlo zero1", "dlo zero2", "dlo zero3"]
+    assert list(rows) == ["loop, no strategy", "loop, no strategy again", "FSDP2", *strategies]
+    calls = {name: row["Python calls a step"] for name, row in rows.items()}
+    assert all(calls[name] > calls["loop, no strategy"] for name in strategies)
+    assert all(calls[name] < calls["FSDP2"] for name in strategies)
+    assert not torch.distributed.is_initialized()
+
+
 @pytest.mark.slow
 def test_one_device_trains_by_hand_and_by_dlo_compiled_and_not():
     words = ["--device", "cpu", "--size", "tiny", "--rounds", "1", "--backend", "aot_eager", "--parts", "vit", "llm"]
