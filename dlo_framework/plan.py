@@ -58,8 +58,8 @@ class ParallelPlan:
     """Says how a model may be cut. Names are relative to the model itself (a task's `model`).
 
     Args:
-        blocks: Patterns of the repeated blocks: the unit of sharding, recomputation, compile and pipeline
-            split.
+        blocks: Patterns of the repeated blocks, in the order in which they run: the unit of sharding, recomputation,
+            compile and pipeline split.
         stem: Patterns of what runs before the first block, and goes with the first pipeline stage.
         head: Patterns of what runs after the last block, and goes with the last pipeline stage.
         tensor: Pattern to :class:`Rule`, or its name; the first that matches a name, or a parent of it,
@@ -110,8 +110,13 @@ class ParallelPlan:
         )
 
     def block_names(self, module: nn.Module) -> list[str]:
-        """Returns the names of the blocks in the order in which `module` registers them."""
-        return [name for name, _ in module.named_modules() if name and _any_match(self.blocks, name)]
+        """Returns the names of the blocks in the order of the patterns; of one, in which `module` registers them."""
+        names = dict.fromkeys(name for name, _ in module.named_modules() if name)
+        found: dict[str, None] = {}
+        for pattern in self.blocks:
+            exact = [pattern] if pattern in names else None
+            found |= dict.fromkeys(exact or (name for name in names if _any_match((pattern,), name)))
+        return list(found)
 
     def attention_names(self, module: nn.Module) -> list[str]:
         """Returns the names of the attention modules in the order in which `module` registers them."""

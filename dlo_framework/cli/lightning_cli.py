@@ -328,7 +328,8 @@ class DloCLI(LightningCLI):
             self._set_checkpoints(trainer)
             check_model = getattr(trainer.strategy, "check_model", None)
             if check_model is not None:
-                check_model(self.model, self.datamodule, trains=self.command == "fit")
+                trains, callbacks = self.command == "fit", trainer.callbacks  # type: ignore[attr-defined]
+                check_model(self.model, self.datamodule, trains=trains, callbacks=callbacks)
             self._check_shares(trainer)
             check_predict = getattr(trainer.strategy, "check_predict", None)
             if check_predict is not None and self.command == "predict":

@@ -17,8 +17,8 @@ def unused_message(names: Sequence[str], allow: str = "set find_unused: true in 
     """
     shown = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
     return (
-        f"every trainable parameter must get a gradient from the loss, but {shown} got none; freeze what is not"
-        f" trained (requires_grad=False), or {allow}"
+        f"every trainable parameter must get a gradient from the loss, but {shown} got none; set requires_grad"
+        f" to False in configure_model for what is not trained, or {allow}"
     )
 
 

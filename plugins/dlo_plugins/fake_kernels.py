@@ -1,5 +1,8 @@
 """Operators that torch has no kernel of for fake tensors, and that models train with all the same.
 
+A value that a forward asks for, of an assertion or a branch, is 0 or False: fake tensors have none. Where that leads a
+forward elsewhere, it does so on one rank as on many.
+
 `FakeTensorMode` (torch 2.11 to 2.15) knows `_grouped_mm`, the product of a mixture's experts, for half precision and
 strides in multiples of 16 bytes alone; the operator itself takes any on every device but the newest GPUs' own kernel.
 """
@@ -28,14 +31,28 @@ UNSUPPORTED = (
 
 
 class FakeKernels(TorchDispatchMode):
-    """Computes the shapes of these operators' results; to be entered inside a `FakeTensorMode`."""
+    """Computes the shapes of these operators' results, and answers for values; entered inside a `FakeTensorMode`."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Runs one operator."""
         kwargs = kwargs or {}
         if func is torch.ops.aten._grouped_mm.default:
             return grouped_mm(*args, **kwargs)
+        if func is torch.ops.aten._local_scalar_dense.default:
+            try:
+                return func(*args, **kwargs)  # The value of a constant is known.
+            except DataDependentOutputException:
+                return _zero(args[0].dtype)
         return func(*args, **kwargs)
+
+
+def _zero(dtype: torch.dtype) -> bool | int | float | complex:
+    """Returns Python's zero of a dtype."""
+    if dtype.is_complex:
+        return 0j
+    if dtype.is_floating_point:
+        return 0.0
+    return False if dtype is torch.bool else 0
 
 
 def grouped_mm(

@@ -62,6 +62,11 @@ def test_blocks_come_in_module_order_and_not_in_that_of_strings():
     assert PLAN.block_names(Net(12)) == [f"blocks.{i}" for i in range(12)]
 
 
+def test_blocks_of_several_patterns_come_in_their_order():
+    ordered = changed(blocks=("blocks.2", "blocks.[01]", "blocks.*"))
+    assert ordered.block_names(Net(4)) == ["blocks.2", "blocks.0", "blocks.1", "blocks.3"]
+
+
 @pytest.mark.parametrize(
     ("name", "rule"),
     [

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from lightning.pytorch import Trainer
+from lightning.pytorch import Callback, Trainer
+from lightning.pytorch.callbacks import ModelSummary
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
@@ -19,6 +20,7 @@ from dlo_framework.errors import DloError
 from dlo_framework.plan import ParallelPlan, Rule
 from dlo_framework.testing.training import leave_group
 from dlo_plugins.appliers.fully_shard import FullyShard
+from dlo_plugins.callbacks.one_cycle import OneCycle
 from dlo_plugins.fake_kernels import grouped_mm
 from dlo_plugins.mesh.pipelining import forward_costs
 from dlo_plugins.strategies import mesh_rehearsal
@@ -26,7 +28,7 @@ from dlo_plugins.strategies.mesh import MeshStrategy
 from dlo_plugins.tensor.coverage import Coverage
 from dlo_tasks.imagenet.classifier import ImageClassifier
 from dlo_tasks.llm.causal_lm import CausalLM
-from support.causal_lm_types import tiny_config
+from support.causal_types import tiny
 
 WIDTH, HEADS, TOKENS = 48, 6, 8
 
@@ -98,7 +100,7 @@ def strategy_of(ranks: int, **axes: Any) -> MeshStrategy:
 
 
 def causal(kind: str, **more: Any) -> CausalLM:
-    return CausalLM(config=tiny_config(kind, **more))
+    return CausalLM(config=tiny(kind, **more))
 
 
 class Windows:
@@ -133,6 +135,24 @@ def test_nothing_is_left_of_a_check() -> None:
     assert not task.has_model
 
 
+def test_a_model_in_memory_is_not_copied_by_its_check(monkeypatch) -> None:
+    class Still(Words):
+        blocks = 32
+
+    task = Still()
+    task.configure_model()
+    weights = {name: (id(p), p._version) for name, p in task.named_parameters()}
+
+    def copied(self: Tensor, memo: Any) -> Tensor:
+        raise AssertionError("a weight is copied")
+
+    monkeypatch.setattr(nn.Parameter, "__deepcopy__", copied)
+    for axes in ({"tp": 2}, {"pp": 2}, {"tp": 2, "pp": 2}):
+        strategy_of(4 if len(axes) > 1 else 2, **axes).check_model(task)
+    assert {name: (id(p), p._version) for name, p in task.named_parameters()} == weights
+    assert all(p.grad is None and not p.is_meta for p in task.parameters())
+
+
 def test_identical_blocks_are_rehearsed_once_and_a_pipelines_middle_stages_too(monkeypatch) -> None:
     blocks, ranks = [], []
     simulated = mesh_rehearsal.simulated_rank
@@ -156,23 +176,38 @@ def test_identical_blocks_are_rehearsed_once_and_a_pipelines_middle_stages_too(m
 
 
 class Branching(Net):
-    """Goes by a value, which fake tensors have not, and then by what no rank of tp has."""
+    """Asks for values, which fake tensors have not: of a branch, and, if it is told so, of shapes or an assertion."""
+
+    needs = ""
 
     def forward(self, x: Tensor) -> Tensor:
         if x.float().mean() > 100:
             return super().forward(x + 1)
+        if self.needs == "shapes":
+            x = x.flatten()[x.flatten() >= 0].view(x.shape)
+        if self.needs == "a value":
+            assert x.max().item() + 1 > 0
+            assert (x >= 0).all()
         return super().forward(x)
 
 
-def test_a_forward_that_goes_by_values_is_not_refused() -> None:
+def test_a_forward_that_goes_by_values_is_rehearsed_as_far_as_it_can_be() -> None:
     class ByValue(Words):
+        needs = ""
+
         def configure_model(self) -> None:
             if not self.has_model:
                 self.model = Branching(self.blocks)
+                self.model.needs = self.needs
 
-    for axes in ({"tp": 2}, {"pp": 2}, {"tp": 4}):
-        ranks = next(iter(axes.values()))
-        strategy_of(ranks, **axes).check_model(ByValue())
+    for axes in ({"tp": 2}, {"pp": 2}):
+        strategy_of(2, **axes).check_model(ByValue())
+    with pytest.raises(DloError, match=r"'blocks\.0\.attn'"):
+        strategy_of(4, tp=4).check_model(ByValue())
+    # Neither passes on one rank, so nothing can be said of many.
+    for needs in ("shapes", "a value"):
+        ByValue.needs = needs
+        strategy_of(4, tp=4).check_model(ByValue())
 
 
 def test_a_loss_that_cannot_be_rehearsed_gives_way_to_a_stand_in() -> None:
@@ -232,6 +267,9 @@ def test_grouped_mm_has_the_shapes_of_the_operator() -> None:
         ("granite_swa", "tp", None),  # a sink for each head
         ("bart", "pp", r"must get a gradient .*encoder_attn\.k_proj\.weight.* init_args: {find_unused: true}"),
         ("xlnet", "pp", r"must get a gradient from the loss, but model\.transformer\.mask_emb"),
+        ("bigbird_pegasus", "pp", r"must get a gradient .*encoder_attn\.k_proj\.weight"),
+        # Asks for a value, and runs its attentions between its feed-forward blocks.
+        ("xlm", "pp", r"head must run after the last block, got a forward of XLMWithLMHeadModel that calls"),
         ("doge", "tp", r"'model\.layers\.0\.self_attn' \(rules"),
         ("doge", "cp", "DogeAttention brings a mask of its own"),
         ("nemotron_h", "tp", "must divide layers, got a plan of NemotronHForCausalLM whose rules match its vocabulary"),
@@ -299,13 +337,52 @@ def test_a_task_whose_steps_are_its_own_is_not_refused_for_parameters_without_a_
         def on_fit_start(self) -> None:
             self.model.spare.requires_grad_(False)
 
+    class Brings(Spare):
+        def configure_callbacks(self) -> list[Callback]:
+            return [Freezing()]
+
     class ByHand(Spare):
         def __init__(self) -> None:
             super().__init__()
             self.automatic_optimization = False
 
-    for kind in (OwnStep, Freezes, ByHand):
+    for kind in (OwnStep, Freezes, Brings, ByHand):
         strategy_of(2, tp=2).check_model(kind())
+
+
+class Freezing(Callback):
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        for block in pl_module.model.blocks:
+            block.spare.requires_grad_(False)
+
+
+def test_what_a_users_code_freezes_before_the_first_step_is_not_asked_for_a_gradient() -> None:
+    class InOptimizers(Spare):
+        freezes_head = True
+
+        def configure_optimizers(self) -> Any:
+            for block in self.model.blocks:  # type: ignore[union-attr]
+                block.spare.requires_grad_(False)  # type: ignore[union-attr]
+            self.model.spare.requires_grad_(not self.freezes_head)  # type: ignore[union-attr]
+            return super().configure_optimizers()
+
+    class WithTrainer(InOptimizers):
+        def configure_optimizers(self) -> Any:
+            assert self.trainer.max_epochs
+            return super().configure_optimizers()
+
+    for axes in ({"tp": 2}, {"pp": 2}):
+        strategy_of(2, **axes).check_model(Spare(), callbacks=[Freezing()])
+        task = InOptimizers()
+        strategy_of(2, **axes).check_model(task)
+        assert not task.has_model
+        strategy_of(2, **axes).check_model(WithTrainer())
+        task.freezes_head = False
+        with pytest.raises(DloError, match=r"but model\.spare\.weight, model\.spare\.bias got none; set requires_grad"):
+            strategy_of(2, **axes).check_model(task)
+        # A callback of dlo's or Lightning's freezes nothing.
+        with pytest.raises(DloError, match=r"model\.blocks\.0\.spare\.weight"):
+            strategy_of(2, **axes).check_model(Spare(), callbacks=[ModelSummary(), OneCycle(max_lr=0.1)])
 
 
 def test_weights_tied_across_stages_are_not_taken_for_unused() -> None:
@@ -317,28 +394,62 @@ def test_weights_tied_across_stages_are_not_taken_for_unused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "settings", "refused"),
+    ("name", "size", "settings"),
     [
-        ("vgg11", {}, None),
-        (
-            "twins_pcpvt_small",
-            {"depths": (2, 1, 1, 1)},
-            r"head must run after the last block, got a forward of Twins that calls 'pos_block\.0",
-        ),
-        ("cait_xxs24_224", {"depth": 2}, r"only the hidden state passes .* computed from 'cls_token'"),
+        ("vgg11", 32, {}),
+        # Position encodings and patch embeddings between the blocks, which are registered before and after them.
+        ("twins_pcpvt_small", 32, {"depths": (2, 1, 1, 1)}),
+        # A class token that meets the patches after all their blocks.
+        ("cait_xxs24_224", 32, {"depth": 2}),
     ],
 )
-def test_image_models_that_failed_in_their_ranks_are_refused_by_layer(
-    name: str, settings: dict[str, Any], refused: str | None
-) -> None:
-    size = 32 if refused is None else 224
+def test_image_models_that_failed_in_their_ranks_are_cut(name: str, size: int, settings: dict[str, Any]) -> None:
     task = ImageClassifier(name, num_classes=3, image_size=size, model_args=settings)
-    strategy = strategy_of(2, pp=2)
+    strategy_of(2, pp=2).check_model(task)
+
+
+class Middle(Net):
+    """Calls its stem's second layer after the first block, or after all of them."""
+
+    after_all = False
+
+    def __init__(self, blocks: int) -> None:
+        super().__init__(blocks)
+        self.middle = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.embed(x)
+        for number, block in enumerate(self.blocks):
+            x = block(x)
+            if not number and not self.after_all:
+                x = self.middle(x)
+        return self.head(self.middle(x) if self.after_all else x)
+
+
+@pytest.mark.parametrize(
+    ("part", "after_all", "refused"),
+    [
+        ("stem", True, r"stem must run before the first block, got a forward that calls 'middle' after 'blocks\.3'"),
+        ("head", False, r"head must run after the last block, got a forward of Middle that calls 'middle' on rank 0"),
+        ("head", True, None),
+    ],
+)
+def test_a_layer_that_a_plan_names_in_the_wrong_part_is_named(part: str, after_all: bool, refused: str | None) -> None:
+    class Task(Words):
+        def configure_model(self) -> None:
+            if not self.has_model:
+                self.model = Middle(self.blocks)
+                self.model.after_all = after_all
+
+        def parallel_plan(self) -> ParallelPlan:
+            plan = super().parallel_plan()
+            return replace(plan, **{part: (*getattr(plan, part), "middle")})
+
     if refused is None:
-        strategy.check_model(task)
+        strategy_of(2, pp=2).check_model(Task())
     else:
         with pytest.raises(DloError, match=refused):
-            strategy.check_model(task)
+            strategy_of(2, pp=2).check_model(Task())
 
 
 def test_what_tensor_parallelism_leaves_in_full_is_said_with_its_share() -> None:

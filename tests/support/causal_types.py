@@ -4,6 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+#: Two for each of two stages: a check before a run may leave out what repeats.
+LAYERS = 4
 #: Value of a setting, by its name in any type.
 SIZES: dict[str, Any] = {
     **dict.fromkeys(("vocab_size", "n_vocab", "text_vocab_size", "decoder_vocab_size", "unpadded_vocab_size"), 64),
@@ -13,8 +17,10 @@ SIZES: dict[str, Any] = {
         ("embedding_dim", "word_embed_proj_dim", "attention_hidden_size", "lru_width", "backbone_hidden_size"), 32
     ),
     **dict.fromkeys(("hidden_size_global", "input_embedding_size", "output_embedding_size"), 32),
-    **dict.fromkeys(("num_hidden_layers", "n_layer", "n_layers", "num_layers", "encoder_layers", "decoder_layers"), 2),
-    **dict.fromkeys(("num_encoder_layers", "num_decoder_layers", "depth", "num_global_layers", "num_blocks"), 2),
+    **dict.fromkeys(
+        ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "encoder_layers", "decoder_layers"), LAYERS
+    ),
+    **dict.fromkeys(("num_encoder_layers", "num_decoder_layers", "depth", "num_global_layers", "num_blocks"), LAYERS),
     **dict.fromkeys(("num_attention_heads", "n_head", "n_heads", "num_heads"), 4),
     **dict.fromkeys(("encoder_attention_heads", "decoder_attention_heads"), 4),
     **dict.fromkeys(("num_encoder_attention_heads", "num_decoder_attention_heads"), 4),
@@ -33,13 +39,18 @@ SIZES: dict[str, Any] = {
     **dict.fromkeys(("q_lora_rank", "kv_lora_rank", "o_lora_rank"), 16),
     **dict.fromkeys(("n_group", "topk_group", "num_expert_group", "n_groups", "first_k_dense_replace"), 1),
     **dict.fromkeys(("num_dense_layers",), 1),
-    **dict.fromkeys(("mamba_d_state", "state_size", "ssm_state_size"), 8),
+    **dict.fromkeys(("mamba_d_state", "state_size", "ssm_state_size", "mamba_chunk_size", "chunk_size"), 8),
+    **dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim", "linear_head_dim", "kv_channels"), 8),
+    **dict.fromkeys(("swa_head_dim", "hidden_size_per_layer_input", "index_topk", "block_size"), 8),
+    **dict.fromkeys(("sliding_window", "sliding_window_size", "attention_window_size", "local_attention"), 8),
+    **dict.fromkeys(("mamba_num_heads", "mamba_n_heads", "linear_num_value_heads", "linear_num_key_heads"), 4),
+    **dict.fromkeys(("mamba_d_head", "mamba_head_dim"), 16),
+    **dict.fromkeys(("shape_vocab_size", "pronunciation_vocab_size"), 64),
+    **dict.fromkeys(("shape_embed_dim", "pronunciation_embed_dim", "mamba_d_ssm"), 32),
+    **dict.fromkeys(("mlp_dim", "ext_pw_out_channel", "depthwise_separable_out_channel", "nemo_conv_channels"), 48),
+    **dict.fromkeys(("zero_expert_num",), 1),
 }
 #: Settings of a type, or of those of whom some share a form of attention, beside those above.
-_LATENT = (  # attention whose keys and values are one projection of a few features
-    *("axk1", "axk2", "bailing_hybrid", "deepseek_v3", "deepseek_v32", "dots3_note_text", "glm4_moe_lite"),
-    *("glm_moe_dsa", "kimi_linear", "longcat_flash", "minicpm3", "youtu"),
-)
 _ENCODERS = (  # that are decoders if they are told to
     *("bert", "bert-generation", "big_bird", "camembert", "data2vec-text", "electra", "ernie", "megatron-bert"),
     *("rembert", "roberta", "roberta-prelayernorm", "roc_bert", "roformer", "xlm-roberta", "xlm-roberta-xl"),
@@ -51,28 +62,31 @@ _GEMMA3N = {
     **{"hidden_size_per_layer_input": 8, "laurel_rank": 8},
 }
 OWN: dict[str, dict[str, Any]] = {
-    **{kind: {"num_key_value_heads": 4} for kind in _LATENT},
     **{kind: {"is_decoder": True} for kind in _ENCODERS},
-    "bamba": {**_MAMBA, "attn_layer_indices": [1]},
+    "bamba": {**_MAMBA, "attn_layer_indices": [1, 3]},
     "codegen": {"rotary_dim": 4},
     "dots1": {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1, "num_key_value_heads": 4},
-    "deepseek_v2": {"n_routed_experts": 4, "num_experts_per_tok": 2, "num_key_value_heads": 4},
-    "dots3_note": {"text_config": {"num_key_value_heads": 4}, "audio_config": {"adapter_in_dim": 32}},
-    "gemma3n": {"text_config": _GEMMA3N},
+    "deepseek_v2": {"n_routed_experts": 4, "num_experts_per_tok": 2},
+    "dots3_note": {"audio_config": {"adapter_in_dim": 32}},
+    "dots3_note_text": {"head_dim": 16},
+    "gemma3n": {
+        **{"text_config": _GEMMA3N, "vision_config": {"architecture": "test_resnet"}},
+        **{"audio_config": {"conf_num_hidden_layers": 1}},
+    },
     "gemma3n_text": _GEMMA3N,
-    "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
+    "gpt_neo": {"attention_types": [[["global", "local"], 2]]},
     "gptj": {"rotary_dim": 4},
-    "granitemoehybrid": {**_MAMBA, "layer_types": ["mamba", "attention"]},
+    "granitemoehybrid": {**_MAMBA, "layer_types": ["mamba", "attention"] * 2},
     "hunyuan_v1_dense": {"head_dim": 8},
     "hunyuan_v1_moe": {"head_dim": 8, "num_experts": 4, "moe_topk": 2},
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_period": 2, "mamba_dt_rank": 4},
-    "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2, "num_dense_layers": 1},
     "mamba2": {"num_heads": 8, "n_groups": 1},
     "ministral": {"head_dim": 8},
     "nemotron": {"num_key_value_heads": 2},
     "reformer": {
         **{"is_decoder": True, "axial_pos_shape": [4, 4], "axial_pos_embds_dim": [16, 16]},
-        **{"attn_layers": ["local", "local"], "local_attn_chunk_length": 4},
+        **{"attn_layers": ["local"] * 4, "local_attn_chunk_length": 4},
     },
     "xlm": {"causal": True},
     "xlnet": {"attn_type": "uni"},
@@ -84,28 +98,37 @@ LEFT_OUT = (
     *("blt", "cohere_compass_text", "dbrx", "dots3_note", "gemma4_assistant", "gemma4_unified_assistant", "musicgen"),
     *("musicgen_melody", "qwen4_exp", "qwen4_exp_text", "xlstm", "zamba"),
 )
+TYPES = sorted(set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES) - set(LEFT_OUT))
 #: What the others that do not train are refused for.
 REFUSED = {"cpmant": "sees those that follow", "reformer": "cannot be tried on a few tokens"}
 _LAYERED = ("layer_types", "mlp_layer_types", "layers_block_type", "block_types", "no_rope_layers", "indexer_types")
 
 
-def tiny(model_type: str) -> dict[str, Any]:
-    """Returns the config of a type's tiny model, as `CausalLM` takes it."""
+def tiny(model_type: str, dropout: bool = True, **more: Any) -> dict[str, Any]:
+    """Returns the config of a type's tiny model, as `CausalLM` takes it.
+
+    Args:
+        model_type: transformers' name of it.
+        dropout: Whether it has its type's dropout.
+        **more: Settings that hold over these.
+    """
     from transformers import AutoConfig
 
-    settings = _shrink(AutoConfig.for_model(model_type).to_dict())
+    settings = _shrink(AutoConfig.for_model(model_type).to_dict(), dropout)
     for name, value in OWN.get(model_type, {}).items():
         settings[name] = settings[name] | value if isinstance(value, dict) and name in settings else value
-    return settings | {"model_type": model_type}
+    return settings | more | {"model_type": model_type}
 
 
-def _shrink(settings: dict[str, Any]) -> dict[str, Any]:
+def _shrink(settings: dict[str, Any], dropout: bool) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name, value in settings.items():
         if isinstance(value, dict) and "model_type" in value:
-            found[name] = _shrink(value) | {"model_type": value["model_type"]}
+            found[name] = _shrink(value, dropout) | {"model_type": value["model_type"]}
         elif name in SIZES and isinstance(value, int | list) and not isinstance(value, bool):
             found[name] = min(SIZES[name], value) if isinstance(value, int) else SIZES[name]
+        elif "drop" in name and isinstance(value, float) and not dropout:
+            found[name] = 0.0
         elif name.endswith(("token_id", "token_index")):
             number = value[0] if isinstance(value, list) and value else value
             if isinstance(number, int) and number >= SIZES["vocab_size"]:
@@ -113,8 +136,14 @@ def _shrink(settings: dict[str, Any]) -> dict[str, Any]:
     for name in _LAYERED:
         if isinstance(settings.get(name), list):
             kinds = list(dict.fromkeys(settings[name]))
-            found[name] = kinds if len(kinds) > 1 else kinds * 2
+            found[name] = (kinds * LAYERS)[: max(LAYERS, len(kinds))]
             for layers in ("num_hidden_layers", "n_layer", "num_layers"):
                 if layers in found:
                     found[layers] = len(found[name])
+    if "kv_lora_rank" in settings and "num_key_value_heads" in found:  # One projection of a few features for all heads.
+        found["num_key_value_heads"] = found["num_attention_heads"]
+    if settings.get("per_layer_config"):  # What layers of some kinds have otherwise, by number.
+        theirs = {int(layer): _shrink(value, dropout) for layer, value in settings["per_layer_config"].items()}
+        firsts = [settings["layer_types"].index(kind) for kind in found["layer_types"]]
+        found["per_layer_config"] = {layer: theirs[first] for layer, first in enumerate(firsts) if first in theirs}
     return found

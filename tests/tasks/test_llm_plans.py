@@ -10,6 +10,7 @@ from dlo_framework.plan import Rule
 from dlo_tasks.llm import adapters
 from dlo_tasks.llm.adapters import Lora
 from dlo_tasks.llm.plans import plan_for
+from support.causal_types import tiny
 
 SIZES: dict[str, Any] = {
     "vocab_size": 60,
@@ -50,7 +51,12 @@ def test_every_parameter_has_one_place(family: str) -> None:
 
 @pytest.mark.parametrize(
     ("family", "norm", "place"),
-    [("lfm2", "embedding_norm", "head"), ("bart", "layernorm_embedding", "stem"), ("opt", "final_layer_norm", "head")],
+    [
+        ("lfm2", "embedding_norm", "head"),
+        ("bart", "layernorm_embedding", "stem"),
+        ("bigbird_pegasus", "layernorm_embedding", "head"),
+        ("opt", "final_layer_norm", "head"),
+    ],
 )
 def test_a_norm_stands_where_it_runs_wherever_it_is_registered(family: str, norm: str, place: str) -> None:
     sizes = (
@@ -103,6 +109,18 @@ def test_norms_of_queries_have_the_rule_of_what_they_span() -> None:
     assert rule("qwen3") is Rule.REPLICATE  # one weight for all heads
     assert rule("cohere", use_qk_norm=True) is Rule.KV_HEADS  # one a head
     assert rule("olmo2") is Rule.COLUMN_NORM  # the mean square is over all heads
+
+
+def test_mlps_whose_threshold_is_a_mean_over_all_features_are_not_cut() -> None:
+    config = tiny("gemma3n_text")
+    config.pop("model_type")
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model("gemma3n_text", **config))
+    plan = plan_for(model)
+    assert [share > 0 for share in model.config.activation_sparsity_pattern] == [True, False, False]
+    rules = [plan.rule_for(f"model.layers.{layer}.mlp.gate_proj.weight") for layer in range(3)]
+    assert rules == [Rule.REPLICATE, Rule.COLUMN, Rule.COLUMN]
+    assert plan.rule_for("model.layers.0.self_attn.q_proj.weight") is Rule.HEADS
 
 
 def test_tied_embeddings_are_one_group() -> None:

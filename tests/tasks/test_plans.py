@@ -33,6 +33,10 @@ def meta(name: str, **args) -> torch.nn.Module:
         ("mixer_b16_224", 12, {"stem"}, {"norm", "head"}),
         ("swin_tiny_patch4_window7_224", 4, {"patch_embed"}, {"norm", "head"}),
         ("convnext_tiny", 4, {"stem"}, {"head"}),
+        ("twins_svt_small", 2 + 2 + 10 + 4 + 4 + 3, {"patch_embeds.0"}, {"norm", "head"}),
+        ("cait_xxs24_224", 24, {"patch_embed", "pos_embed"}, {"blocks_token_only", "norm", "head", "cls_token"}),
+        ("xcit_nano_12_p8_224", 12, None, {"cls_attn_blocks", "norm", "head", "cls_token"}),
+        ("volo_d1_224", 14, None, {"post_network", "aux_head", "norm", "head", "cls_token"}),
     ],
 )
 def test_plans_cover_real_models(name, blocks, stem, head):

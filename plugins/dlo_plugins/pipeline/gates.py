@@ -151,9 +151,7 @@ class Passage:
             try:
                 value = _mapped(next(calls), Shape, lambda shape: shape.zeros(self.device, dense=True))
             except StopIteration:
-                raise DloError(
-                    f"a forward called '{name}' oftener than with other micro-batches of this shape"
-                ) from None
+                raise DloError(self._too_often(name, is_block)) from None
             if is_block:
                 self._enter(name)
             if self.check is not None:
@@ -161,6 +159,16 @@ class Passage:
             return value
 
         return _Gate(module, stand_in)
+
+    def _too_often(self, name: str, is_block: bool) -> str:
+        """Returns what to say of a module of an earlier stage that is called where that stage did not call it."""
+        if is_block or self.entered < 0:
+            return f"a forward called '{name}' oftener than with other micro-batches of this shape"
+        return (
+            f"a pipeline's stem must run before the first block, got a forward that calls '{name}' after"
+            f" '{self.stages.blocks[self.entered]}'; name it in the plan's head, or among its blocks if it runs between"
+            " two of them (Task.parallel_plan)"
+        )
 
     def _recorded(self, name: str, module: nn.Module) -> nn.Module:
         def recorded(*args: Any, **kwargs: Any) -> Any:

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any, Literal
 
 import torch
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor, nn
@@ -149,13 +149,16 @@ class MeshStrategy(MeshSteps):
             self._process_group_backend = "cpu:gloo,cuda:nccl"  # Shards in CPU memory are saved and compared too.
         super()._configure_launcher()
 
-    def check_model(self, module: Any, datamodule: Any = None, *, trains: bool = True) -> None:
+    def check_model(
+        self, module: Any, datamodule: Any = None, *, trains: bool = True, callbacks: Sequence[Callback] = ()
+    ) -> None:
         """Checks that the mesh's axes can cut a model, before any process starts.
 
         Args:
             module: the task; its model is built on the meta device for it.
             datamodule: whose batches are to be cut.
             trains: Whether the run trains; evaluation needs no gradients.
+            callbacks: Callbacks of the run.
 
         Raises:
             DloError: if they cannot; the message computes the nearest sizes that work.
@@ -173,7 +176,7 @@ class MeshStrategy(MeshSteps):
         if spec.pp > 1:
             self.pipelining.check(task, plan, spec, datamodule)
         if is_first_process():  # The others would find the same, at the same time.
-            rehearse_step(self, task, spec, datamodule, trains=trains)
+            rehearse_step(self, task, spec, datamodule, trains=trains, callbacks=callbacks)
 
     def check_predict(self, module: Any) -> None:
         """Checks that a model that the mesh cuts can predict, before any process starts.

@@ -9,13 +9,13 @@ do not have, or a forward that branches on values, refuses nothing: such a model
 
 from __future__ import annotations
 
-import copy
 import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch.distributed as dist
+from lightning.pytorch import Callback
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_map
@@ -28,7 +28,13 @@ from dlo_framework.task import Task, batch_length
 from dlo_plugins.fake_kernels import UNSUPPORTED
 from dlo_plugins.pipeline.assign import make_stages
 from dlo_plugins.pipeline.schedules import placement
-from dlo_plugins.strategies.mesh_simulation import fewest_parts, fixed_pipelining, simulated_rank
+from dlo_plugins.strategies.mesh_simulation import (
+    RankView,
+    copy_modules,
+    fewest_parts,
+    fixed_pipelining,
+    simulated_rank,
+)
 
 #: Rows of a micro-batch: batch norm needs more than one value.
 _ROWS = 2
@@ -57,7 +63,15 @@ class Failure:
     is_certain: bool = False
 
 
-def rehearse_step(strategy: Any, task: Task, spec: MeshSpec, datamodule: Any = None, *, trains: bool = True) -> None:
+def rehearse_step(
+    strategy: Any,
+    task: Task,
+    spec: MeshSpec,
+    datamodule: Any = None,
+    *,
+    trains: bool = True,
+    callbacks: Sequence[Callback] = (),
+) -> None:
     """Checks that each distinct rank of a mesh can run a training step.
 
     A task without an `example_batch` is cut on each of them, and no step is run. In a process that is a rank already
@@ -69,6 +83,7 @@ def rehearse_step(strategy: Any, task: Task, spec: MeshSpec, datamodule: Any = N
         spec: Mesh, without -1.
         datamodule: Datamodule that may know the batch's shapes.
         trains: Whether the run trains, so that each trainable parameter must get a gradient.
+        callbacks: Callbacks of the run; one of a user's may freeze parameters before the first step.
 
     Raises:
         DloError: if a rank's step fails that one process alone can run; with the layer, its rules, and a mesh that
@@ -80,13 +95,14 @@ def rehearse_step(strategy: Any, task: Task, spec: MeshSpec, datamodule: Any = N
     if example is None:
         _Rehearsal(strategy, task, datamodule, None, own_loss=False).check(spec)
         return
+    trains = trains and _trains_by_loss(task, strategy) and not any(_may_freeze(callback) for callback in callbacks)
     for tried in (_shortened(task, strategy, spec), task):
         if tried is None:
             continue
         # The first that can tell decides: a loss that needs values or a trainer gives way to a stand-in.
         for own_loss in (True, False):
             rehearsal = _Rehearsal(strategy, tried, datamodule, example, own_loss)
-            failure = rehearsal.run(spec, needs_gradients=trains and own_loss and _trains_by_loss(task, strategy))
+            failure = rehearsal.run(spec, needs_gradients=trains and own_loss)
             if failure is None:
                 return
             if _is_unsupported(failure):
@@ -136,7 +152,7 @@ class _Rehearsal:
                     names = {id(module): name for name, module in view.model.named_modules()}
                     view.step()
                     if needs_gradients:
-                        absent += view.without_gradient
+                        absent += _unfrozen(view, view.without_gradient)
         except Exception as error:
             return Failure(error, rank, _innermost(error, self.task.model, names), _raised_by_backward(error))
         finally:
@@ -147,7 +163,7 @@ class _Rehearsal:
         return None
 
 
-#: Hooks before the first step, in which a task of a user's may freeze parameters.
+#: Hooks before the first step, in which a user's code may freeze parameters.
 _EARLY_HOOKS = ("setup", "on_fit_start", "on_train_start", "on_train_epoch_start", "on_train_batch_start")
 
 
@@ -158,8 +174,30 @@ def _trains_by_loss(task: Task, strategy: Any) -> bool:
     own = type(task)
     if own.training_step is not Task.training_step:
         return False
-    shipped = own.__module__.startswith(("dlo_tasks.", "dlo_framework."))
-    return shipped or all(getattr(own, hook) is getattr(Task, hook) for hook in _EARLY_HOOKS)
+    hooks = (*_EARLY_HOOKS, "configure_callbacks")
+    return _is_shipped(own) or all(getattr(own, hook) is getattr(Task, hook) for hook in hooks)
+
+
+def _may_freeze(callback: Callback) -> bool:
+    """Whether a callback runs a user's code before the first step."""
+    own = type(callback)
+    return not _is_shipped(own) and any(getattr(own, hook) is not getattr(Callback, hook) for hook in _EARLY_HOOKS)
+
+
+def _is_shipped(kind: type) -> bool:
+    return kind.__module__.startswith(("dlo_framework.", "dlo_plugins.", "dlo_tasks.", "lightning."))
+
+
+def _unfrozen(view: RankView, names: Sequence[str]) -> list[str]:
+    """Returns those of some parameters that a user's `configure_optimizers` leaves to train; none if it cannot run."""
+    task = view.task
+    if names and not _is_shipped(type(task)):
+        try:
+            task.configure_optimizers()
+        except Exception:  # It needs a trainer or values: the run's first step tells.
+            return []
+    trained = {name for name, parameter in task.named_parameters() if parameter.requires_grad}
+    return [name for name in names if name in trained]
 
 
 def _is_unsupported(failure: Failure) -> bool:
@@ -211,7 +249,7 @@ def _shortened(task: Any, strategy: Any, spec: MeshSpec) -> Any:
     kept = max(kept, stages, 2)
     if kept >= len(blocks):
         return None
-    short = copy.deepcopy(task)
+    short = copy_modules(task)
     del short.model.get_submodule(next(iter(parents)))[kept:]
     return short
 

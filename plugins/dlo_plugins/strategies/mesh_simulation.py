@@ -138,7 +138,7 @@ def simulated_rank(
     """
     if dist.is_initialized():
         raise DloError("a mesh is simulated in a process of its own, and this one is a rank already; leave its group")
-    own = copy.deepcopy(task)
+    own = copy_modules(task)
     precision = str(strategy.precision_plugin.precision)
     with (
         isolate_rng(include_cuda=False),
@@ -207,11 +207,13 @@ class RankView:
         batch: of fake tensors; None for none.
 
     Attributes:
+        task: Fake task, once it has been cut.
         sharding: Of the module, once it has been cut.
         pipelined: The task as the pipeline's stages have it; None without a pipeline.
         without_gradient: Names of the trainable parameters that the last step gave no gradient.
     """
 
+    task: Any
     sharding: Sharding
 
     def __init__(self, strategy: Any, pipelining: Pipelining, spec: MeshSpec, batch: Any) -> None:
@@ -230,12 +232,12 @@ class RankView:
     @property
     def model(self) -> nn.Module:
         """The task's model, cut."""
-        model: nn.Module = self._task.model
+        model: nn.Module = self.task.model
         return model
 
     def cut_and_shard(self, task: Task, own_loss: bool = False) -> None:
         """Does with a task what a run does with it before its first step."""
-        self._task: Any = task
+        self.task = task
         self._strategy._lightning_module = self._strategy.model = task
         if not own_loss:
             task.__dict__["loss"] = partial(stand_in_loss, task.model)
@@ -281,7 +283,7 @@ class RankView:
 
     def _count(self, batch: Any) -> tuple[Traffic, ...]:
         """Does what :class:`~dlo_plugins.mesh.steps.MeshSteps` does between Lightning's hooks, in their order."""
-        task, sharding = self._task, self.sharding
+        task, sharding = self.task, self.sharding
         for parameter in sharding.parameters.values():
             parameter.grad = None
         self._usage.used.clear()
@@ -372,6 +374,11 @@ def _fake_like(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     if not isinstance(tensor, FakeTensor):  # Those note there where they lie.
         new.__dict__.update(tensor.__dict__)  # Marks that optimizers' groupings look at.
     return new
+
+
+def copy_modules(task: Task) -> Task:
+    """Returns a copy of a task that has the task's own parameters and buffers: a model in memory takes none twice."""
+    return copy.deepcopy(task, {id(tensor): tensor for _, _, tensor in _entries(task)})
 
 
 def _make_fake(module: nn.Module, dtype: torch.dtype | None) -> None:

@@ -1,4 +1,4 @@
-"""Parallel plans of timm's models: Vision Transformers, CoAtNet and its family, ResNets, and what can be
+"""Parallel plans of timm's models: Vision Transformers, CoAtNet and its family, ResNets, Twins, and what can be
 found.
 
 A plan is written for the module at hand: it names only what that variant has (class token, register tokens,
@@ -7,14 +7,20 @@ layer scale, where its norm is).
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from timm.layers import RelPosBiasTf
 from timm.layers.mlp import GluMlp, Mlp, SwiGLU
 from timm.models.maxxvit import MaxxVit
 from timm.models.resnet import ResNet
+from timm.models.twins import Twins
 from timm.models.vision_transformer import VisionTransformer
 from torch import nn
 
 from dlo_framework.plan import ParallelPlan, Rule, tied_groups
+
+#: Layers of CaiT, XCiT and VOLO through which a class token goes after all blocks of patches.
+_CLASS_ATTENTION = ("blocks_token_only", "cls_attn_blocks", "post_network")
 
 
 def plan_for(model: nn.Module) -> ParallelPlan:
@@ -29,7 +35,13 @@ def plan_for(model: nn.Module) -> ParallelPlan:
         return maxxvit_plan(model)
     if isinstance(model, ResNet):
         return resnet_plan(model)
-    return ParallelPlan.infer(model)
+    if isinstance(model, Twins):
+        return twins_plan(model)
+    plan = ParallelPlan.infer(model)
+    if "cls_token" in plan.stem and any(getattr(model, name, None) is not None for name in _CLASS_ATTENTION):
+        stem = tuple(name for name in plan.stem if name != "cls_token")
+        return replace(plan, stem=stem, head=(*plan.head, "cls_token"))
+    return plan
 
 
 def vit_plan(model: nn.Module) -> ParallelPlan:
@@ -115,6 +127,20 @@ def resnet_plan(model: nn.Module) -> ParallelPlan:
         stem=_present(model, ("conv1", "bn1", "maxpool")),
         head=_present(model, ("fc",)),
     )
+
+
+def twins_plan(model: Twins) -> ParallelPlan:
+    """Returns the plan of a `Twins`, without tensor rules.
+
+    What lies between its blocks counts as blocks too: the patch embedding that each group of them but the first begins
+    with, and the position encoding behind a group's first block.
+    """
+    blocks: list[str] = []
+    for group, layers in enumerate(model.blocks):
+        names = [f"blocks.{group}.{number}" for number, _ in layers.named_children()]
+        embedding = [f"patch_embeds.{group}"] if group else []
+        blocks += [*embedding, names[0], f"pos_block.{group}", *names[1:]]
+    return ParallelPlan(blocks=tuple(blocks), stem=("patch_embeds.0",), head=_present(model, ("norm", "head")))
 
 
 def _present(model: nn.Module, names: tuple[str, ...]) -> tuple[str, ...]:

@@ -74,8 +74,9 @@ def _after_blocks(model: PreTrainedModel, around: nn.Module, blocks: str) -> set
     later = set(order[order.index(blocks) + 1 :])
     # OPT registers its final norm before the blocks, DeepSeek-V4 its head of hyper-connections; BART what embeds after.
     later |= {name for name, _ in around.named_children() if name.startswith("final") or name.endswith("_head")}
-    # LFM2 calls its final norm `embedding_norm`.
-    return {name for name in later if "rotary" not in name and ("embed" not in name or name == "embedding_norm")}
+    # LFM2 calls its final norm `embedding_norm`, BigBird-Pegasus by the name of BART's first one.
+    last = "layernorm_embedding" if model.config.model_type == "bigbird_pegasus" else "embedding_norm"
+    return {name for name in later if "rotary" not in name and ("embed" not in name or name == last)}
 
 
 def _tensor_rules(model: PreTrainedModel, blocks: str, head: str) -> dict[str, Rule]:
@@ -101,6 +102,7 @@ def _tensor_rules(model: PreTrainedModel, blocks: str, head: str) -> dict[str, R
     of_heads = {pattern: Rule.HEADS for pattern in rules if _names_vectors(model, pattern)}
     return (
         of_heads
+        | _sparse_mlps(model, blocks)
         | {pattern: rule for pattern, rule in rules.items() if _matches(model, pattern)}
         | {
             **_norms_within(model, blocks),
@@ -137,6 +139,16 @@ def _norms_within(model: PreTrainedModel, pattern: str) -> dict[str, Rule]:
         elif parameter.shape[0] == _rows(blocks[0], f"{attention}.{norm[0]}_proj.weight"):
             rules[f"{pattern}.{attention}.{norm}"] = Rule.COLUMN_NORM
     return rules
+
+
+def _sparse_mlps(model: PreTrainedModel, pattern: str) -> dict[str, Rule]:
+    """Returns the rules of MLPs that keep what lies above a threshold, by the mean over all features (Gemma 3n): none.
+
+    A rank that has a part of the features would have another threshold.
+    """
+    shares = getattr(model.config.get_text_config(), "activation_sparsity_pattern", None) or ()
+    name = pattern.removesuffix(".*")
+    return {f"{name}.{layer}.mlp": Rule.REPLICATE for layer, share in enumerate(shares) if share}
 
 
 def _rows(block: nn.Module, name: str) -> int | None:
