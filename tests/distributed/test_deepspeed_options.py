@@ -6,15 +6,18 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import seed_everything
+from lightning.pytorch import LightningModule, seed_everything
+from torch import Tensor, nn
 
 from dlo_framework.distributed.strategy import register_data_parallel
 from dlo_framework.errors import DloError
+from dlo_framework.plan import ParallelPlan
+from dlo_framework.task import Task
 from dlo_framework.testing import run_distributed
 from dlo_framework.testing.training import leave_group, quiet
 from dlo_plugins.strategies.deepspeed import DeepSpeedBridge
 from dlo_tasks.imagenet.digits import DigitsData
-from support.deepspeed_nets import Model, Watch, ds, trainer
+from support.deepspeed_nets import CUT_ALL, Model, Watch, ds, trainer
 
 STEPS = 3
 
@@ -26,12 +29,60 @@ class NoSchedule(Model):
         return torch.optim.AdamW([p for p in self.parameters() if p.requires_grad], lr=3e-3)
 
 
-def _losses(world_size: int, strategy: Any, module: Model, **options: Any) -> tuple[list[float], list[float]]:
+def _losses(world_size: int, strategy: Any, module: LightningModule, **options: Any) -> tuple[list[float], list[float]]:
     seed_everything(3, workers=True, verbose=False)
     watch = Watch(None, 0)
     made = trainer(world_size, strategy, [watch], max_steps=STEPS, **options)
     made.fit(module, datamodule=DigitsData(image_size=16, batch_size=48))
     return watch.losses, [group["lr"] for group in made.optimizers[0].param_groups]
+
+
+class Block(nn.Module):
+    """Counts its forwards; its dropout draws the same numbers again where it is computed again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.calls = nn.Linear(27, 27), 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += torch.is_grad_enabled()
+        return x + nn.functional.dropout(self.inner(x).tanh(), 0.1, self.training)
+
+
+class Blocks(Task):
+    """A task of blocks that its plan finds."""
+
+    def configure_model(self) -> None:
+        if not self.has_model:
+            self.model = nn.Sequential(
+                nn.Flatten(), nn.Linear(768, 27), *(Block() for _ in range(3)), nn.Linear(27, 10)
+            )
+
+    def parallel_plan(self) -> ParallelPlan:
+        return ParallelPlan(blocks=("2", "3", "4"), stem=("1",), head=("5",))
+
+    def loss(self, outputs: Any, batch: Any) -> Tensor:
+        return nn.functional.cross_entropy(outputs, batch[1])
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=3e-3)
+
+
+def _recomputed(world_size: int) -> None:
+    """`cpu_checkpointing` makes a task's blocks run twice a step, and changes no loss."""
+    for stage in (2, 3):
+        found = []
+        for options in ({}, {"cpu_checkpointing": True}):
+            bridge = ds(stage, config=CUT_ALL if stage == 3 else None, **options)()
+            seed_everything(3, workers=True, verbose=False)
+            task = Blocks()
+            task.configure_model()
+            losses, _ = _losses(world_size, bridge, task)
+            found.append((losses, [task.model[number].calls for number in (2, 3, 4)]))  # type: ignore[index]
+        (plain, once), (recomputed, twice) = found
+        assert once == [STEPS] * 3, stage
+        assert twice == [2 * STEPS] * 3, stage
+        assert recomputed == plain, stage
 
 
 def _options(rank: int, world_size: int, folder: Path) -> None:
@@ -62,6 +113,7 @@ def _options(rank: int, world_size: int, folder: Path) -> None:
     assert rounded == pytest.approx(expected, rel=1e-2)
     assert rounded != expected
     _evaluated_alike(world_size)
+    _recomputed(world_size)
     _json(world_size, folder)
     leave_group()
 

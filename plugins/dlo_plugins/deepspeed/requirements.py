@@ -312,13 +312,12 @@ def _notice(ops: list[Op]) -> str:
 
 
 def warn_of_checkpointing(config: Mapping[str, Any]) -> None:
-    """Says what of `activation_checkpointing` has no effect on a task, whose blocks are not recomputed by DeepSpeed."""
-    names = ("partition_activations", "cpu_checkpointing", "contiguous_memory_optimization")
+    """Says what of `activation_checkpointing` has no effect on a task."""
+    names = ("partition_activations", "contiguous_memory_optimization")
     asked = [name for name in names if get(config, f"activation_checkpointing.{name}") is True]
     if asked:
         rank_zero_warn(
-            f"activation_checkpointing: {' and '.join(asked)} take effect only in a model that calls"
-            " deepspeed.checkpointing.checkpoint itself: no activation of this task is recomputed, divided or moved to"
-            " the CPU by it. CausalLM recomputes its blocks with recompute: true; MeshStrategy those of any task with"
-            " the applier ActivationCheckpoint, and keeps their inputs on the CPU with offload"
+            f"activation_checkpointing: no task uses {' and '.join(asked)}: DeepSpeed divides activations among"
+            " model-parallel ranks, and DeepSpeedBridge has one; leave it out, or set cpu_checkpointing, which keeps"
+            " the inputs of the blocks alone, on the CPU; MeshStrategy divides activations by tp with sequence_parallel"
         )

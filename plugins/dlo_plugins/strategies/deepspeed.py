@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from lightning.fabric.utilities.optimizer import _optimizers_to_device
-from lightning.pytorch import Trainer
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.plugins.precision import DeepSpeedPrecision, Precision
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.types import LRSchedulerConfig
@@ -28,11 +28,13 @@ from dlo_framework.distributed.held import memory_of
 from dlo_framework.distributed.strategy import ShardedStrategy
 from dlo_framework.errors import DloError
 from dlo_framework.task import Task
+from dlo_plugins.appliers.activation_checkpoint import ActivationCheckpoint
 from dlo_plugins.deepspeed import environment
 from dlo_plugins.deepspeed.any_device import AnyDeviceDeepSpeed
 from dlo_plugins.deepspeed.config import TrainerFacts, lengths_of, optimizer_of, resolve, scheduler_of, with_trainer
 from dlo_plugins.deepspeed.engine import Engine
 from dlo_plugins.deepspeed.partitioned import held, segments, whole_shape
+from dlo_plugins.deepspeed.paths import get
 from dlo_plugins.deepspeed.precision import SECTIONS
 from dlo_plugins.deepspeed.requirements import check_available, check_device, warn_of_checkpointing
 from dlo_plugins.deepspeed.steps import EnginePrecision, ForwardInAutocast
@@ -67,10 +69,11 @@ class DeepSpeedBridge(DeepSpeedTranslation, ShardedStrategy, AnyDeviceDeepSpeed)
         hpz: ranks, those of a node say, that keep a second copy of the partitions so that backward gathers among them
             alone (ZeRO++, stage 3).
         communication_dtype: what gradients are summed in: `fp32`, `fp16` or `bf16`; by default the model's.
-        partition_activations: whether checkpointed activations are divided among model-parallel ranks. This and the
-            next two take effect only in a model that calls `deepspeed.checkpointing.checkpoint` itself; a warning says
-            so for tasks.
-        cpu_checkpointing: whether checkpointed activations go to the CPU.
+        partition_activations: whether activations are divided among model-parallel ranks. The bridge has one of them:
+            it takes effect only in a model that calls `deepspeed.checkpointing.checkpoint` itself, with more.
+        cpu_checkpointing: whether the blocks of a task keep their inputs alone for backward, in the CPU's memory, and
+            compute the rest again, as by the applier ActivationCheckpoint with `offload`. A plain LightningModule calls
+            `deepspeed.checkpointing.checkpoint` itself.
         activation_checkpointing: more of that section of DeepSpeed's JSON.
         flops_profiler: whether to print a profile of FLOPs; a number is the step that is profiled.
         comms_logger: whether to log what is communicated.
@@ -219,17 +222,24 @@ class DeepSpeedBridge(DeepSpeedTranslation, ShardedStrategy, AnyDeviceDeepSpeed)
         self._reset_optimizers_and_schedulers()
         self.setup_optimizers(trainer)
         optimizer = self._optimizer(trainer)
+        self._checkpoint_activations(self._module())
         config = {key: value for key, value in self.config.items() if key not in ("optimizer", "scheduler")}
         module = self._module()
         self.engine = Engine(module, optimizer, config, self.root_device)
         module.__dict__[OWNER] = self._owner(self.engine)
         environment.limit_groups(self.engine.deepspeed, self._timeout)
         self._set_deepspeed_activation_checkpointing()
-        if isinstance(trainer.lightning_module, Task):
-            warn_of_checkpointing(self.config)
         self.optimizers = [self.engine.optimizer]
         _optimizers_to_device(self.optimizers, self.root_device)
         self.model = self.engine.deepspeed
+
+    def _checkpoint_activations(self, module: LightningModule) -> None:
+        """Makes a task's blocks recompute, with their inputs on the CPU, where `cpu_checkpointing` asks for it."""
+        if not isinstance(module, Task):
+            return
+        warn_of_checkpointing(self.config)
+        if get(self.config, "activation_checkpointing.cpu_checkpointing") is True:
+            ActivationCheckpoint(offload=True).apply(module.model, None, module.parallel_plan())
 
     def _optimizer(self, trainer: Trainer) -> Optimizer:
         """Returns the task's optimizer, or the configuration's in its place."""

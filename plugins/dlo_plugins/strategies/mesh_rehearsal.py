@@ -249,7 +249,7 @@ def _shortened(task: Any, strategy: Any, spec: MeshSpec) -> Any:
     kept = max(kept, stages, 2)
     if kept >= len(blocks):
         return None
-    short = copy_modules(task)
+    short: Any = copy_modules(task)
     del short.model.get_submodule(next(iter(parents)))[kept:]
     return short
 
