@@ -244,6 +244,7 @@ class RankView:
         task.__dict__["micro_batch_weights"] = lambda parts: [1 / len(parts)] * len(parts)
         self.sharding = self._strategy.parallelize(_Fresh(), self._when_cut)
         self._usage = Usage(self.sharding)
+        self._usage.announced = True  # Every backward of a step here is the step's own.
 
     def _when_cut(self, pipelined: PipelinedTask) -> None:
         self.pipelined = pipelined
