@@ -156,10 +156,15 @@ class Communicator:
     def all_reduce(self, tensor: Tensor) -> Tensor:
         """Returns the sum over the ranks, in memory of its own.
 
-        This and the next two are defined for meta tensors, and torch.compile traces them; compiled, they do not count.
+        This and the next three are defined for meta tensors, and torch.compile traces them without counting.
         """
+        return self.start_all_reduce(tensor)()
+
+    def start_all_reduce(self, tensor: Tensor) -> Callable[[], Tensor]:
+        """Starts to sum a tensor over the ranks; returns what waits for the sum, and returns it."""
         self._count("all_reduce", tensor.numel())
-        return _OPS.wait_tensor(_OPS.all_reduce(tensor.contiguous(), "sum", self._name))
+        started = _OPS.all_reduce(tensor.contiguous(), "sum", self._name)
+        return lambda: _OPS.wait_tensor(started)
 
     def all_gather_parts(self, part: Tensor) -> Tensor:
         """Returns what each rank brings, `[size, *part.shape]`; the parts have one shape."""

@@ -206,7 +206,8 @@ def _as_parameters(
 
 
 def _operation(layer: nn.Module) -> _Operation | None:
-    if type(layer) is nn.Linear:
+    # A class that is mixed with another may say what it computes as, where that is left to somebody else.
+    if getattr(type(layer), "computes_as", type(layer)) is nn.Linear:
         return _Dense()
     if type(layer) in (nn.Conv1d, nn.Conv2d, nn.Conv3d):
         plain = layer.padding_mode == "zeros" and not isinstance(layer.padding, str)

@@ -8,6 +8,9 @@ Without sequence parallelism activations enter where column projections are call
 others that get the same tensor share what it took. So a residual branch around them, in the same module, is left
 alone. With it, they enter where the region's module begins, since modules read the sequence's length off their input.
 They leave in the row projection, whose bias is added once, to the sum.
+
+Without sequence parallelism, the all-reduce of the input's gradient runs while the weights' gradients of the column
+projections are computed (:mod:`dlo_plugins.tensor.overlap`).
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from dlo_framework.distributed.collectives import Communicator
+from dlo_plugins.tensor import overlap
 from dlo_plugins.tensor.collectives import copy_in, gather_in, scatter_out, sum_out
 from dlo_plugins.tensor.local_random import Dropouts, LocalRandom
 from dlo_plugins.tensor.projections import add_bias, product
@@ -43,19 +47,37 @@ class Region:
         self._dropouts = Dropouts(module)
         self._given: Tensor | None = None
         self._entered: Tensor | None = None
+        #: Column projections whose weights' gradients are computed while the input's is summed.
+        self.columns: list[nn.Linear] = []
+        #: What each of them computes with, as long as activations have entered.
+        self._weights: dict[nn.Module, overlap.EnteredWeight] = {}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Region:
         return self  # A process group cannot be copied; what is at hand in a forward is gone after it.
 
-    def enter(self, x: Tensor) -> Tensor:
-        """Takes the activations in that column projections are given."""
+    def enter(self, x: Tensor, caller: nn.Module | None = None) -> Tensor:
+        """Takes the activations in that column projections are given.
+
+        Args:
+            x: the activations.
+            caller: the column projection that takes them in; None where the region's module does.
+        """
         if self._dropouts.active:
             self.random.enter(self, x.device)
         if self.sequence is not None:
             return gather_in(x, self.sequence.length(x), self.communicator)
         if self._given is not x or self._entered is None:
-            self._given, self._entered = x, copy_in(x, self.communicator)
+            self._given, self._weights = x, {}
+            columns = [column for column in self.columns if overlap.suits(column, x)]
+            if caller in columns:
+                self._entered, self._weights = overlap.enter(x, columns, self.communicator)
+            else:
+                self._entered = copy_in(x, self.communicator)
         return self._entered
+
+    def weight_of(self, column: nn.Module) -> overlap.EnteredWeight | None:
+        """Returns what a column projection computes with, if its weight's gradient is to wait for the input's."""
+        return self._weights.get(column)
 
     def leave(self, partial: Tensor) -> Tensor:
         """Lets go of a row projection's output: the ranks' parts of a sum."""
@@ -67,7 +89,23 @@ class Region:
     def end(self) -> None:
         """Forgets what was at hand."""
         self._given = self._entered = None
+        self._weights = {}
         self.random.leave(self)
+
+
+class ColumnProjection:
+    """What a column projection's class is mixed with: it computes with the weight that its region has taken in."""
+
+    #: Whose computation its is, where somebody else computes it.
+    computes_as = nn.Linear
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Returns the projection."""
+        region: Region = self.__dict__[_REGION]
+        weight = region.weight_of(self)  # type: ignore[arg-type]
+        if weight is None:
+            return super().forward(x)  # type: ignore[misc]
+        return overlap.project(x, weight, self.bias)  # type: ignore[attr-defined]
 
 
 class RowProjection:
@@ -86,12 +124,16 @@ class RowProjection:
 def install(module: nn.Module, columns: list[nn.Module], rows: list[nn.Module], region: Region) -> None:
     """Makes a region of a module whose projections have been cut.
 
-    Row projections change their class for one derived from it, as torch's `fully_shard` does, so that names, hooks and
+    Projections change their class for one derived from it, as torch's `fully_shard` does, so that names, hooks and
     `isinstance` hold.
     """
     if region.sequence is None:
         for column in columns:
             column.register_forward_pre_hook(functools.partial(_enter_column, region))
+            if type(column) is nn.Linear:
+                column.__dict__[_REGION] = region
+                column.__class__ = _column_class(nn.Linear)  # type: ignore[assignment]
+                region.columns.append(column)
     else:
         change_first_input(module, region.enter)
     for row in rows:
@@ -106,8 +148,13 @@ def _row_class(cls: Any) -> type[nn.Module]:
     return type(f"Row{cls.__name__}", (RowProjection, cls), {})
 
 
+@functools.cache
+def _column_class(cls: Any) -> type[nn.Module]:
+    return type(f"Column{cls.__name__}", (ColumnProjection, cls), {})
+
+
 def _enter_column(region: Region, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-    return (region.enter(args[0]), *args[1:])
+    return (region.enter(args[0], module), *args[1:])
 
 
 def _end(region: Region, module: nn.Module, args: Any, output: Any) -> None:

@@ -432,3 +432,47 @@ def _selective(rank: int, world_size: int) -> None:
 
 def test_selective_recomputation_passes_nothing_twice() -> None:
     run_distributed(_selective, 2)
+
+
+class Order(TorchDispatchMode):
+    """Notes collectives and matrix products."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.overloadpacket.__name__
+        if func.namespace == "_c10d_functional" or name in ("mm", "addmm"):
+            self.calls.append(name)
+        return func(*args, **(kwargs or {}))
+
+
+def _overlapped(rank: int, world_size: int) -> None:
+    model = language_model("llama", num_hidden_layers=1)
+    cut(model)
+    ids, _ = tokens(8, 2)
+    embedded = model.get_input_embeddings()(ids).detach().requires_grad_()
+    hidden = model.model(inputs_embeds=embedded, use_cache=False)[0]
+    with Order() as order:
+        hidden.sum().backward()
+    starts = [at for at, name in enumerate(order.calls) if name == "all_reduce"]
+    waits = [at for at, name in enumerate(order.calls) if name == "wait_tensor"]
+    between = [order.calls[start + 1 : wait] for start, wait in zip(starts, waits, strict=True)]
+    # Of the MLP gate and up; of the attention queries, keys and values.
+    assert between == [["mm"] * 2, ["mm"] * 3]
+    # A weight that is frozen has no gradient to wait for, and a copy computes with its own weights.
+    model.model.layers[0].mlp.gate_proj.weight.requires_grad_(False)
+    twin = copy.deepcopy(model)
+    twin.model.layers[0].mlp.up_proj.weight.data.mul_(2)
+    for each, factor in ((model, 1), (twin, 2)):
+        each.zero_grad()
+        found = each.model(inputs_embeds=embedded, use_cache=False)[0]
+        found.sum().backward()
+        assert each.model.layers[0].mlp.gate_proj.weight.grad is None
+        assert each.model.layers[0].mlp.up_proj.weight.grad is not None
+        assert torch.equal(found, hidden) == (factor == 1)
+
+
+def test_the_inputs_gradient_is_summed_while_weights_gradients_are_computed() -> None:
+    run_distributed(_overlapped, 2)
