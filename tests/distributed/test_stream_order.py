@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from dlo_framework.testing.training import quiet
 from dlo_plugins.strategies.fsdp import FSDPStrategy
 from dlo_plugins.strategies.zero import ZeroStrategy
 from support.fsdp_nets import Module, mine, trainer
-from support.late import late
+from support.late import LateCopied, late
 
 #: Another name of the CPU's memory, which passes for an accelerator's: copies between the two go by the side streams.
 DEVICE = torch.device("cpu", 0)
@@ -102,6 +103,28 @@ def _overlap(rank: int, world_size: int) -> dict[str, Any]:
     return found
 
 
+class Blocking(Module):
+    """Notes, as each step begins, how often the host has waited for copies."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.__dict__.setdefault("blocked", []).append(LateCopied.blocked)
+        return super().training_step(batch, batch_idx)
+
+
+def _blocks(rank: int, world_size: int) -> dict[str, tuple[list[int], int]]:
+    """Returns how often the host waits for a copy in each step, and the buckets whose gradients it steps with."""
+    found = {}
+    for name, make in STRATEGIES.items():
+        if name.startswith("zero"):
+            module, run = Blocking(), trainer(world_size, make(), max_epochs=2)
+            with late():
+                run.fit(module, mine(rank, world_size))
+                groups = run.strategy.engine.groups
+            landing = sum(group.trains and group.home != DEVICE for group in groups)
+            found[name] = [after - before for before, after in pairwise(module.blocked)], landing
+    return found
+
+
 def _losses(rank: int, world_size: int, make: Callable[[], Any], module: Module) -> list[float]:
     run = trainer(world_size, make(), max_epochs=3, accumulate_grad_batches=2, limit_val_batches=1)
     run.fit(module, mine(rank, world_size), mine(rank, world_size, steps=1))
@@ -127,6 +150,16 @@ def test_losses_are_the_same_where_copies_and_collectives_run_late(ranks: int) -
             assert ran_late == in_order, name
             if name.startswith("zero"):
                 assert all(started.values()), (name, started)  # The double was in their place.
+
+
+def test_the_host_waits_for_nothing_but_the_gradients_that_it_steps_with() -> None:
+    (found,) = run_distributed(_blocks, 1, timeout=100)
+    assert {landing > 0 for _, landing in found.values()} == {True, False}
+    for name, ((first, *later), landing) in found.items():
+        # At most once a bucket: a wait for one copy is a wait for those before it.
+        assert all(0 < waits <= landing if landing else waits == 0 for waits in later), (name, later, landing)
+        # What the CPU steps is a copy of what lies on the device, brought before the first step.
+        assert first <= landing * (2 if name == "zero3 optimizer" else 1), name
 
 
 def test_parameters_arrive_while_forward_runs_unless_somebody_may_read_them() -> None:

@@ -40,13 +40,17 @@ class LateWork:
             first.result, first.done = first.run(), True
         return self.result
 
-    synchronize = wait
-
 
 class LateCopied(LateWork):
     """A copy that has been started; see :class:`dlo_plugins.copy_streams.Copied`."""
 
     launching: LateCopied | None = None
+    blocked = 0  # how often the host has waited for a copy that was not done
+
+    def synchronize(self) -> None:
+        """Runs what is before it, and itself, while the host waits."""
+        LateCopied.blocked += not self.done
+        self.wait()
 
     @contextlib.contextmanager
     def followed(self) -> Iterator[None]:

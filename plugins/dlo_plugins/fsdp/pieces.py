@@ -91,6 +91,9 @@ class RowGroup:
         ]
         self._buffer: Tensor | None = None
 
+    def bring(self) -> None:
+        """Does nothing: what optimizers step is the parameters' own memory."""
+
     def stepped_pieces(self) -> list[FlatShard]:
         """Returns what optimizers step: the pieces themselves."""
         return self.pieces

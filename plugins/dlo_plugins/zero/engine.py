@@ -24,6 +24,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -222,7 +223,7 @@ class ZeroEngine:
             _take_global_norm(optimizer, self, share)
         share.move_into(optimizer, self._names)
         prefer_fused(optimizer, on_cpu=any(group.home != self.device for group in groups))
-        optimizer.register_step_pre_hook(lambda *_: share.bring())
+        optimizer.register_step_pre_hook(lambda _, args, kwargs: None if _has_closure(args, kwargs) else share.bring())
         optimizer.register_step_post_hook(lambda *_: self._after_step(share))
         return share
 
@@ -396,6 +397,11 @@ class ZeroEngine:
         gradients = sum(_bytes(group.gradient) for group in self.groups if group.gradient is not None)
         gradients += sum(_bytes(p.grad) for group in self.groups for p in group.parameters if p.grad is not None)
         return {"parameters": parameters, "gradients": gradients, "masters": masters}
+
+
+def _has_closure(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether an optimizer's step computes its gradients itself: then they, and what is stepped, are given in it."""
+    return any(callable(value) for value in (*args[1:], *kwargs.values()))
 
 
 def thawed_message(names: list[str]) -> str:

@@ -209,6 +209,7 @@ class TensorShare(Share):
     def give_gradients(self, used: Iterable[str]) -> None:
         """Gives the stand-ins their gradients; those of parameters that nobody used stay None."""
         used = set(used)
+        self.bring()
         shards = {id(group): group.gradient for group in self.groups if group.gradient is not None}
         self.bring_parameters()
         for name, whole in self._to_owners(shards).items():
