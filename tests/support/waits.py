@@ -200,6 +200,7 @@ class WaitsOfSteps(Callback):
 
     Attributes:
         steps: of each batch, what has waited.
+        first: the same of the first batch.
         let: of all of them, how often allowed functions have.
     """
 
@@ -209,6 +210,7 @@ class WaitsOfSteps(Callback):
     def __init__(self, allowed: tuple[str, ...] = ()) -> None:
         self.waits = Waits((*self._LOADING, *allowed))
         self.steps: list[list[str]] = []
+        self.first: list[str] = []
         self.let: Counter[str] = Counter()
         self._batches = 0
 
@@ -228,6 +230,8 @@ class WaitsOfSteps(Callback):
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Between two such calls lies a step, with all that Lightning does around it."""
         self._batches += 1
+        if self._batches == 2:
+            self.first = list(self.waits.found)
         if self._batches > _WARM_UP:
             self.steps.append(list(self.waits.found))
             self.let += self.waits.let
