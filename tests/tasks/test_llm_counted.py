@@ -72,7 +72,9 @@ def test_counts_are_of_these_very_tensors_as_they_were() -> None:
     found = as_moved(batch())
     number = int((found["labels"] != -100).sum())
     assert counted.targets_of(found["labels"]) == number
-    assert counted.targets_of(found["labels"][:2]) is None
+    other = found["labels"].t().contiguous().t()  # of the same shape, in another order
+    for part in (found["labels"][:, :4], found["labels"].T, found["labels"].flatten(), found["labels"][::2], other[:2]):
+        assert counted.targets_of(part) is None
     assert counted.targets_of(found["labels"].clone()) is None
     assert counted.documents_of(PLACES) == (4, 6, 1)
     assert counted.documents_of(torch.tensor([[5, 6, 7, 8], [2, 3, 9, 10]])) == (3, 4, 0)
@@ -81,6 +83,27 @@ def test_counts_are_of_these_very_tensors_as_they_were() -> None:
     assert task().training_step(found, 0)["loss"] == 0
     with torch.inference_mode():  # Where tensors do not note that they are written to.
         assert counted.targets_of(as_moved(batch())["labels"].clone()) is None
+
+
+@pytest.mark.parametrize("is_view", [False, True])
+def test_rows_of_a_batch_are_known_too(is_view: bool) -> None:
+    """As a pipeline cuts micro-batches."""
+    whole = batch()
+    if is_view:  # as a loader may cut batches of a tensor
+        before = {name: torch.cat([torch.zeros_like(value), value]) for name, value in whole.items()}
+        as_moved({name: value[:4] for name, value in before.items()})
+        whole = {name: value[4:] for name, value in before.items()}
+    found = as_moved(whole)
+    labels, positions = found["labels"], found["position_ids"]
+    for first, past in ((0, 2), (1, 4), (3, 4), (0, 4)):
+        with Waits() as waits:
+            number = counted.targets_of(labels[first:past])
+            documents = counted.documents_of(positions[first:past])
+        assert waits.calls == []
+        assert number == int((labels[first:past] != -100).sum())
+        assert documents == counted.documents_of(positions[first:past].clone())
+    labels[0] = -100
+    assert counted.targets_of(labels[2:]) is None  # written to since
 
 
 def test_batches_of_no_text_are_left_alone() -> None:

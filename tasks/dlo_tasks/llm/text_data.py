@@ -150,7 +150,7 @@ class TextData(ResumableDataModule):
         self._loaded_from: str | None = None
         self._names: dict[str, str] | None = None  # of the caches, by split
         self._datasets: dict[str, Any] = {}
-        self._counts: dict[str, tuple[int, ...]] = {}  # of the batch that is being moved
+        self._counts: dict[str, counted.Rows] = {}  # of the batch that is being moved
 
     # --- before the run -------------------------------------------------------------------------------------
 
