@@ -70,7 +70,7 @@ SHORTENED = (
     *("naflexvit_base_patch16_siglip", "qwen3_vit_306m", "samvit_base_patch16_224"),
 )
 #: Models that are to run at least.
-LEAST = {"tp": 50, "pp": 90, "cp": 50, "image": 30}
+LEAST = {"tp": 75, "pp": 120, "cp": 80, "image": 30}
 #: Losses in single precision, whose last bits depend on the order of sums; experts are chosen by them.
 RTOL = 2e-4
 
