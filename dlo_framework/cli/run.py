@@ -7,6 +7,7 @@ import os
 import re
 import sys
 import warnings
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -81,7 +82,7 @@ def _run(found: Scan, registry: Registry, sweep: bool) -> int:
 
 def _leave_together(error: BaseException) -> None:
     """Ends the process if a run of several ranks has failed: one of them says why, the others a line or nothing."""
-    from dlo_framework.distributed.failure import Ended, Failure, how_it_ended, leave, tell
+    from dlo_framework.distributed.failure import Failure, how_it_ended, leave, tell
 
     if is_agreed(error) and not isinstance(error, OrderlyEnd) and not runs.is_first_process():
         leave(2 if isinstance(error, DloError) else 1)
@@ -91,7 +92,7 @@ def _leave_together(error: BaseException) -> None:
     failure = ended.failure
     if ended.own and isinstance(error, DloError):
         failure = Failure.of(error, ended.rank, failure.world_size)
-    tell(Ended(failure, ended.rank, ended.told_elsewhere))
+    tell(replace(ended, failure=failure))
     leave(failure.exit_code)
 
 

@@ -20,8 +20,6 @@ from dlo_framework._version import __version__
 from dlo_framework.errors import DloError, worker_message
 from dlo_framework.run_lock import release_all
 
-#: Names the process that has started the ranks of this host, in the environment of all of them.
-LAUNCHER = "DLO_LAUNCHER"
 #: What the libraries under us say when another rank is gone or silent.
 _LOST = re.compile(
     r"gloo/transport|connectFullMesh|Connection (closed|reset) by|Connection refused|Broken pipe|Socket Timeout"
@@ -43,6 +41,7 @@ class Failure:
         details: the traceback; empty where there is none.
         exit_code: of the whole run.
         stacks: Whether ranks are ended where they are, so that each prints its stack first.
+        silent: Whether nothing was heard of the rank: its process may be stopped, and then ends by no message.
     """
 
     rank: int
@@ -51,6 +50,7 @@ class Failure:
     details: str = ""
     exit_code: int = 1
     stacks: bool = False
+    silent: bool = False
 
     @classmethod
     def of(cls, error: BaseException, rank: int, world_size: int) -> Failure:
@@ -117,6 +117,7 @@ class Failure:
                 str(fields["details"]),
                 int(fields["exit_code"]),
                 bool(fields["stacks"]),
+                bool(fields["silent"]),
             )
         except (KeyError, TypeError) as error:
             raise ValueError(f"no failure: {text[:80]}") from error
@@ -149,11 +150,13 @@ class Ended:
         failure: the first one.
         rank: this process's.
         told_elsewhere: whether the process that started this one says what happened.
+        by_launcher: Whether dlo has started the ranks of this host, so that one of them tells for all.
     """
 
     failure: Failure
     rank: int
     told_elsewhere: bool
+    by_launcher: bool = False
 
     @property
     def own(self) -> bool:
@@ -180,7 +183,7 @@ def tell(ended: Ended) -> None:
     name = f"dlo {__version__}"
     if ended.told_elsewhere:
         return
-    failure, first_process = ended.failure, ended.own or LAUNCHER in os.environ
+    failure, first_process = ended.failure, ended.own or ended.by_launcher
     if first_process and failure.details:
         print(failure.details, file=sys.stderr)
     if failure.of_user and first_process:

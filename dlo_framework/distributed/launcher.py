@@ -27,7 +27,6 @@ from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
 from lightning.pytorch.utilities.exceptions import _TunerExitException
 
 from dlo_framework.distributed.failure import (
-    LAUNCHER,
     Ended,
     Failure,
     RankFailed,
@@ -57,6 +56,10 @@ _FAREWELL = 5.0
 _CAUSE = 2.0
 #: How long ranks may take to find each other, however short the time is that a collective may take.
 _START = timedelta(minutes=10)
+#: Names the process that has started the ranks of this host, in the environment of those that it starts.
+LAUNCHER = "DLO_LAUNCHER"
+#: Seconds in which all ranks of a host find that one is silent.
+_APART = 0.5
 #: Seconds that the reason of a rank's end may take to be known after the end itself.
 _TOLD = 0.5
 #: Seconds that the main process waits for the others at its end.
@@ -231,12 +234,22 @@ class RankLauncher(_SubprocessScriptLauncher):
             # Each of them prints its stack too.
             self._end_children(_CHILDS_GRACE if failure.stacks else 0.0)
             tell(self._ended(failure))
+            self._end_silent_parent(failure)
             leave(failure.exit_code)
+
+    def _end_silent_parent(self, failure: Failure) -> None:
+        """Ends the process that has started this one, if it is the silent one: if stopped, it ends by nothing else."""
+        parent = _parent()
+        if failure.silent and failure.rank == self._node_start() and parent is not None:
+            time.sleep(_APART)
+            if os.getppid() == parent:
+                os.kill(parent, signal.SIGKILL)
 
     def _ended(self, failure: Failure) -> Ended:
         # The process that has started this one tells, unless it has not heard, or was killed, or hangs.
         can_tell = self._watch is not None and (failure.rank != self._node_start() or failure.told)
-        return Ended(failure, self._rank, told_elsewhere=_parent() is not None and can_tell)
+        started = bool(self.children) or _parent() is not None
+        return Ended(failure, self._rank, _parent() is not None and can_tell, by_launcher=started)
 
     # --- failing -------------------------------------------------------------------------------------------
 
@@ -254,6 +267,7 @@ class RankLauncher(_SubprocessScriptLauncher):
         interrupted = isinstance(error, KeyboardInterrupt)
         self._end_children(_CHILDS_GRACE if first.stacks or interrupted else 2 * _CHILDS_GRACE if first.told else 0.0)
         note_end(self._ended(first))
+        self._end_silent_parent(first)
         self._end_watch(orderly=False)
         self._disarm()
         farewell = _INTERRUPTED if interrupted else _FAREWELL

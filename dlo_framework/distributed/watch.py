@@ -449,6 +449,7 @@ class Watch:
                 self._drop(peer)
                 return
             peer.rank = int(message["rank"])
+            self._send(peer, {"at": self._place(), "moves": self._moves()})  # Accepted: it may miss this rank now.
             if self._shared.first is not None:
                 self._send(peer, {"first": self._shared.first.to_text()})
         elif "bye" in message:
@@ -498,7 +499,7 @@ class Watch:
             self._drop(peer)
             if peer.rank is not None and not peer.left:
                 text = f"nothing was heard of it for {self._limit:g} s (stopped? its host or its network down?)"
-                self._found(Failure(peer.rank, self.world_size, text, stacks=True))
+                self._found(Failure(peer.rank, self.world_size, text, stacks=True, silent=True))
 
     def _found(self, failure: Failure) -> None:
         if self.rank == 0:

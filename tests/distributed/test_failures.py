@@ -205,6 +205,12 @@ def test_a_stopped_rank_is_given_up_after_the_timeout(dlo):
     assert "Traceback" not in end.err
 
 
+def test_a_main_process_that_is_stopped_is_ended_after_the_timeout(dlo):
+    end = fails(dlo, config(dlo.folder, "zero3", 0.1, fault="{what: SIGSTOP, rank: 0}"), within=20)
+    assert end.code == -signal.SIGKILL
+    assert "rank 0 of 2 failed: nothing was heard of it for 6 s" in end.last
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("rank", [0, 1])

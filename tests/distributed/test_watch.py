@@ -13,9 +13,9 @@ from types import SimpleNamespace
 import pytest
 
 from dlo_framework.distributed import descriptors
-from dlo_framework.distributed.failure import LAUNCHER, Failure, is_lost_connection
+from dlo_framework.distributed.failure import Failure, is_lost_connection
 from dlo_framework.distributed.grace import Grace
-from dlo_framework.distributed.launcher import RankLauncher
+from dlo_framework.distributed.launcher import LAUNCHER, RankLauncher
 from dlo_framework.distributed.signals import SignalListener, means_stop
 from dlo_framework.distributed.stacks import Position, Sampler, position_of
 from dlo_framework.distributed.watch import Address, Watch
