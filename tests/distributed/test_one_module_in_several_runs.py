@@ -35,6 +35,18 @@ class ByHand(Module):
         self.optimizers().step()
 
 
+class AskingForAClosure(torch.optim.SGD):
+    @torch.no_grad()
+    def step(self, closure: Any) -> None:  # type: ignore[override]
+        closure()
+        super().step()
+
+
+class Closing(Module):
+    def configure_optimizers(self) -> Any:
+        return AskingForAClosure(self.parameters(), lr=0.1)
+
+
 class Twice(ByHand):
     """Has two optimizers step all parameters in turn."""
 
@@ -110,6 +122,9 @@ def _around(rank: int, world: int, folder: Path) -> dict[str, Any]:
         refused = pytest.raises(DloError, match=r"must come from self\.manual_backward")
         with contextlib.nullcontext() if name == "ddp" else refused:
             trainer(world, MAKE[name]()).fit(ByHand(), mine(rank, world))
+    with pytest.raises(DloError, match=r"without a closure, got AskingForAClosure"):
+        trainer(world, DeepSpeedBridge(stage=1)).fit(Closing(), mine(rank, world))
+    trainer(world, ZeroStrategy(2)).fit(Closing(), mine(rank, world))
     with pytest.raises(DloError, match=r"got net.stem.weight in optimizers 0 \(SGD\) and 1 \(Adam\)"):
         trainer(world, ZeroStrategy(2)).fit(Twice(), mine(rank, world))
     for name, key in (("fsdp", "twice"), ("ddp", "twice under ddp")):

@@ -39,6 +39,7 @@ from dlo_plugins.deepspeed.precision import SECTIONS
 from dlo_plugins.deepspeed.requirements import check_available, check_device, warn_of_checkpointing
 from dlo_plugins.deepspeed.steps import EnginePrecision, ForwardInAutocast
 from dlo_plugins.deepspeed.translate import DeepSpeedTranslation
+from dlo_plugins.zero.probe import asks_for_closure
 
 Offload = Literal["cpu", "nvme"]
 
@@ -249,6 +250,11 @@ class DeepSpeedBridge(DeepSpeedTranslation, ShardedStrategy, AnyDeviceDeepSpeed)
                 " with several parameter groups, or use strategy zero2"
             )
         own = self.optimizers[0]
+        if asks_for_closure(own):
+            raise DloError(
+                f"DeepSpeed must be able to call the optimizer's step without a closure, got {type(own).__name__};"
+                " give it closure=None, or use strategy zero2"
+            )
         made = optimizer_of(self.config, own)
         if made is not None:
             if self.lr_scheduler_configs and "scheduler" not in self.config:

@@ -82,14 +82,19 @@ def _stepped(
     return [parameter.detach() for parameter in parameters]
 
 
+def asks_for_closure(optimizer: Optimizer) -> bool:
+    """Whether an optimizer's ``step`` cannot be called without a closure."""
+    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
+    return closure is not None and closure.default is inspect.Parameter.empty
+
+
 def _step(trial: Optimizer) -> None:
     """Takes a step, with a closure where ``step`` asks for one."""
     step: Any = type(trial).step
-    closure = inspect.signature(step).parameters.get("closure")
-    if closure is None or closure.default is not inspect.Parameter.empty:
-        step(trial)
-    else:
+    if asks_for_closure(trial):
         step(trial, lambda: torch.zeros(()))
+    else:
+        step(trial)
 
 
 def _trial(optimizer: Optimizer, groups: list[dict[str, Any]]) -> Optimizer:
