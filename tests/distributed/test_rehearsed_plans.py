@@ -69,6 +69,14 @@ SHORTENED = (
     *("beit_base_patch16_224", "cait_xxs24_224", "deepseek_vit_412m", "gemma4_vit_167m_enc"),
     *("naflexvit_base_patch16_siglip", "qwen3_vit_306m", "samvit_base_patch16_224"),
 )
+#: Rates that models have of their own, and whose random numbers are others on several ranks.
+RATES = {
+    "drop_path_rate": (
+        *("efficientformerv2_s0", "fasternet_s", "focalnet_tiny_srf", "nest_tiny", "nextvit_small"),
+        *("swin_tiny_patch4_window7_224", "swinv2_tiny_window16_256", "tiny_vit_5m_224"),
+    ),
+    "drop_rate": ("ghostnet_050", "repghostnet_050", "rexnet_100", "vgg11"),
+}
 #: Models that are to run at least.
 LEAST = {"tp": 75, "pp": 120, "cp": 80, "image": 30}
 #: Losses in single precision, whose last bits depend on the order of sums; experts are chosen by them.
@@ -94,7 +102,9 @@ class Losses(Callback):
 def make(kind: str, name: str) -> Task:
     if kind == "text":
         return CausalLM(config=tiny(name, dropout=False), optimizer="sgd", lr=0.1, schedule="constant")
-    options = {"model_args": {"depth": 4} if name in SHORTENED else {}, "image_size": IMAGE_SIZES.get(name, 64)}
+    args: dict[str, Any] = {"depth": 4} if name in SHORTENED else {}
+    args |= {rate: 0.0 for rate, models in RATES.items() if name in models}
+    options = {"model_args": args, "image_size": IMAGE_SIZES.get(name, 64)}
     return ImageClassifier(name, num_classes=3, optimizer="sgd", lr=0.01, schedule="constant", **options)
 
 
