@@ -103,7 +103,8 @@ class ParallelPlan:
         for blocks in sorted(_repeated(module), key=len, reverse=True):
             sides = _sides(module, blocks)
             if sides is not None:
-                return cls(blocks=tuple(blocks), stem=sides[0], head=sides[1], tied=tied_groups(module))
+                in_order = tuple(name for name, _ in module.named_modules() if name in blocks)
+                return cls(blocks=in_order, stem=sides[0], head=sides[1], tied=tied_groups(module))
         raise DloError(
             f"{type(module).__name__} has no run of two or more blocks of one class in a ModuleList or"
             " Sequential; name them in Task.parallel_plan: ParallelPlan(blocks=(...), stem=(...), head=(...))"

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from hypothesis import settings
 from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -81,6 +82,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("slow") and not item.get_closest_marker("timeout"):
             item.add_marker(pytest.mark.timeout(3600))
+
+
+# No test asserts a time: under load an example of microseconds may take half a second.
+settings.register_profile("dlo", deadline=None)
+settings.load_profile("dlo")
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

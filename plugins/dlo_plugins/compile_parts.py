@@ -110,4 +110,4 @@ def moving_parameter(parts: dict[str, nn.Module]) -> str | None:
 def _moves(parameter: Tensor) -> bool:
     if isinstance(parameter, DTensor):
         return True
-    return not parameter.is_meta and parameter.numel() > 0 and parameter.untyped_storage().nbytes() == 0
+    return not parameter.is_meta and parameter.untyped_storage().nbytes() < parameter.nbytes

@@ -7,7 +7,7 @@ from math import prod
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from dlo_framework.checkpoint import FlatShard, load, planning, read_manifest, save
@@ -130,7 +130,6 @@ def layouts(draw) -> list[list[Holding]]:
     return holdings
 
 
-@settings(deadline=None)
 @given(layouts())
 def test_each_box_lies_where_its_writer_puts_it_and_is_found_there(holdings):
     manifest = manifest_of(holdings)

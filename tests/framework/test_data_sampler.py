@@ -31,7 +31,7 @@ def test_the_hash_is_fixed_for_ever() -> None:
     assert abs(numbers.mean() - 0.5) < 0.01
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     size=st.integers(1, 200),
     batch=st.integers(1, 20),
@@ -52,7 +52,7 @@ def test_training_visits_each_index_once_but_the_tail(size: int, batch: int, wor
     assert all(draw.real for rank in by_rank for draw in rank)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(size=st.integers(1, 60), batch=st.integers(1, 6), world=st.integers(1, 6), data=st.data())
 def test_evaluation_deals_each_index_once_and_leaves_no_rank_out(size: int, batch: int, world: int, data) -> None:
     samplers = [
@@ -80,7 +80,7 @@ def test_evaluation_deals_each_index_once_and_leaves_no_rank_out(size: int, batc
     assert [list(sampler.batches_from(samples)) for sampler in samplers] == [rank[start:] for rank in batches]
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(
     size=st.integers(30, 200),
     before=st.tuples(st.integers(1, 6), st.integers(1, 4)),

@@ -172,7 +172,7 @@ def test_infer_says_what_to_do_when_nothing_repeats():
         ParallelPlan.infer(nn.Linear(2, 2))
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.integers(0, 2), st.integers(2, 6), st.integers(0, 2), st.booleans())
 def test_an_inferred_plan_is_always_valid_and_covers_everything_once(before, depth, after, meta):
     with torch.device("meta" if meta else "cpu"):

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as torch_powersgd
@@ -95,7 +95,6 @@ def test_each_block_is_of_one_tensor_and_padding_is_what_is_left(layout):
 # --- the mean, by its definition ---------------------------------------------------------------------------
 
 
-@settings(deadline=None)
 @given(layouts, st.integers(1, 12), st.integers(0, 1000))
 def test_what_was_received_and_is_left_over_is_what_was_to_be_sent(layout, steps, seed):
     generator = torch.Generator().manual_seed(seed)

@@ -133,7 +133,7 @@ def test_deepspeed_itself_takes_every_sample_completed(name):
     assert theirs.gradient_clipping == completed["gradient_clipping"]
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     micro=st.integers(1, 8),
     steps=st.integers(1, 8),

@@ -1,7 +1,7 @@
 """DeepSpeed's partitions: every element has one place on one rank, and the places are those of DeepSpeed's own code."""
 
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from dlo_framework.checkpoint.deepspeed_layout import CutLayout, FlatLayout
@@ -25,7 +25,6 @@ def partitions_of(layout, numels: list[int], ranks: int, length: int) -> list[to
     return found
 
 
-@settings(deadline=None)
 @given(SIZES, RANKS, st.sampled_from([1, 4, 8]))
 def test_a_flat_buffer_is_cut_into_equal_segments(numels: list[int], ranks: int, aligned: int) -> None:
     layout = FlatLayout(tuple(numels), ranks, aligned)
@@ -43,7 +42,6 @@ def test_a_flat_buffer_is_cut_into_equal_segments(numels: list[int], ranks: int,
     assert torch.equal(found, padded)
 
 
-@settings(deadline=None)
 @given(SIZES, RANKS)
 def test_each_parameter_is_cut_by_itself(numels: list[int], ranks: int) -> None:
     layout = CutLayout(tuple(numels), ranks)

@@ -70,7 +70,7 @@ def test_each_schedule_is_deepspeeds_own_step_by_step(name, params):
     compare(name, params, groups=2)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     first=st.integers(1, 30),
     second=st.one_of(st.none(), st.integers(0, 30)),
@@ -94,7 +94,7 @@ def test_one_cycle_of_any_shape_is_deepspeeds(first, second, stairs, more_stairs
     compare("OneCycle", params)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     name=st.sampled_from(["WarmupLR", "WarmupDecayLR", "WarmupCosineLR"]),
     warm=st.integers(1, 70),

@@ -44,7 +44,7 @@ def test_a_json_as_yaml_is_the_same_json(name):
     assert back == direct
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(mixtures())
 def test_any_json_as_yaml_is_the_same_json(config):
     try:
@@ -56,7 +56,7 @@ def test_any_json_as_yaml_is_the_same_json(config):
     assert back == direct
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(mixtures())
 def test_options_and_what_is_left_make_the_json_again(config):
     try:

@@ -205,7 +205,7 @@ def test_pair_and_batch_draw_what_elem_draws_but_share_it():
 # --- by its properties -------------------------------------------------------------------------------------------
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     st.sampled_from(MODES),
     st.sampled_from(list(RECIPES)),

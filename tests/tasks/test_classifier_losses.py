@@ -95,7 +95,7 @@ def test_losses_are_float32_in_half_precision(logits):
     assert losses.binary_cross_entropy(logits.bfloat16(), HARD).dtype is torch.float32
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=4), st.integers(0, 3), st.integers(0, 1000))
 def test_metrics_do_not_depend_on_batches_or_padding(sizes, padding, seed):
     torch.manual_seed(seed)

@@ -118,7 +118,9 @@ def test_what_is_written_has_to_fit_too() -> None:
 def test_prompts_that_leave_no_room_are_refused_when_the_model_is_built() -> None:
     task = CausalLM(config={**GPT2, "n_positions": 8}, prompts=["a", "a b a b"], sampling=Sampling(max_new_tokens=6))
     tokenizer = word_tokenizer({"<end>": 0, "a": 1, "b": 2})
-    task._trainer = SimpleNamespace(datamodule=SimpleNamespace(tokenizer=tokenizer))  # type: ignore[assignment]
+    strategy = SimpleNamespace(root_device=torch.device("cpu"))
+    trainer = SimpleNamespace(datamodule=SimpleNamespace(tokenizer=tokenizer), strategy=strategy)
+    task._trainer = trainer  # type: ignore[assignment]
     with pytest.raises(
         DloError, match=r"6 new tokens .* a prompt of 4 do not fit a model with 8 positions; .* at most 5"
     ):

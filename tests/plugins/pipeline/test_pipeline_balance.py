@@ -5,7 +5,7 @@ from functools import partial
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from dlo_framework.errors import DloError
@@ -32,7 +32,6 @@ def squares(costs: list[float], counts: Any, stem: float, head: float) -> float:
     return sum(cost * cost for cost in stage_costs(costs, counts, stem, head))
 
 
-@settings(deadline=None)
 @given(
     st.lists(st.integers(0, 20).map(float), min_size=1, max_size=9),
     st.integers(1, 5),
@@ -109,7 +108,6 @@ def test_a_forward_that_needs_values_has_no_count() -> None:
     case = plain(1)
 
     def forward() -> None:
-        if case.forward(case.model, case.micro_batches[0]).sum() > 0:
-            raise AssertionError("values are not known")
+        case.forward(case.model, case.micro_batches[0]).nonzero()
 
     assert flop_costs(case.model, case.plan, forward) is None

@@ -71,7 +71,6 @@ def test_every_action_runs_once_after_what_it_waits_for(
     assert schedule.splits_backward <= splits_backward(schedule.name)
 
 
-@settings(deadline=None)
 @given(schedules())
 def test_each_kind_runs_micro_batches_in_order(schedule: Schedule) -> None:
     for order in schedule.orders:
@@ -98,7 +97,6 @@ def test_equal_stages_wait_as_long_as_the_formula_says(name: str, ranks: int) ->
         assert timeline.bubble == pytest.approx((ranks - 1) / (number + ranks - 1))
 
 
-@settings(deadline=None)
 @given(schedules())
 def test_activations_in_flight_are_bounded(schedule: Schedule) -> None:
     ranks, number, chunks = schedule.placement.ranks, schedule.micro_batches, schedule.placement.stages_per_rank
