@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
@@ -65,6 +66,13 @@ class Penalised(Module):
         return super().loss(batch) + 0.1 * penalty
 
 
+class PenalisedLater(Penalised):
+    """Begins with that in its fourth step, in a run without the double."""
+
+    def loss(self, batch: Any) -> Tensor:
+        return super().loss(batch) if len(self.losses) >= 3 else Module.loss(self, batch)
+
+
 class Pending(Module):
     """Notes, as a step begins, which blocks' parameters are on their way, and after it, whether any are."""
 
@@ -100,6 +108,10 @@ def _overlap(rank: int, world_size: int) -> dict[str, Any]:
         with late():
             run.fit(module, mine(rank, world_size))
         found[name] = module.before, module.after
+    for stage in (1, 2):
+        module = PenalisedLater()
+        trainer(world_size, OnDevice(stage, bucket_mb=BUCKET_MB)).fit(module, mine(rank, world_size))
+        found[f"later, stage {stage}"] = module.losses, []
     return found
 
 
@@ -164,6 +176,9 @@ def test_the_host_waits_for_nothing_but_the_gradients_that_it_steps_with() -> No
 
 def test_parameters_arrive_while_forward_runs_unless_somebody_may_read_them() -> None:
     for found in run_distributed(_overlap, 2, timeout=100):
+        for stage in (1, 2):  # Never the values of the step before, without a word.
+            losses, _ = found.pop(f"later, stage {stage}")
+            assert [math.isnan(loss) for loss in losses] == [False] * 3 + [True], losses
         (first, *later), after = found.pop("plain")
         assert first == []
         for names in later:

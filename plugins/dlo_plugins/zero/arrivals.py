@@ -18,7 +18,8 @@ class Arrivals:
 
     A step ends with an all-gather for each bucket, that of the parameters which forward uses first before the others.
     What belongs to no unit, and what the first step of a kind uses outside its unit's forward, is waited for as a step
-    begins; what nothing has waited for, as backward begins.
+    begins; what nothing has waited for, as backward begins. Until then parameters read as NaN: a later step that begins
+    to use one outside its unit's forward shows, rather than take the values of the step before.
 
     Args:
         module: the root.
@@ -55,6 +56,9 @@ class Arrivals:
         self._under_way = True
         if not self.enabled:
             self.finish()
+            return
+        for group in self._groups:
+            group.hide()
 
     def finish(self) -> None:
         """Waits for all parameters."""

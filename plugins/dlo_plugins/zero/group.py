@@ -80,6 +80,7 @@ class FlatGroup:
         self.gradient: Tensor | None = None
         self._landing: list[tuple[Tensor, Copied]] = []
         self._gathering: Pending | None = None
+        self._hidden = False  # whether the parameters read as NaN until a gather has ended
         self._copies = copy_streams(device)
         self._from_shard: Copied | None = None  # the last copy up from the shard or from what is stepped
         self._to_shard: Copied | None = None  # the last copy of what has been stepped to the shard
@@ -174,6 +175,15 @@ class FlatGroup:
                 self._from_shard.wait()
             self._gathering.wait()
             self._gathering = None
+        if self._hidden:
+            self._point_to(self._places)
+            self._hidden = False
+
+    def hide(self) -> None:
+        """Has the parameters read as NaN until :meth:`finish_gather`: what is read sooner may be of the step before."""
+        if self._gathering is not None:
+            self._point_to(self._placeholders)
+            self._hidden = True
 
     def free(self) -> None:
         """Gives the whole's memory back; the parameters have no values until the next gather."""
