@@ -16,6 +16,7 @@ from typing import Any
 
 import torch.distributed as dist
 from lightning.pytorch import Callback
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_map
@@ -96,6 +97,7 @@ def rehearse_step(
         _Rehearsal(strategy, task, datamodule, None, own_loss=False).check(spec)
         return
     trains = trains and _trains_by_loss(task, strategy) and not any(_may_freeze(callback) for callback in callbacks)
+    failure: Failure | None = None
     for tried in (_shortened(task, strategy, spec), task):
         if tried is None:
             continue
@@ -107,11 +109,21 @@ def rehearse_step(
                 return
             if _is_unsupported(failure):
                 if not own_loss:
+                    _tell_unchecked(failure)
                     return
             elif failure.is_certain or rehearsal.run(MeshSpec(dp_shard=1)) is None:
                 if tried is task:
                     raise _refusal(failure, rehearsal, spec) from failure.error
                 break  # Perhaps blocks were left out that others count on.
+    if failure is not None:
+        _tell_unchecked(failure)
+
+
+def _tell_unchecked(failure: Failure) -> None:
+    """Says that no step could be rehearsed, with or without a mesh, so that its check is known to be less."""
+    why = str(failure.error).partition("\n")[0][:200] or type(failure.error).__name__
+    where = f" in {failure.where}" if failure.where else ""
+    rank_zero_info(f"the mesh was checked without a step, which does not run on fake tensors: {why}{where}")
 
 
 class _Rehearsal:
