@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 from typing import Any, Literal
 
 import torch
@@ -14,6 +15,8 @@ from dlo_framework.batch_transform import BatchCopier, join_transfer, leave_tran
 from dlo_framework.distributed.strategy import ShardedStrategy
 from dlo_framework.errors import DloError
 
+#: What a batch may hold beside tensors to be copied on a stream of its own.
+_PLAIN = (int, float, str, bytes, type(None))
 MatmulPrecision = Literal["highest", "high", "medium"]
 
 
@@ -21,7 +24,7 @@ class AcceleratorSettings(BatchCopier):
     """Sets torch up for speed on CUDA; on by default, and does nothing on a CPU.
 
     - **Float32 products** run on tensor cores with inputs rounded to TF32 (`matmul_precision`), as cuDNN's convolutions
-      do by torch's own default. A value that was set before the run stays.
+      do by torch's own default. A value other than torch's default, `highest`, that was set before the run stays.
     - **cuDNN** measures its algorithms for each shape of a convolution and takes the fastest (`cudnn_benchmark`), where
       the module has convolutions and `trainer.deterministic` is off. `trainer.benchmark: false` switches it off too.
     - **Python's garbage collection** runs after every `gc_steps` batches, on all ranks after the same ones, in place of
@@ -62,12 +65,14 @@ class AcceleratorSettings(BatchCopier):
         self._copies: CopyStream | None = None
         self._sharded: ShardedStrategy | None = None
         self._collector: Collector | None = None
+        self._before: tuple[str, bool] | None = None
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Sets the precision, and joins the transfer of batches."""
         device = trainer.strategy.root_device
         if device.type != "cuda":
             return
+        self._before = torch.get_float32_matmul_precision(), torch.backends.cudnn.benchmark
         if torch.get_float32_matmul_precision() == "highest":  # torch's default: nobody has set another one.
             torch.set_float32_matmul_precision(self.matmul_precision)
         if self.copy_stream:
@@ -90,6 +95,10 @@ class AcceleratorSettings(BatchCopier):
         if self._collector is not None:
             self._collector.step()
 
+    def on_validation_batch_end(self, *args: Any, **kwargs: Any) -> None:
+        """Collects when it is time: a validation within a fit may be long."""
+        self.on_train_batch_end()
+
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Gives garbage collection back."""
         if self._collector is not None:
@@ -97,8 +106,12 @@ class AcceleratorSettings(BatchCopier):
             self._collector = None
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Leaves the transfer as it was."""
+        """Leaves all as it was."""
         self.on_train_end(trainer, pl_module)
+        if self._before is not None:
+            torch.set_float32_matmul_precision(self._before[0])
+            torch.backends.cudnn.benchmark = self._before[1]
+            self._before = None
         if self._copies is not None:
             self._copies = self._sharded = None
             leave_transfer(trainer)
@@ -127,9 +140,11 @@ class CopyStream:
         self.stream = streams.Stream(device)
 
     def copy(self, batch: Any) -> Any:
-        """Returns a batch with its tensors on the device."""
+        """Returns a batch with its tensors on the device; one with objects that hold tensors is left as it is."""
         from lightning.fabric.utilities import move_data_to_device
 
+        if not all(isinstance(leaf, (torch.Tensor, *_PLAIN)) for leaf in tree_leaves(batch)):
+            return batch  # Of tensors within other objects nobody sees when their memory is free again.
         computes = self._streams.current_stream(self.device)
         with self._streams.stream(self.stream):
             moved = move_data_to_device(batch, self.device)
@@ -152,6 +167,7 @@ class Collector:
     def __init__(self, every: int) -> None:
         self.every, self.steps = every, 0
         self._was_on, self._froze = gc.isenabled(), gc.get_freeze_count() == 0
+        _collect_in_forks()
         gc.disable()
         gc.collect()
         if self._froze:
@@ -169,6 +185,16 @@ class Collector:
             gc.unfreeze()
         if self._was_on:
             gc.enable()
+
+
+_forks: list[bool] = []  # not empty once forks have been taken care of
+
+
+def _collect_in_forks() -> None:
+    """Has processes that are forked from this one, such as loaders' workers, collect their garbage themselves."""
+    if not _forks and hasattr(os, "register_at_fork"):
+        os.register_at_fork(after_in_child=gc.enable)
+        _forks.append(True)
 
 
 def may_benchmark(module: nn.Module) -> bool:

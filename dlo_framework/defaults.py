@@ -50,7 +50,7 @@ def add_default_callbacks(
         progress_bar: whether to draw a bar.
         checkpoints: whether to save any.
         stop_grace: Seconds that a run which was asked to stop may go on without a move.
-        cudnn_benchmark: Whether cuDNN may measure its algorithms, where the config has no AcceleratorSettings.
+        cudnn_benchmark: Whether cuDNN may measure its algorithms.
     """
     monitor = next((callback for callback in callbacks if isinstance(callback, RunMonitor)), RunMonitor())
     state = StateReport()
@@ -60,6 +60,9 @@ def add_default_callbacks(
         first.append(AccumulationTail())
     defaults: list[Callback] = [EqualBatches(), monitor, ExactResume(), state]
     defaults.append(RunRecord(run_folder, config, monitor, state))
+    for callback in callbacks:
+        if isinstance(callback, AcceleratorSettings):
+            callback.cudnn_benchmark &= cudnn_benchmark
     if not any(isinstance(callback, AcceleratorSettings) for callback in callbacks):
         defaults.append(AcceleratorSettings(cudnn_benchmark=cudnn_benchmark))
     if not any(isinstance(callback, FiniteLoss) for callback in callbacks):

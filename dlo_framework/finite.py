@@ -11,6 +11,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 from torch.optim import Optimizer
 
+from dlo_framework.distributed.canonical import CanonicalStrategy
 from dlo_framework.distributed.control import control_group
 from dlo_framework.distributed.strategy import ShardedStrategy
 from dlo_framework.errors import DloError, agree
@@ -188,9 +189,12 @@ def _what(trainer: Trainer, rank: int) -> str:
 
 
 def _message(trainer: Trainer, rank: int) -> str:
+    strategy = trainer.strategy
+    hint = strategy.nan_hint if isinstance(strategy, CanonicalStrategy) else ""
     return (
         f"{_what(trainer, rank)}; the weights are those before it. Lower the learning rate, clip the gradients"
         " (trainer.gradient_clip_val), look at the batch's data, or leave such steps out (FiniteLoss, on_nan: skip)"
+        + (f". Or: {hint}" if hint else "")
     )
 
 

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from lightning.fabric.plugins.environments import SLURMEnvironment, TorchElasticEnvironment
 from lightning.pytorch import LightningDataModule, Trainer
 from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
@@ -69,7 +70,8 @@ class ResumableDataModule(LightningDataModule):
             a multiple of the ranks. It changes no metric.
         num_workers: loading processes on each rank; 0 loads in the main process. Default: one per CPU core that this
             rank has, at most 8; on an accelerator, one core less and at most 32. The cores are those that the process
-            may use, over the ranks of its node, or SLURM's `--cpus-per-task`. It changes speed only, never the data.
+            may use, over the ranks of its node, or SLURM's `--cpus-per-task` where each rank is a task. It changes
+            speed only, never the data.
         prefetch_factor: batches that each worker prepares ahead; default 2.
         pin_memory: load into page-locked memory, which speeds up copies to an accelerator. Default: where the
             run has one.
@@ -349,9 +351,10 @@ def default_workers(cores: int, on_accelerator: bool) -> int:
 
 
 def _cores_of_rank(ranks: int) -> int:
-    """Returns the cores of this rank, of those that share its node; SLURM may give each rank cores of its own."""
+    """Returns the cores of this rank, of those that share its node; a rank that is a task of SLURM's has its own."""
     usable, own = _usable_cores(), os.environ.get("SLURM_CPUS_PER_TASK", "")
-    return min(usable, int(own)) if own.isdigit() and int(own) else usable // ranks
+    is_task = SLURMEnvironment.detect() and not TorchElasticEnvironment.detect()
+    return min(usable, int(own)) if is_task and own.isdigit() and int(own) else usable // ranks
 
 
 def _usable_cores() -> int:

@@ -156,6 +156,8 @@ class CanonicalStrategy(Strategy):
     zero_stage = 0
     #: Whether parameters are in half precision, beside master weights in single precision that the strategy divides.
     has_master_weights = False
+    #: What of the strategy may make a loss NaN that is a number in one process; empty if nothing.
+    nan_hint = ""
 
     @property
     def shard_size(self) -> int:

@@ -12,6 +12,7 @@ import torch
 from lightning.pytorch import Callback
 from torch import Tensor
 
+from dlo_framework.finite import _message
 from dlo_framework.testing import run_distributed
 from dlo_framework.testing.training import quiet
 from dlo_plugins.strategies.fsdp import FSDPStrategy
@@ -109,8 +110,9 @@ def _overlap(rank: int, world_size: int) -> dict[str, Any]:
             run.fit(module, mine(rank, world_size))
         found[name] = module.before, module.after
     for stage in (1, 2):
-        module = PenalisedLater()
-        trainer(world_size, OnDevice(stage, bucket_mb=BUCKET_MB)).fit(module, mine(rank, world_size))
+        module, run = PenalisedLater(), trainer(world_size, OnDevice(stage, bucket_mb=BUCKET_MB))
+        run.fit(module, mine(rank, world_size))
+        assert f"zero{stage} has weights read as NaN" in _message(run, 0)
         found[f"later, stage {stage}"] = module.losses, []
     return found
 
@@ -143,6 +145,19 @@ def _losses(rank: int, world_size: int, make: Callable[[], Any], module: Module)
     return module.losses
 
 
+def _masters(rank: int, world_size: int) -> dict[str, list[float]]:
+    """Returns losses with master weights in the CPU's memory, of an optimizer of full tensors."""
+    found = {}
+    for stage, offload in ((2, "optimizer"), (3, "both")):
+        strategy = OnDevice(stage, offload=offload, bucket_mb=BUCKET_MB, param_dtype="bfloat16")
+        module = WithAdafactor()
+        trainer(world_size, strategy, precision="bf16-mixed", overfit_batches=1, max_epochs=5).fit(
+            module, mine(rank, world_size)
+        )
+        found[f"zero{stage} {offload}"] = module.losses
+    return found
+
+
 def _both_ways(rank: int, world_size: int) -> dict[str, Any]:
     quiet()
     found = {}
@@ -162,6 +177,13 @@ def test_losses_are_the_same_where_copies_and_collectives_run_late(ranks: int) -
             assert ran_late == in_order, name
             if name.startswith("zero"):
                 assert all(started.values()), (name, started)  # The double was in their place.
+
+
+def test_master_weights_that_are_stepped_in_full_are_what_the_next_forward_takes() -> None:
+    (found,) = run_distributed(_masters, 1, timeout=100)
+    assert found["zero2 optimizer"] == pytest.approx(found["zero3 both"], rel=1e-2)
+    for losses in found.values():
+        assert len(set(losses)) == len(losses) > 2, losses  # Each step was taken, and seen.
 
 
 def test_the_host_waits_for_nothing_but_the_gradients_that_it_steps_with() -> None:

@@ -2,6 +2,7 @@
 
 import contextlib
 import gc
+import os
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.demos.boring_classes import BoringModel
 from torch import nn
+from transformers import BatchEncoding
 
 from dlo_framework import accelerator
 from dlo_framework.accelerator import AcceleratorSettings, Collector, CopyStream, may_benchmark
@@ -200,6 +202,45 @@ def test_a_run_gives_garbage_collection_back(fails: bool, on_cuda: Any) -> None:
     assert gc.isenabled()
 
 
+def test_a_run_leaves_torchs_settings_as_they_were(on_cuda: Any) -> None:
+    module = BoringModel()
+    module.conv = torch.nn.Conv2d(1, 1, 1)
+    settings = AcceleratorSettings(gc_steps=0)
+    settings.setup(on_cuda, module, "fit")
+    settings.on_fit_start(on_cuda, module)
+    assert (torch.get_float32_matmul_precision(), torch.backends.cudnn.benchmark) == ("high", True)
+    settings.teardown(on_cuda, module, "fit")
+    assert (torch.get_float32_matmul_precision(), torch.backends.cudnn.benchmark) == ("highest", False)
+
+
+def test_a_batch_with_objects_that_hold_tensors_is_left_to_lightning() -> None:
+    streams = Streams([])
+    batch = {"text": BatchEncoding({"input_ids": torch.ones(2)}), "weight": 1.0}
+    assert CopyStream(torch.device("cpu"), streams).copy(batch) is batch
+
+
+def test_validation_collects_garbage_too_and_forked_processes_do_it_themselves(on_cuda: Any) -> None:
+    settings = AcceleratorSettings(gc_steps=2)
+    settings.on_train_start(on_cuda, BoringModel())
+    try:
+        collections = gc.get_stats()[2]["collections"]
+        for _ in range(4):
+            settings.on_validation_batch_end()
+        assert gc.get_stats()[2]["collections"] == collections + 2
+        child = os.fork()
+        if child == 0:
+            os._exit(0 if gc.isenabled() else 1)
+        assert os.waitpid(child, 0)[1] == 0
+    finally:
+        settings.on_train_end(on_cuda, BoringModel())
+
+
+def test_the_trainers_benchmark_holds_for_a_callback_that_is_named(tmp_path) -> None:
+    settings = AcceleratorSettings()
+    add_default_callbacks([settings], run_folder=tmp_path, model=BoringModel(), cudnn_benchmark=False)
+    assert not settings.cudnn_benchmark
+
+
 def test_values_that_do_not_exist_are_refused() -> None:
     with pytest.raises(DloError, match="must be highest, high or medium, got 'fast'"):
         AcceleratorSettings(matmul_precision="fast")  # type: ignore[arg-type]
@@ -236,7 +277,13 @@ def test_loading_processes_are_as_many_as_the_machine_has_cores_for(monkeypatch)
     monkeypatch.setattr(data_module, "_usable_cores", lambda: 96)
     monkeypatch.delenv("SLURM_CPUS_PER_TASK", raising=False)
     assert data_module._cores_of_rank(8) == 12
-    monkeypatch.setenv("SLURM_CPUS_PER_TASK", "10")  # The other ranks of the node have cores of their own.
-    assert data_module._cores_of_rank(8) == 10
+    monkeypatch.setenv("SLURM_CPUS_PER_TASK", "10")
+    monkeypatch.setattr(data_module.SLURMEnvironment, "detect", staticmethod(lambda: False))
+    assert data_module._cores_of_rank(8) == 12  # A job's shell, in which dlo starts the ranks.
+    monkeypatch.setattr(data_module.SLURMEnvironment, "detect", staticmethod(lambda: True))
+    assert data_module._cores_of_rank(8) == 10  # The other ranks of the node are tasks with cores of their own.
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")
+    assert data_module._cores_of_rank(8) == 12  # One task, in which torchrun starts the ranks.
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID")
     monkeypatch.setattr(data_module, "_usable_cores", lambda: 4)
     assert data_module._cores_of_rank(8) == 4

@@ -229,6 +229,20 @@ def test_flex_attention_caps_scores(monkeypatch: pytest.MonkeyPatch) -> None:
     compare_losses(*tasks, random_positions(2, 24, 9))
 
 
+@pytest.mark.parametrize("kernel", ["flex", None])
+def test_soft_caps_train_without_a_second_document_and_on_a_cpu(kernel: str | None, monkeypatch: Any) -> None:
+    config = {"model_type": "gemma2", **FAMILIES["gemma2"]}
+    tasks = []
+    for attention in ("dlo_varlen", "eager"):
+        torch.manual_seed(0)
+        tasks.append(CausalLM(config=config, attention=attention).eval())
+        tasks[-1].configure_model()
+    monkeypatch.setattr(packed_attention, "kernel_for", lambda *_: kernel)
+    compare_losses(*tasks, torch.arange(24).expand(2, 24))
+    if kernel is None:
+        compare_losses(*tasks, random_positions(2, 24, 9))
+
+
 @pytest.mark.parametrize("family", sorted(families.KNOWN - {"gemma2", "gemma3_text"}))
 def test_known_families_pass_what_others_are_tried_with(family: str) -> None:
     names = ("n_embd", "n_layer", "n_head") if family == "gpt2" else ("hidden_size", *NAMES)

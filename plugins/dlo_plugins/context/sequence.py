@@ -84,6 +84,8 @@ class SharedSequence:
             DloError: as :meth:`shard`.
         """
         given = _describing(batch)
+        if type(batch) is not dict:  # Another kind of mapping is not built anew here: `shard` counts.
+            return batch
         if not given or any(tensor.device.type != "cpu" or tensor.ndim != 2 for tensor in given):
             return batch
         names = ("input_ids", "position_ids", "attention_mask")
@@ -163,6 +165,6 @@ class SharedSequence:
 
 def _describing(batch: Any) -> list[Tensor]:
     """Returns the tensors of a batch that tell its documents and padding."""
-    if type(batch) is not dict or not isinstance(batch.get("input_ids"), Tensor):
+    if not isinstance(batch, dict) or not isinstance(batch.get("input_ids"), Tensor):
         return []
     return [batch[name] for name in ("position_ids", "attention_mask") if isinstance(batch.get(name), Tensor)]

@@ -240,6 +240,11 @@ class DeepSpeedBridge(DeepSpeedTranslation, ShardedStrategy, AnyDeviceDeepSpeed)
             return
         warn_of_checkpointing(self.config)
         if get(self.config, "activation_checkpointing.cpu_checkpointing") is True:
+            if getattr(module, "recompute", False):
+                raise DloError(
+                    "activation_checkpointing.cpu_checkpointing must be what recomputes the blocks, got recompute: true"
+                    f" of {type(module).__name__} beside it, which would do so twice; leave recompute out"
+                )
             ActivationCheckpoint(offload=True).apply(module.model, None, module.parallel_plan())
 
     def _optimizer(self, trainer: Trainer) -> Optimizer:

@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 import torch
 from lightning.pytorch import Trainer
-from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
+from lightning.pytorch.callbacks import LambdaCallback, ModelPruning, StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -343,6 +343,17 @@ class ZeroStrategy(ShardedStrategy):
         """Whether parameters are gathered in half precision."""
         return self.engine is not None and self.engine.options.gathered_dtype is not None
 
+    @property
+    def nan_hint(self) -> str:  # type: ignore[override]
+        """What may make a loss NaN where weights arrive during the forward; empty where they arrive before it."""
+        arrivals = self.engine.arrivals if self.engine is not None else None
+        if arrivals is None or not arrivals.enabled or self.world_size == 1:
+            return ""
+        return (
+            f"zero{self.stage} has weights read as NaN that a step reads outside their block's forward where the first"
+            " step did not: read them in the first step too, or take strategy ddp"
+        )
+
     def state_bytes(self) -> dict[str, float]:
         """Returns the bytes of the parameters, gradients and optimizer state that this rank holds now."""
         assert self.engine is not None
@@ -411,8 +422,8 @@ class ZeroStrategy(ShardedStrategy):
         return {**super().about(), "stage": self.stage}
 
 
-#: Callbacks of Lightning's that read weights between a step and the next forward.
-_READERS = (WeightAveraging, StochasticWeightAveraging)
+#: Callbacks of Lightning's that read weights, or call a user's functions, between a step and the next forward.
+_READERS = (WeightAveraging, StochasticWeightAveraging, LambdaCallback, ModelPruning)
 #: Who asks for weights through the strategy, if at all.
 _ASKING = ("lightning.", "dlo_framework.", "dlo_plugins.", "dlo_tasks.")
 #: What of a module is called between a step and the next forward.
@@ -420,6 +431,8 @@ _BETWEEN = (
     *("on_before_zero_grad", "optimizer_step", "optimizer_zero_grad", "lr_scheduler_step"),
     *("on_train_batch_start", "on_train_batch_end", "on_train_epoch_start", "on_train_epoch_end"),
     *("on_validation_start", "on_validation_epoch_start", "on_validation_model_eval", "on_save_checkpoint"),
+    *("on_validation_epoch_end", "on_validation_end", "on_train_end"),
+    *("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer"),
 )
 
 

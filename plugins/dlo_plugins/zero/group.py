@@ -181,7 +181,7 @@ class FlatGroup:
 
     def hide(self) -> None:
         """Has the parameters read as NaN until :meth:`finish_gather`: what is read sooner may be of the step before."""
-        if self._gathering is not None:
+        if self._gathering is not None and self.communicator.size > 1:
             self._point_to(self._placeholders)
             self._hidden = True
 
@@ -202,6 +202,7 @@ class FlatGroup:
 
         A gather under way is waited for: dropped, it could leave another rank without what it waits for.
         """
+        self._is_staged = False
         if self.gathered:
             self.finish_gather()
             self._publish()

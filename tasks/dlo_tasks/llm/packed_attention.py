@@ -119,7 +119,7 @@ def arguments(model: PreTrainedModel, position_ids: Tensor) -> dict[str, Any]:
     is_cut = isinstance(window, int) and window < length
     number, longest, _ = documents_of(position_ids)
     no_mask = position_ids.new_empty((0, 0, 0, 0))
-    if number == rows and not is_cut:
+    if number == rows and not is_cut and not getattr(config, "attn_logit_softcapping", None):
         return {"attention_mask": no_mask}  # The causal order is all there is to know.
     if kernel == "flex":
         return {"attention_mask": _block_masks(config, position_ids, window if is_cut else None)}
@@ -180,8 +180,33 @@ def attention_forward(
     if isinstance(attention_mask, Tensor) and attention_mask.numel() == 0:
         attention_mask = None
     if softcap is not None:
-        others["softcap"] = softcap
+        return _by_scores(
+            query, key, value, attention_mask, query.shape[-1] ** -0.5 if scaling is None else scaling, softcap
+        ), None
     return sdpa_attention_forward(module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **others)
+
+
+def _by_scores(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float, softcap: float) -> Tensor:
+    """Returns `[B, L, H, E]` with soft-capped scores, written out, as `sdpa` does not compute them.
+
+    Args:
+        query: `[B, H, L, D]`.
+        key: `[B, K, T, D]`.
+        value: `[B, K, T, E]`.
+        mask: As `sdpa` takes it; None for the causal order, of the last L of T tokens.
+        scale: Factor of scores.
+        softcap: Bound of scores, softly.
+    """
+    groups = query.shape[1] // key.shape[1]
+    key, value = key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
+    scores = softcap * torch.tanh(query @ key.transpose(-1, -2) * (scale / softcap))
+    if mask is None:
+        seen = torch.ones(scores.shape[-2:], dtype=torch.bool, device=query.device)
+        mask = seen.tril(scores.shape[-1] - scores.shape[-2])
+    mask = mask[..., : scores.shape[-1]]
+    scores = scores.masked_fill(~mask, torch.finfo(scores.dtype).min) if mask.dtype == torch.bool else scores + mask
+    weights = scores.softmax(-1, dtype=torch.promote_types(scores.dtype, torch.float32)).to(value.dtype)
+    return (weights @ value).transpose(1, 2).contiguous()
 
 
 def varlen_reference(

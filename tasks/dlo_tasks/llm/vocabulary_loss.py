@@ -162,9 +162,9 @@ def summed_loss(
     Raises:
         DloError: for a kernel that does not serve this head.
     """
+    _check_head(head, kernel)
     if isinstance(hidden, FakeTensor):  # Without values or memory: somebody counts the work.
         return head.summed(hidden, targets)
-    _check_head(head, kernel)
     if head.is_gathered:
         return whole_loss(head, hidden, targets)
     if head.shard is not None:

@@ -1,5 +1,6 @@
 """Who sees whom, against a mask written out for the whole sequence."""
 
+from collections import OrderedDict
 from typing import Any
 
 import pytest
@@ -7,7 +8,7 @@ import torch
 from lightning.fabric.utilities import move_data_to_device
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from dlo_plugins.context import visibility
+from dlo_plugins.context import sequence, visibility
 from dlo_plugins.context.blockwise import Attention, Output, attend, attend_backward
 from dlo_plugins.context.kernels import Score
 from dlo_plugins.context.visibility import CountedTensor, Documents, PairMask, Seen, attached, count, documents_of
@@ -195,3 +196,8 @@ def test_without_values_each_row_is_one_document(fake: bool) -> None:
         documents = documents_of(torch.zeros(2, LENGTH, dtype=torch.long, device="meta"), None, CHUNKS)
     assert documents.plain
     assert documents.seen(1, 0) is Seen.ALL
+
+
+def test_another_kind_of_mapping_tells_its_documents_too() -> None:
+    batch = OrderedDict(input_ids=torch.ones(1, 8), position_ids=torch.tensor([[0, 1, 2, 0, 1, 2, 3, 4]]))
+    assert len(sequence._describing(batch)) == 1
