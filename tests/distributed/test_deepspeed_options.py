@@ -83,6 +83,9 @@ def _recomputed(world_size: int) -> None:
         assert once == [STEPS] * 3, stage
         assert twice == [2 * STEPS] * 3, stage
         assert recomputed == plain, stage
+    task.recompute = True  # As CausalLM has it.
+    with pytest.raises(DloError, match="got recompute: true of Blocks beside it"):
+        ds(2, cpu_checkpointing=True)()._checkpoint_activations(task)
 
 
 def _options(rank: int, world_size: int, folder: Path) -> None:

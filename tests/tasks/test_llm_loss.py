@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dlo_framework.errors import DloError
@@ -346,6 +347,9 @@ def test_a_kernel_that_does_not_serve_a_head_is_refused() -> None:
     projection.register_forward_pre_hook(lambda module, args: None)
     with pytest.raises(DloError, match="gathered when it is called"):
         summed_loss(VocabularyHead(projection), hidden, targets, kernel="compiled")
+    fake = FakeTensorMode().from_tensor(hidden)  # As in the check of a mesh.
+    with pytest.raises(DloError, match="gathered when it is called"):
+        summed_loss(VocabularyHead(projection), fake, targets, kernel="compiled")
 
 
 def test_ligers_kernel_needs_its_package_and_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
