@@ -43,10 +43,10 @@ class Simulated:
     """What a rank of many took.
 
     Attributes:
-        seconds: of the host, to launch a step.
-        calls: of Python functions in a step.
-        held_bytes: between steps; None where the device does not count.
-        peak_bytes: in a step; likewise.
+        seconds: Time in which the host launches a step.
+        calls: Number of calls of Python functions in a step.
+        held_bytes: Memory held between steps; None where the device does not count.
+        peak_bytes: Most memory that a step has held; likewise.
     """
 
     seconds: float
