@@ -92,19 +92,21 @@ class Headline:
 HEADLINES = (
     Headline("training step, everything on", "overhead", "small ViT", "dlo, all on", ("Lightning, all on",)),
     Headline(
-        "what that adds to a tiny MLP's step",
+        "overhead of that, tiny MLP",
         "overhead",
         "tiny MLP: what is added",
         "dlo, all on",
         ("plain Lightning, nothing on", "plain Lightning"),
     ),
-    Headline("five idle callbacks add", "callbacks", "callbacks", "dlo, all callbacks"),
-    Headline("`dlo fit`, one step, from its start", "startup", "a fit", "dlo fit, one step", ("LightningCLI again",)),
+    Headline("overhead of five idle callbacks", "callbacks", "callbacks", "dlo, all callbacks"),
+    Headline(
+        "`dlo fit`, from start to the end of one step", "startup", "a fit", "dlo fit, one step", ("LightningCLI again",)
+    ),
     Headline("JPEGs to batches", "data_path", "from JPEGs of quality 75", "dlo", ("v2 tensors",)),
     Headline("CutMix", "batch_mix", "mixing", "dlo CutMix batch", ("timm CutMix batch",)),
     Headline("MixUp", "batch_mix", "mixing", "dlo MixUp batch", ("timm MixUp batch",)),
     Headline(
-        "time of growing images, equal epochs",
+        "ProgressiveResizing, time at equal epochs",
         "progressive_resizing",
         "60 epochs",
         "dlo, ProgressiveResizing",
@@ -113,9 +115,15 @@ HEADLINES = (
     Headline(
         "samples to 97% on digits", "race", "samples", "dlo, race", unit="the constant rate that LRFinder suggests"
     ),
-    Headline("packing text", "packing", "useful tokens", "dlo, packing: best_fit", ("TRL", "padded to the longest")),
+    Headline(
+        "packing text, useful tokens per second",
+        "packing",
+        "useful tokens",
+        "dlo, packing: best_fit",
+        ("TRL", "padded to the longest"),
+    ),
     Headline("loss over 32,768 tokens, time", "vocabulary_loss", "time: 2048 tokens, width 512", "dlo", ("torch",)),
-    Headline("its memory", "vocabulary_loss", "memory: 2048 tokens, width 512", "dlo", ("torch",)),
+    Headline("loss over 32,768 tokens, memory", "vocabulary_loss", "memory: 2048 tokens, width 512", "dlo", ("torch",)),
     Headline("`zero1`, 2 gloo ranks", "sharding", "a step", "dlo zero1", ("DeepSpeed 1", "ZeroRedundancyOptimizer")),
     Headline("`zero3`, 2 gloo ranks", "sharding", "a step", "dlo zero3", ("FSDP2",)),
     Headline("reduce-scatter on gloo", "collectives", "a buffer", "dlo reduce_scatter", ("torch reduce_scatter",)),
@@ -127,7 +135,7 @@ HEADLINES = (
     Headline("Llama, bf16", "accelerator", "Llama", "dlo fit, compiled", ("loop, compiled",)),
     Headline("`zero3`, bf16", "accelerator", "strategies", "dlo zero3", ("FSDP2",)),
     Headline("saving a checkpoint", "accelerator", "saving", "dlo", ("torch.save",)),
-    Headline("loading it", "accelerator", "loading", "dlo", ("torch.load",)),
+    Headline("loading a checkpoint", "accelerator", "loading", "dlo", ("torch.load",)),
 )
 
 

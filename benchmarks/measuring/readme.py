@@ -1,4 +1,4 @@
-"""The README's table of performance, made from the newest results."""
+"""Writes the performance table of README.md from the newest results."""
 
 from __future__ import annotations
 
@@ -12,15 +12,16 @@ from measuring.report import table_of
 from measuring.results import Results, newest
 
 BEGIN, END = "<!-- performance: begin -->", "<!-- performance: end -->"
-HEADING = ["what", "1 is", "dlo", "peer", "bar"]
-NONE = "No results yet: `python benchmarks/run.py` makes them, and `python benchmarks/run.py --readme` this table."
+HEADING = ["measured", "baseline (= 1)", "dlo", "peer", "bar"]
+COMMANDS = "`python benchmarks/run.py` measures; `python benchmarks/run.py --readme` makes this table from the results."
+NONE = "No results yet: `python benchmarks/run.py` measures, and `python benchmarks/run.py --readme` makes this table."
 
 
 def performance(files: Iterable[tuple[Path, Results]]) -> str:
     """Returns the text between the two marks.
 
     Args:
-        files: of results, each with its path.
+        files: Results to show, each with its path.
     """
     parts = []
     for path, results in files:
@@ -28,52 +29,52 @@ def performance(files: Iterable[tuple[Path, Results]]) -> str:
         if lines:
             report = f"benchmarks/results/{path.stem}.md"
             where = f"{results['hardware']}, {results['date']}"
-            told = f"{where}: medians; all of them, with their spread, in [{report}]({report})."
-            parts += [told, table_of(HEADING, lines)]
+            source = f"{where}: medians. All results, with their spread, are in [{report}]({report})."
+            parts += [source, table_of(HEADING, lines)]
     if not parts:
         return NONE
-    made = (
-        "`python benchmarks/run.py` measures, `python benchmarks/run.py --readme` makes this table of the newest file."
-    )
-    return "\n\n".join([*parts, made])
+    return "\n\n".join([*parts, COMMANDS])
 
 
 def rewritten(readme: str, folder: Path) -> str:
     """Returns the README with the table of the newest results in a folder.
 
     Raises:
-        ValueError: if the two marks are not there.
+        ValueError: If the README does not have each mark exactly once.
     """
-    if readme.count(BEGIN) != 1 or readme.count(END) != 1:
-        raise ValueError(f"the README has each of the marks {BEGIN} and {END} once")
+    counts = readme.count(BEGIN), readme.count(END)
+    if counts != (1, 1):
+        raise ValueError(
+            f"README.md must have each of the marks {BEGIN} and {END} once, got {counts[0]} and {counts[1]}"
+        )
     before, _, rest = readme.partition(BEGIN)
     _, _, after = rest.partition(END)
     return f"{before}{BEGIN}\n\n{performance(newest(folder))}\n\n{END}{after}"
 
 
 def _line(headline: Headline, results: Results) -> list[str] | None:
-    """Returns a line's cells; None if it was not measured."""
+    """Returns the cells of a headline's row, or None if it was not measured."""
     table = _table(headline, results)
     if table is None:
         return None
     rows = table["rows"]
     ours = rows[headline.ours]
     peer = next((name for name in headline.peers if name in rows), None)
-    beside = "" if peer is None else f"{peer}: {number(rows[peer]['median'])}"
+    peer_cell = "" if peer is None else f"{peer}: {number(rows[peer]['median'])}"
     unit = f"{headline.unit or table['unit']}{' (higher is better)' if table['better'] == 'higher' else ''}"
     cost = next((note for note in table["notes"] if headline.cost and note.startswith(headline.cost)), "").rstrip(".")
     figure = f"**{number(ours['median'])}**{f' ({cost[0].lower()}{cost[1:]})' if cost else ''}"
-    return [headline.what, unit, figure, beside, bar_in_words(ours, table["better"])]
+    return [headline.what, unit, figure, peer_cell, bar_in_words(ours, table["better"])]
 
 
 def stale(results: Results) -> list[str]:
-    """Returns what of the headlines was looked for in vain: their benchmarks ran, and have no such row."""
+    """Returns the headlines whose benchmark ran but has no such row."""
     ran = {run["name"] for run in results["runs"].values() if run["record"] and run["record"]["tables"]}
     return [f"{one.what} ({one.name})" for one in HEADLINES if one.name in ran and _table(one, results) is None]
 
 
 def _table(headline: Headline, results: Results) -> Mapping[str, Any] | None:
-    """Returns the first table that the headline is about and that has its row."""
+    """Returns the first table that matches the headline's title and has its row."""
     for run in results["runs"].values():
         if run["name"] == headline.name and run["record"] is not None:
             for table in run["record"]["tables"]:
