@@ -1,4 +1,4 @@
-"""Which benchmarks there are, how each is run, and which of their rows stand for them in the README."""
+"""Lists the benchmarks, their command lines, and the rows of theirs that the README's table shows."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-#: How dlo's folder of benchmarks names what is no benchmark.
+#: Files in benchmarks/ that are not benchmarks.
 NOT_BENCHMARKS = ("run",)
 
 
@@ -16,10 +16,10 @@ class Entry:
     """One run of a benchmark's file.
 
     Attributes:
-        name: of the file, without its suffix.
-        minutes: about what it takes on two CPU cores.
-        arguments: beside the file's own defaults.
-        quick: in place of them, a run of seconds that tries the machinery and measures nothing.
+        name: Name of the file, without its suffix.
+        minutes: Approximate duration on two CPU cores.
+        arguments: Command-line arguments of a full run.
+        quick: Command-line arguments of a quick run, which takes seconds and checks only that the benchmark runs.
     """
 
     name: str
@@ -29,7 +29,7 @@ class Entry:
 
     @property
     def key(self) -> str:
-        """Tells the runs of one file apart, in a report too."""
+        """Key of the run in results and reports: the name and the arguments."""
         return " ".join((self.name, *self.arguments))
 
 
@@ -68,16 +68,16 @@ ENTRIES = (
 
 @dataclass(frozen=True)
 class Headline:
-    """A line of the README's table.
+    """One row of the README's table.
 
     Attributes:
-        what: is measured.
-        name: the benchmark's.
-        table: how its title begins.
-        ours: dlo's row.
-        peers: rows beside it; the first that was measured is shown.
-        cost: Beginning of the table's note that is shown with the figure: what it costs.
-        unit: What 1 is, in place of the words that a results file has.
+        what: Quantity that is measured.
+        name: Name of the benchmark.
+        table: Beginning of the table's title.
+        ours: Name of dlo's row.
+        peers: Names of peers' rows; the README shows the first that was measured.
+        cost: Beginning of the note that is shown with the figure, such as a loss of accuracy.
+        unit: Baseline, for which a ratio is 1; by default the unit in the results file.
     """
 
     what: str
@@ -98,11 +98,20 @@ HEADLINES = (
         "dlo, all on",
         ("plain Lightning, nothing on", "plain Lightning"),
     ),
-    Headline("overhead of five idle callbacks", "callbacks", "callbacks", "dlo, all callbacks"),
+    Headline(
+        "overhead of five idle callbacks", "callbacks", "callbacks", "dlo, all callbacks", unit="a small ViT's step"
+    ),
     Headline(
         "`dlo fit`, from start to the end of one step", "startup", "a fit", "dlo fit, one step", ("LightningCLI again",)
     ),
-    Headline("JPEGs to batches", "data_path", "from JPEGs of quality 75", "dlo", ("v2 tensors",)),
+    Headline(
+        "JPEGs to batches, images per CPU-second",
+        "data_path",
+        "from JPEGs of quality 75",
+        "dlo",
+        ("v2 tensors",),
+        unit="torchvision's ImageFolder",
+    ),
     Headline("CutMix", "batch_mix", "mixing", "dlo CutMix batch", ("timm CutMix batch",)),
     Headline("MixUp", "batch_mix", "mixing", "dlo MixUp batch", ("timm MixUp batch",)),
     Headline(
@@ -121,16 +130,54 @@ HEADLINES = (
         "useful tokens",
         "dlo, packing: best_fit",
         ("TRL", "padded to the longest"),
+        unit="padding to the window",
     ),
-    Headline("loss over 32,768 tokens, time", "vocabulary_loss", "time: 2048 tokens, width 512", "dlo", ("torch",)),
-    Headline("loss over 32,768 tokens, memory", "vocabulary_loss", "memory: 2048 tokens, width 512", "dlo", ("torch",)),
+    Headline(
+        "loss over 32,768 tokens, time",
+        "vocabulary_loss",
+        "time: 2048 tokens, width 512",
+        "dlo",
+        ("torch",),
+        unit="plain loss",
+    ),
+    Headline(
+        "loss over 32,768 tokens, memory",
+        "vocabulary_loss",
+        "memory: 2048 tokens, width 512",
+        "dlo",
+        ("torch",),
+        unit="plain loss",
+    ),
     Headline("`zero1`, 2 gloo ranks", "sharding", "a step", "dlo zero1", ("DeepSpeed 1", "ZeroRedundancyOptimizer")),
     Headline("`zero3`, 2 gloo ranks", "sharding", "a step", "dlo zero3", ("FSDP2",)),
-    Headline("reduce-scatter on gloo", "collectives", "a buffer", "dlo reduce_scatter", ("torch reduce_scatter",)),
+    Headline(
+        "reduce-scatter on gloo",
+        "collectives",
+        "a buffer",
+        "dlo reduce_scatter",
+        ("torch reduce_scatter",),
+        unit="all-reduce of the same buffer",
+    ),
     Headline("`deepspeed_2`, 2 gloo ranks", "deepspeed_bridge", "a step of stage 2", "dlo, DeepSpeedBridge"),
-    Headline("1-bit Adam, bytes sent", "compression", "sent by a rank", "1-bit Adam", ("PowerSGD",)),
-    Headline("1F1B, 8 micro-batches", "pipeline", "a step over theory, 8", "1F1B", ("GPipe",)),
-    Headline("ZBV, 8 micro-batches, idle time", "pipeline", "idle time, 8", "ZBV", ("1F1B again",)),
+    Headline(
+        "1-bit Adam, bytes sent",
+        "compression",
+        "sent by a rank",
+        "1-bit Adam",
+        ("PowerSGD",),
+        unit="bytes that DDP sends",
+    ),
+    Headline(
+        "1F1B, 8 micro-batches, step time",
+        "pipeline",
+        "a step over theory, 8",
+        "1F1B",
+        ("GPipe",),
+        unit="compute per rank, and the bubble of the papers",
+    ),
+    Headline(
+        "ZBV, 8 micro-batches, idle time", "pipeline", "idle time, 8", "ZBV", ("1F1B again",), unit="idle time of 1F1B"
+    ),
     Headline("ViT, bf16", "accelerator", "ViT", "dlo fit, compiled", ("loop, compiled",)),
     Headline("Llama, bf16", "accelerator", "Llama", "dlo fit, compiled", ("loop, compiled",)),
     Headline("`zero3`, bf16", "accelerator", "strategies", "dlo zero3", ("FSDP2",)),
@@ -140,17 +187,17 @@ HEADLINES = (
 
 
 def chosen(names: list[str] | None, quick: bool = False) -> list[Entry]:
-    """Returns the entries of these files, all of them for None, in the catalogue's order.
+    """Returns the entries with these names, or all entries for None, in the order of ``ENTRIES``.
 
-    Of entries whose quick runs are the same, a quick run has the first alone.
+    With ``quick``, entries whose quick arguments are equal are returned once.
 
     Raises:
-        ValueError: for a name that is none of them.
+        ValueError: If a name is unknown.
     """
     known = dict.fromkeys(entry.name for entry in ENTRIES)
     unknown = [name for name in names or [] if name not in known]
     if unknown:
-        raise ValueError(f"no benchmark {', '.join(unknown)}; there are {', '.join(known)}")
+        raise ValueError(f"--only must name benchmarks, got {', '.join(unknown)}; there are {', '.join(known)}")
     found = [entry for entry in ENTRIES if names is None or entry.name in names]
     if not quick:
         return found
@@ -158,13 +205,15 @@ def chosen(names: list[str] | None, quick: bool = False) -> list[Entry]:
 
 
 def parse_options(parser: argparse.ArgumentParser, script: str) -> argparse.Namespace:
-    """Returns a benchmark's options; ``--quick`` stands for its quick words, which those beside it override.
+    """Returns a benchmark's options; ``--quick`` expands to its quick arguments, which other arguments override.
 
     Args:
         parser: Parser with the benchmark's own options.
         script: ``__file__`` of the benchmark.
     """
-    parser.add_argument("--quick", action="store_true", help="try the machinery in seconds; the figures mean nothing")
+    parser.add_argument(
+        "--quick", action="store_true", help="check in seconds that it runs; its figures have no meaning"
+    )
     words = sys.argv[1:]
     if "--quick" in words:
         quick = next(entry.quick for entry in ENTRIES if entry.name == Path(script).stem)
