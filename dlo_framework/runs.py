@@ -136,7 +136,7 @@ def _pass_over(run: Path, best: Path | None) -> None:
     from dlo_framework.checkpoint import newest_valid
 
     if best is None and newest_valid(run / CHECKPOINTS, "size", weights_only=True) is None:
-        warnings.warn(f"passing over {run}: it has no checkpoint", stacklevel=3)
+        warnings.warn(f"skipping {run}: it has no checkpoint", stacklevel=3)
         return
     says = "has none" if best is None else f"says that it is {best}, which is not there"
     raise DloError(

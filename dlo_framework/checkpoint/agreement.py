@@ -1,4 +1,4 @@
-"""Ranks that do a thing together: all of them succeed, or all of them raise the first error."""
+"""Collective calls that succeed on all ranks, or raise the first failing rank's error on all of them."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ def size_of(group: ProcessGroup | None) -> int:
 
 
 def together(group: ProcessGroup | None, work: Callable[[], T]) -> list[T]:
-    """Does ``work`` on every rank and returns all results, by rank.
+    """Runs ``work`` on every rank and returns all results, by rank.
 
-    A rank whose work fails says so instead of leaving the others waiting for it.
+    A rank whose work fails sends its error, so that the others do not wait for it.
 
     Args:
-        group: the ranks; None for this process alone.
-        work: returns something small that can be pickled.
+        group: Process group of the ranks; None for this process alone.
+        work: Function that returns a small value that can be pickled.
 
     Raises:
-        DloError: on every rank, the first failing rank's, where that is one; it names the rank.
-        RuntimeError: likewise, for any other error.
+        DloError: on every rank, if the first failing rank raised one; it names the rank.
+        RuntimeError: on every rank, if the first failing rank raised any other error; it names the rank.
     """
     if size_of(group) == 1:
         return [work()]
@@ -47,18 +47,18 @@ def together(group: ProcessGroup | None, work: Callable[[], T]) -> list[T]:
 
 
 def through_first(group: ProcessGroup | None, work: Callable[[], T], decide: Callable[[list[T]], Sequence[U]]) -> U:
-    """Does ``work`` on every rank, ``decide`` on the first with all results, and returns each rank's own answer.
+    """Runs ``work`` on every rank, ``decide`` on the first rank with all results, and returns each rank's answer.
 
-    No rank but the first holds more than its own. A failure of either is everybody's, as with :func:`together`.
+    Only the first rank holds the results of all. A failure of either raises on all ranks, as in :func:`together`.
 
     Args:
-        group: the ranks; None for this process alone.
-        work: returns something that can be pickled.
-        decide: returns an answer for each rank, by rank, likewise.
+        group: Process group of the ranks; None for this process alone.
+        work: Function that returns a value that can be pickled.
+        decide: Function of all results that returns one answer for each rank, by rank; each can be pickled.
 
     Raises:
         DloError: see :func:`together`.
-        RuntimeError: likewise.
+        RuntimeError: see :func:`together`.
     """
     if size_of(group) == 1:
         return decide([work()])[0]
@@ -81,7 +81,7 @@ def through_first(group: ProcessGroup | None, work: Callable[[], T], decide: Cal
 
 
 class _Outcome(NamedTuple):
-    """What came of a rank's work: its result, or the text of its error."""
+    """Outcome of a rank's work: its result, or the text of its error."""
 
     value: Any = None
     text: str | None = None
@@ -91,7 +91,7 @@ class _Outcome(NamedTuple):
 def _tried(work: Callable[[], Any]) -> tuple[_Outcome, BaseException | None]:
     try:
         return _Outcome(work()), None
-    except BaseException as error:  # Also Ctrl-C: the others must not wait for a rank that is leaving.
+    except BaseException as error:  # Also Ctrl-C: a rank that exits must not leave the others waiting.
         of_user = isinstance(error, DloError)
         return _Outcome(None, str(error) if of_user else f"{type(error).__name__}: {error}", of_user), error
 
@@ -101,7 +101,7 @@ def _first_failure(outcomes: Sequence[_Outcome]) -> tuple[int, _Outcome] | None:
 
 
 def _raise(failed: tuple[int, _Outcome] | None, caught: BaseException | None) -> None:
-    """Raises a rank's failure on all ranks, where there is one; on a rank that is leaving, why it leaves."""
+    """Raises a rank's failure, if there is one, on all ranks; a rank that was interrupted raises its own interrupt."""
     if caught is not None and not isinstance(caught, Exception):
         raise caught
     if failed is not None:

@@ -1,7 +1,7 @@
-"""Saves in the background: training goes on while the disk is written, and nothing is removed too early.
+"""Asynchronous saves: training continues while the checkpoint is written, and removals wait for the save.
 
-What is saved is the state at the call: each rank copies what it will write before the call returns. That copy, this
-rank's share of the checkpoint, is the memory that saving in the background costs.
+The saved state is that of the call: each rank copies what it writes before the call returns. That copy, this rank's
+share of the checkpoint, is the memory that an asynchronous save costs.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from dlo_framework.checkpoint.tensor_file import HashedFile
 class AsyncSaver:
     """Writes checkpoints in one background thread, one at a time.
 
-    The ranks agree on what is written in the calling thread, and on whether it is complete in the background, over a
-    group of their own: two threads must not share one. An error of a save is raised by the next call of
-    :meth:`save` or :meth:`wait`, on all ranks.
+    The ranks plan the save in the calling thread and confirm it in the background thread, over a process group of its
+    own, because two threads must not share one. The next call of :meth:`save` or :meth:`wait` raises the error of a
+    failed save, on all ranks.
 
     Args:
-        group: the ranks that hold the run; None for a single process. With a group, every process of the default
-            group makes its AsyncSaver at the same point, because a new group is made of it.
-        timeout: how long the ranks wait for the slowest one's disk.
+        group: Process group of the run's ranks; None for a single process. With a group, every process of the default
+            group must construct its AsyncSaver at the same point, because this creates a new group.
+        timeout: Longest time that the ranks wait for the slowest one's disk.
     """
 
     def __init__(self, group: ProcessGroup | None = None, timeout: timedelta = timedelta(minutes=30)) -> None:
@@ -42,14 +42,14 @@ class AsyncSaver:
         self._own_group: ProcessGroup | None = None
         if group is not None:
             made = dist.new_group(dist.get_process_group_ranks(group), timeout=timeout, backend="gloo")
-            assert isinstance(made, ProcessGroup)  # Only outside of its ranks it is a number.
+            assert isinstance(made, ProcessGroup)  # Only processes outside the group get a number here.
             self._own_group = made
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="dlo-checkpoint")
         self._pending: list[Future[None]] = []
         self._failed = False
 
     def save(self, checkpoint: Mapping[str, Any], path: str | Path, *, about: dict[str, Any] | None = None) -> None:
-        """Saves in the background, after the previous save has ended. See :func:`dlo_framework.checkpoint.save`.
+        """Saves in the background, after the previous save has finished. See :func:`dlo_framework.checkpoint.save`.
 
         Raises:
             DloError: if the disk is too full for it, or the previous save failed.
@@ -59,7 +59,7 @@ class AsyncSaver:
         self._submit(self._write, staged(prepared), _snapshot(prepared.rest))
 
     def remove(self, path: str | Path) -> None:
-        """Removes a checkpoint, once the save that is under way is on the disk; if that fails, it stays."""
+        """Removes a checkpoint, after the pending save is on the disk; if that save fails, keeps it."""
         if self._pending:
             self._submit(self._remove, Path(path))
         else:
@@ -67,14 +67,14 @@ class AsyncSaver:
 
     @property
     def is_busy(self) -> bool:
-        """Whether anything is under way."""
+        """Whether a save or a removal is pending."""
         return any(not future.done() for future in self._pending)
 
     def wait(self) -> None:
-        """Waits for what is under way.
+        """Waits for pending saves and removals.
 
         Raises:
-            DloError: if it failed; RuntimeError if that was not the user's to mend. Each failure is raised once.
+            DloError: if one failed for a reason that the user can fix, else RuntimeError. Each failure is raised once.
         """
         pending, self._pending = self._pending, []
         errors = [error for error in (future.exception() for future in pending) if error is not None]
@@ -83,7 +83,7 @@ class AsyncSaver:
             raise errors[0]
 
     def close(self) -> None:
-        """Waits for what is under way, and ends the thread. To be called before the process group is taken down."""
+        """Waits for pending saves and ends the thread. Call it before the process group is destroyed."""
         try:
             self.wait()
         finally:
@@ -108,7 +108,7 @@ class AsyncSaver:
 
 
 def staged(prepared: Prepared) -> Prepared:
-    """Returns the save with copies of its tensors in the CPU's memory."""
+    """Returns the save with its tensors copied to CPU memory."""
     bounces: dict[torch.device, BounceBuffers] = {}
     copies = {}
     for item, tensor in prepared.elements.items():
@@ -124,14 +124,14 @@ def staged(prepared: Prepared) -> Prepared:
 
 
 class BounceBuffers:
-    """Copies a device's tensors to the CPU's memory through two page-locked buffers of one size.
+    """Copies a device's tensors to CPU memory through two pinned buffers of one size.
 
-    A page-locked copy of each tensor would take up to twice its size for good: torch (2.11 to 2.15) rounds it up to a
+    A pinned copy of each tensor would occupy up to twice its size for good: torch (2.11 to 2.15) rounds it up to a
     power of two, and keeps the memory. While the device fills one of the buffers, the host empties the other.
 
     Args:
-        device: the tensors'.
-        size: bytes of a buffer.
+        device: Device of the tensors.
+        size: Size of a buffer, in bytes.
     """
 
     def __init__(self, device: torch.device, size: int = 32 << 20) -> None:
@@ -143,7 +143,7 @@ class BounceBuffers:
         self._turn = 0
 
     def copy(self, tensor: Tensor) -> Tensor:
-        """Starts to copy a tensor; the result holds all of it after :meth:`finish`."""
+        """Starts to copy a tensor; the result is complete after :meth:`finish`."""
         source = tensor.detach().contiguous().resolve_conj().resolve_neg()
         target = torch.empty(source.shape, dtype=source.dtype)
         if not source.numel():
@@ -159,7 +159,7 @@ class BounceBuffers:
         return target
 
     def finish(self) -> None:
-        """Waits for the copies that are under way."""
+        """Waits for the copies that have been started."""
         for number in (self._turn, 1 - self._turn):
             self._empty(number)
 
@@ -173,7 +173,7 @@ class BounceBuffers:
 
 
 def _snapshot(rest: dict[str, Any] | None) -> bytes:
-    """Returns the plain data as it will be written; its owners may change it from now on."""
+    """Returns the plain data, serialized; the caller may change it from now on."""
     if rest is None:
         return b""
     buffer = io.BytesIO()

@@ -1,4 +1,4 @@
-"""Arithmetic on boxes: whether they tile a tensor, how to cut a large one, and where one lies in another."""
+"""Arithmetic on boxes: whether they tile a tensor, how to split a large one, and how to slice one out of another."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ from torch import Tensor
 
 from dlo_framework.checkpoint.shards import Box
 
-#: The most that saving and loading hold beside the tensors themselves.
+#: Most bytes that saving and loading hold beside the tensors themselves.
 BUCKET_BYTES = 64 * 2**20
 
 
 def whole(shape: tuple[int, ...]) -> Box:
-    """Returns the box that is all of a tensor."""
+    """Returns the box that covers a full tensor."""
     return Box((0,) * len(shape), tuple(shape))
 
 
 def tiles(shape: tuple[int, ...], boxes: Iterable[Box]) -> bool:
-    """Returns whether the boxes hold each element of a tensor of ``shape`` exactly once.
+    """Returns whether the boxes cover each element of a tensor of ``shape`` exactly once.
 
-    A box's indicator function is determined by the signs at its ``2 ** ndim`` corners (its mixed difference), and so
-    is a sum of them. The boxes tile the tensor exactly where their signed corners add up to the whole's: gaps and
-    overlaps of equal size, which a sum of volumes would miss, do not cancel.
+    A box's indicator function is determined by the signs at its ``2 ** ndim`` corners (its mixed difference), and so is
+    a sum of them. The boxes tile the tensor exactly if their signed corners add up to those of the full tensor: gaps
+    and overlaps of equal size, which a sum of volumes would miss, do not cancel.
 
-    Boxes that are cut along one dim only, as most are, need no corners: they follow one another.
+    Boxes that are sharded along one dim only, as most are, need no corners: they are contiguous along it.
     """
     boxes = [box for box in boxes if box.numel > 0]
     along = _cut_along(shape, boxes)
@@ -48,7 +48,7 @@ def tiles(shape: tuple[int, ...], boxes: Iterable[Box]) -> bool:
 
 
 def _cut_along(shape: tuple[int, ...], boxes: list[Box]) -> int | None:
-    """Returns the dim that boxes are cut along, where they are whole along all others; None if that is not so."""
+    """Returns the only dim along which the boxes differ from the full tensor; None if there are several, or none."""
     along: set[int] = set()
     for box in boxes:
         if box.sizes != shape:
@@ -61,9 +61,9 @@ def _cut_along(shape: tuple[int, ...], boxes: list[Box]) -> int | None:
 
 
 def pieces(box: Box, element_bytes: int, most_bytes: int = BUCKET_BYTES) -> Iterator[Box]:
-    """Yields parts of a box in row-major order, each of at most ``most_bytes`` (but at least one element).
+    """Yields slices of a box in row-major order, each of at most ``most_bytes`` (but at least one element).
 
-    Each part is a run of consecutive elements of the box, so that parts written one after the other are the box.
+    Each slice is a run of consecutive elements of the box, so that the slices, concatenated, are the box.
     """
     if box.numel == 0:
         return
@@ -91,7 +91,7 @@ def part_of(tensor: Tensor, box: Box, part: Box) -> Tensor:
 
 
 def byte_range(box: Box, part: Box, element_bytes: int) -> tuple[int, int]:
-    """Returns from which byte to which the elements of ``part`` lie in a row-major ``box``, gaps included."""
+    """Returns the byte range that the elements of ``part`` span in a row-major ``box``, gaps included."""
     strides = [math.prod(box.sizes[dim + 1 :]) for dim in range(len(box.sizes))]
     starts = [offset - at for offset, at in zip(part.offsets, box.offsets, strict=True)]
     first = sum(start * stride for start, stride in zip(starts, strides, strict=True))

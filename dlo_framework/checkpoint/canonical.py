@@ -1,18 +1,17 @@
 """The canonical checkpoint: one format for every strategy and every number of ranks.
 
-A folder: ``manifest.json``, written last; ``shard-00000.safetensors`` and so on, a file a rank that writes anything,
-which any reader of safetensors opens; ``state.pt``, the loops', callbacks' and schedulers' plain data. Tensors stand
-in their native shapes under their plain names, in chunks that are boxes of them; whoever reads takes the parts of the
-chunks that overlap its own boxes.
+It is a folder of ``manifest.json``, written last; ``shard-00000.safetensors`` and so on, one file for each rank that
+writes tensors, which any safetensors reader opens; and ``state.pt``, the plain data of loops, callbacks and schedulers.
+Tensors have their full shapes and plain names; they are stored in chunks, each of which is a box of the tensor. A
+reader takes the overlap of the chunks with its own boxes.
 
-torch.distributed.checkpoint (DCP) is not used for the storage, only its protocol by which a DTensor says which box of
-the whole it is: DCP's metadata and its plain data are pickles, which execute code when they are read; it cannot read
-lazily, so that hooks could rename or replace weights before they are loaded; it hashes nothing; and its folders,
+The storage is not torch.distributed.checkpoint (DCP); only its protocol is used, by which a DTensor says which box of
+the full tensor it is. DCP's metadata and its plain data are pickles, which execute code when they are read; it cannot
+read lazily, so that hooks could rename or replace weights before they are loaded; it has no hashes; and its folders,
 overwritten in place, are unreadable after a kill.
 
-A tied tensor, which stands under two names, is written under both, so that each file and each name is complete in
-itself. Cost of a load: each file is hashed once, by one of the ranks, at 0.4 to 2 GB/s a core; ``verify="size"`` leaves
-that out.
+A tied tensor, which has two names, is written under both, so that each file and each name is complete in itself. Cost
+of a load: each file is hashed once, by one of the ranks, at 0.4 to 2 GB/s a core; ``verify="size"`` skips that.
 """
 
 from __future__ import annotations
@@ -46,20 +45,20 @@ from dlo_framework.whole_file import PARTIAL
 
 T = TypeVar("T")
 
-#: How long a rank looks for the folder that rank 0 has made, on a network file system say.
+#: Longest wait of a rank for the folder that rank 0 has created, for example on a network file system.
 _VISIBLE_SECONDS = 10.0
 
 
 @dataclass
 class Prepared:
-    """A save that all ranks have agreed on, of which nothing is written yet.
+    """Save that all ranks have planned, of which nothing is written yet.
 
     Attributes:
-        path: where the checkpoint will be.
-        agreed: who writes what.
-        elements: the boxes that this rank writes, in memory of the run's or of their own.
-        rest: what is no tensor of model or optimizer; None but on rank 0.
-        about: goes into the manifest.
+        path: Folder of the checkpoint.
+        agreed: Plan of the files that this rank and the others write.
+        elements: Tensors of the boxes that this rank writes, in the run's memory or copies.
+        rest: State without the tensors of model and optimizer, on rank 0; None on other ranks.
+        about: Plain data for the manifest.
     """
 
     path: Path
@@ -76,20 +75,20 @@ def save(
     group: ProcessGroup | None = None,
     about: dict[str, Any] | None = None,
 ) -> None:
-    """Writes a checkpoint, on all ranks together; it is there as a whole, or what was there before still is.
+    """Writes a checkpoint, on all ranks together, atomically: it replaces the previous one only when it is complete.
 
-    Beside the tensors themselves a rank holds at most 64 MB, and what says who holds which, about a kilobyte a tensor.
+    Beside the tensors themselves a rank holds at most 64 MB, and the inventory of its boxes, about a kilobyte a tensor.
 
     Args:
-        checkpoint: Lightning's dict. Under ``state_dict`` stand tensors, DTensors or flat shards by plain names;
-            under ``optimizer_states`` each ``state`` maps parameters' names to their tensors and values. A name may
-            be missing on ranks that hold nothing of it. What is no tensor is taken from rank 0.
-        path: the folder to be; what stands there is replaced.
-        group: the ranks that hold the run, gloo for choice; None for a single process.
-        about: plain data for the manifest: the strategy, the mesh, the config.
+        checkpoint: Lightning's dict. ``state_dict`` maps plain names to tensors, DTensors or flat shards; under
+            ``optimizer_states`` each ``state`` maps parameter names to their tensors and values. A name may be missing
+            on ranks that hold no shard of it. What is not a tensor is taken from rank 0.
+        path: Folder of the checkpoint; an existing one is replaced.
+        group: Process group of the run's ranks, preferably gloo; None for a single process.
+        about: Plain data for the manifest: the strategy, the mesh, the config.
 
     Raises:
-        DloError: on all ranks, if the disk is too full or cannot be written, or something could not be read back.
+        DloError: on all ranks, if the disk is too full or cannot be written, or a value could not be read back.
     """
     prepared = prepare(checkpoint, Path(path), group=group, about=about)
     write(prepared, group)
@@ -98,7 +97,7 @@ def save(
 def prepare(
     checkpoint: Mapping[str, Any], path: Path, *, group: ProcessGroup | None, about: dict[str, Any] | None = None
 ) -> Prepared:
-    """Plans a save on all ranks together, and checks that it fits the disk. See :func:`save`."""
+    """Plans a save on all ranks together, and checks that it fits on the disk. See :func:`save`."""
     rest, found = split(checkpoint)
     planning = Planning(rest, found, path, group)
     agreed = planning.agree()
@@ -153,7 +152,7 @@ def _write_files(
 
 
 def _finish(prepared: Prepared, records: list[dict[str, dict[str, Any]]]) -> list[None]:
-    """Writes the manifest of all ranks' files and puts the folder in its place."""
+    """Writes the manifest of all ranks' files and renames the folder to its final name."""
     rest, plan = prepared.rest or {}, prepared.agreed.plan
     assert plan is not None
     files = {name: record for of_rank in records for name, record in of_rank.items()}
@@ -179,7 +178,7 @@ def _finish(prepared: Prepared, records: list[dict[str, dict[str, Any]]]) -> lis
 
 @contextlib.contextmanager
 def disk_errors(path: Path, need: int | None = None) -> Iterator[None]:
-    """What the disk refuses to write to ``path`` becomes the user's to mend: a DloError."""
+    """Turns an error of the disk while ``path`` is written into a DloError."""
     try:
         yield
     except (OSError, RuntimeError) as error:
@@ -198,19 +197,19 @@ def _guarded(prepared: Prepared, work: Callable[[], T]) -> T:
 
 
 def _wait_for(partial: Path, rank: int) -> None:
-    """Raises a DloError if the folder that rank 0 has made cannot be seen here."""
+    """Waits for the folder that rank 0 has created; raises a DloError if it does not appear here."""
     until = time.monotonic() + _VISIBLE_SECONDS
     while not partial.is_dir():
         if time.monotonic() > until:
             raise DloError(
-                f"a checkpoint's folder lies on a file system that all nodes share; {partial}, which rank 0 has made,"
-                f" is not seen on {os.uname().nodename}; choose another with --run.dir"
+                f"a checkpoint's folder must be on a file system that all nodes share, got {partial}, which rank 0 has"
+                f" created and {os.uname().nodename} does not see; choose another with --run.dir"
             )
         time.sleep(0.05)
 
 
 def no_space(path: Path, reason: str) -> DloError:
-    """Returns the error of a disk that takes no more, which says why, and what is still there."""
+    """Returns the error of a full disk, with the reason and the checkpoint that is still intact."""
     if path.exists():
         previous = f"previous {path.name} intact"
     else:

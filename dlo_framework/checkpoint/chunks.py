@@ -1,7 +1,7 @@
-"""Where the elements of saved tensors lie: boxes of them, in files.
+"""Location of saved tensors: the boxes of each tensor, and their byte ranges in the files.
 
-Ranks that shard a tensor evenly write boxes of one size to the same place in each of their files. Such boxes are one
-:class:`Run`, so that what is said of a tensor does not grow with the ranks that wrote it.
+Ranks that shard a tensor evenly write boxes of one size at the same offset of their files. Such boxes form one
+:class:`Run`, so that a tensor's entry in the manifest does not grow with the ranks that wrote it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ Key = tuple[str, str]
 
 @dataclass(frozen=True)
 class Chunk:
-    """A box of a tensor and where its bytes lie: ``[begin, end)`` of ``file``."""
+    """Box of a tensor and its bytes ``[begin, end)`` in ``file``."""
 
     box: Box
     file: str
@@ -26,15 +26,15 @@ class Chunk:
 
 
 class Run(NamedTuple):
-    """Boxes of one size that follow one another along a dim, at the same place in each of several files.
+    """Boxes of one size, contiguous along a dim, at the same offset of several files.
 
     Attributes:
-        box: the first.
-        shard: the number of its file.
-        begin: where its bytes begin, counted from the first tensor's in the file, in all the files alike.
-        length: how many boxes.
-        dim: along which they follow one another.
-        stride: from the number of one's file to that of the next.
+        box: First box of the run.
+        shard: Number of the first box's file.
+        begin: Offset of the box, in bytes from the first tensor in the file; the same in all files.
+        length: Number of boxes.
+        dim: Dimension along which the boxes follow each other.
+        stride: Difference between the numbers of successive files.
     """
 
     box: Box
@@ -50,23 +50,23 @@ class Run(NamedTuple):
         return range(self.shard, self.shard + self.length * self.stride, self.stride)
 
     def part(self, number: int) -> Box:
-        """Returns the box of this number, from 0."""
+        """Returns the box of this number, counted from 0."""
         return self.box if number == 0 else _moved(self.box, self.dim, number)
 
     @property
     def whole(self) -> Box:
-        """What the boxes are together."""
+        """The union of the boxes."""
         offsets, sizes = self.box
         return self.box if self.length == 1 else Box(offsets, _with(sizes, self.dim, sizes[self.dim] * self.length))
 
 
 class Runs(Sequence[Chunk]):
-    """The chunks of a tensor, made when they are asked for.
+    """Sequence of a tensor's chunks, each constructed on access.
 
     Args:
-        runs: what they are.
-        element: the bytes of one.
-        starts: {a shard's number: where its first tensor's bytes begin}.
+        runs: Runs that the chunks belong to.
+        element: Size of an element, in bytes.
+        starts: {shard number: offset in bytes of the shard's first tensor}.
     """
 
     def __init__(self, runs: Sequence[Run], element: int, starts: Mapping[int, int]) -> None:
@@ -87,7 +87,7 @@ class Runs(Sequence[Chunk]):
         return (self._chunk(run, number) for run in self.runs for number in range(run.length))
 
     def over(self, box: Box) -> Iterator[Chunk]:
-        """Yields the chunks that hold some of a box; the others cost nothing."""
+        """Yields the chunks that overlap a box; the others cost nothing."""
         for run in self.runs:
             shared = overlap(run.whole, box)
             if shared is None:
@@ -106,14 +106,14 @@ class Runs(Sequence[Chunk]):
 
 @dataclass
 class SavedTensor:
-    """A tensor in a checkpoint: its type, its shape, and the chunks that together are it."""
+    """Tensor in a checkpoint: its dtype, its shape, and the chunks that tile it."""
 
     dtype: str
     shape: tuple[int, ...]
     chunks: Sequence[Chunk] = field(default_factory=list)
 
     def over(self, box: Box) -> Iterator[tuple[Chunk, Box]]:
-        """Yields each chunk that holds some of a box, and what that is."""
+        """Yields each chunk that overlaps a box, with the overlap."""
         for chunk in self.chunks.over(box) if isinstance(self.chunks, Runs) else self.chunks:
             shared = overlap(chunk.box, box)
             if shared is not None:
@@ -126,13 +126,13 @@ def shard_name(number: int) -> str:
 
 
 def shard_number(name: str) -> int | None:
-    """Returns the number that :func:`shard_name` made a name of; None for other names."""
+    """Returns the number in a name made by :func:`shard_name`; None for other names."""
     digits = name.removeprefix("shard-").removesuffix(".safetensors")
     return int(digits) if digits.isdecimal() and shard_name(int(digits)) == name else None
 
 
 def following(box: Box, dim: int) -> Box:
-    """Returns the box of the same size that is next along a dim."""
+    """Returns the next box of the same size along a dim."""
     return _moved(box, dim, 1)
 
 

@@ -1,4 +1,4 @@
-"""From one form of a checkpoint to another: Lightning's file, a single safetensors file, a model's weights alone."""
+"""Conversion of checkpoints: from and to Lightning's single file, one safetensors file, and weights alone."""
 
 from __future__ import annotations
 
@@ -30,19 +30,19 @@ from dlo_framework.checkpoint.verify import sha256, verify
 from dlo_framework.errors import DloError
 from dlo_framework.whole_file import whole_file
 
-#: The header's entry that tells a whole checkpoint in one file from a model's weights.
+#: Entry of the header that marks a full checkpoint in one file, as opposed to a model's weights.
 _KIND, _WHOLE = "dlo", "checkpoint"
-#: Of files that ``torch.save`` writes.
+#: Endings of files that ``torch.save`` writes.
 TORCH_ENDINGS = (".pt", ".pth", ".bin")
-#: Where a Task keeps its model; a library that loads the weights knows the model's own names.
+#: Prefix of a Task's model; a library that loads the weights uses the model's own names.
 PREFIX = "model."
 
 
 def import_lightning(source: Path, target: Path) -> list[str]:
-    """Turns Lightning's single-file checkpoint into a canonical one; nothing in it is executed.
+    """Converts Lightning's single-file checkpoint to a canonical one; nothing in it is executed.
 
     Returns:
-        What could not be carried over as it should be, a sentence each.
+        Warnings, one sentence for each part of the state that could not be converted.
 
     Raises:
         DloError: if the file is damaged or unsafe, or the target cannot be written.
@@ -56,9 +56,9 @@ def import_lightning(source: Path, target: Path) -> list[str]:
 
 
 def to_lightning(source: Path, target: Path) -> None:
-    """Turns a canonical checkpoint into a single file of Lightning's, with which its own ``Trainer`` goes on.
+    """Converts a canonical checkpoint to a single file that Lightning's own ``Trainer`` resumes from.
 
-    Optimizers' states are numbered, in the order of their groups, as torch has them. The file is made whole in memory.
+    The optimizer states are numbered in the order of their groups, as in torch. The file is assembled in memory.
 
     Raises:
         DloError: if the source is damaged, or the target cannot be written.
@@ -68,9 +68,9 @@ def to_lightning(source: Path, target: Path) -> None:
 
 
 def as_lightning(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns a checkpoint as Lightning's own strategies make it; all tensors must be full tensors.
+    """Returns a checkpoint as Lightning's own strategies write it; all tensors must be full tensors.
 
-    Mappings that read from files become dicts, and the optimizers' states are numbered as torch has them.
+    Lazy mappings become dicts, and the optimizer states are numbered as in torch.
     """
     plain: dict[str, Any] = plain_data(checkpoint)
     for optimizer in plain.get("optimizer_states") or ():
@@ -85,12 +85,12 @@ def as_lightning(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def to_single_file(source: Path, target: Path) -> Path:
-    """Writes a canonical checkpoint's tensors to one safetensors file, and its other state beside it.
+    """Writes a canonical checkpoint's tensors to one safetensors file, and the rest of its state beside it.
 
-    The tensors are called ``model/head.weight``, ``optimizer.0/head.weight.exp_avg``. Holds one bucket in memory.
+    The tensors are named ``model/head.weight``, ``optimizer.0/head.weight.exp_avg``. One bucket is in memory at a time.
 
     Returns:
-        The file of the other state: ``target`` with the ending ``.state.pt``.
+        The file of the remaining state: ``target`` with the ending ``.state.pt``.
 
     Raises:
         DloError: if the source is damaged, or a file cannot be written.
@@ -110,10 +110,10 @@ def to_single_file(source: Path, target: Path) -> Path:
 
 
 def from_single_file(source: Path, target: Path) -> None:
-    """Turns a safetensors file into a canonical checkpoint.
+    """Converts a safetensors file to a canonical checkpoint.
 
-    One of :func:`to_single_file` becomes again what it was. Any other is taken for a model's weights, under the names
-    that it gives them.
+    A file of :func:`to_single_file` is restored as the checkpoint that it was. Any other file is read as a model's
+    weights, under the names in the file.
 
     Raises:
         DloError: if it is damaged or its state is missing, or the target cannot be written.
@@ -122,7 +122,9 @@ def from_single_file(source: Path, target: Path) -> None:
     manifest, state = manifest_of_file(source), state_file_of(source)
     if not manifest.weights_only:
         if not state.is_file():
-            raise DloError(f"{source} is a whole checkpoint, but its other half, {state.name}, is not beside it")
+            raise DloError(
+                f"{source} is a full checkpoint in one file, and {state.name} is not beside it; copy that there"
+            )
         checkpoint = assemble(source.parent, manifest, read_state(state))
     else:
         tensors = {(MODEL, name): tensor for name, tensor in manifest.tensors.get(MODEL, {}).items()}
@@ -133,10 +135,10 @@ def from_single_file(source: Path, target: Path) -> None:
 
 
 def manifest_of_file(path: Path) -> Manifest:
-    """Returns what a safetensors file holds, in the form of a checkpoint's manifest.
+    """Returns a safetensors file's content in the form of a checkpoint's manifest.
 
     Raises:
-        DloError: if it is none, or damaged.
+        DloError: if it is not a safetensors file, or damaged.
     """
     stored, about = read_header(path)
     is_whole = about.get(_KIND) == _WHOLE
@@ -149,7 +151,7 @@ def manifest_of_file(path: Path) -> Manifest:
 
 
 def manifest_of_lightning(checkpoint: dict[str, Any], path: Path) -> Manifest:
-    """Returns what a loaded single-file checkpoint of Lightning's holds, in the form of a checkpoint's manifest."""
+    """Returns the content of a loaded single-file checkpoint in the form of a checkpoint's manifest."""
     manifest = _manifest(path, weights_only="optimizer_states" not in checkpoint)
     manifest.step, manifest.epoch = int(checkpoint.get("global_step", 0)), int(checkpoint.get("epoch", 0))
     manifest.versions = {"lightning": str(checkpoint["pytorch-lightning_version"])}
@@ -166,7 +168,7 @@ def _manifest(path: Path, *, weights_only: bool) -> Manifest:
 
 
 def _flat(key: Key) -> str:
-    """Returns a tensor's group and name as one; a group may be a path with slashes in it."""
+    """Returns a tensor's group and name as one string; a group may be a path with slashes in it."""
     return f"{quote(key[0], safe='.')}/{key[1]}"
 
 
@@ -176,14 +178,14 @@ def _unflat(name: str) -> Key:
 
 
 def model_weights(checkpoint: Mapping[str, Any], prefix: str | None = None) -> SavedTensors:
-    """Returns the weights of the model alone, under the names that the model's own library gives them.
+    """Returns the weights of the model alone, under the names that the model's own library uses.
 
-    For whoever writes them in another form: a Hugging Face folder, say.
+    Exporters to other formats, for example a Hugging Face folder, read them from here.
 
     Args:
-        checkpoint: a loaded one.
-        prefix: what the names begin with, and lose; others are left out. By default ``model.``, where a Task keeps its
-            model, and nothing if no name begins with that.
+        checkpoint: Loaded checkpoint.
+        prefix: Prefix of the names, which is removed; other names are left out. By default ``model.``, the prefix of a
+            Task's model, and none if no name begins with it.
 
     Raises:
         DloError: if no name begins with ``prefix``.
@@ -199,24 +201,24 @@ def model_weights(checkpoint: Mapping[str, Any], prefix: str | None = None) -> S
             weights.rename(name, name.removeprefix(prefix))
     if not weights:
         first = next(iter(state), None)
-        raise DloError(f"no weight's name begins with '{prefix}'; the first is '{first}'")
+        raise DloError(f"prefix must begin the name of a weight, got '{prefix}'; the first weight is '{first}'")
     return weights
 
 
 def export_weights(
     source: Path, target: Path, *, prefix: str | None = None, dtype: torch.dtype | None = None
 ) -> tuple[int, int]:
-    """Writes the model's weights alone to a safetensors file, which timm and others load, or to one of torch's.
+    """Writes the model's weights alone to a safetensors file, as timm and others load it, or to a ``torch.save`` file.
 
     Args:
-        source: a checkpoint, a folder or a file of Lightning's.
-        target: the file. One whose ending is of :data:`TORCH_ENDINGS` holds a plain dict of tensors, for ``torch.load``
-            and ``load_state_dict``; it is made whole in memory.
-        prefix: see :func:`model_weights`.
-        dtype: floating weights are converted to it; None leaves them as they are.
+        source: Checkpoint, a folder or a single file of Lightning's.
+        target: File to write. With an ending of :data:`TORCH_ENDINGS` it holds a plain dict of tensors, for
+            ``torch.load`` and ``load_state_dict``, and is assembled in memory.
+        prefix: Prefix of the names; see :func:`model_weights`.
+        dtype: Type that floating-point weights are converted to; None keeps their own.
 
     Returns:
-        How many tensors were written, and how many of the checkpoint's were left out.
+        The number of tensors written, and the number left out.
 
     Raises:
         DloError: if the source is damaged, or the target cannot be written.
@@ -240,13 +242,13 @@ def export_weights(
 def write_safetensors(
     tensors: SavedTensors, target: Path, about: dict[str, str], *, dtype: torch.dtype | None = None
 ) -> None:
-    """Writes tensors to a safetensors file, a bucket at a time; the file is whole or not there.
+    """Writes tensors to a safetensors file, one bucket at a time, atomically.
 
     Args:
-        tensors: which; every entry is one.
-        target: the file.
-        about: text for the header.
-        dtype: of the floating ones in the file; None leaves them as they are.
+        tensors: Mapping whose entries are all tensors.
+        target: File to write.
+        about: Text for the header's ``__metadata__``.
+        dtype: Type of the floating-point tensors in the file; None keeps their own.
 
     Raises:
         DloError: if it cannot be written.
@@ -262,7 +264,7 @@ def write_safetensors(
         file.write(head)
         for name in names:
             element = max(stored_type(name).itemsize, tensors.dtype(name).itemsize)
-            # Half a bucket: a part is held twice, as the file's pages and as what is written.
+            # Half a bucket: a slice is held twice, as the file's pages and as the bytes to write.
             for piece in pieces(whole(tuple(tensors.shape(name))), element, BUCKET_BYTES // 2):
                 file.write(memory_of(_read(tensors, name, piece, stored_type(name))))
 
@@ -274,18 +276,18 @@ def _read(tensors: SavedTensors, name: str, piece: Box, dtype: torch.dtype) -> T
 
 
 def state_file_of(path: Path) -> Path:
-    """Returns where the state that is no tensor stands beside a single safetensors file."""
+    """Returns the path of the state that is not tensors, beside a single safetensors file."""
     return path.with_suffix(".state.pt")
 
 
 @contextlib.contextmanager
 def _whole_file(path: Path) -> Iterator[HashedFile]:
-    """Opens a new file that comes to its place once it is whole and synced."""
-    # The inner one tells what is free while the partial file is still there.
+    """Opens a new file that is renamed to ``path`` once it is complete and synced."""
+    # The inner one reports the free space while the partial file is still there.
     with disk_errors(path), whole_file(path) as partial, disk_errors(path), HashedFile(partial) as file:
         yield file
 
 
 def _refuse_existing(path: Path) -> None:
     if path.exists():
-        raise DloError(f"{path} is there already; remove it, or name another")
+        raise DloError(f"{path} exists; remove it, or choose another path")

@@ -1,11 +1,11 @@
-"""Reads the folders that DeepSpeed itself has saved, without DeepSpeed and without running what is in them.
+"""Reads the checkpoint folders that DeepSpeed itself saves, without DeepSpeed and without executing their pickles.
 
 ``FOLDER/latest`` names a folder ``global_stepN`` (Lightning's strategy calls it ``checkpoint``) that holds
 
-- stages 0 to 2: ``mp_rank_00_model_states.pt``: the module's state, in the precision that it computed in;
+- stages 0 to 2: ``mp_rank_00_model_states.pt``: the module's state, in the precision of the computation;
 - stage 3: ``zero_pp_rank_R_mp_rank_00_model_states.pt``, one a rank: buffers, and segments of frozen parameters;
-- stages 1 to 3: ``[bf16_]zero_pp_rank_R_mp_rank_00_optim_states.pt``, one a rank: flat partitions in single precision,
-  and the optimizer's state of them, as :mod:`dlo_framework.checkpoint.deepspeed_layout` lays them out.
+- stages 1 to 3: ``[bf16_]zero_pp_rank_R_mp_rank_00_optim_states.pt``, one a rank: flat partitions in fp32, and their
+  optimizer state, in the layout of :mod:`dlo_framework.checkpoint.deepspeed_layout`.
 
 The layout is that of DeepSpeed 0.15 to 0.19.
 """
@@ -32,7 +32,7 @@ from dlo_framework.errors import DloError
 
 _MODEL = re.compile(r"(?:zero_pp_rank_(?P<rank>\d+)_)?mp_rank_(?P<part>\d+)_model_states\.pt")
 _OPTIMIZER = re.compile(r"(?:[a-z0-9]+_)?zero_pp_rank_(?P<rank>\d+)_mp_rank_(?P<part>\d+)_optim_states\.pt")
-#: What DeepSpeed puts in a model's file; all else is the caller's own state: Lightning's, say.
+#: Keys that DeepSpeed writes to a model's file; all others are the client state, such as Lightning's.
 _OWN = frozenset(
     (
         *("module", "buffer_names", "optimizer", "param_shapes", "frozen_param_shapes", "frozen_param_fragments"),
@@ -44,14 +44,14 @@ _OWN = frozenset(
 
 
 class _Held:
-    """Stands for one of DeepSpeed's objects: it keeps the attributes, and does nothing."""
+    """Placeholder for one of DeepSpeed's objects: it keeps the attributes, and does nothing."""
 
 
 class _Number(int):
-    """Stands for an enumeration of DeepSpeed's."""
+    """Placeholder for an enumeration of DeepSpeed's."""
 
 
-#: DeepSpeed's classes whose objects are in its files, and what stands for them.
+#: DeepSpeed's classes whose objects are in its files, and their placeholders.
 _STAND_INS: list[tuple[type, str]] = [
     (_Held, "deepspeed.runtime.fp16.loss_scaler.LossScaler"),
     (_Held, "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler"),
@@ -61,33 +61,33 @@ _STAND_INS: list[tuple[type, str]] = [
 
 
 def is_deepspeed_folder(path: Path) -> bool:
-    """Returns whether a folder is one that DeepSpeed has saved, or holds one."""
+    """Returns whether DeepSpeed has saved a folder, or a folder inside it."""
     return path.is_dir() and ((path / "latest").is_file() or any(_MODEL.fullmatch(f.name) for f in path.iterdir()))
 
 
 def import_deepspeed(source: Path, target: Path) -> list[str]:
-    """Turns a folder of DeepSpeed's into a canonical checkpoint; nothing in it is executed.
+    """Converts a folder that DeepSpeed has saved to a canonical checkpoint; nothing in it is executed.
 
     Returns:
-        What could not be carried over as it should be, a sentence each.
+        Warnings, one sentence for each part of the state that could not be converted.
 
     Raises:
-        DloError: if a file is missing, damaged or unsafe, if tensor or pipeline parallelism has cut the model, or if
+        DloError: if a file is missing, damaged or unsafe, if tensor or pipeline parallelism has split the model, or if
             the target cannot be written.
     """
     if target.exists():
-        raise DloError(f"{target} is there already; remove it, or name another")
+        raise DloError(f"{target} exists; remove it, or choose another path")
     folder = _tagged(source)
     models, optimizers = _files(folder, _MODEL), _files(folder, _OPTIMIZER)
     if not models:
-        raise DloError(f"{folder} holds no *_model_states.pt of DeepSpeed's")
+        raise DloError(f"{folder} holds no *_model_states.pt; choose a folder that DeepSpeed has saved")
     states = [_read(path) for path in (models if len(optimizers) > 1 else models[:1])]
     partitions = [_read(path)["optimizer_state_dict"] for path in optimizers]
     first = states[0]
     if partitions and len(partitions) != int(first.get("dp_world_size", len(partitions))):
         raise DloError(
-            f"{folder} has the optimizer's files of {len(partitions)} ranks, but was saved on {first['dp_world_size']};"
-            " copy the others there"
+            f"{folder} must hold the optimizer's files of {first['dp_world_size']} ranks, which saved it, got"
+            f" {len(partitions)}; copy the others there"
         )
     weights, optimizer = _weights(first), _whole_optimizer(first)
     if partitions:
@@ -104,11 +104,11 @@ def import_deepspeed(source: Path, target: Path) -> list[str]:
     checkpoint["optimizer_states"] = [optimizer] if optimizer is not None else []
     notes = name_optimizer_states(checkpoint)
     if first.get("lr_scheduler") is not None:
-        notes.append("the state of DeepSpeed's own learning-rate scheduler is left out")
+        notes.append("the state of DeepSpeed's own learning-rate scheduler is dropped")
     if "loops" not in first:
         notes.append(
-            "it says nothing of epochs, batches and Lightning's schedules: a run that is resumed from it has weights"
-            " and optimizer, and begins all else anew"
+            "it has no state of epochs, batches and Lightning's schedules: a run that resumes from it has weights and"
+            " optimizer, and restarts everything else"
         )
     save(checkpoint, target, about={"strategy": "imported", "imported_from": f"{source.name} (DeepSpeed)"})
     return notes
@@ -123,12 +123,12 @@ def _tagged(source: Path) -> Path:
         return source
     folder = source / latest.read_text().strip()
     if not folder.is_dir():
-        raise DloError(f"{latest} names {folder.name}, but there is no such folder beside it; copy it there")
+        raise DloError(f"{latest} names the folder {folder.name}, which is not beside it; copy it there")
     return folder
 
 
 def _files(folder: Path, pattern: re.Pattern[str]) -> list[Path]:
-    """Returns the files of all ranks, in the ranks' order."""
+    """Returns the files of all ranks, by rank."""
     found: dict[int, Path] = {}
     for path in folder.iterdir():
         match = pattern.fullmatch(path.name)
@@ -136,25 +136,27 @@ def _files(folder: Path, pattern: re.Pattern[str]) -> list[Path]:
             continue
         if int(match["part"]) != 0:
             raise DloError(
-                f"{folder} is of a model that tensor or pipeline parallelism has cut ({path.name}), which only the"
-                " program that cut it puts together; save it there as one model"
+                f"{folder} must hold the full model, got a part that tensor or pipeline parallelism has split"
+                f" ({path.name}); save the full model in the program that split it"
             )
         found[int(match["rank"] or 0)] = path
     missing = sorted(set(range(max(found, default=-1) + 1)) - found.keys())
     if missing:
-        raise DloError(f"{folder} has no file of rank {missing[0]} beside {next(iter(found.values())).name}")
+        raise DloError(
+            f"{folder} has no file of rank {missing[0]} beside {next(iter(found.values())).name}; copy it there"
+        )
     return [found[rank] for rank in sorted(found)]
 
 
 def _read(path: Path) -> dict[str, Any]:
-    """Reads a file's tensors and plain data; what DeepSpeed's own objects are is not asked."""
+    """Reads a file's tensors and plain data; DeepSpeed's own objects become placeholders."""
     try:
         with torch.serialization.safe_globals(list(_STAND_INS)):
             content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
         raise unreadable(path, error) from None
     if not isinstance(content, dict):
-        raise DloError(f"{path} is no file of DeepSpeed's: it holds a {type(content).__name__}")
+        raise DloError(f"{path} must hold a dict, as DeepSpeed writes it, got a {type(content).__name__}")
     return content
 
 
@@ -162,7 +164,7 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _weights(state: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Returns what the model's file has in whole: in stage 3, buffers."""
+    """Returns the full tensors in the model's file: in stage 3, the buffers."""
     module = state.get("module") or {}
     trained = {name for shapes in state.get("param_shapes") or [] for name in shapes}
     cut = trained | set(state.get("frozen_param_shapes") or {})
@@ -176,7 +178,7 @@ def _shapes(state: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
 
 
 def _frozen(states: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
-    """Returns stage 3's frozen parameters, put together from all ranks' segments."""
+    """Returns stage 3's frozen parameters, concatenated from all ranks' segments."""
     found: dict[str, Tensor] = {}
     for name, shape in dict(states[0].get("frozen_param_shapes") or {}).items():
         parts = [dict(state.get("frozen_param_fragments") or {}).get(name) for state in states]
@@ -187,14 +189,14 @@ def _frozen(states: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
 
 
 def _whole_optimizer(state: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Returns stage 0's optimizer, whose parameters are numbered."""
+    """Returns stage 0's optimizer state, whose parameters are numbered."""
     optimizer = state.get("optimizer")
     whole = isinstance(optimizer, dict) and {"state", "param_groups"} <= optimizer.keys()
     return optimizer if whole else None
 
 
 def _joined(partitions: Sequence[Any], model: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Returns the weights in single precision, and the optimizer's state by name, from all ranks' partitions."""
+    """Returns the fp32 weights, and the optimizer's state by name, from all ranks' partitions."""
     stage, shapes = int(partitions[0]["zero_stage"]), [dict(group) for group in model["param_shapes"]]
     weights: dict[str, Tensor] = {}
     states: dict[str, dict[str, Any]] = {}
@@ -230,7 +232,7 @@ def _spread(
     weights: dict[str, Tensor],
     states: dict[str, dict[str, Any]],
 ) -> None:
-    """Puts one rank's partition of a group into the whole tensors."""
+    """Copies one rank's partition of a group into the full tensors."""
     names = list(named)
     for piece in pieces:
         name = names[piece.parameter]
@@ -252,7 +254,7 @@ def _put(into: dict[str, Any], name: str, shape: tuple[int, ...], flat: Tensor, 
 
 
 def _groups(kept: Any, shapes: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Returns the optimizer's parameter groups, with names; stage 3 may have several flat tensors in one."""
+    """Returns the optimizer's parameter groups, with names; in stage 3 a group may have several flat tensors."""
     if isinstance(kept, list):
         return [{"params": list(named)} for named in shapes]
     return [
@@ -266,5 +268,5 @@ def _names(shapes: Sequence[Mapping[str, Any]], number: int) -> Iterator[str]:
 
 
 def _clean(name: str) -> str:
-    """Returns a name without the wrappers of Lightning and torch.compile."""
+    """Returns a parameter's name without the prefixes of Lightning's and torch.compile's wrappers."""
     return name.removeprefix("_forward_module.").replace("_orig_mod.", "")

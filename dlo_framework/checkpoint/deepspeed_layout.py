@@ -1,13 +1,13 @@
-"""Who holds what under DeepSpeed: the arithmetic of its partitions, as slices of the parameters.
+"""Layout of DeepSpeed's partitions: the slices of the parameters that each rank holds.
 
 ZeRO: Memory Optimizations Toward Training Trillion Parameter Models. Rajbhandari, Rasley, Ruwase & He, 2020,
 arXiv 1910.02054; in the layout of DeepSpeed (0.15 to 0.19).
 
-- Stages 1 and 2: the parameters of an optimizer's group stand one after the other in a flat buffer, perhaps in another
-  order (``round_robin_gradients``) or with gaps (``parameter_alignment``). Its length is rounded up to an even number
-  a rank, and each rank has one of as many equal segments.
-- Stage 3: every parameter is cut by itself into as many equal segments as there are ranks, the last ones padded. A
-  rank's segments of the parameters of a sub-group stand one after the other, padding included.
+- Stages 1 and 2: the parameters of an optimizer's group are concatenated in a flat buffer, perhaps in another order
+  (``round_robin_gradients``) or with gaps (``parameter_alignment``). Its length is rounded up to an even number of
+  elements for each rank, and each rank holds one of as many equal segments.
+- Stage 3: every parameter is split by itself into as many equal segments as there are ranks, the last ones padded. A
+  rank's segments of the parameters of a sub-group are concatenated, padding included.
 """
 
 from __future__ import annotations
@@ -17,18 +17,19 @@ from dataclasses import dataclass
 
 from dlo_framework.checkpoint.pieces import Piece, pieces_within
 
-#: Segments of stages 1 and 2 begin at a multiple of so many elements: NCCL's 4 bytes in half precision.
+#: Segments of stages 1 and 2 begin at a multiple of this number of elements: NCCL's 4 bytes in half precision.
 ALIGNMENT = 2
 
 
 @dataclass(frozen=True)
 class FlatLayout:
-    """Where the parameters of a group stand in the flat buffer of stages 1 and 2.
+    """Layout of a group's parameters in the flat buffer of stages 1 and 2.
 
     Attributes:
-        numels: elements of each parameter, in the buffer's order.
-        ranks: how many segments the buffer is cut into.
-        aligned: parameters begin at a multiple of so many elements (``parameter_alignment``); 1 is gapless.
+        numels: Number of elements of each parameter, in the buffer's order.
+        ranks: Number of segments of the buffer, one for each rank.
+        aligned: Number of elements to whose multiples parameters are aligned (``parameter_alignment``); 1 leaves no
+            gaps.
     """
 
     numels: tuple[int, ...]
@@ -37,7 +38,7 @@ class FlatLayout:
 
     @property
     def starts(self) -> list[int]:
-        """Where each parameter begins in the buffer."""
+        """The offset of each parameter in the buffer, in elements."""
         found, at = [], 0
         for numel in self.numels:
             found.append(at)
@@ -47,24 +48,24 @@ class FlatLayout:
 
     @property
     def segment(self) -> int:
-        """Elements of a rank's segment, padding included."""
+        """The number of elements of a rank's segment, padding included."""
         held = self.starts[-1] + self.numels[-1] if self.numels else 0
         unit = ALIGNMENT * self.ranks
         return math.ceil(held / unit) * unit // self.ranks
 
     def pieces(self, rank: int) -> list[Piece]:
-        """Returns what a rank's segment holds, in the order of the buffer."""
+        """Returns the slices of the parameters in a rank's segment, in the order of the buffer."""
         places = ((start, start + numel) for start, numel in zip(self.starts, self.numels, strict=True))
         return pieces_within(places, rank * self.segment, (rank + 1) * self.segment)
 
 
 @dataclass(frozen=True)
 class CutLayout:
-    """How stage 3 cuts the parameters of a sub-group.
+    """Layout of a sub-group's parameters in stage 3.
 
     Attributes:
-        numels: elements of each parameter, in order.
-        ranks: into how many segments each is cut.
+        numels: Number of elements of each parameter, in order.
+        ranks: Number of segments of each parameter, one for each rank.
     """
 
     numels: tuple[int, ...]
@@ -72,11 +73,11 @@ class CutLayout:
 
     @property
     def segments(self) -> list[int]:
-        """Elements of each parameter's segment, padding included."""
+        """The number of elements of each parameter's segment, padding included."""
         return [math.ceil(numel / self.ranks) for numel in self.numels]
 
     def pieces(self, rank: int) -> list[Piece]:
-        """Returns what a rank holds, in the order of its flat partition; padding is no piece."""
+        """Returns the slices of the parameters on a rank, in the order of its flat partition, without the padding."""
         found, at = [], 0
         for number, (numel, segment) in enumerate(zip(self.numels, self.segments, strict=True)):
             first, last = min(rank * segment, numel), min((rank + 1) * segment, numel)

@@ -1,4 +1,4 @@
-"""The element types that a checkpoint stores, under torch's names and under those of safetensors."""
+"""Element types that a checkpoint stores, under torch's names and under those of safetensors."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 
 from dlo_framework.errors import DloError
 
-#: torch's name -> the code in a safetensors header. What has no code there is stored as its bytes.
+#: torch's name -> the code in a safetensors header. Types without a code are stored as their bytes.
 SAFETENSORS_CODES = {
     "float64": "F64",
     "float32": "F32",
@@ -29,14 +29,14 @@ SAFETENSORS_CODES = {
     "bool": "BOOL",
     "complex64": "C64",
 }
-#: Stored as bytes: the last dim of the stored shape is the element's bytes.
+#: Types that are stored as bytes: the last dim of the stored shape is an element's bytes.
 AS_BYTES = ("complex128", "complex32", "float8_e8m0fnu", "float4_e2m1fn_x2")
 
 _NAMES = {code: name for name, code in SAFETENSORS_CODES.items()}
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """Returns torch's name of a type without the ``torch.``: ``bfloat16``.
+    """Returns torch's name of a type without the ``torch.``, for example ``bfloat16``.
 
     Raises:
         DloError: if a checkpoint cannot store it.
@@ -50,10 +50,10 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 @lru_cache(maxsize=64)
 def dtype_of(name: str) -> torch.dtype:
-    """Returns the type that :func:`dtype_name` gave this name.
+    """Returns the type of a name from :func:`dtype_name`.
 
     Raises:
-        DloError: if there is none, or this build of torch lacks it.
+        DloError: if the name is unknown, or this build of torch lacks the type.
     """
     dtype = getattr(torch, name, None) if name in SAFETENSORS_CODES or name in AS_BYTES else None
     if not isinstance(dtype, torch.dtype):
@@ -65,7 +65,7 @@ def from_safetensors_code(code: str) -> str:
     """Returns torch's name of a safetensors code.
 
     Raises:
-        DloError: if it is not known.
+        DloError: if the code is not known.
     """
     if code not in _NAMES:
         raise DloError(f"unknown element type {code!r} in a safetensors file; known: {', '.join(_NAMES)}")

@@ -1,10 +1,10 @@
-"""How a checkpoint's folder comes to its place and leaves it, so that a kill at any moment leaves a whole one.
+"""Atomic replacement and removal of checkpoint folders: a kill at any moment leaves a complete one.
 
-A save writes ``X.partial/``, the manifest last, and syncs it. Then what stood at ``X`` is renamed ``X.old``, the new
-one is renamed ``X``, and the old one is removed. A removal renames to ``X.removed`` first. So after a kill there is
+A save writes ``X.partial/``, the manifest last, and syncs it. Then the previous ``X`` is renamed ``X.old``, the new
+folder is renamed ``X``, and the old one is removed. A removal renames to ``X.removed`` first. So after a kill there is
 
-* ``X`` (whole), perhaps with a leftover beside it, or
-* no ``X``, but a finished ``X.partial`` and the previous ``X.old``; readers use the first, the next run renames it.
+* ``X`` (complete), perhaps with a leftover beside it, or
+* no ``X``, but a finished ``X.partial`` and the previous ``X.old``; readers use the first, and the next run renames it.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ REMOVED = ".removed"
 
 
 def is_folder_checkpoint(path: Path) -> bool:
-    """Returns whether a folder with a manifest is at ``path``; whether it is whole, only verifying tells."""
+    """Returns whether ``path`` is a folder with a manifest; only :func:`verify` checks that it is complete."""
     return (path / MANIFEST).is_file()
 
 
 def locate(path: str | Path) -> Path | None:
-    """Returns where the checkpoint called ``path`` is now; None if there is none.
+    """Returns the current path of the checkpoint called ``path``; None if there is none.
 
-    That is ``path`` itself, except after a kill between the two renames of a save.
+    It is ``path`` itself, except after a kill between the two renames of a save.
     """
     path = Path(path)
     if path.exists():
@@ -42,12 +42,12 @@ def locate(path: str | Path) -> Path | None:
 
 
 def beside(path: Path, suffix: str) -> Path:
-    """Returns the name of a leftover of ``path``."""
+    """Returns the path of a leftover of ``path``."""
     return path.with_name(path.name + suffix)
 
 
 def begin(path: Path) -> Path:
-    """Makes the empty folder that a checkpoint is written to, and returns it. For one rank."""
+    """Creates the empty folder that a checkpoint is written to, and returns it. Call it on one rank."""
     path.parent.mkdir(parents=True, exist_ok=True)
     recover_one(path)
     partial = beside(path, PARTIAL)
@@ -56,7 +56,7 @@ def begin(path: Path) -> Path:
 
 
 def publish(path: Path) -> None:
-    """Puts the finished ``path.partial`` in its place. For one rank, after all files in it have been synced."""
+    """Renames the finished ``path.partial`` to ``path``. Call it on one rank, after all its files have been synced."""
     partial, old = beside(path, PARTIAL), beside(path, OLD)
     sync_folder(partial)
     if path.exists() or path.is_symlink():
@@ -67,7 +67,7 @@ def publish(path: Path) -> None:
 
 
 def publish_file(partial: Path, path: Path) -> None:
-    """Puts a checkpoint that is a single file in its place, where a folder may stand. For one rank."""
+    """Renames a finished single-file checkpoint to ``path``, which may be a folder. Call it on one rank."""
     old = beside(path, OLD)
     if path.is_dir() and not path.is_symlink():
         path.rename(old)
@@ -76,12 +76,12 @@ def publish_file(partial: Path, path: Path) -> None:
 
 
 def abandon(path: Path) -> None:
-    """Removes what a save that failed has written; what stood at ``path`` stands there still."""
+    """Removes the files of a failed save; the previous checkpoint at ``path`` stays."""
     _delete(beside(path, PARTIAL))
 
 
 def remove(path: str | Path) -> None:
-    """Removes a checkpoint, folder or file; none that is half there is ever seen under its name."""
+    """Removes a checkpoint, folder or file, atomically: no partial one is ever visible under its name."""
     path = Path(path)
     if path.is_symlink() or path.is_file():
         path.unlink()
@@ -95,9 +95,9 @@ def remove(path: str | Path) -> None:
 
 
 def recover(folder: str | Path) -> None:
-    """Finishes or removes what killed runs left in ``folder``. For one rank, before the next run saves.
+    """Finishes or removes what killed runs left in ``folder``. Call it on one rank, before the next run saves.
 
-    No other run may be saving to the folder: its unfinished checkpoint would be taken for a leftover.
+    No other run may be saving to the folder: its unfinished checkpoint would be mistaken for a leftover.
     """
     folder = Path(folder)
     if not folder.is_dir():
@@ -122,10 +122,10 @@ def recover_one(path: Path) -> None:
 
 
 def _is_finished(folder: Path) -> bool:
-    """Returns whether a leftover is a whole checkpoint, by its manifest and the sizes of its files.
+    """Returns whether a leftover is a complete checkpoint, by its manifest and the sizes of its files.
 
-    Its files were synced before the manifest was written; a full check follows when it is read. ``X.old`` may also be
-    a single file, which was whole when it was renamed.
+    Its files were synced before the manifest was written; a full check follows when it is read. ``X.old`` may also be a
+    single file, which was complete when it was renamed.
     """
     if folder.is_file():
         return folder.name.endswith(OLD)

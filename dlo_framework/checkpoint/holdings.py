@@ -1,4 +1,4 @@
-"""What a rank holds of the tensors of a checkpoint, and how it is told to the rank that divides the work."""
+"""Inventory of a rank's shards of a checkpoint, and its packed form, which the rank sends to rank 0."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ Spans = tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]
 
 
 class Holding(NamedTuple):
-    """What one rank holds of one tensor; plain data.
+    """One rank's shard of one tensor, as plain data.
 
     Attributes:
-        path: where the tensor stands in the checkpoint.
-        key: the group and the name that it is stored under.
-        dtype: torch's name of its type.
-        shape: the whole tensor's.
-        spans: the boxes that the rank holds.
+        path: Keys that lead to the tensor from the top of the checkpoint.
+        key: Group and name that the tensor is stored under.
+        dtype: Torch's name of the element type.
+        shape: Shape of the full tensor.
+        spans: Boxes that the rank holds, each as offsets and sizes.
     """
 
     path: tuple[str | int, ...]
@@ -36,11 +36,11 @@ class Holding(NamedTuple):
 
 
 class Told(NamedTuple):
-    """What one rank holds, packed: a hundredth or so of the tuples' memory.
+    """One rank's inventory, packed into about a hundredth of the tuples' memory.
 
     Attributes:
-        tensors: path, key, type and shape of each; where all ranks hold parts of all tensors, the same on all.
-        boxes: the lists of boxes that the rank holds of any tensor, each once, and for each tensor the list's number.
+        tensors: Path, key, dtype and shape of each tensor; the same on all ranks if each holds a shard of every tensor.
+        boxes: Distinct lists of boxes that the rank holds of any tensor, and for each tensor its list's number.
     """
 
     tensors: bytes
@@ -48,7 +48,7 @@ class Told(NamedTuple):
 
 
 def hold(found: Iterable[tuple[Place, Shard]]) -> tuple[list[Holding], dict[tuple[Key, Box], Tensor]]:
-    """Returns what this rank holds: to be told, and the elements of each box."""
+    """Returns this rank's inventory and the elements of each box."""
     holdings: list[Holding] = []
     elements: dict[tuple[Key, Box], Tensor] = {}
     seen: set[Key] = set()
@@ -66,7 +66,7 @@ def hold(found: Iterable[tuple[Place, Shard]]) -> tuple[list[Holding], dict[tupl
 
 
 def tell(holdings: Sequence[Holding]) -> Told:
-    """Packs what a rank holds."""
+    """Packs a rank's inventory."""
     lists: dict[Spans, int] = {}
     numbers = [lists.setdefault(holding.spans, len(lists)) for holding in holdings]
     tensors = [tuple(holding[:4]) for holding in holdings]
@@ -74,10 +74,10 @@ def tell(holdings: Sequence[Holding]) -> Told:
 
 
 def pack(value: Any) -> bytes:
-    """Returns a value as few bytes."""
+    """Returns a value as compressed bytes."""
     return zlib.compress(pickle.dumps(value), level=1)
 
 
 def unpack(packed: bytes) -> Any:
-    """Returns what another rank has packed."""
+    """Returns a value that another rank has packed."""
     return pickle.loads(zlib.decompress(packed))

@@ -1,4 +1,4 @@
-"""Reads what Lightning's own strategies saved, and gives its optimizers' states the names of their parameters."""
+"""Assigns the optimizer states of Lightning's own checkpoints to the parameter names."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from typing import Any
 from torch import Tensor
 
 Shape = tuple[int, ...]
-#: How many entries of each group have been assigned.
+#: Number of assigned entries of each group.
 Done = tuple[int, ...]
 _MOST_STATES = 20_000
-#: What torch's batch norms call their statistics: floating, but never an optimizer's.
+#: Names of the statistics of torch's batch norms: floating-point, but never in an optimizer.
 _BUFFERS = ("running_mean", "running_var")
 
 
 def name_optimizer_states(checkpoint: dict[str, Any]) -> list[str]:
-    """Keys the optimizers' states by parameter names, in place, where it is clear which state is whose.
+    """Replaces parameter numbers in the optimizer states by names, in place, where the match is unambiguous.
 
     Lightning's single-file checkpoints number the parameters in the order of the optimizer's groups. Within a group
     that is the order of the model's own, so numbers and names can be matched by their shapes.
@@ -25,7 +25,7 @@ def name_optimizer_states(checkpoint: dict[str, Any]) -> list[str]:
         checkpoint: Lightning's dict, with plain tensors.
 
     Returns:
-        For each optimizer that could not be matched, a sentence that says why; its state is left as it was.
+        A sentence with the reason for each optimizer that could not be matched; its state stays unchanged.
     """
     notes = []
     weights = {n: tuple(t.shape) for n, t in checkpoint["state_dict"].items() if isinstance(t, Tensor)}
@@ -50,24 +50,24 @@ def name_optimizer_states(checkpoint: dict[str, Any]) -> list[str]:
 
 
 def match(shapes: Sequence[Shape], groups: Sequence[Sequence[Shape | None]]) -> list[list[int]] | str:
-    """Finds which of a model's tensors each entry of an optimizer's groups is.
+    """Matches the entries of an optimizer's groups to a model's tensors by shape.
 
     Args:
-        shapes: of the model's tensors, in its order; some may be in no group (buffers, frozen weights).
-        groups: the shapes of each group's entries, in an order that is the model's; None where it is not known.
+        shapes: Shapes of the model's tensors, in its order; some may be in no group (buffers, frozen weights).
+        groups: Shapes of each group's entries, in the model's order; None for an unknown shape.
 
     Returns:
-        For each group the positions in ``shapes``; or why there is none, or no single one.
+        For each group the indices into ``shapes``; or the reason why no match, or more than one, was found.
     """
     wanted, start = sum(map(len, groups)), (0,) * len(groups)
     if wanted > len(shapes):
         return f"it has {wanted} parameters, and the model {len(shapes)}"
-    # Tensor by tensor: how far each group may have come, in how many ways (two stand for more), and from where.
+    # For each tensor: how many entries of each group are assigned, in how many ways (2 means several), and from where.
     reached: list[dict[Done, tuple[int, Done]]] = [{start: (1, start)}]
     for at, shape in enumerate(shapes):
         following: dict[Done, tuple[int, Done]] = {}
         for done, (ways, _) in reached[-1].items():
-            if wanted - sum(done) < len(shapes) - at:  # Enough tensors are left to pass over this one.
+            if wanted - sum(done) < len(shapes) - at:  # Enough tensors are left to skip this one.
                 _add(following, done, ways, done)
             for number, group in enumerate(groups):
                 if done[number] < len(group) and group[done[number]] in (shape, None):
@@ -95,6 +95,6 @@ def _add(states: dict[Done, tuple[int, Done]], done: Done, ways: int, before: Do
 
 
 def _shape(state: Mapping[str, Any]) -> Shape | None:
-    """Returns a parameter's shape from its moments; None if it has none."""
+    """Returns a parameter's shape from its moments; None if there are none."""
     shapes = {tuple(value.shape) for value in state.values() if isinstance(value, Tensor) and value.ndim > 0}
     return shapes.pop() if len(shapes) == 1 else None

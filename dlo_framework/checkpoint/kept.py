@@ -1,4 +1,4 @@
-"""What Lightning's ModelCheckpoints of a run have kept, as a checkpoint's state tells."""
+"""Reads and relocates what a run's ModelCheckpoints have recorded in a checkpoint: its best ones and their paths."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from typing import Any, NamedTuple
 
 from dlo_framework.checkpoint.reading import load
 
-#: Under which a checkpoint has the folder of the run that saved it, without links.
+#: Key of a checkpoint for the folder of the run that saved it, with links resolved.
 RUN_FOLDER = "run_folder"
 _PATHS = ("dirpath", "best_model_path", "kth_best_model_path", "last_model_path")
 _SCORES = "best_k_models"
 
 
 class Best(NamedTuple):
-    """The best checkpoint of a run.
+    """Best checkpoint of a run.
 
     Attributes:
-        path: its own.
-        score: what its metric was; None where that is not known.
+        path: Path of the checkpoint.
+        score: Value of its monitored metric; None if it is not known.
     """
 
     path: Path
@@ -27,11 +27,11 @@ class Best(NamedTuple):
 
 
 def best_kept(path: str | Path, folder: str | Path) -> Best | None:
-    """Returns what was the best checkpoint of a run when it saved another.
+    """Returns the best checkpoint of a run, as recorded when the run saved ``path``.
 
     Args:
-        path: that other one, which has been verified.
-        folder: where the run is now.
+        path: Verified checkpoint of the run.
+        folder: Current folder of the run.
     """
     checkpoint = load(path, level=None)
     follow(checkpoint, folder)
@@ -43,14 +43,14 @@ def best_kept(path: str | Path, folder: str | Path) -> Best | None:
 
 
 def follow(checkpoint: dict[str, Any], folder: str | Path) -> None:
-    """Makes the paths that a checkpoint's ModelCheckpoints kept those of a run that has been moved or copied.
+    """Relocates the paths in a checkpoint's ModelCheckpoint states to a run that has been moved or copied.
 
-    Lightning takes up the scores of a ModelCheckpoint only if its folder is the one that was saved; elsewhere a worse
-    checkpoint would become the best. Paths outside of the run's folder stay.
+    Lightning restores the scores of a ModelCheckpoint only if its folder is the one that was saved; otherwise a worse
+    checkpoint would become the best. Paths outside the run's folder stay.
 
     Args:
-        checkpoint: as it was loaded; its states are changed.
-        folder: where the run is now, without links.
+        checkpoint: Loaded checkpoint, whose states are changed in place.
+        folder: Current folder of the run, with links resolved.
     """
     was, now = checkpoint.get(RUN_FOLDER), Path(folder)
     if not was or Path(was) == now:

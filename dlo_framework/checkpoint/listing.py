@@ -1,9 +1,9 @@
-"""What checkpoints lie in a folder, and which of them their run has left behind.
+"""Lists the checkpoints in a folder, and records which of them a resumed run has superseded.
 
-A run that has reached step 900 and goes on from step 500 takes another way from there. By their steps the checkpoints
-of the way it has left are newer than all it saves until it comes to 900 again. So each resumption is noted beside the
-checkpoints, a line in ``resumed.jsonl``, with those that it leaves behind, by name and by the time that they say they
-were saved at. That time is only asked whether it is the same, never which is earlier: clocks that differ do not matter.
+A run that has reached step 900 and resumes from step 500 takes another path from there. By their steps the superseded
+checkpoints are newer than all that it saves until it reaches 900 again. So each resumption is recorded beside the
+checkpoints, as a line in ``resumed.jsonl``, with the checkpoints that it supersedes, by name and by their recorded time
+of saving. Those times are only compared for equality, never for order: clocks that differ do not matter.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ RESUMED = "resumed.jsonl"
 
 @dataclass(frozen=True)
 class Entry:
-    """A checkpoint in a folder.
+    """Checkpoint in a folder.
 
     Attributes:
-        path: its name, under which there may be nothing yet after a kill.
-        step: optimizer steps done; infinite where it cannot be read.
-        time: when it was saved, in seconds since 1970.
-        weights_only: whether it holds no optimizer.
-        problem: why it cannot be read; None if it can.
+        path: Path of the checkpoint; after a kill there may be nothing there yet.
+        step: Optimizer steps done; infinity if the checkpoint cannot be read.
+        time: Time of the save, in seconds since 1970.
+        weights_only: True if it has no optimizer state.
+        problem: Reason why it cannot be read; None if it can.
     """
 
     path: Path
@@ -47,12 +47,12 @@ class Entry:
     problem: str | None = None
 
     def is_in(self, left: dict[str, float]) -> bool:
-        """Returns whether this is one of those that were left behind, and not what was saved under its name since."""
+        """Returns whether this checkpoint is among the superseded ones, by name and time."""
         return left.get(self.path.name) == self.time
 
 
 def entries(folder: Path) -> list[Entry]:
-    """Returns the checkpoints in a folder, without a look at their tensors."""
+    """Returns the checkpoints in a folder, without reading their tensors."""
     return [entry for path in _names(folder) if (entry := look(path)) is not None]
 
 
@@ -77,41 +77,41 @@ def look(path: Path) -> Entry | None:
         KeyError,
         TypeError,
     ) as error:
-        # At the head of the list, so that it is told of.
+        # At the head of the list, so that it is reported.
         reason = str(error) if isinstance(error, DloError) else f"damaged checkpoint: cannot read {found}"
         return Entry(path, math.inf, 0.0, False, reason)
 
 
 def step_of(path: str | Path) -> float:
-    """Returns the optimizer steps that a checkpoint's run had done; -1 if there is no telling."""
+    """Returns the optimizer steps of a checkpoint; -1 if it does not exist."""
     entry = look(Path(path))
     return -1 if entry is None else entry.step
 
 
 def left_behind(folder: Path) -> dict[str, float]:
-    """Returns the checkpoints of a folder that their run has left behind: by name, when they were saved."""
+    """Returns the checkpoints of a folder that their run has superseded: {name: time of the save}."""
     notes = _notes(folder)
     return notes[-1].get("left_behind", {}) if notes else {}
 
 
 def resumptions(folder: str | Path) -> int:
-    """Returns how many times a run has gone on from a checkpoint in its folder of checkpoints."""
+    """Returns how many times a run has resumed from a checkpoint in its folder of checkpoints."""
     return len(_notes(Path(folder)))
 
 
 def note_resumption(path: str | Path) -> None:
-    """Notes beside a checkpoint that its run goes on from it, and which others it leaves behind. For one rank.
+    """Records beside a checkpoint that its run resumes from it, and which others this supersedes. Call it on one rank.
 
-    Those are the ones of later steps, and what had been left behind before. If the checkpoint itself had been, the run
-    takes that way up again: what was left behind before it comes back.
+    Superseded are the checkpoints of later steps, and those superseded before. If the checkpoint itself was superseded,
+    the run takes that path up again: what had been superseded before it becomes current.
 
     Raises:
-        DloError: if the note cannot be written.
+        DloError: if the record cannot be written.
     """
     path = Path(path)
     before, start = left_behind(path.parent), look(path)
     if start is None:
-        return  # Somebody has removed it since it was read.
+        return  # It has been removed since it was read.
     gone = {}
     for entry in entries(path.parent):
         left = entry.is_in(before)
@@ -127,13 +127,13 @@ def _notes(folder: Path) -> list[dict[str, Any]]:
     found: list[Any] = []
     with contextlib.suppress(FileNotFoundError, NotADirectoryError):
         for line in (folder / RESUMED).read_text(encoding="utf-8").splitlines():
-            with contextlib.suppress(ValueError):  # What somebody has edited.
+            with contextlib.suppress(ValueError):  # The file may have been edited by hand.
                 found.append(json.loads(line))
     return [note for note in found if isinstance(note, dict)]
 
 
 def _names(folder: Path) -> list[Path]:
-    """Returns the names of the checkpoints in a folder, of those too that a killed save was just renaming."""
+    """Returns the checkpoints in a folder, including those that a killed save was about to rename."""
     names: set[Path] = set()
     for entry in folder.iterdir() if folder.is_dir() else ():
         suffix = entry.suffix

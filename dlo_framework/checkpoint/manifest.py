@@ -1,7 +1,7 @@
-"""The manifest of a checkpoint: what is in it, where, and the hash of each file. Written last.
+"""The manifest of a checkpoint: its tensors, their location, and the hash of each file. It is written last.
 
-It is JSON, so reading it runs nothing; what it says is checked against itself before it is used, because a checkpoint
-may come from somebody else.
+It is JSON, so reading it executes nothing; its content is checked for consistency before use, because a checkpoint may
+come from an untrusted source.
 
 A tensor's chunks are lists: ``[shard, begin, offsets, sizes]``, where ``begin`` counts from the shard's ``data``, and
 with ``length, dim, stride`` after these for a :class:`~dlo_framework.checkpoint.chunks.Run` of several. In format 1,
@@ -36,16 +36,16 @@ _dumps = json.JSONEncoder(separators=(",", ":"), ensure_ascii=False).encode
 
 @dataclass
 class Manifest:
-    """What a checkpoint's ``manifest.json`` says.
+    """Content of a checkpoint's ``manifest.json``.
 
     Attributes:
-        step: optimizer steps done.
-        epoch: the epoch it was saved in.
-        world_size: the ranks that wrote it.
-        time: when, in seconds since 1970.
-        versions: of dlo and torch.
-        weights_only: whether it holds no optimizer, so that no run can go on from it.
-        about: what the strategy says of itself: its name, its mesh, the config.
+        step: Optimizer steps done.
+        epoch: Epoch of the save.
+        world_size: Number of ranks that wrote it.
+        time: Time of the save, in seconds since 1970.
+        versions: Versions of dlo and torch.
+        weights_only: True if it has no optimizer state, so that no run can resume from it.
+        about: Description by the strategy: its name, its mesh, the config.
         tensors: {group: {name: tensor}}.
         files: {name: {"bytes": size, "sha256": hash}}; all files but the manifest. Of shards also "data": where
             their first tensor begins.
@@ -68,9 +68,9 @@ class Manifest:
 
 
 def to_text(manifest: Manifest) -> str:
-    """Returns the manifest as JSON, a line a tensor, with a hash over all of it.
+    """Returns the manifest as JSON, one line for each tensor, with a hash of all of it.
 
-    Its tensors' chunks are :class:`~dlo_framework.checkpoint.chunks.Runs`.
+    The chunks of its tensors must be :class:`~dlo_framework.checkpoint.chunks.Runs`.
     """
     content = _content(manifest)
     lines = [f"{json.dumps(key)}: {_dumps(value)}" for key, value in content.items() if key != "tensors"]
@@ -84,7 +84,7 @@ def to_text(manifest: Manifest) -> str:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """Reads a checkpoint's manifest and checks it against itself.
+    """Reads a checkpoint's manifest and checks that it is consistent.
 
     Raises:
         DloError: if there is none, it is damaged, or it is of a later version.
@@ -95,15 +95,15 @@ def read_manifest(folder: Path) -> Manifest:
         own_hash = content.pop(_OWN_HASH)
         version = content["format"]
     except FileNotFoundError:
-        raise DloError(f"{folder} is not a checkpoint: it has no {MANIFEST} (its save never ended)") from None
+        raise DloError(f"{folder} is not a checkpoint: it has no {MANIFEST} (its save did not finish)") from None
     except OSError as error:
         raise DloError(f"cannot read {path}: {error.strerror}") from error
     except (ValueError, KeyError, AttributeError) as error:
         raise DloError(f"damaged checkpoint: {path} cannot be read ({error})") from None
     if isinstance(version, int) and version > FORMAT:
-        raise DloError(f"{path} has format {version}, and this dlo reads up to {FORMAT}; update dlo")
+        raise DloError(f"{path}: format must be at most {FORMAT}, got {version}; update dlo")
     if own_hash != _hash(content):
-        raise DloError(f"damaged checkpoint: {path} does not have the SHA-256 it was written with")
+        raise DloError(f"damaged checkpoint: the SHA-256 of {path} differs from the recorded one")
     try:
         return _parse(content)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
@@ -123,7 +123,7 @@ def _content(manifest: Manifest) -> dict[str, Any]:
         "time": manifest.time,
         "versions": manifest.versions,
         "weights_only": manifest.weights_only,
-        # As JSON has it (keys and paths are text), so that the hash is that of what is read back.
+        # Keys and paths become text, as in JSON, so that the hash is that of what is read back.
         "about": json.loads(json.dumps(manifest.about, default=str)),
         "files": manifest.files,
         "tensors": {
@@ -142,8 +142,8 @@ def _tensor_content(tensor: SavedTensor) -> dict[str, Any]:
 def _parse(content: dict[str, Any]) -> Manifest:
     files = content["files"]
     for name, file in files.items():
-        _check(_FILE_NAME.fullmatch(name) is not None, f"'{name}' is no plain file name")
-        _check(isinstance(file["bytes"], int) and isinstance(file["sha256"], str), f"no size and hash of '{name}'")
+        _check(_FILE_NAME.fullmatch(name) is not None, f"'{name}' is not a plain file name")
+        _check(isinstance(file["bytes"], int) and isinstance(file["sha256"], str), f"'{name}' has no size or hash")
     chunks: Callable[..., list[Chunk] | Runs]
     chunks = _Shards(files).chunks if content["format"] > 1 else partial(_chunks_of_format_1, files)
     tensors = {
@@ -168,33 +168,36 @@ def _parse_tensor(name: str, content: dict[str, Any], parse_chunks: Callable[...
     chunks = parse_chunks(name, shape, dtype_of(content["dtype"]).itemsize, content["chunks"])
     boxes = [run.whole for run in chunks.runs] if isinstance(chunks, Runs) else [chunk.box for chunk in chunks]
     _check(min(shape, default=0) >= 0, f"'{name}' has a negative size")
-    _check(tiles(shape, boxes), f"the chunks of '{name}' are not the whole of it")
+    _check(tiles(shape, boxes), f"the chunks of '{name}' do not tile it")
     return SavedTensor(content["dtype"], shape, chunks)
 
 
 class _Shards:
-    """The files of tensors that a manifest lists, by number."""
+    """Shard files that a manifest lists, by number."""
 
     def __init__(self, files: dict[str, dict[str, Any]]) -> None:
         found = {number: file for name, file in files.items() if (number := shard_number(name)) is not None}
         self._starts = {number: int(file["data"]) for number, file in found.items()}
         self._room = {number: file["bytes"] - self._starts[number] for number, file in found.items()}
-        _check(min(self._starts.values(), default=0) >= 0, "a shard's data begin before it")
+        _check(min(self._starts.values(), default=0) >= 0, "a shard's data begin before its file")
         self._least: dict[range, int] = {}
 
     def chunks(self, name: str, shape: tuple[int, ...], element: int, entries: list[list[Any]]) -> Runs:
-        """Returns a tensor's chunks, each of which lies in its file."""
+        """Returns a tensor's chunks, each checked to fit in its file."""
         runs = []
         for shard, begin, offsets, sizes, *run in entries:
             length, dim, stride = map(int, run or (1, 0, 1))
             box = Box(tuple(map(int, offsets)), tuple(map(int, sizes)))
-            _check(len(box.offsets) == len(box.sizes) == len(shape), f"a chunk of '{name}' has other dims")
+            _check(len(box.offsets) == len(box.sizes) == len(shape), f"a chunk of '{name}' has another number of dims")
             _check(min(box.sizes, default=1) > 0 and length > 0, f"a chunk of '{name}' is empty")
-            _check(length == 1 or 0 <= dim < len(shape), f"chunks of '{name}' follow one another along no dim of it")
-            _check(stride > 0, f"chunks of '{name}' lie in one file")
+            _check(
+                length == 1 or 0 <= dim < len(shape),
+                f"the chunks of '{name}' follow each other along a dim that it does not have",
+            )
+            _check(stride > 0, f"the chunks of a run of '{name}' are in one file")
             found = Run(box, int(shard), int(begin), length, dim, stride)
             room = self._room_in(name, found.shards)
-            _check(0 <= found.begin <= room - box.numel * element, f"'{name}' lies outside of its file")
+            _check(0 <= found.begin <= room - box.numel * element, f"'{name}' is outside its file")
             runs.append(found)
         return Runs(runs, element, self._starts)
 
@@ -203,7 +206,7 @@ class _Shards:
         if numbers not in self._least:
             lacking = next((number for number in numbers if number not in self._room), None)
             if lacking is not None:
-                raise ValueError(f"'{name}' lies in '{shard_name(lacking)}', which is not listed")
+                raise ValueError(f"'{name}' is in '{shard_name(lacking)}', which the manifest does not list")
             self._least[numbers] = min(self._room[number] for number in numbers)
         return self._least[numbers]
 
@@ -219,9 +222,9 @@ def _chunks_of_format_1(
     for entry in entries:
         box = Box(tuple(map(int, entry["offsets"])), tuple(map(int, entry["sizes"])))
         chunk = Chunk(box, entry["file"], int(entry["begin"]), int(entry["end"]))
-        _check(chunk.file in files, f"'{name}' lies in '{chunk.file}', which is not listed")
-        _check(len(box.offsets) == len(box.sizes) == len(shape), f"a chunk of '{name}' has other dims")
-        _check(0 <= chunk.begin <= chunk.end <= files[chunk.file]["bytes"], f"'{name}' lies outside of its file")
+        _check(chunk.file in files, f"'{name}' is in '{chunk.file}', which the manifest does not list")
+        _check(len(box.offsets) == len(box.sizes) == len(shape), f"a chunk of '{name}' has another number of dims")
+        _check(0 <= chunk.begin <= chunk.end <= files[chunk.file]["bytes"], f"'{name}' is outside its file")
         _check(chunk.end - chunk.begin == math.prod(box.sizes) * element, f"a chunk of '{name}' has the wrong size")
         _check(min(box.sizes, default=1) > 0, f"a chunk of '{name}' is empty")
         chunks.append(chunk)

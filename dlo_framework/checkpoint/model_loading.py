@@ -1,4 +1,4 @@
-"""A module or datamodule from a checkpoint: Lightning's ``load_from_checkpoint``, of canonical checkpoints too."""
+"""Lightning's ``load_from_checkpoint`` for modules and datamodules, extended to canonical checkpoints."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ def load_from_checkpoint(
     strict: bool | None = None,
     **kwargs: Any,
 ) -> M:
-    """Returns a module, built with the hyperparameters that a checkpoint holds and filled with its weights.
+    """Constructs a module with the hyperparameters of a checkpoint, and loads its weights.
 
-    Of a canonical checkpoint ``kind.load_from_checkpoint(path)`` would do so for a
-    :class:`~dlo_framework.task.Task` alone: Lightning's opens a file, and that is a folder. The weights are held twice
-    on the way. ``on_load_checkpoint`` gets all of the checkpoint but the optimizers' states.
+    For a canonical checkpoint ``kind.load_from_checkpoint(path)`` would do so only in a
+    :class:`~dlo_framework.task.Task`: Lightning's opens a file, and a canonical checkpoint is a folder. The weights are
+    in memory twice meanwhile. ``on_load_checkpoint`` gets the full checkpoint but the optimizer states.
 
     Args:
-        kind: Its class.
-        path: A canonical checkpoint, or a file of Lightning's.
-        map_location: Where the weights go, as in ``torch.load``; by default the CPU, for a file where they were.
-        hparams_file: A YAML or CSV file with hyperparameters, which replace the checkpoint's.
-        strict: Whether the weights' names must be the module's; by default the module's ``strict_loading``.
-        kwargs: Arguments of the class, before the checkpoint's hyperparameters.
+        kind: Class of the module or datamodule.
+        path: Canonical checkpoint, or one of Lightning's files.
+        map_location: Device of the weights, as in ``torch.load``; by default the CPU, for a file the saved device.
+        hparams_file: YAML or CSV file with hyperparameters, which replace the checkpoint's.
+        strict: Whether to require the module's names for the weights; by default the module's ``strict_loading``.
+        kwargs: Arguments of the class, which override the checkpoint's hyperparameters.
 
     Raises:
         DloError: if the checkpoint is damaged.
@@ -48,13 +48,13 @@ def load_from_checkpoint(
 
 
 def is_canonical(path: Any) -> bool:
-    """Returns whether a canonical checkpoint, which is a folder, is at ``path``."""
+    """Returns whether ``path`` is a canonical checkpoint, which is a folder."""
     found = folders.locate(path) if isinstance(path, str | Path) else None
     return found is not None and folders.is_folder_checkpoint(found)
 
 
 def single_file(path: str | Path) -> io.BytesIO:
-    """Returns a canonical checkpoint as a file in memory that Lightning reads, without the optimizers' states."""
+    """Returns a canonical checkpoint as an in-memory file for Lightning, without the optimizer states."""
     content = {key: value for key, value in load(path).items() if key != "optimizer_states"}
     buffer = io.BytesIO()
     torch.save(plain_data(content), buffer)

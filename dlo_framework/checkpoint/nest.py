@@ -1,8 +1,7 @@
-"""What of a run's state is stored as tensors, and how the rest points at it.
+"""Extraction of a checkpoint's tensors, and their insertion on loading.
 
-Lightning's checkpoint is a nest of mappings and sequences. The tensors that belong to the model and its optimizers
-(and any that is sharded) are taken out into *groups*; a *mark* stands in each one's place, and what is left is small
-and plain.
+Lightning's checkpoint is a tree of mappings and sequences. The tensors that belong to the model and its optimizers (and
+any that is sharded) are extracted into *groups*; a *mark* replaces each, and the remaining tree is small and plain.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from dlo_framework.checkpoint.shards import CutShard, FlatShard, Shard
 
 #: The key of a mark: ``{MARK: [group, name]}``.
 MARK = "$dlo.tensor"
-#: Where a state dict's ``_metadata`` (the versions of torch's modules) is kept.
+#: Key of a state dict's ``_metadata`` (the versions of torch's modules).
 METADATA = "$dlo.metadata"
 MODEL = "model"
 
@@ -28,12 +27,12 @@ Path = tuple[Step, ...]
 
 
 class Place(NamedTuple):
-    """Where a tensor stands.
+    """Location of a tensor in a checkpoint.
 
     Attributes:
-        path: the keys that lead to it from the top of the checkpoint.
-        group: the group that it is stored in: ``model``, ``optimizer.0``, or its mapping's path.
-        name: its name there: ``blocks.0.weight``, ``blocks.0.weight.exp_avg``.
+        path: Keys that lead to it from the top of the checkpoint.
+        group: Group that it is stored in: ``model``, ``optimizer.0``, or its mapping's path.
+        name: Name in the group: ``blocks.0.weight``, ``blocks.0.weight.exp_avg``.
     """
 
     path: Path
@@ -42,10 +41,10 @@ class Place(NamedTuple):
 
 
 def split(checkpoint: Mapping[str, Any]) -> tuple[dict[str, Any], list[tuple[Place, Shard]]]:
-    """Takes the model's, the optimizers' and all sharded tensors out of a checkpoint, which is left as it is.
+    """Extracts the tensors of model and optimizers, and all sharded ones, from a checkpoint, which stays unchanged.
 
     Returns:
-        The rest, with marks, and the tensors that stood there.
+        The remaining tree, with marks, and the tensors with their locations.
     """
     names = frozenset(checkpoint.get("state_dict") or ())
     found: list[tuple[Place, Shard]] = []
@@ -57,7 +56,7 @@ def split(checkpoint: Mapping[str, Any]) -> tuple[dict[str, Any], list[tuple[Pla
             return mark(place)
         if isinstance(node, Mapping):
             here = of_model or _belongs(path) or (_tensors_by_name(node, names) and len(path) > 0)
-            # By its own methods: a mapping that reads lazily gives one tensor at a time.
+            # With its own methods: a lazy mapping reads one tensor at a time.
             rest = {key: walk(node[key], (*path, key), here) for key in node}
             if getattr(node, "_metadata", None):
                 rest[METADATA] = {key: dict(value) for key, value in node._metadata.items()}  # type: ignore[attr-defined]
@@ -67,14 +66,14 @@ def split(checkpoint: Mapping[str, Any]) -> tuple[dict[str, Any], list[tuple[Pla
             if hasattr(node, "_fields"):
                 return type(node)(*items)
             return type(node)(items) if type(node) in (list, tuple, torch.Size) else items
-        # A number of NumPy's, such as a learning rate that was computed with it, is no plain data.
+        # A NumPy scalar, such as a learning rate computed with NumPy, is not plain data.
         return node.item() if isinstance(node, np.generic) else node
 
     return walk(checkpoint, (), False), found
 
 
 def plain_data(node: Any) -> Any:
-    """Returns a nest with dicts in place of other mappings, and numbers in place of NumPy's."""
+    """Returns a tree with dicts for all mappings, and Python numbers for NumPy's."""
     if isinstance(node, Mapping):
         return {key: plain_data(node[key]) for key in node}
     if type(node) in (list, tuple):
@@ -83,12 +82,12 @@ def plain_data(node: Any) -> Any:
 
 
 def mark(place: Place) -> dict[str, list[str]]:
-    """Returns what stands in a tensor's place."""
+    """Returns the mark that replaces a tensor."""
     return {MARK: [place.group, place.name]}
 
 
 def marked(node: Any) -> tuple[str, str] | None:
-    """Returns group and name of the tensor that a mark stands for; None for anything else."""
+    """Returns the group and name of the tensor that a mark replaces; None for anything else."""
     if isinstance(node, dict) and len(node) == 1 and MARK in node:
         group, name = node[MARK]
         return str(group), str(name)
@@ -96,15 +95,15 @@ def marked(node: Any) -> tuple[str, str] | None:
 
 
 def add_marks(rest: dict[str, Any], places: Iterator[Place]) -> None:
-    """Adds marks for tensors of which this rank holds nothing."""
+    """Adds marks for tensors that have no shard on this rank."""
     for place in places:
         put(rest, place.path, mark(place))
 
 
 def put(rest: dict[str, Any], path: Path, value: Any) -> bool:
-    """Puts ``value`` at ``path`` if nothing stands there, making the mappings that lead to it; returns whether it did.
+    """Inserts ``value`` at ``path`` if the path is free, with the mappings that lead to it; returns whether it did.
 
-    A list is never lengthened: whose lists differ over the ranks has no common form.
+    A list is never lengthened: lists that differ between ranks have no common form.
     """
     node: Any = rest
     for number, step in enumerate(path[:-1]):
@@ -124,9 +123,9 @@ def put(rest: dict[str, Any], path: Path, value: Any) -> bool:
 
 
 def optimizer_extras(rest: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns what this rank's optimizers hold beside tensors: plain values by path, and the names in each group.
+    """Returns this rank's optimizer state that is not tensors: plain values by path, and each group's parameter names.
 
-    The ranks of a sharded run may hold the states of different parameters, so rank 0's alone is not all of it.
+    The ranks of a sharded run may hold the states of different parameters, so rank 0's alone is incomplete.
     """
     values: list[tuple[Path, Any]] = []
     groups: dict[tuple[int, int], list[Any]] = {}
@@ -141,10 +140,10 @@ def optimizer_extras(rest: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def merge_extras(rest: dict[str, Any], extra: dict[str, Any]) -> dict[str, Any]:
-    """Adds another rank's :func:`optimizer_extras` to this rank's rest; what stands there already is kept.
+    """Adds another rank's :func:`optimizer_extras` to this rank's tree, without replacing entries.
 
     Returns:
-        What of it was added.
+        The entries that were added.
     """
     added: dict[str, Any] = {"values": [(path, value) for path, value in extra["values"] if put(rest, path, value)]}
     added["groups"] = {}
@@ -158,12 +157,12 @@ def merge_extras(rest: dict[str, Any], extra: dict[str, Any]) -> dict[str, Any]:
 
 
 def join(rest: Any, make: Callable[[dict[str, tuple[str, str]], dict[str, Any]], Any], read: Callable[..., Any]) -> Any:
-    """Puts tensors back in the places of their marks.
+    """Inserts tensors in place of their marks.
 
     Args:
-        rest: what :func:`split` left.
-        make: makes the mapping for one that holds marks: from {key: (group, name)} and its other entries.
-        read: reads the tensor of a group and name: for marks in sequences, which cannot be lazy.
+        rest: Tree that :func:`split` returned.
+        make: Function that creates a mapping from the marks in it, {key: (group, name)}, and its other entries.
+        read: Function that reads the tensor of a group and name, for marks in sequences, which cannot be lazy.
     """
     place = marked(rest)
     if place is not None:
@@ -191,7 +190,7 @@ def _is_stored(node: Any, of_model: bool) -> bool:
 
 
 def _is_plain(node: Any) -> bool:
-    """Returns whether a tensor is a block of memory, and no subclass with a form of its own."""
+    """Returns whether a tensor is a dense block of memory, and not a subclass with its own representation."""
     if not isinstance(node, Tensor) or type(node) not in (Tensor, torch.nn.Parameter, torch.nn.Buffer):
         return False
     assert node.device.type != "meta", "a tensor on the meta device holds nothing to save"
@@ -199,7 +198,7 @@ def _is_plain(node: Any) -> bool:
 
 
 def _tensors_by_name(node: Mapping[Any, Any], names: frozenset[str]) -> bool:
-    """Returns whether a mapping is the model's tensors once more: an average of them, their gradients."""
+    """Returns whether a mapping's keys are names of the model's tensors: an average of them, their gradients."""
     return bool(node) and all(key in names for key in node)
 
 

@@ -1,4 +1,4 @@
-"""What of a group of parameters, one after the other in a flat buffer, lies in a rank's segment of it."""
+"""Slices of the parameters that a rank's segment of their flat buffer holds."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Piece:
-    """A run of a parameter's elements in a rank's flat partition.
+    """Slice of a parameter's elements in a rank's flat partition.
 
     Attributes:
-        parameter: the parameter's number in its group.
-        start: the piece's first element in the flattened parameter.
-        length: how many elements.
-        offset: where the piece stands in the rank's partition.
+        parameter: Index of the parameter in its group.
+        start: First element of the slice in the flattened parameter.
+        length: Number of elements.
+        offset: Offset of the slice in the rank's partition, in elements.
     """
 
     parameter: int
@@ -24,12 +24,12 @@ class Piece:
 
 
 def pieces_within(places: Iterable[tuple[int, int]], low: int, high: int) -> list[Piece]:
-    """Returns what of parameters lies in a segment of their buffer, in its order.
+    """Returns the slices of the parameters that lie in a segment of their buffer, in its order.
 
     Args:
-        places: where each parameter begins and ends in the buffer.
-        low: where the segment begins.
-        high: where it ends.
+        places: Begin and end of each parameter in the buffer, in elements.
+        low: Begin of the segment.
+        high: End of the segment.
     """
     found = []
     for number, (start, stop) in enumerate(places):

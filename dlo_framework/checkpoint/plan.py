@@ -1,4 +1,4 @@
-"""Who writes what: rank 0 divides the boxes that the ranks hold among them.
+"""Global plan of a save: rank 0 decides which rank writes each box.
 
 There are as many boxes as tensors times the ranks that shard them, millions in a large run. So they are columns of
 numbers here, a row a box, and no objects.
@@ -19,10 +19,10 @@ from dlo_framework.checkpoint.dtypes import dtype_of
 from dlo_framework.checkpoint.holdings import Holding, Told, unpack
 from dlo_framework.checkpoint.shards import Box
 
-#: A box up to this size that several ranks hold is the first one's to write: buffers that differ over the ranks
-#: (statistics of a batch norm that is not synchronised) then come from one rank, as under plain data parallelism.
+#: Largest box that the lowest of its ranks always writes: buffers that differ between ranks (statistics of a batch norm
+#: that is not synchronised) then come from one rank, as under plain data parallelism.
 SMALL_BYTES = 128 * 1024
-#: About what the header of a file says of a box, beside its name.
+#: Approximate size of a box's entry in the header of a file, without its name.
 _ENTRY_BYTES = 128
 
 Numbers = NDArray[np.int64]
@@ -30,13 +30,13 @@ Numbers = NDArray[np.int64]
 
 @dataclass(frozen=True)
 class FilePlan:
-    """A rank's file: these boxes in this order.
+    """Plan of one rank's file.
 
     Attributes:
-        name: the file's.
-        boxes: what is written, by tensor.
-        entries: name, type and shape of each, for the file's header.
-        bytes: of all of them.
+        name: Name of the file.
+        boxes: Tensor and box of each entry, in the order of the file.
+        entries: Name, dtype and shape of each entry, for the file's header.
+        bytes: Size of all tensors in the file, in bytes.
     """
 
     name: str
@@ -47,13 +47,13 @@ class FilePlan:
 
 @dataclass(frozen=True)
 class PlannedTensor:
-    """A tensor and the places of its boxes.
+    """Tensor of a plan, and the locations of its boxes.
 
     Attributes:
-        path: where it stands in the checkpoint.
-        dtype: torch's name of its type.
-        shape: its dims.
-        runs: the boxes that together are it; a rank's number is that of its file.
+        path: Keys that lead to the tensor from the top of the checkpoint.
+        dtype: Torch's name of the element type.
+        shape: Shape of the full tensor.
+        runs: Runs whose boxes tile the tensor; the number of a run's shard is the rank that writes it.
     """
 
     path: tuple[str | int, ...]
@@ -64,13 +64,13 @@ class PlannedTensor:
 
 @dataclass(frozen=True)
 class Plan:
-    """The division of a save.
+    """Global plan of a save.
 
     Attributes:
-        masks: for each rank, a bit for each box that it holds, in its own order: whether it writes it.
-        sizes: the bytes of the tensors in each rank's file.
-        tensors: all of them, with their places in the files.
-        bytes: of all files, about: their headers are made by those who write them.
+        masks: Bit mask of each rank over the boxes it holds, in its own order: the boxes that it writes.
+        sizes: Size of the tensors in each rank's file, in bytes.
+        tensors: Tensors of the checkpoint, with their locations in the files.
+        bytes: Approximate size of all files, in bytes; the headers are estimated.
     """
 
     masks: list[bytes]
@@ -80,15 +80,15 @@ class Plan:
 
 
 def divide(told: Sequence[Told]) -> Plan:
-    """Divides the boxes among the ranks that hold them: each is written once, by the rank with the least to write.
+    """Assigns each box to one of the ranks that hold it, the one with the fewest bytes to write.
 
     Args:
-        told: what each rank holds.
+        told: Packed inventory of each rank.
     """
     met = _Met()
     held = [met.take(one) for one in told]
     boxes = sorted(met.boxes)
-    # From here on a box's number is its place among all that were met, in the order of their elements.
+    # From here on a box's number is its rank in the order of offsets and sizes.
     place = np.empty(len(boxes), np.int64)
     place[[met.boxes[box] for box in boxes]] = np.arange(len(boxes))
     rank = np.repeat(np.arange(len(held)), [len(tensors) for tensors, _ in held])
@@ -96,7 +96,7 @@ def divide(told: Sequence[Told]) -> Plan:
     box = place[np.concatenate([numbers for _, numbers in held])]
     element = np.array([dtype_of(dtype).itemsize for _, dtype, _ in met.tensors.values()], np.int64)
     size = np.array([box.numel for box in boxes], np.int64)[box] * element[tensor]
-    # What several ranks hold is several rows, and one item; items are in the order of tensors and boxes.
+    # A box that several ranks hold is several rows and one item; items are in the order of tensors and boxes.
     _, first, item, count = np.unique(
         tensor * len(boxes) + box, return_index=True, return_inverse=True, return_counts=True
     )
@@ -117,27 +117,27 @@ def divide(told: Sequence[Told]) -> Plan:
 
 
 def file_plan(rank: int, holdings: Sequence[Holding], mask: bytes, size: int) -> FilePlan | None:
-    """Returns what a rank writes; None if that is nothing.
+    """Returns the plan of a rank's file; None if the rank writes nothing.
 
     Args:
-        rank: which.
-        holdings: what it holds, as it has told it.
-        mask: which of its boxes it writes; see :class:`Plan`.
-        size: their bytes.
+        rank: Rank in the group.
+        holdings: Inventory of the rank, as it was sent to rank 0.
+        mask: Bit mask of the boxes that it writes; see :class:`Plan`.
+        size: Size of these boxes, in bytes.
     """
     held = [(holding, Box(*span)) for holding in holdings for span in holding.spans]
     chosen = np.unpackbits(np.frombuffer(mask, np.uint8), count=len(held))
     written = [held[number] for number in np.flatnonzero(chosen)]
     if not written:
         return None
-    # Larger elements first, so that each tensor is aligned; the sort keeps the order within a size.
+    # Larger elements first, so that each tensor is aligned; the sort is stable.
     written.sort(key=lambda pair: -dtype_of(pair[0].dtype).itemsize)
     entries = [(entry_name(of.key, box, of.shape), of.dtype, box.sizes) for of, box in written]
     return FilePlan(shard_name(rank), [(of.key, box) for of, box in written], entries, size)
 
 
 def entry_name(key: Key, box: Box, shape: tuple[int, ...]) -> str:
-    """Returns a chunk's name in its file: ``model/head.weight``, ``model/head.weight[0:512,0:384]`` for a part."""
+    """Returns a chunk's name in its file: ``model/head.weight``, or ``model/head.weight[0:512,0:384]`` for a slice."""
     name = "/".join(key)
     if box == whole(shape):
         return name
@@ -146,7 +146,7 @@ def entry_name(key: Key, box: Box, shape: tuple[int, ...]) -> str:
 
 
 class _Met:
-    """The tensors and boxes of all ranks, numbered as they were met."""
+    """Tensors and boxes of all ranks, numbered in order of appearance."""
 
     def __init__(self) -> None:
         self.tensors: dict[Key, tuple[tuple[str | int, ...], str, tuple[int, ...]]] = {}
@@ -155,7 +155,7 @@ class _Met:
         self._lists: dict[bytes, Numbers] = {}
 
     def take(self, told: Told) -> tuple[Numbers, Numbers]:
-        """Returns a rank's boxes in its order: the numbers of their tensors, and their own."""
+        """Returns a rank's boxes in its order: the numbers of their tensors, and their own numbers."""
         if told.tensors not in self._lists:
             self._lists[told.tensors] = np.array([self._number(*one) for one in unpack(told.tensors)], np.int64)
         lists, which = unpack(told.boxes)
@@ -171,7 +171,7 @@ class _Met:
 
 
 def _check_whole(met: _Met, boxes: list[Box], tensor: Numbers, box: Numbers) -> None:
-    """Checks that the items of each tensor are all of it. Tensors that are cut alike are looked at once."""
+    """Checks that the items of each tensor tile it. Tensors that are sharded in the same way are checked once."""
     bounds = np.searchsorted(tensor, np.arange(len(met.tensors) + 1)).tolist()
     seen = set()
     for (key, (_, _, shape)), (low, high) in zip(met.tensors.items(), pairwise(bounds), strict=True):
@@ -186,11 +186,11 @@ def _writers(rank: Numbers, item: Numbers, first: Numbers, count: Numbers, size:
     """Returns the rank that writes each item.
 
     Args:
-        rank: of each row.
-        item: each row's.
-        first: each item's first row, which is its lowest rank's.
-        count: each item's rows.
-        size: each item's bytes.
+        rank: Rank of each row.
+        item: Item of each row.
+        first: First row of each item, which is its lowest rank's.
+        count: Number of rows of each item.
+        size: Size of each item, in bytes.
     """
     writer = rank[first]
     shared = np.flatnonzero((count > 1) & (size > SMALL_BYTES))
@@ -201,7 +201,7 @@ def _writers(rank: Numbers, item: Numbers, first: Numbers, count: Numbers, size:
     alone[shared] = False
     np.add.at(load, writer[alone], size[alone])
     rows, ends = np.argsort(item, kind="stable"), np.cumsum(count)
-    # The largest first: the small ones then even out what is left.
+    # The largest first: the small ones then balance the load.
     for number in shared[np.argsort(-size[shared], kind="stable")]:
         holders = rank[rows[ends[number] - count[number] : ends[number]]]
         writer[number] = holders[load[holders].argmin()]
@@ -212,7 +212,7 @@ def _writers(rank: Numbers, item: Numbers, first: Numbers, count: Numbers, size:
 def _places(
     written: Numbers, rank: Numbers, item: Numbers, element: Numbers, size: Numbers, ranks: int
 ) -> tuple[Numbers, Numbers]:
-    """Returns where each item begins in its writer's file, and the bytes in each file; see :func:`file_plan`."""
+    """Returns each item's offset in its writer's file, and the bytes in each file; see :func:`file_plan`."""
     order = written[np.lexsort((written, -element[written], rank[written]))]
     sizes = np.zeros(ranks, np.int64)
     np.add.at(sizes, rank[order], size[order])
@@ -225,11 +225,11 @@ def _places(
 def _runs(
     boxes: list[Box], tensor: Numbers, box: Numbers, writer: Numbers, begin: Numbers, tensors: int
 ) -> list[list[Run]]:
-    """Joins each tensor's items to runs, along the dim where most of them follow one another."""
+    """Joins each tensor's items to runs, along the dim where most of them are contiguous."""
     dims = max((len(one.sizes) for one in boxes), default=0) or 1
     numbers = {one: number for number, one in enumerate(boxes)}
     joined = np.zeros((dims, tensors), np.int64)
-    orders = np.empty((dims, len(boxes)), np.int64)  # a box's place where those that follow one another are neighbours
+    orders = np.empty((dims, len(boxes)), np.int64)  # positions of the boxes, contiguous ones side by side
     after = np.full((dims, len(boxes)), -1)
     for dim in range(dims):
         along = sorted((_but(one, dim), number) for number, one in enumerate(boxes))
@@ -261,6 +261,6 @@ def _links(after: Numbers, tensor: Numbers, box: Numbers, writer: Numbers, begin
 
 
 def _but(box: Box, dim: int) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
-    """Returns what boxes are sorted by to follow one another along a dim."""
+    """Returns a sort key that makes boxes neighbours if they are contiguous along a dim."""
     offsets = box.offsets
     return (*offsets[:dim], *offsets[dim + 1 :]), box.sizes, offsets[dim : dim + 1]

@@ -1,7 +1,7 @@
-"""How the ranks come to a plan of a save: the first makes it, and each gets its own part.
+"""Planning of a save by all ranks: rank 0 makes the global plan, and each rank gets its own part.
 
-A run's saves are mostly alike. So the plan is kept, and as long as each rank holds what it held when it was made, they
-pass no more than that.
+A run's saves are mostly identical. So the plan is cached, and as long as each rank's inventory is the same, the ranks
+exchange only the plan's name.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ from dlo_framework.checkpoint.shards import Box, Shard
 from dlo_framework.checkpoint.state_file import refuse_unreadable
 from dlo_framework.checkpoint.torch_file import free_bytes, tensor_bytes
 
-#: Plans that are kept: a run's whole checkpoints, and those of its weights alone.
+#: Number of cached plans: one for a run's full checkpoints, one for its weights alone.
 _KEPT = 2
 
 
 class Part(NamedTuple):
-    """A rank's part of a plan.
+    """One rank's part of a plan.
 
     Attributes:
-        plan: a name that no other plan has.
-        mask: which boxes the rank writes; see :class:`~dlo_framework.checkpoint.plan.Plan`.
-        size: their bytes.
-        total: the bytes of all ranks' files.
-        supplies: what beside tensors this rank alone tells rank 0: the paths of its optimizers' plain values.
+        plan: Unique name of the plan.
+        mask: Bit mask of the boxes that the rank writes; see :class:`~dlo_framework.checkpoint.plan.Plan`.
+        size: Size of these boxes, in bytes.
+        total: Size of all ranks' files, in bytes.
+        supplies: Paths of plain values of the optimizers that only this rank sends to rank 0.
     """
 
     plan: str
@@ -50,7 +50,7 @@ class Part(NamedTuple):
 
 @dataclass
 class _Known:
-    """What this rank keeps of a plan; the last two on rank 0 alone."""
+    """Cache entry of a plan; the last two attributes are set on rank 0 alone."""
 
     part: Part
     plan: Plan | None = None
@@ -62,13 +62,13 @@ _known: OrderedDict[str, _Known] = OrderedDict()
 
 @dataclass(frozen=True)
 class Agreed:
-    """What the ranks have agreed on.
+    """Result of the planning.
 
     Attributes:
-        file: what this rank writes; None if that is nothing.
-        plan: all of it, on rank 0; None on the others.
-        need: bytes on the disk.
-        free: the least free bytes that a rank saw.
+        file: Plan of this rank's file; None if it writes nothing.
+        plan: Global plan on rank 0; None on other ranks.
+        need: Bytes needed on the disk.
+        free: Smallest number of free bytes that a rank sees.
     """
 
     file: FilePlan | None
@@ -78,23 +78,23 @@ class Agreed:
 
 
 class _Look(NamedTuple):
-    """What a rank tells at each save."""
+    """Message of a rank to rank 0 at each save."""
 
-    plan: str | None  # which it has a part of that still fits
+    plan: str | None  # cached plan that matches this rank's inventory
     supplied: list[tuple[Any, Any]]
     free: int
-    rest: int  # bytes of tensors in what is no tensor of the checkpoint; of rank 0
+    rest: int  # bytes of tensors in the remaining tree, on rank 0
 
 
 class Planning:
-    """One save's planning, on this rank.
+    """Planning of one save, on this rank.
 
     Args:
-        rest: what is no tensor of model or optimizer. On rank 0 it gets what other ranks know and marks for what they
-            hold.
-        found: this rank's tensors.
-        path: where the checkpoint will be.
-        group: the ranks; None for a single process.
+        rest: Tree without the tensors of model and optimizer. On rank 0 the other ranks' plain values and marks are
+            added to it.
+        found: Locations and shards of this rank's tensors.
+        path: Path of the checkpoint.
+        group: Process group of the ranks; None for a single process.
     """
 
     def __init__(
@@ -112,7 +112,7 @@ class Planning:
         self._digest = ""
 
     def agree(self) -> Agreed:
-        """Comes to a plan, together with the other ranks."""
+        """Returns the plan, made together with the other ranks or cached."""
         same, rest_bytes, free = through_first(self._group, self._look, self._compare)
         if not same:
             part = through_first(self._group, self._tell, self._divide)
@@ -139,7 +139,7 @@ class Planning:
         return _Look(part.plan if part is not None else None, supplied, free_bytes(self._path.parent), rest_bytes)
 
     def _compare(self, looks: list[_Look]) -> list[tuple[bool, int, int]]:
-        """On rank 0: whether the plan that is kept is still everybody's."""
+        """Returns for each rank, on rank 0, whether the cached plan matches every rank's inventory."""
         same = looks[0].plan is not None and all(look.plan == looks[0].plan for look in looks)
         if same:
             known = _known[self._digest]
@@ -153,7 +153,7 @@ class Planning:
         return tell(self._holdings), pack(self._extras) if self._rank > 0 else b""
 
     def _divide(self, told: list[tuple[Told, bytes]]) -> list[Part]:
-        """On rank 0: makes a plan."""
+        """Makes a plan, on rank 0."""
         plan = divide([of_rank for of_rank, _ in told])
         self._mark(plan)
         added = [merge_extras(self._rest, unpack(extras)) for _, extras in told[1:]]

@@ -1,4 +1,4 @@
-"""Loads a checkpoint: verified as a whole before anything in it is used, read where it is needed."""
+"""Loads a checkpoint: all files are verified before any is used, and tensors are read lazily."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ from dlo_framework.errors import DloError
 
 
 def load(path: str | Path, *, group: ProcessGroup | None = None, level: Level | None = "hash") -> dict[str, Any]:
-    """Loads a checkpoint: Lightning's dict, in which mappings of tensors are :class:`SavedTensors`, still to be read.
+    """Loads a checkpoint as Lightning's dict, in which mappings of tensors are lazy :class:`SavedTensors`.
 
     Args:
-        path: a checkpoint's folder, or a single file of Lightning's (which is read as a whole, and never executed).
-        group: ranks that share the hashing, all of which call this; None for this process alone.
-        level: ``hash`` (the default: every byte is checked before anything is used), ``size`` (only what is missing or
-            cut off is found), or None, for a checkpoint that has just been verified.
+        path: Folder of a checkpoint, or a single file of Lightning's (which is read at once, and never executed).
+        group: Process group of the ranks that share the hashing and all call this; None for this process alone.
+        level: ``hash`` (the default: every byte is checked before use), ``size`` (only missing or truncated files are
+            found), or None, for a checkpoint that has just been verified.
 
     Returns:
-        What was saved. Under ``optimizer_states`` each ``state`` is {parameter's name: its tensors and values}.
+        The saved state. Under ``optimizer_states`` each ``state`` is {parameter name: its tensors and values}.
 
     Raises:
-        DloError: if it is damaged, with the file and the newest one that is not; on all ranks alike.
+        DloError: on all ranks, if it is damaged; it names the file and the newest valid checkpoint.
     """
     path = local_path(path)
     if level is not None:
@@ -47,17 +47,17 @@ def load(path: str | Path, *, group: ProcessGroup | None = None, level: Level | 
 
 
 def check(path: str | Path) -> None:
-    """Refuses, before anything starts, a checkpoint that is not there, cut off, or unsafe.
+    """Refuses a checkpoint that is missing, truncated or unsafe, before anything starts.
 
-    Quick: no tensor is read; :func:`load` reads and hashes.
+    It is quick: no tensor is read; :func:`load` reads and hashes.
 
     Raises:
-        DloError: with the file and the newest one that is whole.
+        DloError: if it is refused; it names the file and the newest valid checkpoint.
     """
     path = local_path(path)
     found = folders.locate(path)
     if found is None:
-        raise DloError(f"no checkpoint {path}; give a path, or 'last' or 'best'")
+        raise DloError(f"no checkpoint {path}; choose an existing path, or 'last' or 'best'")
     if found.is_dir() and (found / STATE).exists():
         _refuse_damaged(path, "size", None)
         refuse_unsafe(found / STATE)
@@ -66,10 +66,10 @@ def check(path: str | Path) -> None:
 
 
 def assemble(folder: Path, manifest: Manifest, rest: dict[str, Any]) -> dict[str, Any]:
-    """Returns the checkpoint of a manifest and the rest of the state, with its tensors still to be read.
+    """Returns the checkpoint of a manifest and the remaining tree, with lazy tensors.
 
     Raises:
-        DloError: if the state names a tensor that the manifest does not have.
+        DloError: if the tree names a tensor that the manifest does not have.
     """
     tensors = {(group, name): tensor for group, named in manifest.tensors.items() for name, tensor in named.items()}
     source = Source(folder, tensors)
@@ -79,7 +79,8 @@ def assemble(folder: Path, manifest: Manifest, rest: dict[str, Any]) -> dict[str
         for key in keys.values():
             if key not in tensors:
                 raise DloError(
-                    f"damaged checkpoint: {folder / STATE} names the tensor {'/'.join(key)}, which is not there"
+                    f"damaged checkpoint: {folder / STATE} names the tensor {'/'.join(key)}, which the manifest"
+                    " does not list"
                 )
         result = SavedTensors(source, keys, others, title=str(folder))
         result._metadata = metadata
@@ -92,11 +93,11 @@ def _refuse_damaged(path: Path, level: Level, group: ProcessGroup | None) -> Non
     try:
         verify(path, level, group=group)
     except DloError as error:
-        # The search hashes files too: one rank's work.
+        # The search hashes files too, so one rank does it.
         offers = together(group, lambda: _offer(path, level) if rank_of(group) == 0 else "")
         raise DloError(f"{error}{offers[0]}") from None
 
 
 def _offer(path: Path, level: Level) -> str:
     newest = newest_valid(path.parent, level, but=path)
-    return f"; the newest valid one beside it is {newest}" if newest is not None else "; no other there is valid"
+    return f"; the newest valid one beside it is {newest}" if newest is not None else "; no other one there is valid"

@@ -1,4 +1,4 @@
-"""Tensors of a checkpoint, read when they are asked for and no more of them than is needed."""
+"""Lazy tensors of a checkpoint: only the slices that are needed are read, when they are needed."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from dlo_framework.errors import DloError, did_you_mean
 
 
 class Source:
-    """The tensors in a folder.
+    """Reader of the tensors in a folder.
 
     Args:
-        folder: where the files are.
-        tensors: what they hold.
+        folder: Folder of the files.
+        tensors: Tensors of the checkpoint, with their chunks.
     """
 
     def __init__(self, folder: Path, tensors: Mapping[Key, SavedTensor]) -> None:
@@ -31,11 +31,11 @@ class Source:
         self._files: dict[str, TensorFile] = {}
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leaves the open files out: copies, of callbacks' states say, open them again."""
+        """Leaves out the open files: a copy, such as one of a callback's state, opens them again."""
         return {**self.__dict__, "_files": {}}
 
     def read(self, group: str, name: str) -> Tensor:
-        """Returns a whole tensor: the file's own pages where it is one chunk, else assembled."""
+        """Returns a full tensor: the file's own pages if it is one chunk, else assembled."""
         tensor = self.tensors[group, name]
         if len(tensor.chunks) == 1:
             chunk = tensor.chunks[0]
@@ -45,7 +45,7 @@ class Source:
         return result
 
     def read_part(self, key: Key, box: Box, target: Tensor) -> None:
-        """Reads the elements of ``box`` into ``target``, which is shaped like it."""
+        """Reads the elements of ``box`` into ``target``, which has the shape of the box."""
         tensor = self.tensors[key]
         for chunk, shared in tensor.over(box):
             stored = Stored(tensor.dtype, chunk.box.sizes, chunk.begin, chunk.end)
@@ -58,16 +58,15 @@ class Source:
 
 
 class SavedTensors(MutableMapping[str, Any]):
-    """A mapping of a checkpoint: of a model's weights, or of one parameter's optimizer state.
+    """Lazy mapping of a checkpoint: a model's weights, or one parameter's optimizer state.
 
-    Nothing is read before it is asked for. What is set replaces what is in the file, for this mapping alone; what is
-    deleted is gone from it.
+    A tensor is read on access. Assignments and deletions affect this mapping alone, not the file.
 
     Args:
-        source: where the tensors are.
-        keys: which they are: {key here: (group, name)}.
-        others: what else the mapping holds: tensors of the reader's own, plain values.
-        title: how errors call it.
+        source: Reader of the tensors.
+        keys: Tensors of the mapping: {key here: (group, name)}.
+        others: Other entries of the mapping: tensors set by the caller, plain values.
+        title: Name of the mapping in errors.
     """
 
     def __init__(
@@ -81,7 +80,7 @@ class SavedTensors(MutableMapping[str, Any]):
         self._keys = dict(keys)
         self._others = dict(others or {})
         self._title = title
-        #: The versions of torch's modules, for ``load_state_dict``.
+        #: Versions of torch's modules, for ``load_state_dict``.
         self._metadata: dict[str, Any] | None = None
 
     def __getitem__(self, name: str) -> Any:
@@ -112,13 +111,13 @@ class SavedTensors(MutableMapping[str, Any]):
         return f"{type(self).__name__}({len(self)} entries of {self._title})"
 
     def copy(self) -> SavedTensors:
-        """Returns a mapping of the same entries; changes to one do not show in the other."""
+        """Returns a mapping of the same entries; changes to one do not affect the other."""
         result = SavedTensors(self._source, self._keys, self._others, self._title)
         result._metadata = self._metadata
         return result
 
     def rename(self, old: str, new: str) -> None:
-        """Gives an entry another name, without reading it (``pop`` reads)."""
+        """Renames an entry without reading it (``pop`` reads)."""
         if old not in self:
             raise KeyError(old)
         if old in self._others:
@@ -139,30 +138,30 @@ class SavedTensors(MutableMapping[str, Any]):
         return torch.Size(self._source.tensors[self._keys[name]].shape)
 
     def dtype(self, name: str) -> torch.dtype:
-        """Returns a tensor's type, without reading it."""
+        """Returns a tensor's dtype, without reading it."""
         if name in self._others:
             return self._others[name].dtype
         return dtype_of(self._source.tensors[self._keys[name]].dtype)
 
     @torch.no_grad()
     def read_into(self, name: str, target: Shard) -> None:
-        """Fills a rank's part of a tensor, reading that part alone, and converting to its type.
+        """Fills a rank's shard of a tensor: reads only its elements, and converts them to its dtype.
 
-        Beside the target at most 64 MB are held.
+        At most 64 MB are held beside the target.
 
         Args:
-            name: the tensor's.
-            target: a tensor, a DTensor or a flat shard of the same shape, on any device.
+            name: Name of the tensor.
+            target: Tensor, DTensor or flat shard of the same full shape, on any device.
 
         Raises:
-            DloError: if there is no such tensor, or it has another shape.
+            DloError: if the tensor does not exist, or its shape differs.
         """
         if name not in self:
             raise DloError(f"no '{name}' in {self._title}{did_you_mean(name, self)}")
         if tuple(self.shape(name)) != tuple(target.shape):
             raise DloError(
-                f"'{name}' has shape {tuple(self.shape(name))} in {self._title} and {tuple(target.shape)} in the run;"
-                " they are of different models, or one of its settings has changed"
+                f"'{name}' must have the run's shape {tuple(target.shape)} in {self._title}, got"
+                f" {tuple(self.shape(name))}; load it into the model, and with the settings, that it was saved from"
             )
         for box, view in held_boxes(target):
             if box.numel > 0:
@@ -170,7 +169,7 @@ class SavedTensors(MutableMapping[str, Any]):
 
     @torch.no_grad()
     def read_part(self, name: str, box: Box, target: Tensor) -> None:
-        """Reads the elements of ``box`` of a tensor into ``target``, which is shaped like the box."""
+        """Reads the elements of ``box`` of a tensor into ``target``, which has the shape of the box."""
         if name in self._others:
             value = self._others[name]
             full = value.full_tensor() if hasattr(value, "full_tensor") else value

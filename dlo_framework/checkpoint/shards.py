@@ -1,8 +1,8 @@
-"""What one rank holds of a tensor: all of it, a DTensor's part, a flat slice, or any of these of a cut tensor.
+"""Shards of a tensor on one rank, as boxes: a full tensor, a DTensor, a flat slice, or one of these of a TP slice.
 
-A checkpoint stores every tensor under its name in its native shape, whoever wrote it. So each rank has to say which
-rectangular boxes of a tensor it holds. A flat slice ``[start, stop)`` of a row-major tensor, which is what ZeRO's
-partition gives a rank, is at most ``2 * ndim - 1`` such boxes.
+A checkpoint stores every tensor under its name in its full shape, whatever the strategy. So each rank reports which
+rectangular boxes of a tensor it holds. A flat slice ``[start, stop)`` of a row-major tensor, such as a rank's slice in
+ZeRO's partition, is at most ``2 * ndim - 1`` such boxes.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from dlo_framework.cuts import Cut
 
 
 class Box(NamedTuple):
-    """A rectangular part of a tensor.
+    """Rectangular slice of a tensor.
 
     Attributes:
-        offsets: where it starts, an index a dim.
-        sizes: how far it goes, a length a dim.
+        offsets: First index along each dim.
+        sizes: Length along each dim.
     """
 
     offsets: tuple[int, ...]
@@ -32,7 +32,7 @@ class Box(NamedTuple):
 
     @property
     def numel(self) -> int:
-        """Elements in the box; a scalar's box has one."""
+        """The number of elements in the box; a scalar's box has one."""
         return math.prod(self.sizes)
 
 
@@ -41,9 +41,9 @@ class FlatShard:
     """Elements ``start`` to ``start + data.numel()`` of a tensor of ``shape``, in row-major order.
 
     Attributes:
-        data: what this rank holds, 1-D; the memory itself, not a copy; empty if the rank holds nothing of it.
-        shape: the whole tensor's.
-        start: the first element's index in the flattened tensor.
+        data: Elements on this rank, 1-D; the memory itself, not a copy; empty if the rank holds none.
+        shape: Shape of the full tensor.
+        start: Index of the first element in the flattened tensor.
     """
 
     data: Tensor
@@ -56,12 +56,12 @@ class FlatShard:
 
     @property
     def dtype(self) -> torch.dtype:
-        """The elements' type."""
+        """The dtype of the elements."""
         return self.data.dtype
 
     @property
     def device(self) -> torch.device:
-        """Where the rank's elements lie."""
+        """The device of the rank's elements."""
         return self.data.device
 
     def detach(self) -> FlatShard:
@@ -75,11 +75,11 @@ class FlatShard:
 
 @dataclass(frozen=True)
 class CutShard:
-    """What a rank holds of a tensor that tensor parallelism has cut, and sharding has perhaps divided further.
+    """Shard of a tensor that tensor parallelism has sliced, and that FSDP or ZeRO may shard further.
 
     Attributes:
-        part: what the rank holds of its part.
-        cut: which part of the tensor that is.
+        part: Rank's shard of the slice.
+        cut: Slice of the full tensor.
     """
 
     part: Tensor | FlatShard
@@ -87,17 +87,17 @@ class CutShard:
 
     @property
     def shape(self) -> torch.Size:
-        """The whole tensor's."""
+        """The shape of the full tensor."""
         return self.cut.whole_shape(self.part.shape)
 
     @property
     def dtype(self) -> torch.dtype:
-        """The elements' type."""
+        """The dtype of the elements."""
         return self.part.dtype
 
     @property
     def device(self) -> torch.device:
-        """Where the rank's elements lie."""
+        """The device of the rank's elements."""
         return self.part.device
 
     def detach(self) -> CutShard:
@@ -109,17 +109,17 @@ class CutShard:
         return CutShard(self.part.clone(), self.cut)
 
 
-#: What a state dict of a sharded run may hold under a name.
+#: Value of a name in a sharded run's state dict.
 Shard = Tensor | FlatShard | CutShard
 
 
 def with_cut(held: Shard, cut: Cut | None) -> Shard:
-    """Returns what a rank holds of a tensor together with the cut that it is a part of, where there is one."""
+    """Returns a rank's shard together with the TP slice that it belongs to, if there is one."""
     return held if cut is None or isinstance(held, CutShard) else CutShard(held, cut)
 
 
 def flat_slice_boxes(shape: tuple[int, ...], start: int, stop: int) -> list[Box]:
-    """Returns the boxes, in row-major order, that together are elements ``[start, stop)`` of a row-major tensor."""
+    """Returns the boxes, in row-major order, that tile the elements ``[start, stop)`` of a row-major tensor."""
     return list(_slice_boxes(tuple(shape), start, stop))
 
 
@@ -137,7 +137,7 @@ def _slice_boxes(shape: tuple[int, ...], start: int, stop: int) -> Iterator[Box]
         for box in _slice_boxes(shape[1:], start - first * row, stop - first * row):
             yield Box((first, *box.offsets), (1, *box.sizes))
     else:
-        # An unfinished row at the start, whole rows in the middle, an unfinished row at the end.
+        # An incomplete row at the start, full rows in the middle, an incomplete row at the end.
         whole_from = first if start == first * row else first + 1
         whole_to = last + 1 if stop == (last + 1) * row else last
         if whole_from > first:
@@ -153,11 +153,11 @@ def _slice_boxes(shape: tuple[int, ...], start: int, stop: int) -> Iterator[Box]
 def held_boxes(shard: Shard) -> list[tuple[Box, Tensor]]:
     """Returns the boxes of a tensor that this rank holds, each with its elements.
 
-    The elements are views of the rank's memory (shaped as the box), so that writing to them fills the shard.
+    The elements are views of the rank's memory, in the shape of the box, so that writing to them fills the shard.
 
     Args:
-        shard: a plain tensor (all of it), a DTensor of any placements but partial ones, a flat slice, or one of these
-            of a part that is cut out of the tensor.
+        shard: Plain tensor (the full one), DTensor of any placements but ``Partial``, flat slice, or one of these of a
+            TP slice.
     """
     if isinstance(shard, CutShard):
         return [whole for box, view in held_boxes(shard.part) for whole in _in_whole(shard.cut, box, view)]
@@ -169,7 +169,7 @@ def held_boxes(shard: Shard) -> list[tuple[Box, Tensor]]:
             at += box.numel
         return held
     if isinstance(shard, DTensor):
-        # DTensor's side of the protocol of torch.distributed.checkpoint; it knows strided and uneven shards.
+        # DTensor's side of the protocol of torch.distributed.checkpoint; it supports strided and uneven shards.
         chunks = shard.__create_chunk_list__()
         local = shard.to_local()
         if not chunks or local.numel() == 0:
@@ -181,7 +181,7 @@ def held_boxes(shard: Shard) -> list[tuple[Box, Tensor]]:
 
 
 def _in_whole(cut: Cut, box: Box, view: Tensor) -> Iterator[tuple[Box, Tensor]]:
-    """Yields what a box of a part is in the whole tensor: a box for each run of the cut that it touches."""
+    """Yields a slice's box in coordinates of the full tensor: one box for each run of the slice that it overlaps."""
     dim = cut.dim
     for at, first, count in cut.overlaps(box.offsets[dim], box.sizes[dim]):
         offsets, sizes = list(box.offsets), list(box.sizes)
@@ -190,7 +190,7 @@ def _in_whole(cut: Cut, box: Box, view: Tensor) -> Iterator[tuple[Box, Tensor]]:
 
 
 def overlap(one: Box, other: Box) -> Box | None:
-    """Returns the box that two boxes of one tensor share; None if they share nothing."""
+    """Returns the intersection of two boxes of one tensor; None if it is empty."""
     offsets = tuple(max(a, b) for a, b in zip(one.offsets, other.offsets, strict=True))
     ends = tuple(
         min(a + m, b + n) for a, m, b, n in zip(one.offsets, one.sizes, other.offsets, other.sizes, strict=True)

@@ -1,4 +1,4 @@
-"""``state.pt``: what is neither a model's nor an optimizer's tensor; plain data, read with ``weights_only=True``."""
+"""Writes and reads ``state.pt``: a checkpoint's plain data, read with ``weights_only=True``."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from dlo_framework.checkpoint.torch_file import unreadable
 from dlo_framework.errors import DloError
 
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.Size, torch.dtype, torch.device, Tensor)
-#: Lightning's keys for what a model and its data were built with; dlo never reads them back.
+#: Lightning's keys for the arguments of a model and its data; dlo never reads them.
 _INFORMATION = ("hyper_parameters", "datamodule_hyper_parameters")
 
 
@@ -28,46 +28,46 @@ def write_state(file: HashedFile, rest: dict[str, Any]) -> None:
 
 
 def read_state(path: Path) -> dict[str, Any]:
-    """Reads what :func:`write_state` wrote.
+    """Reads a file of :func:`write_state`.
 
     Raises:
-        DloError: if it is damaged, or holds anything that would execute.
+        DloError: if it is damaged, or contains anything that would execute.
     """
     try:
         content = torch.load(path, map_location="cpu", weights_only=True)
     except (pickle.UnpicklingError, RuntimeError, EOFError, OSError, ValueError) as error:
         raise unreadable(path, error) from None
     if not isinstance(content, dict):
-        raise DloError(f"{path} does not hold a checkpoint's state but a {type(content).__name__}")
+        raise DloError(f"{path} must hold a checkpoint's state, a dict, got a {type(content).__name__}")
     return content
 
 
 def refuse_unreadable(rest: dict[str, Any]) -> None:
-    """Refuses what could be written but not read back with ``weights_only=True``.
+    """Refuses values that could be written but not read with ``weights_only=True``.
 
-    Hyperparameters, which are kept for information alone, are replaced by their text instead.
+    Hyperparameters, which are only informative, are replaced by their text instead.
 
     Raises:
-        DloError: naming the entry.
+        DloError: if there is such a value; it names the entry.
     """
     for key in _INFORMATION:
         values = rest.get(key)
         for name, value in list(values.items()) if isinstance(values, dict) else ():
             if next(_unreadable(value, ()), None) is not None:
-                text = f"the hyperparameter '{name}' is kept as text: {type(value).__name__} is no plain data"
+                text = f"the hyperparameter '{name}' is saved as text: a {type(value).__name__} is not plain data"
                 warnings.warn(text, stacklevel=2)
                 values[name] = repr(value)  # type: ignore[index]
     for path, value in _unreadable(rest, ()):
         where = "".join(f"[{step!r}]" for step in path)
         kind = f"{type(value).__module__}.{type(value).__qualname__}"
         raise DloError(
-            f"checkpoint{where} is a {kind}, which could be written but not be read back safely; in the state_dict or"
-            " on_save_checkpoint that puts it there, keep numbers, text, tensors, and lists and dicts of them"
+            f"checkpoint{where} must be plain data, got a {kind}, which could not be read back safely; in the"
+            " state_dict or on_save_checkpoint that adds it, save numbers, text, tensors, and lists and dicts of them"
         )
 
 
 def _unreadable(node: Any, path: tuple[Any, ...]) -> Iterator[tuple[tuple[Any, ...], Any]]:
-    """Yields path and value of what the restricted unpickler would refuse."""
+    """Yields path and value of each node that the restricted unpickler would refuse."""
     if type(node) in _PLAIN:
         return
     if type(node) in (dict, OrderedDict):
@@ -88,6 +88,6 @@ def _reads_back(value: Any) -> bool:
         torch.save(value, file)
         file.seek(0)
         torch.load(file, map_location="cpu", weights_only=True)
-    except Exception:  # Whatever it is that its pickling or unpickling raises: the answer is no.
+    except Exception:  # Whatever its pickling or unpickling raises, it cannot be read back.
         return False
     return True

@@ -1,8 +1,8 @@
-"""Safetensors files, written as a stream and read where they are needed.
+"""Writes safetensors files as a stream, and reads them by mapping them into memory.
 
 The format (https://github.com/huggingface/safetensors): eight bytes with the header's length, little-endian; a JSON
-header that says where each tensor's bytes begin and end; the bytes, row-major, without gaps. The library's own writer
-wants all tensors in memory at once; here one bucket of 64 MB is held at a time, and the SHA-256 is taken on the way.
+header with each tensor's byte range; the bytes, row-major, without gaps. The library's own writer needs all tensors in
+memory at once; this one holds one bucket of 64 MB at a time, and computes the SHA-256 on the way.
 """
 
 from __future__ import annotations
@@ -26,21 +26,21 @@ from dlo_framework.checkpoint.dtypes import AS_BYTES, SAFETENSORS_CODES, dtype_o
 from dlo_framework.checkpoint.shards import Box
 from dlo_framework.errors import DloError
 
-#: A header larger than this is not one: safetensors' own limit.
+#: Longest valid header, safetensors' own limit.
 MOST_HEADER_BYTES = 100_000_000
-#: The header's text that names the types that safetensors has no code for, and that are there as bytes.
+#: Entry of the header with the types that have no code in safetensors, and are stored as bytes.
 _BARE = "dlo.types"
 
 
 @dataclass(frozen=True)
 class Stored:
-    """One tensor, or part of one, in a file.
+    """Location of one tensor, or a slice of one, in a file.
 
     Attributes:
-        dtype: torch's name of its type.
-        shape: its dims.
-        begin: where its bytes begin, counted from the file's start.
-        end: where they end.
+        dtype: Torch's name of the element type.
+        shape: Shape of the tensor or slice.
+        begin: First byte, counted from the file's start.
+        end: Byte after the last one.
     """
 
     dtype: str
@@ -52,15 +52,15 @@ class Stored:
 def layout(
     tensors: Iterable[tuple[str, str, tuple[int, ...]]], about: dict[str, str]
 ) -> tuple[bytes, dict[str, Stored]]:
-    """Plans a file.
+    """Computes a file's header and the location of each tensor.
 
     Args:
-        tensors: name, type and shape of each, in the order of the file: larger elements first, so that all of them
-            are aligned.
-        about: text for the header's ``__metadata__``.
+        tensors: Name, dtype and shape of each, in the order of the file: larger elements first, so that all of them are
+            aligned.
+        about: Text for the header's ``__metadata__``.
 
     Returns:
-        The file's first bytes, and where each tensor will lie.
+        The file's first bytes, and the location of each tensor.
     """
     tensors = list(tensors)
     bare = {name: dtype for name, dtype, _ in tensors if dtype not in SAFETENSORS_CODES}
@@ -84,10 +84,10 @@ def layout(
 
 
 class HashedFile:
-    """A new file that is hashed while it is written, and synced to the disk when it is closed.
+    """New file that is hashed while it is written, and synced to the disk when it is closed.
 
     Args:
-        path: where; whatever stands there is overwritten.
+        path: Path of the file; an existing one is overwritten.
     """
 
     def __init__(self, path: Path) -> None:
@@ -115,7 +115,7 @@ class HashedFile:
         return size
 
     def flush(self) -> None:
-        """Hands what is buffered to the system."""
+        """Flushes the buffer to the operating system."""
         self._file.flush()
 
     def write_tensor(self, tensor: Tensor, bucket_bytes: int = BUCKET_BYTES) -> None:
@@ -127,22 +127,22 @@ class HashedFile:
 
     @property
     def sha256(self) -> str:
-        """The hash of all that was written, as hexadecimal digits."""
+        """The hash of the bytes written so far, as hexadecimal digits."""
         return self._hash.hexdigest()
 
 
 def memory_of(tensor: Tensor) -> memoryview:
-    """Returns a tensor's elements as bytes; on the CPU and contiguous they are its own memory, else a copy."""
+    """Returns a tensor's elements as bytes: its own memory if it is contiguous and on the CPU, else a copy."""
     flat = tensor.to("cpu").contiguous().reshape(-1)
     # mypy on Python 3.11 does not know that arrays are buffers.
     return memoryview(flat.view(torch.uint8).numpy()) if flat.numel() else memoryview(b"")  # type: ignore[arg-type]
 
 
 class TensorFile:
-    """A safetensors file (or any file of row-major tensors) that is read by mapping it into memory.
+    """Safetensors file (or any file of row-major tensors) that is mapped into memory.
 
     Args:
-        path: the file.
+        path: Path of the file.
     """
 
     def __init__(self, path: Path) -> None:
@@ -157,18 +157,18 @@ class TensorFile:
         return _on(self._kept, stored)
 
     def copy_part(self, stored: Stored, box: Box, part: Box, target: Tensor) -> None:
-        """Copies ``part`` of a tensor into ``target``, at most a bucket at a time, converting its type.
+        """Copies ``part`` of a tensor into ``target``, at most a bucket at a time, converting its dtype.
 
         Args:
-            stored: where the elements of ``box`` lie.
-            box: what is stored, in the coordinates of the whole tensor.
-            part: what is wanted of it, likewise.
-            target: shaped as ``part``, on any device.
+            stored: Location of the elements of ``box``.
+            box: Stored box, in coordinates of the full tensor.
+            part: Box to copy, in coordinates of the full tensor.
+            target: Tensor in the shape of ``part``, on any device.
         """
         if self._passing is None:
             self._passing = self._map()
         source = _on(self._passing, stored)
-        # For the larger of the two types: a conversion makes a copy in the target's.
+        # The larger of the two types: a conversion makes a copy in the target's.
         element = max(source.element_size(), target.element_size())
         for piece in pieces(part, element):
             part_of(target, part, piece).copy_(part_of(source, box, piece))
@@ -176,7 +176,7 @@ class TensorFile:
             self._let_go(stored.begin + begin, stored.begin + end)
 
     def _let_go(self, begin: int, end: int) -> None:
-        """Takes pages that have been copied out of the process's memory; the system may still cache them."""
+        """Releases pages that have been copied from the process's memory; the system may still cache them."""
         assert self._passing is not None
         page = mmap.PAGESIZE
         if hasattr(mmap, "MADV_DONTNEED"):
@@ -199,7 +199,7 @@ def _on(mapped: mmap.mmap, stored: Stored) -> Tensor:
     if stored.begin == stored.end:
         return torch.empty(stored.shape, dtype=dtype)
     if stored.begin % dtype.itemsize:
-        # Files of other writers need not be aligned.
+        # Files of other writers may be unaligned.
         raw = bytearray(memoryview(mapped)[stored.begin : stored.end])
         return torch.frombuffer(raw, dtype=dtype).view(stored.shape)
     return torch.frombuffer(mapped, dtype=dtype, count=math.prod(stored.shape), offset=stored.begin).view(stored.shape)
@@ -209,17 +209,17 @@ def read_header(path: Path) -> tuple[dict[str, Stored], dict[str, str]]:
     """Reads a safetensors file's header, and no tensor.
 
     Returns:
-        Where each tensor lies, and the header's ``__metadata__``.
+        The location of each tensor, and the header's ``__metadata__``.
 
     Raises:
-        DloError: if it is no such file, or what the header says does not fit the file.
+        DloError: if it is not a safetensors file, or the header does not fit the file.
     """
     try:
         size = path.stat().st_size
         with open(path, "rb") as file:
             length = int.from_bytes(file.read(8), "little")
             if not 2 <= length <= min(MOST_HEADER_BYTES, size - 8):
-                raise DloError(f"{path} is not a safetensors file, or truncated: no header in its {size} bytes")
+                raise DloError(f"{path} is not a safetensors file, or truncated: its {size} bytes hold no header")
             header = json.loads(file.read(length))
         about = header.pop("__metadata__", {})
         bare = json.loads(about.pop(_BARE, "{}"))

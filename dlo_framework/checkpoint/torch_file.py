@@ -1,8 +1,8 @@
-"""Checkpoint files that are whole or not there, and that run nothing when they are read.
+"""Writes single-file checkpoints atomically, and reads them without executing anything.
 
-Lightning stages a checkpoint in the temporary folder and moves it without a sync, so that a kill or a full disk
-can destroy the previous one, and torch reads a pickle that may execute code. Here a checkpoint is written beside
-its final place, synced and renamed; and only tensors and plain data are read.
+Lightning stages a checkpoint in the temporary folder and moves it without a sync, so that a kill or a full disk can
+destroy the previous one, and torch reads a pickle that may execute code. Here a checkpoint is written beside its final
+path, synced and renamed; and only tensors and plain data are read.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ from dlo_framework.checkpoint.folder import publish_file
 from dlo_framework.errors import DloError
 from dlo_framework.whole_file import PARTIAL, sync_folder
 
-#: What a full or limited disk answers.
+#: Errors of a full or limited disk.
 NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 class SafeCheckpointIO(TorchCheckpointIO):
-    """Writes a checkpoint atomically, reads it with ``weights_only=True``."""
+    """Lightning's checkpoint IO that writes atomically and reads with ``weights_only=True``."""
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any = None) -> None:
-        """Writes ``checkpoint`` to ``path``: beside it first, synced, then renamed over it.
+        """Writes ``checkpoint`` to a file beside ``path``, syncs it, and renames it to ``path``.
 
         Raises:
-            DloError: if the disk is too full, and what stood at ``path`` still stands there; on a path or options of
-                other storage than this machine's.
+            DloError: if the disk is too full, with the previous file at ``path`` intact; for a path or options of other
+                storage than a file system.
         """
         target = local_path(path, storage_options)
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -64,16 +64,16 @@ class SafeCheckpointIO(TorchCheckpointIO):
     def load_checkpoint(
         self, path: str | Path, map_location: Any = "cpu", weights_only: bool | None = None
     ) -> dict[str, Any]:
-        """Reads tensors and plain data; ``weights_only`` is True whatever is asked for.
+        """Reads tensors and plain data; ``weights_only`` is always True.
 
         Raises:
-            DloError: if there is no such file, it is damaged, or it holds anything that would execute.
+            DloError: if the file is missing or damaged, or it contains anything that would execute.
         """
         return read_file(Path(path), map_location)
 
 
 def local_path(path: str | Path, storage_options: Any = None) -> Path:
-    """Returns the path of a checkpoint on this machine's file systems.
+    """Returns a checkpoint's path on a file system.
 
     Raises:
         DloError: for a URL, or storage options.
@@ -81,7 +81,7 @@ def local_path(path: str | Path, storage_options: Any = None) -> Path:
     if storage_options is not None:
         raise DloError(
             f"storage_options must be None, got {storage_options!r}; checkpoints are written to file systems alone, so"
-            " leave it out, and mount other storage or copy them there"
+            " leave it out, and mount other storage or copy the checkpoints to it"
         )
     if isinstance(path, str) and "://" in path:
         raise DloError(
@@ -91,21 +91,21 @@ def local_path(path: str | Path, storage_options: Any = None) -> Path:
 
 
 def read_file(path: Path, map_location: Any = "cpu", *, mmap: bool = False) -> dict[str, Any]:
-    """Reads a single-file checkpoint: tensors and plain data, and nothing that would execute.
+    """Reads a single-file checkpoint: tensors and plain data, without executing anything.
 
     Args:
-        path: the file.
-        map_location: where tensors go.
-        mmap: leaves tensors on the file's pages, to be read when they are used.
+        path: Path of the file.
+        map_location: Device of the tensors, as in ``torch.load``.
+        mmap: Whether to leave tensors on the file's pages, to be read on use.
 
     Raises:
-        DloError: if there is no such file, it is damaged, or it holds anything that would execute.
+        DloError: if the file is missing or damaged, or it contains anything that would execute.
     """
     try:
         content = torch.load(path, map_location=map_location, weights_only=True, mmap=mmap and zipfile.is_zipfile(path))
         if not isinstance(content, dict) or not {"state_dict", "pytorch-lightning_version"} <= content.keys():
             raise DloError(
-                f"{path} is not a checkpoint of a run: it has no 'state_dict' with Lightning's version beside it"
+                f"{path} is not a checkpoint of a run: it must hold 'state_dict' and 'pytorch-lightning_version'"
             )
         return content
     except FileNotFoundError:
@@ -115,26 +115,28 @@ def read_file(path: Path, map_location: Any = "cpu", *, mmap: bool = False) -> d
 
 
 def refuse_unsafe(path: Path) -> None:
-    """Reads which globals a checkpoint's pickle names, without unpickling, and refuses any that is not data.
+    """Refuses a checkpoint whose pickle names globals that are not plain data, without unpickling it.
 
     Raises:
-        DloError: if it names one that is not allowed, or is no checkpoint at all.
+        DloError: if it names a global that is not allowed, or is not a checkpoint.
     """
     if path.is_dir():
         if any((path / name).exists() for name in ("manifest.json", ".metadata", "meta.pt", "latest")):
             return  # A sharded checkpoint; its strategy verifies it.
-        raise DloError(f"{path} is a folder, not a checkpoint; name a file in it, or 'last' or 'best'")
+        raise DloError(
+            f"a checkpoint must be a file, or hold a manifest, got {path}; name a file in it, or 'last' or 'best'"
+        )
     try:
         unsafe = torch.serialization.get_unsafe_globals_in_checkpoint(path)
     except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError, IndexError, KeyError):
-        unsafe = []  # Not a zip of torch's: an older pickle, or damage. Loading it tells which, and runs nothing.
+        unsafe = []  # Not torch's zip file: an older pickle, or damaged. Loading it is safe, and finds out.
         SafeCheckpointIO().load_checkpoint(path)
     if unsafe:
         raise _refused(path, ", ".join(sorted(unsafe)))
 
 
 def tensor_bytes(content: Any) -> int:
-    """Returns the bytes of all tensors in a nest of mappings and sequences, shared storage counted once."""
+    """Returns the bytes of all tensors in a tree of mappings and sequences, shared storage counted once."""
     seen: dict[int, int] = {}
 
     def walk(item: Any) -> None:
@@ -154,7 +156,7 @@ def tensor_bytes(content: Any) -> int:
 
 
 def free_bytes(folder: Path) -> int:
-    """Returns the bytes that may still be written in ``folder``, or in the folder above that is there already."""
+    """Returns the free bytes for ``folder``, or for its nearest existing parent."""
     status = _file_system(folder)
     return status.f_bavail * status.f_frsize
 
@@ -166,34 +168,36 @@ def _file_system(folder: Path) -> os.statvfs_result:
 
 
 def refused_write(error: BaseException | None) -> OSError | None:
-    """Returns the system's error; torch's zip writer closes after one with a RuntimeError of its own."""
+    """Returns the operating system's error; after one, torch's zip writer raises a RuntimeError of its own."""
     while error is not None and not isinstance(error, OSError):
         error = error.__context__
     return error
 
 
 def shortage(folder: Path, need: int | None, free: int) -> str:
-    """Returns how many bytes are missing, in words."""
+    """Returns the needed and free bytes as text."""
     return f"{f'need {human(need)}, ' if need is not None else ''}{human(free)} free in {folder}"
 
 
 def why_refused(error: OSError, folder: Path, need: int | None) -> str:
-    """Returns, in words, what a write failed for: bytes are not all that a disk may be short of.
+    """Returns the reason of a failed write as text: a disk may be short of other things than bytes.
 
     Args:
-        error: the system's.
-        folder: where it was written, with what had been written still there.
-        need: bytes in all, if they are known.
+        error: Error of the operating system.
+        folder: Folder of the file, with the bytes written so far still there.
+        need: Bytes needed in total; None if unknown.
     """
     if error.errno == errno.EFBIG:
-        return f"{error.strerror}: a file of this process may have {_largest_file()} (ulimit -f)"
+        return f"{error.strerror}: files of this process are limited to {_largest_file()} (ulimit -f)"
     if error.errno == errno.EDQUOT:
-        return f"{error.strerror}: this user may write no more in {folder}, with {human(free_bytes(folder))} free there"
+        return (
+            f"{error.strerror}: this user's quota in {folder} is used up, with {human(free_bytes(folder))} free there"
+        )
     if error.errno != errno.ENOSPC:
         return error.strerror or str(error)
     status = _file_system(folder)
     if status.f_files and not status.f_favail:
-        return f"{folder} takes no more files: the inodes of its disk are used up; remove some files there"
+        return f"the inodes of the disk of {folder} are used up; remove some files there"
     free = free_bytes(folder)
     short = need is None or free < need
     return shortage(folder, need, free) if short else f"{error.strerror}, though {shortage(folder, need, free)}"
@@ -203,7 +207,7 @@ def _largest_file() -> str:
     import resource  # not on every system
 
     limit = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
-    return "no such size" if limit == resource.RLIM_INFINITY else f"{human(limit)} at most"
+    return "a smaller size" if limit == resource.RLIM_INFINITY else human(limit)
 
 
 def _no_space(target: Path, reason: str) -> DloError:
@@ -222,6 +226,6 @@ def unreadable(path: Path, error: Exception) -> DloError:
         return _refused(path, found.group(1))
     size = path.stat().st_size
     return DloError(
-        f"cannot read the checkpoint {path} ({human(size)}): it is damaged, truncated, or no checkpoint at all;"
+        f"cannot read the checkpoint {path} ({human(size)}): it is damaged, truncated, or not a checkpoint;"
         " try an earlier one"
     )

@@ -1,4 +1,4 @@
-"""Whether a checkpoint is what was written, and which one is the newest that is."""
+"""Verifies that a checkpoint is as it was written, and finds the newest valid one."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ from dlo_framework.checkpoint.manifest import Manifest, read_manifest
 from dlo_framework.checkpoint.tensor_file import read_header
 from dlo_framework.errors import DloError
 
-#: How thoroughly: every byte is hashed, or only the files' sizes are looked at.
+#: Level of verification: every byte is hashed, or only the files' sizes are compared.
 Level = Literal["hash", "size"]
 
 _BLOCK = 4 * 2**20
 
 
 def verify(path: str | Path, level: Level = "hash", *, group: ProcessGroup | None = None) -> None:
-    """Raises a DloError that names the damaged file if a checkpoint is not what was written.
+    """Verifies that a checkpoint is as it was written.
 
     Args:
-        path: a checkpoint, in a folder or a single file of Lightning's (whose zip entries have checksums).
-        level: ``hash`` reads all of it; ``size`` finds what is missing or cut off.
-        group: ranks that share the work, all of which call this; None for this process alone.
+        path: Folder of a checkpoint, or a single file of Lightning's (whose zip entries have checksums).
+        level: ``hash`` to read every byte, ``size`` to find missing and truncated files only.
+        group: Process group of the ranks that share the hashing and all call this; None for this process alone.
 
     Raises:
-        DloError: on all ranks alike.
+        DloError: on all ranks, if it is damaged; it names the damaged file.
     """
     problems = together(group, lambda: damage(Path(path), level, rank_of(group), size_of(group)))
     problem = next((problem for problem in problems if problem is not None), None)
@@ -42,13 +42,13 @@ def verify(path: str | Path, level: Level = "hash", *, group: ProcessGroup | Non
 
 
 def damage(path: Path, level: Level = "hash", rank: int = 0, world_size: int = 1) -> str | None:
-    """Returns what is wrong with a checkpoint; None if nothing is.
+    """Returns the damage of a checkpoint as a sentence; None if there is none.
 
     Args:
-        path: the checkpoint.
-        level: see :func:`verify`.
-        rank: of the ``world_size`` shares of the files, the one to be hashed here.
-        world_size: the number of shares.
+        path: Path of the checkpoint.
+        level: Level of verification; see :func:`verify`.
+        rank: Number of the share of the files that is hashed here.
+        world_size: Number of shares.
     """
     found = folders.locate(path)
     if found is None:
@@ -70,12 +70,12 @@ def damage(path: Path, level: Level = "hash", rank: int = 0, world_size: int = 1
             except OSError as error:
                 return f"damaged checkpoint: cannot read {found / name}: {error.strerror}"
             if actual != manifest.files[name]["sha256"]:
-                return f"damaged checkpoint: {found / name} does not have the SHA-256 it was written with"
+                return f"damaged checkpoint: the SHA-256 of {found / name} differs from the recorded one"
     return None
 
 
 def sha256(path: Path) -> str:
-    """Returns the hash of a file's content, as hexadecimal digits."""
+    """Returns the SHA-256 of a file's content, as hexadecimal digits."""
     result = hashlib.sha256()
     with open(path, "rb", buffering=0) as file:
         buffer = bytearray(_BLOCK)
@@ -87,24 +87,24 @@ def sha256(path: Path) -> str:
 def newest_valid(
     folder: str | Path, level: Level = "hash", *, weights_only: bool = False, but: Path | None = None
 ) -> Path | None:
-    """Returns the newest checkpoint in ``folder`` that is whole, by its step and then its time; None if there is none.
+    """Returns the newest valid checkpoint in ``folder``, by its step and then its time; None if there is none.
 
-    A damaged one is passed over with a warning that names the file; without one, those that the run has left behind
-    when it went on from an earlier one (:mod:`dlo_framework.checkpoint.listing`). A name may be returned whose folder
-    is to be renamed to it yet, after a kill; :func:`load` finds it.
+    A damaged one is skipped with a warning that names the file. Those that the run has superseded by resuming from an
+    earlier one (:mod:`dlo_framework.checkpoint.listing`) are skipped without a warning. After a kill the returned path
+    may not exist until its folder is renamed; :func:`load` finds it.
 
     Args:
-        folder: where checkpoints lie, in folders or single files.
-        level: see :func:`verify`.
-        weights_only: whether one without an optimizer, from which no run can go on, will do.
-        but: one that is left out.
+        folder: Folder of the checkpoints, which are folders or single files.
+        level: Level of verification; see :func:`verify`.
+        weights_only: Whether to accept a checkpoint without optimizer state, from which no run can resume.
+        but: Path to exclude.
     """
     behind = left_behind(Path(folder))
     found = [entry for entry in entries(Path(folder)) if entry.path != but and not entry.is_in(behind)]
     for entry in sorted(found, key=lambda entry: (entry.step, entry.time), reverse=True):
         problem = entry.problem or (None if entry.weights_only > weights_only else damage(entry.path, level))
         if problem is not None:
-            warnings.warn(f"passing over {entry.path}: {problem}", stacklevel=2)
+            warnings.warn(f"skipping {entry.path}: {problem}", stacklevel=2)
         elif entry.weights_only <= weights_only:
             return entry.path
     return None
@@ -118,7 +118,7 @@ def _damage_of_file(path: Path, level: Level) -> str | None:
             return str(error)
         return None  # The format has no checksums.
     if not zipfile.is_zipfile(path):
-        return f"damaged checkpoint: {path} is truncated, or none of torch's zip files"
+        return f"damaged checkpoint: {path} is truncated, or not one of torch's zip files"
     if level == "hash":
         try:
             with zipfile.ZipFile(path) as archive:
@@ -126,7 +126,7 @@ def _damage_of_file(path: Path, level: Level) -> str | None:
         except (zipfile.BadZipFile, OSError, EOFError) as error:
             return f"damaged checkpoint: {path}: {error}"
         if entry is not None:
-            return f"damaged checkpoint: {path}: its entry {entry} does not have the checksum it was written with"
+            return f"damaged checkpoint: {path}: the checksum of its entry {entry} differs from the recorded one"
     return None
 
 
@@ -135,11 +135,11 @@ def _wrong_size(path: Path, size: int) -> str | None:
         actual = os.stat(path).st_size
     except OSError as error:
         return f"{path} is missing" if isinstance(error, FileNotFoundError) else f"{path}: {error.strerror}"
-    return None if actual == size else f"{path} has {actual} bytes of {size}"
+    return None if actual == size else f"{path} must have {size} bytes, got {actual}"
 
 
 def _shares(manifest: Manifest, world_size: int) -> list[list[str]]:
-    """Divides the files evenly: the largest first, each to the share with the least bytes."""
+    """Distributes the files evenly: the largest first, each to the share with the fewest bytes."""
     shares: list[list[str]] = [[] for _ in range(world_size)]
     load = [0] * world_size
     for name, file in sorted(manifest.files.items(), key=lambda item: (-item[1]["bytes"], item[0])):

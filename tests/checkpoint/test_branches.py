@@ -90,13 +90,13 @@ def test_neither_clocks_nor_copies_change_the_answer(run, monkeypatch, kind, tmp
 def test_a_damaged_one_is_told_of_and_what_was_left_is_not_offered(run):
     (run / "checkpoints" / "step=900.ckpt" / "manifest.json").unlink()
     go_on(run, "step=500.ckpt")
-    with pytest.warns(UserWarning, match=r"passing over .*step=900\.ckpt"):
+    with pytest.warns(UserWarning, match=r"skipping .*step=900\.ckpt"):
         assert newest(run) == "step=500.ckpt"
     shutil.rmtree(run / "checkpoints" / "step=900.ckpt")
     (run / "checkpoints" / "step=500.ckpt" / "state.pt").unlink()
     with pytest.raises(DloError, match=r"the newest valid one beside it is .*step=400\.ckpt$"):
         load(run / "checkpoints" / "step=500.ckpt")
-    with pytest.warns(UserWarning, match=r"passing over .*step=500\.ckpt"):
+    with pytest.warns(UserWarning, match=r"skipping .*step=500\.ckpt"):
         assert newest(run) == "step=400.ckpt"
 
 

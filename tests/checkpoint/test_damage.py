@@ -68,7 +68,7 @@ def test_damage_is_refused_by_name_and_the_newest_whole_one_is_offered_and_found
         verify(newest)
     with pytest.raises(DloError, match=rf"{name}.*; the newest valid one beside it is .*step-10\.ckpt$"):
         load(newest)
-    with pytest.warns(UserWarning, match=rf"passing over .*step-15\.ckpt: .*{name}"):
+    with pytest.warns(UserWarning, match=rf"skipping .*step-15\.ckpt: .*{name}"):
         assert newest_valid(folder) == folder / "step-10.ckpt"
 
 
@@ -108,18 +108,18 @@ def test_a_look_at_the_sizes_finds_what_is_cut_off_and_not_what_is_changed(folde
     verify(path, "size")
     assert load(path, level="size")["global_step"] == 15
     os.truncate(path / "shard-00000.safetensors", 3000)
-    with pytest.raises(DloError, match=r"shard-00000\.safetensors has 3000 bytes of"):
+    with pytest.raises(DloError, match=r"shard-00000\.safetensors must have \d+ bytes, got 3000"):
         check(path)
-    with pytest.raises(DloError, match=r"no checkpoint .*other\.ckpt; give a path, or 'last' or 'best'"):
+    with pytest.raises(DloError, match=r"no checkpoint .*other\.ckpt; choose an existing path, or 'last' or 'best'"):
         check(folder / "other.ckpt")
 
 
 def test_nothing_valid_is_said_so(tmp_path):
     save(a_run(1), tmp_path / "only.ckpt")
     (tmp_path / "only.ckpt" / "state.pt").unlink()
-    with pytest.raises(DloError, match="no other there is valid"):
+    with pytest.raises(DloError, match="no other one there is valid"):
         load(tmp_path / "only.ckpt")
-    with pytest.warns(UserWarning, match=r"passing over .*only\.ckpt"):
+    with pytest.warns(UserWarning, match=r"skipping .*only\.ckpt"):
         assert newest_valid(tmp_path) is None
     assert newest_valid(tmp_path / "nowhere") is None
 
@@ -138,7 +138,7 @@ def test_the_newest_is_by_step_and_then_by_time(folder):
     torch.save({**a_run(100), "pytorch-lightning_version": "2.6.6"}, folder / "file.ckpt")
     assert newest_valid(folder) == folder / "file.ckpt"
     flip(folder / "file.ckpt", -3000)
-    with pytest.warns(UserWarning, match=r"passing over .*file\.ckpt"):
+    with pytest.warns(UserWarning, match=r"skipping .*file\.ckpt"):
         assert newest_valid(folder) == folder / "last.ckpt"
 
 
@@ -251,28 +251,28 @@ def test_a_manifest_of_format_1_is_read(folder):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda c, w: c["files"].update({"../evil": {"bytes": 1, "sha256": ""}}), "no plain file name"),
+        (lambda c, w: c["files"].update({"../evil": {"bytes": 1, "sha256": ""}}), "not a plain file name"),
         (lambda c, w: c["files"]["shard-00000.safetensors"].update(data=-1), "data begin before it"),
         (lambda c, w: c["files"]["shard-00000.safetensors"].pop("data"), "damaged checkpoint"),
-        (lambda c, w: w[0].__setitem__(0, 3), r"lies in 'shard-00003\.safetensors', which is not listed"),
+        (lambda c, w: w[0].__setitem__(0, 3), r"is in 'shard-00003\.safetensors', which the manifest does not list"),
         (lambda c, w: w[0].__setitem__(0, "/etc/passwd"), "damaged checkpoint"),
-        (lambda c, w: w[0].__setitem__(1, 10**9), "lies outside of its file"),
-        (lambda c, w: w[0].__setitem__(1, -1), "lies outside of its file"),
+        (lambda c, w: w[0].__setitem__(1, 10**9), "is outside its file"),
+        (lambda c, w: w[0].__setitem__(1, -1), "is outside its file"),
         (lambda c, w: w[0].__setitem__(3, [0]), "is empty"),
-        (lambda c, w: w[0].__setitem__(3, [10, 100]), "has other dims"),
-        (lambda c, w: w[0].extend([10**15, 0, 1]), "which is not listed"),
+        (lambda c, w: w[0].__setitem__(3, [10, 100]), "has another number of dims"),
+        (lambda c, w: w[0].extend([10**15, 0, 1]), "which the manifest does not list"),
         (lambda c, w: w[0].extend([0, 0, 1]), "is empty"),
         (
             lambda c, w: (w[0].extend([2, 1, 1]), c["files"].update({"shard-00001.safetensors": file_of(c)})),
-            "along no dim",
+            "along a dim that it does not have",
         ),
-        (lambda c, w: w[0].extend([2, 0, 0]), "lie in one file"),
+        (lambda c, w: w[0].extend([2, 0, 0]), "are in one file"),
         (lambda c, w: w[0].extend([2, 0]), "damaged checkpoint"),
-        (lambda c, w: w.clear(), "not the whole of it"),
-        (lambda c, w: w.append([0, 0, [0], [1]]), "not the whole of it"),
-        (lambda c, w: c["tensors"]["model"]["w"].update(shape=[2000]), "not the whole of it"),
+        (lambda c, w: w.clear(), "do not tile it"),
+        (lambda c, w: w.append([0, 0, [0], [1]]), "do not tile it"),
+        (lambda c, w: c["tensors"]["model"]["w"].update(shape=[2000]), "do not tile it"),
         (lambda c, w: c["tensors"]["model"]["w"].update(dtype="load"), "unknown element type"),
-        (lambda c, w: c.update(format=99), "has format 99, and this dlo reads up to 2; update dlo"),
+        (lambda c, w: c.update(format=99), "format must be at most 2, got 99; update dlo"),
         (lambda c, w: c.update(format="2"), "damaged checkpoint"),
         (lambda c, w: c.pop("step"), "damaged checkpoint"),
     ],
@@ -289,13 +289,13 @@ def file_of(content: dict) -> dict:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda w: w[0].update(file="state.pt"), "lies outside of its file"),
-        (lambda w: w[0].update(file="/etc/passwd"), "which is not listed"),
-        (lambda w: w[0].update(end=10**9), "lies outside of its file"),
+        (lambda w: w[0].update(file="state.pt"), "is outside its file"),
+        (lambda w: w[0].update(file="/etc/passwd"), "which the manifest does not list"),
+        (lambda w: w[0].update(end=10**9), "is outside its file"),
         (lambda w: w[0].update(end=w[0]["end"] - 4), "has the wrong size"),
-        (lambda w: w[0].update(sizes=[10, 100]), "has other dims"),
+        (lambda w: w[0].update(sizes=[10, 100]), "has another number of dims"),
         (lambda w: w[0].update(sizes=[0], end=w[0]["begin"]), "is empty"),
-        (lambda w: w.clear(), "not the whole of it"),
+        (lambda w: w.clear(), "do not tile it"),
     ],
 )
 def test_a_manifest_of_format_1_that_was_made_up_is_refused(folder, change, message):
@@ -337,7 +337,7 @@ def test_the_mapping_is_a_readers_own_to_change(folder):
     target = torch.zeros(1000, dtype=torch.float64)
     state.read_into("u", target)
     assert torch.equal(target, torch.arange(1000.0).double() + 6)
-    with pytest.raises(DloError, match=r"'c' has shape \(7,\) in .*step-5\.ckpt and \(8,\) in the run"):
+    with pytest.raises(DloError, match=r"'c' must have the run's shape \(8,\) in .*step-5\.ckpt, got \(7,\)"):
         state.read_into("c", torch.zeros(8))
     with pytest.raises(DloError, match=r"no 'cc' in .*; did you mean 'c'"):
         state.read_into("cc", torch.zeros(8))

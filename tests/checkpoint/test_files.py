@@ -175,7 +175,7 @@ def test_tied_weights_stand_under_both_names(tmp_path):
 
 def test_hyperparameters_that_are_no_plain_data_are_kept_as_text(tmp_path):
     run = {"state_dict": {}, "hyper_parameters": {"width": 3, "stream": io.BytesIO}}
-    with pytest.warns(UserWarning, match="the hyperparameter 'stream' is kept as text: type is no plain data"):
+    with pytest.warns(UserWarning, match="the hyperparameter 'stream' is saved as text: a type is not plain data"):
         save(run, tmp_path / "a.ckpt")
     assert load(tmp_path / "a.ckpt")["hyper_parameters"] == {"width": 3, "stream": "<class '_io.BytesIO'>"}
     assert run["hyper_parameters"]["stream"] is io.BytesIO

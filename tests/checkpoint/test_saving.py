@@ -230,7 +230,7 @@ def test_a_write_that_is_refused_leaves_nothing(found, folder):
     for of_rank in found:
         for message in of_rank["limited"].values():
             assert message.startswith("DloError: no space for the checkpoint")
-            assert "File too large: a file of this process may have 100.0 kB at most (ulimit -f)" in message
+            assert "File too large: files of this process are limited to 100.0 kB (ulimit -f)" in message
             assert "no earlier checkpoint there" in message
     assert list((folder / "limited").iterdir()) == []
 
@@ -238,9 +238,9 @@ def test_a_write_that_is_refused_leaves_nothing(found, folder):
 @pytest.mark.parametrize(
     ("code", "inodes", "says"),
     [
-        (errno.ENOSPC, 0, "takes no more files: the inodes of its disk are used up"),
+        (errno.ENOSPC, 0, "are used up; remove some files there"),
         (errno.ENOSPC, 1, "No space left on device, though need 4."),
-        (errno.EDQUOT, 1, "this user may write no more in"),
+        (errno.EDQUOT, 1, "this user's quota in"),
         (errno.EIO, 1, "Input/output error"),
     ],
 )

@@ -126,7 +126,7 @@ def test_deepspeeds_own_folders_become_checkpoints(tmp_path: Path, capsys: pytes
         assert expected.keys() == found.keys(), name
         for key, value in expected.items():
             assert torch.equal(value, found[key].to(value.dtype)), (name, key)
-    assert "begins all else anew" in capsys.readouterr().err
+    assert "restarts everything else" in capsys.readouterr().err
     assert len(train(1, "auto", resume=tmp_path / "2" / "made", max_steps=2)) == 2
 
 
@@ -152,7 +152,7 @@ def test_a_folder_that_is_unsafe_cut_or_not_whole_is_refused(tmp_path: Path) -> 
             "zero_pp_rank_0_mp_rank_00_optim_states.pt": part,
         },
     )
-    with pytest.raises(DloError, match="files of 1 ranks, but was saved on 2"):
+    with pytest.raises(DloError, match="files of 2 ranks, which saved it, got 1"):
         import_deepspeed(short, tmp_path / "out")
     (tmp_path / "gone").mkdir()
     (tmp_path / "gone" / "latest").write_text("step")

@@ -123,5 +123,5 @@ def test_noise_and_folders_are_refused_in_one_sentence(tmp_path):
     ) as caught:
         refuse_unsafe(tmp_path / "noise.ckpt")
     assert "weights_only" not in str(caught.value)
-    with pytest.raises(DloError, match="is a folder, not a checkpoint"):
+    with pytest.raises(DloError, match="a checkpoint must be a file, or hold a manifest, got"):
         refuse_unsafe(tmp_path)

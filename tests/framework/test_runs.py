@@ -129,7 +129,7 @@ def test_best_of_an_older_run_is_never_given_for_the_newest_without_a_word(tmp_p
     summarise(tmp_path / "version_0", "checkpoints/old.ckpt", status="finished", steps=9)
     old = keep(tmp_path / "version_0", 9, "old.ckpt")
     (tmp_path / "version_1").mkdir()
-    with pytest.warns(UserWarning, match="passing over .*version_1: it has no checkpoint"):
+    with pytest.warns(UserWarning, match="skipping .*version_1: it has no checkpoint"):
         assert runs.find_checkpoint(tmp_path, "best") == old
     keep(tmp_path / "version_1", 3)
     with pytest.raises(DloError, match=r"best: the newest run, .*version_1, has none; .*give the path"):
