@@ -18,6 +18,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
+from dlo_framework.contract import contract_of
 from dlo_framework.errors import DloError
 
 _CURRENT = "current_model_state"
@@ -65,7 +66,7 @@ class WeightEMA(Callback):
         """Takes the average out of the module, which has just loaded it, and loads the trained weights."""
         if _CURRENT not in checkpoint or trainer.state.fn != TrainerFn.FITTING:
             return
-        held = _tensors(trainer, pl_module)
+        held = contract_of(trainer.strategy).held_tensors()
         self._average = [_wide(tensor) for tensor in held]
         for rest in checkpoint.get(_REST, {}).values():
             for theirs in held:
@@ -79,7 +80,7 @@ class WeightEMA(Callback):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Starts the average at the weights, now on their device, unless it was loaded."""
-        tensors = self._trained = _tensors(trainer, pl_module)
+        tensors = self._trained = contract_of(trainer.strategy).held_tensors()
         self._last_step = trainer.global_step
         loaded = self._average
         if loaded is None:
@@ -94,9 +95,7 @@ class WeightEMA(Callback):
         if trainer.global_step == self._last_step or self._average is None:
             return
         self._last_step = trainer.global_step
-        finish = getattr(trainer.strategy, "finish_step", None)
-        if finish is not None:
-            finish()
+        contract_of(trainer.strategy).finish_step()
         with torch.no_grad():
             self._step(self._trained, self._average)
         self._updates += 1
@@ -162,7 +161,7 @@ class WeightEMA(Callback):
     def _rest(self, trainer: Trainer, pl_module: LightningModule) -> dict[str, dict[str, Tensor]]:
         """Returns what the average holds beyond the weights' own digits: two more parts make up single precision's."""
         assert self._average is not None
-        held = _tensors(trainer, pl_module)
+        held = contract_of(trainer.strategy).held_tensors()
         wide = [(ours, theirs) for ours, theirs in zip(self._average, held, strict=True) if ours.dtype != theirs.dtype]
         kept = [theirs.clone() for _, theirs in wide]
         left = [ours - ours.to(theirs.dtype) for ours, theirs in wide]
@@ -171,20 +170,22 @@ class WeightEMA(Callback):
             for part, (_, theirs) in zip(left, wide, strict=True):
                 theirs.copy_(part)
                 part -= theirs
-            _written(trainer)
+            contract_of(trainer.strategy).refresh()
             state = trainer.strategy.lightning_module_state_dict()
             parts[number] = {name: value.detach().clone() for name, value in state.items() if _is_half(value)}
         for own, (_, theirs) in zip(kept, wide, strict=True):
             theirs.copy_(own)
         if wide:
-            _written(trainer)
+            contract_of(trainer.strategy).refresh()
         return parts
 
     @torch.no_grad()
     def _swap_to(self, trainer: Trainer, pl_module: LightningModule, *, average: bool) -> None:
         if self._average is None or self._swapped == average:
             return
-        for number, (ours, theirs) in enumerate(zip(self._average, _tensors(trainer, pl_module), strict=True)):
+        for number, (ours, theirs) in enumerate(
+            zip(self._average, contract_of(trainer.strategy).held_tensors(), strict=True)
+        ):
             if not average and number in self._aside:
                 theirs.copy_(self._aside.pop(number))
                 continue
@@ -195,20 +196,7 @@ class WeightEMA(Callback):
             else:
                 self._aside[number] = held
         self._swapped = average
-        _written(trainer)
-
-
-def _tensors(trainer: Trainer, module: LightningModule) -> list[Tensor]:
-    """Returns what this rank holds of the weights and buffers: a strategy that divides them says what that is."""
-    held = getattr(trainer.strategy, "held_tensors", None)
-    return held() if held is not None else [*module.parameters(), *module.buffers()]
-
-
-def _written(trainer: Trainer) -> None:
-    """Tells a strategy that what it holds has been written to."""
-    refresh = getattr(trainer.strategy, "refresh", None)
-    if refresh is not None:
-        refresh()
+        contract_of(trainer.strategy).refresh()
 
 
 def _is_half(value: Any) -> bool:

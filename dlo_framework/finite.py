@@ -11,9 +11,8 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 from torch.optim import Optimizer
 
-from dlo_framework.distributed.canonical import CanonicalStrategy
+from dlo_framework.contract import contract_of
 from dlo_framework.distributed.control import control_group
-from dlo_framework.distributed.strategy import ShardedStrategy
 from dlo_framework.errors import DloError, agree
 from dlo_framework.resume import mid_accumulation
 
@@ -69,9 +68,7 @@ class FiniteLoss(Callback):
         """Makes the ranks' group, at the same point on all; asks the strategy for losses as they are computed."""
         control_group(trainer)
         strategy, looks = trainer.strategy, self.on_nan != "ignore" and not _has_scaler(trainer)
-        self._told_by_strategy = (
-            looks and isinstance(strategy, ShardedStrategy) and strategy.watch_losses(self._flag.look)
-        )
+        self._told_by_strategy = looks and contract_of(strategy).watch_losses(self._flag.look)
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """With manual optimization, each batch is judged by itself."""
@@ -190,7 +187,7 @@ def _what(trainer: Trainer, rank: int) -> str:
 
 def _message(trainer: Trainer, rank: int) -> str:
     strategy = trainer.strategy
-    hint = strategy.nan_hint if isinstance(strategy, CanonicalStrategy) else ""
+    hint = contract_of(strategy).nan_hint
     return (
         f"{_what(trainer, rank)}; the weights are those before it. Lower the learning rate, clip the gradients"
         " (trainer.gradient_clip_val), look at the batch's data, or leave such steps out (FiniteLoss, on_nan: skip)"

@@ -20,6 +20,8 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader
 
+from dlo_framework.contract import contract_of
+
 KEY = "dlo"
 
 
@@ -41,7 +43,7 @@ class ExactResume(Callback):
         state = self._before_validation or random_state()
         checkpoint[KEY] = {
             "random_state": _gather(state),
-            "gradients": _gradients(trainer, pl_module) if mid_accumulation(trainer) else None,
+            "gradients": contract_of(trainer.strategy).accumulated_gradients() if mid_accumulation(trainer) else None,
             "metrics": logged_metrics(trainer),
         }
         if "loops" in checkpoint:
@@ -72,13 +74,8 @@ class ExactResume(Callback):
         # other has drawn its shuffle from it by now, as it would have in the run that was not stopped.
         if hasattr(trainer.train_dataloader, "load_state_dict"):
             restore_random_state(_own_share(loaded["random_state"], trainer))
-        restore = getattr(trainer.strategy, "restore_gradients", None)
-        if loaded["gradients"] is not None and restore is not None:
-            restore(loaded["gradients"])
-        elif loaded["gradients"] is not None:
-            parameters = dict(pl_module.named_parameters())
-            for name, gradient in loaded["gradients"].items():
-                parameters[name].grad = gradient.to(parameters[name].device)
+        if loaded["gradients"] is not None:
+            contract_of(trainer.strategy).restore_gradients(loaded["gradients"])
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Sets the training's random state aside."""
@@ -186,18 +183,6 @@ def _gather(state: dict[str, Any]) -> list[dict[str, Any]]:
 def _own_share(states: list[dict[str, Any]], trainer: Trainer) -> dict[str, Any]:
     """Returns this rank's saved state; a run resumed on more ranks than it was saved on takes them in turn."""
     return states[trainer.global_rank % len(states)]
-
-
-def _gradients(trainer: Trainer, module: LightningModule) -> dict[str, Any]:
-    """Returns the gradients of the unfinished window by parameter name, their mean over the ranks."""
-    gathered = getattr(trainer.strategy, "accumulated_gradients", None)
-    if gathered is not None:
-        return gathered()
-    return {
-        name: trainer.strategy.reduce(parameter.grad.clone(), reduce_op="mean").cpu()
-        for name, parameter in module.named_parameters()
-        if parameter.grad is not None
-    }
 
 
 def _reopen_epoch(trainer: Trainer, fit_loop: dict[str, Any]) -> None:

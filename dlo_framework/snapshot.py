@@ -28,6 +28,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader, Sampler
 
+from dlo_framework.contract import contract_of
 from dlo_framework.data import ResumableBatchSampler, ResumableLoader
 from dlo_framework.resume import random_state, restore_random_state
 
@@ -70,7 +71,7 @@ class Snapshot:
     """
 
     def __init__(self, trainer: Trainer) -> None:
-        _finish_step(trainer)
+        contract_of(trainer.strategy).finish_step()
         self._trainer = trainer
         self._kept: dict[int, Any] = {}  # What has been copied, by id: each once, and alive while its id is used.
         self._undo: list[Undo] = []
@@ -114,19 +115,11 @@ class Snapshot:
             _restart_iterator(self._trainer, number, loader)
         for name, value in self._flags.items():
             setattr(self._trainer, name, value)
-        _finish_step(self._trainer)
+        contract_of(self._trainer.strategy).finish_step()
         for undo in self._undo:
             undo()
-        refresh = getattr(self._trainer.strategy, "refresh", None)
-        if refresh is not None:
-            refresh()
+        contract_of(self._trainer.strategy).refresh()
         restore_random_state(self._random)
-
-
-def _finish_step(trainer: Trainer) -> None:
-    finish = getattr(trainer.strategy, "finish_step", None)
-    if finish is not None:
-        finish()
 
 
 def take(trainer: Trainer) -> Snapshot:
@@ -161,7 +154,6 @@ def _held_apart(trainer: Trainer) -> list[torch.Tensor]:
 
     Of others what optimizers step, or the module has, is the very memory.
     """
-    held = getattr(trainer.strategy, "held_tensors", None)
     stepped = {
         _local(tensor).untyped_storage().data_ptr()
         for optimizer in trainer.optimizers
@@ -170,7 +162,8 @@ def _held_apart(trainer: Trainer) -> list[torch.Tensor]:
     }
     module = trainer.lightning_module
     stepped |= {_local(tensor).untyped_storage().data_ptr() for tensor in [*module.parameters(), *module.buffers()]}
-    return [t for t in held() if t.untyped_storage().data_ptr() not in stepped] if held is not None else []
+    held = contract_of(trainer.strategy).held_tensors()
+    return [_local(tensor) for tensor in held if _local(tensor).untyped_storage().data_ptr() not in stepped]
 
 
 def _restart_iterator(trainer: Trainer, number: int, loader: Any) -> None:

@@ -20,6 +20,7 @@ from dlo_framework import run_lock, runs
 from dlo_framework.checkpoint import SafeCheckpointIO, check, recover
 from dlo_framework.checkpoint.listing import look
 from dlo_framework.cli.scan import Scan
+from dlo_framework.contract import contract_of
 from dlo_framework.defaults import add_default_callbacks
 from dlo_framework.distributed.canonical import CanonicalStrategy
 from dlo_framework.distributed.grace import GRACE
@@ -326,14 +327,11 @@ class DloCLI(LightningCLI):
             use_canonical_checkpoints(trainer)
             check_ranks(trainer.strategy, {**self._get(self.config_init, "trainer"), **kwargs})
             self._set_checkpoints(trainer)
-            check_model = getattr(trainer.strategy, "check_model", None)
-            if check_model is not None:
-                trains, callbacks = self.command == "fit", trainer.callbacks  # type: ignore[attr-defined]
-                check_model(self.model, self.datamodule, trains=trains, callbacks=callbacks)
+            strategy, callbacks = contract_of(trainer.strategy), trainer.callbacks  # type: ignore[attr-defined]
+            strategy.check_model(self.model, self.datamodule, trains=self.command == "fit", callbacks=callbacks)
             self._check_shares(trainer)
-            check_predict = getattr(trainer.strategy, "check_predict", None)
-            if check_predict is not None and self.command == "predict":
-                check_predict(self.model)
+            if self.command == "predict":
+                strategy.check_predict(self.model)
             return trainer
         except (MisconfigurationException, ValueError, TypeError) as error:
             if runs.is_first_process():

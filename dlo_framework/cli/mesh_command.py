@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import argparse
 import json
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from dlo_framework.cli.scan import Scan, scan
+from dlo_framework.contract import contract_of
 from dlo_framework.errors import DloError
 
 if TYPE_CHECKING:
@@ -59,13 +60,13 @@ def main(argv: list[str]) -> int:
     if not found.configs:
         raise DloError("mesh: no --config; name the one whose mesh is to be drawn: --config x.yaml")
     cli = _open(found, options.ranks)
-    strategy: Any = cli.trainer.strategy
-    if not hasattr(strategy, "describe"):
+    strategy = cli.trainer.strategy
+    description = contract_of(strategy).describe(cli.model, cli.datamodule)
+    if description is None:
         raise DloError(
-            f"mesh: {type(strategy).__name__} lays no mesh: each of its ranks is like the others; MeshStrategy does,"
-            " and its presets: --trainer.strategy mesh, fsdp or hsdp"
+            f"strategy must be MeshStrategy or FSDPStrategy, got {type(strategy).__name__}; `dlo mesh` draws only"
+            " those: --trainer.strategy mesh, fsdp or hsdp"
         )
-    description = strategy.describe(cli.model, cli.datamodule)
     print(json.dumps(description.to_json(), indent=1) if options.json else description.text())
     return 0
 

@@ -10,12 +10,12 @@ from typing import Any
 import torch
 from lightning.fabric.plugins.environments import SLURMEnvironment, TorchElasticEnvironment
 from lightning.pytorch import LightningDataModule, Trainer
-from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import default_collate
 
+from dlo_framework.contract import contract_of
 from dlo_framework.data.evaluation import count_samples
 from dlo_framework.data.loader import ResumableLoader
 from dlo_framework.data.sampler import Position, ResumableBatchSampler, Window
@@ -30,16 +30,13 @@ def data_parallel_coordinates(trainer: Trainer | None) -> tuple[int, int]:
 
     Ranks that share one model replica (tensor, pipeline and context parallelism) have equal coordinates.
     """
-    if trainer is None or not isinstance(trainer.strategy, ParallelStrategy):
-        return 0, 1
-    kwargs = trainer.strategy.distributed_sampler_kwargs
-    return int(kwargs["rank"]), int(kwargs["num_replicas"])
+    return (0, 1) if trainer is None else contract_of(trainer.strategy).data_share()
 
 
 def gradient_ranks(trainer: Trainer | None) -> int:
     """Returns over how many ranks gradients are averaged: those that see different data, or parts of a sequence."""
-    found = getattr(trainer.strategy, "gradient_ranks", None) if trainer is not None else None
-    return data_parallel_coordinates(trainer)[1] if found is None else int(found)
+    found = contract_of(trainer.strategy).gradient_ranks if trainer is not None else None
+    return data_parallel_coordinates(trainer)[1] if found is None else found
 
 
 def per_rank_batch(batch_size: int, world_size: int, name: str = "batch_size") -> int:

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import torch.distributed as dist
 from lightning.pytorch import Trainer
-from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor
 
-from dlo_framework.distributed.groups import MeshGroups
+from dlo_framework.contract import contract_of
 
 
 def mean_over_data(trainer: Trainer | None, value: Tensor) -> Tensor:
@@ -23,13 +22,11 @@ def mean_over_data(trainer: Trainer | None, value: Tensor) -> Tensor:
     """
     if trainer is None or not (dist.is_available() and dist.is_initialized()):
         return value.clone()
-    strategy = trainer.strategy
-    groups = getattr(strategy, "groups", None)
-    if not isinstance(groups, MeshGroups) and getattr(type(strategy), "reduce", None) is not DDPStrategy.reduce:
-        found = strategy.reduce(value.clone(), reduce_op="mean")
+    group = contract_of(trainer.strategy).data_group
+    if group is None:
+        found = trainer.strategy.reduce(value.clone(), reduce_op="mean")
         assert isinstance(found, Tensor)
         return found
-    group = groups.data if isinstance(groups, MeshGroups) else None
     total = value.clone()
     dist.all_reduce(total, group=group)
     return total / dist.get_world_size(group)

@@ -30,6 +30,7 @@ from dlo_framework.checkpoint.convert import as_lightning
 from dlo_framework.checkpoint.saved import SavedTensors, Source
 from dlo_framework.checkpoint.state_file import refuse_unreadable
 from dlo_framework.checkpoint.torch_file import local_path
+from dlo_framework.contract import StrategyContract
 from dlo_framework.distributed.fused import own_implementation, prefer_fused, unscale_apart
 from dlo_framework.distributed.held import memory_of, optimizer_bytes
 from dlo_framework.errors import DloError
@@ -63,7 +64,7 @@ class ShardOwner:
         return (type(None), ())
 
 
-class CanonicalStrategy(Strategy):
+class CanonicalStrategy(Strategy, StrategyContract):
     """A Lightning strategy that writes and reads canonical checkpoints.
 
     What is here suits strategies whose parameters are the module's own tensors, plain or DTensor; those that give
@@ -151,13 +152,7 @@ class CanonicalStrategy(Strategy):
         held = [*self.lightning_module.parameters(), *self.lightning_module.buffers()]
         return [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in held]
 
-    #: What the strategy divides among its ranks, in the ZeRO paper's count: 1 optimizer state, 2 gradients, 3
-    #: parameters; 0 is nothing.
     zero_stage = 0
-    #: Whether parameters are in half precision, beside master weights in single precision that the strategy divides.
-    has_master_weights = False
-    #: What of the strategy may make a loss NaN that is a number in one process; empty if nothing.
-    nan_hint = ""
 
     @property
     def shard_size(self) -> int:
@@ -184,15 +179,6 @@ class CanonicalStrategy(Strategy):
             complete(optimizer)
             unscale_apart(optimizer)
             prefer_fused(optimizer, self.lightning_module)
-
-    def finish_step(self) -> None:
-        """Waits for what the last step has started, if anything: :meth:`held_tensors` are read or written next.
-
-        To be called on all ranks.
-        """
-
-    def refresh(self) -> None:
-        """Called when :meth:`held_tensors` have been written to from outside."""
 
     def accumulated_gradients(self) -> dict[str, Shard]:
         """Returns the gradients of an unfinished accumulation by parameter name, their mean over the ranks.

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
 
+from dlo_framework.contract import contract_of
 from dlo_framework.distributed.control import control_group
 from dlo_framework.errors import DloError, agree
 
@@ -43,7 +44,7 @@ class EqualBatches(Callback):
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Compares the numbers of validation batches, where a forward pass needs all ranks."""
-        if getattr(trainer.strategy, "forward_needs_all_ranks", False) and control_group(trainer) is not None:
+        if contract_of(trainer.strategy).forward_needs_all_ranks and control_group(trainer) is not None:
             batches: Any = trainer.num_sanity_val_batches if trainer.sanity_checking else trainer.num_val_batches
             totals = [sum(counts) for counts in _gather(trainer, batches)]
             _compare("validation", totals, "limit_val_batches")

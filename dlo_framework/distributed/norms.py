@@ -9,6 +9,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from dlo_framework.contract import contract_of
+
 #: Elements whose squares are added up one after the other, at most.
 _ROW = 1 << 14
 
@@ -38,7 +40,7 @@ def parts(gradient: Tensor) -> list[Tensor]:
 
 def divides_state(strategy: Any) -> bool:
     """Returns whether a strategy of dlo's leaves each rank a part only of gradients or parameters."""
-    return getattr(strategy, "zero_stage", 0) > 0
+    return (contract_of(strategy).zero_stage or 0) > 0
 
 
 def gradient_norm(strategy: Any, optimizer: Optimizer) -> Tensor:
@@ -47,5 +49,5 @@ def gradient_norm(strategy: Any, optimizer: Optimizer) -> Tensor:
     A strategy that divides gradients among ranks knows how to put the norm together; for any other, the gradients
     that a rank holds are all there are.
     """
-    of_strategy = getattr(strategy, "gradient_norm", None)
-    return of_strategy(optimizer) if of_strategy is not None else total_norm(optimizer)
+    of_strategy = contract_of(strategy).gradient_norm(optimizer)
+    return total_norm(optimizer) if of_strategy is None else of_strategy

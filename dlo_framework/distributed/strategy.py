@@ -6,7 +6,7 @@ import contextlib
 import sys
 import weakref
 from abc import abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
 
@@ -135,17 +135,6 @@ class ShardedStrategy(CanonicalStrategy, WatchedRanks):
         """
         return batch
 
-    def watch_losses(self, look: Callable[[Tensor], None]) -> bool:
-        """Calls a function with each loss of the steps to come on the rank that computes it, as soon as it has.
-
-        Args:
-            look: gets a scalar on the device, in the graph; it may not wait for it.
-
-        Returns:
-            Whether it does; False where a step has no loss before the one that ``training_step`` returns.
-        """
-        return False
-
     @contextlib.contextmanager
     def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
         """Lightning builds the model in it."""
@@ -155,11 +144,6 @@ class ShardedStrategy(CanonicalStrategy, WatchedRanks):
             device = torch.device("meta")
         with device or contextlib.nullcontext(), self.precision_plugin.tensor_init_context():
             yield
-
-    @contextlib.contextmanager
-    def whole_sequences(self) -> Iterator[None]:
-        """Inside the block the model takes whole sequences, for text to be written; also where ranks share them."""
-        yield
 
     @abstractmethod
     def shard(self, trainer: Trainer) -> None:

@@ -14,6 +14,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
 from dlo_framework.checkpoint import Shard
+from dlo_framework.contract import contract_of
 from dlo_framework.data import data_parallel_coordinates
 from dlo_framework.distributed.canonical import CanonicalStrategy
 from dlo_framework.resume import random_state
@@ -228,9 +229,9 @@ def gradient_norm(trainer: Trainer, optimizer: Any) -> Tensor | None:
     tensors that are equal on all ranks, DTensors, or in the hands of torch's FSDP 1, which returns the norm when it
     clips to infinity.
     """
-    own = getattr(trainer.strategy, "gradient_norm", None)
-    if callable(own):
-        return own(optimizer)
+    own = contract_of(trainer.strategy).gradient_norm(optimizer)
+    if own is not None:
+        return own
     model = trainer.strategy.model
     if isinstance(model, FullyShardedDataParallel):
         return model.clip_grad_norm_(float("inf"))

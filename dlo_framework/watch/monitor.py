@@ -9,6 +9,7 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.loggers import TensorBoardLogger
 
+from dlo_framework.contract import contract_of
 from dlo_framework.distributed.norms import gradient_norm
 from dlo_framework.watch.clock import StepClock
 from dlo_framework.watch.flops import FlopCounter, SampleShape, peak_flops
@@ -269,8 +270,7 @@ def samples_of(batch: Any) -> tuple[int, SampleShape]:
 
 def data_parallel_size(trainer: Trainer) -> int:
     """Returns over how many ranks the samples of a batch are spread."""
-    arguments = getattr(trainer.strategy, "distributed_sampler_kwargs", None)
-    return int(arguments["num_replicas"]) if arguments else 1
+    return contract_of(trainer.strategy).data_share()[1]
 
 
 def optimizer_scalars(trainer: Trainer) -> dict[str, float]:

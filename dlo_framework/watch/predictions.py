@@ -13,6 +13,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_warn
 from torch.utils.data import DistributedSampler
 
+from dlo_framework.contract import contract_of
 from dlo_framework.distributed.control import control_group
 from dlo_framework.errors import DloError, agree
 from dlo_framework.whole_file import whole_file
@@ -80,8 +81,7 @@ class SavePredictions(Callback):
 
 def data_rank(trainer: Trainer) -> int:
     """Returns which share of the data this rank has; on a mesh, ranks that share a copy of the model have the same."""
-    share: dict[str, Any] = getattr(trainer.strategy, "distributed_sampler_kwargs", None) or {}
-    return int(share.get("rank", trainer.global_rank))
+    return contract_of(trainer.strategy).data_share()[0]
 
 
 def gather(batches: list[Any], share: int, group: dist.ProcessGroup | None) -> list[list[Any]]:

@@ -18,6 +18,7 @@ from torch.autograd.graph import Node, saved_tensors_hooks
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from dlo_framework.contract import contract_of
 from dlo_framework.distributed.canonical import clean
 from dlo_framework.distributed.held import memory_of, optimizer_bytes, optimizer_states
 from dlo_framework.watch.flops import is_compiled
@@ -100,7 +101,7 @@ class StateReport(Callback):
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Watches what a pipeline's step saves: its backward is over when its loss is there."""
-        pipelined = getattr(trainer.strategy, "pipelined", None) is not None
+        pipelined = contract_of(trainer.strategy).pipelined is not None
         if pipelined and self._hooks is None and self._measures(trainer, pl_module):
             self._watched = Saved(pl_module.parameters())
             self._hooks = saved_tensors_hooks(self._watched.note, lambda tensor: tensor)
@@ -218,9 +219,9 @@ def _saved_attributes(kind: type) -> list[str]:
 
 def _held(trainer: Trainer, module: LightningModule) -> dict[str, float]:
     """Returns the bytes of this rank's parameters, gradients and optimizer state."""
-    of_strategy = getattr(trainer.strategy, "state_bytes", None)
+    of_strategy = contract_of(trainer.strategy).state_bytes()
     if of_strategy is not None:
-        return of_strategy()
+        return of_strategy
     parameters = list(module.parameters())
     return {
         "parameters": memory_of(parameters),
@@ -241,10 +242,10 @@ def _of_the_fullest(trainer: Trainer, own: StateBytes) -> StateBytes:
 
 def _formula(trainer: Trainer, module: LightningModule) -> StateBytes | None:
     """Returns the formula's figures for the run's strategy, with as many state tensors as its optimizers keep."""
-    stage = getattr(trainer.strategy, "zero_stage", None)
+    strategy = contract_of(trainer.strategy)
+    stage, whole = strategy.zero_stage, strategy.whole_size
     if stage is None:
         return None
-    whole = getattr(trainer.strategy, "whole_size", lambda name, parameter: parameter.numel())
     named = [(clean(name), parameter) for name, parameter in module.named_parameters()]
     trained = [parameter for _, parameter in named if parameter.requires_grad]
     psi = sum(whole(name, parameter) for name, parameter in named if parameter.requires_grad)
@@ -254,8 +255,8 @@ def _formula(trainer: Trainer, module: LightningModule) -> StateBytes | None:
         for state in optimizer_states(optimizer)
     ]
     kept = max(states, default=0)
-    ranks = getattr(trainer.strategy, "shard_size", trainer.world_size)
+    ranks = strategy.shard_size or trainer.world_size
     frozen = sum(whole(name, parameter) for name, parameter in named if not parameter.requires_grad)
-    masters = getattr(trainer.strategy, "has_master_weights", False)
+    masters = strategy.has_master_weights
     element = 4 if masters else max((p.element_size() for p in trained), default=4)
     return paper_bytes(psi, ranks, stage, frozen=frozen, element=element, states=kept, masters=masters)

@@ -17,6 +17,7 @@ from dlo_framework import runs
 from dlo_framework.amounts import human
 from dlo_framework.checkpoint import locate, note_resumption, resumptions
 from dlo_framework.checkpoint.kept import RUN_FOLDER, Best, follow
+from dlo_framework.contract import contract_of
 from dlo_framework.resume import KEY
 from dlo_framework.versions import versions
 from dlo_framework.watch.monitor import RunMonitor, is_tensorboard
@@ -173,7 +174,7 @@ class RunRecord(Callback):
         path, score = checkpoint.best_model_path, checkpoint.best_model_score
         if not path:
             return None
-        if locate(path) is None and not getattr(trainer.strategy, "is_saving", False):
+        if locate(path) is None and not contract_of(trainer.strategy).is_saving:
             return runs.best_until_newest(self.folder)
         return Best(Path(path), None if score is None else float(score))
 

@@ -22,7 +22,7 @@ PACKAGES = {"dlo_framework": "dlo_framework", "dlo_plugins": "plugins/dlo_plugin
 LAYERS: dict[str, tuple[tuple[str, tuple[str, ...]], ...]] = {
     "dlo_framework": (
         ("said everywhere", ("_version", "versions", "errors", "amounts", "whole_file")),
-        ("described", ("plan", "mesh", "cuts", "applier", "model_sizes", "batch_transform")),
+        ("described", ("plan", "mesh", "cuts", "applier", "contract", "model_sizes", "batch_transform")),
         ("read and kept", ("registry/", "data/", "checkpoint/")),
         ("a run", ("task", "progress", "accumulation", "resume", "snapshot", "runs", "run_lock")),
         ("its ranks", ("distributed/",)),

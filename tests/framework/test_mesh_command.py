@@ -56,7 +56,13 @@ def test_what_does_not_fit_is_refused_as_in_a_run(capsys: pytest.CaptureFixture[
         "use tp=3 or run 4 or 8 processes": [*MESH, "--ranks", "6", *options(tp=4)],
         "--ranks is at least 1": [*MESH, "--ranks", "0"],
         "trainer.devices: auto depends on the machine": [*MESH, *options(tp=2)],
-        "DataParallelStrategy lays no mesh": [*MESH[:3], "--ranks", "2", "--trainer.strategy", "ddp"],
+        "MeshStrategy or FSDPStrategy, got DataParallelStrategy": [
+            *MESH[:3],
+            "--ranks",
+            "2",
+            "--trainer.strategy",
+            "ddp",
+        ],
         "no --config": ["mesh", "--ranks", "2"],
         "strategey": [*MESH, "--ranks", "2", "--trainer.strategey", "x"],
     }

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.overrides.distributed import UnrepeatedDistributedSampler
+from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch.utils.data import DataLoader
 
 from dlo_framework.errors import DloError
@@ -69,7 +70,7 @@ def test_ranks_outputs_pass_over_the_group_on_the_cpu(tmp_path, monkeypatch):
     monkeypatch.setattr(dist, "gather_object", gather_object)
     saving = SavePredictions(tmp_path / "found.pt")
     saving._batches = ["mine"]
-    strategy = SimpleNamespace(distributed_sampler_kwargs={"rank": 0})
+    strategy = SingleDeviceStrategy()
     trainer = SimpleNamespace(strategy=strategy, is_global_zero=True, global_rank=0, predict_dataloaders=[])
     saving.on_predict_end(trainer, None)
     assert passed == [((0, ["mine"]), group)]
@@ -84,7 +85,9 @@ def test_what_a_distributed_sampler_has_dealt_comes_in_the_order_of_the_data(tmp
     shares = [[part[:, None].expand(-1, width) for part in samples.split(2)] for samples in dealt]
     monkeypatch.setattr(predictions, "gather", lambda *_: shares)
     loader = DataLoader(range(size), sampler=UnrepeatedDistributedSampler(range(size), num_replicas=3, rank=0))
-    trainer = SimpleNamespace(predict_dataloaders=loader, is_global_zero=True, strategy=None, global_rank=0)
+    trainer = SimpleNamespace(
+        predict_dataloaders=loader, is_global_zero=True, strategy=SingleDeviceStrategy(), global_rank=0
+    )
     monkeypatch.setattr(predictions, "control_group", lambda _: None)
     SavePredictions(tmp_path / "found.pt").on_predict_end(trainer, None)
     found = torch.load(tmp_path / "found.pt", weights_only=True)

@@ -104,7 +104,7 @@ class MicroBatchFinder(BeforeTraining):
                 " forward and backward, so one that runs out of memory would stop all; search with --trainer.strategy"
                 " ddp on a model that fits, or remove it"
             )
-        if trainer.world_size > 1 and getattr(trainer.strategy, "_layer_sync", None) is not None:
+        if trainer.world_size > 1 and isinstance(trainer.strategy, DDPStrategy) and trainer.strategy._layer_sync:
             raise DloError(
                 "MicroBatchFinder: synchronised batch norm makes ranks wait for each other within the forward pass;"
                 " search with --trainer.sync_batchnorm false, which takes the same memory"

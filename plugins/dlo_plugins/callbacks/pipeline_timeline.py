@@ -9,6 +9,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
+from dlo_framework.contract import contract_of
 from dlo_framework.errors import DloError
 
 if TYPE_CHECKING:
@@ -91,7 +92,7 @@ def _add_figure(logger: TensorBoardLogger, figure: Figure, step: int) -> None:
 
 
 def _pipeline(trainer: Trainer) -> Pipeline:
-    pipelined = getattr(trainer.strategy, "pipelined", None)
+    pipelined = contract_of(trainer.strategy).pipelined
     if pipelined is None:
         raise DloError(
             "PipelineTimeline draws the steps of a pipeline, and this run has none; set MeshStrategy with pp of"

@@ -10,7 +10,7 @@ from typing import Any
 
 import yaml
 from lightning.pytorch import Trainer
-from lightning.pytorch.strategies import Strategy
+from lightning.pytorch.strategies import DDPStrategy, Strategy
 
 from dlo_framework.errors import DloError
 from dlo_plugins.deepspeed import json_file
@@ -68,7 +68,7 @@ class DeepSpeedTranslation:
             DloError: for a strategy that has no counterpart.
         """
         strategy = trainer.strategy
-        ranks = int(getattr(strategy, "num_nodes", 1)) * int(getattr(strategy, "num_processes", 1))
+        ranks = strategy.num_nodes * strategy.num_processes if isinstance(strategy, DDPStrategy) else 1
         if isinstance(strategy, DeepSpeedTranslation):
             config, given = strategy.asked, {**given, **left_open(strategy.asked, given, datamodule)}
         else:

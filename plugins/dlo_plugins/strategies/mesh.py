@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
@@ -422,6 +423,11 @@ class MeshStrategy(MeshSteps):
         """Over how many ranks gradients are averaged."""
         spec = self.mesh_spec()
         return spec.data_size * spec.cp
+
+    @property
+    def data_group(self) -> dist.ProcessGroup:
+        """Group of the ranks that see different data."""
+        return self.groups.data
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         """Reduces over the ranks that see other data, unless a group is given; the others have the same.

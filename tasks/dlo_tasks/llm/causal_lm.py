@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from torchmetrics import Metric
 
 from dlo_framework.amounts import human
+from dlo_framework.contract import contract_of
 from dlo_framework.data import gradient_ranks
 from dlo_framework.distributed.averages import mean_over_data
-from dlo_framework.distributed.strategy import ShardedStrategy
 from dlo_framework.errors import DloError
 from dlo_framework.plan import ParallelPlan
 from dlo_framework.task import Task
@@ -373,12 +373,11 @@ class CausalLM(Task):
     @property
     def _together(self) -> bool:
         """Whether a forward needs all ranks, because the strategy gathers weights for it."""
-        return bool(getattr(self.trainer.strategy, "forward_needs_all_ranks", False)) and dist.is_initialized()
+        return contract_of(self.trainer.strategy).forward_needs_all_ranks and dist.is_initialized()
 
     def _whole_sequences(self) -> contextlib.AbstractContextManager[None]:
         """Where the model takes whole sequences, because the strategy's ranks share those of the steps."""
-        strategy = self.trainer.strategy
-        return strategy.whole_sequences() if isinstance(strategy, ShardedStrategy) else contextlib.nullcontext()
+        return contract_of(self.trainer.strategy).whole_sequences()
 
     def predict_step(self, batch: Any, batch_idx: int) -> list[dict[str, Any]]:
         """Returns what the model writes behind each prompt: `[{index, prompt, completion, tokens}]`, texts and ids.
