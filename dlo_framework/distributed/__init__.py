@@ -1,1 +1,1 @@
-"""Strategies' common ground: processes, collectives, precision, and one checkpoint for all of them."""
+"""Base of all strategies: processes, collectives, precision and canonical checkpoints."""

@@ -1,4 +1,4 @@
-"""Means over the ranks that see different data, in every step: without a barrier, for which a host would wait."""
+"""Mean of a value over the data-parallel ranks, without the barrier that makes the host wait for the device."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from dlo_framework.contract import contract_of
 
 
 def mean_over_data(trainer: Trainer | None, value: Tensor) -> Tensor:
-    """Returns what `trainer.strategy.reduce(value, reduce_op="mean")` does, as another tensor, and waits for nobody.
+    """Returns the mean of a value over the data-parallel ranks, as a new tensor, without a barrier.
 
-    Lightning (2.6) reduces behind a barrier (`_sync_ddp`), where on NCCL the host waits until the device has done all
-    that it was given before.
+    It equals `trainer.strategy.reduce(value, reduce_op="mean")`. Lightning (2.6) reduces behind a barrier
+    (`_sync_ddp`), where on NCCL the host waits until the device has finished all earlier work.
 
     Args:
-        trainer: whose strategy runs; None for a single process. A strategy whose way to reduce is neither Lightning's
-            nor a mesh's is asked itself.
-        value: of this rank, in floating point, on its device.
+        trainer: Trainer of the run; None for a single process. A strategy with a `reduce` that is neither Lightning's
+            nor a mesh's is called itself.
+        value: Floating-point tensor of this rank, on its device.
     """
     if trainer is None or not (dist.is_available() and dist.is_initialized()):
         return value.clone()

@@ -1,7 +1,7 @@
-"""How a strategy's state becomes a canonical checkpoint, and comes back from one.
+"""Canonical checkpoints of a strategy: `CanonicalStrategy` saves and loads model and optimizer state by name.
 
-Model tensors go by their names. Optimizer state goes by parameter name and key (``blocks.0.weight`` / ``exp_avg``), so
-that it means the same whatever a strategy's optimizer holds in place of the parameters, and in whatever order.
+Model tensors are saved under their names. Optimizer state is saved by parameter name and key (``blocks.0.weight`` /
+``exp_avg``), so that it means the same whatever tensors a strategy's optimizer steps, and in whatever order.
 """
 
 from __future__ import annotations
@@ -33,23 +33,23 @@ from dlo_framework.checkpoint.torch_file import local_path
 from dlo_framework.contract import StrategyContract
 from dlo_framework.distributed.fused import own_implementation, prefer_fused, unscale_apart
 from dlo_framework.distributed.held import memory_of, optimizer_bytes
-from dlo_framework.errors import DloError
+from dlo_framework.errors import DloError, did_you_mean
 
-#: What checkpoints may be written as.
+#: Formats in which checkpoints are written.
 FORMATS = ("canonical", "lightning")
-#: Attribute of a module under which its owner is noted.
+#: Attribute of a module that holds its :class:`ShardOwner`.
 OWNER = "_dlo_owner"
-#: How torch ends the names under which modules save what is no tensor.
+#: Suffix of the names under which torch saves a module's ``get_extra_state``.
 EXTRA_STATE = "_extra_state"
 
 
 class ShardOwner:
-    """What a strategy has made of a module's parameters, noted on the module; copies of the module are without it.
+    """Record on a module of the strategy that has sharded its parameters; copies of the module do not have it.
 
     Args:
         strategy: Strategy that has sharded the module.
-        world_size: Ranks that the parameters are divided among; 1 where each has all of them.
-        undo: Function that makes the parameters full tensors again, called on all ranks; None if nothing does.
+        world_size: Number of ranks that the parameters are divided among; 1 where each rank has full parameters.
+        undo: Function that makes the parameters full tensors again, called on all ranks; None where there is none.
     """
 
     def __init__(self, strategy: Strategy, world_size: int, undo: Callable[[], None] | None) -> None:
@@ -65,16 +65,16 @@ class ShardOwner:
 
 
 class CanonicalStrategy(Strategy, StrategyContract):
-    """A Lightning strategy that writes and reads canonical checkpoints.
+    """Lightning strategy that writes and reads canonical checkpoints.
 
-    What is here suits strategies whose parameters are the module's own tensors, plain or DTensor; those that give
-    optimizers something else override :meth:`optimizer_tensors`, :meth:`canonical` and :meth:`room`.
+    The defaults suit strategies whose optimizers step the module's own parameters, plain or DTensor. A strategy whose
+    optimizers step other tensors overrides :meth:`optimizer_tensors`, :meth:`canonical` and :meth:`room`.
     """
 
     #: Whether checkpoints are written in the background while training goes on; the command line's
     #: ``--run.async_checkpoints`` sets it.
     async_checkpoints = False
-    #: ``canonical``, or ``lightning``: a single file as Lightning's own strategies write it, by rank 0;
+    #: ``canonical``, or ``lightning``: a single file that rank 0 writes, as Lightning's own strategies do;
     #: ``--run.checkpoint_format`` sets it.
     checkpoint_format = "canonical"
     #: Whether every rank holds the full state of module and optimizers, in the module's own tensors.
@@ -83,10 +83,10 @@ class CanonicalStrategy(Strategy, StrategyContract):
     _saver: AsyncSaver | None = None
 
     def connect(self, model: LightningModule) -> None:
-        """Takes a module; one that another strategy's run has sharded gets its full parameters back first.
+        """Connects a module; a module that another strategy's run has sharded gets its full parameters back first.
 
         Raises:
-            DloError: if they cannot be had.
+            DloError: if the full parameters cannot be restored.
         """
         owner: ShardOwner | None = model.__dict__.get(OWNER)
         if owner is not None and owner.strategy() is not self:
@@ -95,21 +95,21 @@ class CanonicalStrategy(Strategy, StrategyContract):
         super().connect(model)
 
     def take_over(self, owner: ShardOwner, model: LightningModule) -> None:
-        """Undoes what another strategy has made of a module.
+        """Restores the full parameters of a module that another strategy has sharded.
 
         Args:
-            owner: Note of what that is.
-            model: Module.
+            owner: Record of that strategy.
+            model: Sharded module.
 
         Raises:
-            DloError: if that cannot be undone, or takes other ranks than this strategy has.
+            DloError: if the sharding cannot be undone, or is over another number of ranks than this strategy has.
         """
         ranks = getattr(self, "world_size", 1)
         if owner.undo is None or owner.world_size not in (1, ranks):
             raise DloError(
-                f"{type(model).__name__} must be built anew for {type(self).__name__} on {ranks} ranks, got a module"
-                f" whose parameters {owner.name} has divided among {owner.world_size}; load it from a checkpoint of"
-                " that run (dlo_framework.load_from_checkpoint)"
+                f"{type(model).__name__} must have full parameters for {type(self).__name__} on {ranks} ranks, got"
+                f" parameters that {owner.name} has divided among {owner.world_size}; load the module from a checkpoint"
+                " of that run (dlo_framework.load_from_checkpoint)"
             )
         owner.undo()
         earlier = owner.strategy()
@@ -117,12 +117,12 @@ class CanonicalStrategy(Strategy, StrategyContract):
             earlier.forget_module()
 
     def forget_module(self) -> None:
-        """Called when another strategy has taken the module over: what was kept of its parameters is of no use."""
+        """Drops references to the module's parameters; called when another strategy has taken the module over."""
 
-    # --- what a strategy says of its tensors ---------------------------------------------------------------
+    # --- the strategy's tensors ----------------------------------------------------------------------------
 
     def optimizer_tensors(self, optimizer: Optimizer) -> dict[str, Tensor]:
-        """Returns what an optimizer steps on this rank, by parameter name, in its own order."""
+        """Returns the tensors that an optimizer steps on this rank, by parameter name, in the optimizer's order."""
         assert self.lightning_module is not None
         names = {id(parameter): clean(name) for name, parameter in self.lightning_module.named_parameters()}
         return {
@@ -131,36 +131,43 @@ class CanonicalStrategy(Strategy, StrategyContract):
         }
 
     def canonical(self, name: str, tensor: Tensor, value: Tensor) -> Shard:
-        """Returns a tensor of an optimizer's state as a checkpoint holds it.
+        """Returns a tensor of an optimizer's state as a shard of the canonical tensor.
 
         Args:
-            name: the parameter's name.
-            tensor: what the optimizer steps for it.
-            value: the state tensor.
+            name: Name of the parameter.
+            tensor: Tensor that the optimizer steps for the parameter.
+            value: State tensor.
         """
         return value
 
     def room(self, name: str, tensor: Tensor, shape: torch.Size, dtype: torch.dtype) -> Shard:
-        """Returns room on this rank for a state tensor whose whole shape a checkpoint tells."""
+        """Returns an empty shard on this rank for a state tensor to be loaded.
+
+        Args:
+            name: Name of the parameter.
+            tensor: Tensor that the optimizer steps for the parameter.
+            shape: Shape of the full state tensor in the checkpoint.
+            dtype: Dtype of the state tensor in the checkpoint.
+        """
         if isinstance(tensor, DTensor) and shape == tensor.shape:
             return torch.empty_like(tensor, dtype=dtype, requires_grad=False)
         return torch.empty(shape, dtype=dtype, device=tensor.device if shape == tensor.shape else "cpu")
 
     def held_tensors(self) -> list[Tensor]:
-        """Returns the memory of this rank's parameters and buffers: what an average of the weights is taken of."""
+        """Returns this rank's local tensors of parameters and buffers, of which WeightEMA takes its average."""
         assert self.lightning_module is not None
-        held = [*self.lightning_module.parameters(), *self.lightning_module.buffers()]
-        return [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in held]
+        tensors = [*self.lightning_module.parameters(), *self.lightning_module.buffers()]
+        return [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors]
 
     zero_stage = 0
 
     @property
     def shard_size(self) -> int:
-        """How many ranks share what the strategy divides."""
+        """Number of ranks that the strategy divides state among."""
         return self._world()
 
     def state_bytes(self) -> dict[str, float]:
-        """Returns the bytes of the parameters, gradients and optimizer state that this rank holds now."""
+        """Returns the bytes of parameters, gradients and optimizer state in this rank's memory now."""
         assert self.lightning_module is not None
         parameters = list(self.lightning_module.parameters())
         return {
@@ -170,9 +177,9 @@ class CanonicalStrategy(Strategy, StrategyContract):
         }
 
     def setup_optimizers(self, trainer: Trainer) -> None:
-        """Builds the optimizers; those that wrap another without being built by torch's base get its step hooks too.
+        """Builds the optimizers, and adds torch's step hooks to wrappers that skip the base constructor.
 
-        torch's AdamW, Adam and SGD take their fused step on CUDA, unless the user has chosen otherwise.
+        torch's AdamW, Adam and SGD use their fused step on CUDA, unless the user has chosen an implementation.
         """
         super().setup_optimizers(trainer)
         for optimizer in self.optimizers:
@@ -181,9 +188,9 @@ class CanonicalStrategy(Strategy, StrategyContract):
             prefer_fused(optimizer, self.lightning_module)
 
     def accumulated_gradients(self) -> dict[str, Shard]:
-        """Returns the gradients of an unfinished accumulation by parameter name, their mean over the ranks.
+        """Returns the gradients of an unfinished accumulation by parameter name: the mean over the ranks.
 
-        Ranks may have used different parameters: those that any has used are there, on all.
+        Ranks may have used different parameters. Every rank returns each parameter that any rank has used.
         """
         assert self.lightning_module is not None
         named = [(clean(name), p) for name, p in self.lightning_module.named_parameters() if p.requires_grad]
@@ -197,7 +204,7 @@ class CanonicalStrategy(Strategy, StrategyContract):
         }
 
     def restore_gradients(self, saved: Mapping[str, Any]) -> None:
-        """Takes up an unfinished accumulation."""
+        """Restores the gradients of an unfinished accumulation."""
         assert self.lightning_module is not None
         gradients = readable(saved)
         for name, parameter in self.lightning_module.named_parameters():
@@ -208,21 +215,21 @@ class CanonicalStrategy(Strategy, StrategyContract):
     # --- saving --------------------------------------------------------------------------------------------
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """Returns what this rank holds of the module's state, by name; the names are the module's own."""
+        """Returns this rank's tensors and shards of the module's state, by the module's own names."""
         assert self.lightning_module is not None
         return {clean(name): value for name, value in self.lightning_module.state_dict().items()}
 
     def state_names(self) -> set[str]:
-        """Returns the names of all of the module's state, that which other ranks hold too."""
+        """Returns the names of the module's full state, that of other ranks included."""
         assert self.lightning_module is not None
         return {clean(name) for name in self.lightning_module.state_dict()}
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """Returns an optimizer's state by parameter name: ``{"state": {name: {key: value}}, "param_groups": [...]}``.
 
-        It is what the optimizer's own ``state_dict`` gives, which is where one that wraps another (Lookahead) has it.
-        The parameter groups name all their parameters, those of which this rank holds nothing too. What the optimizer
-        keeps under keys that are no parameters stands under ``beside``.
+        The state comes from the optimizer's own ``state_dict``, where a wrapper (Lookahead) exports it too. The
+        parameter groups name all their parameters, those without a shard on this rank included. State under keys that
+        are not parameters is in ``beside``.
         """
         if isinstance(optimizer, LightningOptimizer):
             optimizer = optimizer.optimizer
@@ -244,19 +251,19 @@ class CanonicalStrategy(Strategy, StrategyContract):
         return {"state": state, "param_groups": groups} | ({"beside": beside} if beside else {})
 
     def group_names(self, optimizer: Optimizer) -> list[list[str]]:
-        """Returns the names of each parameter group's parameters, on all ranks alike."""
+        """Returns the parameter names of each parameter group; the same on all ranks."""
         names = {id(tensor): name for name, tensor in self.optimizer_tensors(optimizer).items()}
         return [[names[id(parameter)] for parameter in group["params"]] for group in optimizer.param_groups]
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None) -> None:
         """Writes a canonical checkpoint; called on all ranks.
 
-        In the background (:attr:`async_checkpoints`) what is written is the state of this moment, and an error is
-        raised by the next save, or at the run's end.
+        With :attr:`async_checkpoints` the state is copied now and written in the background; an error is then raised
+        by the next save, or at the run's end.
 
         Raises:
-            DloError: on all ranks, if any cannot write its part; what stood there still stands. On a path or options
-                of other storage than file systems.
+            DloError: on all ranks, if any rank cannot write its shards; an older checkpoint at the path is kept. On a
+                path or options of other storage than file systems.
         """
         if self.checkpoint_format == "lightning":
             self._save_single_file(checkpoint, self.broadcast(str(filepath)), storage_options)
@@ -270,7 +277,7 @@ class CanonicalStrategy(Strategy, StrategyContract):
         self._saver.save(checkpoint, path, about=self.about())
 
     def _save_single_file(self, checkpoint: dict[str, Any], path: str, storage_options: Any) -> None:
-        """Has rank 0, which holds all of the state, write it as Lightning's own strategies do."""
+        """Writes the full state from rank 0 as a single file, as Lightning's own strategies do."""
 
         def work() -> None:
             if self.is_global_zero:
@@ -287,7 +294,7 @@ class CanonicalStrategy(Strategy, StrategyContract):
         return self._saver is not None and self._saver.is_busy
 
     def remove_checkpoint(self, filepath: str | Path) -> None:
-        """Removes a checkpoint; in the background, not before what was saved after it is on the disk."""
+        """Removes a checkpoint; with background saves, only once the saves after it are on disk."""
         if not self.is_global_zero:
             return
         if self._saver is not None:
@@ -296,26 +303,26 @@ class CanonicalStrategy(Strategy, StrategyContract):
             remove(filepath)
 
     def finish_checkpoints(self) -> None:
-        """Waits until what is written in the background is on the disk.
+        """Waits until checkpoints saved in the background are on disk.
 
         Raises:
-            DloError: if it could not be written.
+            DloError: if a checkpoint could not be written.
         """
         saver, self._saver = self._saver, None
         if saver is not None:
             saver.close()
 
     def teardown(self) -> None:
-        """Ends the run, once its checkpoints are on the disk."""
+        """Ends the run once its checkpoints are on disk."""
         self.finish_checkpoints()
         super().teardown()
 
     def about(self) -> dict[str, Any]:
-        """Returns what a checkpoint's manifest says of the run, beside step and epoch."""
+        """Returns the manifest's entries about the run, beside step and epoch."""
         return {"strategy": type(self).__name__, "world_size": self._world()}
 
     def planning_group(self) -> dist.ProcessGroup | None:
-        """Returns the gloo group over which ranks agree on who writes what; None in a single process."""
+        """Returns the gloo group over which ranks plan a save; None in a single process."""
         if self._world() == 1:
             return None
         if self._planning_group is None:
@@ -329,7 +336,7 @@ class CanonicalStrategy(Strategy, StrategyContract):
     # --- loading -------------------------------------------------------------------------------------------
 
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
-        """Opens a canonical checkpoint, or a file of Lightning's; of the first, tensors are read when asked for."""
+        """Opens a canonical checkpoint, whose tensors are read lazily, or a Lightning file."""
         self.finish_checkpoints()
         path = self.broadcast(str(checkpoint_path))
         if self.checkpoint_format == "lightning" and self._has_own_io():
@@ -337,40 +344,43 @@ class CanonicalStrategy(Strategy, StrategyContract):
         return load(local_path(path), group=self.planning_group())
 
     def setup_environment(self) -> None:
-        """Starts the run, unless a plug-in of the Trainer's would not do what it is for."""
+        """Checks the Trainer's checkpoint plug-ins, then starts the run."""
         self.check_checkpoints()
         super().setup_environment()
 
     def check_checkpoints(self) -> None:
-        """Checks the format of the checkpoints against what is to write them.
+        """Checks that this strategy can write checkpoints of the chosen format.
 
         Raises:
-            DloError: on a CheckpointIO that would not be called; on a single file of state that several ranks hold.
+            DloError: on a CheckpointIO that would not be called; on a single file of state that is sharded.
         """
         name = type(self).__name__
         if self.checkpoint_format not in FORMATS:
-            raise DloError(f"checkpoint_format must be one of {', '.join(FORMATS)}, got {self.checkpoint_format}")
+            raise DloError(
+                f"run.checkpoint_format must be one of {', '.join(FORMATS)}, got"
+                f" {self.checkpoint_format}{did_you_mean(self.checkpoint_format, FORMATS)}"
+            )
         if self.checkpoint_format == "lightning" and not self.holds_full_state:
             raise DloError(
-                f"run.checkpoint_format must be canonical under {name}, whose ranks share the state, got lightning;"
-                " take strategy auto or ddp, or `dlo checkpoint convert LAST.ckpt FILE.ckpt` afterwards"
+                f"run.checkpoint_format must be canonical under {name}, which shards the state, got lightning;"
+                " use strategy auto or ddp, or run `dlo checkpoint convert LAST.ckpt FILE.ckpt` afterwards"
             )
         if self.checkpoint_format == "lightning" and self.async_checkpoints:
             raise DloError(
-                "run.async_checkpoints must be false with run.checkpoint_format lightning, got true; leave one out"
+                "run.async_checkpoints must be false with run.checkpoint_format lightning, got true; remove one of them"
             )
         if self.checkpoint_format == "canonical" and self._has_own_io():
             raise DloError(
                 f"trainer.plugins must have no CheckpointIO with canonical checkpoints, which {name} writes itself, got"
-                f" {type(self.checkpoint_io).__name__}; remove it, or set run.checkpoint_format: lightning"
+                f" {type(self.checkpoint_io).__name__}; remove it, or set run.checkpoint_format to lightning"
             )
 
     def _has_own_io(self) -> bool:
-        """Whether the user has brought what reads and writes files."""
+        """Whether the user has configured a CheckpointIO."""
         return type(self.checkpoint_io) not in (TorchCheckpointIO, SafeCheckpointIO)
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Fills what this rank holds of the module's state."""
+        """Loads this rank's tensors and shards of the module's state."""
         if self.holds_full_state and self._loads_by_itself():
             self._load_through_module(checkpoint["state_dict"], strict)
             return
@@ -386,8 +396,9 @@ class CanonicalStrategy(Strategy, StrategyContract):
         }
         if (strict and (missing or unexpected)) or resized:
             raise DloError(
-                "the checkpoint is of another model than the config's: of its weights"
-                f" {_listed(missing)} are missing, {_listed(unexpected)} unexpected, {_listed(resized)} of another size"
+                "the checkpoint's weights must be those of the config's model, got"
+                f" {_listed(missing)} missing, {_listed(unexpected)} unexpected, {_listed(resized)} of another shape;"
+                " load a checkpoint of this model, or change the config to the checkpoint's"
             )
         with torch.no_grad():
             for name in held.keys() & saved.keys():
@@ -398,7 +409,7 @@ class CanonicalStrategy(Strategy, StrategyContract):
         self.refresh()
 
     def _loads_by_itself(self) -> bool:
-        """Whether the module has its own way of loading: its method, or hooks of its parts."""
+        """Whether the module overrides loading, by its ``load_state_dict`` or by hooks of its submodules."""
         module = self.lightning_module
         assert module is not None
         own = "load_state_dict" in vars(module) or type(module).load_state_dict is not nn.Module.load_state_dict
@@ -406,7 +417,7 @@ class CanonicalStrategy(Strategy, StrategyContract):
         return own or any(getattr(part, name, None) for part in module.modules() for name in hooks)
 
     def _load_through_module(self, saved: Mapping[str, Any], strict: bool) -> None:
-        """Has the module load the state, under its own names."""
+        """Loads the state through the module's ``load_state_dict``, under the module's own names."""
         assert self.lightning_module is not None
         names = {clean(name): name for name in self.lightning_module.state_dict()}
         state = OrderedDict((names.get(name, name), saved[name]) for name in saved)
@@ -415,7 +426,7 @@ class CanonicalStrategy(Strategy, StrategyContract):
         self.lightning_module.load_state_dict(state, strict=strict)
 
     def _with_extra_state(self) -> dict[str, nn.Module]:
-        """Returns the modules that save more than tensors (``get_extra_state``), by the name that it is saved under."""
+        """Returns the modules with extra state (``get_extra_state``), by the name under which it is saved."""
         assert self.lightning_module is not None
         return {
             clean(f"{name}.{EXTRA_STATE}" if name else EXTRA_STATE): module
@@ -424,20 +435,20 @@ class CanonicalStrategy(Strategy, StrategyContract):
         }
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Fills the optimizers' state, and sets the hyperparameters of their groups."""
+        """Loads the optimizers' state and the hyperparameters of their parameter groups."""
         states = checkpoint["optimizer_states"]
         if states and len(states) != len(self.optimizers):
             raise DloError(
-                f"configure_optimizers must return as many optimizers as the checkpoint has, got"
-                f" {len(self.optimizers)} for {len(states)}; start from its weights alone (`dlo checkpoint export`)"
+                f"configure_optimizers must return {len(states)} optimizers, as many as the checkpoint has, got"
+                f" {len(self.optimizers)}; start from the checkpoint's weights alone (`dlo checkpoint export`)"
             )
         for optimizer, saved in zip(self.optimizers, states, strict=False):
             if not optimizer.param_groups:
                 optimizer.load_state_dict(dict(saved))
             elif "param_groups" not in saved:
                 raise DloError(
-                    "the checkpoint must hold the optimizer's state, got that of a run without an optimizer; start from"
-                    " its weights alone (`dlo checkpoint export`)"
+                    "the checkpoint must hold optimizer state, got one of a run without an optimizer; start from its"
+                    " weights alone (`dlo checkpoint export`)"
                 )
             else:
                 self._load_optimizer(optimizer, saved)
@@ -457,34 +468,35 @@ class CanonicalStrategy(Strategy, StrategyContract):
             source = next((sources[name] for name in group_names if name in sources), None)
             if source is None:
                 raise DloError(
-                    f"the checkpoint has no optimizer state for {_listed(set(group_names))}: it is of another model, or"
-                    " other parameters were trained; start from its weights alone (`dlo checkpoint export`)"
+                    "the checkpoint's optimizer must have the run's parameter groups, got none for"
+                    f" {_listed(set(group_names))}: it is of another model, or other parameters were trained; start"
+                    " from its weights alone (`dlo checkpoint export`)"
                 )
             settings = {key: value for key, value in source.items() if key != "params"} | own_implementation(group)
             groups.append({**settings, "params": [numbers[id(parameter)] for parameter in group["params"]]})
         optimizer.load_state_dict({"state": loaded | dict(saved.get("beside", {})), "param_groups": groups})
 
     def _read_state(self, name: str, tensor: Tensor, saved: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns one parameter's state on this rank."""
+        """Reads one parameter's optimizer state on this rank."""
         saved, state = readable(saved), {}
         for key in saved:
             if not saved.is_tensor(key):
                 state[key] = saved[key]
                 continue
-            room = self.room(name, tensor, saved.shape(key), saved.dtype(key))
-            saved.read_into(key, room)
-            state[key] = _memory(room)
+            shard = self.room(name, tensor, saved.shape(key), saved.dtype(key))
+            saved.read_into(key, shard)
+            state[key] = _data_of(shard)
         return state
 
 
 def _numbers(optimizer: Optimizer) -> dict[int, int]:
-    """Returns the number that an optimizer's ``state_dict`` gives each tensor that it steps, by the tensor's id."""
-    held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    return {id(parameter): number for number, parameter in enumerate(held)}
+    """Returns each stepped tensor's number in the optimizer's ``state_dict``, by the tensor's id."""
+    stepped = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    return {id(parameter): number for number, parameter in enumerate(stepped)}
 
 
 def _packed(optimizer: Optimizer) -> dict[str, Any]:
-    """Returns an optimizer's ``state_dict``; of one that shares its state among ranks, what this rank holds of it.
+    """Returns an optimizer's ``state_dict``; of an optimizer that shards its state, this rank's shard.
 
     torch's ZeroRedundancyOptimizer refuses ``state_dict`` until one rank has gathered all state.
     """
@@ -496,10 +508,10 @@ def _packed(optimizer: Optimizer) -> dict[str, Any]:
 
 
 def complete(optimizer: Optimizer) -> None:
-    """Lets an optimizer whose constructor left out torch's (timm's Lookahead does) call the hooks of its step.
+    """Adds step hooks to an optimizer whose constructor does not call torch's, such as timm's Lookahead.
 
-    torch (2.15) has a constructor wrap its class's ``step`` for them; without it they can be registered, and are never
-    called. Here the instance's is wrapped, with what a scheduler has made of it.
+    torch's (2.15) constructor wraps the class's ``step`` to call the hooks; without it hooks can be registered, and are
+    never called. This function wraps the instance's ``step``, which a scheduler may have wrapped before.
     """
     if getattr(optimizer.step, "hooked", False):
         return
@@ -517,17 +529,17 @@ def complete(optimizer: Optimizer) -> None:
 
 
 def clean(name: str) -> str:
-    """Returns a tensor's name without the wrapper of ``torch.compile(module)``."""
+    """Returns a tensor's name without the prefix that ``torch.compile(module)`` adds."""
     return name.replace("_orig_mod.", "")
 
 
 def readable(mapping: Mapping[str, Any]) -> SavedTensors:
-    """Returns a mapping that can be read into shards; one of a single-file checkpoint holds its tensors itself."""
+    """Returns a checkpoint's mapping as one that reads into shards; a single file's tensors are in memory already."""
     return mapping if isinstance(mapping, SavedTensors) else SavedTensors(Source(Path(), {}), {}, mapping)
 
 
 def _own(value: Any) -> Any:
-    """Returns what a checkpoint holds as plain values, and tensors with memory of their own."""
+    """Returns a checkpoint's value as plain dicts and lists, with tensors cloned."""
     if isinstance(value, Tensor):
         return value.clone()
     if isinstance(value, Mapping):
@@ -535,23 +547,24 @@ def _own(value: Any) -> Any:
     return [_own(item) for item in value] if type(value) is list else value
 
 
-def _memory(room: Shard) -> Tensor:
-    """Returns the memory that a rank's part of a tensor lies in."""
-    if isinstance(room, CutShard):
-        return _memory(room.part)
-    return room.data if isinstance(room, FlatShard) else room
+def _data_of(shard: Shard) -> Tensor:
+    """Returns the tensor that holds a shard's elements."""
+    if isinstance(shard, CutShard):
+        return _data_of(shard.part)
+    return shard.data if isinstance(shard, FlatShard) else shard
 
 
 def _by_name(saved: Mapping[str, Any], names: list[list[str]]) -> Mapping[str, Any]:
-    """Returns an optimizer's state keyed by parameter names; torch's own is keyed by the parameters' numbers."""
+    """Returns an optimizer's state keyed by parameter name; torch's is keyed by parameter number."""
     groups = saved["param_groups"]
     if not any(isinstance(number, int) for group in groups for number in group["params"]):
         return saved
     sizes, found = [len(group) for group in names], [len(group["params"]) for group in groups]
     if sizes != found:
         raise DloError(
-            f"the checkpoint's optimizer has parameter groups of {found} parameters, the run's of {sizes};"
-            " they are of different models, or other parameters are trained"
+            f"the checkpoint's optimizer must have parameter groups of {sizes} parameters, as the run has, got {found}:"
+            " it is of another model, or other parameters were trained; start from its weights alone"
+            " (`dlo checkpoint export`)"
         )
     name_of = {
         number: name

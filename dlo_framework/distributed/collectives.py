@@ -1,9 +1,9 @@
-"""The two collectives that sharding is made of, each way round: reduce-scatter and all-gather of a flat buffer.
+"""Collectives of sharding: asynchronous reduce-scatter and all-gather of flat buffers, and a few for small tensors.
 
-For tensors of an accelerator they are torch's own. For those of a CPU, on gloo (torch 2.15), torch's take 1.5 to 2.2
-times as long as an all-reduce of the same buffer, which does the work of both; exchanging the segments between pairs of
-ranks takes a half and a third of theirs (``benchmarks/collectives.py``), so here each rank sends each other rank its
-segment and adds up what it gets.
+For tensors of an accelerator they are torch's own. For CPU tensors on gloo (torch 2.15), torch's reduce-scatter and
+all-gather take 1.5 to 2.2 times as long as an all-reduce of the same buffer, which does the work of both. Exchanging
+the segments between pairs of ranks takes a half and a third of their time (``benchmarks/collectives.py``), so here each
+rank sends each other rank its segment, and adds up the segments that it receives.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-#: Buffers kept at most for what a reduce-scatter receives; as many as are under way at once.
+#: Most receive buffers of reduce-scatters to keep; as many as are in flight at once.
 _SPARES = 2
-#: The collectives that make new tensors: torch.compile traces them, and they are defined for meta tensors.
+#: Functional collectives: torch.compile traces them, and they are defined for meta tensors.
 _OPS = torch.ops._c10d_functional
 
 
 class Pending:
-    """A collective under way.
+    """Handle of a collective in flight.
 
     Args:
-        works: what torch gave for its parts.
-        finish: called once they are done; what it returns is the result.
-        limit: how long each part may take; None leaves that to the group.
+        works: Handles of the torch operations that the collective consists of.
+        finish: Function that returns the result, called once the operations are done.
+        limit: Time limit of each operation; None for the group's.
     """
 
     def __init__(self, works: list[dist.Work], finish: Callable[[], Tensor], limit: timedelta | None = None) -> None:
@@ -38,7 +38,7 @@ class Pending:
         self._result: Tensor | None = None
 
     def wait(self) -> Tensor:
-        """Waits (on an accelerator: its current stream does) and returns the result."""
+        """Waits for the collective (on an accelerator, the current stream waits) and returns the result."""
         if self._finish is not None:
             for work in self._works:
                 if self._limit is None:
@@ -51,14 +51,14 @@ class Pending:
 
 
 class Communicator:
-    """The ranks that share a model's state, and what passes between them.
+    """Collectives of a process group, with a count of the elements sent.
 
     Attributes:
-        group: their process group; None is the default one.
-        rank: this rank's number in it.
-        size: how many there are.
-        elements: elements passed so far, by collective; a buffer of n elements counts n, as in the ZeRO paper.
-        skips_alone: whether a group of one rank does without collectives. Switched off, they run for real there: so one
+        group: Process group; None for the default group.
+        rank: Number of this rank in the group.
+        size: Number of ranks in the group.
+        elements: Number of elements sent so far, by collective; a buffer of n elements counts n, as in the ZeRO paper.
+        skips_alone: Whether to skip collectives in a group of one rank. If false, they run there too, so that one
             accelerator is enough to test and to measure them.
     """
 
@@ -74,20 +74,20 @@ class Communicator:
         self._spare: list[Tensor] = []
 
     def segment(self, buffer: Tensor, rank: int | None = None) -> Tensor:
-        """Returns a rank's segment of a flat buffer whose length the ranks divide; this rank's by default."""
+        """Returns a rank's segment of a flat buffer of `size` equal segments; this rank's by default."""
         length = buffer.numel() // self.size
         start = (self.rank if rank is None else rank) * length
         return buffer[start : start + length]
 
     def reduce_scatter(self, buffer: Tensor, *, average: bool = False) -> Pending:
-        """Sums a flat buffer over the ranks; the result is this rank's segment of the sum, which may lie in it.
+        """Sums a flat buffer over the ranks; the result is this rank's segment of the sum, maybe a view of the buffer.
 
         Args:
-            buffer: 1-D, its length divisible by the number of ranks. It is overwritten.
-            average: Whether the result is the mean over the ranks.
+            buffer: Tensor `[size * n]`, which is overwritten.
+            average: Whether to return the mean over the ranks instead of the sum.
 
-        On gloo, memory for what comes from the others is kept for the next one, until :meth:`release`: new memory
-        takes longer to be mapped than the sum takes.
+        On gloo, the receive buffers are kept for the next reduce-scatter, until :meth:`release`: mapping new memory
+        takes longer than the sum.
         """
         self.elements["reduce_scatter"] += buffer.numel()
         own = self.segment(buffer)
@@ -95,8 +95,8 @@ class Communicator:
             return Pending([], lambda: own)
         in_pairs = self._in_pairs(buffer)
         op = dist.ReduceOp.AVG if average and self._averages and not in_pairs else dist.ReduceOp.SUM
-        average = average and op == dist.ReduceOp.SUM  # What is left to be done.
-        if average and buffer.dtype == torch.float16:  # A sum of several may be too large for it.
+        average = average and op == dist.ReduceOp.SUM  # Whether a division is still to be done.
+        if average and buffer.dtype == torch.float16:  # The sum may overflow in float16.
             buffer.div_(self.size)
             average = False
         if not in_pairs:
@@ -104,7 +104,7 @@ class Communicator:
             work = dist.reduce_scatter_tensor(_real(result), _real(buffer), op=op, group=self.group, async_op=True)
             assert work is not None
             return Pending([work], lambda: result.div_(self.size) if average else result)
-        memory = self._take((self.size - 1) * own.numel(), buffer)
+        memory = self._receive_buffer((self.size - 1) * own.numel(), buffer)
         received = memory[: (self.size - 1) * own.numel()].view(self.size - 1, own.numel())
         works: list[dist.Work] = []
         for step, row in enumerate(received, start=1):
@@ -123,7 +123,7 @@ class Communicator:
         return Pending(works, add_up, self._limit)
 
     def all_gather(self, buffer: Tensor) -> Pending:
-        """Fills a flat buffer: each rank brings its own segment of it; the result is the buffer."""
+        """Gathers all ranks' segments into a flat buffer, of which each rank has filled its own; returns the buffer."""
         self.elements["all_gather"] += buffer.numel()
         own = self.segment(buffer)
         if self.size == 1 and self.skips_alone:
@@ -139,11 +139,11 @@ class Communicator:
         return Pending(works, lambda: buffer, self._limit)
 
     def exchange(self, sent: list[Tensor], received: list[int]) -> list[Tensor]:
-        """Sends each rank a flat tensor, of any length, and returns what each sent to this one.
+        """Sends each rank a flat tensor of any length, and returns the tensors that this rank gets (all-to-all).
 
         Args:
-            sent: one 1-D tensor a rank, in the order of ranks, all of one dtype.
-            received: the length of what each rank sends to this one, in the same order.
+            sent: One 1-D tensor for each rank, in the order of ranks, all of one dtype.
+            received: Lengths of the tensors that the ranks send to this one, in the same order.
         """
         lengths = [tensor.numel() for tensor in sent]
         self.elements["exchange"] += sum(lengths)
@@ -154,32 +154,32 @@ class Communicator:
         return list(result.split(received))
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
-        """Returns the sum over the ranks, in memory of its own.
+        """Returns the sum over the ranks as a new tensor.
 
-        This and the next three are defined for meta tensors, and torch.compile traces them without counting.
+        This and the next three methods are defined for meta tensors; torch.compile traces them, without the count.
         """
         return self.start_all_reduce(tensor)()
 
     def start_all_reduce(self, tensor: Tensor) -> Callable[[], Tensor]:
-        """Starts to sum a tensor over the ranks; returns what waits for the sum, and returns it."""
+        """Starts to sum a tensor over the ranks; returns a function that waits for the sum and returns it."""
         self._count("all_reduce", tensor.numel())
         started = _OPS.all_reduce(tensor.contiguous(), "sum", self._name)
         return lambda: _OPS.wait_tensor(started)
 
     def all_gather_parts(self, part: Tensor) -> Tensor:
-        """Returns what each rank brings, `[size, *part.shape]`; the parts have one shape."""
+        """Gathers a tensor of the same shape from each rank; returns `[size, *part.shape]`."""
         self._count("all_gather", part.numel() * self.size)
         flat = part.contiguous().view(-1)
         return _OPS.wait_tensor(_OPS.all_gather_into_tensor(flat, self.size, self._name)).view(self.size, *part.shape)
 
     def reduce_scatter_parts(self, parts: Tensor) -> Tensor:
-        """Sums `[size, ...]` over the ranks and returns this rank's `[...]` of it."""
+        """Sums `[size, ...]` over the ranks and returns this rank's entry, `[...]`."""
         self._count("reduce_scatter", parts.numel())
         flat = parts.contiguous().view(-1)
         return _OPS.wait_tensor(_OPS.reduce_scatter_tensor(flat, "sum", self.size, self._name)).view(parts.shape[1:])
 
     def sum(self, tensor: Tensor) -> Tensor:
-        """Adds a small tensor up over the ranks, in place."""
+        """Sums a small tensor over the ranks, in place."""
         dist.all_reduce(tensor, group=self.group)
         return tensor
 
@@ -189,34 +189,34 @@ class Communicator:
         return tensor
 
     def broadcast(self, tensor: Tensor) -> None:
-        """Copies the group's first rank's tensor to the others, however theirs lie in memory."""
+        """Copies the tensor of the group's first rank to the others, whatever their strides."""
         broadcast_values(tensor, self.group)
 
     def release(self) -> None:
-        """Gives back the memory that is kept from one reduce-scatter to the next."""
+        """Frees the receive buffers that are kept between reduce-scatters."""
         self._spare.clear()
 
     @contextlib.contextmanager
     def counted(self) -> Iterator[Counter[str]]:
-        """Counts the elements that pass inside the block, by collective."""
+        """Counts the elements sent inside the block, by collective."""
         before = self.elements.copy()
         passed: Counter[str] = Counter()
         yield passed
         passed.update({name: count - before[name] for name, count in self.elements.items() if count != before[name]})
 
     def _in_pairs(self, buffer: Tensor) -> bool:
-        """Whether to exchange segments between pairs of ranks: gloo sends tensors of the CPU alone."""
+        """Whether to exchange segments between pairs of ranks, as is faster for CPU tensors on gloo."""
         return self._limit is not None and buffer.device.type == "cpu"
 
     def _count(self, name: str, elements: int) -> None:
         if not torch.compiler.is_compiling():
             self.elements[name] += elements
 
-    def _take(self, length: int, like: Tensor) -> Tensor:
+    def _receive_buffer(self, length: int, like: Tensor) -> Tensor:
         for number, spare in enumerate(self._spare):
             if spare.numel() >= length and spare.dtype == like.dtype and spare.device == like.device:
                 return self._spare.pop(number)
-        self._spare.clear()  # Too short, or of another dtype: rather none than some of each.
+        self._spare.clear()  # Buffers that are too short or of another dtype are not kept beside the new one.
         return like.new_empty(length)
 
     def _send(self, tensor: Tensor, step: int) -> dist.Work:
@@ -231,22 +231,23 @@ class Communicator:
 
 
 def _real(tensor: Tensor) -> Tensor:
-    """Returns a tensor as real numbers: torch's reduce-scatter (2.11 to 2.15), unlike its others, knows no complex."""
+    """Returns a complex tensor as real numbers; torch's reduce-scatter (2.11 to 2.15) does not take complex ones."""
     return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
 
 @torch.no_grad()
 def broadcast_values(tensor: Tensor, group: dist.ProcessGroup | None = None, source: int = 0) -> None:
-    """Copies the values of one of a group's ranks into the others' tensors, however each lies in memory.
+    """Copies the tensor of one of a group's ranks to the others, whatever the strides on each rank.
 
-    torch's own (2.11 to 2.15, on gloo) takes any tensor for a run of memory from its first element on: a slice gets
-    values of others' and writes over its neighbours, an expanded one writes behind its memory.
+    torch's broadcast (2.11 to 2.15, on gloo) treats any tensor as contiguous memory from its first element on: a
+    non-contiguous slice would get wrong values and overwrite its neighbours, an expanded tensor would write past its
+    memory.
 
     Args:
-        tensor: of the same shape and dtype on all ranks. Where its elements share memory, as ``expand`` has them, one
+        tensor: Tensor of the same shape and dtype on all ranks. Where elements share memory, as after ``expand``, one
             of them is written for all.
-        group: the ranks; None is all of them.
-        source: whose values, by its number in the group.
+        group: Process group; None for the default group.
+        source: Number in the group of the rank whose values are copied.
     """
     if tensor.is_contiguous():
         dist.broadcast(tensor, group=group, group_src=source)
@@ -261,43 +262,43 @@ def broadcast_values(tensor: Tensor, group: dist.ProcessGroup | None = None, sou
 
 
 def backend_of(group: dist.ProcessGroup | None, device: torch.device) -> str:
-    """Returns what carries a device's tensors in a group, such as ``nccl``, also where it has several backends."""
+    """Returns the backend of a group for a device's tensors, such as ``nccl``, also where it has several backends."""
     name = str(dist.get_backend(group))
     named = dict(part.split(":") for part in name.split(",")) if ":" in name else {}
     return named.get(device.type, name)
 
 
 def is_sent_by_host(group: dist.ProcessGroup | None, device: torch.device) -> bool:
-    """Whether a device's tensors are copied to the CPU to be sent to a single rank: gloo (torch 2.15) sends no others.
+    """Returns whether a device's tensors are copied to the CPU for a send: gloo (torch 2.15) sends CPU tensors only.
 
-    That is slow and waits for the device; it serves several ranks that share one device, which NCCL refuses.
+    The copy is slow and waits for the device; it is for several ranks that share one device, which NCCL refuses.
     """
     return device.type not in ("cpu", "meta") and backend_of(group, device) == "gloo"
 
 
 class HostReceive:
-    """A receive under way whose tensor is copied to its device when it has come.
+    """Handle of a receive in flight whose tensor is then copied from the CPU to its device.
 
     Args:
-        work: the receive.
-        received: on the CPU, into which it goes.
-        target: the tensor on the device.
+        work: Handle of the receive.
+        received: CPU tensor that receives the values.
+        target: Tensor on the device.
     """
 
     def __init__(self, work: dist.Work, received: Tensor, target: Tensor) -> None:
         self._work, self._received, self._target = work, received, target
 
     def wait(self, *limit: timedelta) -> None:
-        """Waits for the other rank, and copies."""
+        """Waits for the receive, and copies the values to the device."""
         self._work.wait(*limit)
         self._target.copy_(self._received)
 
 
 def exchange_limit(group: dist.ProcessGroup | None) -> timedelta:
-    """Returns how long a gloo group's exchange between two ranks may take.
+    """Returns the time limit of a gloo group's sends and receives between two ranks.
 
-    Without being told, torch (2.11 to 2.15) lets it take as long as was said when the ranks were connected, whatever
-    has been set since.
+    Where a wait is not given this limit, torch (2.11 to 2.15) uses the one from when the ranks were connected, even if
+    it has been set since.
     """
     of_cpu = (group or dist.group.WORLD)._get_backend(torch.device("cpu"))  # type: ignore[union-attr]
     return of_cpu.options._timeout

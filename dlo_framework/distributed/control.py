@@ -1,4 +1,4 @@
-"""The group over which callbacks agree: on the CPU, beside whatever the strategy sends."""
+"""Control group: a gloo group over which callbacks communicate, apart from the strategy's own groups."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ _GROUPS: weakref.WeakKeyDictionary[Strategy, dist.ProcessGroup] = weakref.WeakKe
 
 
 def control_group(trainer: Trainer) -> dist.ProcessGroup | None:
-    """Returns a gloo group of all ranks, one a strategy; None for a single process.
+    """Returns a gloo group of all ranks, one for each strategy; None for a single process.
 
-    Not the default group: gradients are reduced on that one from other threads, so that what callbacks send could meet
-    what another rank's backward sends.
+    It is not the default group, on which other threads reduce gradients: a callback's collectives could pair with
+    those of another rank's backward.
 
-    Called on all ranks at the same point for the first time. Whoever uses it does so on all ranks in the same order.
+    The first call must come at the same point on all ranks, and all ranks must use the group in the same order.
     """
     if trainer.world_size == 1 or not (dist.is_available() and dist.is_initialized()):
         return None

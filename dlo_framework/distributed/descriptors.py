@@ -1,24 +1,25 @@
-"""How many files and connections a process may have open at once."""
+"""Limit of a process's open files and connections, raised where it is too low."""
 
 from __future__ import annotations
 
 import os
 import resource
 
-#: For what a process opens later: checkpoints, data, logs, libraries.
+#: Number of files to leave for later: checkpoints, data, logs, libraries.
 RESERVE = 256
 
 
 def lacking(connections: int) -> tuple[int, int] | None:
-    """Makes room for connections, where there is none by raising the soft limit to the hard one.
+    """Raises the soft limit of open files to the hard one where it is too low for a number of connections.
 
-    Nothing is reserved: what else the process opens takes from the same room, which is why more is asked for.
+    Nothing is reserved: other files of the process count against the same limit, so that :data:`RESERVE` more are
+    required.
 
     Args:
-        connections: how many files and connections will be opened, beside :data:`RESERVE` more.
+        connections: Number of files and connections that will be opened.
 
     Returns:
-        None if there is room; else how many files may be open, and how many would have to be.
+        None if the limit is high enough; else the limit and the number that is needed.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     need = _open_files() + connections + RESERVE

@@ -1,4 +1,4 @@
-"""All ranks train on the same number of batches: a rank with fewer would leave the others waiting for it."""
+"""Check that all ranks have the same number of batches: a rank with fewer would leave the others waiting for it."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from dlo_framework.errors import DloError, agree
 class EqualBatches(Callback):
     """Ends a run whose ranks have different numbers of batches with an error, instead of a hang; on by default.
 
-    dlo's own loaders give all ranks equally many. For others the rule is: the same number on every rank. Numbers that
-    loaders tell are compared before training, and before validating under a strategy that divides parameters, whose
-    forward pass needs all ranks. Where a training loader has no length, the ranks compare at each batch whether it is
-    their last, and stop at the first that is so for some only.
+    dlo's own loaders give all ranks the same number. With other loaders, their lengths are compared before training,
+    and before a validation under a strategy that shards parameters, whose forward pass needs all ranks. Where a
+    training loader has no length, the ranks compare at each batch whether it is their last, and stop at the first
+    batch that is the last on some ranks only.
     """
 
     def __init__(self) -> None:
@@ -31,7 +31,7 @@ class EqualBatches(Callback):
         self._check_training(trainer)
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Again: loaders may be made anew."""
+        """Compares the numbers again, because loaders may have been rebuilt."""
         self._check_training(trainer)
 
     def _check_training(self, trainer: Trainer) -> None:
@@ -50,7 +50,7 @@ class EqualBatches(Callback):
             _compare("validation", totals, "limit_val_batches")
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        """Where nobody knew how many batches there are, stops when some ranks have their last and others go on."""
+        """Stops, where loaders have no length, when some ranks have their last batch and others go on."""
         group = control_group(trainer) if self._without_length else None
         if group is None:
             return
@@ -62,9 +62,9 @@ class EqualBatches(Callback):
             count = batch_idx + 1
             raise agree(
                 DloError(
-                    f"all ranks have the same number of training batches, but {_listed(ended)} came to the end"
-                    f" after {count} and the others did not; set trainer.limit_train_batches to {count} or less, or"
-                    " give each rank equally many"
+                    f"all ranks must have the same number of training batches, got {count} on {_listed(ended)} and more"
+                    f" on the others; set trainer.limit_train_batches to {count} or less, or give all ranks the same"
+                    " number"
                 )
             )
 
@@ -77,7 +77,7 @@ def _compare(what: str, counts: list[float], option: str) -> None:
     least = min(counts)
     raise agree(
         DloError(
-            f"all ranks have the same number of {what} batches, but ranks 0 to {len(counts) - 1} have {listed};"
+            f"all ranks must have the same number of {what} batches, got {listed} on ranks 0 to {len(counts) - 1};"
             f" set trainer.{option} to {int(least)} or less, pad the data, or use a dlo datamodule"
         )
     )
@@ -90,10 +90,10 @@ def _gather(trainer: Trainer, value: Any) -> list[Any]:
 
 
 def _have_length(trainer: Trainer) -> bool:
-    """Returns whether all training loaders tell how many batches they have.
+    """Returns whether all training loaders have a length.
 
-    Lightning (2.6) keeps them, whatever nest the user gave, in the fit loop's private ``_combined_loader``;
-    ``num_training_batches`` does not tell, where ``limit_train_batches`` is more than there are.
+    Lightning (2.6) keeps the loaders, from whatever nested structure, in the fit loop's private ``_combined_loader``.
+    ``num_training_batches`` does not show it where ``limit_train_batches`` is more than there are.
     """
     loop: Any = trainer.fit_loop
     for loader in loop._combined_loader.flattened:

@@ -1,4 +1,4 @@
-"""How a run of several ranks ends when one of them fails: what the first failure was, and how to leave."""
+"""First failure of a run of several ranks: its record, its message, and how each process ends."""
 
 from __future__ import annotations
 
@@ -20,28 +20,28 @@ from dlo_framework._version import __version__
 from dlo_framework.errors import DloError, worker_message
 from dlo_framework.run_lock import release_all
 
-#: What the libraries under us say when another rank is gone or silent.
+#: Messages of gloo, NCCL and torch when another rank is dead or silent.
 _LOST = re.compile(
     r"gloo/transport|connectFullMesh|Connection (closed|reset) by|Connection refused|Broken pipe|Socket Timeout"
     r"|Timed out waiting|Application timeout caused pair closure|NCCL (error|communicator)|ncclRemoteError"
     r"|ProcessGroupNCCL"
 )
-#: A traceback longer than this is cut in the middle: it travels to every rank.
+#: Most characters of a traceback, which is sent to every rank; a longer one loses its middle.
 _MOST_DETAILS = 20_000
 
 
 @dataclass(frozen=True)
 class Failure:
-    """The failure that ended a run, as every rank knows it.
+    """First failure of a run, as every rank knows it.
 
     Attributes:
-        rank: the rank that failed first.
-        world_size: how many there are.
-        summary: one line: ``ValueError: no such thing``, ``killed by SIGKILL``.
-        details: the traceback; empty where there is none.
-        exit_code: of the whole run.
-        stacks: Whether ranks are ended where they are, so that each prints its stack first.
-        silent: Whether nothing was heard of the rank: its process may be stopped, and then ends by no message.
+        rank: Rank that failed first.
+        world_size: Number of ranks.
+        summary: One line: ``ValueError: no such thing``, ``killed by SIGKILL``.
+        details: Traceback; empty where there is none.
+        exit_code: Exit code of the run.
+        stacks: Whether ranks are ended where they wait, so that each prints its stack first.
+        silent: Whether the rank sent nothing: its process may be stopped, and then no message ends it.
     """
 
     rank: int
@@ -54,7 +54,7 @@ class Failure:
 
     @classmethod
     def of(cls, error: BaseException, rank: int, world_size: int) -> Failure:
-        """Returns the failure that an exception is; what a user can mend needs no traceback."""
+        """Returns the failure for an exception; errors in the user's input get no traceback."""
         if isinstance(error, DloError | MisconfigurationException):
             return cls(rank, world_size, worker_message(error), exit_code=2)
         summary = traceback.format_exception_only(error)[-1].strip()
@@ -67,34 +67,34 @@ class Failure:
 
     @classmethod
     def ended(cls, rank: int, world_size: int, code: int | None) -> Failure:
-        """Returns the failure of a rank whose process has ended without a word.
+        """Returns the failure for a rank whose process has ended without reporting one.
 
         Args:
-            rank: which.
-            world_size: of how many.
-            code: its exit code, negative for a signal; None where nobody can tell.
+            rank: Rank whose process ended.
+            world_size: Number of ranks.
+            code: Exit code of the process, negative for a signal; None where it is not known.
         """
         if code is None:
-            return cls(rank, world_size, "its process ended without a word (killed? out of memory?)")
+            return cls(rank, world_size, "its process ended without a message (killed? out of memory?)")
         if code >= 0:
             return cls(rank, world_size, f"its process ended with exit code {code}", exit_code=code or 1)
         name = signal.Signals(-code).name
-        hint = " (by hand, or by the system for want of memory)" if -code == signal.SIGKILL else ""
+        hint = " (by hand, or by the system when out of memory)" if -code == signal.SIGKILL else ""
         return cls(rank, world_size, f"its process was killed by {name}{hint}", exit_code=128 - code)
 
     @property
     def told(self) -> bool:
-        """Whether the rank has told of it itself; else it has died, is silent or hangs."""
+        """Whether the rank has reported the failure itself; else it has died, is silent or hangs."""
         return bool(self.details) or self.of_user or self.by_signal
 
     @property
     def of_user(self) -> bool:
-        """Whether it is bad input: one line, and exit code 2."""
+        """Whether the failure is an error in the user's input: one line, and exit code 2."""
         return self.exit_code == 2 and not self.details
 
     @property
     def by_signal(self) -> bool:
-        """Whether a request to stop has ended the ranks where they were."""
+        """Whether a stop signal has ended the ranks where they waited."""
         return self.stacks and self.exit_code > 128
 
     def __str__(self) -> str:
@@ -102,12 +102,12 @@ class Failure:
         return f"rank {self.rank} of {self.world_size}{failed}: {self.summary}"
 
     def to_text(self) -> str:
-        """Returns one line of JSON."""
+        """Returns the failure as one line of JSON."""
         return json.dumps(asdict(self))
 
     @classmethod
     def from_text(cls, text: str) -> Failure:
-        """Returns what :meth:`to_text` wrote; ValueError if it is something else."""
+        """Returns the failure that :meth:`to_text` wrote; ValueError for any other text."""
         fields = json.loads(text)
         try:
             return cls(
@@ -120,14 +120,14 @@ class Failure:
                 bool(fields["silent"]),
             )
         except (KeyError, TypeError) as error:
-            raise ValueError(f"no failure: {text[:80]}") from error
+            raise ValueError(f"not a failure: {text[:80]}") from error
 
 
 class RankFailed(RuntimeError):
-    """Raised on a rank that has to end because another one has failed.
+    """Error raised on a rank that ends because another rank has failed.
 
     Attributes:
-        failure: the other's.
+        failure: Failure of the other rank.
     """
 
     def __init__(self, failure: Failure) -> None:
@@ -136,7 +136,7 @@ class RankFailed(RuntimeError):
 
 
 def is_lost_connection(error: BaseException) -> bool:
-    """Returns whether an error is what a rank sees of another's end, rather than a fault of its own."""
+    """Returns whether an error comes from the end of another rank, not from this one."""
     if isinstance(error, dist.DistError):
         return True
     return isinstance(error, RuntimeError) and _LOST.search(str(error)) is not None
@@ -144,13 +144,13 @@ def is_lost_connection(error: BaseException) -> bool:
 
 @dataclass(frozen=True)
 class Ended:
-    """How a run of several ranks ended in this process.
+    """End of a run of several ranks, as this process sees it.
 
     Attributes:
-        failure: the first one.
-        rank: this process's.
-        told_elsewhere: whether the process that started this one says what happened.
-        by_launcher: Whether dlo has started the ranks of this host, so that one of them tells for all.
+        failure: First failure of the run.
+        rank: Rank of this process.
+        told_elsewhere: Whether the process that started this one prints the failure.
+        by_launcher: Whether dlo has started the ranks of this host, so that one of them prints for all.
     """
 
     failure: Failure
@@ -160,16 +160,16 @@ class Ended:
 
     @property
     def own(self) -> bool:
-        """Whether it was this rank that failed."""
+        """Whether this rank failed first."""
         return self.failure.rank == self.rank
 
 
-#: What became of the last run of several ranks in this process. One process is one rank, so this is its own.
+#: End of the last run of several ranks in this process, of which each process has one.
 _state: dict[str, Ended | None] = {"ended": None}
 
 
 def note_end(ended: Ended | None) -> None:
-    """Keeps how the run ended, for whoever ends the process."""
+    """Records how the run ended, for the code that ends the process."""
     _state["ended"] = ended
 
 
@@ -179,7 +179,7 @@ def how_it_ended() -> Ended | None:
 
 
 def tell(ended: Ended) -> None:
-    """Says on standard error how the run ended, as far as it is for this process to say."""
+    """Prints to standard error how the run ended, unless another process prints it."""
     name = f"dlo {__version__}"
     if ended.told_elsewhere:
         return
@@ -196,7 +196,7 @@ def tell(ended: Ended) -> None:
 
 
 def tell_torchrun(error: BaseException) -> None:
-    """Leaves an error where torchrun looks for it, so that its closing table names the rank and the cause."""
+    """Records an error in torchrun's error file, so that torchrun's closing table names the rank and the cause."""
     if "TORCHELASTIC_ERROR_FILE" in os.environ:
         from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
@@ -204,14 +204,14 @@ def tell_torchrun(error: BaseException) -> None:
 
 
 def leave(code: int) -> NoReturn:
-    """Ends the process now, loaders' workers first.
+    """Ends the process at once, after its data loader workers.
 
-    Not by ``sys.exit``: what runs at an interpreter's exit waits for ranks that wait for this one.
+    It does not call ``sys.exit``: handlers at the interpreter's exit wait for ranks that wait for this one.
     """
     for child in multiprocessing.active_children():
         child.kill()
     release_all()
     for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError, ValueError):  # Its reader has gone, or it is closed: nobody is to be told.
+        with contextlib.suppress(OSError, ValueError):  # The stream's reader has gone, or the stream is closed.
             stream.flush()
     os._exit(code)

@@ -1,4 +1,4 @@
-"""torch's fused AdamW, Adam and SGD: one kernel for all tensors, as the default where it gives the same numbers."""
+"""Fused AdamW, Adam and SGD of torch (one kernel for all tensors), used by default on an accelerator."""
 
 from __future__ import annotations
 
@@ -8,23 +8,23 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
-#: How a group of torch's optimizers says which implementation steps it.
+#: Keys of a parameter group in torch's optimizers that choose the implementation.
 IMPLEMENTATIONS = ("foreach", "fused", "capturable", "differentiable")
 _FUSED = (Adam, AdamW, SGD)
-#: What the CPU's kernels round as the loop over tensors does; of halves they round less often.
+#: Dtypes for which the CPU's fused kernels round as the loop over tensors does; for halves they round less often.
 _ON_CPU = (torch.float32, torch.float64)
 
 
 def prefer_fused(optimizer: Optimizer, module: nn.Module | None = None, *, on_cpu: bool = False) -> None:
-    """Has one of torch's AdamW, Adam and SGD take its fused step, unless its user has chosen an implementation.
+    """Switches torch's AdamW, Adam or SGD to the fused step, unless the user has chosen an implementation.
 
-    Plain AdamW is a loop over tensors on a CPU, and a few passes over memory on CUDA. Where all of a run is on a CPU
-    the loop stays: the two differ in a last bit, and a run on several ranks is to be a plain loop's to the bit.
+    Plain AdamW is a loop over tensors on a CPU, and a few passes over memory on CUDA. A run on CPUs only keeps the
+    loop: the two differ in the last bit, and a run on several ranks must equal a plain loop bit by bit.
 
     Args:
-        optimizer: As configured; any other is left as it is.
-        module: What is trained; one with sparse gradients, which the fused step does not take, is left as it is.
-        on_cpu: Whether parameters in the CPU's memory are stepped so too, as an accelerator's are that are offloaded.
+        optimizer: Optimizer as configured; optimizers of other classes are not changed.
+        module: Module that is trained. With sparse gradients, which the fused step does not take, nothing changes.
+        on_cpu: Whether to use the fused step for parameters in CPU memory too, such as offloaded ones.
     """
     if type(optimizer) not in _FUSED or not all(_takes(group, on_cpu) for group in optimizer.param_groups):
         return
@@ -37,22 +37,22 @@ def prefer_fused(optimizer: Optimizer, module: nn.Module | None = None, *, on_cp
 
 
 def unscale_apart(optimizer: Any) -> None:
-    """Has gradients unscaled before an optimizer's step, also where it was built as fused and could do that itself.
+    """Makes the gradient scaler unscale gradients before the step of a fused optimizer, which could do so itself.
 
-    Lightning (2.6) refuses to clip the gradients of one that could, in bf16 too, where nothing is scaled; and ranks
-    with shards would each skip a step on their own.
+    Lightning (2.6) refuses to clip the gradients of an optimizer that unscales, also in bf16, where nothing is scaled;
+    and ranks with shards would each decide alone whether to skip a step.
     """
     if getattr(optimizer, "_step_supports_amp_scaling", False):
         optimizer._step_supports_amp_scaling = False
 
 
 def own_implementation(group: dict[str, Any]) -> dict[str, Any]:
-    """Returns a group's choice of implementation: it is the run's, not that of a checkpoint it goes on from."""
+    """Returns a group's choice of implementation, which a loaded checkpoint must not change."""
     return {key: group[key] for key in IMPLEMENTATIONS if key in group}
 
 
 def _takes(group: dict[str, Any], on_cpu: bool) -> bool:
-    """Whether a parameter group can take the fused step, and nobody has chosen."""
+    """Whether a parameter group can take the fused step, and the user has not chosen an implementation."""
     chosen = any(group.get(key) for key in IMPLEMENTATIONS) or group.get("foreach") is False
     chosen = chosen or group.get("fused") is False
     if chosen or any(isinstance(group.get(key), Tensor) for key in ("lr", "weight_decay")):
@@ -66,10 +66,10 @@ def _takes(group: dict[str, Any], on_cpu: bool) -> bool:
 
 
 def _complete_momentum(optimizer: Optimizer, *_: Any) -> None:
-    """Gives SGD's parameters that get their first gradient later than others a momentum of zero.
+    """Gives a zero momentum to SGD's parameters that get their first gradient later than others.
 
-    torch's fused SGD (2.11 to 2.15) raises where some have one and others do not. Without dampening, a first step from
-    zero is that from none.
+    torch's fused SGD (2.11 to 2.15) raises where some parameters have a momentum and others do not. Without dampening,
+    the first step from a zero momentum equals the step without one.
     """
     for group in optimizer.param_groups:
         if not (group.get("fused") and group["momentum"]):

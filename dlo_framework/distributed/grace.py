@@ -1,4 +1,4 @@
-"""How long a run that was asked to stop may go on without a move before it is ended where it is."""
+"""Grace period of a stop: time that a run may go on without progress after a stop signal, before it is ended."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ from lightning.pytorch import Trainer
 
 from dlo_framework.distributed.stacks import is_saving, main_frame
 
-#: Seconds that a run which was asked to stop may take no batch and save nothing, by default.
+#: Seconds without a batch or a save after which a run that got a stop signal is ended, by default.
 GRACE = 60.0
-#: The same where all ranks wait for each other.
+#: The same seconds where all ranks wait for each other.
 _ALL_WAIT = 10.0
-#: A run whose batches take long gets this many times the longest time it has gone without one so far.
+#: Factor on the longest time between two batches so far, which a run with slow batches has at least.
 _TIMES_LONGEST = 2.0
-#: A process that saves and uses at least this share of a core gets on with it.
+#: Share of a core that a process must use during a save for the save to count as progress.
 _BUSY = 0.1
-#: Seconds over which that is measured.
+#: Seconds over which that share is measured.
 _WINDOW = 1.0
 
 
 class Progress:
-    """Counts the moves of a rank: batches taken in any loop, and seconds of work on a checkpoint.
+    """Counter of a rank's progress: batches of any loop, and seconds of work on a checkpoint.
 
     Args:
         trainer: Trainer of the run; None where there is none yet.
@@ -33,11 +33,11 @@ class Progress:
         self._cpu, self._looked = time.process_time(), time.monotonic()
 
     def moves(self) -> int:
-        """Looks once more, and returns the number of moves so far."""
+        """Updates the count, and returns it."""
         batches, now = _batches(self._trainer), time.monotonic()
         self._moves += batches != self._batches
         self._batches = batches
-        if now - self._looked >= _WINDOW:  # Within less, looking itself is work.
+        if now - self._looked >= _WINDOW:  # In a shorter window, this measurement itself would count as work.
             cpu = time.process_time()
             self._moves += cpu - self._cpu > _BUSY * (now - self._looked) and is_saving(main_frame())
             self._cpu, self._looked = cpu, now
@@ -45,7 +45,7 @@ class Progress:
 
 
 def _batches(trainer: Trainer | None) -> int:
-    """Returns a number that each batch changes, of whatever loop."""
+    """Returns a number that each batch of any loop changes."""
     if trainer is None:
         return 0
     fit = trainer.fit_loop.epoch_loop
@@ -55,10 +55,10 @@ def _batches(trainer: Trainer | None) -> int:
 
 
 class Grace:
-    """Says when a run that was asked to stop has not moved for too long.
+    """Timer that finds when a run that got a stop signal has made no progress for too long.
 
     Args:
-        seconds: Seconds without a move; more where moves have taken long before.
+        seconds: Seconds without progress after which the run is ended; longer where batches took longer before.
     """
 
     def __init__(self, seconds: float = GRACE) -> None:
@@ -69,25 +69,25 @@ class Grace:
         self._idle = self._idle_asked = 0.0
 
     def ask(self, signum: int, rank: int = 0) -> None:
-        """Notes a request to stop that a rank has got; the first one counts."""
+        """Notes a stop signal that a rank got; the first one counts."""
         if not self.signum:
             self.signum, self.rank = signum, rank
 
     @property
     def limit(self) -> float:
-        """Seconds without a move after which the run is ended."""
+        """Seconds without progress after which the run is ended."""
         return max(self.seconds, _TIMES_LONGEST * self._longest)
 
     def is_over(self, passed: float, moves: int, waiting: float = 0.0) -> bool:
-        """Returns whether the run is to be ended where it is.
+        """Returns whether the grace period is over, so that the run must be ended.
 
         Args:
-            passed: Seconds since this was last asked.
-            moves: Number of moves so far, of all ranks.
-            waiting: Seconds that every rank has waited for the others; 0 if one of them does not.
+            passed: Seconds since the last call.
+            moves: Sum of the ranks' progress counts.
+            waiting: Seconds that every rank has waited for the others; 0 if a rank does not wait.
         """
         if moves != self._moves:
-            if self._moves and not self.signum:  # What comes before the first batch says nothing of batches.
+            if self._moves and not self.signum:  # Times before the first batch are not times between batches.
                 self._longest = max(self._longest, self._idle)
             self._moves, self._idle, self._idle_asked = moves, 0.0, 0.0
         self._idle += passed

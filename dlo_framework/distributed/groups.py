@@ -1,4 +1,4 @@
-"""The process groups of a mesh, as this rank is in them."""
+"""Process groups of a mesh along its axes, on this rank."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from dlo_framework.mesh import AXES, Coordinates, MeshSpec
 
 
 class MeshGroups:
-    """This rank's groups along any of the axes of a mesh; each is made when it is first asked for.
+    """This rank's process groups along the axes of a mesh, each made on first use.
 
-    All ranks ask for the same ones in the same order.
+    All ranks must ask for the same groups in the same order.
 
     Args:
-        spec: the mesh, without -1; its ranks are the world's.
-        device_type: what they compute on.
-        timeout: how long a collective may take; None leaves torch's own.
+        spec: Sizes of the mesh's axes, without -1; their product is the world size.
+        device_type: Type of the device on which ranks compute, such as ``cuda``.
+        timeout: Time limit of a collective; None for torch's default.
 
     Attributes:
-        place: this rank's.
+        place: Coordinates of this rank.
     """
 
     def __init__(self, spec: MeshSpec, device_type: str, timeout: timedelta | None = None) -> None:
@@ -33,13 +33,13 @@ class MeshGroups:
         self._groups: dict[tuple[str, ...], dist.ProcessGroup] = {}
 
     def ranks(self, *axes: str) -> list[int]:
-        """Returns the ranks that differ from this one along these axes alone, this one among them."""
+        """Returns the ranks that differ from this rank along these axes only, this rank included."""
         spans = [range(size) if axis in axes else [at] for (axis, size), at in zip(self.sizes, self.place, strict=True)]
         return [self.spec.rank(Coordinates(*place)) for place in itertools.product(*spans)]
 
     @property
     def sizes(self) -> list[tuple[str, int]]:
-        """The axes and their sizes, outer to inner."""
+        """Axes and their sizes, outer to inner."""
         return list(self.spec.sizes.items())
 
     def group(self, *axes: str) -> dist.ProcessGroup:
@@ -55,40 +55,40 @@ class MeshGroups:
                 self._groups[key] = made  # type: ignore[assignment]
         return self._groups[key]
 
-    # --- as strategies use them ----------------------------------------------------------------------------
+    # --- the groups that strategies use --------------------------------------------------------------------
 
     @property
     def data(self) -> dist.ProcessGroup:
-        """Ranks that hold the same part of the model and see other samples, or other parts of the sequence."""
+        """Ranks with the same part of the model and other samples, or other slices of the sequence."""
         return self.group("dp_replicate", "dp_shard", "cp")
 
     @property
     def sharers(self) -> dist.ProcessGroup:
-        """Ranks that share the state of one part of the model."""
+        """Ranks over which one part of the model is sharded."""
         return self.group("dp_shard", "cp")
 
     @property
     def copy(self) -> dist.ProcessGroup:
-        """Ranks that together hold one copy of the model."""
+        """Ranks that together hold one replica of the model."""
         return self.group("pp", "dp_shard", "cp", "tp")
 
     @property
     def has_data_parallelism(self) -> bool:
-        """Whether any rank holds the same part of the model as another."""
+        """Whether several ranks hold the same part of the model."""
         return self.spec.dp_replicate * self.spec.dp_shard * self.spec.cp > 1
 
     def device_mesh(self) -> DeviceMesh:
-        """Returns the mesh of all axes, for appliers."""
+        """Returns the DeviceMesh of all axes, for appliers."""
         groups = [self.group(axis) for axis in AXES]
         ranks = torch.arange(self.spec.world_size).view(tuple(self.spec.sizes.values()))
         return DeviceMesh.from_group(groups, self.device_type, mesh=ranks, mesh_dim_names=AXES)
 
     def data_mesh(self, copies: str, shards: str) -> DeviceMesh:
-        """Returns the mesh to shard over: an axis of copies, unless there is but one, and one of shards.
+        """Returns the DeviceMesh to shard over: an axis of replicas, unless there is one only, and an axis of shards.
 
         Args:
-            copies: what the first axis is called.
-            shards: what the second is called.
+            copies: Name of the axis of replicas.
+            shards: Name of the axis of shards.
         """
         if self.spec.dp_replicate == 1:
             return DeviceMesh.from_group(self.sharers, self.device_type, mesh_dim_names=(shards,))

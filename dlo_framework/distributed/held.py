@@ -1,4 +1,4 @@
-"""What this rank holds of tensors: its memory of one, and the bytes of many."""
+"""Memory of tensors on this rank: the local tensor of a DTensor, and the bytes of parameters and optimizer state."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 
 def local(tensor: Tensor) -> Tensor:
-    """Returns the memory that this rank holds of a tensor: of a DTensor its part, of others all."""
+    """Returns this rank's local tensor: the shard of a DTensor, any other tensor itself, detached."""
     if isinstance(tensor, DTensor):
         if not torch.is_grad_enabled():
             return tensor.to_local().detach()
@@ -22,20 +22,20 @@ def local(tensor: Tensor) -> Tensor:
 
 
 def memory_of(tensors: Iterable[Tensor]) -> int:
-    """Returns the bytes of tensors on this rank, memory that several share counted once."""
-    held: dict[int, int] = {}
+    """Returns the bytes of tensors on this rank; memory that several tensors share is counted once."""
+    bytes_at: dict[int, int] = {}
     for tensor in tensors:
-        # Asked of the tensor itself: ZeRO 3 takes a detach amid a step by hand for a use of its values.
+        # Of the tensor itself, without detach: during a step ZeRO 3 takes a detach for a use of the values.
         storage = (local(tensor) if isinstance(tensor, DTensor) else tensor).untyped_storage()
         if storage.nbytes():
-            held[storage.data_ptr()] = storage.nbytes()
-    return sum(held.values())
+            bytes_at[storage.data_ptr()] = storage.nbytes()
+    return sum(bytes_at.values())
 
 
 def optimizer_states(optimizer: Optimizer) -> list[Mapping[Any, Any]]:
-    """Returns what an optimizer keeps of each parameter on this rank, and what those keep that it wraps (Lookahead).
+    """Returns an optimizer's per-parameter states on this rank, those of optimizers that it wraps (Lookahead) included.
 
-    Its ``state_dict`` is not asked: it may export another state than that in memory, and it may raise (that of
+    It does not call ``state_dict``, which may export another state than that in memory, and may raise (that of
     ZeroRedundancyOptimizer before its state is consolidated, and where DeepSpeed has replaced the parameters).
     """
     found: dict[int, Mapping[Any, Any]] = {}
@@ -46,7 +46,7 @@ def optimizer_states(optimizer: Optimizer) -> list[Mapping[Any, Any]]:
 
 
 def _with_wrapped(optimizer: Optimizer) -> list[Optimizer]:
-    """Returns an optimizer and those among its attributes, and theirs, each once."""
+    """Returns an optimizer and, recursively, the optimizers among its attributes, each once."""
     found, waiting = {id(optimizer): optimizer}, [optimizer]
     while waiting:
         inner = {id(value): value for value in vars(waiting.pop()).values() if isinstance(value, Optimizer)}

@@ -1,7 +1,7 @@
-"""Models that are built without memory, on the meta device, and get it unit by unit as they are sharded.
+"""Initialisation of models built on the meta device, unit by unit as units are sharded.
 
-Each module's ``reset_parameters`` draws its random numbers from a seed made of the run's and the module's name. So the
-weights are the same on every rank, however many there are and in whatever order units are sharded.
+Each module's ``reset_parameters`` draws its random numbers from a seed made of the run's seed and the module's name. So
+the weights are the same on every rank, whatever the number of ranks and the order in which units are sharded.
 """
 
 from __future__ import annotations
@@ -20,26 +20,26 @@ from dlo_framework.errors import DloError
 
 
 def on_meta(module: nn.Module) -> bool:
-    """Returns whether any parameter or buffer of a module has no memory yet."""
+    """Returns whether any parameter or buffer of a module is on the meta device."""
     return any(tensor.is_meta for tensor in itertools.chain(module.parameters(), module.buffers()))
 
 
 def own_tensors(module: nn.Module) -> Iterator[Tensor]:
-    """Yields the parameters and buffers that a module itself holds."""
+    """Yields a module's own parameters and buffers, without those of its submodules."""
     yield from module.parameters(recurse=False)
     yield from module.buffers(recurse=False)
 
 
 def check_initialisable(module: nn.Module, loads_weights: bool) -> None:
-    """Checks that everything on the meta device will get values.
+    """Checks that all parameters and buffers on the meta device will get values.
 
     Args:
-        module: with all its submodules.
-        loads_weights: whether a checkpoint's weights will be loaded; then only buffers that checkpoints leave out need
+        module: Module to check with all its submodules.
+        loads_weights: Whether a checkpoint's weights will be loaded; then only buffers that checkpoints leave out need
             to be initialised.
 
     Raises:
-        DloError: with the names of what would stay without values.
+        DloError: with the names of tensors that would stay uninitialised.
     """
     lacking = []
     for name, submodule in module.named_modules():
@@ -57,37 +57,36 @@ def check_initialisable(module: nn.Module, loads_weights: bool) -> None:
     if lacking:
         shown = ", ".join(lacking[:5]) + (f" and {len(lacking) - 5} more" if len(lacking) > 5 else "")
         raise DloError(
-            f"meta_init: no reset_parameters() initialises {shown}; give the modules that hold them one, start from a"
-            " checkpoint (--ckpt_path), or leave meta_init out"
+            f"tensors under meta_init must have a reset_parameters() that initialises them, got {shown} without; add"
+            " one to their modules, start from a checkpoint (--ckpt_path), or remove meta_init"
         )
 
 
 class Initialiser:
-    """Gives modules that are on the meta device memory and initial values, on all ranks alike.
+    """Allocates and initialises modules that are on the meta device, with the same values on all ranks.
 
-    Submodules come before those that hold them, as in a constructor: ``nn.MultiheadAttention`` sets its projection's
-    bias after the projection has. A module is initialised once, however often it is met; so is a tensor that several
-    modules share.
+    Submodules come before their parents, as in a constructor: ``nn.MultiheadAttention`` sets its projection's bias
+    after the projection has. Each module, and each tensor that several modules share, is initialised once.
 
     Args:
-        device: where the memory is to be.
-        seed: the run's.
-        layout: what tensor and pipeline parallelism have made of the whole model. What has been cut is initialised
-            whole, and cut again; what other stages hold stays without memory.
+        device: Device on which to allocate.
+        seed: Seed of the run.
+        layout: Layout of the model after tensor and pipeline parallelism. Sliced tensors are initialised in full shape
+            and sliced again; tensors of other stages stay on the meta device.
     """
 
     def __init__(self, device: torch.device, seed: int, layout: Layout | None = None) -> None:
         self._device, self._seed, self._layout = device, seed, layout or Layout()
         self._done: set[int] = set()
         self._made: dict[int, Tensor] = {}
-        self._replaced: list[Tensor] = []  # Alive, so that no other tensor gets the id of one of them.
+        self._replaced: list[Tensor] = []  # Keeps them alive, so that no other tensor gets one of their ids.
 
     def __call__(self, module: nn.Module, prefix: str) -> None:
-        """Initialises what of a module is on the meta device.
+        """Initialises a module's tensors on the meta device.
 
         Args:
-            module: a unit, or the root with what its units have left.
-            prefix: its name in the whole model.
+            module: Unit, or root module after its units.
+            prefix: Name of the module in the model.
         """
         order = [(name, part) for name, part in _children_first(module, prefix) if id(part) not in self._done]
         fresh = [(name, submodule, self._lacking(name, submodule)) for name, submodule in order]
@@ -105,11 +104,11 @@ class Initialiser:
         self._done.update(id(submodule) for _, submodule in order)
 
     def now(self, tensor: Any) -> Any:
-        """Returns what has taken a meta tensor's place; other tensors are their own."""
+        """Returns the tensor that has replaced a meta tensor; any other tensor itself."""
         return self._made.get(id(tensor), tensor)
 
     def _lacking(self, name: str, module: nn.Module) -> list[str]:
-        """Returns the names of a module's own parameters and buffers that are to get memory."""
+        """Returns the names of a module's own parameters and buffers to allocate."""
         return [
             key
             for key, tensor in [*module._parameters.items(), *module._buffers.items()]
@@ -117,9 +116,9 @@ class Initialiser:
         ]
 
     def _allocate(self, name: str, module: nn.Module, lacking: list[str]) -> None:
-        """Replaces a module's own meta tensors by filled ones, whole; those that are one tensor stay one.
+        """Replaces a module's own meta tensors by full tensors; shared tensors stay shared.
 
-        What nothing initialises is NaN, so that a weight that no checkpoint brought shows in the first loss.
+        They are filled with NaN, so that a weight that nothing initialised or loaded shows in the first loss.
         """
         for key in lacking:
             entries: Any = module._parameters if key in module._parameters else module._buffers
@@ -130,7 +129,7 @@ class Initialiser:
                 fill = torch.nan if tensor.is_floating_point() else 0
                 value = torch.full(shape, fill, dtype=tensor.dtype, device=self._device)
                 new = nn.Parameter(value, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else value
-                new.__dict__.update(tensor.__dict__)  # Marks that optimizers' groupings look at.
+                new.__dict__.update(tensor.__dict__)  # Attributes that parameter groups are made by.
                 self._made[id(tensor)] = new
                 self._replaced.append(tensor)
             entries[key] = self._made[id(tensor)]

@@ -1,9 +1,9 @@
-"""Starting the ranks of a run, and ending them all when one of them fails.
+"""Launcher of a run's ranks: starts their processes, and ends them all when one of them fails.
 
-Lightning's own launcher looks after the processes it has started every five seconds, kills the main one without a
-word when another has failed, and leaves the others behind when the main one has. Here every rank learns of the first
-failure within a second (:mod:`dlo_framework.distributed.watch`), also where torchrun or SLURM has started them, and
-the process that the user sees ends last, with the first error and its exit code.
+Lightning's own launcher checks the processes it has started every five seconds, kills the main process without a
+message when another has failed, and leaves the others running when the main process has. Here every rank learns of
+the first failure within a second (:mod:`dlo_framework.distributed.watch`), also where torchrun or SLURM has started
+the ranks, and the process that the user sees ends last, with the first error and its exit code.
 """
 
 from __future__ import annotations
@@ -42,37 +42,38 @@ from dlo_framework.distributed.stacks import Sampler, print_stack
 from dlo_framework.distributed.watch import Address, Watch
 from dlo_framework.errors import is_agreed
 
-#: Seconds that a rank has to raise the failure of another one by itself, out of a collective say.
+#: Seconds that a rank has to raise an error by itself, such as from a collective, after another rank's failure.
 _GRACE = 2.0
-#: Likewise one that the launcher has started, for whose end that one waits.
+#: The same for a rank that the launcher has started, for whose end the launcher waits.
 _CHILDS_GRACE = 1.0
-#: Likewise where ranks are ended where they are: those that can raise do so at the same time.
+#: The same where ranks are ended where they wait: those that can raise do so at the same time.
 _AT_ONCE = 0.2
-#: Seconds that the main thread has to leave by itself after a second Ctrl-C, and its callbacks then.
+#: Seconds that the main thread has to leave the run after a second Ctrl-C, and then its callbacks.
 _INTERRUPTED = 0.5
-#: Seconds that callbacks have for their ``on_exception``: they may wait for ranks that are gone.
+#: Seconds that callbacks have for their ``on_exception``, where they may wait for dead ranks.
 _FAREWELL = 5.0
-#: Seconds that an error of a connection waits for the failure that caused it to become known.
+#: Seconds to wait, after a connection error, for the failure that caused it.
 _CAUSE = 2.0
-#: How long ranks may take to find each other, however short the time is that a collective may take.
+#: Time limit for ranks to find each other, however short the time limit of a collective is.
 _START = timedelta(minutes=10)
-#: Names the process that has started the ranks of this host, in the environment of those that it starts.
+#: Environment variable in which the launcher passes its process id to the ranks that it starts.
 LAUNCHER = "DLO_LAUNCHER"
-#: Seconds in which all ranks of a host find that one is silent.
+#: Seconds within which all ranks of a host notice that a rank is silent.
 _APART = 0.5
-#: Seconds that the reason of a rank's end may take to be known after the end itself.
+#: Seconds to wait, after a rank's end, for the report of its cause.
 _TOLD = 0.5
-#: Seconds that the main process waits for the others at its end.
+#: Seconds that the main process waits at its end for the other ranks.
 _LAST = 60.0
 
 
 class RankLauncher(_SubprocessScriptLauncher):
-    """Lightning's launcher of one process a device, with an eye on them. See the module's text.
+    """Lightning's launcher of one process a device, with ranks that monitor each other; see the module's docstring.
 
-    Lightning (2.6) has no hook for the observer that it starts in ``launch``, so that is written anew here.
+    Lightning (2.6) has no hook for the observer thread that it starts in ``launch``, so this class overrides
+    ``launch``.
     """
 
-    #: Processes that this one has started, over all runs of the script.
+    #: Processes that this process has started, over all runs of the script.
     children: ClassVar[list[subprocess.Popen[Any]]] = []
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -80,22 +81,22 @@ class RankLauncher(_SubprocessScriptLauncher):
         self._watch: Watch | None = None
         self._trainer: Trainer | None = None
         self._rank, self._world = 0, 1
-        self._raised = threading.Event()  # the main thread has left the run
-        self._handled = threading.Event()  # and Lightning has told the callbacks
+        self._raised = threading.Event()  # set once the main thread has left the run
+        self._handled = threading.Event()  # set once Lightning has called the callbacks' on_exception
         self._leaving = threading.Lock()
         self._running = False
         self._interrupts = 0
         self.grace = GRACE
 
     def __deepcopy__(self, memo: dict[int, Any]) -> RankLauncher:
-        """Returns a launcher that has started nothing, and watches no ranks: a copy of a Trainer has it."""
+        """Returns a launcher without processes and monitor, for the copy of a Trainer."""
         return type(self)(self.cluster_environment, self.num_processes, self.num_nodes)
 
     def launch(self, function: Callable[..., Any], *args: Any, trainer: Trainer | None = None, **kwargs: Any) -> Any:
-        """Starts the other ranks, unless something else has, and calls the function on this one.
+        """Starts the other ranks, unless torchrun or SLURM has, and calls the function on this one.
 
         Raises:
-            RankFailed: if another rank failed first; else what the function raises.
+            RankFailed: if another rank failed first; else the function's own error.
         """
         self.cluster_environment.validate_settings(num_devices=self.num_processes, num_nodes=self.num_nodes)
         self._trainer = trainer
@@ -132,10 +133,10 @@ class RankLauncher(_SubprocessScriptLauncher):
         signals.stop()
         return result
 
-    # --- watching ------------------------------------------------------------------------------------------
+    # --- monitoring ----------------------------------------------------------------------------------------
 
     def watch(self, strategy: WatchedRanks) -> None:
-        """Makes the ranks watch each other; called on all of them once they can talk."""
+        """Makes the ranks monitor each other; called on all of them once the process group is there."""
         self._rank, self._world = strategy.global_rank, strategy.world_size
         if self._world == 1:
             return
@@ -158,14 +159,14 @@ class RankLauncher(_SubprocessScriptLauncher):
         problem = address if isinstance(address, str) and self._rank == 0 else None
         if isinstance(address, Address) and self._rank != 0 and not watch.join(address):
             hosts = " or ".join(address.hosts)
-            problem = f"rank {self._rank} cannot reach rank 0 on port {address.port} of {hosts}"
+            problem = f"rank {self._rank} could not connect to rank 0 on port {address.port} of {hosts}"
         if problem is not None:
             print(
-                f"dlo: {problem}; if a rank fails, the others notice when {strategy.timeout_seconds():g} s are over"
+                f"dlo: {problem}; if a rank fails, the others notice after {strategy.timeout_seconds():g} s"
                 " (timeout_minutes)",
                 file=sys.stderr,
             )
-            watch.end(orderly=True)  # It has a file open, which nobody would close.
+            watch.end(orderly=True)  # Closes its socket.
         elif isinstance(address, Address):
             self._watch = watch
         else:
@@ -193,17 +194,17 @@ class RankLauncher(_SubprocessScriptLauncher):
             return None
 
     def set_grace(self, seconds: float) -> None:
-        """Sets how long a run that was asked to stop may go on without a move."""
+        """Sets the seconds that a run may go on without progress after a stop signal."""
         self.grace = seconds
         if self._watch is not None:
             self._watch.set_grace(seconds)
 
     def meet(self, call: str) -> str:
-        """Waits until all ranks have come to a call; returns where those are that do not come, or nothing."""
+        """Waits until all ranks have made a call; returns where the missing ranks are, or an empty text."""
         return self._watch.meet(call) if self._watch is not None else ""
 
     def _on_signal(self, signum: int) -> None:
-        """Called for each request to stop, in a thread: what the main thread does about it may not come to be."""
+        """Handles a stop signal in the listener's thread, because the main thread may be waiting in a collective."""
         self._interrupts += signum == signal.SIGINT
         watch = self._watch
         if self._interrupts < 2 or signum != signal.SIGINT:
@@ -219,7 +220,7 @@ class RankLauncher(_SubprocessScriptLauncher):
         self._abandon_unless(self._raised, 0.0, failure)
 
     def _on_failure(self, failure: Failure) -> None:
-        """Another rank has failed: this one gets a moment to raise by itself, and is ended if it does not."""
+        """Handles another rank's failure: this rank has a moment to raise by itself, and is then ended."""
         grace = _GRACE if _parent() is None else _CHILDS_GRACE
         grace = _AT_ONCE if failure.stacks else grace
         threading.Thread(target=self._abandon_unless, args=(self._raised, grace, failure), daemon=True).start()
@@ -238,7 +239,7 @@ class RankLauncher(_SubprocessScriptLauncher):
             leave(failure.exit_code)
 
     def _end_silent_parent(self, failure: Failure) -> None:
-        """Ends the process that has started this one, if it is the silent one: if stopped, it ends by nothing else."""
+        """Kills the process that has started this one, if that is the silent rank: a stopped one ends no other way."""
         parent = _parent()
         if failure.silent and failure.rank == self._node_start() and parent is not None:
             time.sleep(_APART)
@@ -246,7 +247,7 @@ class RankLauncher(_SubprocessScriptLauncher):
                 os.kill(parent, signal.SIGKILL)
 
     def _ended(self, failure: Failure) -> Ended:
-        # The process that has started this one tells, unless it has not heard, or was killed, or hangs.
+        # The process that has started this one prints the failure, unless it was not told, was killed or hangs.
         can_tell = self._watch is not None and (failure.rank != self._node_start() or failure.told)
         started = bool(self.children) or _parent() is not None
         return Ended(failure, self._rank, _parent() is not None and can_tell, by_launcher=started)
@@ -254,7 +255,7 @@ class RankLauncher(_SubprocessScriptLauncher):
     # --- failing -------------------------------------------------------------------------------------------
 
     def _failed(self, error: BaseException) -> BaseException:
-        """Tells all ranks of this one's error, or learns that another's came first; returns what is to be raised."""
+        """Reports this rank's error to all ranks, or finds that another's came first; returns the error to raise."""
         own = Failure.of(error, self._rank, self._world if self._watch else self.num_processes * self.num_nodes)
         first = self._first(error, own)
         with self._leaving:
@@ -263,7 +264,7 @@ class RankLauncher(_SubprocessScriptLauncher):
             tell_torchrun(error)
         if first.stacks and first != own:
             print_stack(self._rank, first.world_size, error)
-        # One that was stopped or hangs leaves no sooner for being given time, but says where it is.
+        # Time does not help a rank that was stopped or hangs to leave, but lets it print its stack.
         interrupted = isinstance(error, KeyboardInterrupt)
         self._end_children(_CHILDS_GRACE if first.stacks or interrupted else 2 * _CHILDS_GRACE if first.told else 0.0)
         note_end(self._ended(first))
@@ -285,13 +286,13 @@ class RankLauncher(_SubprocessScriptLauncher):
         return watch.fail(own, waited=is_lost_connection(error))
 
     def _disarm(self) -> None:
-        """Keeps Lightning's checkpoints on exceptions from being saved: ranks save together, and some are gone."""
+        """Switches off Lightning's checkpoints on exceptions: all ranks must take part in a save, and some are dead."""
         for callback in self._trainer.checkpoint_callbacks if self._trainer is not None else []:
             if getattr(callback, "save_on_exception", False):
                 callback.save_on_exception = False  # type: ignore[attr-defined]
 
     def handled(self) -> None:
-        """Called when Lightning has told all callbacks of an exception."""
+        """Notes that Lightning has called all callbacks' ``on_exception``."""
         self._handled.set()
 
     # --- the processes that this one has started -----------------------------------------------------------
@@ -301,7 +302,7 @@ class RankLauncher(_SubprocessScriptLauncher):
         try:
             self._call_children_scripts()
         finally:
-            del os.environ[LAUNCHER]  # Other processes that this one starts are no ranks of its own.
+            del os.environ[LAUNCHER]  # Other processes that this one starts are not its ranks.
         self.children[:] = self.procs
         if not self.children:
             return
@@ -309,7 +310,7 @@ class RankLauncher(_SubprocessScriptLauncher):
         threading.Thread(target=self._observe, name="rank-observer", daemon=True).start()
 
     def _observe(self) -> None:
-        """Notices ranks that end before they are watched, or whose connection something else keeps open."""
+        """Notices ranks that end before they are monitored, or whose connection another process keeps open."""
         failure = None
         while self._running and failure is None:
             time.sleep(0.2)
@@ -323,7 +324,7 @@ class RankLauncher(_SubprocessScriptLauncher):
             watch.fail(failure)
 
     def _failed_child(self) -> Failure | None:
-        """Returns the failure of a rank that has ended with one, and was not done."""
+        """Returns the failure of a child rank that has ended with an error before the end of its run."""
         watch = self._watch
         for rank, child in enumerate(self.children, start=self._node_start() + 1):
             if child.poll() and not (watch is not None and watch.has_left(rank)):
@@ -334,35 +335,35 @@ class RankLauncher(_SubprocessScriptLauncher):
         return self.cluster_environment.node_rank() * self.num_processes
 
     def _end_children(self, seconds: float) -> None:
-        """Ends the ranks that this process has started, after so many seconds, and waits until they are gone."""
+        """Kills the ranks that this process has started, after a number of seconds, and waits for their end."""
         if _parent() is not None:
             return
         for child in self._alive(seconds):
-            child.kill()  # Not SIGTERM: one that hangs in a collective would not hear it.
+            child.kill()  # Not SIGTERM: a rank that hangs in a collective would not handle it.
         for child in self.children:
             child.wait()
 
     def _alive(self, seconds: float) -> list[subprocess.Popen[Any]]:
-        """Returns the children that still run after so many seconds, sooner where none does."""
+        """Returns the children that still run after a number of seconds; sooner if all have ended."""
         until = time.monotonic() + seconds
         while any(child.poll() is None for child in self.children) and time.monotonic() < until:
             time.sleep(0.05)
         return [child for child in self.children if child.poll() is None]
 
     def _wait_for_children(self) -> None:
-        """At the end of the script: the others are done at about the same time."""
+        """Waits for the other ranks at the end of the script, and kills those that do not end."""
         late = self._alive(_LAST)
         for child in late:
             child.kill()
         if late:
-            print(f"dlo: {len(late)} ranks had not ended {_LAST:g} s after rank 0, and were killed", file=sys.stderr)
+            print(f"dlo: killed {len(late)} ranks that ran {_LAST:g} s longer than rank 0", file=sys.stderr)
 
 
 class WatchedRanks(DDPStrategy):
-    """Lightning's DDPStrategy with processes that all end when one of them fails. The base of dlo's strategies."""
+    """Lightning's DDPStrategy with processes that all end when one of them fails; the base of dlo's strategies."""
 
     def timeout_seconds(self) -> float:
-        """Returns how long a collective may take."""
+        """Returns the time limit of a collective, in seconds."""
         return self._timeout.total_seconds() if self._timeout is not None else float("inf")
 
     def _configure_launcher(self) -> None:
@@ -373,7 +374,7 @@ class WatchedRanks(DDPStrategy):
             super()._configure_launcher()
 
     def setup_distributed(self) -> None:
-        """Joins the process group. What is short for a collective may be long enough for no rank to start in."""
+        """Joins the process group, with a time limit long enough for slow ranks to start."""
         limit = self._timeout
         if limit is not None and limit < _START:
             self._timeout = _START
@@ -384,31 +385,31 @@ class WatchedRanks(DDPStrategy):
             super().setup_distributed()
             backend = str(dist.get_backend())
             if not joined and "nccl" in backend and backend != "nccl":
-                atexit.register(dist.destroy_process_group)  # As Lightning does, but where NCCL stands alone.
+                atexit.register(dist.destroy_process_group)  # Lightning does so for NCCL alone only.
         finally:
             self._timeout = limit
         if limit is not None and limit < _START and dist.is_initialized():
             set_collective_timeout(limit)
 
     def setup_environment(self) -> None:
-        """Joins the process group, and makes the ranks watch each other."""
+        """Joins the process group, and makes the ranks monitor each other."""
         super().setup_environment()
         if isinstance(self._launcher, RankLauncher) and dist.is_initialized():
             self._launcher.watch(self)
 
     def set_stop_grace(self, seconds: float) -> None:
-        """Sets how long a run that was asked to stop may go on without a move before it is ended where it is."""
+        """Sets the seconds without progress after which a run that got a stop signal is ended where it waits."""
         if isinstance(self._launcher, RankLauncher):
             self._launcher.set_grace(seconds)
 
     def meet(self, call: str) -> str:
-        """Waits until all ranks have come to a call that takes all of them.
+        """Waits until all ranks have made a call that needs all of them.
 
         Args:
-            call: Call in words, the same on all ranks.
+            call: Name of the call, the same on all ranks.
 
         Returns:
-            Where those are that do not come; empty where all have.
+            Positions of the ranks that do not come; empty where all have come.
         """
         return self._launcher.meet(call) if isinstance(self._launcher, RankLauncher) else ""
 
@@ -418,15 +419,15 @@ class WatchedRanks(DDPStrategy):
         self.handled()
 
     def handled(self) -> None:
-        """Tells the launcher that callbacks have heard of an exception, if there was one. Called in ``teardown``."""
+        """Tells the launcher that callbacks have handled an exception, if there was one; called in ``teardown``."""
         if isinstance(self._launcher, RankLauncher):
             self._launcher.handled()
 
 
 def set_collective_timeout(limit: timedelta, group: dist.ProcessGroup | None = None) -> None:
-    """Sets how long a group's collectives may take; the default group's where none is given.
+    """Sets the time limit of a group's collectives; of the default group's where ``group`` is None.
 
-    ``set_timeout`` has the name since torch 2.15; before, it was private.
+    The function is public as ``set_timeout`` since torch 2.15; before, it was private.
     """
     functions = dist.distributed_c10d
     set_timeout = getattr(functions, "set_timeout", None) or functions._set_pg_timeout
@@ -434,10 +435,10 @@ def set_collective_timeout(limit: timedelta, group: dist.ProcessGroup | None = N
 
 
 def join_restarted(strategy: WatchedRanks) -> None:
-    """Joins the process group of a run that torchrun has restarted, under names of its own.
+    """Joins the process group of a run that torchrun has restarted, with store keys of this attempt.
 
-    torch (2.15) looks for the other ranks in the agent's store under the same names at each restart. There those that
-    were killed still stand, and the rank that comes first tries to connect to one of them until it gives up.
+    torch (2.15) looks for the other ranks in the agent's store under the same keys at each restart. The store still
+    has the keys of killed ranks, so that the first rank tries to connect to one of them until its time limit.
     """
     environment, attempt = strategy.cluster_environment, int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
     agents_store = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
@@ -459,20 +460,20 @@ def join_restarted(strategy: WatchedRanks) -> None:
 
 
 def _parent() -> int | None:
-    """Returns the process that has started this one as a rank; None if that was not dlo's launcher."""
+    """Returns the process id of dlo's launcher if it has started this process as a rank, else None."""
     pid = int(os.environ.get(LAUNCHER, os.getpid()))
     return pid if pid != os.getpid() else None
 
 
 def _end_with_parent() -> None:
-    """Ends this rank when the process that started it is gone, which no signal tells."""
+    """Ends this rank when the process that started it is gone, for which there is no signal."""
     parent = _parent()
 
     def look() -> None:
         while os.getppid() == parent:
             time.sleep(0.5)
-        time.sleep(_GRACE)  # Once the ranks watch each other, this one leaves by that sooner.
-        print(f"dlo: the process that started this rank ({parent}) has ended without a word", file=sys.stderr)
+        time.sleep(_GRACE)  # Where the ranks monitor each other, this one ends sooner by that.
+        print(f"dlo: the process that started this rank ({parent}) ended without a message", file=sys.stderr)
         leave(1)
 
     if not any(thread.name == "parent-watch" for thread in threading.enumerate()):

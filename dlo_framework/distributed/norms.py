@@ -1,4 +1,4 @@
-"""The norm of a gradient, of which this rank may hold a part."""
+"""Gradient norms, also of gradients that are sharded over ranks."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from torch.optim import Optimizer
 
 from dlo_framework.contract import contract_of
 
-#: Elements whose squares are added up one after the other, at most.
+#: Most elements whose squares are added up one after the other.
 _ROW = 1 << 14
 
 
 def total_norm(optimizer: Optimizer) -> Tensor:
-    """Returns the 2-norm of the gradients that an optimizer holds on this rank; DTensors' over their mesh."""
+    """Returns the 2-norm of an optimizer's gradients on this rank; for DTensors, over their mesh."""
     stepped = [p for group in optimizer.param_groups for p in group["params"]]
     gradients = [p.grad for p in stepped if p.grad is not None]
     if not gradients:
@@ -26,10 +26,10 @@ def total_norm(optimizer: Optimizer) -> Tensor:
 
 
 def parts(gradient: Tensor) -> list[Tensor]:
-    """Returns tensors that together have a gradient's 2-norm, as torch computes it exactly enough.
+    """Returns tensors with the same joint 2-norm as a gradient, for which torch computes it precisely.
 
-    torch (2.11 to 2.15) adds up a CPU tensor's squares in the order of its elements: of 16 million in single
-    precision the norm is off by 6e-4. So rows come first, and then the norm of their norms, in the same time.
+    torch (2.11 to 2.15) adds up a CPU tensor's squares in the order of its elements: for 16 million elements in single
+    precision the norm is off by 6e-4. So the norms of rows are computed first, and then their norm, in the same time.
     """
     rows = gradient.numel() // _ROW
     if rows < 2 or isinstance(gradient, DTensor) or gradient.device.type != "cpu" or not gradient.is_contiguous():
@@ -39,15 +39,14 @@ def parts(gradient: Tensor) -> list[Tensor]:
 
 
 def divides_state(strategy: Any) -> bool:
-    """Returns whether a strategy of dlo's leaves each rank a part only of gradients or parameters."""
+    """Returns whether a strategy of dlo shards optimizer state, gradients or parameters."""
     return (contract_of(strategy).zero_stage or 0) > 0
 
 
 def gradient_norm(strategy: Any, optimizer: Optimizer) -> Tensor:
-    """Returns the 2-norm of an optimizer's whole gradient under a strategy; called on all ranks.
+    """Returns the 2-norm of an optimizer's full gradient under a strategy; called on all ranks.
 
-    A strategy that divides gradients among ranks knows how to put the norm together; for any other, the gradients
-    that a rank holds are all there are.
+    A strategy that shards gradients has a method for it; under any other, a rank has the full gradients.
     """
     of_strategy = contract_of(strategy).gradient_norm(optimizer)
     return total_norm(optimizer) if of_strategy is None else of_strategy

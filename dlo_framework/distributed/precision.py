@@ -1,4 +1,4 @@
-"""Precision for strategies that hold gradients in shards: clipping by the norm over all ranks, one loss scale."""
+"""Precision plug-ins for sharded gradients: clipping by the norm over all ranks, and one loss scale."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from torch.optim import Optimizer
 
 
 class ShardedClipping:
-    """Clips by the norm of the whole gradient, of which each rank holds a part.
+    """Mixin of precision plug-ins that clips sharded gradients by their norm over all ranks.
 
     Attributes:
-        gradient_norm: returns the 2-norm over all ranks of an optimizer's gradients.
+        gradient_norm: Function that returns the 2-norm over all ranks of an optimizer's gradients.
     """
 
     gradient_norm: Any
@@ -22,21 +22,21 @@ class ShardedClipping:
     def clip_grad_by_norm(self, optimizer: Optimizer, clip_val: int | float) -> None:
         """Scales an optimizer's gradients so that their norm over all ranks is at most ``clip_val``."""
         gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-        # As torch.nn.utils.clip_grad_norm_ has it: never up, and no wait for the device.
+        # As in torch.nn.utils.clip_grad_norm_: never scales up, and does not wait for the device.
         scale = torch.clamp(clip_val / (self.gradient_norm(optimizer) + 1e-6), max=1.0)
         by_device: dict[torch.device, list[torch.Tensor]] = {}
         for gradient in gradients:
             by_device.setdefault(gradient.device, []).append(gradient)
-        for device, held in by_device.items():
-            torch._foreach_mul_(held, scale.to(device))
+        for device, on_device in by_device.items():
+            torch._foreach_mul_(on_device, scale.to(device))
 
 
 class ShardedScaler(ShardedGradScaler):
-    """One loss scale for all ranks, also of gradients in CPU memory whose scale is on an accelerator."""
+    """Gradient scaler with one loss scale for all ranks, also for gradients in CPU memory and a scale on a device."""
 
     @classmethod
     def like(cls, scaler: torch.amp.GradScaler, device: str) -> ShardedScaler:
-        """Returns one that scales as the given one would."""
+        """Returns a scaler with another scaler's settings."""
         return cls(
             device,
             init_scale=scaler.get_scale(),
@@ -51,7 +51,7 @@ class ShardedScaler(ShardedGradScaler):
     ) -> dict[torch.device, torch.Tensor]:
         """Divides gradients by the scale.
 
-        torch (2.11 to 2.15) copies the scale to gradients in CPU memory without waiting until it is there.
+        torch (2.11 to 2.15) copies the scale to the CPU, for gradients there, without waiting for the copy.
         """
         gradients = (p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None)
         if any(gradient.device.type == "cpu" for gradient in gradients):
@@ -60,17 +60,17 @@ class ShardedScaler(ShardedGradScaler):
 
 
 class ShardedMixedPrecision(ShardedClipping, MixedPrecision):
-    """bf16 or fp16 by autocast."""
+    """Mixed precision (bf16 or fp16 by autocast) with clipping over all ranks."""
 
 
 def sharded(plugin: Precision, gradient_norm: Any) -> Precision:
-    """Returns a precision plugin that does as the given one, on gradients that are held in shards.
+    """Returns a precision plugin for sharded gradients that otherwise behaves as the given one.
 
-    With fp16, a step is skipped on all ranks if any of them has overflown, and all scale their losses alike.
+    With fp16, all ranks have one loss scale, and skip a step together if gradients overflow on any of them.
 
     Args:
-        plugin: as Lightning chose it.
-        gradient_norm: returns the 2-norm over all ranks of an optimizer's gradients.
+        plugin: Precision plugin that Lightning chose.
+        gradient_norm: Function that returns the 2-norm over all ranks of an optimizer's gradients.
     """
     if isinstance(plugin, ShardedClipping):
         return plugin
@@ -82,7 +82,7 @@ def sharded(plugin: Precision, gradient_norm: Any) -> Precision:
         half: Any = plugin.precision
         result = ShardedMixedPrecision(half, plugin.device, scaler)
     else:
-        # Half and double precision differ from single by what they convert, which stays theirs.
+        # Half and double precision keep their own conversions, so that their class is only extended.
         kind: Any = type(f"Sharded{type(plugin).__name__}", (ShardedClipping, type(plugin)), {})
         result = object.__new__(kind)
         result.__dict__.update(plugin.__dict__)

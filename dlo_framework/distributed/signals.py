@@ -1,8 +1,8 @@
-"""Signals that are heard while the main thread cannot hear them.
+"""Listener for stop signals in a thread of its own, which works while the main thread waits in a collective.
 
-Python runs its signal handlers in the main thread, between two of its instructions. A main thread that waits in a
-collective has none. What the system delivers is written into a pipe all the same (``signal.set_wakeup_fd``), which a
-thread reads here.
+Python runs its signal handlers in the main thread, between two bytecode instructions. A main thread that waits in a
+collective executes none. The signal's number is still written into a pipe (``signal.set_wakeup_fd``), which a thread
+reads here.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-#: The requests to stop; the last does what SIGTERM does.
+#: Signals that ask a run to stop; the last does what SIGTERM does.
 STOP_SIGNALS = [signal.SIGINT, signal.SIGTERM, *([signal.SIGUSR1] if hasattr(signal, "SIGUSR1") else [])]
-#: Packages whose handlers mean that the run is to stop. Any other is a user's, whose business the signal then is.
+#: Packages whose signal handlers stop the run. A signal with any other handler is left to the user.
 _KNOWN = ("dlo_framework", "lightning", "pytorch_lightning", "_signal", "signal")
-#: The listener of this process, for processes that are forked from it.
+#: Listener of this process, for processes that are forked from it.
 _active: list[SignalListener] = []
 
 
 class SignalListener:
-    """Calls a function, in a thread of its own, for each request to stop. One a process; nested ones do nothing.
+    """Calls a function, in a thread of its own, for each stop signal; one a process, nested listeners do nothing.
 
-    Only signals whose handler is Python's, Lightning's or dlo's count: a handler that a user has installed is left
-    alone. What was told of signals before, as asyncio in a notebook is, goes on to be told.
+    Only signals whose handler is Python's, Lightning's or dlo's count; those with a handler of the user's are ignored.
+    An earlier reader of the signals, such as asyncio in a notebook, still gets them.
 
     Args:
         hear: Function that is called with each signal's number.
@@ -41,7 +41,7 @@ class SignalListener:
         self._thread: threading.Thread | None = None
 
     def start(self) -> None:
-        """Starts to listen. Only in the main thread: no other may take a process's signals."""
+        """Starts to listen; does nothing outside of the main thread, where Python lets no one listen to signals."""
         if threading.current_thread() is not threading.main_thread() or _active:
             return
         reader, writer = socket.socketpair()
@@ -55,16 +55,16 @@ class SignalListener:
         self._thread.start()
 
     def stop(self) -> None:
-        """Stops listening, unless something else has taken the signals over meanwhile."""
+        """Stops listening; a reader of the signals that was installed later stays installed."""
         if self._ends is None or threading.current_thread() is not threading.main_thread():
             return
         (reader, writer), self._ends = self._ends, None
         ours = writer.fileno()
         current = signal.set_wakeup_fd(self._previous)
         if current not in (ours, self._previous):
-            signal.set_wakeup_fd(current)  # Whoever came later keeps it.
+            signal.set_wakeup_fd(current)  # A later reader stays installed.
         _active.remove(self)
-        with contextlib.suppress(OSError):  # The thread sees the end of it.
+        with contextlib.suppress(OSError):  # The thread reads the end of the stream.
             writer.shutdown(socket.SHUT_RDWR)
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join(timeout=2.0)
@@ -82,21 +82,21 @@ class SignalListener:
                 return
             if not received:
                 return
-            # Asked for at once: whoever is told next may install another handler.
+            # Handlers are looked up first: the earlier reader may install another one.
             stops = [signum for signum in received if signum in STOP_SIGNALS and means_stop(signal.getsignal(signum))]
             self._pass_on(received)
             for signum in stops:
                 self._hear(signum)
 
     def _pass_on(self, received: bytes) -> None:
-        """Tells whoever listened before; it is a socket for some, a pipe for others."""
+        """Writes the signals to the earlier reader, which may be a socket or a pipe."""
         if self._previous >= 0:
             with contextlib.suppress(OSError):
                 os.write(self._previous, received)
 
 
 def means_stop(handler: Any) -> bool:
-    """Returns whether a signal's handler is one that ends the run, rather than a user's."""
+    """Returns whether a signal's handler is one that stops the run, not a user's."""
     owner = getattr(handler, "__module__", None) or type(handler).__module__
     return callable(handler) and str(owner).partition(".")[0] in _KNOWN
 
@@ -110,7 +110,7 @@ def _forget_in_forks() -> None:
     def forget() -> None:
         if _active:
             _active.clear()
-            with contextlib.suppress(ValueError):  # Not forked from the main thread: then it is no main thread.
+            with contextlib.suppress(ValueError):  # The fork was not in the main thread.
                 signal.set_wakeup_fd(-1)
 
     if not _forks and hasattr(os, "register_at_fork"):

@@ -1,6 +1,6 @@
-"""Where a process is: the main thread's stack, the hook and the collective in it, as other threads see them.
+"""Position of the main thread, read from its stack by other threads: the Lightning hook and the collective it is in.
 
-The watching threads look at it once a second. Nothing is recorded by the training itself, so that a step costs nothing.
+The monitor's thread reads it once a second. Training itself records nothing, so that it costs a step nothing.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import traceback
 from types import FrameType, TracebackType
 from typing import Any, NamedTuple
 
-#: Functions of Lightning (2.6) that call hooks, and the local variable in each that names the hook.
+#: Functions of Lightning (2.6) that call hooks, and the local variable in each with the hook's name.
 _CALLS_HOOKS = {
     "_call_callback_hooks": "hook_name",
     "_call_callbacks_state_dict": None,
@@ -26,21 +26,21 @@ _CALLS_HOOKS = {
     "_call_strategy_hook": "hook_name",
 }
 _LIGHTNINGS_CALLS = os.path.join("trainer", "call.py")
-#: Frames from the innermost one among which a collective is looked for.
+#: Number of innermost frames in which to look for a collective.
 _NEAR = 4
-#: How a line of dlo's looks that waits for other ranks. Not a backward: where devices have threads of their own, the
-#: main thread waits for those in it.
+#: Pattern of dlo's lines that wait for other ranks. It leaves out the backward, in which the main thread may wait for
+#: a device's own thread.
 _COLLECTIVE = re.compile(r"\bdist\.\w+|_OPS\.\w+|wait_tensor|\.wait\(|\bbarrier\(|\ball_(reduce|gather)")
-#: What is printed of a stack at most, from the innermost frame.
+#: Most frames of a stack to print, from the innermost one.
 _MOST_FRAMES = 16
 
 
 class Position(NamedTuple):
-    """Where a rank is, in words.
+    """Position of a rank in its program, in words.
 
     Attributes:
-        hook: The innermost hook of Lightning's and whose it is: ``on_train_epoch_end of ImageSampler``; or empty.
-        collective: Where it waits for other ranks: ``all_reduce at collectives.py:167``; or empty.
+        hook: Innermost Lightning hook and its owner: ``on_train_epoch_end of ImageSampler``; empty outside of hooks.
+        collective: Collective in which the rank waits: ``all_reduce at collectives.py:167``; empty where it does not.
     """
 
     hook: str = ""
@@ -57,12 +57,12 @@ def main_frame() -> FrameType | None:
 
 
 def position_of(frame: FrameType | None) -> Position:
-    """Returns in which hook and collective a frame is."""
+    """Returns the hook and the collective that a frame is in."""
     return Position(hook_of(frame), _collective_of(frame))
 
 
 def hook_frame(frame: FrameType | None) -> FrameType | None:
-    """Returns the innermost frame of Lightning's that calls a hook."""
+    """Returns the innermost frame of Lightning that calls a hook."""
     while frame is not None:
         if frame.f_code.co_name in _CALLS_HOOKS and frame.f_code.co_filename.endswith(_LIGHTNINGS_CALLS):
             return frame
@@ -71,7 +71,7 @@ def hook_frame(frame: FrameType | None) -> FrameType | None:
 
 
 def hook_of(frame: FrameType | None) -> str:
-    """Returns the innermost hook that a frame is in, and whose it is; empty where it is in none."""
+    """Returns the innermost hook that a frame is in, with its owner; empty outside of hooks."""
     frame = hook_frame(frame)
     if frame is None:
         return ""
@@ -84,7 +84,7 @@ def hook_of(frame: FrameType | None) -> str:
 
 
 def own_line(frame: FrameType | None) -> str:
-    """Returns the innermost line that is neither a library's nor dlo's, as ``sampler.py:12``."""
+    """Returns the innermost line of the user's own code, such as ``sampler.py:12``."""
     while frame is not None and (_is_librarys(frame) or _is_dlos(frame)):
         frame = frame.f_back
     return f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}" if frame is not None else "?"
@@ -104,7 +104,7 @@ def _package(frame: FrameType) -> str:
 
 
 def _collective_of(frame: FrameType | None) -> str:
-    """Returns the collective that the innermost frames wait in, with the line of dlo or of the user that called it."""
+    """Returns the collective that the innermost frames wait in, with dlo's or the user's line that called it."""
     found, frames = "", 0
     while frame is not None:
         code, number = frame.f_code, frame.f_lineno
@@ -113,7 +113,7 @@ def _collective_of(frame: FrameType | None) -> str:
             line = linecache.getline(code.co_filename, number)
             if f"torch{os.sep}distributed" in code.co_filename:
                 found = code.co_name
-            elif _is_dlos(frame):  # In others' a line may wait for anything.
+            elif _is_dlos(frame):  # A line of other code that matches may wait for anything.
                 match = _COLLECTIVE.search(line)
                 found = match.group().strip(".(").rpartition(".")[2] if match else ""
         if found and not _is_librarys(frame):
@@ -125,7 +125,7 @@ def _collective_of(frame: FrameType | None) -> str:
 
 
 def fingerprint(frame: FrameType | None) -> int:
-    """Returns a number that stays the same while a thread stays in one instruction of one call."""
+    """Returns a number that stays the same while a thread stays at one instruction of one call."""
     found: list[int] = []
     while frame is not None:
         found += (id(frame), frame.f_lasti)
@@ -143,24 +143,24 @@ def is_saving(frame: FrameType | None) -> bool:
 
 
 class Sampler:
-    """Looks at the main thread now and then, and says since when it waits at one place for other ranks."""
+    """Samples the main thread's position, and measures how long it has waited in one collective."""
 
     def __init__(self) -> None:
         self._last, self._since, self._cpu = 0, 0.0, 0.0
         self.position = Position()
 
     def look(self, passed: float) -> float:
-        """Looks once more.
+        """Takes a sample.
 
         Args:
-            passed: Seconds since the last look that count.
+            passed: Seconds since the last sample that count.
 
         Returns:
-            Seconds that the main thread has waited for other ranks in one collective without a move; 0 elsewhere.
+            Seconds that the main thread has waited in one collective; 0 outside of collectives.
         """
         frame = main_frame()
         mark, cpu = fingerprint(frame), _main_threads_cpu_seconds()
-        # One that spins or computes is not waiting; loops that poll stay at one place for a look or two.
+        # A thread that spins or computes is not waiting; loops that poll stay at one place for a sample or two.
         moved = mark != self._last or cpu - self._cpu > 0.1 * max(passed, 0.1)
         self._last, self._cpu = mark, cpu
         self._since = 0.0 if moved else self._since + passed
@@ -176,10 +176,10 @@ def _main_threads_cpu_seconds() -> float:
 
 
 def print_stack(rank: int, world_size: int, error: BaseException | None = None) -> None:
-    """Prints where this rank is to standard error, in one piece, so that the ranks' do not mix.
+    """Prints the main thread's stack to standard error, in one write, so that the ranks' output does not mix.
 
     Args:
-        rank: This rank's number.
+        rank: Rank of this process.
         world_size: Number of ranks.
         error: Exception with which the main thread has left the place; None where it is still there.
     """
@@ -204,7 +204,7 @@ def _few(walk: Any) -> Any:
 
 
 def _raised_in(trace: TracebackType | None) -> tuple[list[str], FrameType | None]:
-    """Returns an error's innermost lines, and its innermost frame."""
+    """Returns the innermost lines of an error's traceback, and its innermost frame."""
     frame = None
     lines = traceback.format_tb(trace)[-_MOST_FRAMES:]
     while trace is not None:

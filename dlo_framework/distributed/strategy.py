@@ -1,4 +1,4 @@
-"""The strategies that every run starts from: one process, data parallelism, and the base of those that shard."""
+"""Base strategies: a single process, plain data parallelism, and `ShardedStrategy`, from which others derive."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ from dlo_framework.distributed.stacks import hook_frame, hook_of, own_line
 from dlo_framework.distributed.unused import unused_message, unused_numbers
 from dlo_framework.errors import DloError
 
-#: How long a collective may take; a rank that hangs ends the run after this.
+#: Time limit of a collective; a rank that hangs ends the run after it.
 TIMEOUT = timedelta(minutes=10)
 
 
 class SingleProcessStrategy(CanonicalStrategy, SingleDeviceStrategy):
-    """One process on one device; what ``auto`` is on such a machine."""
+    """Strategy of one process on one device; ``auto`` chooses it on a machine with one device."""
 
     holds_full_state = True
 
@@ -48,15 +48,15 @@ class SingleProcessStrategy(CanonicalStrategy, SingleDeviceStrategy):
 
 
 class DataParallelStrategy(CanonicalStrategy, WatchedRanks):
-    """Plain data parallelism: every rank holds the whole model; gradients are averaged. Aliases: `ddp`.
+    """Plain data parallelism: every rank holds the full model, and gradients are averaged. Aliases: `ddp`.
 
-    Lightning's DDPStrategy with canonical checkpoints, which all ranks write.
+    It is Lightning's DDPStrategy with canonical checkpoints, which all ranks write.
 
     Args:
-        find_unused_parameters: whether parameters may go without a gradient, which costs a walk over the graph.
-        timeout_minutes: how long a collective may take before a rank gives the others up; 10 by default, or
-            Lightning's `timeout`.
-        kwargs: further arguments of Lightning's DDPStrategy and torch's DistributedDataParallel.
+        find_unused_parameters: Whether to allow parameters without a gradient, which costs a walk over the graph.
+        timeout_minutes: Minutes that a collective may take before the run ends; by default 10, or Lightning's
+            `timeout`.
+        kwargs: Further arguments of Lightning's DDPStrategy and torch's DistributedDataParallel.
     """
 
     holds_full_state = True
@@ -77,51 +77,51 @@ class DataParallelStrategy(CanonicalStrategy, WatchedRanks):
         return total_norm(optimizer)
 
     def configure_ddp(self) -> None:
-        """Wraps the module; torch numbers the parameters that are set to train here, whatever is toggled later."""
+        """Wraps the module, and notes the names of its trainable parameters, which torch numbers at this moment."""
         module = self.lightning_module
         assert module is not None
         self._trained = [name for name, parameter in module.named_parameters() if parameter.requires_grad]
         super().configure_ddp()
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Runs the module's step through torch's wrapper."""
+        """Runs the module's training step through torch's wrapper."""
         with self._naming_unused():
             return super().training_step(*args, **kwargs)
 
     def pre_backward(self, closure_loss: Tensor) -> None:
-        """Prepares the wrapper for a backward by hand."""
+        """Prepares torch's wrapper for a backward in manual optimization."""
         with self._naming_unused():
             super().pre_backward(closure_loss)
 
     @contextlib.contextmanager
     def _naming_unused(self) -> Iterator[None]:
-        """Turns what torch says, a step late and by number, of parameters without a gradient into their names."""
+        """Names the parameters without a gradient, which torch reports by number and one step late."""
         try:
             yield
         except RuntimeError as error:
             missed = unused_numbers(str(error))
             if not missed:
                 raise
-            allow = "take --trainer.strategy ddp_find_unused_parameters_true"
+            allow = "use --trainer.strategy ddp_find_unused_parameters_true"
             raise DloError(unused_message([self._trained[number] for number in missed], allow)) from error
 
 
 class ShardedStrategy(CanonicalStrategy, WatchedRanks):
-    """Base of the strategies that divide a model's state among the ranks.
+    """Base class of strategies that shard a model's state over the ranks.
 
     Processes, rendezvous (Lightning's launcher, torchrun, SLURM), devices, broadcast, reduce and barriers are those
-    of Lightning's DDPStrategy, without its wrapper: gradients are the subclass's own business. A subclass implements
-    :meth:`shard`, which is called once the optimizers are there.
+    of Lightning's DDPStrategy, without its wrapper: the subclass reduces gradients itself. A subclass implements
+    :meth:`shard`, which is called once the optimizers are built.
 
     Args:
-        timeout_minutes: how long a collective may take before a rank gives the others up.
+        timeout_minutes: Minutes that a collective may take before the run ends.
     """
 
-    #: Parameters may have to be gathered for it.
+    #: Whether a forward of the model needs all ranks, as it does where parameters are gathered for it.
     forward_needs_all_ranks = True
-    #: Whether `configure_model` builds models without memory, which they get as they are sharded.
+    #: Whether `configure_model` builds models on the meta device; they get memory as they are sharded.
     meta_init = False
-    #: Whether other models are built where they are trained; else in CPU memory, from which each unit is moved.
+    #: Whether other models are built on the training device; else in CPU memory, from which each unit is moved.
     builds_on_device = True
 
     def __init__(self, timeout_minutes: float = TIMEOUT.total_seconds() / 60, **kwargs: Any) -> None:
@@ -129,29 +129,52 @@ class ShardedStrategy(CanonicalStrategy, WatchedRanks):
         self._guards: list[RemovableHandle] = []
 
     def counted(self, batch: Any) -> Any:
-        """Returns a batch that is on the CPU still, and takes with it to the device what the strategy has to know.
+        """Returns a batch that is still on the CPU, with the counts that the strategy needs attached to it.
 
-        The strategy counts here what it would otherwise wait for the device for.
+        Counting before the transfer avoids a wait for the device.
         """
         return batch
 
+<<<<<<< HEAD
+=======
+    def watch_losses(self, look: Callable[[Tensor], None]) -> bool:
+        """Registers a function to be called with each loss of later steps, as soon as a rank has computed it.
+
+        Args:
+            look: Function of a scalar on the device, in the graph; it must not wait for the device.
+
+        Returns:
+            True if the function is called; False where a step has no loss before the one that ``training_step``
+            returns.
+        """
+        return False
+
+>>>>>>> 845e1fa (distributed/ speaks plain technical English: docstrings, messages in one grammar, argument lines that begin with a noun)
     @contextlib.contextmanager
     def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
-        """Lightning builds the model in it."""
-        # Not in Lightning's own: of two devices the inner one counts, and Lightning's is the one to train on.
+        """Sets the device and dtype in which Lightning builds the model."""
+        # Not Lightning's context: it is entered inside, so that its device, the training device, would win.
         device = self.root_device if self.builds_on_device else None
         if self.meta_init if empty_init is None else empty_init:
             device = torch.device("meta")
         with device or contextlib.nullcontext(), self.precision_plugin.tensor_init_context():
             yield
 
+<<<<<<< HEAD
+=======
+    @contextlib.contextmanager
+    def whole_sequences(self) -> Iterator[None]:
+        """Lets the model take full sequences inside the block, for generating text, also under context parallelism."""
+        yield
+
+>>>>>>> 845e1fa (distributed/ speaks plain technical English: docstrings, messages in one grammar, argument lines that begin with a noun)
     @abstractmethod
     def shard(self, trainer: Trainer) -> None:
-        """Divides the module's state and, while fitting, its optimizers' among the ranks."""
+        """Shards the module's state and, while fitting, its optimizers' over the ranks."""
 
     @property
     def precision_plugin(self) -> Precision:
-        """Lightning's choice of precision, with clipping and loss scale that hold over all ranks."""
+        """Lightning's precision plugin, with gradient clipping and loss scaling over all ranks."""
         return super().precision_plugin
 
     @precision_plugin.setter
@@ -160,14 +183,14 @@ class ShardedStrategy(CanonicalStrategy, WatchedRanks):
 
     @property
     def restore_checkpoint_after_setup(self) -> bool:
-        """Whether a checkpoint is read into shards: yes, so they have to be there first."""
+        """Whether checkpoints are loaded after setup: true, because they are read into shards."""
         return True
 
     def setup(self, trainer: Trainer) -> None:
         """Prepares the module on its device, builds the optimizers, and shards both.
 
         Raises:
-            DloError: if a callback is to unfreeze parameters in mid-run, or averages parameters that are divided.
+            DloError: if a callback unfreezes parameters during the run, or averages parameters that are sharded.
         """
         assert self.accelerator is not None
         assert self.model is not None
@@ -185,14 +208,14 @@ class ShardedStrategy(CanonicalStrategy, WatchedRanks):
         self.barrier("sharded")
 
     def needs_all_ranks(self, module: nn.Module) -> bool:
-        """Returns whether a forward of a part of the LightningModule, or of all of it, takes all ranks."""
+        """Returns whether a forward of the LightningModule, or of a submodule, needs all ranks."""
         return self.forward_needs_all_ranks and next(module.parameters(), None) is not None
 
     def guard_forwards(self, trainer: Trainer) -> None:
-        """Makes the module and its parts ask the other ranks first where a hook calls them, outside of steps.
+        """Makes a forward that a hook calls outside of steps wait until all ranks have called it too.
 
-        Collectives are matched by their order alone. A forward on one rank would pair its own with those of the others'
-        next steps: they end in a hang, or in weights that are none.
+        Collectives are matched by their order alone. The collectives of a forward on one rank would pair with those of
+        the other ranks' next steps, and end in a hang or in garbage weights.
         """
         for handle in self._guards:
             handle.remove()
@@ -207,19 +230,19 @@ class ShardedStrategy(CanonicalStrategy, WatchedRanks):
         """Builds the optimizers.
 
         Raises:
-            DloError: if there is none, whose steps the parameters' shards would be for; if a step takes several
-                evaluations of the model; if one steps what the module does not have.
+            DloError: if there is no optimizer; if an optimizer evaluates the model several times a step; if it steps a
+                tensor that is not a parameter of the module.
         """
         super().setup_optimizers(trainer)
         if any(isinstance(optimizer, LBFGS) for optimizer in self.optimizers):
             raise DloError(
                 f"configure_optimizers must return an optimizer that evaluates the model once a step under"
-                f" {type(self).__name__}, got LBFGS; take another, or strategy auto or ddp"
+                f" {type(self).__name__}, got LBFGS; use another optimizer, or strategy auto or ddp"
             )
         if any(not optimizer.param_groups for optimizer in self.optimizers):
             raise DloError(
                 f"configure_optimizers must return an optimizer under {type(self).__name__}, got None; return one, or"
-                " take strategy auto or ddp"
+                " use strategy auto or ddp"
             )
         for optimizer in self.optimizers:
             self._check_parameters(optimizer)
@@ -231,15 +254,15 @@ class ShardedStrategy(CanonicalStrategy, WatchedRanks):
         if foreign is not None:
             name = type(self._module()).__name__
             raise DloError(
-                f"{type(optimizer).__name__} must step parameters of {name} alone, got one of shape"
-                f" {list(foreign.shape)} that is none of {name}'s; register it in the module, or let"
-                " configure_optimizers make a new optimizer for each run"
+                f"{type(optimizer).__name__} must step parameters of {name} only, got a tensor of shape"
+                f" {list(foreign.shape)} that is not a parameter of {name}; register it in the module, or build a new"
+                " optimizer in each call of configure_optimizers"
             )
 
     def bring_the_rest(self) -> None:
-        """Brings what is no tensor of the module's to the device: its metrics, and what it says of its own device.
+        """Moves the module's metrics to the device, and sets its ``device`` property.
 
-        ``Module.to`` would, of which a model is no part whose tensors are moved one by one.
+        ``Module.to`` would do so, but is not called on a model whose tensors are moved one by one.
         """
         module = self._module()
         _update_properties(module, device=self.root_device)
@@ -248,24 +271,24 @@ class ShardedStrategy(CanonicalStrategy, WatchedRanks):
                 submodule.to(self.root_device)
 
     def share_buffers(self) -> None:
-        """Gives all ranks the first one's buffers, such as the statistics of batch norm.
+        """Broadcasts rank 0's buffers, such as the statistics of batch norm, to all ranks.
 
-        DistributedDataParallel does that before each forward. What the others' steps made of theirs is lost there as
-        here, so that doing it where buffers are used or saved comes to the same; but not for a model whose training
-        step reads buffers that it writes: here each rank reads its own.
+        DistributedDataParallel broadcasts before each forward, and discards the other ranks' updates too. So a
+        broadcast where buffers are evaluated or saved gives the same result, except for a model whose training step
+        reads buffers that it writes: here each rank reads its own.
         """
         for buffer in self._module().buffers() if self._world() > 1 else ():
             if not isinstance(buffer, DTensor):
                 broadcast_values(buffer)
 
     def on_validation_start(self) -> None:
-        """Evaluates with the first rank's buffers."""
+        """Broadcasts rank 0's buffers before an evaluation."""
         self.share_buffers()
 
     on_test_start = on_predict_start = on_validation_start
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """Returns what this rank holds of the module's state, by name; called on all ranks."""
+        """Returns this rank's tensors and shards of the module's state, by name; called on all ranks."""
         self.share_buffers()
         return super().lightning_module_state_dict()
 
@@ -282,11 +305,11 @@ class ShardedStrategy(CanonicalStrategy, WatchedRanks):
 
     @contextlib.contextmanager
     def block_backward_sync(self) -> Iterator[None]:
-        """Lightning wraps the micro-batches of an accumulation in it, all but the last."""
+        """Does nothing; Lightning enters it for each micro-batch of an accumulation but the last."""
         yield
 
     def teardown(self) -> None:
-        """Ends the run; the module stays as it is sharded, and can be validated or trained again."""
+        """Ends the run; the module stays sharded, and can be validated or trained again."""
         self.finish_checkpoints()
         for handle in self._guards:
             handle.remove()
@@ -300,13 +323,13 @@ class ShardedStrategy(CanonicalStrategy, WatchedRanks):
 
 
 def _refuse_finetuning(trainer: Trainer) -> None:
-    """Refuses Lightning's callbacks that unfreeze in mid-run: they look for whole parameters in the optimizer."""
+    """Refuses Lightning's callbacks that unfreeze during a run: they look for full parameters in the optimizer."""
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
         if isinstance(callback, BaseFinetuning):
             raise DloError(
-                f"{type(callback).__name__} adds parameters to the optimizer in mid-run, but"
-                f" {type(trainer.strategy).__name__} divides them when the run starts; use strategy ddp with it, or let"
-                " all train from the start, some with a lower lr"
+                f"the optimizer's parameters must stay the same during a run under {type(trainer.strategy).__name__},"
+                f" which shards them first, got {type(callback).__name__}; use strategy ddp, or train all parameters"
+                " from the start, some with a lower lr"
             )
 
 
@@ -316,17 +339,17 @@ def _refuse_averages(trainer: Trainer) -> None:
         if isinstance(callback, StochasticWeightAveraging | WeightAveraging):
             raise DloError(
                 f"an average of the weights under {type(trainer.strategy).__name__} must be taken of each rank's"
-                f" shards, got {type(callback).__name__}, which takes full parameters; take WeightEMA, or strategy ddp"
+                f" shards, got {type(callback).__name__}, which takes full parameters; use WeightEMA, or strategy ddp"
             )
 
 
 def _forward_guard(trainer_ref: weakref.ref[Trainer], module_ref: weakref.ref[LightningModule]) -> Any:
-    """Returns a forward pre-hook that lets a forward outside of steps begin once all ranks have come to it."""
+    """Returns a forward pre-hook that waits for all ranks before a forward outside of steps."""
     checked: list[tuple[Any, ...]] = [()]
 
     def guard(part: nn.Module, args: Any) -> None:
         if torch.compiler.is_compiling():
-            return  # What is compiled is called in steps.
+            return  # Compiled modules are called in steps.
         trainer, module = trainer_ref(), module_ref()
         hook = module._current_fx_name if module is not None else None
         if trainer is None or hook is None or not hook.startswith("on_"):
@@ -340,16 +363,16 @@ def _forward_guard(trainer_ref: weakref.ref[Trainer], module_ref: weakref.ref[Li
         missing = strategy.meet(call[1]) if isinstance(strategy, WatchedRanks) else ""
         if missing:
             raise DloError(
-                f"rank {trainer.global_rank} called the model outside of a step that all ranks take part in ({call[1]},"
-                f" {own_line(sys._getframe())}), while {missing}; a forward under {type(strategy).__name__} must be"
-                " called on all ranks: take it out of a condition on the rank, or move it into validation_step"
+                f"a forward under {type(strategy).__name__} must be called on all ranks, got one on rank"
+                f" {trainer.global_rank} in {call[1]} ({own_line(sys._getframe())}), while {missing}; take it out of a"
+                " condition on the rank, or move it into validation_step"
             )
 
     return guard
 
 
 def register_data_parallel() -> None:
-    """Lets Lightning's names for plain data parallelism mean dlo's strategy: ``ddp``, and what ``auto`` becomes."""
+    """Registers dlo's strategy under Lightning's names of plain data parallelism, which ``auto`` chooses too."""
     for name, find_unused in (
         ("ddp", False),
         ("ddp_find_unused_parameters_false", False),
@@ -365,10 +388,10 @@ def register_data_parallel() -> None:
 
 
 def use_canonical_checkpoints(trainer: Trainer) -> None:
-    """Makes the strategy that Lightning has chosen for a single device dlo's, which writes canonical checkpoints.
+    """Replaces Lightning's strategy for a single device with dlo's, which writes canonical checkpoints.
 
-    Lightning (2.6) builds it itself where ``auto`` meets one device, and asks no registry; the two classes differ in
-    methods alone.
+    Lightning (2.6) builds it without the registry where ``auto`` finds one device; the two classes differ in methods
+    alone, so that the object's class is changed.
     """
     if type(trainer.strategy) is SingleDeviceStrategy:
         trainer.strategy.__class__ = SingleProcessStrategy

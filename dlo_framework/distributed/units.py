@@ -1,4 +1,4 @@
-"""Which modules are gathered, sharded and recomputed as one: a task's blocks, or what is found by size."""
+"""Units of a model: the modules that are gathered, sharded and recomputed as one, from the task's plan or by size."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from dlo_framework.errors import DloError
 from dlo_framework.plan import ParallelPlan
 from dlo_framework.task import Task
 
-#: A model whose blocks nobody names is cut into units of at most this share of its parameters.
+#: Largest share of a model's parameters in one unit, where neither a plan nor repetition names its blocks.
 SHARE = 1 / 16
 
 
 def find_units(module: nn.Module) -> list[str]:
-    """Returns the names of a module's units, in the order of registration; none lies in another.
+    """Returns the names of a module's units, in the order of registration; units do not nest.
 
-    A :class:`~dlo_framework.task.Task` names its blocks in its parallel plan. Of any other module, the repeated
-    blocks are taken; where there are none, its largest submodules that hold at most a sixteenth of all parameters.
-    A submodule that holds parameters of its own beside children is not cut: its forward may use theirs without
-    calling them (``nn.MultiheadAttention`` does).
+    A :class:`~dlo_framework.task.Task` names its blocks in its parallel plan. For any other module, the units are its
+    repeated blocks; where there are none, its largest submodules with at most a sixteenth of all parameters. A
+    submodule with both parameters of its own and children is not divided: its forward may use the children's
+    parameters without calling them (``nn.MultiheadAttention`` does).
     """
     if isinstance(module, Task):
         return [f"model.{name}" for name in module.parallel_plan().block_names(module.model)]

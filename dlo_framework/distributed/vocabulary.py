@@ -1,13 +1,14 @@
-"""A vocabulary that is split over ranks: each makes the logits of some tokens, and the loss needs no rank to have all.
+"""Vocabulary parallelism: each rank computes the logits of a slice of the vocabulary, and the loss without a gather.
 
 Megatron-LM: Training Multi-Billion Parameter Language Models Using Model Parallelism. Shoeybi et al., 2019,
-arXiv 1909.08053, section 3: the cross-entropy is computed from each rank's logits, and per token three numbers pass:
-the highest logit, the sum of exponentials and the target's logit. Departure: the last two pass together.
+arXiv 1909.08053, section 3: the cross-entropy is computed from each rank's logits, and the ranks reduce three numbers
+per token: the highest logit, the sum of exponentials and the target's logit. Departure: one all-reduce for the last
+two.
 
-A strategy that splits an output projection leaves a :class:`VocabularyShard` on it; a task that computes its loss from
-hidden states asks :func:`shard_of` for it.
+A strategy that splits an output projection sets a :class:`VocabularyShard` on it; a task that computes its loss from
+hidden states gets it by :func:`shard_of`.
 
-Shapes: N tokens, D width, V vocabulary, v of it on this rank.
+Shapes: N tokens, D width, V vocabulary size, v size of this rank's slice of the vocabulary.
 """
 
 from __future__ import annotations
@@ -26,16 +27,16 @@ _SHARD = "vocabulary_shard"
 
 @dataclass(frozen=True, eq=False)
 class VocabularyShard:
-    """Which part of the vocabulary a rank has.
+    """Slice of the vocabulary on this rank.
 
     Attributes:
-        communicator: the ranks that share the vocabulary.
-        first: the first token id of this rank.
-        count: how many it has, v.
-        size: of the whole vocabulary, V.
+        communicator: Collectives of the ranks that share the vocabulary.
+        first: First token id of this rank.
+        count: Number of token ids of this rank, v.
+        size: Size of the full vocabulary, V.
 
-    The projection itself, called as usual, returns the logits of the whole vocabulary. Called with `split=True`, it
-    returns this rank's, `[..., v]`, and leaves it to the caller to pass its input through :meth:`enter` once.
+    The projection, called as usual, returns the logits of the full vocabulary. Called with `split=True`, it returns
+    this rank's logits, `[..., v]`; the caller must then pass the projection's input through :meth:`enter` once.
     """
 
     communicator: Communicator
@@ -44,34 +45,34 @@ class VocabularyShard:
     size: int
 
     def __deepcopy__(self, memo: dict[int, Any]) -> VocabularyShard:
-        return self  # A process group cannot be copied, and a copy of the module is split in the same way.
+        return self  # A process group cannot be copied, and a copy of the module has the same slice.
 
     def enter(self, hidden: Tensor) -> Tensor:
-        """Returns the hidden states as they are; backward sums the gradients that the ranks' logits give them."""
+        """Returns the hidden states unchanged; backward sums their gradients over the ranks."""
         return copy_in(hidden, self.communicator)
 
     def gather(self, logits: Tensor) -> Tensor:
-        """Returns `[..., V]` from the ranks' `[..., v]`; backward takes this rank's part."""
+        """Gathers the ranks' logits `[..., v]` into `[..., V]`; backward takes this rank's slice."""
         found: Tensor = _Gather.apply(logits, self)
         return found
 
     def place(self, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns the targets' columns in this rank's logits, 0 for those of others, and which are this rank's."""
+        """Returns the targets' columns in this rank's logits, 0 for other ranks' targets, and a mask of its own."""
         own = (targets >= self.first) & (targets < self.first + self.count)
         return torch.where(own, targets - self.first, 0), own
 
     def cross_entropy(self, logits: Tensor, targets: Tensor) -> Tensor:
-        """Returns each token's cross-entropy, `[N]`; backward gives the slope in this rank's logits.
+        """Returns each token's cross-entropy, `[N]`; backward returns the gradient of this rank's logits.
 
         Args:
-            logits: `[N, v]`, in float32 at least.
-            targets: `[N]`, ids of the whole vocabulary.
+            logits: Logits of this rank, `[N, v]`, in float32 at least.
+            targets: Token ids in the full vocabulary, `[N]`.
         """
         found: Tensor = _CrossEntropy.apply(logits, targets, self)
         return found
 
     def highest(self, logits: Tensor) -> Tensor:
-        """Returns the ids of the highest logits, `[N]`; the lowest id where several are."""
+        """Returns the ids of the highest logits, `[N]`; of equal ones, the lowest id."""
         values, columns = logits.max(dim=1)
         best = self.communicator.maximum(values.clone())
         ids = torch.where(values == best, columns + self.first, self.size)
@@ -79,30 +80,30 @@ class VocabularyShard:
 
 
 def set_shard(module: nn.Module, shard: VocabularyShard) -> None:
-    """Says that an output projection has a part of the vocabulary."""
+    """Sets the slice of the vocabulary that an output projection has."""
     module.__dict__[_SHARD] = shard
 
 
 def shard_of(module: nn.Module) -> VocabularyShard | None:
-    """Returns which part of the vocabulary an output projection has; None if all of it."""
+    """Returns the slice of the vocabulary that an output projection has; None for the full vocabulary."""
     found: VocabularyShard | None = module.__dict__.get(_SHARD)
     return found
 
 
 def copy_in(tensor: Tensor, communicator: Communicator) -> Tensor:
-    """Returns the tensor as it is; backward sums its gradients over the ranks."""
+    """Returns the tensor unchanged; backward sums its gradient over the ranks."""
     found: Tensor = _CopyIn.apply(tensor, communicator)
     return found
 
 
 def exp_and_losses(values: Tensor, columns: Tensor, own: Tensor, communicator: Communicator) -> tuple[Tensor, Tensor]:
-    """Returns the cross-entropies `[N, 1]` and the sum of exponentials `[N, 1]`, over the whole vocabulary.
+    """Returns the cross-entropies `[N, 1]` and the sums of exponentials `[N, 1]`, over the full vocabulary.
 
     Args:
-        values: logits `[N, v]`, overwritten by their exponentials, less the highest's.
-        columns: `[N, 1]`, where the target is, if it is this rank's.
-        own: `[N, 1]`, whether it is.
-        communicator: the ranks that share the vocabulary.
+        values: Logits `[N, v]`, overwritten by the exponentials of their difference to the highest logit.
+        columns: Column of each target, `[N, 1]`, where the target is on this rank.
+        own: Mask of the targets on this rank, `[N, 1]`.
+        communicator: Collectives of the ranks that share the vocabulary.
     """
     highest = communicator.maximum(values.amax(dim=1, keepdim=True))
     values.sub_(highest)
@@ -131,7 +132,7 @@ class _Gather(torch.autograd.Function):
         ranks = shard.communicator.size
         widest = -(-shard.size // ranks)
         parts = shard.communicator.all_gather_parts(F.pad(logits, (0, widest - shard.count)))
-        short = shard.size % ranks  # From this rank on, parts are one shorter.
+        short = shard.size % ranks  # From this rank on, slices are one shorter.
         wide = parts[: short or ranks].movedim(0, -2).flatten(-2)
         if not short:
             return wide

@@ -1,9 +1,9 @@
-"""Ranks that watch each other: who has failed, who has died, who is silent.
+"""Monitor of ranks by heartbeats: finds the first rank that fails, dies or goes silent, and reports it to all.
 
-Rank 0 keeps a connection to each other rank. What passes are lines of JSON: a beat now and then, a failure, and a
-word of farewell. A connection that ends without one is a process that has died; ranks that stop beating are frozen,
-or cut off. Whatever is first is told to all, so that all end for the same reason and can name it. Collectives do not
-tell: some wait for minutes, others say that a connection was closed and not by whom.
+Rank 0 keeps a connection to each other rank. Messages are lines of JSON: a heartbeat now and then, a failure, and a
+goodbye. A connection that ends without a goodbye means that the process has died; a rank whose heartbeats stop is
+frozen, or cut off. Rank 0 sends the first failure to all ranks, so that all end for the same reason and can name it.
+Errors of collectives do not name it: some come after minutes, others say that a connection was closed and not by whom.
 """
 
 from __future__ import annotations
@@ -28,31 +28,31 @@ from dlo_framework.distributed.failure import Failure
 from dlo_framework.distributed.grace import Grace
 from dlo_framework.distributed.stacks import Position, Sampler
 
-#: Seconds from one look at the connections to the next.
+#: Seconds between two polls of the connections.
 _TICK = 0.2
-#: A peer that sends more than this without an end of line is none of ours.
+#: Most bytes of a line; a peer that sends a longer one is not a rank of this run.
 _LONGEST_LINE = 1 << 18
-#: Seconds that the first failure may take to come back to the rank that reports its own.
+#: Seconds that a rank which reports its failure waits for the answer, the first failure.
 _ANSWER = 3.0
-#: Seconds that whoever connects has to say who it is.
+#: Seconds that a new connection has to send its rank and token.
 _GREETING = 30.0
-#: What accepting a connection answers where no more files may be open, and the seconds until it is tried again.
+#: Errors of accepting a connection where no more files may be open, and the seconds until the next try.
 _FULL, _PAUSE = (errno.EMFILE, errno.ENFILE), 1.0
-#: Seconds that ranks have to say that they have waited in vain, before those that do not say so are to blame.
+#: Seconds that ranks have to report that they waited in vain, before those that do not report it are blamed.
 _ALSO_WAITED = 1.0
-#: Seconds that ranks have to wait for each other, in different hooks, before that is taken for an error.
+#: Seconds that all ranks must wait for each other, in different hooks, before that counts as a deadlock.
 _STILL = 5.0
-#: Beats over which it has to be so: one may tell of a moment that has passed.
+#: Heartbeats over which they must wait: a single one may report a moment that has passed.
 _BEATS = 2
 
 
-#: The connections of this process, which a loader's workers must not keep open when it has died.
+#: Connections of this process, which a loader's workers must not keep open when it has died.
 _OPEN: weakref.WeakSet[socket.socket] = weakref.WeakSet()
-_FORKS: list[bool] = []  # not empty once forks have been taken care of
+_FORKS: list[bool] = []  # not empty once the handler for forks is registered
 
 
 class Address(NamedTuple):
-    """Where rank 0 listens, and the word by which it knows its ranks."""
+    """Address where rank 0 listens, and the token by which it recognises its ranks."""
 
     hosts: tuple[str, ...]
     port: int
@@ -61,24 +61,24 @@ class Address(NamedTuple):
 
 @dataclass
 class _Peer:
-    """The other end of a connection."""
+    """Other end of a connection."""
 
     connection: socket.socket
-    rank: int | None  # None until it has said who it is
+    rank: int | None  # None until it has sent its rank
     received: bytes = b""
-    quiet: float = 0.0  # seconds since it was last heard
-    heard: bool = False  # whether it ever was
-    left: bool = False  # whether it has said farewell
+    quiet: float = 0.0  # seconds since its last message
+    heard: bool = False  # whether it has sent any message
+    left: bool = False  # whether it has sent a goodbye
     place: int = 0
     moves: int = 0
     still: float = 0.0  # seconds that it has waited for other ranks at one place
     position: Position = field(default_factory=Position)
-    call: tuple[int, str] = (0, "")  # the last call that it is to make together with the others
+    call: tuple[int, str] = (0, "")  # number and name of its last call of `meet`
 
 
 @dataclass
 class _Shared:
-    """What the watching thread and the others both touch, under the lock."""
+    """State that the monitor's thread and other threads share, under the lock."""
 
     lock: threading.Lock = field(default_factory=threading.Lock)
     first: Failure | None = None
@@ -86,18 +86,20 @@ class _Shared:
 
 
 class Watch:
-    """This rank's part of it. One a run; a thread of its own from :meth:`serve` or :meth:`join` to :meth:`end`.
+    """Monitor of the other ranks, one a run, with a thread from :meth:`serve` or :meth:`join` to :meth:`end`.
 
     Args:
-        rank: this process's.
-        world_size: how many there are.
-        limit: seconds of silence after which a rank is given up.
-        on_failure: called once, in the watching thread, with the first failure, if it is not this rank that told it.
-        exit_code: returns the exit code of a rank's process where this one knows it, else None; asked on rank 0.
-        place: returns how far this rank has come: twice the batches it has done, plus 1 within one.
-        moves: Returns a number that changes as long as this rank gets on.
-        sampler: Looks where this rank's main thread is; None for no look.
-        grace: Seconds that a run which was asked to stop may go on without a move.
+        rank: Rank of this process.
+        world_size: Number of ranks.
+        limit: Seconds of silence after which a rank counts as failed.
+        on_failure: Function that gets the first failure, unless this rank has reported it; called once, in the
+            monitor's thread.
+        exit_code: Function that returns the exit code of a rank's process, None where it is not known; called on
+            rank 0.
+        place: Function that returns the progress of this rank: twice the batches it has done, plus 1 within a batch.
+        moves: Function that returns a number which changes as long as this rank makes progress.
+        sampler: Sampler of the main thread's position; None to not sample it.
+        grace: Time that a run may go on without progress after a stop signal.
     """
 
     def __init__(
@@ -116,7 +118,7 @@ class Watch:
         self.rank, self.world_size = rank, world_size
         self._moves, self._sampler, self._grace = moves, sampler, grace or Grace()
         self._still, self._stuck, self._lonely = 0.0, 0.0, 0.0
-        self._call = (0, "")  # the number of calls made together so far, and the last
+        self._call = (0, "")  # number of calls of `meet` so far, and the name of the last
         self._meeting = threading.Lock()
         self._answered = threading.Condition()
         self._answer: tuple[int, str] = (0, "")
@@ -130,28 +132,28 @@ class Watch:
         self._token = ""
         self._shared = _Shared()
         self._known = threading.Event()
-        self._waited: dict[int, Failure] = {}  # on rank 0: who has waited for others in vain
-        self._told = False  # whether this rank has told of a failure
+        self._waited: dict[int, Failure] = {}  # on rank 0: failures of ranks that waited for others in vain
+        self._told = False  # whether this rank has reported a failure
         self._thread: threading.Thread | None = None
 
-    # --- beginning and end ---------------------------------------------------------------------------------
+    # --- start and end -------------------------------------------------------------------------------------
 
     def serve(self, *, one_host: bool, name: str) -> Address | str:
-        """Begins on rank 0, unless that may not have so many files open.
+        """Starts the monitor on rank 0, unless too few files may be open there.
 
         Args:
-            one_host: whether all ranks are on this host; else other hosts may connect too.
-            name: under which other hosts know this one.
+            one_host: Whether all ranks are on this host; else other hosts may connect too.
+            name: Name under which other hosts reach this one.
 
         Returns:
-            Where the others :meth:`join`; in words, why they cannot, and what would help.
+            Address for the other ranks' :meth:`join`; where they cannot join, a text with the reason and the fix.
         """
-        # Twice: a group of gloo's, over which checkpoints are agreed on, has a connection to each rank too.
+        # Twice: the gloo group that plans checkpoints has a connection to each rank too.
         short = lacking(2 * self.world_size)
         if short is not None:
             return (
-                f"rank 0 may have {short[0]} files open and needs {short[1]} to watch {self.world_size - 1} others;"
-                f" allow them before the run starts: ulimit -n {short[1]}"
+                f"rank 0 must be allowed {short[1]} open files to monitor {self.world_size - 1} other ranks, got"
+                f" {short[0]}; raise the limit before the run starts: ulimit -n {short[1]}"
             )
         self._token = secrets.token_hex(16)
         self._listener = socket.create_server(("127.0.0.1" if one_host else "", 0), backlog=self.world_size)
@@ -161,7 +163,7 @@ class Watch:
         return Address(hosts, self._listener.getsockname()[1], self._token)
 
     def join(self, address: Address) -> bool:
-        """Begins on another rank; returns whether rank 0 could be reached."""
+        """Starts the monitor on another rank; returns whether it could connect to rank 0."""
         for host in address.hosts:
             try:
                 connection = socket.create_connection((host, address.port), timeout=10)
@@ -174,7 +176,7 @@ class Watch:
         return False
 
     def end(self, *, orderly: bool) -> None:
-        """Stops watching. After an orderly end the others do not miss this rank."""
+        """Stops the monitor; after an orderly end the other ranks do not count this one as failed."""
         with self._shared.lock:
             self._shared.over = True
         if orderly:
@@ -197,15 +199,15 @@ class Watch:
 
     @property
     def first(self) -> Failure | None:
-        """The first failure of any rank, as far as it is known here."""
+        """First failure of any rank, as far as this rank knows."""
         return self._shared.first
 
     def fail(self, failure: Failure, *, waited: bool = False) -> Failure:
-        """Tells the others of a failure; returns the first one, which may be another's.
+        """Reports a failure to all ranks; returns the run's first failure, which may be another rank's.
 
         Args:
-            failure: this rank's own, or that of a rank that cannot tell.
-            waited: whether it is that others were waited for in vain, so that one of those is to blame.
+            failure: Failure of this rank, or of a rank that cannot report it.
+            waited: Whether the failure is that this rank waited for others in vain, so that one of those is to blame.
         """
         self._told = True
         if self.rank == 0 and waited:
@@ -219,33 +221,33 @@ class Watch:
         return self._shared.first or failure
 
     def wait_for_first(self, seconds: float) -> Failure | None:
-        """Returns the first failure of any rank, waiting for it to become known."""
+        """Waits for the first failure of any rank, and returns it; None if there is none in time."""
         self._known.wait(seconds)
         return self._shared.first
 
     def has_left(self, rank: int) -> bool:
-        """Returns whether a rank has said farewell (rank 0 knows)."""
+        """Returns whether a rank has sent its goodbye; known on rank 0."""
         return rank in self._left
 
     def set_grace(self, seconds: float) -> None:
-        """Sets how long a run that was asked to stop may go on without a move; rank 0's counts."""
+        """Sets the seconds that a run may go on without progress after a stop signal; rank 0's value counts."""
         self._grace.seconds = seconds
 
     def ask(self, signum: int) -> None:
-        """Tells that this rank was asked to stop: from here on the run has to get on, or is ended where it is."""
+        """Reports that this rank got a stop signal: a run without progress is ended from now on."""
         if self.rank == 0:
             self._grace.ask(signum)
         for peer in list(self._peers) if self.rank != 0 else []:
             self._send(peer, {"asked": signum})
 
     def meet(self, call: str) -> str:
-        """Waits until all ranks have come to a call that they have to make together.
+        """Waits until all ranks have made a call that they must make together.
 
         Args:
-            call: Call in words that are the same on all ranks.
+            call: Name of the call, the same on all ranks.
 
         Returns:
-            An empty text once all are there; else where the ranks are that do not come.
+            Positions of the ranks that do not come; empty where all have come.
         """
         number = self._call[0] + 1
         if self.rank == 0:
@@ -262,7 +264,7 @@ class Watch:
             return self._answer[1] if self._answer[0] == number else ""
 
     def _check_call(self, passed: float) -> None:
-        """On rank 0: answers ranks that wait in :meth:`meet`, once all are there or some will not come."""
+        """Answers, on rank 0, the ranks that wait in :meth:`meet`, once all have come or some will not come."""
         with self._meeting:
             peers = [peer for peer in self._peers if peer.rank is not None]
             calls = {self.rank: self._call} | {peer.rank: peer.call for peer in peers if peer.rank is not None}
@@ -285,18 +287,18 @@ class Watch:
             self._take_answer(answer)
 
     def _not_coming(self, absent: list[int], passed: float) -> str:
-        """Returns where ranks are that will not come: they wait for others elsewhere, or have left; else nothing."""
+        """Returns the positions of ranks that wait for others elsewhere, or have left; empty if one may still come."""
         places = {peer.rank: str(peer.position) for peer in self._peers if peer.rank is not None and self._waits(peer)}
         if self._still >= _STILL / 2:
             places[self.rank] = str(self._sampler.position) if self._sampler is not None else ""
-        places |= dict.fromkeys(self._left, "at the run's end")
+        places |= dict.fromkeys(self._left, "at the end of the run")
         self._lonely = self._lonely + passed if all(rank in places for rank in absent) else 0.0
         if self._lonely < _BEATS * self._interval:
             return ""
         return "; ".join(f"rank {rank} is {places[rank]}" for rank in absent)
 
     def _waits(self, peer: _Peer) -> bool:
-        """Returns whether a rank waits for others now, as far as is known."""
+        """Returns whether a rank waits for others now, by its last heartbeats."""
         return peer.still >= _STILL / 2 and peer.quiet < 3 * self._interval
 
     def _take_answer(self, answer: dict[str, Any]) -> None:
@@ -305,18 +307,18 @@ class Watch:
             self._answered.notify_all()
 
     def _blamed(self) -> Failure:
-        """Returns the failure of the rank that the others have waited for in vain; asked on rank 0.
+        """Returns, on rank 0, the failure of the rank that the others have waited for in vain.
 
-        It is the one that has come least far; of several, one that has not waited itself.
+        It is the rank with the least progress; of several, one that has not waited itself.
         """
         places = {self.rank: self._place()} | {p.rank: p.place for p in self._peers if p.rank is not None}
         last = min(places, key=lambda rank: (places[rank], rank in self._waited))
         if last in self._waited and places[last] == max(places.values()):
-            return next(iter(self._waited.values()))  # All wait for all: their collectives do not match.
+            return next(iter(self._waited.values()))  # All ranks wait: their collectives do not match.
         text = f"it is still in batch {(places[last] + 1) // 2}; others have waited for it for {self._limit:g} s"
         return Failure(last, self.world_size, text, stacks=True)
 
-    # --- the watching thread -------------------------------------------------------------------------------
+    # --- the monitor's thread ------------------------------------------------------------------------------
 
     def _run(self) -> None:
         looked, since_beat, since_waited = time.monotonic(), 0.0, 0.0
@@ -326,7 +328,7 @@ class Watch:
                     self._accept()
                 else:
                     self._read(key.data)
-            # A job that was suspended as a whole misses nobody: what this thread slept through counts for little.
+            # Capped: after a suspension of the whole job, the time asleep must not count as the others' silence.
             passed = min(time.monotonic() - looked, 2 * _TICK)
             looked, since_beat = time.monotonic(), since_beat + passed
             self._accept_again(passed)
@@ -343,7 +345,7 @@ class Watch:
                     self._decide(self._blamed())
 
     def _beat(self, passed: float) -> None:
-        """Tells the others where this rank is; on rank 0, looks whether all wait for each other."""
+        """Sends this rank's progress and position to the others; on rank 0, checks for a deadlock."""
         message: dict[str, Any] = {"at": self._place(), "moves": self._moves()}
         if self._sampler is not None:
             self._still = self._sampler.look(passed)
@@ -354,14 +356,14 @@ class Watch:
             self._check_deadlock(passed)
 
     def _all_wait(self) -> float:
-        """Returns the seconds that every rank has waited for others at one place; 0 if one of them does not."""
+        """Returns the seconds that every rank has waited for others in one place; 0 if a rank does not wait."""
         peers = [peer for peer in self._peers if peer.rank is not None]
         if len(peers) < self.world_size - 1 or any(peer.quiet >= 3 * self._interval for peer in peers):
             return 0.0
         return min([self._still, *(peer.still for peer in peers)])
 
     def _check_deadlock(self, passed: float) -> None:
-        """Ends the run if all ranks wait for others, and not in the same hook: none of them will ever go on."""
+        """Ends the run if all ranks wait for others in different hooks: none of them can go on."""
         if self._sampler is None:
             return
         positions = {self.rank: self._sampler.position}
@@ -371,19 +373,19 @@ class Watch:
         self._stuck = self._stuck + passed if deadlock else 0.0
         if self._stuck < _BEATS * self._interval or self._shared.first is not None:
             return
-        # The one to blame is in a hook of its own; of two, in one of the user's rather than in a step.
+        # Blame the rank that is alone in its hook; of two ranks, the one in a user's hook rather than in a step.
         alone = min(
             positions, key=lambda rank: (hooks.count(positions[rank].hook), not _is_aside(positions[rank].hook))
         )
         others = "; ".join(f"rank {rank} is {position}" for rank, position in positions.items() if rank != alone)
         text = (
-            f"it is {positions[alone]}, while {others}: they wait for each other. What needs all ranks (a forward of a"
-            " divided model, saving, reducing) must be called on all of them; take it out of a condition on the rank"
+            f"it is {positions[alone]}, while {others}: they wait for each other. Calls that need all ranks (forward of"
+            " a sharded model, save, reduce) must be made on all of them; take them out of conditions on the rank"
         )
         self._decide(Failure(alone, self.world_size, text, stacks=True))
 
     def _check_request(self, passed: float) -> None:
-        """Ends a run that was asked to stop and has not moved for too long."""
+        """Ends a run that got a stop signal and has made no progress for too long."""
         moves = self._moves() + sum(peer.moves for peer in self._peers)
         if self._grace.is_over(passed, moves, self._all_wait()) and self._shared.first is None:
             name = signal.Signals(self._grace.signum).name
@@ -397,14 +399,14 @@ class Watch:
             connection, _ = self._listener.accept()
         except OSError as error:
             if error.errno in _FULL:
-                # Whoever waits goes on waiting, so that the selector would answer at once again and again.
+                # The connection stays in the queue, so that the selector would report it at once, again and again.
                 self._selector.unregister(self._listener)
                 self._paused = _PAUSE
-            return  # Or it has gone before it was heard.
+            return  # Another error: the other end has gone already.
         self._add(connection, rank=None)
 
     def _accept_again(self, passed: float) -> None:
-        """Goes on accepting connections, some time after no more files could be opened."""
+        """Accepts connections again, some time after too many files were open."""
         if self._paused > 0 and self._listener is not None:
             self._paused -= passed
             if self._paused <= 0:
@@ -437,7 +439,7 @@ class Watch:
             try:
                 message = json.loads(line)
                 if not isinstance(message, dict):
-                    raise ValueError("no message")
+                    raise ValueError("not a message")
                 self._hear(peer, message)
             except (ValueError, KeyError, TypeError):
                 self._drop(peer)
@@ -449,7 +451,7 @@ class Watch:
                 self._drop(peer)
                 return
             peer.rank = int(message["rank"])
-            self._send(peer, {"at": self._place(), "moves": self._moves()})  # Accepted: it may miss this rank now.
+            self._send(peer, {"at": self._place(), "moves": self._moves()})  # Accepted: it monitors rank 0 from now.
             if self._shared.first is not None:
                 self._send(peer, {"first": self._shared.first.to_text()})
         elif "bye" in message:
@@ -485,20 +487,20 @@ class Watch:
         self._found(Failure.ended(peer.rank, self.world_size, code))
 
     def _count_silence(self, passed: float) -> None:
-        """Gives up ranks that have been silent too long."""
+        """Reports ranks that have been silent for too long as failed."""
         for peer in list(self._peers):
             peer.quiet += passed
             if peer.quiet <= (self._limit if peer.rank is not None else min(self._limit, _GREETING)):
                 continue
             if self.rank != 0 and not peer.heard:
-                # Rank 0 has not accepted this one: it has no room, and may yet be well. Should it do so later, it is
-                # not to take the end of the connection for this rank's.
+                # Rank 0 has not accepted this rank, for lack of open files, and may be well. If it accepts later, it
+                # must not take the end of the connection for the end of this rank.
                 self._send(peer, {"bye": True, "runs": True})
                 self._drop(peer)
                 continue
             self._drop(peer)
             if peer.rank is not None and not peer.left:
-                text = f"nothing was heard of it for {self._limit:g} s (stopped? its host or its network down?)"
+                text = f"it sent no heartbeat for {self._limit:g} s (stopped? host or network down?)"
                 self._found(Failure(peer.rank, self.world_size, text, stacks=True, silent=True))
 
     def _found(self, failure: Failure) -> None:
@@ -508,7 +510,7 @@ class Watch:
             self._learn(failure)
 
     def _decide(self, failure: Failure) -> Failure:
-        """On rank 0: the first failure to come is the one that counts; all are told."""
+        """Records, on rank 0, the first failure to come, and sends it to all ranks."""
         with self._shared.lock:
             new = self._shared.first is None
             first = self._shared.first = self._shared.first or failure
@@ -541,7 +543,7 @@ class Watch:
             try:
                 peer.connection.sendall(line)
             except OSError:
-                peer.received = b""  # Reading from it will tell, or its silence.
+                peer.received = b""  # The next read, or the silence, shows that it is gone.
 
     def _drop(self, peer: _Peer) -> None:
         if peer in self._peers:
@@ -551,12 +553,12 @@ class Watch:
 
 
 def _is_aside(hook: str) -> bool:
-    """Returns whether a hook is one beside the steps, which users write: ``on_...``."""
+    """Returns whether a hook is one outside of the steps, such as users write: ``on_...``."""
     return hook.startswith("on_") and not hook.partition(" of ")[2].endswith("Strategy")
 
 
 def _close_in_forks() -> None:
-    """Makes processes that are forked from this one close their copies of its connections."""
+    """Makes processes forked from this one close their copies of its connections."""
 
     def close_all() -> None:
         for connection in _OPEN:

@@ -103,7 +103,7 @@ def _around(rank: int, world: int, folder: Path) -> dict[str, Any]:
     found["copies"] = copy.deepcopy(module)._dlo_owner, pickle.loads(pickle.dumps(module._dlo_owner))
     alone = trainer(1, "auto")
     use_canonical_checkpoints(alone)
-    with pytest.raises(DloError, match=r"must be built anew for SingleProcessStrategy on 1 ranks, .* among 2"):
+    with pytest.raises(DloError, match=r"must have full parameters for SingleProcessStrategy on 1 ranks, .* among 2"):
         alone.fit(module, mine(0, 1))
     sharded = Module()
     trainer(world, FSDPStrategy()).fit(sharded, mine(rank, world))

@@ -144,5 +144,5 @@ def test_each_optimizer_steps_what_was_gathered_for_it(ranks: list[dict[str, Any
 
 def test_plain_data_parallelism_names_parameters_without_a_gradient(ranks: list[dict[str, Any]]) -> None:
     for message in itertools.chain.from_iterable(of(ranks, "_parameters_without_gradients")):
-        assert "but slow.weight, slow.bias, probe.weight, probe.bias got none" in message
+        assert "got none for slow.weight, slow.bias, probe.weight, probe.bias" in message
         assert "ddp_find_unused_parameters_true" in message

@@ -173,10 +173,10 @@ def _unequal(rank: int, world_size: int) -> dict[str, str]:
 def test_ranks_with_different_numbers_of_batches_end_with_an_error():
     for rank, found in enumerate(run_distributed(_unequal, 2)):
         for name in STRATEGIES:
-            assert "same number of training batches, but ranks 0 to 1 have 7, 10" in found[f"{name} length"]
+            assert "same number of training batches, got 7, 10 on ranks 0 to 1" in found[f"{name} length"]
             assert "set trainer.limit_train_batches to 7 or less" in found[f"{name} length"]
             assert found[f"{name} length steps"] == "0"  # Before training.
-            assert "rank 0 came to the end after 7 and the others did not" in found[f"{name} stream"]
+            assert "got 7 on rank 0 and more on the others" in found[f"{name} stream"]
             assert found[f"{name} stream steps"] == "6"  # Before the first batch that is some ranks' last.
             for kind in ("length", "stream"):
                 assert found[f"{name} {kind} limited"] == ""
@@ -185,5 +185,5 @@ def test_ranks_with_different_numbers_of_batches_end_with_an_error():
                 assert found["ddp validation"] == ""
                 assert found["ddp validated"] == ("7" if rank == 0 else "10")
             else:
-                assert "validation batches, but ranks 0 to 1 have 7, 10" in found[f"{name} validation"]
+                assert "validation batches, got 7, 10 on ranks 0 to 1" in found[f"{name} validation"]
                 assert found[f"{name} validated"] == "0"

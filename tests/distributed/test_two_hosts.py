@@ -140,7 +140,7 @@ def test_a_link_that_goes_down_ends_the_ranks_of_both_hosts(dlo, hosts):
     for number, (code, err) in enumerate(ended(running, dlo.folder, 240)):
         assert code != 0
         named = 1 - number
-        assert f"rank {named} of 2 failed: nothing was heard of it for {SILENCE:g} s" in err, err[-3000:]
+        assert f"rank {named} of 2 failed: it sent no heartbeat for {SILENCE:g} s" in err, err[-3000:]
 
 
 def test_a_run_is_brought_back_on_both_hosts_after_one_s_rank_was_killed(dlo, hosts):

@@ -81,7 +81,7 @@ def test_a_process_that_dies_is_named(dying):
             peer.connection.shutdown(socket.SHUT_RDWR)  # What the system does when a process is killed.
         wait_until(lambda: told[other])
         assert told[other][0].rank == dying
-        assert "ended without a word" in told[other][0].summary
+        assert "ended without a message" in told[other][0].summary
 
 
 def test_a_silent_rank_is_named_and_one_that_beats_is_not():
@@ -92,7 +92,7 @@ def test_a_silent_rank_is_named_and_one_that_beats_is_not():
         frozen.sendall(b'{"rank": 2, "token": "%s"}\n' % address.token.encode())
         wait_until(lambda: told[0] and told[1])
         assert [failures[0].rank for failures in told] == [2, 2]
-        assert "nothing was heard" in told[0][0].summary
+        assert "sent no heartbeat" in told[0][0].summary
         frozen.close()
 
 
@@ -203,8 +203,8 @@ def test_more_ranks_than_files_are_allowed_are_not_watched_and_the_run_says_so(m
     launcher.watch(strategy)
     assert os.listdir("/dev/fd") == opened  # Else they would be closed some time later, by garbage collection.
     assert capsys.readouterr().err == (
-        "dlo: rank 0 may have 1024 files open and needs 2300 to watch 999 others; allow them before the run starts:"
-        " ulimit -n 2300; if a rank fails, the others notice when 1800 s are over (timeout_minutes)\n"
+        "dlo: rank 0 must be allowed 2300 open files to monitor 999 other ranks, got 1024; raise the limit before the"
+        " run starts: ulimit -n 2300; if a rank fails, the others notice after 1800 s (timeout_minutes)\n"
     )
     strategy.global_rank, strategy.broadcast = 7, lambda _: told[0]
     launcher.watch(strategy)

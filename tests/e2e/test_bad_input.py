@@ -122,7 +122,7 @@ def test_a_checkpoint_of_another_model(refused):
     os.environ.pop(runs.ENVIRONMENT, None)
     other = edit("embed_dim: 48, depth: 2", "embed_dim: 24, depth: 1")
     message = refused("fit", "--config", other, "--ckpt_path", "runs/train/version_0/checkpoints/last.ckpt")
-    assert "the checkpoint is of another model than the config's: of its weights 0 are missing, 12 (model." in message
+    assert "the checkpoint's weights must be those of the config's model, got 0 missing, 12 (model." in message
     assert re.search(r"\.\.\.\) unexpected, \d+ \(model\.blocks\.0\..*, \.\.\.\) of another size", message)
 
 

@@ -124,7 +124,7 @@ def test_strategies_that_shard_refuse_an_optimizer_of_other_parameters(tmp_path)
     strategy, module, made = Sharding(), Another(), trainer(tmp_path)
     strategy.connect(module)
     module.trainer = made
-    with pytest.raises(DloError, match=r"SGD must step parameters of Another alone, got one of shape \[2, 7\]"):
+    with pytest.raises(DloError, match=r"SGD must step parameters of Another only, got a tensor of shape \[2, 7\]"):
         strategy.setup_optimizers(made)
 
 
@@ -147,7 +147,7 @@ def test_other_numbers_of_optimizers_are_refused(tmp_path):
             return [torch.optim.SGD(self.net[0].parameters(), lr=0.1), torch.optim.SGD(self.net[1].parameters())]
 
     path = saved(tmp_path, Net())
-    with pytest.raises(DloError, match="as many optimizers as the checkpoint has, got 2 for 1"):
+    with pytest.raises(DloError, match="must return 1 optimizers, as many as the checkpoint has, got 2"):
         trainer(tmp_path, max_epochs=2).fit(Two(), loader(), ckpt_path=path)
 
 

@@ -249,7 +249,7 @@ def test_what_nothing_initialises_is_refused_by_name_unless_a_checkpoint_brings_
 
     with torch.device("meta"):
         net = nn.Sequential(Bare())
-    with pytest.raises(DloError, match=r"no reset_parameters\(\) initialises 0\.token;"):
+    with pytest.raises(DloError, match=r"a reset_parameters\(\) that initialises them, got 0\.token without;"):
         check_initialisable(net, loads_weights=False)
     check_initialisable(net, loads_weights=True)
     net[0].register_buffer("mask", torch.empty(2, device="meta"), persistent=False)

@@ -378,7 +378,7 @@ def test_what_a_users_code_freezes_before_the_first_step_is_not_asked_for_a_grad
         assert not task.has_model
         strategy_of(2, **axes).check_model(WithTrainer())
         task.freezes_head = False
-        with pytest.raises(DloError, match=r"but model\.spare\.weight, model\.spare\.bias got none; set requires_grad"):
+        with pytest.raises(DloError, match=r"got none for model\.spare\.weight, model\.spare\.bias; set requires_grad"):
             strategy_of(2, **axes).check_model(task)
         # A callback of dlo's or Lightning's freezes nothing.
         with pytest.raises(DloError, match=r"model\.blocks\.0\.spare\.weight"):
