@@ -466,7 +466,7 @@ def _parent() -> int | None:
 
 
 def _end_with_parent() -> None:
-    """Ends this rank when the process that started it is gone, for which there is no signal."""
+    """Ends this rank when the process that started it is gone, which no signal announces."""
     parent = _parent()
 
     def look() -> None:

@@ -230,7 +230,7 @@ class ShardedStrategy(CanonicalStrategy, WatchedRanks):
         """Builds the optimizers.
 
         Raises:
-            DloError: if there is no optimizer; if an optimizer evaluates the model several times a step; if it steps a
+            DloError: without an optimizer; if an optimizer evaluates the model several times a step; if it steps a
                 tensor that is not a parameter of the module.
         """
         super().setup_optimizers(trainer)

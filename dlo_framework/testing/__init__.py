@@ -1,9 +1,9 @@
-"""For tests of distributed code: ranks on one machine, and the proof that a strategy changes nothing.
+"""Test tools for distributed code: functions run on several ranks, and parity of a strategy with one process.
 
-* :func:`run_distributed` calls a function on spawned ranks and returns what each of them returned.
-* :func:`assert_parity` trains on several ranks as one process would have, and compares the two step by step.
+* :func:`run_distributed` calls a function on spawned ranks and returns each rank's result.
+* :func:`assert_parity` trains on several ranks and in one process, and compares the two step by step.
 
-The names are loaded when first used: a rank that tests a collective need not wait for Lightning.
+The names are loaded when first used, so that a rank that tests a collective need not wait for Lightning.
 """
 
 from __future__ import annotations

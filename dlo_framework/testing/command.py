@@ -1,7 +1,7 @@
-"""``dlo`` as a process of its own that starts in a tenth of a second, for tests that run it a hundred times.
+"""Fast process of ``dlo`` for tests, started in a tenth of a second.
 
-What differs from a shell's ``dlo``: torch and Lightning are imported already, once for all, in the server from which
-the process is forked (see :mod:`dlo_framework.testing.spawn`). Tests of what a command imports start a new interpreter.
+It differs from ``dlo`` in a shell in that torch and Lightning are imported already, in the server from which the
+process is forked (see :mod:`dlo_framework.testing.spawn`). So tests of a command's imports start a new interpreter.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from dlo_framework.testing.spawn import process_context
 
 
 class Started:
-    """A ``dlo`` that has been started, with the part of ``subprocess.Popen`` that tests use.
+    """Running process of ``dlo``, with the methods of ``subprocess.Popen`` that tests use.
 
     Args:
-        words: after ``dlo``.
-        folder: where it runs.
-        environment: all its variables.
+        words: Arguments after ``dlo``.
+        folder: Working directory of the process.
+        environment: Environment variables of the process.
 
     Attributes:
-        stdout: what it prints, as text, to be read.
-        stderr: likewise.
+        stdout: Text stream to read the standard output from.
+        stderr: Text stream to read the standard error from.
     """
 
     def __init__(self, words: list[str], folder: Path, environment: dict[str, str]) -> None:
@@ -49,21 +49,21 @@ class Started:
 
     @property
     def pid(self) -> int:
-        """The process's id."""
+        """Process id."""
         assert self._process.pid is not None
         return self._process.pid
 
     @property
     def returncode(self) -> int | None:
-        """The exit code; negative for a signal, None while it runs."""
+        """Exit code; negative for a signal, None while the process runs."""
         return self._process.exitcode
 
     def poll(self) -> int | None:
-        """Returns the exit code; None while it runs."""
+        """Returns the exit code; None while the process runs."""
         return self._process.exitcode
 
     def wait(self, timeout: float | None = None) -> int:
-        """Waits for the end; subprocess.TimeoutExpired if there is none in so many seconds."""
+        """Waits for the end and returns the exit code; raises subprocess.TimeoutExpired after ``timeout`` seconds."""
         self._process.join(timeout)
         code = self._process.exitcode
         if code is None:
@@ -71,7 +71,7 @@ class Started:
         return code
 
     def communicate(self, timeout: float | None = None) -> tuple[str, str]:
-        """Returns what is left of its output and of its errors, once it has ended."""
+        """Waits for the end, and returns the rest of the standard output and error."""
         found = ["", ""]
 
         def read(number: int, stream: IO[str]) -> None:
@@ -84,24 +84,24 @@ class Started:
         for thread in threads:
             thread.start()
         self.wait(timeout)
-        for thread in threads:  # To their ends: what it has started may hold its pipes.
+        for thread in threads:  # Until the streams end, which children of the process may keep open.
             thread.join(timeout)
             if thread.is_alive():
                 raise subprocess.TimeoutExpired(self.args, timeout or 0)
         return found[0], found[1]
 
     def send_signal(self, signum: int) -> None:
-        """Sends it a signal."""
+        """Sends the process a signal."""
         if self.poll() is None:
             os.kill(self.pid, signum)
 
     def kill(self) -> None:
-        """Kills it."""
+        """Kills the process."""
         self._process.kill()
 
 
 class _Work:
-    """What the process is told; its pipes are sent as descriptors."""
+    """Arguments of the process; its pipes are sent as descriptors."""
 
     def __init__(self, words: list[str], folder: str, environment: dict[str, str], pipes: Any) -> None:
         self.words, self.folder, self.environment, self.pipes = words, folder, environment, pipes
@@ -111,24 +111,24 @@ class _Work:
 
 
 def _run(work: _Work) -> None:
-    """Becomes ``dlo``; runs in the new process."""
+    """Runs ``dlo`` in the new process."""
     gc.freeze()
     for number, pipe in zip((1, 2), work.pipes, strict=True):
         descriptor = pipe.detach()
         os.dup2(descriptor, number)
         os.close(descriptor)
-    multiprocessing.set_start_method(None, force=True)  # Loaders' workers are forked, not started from this server.
+    multiprocessing.set_start_method(None, force=True)  # Loader workers are forked from here, not from the server.
     os.chdir(work.folder)
     os.environ.clear()
     os.environ.update(work.environment)
     sys.path[:0] = [entry for entry in work.environment.get("PYTHONPATH", "").split(os.pathsep) if entry]
     sys.argv = [str(Path(sys.executable).with_name("dlo")), *work.words]
-    # Lightning starts the other ranks with the main module's name, where it has one.
+    # Lightning starts the other ranks with the main module's name, if it has one.
     sys.modules["__main__"] = types.ModuleType("__main__")
     from dlo_framework.cli.main import main
 
     try:
         code = main()
     finally:
-        atexit._run_exitfuncs()  # multiprocessing's own processes leave them out
+        atexit._run_exitfuncs()  # multiprocessing's processes do not call them
     sys.exit(code)

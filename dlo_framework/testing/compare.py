@@ -1,4 +1,4 @@
-"""Two records of a training compared: differences, and their limits."""
+"""Comparison of two recorded runs: differences of losses, norms, metrics and tensors, and their limits."""
 
 from __future__ import annotations
 
@@ -13,33 +13,33 @@ from dlo_framework.testing.comparison import Comparison, Pair, Row, TensorPair, 
 from dlo_framework.testing.hints import hints
 from dlo_framework.testing.record import SQUARES, Record
 
-#: How much larger than the controls' a difference may be. Both are maxima of rounding errors, which vary.
+#: Factor on the controls' differences up to which a difference is allowed: both are maxima of rounding errors.
 CONTROL_FACTOR = 10.0
-#: Losses and norms below this fraction of the largest are measured against that: a loss that has become 0 has no
-#: digits left to agree in. Tensors that moved less than this fraction of what others did, or of their own norm,
-#: likewise.
+#: Fraction of the largest loss or norm that is the smallest scale of a relative difference: a loss that has become 0
+#: has no digits left to agree in. The same holds for tensors that moved less than this fraction of the others' change,
+#: or of their own norm.
 FLOOR = 1e-3
-#: The relative difference that is allowed by default: five digits of single precision's seven, and the spacing of the
-#: numbers of half precisions, in which each rank's gradients are rounded before they are averaged.
+#: Relative differences allowed by default: five digits of single precision's seven, and the spacing of the numbers in
+#: half precisions, in which each rank's gradients are rounded before they are averaged.
 RTOL, RTOL_FP16, RTOL_BF16 = 1e-5, 2.0**-10, 2.0**-7
-#: How much larger than that the difference of a tensor may be. It is measured against how far the tensor moved, a
-#: thousandth of its size, of which single precision leaves few digits, and half precision fewer.
+#: Factors on these for tensors. A tensor's difference is relative to how far the tensor moved, about a thousandth of
+#: its size, for which single precision leaves few digits, and half precision fewer.
 TENSOR_FACTOR, TENSOR_FACTOR_HALF = 10.0, 50.0
-#: The differences that are allowed in double precision, of numbers and of tensors: far above its rounding (1e-12), and
-#: far below what any fault makes.
+#: Differences allowed in double precision, of numbers and of tensors: far above its rounding (1e-12), and far below the
+#: effect of any fault.
 RTOL_DOUBLE, TENSORS_DOUBLE = 1e-7, 1e-5
-#: A gradient is zero but for rounding below so many spacings of the numbers at the size of the run's gradients.
+#: Number of spacings, at the size of the run's gradients, below which a gradient is zero up to rounding.
 ZERO_GRADIENT = 64.0
 
 
 def default_rtol(precision: Any) -> float:
-    """Returns the relative difference to allow under Lightning's ``precision``."""
+    """Returns the relative difference that is allowed under Lightning's ``precision``."""
     name = str(precision)
     return RTOL_BF16 if name.startswith("bf16") else RTOL_FP16 if name.startswith("16") else RTOL
 
 
 def _between_norms(one: float, other: float, floor: float) -> float:
-    """As :func:`relative`; but gradients that overflow in both runs agree: a loss scale's first steps are like that."""
+    """As :func:`relative`, but norms that overflow in both runs agree, as in the first steps of a loss scale."""
     overflow = not math.isfinite(one) and not math.isfinite(other)
     return 0.0 if overflow else relative(one, other, floor)
 
@@ -54,7 +54,7 @@ def compare(
     controls: Sequence[Record] = (),
     factor: float = CONTROL_FACTOR,
 ) -> Comparison:
-    """Returns the comparison of a run on ranks with the run of one process.
+    """Compares a run on several ranks with the run of one process.
 
     Args:
         name: Name of the case.
@@ -62,9 +62,9 @@ def compare(
         ranks: Record of all ranks; see :func:`dlo_framework.testing.record.merge`.
         rtol: Relative difference to allow for losses, norms and metrics.
         tensor_rtol: Relative difference to allow for tensors; None for ten times ``rtol``, in half precision fifty.
-        controls: Records of the one process with other rounding: with the samples of each batch in another order.
-            What they change, times ``factor``, is allowed too.
-        factor: How much larger than the controls' a difference may be.
+        controls: Records of the one process with other rounding, from another order of the samples in each batch.
+            Their differences, times ``factor``, are allowed too.
+        factor: Factor on the controls' differences.
     """
     losses = _limits(one, controls, lambda step: step.loss, rtol, factor)
     norms = _limits(one, controls, _norm, rtol, factor)
@@ -105,9 +105,9 @@ def compare(
 
 
 def untrained(record: Record) -> str | None:
-    """Returns why a run proves nothing, since it did not train; None if it did.
+    """Returns the evidence that a run did not train, so that it proves nothing; None if it did train.
 
-    A strategy that loses all gradients equals one process that has none.
+    A strategy that loses all gradients would agree with one process that has none.
     """
     norms = [norm for step in record.steps for norm in step.norms]
     losses = [step.loss for step in record.steps if step.loss is not None]
@@ -124,7 +124,7 @@ def untrained(record: Record) -> str | None:
 
 
 def _limits(one: Record, controls: Sequence[Record], value: Any, rtol: float, factor: float) -> list[float]:
-    """Returns each step's limit: rounding errors that a run has made stay in it, so limits never fall."""
+    """Returns each step's limit; limits never fall, because rounding errors accumulate over the steps."""
     mine = [value(step) for step in one.steps]
     floor, largest, limits = FLOOR * _largest(mine), 0.0, []
     for number, of_one in enumerate(mine):
@@ -144,7 +144,7 @@ def _control(one: Record, controls: Sequence[Record]) -> tuple[float, float]:
 
 
 def _validation(one: Record, ranks: Record, controls: Sequence[Record], rtol: float, factor: float) -> dict[str, Pair]:
-    """Returns the metrics of both runs; one that a run lacks differs without limit.
+    """Returns the metrics of both runs; the difference is infinite where a run does not have a metric.
 
     Lightning (2.6) keeps metrics in float32 whatever the precision of the run.
     """
@@ -180,8 +180,9 @@ def _largest(values: list[float | None]) -> float:
 def tensor_differences(one: Record, other: Record, noise: Mapping[str, Tensor]) -> dict[str, float]:
     """Returns the relative differences of weights and optimizer state by name; infinite where a run lacks a weight.
 
-    A weight's is the 2-norm of the difference over how far training moved the tensor: over its size, a wrong gradient
-    would not show in a short run. Optimizer state that only one run keeps is left out: strategies keep their own.
+    For a weight it is the 2-norm of the difference, relative to how far training moved the tensor: relative to its
+    size, a wrong gradient would not show in a short run. Optimizer state that only one run has is left out, because
+    strategies may keep their own.
 
     Args:
         one: Record of the one process.
@@ -209,10 +210,11 @@ def tensor_differences(one: Record, other: Record, noise: Mapping[str, Tensor]) 
 
 
 def without_gradient(one: Record, others: Sequence[Record]) -> dict[str, Tensor]:
-    """Returns a mask of the elements whose gradient is zero but for rounding in every run, by the weight's name.
+    """Returns masks of the elements whose gradient is zero up to rounding in every run, by the weight's name.
 
-    The bias of attention's keys shifts all scores of a query alike, which softmax takes back. Adam makes whole steps of
-    the rounding that is left of such a gradient. Its running mean of squared gradients tells.
+    The bias of attention's keys shifts all scores of a query equally, and softmax is invariant to the shift. Adam
+    scales the rounding errors in such a gradient up to full steps. The elements are found by Adam's running mean of
+    squared gradients.
     """
     squares = {
         name.removeprefix(f"{SQUARES} of "): value
@@ -250,7 +252,7 @@ def _difference(one: Tensor, other: Tensor, scale: float, leave_out: Tensor | No
 
 
 def _typical(sizes: Mapping[str, float], tensors: Mapping[str, Tensor]) -> float:
-    """Returns the root mean square of all elements, from the 2-norms of the tensors that are not zero."""
+    """Returns the root mean square of all elements of the tensors that are not zero, from their 2-norms."""
     known = {name: size for name, size in sizes.items() if size and name in tensors and math.isfinite(size)}
     count = sum(tensors[name].numel() for name in known)
     return (sum(size**2 for size in known.values()) / count) ** 0.5 if count else 0.0

@@ -1,4 +1,4 @@
-"""What is found when two records of a training are compared."""
+"""Result of a comparison of two runs: pairs of values, differences, limits and the verdict."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Pair:
-    """A number of one step in both runs.
+    """Values of one number of a step in both runs.
 
     Attributes:
         one: Value in the one process.
-        ranks: Value on the ranks; the one that is farthest from ``one``, where ranks disagree.
+        ranks: Value on the ranks; where ranks disagree, the value that is farthest from ``one``.
         difference: Relative difference.
         limit: Largest difference that is parity.
     """
@@ -31,12 +31,12 @@ class Pair:
 
 @dataclass(frozen=True)
 class Row:
-    """One optimizer step.
+    """Comparison of one optimizer step.
 
     Attributes:
         step: Number of the step, from 0.
-        loss: None where a run has none.
-        norm: Norm of the gradients, before clipping; None where a run's cannot be known.
+        loss: Losses; None where a run has none.
+        norm: Gradient norms before clipping; None where a run's is not known.
     """
 
     step: int
@@ -51,7 +51,7 @@ class Row:
 
 @dataclass(frozen=True)
 class TensorPair:
-    """The difference of one tensor at the end of both runs.
+    """Difference of one tensor at the end of both runs.
 
     Attributes:
         difference: 2-norm of the difference, relative to how far training moved the tensor (weights) or to the
@@ -69,13 +69,13 @@ class TensorPair:
 
     @property
     def excess(self) -> float:
-        """The difference in units of its limit."""
+        """Difference in units of its limit."""
         return self.difference / self.limit
 
 
 @dataclass
 class Comparison:
-    """A run on several ranks beside the run of one process.
+    """Comparison of a run on several ranks with the run of one process.
 
     Attributes:
         name: Name of the case.
@@ -84,15 +84,15 @@ class Comparison:
         tensors: Weights by name, and optimizer state by ``"<key> of <name>"``, at the end.
         validation: Metrics of the validation at the end, by name.
         spread: 2-norm of all weights' differences relative to that of the weights; None without weights.
-        control: Largest differences of loss and norm that another order of the samples makes in one process; None
-            where no control was run.
+        control: Largest differences of loss and norm from another order of the samples in one process; None where no
+            control was run.
         complete: Whether both runs took the same number of steps.
-        untrained: Why the runs prove nothing: they did not train; None where they did.
-        without_gradient: Elements that were left out, since their gradient is zero but for rounding: number by name.
-        double: The comparison of the same runs in double precision; None where there was none.
-        alone: Why there was no comparison in double precision though one was needed; None elsewhere.
-        decided: Verdict that was reached by further runs, overruling this comparison's own; None where its own counts.
-        notes: What was switched off or made equal.
+        untrained: Evidence that the runs did not train, so that they prove nothing; None where they did train.
+        without_gradient: Number of elements, by name, left out because their gradient is zero up to rounding.
+        double: Comparison of the same runs in double precision; None where there was none.
+        alone: Reason why a comparison in double precision was needed and not possible; None elsewhere.
+        decided: Verdict of further runs, which overrules this comparison's own; None where its own counts.
+        notes: Notes on randomness that was switched off or made equal.
         hints: Likely causes of a difference.
     """
 
@@ -114,24 +114,24 @@ class Comparison:
 
     @property
     def within(self) -> bool:
-        """Whether everything is within its limits, and there was something to compare."""
+        """Whether all differences are within their limits, and there was something to compare."""
         pairs: list[Any] = [*self.rows, *self.tensors.values(), *self.validation.values()]
         return self.comparable and all(pair.ok for pair in pairs)
 
     @property
     def comparable(self) -> bool:
-        """Whether both runs trained, and as many steps."""
+        """Whether both runs trained, for the same number of steps."""
         measured = bool(self.rows) and any(row.loss is not None or row.norm is not None for row in self.rows)
         return measured and self.complete and self.untrained is None
 
     @property
     def ok(self) -> bool:
-        """The verdict."""
+        """Whether the runs agree: the verdict."""
         return self.within if self.decided is None else self.decided
 
     @property
     def culprits(self) -> list[str]:
-        """The tensors that are out of their limits, the farthest first."""
+        """Names of the tensors that are out of their limits, largest excess first."""
         broken = [name for name, pair in self.tensors.items() if not pair.ok]
         return sorted(broken, key=lambda name: -self.tensors[name].excess)
 
@@ -153,7 +153,7 @@ def relative(one: float, other: float, floor: float) -> float:
 
 
 def to_json(comparison: Comparison) -> dict[str, Any]:
-    """Returns a comparison as data that JSON can hold; what is not finite is a string."""
+    """Returns a comparison as data for JSON; numbers that are not finite become strings."""
 
     def plain(value: Pair | TensorPair | None) -> dict[str, Any] | None:
         return None if value is None else {key: _plain(number) for key, number in vars(value).items()}

@@ -1,4 +1,4 @@
-"""What is likely behind a training that differs on several ranks."""
+"""Hints at likely causes of a difference between a run on several ranks and one process."""
 
 from __future__ import annotations
 
@@ -7,30 +7,30 @@ import math
 from dlo_framework.testing.comparison import Comparison, relative
 from dlo_framework.testing.record import Record
 
-#: Rounding that changes losses by more than this leaves little to compare.
+#: Relative change of losses by rounding above which little is left to compare.
 _CHAOTIC = 1e-3
 
 
 def hints(comparison: Comparison, one: Record, ranks: Record) -> list[str]:
-    """Returns what is likely behind a difference, the surest first; empty where there is none."""
+    """Returns the likely causes of a difference, the most certain first; empty without a difference."""
     found = []
     rows = comparison.rows
     if comparison.control is not None and comparison.control[0] > _CHAOTIC:
         found.append(
             f"rounding alone changes the losses of one process by up to {comparison.control[0]:.0e}, so that the last"
-            " steps tell little: compare fewer steps, at a lower learning rate, or with --trainer.precision 64-true"
+            " steps prove little: compare fewer steps, at a lower learning rate, or with --trainer.precision 64-true"
         )
     if comparison.within:
         return found
     if not rows:
-        return ["no step was compared: the runs took none"]
+        return ["no step was compared: the runs made no optimizer step"]
     if comparison.untrained is not None:
         return [
             f"nothing was trained: {comparison.untrained}. A model that does not learn agrees with any other that does"
-            " not; check the learning rate, the optimizer's parameters and what training_step returns"
+            " not; check the learning rate, the optimizer's parameters and the loss that training_step returns"
         ]
     if len(one.steps) != len(ranks.steps):
-        found.append(f"one process took {len(one.steps)} steps and the ranks {len(ranks.steps)}: their data differ")
+        found.append(f"one process made {len(one.steps)} steps and the ranks {len(ranks.steps)}: their data differ")
     apart = next(
         (i for i, (a, b) in enumerate(zip(one.steps, ranks.steps, strict=False)) if a.digest != b.digest), None
     )
@@ -38,7 +38,7 @@ def hints(comparison: Comparison, one: Record, ranks: Record) -> list[str]:
         sizes = f"{one.steps[apart].samples} samples in one process, {ranks.steps[apart].samples} on the ranks"
         found.append(
             f"the batches of step {apart} are not the same ({sizes}): the ranks see other data than one process, or"
-            " augment or mix it by random numbers of their own"
+            " augment or mix it with their own random numbers"
         )
     if one.initial != ranks.initial:
         names = [name for name in one.initial if one.initial[name] != ranks.initial.get(name)]
@@ -46,13 +46,13 @@ def hints(comparison: Comparison, one: Record, ranks: Record) -> list[str]:
     drew = [record.drew for record in (one, ranks) if record.drew is not None]
     if drew:
         found.append(
-            f"training_step draws random numbers (first at step {min(drew)}), on each rank its own, and not for a"
-            " dropout that is known: switch that off"
+            f"training_step draws random numbers (first at step {min(drew)}), different ones on each rank, and not for"
+            " a known dropout module: switch it off"
         )
     if ranks.batch_norms:
         found.append(
             f"BatchNorm statistics are per rank ({ranks.batch_norms} layers): use sync_batchnorm: true in the trainer"
-            " (on accelerators), or a norm that does not look at other samples, such as GroupNorm"
+            " (on accelerators), or a norm within each sample, such as GroupNorm"
         )
     first = rows[0].loss
     size = max(1, ranks.place[1])
@@ -67,11 +67,11 @@ def hints(comparison: Comparison, one: Record, ranks: Record) -> list[str]:
     if trained_alike and not found:
         return [
             "training agrees, validation does not: ranks see other samples than one process (a padded last batch, a"
-            " sampler), or log each its own value: log with sync_dist=True, and weigh means by what they are taken over"
+            " sampler), or each logs its own value: log with sync_dist=True, and weigh means by their number of samples"
         ]
     if rows[0].ok and not found:
         found.append(
-            "the first step's loss and gradients agree: what comes after them differs, the optimizer's step, clipping"
-            " or the weights' exchange"
+            "the first step's loss and gradients agree: the cause comes after them, in the optimizer's step, clipping"
+            " or the exchange of weights"
         )
-    return found or ["the first step differs already: the forward pass, the loss's mean, or how gradients are averaged"]
+    return found or ["the first step differs already: check the forward pass, the loss's mean, the gradients' average"]

@@ -1,4 +1,4 @@
-"""Proof that a strategy changes nothing: the same training on several ranks and as one process, step by step."""
+"""Parity of a strategy with one process: trains the same model both ways, and compares the runs step by step."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ Build = Callable[..., tuple[LightningModule, Any]]
 
 @dataclass(frozen=True)
 class Case:
-    """One way to train that is to be the same as one process.
+    """Case of a parity test: a strategy and the options under which it must equal one process.
 
     Attributes:
-        strategy: its name, an object, or a function that makes one, at a module's top level.
-        arguments: of ``build``, such as the optimizer's name.
-        trainer: options of Lightning's ``Trainer``, in both runs: ``accumulate_grad_batches``, ``precision``,
+        strategy: Name of the strategy, a strategy, or a function at a module's top level that makes one.
+        arguments: Arguments of ``build``, such as the optimizer's name.
+        trainer: Options of Lightning's ``Trainer`` in both runs: ``accumulate_grad_batches``, ``precision``,
             ``gradient_clip_val``.
-        name: in messages; made of the others by default.
+        name: Name in messages; by default made of the other attributes.
     """
 
     strategy: str | Strategy | Callable[[], Strategy]
@@ -41,7 +41,7 @@ class Case:
 
     @property
     def title(self) -> str:
-        """The case's name, or one made of what it consists of."""
+        """Name of the case, by default its strategy and options."""
         if self.name:
             return self.name
         own = self.strategy if isinstance(self.strategy, str) else getattr(self.strategy, "__name__", None)
@@ -50,7 +50,7 @@ class Case:
 
 
 def assert_parity(build: Build, cases: Sequence[Case | str], **options: Any) -> list[Comparison]:
-    """Trains each case on ranks and as one process, on the same global batches, and asserts that the two agree.
+    """Trains each case on several ranks and in one process, on the same global batches, and asserts that they agree.
 
     ```python
     def build(optimizer: str = "adamw") -> tuple[LightningModule, LightningDataModule]:
@@ -62,12 +62,12 @@ def assert_parity(build: Build, cases: Sequence[Case | str], **options: Any) -> 
     ```
 
     Args:
-        build: see :func:`compare_cases`.
-        cases: likewise.
-        **options: likewise.
+        build: Function that makes the model and its data; see :func:`compare_cases`.
+        cases: Cases to train; see :func:`compare_cases`.
+        **options: Further arguments of :func:`compare_cases`.
 
     Returns:
-        The comparisons, by case.
+        Comparisons by case.
 
     Raises:
         AssertionError: if a case differs; the message names the step and the largest differences.
@@ -93,32 +93,32 @@ def compare_cases(
     accelerator: str = "cpu",
     timeout: float = 600.0,
 ) -> list[Comparison]:
-    """Trains each case on ranks and as one process, on the same global batches, and returns the comparisons.
+    """Trains each case on several ranks and in one process, on the same global batches, and returns the comparisons.
 
-    Compared are the loss and the gradients' norm (before clipping, on every rank) of each optimizer step, and the
-    weights, the optimizer's state and the metrics of a validation at the end. All cases share one set of spawned ranks,
-    and those that differ in their strategy alone share the run of one process.
+    It compares the loss and the gradient norm (before clipping, on every rank) of each optimizer step, and the weights,
+    the optimizer state and the metrics of a validation at the end. All cases share one set of spawned ranks, and cases
+    that differ only in their strategy share the run of one process.
 
-    Dropout is switched off, and what else is random is made equal: see :mod:`dlo_framework.testing.randomness`.
-    The batch size of a dlo datamodule is the global one; that of a plain ``DataLoader`` is each rank's, and the one
-    process gets the batches of all ranks as one.
+    Dropout is switched off, and other randomness is made equal: see :mod:`dlo_framework.testing.randomness`. The batch
+    size of a dlo datamodule is the global one. That of a plain ``DataLoader`` is each rank's; the one process gets the
+    concatenated batches of all ranks.
 
     Args:
-        build: makes a new model and its data: a datamodule, a loader, or None where the model brings its own. It
-            stands at a module's top level and is called in the ranks, seeded, with the case's ``arguments``.
-        cases: what to try; a name is a strategy's.
-        world_size: ranks.
-        steps: optimizer steps.
-        rtol: the largest relative difference of losses, norms and metrics, and a tenth of that of tensors; None for
-            1e-5, and the spacing of the numbers where the case has a half precision (bf16: 2^-7, fp16: 2^-10).
-        control: where a case differs by more, further runs tell a fault from rounding: in double precision, and of one
-            process with other rounding; see :mod:`dlo_framework.testing.verdict`.
-        seed: of weights and data.
-        accelerator: of the trainers.
-        timeout: seconds for everything.
+        build: Function at a module's top level that makes a new model and its data: a datamodule, a loader, or None
+            where the model has its own. It is called in the ranks, seeded, with the case's ``arguments``.
+        cases: Cases to train; a string is the name of a strategy.
+        world_size: Number of ranks.
+        steps: Number of optimizer steps.
+        rtol: Largest relative difference of losses, norms and metrics, and a tenth of that of tensors; None for 1e-5,
+            or for half precisions the spacing of the numbers (bf16: 2^-7, fp16: 2^-10).
+        control: Whether to decide by further runs, where a case differs by more, if rounding explains it: runs in
+            double precision, and runs of one process with other rounding; see :mod:`dlo_framework.testing.verdict`.
+        seed: Seed of weights and data.
+        accelerator: Accelerator of the trainers.
+        timeout: Seconds for each set of ranks.
 
     Returns:
-        The comparisons, by case.
+        Comparisons by case.
 
     Raises:
         RankFailed: if a rank raises.
@@ -150,8 +150,8 @@ class _Run:
     """One training of one case.
 
     Attributes:
-        case: What to train.
-        setting: How; ``shares`` of 0 are those of the case's ranks.
+        case: Case to train.
+        setting: Setting of the training; ``shares`` of 0 stands for those of the case's ranks.
         number: Number of the case.
         like: Number of the first case whose runs of one process are the same.
     """
@@ -171,15 +171,15 @@ def _answered(
     world_size: int,
     timeout: float,
 ) -> dict[int, list[Any]]:
-    """Trains what verdicts ask for, in one set of ranks, and returns the records by the case's number.
+    """Trains the settings that verdicts ask for, in one set of ranks, and returns the records by case number.
 
-    In double precision each case has ranks of its own: it may be refused there, which is its record then.
+    In double precision each case has its own set of ranks: it may be refused there, and the error is then its record.
 
     Args:
-        build: See :func:`compare_cases`.
+        build: Function that makes the model and its data.
         cases: All cases.
-        wanted: Settings by the case's number.
-        places: By the case's number, how many ranks see different data; filled here.
+        wanted: Settings by case number.
+        places: Number of data-parallel ranks by case number; filled here.
         options: Options of all trainers.
         world_size: Number of ranks.
         timeout: Seconds for each set of ranks.
@@ -216,7 +216,7 @@ def _answered(
 
 
 def _shared_with(cases: list[Case], number: int) -> int:
-    """Returns the first case that has the same run of one process."""
+    """Returns the number of the first case that has the same run of one process."""
     case = cases[number]
     same = [(other.arguments, other.trainer) == (case.arguments, case.trainer) for other in cases]
     return same.index(True)
@@ -225,20 +225,20 @@ def _shared_with(cases: list[Case], number: int) -> int:
 def _train_all(
     rank: int, world_size: int, build: Build, jobs: list[tuple[_Run, int]], options: dict[str, Any]
 ) -> list[Record | None]:
-    """Trains on ranks, and then this rank's share of the runs of one process, with no process group in the way.
+    """Trains the runs on ranks, and then, without a process group, some of the runs of one process on each rank.
 
     Args:
         rank: This rank.
         world_size: Number of ranks.
-        build: See :func:`compare_cases`.
-        jobs: Runs, each with the number of ranks that see different data where that is known.
+        build: Function that makes the model and its data.
+        jobs: Runs, each with the number of data-parallel ranks, 0 where it is not known yet.
         options: Options of all trainers.
 
     Returns:
-        This rank's records, by run; None for the runs of one process that another rank has trained.
+        Records of this rank by run; None for a run of one process that another rank has trained.
     """
     quiet()
-    register_data_parallel()  # So that "ddp" is what `dlo fit` makes of it.
+    register_data_parallel()  # So that "ddp" is the same strategy as in `dlo fit`.
     found: list[Record | None] = [None] * len(jobs)
     places = {run.number: place for run, place in jobs}
     for number, (run, _) in enumerate(jobs):

@@ -1,7 +1,7 @@
-"""What draws random numbers in training, made equal for one process and several ranks, or switched off, and said so.
+"""Randomness of a training, made equal for one process and several ranks, or switched off, with a note.
 
-Ranks draw their random numbers each for itself, so that dropout, random augmentation and mixing alone make a run on
-several ranks another run than that of one process. A comparison of the two has to be rid of them.
+Each rank draws its own random numbers, so that dropout, random augmentation and mixing alone make a run on several
+ranks differ from that of one process. A comparison of the two must remove them.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampl
 from dlo_framework.data import hash64, seed_all
 from dlo_framework.data.module import ResumableDataModule
 
-#: Attributes that hold the probability of a dropout, in any module: transformers' and torch's own have them beside
-#: ``nn.Dropout``.
+#: Names of attributes with the probability of a dropout, in any module: modules of transformers and torch have such
+#: attributes beside ``nn.Dropout``.
 _RATE = re.compile(r"(^|_)(dropout|drop|drop_path|droppath|layerdrop)(_p|_prob|_probability|_rate)?$")
-#: And those that do in modules whose class is called after dropping.
+#: Names of such attributes in modules whose class name matches the pattern below.
 _RATE_OF_DROP = re.compile(r"^(p|prob|drop_prob|drop_rate)$")
 _DROPS = re.compile(r"drop|stochasticdepth", re.IGNORECASE)
 
@@ -37,12 +37,12 @@ _DROPS = re.compile(r"drop|stochasticdepth", re.IGNORECASE)
 def switch_off_dropout(model: nn.Module) -> str | None:
     """Sets the rate of every dropout in a model to 0: dropout, stochastic depth, layer drop.
 
-    Modules are known by their attributes: ``p``, ``prob`` or ``drop_prob`` of a class that is called after dropping,
-    ``dropout``, ``attention_dropout``, ``drop_path_rate`` and the like of any other, and of its ``config``, which
-    transformers' models read in their forward pass.
+    They are found by their attributes: ``p``, ``prob`` or ``drop_prob`` of a class with "drop" in its name;
+    ``dropout``, ``attention_dropout``, ``drop_path_rate`` and the like of any other module, and of its ``config``,
+    which transformers' models read in their forward pass.
 
     Returns:
-        What was switched off, such as ``12 Dropout, 6 DropPath``; None if there was nothing.
+        Modules that were switched off, such as ``12 Dropout, 6 DropPath``; None if there were none.
     """
     found: Counter[str] = Counter()
     for module in model.modules():
@@ -71,7 +71,7 @@ def _is_rate(holder: Any, name: str, value: Any) -> bool:
 
 
 class SeededDataset(Dataset):
-    """A map-style dataset whose items draw the same random numbers whoever loads them, seeded by their index."""
+    """Map-style dataset whose items draw random numbers seeded by their index, the same on any rank."""
 
     def __init__(self, dataset: Any, seed: int) -> None:
         self.dataset, self.seed = dataset, seed
@@ -84,17 +84,17 @@ class SeededDataset(Dataset):
         seed_all(int(hash64(np.array([int(index)]), self.seed)[0]) >> 1)
         try:
             return self.dataset[index]
-        finally:  # Loading in the main process must not shift the model's random stream.
+        finally:  # Loading in the main process must not change the model's random state.
             random.setstate(states[0])
             np.random.set_state(states[1])
             torch.set_rng_state(states[2])
 
 
 class GlobalBatches(BatchSampler):
-    """The batches of several ranks under Lightning's ``DistributedSampler``, each rank's behind the other's.
+    """Batch sampler that concatenates the batches of several ranks under Lightning's ``DistributedSampler``.
 
-    Lightning (2.6) gives the training data of a plain ``DataLoader`` to ranks by this sampler, shuffled whatever the
-    loader says, seeded by ``seed_everything``.
+    Lightning (2.6) distributes the training data of a plain ``DataLoader`` over ranks by that sampler: shuffled, even
+    if the loader does not shuffle, and seeded by ``seed_everything``.
     """
 
     def __init__(self, dataset: Any, batch_size: int, shares: int, drop_last: bool, shuffle: bool, seed: int) -> None:
@@ -106,11 +106,11 @@ class GlobalBatches(BatchSampler):
 
     @property
     def sampler(self) -> Any:  # type: ignore[override]
-        """What Lightning looks for ``set_epoch`` in."""
+        """Object on which Lightning calls ``set_epoch``."""
         return self
 
     def set_epoch(self, epoch: int) -> None:
-        """Tells all ranks' samplers the epoch."""
+        """Sets the epoch of all ranks' samplers."""
         for sampler in self.samplers:
             sampler.set_epoch(epoch)
 
@@ -126,15 +126,16 @@ class GlobalBatches(BatchSampler):
 def prepare_loaders(loaders: Any, *, seed: int, shares: int | None, shuffle: bool, notes: list[str]) -> Any:
     """Returns training loaders whose batches are the same for one process and several ranks.
 
-    A plain ``DataLoader`` over a map-style dataset gets seeded items; for the one process it also gets the batches of
-    all ranks as one. Other loaders are returned as they are: dlo's own need nothing, and of the rest nothing is known.
+    A plain ``DataLoader`` over a map-style dataset gets seeded items; for the one process it also gets the concatenated
+    batches of all ranks. Other loaders are returned unchanged: dlo's own loaders are equal already, and others are not
+    known.
 
     Args:
-        loaders: what ``train_dataloader`` returned: a loader, or a nest of them.
-        seed: of the items and of the order.
-        shares: into how many ranks' shares a batch of the one process divides; None on a rank.
-        shuffle: whether Lightning's sampler shuffles on ranks: not with ``overfit_batches``.
-        notes: what was done is added here.
+        loaders: Result of ``train_dataloader``: a loader, or a nested structure of loaders.
+        seed: Seed of the items and of the order.
+        shares: Number of data-parallel ranks whose batches make up one batch of the one process; None on a rank.
+        shuffle: Whether Lightning's sampler shuffles on ranks; it does not with ``overfit_batches``.
+        notes: List to which notes on the changes are added.
     """
 
     def prepare(loader: DataLoader) -> DataLoader:
@@ -142,7 +143,7 @@ def prepare_loaders(loaders: Any, *, seed: int, shares: int | None, shuffle: boo
         is_plain = type(loader) is DataLoader and loader.batch_size is not None
         if not is_plain or isinstance(dataset, IterableDataset) or isinstance(sampler, DistributedSampler):
             notes.append(
-                f"data: {type(loader).__name__} over {type(dataset).__name__} is used as it is; its random choices"
+                f"data: {type(loader).__name__} over {type(dataset).__name__} is used unchanged; its random choices"
                 " are not made equal"
             )
             return loader
@@ -164,11 +165,11 @@ def prepare_loaders(loaders: Any, *, seed: int, shares: int | None, shuffle: boo
 
 
 def prepare_data(owner: Any, **options: Any) -> None:
-    """Makes an object's loaders for training and validation prepared ones; see :func:`prepare_loaders`.
+    """Replaces an object's loaders for training and validation by prepared ones; see :func:`prepare_loaders`.
 
     Args:
-        owner: a datamodule, or a module that brings its own loaders; this one object is changed.
-        **options: of :func:`prepare_loaders`.
+        owner: Datamodule, or module with loaders of its own; this object is changed in place.
+        **options: Arguments of :func:`prepare_loaders`.
     """
     if isinstance(owner, ResumableDataModule):
         options["notes"].append(
@@ -184,7 +185,7 @@ def _prepared(hook: Callable[[], Any], options: dict[str, Any]) -> Callable[[], 
     def dataloader() -> Any:
         return prepare_loaders(hook(), **options)
 
-    # Lightning (2.6) takes a hook whose code is the base class's, wrapped or not, for one that is not there.
+    # Lightning (2.6) treats a hook as missing if its code is the base class's, wrapped or not.
     return dataloader
 
 
@@ -192,14 +193,14 @@ def _prepared(hook: Callable[[], Any], options: dict[str, Any]) -> Callable[[], 
 
 
 def tell_of_parity(parts: list[Any], shares: int) -> list[str]:
-    """Asks each part of a run that has a method ``for_parity(shares)`` to make its work equal; returns what they say.
+    """Calls the method ``for_parity(shares)`` of each object that has one; returns notes on the changes.
 
-    Such a method makes a callback, datamodule or module do the same for one process, whose batches are the ranks'
-    batches one behind the other, as for the ranks. It returns a line that says what it has changed, or None.
+    The method makes a callback, datamodule or module do the same in one process, whose batches are the concatenated
+    batches of the ranks, as on the ranks. It returns a line about the changes, or None.
 
     Args:
-        parts: of the run.
-        shares: into how many ranks' batches this process's batch divides; 1 on a rank.
+        parts: Model, data and callbacks of the run.
+        shares: Number of data-parallel ranks whose batches make up one batch of this process; 1 on a rank.
     """
     lines = []
     for part in parts:

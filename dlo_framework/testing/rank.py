@@ -1,6 +1,6 @@
-"""What runs in a rank: the environment, the process group, the function, and the answer to the parent.
+"""Main function of a spawned rank: environment, process group, the function, and the answer to the parent.
 
-Nothing heavy is imported at the top: where each rank is spawned, the number of threads has to be set before torch is.
+Nothing heavy is imported at the top: in a spawned rank the number of threads must be set before torch is imported.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 
 
 class Streams:
-    """The caller's standard output and error; a process that was forked from a server has that one's."""
+    """Standard output and error of the caller, for a process forked from a server, which has the server's."""
 
     def __init__(self) -> None:
         self._sent: list[Any] = []
@@ -40,7 +40,7 @@ class Streams:
         return streams
 
     def take_over(self) -> None:
-        """Makes them this process's."""
+        """Replaces this process's standard output and error by the caller's."""
         for number, sent in zip((1, 2), self._sent, strict=False):
             descriptor = sent.detach()
             os.dup2(descriptor, number)
@@ -48,20 +48,19 @@ class Streams:
 
 
 class Job(NamedTuple):
-    """What a rank is told.
+    """Job of a rank, sent by its parent.
 
     Attributes:
-        function: pickled, with its arguments: ``(function, arguments)``.
-        modules: those that what is pickled comes from, each with the file that it is loaded from where its name cannot
-            be imported.
-        world_size: the number of ranks.
-        port: of the parent's store, on the loopback interface.
-        backend: of the process group; None for no group.
-        group_timeout: seconds that a collective may take.
-        threads: of torch's, on this rank.
-        start_method: by which this rank starts processes, a loader's workers say; None for the system's default.
-        environment: the caller's.
-        streams: the caller's.
+        function: Pickled function with its arguments: ``(function, arguments)``.
+        modules: Modules of the pickled objects, each with the file to load it from where its name cannot be imported.
+        world_size: Number of ranks.
+        port: Port of the parent's store, on the loopback interface.
+        backend: Backend of the process group; None for no group.
+        group_timeout: Seconds that a collective may take.
+        threads: Number of torch's threads on this rank.
+        start_method: Start method of this rank's own processes, such as loader workers; None for the system's default.
+        environment: Environment variables of the caller.
+        streams: Standard output and error of the caller.
     """
 
     function: bytes
@@ -77,13 +76,13 @@ class Job(NamedTuple):
 
 
 class Answer(NamedTuple):
-    """What a rank says at its end.
+    """Answer of a rank at its end.
 
     Attributes:
-        value: pickled; what the function returned, where it did.
-        error: the traceback, where it raised.
-        user_error: the message of a DloError that it raised, or that was behind what it raised.
-        at: seconds since the epoch, so that the first of several failing ranks can be told.
+        value: Pickled result of the function; None if it raised.
+        error: Traceback of the function's error; None if it returned.
+        user_error: Message of the DloError that the function raised, or that caused its error; None for other ends.
+        at: Time in seconds since the epoch, by which the first of several failing ranks is found.
     """
 
     value: bytes | None
@@ -93,29 +92,28 @@ class Answer(NamedTuple):
 
 
 def main(rank: int, job: Job, answer: Connection) -> None:
-    """Runs one rank; the target of its process."""
+    """Runs one rank; the target function of its process."""
     _end_with_the_parent()
-    gc.freeze()  # What the server has imported stays in memory that the ranks share: no collection writes to it.
+    gc.freeze()  # The server's imports stay in memory that the ranks share: the garbage collector does not write to it.
     job.streams.take_over()
-    faulthandler.enable()  # A rank that dies of SIGSEGV says where.
+    faulthandler.enable()  # A rank that dies of SIGSEGV prints its stack.
     os.environ.clear()
     os.environ.update(job.environment)
     multiprocessing.set_start_method(job.start_method, force=True)  # A spawned process would spawn its own too.
     os.environ.update(environment(rank, job.world_size, job.port, job.threads))
     for name in [name for name in os.environ if name.startswith("SLURM_") or name == "DLO_LAUNCHER"]:
-        # These ranks are ours, not SLURM's: Lightning would count its tasks instead. Nor are they those of a fit that
-        # this process' starter has made: they would look for it in vain.
+        # These ranks are not SLURM's, whose tasks Lightning would count instead, and have no `dlo fit` as launcher.
         del os.environ[name]
     try:
         result = _run(rank, job)
         value = pickle.dumps(result)
     except BaseException as error:
-        # Before anything is taken down: the other ranks' errors, which that causes, come later.
+        # Sent before the process group is destroyed, which causes errors on other ranks: this one must be the first.
         answer.send_bytes(pickle.dumps(Answer(None, traceback.format_exc(), _user_error(error), time.time())))
         answer.close()
         sys.stdout.flush()
         sys.stderr.flush()
-        os._exit(1)  # Taking the group down may wait for ranks that wait for this one.
+        os._exit(1)  # Destroying the group may wait for ranks that wait for this one.
     answer.send_bytes(pickle.dumps(Answer(value, None, None, time.time())))
     answer.close()
     import torch.distributed as dist
@@ -125,11 +123,11 @@ def main(rank: int, job: Job, answer: Connection) -> None:
 
 
 def environment(rank: int, world_size: int, port: int, threads: int) -> dict[str, str]:
-    """Returns the variables of a rank: torchrun's, so that ``env://`` and Lightning find their place.
+    """Returns the environment variables of a rank: those of torchrun, for ``env://`` and Lightning.
 
     ``TORCHELASTIC_USE_AGENT_STORE`` makes ``init_process_group()`` join the parent's store instead of opening another
-    at its port; ``TORCHELASTIC_RUN_ID`` is left out, because it would make Lightning demand torchrun's world size of a
-    trainer that is to run on one process.
+    at its port. ``TORCHELASTIC_RUN_ID`` is left out, because it would make Lightning require torchrun's world size for
+    a trainer of one process.
     """
     loopback = next((name for _, name in socket.if_nameindex() if name in ("lo", "lo0")), None)
     interfaces = {"GLOO_SOCKET_IFNAME": loopback, "NCCL_SOCKET_IFNAME": loopback} if loopback else {}
@@ -172,7 +170,7 @@ def find_module(name: str, file: str | None) -> Any:
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
-        # Only where the name itself is not there; a missing import inside the module is the caller's to see.
+        # Only if the module itself is missing; a missing import inside the module is the caller's error.
         if file is None or not (name == error.name or name.startswith(f"{error.name}.")):
             raise
     spec = importlib.util.spec_from_file_location(name, file)
@@ -193,8 +191,8 @@ def find_module(name: str, file: str | None) -> Any:
 def _join_group(rank: int, job: Job) -> None:
     """Makes the default process group over the parent's store.
 
-    The ranks first wait for each other at the store: importing takes some of them seconds longer than others where
-    cores are few, and the group's short limit is for its collectives.
+    The ranks first wait for each other at the store: with few cores imports take some ranks seconds longer than others,
+    and the group's short time limit is for collectives.
     """
     from datetime import timedelta
 
@@ -214,7 +212,7 @@ def _join_group(rank: int, job: Job) -> None:
         rank=rank,
         world_size=job.world_size,
         timeout=timedelta(seconds=job.group_timeout),
-        device_id=device,  # Connected at once, as Lightning has it: messages between two ranks wait for other work.
+        device_id=device,  # Connects at once, as Lightning does: sends between two ranks then wait for earlier work.
     )
 
 
@@ -226,9 +224,9 @@ def _user_error(error: BaseException) -> str | None:
 
 
 def _end_with_the_parent() -> None:
-    """Makes this rank a process group of its own that ends, with the processes it started, when its parent is gone.
+    """Makes this rank the leader of a process group that ends, with the rank's children, when the parent is gone.
 
-    A daemonic process would end too, but may not start loaders' workers.
+    A daemonic process would end too, but may not start loader workers.
     """
     if hasattr(os, "setsid"):
         os.setsid()

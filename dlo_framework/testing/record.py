@@ -1,4 +1,4 @@
-"""What a run did at each step, as numbers that can be compared with another run's."""
+"""Record of a run for a comparison: loss, gradient norm and batch digest of each step, and the final state."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ from dlo_framework.testing.randomness import switch_off_dropout
 from dlo_framework.testing.state import checksum, checksums, gather_whole, whole_weights
 from dlo_framework.watch.monitor import batch_loss, samples_of
 
-#: The key under which Adam and its kin keep the running mean of squared gradients.
+#: Key under which Adam and its variants keep the running mean of squared gradients.
 SQUARES = "exp_avg_sq"
 
 
 @dataclass(frozen=True)
 class Step:
-    """One optimizer step.
+    """Record of one optimizer step.
 
     Attributes:
-        loss: mean over the step's micro-batches, and over the ranks; None where ``training_step`` gave none.
-        norms: the gradients' global 2-norm before clipping, as each rank has it; empty where it cannot be known.
-        samples: over all ranks.
-        digest: of the batch's contents, whatever the order of the samples and the ranks that had them.
+        loss: Mean loss over the step's micro-batches and the ranks; None where ``training_step`` returned none.
+        norms: Global 2-norm of the gradients before clipping, as each rank has it; empty where it is not known.
+        samples: Number of samples over all ranks.
+        digest: Digest of the samples, independent of their order and of the ranks that had them.
     """
 
     loss: float | None
@@ -45,20 +45,20 @@ class Step:
 
 @dataclass
 class Record:
-    """A run, as one rank has seen it, or all ranks together.
+    """Record of a run on one rank, or merged over all ranks.
 
     Attributes:
-        steps: the optimizer steps.
-        place: of the rank among those that see different data, and how many there are.
-        weights: at the end, by name; on global rank 0.
-        initial: checksums of the weights before the first step; on global rank 0.
-        moved: 2-norm of how far training moved each weight; on global rank 0.
-        optimizer: optimizer state at the end, by ``"<key> of <name>"``; on global rank 0, and empty where the strategy
-            does not give it by parameter.
-        validation: metrics of a validation at the end, by name, as each rank has them.
-        batch_norms: how many BatchNorm layers see their rank's samples only.
-        drew: the first step in which ``training_step`` drew random numbers; None if none did.
-        notes: what was switched off or made equal.
+        steps: Optimizer steps.
+        place: Data-parallel rank, and number of data-parallel ranks.
+        weights: Weights at the end, by name; on global rank 0.
+        initial: Checksums of the weights before the first step; on global rank 0.
+        moved: 2-norm of each weight's change by training; on global rank 0.
+        optimizer: Optimizer state at the end, by ``"<key> of <name>"``; on global rank 0, and empty where the strategy
+            does not return it by parameter.
+        validation: Metrics of a validation at the end, by name, as each rank has them.
+        batch_norms: Number of BatchNorm layers with statistics per rank.
+        drew: First step in which ``training_step`` drew random numbers; None if none did.
+        notes: Notes on randomness that was switched off or made equal.
     """
 
     steps: list[Step] = field(default_factory=list)
@@ -74,10 +74,13 @@ class Record:
 
 
 def merge(records: list[Record]) -> Record:
-    """Returns the record of all ranks together, from each one's, by rank.
+    """Merges the ranks' records into one.
 
-    Losses are the mean over the ranks that see different data; those that share a model replica have the same, or
-    each that of its part of the sequence. Every rank's gradient norm is kept: they have to be equal.
+    Losses are the mean over the data-parallel ranks; ranks of one replica have the same loss, or each that of its slice
+    of the sequence. Every rank's gradient norm is kept: they must be equal.
+
+    Args:
+        records: Records by rank.
     """
     assert len({len(record.steps) for record in records}) == 1, "the ranks took the same number of steps"
     first = records[0]
@@ -108,12 +111,12 @@ def merge(records: list[Record]) -> Record:
 
 
 class Recorder(Callback):
-    """Records a run, its dropout switched off, and has it validate after its last step.
+    """Callback that records a run, switches its dropout off, and makes it validate after its last step.
 
-    It is to be the first of the trainer's callbacks, so that it sees gradients before others change them.
+    It must be the first of the trainer's callbacks, so that it sees gradients before others change them.
 
     Args:
-        nudge: Seed of a change of each weight by one unit in its last place, before the first step; 0 for none.
+        nudge: Seed of a change of each weight by one unit in the last place, before the first step; 0 for none.
     """
 
     def __init__(self, nudge: int = 0) -> None:
@@ -126,7 +129,7 @@ class Recorder(Callback):
         self._random: Any = None
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Switches dropout off, before the first forward pass, and notes the weights that training begins with."""
+        """Switches dropout off, before the first forward pass, and records the initial weights."""
         self.record.place = data_parallel_coordinates(trainer)
         dropped = switch_off_dropout(pl_module)
         if dropped:
@@ -141,14 +144,14 @@ class Recorder(Callback):
         self._tick = trainer.global_step
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        """Takes the batch's digest, and the random state to see whether the step will draw from it."""
+        """Records the batch's digest, and the random state, to find whether the step draws random numbers."""
         samples, _ = samples_of(batch)
         self._samples += samples
         self._digest += digest(batch, samples)
         self._random = _flat_random_state()
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Any) -> None:
-        """Measures the gradients."""
+        """Records the gradient norm."""
         norm = gradient_norm(trainer, optimizer)
         if norm is not None:
             self._squares.append(float(norm) ** 2)
@@ -156,7 +159,7 @@ class Recorder(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Closes the step, if the optimizer has made one."""
+        """Completes the record of a step, if the optimizer has made one."""
         if self.record.drew is None and not _equal(self._random, _flat_random_state()):
             self.record.drew = len(self.record.steps)
         loss = batch_loss(trainer, outputs)
@@ -171,17 +174,17 @@ class Recorder(Callback):
         self._losses, self._squares, self._samples, self._digest = [], [], 0, 0
         steps, epochs = trainer.max_steps, trainer.max_epochs or -1
         if len(self.record.steps) >= steps > 0 or (trainer.is_last_batch and trainer.current_epoch + 1 == epochs):
-            trainer.should_stop = True  # Lightning (2.6) validates before it ends a run that is asked to stop.
+            trainer.should_stop = True  # Lightning (2.6) then validates before it ends the run.
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Keeps what validation has logged."""
+        """Records the logged metrics."""
         if trainer.sanity_checking or trainer._results is None:
             return
         logged = trainer._results.metrics(on_step=False)["callback"]
         self.record.validation = {name: (float(value),) for name, value in logged.items()}
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Keeps the weights, and the optimizers' state."""
+        """Records the final weights and the optimizers' state."""
         self.record.weights = whole_weights(trainer)
         self.record.moved = {
             name: float(torch.linalg.vector_norm(weight.double() - self._begin[name].double()))
@@ -193,7 +196,7 @@ class Recorder(Callback):
             self.record.optimizer = optimizer_tensors(trainer, trainer.strategy)
         else:
             name = type(trainer.strategy).__name__
-            self.record.notes.append(f"optimizer state: not compared; {name} does not give it by parameter")
+            self.record.notes.append(f"optimizer state: not compared; {name} does not return it by parameter")
 
 
 def nudge(module: nn.Module, seed: int) -> None:
@@ -211,7 +214,7 @@ def nudge(module: nn.Module, seed: int) -> None:
 def optimizer_tensors(trainer: Trainer, strategy: CanonicalStrategy) -> dict[str, Tensor]:
     """Returns the optimizers' state as full tensors on the CPU, by ``"<key> of <name>"``; called on all ranks.
 
-    Ranks but global rank 0 get an empty dict.
+    Only global rank 0 gets it; the other ranks get an empty dict.
     """
     state: dict[str, Any] = {}
     for optimizer in trainer.optimizers:
@@ -223,10 +226,10 @@ def optimizer_tensors(trainer: Trainer, strategy: CanonicalStrategy) -> dict[str
 
 
 def gradient_norm(trainer: Trainer, optimizer: Any) -> Tensor | None:
-    """Returns the 2-norm of an optimizer's gradients over all ranks; None where the strategy does not let one know.
+    """Returns the 2-norm of an optimizer's gradients over all ranks; None without gradients.
 
-    A strategy that owns its gradients has a method ``gradient_norm(optimizer)``. Of others, gradients are plain
-    tensors that are equal on all ranks, DTensors, or in the hands of torch's FSDP 1, which returns the norm when it
+    A strategy that keeps gradients itself has a method ``gradient_norm(optimizer)``. Under other strategies, gradients
+    are plain tensors that are equal on all ranks, DTensors, or those of torch's FSDP 1, which returns the norm when it
     clips to infinity.
     """
     own = contract_of(trainer.strategy).gradient_norm(optimizer)
@@ -251,11 +254,11 @@ def gradient_norm(trainer: Trainer, optimizer: Any) -> Tensor | None:
 
 
 def digest(batch: Any, samples: int) -> int:
-    """Returns a number that two batches share if they have the same samples, in any order.
+    """Returns a digest of a batch's samples that does not depend on their order.
 
     Args:
-        batch: any nest of tensors.
-        samples: how many; of tensors ``[samples, ...]`` each row counts, others do not.
+        batch: Nested structure of tensors.
+        samples: Number of samples; each row of a tensor ``[samples, ...]`` counts, other tensors do not.
     """
     rows = [0] * samples
     waiting = [batch]
@@ -271,7 +274,7 @@ def digest(batch: Any, samples: int) -> int:
 
 
 def _flat_random_state() -> list[Any]:
-    """Returns the random state of this process, as a list of what can be compared."""
+    """Returns the random state of this process, as a flat list of values to compare."""
     flat, waiting = [], [random_state()]
     while waiting:
         item: Any = waiting.pop()

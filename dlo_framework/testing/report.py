@@ -1,19 +1,19 @@
-"""A comparison as text: the steps in a table, the largest differences, the verdict, and what is likely."""
+"""Text of a comparison: the table of steps, the largest differences, the verdict, and likely causes."""
 
 from __future__ import annotations
 
 from dlo_framework.testing.comparison import Comparison, Pair
 
-#: Tensors that are named in a report.
+#: Most tensors that a report names.
 _SHOWN_TENSORS = 8
 
 
 def report(comparison: Comparison, steps: bool = True) -> str:
-    """Returns the whole comparison as text.
+    """Returns a comparison as text.
 
     Args:
-        comparison: what to tell.
-        steps: with the table of all steps.
+        comparison: Comparison to report.
+        steps: Whether to include the table of all steps.
     """
     lines = [f"made equal or switched off: {note}" for note in comparison.notes]
     if steps:
@@ -23,7 +23,7 @@ def report(comparison: Comparison, steps: bool = True) -> str:
 
 
 def table(comparison: Comparison) -> list[str]:
-    """Returns the steps as lines of a table; a step that is out of its limits ends in ``<``."""
+    """Returns the steps as lines of a table; the line of a step out of its limits ends in ``<``."""
     head = f"{'step':>5}  {'loss, 1 process':>16}  {'loss, ranks':>16}  {'diff':>7}"
     lines = [head + f"  {'grad norm, 1':>14}  {'ranks':>14}  {'diff':>7}"]
     for row in comparison.rows:
@@ -55,12 +55,12 @@ def summary(comparison: Comparison) -> list[str]:
 
 
 def _differences(comparison: Comparison) -> list[str]:
-    """Returns the largest differences, the tensors at fault first."""
+    """Returns lines on the largest differences, with the tensors that are out of their limits first."""
     lines = []
     for what, title in (("loss", "loss"), ("norm", "gradient norm")):
         worst = comparison.worst(what)
         if worst is None:
-            lines.append(f"{title}: not compared; a run does not tell it")
+            lines.append(f"{title}: not compared, because a run did not record it")
             continue
         step, pair = worst
         lines.append(
@@ -89,7 +89,7 @@ def _differences(comparison: Comparison) -> list[str]:
         count = sum(comparison.without_gradient.values())
         names = list(comparison.without_gradient)
         others = f" and {len(names) - 1} more" if len(names) > 1 else ""
-        lines.append(f"left out: {count} elements whose gradient is zero but for rounding, in {names[0]}{others}")
+        lines.append(f"left out: {count} elements whose gradient is zero up to rounding, in {names[0]}{others}")
     return lines
 
 
@@ -112,5 +112,5 @@ def _verdict(comparison: Comparison) -> str:
         where = f"in validation ({', '.join(metrics)})"
     precision = ", in double precision too" if in_double else ""
     if comparison.double is not None and not in_double:
-        precision = ", in single precision alone, with another seed too"
+        precision = ", in single precision only, with another seed too"
     return f"NO PARITY: {comparison.name}: differs {where}{precision}"

@@ -1,8 +1,8 @@
-"""Calling a function on several ranks of one machine, limited in time, and leaving nobody behind.
+"""Function calls on several ranks of one machine, with a time limit, after which no process is left.
 
-Importing torch and Lightning takes each rank seconds of a core. Where no accelerator is in play they are imported
-once, in a server process from which ranks are forked (multiprocessing's forkserver): it starts no threads and holds
-nothing of the caller. Elsewhere each rank is spawned: a driver that is in use does not survive a fork.
+Importing torch and Lightning takes each rank seconds of a core. Without an accelerator they are imported once, in a
+server process from which ranks are forked (multiprocessing's forkserver): it starts no threads and has none of the
+caller's state. With an accelerator each rank is spawned: a driver that is in use does not survive a fork.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from dlo_framework.errors import DloError
 from dlo_framework.testing import rank as rank_module
 from dlo_framework.testing.rank import Answer, Job, Streams
 
-#: Seconds that the ranks have to end by themselves once each has answered.
+#: Seconds that the ranks have to exit once each has answered.
 _GRACE = 10.0
-#: What the server imports beside torch, if this process has: modules, and packages with all of theirs that it has. The
-#: only threads that they start are those of OpenBLAS and jemalloc, which have handlers of forks.
+#: Modules, and packages with all their modules, that the server imports beside torch if this process has imported them.
+#: The only threads that they start are those of OpenBLAS and jemalloc, which have handlers for forks.
 _HEAVY = (
     "jsonargparse",
     "lightning.pytorch",
@@ -44,12 +44,12 @@ _HEAVY_PACKAGES = ("dlo_framework", "dlo_plugins", "dlo_tasks", "pytest", "timm"
 
 
 class RankFailed(RuntimeError):
-    """A rank raised, died, or did not answer in time; the message holds the traceback of the first one.
+    """Error of a rank that raised, died, or did not answer in time; the message holds the first rank's traceback.
 
     Args:
-        message: what happened, with the rank's traceback.
-        rank: the first rank that failed; None where the time was up.
-        user_error: the message of the DloError that it raised, where it was one.
+        message: Description of the failure, with the rank's traceback.
+        rank: First rank that failed; None after a time limit.
+        user_error: Message of the DloError that the rank raised; None for other failures.
     """
 
     def __init__(self, message: str, rank: int | None, user_error: str | None = None) -> None:
@@ -79,22 +79,22 @@ def run_distributed(
         assert run_distributed(_sum, 2, 0.5) == [2.0, 2.0]
     ```
 
-    Each rank has the variables that torchrun sets, so a Lightning ``Trainer`` in ``fn`` with ``devices=world_size``
-    takes its place among them. The ranks talk over the loopback interface alone, and find each other at a port that
-    the operating system chose. The first call takes some seconds to import torch and Lightning; with an accelerator
-    each call does, so put many checks into one function.
+    Each rank has the environment variables that torchrun sets, so that a Lightning ``Trainer`` in ``fn`` with
+    ``devices=world_size`` runs as one of the ranks. The ranks communicate over the loopback interface only, and meet at
+    a port that the operating system chose. The first call takes some seconds to import torch and Lightning; with an
+    accelerator each call does, so put many checks into one function.
 
     Args:
-        fn: a function at the top level of a module, a test's own file included.
-        world_size: the number of ranks.
-        *args: for each rank; pickled.
-        timeout: seconds for everything, the ranks' start included.
-        group_timeout: seconds that a collective may wait for the other ranks.
-        backend: of the process group; None makes none.
-        threads: torch's threads on each rank.
+        fn: Function at the top level of a module, such as a test file.
+        world_size: Number of ranks.
+        *args: Further arguments of ``fn`` on each rank; pickled.
+        timeout: Seconds for the whole call, the ranks' start included.
+        group_timeout: Seconds that a collective may wait for the other ranks.
+        backend: Backend of the process group; None for no group.
+        threads: Number of torch's threads on each rank.
 
     Returns:
-        What each rank returned, by rank; pickled, so tensors are copies.
+        Results of ``fn`` by rank; pickled, so that tensors are copies.
 
     Raises:
         DloError: for a lambda, or a function inside another.
@@ -102,7 +102,10 @@ def run_distributed(
     """
     assert world_size >= 1
     if "<" in fn.__qualname__:
-        raise DloError(f"fn runs in other processes, so it stands at a module's top level; {fn.__qualname__} does not")
+        raise DloError(
+            f"fn must be a function at a module's top level, because it runs in other processes, got {fn.__qualname__};"
+            " move it there"
+        )
     store = _store()
     method = multiprocessing.get_start_method(allow_none=True)
     job = Job(
@@ -124,7 +127,7 @@ def run_distributed(
             here, there = context.Pipe(duplex=False)
             process = context.Process(target=rank_module.main, args=(number, job, there), name=f"rank {number}")
             process.start()
-            there.close()  # So that a rank's death is the pipe's end.
+            there.close()  # So that the pipe ends when the rank dies.
             ranks.append(process)
             answers.append(here)
         values = _collect(ranks, answers, time.monotonic() + timeout, timeout)
@@ -139,7 +142,7 @@ def run_distributed(
 
 
 def process_context() -> Any:
-    """Returns multiprocessing's context in which new processes start fastest."""
+    """Returns the multiprocessing context in which new processes start fastest."""
     import torch
 
     if sys.platform != "linux" or torch.accelerator.is_available():
@@ -151,14 +154,14 @@ def process_context() -> Any:
 
 
 class _Pickler(pickle.Pickler):
-    """Notes the modules of the functions and classes that it pickles."""
+    """Pickler that notes the modules of the functions and classes that it pickles."""
 
     def __init__(self, file: io.BytesIO) -> None:
         super().__init__(file)
         self.modules: dict[str, str | None] = {}
 
     def reducer_override(self, item: Any) -> Any:
-        """Called for functions and classes too, which are pickled as a module and a name."""
+        """Notes the module of a function or class, which are pickled as a module and a name."""
         name = getattr(item, "__module__", None) if isinstance(item, type | FunctionType) else None
         if name is not None and name != "__main__":  # multiprocessing runs a script again by itself.
             self.modules[name] = getattr(sys.modules.get(name), "__file__", None)
@@ -166,7 +169,7 @@ class _Pickler(pickle.Pickler):
 
 
 def _pickled(item: Any) -> tuple[bytes, dict[str, str | None]]:
-    """Returns an object as bytes, and the modules that have to be there before it can be read."""
+    """Returns a pickled object, and the modules that must be imported before it is unpickled."""
     file = io.BytesIO()
     pickler = _Pickler(file)
     pickler.dump(item)
@@ -176,7 +179,7 @@ def _pickled(item: Any) -> tuple[bytes, dict[str, str | None]]:
 def _store() -> Any:
     """Returns a store that this process serves, on the loopback interface, at a port that the system chose.
 
-    A port that is free when one asks may be taken when one uses it; a socket that listens already cannot be.
+    The store gets a socket that listens already: a port that is only known to be free may be taken before its use.
     """
     from datetime import timedelta
 
@@ -206,7 +209,7 @@ def _collect(ranks: list[BaseProcess], answers: list[Any], deadline: float, time
             silent = [number for number in range(len(ranks)) if number not in values]
             raise RankFailed(
                 f"time limit of {timeout:g} s: no answer from {_named(silent)} of {len(ranks)};"
-                " one waits for another, or the time is too short",
+                " a rank waits for another, or timeout is too short",
                 None,
             )
         failures: dict[int, Answer | None] = {}
@@ -233,9 +236,9 @@ def _receive(here: Any) -> Answer | None:
 
 
 def _failure(failures: dict[int, Answer | None], ranks: list[BaseProcess]) -> RankFailed:
-    """Returns the error of the first rank that failed, of those whose end was seen at the same moment.
+    """Returns the error of the first rank that failed, of those whose ends were noticed at the same moment.
 
-    A rank that died without a word comes first: the others' errors are of the connection that it left behind.
+    A rank that died without an answer comes first: the others' errors are of connections to it.
     """
     first = min(failures, key=lambda number: answer.at if (answer := failures[number]) is not None else 0.0)
     answer = failures[first]
@@ -264,7 +267,7 @@ def _end(ranks: list[BaseProcess]) -> None:
         if process.exitcode != 0:
             assert process.pid is not None
             try:
-                # A rank has a process group of its own, once it has begun; before, it has started nobody.
+                # A rank makes a process group of its own at its start; before, it has no children.
                 os.killpg(process.pid, signal.SIGKILL)
             except (ProcessLookupError, AttributeError):
                 process.kill()

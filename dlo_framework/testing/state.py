@@ -1,4 +1,4 @@
-"""The weights that a strategy has spread over ranks, whole again, whatever it has made of them."""
+"""Full tensors on rank 0, gathered from the shards of any strategy, and their checksums."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from dlo_framework.checkpoint.boxes import part_of, tiles
 from dlo_framework.checkpoint.boxes import whole as whole_box
 from dlo_framework.distributed.canonical import clean
 
-#: Bytes of the tensors that are sent in one message, where one is not larger by itself.
+#: Most bytes of the tensors in one message, unless a single tensor is larger.
 _BUNDLE = 64 << 20
 
 
 def whole_weights(trainer: Trainer) -> dict[str, Tensor]:
-    """Returns the model's parameters and buffers by their plain names, on the CPU, on global rank 0.
+    """Returns the model's full parameters and buffers by their plain names, on the CPU, on global rank 0.
 
-    All ranks call it; the others get an empty dict, or what was gathered with them anyway.
+    Called on all ranks; the other ranks get an empty dict.
     """
     state = trainer.strategy.lightning_module_state_dict()
     plain = {clean(name): value for name, value in state.items()}
@@ -38,14 +38,14 @@ def whole_weights(trainer: Trainer) -> dict[str, Tensor]:
 
 
 def gather_whole(state: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Returns the whole tensors of a state dict whose values are spread over the ranks of the default group.
+    """Gathers the full tensors of a state dict that is sharded over the ranks of the default group.
 
     Args:
-        state: of this rank: plain tensors, DTensors, flat or cut shards. Ranks may hold different names, as the stages
-            of a pipeline do; what is no tensor is left out.
+        state: State of this rank: plain tensors, DTensors, flat or cut shards. Ranks may have different names, as the
+            stages of a pipeline do; values that are not tensors are left out.
 
     Returns:
-        On rank 0, every name that any rank holds, on the CPU. Elsewhere, nothing.
+        Full tensors on the CPU by name, of all ranks' names, on rank 0; an empty dict on other ranks.
     """
     held = {name: _boxes(value) for name, value in state.items() if isinstance(value, Shard)}
     told: list[Any] = [None] * dist.get_world_size()
@@ -73,7 +73,7 @@ def gather_whole(state: Mapping[str, Any]) -> dict[str, Tensor]:
 
 
 def _bundles(kinds: Mapping[str, tuple[torch.Size, torch.dtype]]) -> Iterator[list[str]]:
-    """Yields the names of tensors that are sent together, since a message takes about as long as a small tensor."""
+    """Yields the names of tensors to send in one message, because each message has a fixed cost."""
     names: list[str] = []
     held = 0
     for name, (shape, dtype) in kinds.items():
@@ -92,7 +92,7 @@ def _boxes(value: Shard) -> tuple[torch.Size, torch.dtype, dict[Box, Tensor]]:
 
 
 def _assembled(name: str, shape: torch.Size, dtype: torch.dtype, parts: Mapping[Box, Tensor]) -> Tensor:
-    assert tiles(tuple(shape), parts), f"the parts that ranks hold of {name}, shape {tuple(shape)}, do not tile it"
+    assert tiles(tuple(shape), parts), f"the ranks' shards of {name}, shape {tuple(shape)}, do not tile it"
     joined = torch.empty(shape, dtype=dtype)
     for box, part in parts.items():
         part_of(joined, whole_box(tuple(shape)), box).copy_(part)
@@ -100,18 +100,18 @@ def _assembled(name: str, shape: torch.Size, dtype: torch.dtype, parts: Mapping[
 
 
 def _gathered(item: Any) -> list[Any] | None:
-    """Returns every rank's item on rank 0; None elsewhere."""
+    """Returns every rank's item on rank 0; None on other ranks."""
     parts: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
     dist.gather_object(item, parts, dst=0)
     return parts
 
 
 def checksums(weights: Mapping[str, Tensor]) -> dict[str, int]:
-    """Returns a checksum of each tensor's bytes: equal weights have equal ones."""
+    """Returns a checksum of each tensor's bytes."""
     return {name: checksum(tensor) for name, tensor in weights.items()}
 
 
 def checksum(tensor: Tensor, before: int = 0) -> int:
-    """Returns the CRC-32 of a tensor's elements, in row-major order, behind what ``before`` is the checksum of."""
+    """Returns the CRC-32 of a tensor's elements, in row-major order, continued from the checksum ``before``."""
     flat = tensor.detach().cpu().contiguous().view(-1)
     return zlib.crc32(flat.view(torch.uint8).numpy().data, before) if flat.numel() else before

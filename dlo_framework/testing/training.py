@@ -1,4 +1,4 @@
-"""Training a few steps to compare them: the user's trainer without what watches and saves."""
+"""Short training for a comparison: the user's trainer without the callbacks that watch, save or end a run."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from dlo_framework.testing.randomness import prepare_data, prepare_loaders, tell
 from dlo_framework.testing.record import Record, Recorder
 from dlo_framework.watch.monitor import samples_of
 
-#: Callbacks that watch, save or end a run, and those that try things before it: none changes what a step computes.
+#: Callbacks that watch, save or end a run, and those that act before it: none changes the result of a step.
 _LEFT_OUT = (
     BeforeTraining,
     Checkpoint,
@@ -44,8 +44,8 @@ _LEFT_OUT = (
     Timer,
 )
 
-#: What the trainer is told whatever its options say. A schedule over the whole run thus runs over these steps. A
-#: callback that counts in parts of the run's epochs says so by ``needs_max_epochs``, and the options' number stays.
+#: Options of the trainer that replace the user's. So a schedule over the full run runs over these steps. For a callback
+#: with the attribute ``needs_max_epochs``, which counts in fractions of the run's epochs, the user's epochs stay.
 _FIXED: dict[str, Any] = {
     "max_epochs": -1,
     "min_epochs": None,
@@ -68,16 +68,16 @@ _FIXED: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class Setting:
-    """How one side of a comparison trains.
+    """Setting of one run of a comparison.
 
     Attributes:
-        steps: optimizer steps.
-        seed: of the weights, the order of foreign data and its items.
-        ranks: on which the strategy under test runs; None for the one process that it is compared with.
-        shares: how many ranks' batches make up one of this process's; 1 on ranks.
-        control: Number of a control, which changes rounding and nothing else; 0 is none. The first turns the order of
-            the samples in each batch round, others shuffle it and nudge the weights by a unit in their last place.
-        double: Train in double precision.
+        steps: Number of optimizer steps.
+        seed: Seed of the weights, and of the order and the items of data that is not dlo's.
+        ranks: Number of ranks on which the strategy runs; None for the one process that it is compared with.
+        shares: Number of data-parallel ranks whose batches make up one batch of this process; 1 on ranks.
+        control: Number of a control, which changes rounding only; 0 for none. Control 1 reverses the order of the
+            samples in each batch; others shuffle it, and change the weights by a unit in the last place.
+        double: Whether to train in double precision.
     """
 
     steps: int
@@ -92,7 +92,7 @@ class Permuted(BatchTransform):
     """Changes the order of the samples in each training batch, after all other transforms.
 
     Args:
-        number: Number of the control: 1 for the opposite order, others for a random one.
+        number: Number of the control: 1 for the reverse order, others for a random one.
     """
 
     order = 1_000_000
@@ -103,7 +103,7 @@ class Permuted(BatchTransform):
         self._random = random.Random(number)
 
     def transform(self, trainer: Trainer, pl_module: LightningModule, batch: Any) -> Any:
-        """Returns the batch in another order."""
+        """Returns the batch with its samples in another order."""
         order = list(range(samples_of(batch)[0]))
         order.reverse()
         if self.number > 1:
@@ -112,7 +112,7 @@ class Permuted(BatchTransform):
 
 
 def permute(batch: Any, order: Sequence[int]) -> Any:
-    """Returns a batch with its samples in another order, in every tensor and list of that length."""
+    """Returns a batch with its samples in another order, in every tensor and list whose length is theirs."""
     if isinstance(batch, Tensor):
         return batch[torch.tensor(order, device=batch.device)] if batch.ndim and len(batch) == len(order) else batch
     if isinstance(batch, dict):
@@ -127,18 +127,18 @@ def permute(batch: Any, order: Sequence[int]) -> Any:
 
 
 class InDouble(TorchFunctionMode):
-    """Makes float64 of every float32 that code asks for by name, such as norms that compute in it.
+    """Replaces float32 by float64 where code asks for float32 by name, as many norms do.
 
-    Under ``64-true`` models hold and take doubles, but many compute norms, softmax and losses in float32 all the same,
-    whose rounding would hide what a comparison in double precision is to show.
+    Under ``64-true`` models have double parameters and inputs, but many compute norms, softmax and losses in float32
+    nevertheless; that rounding would hide the differences that a comparison in double precision must show.
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Calls a function of torch."""
+        """Calls a torch function with float64 in place of float32."""
         kwargs = dict(kwargs or {})
         if func is Tensor.float:
             return args[0].double()
-        if func is not Tensor.view:  # It would read the bytes as other numbers.
+        if func is not Tensor.view:  # It would reinterpret the bytes.
             args = tuple(torch.float64 if arg is torch.float32 else arg for arg in args)
             if kwargs.get("dtype") is torch.float32:
                 kwargs["dtype"] = torch.float64
@@ -153,15 +153,15 @@ def record_training(
     strategy: Any = "auto",
     make_trainer: Callable[[dict[str, Any]], Trainer] = lambda options: Trainer(**options),
 ) -> Record:
-    """Trains and returns what happened.
+    """Trains a model and returns the record of the run.
 
     Args:
-        model: a new one; made with the setting's seed.
-        data: a datamodule, a loader or nest of loaders, or None where the model brings its own.
-        options: the trainer's; those that have to do with watching and saving are overruled.
-        setting: see :class:`Setting`.
-        strategy: of the ranks; the one process has Lightning's own for a single device.
-        make_trainer: makes a trainer from its options.
+        model: New model, built with the setting's seed.
+        data: Datamodule, loader or nested structure of loaders; None where the model has its own.
+        options: Options of the trainer; those for watching and saving are replaced.
+        setting: Setting of the run.
+        strategy: Strategy of the ranks; the one process has Lightning's own for a single device.
+        make_trainer: Function that makes a trainer from its options.
     """
     notes: list[str] = ["device: float32 products in full precision, not TF32"] if _without_tf32() else []
     callbacks = _as_list(options.get("callbacks"))
@@ -191,24 +191,24 @@ def record_training(
             epochs = overruled["max_epochs"] = options.get("max_epochs")
             notes += [f"{' and '.join(in_need)}: a percentage is of the run's {epochs} epochs, not of these steps"]
         trainer = make_trainer(overruled | {"callbacks": every, "default_root_dir": folder})
-        use_canonical_checkpoints(trainer)  # So that the one process gives its optimizer's state by parameter.
+        use_canonical_checkpoints(trainer)  # So that the one process returns its optimizer state by parameter.
         trainer.fit(model, **feed)
     recorder.record.notes = notes + recorder.record.notes
     return recorder.record
 
 
 def _why_left_out(callback: Callback) -> str | None:
-    """Returns why a callback is left out of a comparison, "" where that needs no words; None if it takes part.
+    """Returns why a callback is left out of a comparison, "" if that needs no note; None if it takes part.
 
-    A callback of a plug-in says so by its attribute ``left_out_of_parity``.
+    A plug-in's callback gives the reason in its attribute ``left_out_of_parity``.
     """
     if isinstance(callback, BeforeTraining):
-        return "it tries things before training"
+        return "it acts before training"
     return "" if isinstance(callback, _LEFT_OUT) else getattr(callback, "left_out_of_parity", None)
 
 
 def trainer_options(options: dict[str, Any], setting: Setting, strategy: Any) -> dict[str, Any]:
-    """Returns the options of a trainer that is to be recorded, made of a run's."""
+    """Returns the options of a trainer for a recorded run, made from the user's."""
     plugins = [plugin for plugin in _as_list(options.get("plugins")) if not isinstance(plugin, CheckpointIO)]
     changed = _FIXED | {"max_steps": setting.steps, "strategy": strategy, "plugins": plugins}
     changed["devices"] = setting.ranks or 1
@@ -221,9 +221,9 @@ def trainer_options(options: dict[str, Any], setting: Setting, strategy: Any) ->
 
 
 def _without_tf32() -> bool:
-    """Makes CUDA multiply float32 in full in this process, and returns whether there is CUDA.
+    """Switches TF32 off in this process, and returns whether CUDA is available.
 
-    torch lets cuDNN's convolutions round their inputs to TF32's eleven bits by default.
+    By default torch lets cuDNN's convolutions round their inputs to TF32's eleven bits.
     """
     if not torch.cuda.is_available():
         return False
@@ -239,7 +239,7 @@ def _as_list(value: Any) -> list[Any]:
 
 
 def quiet() -> None:
-    """Silences Lightning's remarks on devices and speed: they are of no use here."""
+    """Silences Lightning's messages about devices and speed, which are of no use in a comparison."""
     import warnings
 
     for name in ("lightning.pytorch", "lightning.fabric", "lightning.pytorch.utilities.rank_zero"):
@@ -249,6 +249,6 @@ def quiet() -> None:
 
 
 def leave_group() -> None:
-    """Takes the process group down that a strategy has made, so that what comes next in this process has none."""
+    """Destroys the process group that a strategy has made, so that the next run in this process has none."""
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()

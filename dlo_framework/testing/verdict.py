@@ -1,10 +1,10 @@
-"""The verdict on a strategy: a fault told from rounding, by as many further runs as that takes.
+"""Verdict on a strategy: distinguishes a fault from rounding, by further runs where they are needed.
 
-1. Ranks and one process, as the config says. If they agree within the tolerance, that is parity.
-2. Both again in double precision. There rounding is a billion times smaller, so that what is left is a fault.
-3. If they agree there, one process again with other rounding, to see whether single precision explains the first
-   difference. If it does not, another seed decides: a router that chooses another expert is chance and does not
-   happen twice, and a strategy that is wrong in single precision alone is wrong with each seed.
+1. Ranks and one process train with the config's precision. If they agree within the tolerance, that is parity.
+2. Else both train in double precision, where rounding is a billion times smaller: a difference there is a fault.
+3. If they agree there, one process trains with other rounding, to see whether single precision explains the first
+   difference. If it does not, another seed decides: a router that chooses another expert by chance does not do so
+   twice, and a strategy that is wrong only in single precision is wrong with each seed.
 
 In half precision, and where a model or strategy refuses double precision, the runs with other rounding decide.
 """
@@ -20,27 +20,27 @@ from dlo_framework.testing.comparison import Comparison
 from dlo_framework.testing.record import Record
 from dlo_framework.testing.training import Setting
 
-#: Runs with other rounding: two beside double precision, and three where they decide.
+#: Number of runs with other rounding: two beside double precision, and three where they decide.
 _CONTROLS = 2
 _CONTROLS_ALONE = 3
-#: How much more than other rounding changes is no rounding, where double precision agrees.
+#: Factor on the differences from other rounding above which a difference is not rounding, if double precision agrees.
 _FAR = 100.0
-#: No rounding changes the first step's loss or gradient norm by so much.
+#: Relative difference of the first step's loss or gradient norm that rounding cannot cause.
 _HOPELESS = 1e-2
 
-#: Asks for runs, and is sent their records; a string where one failed, which only runs in double precision may.
+#: Generator that yields settings and is sent their records: a string for a failed run, in double precision only.
 Runs = Generator[list[Setting], list[Any], Comparison]
 
 
 def verdict(name: str, setting: Setting, *, precision: Any, rtol: float, further: bool = True) -> Runs:
-    """Compares ranks with one process; see the module.
+    """Yields the settings to train, is sent their records, and returns the comparison; see the module's docstring.
 
     Args:
         name: Name of the case.
-        setting: Setting of the ranks. Settings of one process are asked for with ``shares=0``: those of the ranks.
+        setting: Setting of the ranks. Those of one process are yielded with ``shares=0``, for the ranks' number.
         precision: Lightning's name of the runs' precision.
         rtol: Relative difference to allow for losses, norms and metrics.
-        further: Whether further runs may be asked for; without, rounding counts as a fault.
+        further: Whether to ask for further runs; without them, rounding counts as a fault.
     """
     ranks, one = yield [setting, alone(setting)]
     found = compare(name, one, ranks, rtol=rtol)
@@ -76,7 +76,7 @@ def verdict(name: str, setting: Setting, *, precision: Any, rtol: float, further
 
 
 def alone(setting: Setting, control: int = 0) -> Setting:
-    """Returns the setting of the one process for that of ranks."""
+    """Returns the setting of the one process that matches a setting of ranks."""
     return dataclasses.replace(setting, ranks=None, shares=0, control=control)
 
 
@@ -86,7 +86,7 @@ def is_single(precision: Any) -> bool:
 
 
 def _is_certain(found: Comparison, one: Record, ranks: Record) -> bool:
-    """Returns whether no further run can change the verdict, which is that the two differ."""
+    """Returns whether the runs differ so clearly that no further run can change the verdict."""
     if not found.comparable or one.initial != ranks.initial or one.drew is not None or ranks.drew is not None:
         return True
     if any(mine.digest != theirs.digest for mine, theirs in zip(one.steps, ranks.steps, strict=True)):

@@ -85,7 +85,7 @@ def test_a_recipe_with_mixing_and_dropout_is_the_same_on_two_ranks(dlo):
     assert "BatchMix: each rank's batch is mixed for itself, in one process too: equal" in out
     assert "model: no dropout (2 DropPath, 1 Dropout)" in out
     assert "ProgressiveResizing: a percentage is of the run's 3 epochs, not of these steps" in out
-    assert "LRFinder: left out; it tries things before training" in out
+    assert "LRFinder: left out; it acts before training" in out
     assert "PipelineTimeline: left out; it draws a run and changes nothing in it" in out
     assert "DigitsData draws each sample's random numbers from seed, epoch and index: equal" in out
     rows = [line.split() for line in out.splitlines() if line.split()[:1] and line.split()[0].isdigit()]

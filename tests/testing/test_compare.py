@@ -187,7 +187,7 @@ def test_what_rounding_does_not_explain_in_single_precision_takes_another_seed()
     assert {s.seed for s in asked[3]} == {43}
     fault, _ = ask([[FAR, FINE], [FINE, FINE], [FINE, FINE], [FAR, FINE, FINE, FINE]])
     assert not fault.ok
-    assert "in single precision alone, with another seed too" in report(fault)
+    assert "in single precision only, with another seed too" in report(fault)
 
 
 def test_other_rounding_decides_where_double_precision_cannot():
@@ -224,8 +224,8 @@ def test_what_is_certain_takes_no_further_runs():
         (Record([Step(2.0, (1.0,), 9, 7)], initial={"w": 1}), "the batches of step 0 are not the same (8 samples"),
         (Record([Step(2.0, (1.0,), 8, 100)], initial={"w": 2}), "the weights differ before the first step, 1 tensors"),
         (run([math.nan]), "the first step differs already"),
-        (run([1.0], weights={"w": torch.zeros(2)}), "what comes after them differs"),
-        (run([1.0, 1.1]), "one process took 1 steps and the ranks 2"),
+        (run([1.0], weights={"w": torch.zeros(2)}), "the cause comes after them"),
+        (run([1.0, 1.1]), "one process made 1 steps and the ranks 2"),
     ],
 )
 def test_hints(ranks, hint):

@@ -136,7 +136,7 @@ def test_loaders_of_unknown_kinds_are_used_as_they_are_and_named():
     assert found["b"] == [stream, "own"]
     assert [batch[0].tolist() for batch in found["a"]] == [[0, 2, 1, 3], [4, 5]]
     assert len(notes) == 2
-    assert "DataLoader over Stream is used as it is" in notes[1]
+    assert "DataLoader over Stream is used unchanged" in notes[1]
 
 
 def test_parts_are_asked():
