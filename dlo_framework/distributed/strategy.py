@@ -135,21 +135,6 @@ class ShardedStrategy(CanonicalStrategy, WatchedRanks):
         """
         return batch
 
-<<<<<<< HEAD
-=======
-    def watch_losses(self, look: Callable[[Tensor], None]) -> bool:
-        """Registers a function to be called with each loss of later steps, as soon as a rank has computed it.
-
-        Args:
-            look: Function of a scalar on the device, in the graph; it must not wait for the device.
-
-        Returns:
-            True if the function is called; False where a step has no loss before the one that ``training_step``
-            returns.
-        """
-        return False
-
->>>>>>> 845e1fa (distributed/ speaks plain technical English: docstrings, messages in one grammar, argument lines that begin with a noun)
     @contextlib.contextmanager
     def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
         """Sets the device and dtype in which Lightning builds the model."""
@@ -160,14 +145,6 @@ class ShardedStrategy(CanonicalStrategy, WatchedRanks):
         with device or contextlib.nullcontext(), self.precision_plugin.tensor_init_context():
             yield
 
-<<<<<<< HEAD
-=======
-    @contextlib.contextmanager
-    def whole_sequences(self) -> Iterator[None]:
-        """Lets the model take full sequences inside the block, for generating text, also under context parallelism."""
-        yield
-
->>>>>>> 845e1fa (distributed/ speaks plain technical English: docstrings, messages in one grammar, argument lines that begin with a noun)
     @abstractmethod
     def shard(self, trainer: Trainer) -> None:
         """Shards the module's state and, while fitting, its optimizers' over the ranks."""

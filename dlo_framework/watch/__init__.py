@@ -1,1 +1,1 @@
-"""Watching a run: the progress bar, the monitor behind TensorBoard, and the summary at the end."""
+"""Monitoring of a run: progress bar, TensorBoard scalars, and the summary at the end."""

@@ -1,4 +1,4 @@
-"""The progress bar: loss, lr and samples/s, redrawn by the clock and not by the step."""
+"""Progress bar with loss, lr and samples/s, redrawn at a fixed rate in time."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from dlo_framework.watch.monitor import batch_loss, batch_size, data_parallel_si
 
 
 class RunBar(ProgressBar):
-    """One bar an epoch, with the loss, the lr, samples/s and the last validation's metrics; on by default.
+    """Progress bar for each epoch with loss, lr, samples/s and the last validation's metrics; on by default.
 
-    It asks the clock at each step and draws a few times a second; the loss is read from the device only then.
-    Where the output is no terminal, a log file say, it prints a line an epoch, and a line a minute in between.
+    It reads the clock at each step and draws a few times a second; only then is the loss read from the device. Where
+    the output is not a terminal but, for example, a log file, it prints a line for each epoch, and one each minute.
 
     Args:
-        redraws_per_second: how often it is drawn on a terminal.
-        seconds_between_lines: how often a line is printed where there is no terminal.
+        redraws_per_second: Redraws per second on a terminal.
+        seconds_between_lines: Seconds between two printed lines without a terminal.
     """
 
     def __init__(self, redraws_per_second: float = 5.0, seconds_between_lines: float = 60.0) -> None:
@@ -40,16 +40,16 @@ class RunBar(ProgressBar):
         self._metrics: dict[str, float] = {}
 
     def disable(self) -> None:
-        """Draws nothing, on the ranks other than the first, or while a callback trains on the side."""
+        """Stops drawing: on ranks other than the first, and while a callback trains for itself."""
         self._enabled = False
 
     def enable(self) -> None:
-        """Draws again."""
+        """Resumes drawing."""
         self._enabled = True
 
     @property
     def is_enabled(self) -> bool:
-        """Whether it draws; ``LightningModule.print`` asks."""
+        """Whether the bar is drawn; used by ``LightningModule.print``."""
         return self._enabled
 
     @property
@@ -61,26 +61,26 @@ class RunBar(ProgressBar):
         return 1 / self.redraws_per_second if self._stream.isatty() else self.seconds_between_lines
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Reads what does not change during a run."""
+        """Reads the number of data-parallel ranks."""
         self._world = data_parallel_size(trainer)
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Begins the epoch's bar."""
+        """Opens the epoch's bar."""
         self._open(_label(trainer), self.total_train_batches)
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Counts the batch; draws when it is time to."""
+        """Counts the batch, and draws if the interval has passed."""
         if not self._enabled:
             return
         self._samples += batch_size(batch) * self._world
-        # What it is to be multiplied with may be another number when it is drawn.
+        # The accumulation may have changed when the loss is drawn.
         self._outputs, self._accumulated = outputs, trainer.accumulate_grad_batches
         now = time.perf_counter()
         if now < self._next:
             return
-        if self._bar is None:  # An epoch that was resumed in the middle has no start.
+        if self._bar is None:  # For an epoch resumed in the middle, Lightning calls no on_train_epoch_start.
             self.on_train_epoch_start(trainer, pl_module)
         self._next = now + self._interval
         self._draw(trainer, batch_idx + 1)
@@ -94,19 +94,19 @@ class RunBar(ProgressBar):
             self._outputs = None
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Notes when validating begins."""
+        """Notes the time at which a validation starts."""
         self._validating = time.perf_counter()
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Leaves the time of validating out of the rate."""
+        """Excludes the validation's time from the rate."""
         self._began += time.perf_counter() - self._validating
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Leaves the bar as it stands."""
+        """Closes the bar, which stays on the screen."""
         self._close()
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Leaves the bar as it stands."""
+        """Closes the bar, which stays on the screen."""
         self._close()
 
     def print(self, *args: Any, **kwargs: Any) -> None:

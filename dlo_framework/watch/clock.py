@@ -1,4 +1,4 @@
-"""Where the time of a step goes, through Lightning's profiler hooks, at almost no cost."""
+"""Clock of the time that training waits for data, through Lightning's profiler hooks, at almost no cost."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ FETCH = "[_TrainingEpochLoop].train_dataloader_next"
 
 
 class _Nothing:
-    """A context that does nothing. Its methods are C's: ``"".format`` takes any arguments and returns ``""``."""
+    """Context that does nothing, with C functions as methods: ``"".format`` takes any arguments and returns ``""``."""
 
     __enter__ = __exit__ = staticmethod("".format)
 
 
-#: ``contextlib.nullcontext`` would call two functions of Python's each time: 180 a step.
+#: ``contextlib.nullcontext`` would call two Python functions each time: 180 calls a step.
 _NOTHING: Any = _Nothing()
 
 
 class StepClock(Profiler):
     """Adds up the seconds that training waits for its data loader; on by default where no profiler is set.
 
-    Lightning enters a profiler some twenty times a step, each time through a generator; this one hands out one
-    context that does nothing, and is told apart from that only where data is fetched.
+    Lightning enters a profiler some twenty times a step, each time through a generator. This one returns the same
+    context each time, which does nothing, and reads the clock only where data is fetched.
     """
 
     def __init__(self) -> None:
@@ -34,12 +34,12 @@ class StepClock(Profiler):
         self._since = 0.0
 
     def start(self, action_name: str) -> None:
-        """Starts the clock when a batch is asked for."""
+        """Starts the clock when a batch is fetched."""
         if action_name == FETCH:
             self._since = time.perf_counter()
 
     def stop(self, action_name: str) -> None:
-        """Stops it when the batch has come."""
+        """Stops the clock when the batch has been fetched."""
         if action_name == FETCH:
             self.waited += time.perf_counter() - self._since
 

@@ -1,4 +1,4 @@
-"""A model's FLOPs, counted on real steps, and the peak of the accelerator they are held against."""
+"""FLOPs of a model, counted on real steps, and the accelerator's peak, for the utilisation (MFU)."""
 
 from __future__ import annotations
 
@@ -14,29 +14,29 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from dlo_framework.watch.peaks import device_peak
 
-#: The shape of one sample: of each tensor of a batch, the sizes without the first.
+#: Shape of one sample: for each tensor of a batch, its sizes without the first.
 SampleShape = tuple[tuple[int, ...], ...]
 
 
 class FlopCounter:
-    """Counts the FLOPs of a training step (matrix products, convolutions, attention; a multiply-add is two).
+    """Counter of the FLOPs of a training step (matrix products, convolutions, attention; a multiply-add is two).
 
-    It counts once for each shape of the samples, on the first batch that has it. The count is of the operators as they
-    run, forward and backward, so recomputed activations count too. A model that knows its own number gives it by a
-    ``flops_per_sample()`` method, which is asked in place of each count. A compiled model runs no operators that can be
-    counted: it is counted before it is compiled, or not at all.
+    It counts once for each shape of the samples, on the first batch with it. It counts the operators that run, forward
+    and backward, so that recomputed activations count too. A model can give its own number by a method
+    ``flops_per_sample()``, which replaces each count. The operators of a compiled model cannot be counted: it is
+    counted before it is compiled, or not at all.
 
     Attributes:
         counts: FLOPs of a sample, by its shape; 0 where they could not be counted.
-        running: whether this batch is being counted.
-        uncompile: called before a count, by whoever has compiled the model: has the batch run uncompiled.
+        running: Whether a count is in progress.
+        uncompile: Function that makes the next batch run uncompiled, called before a count; set by the code that
+            compiles the model.
     """
 
-    #: The batch of a run that is counted first: the very first still pays for warming up, and counting slows it
-    #: further.
+    #: First batch of a run that is counted: the very first one still warms up, and counting would slow it further.
     BATCH = 2
-    #: Shapes that are counted. Where samples have any shape, counting each would slow the run for good; from then on,
-    #: a new shape is taken to cost as much an element as the last one that was counted.
+    #: Most shapes to count. Where samples have arbitrary shapes, counting each would slow the run down; later shapes
+    #: are assumed to cost as much per element as the last one that was counted.
     MOST = 64
 
     def __init__(self) -> None:
@@ -49,29 +49,29 @@ class FlopCounter:
 
     @property
     def per_sample(self) -> float:
-        """FLOPs of a sample of the shape that was counted last; 0 if none was."""
+        """FLOPs of a sample of the shape that was counted last; 0 before a count."""
         return next(reversed(self.counts.values()), 0.0)
 
     def forget(self) -> None:
-        """Forgets all counts, for another run."""
+        """Clears all counts, for another run."""
         self.stop()
         self.counts, self._pass_over = {}, self.BATCH - 1
 
     def count_first(self) -> None:
-        """Counts the run's first batch too: for a callback that has all later ones run compiled."""
+        """Counts the run's first batch too, for a callback that compiles the model after it."""
         self._pass_over = 0
 
     def state_dict(self) -> list[Any]:
-        """The counts, as lists and numbers."""
+        """Returns the counts as lists and numbers."""
         return [[[list(sizes) for sizes in shape], count] for shape, count in self.counts.items()]
 
     def load_state_dict(self, state: list[Any]) -> None:
-        """Takes up the counts of the run that is resumed."""
+        """Restores the counts of the run that is resumed."""
         self.counts = {tuple(tuple(sizes) for sizes in shape): float(count) for shape, count in state}
 
     def start(self, module: LightningModule, shape: SampleShape) -> None:
-        """Starts to count a batch whose samples have a shape that :attr:`counts` lacks, if it is to be counted."""
-        self.stop()  # Of a batch that a hook has called off.
+        """Starts to count a batch whose samples have a new shape, if it is to be counted."""
+        self.stop()  # Ends the count of a batch that a hook has skipped.
         if len(self.counts) >= self.MOST:
             return
         if self._pass_over and not self.counts:
@@ -92,7 +92,7 @@ class FlopCounter:
         self._mode.__enter__()
 
     def stop(self, samples: int = 0) -> None:
-        """Ends the count of a batch of ``samples`` samples; 0 where the batch failed."""
+        """Ends the count of a batch of ``samples`` samples; with 0, for a batch that failed, discards it."""
         if self._mode is None:
             return
         self._mode.__exit__(None, None, None)
@@ -101,7 +101,7 @@ class FlopCounter:
         self._mode, self.running = None, False
 
     def total(self, samples: Mapping[SampleShape, int]) -> float:
-        """Returns the FLOPs of so many samples of each shape; 0 if there is one whose FLOPs are not known."""
+        """Returns the FLOPs of a number of samples of each shape; 0 if those of a shape are not known."""
         counts = [(self._count(shape), number) for shape, number in samples.items() if number]
         return sum(count * number for count, number in counts) if all(count for count, _ in counts) else 0.0
 
@@ -115,10 +115,10 @@ class FlopCounter:
 
 
 class _WholeModel(contextlib.nullcontext[None]):
-    """Has torch's counter (2.15) put all FLOPs down to the model, not each module's to it.
+    """Module tracker that makes torch's counter (2.15) count FLOPs for the model only, not for each module.
 
-    For that it would hook into the gradients of modules' inputs, which breaks derivatives by them in a training step:
-    ``torch.autograd.grad(self.net(x).sum(), x)``.
+    To count per module it would hook the gradients of modules' inputs, which breaks derivatives with respect to them in
+    a training step: ``torch.autograd.grad(self.net(x).sum(), x)``.
     """
 
     parents = frozenset({"Global"})
@@ -129,7 +129,7 @@ def _elements(shape: SampleShape) -> int:
 
 
 def is_compiled(module: torch.nn.Module) -> bool:
-    """Returns whether torch.compile has wrapped the module or any part of it."""
+    """Returns whether torch.compile has wrapped the module or any submodule."""
     return any(
         part._compiled_call_impl is not None or type(part).__name__ == "OptimizedModule" for part in module.modules()
     )
@@ -145,10 +145,10 @@ def peak_flops(trainer: Trainer) -> float | None:
 
 @functools.cache
 def _peak(device: torch.device, dtype: torch.dtype, tf32: bool) -> float | None:
-    return device_peak(device, dtype, tf32)  # Once: where Lightning does not know a device, it says so.
+    return device_peak(device, dtype, tf32)  # Cached: Lightning warns about each unknown device.
 
 
 def _dtype(precision: str) -> torch.dtype | None:
-    """Returns what a run at a Trainer's precision multiplies; None of others' engines."""
+    """Returns the dtype of matrix products at a Trainer's precision; None for engines of others."""
     of_bits = {"bf16": torch.bfloat16, "16": torch.float16, "32": torch.float32, "64": torch.float64}
     return of_bits.get(precision.partition("-")[0])

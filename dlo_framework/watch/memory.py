@@ -1,4 +1,4 @@
-"""Memory of this rank: the accelerator's where there is one, the process's on a CPU."""
+"""Memory in use and peak memory of this rank: the accelerator's, or the process's on a CPU."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ GB = 1e9
 
 
 def memory_now(device: torch.device) -> dict[str, float]:
-    """Returns GB in use and at most, by tag."""
+    """Returns GB in use and peak GB, by tag."""
     if device.type == "cuda":
         return {
             "memory/allocated_gb": torch.cuda.memory_allocated(device) / GB,
@@ -23,7 +23,7 @@ def memory_now(device: torch.device) -> dict[str, float]:
 
 
 def memory_peak(device: torch.device) -> int:
-    """Returns the most bytes used so far."""
+    """Returns the peak memory so far, in bytes."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     # Linux counts in kB, macOS in bytes.
@@ -31,7 +31,7 @@ def memory_peak(device: torch.device) -> int:
 
 
 def reset_memory_peak(device: torch.device) -> None:
-    """Starts the peak anew, where the device can."""
+    """Resets the peak memory, where the device supports it."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
 

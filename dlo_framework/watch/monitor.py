@@ -1,4 +1,4 @@
-"""The monitor behind TensorBoard and the progress bar: loss, lr, gradient norm, rates, FLOPs, memory."""
+"""Monitor of a run, `RunMonitor`: logs loss, lr, gradient norm, rates, FLOPs and memory."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from dlo_framework.watch.memory import memory_now, memory_peak, reset_memory_pea
 
 
 class RunMonitor(Callback):
-    """Logs what a run does, every ``trainer.log_every_n_steps`` optimizer steps; on by default.
+    """Logs loss, lr, gradient norm, rates, FLOPs and memory every ``trainer.log_every_n_steps`` steps; on by default.
 
-    Between those steps it adds the loss up where it is computed and reads no number from the device.
+    Steps are optimizer steps. Between two records it sums the loss on the device, and reads no number from it.
 
     ============================ ==========================================================================
     tag                          meaning
@@ -27,30 +27,32 @@ class RunMonitor(Callback):
     ``train/loss``               mean training loss since the last record, over all ranks
     ``train/grad_norm``          2-norm of all gradients, after accumulation and unscaling, before clipping
     ``optim/lr``                 learning rate of each parameter group
-    ``optim/momentum``           likewise ``momentum``, or Adam's first beta
-    ``speed/samples_per_s``      samples of all ranks a second, validation and checkpoints left out
+    ``optim/momentum``           momentum of each parameter group, or Adam's first beta
+    ``speed/samples_per_s``      samples of all ranks per second, without validation and checkpoints
     ``speed/data_wait``          fraction of that time spent waiting for the data loader
-    ``speed/step_ms``            milliseconds an optimizer step
+    ``speed/step_ms``            milliseconds per optimizer step
     ``speed/tflops``             achieved model TFLOP/s of one rank, forward and backward
-    ``speed/mfu``                that over the accelerator's peak (PaLM, arXiv 2204.02311), where it is known
-    ``data/corrupt_samples``     times a corrupt sample was met, over all ranks, where the data count ``corrupt_images``
-    ``memory/*``                 GB in use and at most, of the accelerator, or of the process on a CPU
+    ``speed/mfu``                these over the accelerator's peak (PaLM, arXiv 2204.02311), where it is known
+    ``data/corrupt_samples``     corrupt samples read, over all ranks, where the data count ``corrupt_images``
+    ``memory/*``                 GB in use and peak GB, of the accelerator, or of the process on a CPU
     ============================ ==========================================================================
 
     Args:
-        gradient_norm: log the norm of the gradients; it costs one pass over them on the steps that are logged.
-        flops: count the model's FLOPs: on the run's second batch, and on the first with samples of another shape.
+        gradient_norm: Whether to log the gradient norm; it costs one pass over the gradients on the steps that are
+            logged.
+        flops: Whether to count the model's FLOPs, on the run's second batch and on the first batch with each further
+            shape of samples.
     """
 
     def __init__(self, gradient_norm: bool = True, flops: bool = True) -> None:
         self.gradient_norm = gradient_norm
         self.latest: dict[str, float] = {}
         self.samples = 0  # of all ranks, over the whole run
-        self.seconds = 0.0  # of training, validation and checkpoints left out
+        self.seconds = 0.0  # of training, without validation and checkpoints
         self.flops = FlopCounter() if flops else None
         self._loss: torch.Tensor | None = None
         self._batches = 0
-        self._window_samples = 0  # of all ranks: a run may go on on another number of them
+        self._window_samples = 0  # of all ranks: a run may be resumed on another number of ranks
         self._window_seconds = 0.0
         self._window_steps = 0
         self._window_shapes: dict[SampleShape, int] = {}  # samples of this rank, by their shape
@@ -65,7 +67,7 @@ class RunMonitor(Callback):
         self._tick = 0
 
     def state_dict(self) -> dict[str, Any]:
-        """Samples and seconds go on counting after a resume, and so does the mean of a window that is open."""
+        """Returns the counts of samples, seconds and FLOPs, and the open window, for a resumed run to continue."""
         shapes = [[[list(sizes) for sizes in shape], number] for shape, number in self._window_shapes.items()]
         return {
             "samples": self.samples,
@@ -95,7 +97,7 @@ class RunMonitor(Callback):
         return samples, seconds, loss
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Takes up the counts of the run that is resumed."""
+        """Restores the counts of the run that is resumed."""
         self.samples, self.seconds = state_dict["samples"], state_dict["seconds"]
         window = state_dict["window"]
         self._window_samples, self._window_seconds = window["samples"], window["seconds"]
@@ -105,7 +107,7 @@ class RunMonitor(Callback):
             self.flops.load_state_dict(state_dict["flops"])
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Forgets the FLOPs and the open window of a fit before. What is resumed is loaded after this."""
+        """Clears the FLOPs and the open window of an earlier fit, before a resumed run's state is loaded."""
         if stage == "fit":
             self._open_window()
             if self.flops is not None:
@@ -117,7 +119,7 @@ class RunMonitor(Callback):
         self._window_shapes, self._window_seconds = {}, 0.0
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Reads what does not change during a run, so that a step need not."""
+        """Reads the values that do not change during a run, and starts the clock."""
         self._every = max(1, trainer.log_every_n_steps)  # type: ignore[attr-defined]
         self._world = data_parallel_size(trainer)
         self._tick = trainer.global_step
@@ -127,7 +129,7 @@ class RunMonitor(Callback):
             self._loss = self._loss.to(trainer.strategy.root_device)
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        """Counts FLOPs where they are not known; starts the clock again after a validation, and its checkpoint."""
+        """Starts a count of FLOPs for a new shape, and restarts the clock after a validation and its checkpoint."""
         if self._paused:
             self._paused, self._started = False, time.perf_counter()
         self._samples, self._shape = samples_of(batch)
@@ -142,7 +144,7 @@ class RunMonitor(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Adds the batch up; every so many steps, logs."""
+        """Adds the batch to the window, and logs the window when it is complete."""
         if self.flops is not None and self.flops.running:
             self.flops.stop(self._samples)
         loss = batch_loss(trainer, outputs)
@@ -151,7 +153,7 @@ class RunMonitor(Callback):
         self._batches += 1
         self._window_samples += self._samples * self._world
         self._window_shapes[self._shape] = self._window_shapes.get(self._shape, 0) + self._samples
-        self._samples = 0  # A loader may give None for a batch: that one ends and never starts.
+        self._samples = 0  # For a batch of None, Lightning calls this hook without on_train_batch_start.
         step = trainer.global_step
         complete = self._completes_window(step)
         self._window_steps += step - self._tick
@@ -160,11 +162,11 @@ class RunMonitor(Callback):
             self.record(trainer)
 
     def _completes_window(self, step: int) -> bool:
-        """Whether the steps up to this one fill a window; of several optimizers each counts its own in a batch."""
+        """Whether a window is complete after this step; several optimizers may make several steps in a batch."""
         return step // self._every > self._tick // self._every
 
     def record(self, trainer: Trainer) -> None:
-        """Logs the window since the last record, and opens the next."""
+        """Logs the window since the last record, and opens the next one."""
         now = time.perf_counter()
         seconds = self._open_seconds()
         samples = self._window_samples
@@ -199,45 +201,46 @@ class RunMonitor(Callback):
         self._started = now
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Stops the clock: validating is not training."""
+        """Stops the clock during a validation."""
         if not trainer.sanity_checking:
             self.pause()
 
     def pause(self) -> None:
-        """Stops the clock until the next training batch, so that what is done meanwhile does not count."""
+        """Stops the clock until the next training batch, so that other work does not count."""
         if not self._paused:
             self._window_seconds += time.perf_counter() - self._started
             self._paused = True
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Logs what has not been logged yet."""
+        """Logs the last window, if it has batches."""
         if self._batches:
             self.record(trainer)
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Ends a count that the exception has cut, which would go on in whatever the process runs next."""
+        """Ends a count of FLOPs that the exception has interrupted, so that it does not count the next run."""
         if self.flops is not None:
             self.flops.stop()
 
     def peak_memory(self, trainer: Trainer) -> int:
-        """Returns the most bytes that this rank has used: of its accelerator, or of the process on a CPU."""
+        """Returns the peak memory of this rank in bytes: of its accelerator, or of the process on a CPU."""
         return memory_peak(trainer.strategy.root_device)
 
 
 def batch_loss(trainer: Trainer, outputs: Any, accumulated: int | None = None) -> torch.Tensor | None:
-    """Returns a new tensor with the batch's loss as ``training_step`` gave it; None where it gave none.
+    """Returns a new tensor with the batch's loss as ``training_step`` returned it; None where it returned none.
 
-    With automatic optimization Lightning hands hooks the loss divided by the number of accumulated batches.
+    With automatic optimization, the loss that Lightning passes to hooks is divided by the number of accumulated
+    batches.
 
     Args:
-        trainer: after the batch.
-        outputs: what the hook was given.
-        accumulated: that number, where the batch is some time ago; None for the trainer's.
+        trainer: Trainer, after the batch.
+        outputs: Outputs that the hook got.
+        accumulated: Number of accumulated batches at the time of the batch; None for the trainer's number now.
     """
     loss = outputs["loss"] if isinstance(outputs, dict) and "loss" in outputs else outputs
     if not isinstance(loss, torch.Tensor):
         return None
-    loss = loss.detach().mean() if loss.ndim else loss.detach()  # By hand, a step may return each sample's.
+    loss = loss.detach().mean() if loss.ndim else loss.detach()  # Manual optimization may return a loss per sample.
     automatic = trainer.lightning_module.automatic_optimization
     if accumulated is None:
         accumulated = trainer.accumulate_grad_batches
@@ -250,10 +253,10 @@ def batch_size(batch: Any) -> int:
 
 
 def samples_of(batch: Any) -> tuple[int, SampleShape]:
-    """Returns the number of samples in a batch, and what shape one of them has in each tensor.
+    """Returns the number of samples in a batch, and the shape of one sample in each tensor.
 
     Args:
-        batch: any nest of tensors ``[B, ...]``. The first of them says what ``B`` is; it is 1 if there is none.
+        batch: Nested structure of tensors ``[B, ...]``. The first tensor gives ``B``; without tensors it is 1.
     """
     waiting, shape, samples = [batch], [], 0
     while waiting:
@@ -269,12 +272,12 @@ def samples_of(batch: Any) -> tuple[int, SampleShape]:
 
 
 def data_parallel_size(trainer: Trainer) -> int:
-    """Returns over how many ranks the samples of a batch are spread."""
+    """Returns the number of ranks over which the samples of a batch are distributed."""
     return contract_of(trainer.strategy).data_share()[1]
 
 
 def optimizer_scalars(trainer: Trainer) -> dict[str, float]:
-    """Returns lr and momentum of each parameter group; groups that agree share one curve."""
+    """Returns lr and momentum of each parameter group; groups with the same value share one curve."""
     scalars: dict[str, float] = {}
     for number, optimizer in enumerate(trainer.optimizers):
         where = "optim" if len(trainer.optimizers) == 1 else f"optim{number}"
@@ -299,5 +302,5 @@ def _momentum(group: dict[str, Any]) -> float | None:
 
 
 def is_tensorboard(logger: Any) -> TypeGuard[TensorBoardLogger]:
-    """Returns whether ``logger`` writes TensorBoard's events, pictures and text included."""
+    """Returns whether a logger writes TensorBoard events, and so can log images and text."""
     return isinstance(logger, TensorBoardLogger)

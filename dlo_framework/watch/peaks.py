@@ -1,10 +1,10 @@
-"""The peak FLOP/s of accelerators: what their data sheets promise of dense matrix products.
+"""Peak FLOP/s of accelerators for dense matrix products, from their data sheets.
 
-Sources, all of NVIDIA: the data sheets of V100, T4, A10, A10G, A40, A100, L4, L40, L40S, H100, H200, GH200, and of
+Sources, all by NVIDIA: the data sheets of V100, T4, A10, A10G, A40, A100, L4, L40, L40S, H100, H200, GH200, and of
 Blackwell (HGX B200, GB200 NVL72); the white papers of GA102 (RTX A6000, RTX 3090), Ada (RTX 4090), Hopper (H100) and
-RTX Blackwell (RTX 5090). Of a rate that stands there with sparsity alone, half is meant. GeForce cards have two rates
-in half precision: torch adds up in single precision, which is the lower one. In double precision the rate is that of
-tensor cores, where they take it.
+RTX Blackwell (RTX 5090). Where a source gives a rate with sparsity only, the table has half of it. GeForce cards have
+two rates in half precision: torch accumulates in single precision, which has the lower one. In double precision the
+rate is that of tensor cores, where they support it.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from lightning.fabric.utilities.throughput import get_available_flops
 
 
 class Peak(NamedTuple):
-    """TFLOP/s of dense matrix products on one accelerator, by what is multiplied; None where no sheet says it.
+    """TFLOP/s of dense matrix products on one accelerator, by dtype; None where no source gives it.
 
     Attributes:
-        bf16: bfloat16.
-        fp16: float16.
-        tf32: float32 in TF32.
-        fp32: float32 as it is.
-        fp64: float64.
+        bf16: Rate in bfloat16.
+        fp16: Rate in float16.
+        tf32: Rate of float32 in TF32.
+        fp32: Rate of float32 without TF32.
+        fp64: Rate in float64.
     """
 
     bf16: float | None
@@ -38,7 +38,7 @@ _A100 = Peak(312, 312, 156, 19.5, 19.5)
 _H100_SXM = Peak(989.4, 989.4, 494.7, 66.9, 66.9)
 _H100_NVL = Peak(835.5, 835.5, 417.5, 60, 60)
 
-#: What is in an accelerator's name, as CUDA tells it, and its peak: the first pattern that is found counts.
+#: Patterns in an accelerator's CUDA name, each with the peak; the first match counts.
 _PEAKS: tuple[tuple[str, Peak], ...] = (
     (r"gb200", Peak(2500, 2500, 1250, 80, 40)),
     (r"b200", Peak(2250, 2250, 1100, 75, 37)),
@@ -63,14 +63,14 @@ _PEAKS: tuple[tuple[str, Peak], ...] = (
     (r"v100 sxm2", Peak(None, 125, None, 15.7, 7.8)),
     (r"v100 pcie", Peak(None, 112, None, 14, 7)),
 )
-#: Names of parts of an accelerator, and of kin that are slower than the one whose name they bear.
+#: Names of slices of an accelerator, and of slower variants with the same name.
 _LESS = re.compile(r"\b(mig|laptop|max q|rtx \d+ d)\b")
-#: Names of cards of which Lightning (2.6) has the rate outside of the tensor cores, in half precision too.
+#: Names of cards for which Lightning (2.6) has the rate without tensor cores, in half precision too.
 _WITHOUT_TENSOR_CORES = re.compile(r"\b(geforce|titan)\b")
 
 
 def known_peak(name: str) -> Peak | None:
-    """Returns the peak of an accelerator by its name; None of one that is not known, and of a part of one (MIG)."""
+    """Returns the peak of an accelerator by its name; None for an unknown one, and for a slice of one (MIG)."""
     plain = _plain(name)
     if _LESS.search(plain):
         return None
@@ -81,9 +81,9 @@ def device_peak(device: torch.device, dtype: torch.dtype, tf32: bool) -> float |
     """Returns the peak FLOP/s of an accelerator; None where it is not known.
 
     Args:
-        device: a CUDA device. What the table lacks is looked up in Lightning's (2.6), as far as that is right.
-        dtype: of what is multiplied.
-        tf32: whether torch multiplies float32 in TF32, where the device can.
+        device: CUDA device. One that is not in the table is looked up in Lightning's (2.6), as far as that is right.
+        dtype: Dtype of the matrix product.
+        tf32: Whether torch multiplies float32 in TF32, where the device supports it.
     """
     name = torch.cuda.get_device_name(device)
     peak = known_peak(name)
@@ -97,11 +97,11 @@ def device_peak(device: torch.device, dtype: torch.dtype, tf32: bool) -> float |
         return None
     try:
         found = get_available_flops(device, dtype)
-    except RuntimeError:  # It asks for torch's old setting of TF32, which fails where the new one has been used.
+    except RuntimeError:  # It reads torch's old setting of TF32, which fails where the new one has been used.
         return None
     return float(found) if found else None
 
 
 def _plain(name: str) -> str:
-    """Returns a name in small letters, with its parts a space apart: V100-SXM2-16GB becomes v100 sxm2 16gb."""
+    """Returns a name in lower case, its parts separated by spaces: V100-SXM2-16GB becomes v100 sxm2 16gb."""
     return re.sub(r"[^a-z0-9.]+", " ", name.lower())

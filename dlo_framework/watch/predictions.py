@@ -1,4 +1,4 @@
-"""What ``dlo predict`` leaves behind: the outputs of all ranks in the order of the data, in one file."""
+"""Predictions file of ``dlo predict``: the outputs of all ranks in the order of the data."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from dlo_framework.whole_file import whole_file
 
 
 class SavePredictions(Callback):
-    """Writes what ``predict_step`` returned to one file; on by default in ``dlo predict``.
+    """Writes the outputs of ``predict_step`` to one file; on by default in ``dlo predict``.
 
-    The file holds one tensor ``[N, ...]`` where every batch gave one ``[n, ...]`` of the same further dims, else the
-    list of the batches' outputs; ``torch.load(path, weights_only=True)`` reads it. Several ranks' outputs are put in
-    the order of the data. Of dlo's loaders rank r has the r-th share of each global batch; of others, to which
-    Lightning gives a DistributedSampler, every so many-th sample: where batches make no one tensor, a warning says that
-    the list is in another order.
+    The file holds one tensor ``[N, ...]`` where every batch's output is a tensor ``[n, ...]`` with the same further
+    dims, else the list of the batches' outputs; ``torch.load(path, weights_only=True)`` reads it. The outputs of
+    several ranks are put in the order of the data. With dlo's loaders rank r has the r-th slice of each global batch.
+    With others, to which Lightning gives a DistributedSampler, rank r of R has every R-th sample; where the batches'
+    outputs cannot be one tensor, a warning says that the list is in another order.
 
     Args:
-        path: the file.
+        path: Path of the file.
     """
 
     def __init__(self, path: Path) -> None:
@@ -37,15 +37,15 @@ class SavePredictions(Callback):
         self._batches: list[Any] = []
 
     def on_predict_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Finds out now, not after the last batch, whether the file can be written.
+        """Checks before the first batch that the file can be written.
 
         Raises:
-            DloError: if it cannot, on all ranks.
+            DloError: on all ranks, if it cannot.
         """
         problem = _why_not_writable(self.path) if trainer.is_global_zero else None
         problem = trainer.strategy.broadcast(problem)
         if problem is not None:
-            raise agree(DloError(f"cannot write the predictions {self.path}: {problem}; choose another with --run.dir"))
+            raise agree(DloError(f"cannot write the predictions {self.path}: {problem}; set another --run.dir"))
 
     def on_predict_batch_end(
         self,
@@ -56,11 +56,11 @@ class SavePredictions(Callback):
         batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:
-        """Keeps a batch's outputs, on the CPU."""
+        """Copies a batch's outputs to the CPU, and keeps them."""
         self._batches.append(move_data_to_device(outputs, torch.device("cpu")))
 
     def on_predict_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Writes the file on rank 0, and says where it is."""
+        """Writes the file on rank 0, and prints its path."""
         shares, self._batches = gather(self._batches, data_rank(trainer), control_group(trainer)), []
         batches = in_order(shares)
         if not trainer.is_global_zero or not batches:
@@ -71,7 +71,7 @@ class SavePredictions(Callback):
             else:
                 rank_zero_warn(
                     f"the batches' outputs in {self.path} are not in the order of the data: a DistributedSampler gave"
-                    f" {len(shares)} ranks samples by turns, and outputs of several shapes stay a list of batches;"
+                    f" {len(shares)} ranks samples in turn, and outputs of several shapes stay a list of batches;"
                     " predict on one rank, or use a dlo datamodule"
                 )
         earlier = " (in place of an earlier file)" if self.path.exists() else ""
@@ -80,20 +80,20 @@ class SavePredictions(Callback):
 
 
 def data_rank(trainer: Trainer) -> int:
-    """Returns which share of the data this rank has; on a mesh, ranks that share a copy of the model have the same."""
+    """Returns the data-parallel rank; on a mesh, ranks of one replica of the model have the same."""
     return contract_of(trainer.strategy).data_share()[0]
 
 
 def gather(batches: list[Any], share: int, group: dist.ProcessGroup | None) -> list[list[Any]]:
-    """Returns on rank 0 the batches of every share of the data, in the order of shares, and none on the others.
+    """Gathers the batches of all data-parallel ranks on rank 0, in their order; other ranks get an empty list.
 
-    Of ranks that have the same share, one's are taken.
+    Of ranks with the same data-parallel rank, the batches of the first are used.
 
     Args:
-        batches: this rank's.
-        share: which one it has.
-        group: of all ranks, on the CPU: on NCCL they would pass through the first rank's accelerator, all at once. None
-            for a single process.
+        batches: Batches of this rank.
+        share: Data-parallel rank of this rank.
+        group: Gloo group of all ranks, None for a single process. On NCCL all batches would go through the first rank's
+            accelerator at once.
     """
     if group is None:
         return [batches]
@@ -102,14 +102,14 @@ def gather(batches: list[Any], share: int, group: dist.ProcessGroup | None) -> l
     dist.gather_object((share, batches), found if first else None, group=group)
     if not first:
         return [[]]
-    of_shares = dict(reversed(found))  # the first rank's of each stays
+    of_shares = dict(reversed(found))  # for each share, the first rank's batches win
     return [of_shares[number] for number in sorted(of_shares)]
 
 
 def in_order(ranks: list[list[Any]]) -> list[Any]:
-    """Returns the batches of all ranks as one list: the first of each rank, the second of each, and so on.
+    """Returns the batches of all ranks as one list: the first batch of each rank, then the second of each, and so on.
 
-    What a rank without a sample in a batch has predicted (None, or no rows) is left out.
+    Outputs of a rank without a sample in a batch (None, or no rows) are left out.
     """
     longest = max(map(len, ranks))
     listed = [batches[number] for number in range(longest) for batches in ranks if number < len(batches)]
@@ -117,16 +117,16 @@ def in_order(ranks: list[list[Any]]) -> list[Any]:
 
 
 def deals_samples(trainer: Trainer) -> bool:
-    """Whether ranks are dealt samples one by one, as torch's DistributedSampler does, and not batch by batch."""
+    """Returns whether ranks get samples in turn, as from torch's DistributedSampler, and not slices of batches."""
     loaders = trainer.predict_dataloaders
     loaders = list(loaders) if isinstance(loaders, list | tuple) else [loaders]
-    # Lightning (2.6) leaves it in the batch sampler, which it makes anew for predictions.
+    # Lightning (2.6) keeps it in the batch sampler, which it rebuilds for predictions.
     holders = [holder for loader in loaders for holder in (loader, getattr(loader, "batch_sampler", None))]
     return any(isinstance(getattr(holder, "sampler", None), DistributedSampler) for holder in holders)
 
 
 def interleaved(shares: list[torch.Tensor]) -> torch.Tensor:
-    """Returns the rows of all ranks in the order in which they were dealt: one to each, again and again."""
+    """Returns the rows of all ranks in the order of a DistributedSampler: one row of each rank in turn."""
     rows = shares[0].new_empty((sum(map(len, shares)), *shares[0].shape[1:]))
     for number, share in enumerate(shares):
         rows[number :: len(shares)] = share
@@ -134,7 +134,7 @@ def interleaved(shares: list[torch.Tensor]) -> torch.Tensor:
 
 
 def _is_empty(batch: Any) -> bool:
-    """Whether a batch's outputs are those of no sample."""
+    """Whether a batch's outputs contain no sample."""
     if isinstance(batch, dict):
         return bool(batch) and all(map(_is_empty, batch.values()))
     if isinstance(batch, tuple):
@@ -145,17 +145,17 @@ def _is_empty(batch: Any) -> bool:
 
 
 def _fit_together(batches: list[Any]) -> bool:
-    """Whether batches are tensors that make one; those of images or texts of several sizes do not."""
+    """Whether batches are tensors that can be concatenated; outputs for several sizes of images or texts cannot."""
     if not all(isinstance(batch, torch.Tensor) and batch.ndim > 0 for batch in batches):
         return False
     return len({(batch.shape[1:], batch.dtype) for batch in batches}) == 1
 
 
 def _write(found: Any, path: Path) -> None:
-    """Writes a file whole or not at all: one that is there stays until then.
+    """Writes the file atomically: an earlier file stays until the new one is complete.
 
     Raises:
-        DloError: if it cannot be written.
+        DloError: if the file cannot be written.
     """
     try:
         with whole_file(path) as partial:
@@ -163,12 +163,12 @@ def _write(found: Any, path: Path) -> None:
     except (OSError, RuntimeError) as error:  # torch's writer (2.11 to 2.15) raises the latter where a disk is full.
         reason = getattr(error, "strerror", None) or str(error).splitlines()[0]
         raise DloError(
-            f"cannot write the predictions {path}: {reason}; make room, or choose another folder with --run.dir"
+            f"cannot write the predictions {path}: {reason}; free some space, or set another --run.dir"
         ) from error
 
 
 def _why_not_writable(path: Path) -> str | None:
-    """Makes a file's folder, and returns why the file cannot be written there, or None."""
+    """Makes a file's folder, and returns why the file cannot be written there; None if it can."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         probe = path.with_name(f".{path.name}.{os.getpid()}")

@@ -1,7 +1,7 @@
-"""What fills a rank's memory: parameters, gradients, optimizer state and activations, beside the paper's formula.
+"""Memory of a rank by kind: bytes of parameters, gradients, optimizer state and activations, beside ZeRO's formula.
 
-The formula is that of ZeRO: Memory Optimizations Toward Training Trillion Parameter Models. Rajbhandari et al., 2020,
-arXiv 1910.02054, section 3 and 5.
+The formula is from ZeRO: Memory Optimizations Toward Training Trillion Parameter Models. Rajbhandari et al., 2020,
+arXiv 1910.02054, sections 3 and 5.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from dlo_framework.distributed.canonical import clean
 from dlo_framework.distributed.held import memory_of, optimizer_bytes, optimizer_states
 from dlo_framework.watch.flops import is_compiled
 
-#: The optimizer step at which a run is measured: the first has no optimizer state before it.
+#: Optimizer step at which a run is measured: before the first there is no optimizer state.
 STEP = 2
 
 
@@ -32,11 +32,11 @@ class StateBytes:
     """Bytes on one rank.
 
     Attributes:
-        parameters: trained and frozen ones.
-        gradients: after the last backward of a step.
-        optimizer: its state.
-        activations: what a micro-batch's forward saved for its backward; None where it could not be seen, as in a
-            compiled model.
+        parameters: Bytes of trained and frozen parameters.
+        gradients: Bytes of gradients after the last backward of a step.
+        optimizer: Bytes of optimizer state.
+        activations: Bytes that a micro-batch's forward saved for its backward; None where they could not be measured,
+            as in a compiled model.
     """
 
     parameters: float
@@ -55,35 +55,35 @@ def paper_bytes(
     states: float = 2,
     masters: bool = False,
 ) -> StateBytes:
-    """Returns what a rank holds after the ZeRO paper's formula.
+    """Returns the bytes on a rank by the ZeRO paper's formula.
 
     Args:
-        parameters: how many are trained (the paper's psi).
-        ranks: how many ranks share them (its N_d).
-        stage: 0 for plain data parallelism, 1 to 3 for the paper's P_os, P_os+g, P_os+g+p.
-        frozen: parameters that are not trained; they have neither gradients nor state.
-        element: bytes of a parameter, a gradient and a state. The paper's 16 psi are 2 + 2 + 12 for half precision
-            with a master copy; in single precision there is none, and they are 4 + 4 + 8.
-        states: state tensors of the parameter's size; Adam has two.
-        masters: whether parameters and gradients are in half of that, beside a master copy that counts as a state.
+        parameters: Number of trained parameters (the paper's psi).
+        ranks: Number of ranks that state is sharded over (its N_d).
+        stage: Stage of ZeRO: 0 for plain data parallelism, 1 to 3 for the paper's P_os, P_os+g, P_os+g+p.
+        frozen: Number of frozen parameters, which have neither gradients nor state.
+        element: Bytes of an element of parameters, gradients and state. The paper's 16 psi are 2 + 2 + 12 for half
+            precision with master weights; in single precision there are none, and they are 4 + 4 + 8.
+        states: Number of state tensors of the parameter's size; Adam has two.
+        masters: Whether parameters and gradients have half of these bytes, with master weights that count as a state.
     """
-    whole = parameters * element
-    used = whole / 2 if masters else whole
+    single = parameters * element
+    used = single / 2 if masters else single
     return StateBytes(
         parameters=(used + frozen * element) / (ranks if stage >= 3 else 1),
         gradients=used / (ranks if stage >= 2 else 1),
-        optimizer=whole * (states + masters) / (ranks if stage >= 1 else 1),
+        optimizer=single * (states + masters) / (ranks if stage >= 1 else 1),
     )
 
 
 class StateReport(Callback):
-    """Measures, on the run's second optimizer step, what fills this rank's memory; on by default.
+    """Measures, on the run's second optimizer step, the memory of each kind of state; on by default.
 
-    TensorBoard gets ``memory/state/*`` in GB, the summary the figures of the rank that holds the most.
+    It logs ``memory/state/*`` in GB, and adds the bytes to the summary: for each kind, the maximum over the ranks.
 
     Attributes:
-        found: the measurement; None before it.
-        formula: what the ZeRO paper's formula gives for the strategy; None for one that does not say its stage.
+        found: Measurement; None before it.
+        formula: Bytes by the ZeRO paper's formula for the strategy; None for a strategy without a stage.
     """
 
     def __init__(self) -> None:
@@ -95,12 +95,12 @@ class StateReport(Callback):
         self._watched = Saved(())
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Forgets an earlier run's measurement."""
+        """Clears an earlier run's measurement."""
         if stage == "fit":
             self.found = self.formula = self._activations = None
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        """Watches what a pipeline's step saves: its backward is over when its loss is there."""
+        """Starts to count the tensors that a pipeline's step saves, whose backward runs before its loss is returned."""
         pipelined = contract_of(trainer.strategy).pipelined is not None
         if pipelined and self._hooks is None and self._measures(trainer, pl_module):
             self._watched = Saved(pl_module.parameters())
@@ -108,7 +108,7 @@ class StateReport(Callback):
             self._hooks.__enter__()
 
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
-        """Counts what the forward of one micro-batch has saved, before it is used up."""
+        """Counts the tensors that a micro-batch's forward has saved, before the backward frees them."""
         if self._hooks is not None:
             self._end_watch()
             self._activations = self._watched.bytes
@@ -119,14 +119,14 @@ class StateReport(Callback):
         return self.found is None and trainer.global_step >= STEP - 1 and not is_compiled(module)
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
-        """Counts the gradients while they are there."""
+        """Measures the gradients before they are freed."""
         if self.found is None and trainer.global_step >= STEP - 1:
             self._gradients = float(_held(trainer, pl_module)["gradients"])
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Completes the measurement once the step is done."""
+        """Completes the measurement, and logs it, once the step is done."""
         if self.found is not None or trainer.global_step < STEP:
             return
         held = _held(trainer, pl_module)
@@ -140,7 +140,7 @@ class StateReport(Callback):
             logger.log_metrics(scalars, step=trainer.global_step)
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Ends the watch of a step that failed."""
+        """Removes the hooks of a step that failed."""
         self._end_watch()
 
     def _end_watch(self) -> None:
@@ -149,7 +149,7 @@ class StateReport(Callback):
             hooks.__exit__(None, None, None)
 
     def summary(self) -> dict[str, Any] | None:
-        """Returns the bytes, and the formula's, for ``summary.json``; None if the run was too short."""
+        """Returns the measured bytes and the formula's, for ``summary.json``; None if the run was too short."""
         if self.found is None:
             return None
         formula = (
@@ -159,10 +159,10 @@ class StateReport(Callback):
 
 
 class Saved:
-    """Counts the bytes of tensors that are saved for a backward, beside the parameters', on this rank.
+    """Counter of the bytes of tensors saved for a backward on this rank, without parameters.
 
     Args:
-        parameters: of the model.
+        parameters: Parameters of the model.
     """
 
     def __init__(self, parameters: Iterable[Tensor]) -> None:
@@ -171,11 +171,11 @@ class Saved:
 
     @property
     def bytes(self) -> float | None:
-        """The bytes; None if there was nothing."""
+        """Number of bytes; None if no tensor was saved."""
         return float(sum(self._storages.values())) or None
 
     def note(self, tensor: Tensor) -> Tensor:
-        """Counts a tensor's memory, which several may share, and returns the tensor."""
+        """Counts a tensor's memory, once for tensors that share it, and returns the tensor."""
         if not isinstance(tensor, DTensor) and tensor.layout is torch.strided:
             storage = tensor.untyped_storage()
             if storage.nbytes() and storage.data_ptr() not in self._own:
@@ -184,23 +184,23 @@ class Saved:
 
 
 def saved_bytes(loss: Tensor, parameters: Iterable[Tensor]) -> float | None:
-    """Returns the bytes of what a loss's graph keeps for its backward, beside the parameters; None if nothing.
+    """Returns the bytes of tensors that a loss's graph saves for its backward, without parameters; None if none.
 
-    The graph is looked through. Hooks on what is saved would see it too, but torch.func refuses to run under any.
+    It walks the graph's nodes. Hooks on saved tensors would be simpler, but torch.func refuses to run under any.
     """
     found = Saved(parameters)
     for node in _nodes(loss):
         for name in _saved_attributes(type(node)):
             entry = getattr(node, name)
             for saved in entry if isinstance(entry, tuple | list) else (entry,):
-                # Of what a hook has put in a tensor's place, that; a block that is computed again has none there.
+                # With hooks of others, this is the tensor that they saved; a recomputed block has no tensor here.
                 if isinstance(saved.data, Tensor):
                     found.note(saved.data)
     return found.bytes
 
 
 def _nodes(loss: Tensor) -> Iterator[Node]:
-    """Yields the nodes of a loss's graph, each once."""
+    """Yields each node of a loss's graph once."""
     waiting = [loss.grad_fn] if loss.grad_fn is not None else []
     seen = set(waiting)
     while waiting:
@@ -213,7 +213,7 @@ def _nodes(loss: Tensor) -> Iterator[Node]:
 
 @functools.cache
 def _saved_attributes(kind: type) -> list[str]:
-    """Returns the attributes under which nodes of a kind keep what they have saved."""
+    """Returns the attributes of a kind of node with its saved tensors."""
     return [name for name in dir(kind) if name.startswith("_raw_saved_")]
 
 
@@ -231,7 +231,7 @@ def _held(trainer: Trainer, module: LightningModule) -> dict[str, float]:
 
 
 def _of_the_fullest(trainer: Trainer, own: StateBytes) -> StateBytes:
-    """Returns the largest figures over all ranks."""
+    """Returns the maximum of each figure over all ranks."""
     values = [value or 0.0 for value in asdict(own).values()]
     if trainer.world_size > 1:
         held = torch.tensor(values, dtype=torch.float64, device=trainer.strategy.root_device)
@@ -243,12 +243,12 @@ def _of_the_fullest(trainer: Trainer, own: StateBytes) -> StateBytes:
 def _formula(trainer: Trainer, module: LightningModule) -> StateBytes | None:
     """Returns the formula's figures for the run's strategy, with as many state tensors as its optimizers keep."""
     strategy = contract_of(trainer.strategy)
-    stage, whole = strategy.zero_stage, strategy.whole_size
+    stage = strategy.zero_stage
     if stage is None:
         return None
     named = [(clean(name), parameter) for name, parameter in module.named_parameters()]
     trained = [parameter for _, parameter in named if parameter.requires_grad]
-    psi = sum(whole(name, parameter) for name, parameter in named if parameter.requires_grad)
+    psi = sum(strategy.whole_size(name, parameter) for name, parameter in named if parameter.requires_grad)
     states = [
         sum(1 for value in state.values() if isinstance(value, Tensor) and value.ndim > 0)
         for optimizer in trainer.strategy.optimizers
@@ -256,7 +256,7 @@ def _formula(trainer: Trainer, module: LightningModule) -> StateBytes | None:
     ]
     kept = max(states, default=0)
     ranks = strategy.shard_size or trainer.world_size
-    frozen = sum(whole(name, parameter) for name, parameter in named if not parameter.requires_grad)
+    frozen = sum(strategy.whole_size(name, parameter) for name, parameter in named if not parameter.requires_grad)
     masters = strategy.has_master_weights
     element = 4 if masters else max((p.element_size() for p in trained), default=4)
     return paper_bytes(psi, ranks, stage, frozen=frozen, element=element, states=kept, masters=masters)

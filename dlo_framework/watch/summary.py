@@ -1,4 +1,4 @@
-"""What is left of a run: its config, ``summary.json``, a short table, and how to look at the curves."""
+"""Record of a run, `RunRecord`: ``config.yaml`` at the start, ``summary.json`` and a printed table at the end."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ from dlo_framework.whole_file import write_whole
 class RunRecord(Callback):
     """Writes the run's config at the start, and its summary at the end; on by default.
 
-    ``config.yaml`` is what the run was started with, every default filled in: ``dlo fit --config`` takes it.
-    ``summary.json`` holds metrics, steps, samples, seconds, samples/s, peak memory, strategy, world size,
-    versions and the best checkpoint's path; it is written when a run is interrupted too, and says so.
+    ``config.yaml`` is the config of the run with every default filled in: ``dlo fit --config`` takes it.
+    ``summary.json`` holds metrics, steps, samples, seconds, samples/s, peak memory, strategy, world size, versions and
+    the best checkpoint's path. It is also written for an interrupted run, with that status.
 
     Args:
-        folder: the run's folder.
-        config: the resolved config, as YAML.
-        monitor: where samples, seconds and memory are counted.
-        state: where the bytes of parameters, gradients and optimizer state are.
+        folder: Folder of the run.
+        config: Resolved config, as YAML.
+        monitor: Monitor that counts samples, seconds and memory.
+        state: Report of the bytes of parameters, gradients and optimizer state; None to leave them out.
     """
 
     def __init__(self, folder: Path, config: str, monitor: RunMonitor, state: StateReport | None = None) -> None:
@@ -45,30 +45,30 @@ class RunRecord(Callback):
         self.monitor = monitor
         self.state = state
         self._began = time.perf_counter()
-        self._before = 0.0  # seconds of the runs that this one resumes
-        self._place = ""  # of the folder, without links
+        self._before = 0.0  # seconds of the runs that this run resumes
+        self._place = ""  # path of the folder, without links
         self._goes_on_from: Path | None = None
-        self._metrics: dict[str, Any] = {}  # of the run that this one resumes
+        self._metrics: dict[str, Any] = {}  # of the run that this run resumes
 
     @property
     def seconds(self) -> float:
-        """Seconds from the start of training, those before an interruption included."""
+        """Seconds since the start of training, those before an interruption included."""
         return self._before + time.perf_counter() - self._began
 
     def state_dict(self) -> dict[str, Any]:
-        """The clock goes on after a resume."""
+        """Returns the seconds, for a resumed run to continue."""
         return {"seconds": self.seconds}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Takes up the clock of the run that is resumed."""
+        """Restores the seconds of the run that is resumed."""
         self._before = state_dict["seconds"]
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Adds where the run is, for other callbacks keep paths in it and the folder may be moved."""
+        """Adds the run's folder: other callbacks save paths in it, and the folder may be moved."""
         checkpoint[RUN_FOLDER] = self._place
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Has the ModelCheckpoints, which take their state up after this, follow a run that was moved or copied."""
+        """Updates the ModelCheckpoints' saved paths, which they load after this, if the run was moved or copied."""
         self._metrics = dict(checkpoint.get(KEY, {}).get("metrics", {}))
         path = Path(trainer.ckpt_path) if trainer.ckpt_path and trainer.state.fn == "fit" else None
         if path is not None and path.parent.resolve() == (self.folder / runs.CHECKPOINTS).resolve():
@@ -76,7 +76,7 @@ class RunRecord(Callback):
             follow(checkpoint, self._place)
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Writes ``config.yaml``, and the config as text beside the curves."""
+        """Writes ``config.yaml``, and logs the config to TensorBoard."""
         place = (str(self.folder), os.path.realpath(self.folder))
         folder, self._place = trainer.strategy.broadcast(place)
         self.folder = Path(folder)
@@ -90,42 +90,42 @@ class RunRecord(Callback):
         path.write_text(self.config)
         for logger in trainer.loggers:
             if is_tensorboard(logger):
-                logger.hparams.update(_flat(yaml.safe_load(self.config) or {}))  # Written with the model's own.
+                logger.hparams.update(_flat(yaml.safe_load(self.config) or {}))  # Logged with the model's own.
                 logger.experiment.add_text("config", f"```yaml\n{self.config}\n```")
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Starts the run's clock, and notes that a run goes on, now that nothing keeps it from that."""
+        """Starts the run's clock, and records a resumption, now that the run has loaded its state."""
         self._began = time.perf_counter()
         path, self._goes_on_from = self._goes_on_from, None
         if path is not None and trainer.is_global_zero:
             note_resumption(path)
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Writes the summary, prints the table and where to look."""
+        """Writes the summary, and prints the table and the command for the curves."""
         summary = self.write(trainer, "finished")
         if trainer.is_global_zero and summary is not None:
             for logger in trainer.loggers:
                 if is_tensorboard(logger):
-                    # Names of their own: under the curves' names they would be points of the curves.
+                    # With a prefix: under the curves' names they would be points of the curves.
                     final = {f"final/{name}": value for name, value in summary["metrics"].items()}
                     logger.log_hyperparams(_flat(yaml.safe_load(self.config)), final, step=summary["steps"])
             print_table(self.folder, summary)
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Writes the summary of a run that did not end by itself; what keeps it from that does not hide why."""
+        """Writes the summary of a run that failed; an error in doing so is printed, and does not hide the first one."""
         if trainer.state.fn != "fit" or not trainer.is_global_zero or not self.folder.is_dir():
             return
         try:
             self.write(trainer, f"interrupted: {type(exception).__name__}")
-        except Exception as error:  # A full disk, or an accelerator that answers nothing any more.
+        except Exception as error:  # A full disk, or an accelerator that has failed.
             why = (str(error) or type(error).__name__).splitlines()[0]
-            print(f"dlo: no summary of this run: {why}", file=sys.stderr, flush=True)
+            print(f"dlo: the summary of this run could not be written: {why}", file=sys.stderr, flush=True)
 
     def write(self, trainer: Trainer, status: str) -> dict[str, Any] | None:
-        """Writes ``summary.json`` on rank 0, whole or not at all, and returns its content.
+        """Writes ``summary.json`` atomically on rank 0, and returns its content.
 
         Raises:
-            DloError: if it cannot be written.
+            DloError: if the file cannot be written.
         """
         if not trainer.is_global_zero:
             return None
@@ -134,12 +134,12 @@ class RunRecord(Callback):
         return summary
 
     def summary(self, trainer: Trainer, status: str) -> dict[str, Any]:
-        """Returns the summary; paths are relative to the run's folder, so that it may be moved."""
+        """Returns the summary; paths are relative to the run's folder, which may be moved."""
         kept = [c for c in trainer.checkpoint_callbacks if isinstance(c, ModelCheckpoint) and c.monitor]
         monitored = kept[0].monitor if kept else None
         best = self._best(trainer, kept[0]) if kept else None
         samples, seconds, train_loss = self.monitor.totals()
-        # A run that was complete when it was killed logs nothing more.
+        # With those of the resumed run: one that was complete when it was killed logs nothing more.
         metrics = {**self._metrics, **trainer.callback_metrics}
         return {
             "status": status,
@@ -166,10 +166,10 @@ class RunRecord(Callback):
         }
 
     def _best(self, trainer: Trainer, checkpoint: ModelCheckpoint) -> Best | None:
-        """Returns the best checkpoint that is there.
+        """Returns the best checkpoint on disk.
 
-        Lightning (2.6) names the new one before it is saved. Where the save failed, the one before is still there, and
-        the newest checkpoint says which that is. One that is still being written in the background will be there.
+        Lightning (2.6) sets the path of a new one before it is saved. If the save failed, the previous one is still on
+        disk, and the newest checkpoint names it. One that is being written in the background counts as saved.
         """
         path, score = checkpoint.best_model_path, checkpoint.best_model_score
         if not path:
@@ -180,7 +180,7 @@ class RunRecord(Callback):
 
 
 def print_table(folder: Path, summary: dict[str, Any]) -> None:
-    """Prints what a person wants to know of a run that has ended, a line each so that paths can be copied."""
+    """Prints the table of a run that has ended, one line for each entry, so that paths can be copied."""
     rows = {name: f"{value:.4f}" for name, value in summary["metrics"].items()}
     rows |= {f"best {name}": f"{value:.4f}" for name, value in (summary["best_metric"] or {}).items()}
     rows["epochs, steps"] = f"{summary['epochs']}, {summary['steps']:,}"
@@ -203,7 +203,7 @@ def print_table(folder: Path, summary: dict[str, Any]) -> None:
 
 
 def _state_rows(state: dict[str, Any]) -> dict[str, str]:
-    """Returns what fills a rank's memory, beside what the ZeRO paper's formula says it should."""
+    """Returns table rows with the measured bytes of each kind of state, beside those of the ZeRO paper's formula."""
     rows = {}
     for name in ("parameters", "gradients", "optimizer", "activations"):
         if state[name] is not None:
@@ -214,7 +214,7 @@ def _state_rows(state: dict[str, Any]) -> dict[str, str]:
 
 
 def _flat(content: Any, prefix: str = "") -> dict[str, Any]:
-    """Returns nested mappings as one level of dotted keys, lists as text: what TensorBoard's table can show."""
+    """Returns nested mappings as one level of dotted keys, and lists as text, for TensorBoard's table."""
     if not isinstance(content, dict):
         simple = content if isinstance(content, int | float | str | bool) else str(content)
         return {prefix: simple} if content is not None else {}

@@ -159,7 +159,7 @@ def test_a_failure_travels_as_one_line():
     failure = Failure.of(KeyError("a\nb"), 3, 4)
     assert "\n" not in failure.to_text()
     assert Failure.from_text(failure.to_text()) == failure
-    with pytest.raises(ValueError, match="no failure"):
+    with pytest.raises(ValueError, match="not a failure"):
         Failure.from_text('{"rank": 1}')
 
 

@@ -149,7 +149,7 @@ def test_a_summary_that_cannot_be_written_does_not_hide_what_went_wrong(tmp_path
         fit(tmp_path, [Fails()])
     (line,) = [line for line in capsys.readouterr().err.splitlines() if "summary.json" in line]
     why = f"cannot write {tmp_path / 'summary.json'}: No space left on device"
-    assert line == f"dlo: no summary of this run: {why}"
+    assert line == f"dlo: the summary of this run could not be written: {why}"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["config.yaml"]
 
 

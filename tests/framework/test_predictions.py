@@ -108,7 +108,7 @@ def test_what_cannot_be_written_whole_leaves_what_was_there(tmp_path, monkeypatc
         save(found, "/dev/full")
 
     monkeypatch.setattr(torch, "save", on_a_full_disk)
-    with pytest.raises(DloError, match=r"cannot write the predictions .*found\.pt: .*; make room, or choose"):
+    with pytest.raises(DloError, match=r"cannot write the predictions .*found\.pt: .*; free some space, or set"):
         predict(path, [2, 2, 2])
     assert path.read_bytes() == before
     assert list(tmp_path.iterdir()) == [path]
