@@ -1,4 +1,4 @@
-"""The plug-in registry: which plug-ins are installed, importing those a run names, and what a config may name."""
+"""Plug-in registry: installed plug-ins, their import on demand, and the class paths that a config may name."""
 
 from dlo_framework.registry.entries import GROUP_PREFIX, KINDS, Plugin
 from dlo_framework.registry.registry import BASES, Registry

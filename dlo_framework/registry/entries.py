@@ -1,4 +1,4 @@
-"""The plug-ins that installed distributions declare in their metadata, read without importing any of them."""
+"""Entry points of plug-ins, read from the metadata of installed distributions without an import."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from dlo_framework.registry.source import SourceNotFoundError, read_summary
 
 KINDS: tuple[str, ...] = ("strategy", "callback", "task", "data", "applier")
 
-#: The entry-point group of a kind is this and its name.
+#: Prefix of the entry-point groups; the kind follows.
 GROUP_PREFIX = "dlo_framework.plugins."
 
 
 @dataclass(frozen=True)
 class Plugin:
-    """What is known of a plug-in without importing it.
+    """Metadata of a plug-in, known without importing it.
 
     Attributes:
-        name: the short name that configs use; the class's own.
-        kind: one of :data:`KINDS`.
-        target: ``module:Class``.
-        distribution: the installed distribution that registers it, or what the user named under ``plugins:``.
-        version: the distribution's; empty for the user's own.
-        aliases: further short names.
+        name: Short name for configs; the class's own.
+        kind: One of :data:`KINDS`.
+        target: Class as ``module:Class``.
+        distribution: Installed distribution that registers the plug-in, or the user's entry under ``plugins:``.
+        version: Version of the distribution; empty for a user's own plug-in.
+        aliases: Further short names.
     """
 
     name: str
@@ -37,27 +37,27 @@ class Plugin:
 
     @property
     def module(self) -> str:
-        """The module that the plug-in is imported from."""
+        """Module that the plug-in is imported from."""
         return self.target.partition(":")[0]
 
     @property
     def class_path(self) -> str:
-        """The target as a config writes it in full: ``module.Class``."""
+        """Full class path for configs: ``module.Class``."""
         return self.target.replace(":", ".")
 
     @property
     def origin(self) -> str:
-        """Where it comes from: ``"dlo_framework 0.1.0"``, or ``"./file.py"``."""
+        """Distribution and version, or file: ``"dlo_framework 0.1.0"``, ``"./file.py"``."""
         return f"{self.distribution} {self.version}".rstrip()
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The name, then the aliases."""
+        """Name, followed by the aliases."""
         return (self.name, *self.aliases)
 
     @cached_property
     def summary(self) -> str:
-        """The docstring's first paragraph, from the source; "(not found: ...)" where that is missing."""
+        """First paragraph of the docstring, from the source; "(not found: ...)" without a source."""
         try:
             return read_summary(self.target)
         except SourceNotFoundError as error:
@@ -68,10 +68,10 @@ class Plugin:
 
 
 def read_entry_points() -> tuple[list[Plugin], list[str]]:
-    """Reads the entry points of every installed distribution; imports nothing.
+    """Reads the entry points of every installed distribution, without an import.
 
     Returns:
-        The plug-ins, and what cannot be one, each as a sentence.
+        Plug-ins, and sentences on entry points that cannot be plug-ins.
     """
     groups: dict[tuple[str, str, str, str], list[str]] = {}
     problems = []
@@ -98,7 +98,7 @@ def _problem(kind: str, point: metadata.EntryPoint) -> str | None:
         return f"'{point.name}' is in the unknown group '{point.group}'{hint}; groups: {', '.join(groups)}"
     module, _, name = point.value.replace(" ", "").partition(":")
     if not all(part.isidentifier() for part in [*module.split("."), *name.split(".")]):
-        return f"{kind} '{point.name} = {point.value}' must read 'Name = module:Class'"
+        return f"{kind} entry points must have the form 'Name = module:Class', got '{point.name} = {point.value}'"
     return None
 
 

@@ -1,8 +1,8 @@
-"""What a config may name: the allow-list on class paths.
+"""Allow-list of the class paths that a config may name.
 
-A class path in YAML is an import, and an import runs code. So dlo refuses every path outside the plug-ins
-that the run has loaded, the modules its user lists under ``plugins:``, and the libraries below, before
-anything of it is imported.
+A class path in YAML is an import, and an import runs code. So dlo refuses every path outside of the plug-ins that the
+run has loaded, the modules that its user lists under ``plugins:``, and the libraries below, before any of it is
+imported.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ ALLOWED_ROOTS = (
     "dlo_tasks",
 )
 
-#: Parts of them that run, unpickle or download what an argument names; training needs none of them in YAML.
+#: Paths in them that run, unpickle or download what an argument names; training needs none of them in YAML.
 DENIED_PATHS = (
     "torch.hub",
     "torch.jit.load",
@@ -38,19 +38,19 @@ DENIED_PATHS = (
     "torch.utils.model_zoo",
 )
 
-#: Packages that hold the same classes under a name that Lightning's own type checks do not accept.
+#: Packages with the same classes under names that Lightning's own type checks do not accept.
 _RENAMED = {"pytorch_lightning": "lightning.pytorch", "lightning_fabric": "lightning.fabric"}
 
 
 def check_class_path(path: str, allowed: Iterable[str]) -> None:
-    """Refuses a class path that stands under none of ``allowed``, or under one of :data:`DENIED_PATHS`.
+    """Checks that a class path is under one of ``allowed``, and not under one of :data:`DENIED_PATHS`.
 
     Args:
-        path: a class path from a config. A short name, without a dot, passes: only loaded classes have one.
-        allowed: modules and packages; each covers everything below it. The longest prefix decides.
+        path: Class path from a config. A short name, without a dot, is accepted: only loaded classes have one.
+        allowed: Modules and packages, with everything below them. The longest prefix of the path decides.
 
     Raises:
-        DloError: where it is refused, with what to do about it.
+        DloError: if the path is refused, with the fix.
     """
     if "." not in path:
         return
@@ -61,7 +61,10 @@ def check_class_path(path: str, allowed: Iterable[str]) -> None:
         return
     denied = next((prefix for prefix in prefixes if prefix in DENIED_PATHS), None)
     if denied:
-        raise DloError(f"class_path '{path}' is refused: '{denied}' runs or loads what its arguments name")
+        raise DloError(
+            f"class_path '{path}' is refused: '{denied}' runs or loads what its arguments name; call it in a class of"
+            " your own"
+        )
     raise DloError(
         f"class_path '{path}' is refused: a config may name plug-ins, modules listed under plugins:, and "
         f"{', '.join(ALLOWED_ROOTS)}; {_fix(path, parts)}"

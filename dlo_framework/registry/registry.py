@@ -1,4 +1,4 @@
-"""The plug-in registry: which plug-ins are installed, importing those a run names, and checking them.
+"""Registry of plug-ins: finds the installed ones by entry points, and imports and checks those that a run names.
 
 A plug-in is a class and one line of metadata, an entry point in the group of its kind::
 
@@ -6,9 +6,9 @@ A plug-in is a class and one line of metadata, an entry point in the group of it
     dlo_framework.plugins.callback =
         OneCycle = dlo_plugins.callbacks.one_cycle:OneCycle
 
-Discovery reads those lines only. A module is imported when a config names its class, so a broken or slow
-plug-in costs nothing to runs that do not use it. Further entries with the same target are aliases: ``zero2``
-for ``ZeroStrategy``.
+Discovery reads those lines only. A module is imported when a config names its class, so that a broken or slow plug-in
+costs nothing in runs that do not use it. Further entries with the same target are aliases: ``zero2`` for
+``ZeroStrategy``.
 """
 
 from __future__ import annotations
@@ -33,22 +33,22 @@ BASES = {
 
 
 class Registry:
-    """The plug-ins of one run. Discovery happens at the first question; :meth:`discover` repeats it."""
+    """Plug-ins of one run, discovered at the first look-up; :meth:`discover` repeats the discovery."""
 
     def __init__(self) -> None:
         self._installed: list[Plugin] | None = None
         self._users: list[Plugin] = []
         self._user_modules: list[str] = []
         self._classes: dict[Plugin, type] = {}
-        #: Entry points that cannot be plug-ins, each as a sentence.
+        #: Sentences on entry points that cannot be plug-ins.
         self.problems: list[str] = []
 
     def discover(self) -> None:
-        """Reads the entry points of every installed distribution; imports nothing."""
+        """Reads the entry points of every installed distribution, without an import."""
         self._installed, self.problems = read_entry_points()
 
     def plugins(self, kind: str | None = None) -> list[Plugin]:
-        """Returns the plug-ins of a kind, or all, by kind and name."""
+        """Returns the plug-ins of a kind, or of all kinds, sorted by kind and name."""
         if self._installed is None:
             self.discover()
         known = [*(self._installed or ()), *self._users]
@@ -56,16 +56,16 @@ class Registry:
         return sorted(chosen, key=lambda plugin: (KINDS.index(plugin.kind), plugin.name.lower()))
 
     def names(self, kind: str | None = None) -> list[str]:
-        """Returns the short names, aliases too, of a kind, or all."""
+        """Returns the short names and aliases of a kind, or of all kinds."""
         return sorted({name for plugin in self.plugins(kind) for name in plugin.names}, key=str.lower)
 
     def conflict(self, plugin: Plugin) -> str | None:
-        """Returns what is wrong where another plug-in has one of this one's names; None where none has."""
+        """Returns the error text if another plug-in has one of this plug-in's names; None if not."""
         for other in self.plugins():
             shared = [name for name in plugin.names if name in other.names]
             if other != plugin and shared:
                 first, second = sorted((plugin, other), key=str)
-                return f"plug-in name '{shared[0]}' is taken twice: by {first} and by {second}; uninstall one"
+                return f"plug-in names must be unique, got '{shared[0]}' in {first} and in {second}; uninstall one"
         return None
 
     def get(self, name: str, kind: str | None = None) -> Plugin:
@@ -87,22 +87,22 @@ class Registry:
         """Returns the error for a name that no plug-in has.
 
         Args:
-            name: what was given.
-            kind: what it should have been the name of.
-            others: names that are valid besides the plug-ins', such as Lightning's own strategies.
+            name: Unknown name.
+            kind: Kind of plug-in that the name must be of; None for any.
+            others: Further valid names, such as Lightning's own strategies.
         """
         available = sorted({*self.names(kind), *others}, key=str.lower)
         hint = did_you_mean(name, available)
         message = f"unknown {kind or 'plug-in'} '{name}'{hint}"
         elsewhere = next((plugin for plugin in self.plugins() if name in plugin.names), None)
         if elsewhere is not None and elsewhere.kind == kind:
-            return DloError(f"'{name}' is another name of the {kind} {elsewhere.name}; write {elsewhere.name} here")
+            return DloError(f"'{name}' is an alias of the {kind} {elsewhere.name}; write {elsewhere.name} here")
         if elsewhere is not None:
             hint, message = "", f"'{name}' is a {elsewhere.kind} plug-in, not a {kind}"
         return DloError(f"{message}{'' if hint else ';'} available: {', '.join(available) or 'none'}")
 
     def find_named(self, strings: Iterable[str]) -> list[Plugin]:
-        """Returns the plug-ins that any of the strings names, by short name, alias or class path.
+        """Returns the plug-ins that the strings name, by short name, alias or class path.
 
         Raises:
             DloError: if two plug-ins have one of those names.
@@ -116,17 +116,17 @@ class Registry:
         return list(found)
 
     def load(self, name: str, kind: str | None = None) -> type:
-        """Imports one plug-in, and no other, and checks that it is of its kind.
+        """Imports one plug-in, and no other, and checks that its class is of its kind.
 
-        A strategy's ``register_strategies`` classmethod, if it defines one, is called with Lightning's
-        registry; aliases that it does not register there mean the class with its defaults.
+        A strategy's ``register_strategies`` classmethod, if it defines one, is called with Lightning's registry;
+        aliases that it does not register there stand for the class with its defaults.
 
         Args:
-            name: its short name or an alias.
-            kind: if given, what kind it must be.
+            name: Short name or alias of the plug-in.
+            kind: Kind that the plug-in must be of; None for any.
 
         Raises:
-            DloError: if it is unknown, does not import, or is not what it is registered as.
+            DloError: if the name is unknown, the import fails, or the class is not of the registered kind.
         """
         plugin = self.get(name, kind)
         if plugin not in self._classes:
@@ -137,17 +137,17 @@ class Registry:
         return self._classes[plugin]
 
     def load_user_module(self, spec: str) -> list[Plugin]:
-        """Imports a module or file of the user's and registers the plug-ins that it defines.
+        """Imports a user's module or file, and registers the plug-ins that it defines.
 
         Args:
-            spec: ``my_pkg.mod``, or ``./file.py`` relative to the working directory.
+            spec: Module, ``my_pkg.mod``, or file, ``./file.py``, relative to the working directory.
 
         Returns:
-            Its plug-ins. None where it only defines other classes for configs to name, such as networks.
+            Plug-ins of the module; empty where it only defines other classes that configs can name, such as networks.
 
         Raises:
-            DloError: if there is no such module, it raises, holds nothing a config can name, or takes a name
-                that another plug-in has.
+            DloError: if the module does not exist, raises, defines no class that a config can name, or a plug-in with
+                another plug-in's name.
         """
         module = import_user_module(spec)
         found = []
@@ -163,29 +163,29 @@ class Registry:
             found.append(plugin)
         if not found and not any(_names_allowed_base(cls) for cls in classes):
             bases = ", ".join(BASES.values())
-            raise DloError(f"plugins: '{spec}' defines no plug-in; it needs a public subclass of one of {bases}")
+            raise DloError(f"plugins: '{spec}' must define a public subclass of one of {bases}, got none; add one")
         if module.__name__ not in self._user_modules:
             self._user_modules.append(module.__name__)
         return found
 
     def _own(self, plugin: Plugin) -> Plugin:
-        """Registers a user's plug-in, unless it is registered already; returns the registered one."""
+        """Registers a user's plug-in unless it is registered already; returns the registered plug-in."""
         for other in self.plugins():
             if other.target == plugin.target:
                 return other
             if plugin.name in other.names:
                 raise DloError(
-                    f"plug-in name '{plugin.name}' is taken twice: by {other} and by {plugin}; "
+                    f"plug-in names must be unique, got '{plugin.name}' in {other} and in {plugin}; "
                     f"rename the class in '{plugin.distribution}'"
                 )
         self._users.append(plugin)
         return plugin
 
     def allow_class_path(self, path: str) -> None:
-        """Refuses a class path that a config may not name, before anything of it is imported.
+        """Checks that a config may name a class path, before anything of it is imported.
 
         Raises:
-            DloError: if it lies outside the loaded plug-ins, the modules under ``plugins:`` and
+            DloError: if the path is outside of the loaded plug-ins, the modules under ``plugins:`` and
                 :data:`dlo_framework.registry.policy.ALLOWED_ROOTS`.
         """
         check_class_path(path, self.allowed_import_paths())
@@ -196,7 +196,7 @@ class Registry:
         return list(dict.fromkeys([*ALLOWED_ROOTS, *self._user_modules, *homes]))
 
     def denied_import_paths(self) -> list[str]:
-        """Returns jsonargparse's ``import_path_denylist``: all that is not allowed, and some of what is."""
+        """Returns jsonargparse's ``import_path_denylist``: all paths that are not allowed, and the denied ones."""
         return ["*", *DENIED_PATHS]
 
 
@@ -214,12 +214,12 @@ def _import_class(plugin: Plugin) -> type:
             raise DloError(f"{label}: module {module_path} has no class '{name}'{hint}")
         found = getattr(found, part)
     if not isinstance(found, type):
-        raise DloError(f"{label}: {plugin.target} must be a class, but is a {type(found).__name__}")
+        raise DloError(f"{label}: {plugin.target} must be a class, got a {type(found).__name__}; fix its entry point")
     if not issubclass(found, _base_of(plugin.kind)):
         other = _kind_of(found)
-        fix = f"; register it in the group '{GROUP_PREFIX}{other}'" if other else ""
+        fix = f"register it in the group '{GROUP_PREFIX}{other}'" if other else "derive it from that class"
         raise DloError(
-            f"{label} is registered as a {plugin.kind}, but {plugin.target} is no subclass of {BASES[plugin.kind]}{fix}"
+            f"{label}: a {plugin.kind} must be a subclass of {BASES[plugin.kind]}, got {plugin.target}; {fix}"
         )
     return found
 
@@ -236,7 +236,7 @@ def _kind_of(cls: type) -> str | None:
 
 
 def _public_classes(module: ModuleType) -> list[type]:
-    """Returns the classes that a module, or a package's own modules, define under a public name."""
+    """Returns the classes with a public name that a module, or a package's own modules, define."""
     found = []
     for name, value in vars(module).items():
         if inspect.isclass(value) and not name.startswith("_"):
@@ -247,18 +247,18 @@ def _public_classes(module: ModuleType) -> list[type]:
 
 
 def _names_allowed_base(cls: type) -> bool:
-    """Returns whether a class derives from an allowed library's: a network, a dataset."""
+    """Returns whether a class derives from a class of an allowed library, such as a network or a dataset."""
     return any(base.__module__.partition(".")[0] in ALLOWED_ROOTS for base in cls.__mro__[1:])
 
 
 def _register_strategy(plugin: Plugin, cls: type) -> None:
-    """Makes a strategy's aliases known to Lightning, so that ``--trainer.strategy zero2`` works."""
+    """Registers a strategy's aliases with Lightning, so that ``--trainer.strategy zero2`` works."""
     from lightning.pytorch.strategies import StrategyRegistry
 
     if any(entry["strategy"] is cls for entry in StrategyRegistry.values()):
         return
     register = getattr(cls, "register_strategies", None)
-    if register is not None and "register_strategies" in vars(cls):  # An inherited one registers its own class.
+    if register is not None and "register_strategies" in vars(cls):  # An inherited one registers the base class.
         try:
             register(StrategyRegistry)
         except Exception as error:

@@ -1,9 +1,8 @@
-"""What a class says about itself, read from its source without importing it.
+"""Docstring and constructor of a class, read from its source without importing it.
 
-``dlo plugins`` lists a hundred plug-ins in a fraction of a second and runs none of their code: it finds the
-file of a module as Python would, parses it, and reads the docstring and the constructor. Imports and base
-classes are followed from file to file the same way, so that a re-exported class and an inherited constructor
-are found too.
+``dlo plugins`` lists a hundred plug-ins in a fraction of a second and runs none of their code: it finds the file of a
+module as Python would, parses it, and reads the docstring and the constructor. Imports and base classes are followed
+from file to file in the same way, so that re-exported classes and inherited constructors are found too.
 """
 
 from __future__ import annotations
@@ -17,13 +16,13 @@ from dataclasses import dataclass, replace
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 
-#: How many imports or base classes are followed before a chain counts as circular.
+#: Number of imports or base classes to follow before a chain counts as circular.
 _LONGEST_CHAIN = 16
 
 
 @dataclass(frozen=True)
 class Parameter:
-    """A constructor parameter. ``type`` and ``default`` are source text; no ``default`` means required."""
+    """Parameter of a constructor; ``type`` and ``default`` are source text, and without a default it is required."""
 
     name: str
     type: str
@@ -33,7 +32,7 @@ class Parameter:
 
 @dataclass(frozen=True)
 class ClassSource:
-    """A class as its source has it. ``module`` is the one that defines it, behind any re-exports."""
+    """Class as read from its source; ``module`` is the module that defines it, not one that re-exports it."""
 
     name: str
     module: str
@@ -44,14 +43,14 @@ class ClassSource:
 
 
 class SourceNotFoundError(LookupError):
-    """There is no such module, or no such class in it."""
+    """Error for a module that does not exist, or that does not have the class."""
 
 
 def find_spec(module: str) -> ModuleSpec | None:
-    """Finds a module as ``import`` would, without importing its parents (``importlib.util.find_spec`` does).
+    """Finds a module as ``import`` would, without importing its parents, as ``importlib.util.find_spec`` does.
 
     Args:
-        module: the dotted name. Editable installs, mapped packages and namespace packages are found.
+        module: Dotted name. Editable installs, mapped packages and namespace packages are found.
     """
     path: list[str] | None = None
     spec: ModuleSpec | None = None
@@ -73,7 +72,7 @@ def _find_one(name: str, part: str, path: list[str] | None) -> ModuleSpec | None
             if spec is not None:
                 return spec
     except KeyError:
-        # A namespace package inside another asks for its parent in sys.modules, but nothing is imported here.
+        # The finder of a nested namespace package needs its parent in sys.modules, but nothing is imported here.
         folders = [str(Path(folder) / part) for folder in path or [] if (Path(folder) / part).is_dir()]
         if folders:
             spec = ModuleSpec(name, None, is_package=True)
@@ -86,7 +85,7 @@ def read_class(target: str) -> ClassSource:
     """Reads a class's docstring and constructor from its source.
 
     Args:
-        target: ``module:Class``, as in an entry point.
+        target: Class as ``module:Class``, as in an entry point.
 
     Raises:
         SourceNotFoundError: if the module, its source, or the class cannot be found.
@@ -110,10 +109,10 @@ def read_summary(target: str) -> str:
     """Returns the first paragraph of a class's docstring, on one line and without markup.
 
     Args:
-        target: ``module:Class``.
+        target: Class as ``module:Class``.
 
     Raises:
-        SourceNotFoundError: as :func:`read_class`.
+        SourceNotFoundError: if the module, its source, or the class cannot be found.
     """
     return summary_of(ast.get_docstring(_find(target).node) or "")
 
@@ -135,7 +134,7 @@ def summary_of(doc: str) -> str:
 
 
 def plain(text: str) -> str:
-    """Takes roles, fences and backquotes out of a text: ``:class:`~a.B``` becomes ``B``."""
+    """Removes roles, fences and backquotes from a text: ``:class:`~a.B``` becomes ``B``."""
     text = re.sub(r"^[ \t]*```\w*[ \t]*\n?", "", text, flags=re.MULTILINE)
     text = re.sub(r":[\w:]+:`~[\w.]*?(\w+)`", r"\1", text)
     text = re.sub(r":[\w:]+:`([^`]+)`", r"\1", text)
@@ -144,7 +143,7 @@ def plain(text: str) -> str:
 
 @dataclass(frozen=True)
 class _Module:
-    """A parsed module."""
+    """Parsed module."""
 
     name: str
     path: str
@@ -177,7 +176,7 @@ class _Module:
                     waiting += getattr(node, field, [])
 
     def absolute(self, node: ast.ImportFrom) -> str:
-        """Returns the full name of the module that a ``from ... import`` names."""
+        """Returns the full name of the module in a ``from ... import``."""
         if not node.level:
             return node.module or ""
         parts = self.name.split(".")
@@ -237,13 +236,13 @@ def _parse(source: str) -> ast.Module:
 
 @dataclass(frozen=True)
 class _Class:
-    """A class statement and the module it stands in."""
+    """Class statement, with the module that contains it."""
 
     home: _Module
     node: ast.ClassDef
 
     def source(self) -> ClassSource:
-        """Returns what the public functions report."""
+        """Returns the class's name, place, docstring and parameters."""
         return ClassSource(
             name=self.node.name,
             module=self.home.name,
@@ -254,7 +253,7 @@ class _Class:
         )
 
     def nested(self, name: str) -> _Class | None:
-        """Returns the class that ``name`` means inside this one; this one where it is empty."""
+        """Returns the class called ``name`` inside this one; this one if the name is empty."""
         if not name:
             return self
         first, _, rest = name.partition(".")
@@ -264,7 +263,7 @@ class _Class:
         return None
 
     def parameters(self, chain: int = 0) -> list[Parameter] | None:
-        """Returns the constructor's parameters, or None where neither the class nor a base of it has one."""
+        """Returns the constructor's parameters; None if neither the class nor a base class has a constructor."""
         init = next((n for n in self.node.body if isinstance(n, ast.FunctionDef) and n.name == "__init__"), None)
         if init is None and self._is_dataclass():
             return self._documented(self._fields(chain))
@@ -335,7 +334,7 @@ def _annotation(argument: ast.arg) -> str:
 
 
 def _passed_on(init: ast.FunctionDef) -> set[str] | None:
-    """Returns the keywords that ``super().__init__(a=1, **kwargs)`` fixes; None without the ``**kwargs``."""
+    """Returns the keywords that ``super().__init__(a=1, **kwargs)`` sets; None without the ``**kwargs``."""
     if init.args.kwarg is None:
         return None
     for node in ast.walk(init):

@@ -1,10 +1,10 @@
-"""Importing the user's own modules and files, named under ``plugins:`` in a config.
+"""Import of the user's own modules and files, named under ``plugins:`` in a config.
 
-A file is imported under a name that any other process can import it by too: its dotted path below the
-working directory (``./nets/plugin.py`` is ``nets.plugin``), or else below its own folder. That folder goes to
-the *end* of ``sys.path``, where it shadows nothing, and which multiprocessing hands to the workers it spawns;
-so a dataset defined in such a file can be unpickled in a worker, and two files called ``plugin.py`` are two
-modules. The names stand in saved configs, and stay right when the whole project moves.
+A file is imported under a name by which any other process can import it too: its dotted path below the working
+directory (``./nets/plugin.py`` is ``nets.plugin``), or else below its own folder. That folder goes to the *end* of
+``sys.path``, where it shadows nothing. multiprocessing passes ``sys.path`` to the workers that it spawns, so that a
+dataset defined in such a file can be unpickled in a worker, and two files called ``plugin.py`` are two modules. Saved
+configs contain the names, which stay valid when the project's folder moves.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from types import ModuleType
 from dlo_framework.errors import DloError, did_you_mean
 from dlo_framework.registry.source import find_spec
 
-#: How many folders above a file are tried as the one its name counts from.
+#: Number of folders above a file to try as the root of its name.
 _LONGEST_NAME = 4
 
 
@@ -30,12 +30,12 @@ def import_user_module(spec: str) -> ModuleType:
     """Imports a module or a file.
 
     Args:
-        spec: ``my_pkg.mod``, or the path of a file, ``./file.py``, relative to the working directory.
+        spec: Module, ``my_pkg.mod``, or path of a file, ``./file.py``, relative to the working directory.
 
     Raises:
-        DloError: if there is none, or if it raises.
+        DloError: if the module or file does not exist, or raises.
     """
-    importlib.invalidate_caches()  # The file may be newer than what Python remembers of its folder.
+    importlib.invalidate_caches()  # The file may be newer than Python's cache of its folder.
     if spec.endswith(".py") or "/" in spec or os.sep in spec:
         file = _existing_file(spec)
         name = module_name(file)
@@ -54,11 +54,11 @@ def _existing_file(spec: str) -> Path:
     if path.is_file() and path.suffix == ".py":
         return path.resolve()
     if path.is_dir():
-        raise DloError(f"plugins: '{spec}' is a folder; name a file in it, '{spec.rstrip('/')}/NAME.py'")
+        raise DloError(f"plugins: '{spec}' must be a file, got a folder; name a file, '{spec.rstrip('/')}/NAME.py'")
     if path.is_file():
-        raise DloError(f"plugins: '{spec}' is not a Python file; its name must end in .py")
+        raise DloError(f"plugins: the name of a file must end in .py, got '{spec}'; rename the file")
     if not path.parent.is_dir():
-        raise DloError(f"plugins: no file '{spec}': there is no folder {path.parent.absolute()}")
+        raise DloError(f"plugins: no file '{spec}': the folder {path.parent.absolute()} does not exist")
     names = {file.name for file in path.parent.glob("*.py")}
     hint = did_you_mean(path.name, names)
     raise DloError(f"plugins: no file '{spec}' in {path.parent.absolute()}{hint}")
@@ -67,7 +67,10 @@ def _existing_file(spec: str) -> Path:
 def _existing_module(spec: str) -> str:
     parts = spec.split(".")
     if not _importable(parts):
-        raise DloError(f"plugins: '{spec}' is neither a module, as in my_pkg.mod, nor a file, as in ./file.py")
+        raise DloError(
+            f"plugins: an entry must be a module (my_pkg.mod) or a file (./file.py), got '{spec}'; write './{spec}.py'"
+            " for a file"
+        )
     if spec in sys.modules or find_spec(spec) is not None:
         return spec
     folder = os.getcwd()
@@ -85,14 +88,14 @@ def _existing_module(spec: str) -> str:
 
 
 def module_name(file: Path) -> str | None:
-    """Returns the name by which ``file`` can be imported, adding a folder to ``sys.path`` where it must.
+    """Returns the name by which a file can be imported, and adds a folder to ``sys.path`` if that needs it.
 
     Args:
-        file: an absolute path.
+        file: Absolute path of the file.
 
     Returns:
-        The dotted name, or None where no folder above the file gives it one: a part is no identifier, or
-        another module has the name.
+        Dotted name; None where no folder above the file gives it one, because a part of the path cannot be an
+        identifier, or another module has the name.
     """
     for root in _roots(file):
         parts = list(file.relative_to(root).with_suffix("").parts)
@@ -111,7 +114,7 @@ def module_name(file: Path) -> str | None:
 
 
 def _roots(file: Path) -> Iterator[Path]:
-    """Yields the folders that the file's name may count from, the best first, none inside a package."""
+    """Yields the folders that may be the root of a file's dotted name, the best first, none inside a package."""
     cwd = Path.cwd().resolve()
     outer = next(folder for folder in file.parents if not (folder / "__init__.py").exists())
     if cwd == outer or cwd in outer.parents:
@@ -121,7 +124,7 @@ def _roots(file: Path) -> Iterator[Path]:
 
 
 def _means(name: str, file: Path) -> bool:
-    """Returns whether importing ``name`` gives ``file``."""
+    """Returns whether importing ``name`` imports ``file``."""
     if name in sys.modules:
         origin = getattr(sys.modules[name], "__file__", None)
     else:
@@ -135,7 +138,7 @@ def _importable(parts: list[str]) -> bool:
 
 
 def _import_alone(spec: str, file: Path) -> ModuleType:
-    """Imports a file that has no importable name, ``my-plugin.py`` say, under one made from its path.
+    """Imports a file without an importable name, such as ``my-plugin.py``, under a name made from its path.
 
     A worker that is spawned, not forked, cannot import it.
     """

@@ -123,7 +123,7 @@ def test_a_checkpoint_of_another_model(refused):
     other = edit("embed_dim: 48, depth: 2", "embed_dim: 24, depth: 1")
     message = refused("fit", "--config", other, "--ckpt_path", "runs/train/version_0/checkpoints/last.ckpt")
     assert "the checkpoint's weights must be those of the config's model, got 0 missing, 12 (model." in message
-    assert re.search(r"\.\.\.\) unexpected, \d+ \(model\.blocks\.0\..*, \.\.\.\) of another size", message)
+    assert re.search(r"\.\.\.\) unexpected, \d+ \(model\.blocks\.0\..*, \.\.\.\) of another shape", message)
 
 
 def test_language_models_without_prompts_or_positions(refused, monkeypatch):

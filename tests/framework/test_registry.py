@@ -87,15 +87,13 @@ def test_a_wrong_base_class_says_where_it_belongs(install: Install) -> None:
     install("pkg", {"task": ["Wrong = rg_wrong:Wrong"]}, rg_wrong=CALLBACK.format(name="Wrong"))
     with pytest.raises(DloError) as raised:
         Registry().load("Wrong")
-    assert "registered as a task, but rg_wrong:Wrong is no subclass of lightning.pytorch.LightningModule" in str(
-        raised.value
-    )
+    assert "a task must be a subclass of lightning.pytorch.LightningModule, got rg_wrong:Wrong" in str(raised.value)
     assert "register it in the group 'dlo_framework.plugins.callback'" in str(raised.value)
 
 
 def test_a_function_is_no_plugin(install: Install) -> None:
     install("pkg", {"callback": ["Func = rg_func:Func"]}, rg_func="def Func(): pass")
-    with pytest.raises(DloError, match="rg_func:Func must be a class, but is a function"):
+    with pytest.raises(DloError, match="rg_func:Func must be a class, got a function"):
         Registry().load("Func")
 
 
@@ -128,7 +126,7 @@ def test_a_name_taken_twice_is_listed_and_refused_when_used(install: Install, ki
         lambda: registry.find_named(["Twin"]),
         lambda: registry.get("Twin"),
     ):
-        with pytest.raises(DloError, match=r"'Twin' is taken twice: by first 1\.2 .* and by second 2\.0"):
+        with pytest.raises(DloError, match=r"must be unique, got 'Twin' in first 1\.2 .* and in second 2\.0"):
             use()
     assert registry.conflict(twins[0]) == registry.conflict(twins[1])
     assert registry.conflict(registry.get("OneCycle")) is None
@@ -151,7 +149,7 @@ def test_wrong_metadata_is_reported_and_touches_nothing_else(install: Install) -
     assert not {"Lost", "Half"} & set(registry.names())
     problems = "\n".join(registry.problems)
     assert "unknown group 'dlo_framework.plugins.callbacks'; did you mean 'dlo_framework.plugins.callback'?" in problems
-    assert "'Half = rg_half' must read 'Name = module:Class'" in problems
+    assert "must have the form 'Name = module:Class', got 'Half = rg_half'" in problems
 
 
 STRATEGY = '''

@@ -176,8 +176,8 @@ def test_a_module_of_networks_only_may_be_listed(project: Path) -> None:
         ("raise RuntimeError('boom')", "plugins: './um_bad.py' failed to import: RuntimeError: boom"),
         ("def f(:", "plugins: './um_bad.py' failed to import: SyntaxError"),
         ("import um_nothing_like_it", "ModuleNotFoundError: No module named 'um_nothing_like_it'"),
-        ("class Plain: pass", "'./um_bad.py' defines no plug-in; it needs a public subclass of"),
-        (CALLBACK.format(name="OneCycle"), "'OneCycle' is taken twice: by dlo_framework .* and by ./um_bad.py"),
+        ("class Plain: pass", "'./um_bad.py' must define a public subclass of"),
+        (CALLBACK.format(name="OneCycle"), "must be unique, got 'OneCycle' in dlo_framework .* and in ./um_bad.py"),
     ],
 )
 def test_a_bad_file_is_an_error_that_says_why(project: Path, source: str, message: str) -> None:
@@ -189,10 +189,10 @@ def test_a_bad_file_is_an_error_that_says_why(project: Path, source: str, messag
     ("spec", "message"),
     [
         ("./um_presnt.py", r"no file './um_presnt.py' in .*; did you mean 'um_present.py'\?"),
-        ("./nowhere/x.py", "there is no folder .*nowhere"),
-        ("./sub", r"'./sub' is a folder; name a file in it, './sub/NAME.py'"),
-        ("./notes.txt", "is not a Python file"),
-        ("um-x", "'um-x' is neither a module, as in my_pkg.mod, nor a file"),
+        ("./nowhere/x.py", "the folder .*nowhere does not exist"),
+        ("./sub", r"'./sub' must be a file, got a folder; name a file, './sub/NAME.py'"),
+        ("./notes.txt", r"must end in .py, got './notes.txt'"),
+        ("um-x", r"must be a module \(my_pkg.mod\) or a file \(./file.py\), got 'um-x'"),
         ("um_presnt", r"no module 'um_presnt'; did you mean 'um_present'\?"),
         ("um_present.py.x", "no module 'um_present.py.x'"),
         ("lightning.pytorch.callback", "no module 'lightning.pytorch.callback'"),
