@@ -23,7 +23,7 @@ from dlo_framework.distributed.canonical import clean
 from dlo_framework.distributed.held import memory_of, optimizer_bytes, optimizer_states
 from dlo_framework.watch.flops import is_compiled
 
-#: Optimizer step at which a run is measured: before the first there is no optimizer state.
+#: Optimizer step at which a run is measured: before the first step optimizers have no state.
 STEP = 2
 
 
