@@ -15,35 +15,35 @@ from dlo_framework.batch_transform import BatchCopier, join_transfer, leave_tran
 from dlo_framework.distributed.strategy import ShardedStrategy
 from dlo_framework.errors import DloError
 
-#: What a batch may hold beside tensors to be copied on a stream of its own.
+#: Types that a batch may hold beside tensors and still be copied on a separate stream.
 _PLAIN = (int, float, str, bytes, type(None))
 MatmulPrecision = Literal["highest", "high", "medium"]
 
 
 class AcceleratorSettings(BatchCopier):
-    """Sets torch up for speed on CUDA; on by default, and does nothing on a CPU.
+    """Configures torch for speed on CUDA; on by default, without effect on a CPU.
 
     - **Float32 products** run on tensor cores with inputs rounded to TF32 (`matmul_precision`), as cuDNN's convolutions
       do by torch's own default. A value other than torch's default, `highest`, that was set before the run stays.
-    - **cuDNN** measures its algorithms for each shape of a convolution and takes the fastest (`cudnn_benchmark`), where
+    - **cuDNN** measures its algorithms for each shape of a convolution and takes the fastest (`cudnn_benchmark`), if
       the module has convolutions and `trainer.deterministic` is off. `trainer.benchmark: false` switches it off too.
-    - **Python's garbage collection** runs after every `gc_steps` batches, on all ranks after the same ones, in place of
-      whenever objects have piled up: ranks that collect at different times wait for each other. What lives when
-      training starts is not looked at.
-    - **Batches** are copied to the device on a stream of their own (`copy_stream`), while it still computes earlier
-      steps. It takes page-locked memory, which dlo's loaders use on an accelerator.
+    - **Python's garbage collection** runs after every `gc_steps` batches, on all ranks after the same ones, not
+      whenever objects have accumulated: ranks that collect at different times wait for each other. Objects that exist
+      when training starts are excluded.
+    - **Batches** are copied to the device on a separate stream (`copy_stream`), while it still computes earlier steps.
+      It needs pinned memory, which dlo's loaders use on an accelerator.
 
     Args:
-        matmul_precision: torch's `float32_matmul_precision`.
-        cudnn_benchmark: Whether cuDNN measures algorithms.
-        gc_steps: Batches between two collections; 0 leaves them to Python.
-        copy_stream: Whether batches have a stream of their own.
+        matmul_precision: Value of torch's `float32_matmul_precision`.
+        cudnn_benchmark: Whether to let cuDNN measure its algorithms.
+        gc_steps: Number of batches between two collections; 0 leaves them to Python.
+        copy_stream: Whether to copy batches on a separate stream.
 
     Raises:
-        DloError: for a value that does not exist.
+        DloError: for an unknown value.
     """
 
-    #: As Lightning's property has it, of which every hook of every step asks.
+    #: The same as Lightning's property, which every hook of every step reads.
     state_key = "AcceleratorSettings"
     left_out_of_parity = "it rounds float32 products and chooses algorithms by their speed"
 
@@ -68,12 +68,12 @@ class AcceleratorSettings(BatchCopier):
         self._before: tuple[str, bool] | None = None
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Sets the precision, and joins the transfer of batches."""
+        """Sets the precision, and installs the copy of batches."""
         device = trainer.strategy.root_device
         if device.type != "cuda":
             return
         self._before = torch.get_float32_matmul_precision(), torch.backends.cudnn.benchmark
-        if torch.get_float32_matmul_precision() == "highest":  # torch's default: nobody has set another one.
+        if torch.get_float32_matmul_precision() == "highest":  # torch's default, so no one has set another
             torch.set_float32_matmul_precision(self.matmul_precision)
         if self.copy_stream:
             self._copies = CopyStream(device)
@@ -81,32 +81,32 @@ class AcceleratorSettings(BatchCopier):
             join_transfer(trainer)
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Has cuDNN measure its algorithms, once the model is there."""
+        """Lets cuDNN measure its algorithms, once the model exists."""
         if trainer.strategy.root_device.type == "cuda" and self.cudnn_benchmark and may_benchmark(pl_module):
             torch.backends.cudnn.benchmark = True
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Takes garbage collection over."""
+        """Takes over garbage collection."""
         if trainer.strategy.root_device.type != "cpu" and self.gc_steps:
             self._collector = Collector(self.gc_steps)
 
     def on_train_batch_end(self, *args: Any, **kwargs: Any) -> None:
-        """Collects when it is time."""
+        """Collects garbage when it is due."""
         if self._collector is not None:
             self._collector.step()
 
     def on_validation_batch_end(self, *args: Any, **kwargs: Any) -> None:
-        """Collects when it is time: a validation within a fit may be long."""
+        """Collects garbage when it is due: a validation within a fit may be long."""
         self.on_train_batch_end()
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Gives garbage collection back."""
+        """Returns garbage collection to Python."""
         if self._collector is not None:
             self._collector.close()
             self._collector = None
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Leaves all as it was."""
+        """Restores all settings."""
         self.on_train_end(trainer, pl_module)
         if self._before is not None:
             torch.set_float32_matmul_precision(self._before[0])
@@ -117,22 +117,22 @@ class AcceleratorSettings(BatchCopier):
             leave_transfer(trainer)
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Leaves all as it was: Lightning calls no ``teardown`` then."""
+        """Restores all settings: Lightning does not call ``teardown`` then."""
         self.teardown(trainer, pl_module, "fit")
 
     def copy_batch(self, batch: Any) -> Any:
-        """Returns the batch on the device, with what the strategy has counted of it before."""
+        """Returns the batch on the device, with the sample count that the strategy has taken before."""
         if self._copies is None:
             return batch
         return self._copies.copy(batch if self._sharded is None else self._sharded.counted(batch))
 
 
 class CopyStream:
-    """Copies batches to a device on a stream of its own; the stream that computes waits for the copy, no host does.
+    """Copies batches to a device on a separate stream; the compute stream waits for the copy, the host does not.
 
     Args:
-        device: Where batches go.
-        streams: `torch.cuda`, or what has its `Stream`, `stream` and `current_stream`.
+        device: Target device.
+        streams: `torch.cuda`, or a module with the same `Stream`, `stream` and `current_stream`.
     """
 
     def __init__(self, device: torch.device, streams: Any = torch.cuda) -> None:
@@ -140,28 +140,30 @@ class CopyStream:
         self.stream = streams.Stream(device)
 
     def copy(self, batch: Any) -> Any:
-        """Returns a batch with its tensors on the device; one with objects that hold tensors is left as it is."""
+        """Returns a batch with its tensors on the device; one whose tensors are inside other objects is returned
+        unchanged.
+        """
         from lightning.fabric.utilities import move_data_to_device
 
         if not all(isinstance(leaf, (torch.Tensor, *_PLAIN)) for leaf in tree_leaves(batch)):
-            return batch  # Of tensors within other objects nobody sees when their memory is free again.
+            return batch  # The lifetime of tensors inside other objects cannot be tracked.
         computes = self._streams.current_stream(self.device)
         with self._streams.stream(self.stream):
             moved = move_data_to_device(batch, self.device)
         computes.wait_stream(self.stream)
         before = {id(leaf) for leaf in tree_leaves(batch)}
         for leaf in tree_leaves(moved):
-            # Its memory is the copying stream's: it is used again there only after `computes` has done with it.
+            # Its memory belongs to the copy stream, which reuses it only after `computes` has finished with it.
             if isinstance(leaf, torch.Tensor) and id(leaf) not in before:
                 leaf.record_stream(computes)
         return moved
 
 
 class Collector:
-    """Collects garbage after every so many steps, and at no other time.
+    """Collects garbage after a fixed number of steps, and at no other time.
 
     Args:
-        every: Steps.
+        every: Number of steps between two collections.
     """
 
     def __init__(self, every: int) -> None:
@@ -180,25 +182,25 @@ class Collector:
             gc.collect()
 
     def close(self) -> None:
-        """Leaves it to Python again, where it was."""
+        """Returns collection to Python, if it was enabled."""
         if self._froze:
             gc.unfreeze()
         if self._was_on:
             gc.enable()
 
 
-_forks: list[bool] = []  # not empty once forks have been taken care of
+_forks: list[bool] = []  # not empty after a fork handler has run
 
 
 def _collect_in_forks() -> None:
-    """Has processes that are forked from this one, such as loaders' workers, collect their garbage themselves."""
+    """Lets forked processes, such as loaders' workers, collect their own garbage."""
     if not _forks and hasattr(os, "register_at_fork"):
         os.register_at_fork(after_in_child=gc.enable)
         _forks.append(True)
 
 
 def may_benchmark(module: nn.Module) -> bool:
-    """Returns whether cuDNN has algorithms to measure, and nobody asks for the same ones in each run."""
+    """Returns whether cuDNN has algorithms to measure, and determinism is not requested."""
     if torch.are_deterministic_algorithms_enabled() or torch.backends.cudnn.deterministic:
         return False
     return any(isinstance(part, nn.modules.conv._ConvNd) for part in module.modules())

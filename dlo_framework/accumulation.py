@@ -1,4 +1,4 @@
-"""Gradient accumulation whose last window of an epoch is shorter than the others."""
+"""Gradient accumulation with a correct mean in an epoch's last window, which may be shorter than the others."""
 
 from __future__ import annotations
 
@@ -13,12 +13,13 @@ from dlo_framework.progress import AccumulationWindow
 
 
 class AccumulationTail(Callback):
-    """Makes the last gradient of an epoch the mean of the batches that it is made of; on by default.
+    """Makes the last gradient of an epoch the mean over its own batches; on by default.
 
-    Lightning (2.6) divides each loss by ``accumulate_grad_batches``, also where the epoch ends in the middle of a
-    window: with 10 batches and 4 of them to a step, the last gradient is half of what it should be. Here the last
-    window is as long as it is. Each batch of a window counts the same, however many samples it has. It stands before
-    callbacks that change gradients, as in every ``dlo fit``: where the loader has no length, it scales the last one up.
+    Lightning (2.6) divides each loss by ``accumulate_grad_batches``, also if the epoch ends in the middle of a window:
+    with 10 batches and 4 of them to a step, the last gradient is half of what it should be. Here the divisor is the
+    window's real length. Each batch of a window has the same weight, however many samples it has. The callback must
+    precede callbacks that change gradients, as in every ``dlo fit``: if the loader has no length, it scales the last
+    gradient up.
     """
 
     def __init__(self) -> None:
@@ -26,7 +27,7 @@ class AccumulationTail(Callback):
         self._window: AccumulationWindow | None = None
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        """Tells Lightning how long the window is that the batch is in."""
+        """Sets Lightning's window length to that of the batch's window."""
         set_by = trainer.accumulate_grad_batches
         if set_by is not self._window:
             if isinstance(set_by, AccumulationWindow):
@@ -39,7 +40,7 @@ class AccumulationTail(Callback):
             trainer.accumulate_grad_batches = self._window = AccumulationWindow(length, start, self._size)
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
-        """Where the loader has no length, the last window is known to be short only now: scales its gradient up."""
+        """Scales up the gradient of a last window that turns out short, because the loader has no length."""
         size = trainer.accumulate_grad_batches
         if isinstance(size, AccumulationWindow) or size == 1 or not pl_module.automatic_optimization:
             return
@@ -49,11 +50,11 @@ class AccumulationTail(Callback):
             torch._foreach_mul_(gradients, size / batches)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Gives the number back that the user set."""
+        """Restores the number that the user set."""
         self._release(trainer)
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Gives back what an exception has left of an earlier fit."""
+        """Restores the number after an exception in an earlier fit."""
         self._release(trainer)
 
     def _release(self, trainer: Trainer) -> None:
@@ -63,12 +64,12 @@ class AccumulationTail(Callback):
 
 
 def tail(batch: int, size: int, batches: float) -> tuple[int, int]:
-    """Returns the accumulation window that a batch is in: its first batch, and how many it has.
+    """Returns the accumulation window of a batch: its first batch, and its number of batches.
 
     Args:
-        batch: its number in the epoch, from 0.
-        size: of all windows but the last.
-        batches: of the epoch; infinite where nobody knows.
+        batch: Index of the batch in the epoch, from 0.
+        size: Number of batches in all windows but the last.
+        batches: Number of batches in the epoch; infinity if unknown.
     """
     start = batch - batch % size
     return start, size if math.isinf(batches) else min(size, int(batches) - start)

@@ -1,10 +1,10 @@
-"""Amounts as people read them."""
+"""Formats quantities for people."""
 
 from __future__ import annotations
 
 
 def human(count: float) -> str:
-    """Returns a number of bytes as people read it: ``3.1 GB``."""
+    """Formats a number of bytes: ``3.1 GB``."""
     for unit in ("B", "kB", "MB", "GB"):
         if count < 1000:
             return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"

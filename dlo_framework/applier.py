@@ -1,7 +1,7 @@
-"""Appliers: one small class a technique that rewrites a module in place before training.
+"""Base class of appliers, each of which rewrites a module in place before training for one technique.
 
-A strategy sorts the appliers of a run by phase, so the one order that is right (tensor parallel, context
-parallel, recomputation, compile, shard) stands in this file and nowhere else.
+A strategy sorts the appliers of a run by phase, so their one valid order (tensor parallel, context parallel,
+recomputation, compile, shard) is defined in this file alone.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class Phase(enum.IntEnum):
-    """When an applier runs, in ascending order."""
+    """Phase of an applier; phases run in ascending order."""
 
     TENSOR = 10
     CONTEXT = 20
@@ -34,8 +34,8 @@ class Applier(ABC):
 
     @abstractmethod
     def apply(self, module: nn.Module, mesh: DeviceMesh, plan: ParallelPlan) -> None:
-        """Rewrites ``module`` in place for ``mesh``, cutting it only where ``plan`` allows.
+        """Rewrites ``module`` in place for ``mesh``, and splits it only where ``plan`` allows.
 
         Raises:
-            DloError: if the module cannot be cut so; the message computes the nearest size that works.
+            DloError: if the module cannot be split so; the message computes the nearest size that works.
         """

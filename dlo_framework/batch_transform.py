@@ -1,10 +1,10 @@
-"""Callbacks that change training batches once they are on the device, such as mixing or resizing images.
+"""Callbacks that change training batches on the device, for example by mixing or resizing images.
 
-Lightning gives callbacks the batch to look at, not to change (Lightning issue #1733). What happens to a batch last,
-before any hook sees it, is ``strategy.batch_to_device``: it moves the batch and runs the data hooks of datamodule and
-module. :class:`BatchTransform` adds one more thing to it while a run trains, so that it works with every module, every
-datamodule and every strategy, and ``on_train_batch_start``, ``training_step`` and ``on_train_batch_end`` are all given
-the transformed batch.
+Lightning's callbacks can read the batch, but not replace it (Lightning issue #1733). The last function that changes a
+batch before any hook gets it is ``strategy.batch_to_device``: it moves the batch and runs the data hooks of datamodule
+and module. :class:`BatchTransform` appends a step to it during training, so that it works with every module, every
+datamodule and every strategy, and ``on_train_batch_start``, ``training_step`` and ``on_train_batch_end`` all get the
+transformed batch.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ _DATA_HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after
 
 
 class BatchTransform(Callback, ABC):
-    """A callback that changes each training batch after its transfer to the device; evaluation is left alone.
+    """Callback that changes each training batch after its transfer to the device; evaluation is unaffected.
 
-    A subclass implements :meth:`transform`. Where it has a ``setup``, ``teardown`` or ``on_exception`` of its own, it
-    calls ``super``'s too. Batches pass through the transforms of all callbacks in the order of :attr:`order`.
+    A subclass implements :meth:`transform`. If it overrides ``setup``, ``teardown`` or ``on_exception``, it calls
+    ``super``'s too. The transforms of all callbacks run in ascending :attr:`order`.
 
     Example:
         ```python
@@ -45,31 +45,31 @@ class BatchTransform(Callback, ABC):
     def transform(self, trainer: Trainer, pl_module: LightningModule, batch: Any) -> Any:
         """Returns the batch to train on.
 
-        The tensors that it returns are those of ``batch``, or are made for this batch alone. Those of ``batch`` may be
-        written to only where :func:`batches_are_new` says so.
+        The tensors that it returns are those of ``batch``, or are made for this batch alone. It may write to those of
+        ``batch`` only if :func:`batches_are_new`.
 
         Args:
-            trainer: the trainer, in its training stage.
-            pl_module: the module that is trained.
-            batch: the batch on its device, after the data hooks and the transforms of lower order.
+            trainer: Trainer, in its training stage.
+            pl_module: Module that is trained.
+            batch: Batch on its device, after the data hooks and the transforms of lower order.
         """
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Joins the transfer of batches, in each process of its own: nothing has to travel to a launched one."""
+        """Installs the transform, in each process by itself: launched processes need not receive it."""
         if stage == "fit":
             join_transfer(trainer)
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Leaves the transfer as it was."""
+        """Removes the transform."""
         leave_transfer(trainer)
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Leaves the transfer as it was: Lightning calls no ``teardown`` then."""
+        """Removes the transform: Lightning does not call ``teardown`` then."""
         leave_transfer(trainer)
 
 
 class BatchCopier(Callback, ABC):
-    """A callback that copies batches to the device in its own way; one that has joined the transfer is asked first."""
+    """Callback that copies batches to the device in its own way; the first one in the transfer is used."""
 
     @abstractmethod
     def copy_batch(self, batch: Any) -> Any:
@@ -77,9 +77,9 @@ class BatchCopier(Callback, ABC):
 
 
 class _Transfer:
-    """A strategy's ``batch_to_device``, followed by the transforms of the trainer's callbacks while it trains.
+    """A strategy's ``batch_to_device``, followed by the transforms of the trainer's callbacks during training.
 
-    Where a callback copies batches, and neither module nor datamodule does so itself, it does before that.
+    If a callback copies batches, and neither module nor datamodule overrides the copy, it runs before that.
     """
 
     def __init__(self, trainer: Trainer, transfer: Callable[..., Any], was_own: bool) -> None:
@@ -107,11 +107,11 @@ def _transfers_itself(trainer: Any) -> bool:
 
 
 def join_transfer(trainer: Trainer) -> None:
-    """Puts the transforms behind ``trainer.strategy.batch_to_device``, once a trainer.
+    """Installs the transforms after ``trainer.strategy.batch_to_device``, once a trainer.
 
-    The method is hidden by an attribute of that one strategy object, until :func:`leave_transfer`. Lightning (2.6)
-    moves every batch of its loops through it, and nothing but batches: model summaries and loggers that trace the graph
-    move ``example_input_array`` past it.
+    An attribute of that one strategy object shadows the method, until :func:`leave_transfer`. Lightning (2.6) moves
+    every batch of its loops through it, and nothing but batches: model summaries and loggers that trace the graph do
+    not move ``example_input_array`` through it.
     """
     own = vars(trainer.strategy)
     if not isinstance(own.get(_TRANSFER), _Transfer):
@@ -120,7 +120,7 @@ def join_transfer(trainer: Trainer) -> None:
 
 
 def leave_transfer(trainer: Trainer) -> None:
-    """Undoes :func:`join_transfer`; does nothing where that has been done."""
+    """Undoes :func:`join_transfer`; does nothing if that has been done."""
     current = vars(trainer.strategy).get(_TRANSFER)
     if not isinstance(current, _Transfer):
         return
@@ -131,13 +131,13 @@ def leave_transfer(trainer: Trainer) -> None:
 
 
 def batches_are_new(trainer: Trainer) -> bool:
-    """Returns whether the tensors of a training batch are surely held by nobody else, so that they may be written to.
+    """Returns whether a training batch's tensors have no other owner, so that they may be written to.
 
-    On a CPU nothing is copied on the way from the dataset to the training step: a loader with ``batch_size=None``, or
-    a ``collate_fn`` or data hook of one's own, may hand out the dataset's very memory, and what is written there is
-    read again in the next epoch. So only two cases count as new: torch's default collation, which stacks samples into
-    new memory, with no data hook after it; and a datamodule or module that declares ``makes_new_batches = True``, by
-    which it promises it of the batches that leave its hooks.
+    On a CPU nothing is copied between the dataset and the training step: a loader with ``batch_size=None``, or a user's
+    ``collate_fn`` or data hook, may return the dataset's own memory, and the next epoch would read what is written
+    there. So only two cases count as new: torch's default collation, which stacks samples into new memory, with no data
+    hook after it; and a datamodule or module that declares ``makes_new_batches = True``, which promises it for the
+    batches that its hooks return.
     """
     datamodule = getattr(trainer, "datamodule", None)
     parts = [part for part in (datamodule, trainer.lightning_module) if part is not None]

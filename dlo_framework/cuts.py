@@ -1,8 +1,9 @@
-"""Which part of a tensor a rank holds under tensor parallelism, and what that leaves to be done with its gradient.
+"""Slices of tensors under tensor parallelism, and the reductions that their gradients need.
 
-Tensor parallelism cuts a parameter once, along one dim, and for good: the module then holds a smaller parameter. A
-:class:`Cut` remembers which part of the whole it is, so that checkpoints and reports speak of the whole. A fused
-projection of queries, keys and values is cut in three places, so a part is a few runs of indices, not one.
+Tensor parallelism slices a parameter once, along one dim, and for good: the module then holds a smaller parameter. A
+:class:`Cut` records which slice of the full tensor it is, for checkpoints and reports, which use the full tensor. A
+fused projection of queries, keys and values is sliced in three places, so a slice is several ranges of indices, not
+one.
 """
 
 from __future__ import annotations
@@ -18,12 +19,12 @@ from dlo_framework.errors import DloError
 
 @dataclass(frozen=True)
 class Cut:
-    """A part of a tensor, cut along one dim.
+    """Slice of a tensor along one dim.
 
     Attributes:
-        dim: that is cut.
-        size: of the whole tensor along it.
-        runs: of indices along it: `(first, how many)`, in the order in which the part holds them.
+        dim: Dimension that is sliced.
+        size: Size of the full tensor along the dim.
+        runs: Ranges of indices along the dim, as `(first, count)`, in the slice's order.
     """
 
     dim: int
@@ -32,30 +33,31 @@ class Cut:
 
     @property
     def length(self) -> int:
-        """The part's size along the dim."""
+        """The slice's size along the dim."""
         return sum(count for _, count in self.runs)
 
     def take(self, whole: Tensor) -> Tensor:
-        """Returns the part of a whole tensor, in memory of its own."""
+        """Returns the slice of a full tensor, copied."""
         assert whole.shape[self.dim] == self.size
         return torch.cat([whole.narrow(self.dim, first, count) for first, count in self.runs], dim=self.dim)
 
     def part_shape(self, whole: torch.Size) -> torch.Size:
-        """Returns the part's shape."""
+        """Returns the slice's shape."""
         assert whole[self.dim] == self.size
         return torch.Size([self.length if dim == self.dim else size for dim, size in enumerate(whole)])
 
     def whole_shape(self, part: torch.Size) -> torch.Size:
-        """Returns the whole tensor's shape."""
+        """Returns the full tensor's shape."""
         assert part[self.dim] == self.length
         return torch.Size([self.size if dim == self.dim else size for dim, size in enumerate(part)])
 
     def overlaps(self, first: int, count: int) -> Iterator[tuple[int, int, int]]:
-        """Yields where indices of the part lie in the whole, run by run: `(index in the part, in the whole, count)`.
+        """Yields the ranges of the full tensor that indices of the slice cover: `(index in slice, index in tensor,
+        count)`.
 
         Args:
-            first: index in the part.
-            count: how many follow.
+            first: First index in the slice.
+            count: Number of indices.
         """
         at = 0
         for start, length in self.runs:
@@ -66,20 +68,20 @@ class Cut:
 
 
 def equal_cut(dim: int, size: int, ranks: int, rank: int, pieces: int = 1) -> Cut:
-    """Returns a rank's share of a dim that is split into equal pieces, of each of which it has an equal part.
+    """Returns a rank's slice of a dim of equal pieces, of each of which it holds an equal part.
 
     Args:
-        dim: that is cut.
-        size: along it.
-        ranks: among which it is shared.
-        rank: whose share it is.
-        pieces: that follow one another along the dim: 3 for queries, keys and values.
+        dim: Dimension to slice.
+        size: Size of the dim.
+        ranks: Number of ranks that share it.
+        rank: Rank whose slice is returned.
+        pieces: Number of pieces that are concatenated along the dim: 3 for queries, keys and values.
 
     Raises:
         DloError: if the ranks do not divide the size.
     """
     if size % (pieces * ranks):
-        raise DloError(f"a size of {size} cannot be shared equally by {ranks} ranks")
+        raise DloError(f"size must be divisible by {pieces * ranks} ({ranks} ranks), got {size}; use fewer ranks")
     piece = size // pieces
     share = piece // ranks
     return Cut(dim, size, tuple((number * piece + rank * share, share) for number in range(pieces)))
@@ -87,15 +89,15 @@ def equal_cut(dim: int, size: int, ranks: int, rank: int, pieces: int = 1) -> Cu
 
 @dataclass
 class Layout:
-    """What tensor and pipeline parallelism have made of a model. Names are relative to the model.
+    """Result of tensor and pipeline parallelism on a model. Names are relative to the model.
 
     Attributes:
-        cuts: the parameters and buffers of which the ranks of the axis hold a part each.
-        partial: parameters that each rank holds whole and whose gradients are parts of a sum over the axis.
-        elsewhere: parameters and buffers that ranks of other pipeline stages hold; here they are on the meta device,
-            so that optimizers' groups and checkpoints know all names.
-        repeated: parameters of which an earlier pipeline stage holds a copy: an embedding that the head is tied to.
-            The gradients of the copies are parts of a sum.
+        cuts: Slices of the parameters and buffers that the ranks of the tp axis share.
+        partial: Parameters that each rank holds in full and whose gradients must be summed over the tp axis.
+        elsewhere: Parameters and buffers of other pipeline stages; here they are on the meta device, so that optimizer
+            groups and checkpoints know all names.
+        repeated: Parameters of which an earlier pipeline stage holds a copy: an embedding that the head is tied to. The
+            gradients of the copies must be summed.
     """
 
     cuts: dict[str, Cut] = field(default_factory=dict)
@@ -104,7 +106,7 @@ class Layout:
     repeated: set[str] = field(default_factory=set)
 
     def under(self, prefix: str) -> Layout:
-        """Returns the layout by the names of a module that holds the model under a name."""
+        """Returns the layout with the names of a module that holds the model under a name."""
         return Layout(
             {f"{prefix}.{name}": cut for name, cut in self.cuts.items()},
             {f"{prefix}.{name}" for name in self.partial},
@@ -113,11 +115,11 @@ class Layout:
         )
 
 
-#: Under this name a model that has been cut keeps how.
+#: Attribute of a split model that holds its layout.
 _LAYOUT = "_dlo_layout"
 
 
 def layout_of(module: nn.Module) -> Layout:
-    """Returns a model's layout, to be read and added to; an empty one for a model that has not been cut."""
+    """Returns a model's layout, to be read and extended; an empty one if the model has not been split."""
     found: Layout = module.__dict__.setdefault(_LAYOUT, Layout())
     return found

@@ -1,4 +1,4 @@
-"""The callbacks that every ``dlo fit`` has, unless the config brings its own of the same kind."""
+"""Callbacks that every ``dlo fit`` has by default; one of the same kind in the config replaces a default."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from dlo_framework.watch.monitor import RunMonitor
 from dlo_framework.watch.state_bytes import StateReport
 from dlo_framework.watch.summary import RunRecord
 
-#: What tells the best checkpoint of a model that has no ``best_metric``.
+#: Default metric and mode of the best checkpoint, for a model without ``best_metric``.
 ASSUMED_METRIC = ("val_loss", "min")
 
 
@@ -43,18 +43,18 @@ def add_default_callbacks(
     """Returns ``callbacks`` with dlo's own beside them.
 
     Args:
-        callbacks: the user's; one of the same class as a default takes its place.
-        run_folder: where the run keeps its files.
-        model: names the metric that tells the best checkpoint, by ``best_metric = ("val_acc1", "max")``.
-        config: the resolved config as YAML, to be kept with the run.
-        progress_bar: whether to draw a bar.
-        checkpoints: whether to save any.
-        stop_grace: Seconds that a run which was asked to stop may go on without a move.
-        cudnn_benchmark: Whether cuDNN may measure its algorithms.
+        callbacks: Callbacks of the user; one of the same class replaces a default.
+        run_folder: Folder of the run.
+        model: Model whose ``best_metric = ("val_acc1", "max")`` names the metric of the best checkpoint.
+        config: Resolved config as YAML, saved with the run.
+        progress_bar: Whether to draw a bar.
+        checkpoints: Whether to save any.
+        stop_grace: Seconds without progress that a run which was asked to stop may take.
+        cudnn_benchmark: Whether to let cuDNN measure its algorithms.
     """
     monitor = next((callback for callback in callbacks if isinstance(callback, RunMonitor)), RunMonitor())
     state = StateReport()
-    # Before the user's: what clips gradients, or adds noise to them, is to find the gradient of the step as it is.
+    # Before the user's: a callback that clips gradients, or adds noise to them, must get the corrected gradient.
     first: list[Callback] = []
     if not any(isinstance(callback, AccumulationTail) for callback in callbacks):
         first.append(AccumulationTail())
@@ -87,9 +87,9 @@ def add_default_callbacks(
 
 
 def best_checkpoint(run_folder: Path, model: LightningModule) -> list[Callback]:
-    """Returns the ModelCheckpoint that keeps a run's best checkpoint; none if the model's ``best_metric`` is None.
+    """Returns the ModelCheckpoint that saves a run's best checkpoint; none if the model's ``best_metric`` is None.
 
-    Of a model without the attribute the best checkpoint is that of the lowest ``val_loss``, where it logs one.
+    For a model without the attribute the best checkpoint is that of the lowest ``val_loss``, if it is logged.
     """
     metric, mode = getattr(model, "best_metric", ASSUMED_METRIC) or (None, "min")
     if metric is None:
@@ -107,11 +107,13 @@ def best_checkpoint(run_folder: Path, model: LightningModule) -> list[Callback]:
 
 
 class _SavesAtEnds(ModelCheckpoint):
-    """Saves after validations and epochs alone, and so does without what Lightning's (2.6.6) does at each step."""
+    """ModelCheckpoint that saves after validations and epochs alone, and skips what Lightning's (2.6.6) does at each
+    step.
+    """
 
     @functools.cached_property
     def state_key(self) -> str:
-        """The name of its state, of which every hook of every step asks."""
+        """The key of its state, which every hook of every step reads."""
         return super().state_key
 
     def on_train_batch_end(self, *args: Any, **kwargs: Any) -> None:
@@ -119,12 +121,12 @@ class _SavesAtEnds(ModelCheckpoint):
 
 
 class BestIfLogged(_SavesAtEnds):
-    """Keeps the best checkpoint by a metric that the model may not log, and says once whether it does."""
+    """Saves the best checkpoint by a metric that the model may not log, and warns once if it does not."""
 
     _said = False
 
     def _save_topk_checkpoint(self, trainer: Trainer, monitor_candidates: dict[str, Tensor]) -> None:
-        """Saves where the metric is there; Lightning's (2.6.6), which it overrides, raises an error without it."""
+        """Saves if the metric was logged; Lightning's (2.6.6), which it overrides, raises an error without it."""
         is_logged = self.monitor in monitor_candidates
         if not self._said:
             name = type(trainer.lightning_module).__name__
@@ -142,12 +144,12 @@ class BestIfLogged(_SavesAtEnds):
 class LastCheckpoint(_SavesAtEnds):
     """Writes ``last.ckpt`` after each validation, or each epoch without one; on by default.
 
-    ``save_last`` of the one above would not do: it writes only when the best has improved. It is a class of its own
-    because Lightning tells the states of two ModelCheckpoints that save at the same times apart by their classes alone,
-    and one of a config may do that.
+    ``save_last`` of the class above is not enough: it writes only when the best has improved. It is a separate class
+    because Lightning distinguishes the states of two ModelCheckpoints that save at the same times by their classes
+    alone, and a user's config may contain such a one.
 
     Args:
-        folder: where it is written.
+        folder: Folder of the checkpoint.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -160,22 +162,22 @@ class LastCheckpoint(_SavesAtEnds):
         )
 
     def save_now(self, trainer: Trainer) -> None:
-        """Saves the present state."""
+        """Saves the current state."""
         self._save_topk_checkpoint(trainer, self._monitor_candidates(trainer))
 
 
 class EndCheckpoint(Callback):
     """Saves ``last.ckpt`` when training ends, unless it already holds that state; on by default.
 
-    Training ends at any step: by ``max_steps`` or ``max_time`` in mid-epoch, by a target, by a callback that stops it.
-    It comes before all other callbacks, so that what is saved is the state of a run that goes on: callbacks that
+    Training may end at any step: by ``max_steps`` or ``max_time`` in mid-epoch, by a target, by a callback that stops
+    it. This one precedes all other callbacks, so that it saves the state of a run that can continue: callbacks that
     average weights leave the average in the module when training ends.
 
     Args:
-        last: the callback that writes ``last.ckpt``.
+        last: Callback that writes ``last.ckpt``.
     """
 
-    #: As Lightning's property has it, of which every hook of every step asks.
+    #: The same as Lightning's property, which every hook of every step reads.
     state_key = "EndCheckpoint"
 
     def __init__(self, last: ModelCheckpoint) -> None:
@@ -183,7 +185,7 @@ class EndCheckpoint(Callback):
         self._metrics: dict[str, Any] | None = None
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Keeps the metrics that the checkpoint holds."""
+        """Records the metrics that the checkpoint holds."""
         self._metrics = logged_metrics(trainer)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -201,9 +203,9 @@ class EndCheckpoint(Callback):
 
 
 def _save_last(callback: ModelCheckpoint, trainer: Trainer) -> None:
-    """Has a user's ModelCheckpoint write its last checkpoint now.
+    """Makes a user's ModelCheckpoint write its last checkpoint now.
 
-    Lightning (2.6.6) has no public way to; with ``save_last: link`` it would link to the last one that was saved.
+    Lightning (2.6.6) has no public method for it; with ``save_last: link`` it would link to the last saved one.
     """
     callback._last_checkpoint_saved = ""
     callback._save_last_checkpoint(trainer, callback._monitor_candidates(trainer))

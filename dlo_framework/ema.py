@@ -1,11 +1,11 @@
-"""An exponential moving average (EMA) of a model's weights, evaluated in the weights' stead.
+"""Exponential moving average (EMA) of a model's weights, used in place of the weights in evaluation.
 
-The averaging of Polyak & Juditsky (1992), as vision recipes use it. Lightning's own `EMAWeightAveraging`
-(2.6.6) is not used because it keeps the average on the CPU when a GPU trains (it is built before the model
-moves), builds the model outside the strategy's context, tests the un-averaged weights with `trainer.test`
-after a fit, and loses the trained weights in a checkpoint that is saved after training ends or during
-validation: such a run does not resume bit for bit. The layout of a checkpoint is Lightning's: `state_dict`
-holds the average, which is what evaluation and export want, and `current_model_state` the trained weights.
+The averaging is that of Polyak & Juditsky (1992), as in vision recipes. Lightning's own `EMAWeightAveraging` (2.6.6) is
+not used because it keeps the average on the CPU when a GPU trains (it is built before the model moves), builds the
+model outside the strategy's context, tests the un-averaged weights with `trainer.test` after a fit, and loses the
+trained weights in a checkpoint that is saved after training ends or during validation: such a run does not resume bit
+for bit. The layout of a checkpoint is Lightning's: `state_dict` holds the average, for evaluation and export, and
+`current_model_state` the trained weights.
 """
 
 from __future__ import annotations
@@ -23,47 +23,47 @@ from dlo_framework.errors import DloError
 
 _CURRENT = "current_model_state"
 _STATE = "averaging_state"
-#: What the average holds beyond the digits of weights in half precision, in parts that such weights can hold.
+#: Digits of the average beyond those of half-precision weights, in parts that such weights can hold.
 _REST = "averaging_rest"
 
 
 class WeightEMA(Callback):
     """Averages the weights after each optimizer step, and evaluates and saves the average.
 
-    Validation runs on the average; training goes on with the trained weights. When training ends, the module
-    holds the average. Works under any strategy that keeps parameters as tensors of the module: each rank
-    averages what it holds. Of weights in half precision (``bf16-true``) the average is kept in single precision: what
-    a step adds to it would be rounded away.
+    Validation uses the average; training continues with the trained weights. When training ends, the module holds the
+    average. It works under any strategy that keeps parameters as tensors of the module: each rank averages its shards.
+    The average of half-precision weights (``bf16-true``) is kept in fp32, because the change of a step would be lost to
+    rounding.
 
     Args:
-        decay: Weight of the old average in each step, in [0, 1). The average spans about `1 / (1 - decay)`
-            steps: 0.9999 suits runs of 100,000 steps or more; in shorter ones it would still hold the start.
+        decay: Weight of the old average in each step, in [0, 1). The average spans about `1 / (1 - decay)` steps:
+            0.9999 suits runs of 100,000 steps or more; in shorter ones it would still contain the start.
 
     Raises:
-        DloError: if `decay` lies outside [0, 1).
+        DloError: if `decay` is outside [0, 1).
     """
 
-    #: Tells ExactResume who loads the trained weights of a checkpoint that has both.
+    #: Shows ExactResume that this callback loads the trained weights of a checkpoint that has both.
     loads_trained_weights = True
 
     def __init__(self, decay: float = 0.9999) -> None:
         if not 0 <= decay < 1:
-            raise DloError(f"the EMA decay lies in [0, 1), given {decay}; 0.9999 is usual, 0.999 for short runs")
+            raise DloError(f"the EMA decay must be in [0, 1), got {decay}; 0.9999 is usual, 0.999 for short runs")
         self.decay = decay
         self._update = get_ema_multi_avg_fn(decay)
         self._average: list[Tensor] | None = None
-        self._trained: list[Tensor] = []  # walking the modules anew in each step would cost more than the average
+        self._trained: list[Tensor] = []  # walking the modules in each step would cost more than the average
         self._updates = 0
         self._last_step = 0
         self._swapped = False
-        self._aside: dict[int, Tensor] = {}  # trained weights that the average has no room for, while it is swapped in
+        self._aside: dict[int, Tensor] = {}  # trained weights beyond the average's dtype, while it is swapped in
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Forgets an earlier run's average: its module holds it."""
+        """Drops an earlier run's average: its module holds it."""
         self._average, self._updates, self._swapped, self._aside = None, 0, False, {}
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Takes the average out of the module, which has just loaded it, and loads the trained weights."""
+        """Takes the average from the module, which has just loaded it, and loads the trained weights."""
         if _CURRENT not in checkpoint or trainer.state.fn != TrainerFn.FITTING:
             return
         held = contract_of(trainer.strategy).held_tensors()
@@ -79,7 +79,7 @@ class WeightEMA(Callback):
         trainer.strategy.load_model_state_dict(trained, strict=pl_module.strict_loading)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Starts the average at the weights, now on their device, unless it was loaded."""
+        """Initialises the average to the weights, now on their device, unless it was loaded."""
         tensors = self._trained = contract_of(trainer.strategy).held_tensors()
         self._last_step = trainer.global_step
         loaded = self._average
@@ -106,18 +106,18 @@ class WeightEMA(Callback):
         if together:
             self._update([a for a, _ in together], [t for _, t in together], self._updates)
         for old, new in pairs:
-            # Before the first update the average is only the start; counters are never averaged.
+            # Before the first update the average is only the initial value; counters are never averaged.
             if self._updates == 0 or not (new.is_floating_point() or new.is_complex()):
                 old.copy_(new)
             elif old.dtype != new.dtype or new.is_complex():
                 self._update([old], [new.to(old.dtype)], self._updates)
 
     def on_validation_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Puts the average in the module."""
+        """Puts the average into the module."""
         self._swap_to(trainer, pl_module, average=True)
 
     def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Puts the trained weights back in the module."""
+        """Puts the trained weights back into the module."""
         self._swap_to(trainer, pl_module, average=False)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -140,16 +140,16 @@ class WeightEMA(Callback):
             checkpoint[_REST] = rest
 
     def average_only(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Puts the average in a weights-only checkpoint, for which Lightning calls no callback."""
+        """Puts the average into a weights-only checkpoint, for which Lightning calls no callback."""
         if self._average is not None and _CURRENT not in checkpoint:
             _, checkpoint["state_dict"] = self._both_states(trainer, pl_module, checkpoint)
 
     def _both_states(
         self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
     ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """Returns the trained and the averaged state; the module keeps whichever it holds.
+        """Returns the trained and the averaged state; the module keeps the one that it holds.
 
-        The strategy gathers the state that the module does not hold, as it gathered the one that it does.
+        The strategy gathers the state that the module does not hold in the same way as the one that it does.
         """
         held, swapped = checkpoint["state_dict"], self._swapped
         self._swap_to(trainer, pl_module, average=not swapped)
@@ -159,7 +159,7 @@ class WeightEMA(Callback):
 
     @torch.no_grad()
     def _rest(self, trainer: Trainer, pl_module: LightningModule) -> dict[str, dict[str, Tensor]]:
-        """Returns what the average holds beyond the weights' own digits: two more parts make up single precision's."""
+        """Returns the average's digits beyond the weights' own; two more parts make up fp32."""
         assert self._average is not None
         held = contract_of(trainer.strategy).held_tensors()
         wide = [(ours, theirs) for ours, theirs in zip(self._average, held, strict=True) if ours.dtype != theirs.dtype]
@@ -204,5 +204,5 @@ def _is_half(value: Any) -> bool:
 
 
 def _wide(tensor: Tensor) -> Tensor:
-    """Returns a copy, of a tensor in half precision one in single precision."""
+    """Returns a copy, in fp32 for a half-precision tensor."""
     return tensor.detach().to(torch.float32 if _is_half(tensor) else tensor.dtype, copy=True)

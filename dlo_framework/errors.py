@@ -1,4 +1,4 @@
-"""Errors that are a user's to mend: they say the rule, what was given, and the fix.
+"""Errors that users can fix: their messages hold the rule, the value, and the fix.
 
 The command line prints a :class:`DloError` without a traceback and exits with code 2.
 """
@@ -10,19 +10,19 @@ from collections.abc import Iterable
 
 
 class DloError(ValueError):
-    """Bad input. The message holds the rule, what was given, and the fix."""
+    """Error in user input. The message holds the rule, the value, and the fix."""
 
 
 def nearest(name: str, options: Iterable[str]) -> str | None:
-    """Returns the option that ``name`` was most likely meant to be, or None if none is near."""
-    # A key of YAML may be no text: it reads `on:` as true.
+    """Returns the option most similar to ``name``, or None if none is similar."""
+    # A YAML key may not be text: it reads `on:` as true.
     by_lower = {option.lower(): option for option in options}
     found = difflib.get_close_matches(str(name).lower(), by_lower, n=1, cutoff=0.6)
     return by_lower[found[0]] if found else None
 
 
 def did_you_mean(name: str, options: Iterable[str]) -> str:
-    """Returns ``"; did you mean 'x'?"``, or an empty string where no option is near."""
+    """Returns ``"; did you mean 'x'?"``, or an empty string if no option is similar."""
     option = nearest(name, options)
     return f"; did you mean '{option}'?" if option else ""
 
@@ -40,10 +40,10 @@ def dlo_error_in(error: BaseException) -> DloError | None:
 
 
 def worker_message(error: BaseException) -> str:
-    """Returns an error's own message, also where a loader's worker has wrapped its traceback around it.
+    """Returns an error's own message, also if a loader's worker has wrapped its traceback around it.
 
-    torch re-raises a worker's exception as ``Type("Caught Type in DataLoader worker process 0.\\nOriginal
-    Traceback ...\\npackage.Type: message")``; the user's message is what stands behind the last type name.
+    torch re-raises a worker's exception as ``Type("Caught Type in DataLoader worker process 0.\\nOriginal Traceback
+    ...\\npackage.Type: message")``; the user's message follows the last type name.
     """
     text = str(error)
     if "Original Traceback" not in text:
@@ -52,15 +52,15 @@ def worker_message(error: BaseException) -> str:
 
 
 class OrderlyEnd(Exception):
-    """An end that all ranks of a run come to at the same point; nobody has failed."""
+    """End of a run that all ranks reach at the same point, without a failure."""
 
 
 def agree(error: Exception) -> Exception:
-    """Marks an error that all ranks raise at the same point, so that it is not taken for one rank's failure."""
+    """Marks an error as raised by all ranks at the same point, so that it is not taken for one rank's failure."""
     error.__dict__["all_ranks_agree"] = True
     return error
 
 
 def is_agreed(error: BaseException) -> bool:
-    """Returns whether all ranks raise this at the same point."""
+    """Returns whether all ranks raise this error at the same point."""
     return isinstance(error, OrderlyEnd) or bool(getattr(error, "all_ranks_agree", False))

@@ -1,4 +1,4 @@
-"""Losses that are not numbers: no rank takes such a step, and all ranks do the same about it."""
+"""Detects losses that are NaN or infinite: no rank takes such a step, and all ranks react in the same way."""
 
 from __future__ import annotations
 
@@ -18,45 +18,45 @@ from dlo_framework.resume import mid_accumulation
 
 
 class FiniteLoss(Callback):
-    """Keeps a loss that is NaN or infinite, on any rank, from reaching the weights; on by default, and stops the run.
+    """Keeps a NaN or infinite loss, on any rank, from reaching the weights; on by default, and stops the run.
 
-    One such loss makes the mean of the ranks' gradients NaN, and the next step the weights of all. Here all ranks look
-    at the losses of a step's batches before they take it. On an accelerator that waits for the forward pass (of a
-    pipeline: for the last stage's forward of the last micro-batch), while the device has a backward pass still to do,
-    so that it never runs dry; on several ranks one number is exchanged beside the gradients.
+    One such loss makes the mean of the ranks' gradients NaN, and the next step the weights of all. Here all ranks check
+    the losses of a step's batches before they take it. On an accelerator this waits for the forward pass (in a
+    pipeline: for the last stage's forward of the last micro-batch), while the device still has a backward pass to run,
+    so that it is never idle; several ranks exchange one number in parallel with the gradients.
 
-    With ``precision: 16-mixed`` the loss scaler leaves such steps out already, and this does nothing.
+    With ``precision: 16-mixed`` the loss scaler already skips such steps, and this does nothing.
 
     Args:
-        on_nan: ``stop`` ends the run with an error before the step; ``skip`` leaves the step out (the optimizer's
-            state stays as it is too; the step counts); ``ignore`` does not look.
-        max_skipped: with ``skip``: so many skipped steps in a row end the run too.
+        on_nan: Reaction: ``stop`` ends the run with an error before the step; ``skip`` skips the step (the optimizer's
+            state stays unchanged too; the step counts); ``ignore`` does not check.
+        max_skipped: Number of skipped steps in a row that ends the run, with ``skip``.
     """
 
     def __init__(self, on_nan: Literal["stop", "skip", "ignore"] = "stop", max_skipped: int = 10) -> None:
         if on_nan not in ("stop", "skip", "ignore"):
-            raise DloError(f"FiniteLoss: on_nan is stop, skip or ignore, but was {on_nan!r}")
+            raise DloError(f"FiniteLoss: on_nan must be stop, skip or ignore, got {on_nan!r}")
         if max_skipped < 1:
-            raise DloError(f"FiniteLoss: max_skipped is at least 1, but was {max_skipped}")
+            raise DloError(f"FiniteLoss: max_skipped must be at least 1, got {max_skipped}")
         self.on_nan, self.max_skipped = on_nan, max_skipped
         self.skipped = 0
         self._in_a_row = 0
         self._flag = _Flag()
-        #: Whether the strategy gives losses as they are computed, before that of the step is known.
+        #: Whether the strategy passes on losses as they are computed, before that of the step is known.
         self._told_by_strategy = False
         self._pending: tuple[Tensor, dist.Work | None] | None = None
 
     def state_dict(self) -> dict[str, Any]:
-        """How many steps were skipped; an open accumulation's verdict so far."""
+        """The number of skipped steps; the verdict so far of an open accumulation window."""
         return {"skipped": self.skipped, "in_a_row": self._in_a_row, "bad": self._flag.read()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Goes on counting."""
+        """Restores the count."""
         self.skipped, self._in_a_row = state_dict["skipped"], state_dict["in_a_row"]
         self._flag.preset = state_dict["bad"]
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Puts what any rank knows into the checkpoint, which otherwise holds rank 0's state of callbacks."""
+        """Adds the counts of all ranks to the checkpoint, which otherwise holds rank 0's state of callbacks."""
         group = control_group(trainer)
         own = checkpoint.get("callbacks", {}).get(self.state_key)
         if group is not None and own is not None and mid_accumulation(trainer):
@@ -65,28 +65,28 @@ class FiniteLoss(Callback):
             own["bad"] = bool(bad)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Makes the ranks' group, at the same point on all; asks the strategy for losses as they are computed."""
+        """Creates the ranks' group, at the same point on all; requests early losses from the strategy."""
         control_group(trainer)
         strategy, looks = trainer.strategy, self.on_nan != "ignore" and not _has_scaler(trainer)
         self._told_by_strategy = looks and contract_of(strategy).watch_losses(self._flag.look)
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        """With manual optimization, each batch is judged by itself."""
+        """Checks each batch by itself with manual optimization."""
         if not pl_module.automatic_optimization:
             self._flag.clear()
 
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
-        """Looks at the loss, without waiting for it."""
+        """Records the loss, without waiting for it."""
         if self.on_nan == "ignore" or _has_scaler(trainer):
             return
         if not self._told_by_strategy:
             self._flag.look(loss)
-        # Where it is known now, the ranks agree while backward runs.
+        # If it is known now, the ranks agree during backward.
         if self._flag.is_known and pl_module.automatic_optimization and not mid_accumulation(trainer):
             self._pending = self._ask(trainer)
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
-        """Agrees with the other ranks, and keeps a bad step from being taken."""
+        """Agrees with the other ranks, and prevents a bad step."""
         if self.on_nan == "ignore" or _has_scaler(trainer):
             return
         vote, work = self._pending or self._ask(trainer)
@@ -104,14 +104,14 @@ class FiniteLoss(Callback):
             self._skip(trainer, pl_module, optimizer, rank)
 
     def _ask(self, trainer: Trainer) -> tuple[Tensor, dist.Work | None]:
-        """Asks for the first rank that has met a bad loss; the number of ranks if none has."""
+        """Starts the search for the first rank with a bad loss; its result is the number of ranks if there is none."""
         vote = torch.tensor(trainer.global_rank if self._flag.read() else trainer.world_size)
         group = control_group(trainer)
         work = None if group is None else dist.all_reduce(vote, dist.ReduceOp.MIN, group=group, async_op=True)
         return vote, work
 
     def _skip(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer, rank: int) -> None:
-        # An optimizer leaves parameters without a gradient alone: neither decay nor its state moves.
+        # An optimizer skips parameters without a gradient: no weight decay, no change of state.
         for parameter in (p for group in optimizer.param_groups for p in group["params"]):
             parameter.grad = None
         self.skipped += 1
@@ -123,21 +123,22 @@ class FiniteLoss(Callback):
         if name:
             raise agree(
                 DloError(
-                    f"{_what(trainer, rank)}, and has made the buffer {name} so (a running statistic?), which skipping"
-                    " the step does not undo; go on from the last checkpoint, and keep such inputs out of the data"
+                    f"{_what(trainer, rank)}, and neither is the buffer {name} now (a running statistic?), which"
+                    " skipping the step does not undo; resume from the last checkpoint, and remove such inputs from the"
+                    " data"
                 )
             )
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Forgets what was under way."""
+        """Drops what was pending."""
         self._pending = None
 
 
 class _Flag:
-    """Whether a loss that was looked at is not finite, read from the device as late as it is needed.
+    """Whether a recorded loss is not finite, read from the device as late as possible.
 
     Attributes:
-        preset: what a run that is resumed had found in an open accumulation.
+        preset: Verdict of an open accumulation window in the checkpoint of a resumed run.
     """
 
     def __init__(self) -> None:
@@ -181,7 +182,7 @@ def _has_scaler(trainer: Trainer) -> bool:
 def _what(trainer: Trainer, rank: int) -> str:
     batch = trainer.fit_loop.epoch_loop.batch_progress.current.ready
     where = f" of rank {rank}" if trainer.world_size > 1 else ""
-    step, epoch = trainer.global_step + 1, trainer.current_epoch + 1  # all from 1, as the bar has them
+    step, epoch = trainer.global_step + 1, trainer.current_epoch + 1  # all from 1, as in the progress bar
     return f"the loss{where} was not finite in step {step} (epoch {epoch}, batch {batch})"
 
 
@@ -190,13 +191,13 @@ def _message(trainer: Trainer, rank: int) -> str:
     hint = contract_of(strategy).nan_hint
     return (
         f"{_what(trainer, rank)}; the weights are those before it. Lower the learning rate, clip the gradients"
-        " (trainer.gradient_clip_val), look at the batch's data, or leave such steps out (FiniteLoss, on_nan: skip)"
+        " (trainer.gradient_clip_val), check the batch's data, or skip such steps (FiniteLoss, on_nan: skip)"
         + (f". Or: {hint}" if hint else "")
     )
 
 
 def _poisoned(trainer: Trainer, module: LightningModule) -> str:
-    """Returns the name of a buffer that is not finite on some rank; empty if all are."""
+    """Returns the name of a buffer that is not finite on any rank; empty if all are finite."""
     names = [n for n, b in module.named_buffers() if b.is_floating_point() and not bool(torch.isfinite(b).all())]
     group = control_group(trainer)
     if group is None:

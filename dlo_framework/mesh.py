@@ -1,4 +1,4 @@
-"""The mesh: how a run's ranks are laid out along the axes of parallelism.
+"""The mesh: the layout of a run's ranks along the axes of parallelism.
 
 Axes, outer to inner: `pp` (pipeline stages), `dp_replicate` (copies of the model), `dp_shard` (ranks that share one
 copy's state), `cp` (parts of the sequence), `tp` (parts of each layer). Ranks next to each other differ in the inner
@@ -18,7 +18,7 @@ AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 
 
 class Coordinates(NamedTuple):
-    """A rank's place on each axis."""
+    """Coordinates of a rank on the axes."""
 
     pp: int
     dp_replicate: int
@@ -32,13 +32,13 @@ class MeshSpec:
     """Sizes of the axes.
 
     Args:
-        pp: pipeline stages' ranks.
-        dp_replicate: copies of the model.
-        dp_shard: ranks that share one copy's parameters, gradients and optimizer state.
-        cp: ranks that share a sequence.
-        tp: ranks that share each layer.
+        pp: Number of pipeline ranks.
+        dp_replicate: Number of copies of the model.
+        dp_shard: Number of ranks that share one copy's parameters, gradients and optimizer state.
+        cp: Number of ranks that share a sequence.
+        tp: Number of ranks that share each layer.
 
-    Each is at least 1; one of them may be -1, for all ranks that the others leave.
+    Each is at least 1; one of them may be -1, for all remaining ranks.
 
     Raises:
         DloError: for another size, or more than one -1.
@@ -53,10 +53,10 @@ class MeshSpec:
     def __post_init__(self) -> None:
         for axis, size in self.sizes.items():
             if size == 0 or size < -1:
-                raise DloError(f"{axis} is at least 1, or -1 for all ranks that the others leave, but was {size}")
+                raise DloError(f"{axis} must be at least 1, or -1 for all remaining ranks, got {size}")
         rest = [axis for axis, size in self.sizes.items() if size == -1]
         if len(rest) > 1:
-            raise DloError(f"one axis may be -1, but {' and '.join(rest)} are; set {rest[0]} to 1")
+            raise DloError(f"at most one axis must be -1, got {' and '.join(rest)}; set {rest[0]} to 1")
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -65,19 +65,19 @@ class MeshSpec:
 
     @property
     def data_size(self) -> int:
-        """Ranks' groups that see different samples."""
+        """The number of rank groups that see different samples."""
         return self.dp_replicate * self.dp_shard
 
     @property
     def world_size(self) -> int:
-        """All ranks."""
+        """The number of all ranks."""
         return math.prod(self.sizes.values())
 
     def resolve(self, world_size: int) -> MeshSpec:
         """Returns the mesh with -1 filled in.
 
         Raises:
-            DloError: if the sizes do not make up the world size; the message computes ones that do.
+            DloError: if the product of the sizes is not the world size; the message computes sizes that fit.
         """
         open_axis = next((axis for axis, size in self.sizes.items() if size == -1), None)
         given = {axis: size for axis, size in self.sizes.items() if size != -1}
@@ -86,18 +86,19 @@ class MeshSpec:
         if open_axis is not None:
             if world_size % product:
                 raise DloError(
-                    f"world size {world_size} is not divisible by {shown}; {_fixes(given, world_size, open_ended=True)}"
+                    f"world size must be divisible by {shown}, got {world_size};"
+                    f" {_fixes(given, world_size, open_ended=True)}"
                 )
             return replace(self, **{open_axis: world_size // product})
         if product != world_size:
             raise DloError(
-                f"world size {world_size} != {shown}{f' = {product}' if ' x ' in shown else ''}; set an axis to -1, or"
-                f" {_fixes(given, world_size, open_ended=False)}"
+                f"world size must be {shown}{f' = {product}' if ' x ' in shown else ''}, got {world_size}; set an axis"
+                f" to -1, or {_fixes(given, world_size, open_ended=False)}"
             )
         return self
 
     def coordinates(self, rank: int) -> Coordinates:
-        """Returns a global rank's place; the mesh has no -1."""
+        """Returns a global rank's coordinates; the mesh must have no -1."""
         places = []
         for size in reversed(self.sizes.values()):
             places.append(rank % size)
@@ -105,14 +106,14 @@ class MeshSpec:
         return Coordinates(*reversed(places))
 
     def rank(self, place: Coordinates) -> int:
-        """Returns the global rank at a place."""
+        """Returns the global rank at some coordinates."""
         number = 0
         for size, at in zip(self.sizes.values(), place, strict=True):
             number = number * size + at
         return number
 
     def data_rank(self, rank: int) -> int:
-        """Returns which share of the samples a rank sees: ranks with the same one see the same samples."""
+        """Returns the index of the samples' share that a rank sees: ranks with the same index see the same samples."""
         place = self.coordinates(rank)
         return place.dp_replicate * self.dp_shard + place.dp_shard
 
@@ -121,7 +122,7 @@ class MeshSpec:
 
 
 def _fixes(given: dict[str, int], world_size: int, *, open_ended: bool) -> str:
-    """Returns what makes the sizes and the world fit, as words: another size of one axis, or other ranks."""
+    """Returns fixes that make the sizes fit the world size, as text: another size of one axis, or other ranks."""
     product = math.prod(given.values())
     found = []
     for axis, size in given.items():

@@ -1,10 +1,10 @@
-"""Images of other sizes than the one a model was built for.
+"""Support for images of other sizes than the one a model was built for.
 
 A ViT has one position embedding for each patch of the size it was built for, a CoAtNet one bias for each relative
-position in its feature maps. :func:`accept_any_size` keeps these parameters as they are, so that optimizers, averages
-and checkpoints notice nothing, and has the forward pass interpolate them to the images that come; gradients flow back
+position in its feature maps. :func:`accept_any_size` does not change these parameters, so that optimizers, averages and
+checkpoints are unaffected; the forward pass interpolates them to the size of its images, and gradients flow back
 through the interpolation. At the size the model was built for, outputs are those of the plain model, bit for bit.
-Convolutional networks need none of this.
+Convolutional networks do not need this.
 
 * Vision Transformers do it themselves, by timm's ``dynamic_img_size`` (bicubic, antialiased).
 * CoAtNet (Dai, Liu, Le, Tan 2021, arXiv 2106.04803) interpolates its biases bilinearly, as the paper does for
@@ -40,14 +40,14 @@ Size: TypeAlias = tuple[int, int]
 def accept_any_size(module: nn.Module) -> None:
     """Makes every timm ViT and CoAtNet in ``module`` accept images of any size that its stride divides.
 
-    Parameters, buffers, the keys of the state dict and the outputs at the size it was built for stay as they are.
-    May be called again, and on modules that hold none.
+    Parameters, buffers, the keys of the state dict and the outputs at the size it was built for do not change. It may
+    be called again, and on modules without such models.
     """
     for part in module.modules():
         if isinstance(part, VisionTransformer):
             _free_vit(part)
         elif type(part) is Attention2d and isinstance(part.rel_pos, RelPosBias | RelPosMlp):
-            # The object stays the same, and with it its parameters, hooks and whatever a strategy holds of it.
+            # The object stays the same, and with it its parameters, hooks and the strategy's references.
             part.__class__ = AnySizeAttention2d
 
 
@@ -67,10 +67,10 @@ def _free_vit(vit: VisionTransformer) -> None:
 
 
 class AnySizeAttention2d(Attention2d):
-    """timm's ``Attention2d`` (1.0.31) with a bias that fits the feature map, whatever its size."""
+    """timm's ``Attention2d`` (1.0.31) with a bias that fits the feature map at any size."""
 
     def forward(self, x: Tensor, shared_rel_pos: Tensor | None = None) -> Tensor:
-        """Returns attention over ``x``, [B, C, H, W]; timm's own where H and W are those it was built for."""
+        """Returns attention over ``x``, [B, C, H, W]; timm's own if H and W are those it was built for."""
         rel_pos: Any = self.rel_pos
         height, width = x.shape[-2:]
         if (height, width) == tuple(rel_pos.window_size):
@@ -94,8 +94,8 @@ class AnySizeAttention2d(Attention2d):
 def bias_at(rel_pos: RelPosBias | RelPosMlp, height: int, width: int) -> Tensor:
     """Returns the attention bias of a feature map, [1, heads, HW, HW].
 
-    A table is interpolated bilinearly. A small network that makes the table (CoAtNet-rmlp) makes it for this map, as
-    timm's ``set_window_size`` would have it do.
+    A table is interpolated bilinearly. A small network that makes the table (CoAtNet-rmlp) makes it for this map, as in
+    timm's ``set_window_size``.
     """
     size = 2 * height - 1, 2 * width - 1
     if isinstance(rel_pos, RelPosMlp):
@@ -117,7 +117,7 @@ def unroll(table: Tensor) -> Tensor:
     """Returns the bias of each pair of cells, [1, heads, HW, HW], from that of each relative position.
 
     Args:
-        table: [2H - 1, 2W - 1, heads]; the middle is the bias of a cell and itself.
+        table: Bias of each relative position, [2H - 1, 2W - 1, heads]; the middle is that of a cell and itself.
     """
     height, width = (table.shape[0] + 1) // 2, (table.shape[1] + 1) // 2
     shifted = table.unfold(0, height, 1).unfold(1, width, 1)  # [H, W, heads, H, W]: [y, x, :, a, b] is at y+a, x+b
@@ -128,7 +128,7 @@ def unroll(table: Tensor) -> Tensor:
 
 
 def size_multiple(module: nn.Module) -> int | None:
-    """Returns what height and width must be multiples of: the patch of a ViT, the stride of a CoAtNet; else None."""
+    """Returns the divisor of valid heights and widths: the patch of a ViT, the stride of a CoAtNet; else None."""
     found = []
     for part in module.modules():
         if isinstance(part, VisionTransformer):
@@ -139,18 +139,18 @@ def size_multiple(module: nn.Module) -> int | None:
 
 
 def check_sizes(module: nn.Module, sizes: Iterable[Size], base: Size) -> None:
-    """Checks that a model takes images of these sizes; nothing is computed.
+    """Checks that a model accepts images of these sizes, without computing anything.
 
-    The forward pass runs on tensors without data. Where it cannot run so at ``base`` either, which need not mean
-    anything for real images, and where parameters are sharded, only what is known of the model's family is checked.
+    The forward pass runs on meta tensors. If it cannot run so at ``base`` either, which need not mean anything for real
+    images, and if parameters are sharded, only the rules of the model's family are checked.
 
     Args:
-        module: a model of images, or a LightningModule: its ``model``, or else itself if it has a ``forward``.
-        sizes: (height, width) of the images to come, in pixels.
-        base: (height, width) that the model was built for.
+        module: Model of images, or a LightningModule: its ``model``, or itself if it has a ``forward``.
+        sizes: Sizes of images to check, as (height, width) in pixels.
+        base: Size that the model was built for, (height, width).
 
     Raises:
-        DloError: names the model and the size, and gives the nearest sizes or another way out.
+        DloError: if a size is not accepted; it names the model and the size, and the nearest sizes or another fix.
     """
     sizes = list(dict.fromkeys(sizes))
     model = _image_model(module)
@@ -160,8 +160,8 @@ def check_sizes(module: nn.Module, sizes: Iterable[Size], base: Size) -> None:
             down = side // multiple * multiple
             near = " or ".join(str(fit) for fit in (down, down + multiple) if fit)
             raise DloError(
-                f"{_name(model or module)} takes images whose height and width are multiples of {multiple} pixels,"
-                f" given {side}; use {near}"
+                f"{_name(model or module)}: height and width of images must be multiples of {multiple} pixels,"
+                f" got {side}; use {near}"
             )
     if model is None or _sharded(model):
         return
@@ -175,8 +175,8 @@ def check_sizes(module: nn.Module, sizes: Iterable[Size], base: Size) -> None:
             if getattr(model, "dynamic_img_size", True) is False:
                 fix = "build it with dynamic_img_size: true (ImageClassifier: in model_args)"
             raise DloError(
-                f"{_name(model)} is built for images of {base[0]} x {base[1]} pixels and cannot take {size[0]} x"
-                f" {size[1]} ({why}); {fix}, or leave the size at {base[0]}"
+                f"{_name(model)}: images must have the size that it was built for, {base[0]} x {base[1]} pixels, got"
+                f" {size[0]} x {size[1]} ({why}); {fix}, or set the size to {base[0]}"
             )
 
 
@@ -195,20 +195,20 @@ def _image_model(module: nn.Module) -> nn.Module | None:
 
 
 def _sharded(model: nn.Module) -> bool:
-    """Whether a strategy has cut the parameters, so that the forward pass needs the other ranks."""
+    """Whether a strategy has sharded the parameters, so that the forward pass needs the other ranks."""
     return any(type(parameter) is not nn.Parameter for parameter in model.parameters())
 
 
 def objection(model: nn.Module, size: Size) -> str | None:
-    """Returns why a model cannot take two images of ``size``, None if it can; nothing is computed."""
+    """Returns the reason why a model cannot take two images of ``size``, None if it can; nothing is computed."""
     found = [_objection(model, size, channels) for channels in _channels(model)]
     return None if None in found else found[0]
 
 
 def _channels(model: nn.Module) -> list[int]:
-    """Returns the channels that a model's images may have: those of its first convolution, and three.
+    """Returns the possible numbers of channels of a model's images: that of its first convolution, and three.
 
-    The first convolution of a model that transforms images otherwise before (CSATv2: to frequencies) has others.
+    The first convolution of a model that transforms images before (CSATv2: to frequencies) has another number.
     """
     first = next((part.in_channels for part in model.modules() if isinstance(part, nn.Conv2d)), 3)
     return list(dict.fromkeys((first, 3)))
@@ -227,10 +227,10 @@ def _objection(model: nn.Module, size: Size, channels: int) -> str | None:
 
 
 def _on_meta(model: nn.Module) -> dict[str, Tensor]:
-    """Returns a model's tensors without memory, each under one name of the module that holds it.
+    """Returns a model's tensors on the meta device, each under one name in the module that holds it.
 
-    ``functional_call`` (torch 2.11 to 2.15) swaps a tensor under each of its names and back in the same order: of a
-    module that has two names (CoaT shares its position encodings) the model would keep the tensor without memory.
+    ``functional_call`` (torch 2.11 to 2.15) swaps a tensor under each of its names and back in the same order: in a
+    module that has two names (CoaT shares its position encodings) the model would keep the meta tensor.
     """
     made: dict[int, Tensor] = {}
     found: dict[str, Tensor] = {}
@@ -247,7 +247,7 @@ def _on_meta(model: nn.Module) -> dict[str, Tensor]:
 
 @contextmanager
 def _as_in_evaluation(model: nn.Module) -> Iterator[None]:
-    """Turns off what draws random numbers, and gives each module its own mode back."""
+    """Turns off random layers in the block, and restores each module's own mode."""
     modes = [(part, part.training) for part in model.modules()]
     try:
         model.eval()

@@ -1,4 +1,4 @@
-"""How a model may be cut: pure data that tensor, pipeline and context parallelism and FSDP all read.
+"""Parallel plan of a model: patterns, as pure data, for tensor, pipeline and context parallelism and FSDP.
 
 A plan names parts of a model by patterns. A pattern is a dotted module or parameter name in which `*` stands
 for exactly one name between dots, `**` for any number of them, and `?` and `[...]` work as in a shell:
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class Rule(enum.StrEnum):
-    """What tensor parallelism does with a module or parameter (Shoeybi et al. 2019, arXiv 1909.08053)."""
+    """Rule of tensor parallelism for a module or parameter (Shoeybi et al. 2019, arXiv 1909.08053)."""
 
     COLUMN = "column"
     """Output features split over ranks, and the bias with them; the output stays split."""
@@ -55,21 +55,20 @@ class Rule(enum.StrEnum):
 
 @dataclass(frozen=True)
 class ParallelPlan:
-    """Says how a model may be cut. Names are relative to the model itself (a task's `model`).
+    """Describes how a model may be split. Names are relative to the model itself (a task's `model`).
 
     Args:
-        blocks: Patterns of the repeated blocks, in the order in which they run: the unit of sharding, recomputation,
-            compile and pipeline split.
-        stem: Patterns of what runs before the first block, and goes with the first pipeline stage.
-        head: Patterns of what runs after the last block, and goes with the last pipeline stage.
-        tensor: Pattern to :class:`Rule`, or its name; the first that matches a name, or a parent of it,
-            holds.
-        attention: Patterns of the attention modules, where context parallelism hooks in and heads are
-            counted.
+        blocks: Patterns of the repeated blocks, in the order of execution: the unit of sharding, recomputation, compile
+            and pipeline split.
+        stem: Patterns of the modules that run before the first block, in the first pipeline stage.
+        head: Patterns of the modules that run after the last block, in the last pipeline stage.
+        tensor: Mapping of patterns to :class:`Rule`, or its name; the first pattern that matches a name, or a parent of
+            it, applies.
+        attention: Patterns of the attention modules, which context parallelism wraps and whose heads are counted.
         tied: Groups of parameter names that share one tensor, such as an embedding and the output projection.
 
     Raises:
-        DloError: for a rule that does not exist, or a tied group of fewer than two names.
+        DloError: for an unknown rule, or a tied group of fewer than two names.
     """
 
     blocks: tuple[str, ...] = ()
@@ -87,11 +86,11 @@ class ParallelPlan:
         object.__setattr__(self, "tied", tuple(tuple(group) for group in self.tied))
         for group in self.tied:
             if len(set(group)) < 2:
-                raise DloError(f"a tied group names at least two parameters, given {list(group)}; drop it")
+                raise DloError(f"a tied group must name at least two parameters, got {list(group)}; remove it")
 
     @classmethod
     def infer(cls, module: nn.Module) -> ParallelPlan:
-        """Finds a plan without tensor rules for any module that repeats one class of block.
+        """Derives a plan without tensor rules for any module that repeats one class of block.
 
         Blocks are the children of one class in `ModuleList` or `Sequential` containers: of all the classes
         for which everything else is registered before the first or after the last block, that with the most
@@ -106,8 +105,8 @@ class ParallelPlan:
                 in_order = tuple(name for name, _ in module.named_modules() if name in blocks)
                 return cls(blocks=in_order, stem=sides[0], head=sides[1], tied=tied_groups(module))
         raise DloError(
-            f"{type(module).__name__} has no run of two or more blocks of one class in a ModuleList or"
-            " Sequential; name them in Task.parallel_plan: ParallelPlan(blocks=(...), stem=(...), head=(...))"
+            f"{type(module).__name__} must hold two or more consecutive blocks of one class in a ModuleList or"
+            " Sequential, got none; name them in Task.parallel_plan: ParallelPlan(blocks=(...), stem=(...), head=(...))"
         )
 
     def block_names(self, module: nn.Module) -> list[str]:
@@ -136,11 +135,11 @@ class ParallelPlan:
         return [part for part, patterns in parts.items() if any(_owns(pattern, name) for pattern in patterns)]
 
     def validate(self, module: nn.Module) -> None:
-        """Checks that the plan fits `module`, which may be on the meta device, before anything is cut.
+        """Checks that the plan fits `module`, which may be on the meta device, before anything is split.
 
         Raises:
-            DloError: for a pattern that matches nothing, blocks within blocks, a parameter or buffer with no
-                owner or with two, and tied groups that are not the tensors that are in fact shared.
+            DloError: for a pattern that matches nothing, blocks within blocks, a parameter or buffer with no owner or
+                with two, and tied groups that are not the tensors that are in fact shared.
         """
         tensors = dict(_named_tensors(module))
         names = [name for name, _ in module.named_modules() if name]
@@ -148,7 +147,9 @@ class ParallelPlan:
         blocks = self.block_names(module)
         inner = next((name for name in blocks if any(name.startswith(other + ".") for other in blocks)), None)
         if inner:
-            raise DloError(f"blocks {list(self.blocks)} match '{inner}', which lies inside another block")
+            raise DloError(
+                f"blocks must not contain each other, got '{inner}' inside another; narrow {list(self.blocks)}"
+            )
         for name in tensors:
             self._check_owner(name, names)
         self._check_tied(module, tensors)
@@ -169,33 +170,35 @@ class ParallelPlan:
         top = name.split(".")[0]
         if not owners:
             raise DloError(
-                f"each parameter and buffer belongs to stem, blocks or head, '{name}' to none of them; add '{top}' to"
-                f" stem (if it runs before '{next(iter(self.blocks), 'the blocks')}') or to head"
+                f"each parameter and buffer must belong to stem, blocks or head, got '{name}' in none of them; add"
+                f" '{top}' to stem (if it runs before '{next(iter(self.blocks), 'the blocks')}') or to head"
             )
         raise DloError(
-            f"each parameter and buffer belongs to one of stem, blocks and head, '{name}' to {' and '.join(owners)};"
-            f" take the pattern that matches it out of {owners[-1]}"
+            f"each parameter and buffer must belong to one of stem, blocks and head, got '{name}' in"
+            f" {' and '.join(owners)}; remove the pattern that matches it from {owners[-1]}"
         )
 
     def _check_tied(self, module: nn.Module, tensors: Mapping[str, Tensor]) -> None:
         for group in self.tied:
             for name in group:
                 if name not in tensors:
-                    raise DloError(f"tied names no parameter '{name}'{did_you_mean(name, tensors)}")
+                    raise DloError(f"tied must name parameters of the model, got '{name}'{did_you_mean(name, tensors)}")
             other = next((name for name in group if tensors[name] is not tensors[group[0]]), None)
             if other:
                 raise DloError(
-                    f"tied parameters share one tensor, '{group[0]}' and '{other}' are two; tie them in the"
-                    f" model (one nn.Parameter under both names) or take the group out of the plan"
+                    f"tied parameters must share one tensor, got two for '{group[0]}' and '{other}'; tie them in the"
+                    f" model (one nn.Parameter under both names) or remove the group from the plan"
                 )
         declared = [set(group) for group in self.tied]
         for shared in tied_groups(module):
             apart = len({self._place(name) for name in shared}) > 1
             if apart and not any(set(shared) <= group for group in declared):
-                raise DloError(f"{list(shared)} share one tensor and lie in different parts; add them to tied")
+                raise DloError(
+                    f"parameters of different parts that share one tensor must be in tied, got {list(shared)}; add them"
+                )
 
     def _place(self, name: str) -> str:
-        """The block that holds a parameter, or else the part that owns it."""
+        """Returns the block that holds a parameter, or else the part that owns it."""
         return _block_of(self.blocks, name) or self.owners(name)[0]
 
 
@@ -255,7 +258,7 @@ def _rule(rule: Rule | str) -> Rule:
 
 def _check_matches(part: str, pattern: str, names: list[str]) -> None:
     if not any(_any_match((pattern,), name) for name in names):
-        # Numbers are what `*` mostly stands for, so the nearest name is sought among names without them.
+        # `*` mostly matches numbers, so the nearest name is searched among names without them.
         shapes = dict.fromkeys(re.sub(r"\.\d+(?=\.|$)", ".*", name) for name in names)
         raise DloError(f"{part} pattern '{pattern}' matches nothing in the model{did_you_mean(pattern, shapes)}")
 
@@ -283,7 +286,7 @@ def _repeated(module: nn.Module) -> Iterator[list[str]]:
 
 
 def _sides(module: nn.Module, blocks: list[str]) -> tuple[tuple[str, ...], tuple[str, ...]] | None:
-    """Returns what is registered before the first and after the last block; None if anything is between."""
+    """Returns the names registered before the first and after the last block; None if anything is between."""
     stem: dict[str, None] = {}
     head: dict[str, None] = {}
     order = [name for name, _ in module.named_modules()]

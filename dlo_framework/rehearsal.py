@@ -1,7 +1,7 @@
-"""Training steps on the side, by the run's own machinery, of which nothing is left.
+"""Training steps that are undone, run by the run's own hooks, strategy and optimizer.
 
-What the learning-rate finder and the batch-size finder have in common: real batches through the real hooks, the real
-optimizer under the real strategy and precision, and afterwards the exact state of a run that never did it.
+The learning-rate finder and the batch-size finder share this: real batches through the real hooks, the real optimizer
+under the real strategy and precision, and afterwards the exact state of a run that never did it.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ from dlo_framework.watch.summary import RunRecord
 
 
 class Rehearsal:
-    """Trains on the side; :func:`rehearse` makes one and takes all that it did back."""
+    """Runs training steps on the side; :func:`rehearse` makes one and undoes all that it did."""
 
     def __init__(self, trainer: Trainer) -> None:
         self.trainer = trainer
         self._batches: Iterator[Any] = self.batches()
 
     def batches(self) -> Iterator[Any]:
-        """Yields this rank's training batches, on the CPU, again from the start where an epoch ends.
+        """Yields this rank's training batches, on the CPU, and restarts at the end of an epoch.
 
-        From iterators of its own: the one that the trainer has begun is not moved. A ``DataLoader`` is copied for
-        it, so that one with persistent workers keeps those that it has.
+        It uses its own iterators: the trainer's are not advanced. A ``DataLoader`` is copied for it, so that one with
+        persistent workers keeps them.
 
         Raises:
             DloError: if a loader cannot be iterated a second time.
@@ -63,23 +63,25 @@ class Rehearsal:
                     number += 1
                     yield batch
                 if not number:
-                    raise DloError("the training loader gives no batch; check the data and limit_train_batches")
+                    raise DloError(
+                        "the training loader must yield a batch, got none; check the data and limit_train_batches"
+                    )
         finally:
             source.reset()  # Ends the workers of the copies.
 
     def next_batch(self) -> Any:
-        """Returns the next of :meth:`batches`."""
+        """Returns the next batch of :meth:`batches`."""
         return next(self._batches)
 
     def close(self) -> None:
-        """Ends the loaders' iterations."""
+        """Closes the loaders' iterators."""
         self._batches.close()  # type: ignore[attr-defined]
 
     def stop_if_asked(self) -> None:
-        """Ends the run if Ctrl-C or SIGTERM has asked for it; all ranks call it as often.
+        """Ends the run if Ctrl-C or SIGTERM has requested it; all ranks must call it equally often.
 
         Raises:
-            RunStopped: which takes the rehearsal back, as any error does.
+            RunStopped: if so, which undoes the rehearsal, as any error does.
         """
         options: Any = self.trainer
         for callback in options.callbacks:
@@ -87,10 +89,10 @@ class Rehearsal:
                 callback.stop_aside()
 
     def optimizer_step(self) -> torch.Tensor:
-        """Trains for one optimizer step, on as many batches as the first window of an epoch has.
+        """Trains for one optimizer step, on the batches of an epoch's first window.
 
         Returns:
-            The mean of their losses on this rank, a scalar on the device; NaN where ``training_step`` gave none.
+            The mean of their losses on this rank, a scalar on the device; NaN if ``training_step`` returned none.
 
         Raises:
             RunStopped: if the run was asked to stop.
@@ -108,7 +110,7 @@ class Rehearsal:
         return torch.stack(losses).mean()
 
     def to_device(self, batch: Any, number: int) -> Any:
-        """Returns a batch on the device, by all hooks that the epoch's batch ``number`` would pass on its way."""
+        """Returns a batch on the device, after all hooks that the epoch's batch ``number`` would pass through."""
         trainer, module = self.trainer, self.trainer.lightning_module
         trainer.fit_loop.epoch_loop.batch_progress.current.ready = number
         batch = trainer.precision_plugin.convert_input(batch)
@@ -116,13 +118,13 @@ class Rehearsal:
         return call._call_strategy_hook(trainer, "batch_to_device", batch, dataloader_idx=0)
 
     def train_on(self, batch: Any, number: int) -> Any:
-        """Trains on one micro-batch, as if it were the epoch's batch ``number``, which decides on the optimizer step.
+        """Trains on one micro-batch, as if it were the epoch's batch ``number``, which determines the optimizer step.
 
-        What happens here is the part of ``_TrainingEpochLoop.advance`` (Lightning 2.6) between the hooks of the
-        batch's start and end, which callbacks take for progress: schedules, logs, checkpoints.
+        This is the part of ``_TrainingEpochLoop.advance`` (Lightning 2.6) between the hooks of the batch's start and
+        end, which callbacks count as progress: schedules, logs, checkpoints.
 
         Returns:
-            What Lightning gives hooks as the batch's outputs.
+            The batch's outputs in the form that Lightning passes to hooks.
         """
         trainer = self.trainer
         loop = trainer.fit_loop.epoch_loop
@@ -133,10 +135,10 @@ class Rehearsal:
         return loop.automatic_optimization.run(trainer.optimizers[0], number, arguments)
 
     def step_optimizer(self, number: int) -> None:
-        """Steps the optimizer with the gradients that there are, as if after the epoch's batch ``number``.
+        """Steps the optimizer with the current gradients, as if after the epoch's batch ``number``.
 
-        All that belongs to a step happens: unscaling, hooks, clipping. It is ``_AutomaticOptimization`` (Lightning
-        2.6) with a closure that computes nothing.
+        It includes all parts of a step: unscaling, hooks, clipping. It is ``_AutomaticOptimization`` (Lightning 2.6)
+        with a closure that computes nothing.
         """
         loop = self.trainer.fit_loop.epoch_loop
         loop.batch_progress.current.ready = number + 1
@@ -148,29 +150,26 @@ def check_rehearsable(who: str, module: LightningModule) -> None:
     """Refuses modules that step their optimizers themselves, or fetch their batches.
 
     Args:
-        who: the callback, for the message.
-        module: whose ``training_step`` it is.
+        who: Name of the callback, for the message.
+        module: Module whose ``training_step`` is checked.
 
     Raises:
-        DloError: if it is one of these.
+        DloError: for such a module.
     """
     name = type(module).__name__
     if not module.automatic_optimization:
-        raise DloError(
-            f"{who} needs one optimizer under automatic optimization, but {name} sets automatic_optimization = False;"
-            f" remove {who}"
-        )
+        raise DloError(f"{who}: {name}.automatic_optimization must be True, got False; remove {who}")
     if is_param_in_hook_signature(module.training_step, "dataloader_iter", explicit=True):
-        raise DloError(f"{who}: {name}.training_step takes dataloader_iter; let it take batch, or remove {who}")
+        raise DloError(f"{who}: {name}.training_step must take batch, got dataloader_iter; change it, or remove {who}")
 
 
 @contextlib.contextmanager
 def rehearse(trainer: Trainer) -> Iterator[Rehearsal]:
-    """Lets a callback train on the side, from ``on_train_epoch_start`` on, and takes it back, however it ends.
+    """Lets a callback train on the side, from ``on_train_epoch_start`` on, and undoes it, however it ends.
 
-    Nothing is logged, the monitor's clock stands still, and afterwards the run is in the state that it was in; see
-    :class:`~dlo_framework.snapshot.Snapshot`. Under DDP on more than two ranks, gradients may then differ in their
-    last bits from those of a run without: DDP re-orders its buckets after its first step.
+    Nothing is logged, the monitor's clock is stopped, and afterwards the run is in the same state as before; see
+    :class:`~dlo_framework.snapshot.Snapshot`. Under DDP on more than two ranks, gradients may then differ in their last
+    bits from those of a run without it: DDP reorders its buckets after its first step.
     """
     options: Any = trainer
     for callback in options.callbacks:
@@ -186,17 +185,17 @@ def rehearse(trainer: Trainer) -> Iterator[Rehearsal]:
 
 
 class BeforeTraining(Callback, ABC):
-    """A callback that trains on the side once, before the first batch of a run that is not resumed.
+    """Callback that trains on the side once, before the first batch of a run that is not resumed.
 
     It does so in ``on_train_epoch_start``: by then ``on_train_start`` has been called everywhere, in the module too.
-    And it puts itself before all other callbacks, so that none has begun the epoch.
+    And it moves before all other callbacks, so that none has begun the epoch.
     """
 
-    #: Of several such callbacks, the order.
+    #: Order among several such callbacks.
     turn = 0
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Checks the module; takes its place among the callbacks."""
+        """Checks the module; moves to its position among the callbacks."""
         if stage == "fit":
             check_rehearsable(type(self).__name__, pl_module)
             options: Any = trainer
@@ -211,7 +210,7 @@ class BeforeTraining(Callback, ABC):
 
     @abstractmethod
     def before_training(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Does what the callback is for."""
+        """Does the callback's work."""
 
 
 def _turn(callback: Callback) -> float:
@@ -219,7 +218,7 @@ def _turn(callback: Callback) -> float:
 
 
 def run_folder(trainer: Trainer) -> Path:
-    """Returns where a run's files go, the same on every rank; all ranks must call it."""
+    """Returns the folder of a run's files, the same on every rank; all ranks must call it."""
     options: Any = trainer
     for callback in options.callbacks:
         if isinstance(callback, RunRecord):
@@ -228,14 +227,14 @@ def run_folder(trainer: Trainer) -> Path:
 
 
 def _second(loader: Any) -> Any:
-    """Returns what gives a loader's batches again without moving the iterator that there is."""
+    """Returns an iterable of a loader's batches that does not advance the existing iterator."""
     if isinstance(loader, DataLoader):
         second = copy.copy(loader)
-        second._iterator = None  # Persistent workers are kept there (torch 2.11).
+        second._iterator = None  # A DataLoader keeps persistent workers in it (torch 2.11).
         return second
     if isinstance(loader, Iterator) and not hasattr(loader, "load_state_dict"):
         raise DloError(
-            f"the training loader, a {type(loader).__name__}, can be iterated once only, so that none of its batches"
-            " can be tried out before training; give an object whose __iter__ begins anew, such as a DataLoader"
+            f"the training loader must be iterable more than once, to try out its batches before training, got a"
+            f" {type(loader).__name__}; return an object whose __iter__ restarts, such as a DataLoader"
         )
     return loader

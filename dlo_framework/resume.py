@@ -1,9 +1,8 @@
-"""Exact resuming: a run that was stopped and resumed gives the same losses as one that was not, bit for bit.
+"""Exact resuming: a run that is stopped and resumed has the same losses, bit for bit, as one that is not stopped.
 
-Lightning restores weights, optimizer, schedules and counters; dlo's loaders restore the position in the data.
-What is left, and done here: the random state of Python, NumPy and torch on each rank; gradients that a
-checkpoint catches half-accumulated; the metrics that were logged; and the loop counters of a run that ended in
-mid-epoch.
+Lightning restores weights, optimizer, schedules and counters; dlo's loaders restore the position in the data. This
+module restores the rest: the random state of Python, NumPy and torch on each rank; gradients that are half-accumulated
+in a checkpoint; the logged metrics; and the loop counters of a run that ended in mid-epoch.
 """
 
 from __future__ import annotations
@@ -26,12 +25,12 @@ KEY = "dlo"
 
 
 class ExactResume(Callback):
-    """Saves and restores what Lightning leaves out; on by default.
+    """Saves and restores the state that Lightning leaves out; on by default.
 
-    Validation runs on a copy of the random state, so that how often a run validates does not change its training.
+    Validation runs on a copy of the random state, so that the number of validations does not change training.
     """
 
-    #: As Lightning's property has it, of which every hook of every step asks.
+    #: The same as Lightning's property, which every hook of every step reads.
     state_key = "ExactResume"
 
     def __init__(self) -> None:
@@ -50,9 +49,9 @@ class ExactResume(Callback):
             _reopen_epoch(trainer, checkpoint["loops"]["fit_loop"])
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Restores the random state, so that loaders that shuffle by it shuffle as they would have.
+        """Restores the random state, so that loaders that shuffle with it draw the same order.
 
-        Of a run that averaged weights, one that does not takes up the trained ones.
+        If the checkpoint holds averaged weights and this run does not average, loads the trained ones.
         """
         _leave_average(trainer, pl_module, checkpoint)
         if "loops" in checkpoint:
@@ -67,36 +66,36 @@ class ExactResume(Callback):
         loaded, self._loaded = self._loaded, None
         if loaded is None:
             return
-        # What a scheduler, a callback or the run's summary asks for may not be logged again before it does.
+        # A scheduler, a callback or the run's summary may read a metric before it is logged again.
         for name, value in loaded.get("metrics", {}).items():
             trainer.callback_metrics.setdefault(name, value.to(pl_module.device))
-        # A loader that keeps its own position draws nothing from the global stream when it is restarted. Any
-        # other has drawn its shuffle from it by now, as it would have in the run that was not stopped.
+        # A loader that keeps its own position draws nothing from the global stream when it is restarted. Any other has
+        # drawn its shuffle from it by now, as it would have in the run that was not stopped.
         if hasattr(trainer.train_dataloader, "load_state_dict"):
             restore_random_state(_own_share(loaded["random_state"], trainer))
         if loaded["gradients"] is not None:
             contract_of(trainer.strategy).restore_gradients(loaded["gradients"])
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Sets the training's random state aside."""
+        """Stores the random state of training."""
         self._before_validation = random_state()
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Takes the training's random state up again."""
+        """Restores the random state of training."""
         if self._before_validation is not None:
             restore_random_state(self._before_validation)
             self._before_validation = None
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Forgets the state of a validation that did not end."""
+        """Drops the stored state of a validation that did not end."""
         self._before_validation = None
 
 
 def _leave_average(trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
     """Loads the trained weights of a checkpoint whose own are their average, in a fit that has none.
 
-    ``state_dict`` and ``current_model_state`` are WeightEMA's layout, and Lightning's. The state of the optimizer,
-    which is loaded too, belongs to the trained ones.
+    ``state_dict`` and ``current_model_state`` are the layout of WeightEMA and Lightning. The optimizer's state, which
+    is loaded too, belongs to the trained weights.
     """
     callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
     averages = any(isinstance(c, WeightAveraging) or getattr(c, "loads_trained_weights", False) for c in callbacks)
@@ -111,9 +110,9 @@ def _leave_average(trainer: Trainer, pl_module: LightningModule, checkpoint: dic
 
 
 def _keep_to_themselves(trainer: Trainer) -> None:
-    """Gives torch's validation loaders a generator: with none, each pass draws its seed from training's numbers.
+    """Gives torch's validation loaders a generator: without one, each pass draws its seed from training's stream.
 
-    It does so before any hook could set these aside.
+    It does so before any hook could store training's random state.
     """
     for number, loader in enumerate(tree_leaves(trainer.val_dataloaders)):
         drawing: list[Any] = [loader, loader.sampler] if isinstance(loader, DataLoader) else []
@@ -123,7 +122,7 @@ def _keep_to_themselves(trainer: Trainer) -> None:
 
 
 def logged_metrics(trainer: Trainer) -> dict[str, torch.Tensor]:
-    """Returns the metrics that the run has logged, as a checkpoint keeps them."""
+    """Returns the metrics that the run has logged, in the form of a checkpoint."""
     return {name: value.detach().cpu().clone() for name, value in trainer.callback_metrics.items()}
 
 
@@ -138,7 +137,7 @@ def same_metrics(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -
 def random_state() -> dict[str, Any]:
     """Returns the state of the random generators of Python, NumPy, torch and the current accelerator.
 
-    Plain numbers and tensors only, so that a checkpoint with it loads with ``weights_only=True``.
+    It holds plain numbers and tensors only, so that its checkpoint loads with ``weights_only=True``.
     """
     version, internal, gauss = random.getstate()
     name, keys, position, has_gauss, cached = np.random.get_state()
@@ -164,7 +163,7 @@ def restore_random_state(state: dict[str, Any]) -> None:
 
 
 def mid_accumulation(trainer: Trainer) -> bool:
-    """Returns whether gradients of the current window are held, waiting for more micro-batches."""
+    """Returns whether gradients of the current window are waiting for more micro-batches."""
     loop = trainer.fit_loop.epoch_loop
     ready = loop.batch_progress.current.ready
     window_ended = ready % trainer.accumulate_grad_batches == 0 or loop.batch_progress.is_last_batch
@@ -172,7 +171,7 @@ def mid_accumulation(trainer: Trainer) -> bool:
 
 
 def _gather(state: dict[str, Any]) -> list[dict[str, Any]]:
-    """Returns every rank's state, in the order of ranks."""
+    """Returns every rank's state, by rank."""
     if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
         return [state]
     states: list[Any] = [None] * torch.distributed.get_world_size()
@@ -181,17 +180,17 @@ def _gather(state: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _own_share(states: list[dict[str, Any]], trainer: Trainer) -> dict[str, Any]:
-    """Returns this rank's saved state; a run resumed on more ranks than it was saved on takes them in turn."""
+    """Returns this rank's saved state; if the run had fewer ranks when it was saved, the ranks reuse them in turn."""
     return states[trainer.global_rank % len(states)]
 
 
 def _reopen_epoch(trainer: Trainer, fit_loop: dict[str, Any]) -> None:
-    """Makes the loop counters of a checkpoint say whether the epoch is finished, as a resumed run understands them.
+    """Corrects a checkpoint's loop counters so that a resumed run knows whether the epoch is finished.
 
-    When ``max_steps`` or ``max_time`` ends a run in mid-epoch, Lightning counts the epoch as processed before
-    its last checkpoint is saved, and a resumed run would skip the rest of the epoch's data without a word. Where the
-    run ended with an epoch, a checkpoint that is saved in ``on_train_end`` counts that epoch's batches still, and a run
-    of so many steps, not epochs, goes on after them when it is resumed (2.6): they are taken back.
+    When ``max_steps`` or ``max_time`` ends a run in mid-epoch, Lightning counts the epoch as processed before its last
+    checkpoint is saved, and a resumed run would silently skip the rest of the epoch's data. If the run ended with an
+    epoch, a checkpoint saved in ``on_train_end`` still counts that epoch's batches, and a run limited by steps, not
+    epochs, continues after them when it is resumed (2.6): the counters are reset.
     """
     progress = fit_loop["epoch_progress"]
     finished = trainer.fit_loop.epoch_loop.batch_progress.current.ready >= trainer.num_training_batches
@@ -207,12 +206,12 @@ def _reopen_epoch(trainer: Trainer, fit_loop: dict[str, Any]) -> None:
 
 
 def _complete_epoch(trainer: Trainer, fit_loop: dict[str, Any]) -> None:
-    """Makes the loop counters of a checkpoint that was saved at an epoch's end say that the epoch is completed.
+    """Corrects the loop counters of a checkpoint saved at an epoch's end, so that they count the epoch as completed.
 
     ``ModelCheckpoint`` saves in ``on_train_epoch_end``, when the epoch counts as processed and not yet as completed. A
-    run of so many steps (``max_steps``) that goes on from there ends the epoch a second time, and so counts one that
+    run limited by steps (``max_steps``) that resumes from there ends the epoch a second time, and so counts one that
     never was: the next epoch's data would be missing, and with ``max_epochs`` beside it the run would be an epoch
-    shorter. A run of epochs does not (Lightning 2.6, the setter of ``_FitLoop.restarting``).
+    shorter. A run limited by epochs does not (Lightning 2.6, the setter of ``_FitLoop.restarting``).
     """
     progress = fit_loop["epoch_progress"]
     counts = progress["total"]

@@ -1,9 +1,9 @@
-"""A run's lock: one job at a time trains in a run's folder.
+"""Lock of a run's folder: one job at a time trains in it.
 
-A file ``run.lock.<n>`` in the folder names the process that holds it, which touches it every few seconds. Whoever wants
-the lock of a process that is dead creates the file of the next number, which only one can. Two things have to hold on
-the folder's file system: a hard link (or an exclusive creation) succeeds once, and other hosts see new times of a file
-within half a minute.
+A file ``run.lock.<n>`` in the folder names the process that holds it, which touches it every few seconds. To take over
+a dead process's lock, a process creates the file of the next number, which only one can. The folder's file system must
+guarantee two things: a hard link (or an exclusive creation) succeeds once, and other hosts see a file's new
+modification time within half a minute.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from uuid import uuid4
 from dlo_framework.errors import DloError
 
 NAME = "run.lock"
-#: Seconds from one touch of a lock to the next, and without one until its process counts as dead on another host.
+#: Seconds between touches of a lock, and without a touch until its process counts as dead on another host.
 BEAT, DEAD = 10.0, 60.0
-#: Seconds in which two jobs that make a run at the same time see each other.
+#: Seconds within which two jobs that create a run at the same time see each other.
 _SETTLE = 1.5
 
 _held: list[RunLock] = []
 
 
 class RunLock:
-    """The lock of a run's folder, held by this process until it ends.
+    """Lock of a run's folder, held by this process until it ends.
 
     Args:
         run: Folder of the run.
@@ -44,10 +44,10 @@ class RunLock:
         self._stop = threading.Event()
 
     def acquire(self) -> None:
-        """Takes the lock; that of a dead process too.
+        """Takes the lock, also that of a dead process.
 
         Raises:
-            DloError: If another process holds it.
+            DloError: if another process holds it.
         """
         number, path = _newest(self.run)
         if path is not None:
@@ -55,9 +55,9 @@ class RunLock:
         own = self.run / f"{NAME}.{number + 1}"
         if not _create(own, json.dumps(_this_process())):
             _refuse_if_alive(self.run, own)
-            raise DloError(f"{self.run} was locked by another process at the same time; start this one again")
+            raise DloError(f"another process has locked {self.run} at the same time; start this one again")
         try:
-            for other in self.run.glob(f"{NAME}.*"):  # Taken and given back meanwhile, the numbers begin again.
+            for other in self.run.glob(f"{NAME}.*"):  # If it was taken and released meanwhile, the numbers restart.
                 if other not in (own, path):
                     _refuse_if_alive(self.run, other)
         except DloError:
@@ -70,12 +70,12 @@ class RunLock:
         threading.Thread(target=self._beat, name="run-lock", daemon=True).start()
 
     def release(self) -> None:
-        """Gives the lock back."""
+        """Releases the lock."""
         self._stop.set()
         if self in _held:
             _held.remove(self)
         if self._path is not None and os.getpid() == self.pid:
-            with contextlib.suppress(OSError):  # A folder that has gone, or a disk, holds no lock either.
+            with contextlib.suppress(OSError):  # If the folder or the disk is gone, so is the lock.
                 self._path.unlink(missing_ok=True)
         self._path = None
 
@@ -89,18 +89,18 @@ class RunLock:
             except FileNotFoundError:
                 if self._stop.is_set() or not self.run.is_dir():
                     return
-                # This process was stopped for so long that another one has taken the run over.
-                print(f"dlo: another process has taken over {self.run}; this one ends", file=sys.stderr, flush=True)
+                # This process was suspended for so long that another one has taken over the run.
+                print(f"dlo: another process has taken over {self.run}; this one exits", file=sys.stderr, flush=True)
                 os._exit(1)
-            except OSError:  # The file system is away for a moment, or full.
+            except OSError:  # The file system is temporarily unavailable, or full.
                 continue
 
 
 def hold(run: Path) -> RunLock:
-    """Takes the lock of a run's folder for as long as this process lives; once is enough.
+    """Locks a run's folder until this process ends; further calls do nothing.
 
     Raises:
-        DloError: If another process holds it.
+        DloError: if another process holds it.
     """
     for lock in _held:
         if lock.run == run.resolve() and lock.pid == os.getpid():
@@ -117,13 +117,13 @@ _registered: list[bool] = []
 
 
 def release_all() -> None:
-    """Gives all locks of this process back; called as it ends."""
+    """Releases all locks of this process; called at exit."""
     for lock in list(_held):
         lock.release()
 
 
 def check_free(run: Path) -> None:
-    """Raises a DloError if another process holds a run's lock."""
+    """Refuses a run whose lock another process holds."""
     _, path = _newest(run)
     if path is not None:
         _refuse_if_alive(run, path)
@@ -132,15 +132,15 @@ def check_free(run: Path) -> None:
 def check_only_starter(run: Path, others: list[Path]) -> None:
     """Checks that no other job has started a run of the same name at the same time.
 
-    Each job locks its run before it looks for others. Of two, the one with the lower number waits to see whether the
-    other one gives way.
+    Each job locks its run before it looks for others. Of two, the one with the lower number waits for the other one to
+    release its lock.
 
     Args:
-        run: Run that this process has made, and holds.
+        run: Run that this process has created and locked.
         others: All runs of that name.
 
     Raises:
-        DloError: If another one has.
+        DloError: if another job has started one.
     """
     own = int(run.name.removeprefix("version_"))
     rivals = [path for path in others if path.resolve() != run.resolve() and _newest(path)[1] is not None]
@@ -151,7 +151,7 @@ def check_only_starter(run: Path, others: list[Path]) -> None:
 
 
 def _newest(run: Path) -> tuple[int, Path | None]:
-    """Returns the highest number of a lock in a run's folder, and its file; -1 and None where there is none."""
+    """Returns the highest number of a lock in a run's folder, and its file; -1 and None if there is none."""
     found = {}
     for path in run.glob(f"{NAME}.*"):
         number = path.name.removeprefix(f"{NAME}.")
@@ -161,7 +161,7 @@ def _newest(run: Path) -> tuple[int, Path | None]:
 
 
 def _create(path: Path, text: str) -> bool:
-    """Creates a file with its content at once; returns False if it is there already."""
+    """Creates a file with its content atomically; returns False if it exists."""
     draft = path.with_name(f".{NAME}-{uuid4().hex}")
     try:
         draft.write_text(text)
@@ -169,7 +169,7 @@ def _create(path: Path, text: str) -> bool:
             os.link(draft, path)
         except FileExistsError:
             return False
-        except OSError:  # No hard links on this file system.
+        except OSError:  # The file system has no hard links.
             try:
                 with open(path, "x") as file:
                     file.write(text)
@@ -186,7 +186,7 @@ def _refuse_if_alive(run: Path, path: Path) -> None:
     try:
         holder = json.loads(path.read_text())
     except (FileNotFoundError, json.JSONDecodeError):
-        return  # Given back, or left half written by a process that was killed as it began.
+        return  # Released, or half written by a process that was killed as it began.
     if holder.get("pid") == os.getpid() and holder.get("start") == _start_of(os.getpid()):
         return
     if not _is_alive(run, path, holder):
@@ -200,7 +200,7 @@ def _refuse_if_alive(run: Path, path: Path) -> None:
 
 
 def _is_alive(run: Path, path: Path, holder: dict[str, Any]) -> bool:
-    """Returns whether a lock's process lives; of another host's, it waits for a touch."""
+    """Returns whether a lock's process is alive; if it is on another host, waits for a touch."""
     here = _this_process()
     if holder.get("machine") == here["machine"]:
         return holder.get("start") == _start_of(int(holder["pid"]))
@@ -218,7 +218,7 @@ def _is_alive(run: Path, path: Path, holder: dict[str, Any]) -> bool:
         if not said:
             print(
                 f"dlo: {run} is locked by process {holder['pid']} on {holder['host']}; waiting up to {DEAD:g} s to see"
-                " whether that is alive",
+                " whether it is alive",
                 file=sys.stderr,
             )
             said = True
@@ -226,7 +226,7 @@ def _is_alive(run: Path, path: Path, holder: dict[str, Any]) -> bool:
 
 
 def _file_systems_time(run: Path) -> float:
-    """Returns the time of the clock that stamps files: a server's may differ from this host's."""
+    """Returns the time by the clock that stamps files: a server's may differ from this host's."""
     probe = run / f".{NAME}-{uuid4().hex}"
     try:
         probe.touch()
@@ -247,7 +247,7 @@ def _this_process() -> dict[str, Any]:
 
 
 def _machine() -> str:
-    """Returns what names the set of processes that this one can see: a boot of a host, and a container in it."""
+    """Returns an identifier of the processes visible to this one: a boot of a host, and a container in it."""
     with contextlib.suppress(OSError):
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot} {os.readlink('/proc/self/ns/pid')}"
@@ -255,7 +255,7 @@ def _machine() -> str:
 
 
 def _start_of(pid: int) -> str:
-    """Returns when a process has started, in the system's own terms; empty if there is none."""
+    """Returns the start time of a process, in the system's own units; empty if it does not exist."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
         return "" if fields[0] in "ZX" else fields[19]
@@ -263,7 +263,7 @@ def _start_of(pid: int) -> str:
         pass
     if Path("/proc/self/stat").exists():
         return ""
-    try:  # No such files here (macOS): its number has to do.
+    try:  # No such files here (macOS): the process id must suffice.
         os.kill(pid, 0)
     except ProcessLookupError:
         return ""

@@ -1,9 +1,9 @@
-"""Run folders: where a run keeps its checkpoints, its events and its summary, and how a later one finds them.
+"""Run folders: they hold a run's checkpoints, events and summary, and later runs find these in them.
 
-``runs/<name>/version_<n>/`` holds ``checkpoints/``, TensorBoard's events, ``config.yaml`` and ``summary.json``.
-A new run takes the next free number; ``--ckpt_path last`` goes on in the folder it resumes from, so that one
-run is one curve. Only global rank 0 makes a folder: the others are told (by the environment where rank 0
-starts them, by a broadcast of Lightning's where a launcher does).
+``runs/<name>/version_<n>/`` holds ``checkpoints/``, TensorBoard's events, ``config.yaml`` and ``summary.json``. A new
+run takes the next free number; ``--ckpt_path last`` continues in the folder that it resumes from, so that one run is
+one curve. Only global rank 0 creates a folder; the others receive its path (by the environment if rank 0 starts them,
+by Lightning's broadcast if a launcher does).
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from dlo_framework.errors import DloError
 if TYPE_CHECKING:
     from dlo_framework.checkpoint.kept import Best
 
-#: Set by rank 0 for the ranks that it starts: the folder that was asked for, and the run's.
+#: Set by rank 0 for the ranks that it starts: the requested folder, and the run's.
 ENVIRONMENT = "DLO_RUN_FOLDER"
-#: Likewise: the checkpoint that rank 0 has found, so that the ranks that it starts need not hash it again.
+#: Also set by rank 0: the checkpoint that it has found, so that the ranks need not hash it again.
 FOUND = "DLO_FOUND_CHECKPOINT"
 CHECKPOINTS = "checkpoints"
 SUMMARY = "summary.json"
 LAST = "last.ckpt"
-#: A run folder with less room than this cannot even hold the events of a short run.
+#: A run folder with less free space than this cannot even hold the events of a short run.
 LEAST_FREE_BYTES = 16 * 2**20
 
 
@@ -42,14 +42,14 @@ def is_first_process() -> bool:
     """Returns whether this is global rank 0, from the variables of torchrun, SLURM and Lightning's launcher."""
     if "RANK" in os.environ:
         return int(os.environ["RANK"]) == 0
-    # In the shell of a SLURM job all that is started there, Lightning's launcher's ranks too, has one SLURM_PROCID.
+    # In the shell of a SLURM job all processes, the ranks of Lightning's launcher too, have the same SLURM_PROCID.
     return all(int(os.environ.get(name, "0")) == 0 for name in ("SLURM_PROCID", "LOCAL_RANK", "NODE_RANK"))
 
 
 def _told(name: str, question: str) -> str | None:
-    """Returns what rank 0 has told the ranks that it started; None on itself, or if it was asked something else.
+    """Returns rank 0's answer for the ranks that it started; None on rank 0, or for another question.
 
-    It is told once: a second run in the same process is another, and so is a command that a run starts.
+    It is used once: a second run in the same process is another run, and so is a command that a run starts.
     """
     answer = os.environ.get(name, "")
     if is_first_process() or not answer.startswith(question):
@@ -59,20 +59,20 @@ def _told(name: str, question: str) -> str | None:
 
 
 def new_run(folder: Path) -> Path:
-    """Makes the next run's folder in ``folder``; two jobs that start at once get two.
+    """Creates the next run's folder in ``folder``; two jobs that start at once get two.
 
     Returns:
-        The folder, which only rank 0 makes.
+        The folder, which only rank 0 creates.
 
     Raises:
-        DloError: if it cannot be made or its disk is full.
+        DloError: if it cannot be created or its disk is full.
     """
     question = f"{folder.resolve()}\n"
     told = _told(ENVIRONMENT, question)
     if told is not None:
         return Path(told)
     if not is_first_process():
-        return folder / "pending"  # Never made: rank 0's folder is broadcast before it is used.
+        return folder / "pending"  # Never created: rank 0's folder is broadcast before it is used.
     number = int(versions(folder)[0].name.removeprefix("version_")) + 1 if versions(folder) else 0
     while True:
         path = folder / f"version_{number}"
@@ -83,7 +83,7 @@ def new_run(folder: Path) -> Path:
             continue
         except OSError as error:
             raise DloError(
-                f"cannot make the run folder {path}: {error.strerror}; choose another with --run.dir"
+                f"cannot create the run folder {path}: {error.strerror}; choose another with --run.dir"
             ) from error
         break
     check_space(path)
@@ -104,9 +104,9 @@ def check_space(path: Path, need: int = LEAST_FREE_BYTES) -> None:
 def find_checkpoint(folder: Path, which: str) -> Path:
     """Returns the checkpoint ``last`` or ``best`` of the newest run in ``folder`` that has any checkpoint.
 
-    ``last`` is the newest one, by its step, that is whole, that a run can go on from and that the run has not left
-    behind; damaged ones are passed over with a warning. All of its bytes are hashed for that, by rank 0 alone where
-    that starts the others.
+    ``last`` is the newest one, by its step, that is valid, that a run can resume from and that the run has not
+    superseded; damaged ones are skipped with a warning. All of its bytes are hashed for that, by rank 0 alone if it
+    starts the others.
 
     Raises:
         DloError: if there is none, or the run has others but no best one.
@@ -126,29 +126,29 @@ def find_checkpoint(folder: Path, which: str) -> Path:
             _pass_over(run, path)
     raise DloError(
         f"--ckpt_path {which}: no run in {folder} has a {which} checkpoint;"
-        " train one with `dlo fit`, or give the checkpoint's path"
-        + (" (a run keeps a best one if its model has a best_metric or logs val_loss)" if which == "best" else "")
+        " train one with `dlo fit`, or set the checkpoint's path"
+        + (" (a run saves a best one if its model has a best_metric or logs val_loss)" if which == "best" else "")
     )
 
 
 def _pass_over(run: Path, best: Path | None) -> None:
-    """Warns of a run that has no checkpoint at all; refuses to take an older run's best one for that of any other."""
+    """Warns of a run without checkpoints; refuses to use an older run's best one in place of another run's."""
     from dlo_framework.checkpoint import newest_valid
 
     if best is None and newest_valid(run / CHECKPOINTS, "size", weights_only=True) is None:
         warnings.warn(f"skipping {run}: it has no checkpoint", stacklevel=3)
         return
-    says = "has none" if best is None else f"says that it is {best}, which is not there"
+    says = "has none" if best is None else f"records {best}, which does not exist"
     raise DloError(
         f"--ckpt_path best: the newest run, {run}, {says};"
-        " take --ckpt_path last, or give the path of one, an older run's say"
+        " use --ckpt_path last, or the path of a checkpoint, for example an older run's"
     )
 
 
 def unfinished(folder: Path) -> Path | None:
     """Returns the last checkpoint of the newest run in ``folder`` if that run has not finished; None if it has.
 
-    None too where the newest run has no checkpoint yet: there is nothing to go on from, and older runs are other runs.
+    It also returns None if the newest run has no checkpoint yet: older runs are other runs.
     """
     from dlo_framework.checkpoint import newest_valid, step_of
 
@@ -167,7 +167,7 @@ def unfinished(folder: Path) -> Path | None:
 
 
 def current_summary(run: Path) -> dict[str, Any] | None:
-    """Returns a run's summary; None if it has none, or has gone on since it was written."""
+    """Returns a run's summary; None if it has none, or has continued since it was written."""
     from dlo_framework.checkpoint import resumptions
 
     try:
@@ -178,9 +178,9 @@ def current_summary(run: Path) -> dict[str, Any] | None:
 
 
 def best_checkpoint(run: Path) -> Path | None:
-    """Returns the best checkpoint of a run; None if it names none.
+    """Returns the best checkpoint of a run; None if none is recorded.
 
-    The summary tells, or its newest checkpoint where there is none yet: the run still trains, or was killed.
+    The summary records it, or the newest checkpoint before the summary is written: the run still trains, or was killed.
     """
     summary = current_summary(run)
     if summary is not None:
@@ -191,7 +191,7 @@ def best_checkpoint(run: Path) -> Path | None:
 
 
 def best_until_newest(run: Path) -> Best | None:
-    """Returns what was a run's best checkpoint when it saved its newest; None if it has none, or that names none."""
+    """Returns a run's best checkpoint as recorded in its newest; None if there is none."""
     from dlo_framework.checkpoint import best_kept, newest_valid
 
     newest = newest_valid(run / CHECKPOINTS, "size")

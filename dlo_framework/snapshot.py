@@ -1,9 +1,9 @@
-"""Taking back what training has done: an exact snapshot of a run, in memory, and back to it bit for bit.
+"""Exact in-memory snapshot of a run, and its restoration bit for bit.
 
-For callbacks that train on the side, to find a learning rate or a batch size say. A file would not do: a checkpoint
-lacks the random state, the metrics that were logged and whatever modules and callbacks keep in plain attributes.
-What is restored is restored in place, so that wrapped modules (DDP), optimizers, compiled code and accelerators'
-graphs hold the tensors that they held before.
+Callbacks use it that train on the side, for example to find a learning rate or a batch size. A checkpoint is not
+enough: it lacks the random state, the logged metrics and the state that modules and callbacks keep in plain attributes.
+The restoration is in place, so that wrapped modules (DDP), optimizers, compiled code and CUDA graphs keep their
+tensors.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ from dlo_framework.resume import random_state, restore_random_state
 
 Undo = Callable[[], object]
 
-#: Objects whose attributes are part of the state. Dataclasses are too; of any other object, the reference alone.
+#: Classes whose attributes are part of the state. Dataclasses are too; of any other object, the reference alone.
 _OBJECTS = (
-    nn.Module,  # torchmetrics among them, and Lightning's collection of what was logged
+    nn.Module,  # torchmetrics among them, and Lightning's collection of logged metrics
     Optimizer,
     LRScheduler,
     torch.amp.GradScaler,
@@ -57,23 +57,25 @@ _CONSTANT = (int, float, complex, str, bytes, bool, type(None))
 
 
 class Snapshot:
-    """The state of a run at one moment; :func:`take` makes one.
+    """State of a run at one moment; :func:`take` makes one.
 
     It holds parameters, buffers and gradients, train or eval mode, ``requires_grad``, the states of optimizers,
-    schedulers and the precision plugin's scaler, Lightning's counters and logged metrics, the loaders' places, the
-    random state of this process, and each callback's ``state_dict``. Beyond that, of modules, callbacks and the
-    above: whatever their attributes hold in plain data, containers, tensors, arrays and generators. Tensors are
-    copied to the CPU, so that it takes no memory of the accelerator.
+    schedulers and the precision plugin's scaler, Lightning's counters and logged metrics, the loaders' positions, the
+    random state of this process, and each callback's ``state_dict``. It also holds plain data, containers, tensors,
+    arrays and generators in the attributes of modules, callbacks and all the above. Tensors are copied to the CPU, so
+    that it takes no memory of the accelerator.
 
-    Not held: what lies behind attributes of other classes, datasets for one, and files. An iterator over a training
-    loader that was begun before is left as it is; train on the side with
+    It does not hold the state behind attributes of other classes, such as datasets, nor files. An iterator over a
+    training loader that was begun before is not restored; train on the side with
     :meth:`~dlo_framework.rehearsal.Rehearsal.batches`, which begins one of its own.
     """
 
     def __init__(self, trainer: Trainer) -> None:
         contract_of(trainer.strategy).finish_step()
         self._trainer = trainer
-        self._kept: dict[int, Any] = {}  # What has been copied, by id: each once, and alive while its id is used.
+        self._kept: dict[
+            int, Any
+        ] = {}  # Copied objects by id: each is copied once, and kept alive while its id is used.
         self._undo: list[Undo] = []
         self._flags = {name: getattr(trainer, name) for name in ("should_stop", "accumulate_grad_batches")}
         self._callbacks = [
@@ -105,9 +107,9 @@ class Snapshot:
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Puts everything back; it may be called again."""
-        # First: what a callback's state is made of may be out of reach, and a clock that it holds has gone on, which
-        # the attributes then put right.
+        """Restores everything; it may be called again."""
+        # First: a callback's state may hold objects that attributes do not reach, and a clock in it has advanced, which
+        # the attributes then correct.
         for callback, state in self._callbacks:
             callback.load_state_dict(copy.deepcopy(state))
         for number, loader, state in self._loaders:
@@ -128,13 +130,13 @@ def take(trainer: Trainer) -> Snapshot:
 
 
 def training_loaders(trainer: Trainer) -> list[Any]:
-    """Returns the training loaders; Lightning (2.6) gives them to the public as the nest that the user made of them."""
+    """Returns the training loaders; Lightning (2.6) exposes them as the nested structure that the user returned."""
     loader = trainer.fit_loop._combined_loader
     return list(loader.flattened) if loader is not None else []
 
 
 def _roots(trainer: Trainer, loaders: list[Any]) -> list[Any]:
-    """Returns where the state hangs; ``_logger_connector`` (Lightning 2.6) holds the metrics that were logged."""
+    """Returns the roots of the state; ``_logger_connector`` (Lightning 2.6) holds the logged metrics."""
     options: Any = trainer
     return [
         trainer.lightning_module,
@@ -150,9 +152,9 @@ def _roots(trainer: Trainer, loaders: list[Any]) -> list[Any]:
 
 
 def _held_apart(trainer: Trainer) -> list[torch.Tensor]:
-    """Returns the shards of a strategy whose optimizers step copies of them, as ZeRO 3 does that offloads one of both.
+    """Returns the shards of a strategy whose optimizers step copies of them, as ZeRO 3 does when it offloads.
 
-    Of others what optimizers step, or the module has, is the very memory.
+    With other strategies the optimizers step the same memory that the module has.
     """
     stepped = {
         _local(tensor).untyped_storage().data_ptr()
@@ -167,7 +169,7 @@ def _held_apart(trainer: Trainer) -> list[torch.Tensor]:
 
 
 def _restart_iterator(trainer: Trainer, number: int, loader: Any) -> None:
-    """Begins a loader's iteration again where its state says.
+    """Restarts a loader's iteration at the position in its state.
 
     Lightning (2.6) made the iterator when it set the loader up and keeps it in ``CombinedLoader._iterator``.
     """
@@ -177,7 +179,9 @@ def _restart_iterator(trainer: Trainer, number: int, loader: Any) -> None:
 
 
 def _copied(item: Any) -> tuple[Undo | None, Iterable[Any]]:
-    """Returns what puts an object back as it is now, and the objects in it, which are to be copied themselves."""
+    """Returns a function that restores an object's present state, and the objects in it, which are to be copied
+    themselves.
+    """
     if isinstance(item, torch.Tensor):
         return _tensor(item)
     if isinstance(item, dict):
@@ -225,7 +229,7 @@ def _tensor(tensor: torch.Tensor) -> tuple[Undo | None, Iterable[Any]]:
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns this rank's part of a tensor, in the tensor's own memory."""
+    """Returns this rank's shard of a tensor, in the tensor's own memory."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
 
 
@@ -233,7 +237,7 @@ def _mapping(mapping: dict[Any, Any]) -> Undo:
     saved = list(mapping.items())
 
     def undo() -> None:
-        # By identity: comparing tensors, which an optimizer's state has as keys, compares their elements.
+        # By identity: comparing tensors, which are the keys of an optimizer's state, compares their elements.
         same_keys = len(mapping) == len(saved) and all(a is b for a, (b, _) in zip(mapping, saved, strict=True))
         if not same_keys:
             mapping.clear()  # The order is part of the state: that of a module's parameters.
@@ -266,7 +270,7 @@ def _array(array: np.ndarray) -> Undo | None:
 
 
 def _generator(item: Any) -> Undo | None:
-    """Returns what puts a generator of random numbers back; None for anything else."""
+    """Returns a function that restores a random generator; None for anything else."""
     if isinstance(item, torch.Generator):
         state = item.get_state()
         return lambda: item.set_state(state)

@@ -1,7 +1,7 @@
-"""Stopping a run on request: Ctrl-C, SIGTERM and SIGUSR1 end it at the next optimizer step, with a checkpoint.
+"""Stops a run on request: Ctrl-C, SIGTERM and SIGUSR1 end it at the next optimizer step, with a checkpoint.
 
-All ranks stop at the same step, whichever of them got the signal: each step starts a one-number all-reduce on a
-gloo group of its own and reads the result of the step before, so that nothing waits for it and no accelerator is
+All ranks stop at the same step, whichever of them got the signal: each step starts an all-reduce of one number on a
+separate gloo group and reads the result of the step before, so that nothing waits for it and no accelerator is
 synchronised.
 """
 
@@ -30,15 +30,15 @@ from dlo_framework.distributed.stacks import print_stack
 from dlo_framework.errors import DloError, OrderlyEnd
 from dlo_framework.resume import mid_accumulation
 
-#: Seconds that a single process's main thread has to leave by itself after a second Ctrl-C.
+#: Seconds that a single process's main thread has to exit by itself after a second Ctrl-C.
 _INTERRUPTED = 1.5
 
 
 class RunStopped(OrderlyEnd):
-    """A run ended on request, its state saved; or before its first step, when there is none."""
+    """Run that was ended on request, with its state saved; or before its first step, without a checkpoint."""
 
     def __init__(self, signum: int, checkpoint: Path | None = None, step: int = 0) -> None:
-        self.exit_code = 128 + signum  # A shell's convention: 130 for Ctrl-C, 143 for SIGTERM.
+        self.exit_code = 128 + signum  # The shell's convention: 130 for Ctrl-C, 143 for SIGTERM.
         if checkpoint is None:
             super().__init__("stopped before the first step; nothing to save")
         else:
@@ -46,32 +46,32 @@ class RunStopped(OrderlyEnd):
 
 
 class _Request:
-    """What a process has been asked. Not plain attributes of the callback, which a rehearsal would take back."""
+    """Requests that a process has received. As attributes of the callback, a rehearsal would restore them."""
 
     def __init__(self) -> None:
         self.signum = 0
-        self.interrupts = 0  # Ctrl-C that this process has seen
-        self.pid = 0  # of the process that has taken the signals over
+        self.interrupts = 0  # Ctrl-C that this process has received
+        self.pid = 0  # of the process that has installed the handlers
 
 
 class GracefulStop(Checkpoint):
     """Ends a run on Ctrl-C, SIGTERM or SIGUSR1 at the next optimizer step, saving ``last.ckpt``; on by default.
 
-    SIGUSR1 is what SLURM sends before the time is up if it is asked to (``#SBATCH --signal=USR1@120``), and does what
-    SIGTERM does, exit code 143 included; either may come to one rank or to all, and more than once. Lightning's own
-    requeueing on it is off: the job's script does that, see the page on failures. A second Ctrl-C ends the run at
-    once. A validation under way is finished first. It is a ``Checkpoint`` so that
-    Lightning calls it after all other callbacks: what it saves holds their work of the step too.
+    SLURM sends SIGUSR1 before the time limit if configured (``#SBATCH --signal=USR1@120``); it has the same effect as
+    SIGTERM, exit code 143 included. Either may reach one rank or all, and more than once. Lightning's own requeueing on
+    it is off: the job's script does that, see the page on failures. A second Ctrl-C ends the run at once. A running
+    validation is finished first. This class is a ``Checkpoint`` so that Lightning calls it after all other callbacks:
+    its checkpoint includes their work of the step.
 
-    Python calls signal handlers in the main thread only. Where that waits in a collective, in a loader's or a
-    compiler's C++ or anywhere else, other threads hear the signal: a second Ctrl-C ends the run within 2 s, and a run
-    that was asked to stop and takes no batch and saves nothing for ``grace`` seconds is ended where it is, after each
-    rank has printed its stack.
+    Python calls signal handlers in the main thread only. If that waits in a collective, in C++ code of a loader or a
+    compiler, or anywhere else, other threads receive the signal: a second Ctrl-C ends the run within 2 s, and a run
+    that was asked to stop and neither takes a batch nor saves for ``grace`` seconds is killed, after each rank has
+    printed its stack.
 
     Args:
-        folder: where ``last.ckpt`` is written.
-        grace: Seconds without a move after a request to stop; at least twice the longest time that the run has gone
-            without one before, so that a long batch is finished.
+        folder: Folder of ``last.ckpt``.
+        grace: Seconds without progress after a request to stop; at least twice the longest time without progress
+            before, so that a long batch is finished.
 
     Raises:
         DloError: if ``grace`` is not above 0.
@@ -88,11 +88,11 @@ class GracefulStop(Checkpoint):
         self._group: dist.ProcessGroup | None = None
         self._pending: tuple[torch.Tensor, dist.Work] | None = None
 
-    #: One instance a run. Not a property: every hook of every step asks for it.
+    #: One instance per run. Not a property: every hook of every step reads it.
     state_key = "GracefulStop"
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Forgets what an earlier fit was asked."""
+        """Drops the requests of an earlier fit."""
         if isinstance(trainer.strategy, WatchedRanks):
             trainer.strategy.set_stop_grace(self.grace)
         if stage == "fit":
@@ -100,11 +100,11 @@ class GracefulStop(Checkpoint):
             self._asked.pid = pid
 
     def on_sanity_check_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Takes the signals over, after Lightning has: its own SIGTERM handler can deadlock several ranks."""
+        """Installs the handlers, after Lightning's: its own SIGTERM handler can deadlock several ranks."""
         self._take_signals(trainer)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Likewise, where there was no sanity check."""
+        """Installs the handlers, if there was no sanity check."""
         self.folder = Path(trainer.strategy.broadcast(str(self.folder)))
         self._group = control_group(trainer)
         self._take_signals(trainer)
@@ -121,7 +121,7 @@ class GracefulStop(Checkpoint):
 
     def _request(self, signum: int, frame: FrameType | None) -> None:
         if os.getpid() != self._asked.pid:
-            return  # A loading process that was forked has the handler too.
+            return  # A forked loading process has the handler too.
         if signum == signal.SIGINT:
             self._asked.interrupts += 1
             if self._asked.interrupts > 1:
@@ -136,13 +136,13 @@ class GracefulStop(Checkpoint):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Stops at the end of an optimizer step, if asked to."""
+        """Stops at the end of an optimizer step, if requested."""
         signum = self._agree() if self._group is not None else self._asked.signum
         if signum and not mid_accumulation(trainer):
             self._stop(trainer, signum)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Stops after a validation, if asked to during it; several ranks agree at their next step instead."""
+        """Stops after a validation, if requested during it; several ranks agree at their next step instead."""
         if self._asked.signum and self._group is None and trainer.state.fn == "fit" and not trainer.sanity_checking:
             self._stop(trainer, self._asked.signum)
 
@@ -150,7 +150,7 @@ class GracefulStop(Checkpoint):
         """Ends a run that was asked to stop while a callback trains on the side, before training; on all ranks.
 
         Raises:
-            RunStopped: there is nothing to save.
+            RunStopped: if so; there is nothing to save.
         """
         signum = self._agree() if self._group is not None else self._asked.signum
         if signum:
@@ -177,16 +177,17 @@ class GracefulStop(Checkpoint):
         raise RunStopped(signum, path, trainer.global_step)
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Gives the signals back: Lightning calls no teardown, and the process may go on, as a notebook's does.
+        """Restores the handlers: Lightning does not call teardown, and the process may continue, as in a notebook.
 
-        Not on an end on request, nor of several ranks: these end, and may get the signal once more meanwhile.
+        It does not if the run was stopped on request, nor with several ranks: these exit, and may get the signal once
+        more meanwhile.
         """
-        self._end_alone()  # The process may go on after any end, and be asked other things.
+        self._end_alone()  # The process may continue after any end, and receive other requests.
         if trainer.world_size == 1 and not isinstance(exception, OrderlyEnd):
             self._give_back()
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Gives the signals back."""
+        """Restores the handlers."""
         self._give_back()
 
     def _give_back(self) -> None:
@@ -204,11 +205,11 @@ class GracefulStop(Checkpoint):
 
 
 def _leave_out_sigterm_broadcast(trainer: Trainer) -> None:
-    """Keeps Lightning from asking the first rank before each batch whether it has got SIGTERM.
+    """Prevents Lightning from asking the first rank before each batch whether it has received SIGTERM.
 
-    Lightning (2.6.6) has no switch for it. It copies a number to the device, broadcasts it in the default group and
-    reads it back, so that each rank waits until its device has done all of the step before; the handler that would set
-    that number is not in place here, and ranks agree over signals by :meth:`GracefulStop._agree`.
+    Lightning (2.6.6) has no option for it. It copies a number to the device, broadcasts it in the default group and
+    reads it back, so that each rank waits until its device has finished the step before; the handler that would set
+    that number is not installed here, and ranks agree on signals in :meth:`GracefulStop._agree`.
     """
     loop: Any = trainer.fit_loop.epoch_loop
     loop._broadcast_sigterm_tensor = _nothing
@@ -219,13 +220,13 @@ def _nothing() -> None:
 
 
 class _SingleProcess:
-    """Ends a run of one process where its main thread cannot; ranks do so for each other.
+    """Ends a run of one process whose main thread cannot end it; several ranks do so for each other.
 
-    A notebook's process is the user's and holds more than the run: it is left alone.
+    A notebook's process holds more of the user's work than the run, and is not ended.
 
     Args:
         trainer: Trainer of the run.
-        grace: Seconds without a move after a request to stop.
+        grace: Seconds without progress after a request to stop.
     """
 
     def __init__(self, trainer: Trainer, grace: float) -> None:
@@ -240,7 +241,7 @@ class _SingleProcess:
             threading.Thread(target=self._count, name="stop-grace", daemon=True).start()
 
     def stop(self) -> None:
-        """Ends that."""
+        """Stops to listen."""
         self._over.set()
         self._listener.stop()
 
@@ -255,13 +256,13 @@ class _SingleProcess:
             if self._grace.is_over(1.0, self._progress.moves()):
                 name = signal.Signals(self._grace.signum).name
                 code = 128 + (signal.SIGINT if self._grace.signum == signal.SIGINT else signal.SIGTERM)
-                self._end(f"{name} asked the run to stop, and it has finished no batch since; ended where it was", code)
+                self._end(f"{name} asked the run to stop, and it has finished no batch since; killed", code)
 
     def _end(self, text: str, code: int) -> None:
         if self._over.is_set():
             return
         print_stack(0, 1)
-        print(f"dlo: {text}; what was saved before is whole", file=sys.stderr)
+        print(f"dlo: {text}; earlier checkpoints are intact", file=sys.stderr)
         leave(code)
 
 

@@ -1,8 +1,8 @@
-"""The task: a LightningModule that also says how its model may be cut, and brings its steps ready-made.
+"""The task: a LightningModule that also describes how its model may be split, with ready-made steps.
 
-Any plain LightningModule works with every strategy that does not cut the model into stages. A `Task` adds the
-little that cutting needs. It separates what a step does into `inputs`, the model, `loss` and `metrics`, so
-that a pipeline can run the model's parts on different ranks and still call the task for the rest.
+Any plain LightningModule works with every strategy that does not split the model into stages. A `Task` adds what
+splitting needs. It separates a step into `inputs`, the model, `loss` and `metrics`, so that a pipeline can run parts of
+the model on different ranks and call the task for the rest.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ _STAGES: dict[RunningStage, Stage] = {
 
 
 class Task(LightningModule, ABC):
-    """What is trained: a model, its inputs, its loss and its metrics.
+    """Training task: a model, its inputs, its loss and its metrics.
 
-    A subclass sets `self.model` in :meth:`configure_model` and implements :meth:`loss`; the rest has
-    defaults. Its :meth:`training_step` returns the loss and logs nothing: the run's monitor logs it, once in
-    a while and without waiting for the device. Validation and test log the loss and each entry of
-    :meth:`metrics`, once an epoch, as `val_loss`, `val_<name>` and `test_<name>`.
+    A subclass sets `self.model` in :meth:`configure_model` and implements :meth:`loss`; the rest has defaults. Its
+    :meth:`training_step` returns the loss and logs nothing: the run's monitor logs it, at intervals and without waiting
+    for the device. Validation and test log the loss and each entry of :meth:`metrics`, once an epoch, as `val_loss`,
+    `val_<name>` and `test_<name>`.
 
     Example:
         ```python
@@ -58,18 +58,18 @@ class Task(LightningModule, ABC):
     """
 
     model: nn.Module
-    #: Whether :meth:`predict_step` runs the model by itself, as often as it takes, rather than once on :meth:`inputs`.
+    #: Whether :meth:`predict_step` runs the model by itself, as often as needed, and not once on :meth:`inputs`.
     generates = False
-    #: What stands in for the model's outputs: see :meth:`given_outputs`.
+    #: Model outputs computed elsewhere: see :meth:`given_outputs`.
     _given: tuple[Any] | None = None
 
     @classmethod
     def load_from_checkpoint(  # type: ignore[override]
         cls, checkpoint_path: Any, map_location: Any = None, hparams_file: Any = None, **kwargs: Any
     ) -> Self:
-        """Returns the task of a checkpoint, as Lightning's does; a canonical checkpoint, a folder, is read too.
+        """Returns the task of a checkpoint, like Lightning's method, from a canonical checkpoint (a folder) too.
 
-        See :func:`dlo_framework.load_from_checkpoint`, which serves any LightningModule.
+        See :func:`dlo_framework.load_from_checkpoint`, which supports any LightningModule.
         """
         source = single_file(checkpoint_path) if is_canonical(checkpoint_path) else checkpoint_path
         return super().load_from_checkpoint(source, map_location=map_location, hparams_file=hparams_file, **kwargs)
@@ -83,8 +83,8 @@ class Task(LightningModule, ABC):
     def configure_model(self) -> None:
         """Builds `self.model`.
 
-        It is called more than once, and may run under the meta device or a strategy's context that cuts what
-        is built: so build only `if not self.has_model`, and read no weights' values here.
+        It is called more than once, and may run under the meta device or a strategy's context that shards what is
+        built: so build only `if not self.has_model`, and read no weights' values here.
         """
 
     @abstractmethod
@@ -92,21 +92,21 @@ class Task(LightningModule, ABC):
         """Returns the training loss, a scalar: the mean over the batch's samples.
 
         Args:
-            outputs: What the model returned for `inputs(batch)`.
-            batch: The batch on its device.
+            outputs: Output of the model for `inputs(batch)`.
+            batch: Batch on its device.
         """
 
     def check(self, datamodule: LightningDataModule | None) -> None:
         """Checks the task against the data before any process starts; called by the command line.
 
         Raises:
-            DloError: if they do not fit each other; the message computes the fix.
+            DloError: if they do not match; the message computes the fix.
         """
 
     def on_meta(self) -> Task:
-        """Returns this task with its model on the meta device, for checks that need its names and shapes alone.
+        """Returns this task with its model on the meta device, for checks of its names and shapes alone.
 
-        A task whose model is there already is returned as it is.
+        A task whose model exists is returned unchanged.
         """
         if self.has_model:
             return self
@@ -116,46 +116,46 @@ class Task(LightningModule, ABC):
         return twin
 
     def example_batch(self, datamodule: LightningDataModule | None) -> Any | None:
-        """Returns one sample as the data batch it, of any values; None where its shape is not known.
+        """Returns one sample as the data batch it, with any values; None if its shape is unknown.
 
-        Pipelines weigh the model's parts on it, so that stages take equally long; without it they go by parameters.
+        Pipelines measure the model's parts with it to balance the stages; without it they count parameters.
 
         Args:
-            datamodule: may know the shapes; it has read no data yet.
+            datamodule: Datamodule, which may know the shapes, but has read no data yet.
         """
         return None
 
     def inputs(self, batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Returns the model's positional and keyword arguments for a batch.
 
-        The default serves batches that are `(inputs, targets)` pairs, dicts (all of it by keyword) or, in
-        prediction, the inputs alone.
+        The default supports batches that are `(inputs, targets)` pairs, dicts (passed by keyword) or, in prediction,
+        the inputs alone.
         """
         if isinstance(batch, dict):
             return (), batch
         return (batch[0] if isinstance(batch, tuple | list) else batch,), {}
 
     def metrics(self, outputs: Any, batch: Any) -> dict[str, Metric | Tensor]:
-        """Updates the current stage's metrics with a batch, and returns what to log at the epoch's end.
+        """Updates the current stage's metrics with a batch, and returns the values to log at the epoch's end.
 
-        Called in validation and test (:attr:`stage` says which), and never in training. Return a torchmetrics
-        object, updated but not computed, for what is no mean over samples; it must be an attribute of the task. A
-        plain tensor is averaged over batches and ranks, each weighted by its samples. An entry `"loss"` replaces the
-        mean of :meth:`loss`.
+        Called in validation and test (:attr:`stage` is the current one), and never in training. Return a torchmetrics
+        object, updated but not computed, for a value that is not a mean over samples; it must be an attribute of the
+        task. A plain tensor is averaged over batches and ranks, each weighted by its samples. An entry `"loss"`
+        replaces the mean of :meth:`loss`.
         """
         return {}
 
     def micro_batch_weights(self, micro_batches: Sequence[Any]) -> list[float]:
-        """Returns how much the loss of each part of a batch counts, where a pipeline cuts it into parts.
+        """Returns the weight of each micro-batch's loss, if a pipeline splits the batch.
 
-        The sum of the losses, each times its weight, is the loss of the batch: the default's weights are the shares of
-        the samples. A task whose loss is itself a share of the step's overrides it.
+        The weighted sum of the losses is the loss of the batch: the default's weights are the shares of the samples. A
+        task whose loss is itself a share of the step's overrides it.
         """
         counts = [batch_length(part) for part in micro_batches]
         return [count / max(sum(counts), 1) for count in counts]
 
     def parallel_plan(self) -> ParallelPlan:
-        """Returns how `self.model` may be cut; names are relative to `self.model`.
+        """Returns how `self.model` may be split; names are relative to `self.model`.
 
         The default finds the repeated blocks by itself and has no tensor rules.
 
@@ -165,32 +165,32 @@ class Task(LightningModule, ABC):
         return ParallelPlan.infer(self.model)
 
     def called(self) -> nn.Module:
-        """Returns what a step calls: `self.model`, or the part of it that :meth:`forward` runs in its place.
+        """Returns the module that a step calls: `self.model`, or the submodule that :meth:`forward` runs instead.
 
-        It is what is compiled where the model is compiled whole.
+        It is the unit of compilation if the full model is compiled.
         """
         return self.model
 
     @property
     def looks_inside(self) -> bool:
-        """Whether :meth:`loss` needs what lies inside the model's blocks, of all of them and of whole sequences.
+        """Whether :meth:`loss` needs activations inside the model's blocks, of all of them and of full sequences.
 
-        Strategies that share either among ranks refuse it.
+        Strategies that split either over ranks refuse such a task.
         """
         return False
 
     def flops_per_sample(self) -> int | None:
         """Returns the FLOPs of training on one sample, forward and backward; None lets the monitor count them.
 
-        Worth overriding where the operations cannot be counted, such as custom kernels.
+        Override it if the operations cannot be counted, for example with custom kernels.
         """
         return None
 
     @property
     def stage(self) -> Stage:
-        """The stage that is running: `train`, `val` (the sanity check too), `test` or `predict`.
+        """The current stage: `train`, `val` (the sanity check too), `test` or `predict`.
 
-        Without a trainer, it is `train` or `val` after the module's own training mode.
+        Without a trainer, it is `train` or `val`, by the module's own training mode.
         """
         trainer = self._trainer
         stage = trainer.state.stage if trainer is not None else None
@@ -224,7 +224,7 @@ class Task(LightningModule, ABC):
 
     @contextlib.contextmanager
     def given_outputs(self, outputs: Any) -> Iterator[None]:
-        """Inside the block, the steps take these for the model's outputs: a pipeline has computed them."""
+        """Inside the block, the steps use these as the model's outputs, which a pipeline has computed."""
         self._given = (outputs,)
         try:
             yield
@@ -235,12 +235,12 @@ class Task(LightningModule, ABC):
         self.log_measured(self.measured(self._outputs(batch), batch), batch)
 
     def measured(self, outputs: Any, batch: Any) -> dict[str, Metric | Tensor]:
-        """Returns :meth:`metrics` of a batch, and its loss where they have none."""
+        """Returns :meth:`metrics` of a batch, with its loss if they have none."""
         found = self.metrics(outputs, batch)
         return found if "loss" in found else {"loss": self.loss(outputs, batch), **found}
 
     def log_measured(self, found: Mapping[str, Metric | Tensor], batch: Any) -> None:
-        """Logs what a batch measured, once an epoch, as `val_<name>` or `test_<name>`, weighted by its samples."""
+        """Logs the metrics of a batch, once an epoch, as `val_<name>` or `test_<name>`, weighted by its samples."""
         samples = step_samples(self._trainer)
         if samples is None:
             samples = batch_length(batch)
@@ -258,7 +258,7 @@ class Task(LightningModule, ABC):
 
 
 def batch_length(batch: Any) -> int:
-    """Returns the number of samples of a batch: the first dim of the first tensor in it that has one; 1 without."""
+    """Returns the number of samples of a batch: the first dim of the first tensor in it that has one; else 1."""
     return _length(batch) or 1
 
 

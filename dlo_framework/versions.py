@@ -1,4 +1,4 @@
-"""The versions of everything that matters to a run, read from metadata: nothing heavy is imported."""
+"""Versions of the software that affects a run, read from metadata without importing anything heavy."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ PACKAGES = (
 
 
 def versions(also: Iterable[str] = ()) -> dict[str, str]:
-    """Returns name to version of dlo, Python, the platform, and each package that is installed.
+    """Returns name to version of dlo, Python, the platform, and each installed package.
 
     Args:
-        also: packages beside those that matter to every run.
+        also: Further packages to list.
     """
     found = {
         "dlo_framework": __version__,
@@ -44,7 +44,7 @@ def versions(also: Iterable[str] = ()) -> dict[str, str]:
 
 
 def format_versions() -> str:
-    """Returns :func:`versions` as aligned lines, with what is missing named."""
+    """Returns :func:`versions` as aligned lines, with missing packages named."""
     found = versions()
     lines = [f"{name:<24} {version}" for name, version in found.items()]
     missing = [package for package in PACKAGES if package not in found]

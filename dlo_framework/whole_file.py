@@ -1,4 +1,4 @@
-"""Files that are there whole, or as they were before: written beside their place, synced, renamed over it."""
+"""Atomic file writes: to a temporary file beside the path, synced, and renamed over it."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from uuid import uuid4
 
 from dlo_framework.errors import DloError
 
-#: What is written beside its place ends in this.
+#: Ending of the temporary file.
 PARTIAL = ".partial"
 
-#: What file systems that cannot sync a folder (CIFS, some of FUSE's) answer.
+#: Errors of file systems that cannot sync a folder (CIFS, some FUSE ones).
 _NO_FOLDER_SYNC = (errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP)
 
 
 @contextlib.contextmanager
 def whole_file(path: Path, *, shared: bool = False) -> Iterator[Path]:
-    """Gives a path to write to beside ``path``, which takes its place at the end; nothing is left of an attempt.
+    """Yields a temporary path beside ``path``, which is renamed to it at the end, or removed after an error.
 
     Args:
-        path: of the file; its folder is made.
-        shared: whether several processes may write it at once: each does under a name of its own, and the last stays.
+        path: Path of the file; its folder is created.
+        shared: Whether to let several processes write it at once: each uses a name of its own, and the last one wins.
 
     Raises:
         OSError: if it cannot be written.
@@ -39,16 +39,16 @@ def whole_file(path: Path, *, shared: bool = False) -> Iterator[Path]:
         os.replace(partial, path)
         sync_folder(path.parent)
     finally:
-        with contextlib.suppress(OSError):  # as where there is no such folder
+        with contextlib.suppress(OSError):  # as when the folder is missing
             partial.unlink()
 
 
 def write_whole(path: Path, content: bytes | str) -> None:
-    """Writes a file, whole or not at all.
+    """Writes a file atomically.
 
     Args:
-        path: of the file; its folder is made.
-        content: text is written as UTF-8.
+        path: Path of the file; its folder is created.
+        content: Content of the file; text is written as UTF-8.
 
     Raises:
         DloError: if it cannot be written.
@@ -61,7 +61,7 @@ def write_whole(path: Path, content: bytes | str) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Makes a rename in ``folder`` survive a power cut, where the file system has a way to."""
+    """Makes a rename in ``folder`` durable across a power cut, if the file system supports it."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -1,8 +1,8 @@
-"""Data loading that resumes exactly: which sample comes when is a pure function of the seed.
+"""Data loading that resumes exactly: the order of the samples is a pure function of the seed.
 
 * :class:`ResumableBatchSampler` decides which samples each rank sees, and gives each its own random seed.
-* :class:`ResumableLoader` loads them and knows how many were handed to the trainer.
-* :class:`ResumableDataModule` builds such loaders for a Lightning trainer and keeps their place in checkpoints.
+* :class:`ResumableLoader` loads them and counts how many the trainer has received.
+* :class:`ResumableDataModule` builds such loaders for a Lightning trainer and saves their position in checkpoints.
 """
 
 from dlo_framework.data.evaluation import step_samples

@@ -1,9 +1,9 @@
-"""Evaluation counts each sample once: means weighted by samples, and steps of ranks without a sample undone.
+"""Evaluation that counts each sample once: means weighted by samples; steps of ranks without a sample are undone.
 
 The ranks' shares of a last batch differ in length. Lightning weights the values that a step logs by a batch's size,
-which it reads off the first tensor, and averages the sums of the sizes over ranks as integers (2.6: 4.5 becomes 4). A
-rank that has no sample in a batch still has to take part in it: a strategy may gather parameters in a forward, and
-metrics are summed over all ranks at the end.
+which it reads from the first tensor, and averages the sums of the sizes over ranks as integers (2.6: 4.5 becomes 4). A
+rank without a sample in a batch must still run the step: a strategy may gather parameters in a forward, and metrics are
+summed over all ranks at the end.
 """
 
 from __future__ import annotations
@@ -31,34 +31,35 @@ _STEPS = {
 
 
 def count_samples(trainer: Trainer, samples: int) -> bool:
-    """Makes the evaluation step that comes next count for this many samples; called as its batch is handed out.
+    """Sets the number of samples that the next evaluation step counts for; called as its batch is handed out.
 
-    What the step logs is weighted by them. With 0 samples the step runs, so that collectives inside it find this rank,
-    and everything it did is undone; see :func:`undone`. A prediction of no samples has no rows, or is None.
+    The number is the weight of the values that the step logs. With 0 samples the step runs, so that collectives inside
+    it find this rank, and all its effects are undone; see :func:`undone`. A prediction of no samples has no rows, or is
+    None.
 
-    Lightning (2.6) has no hook around a step that every strategy passes through, so the strategy's method is replaced
-    for one call.
+    Lightning (2.6) has no hook around a step that every strategy calls, so the strategy's method is replaced for one
+    call.
 
     Args:
         trainer: Trainer that evaluates.
-        samples: this rank's, in the batch.
+        samples: Number of this rank's samples in the batch.
 
     Returns:
-        Whether the step will count so; not outside of evaluation.
+        Whether the step will count so; False outside evaluation.
 
     Raises:
-        DloError: if there are none, and the step cannot be told because the trainer takes batches ahead of it.
+        DloError: if there are none, and the step is unknown because the trainer fetches batches ahead of it.
     """
     name = _STEPS.get(trainer.state.stage) if trainer.state.stage is not None else None
     if name is None:
         return False
     strategy: Any = trainer.strategy
-    strategy.__dict__.pop(name, None)  # of a batch that no step followed
+    strategy.__dict__.pop(name, None)  # left by a batch without a step
     if not _one_batch_a_step(trainer):
         if samples:
             return False
         raise DloError(
-            f"{name} must be given one batch of one loader at a time where a rank has no sample in a batch, got loaders"
+            f"{name} must get one batch of one loader at a time if a rank has no sample in a batch, got loaders"
             " in parallel, one without a length, or a dataloader_iter; evaluate on fewer ranks than there are samples"
         )
     step: Callable[..., Any] = getattr(strategy, name)
@@ -82,13 +83,13 @@ def count_samples(trainer: Trainer, samples: int) -> bool:
 
 
 def step_samples(trainer: Trainer | None) -> Any | None:
-    """Returns of how many samples the batch of the running evaluation step is; None where the loader is not dlo's."""
+    """Returns the number of samples in the running evaluation step; None with a loader that is not dlo's."""
     results: Any = trainer._results if trainer is not None else None
     return None if results is None else results.batch_size
 
 
 def _one_batch_a_step(trainer: Trainer) -> bool:
-    """Whether the batch handed out last is the next step's: Lightning (2.6) takes ahead those of unknown number."""
+    """Whether the batch handed out last is the next step's: Lightning (2.6) prefetches if their number is unknown."""
     fetcher: Any = getattr(trainer._active_loop, "_data_fetcher", None)
     if fetcher is None or fetcher.length is None or isinstance(fetcher, _DataLoaderIterDataFetcher):
         return False
@@ -97,7 +98,7 @@ def _one_batch_a_step(trainer: Trainer) -> bool:
 
 
 def _count_in_floats(results: Any) -> None:
-    """Makes the sums of batch sizes floats, which a mean over ranks does not cut to integers."""
+    """Makes the sums of batch sizes floats, which a mean over ranks does not truncate to integers."""
     for logged in results.values() if results is not None else ():
         if logged.is_tensor and logged.meta.is_mean_reduction:
             logged.cumulated_batch_size = logged.cumulated_batch_size.to(torch.float32)
@@ -105,10 +106,10 @@ def _count_in_floats(results: Any) -> None:
 
 @contextlib.contextmanager
 def undone(module: LightningModule, results: Any) -> Iterator[None]:
-    """Undoes what the block adds to metrics, to logged values, and to the module's attributes and buffers.
+    """Undoes the block's changes to metrics, to logged values, and to the module's attributes and buffers.
 
-    Whatever it logs for the first time stays there with weight 0, and states of metrics that are lists get an entry
-    without rows: ranks then sum up the same things.
+    A value that it logs for the first time stays there with weight 0, and states of metrics that are lists get an entry
+    without rows: all ranks then reduce the same values.
 
     Args:
         module: Module whose step runs in the block.
@@ -126,7 +127,9 @@ def undone(module: LightningModule, results: Any) -> Iterator[None]:
 
 
 def _kept_metric(metric: Metric) -> Callable[[], None]:
-    """Returns what puts a metric back; a torchmetrics ``Metric`` (1.x) has all that it has seen in plain attributes."""
+    """Returns a function that restores a metric; a torchmetrics ``Metric`` (1.x) has its whole state in plain
+    attributes.
+    """
     before = dict(vars(metric))
     values = {name: value.clone() for name, value in before.items() if isinstance(value, Tensor)}
     lists = {name: list(value) for name, value in before.items() if isinstance(value, list)}
@@ -163,7 +166,9 @@ def _kept_results(results: Any) -> Callable[[], None]:
 
 
 def _kept_attributes(module: LightningModule) -> Callable[[], None]:
-    """Returns what puts the module's own attributes back: lists, dicts and sets with their content, and buffers."""
+    """Returns a function that restores the module's own attributes: lists, dicts and sets with their content, and
+    buffers.
+    """
     own = {name: value for name, value in vars(module).items() if name not in _base_attributes()}
     containers: dict[int, tuple[Any, Any]] = {}
     for value in own.values():
@@ -190,7 +195,7 @@ def _kept_attributes(module: LightningModule) -> Callable[[], None]:
 
 
 def _keep_containers(value: Any, found: dict[int, tuple[Any, Any]], depth: int = 3) -> None:
-    """Adds a container and those inside it, with copies of their contents."""
+    """Adds a container and the containers inside it, with copies of their contents."""
     if not isinstance(value, list | dict | set | deque) or id(value) in found or not depth:
         return
     found[id(value)] = value, value.copy()
@@ -200,14 +205,14 @@ def _keep_containers(value: Any, found: dict[int, tuple[Any, Any]], depth: int =
 
 
 def _base_attributes() -> set[str]:
-    """Returns the attributes of every LightningModule: what Lightning and torch keep there is not a step's doing."""
+    """Returns the attributes that every LightningModule has: Lightning and torch change these, not a step."""
     return set(vars(LightningModule()))
 
 
 def without_rows(outputs: Any) -> Any | None:
-    """Returns what was predicted for one sample as a prediction for none: tensors `[1, ...]` as `[0, ...]`.
+    """Returns a prediction for one sample as a prediction for none: tensors `[1, ...]` become `[0, ...]`.
 
-    None where that cannot be told.
+    None if the prediction has another form.
     """
     if isinstance(outputs, Tensor) and outputs.ndim and len(outputs) == 1:
         return outputs[:0]

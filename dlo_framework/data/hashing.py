@@ -1,9 +1,9 @@
-"""Random numbers as pure functions: integers are hashed, no generator is advanced.
+"""Random numbers as pure functions: integers are hashed, and no generator is advanced.
 
-A generator's next number depends on how often it was asked before, and so on the number of workers, on the
-rank and on where a run was stopped. A hash of (seed, epoch, index) depends on those three alone. The hash is
-the finaliser of SplitMix64 (Steele, Lea & Flood 2014, "Fast splittable pseudorandom number generators"),
-applied once per key; it is spelled out here, so no library's new version changes the order of anyone's data.
+A generator's next number depends on the number of earlier calls, and so on the number of workers, on the rank and on
+where a run was stopped. A hash of (seed, epoch, index) depends on those three alone. The hash is the finaliser of
+SplitMix64 (Steele, Lea & Flood 2014, "Fast splittable pseudorandom number generators"), applied once per key; it is
+implemented here, so that no library's new version changes the order of anyone's data.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _WORD = (1 << 64) - 1
 
 
 def _scramble(x: np.ndarray) -> np.ndarray:
-    x = x + _GOLDEN  # arrays of unsigned integers wrap silently, which is what a hash wants
+    x = x + _GOLDEN  # arrays of unsigned integers wrap silently, as a hash needs
     x = (x ^ (x >> np.uint64(30))) * _MULTIPLY_1
     x = (x ^ (x >> np.uint64(27))) * _MULTIPLY_2
     return x ^ (x >> np.uint64(31))
@@ -27,8 +27,8 @@ def hash64(values: np.ndarray, *keys: int) -> np.ndarray:
     """Returns a well-mixed 64-bit hash of each value, under the given keys.
 
     Args:
-        values: integers of any shape and integer type.
-        keys: further integers to hash with, such as (seed, epoch); their order matters.
+        values: Integers of any shape and integer type.
+        keys: Further integers to hash with, such as (seed, epoch); their order matters.
 
     Returns:
         ``uint64`` array of ``values``' shape.

@@ -1,4 +1,4 @@
-"""A data loader that resumes in mid-epoch with no sample repeated or missing, for any number of workers."""
+"""Data loader that resumes in mid-epoch without repeating or skipping a sample, for any number of workers."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ from dlo_framework.errors import DloError
 
 @runtime_checkable
 class BatchDataset(Protocol):
-    """A dataset that loads whole batches itself, and takes all its randomness from the draws' seeds."""
+    """Dataset that loads full batches itself, and takes all its randomness from the draws' seeds."""
 
     def __len__(self) -> int: ...
 
     def fetch(self, draws: list[Draw]) -> Any:
-        """Returns the collated batch, or a :class:`CountedBatch` where some draws are left out of it."""
+        """Returns the collated batch, or a :class:`CountedBatch` if it leaves out some draws."""
 
 
 class CountedBatch(NamedTuple):
-    """A batch and the number of its samples.
+    """Batch with the number of its samples.
 
     Attributes:
-        batch: what the trainer is given.
-        samples: Number of samples in it. 0 where all were left out; the batch then holds a placeholder of one
-            sample, whose step is undone.
+        batch: Batch for the trainer.
+        samples: Number of samples in it. 0 if all were left out; the batch then holds a placeholder of one sample,
+            whose step is undone.
     """
 
     batch: Any
@@ -42,37 +42,36 @@ class CountedBatch(NamedTuple):
 
 
 class ResumableLoader:
-    """Loads batches for one rank and knows how many samples the trainer has been given.
+    """Loads batches for one rank and counts the samples that the trainer has received.
 
     Args:
-        dataset: either any map-style dataset of tensors, arrays or ``(input, target)`` tuples, whose items may
-            use Python's, NumPy's and torch's global random numbers freely (they are seeded per sample), or a
-            :class:`BatchDataset`.
-        batch_size: samples per batch on this rank.
-        shuffle: a new order each epoch; see :class:`ResumableBatchSampler` for this and the next five.
-        seed: of the order and of each sample's random numbers.
-        rank: this process's place among the data-parallel ranks.
-        world_size: number of data-parallel ranks.
+        dataset: Map-style dataset of tensors, arrays or ``(input, target)`` tuples, whose items may use Python's,
+            NumPy's and torch's global random numbers freely (they are seeded per sample), or a :class:`BatchDataset`.
+        batch_size: Number of samples per batch on this rank.
+        shuffle: Whether to draw a new order each epoch; for this and the next five see :class:`ResumableBatchSampler`.
+        seed: Seed of the order and of each sample's random numbers.
+        rank: This process's index among the data-parallel ranks.
+        world_size: Number of data-parallel ranks.
         drop_last: True for training, False for evaluation.
-        repeats: differently augmented copies of an image in a batch.
-        window_at: plans optimizer steps whose batch size changes; see :class:`ResumableBatchSampler`.
-        image_size_at: plans the size of a batch's images, likewise.
-        batch_sampler: a sampler that takes the place of the one that all of the above would make.
-        num_workers: processes that load; 0 loads in this process, and leaves its random state as it was.
-        pin_memory: page-locked batches, which an accelerator copies without waiting.
-        prefetch_factor: batches each worker prepares ahead; default 2.
-        persistent_workers: keep the workers from one epoch to the next.
-        collate_fn: builds a batch from a list of items; a :class:`BatchDataset` has no use for it.
-        in_work: tells whether the trainer is still busy with the batch that it was given last. Then
+        repeats: Number of differently augmented copies of an image in a batch.
+        window_at: Function that plans optimizer steps whose batch size changes; see :class:`ResumableBatchSampler`.
+        image_size_at: Function that plans the size of a batch's images; see :class:`ResumableBatchSampler`.
+        batch_sampler: Sampler to use in place of the one that the arguments above describe.
+        num_workers: Number of loading processes; 0 loads in this process, and leaves its random state unchanged.
+        pin_memory: Whether to pin the batches' memory, which an accelerator copies without waiting.
+        prefetch_factor: Number of batches that each worker prepares ahead; default 2.
+        persistent_workers: Whether to keep the workers between epochs.
+        collate_fn: Function that builds a batch from a list of items; a :class:`BatchDataset` does not use it.
+        in_work: Function that returns whether the trainer is still busy with the batch that it received last. If so,
             :meth:`state_dict` does not count that batch, and a run that was stopped there repeats it.
-        before_step: called before a batch is handed out, with the number of its samples; returns whether a step
-            without samples will be undone. See :func:`dlo_framework.data.evaluation.count_samples`.
+        before_step: Function called before a batch is handed out, with the number of its samples; it returns whether a
+            step without samples will be undone. See :func:`dlo_framework.data.evaluation.count_samples`.
 
     Raises:
-        DloError: if ranks are left without a sample in evaluation, and there is no ``before_step`` to tell it to.
+        DloError: if ranks are left without a sample in evaluation, and there is no ``before_step``.
 
-    It is not a ``DataLoader``: Lightning would put a ``DistributedSampler`` into one. It holds one, with a
-    generator of its own, so that starting an epoch never moves the global random state.
+    It is not a ``DataLoader``: Lightning would insert a ``DistributedSampler`` into one. It holds one, with a generator
+    of its own, so that starting an epoch never advances the global random state.
     """
 
     def __init__(
@@ -98,7 +97,7 @@ class ResumableLoader:
         before_step: Callable[[int], bool] | None = None,
     ) -> None:
         if num_workers < 0:
-            raise DloError(f"num_workers must be 0 or more, got {num_workers}")
+            raise DloError(f"num_workers must be at least 0, got {num_workers}")
         self.dataset = dataset
         self.num_workers = num_workers
         kind = ResumableBatchSampler if shuffle else InOrderBatchSampler
@@ -117,7 +116,7 @@ class ResumableLoader:
         if before_step is None and self.batch_sampler.leaves_ranks_out:
             raise DloError(
                 f"{self.batch_sampler.world_size} ranks must have a sample of each batch, got {len(dataset)} samples in"
-                f" batches of {self.batch_sampler.global_batch_size}; make the loader by"
+                f" batches of {self.batch_sampler.global_batch_size}; make the loader with"
                 " ResumableDataModule.eval_loader, or set a batch_size of 2 or more, or fewer ranks than samples"
             )
         self._options: dict[str, Any] = {"num_workers": num_workers, "pin_memory": pin_memory}
@@ -130,7 +129,7 @@ class ResumableLoader:
         self._loader: DataLoader | None = None
         self._batches = _Batches(self.batch_sampler)
         self._epoch = 0
-        self._samples = 0  # handed out in this epoch, over all ranks
+        self._samples = 0  # samples handed out in this epoch, over all ranks
         self._samples_before = 0  # the same without the batch that was handed out last
         self._resume: tuple[int, int] | None = None
         self._iterations: weakref.WeakSet[Generator[Any, None, None]] = weakref.WeakSet()
@@ -142,31 +141,31 @@ class ResumableLoader:
 
     @property
     def batch_size(self) -> int:
-        """Samples per batch on this rank."""
+        """The number of samples per batch on this rank."""
         return self.batch_sampler.batch_size
 
     @property
     def global_batch_size(self) -> int:
-        """Samples per batch over all data-parallel ranks, where it does not change."""
+        """The number of samples per batch over all data-parallel ranks, if it does not change."""
         return self.batch_sampler.global_batch_size
 
     @property
     def makes_new_batches(self) -> bool:
-        """Whether each batch lies in memory of its own: torch's collation copies, a dataset's own may not."""
+        """Whether each batch has memory of its own: torch's collation copies, a dataset's own may not."""
         return self._collate is default_collate and not isinstance(self.dataset, BatchDataset)
 
     @property
     def position(self) -> Position:
-        """Where the batch begins that the trainer was given last."""
+        """The position at which the trainer's last batch begins."""
         return Position(self._epoch, self._samples_before, self.batch_sampler.size)
 
     def __len__(self) -> int:
-        """Batches in a whole epoch, also when this one was resumed in the middle."""
+        """The number of batches in a full epoch, also when this one was resumed in the middle."""
         return len(self.batch_sampler)
 
     def __iter__(self) -> Iterator[Any]:
-        # A generator, so nothing happens before the first batch is asked for: Lightning creates iterators
-        # that it never uses, and calls set_epoch after it has created the one that it does.
+        # A generator, so nothing happens before the first batch is requested: Lightning creates iterators that it never
+        # uses, and calls set_epoch after it has created the one that it does.
         iteration = self._iterate()
         self._iterations.add(iteration)
         return iteration
@@ -176,7 +175,7 @@ class ResumableLoader:
         resume, self._resume = self._resume, None
         start = resume[1] if resume is not None and resume[0] == sampler.epoch else 0
         self._epoch, self._samples, self._samples_before = sampler.epoch, start, start
-        spans = list(sampler.spans_from(start))  # Now: a schedule may go on to plan the next epoch meanwhile.
+        spans = list(sampler.spans_from(start))  # Before the yield: a schedule may plan the next epoch meanwhile.
         for loaded, (first, past) in zip(self._start(start), spans, strict=False):
             if isinstance(loaded, DloError):
                 self.close()
@@ -187,9 +186,9 @@ class ResumableLoader:
                 yield loaded.batch
 
     def state_dict(self) -> dict[str, int]:
-        """Returns the place in the epoch: ``{"epoch", "samples"}``, the samples counted over all ranks.
+        """Returns the position in the epoch: ``{"epoch", "samples"}``, the samples counted over all ranks.
 
-        Samples that workers fetched ahead do not count, only what the trainer was given and has done.
+        Samples that workers prefetched do not count, only those that the trainer has received and completed.
         """
         busy = self._in_work is not None and self._in_work()
         return {"epoch": self._epoch, "samples": self._samples_before if busy else self._samples}
@@ -197,13 +196,13 @@ class ResumableLoader:
     def load_state_dict(self, state: dict[str, int]) -> None:
         """Makes the next iteration of ``state["epoch"]`` begin after ``state["samples"]`` samples.
 
-        At the end of an epoch the next iteration is the next epoch's, from its start. The state holds for any
-        number of ranks and workers and any batch size. It is forgotten if another epoch is iterated first.
+        At the end of an epoch the next iteration starts the next epoch. The state is valid for any number of ranks and
+        workers and any batch size. It is dropped if another epoch is iterated first.
         """
         epoch, samples = int(state["epoch"]), int(state["samples"])
         if epoch < 0 or not 0 <= samples <= self.batch_sampler.size:
             raise DloError(
-                f"the checkpoint stands at sample {samples} of epoch {epoch}, but the dataset has "
+                f"the dataset must have the {samples} samples of epoch {epoch} that the checkpoint has seen, got "
                 f"{self.batch_sampler.size} samples; resume with the data that the run began with"
             )
         self._epoch, self._samples, self._samples_before = epoch, samples, samples
@@ -216,7 +215,7 @@ class ResumableLoader:
         """Ends the workers, in mid-epoch too. The loader can be used again; it then starts new ones."""
         for iteration in list(self._iterations):
             if inspect.getgeneratorstate(iteration) == inspect.GEN_SUSPENDED:
-                iteration.close()  # Whoever began it may keep it for long, and with it the workers.
+                iteration.close()  # The caller that began it may keep it for long, and with it the workers.
         self._loader = None
 
     def _start(self, samples: int) -> Iterator[Any]:
@@ -235,10 +234,10 @@ class ResumableLoader:
 
 
 class _Batches:
-    """What the inner loader iterates: the sampler's batches from wherever the epoch begins.
+    """Iterable of the inner loader: the sampler's batches from the position where the epoch begins.
 
-    It knows the sampler only. Were it to know the loader, both would wait for the garbage collector, which ends
-    workers out of order: each then takes five seconds to notice.
+    It holds a reference to the sampler only. With one to the loader, both would wait for the garbage collector, which
+    ends workers out of order: each then takes five seconds to notice.
     """
 
     def __init__(self, sampler: ResumableBatchSampler) -> None:
@@ -277,7 +276,7 @@ class _Fetcher(Dataset):
         except DloError as error:
             if not in_worker:
                 raise
-            return error  # as a value: torch would wrap it in a traceback of the worker's
+            return error  # as a value: torch would wrap it in the worker's traceback
         if isinstance(batch, CountedBatch):
             return batch._replace(samples=min(samples, batch.samples))
         return CountedBatch(batch, samples)
@@ -296,7 +295,7 @@ def seed_all(seed: int) -> None:
 
 @contextlib.contextmanager
 def _kept_random_state() -> Iterator[None]:
-    """Puts the random state back afterwards, so that loading data never shifts the model's random stream."""
+    """Restores the random state at the end, so that loading data never shifts the model's random stream."""
     states = random.getstate(), np.random.get_state(), torch.get_rng_state()
     try:
         yield

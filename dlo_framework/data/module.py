@@ -1,4 +1,4 @@
-"""The base of datamodules: loaders for the trainer's ranks, whose place is kept in checkpoints."""
+"""Base class of datamodules: loaders for the trainer's ranks, whose position is saved in checkpoints."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from dlo_framework.data.loader import ResumableLoader
 from dlo_framework.data.sampler import Position, ResumableBatchSampler, Window
 from dlo_framework.errors import DloError
 
-#: Loading processes at most where the config leaves them open: on a CPU, which computes besides, and elsewhere.
+#: Most loading processes by default: on a CPU, which also computes, and elsewhere.
 _MAX_WORKERS_ON_CPU, _MAX_WORKERS = 8, 32
 
 
@@ -34,7 +34,7 @@ def data_parallel_coordinates(trainer: Trainer | None) -> tuple[int, int]:
 
 
 def gradient_ranks(trainer: Trainer | None) -> int:
-    """Returns over how many ranks gradients are averaged: those that see different data, or parts of a sequence."""
+    """Returns how many ranks gradients are averaged over: those with different data, or parts of a sequence."""
     found = contract_of(trainer.strategy).gradient_ranks if trainer is not None else None
     return data_parallel_coordinates(trainer)[1] if found is None else found
 
@@ -51,8 +51,8 @@ def per_rank_batch(batch_size: int, world_size: int, name: str = "batch_size") -
         below, above = batch_size // world_size * world_size, -(-batch_size // world_size) * world_size
         fix = f"{below} or {above}" if below else f"{above}"
         raise DloError(
-            f"{name} {batch_size} is the global batch and must be divisible by the {world_size} data-parallel "
-            f"ranks; set {name}={fix}"
+            f"{name}, the global batch, must be divisible by the {world_size} data-parallel ranks, got "
+            f"{batch_size}; set {name}={fix}"
         )
     return batch_size // world_size
 
@@ -61,27 +61,27 @@ class ResumableDataModule(LightningDataModule):
     """Builds resumable loaders. Subclasses return them from Lightning's ``*_dataloader`` hooks.
 
     Args:
-        batch_size: images per micro-step over **all** data-parallel ranks together. The number of ranks then
+        batch_size: Number of images per micro-step over **all** data-parallel ranks together. The number of ranks then
             changes neither the loss curve nor the learning rate that fits it. Must be divisible by the ranks.
-        eval_batch_size: the same in validation, test and prediction; default: ``batch_size``, rounded up to
-            a multiple of the ranks. It changes no metric.
-        num_workers: loading processes on each rank; 0 loads in the main process. Default: one per CPU core that this
-            rank has, at most 8; on an accelerator, one core less and at most 32. The cores are those that the process
-            may use, over the ranks of its node, or SLURM's `--cpus-per-task` where each rank is a task. It changes
+        eval_batch_size: Global batch size of validation, test and prediction; default: ``batch_size``, rounded up to a
+            multiple of the ranks. It changes no metric.
+        num_workers: Number of loading processes on each rank; 0 loads in the main process. Default: one per CPU core of
+            this rank, at most 8; on an accelerator, one core less and at most 32. The cores are those that the process
+            may use, divided by the ranks of its node, or SLURM's `--cpus-per-task` if each rank is a task. It changes
             speed only, never the data.
-        prefetch_factor: batches that each worker prepares ahead; default 2.
-        pin_memory: load into page-locked memory, which speeds up copies to an accelerator. Default: where the
+        prefetch_factor: Number of batches that each worker prepares ahead; default 2.
+        pin_memory: Whether to load into pinned memory, which speeds up copies to an accelerator. Default: True if the
             run has one.
-        persistent_workers: keep the workers between epochs, which saves their start.
-        seed: of the order of the data and of the augmentation; each sample's random choices follow from it,
-            the epoch and the sample's index.
+        persistent_workers: Whether to keep the workers between epochs, which saves their start.
+        seed: Seed of the order of the data and of the augmentation; each sample's random choices follow from it, the
+            epoch and the sample's index.
 
     A callback may set two attributes in its ``setup`` hook, before the loaders are made: ``window_at`` plans
     optimizer steps whose batch size changes (DynamicBatchSize), ``image_size_at`` the size of each training batch's
     images (ProgressiveResizing); see :class:`ResumableBatchSampler`.
     """
 
-    #: Whether the datasets make images of the size that a draw asks for.
+    #: Whether the datasets make images of the size that a draw requests.
     sizes_images = False
 
     def __init__(
@@ -114,7 +114,7 @@ class ResumableDataModule(LightningDataModule):
         self.window_at: Callable[[Position], Window] | None = None
         self.image_size_at: Callable[[Position], int] | None = None
         self._loaders: dict[str, ResumableLoader] = {}
-        # Those of training, as they were made; the trainer keeps those that it uses.
+        # The training loaders in the order of creation; the trainer keeps those that it uses.
         self._made: list[weakref.ref[ResumableLoader]] = []
         self._resume: list[dict[str, int]] = []
 
@@ -126,20 +126,20 @@ class ResumableDataModule(LightningDataModule):
         collate_fn: Callable[[list[Any]], Any] = default_collate,
         make_sampler: Callable[..., ResumableBatchSampler] | None = None,
     ) -> ResumableLoader:
-        """Returns a shuffled loader of full batches, at the place where a resumed run goes on.
+        """Returns a shuffled loader of full batches, at the position where a resumed run continues.
 
         A datamodule may make several, always in the same order, and return them in a list or a mapping.
 
-        Lightning also restores loaders, but only those created after it has read the checkpoint, which is too
-        late when ``configure_optimizers`` asks for ``trainer.estimated_stepping_batches``
-        (Lightning issue #20550). So the place is kept with the datamodule, which is restored before that.
+        Lightning also restores loaders, but only those created after it has read the checkpoint, which is too late when
+        ``configure_optimizers`` uses ``trainer.estimated_stepping_batches`` (Lightning issue #20550). So the position
+        is saved with the datamodule, which is restored before that.
 
         Args:
-            dataset: see :class:`ResumableLoader`.
-            repeats: likewise.
-            collate_fn: likewise.
-            make_sampler: makes the sampler from the keyword arguments of :class:`ResumableBatchSampler`; without
-                shuffling (``overfit_batches``), it must be a ``SequentialSampler`` too. None for the usual one.
+            dataset: Dataset of the loader; see :class:`ResumableLoader`.
+            repeats: Number of copies of an image in a batch; see :class:`ResumableLoader`.
+            collate_fn: Function that builds a batch from a list of items; see :class:`ResumableLoader`.
+            make_sampler: Function that makes the sampler from the keyword arguments of :class:`ResumableBatchSampler`;
+                without shuffling (``overfit_batches``), it must be a ``SequentialSampler`` too. None for the usual one.
         """
         rank, world_size = data_parallel_coordinates(self.trainer)
         overfit = getattr(self.trainer, "overfit_batches", 0) > 0
@@ -175,19 +175,19 @@ class ResumableDataModule(LightningDataModule):
         collate_fn: Callable[[list[Any]], Any] = default_collate,
         make_sampler: Callable[..., ResumableBatchSampler] | None = None,
     ) -> ResumableLoader:
-        """Returns a loader that visits each sample once, over all ranks together, with no padding.
+        """Returns a loader that visits each sample once, over all ranks together, without padding.
 
-        All ranks have equally many batches. Means that a step logs are weighted by the batches' samples, so they are
-        those of one process. Where a rank has no sample in a batch, because the data has fewer samples than there are
-        ranks, or comes one by one, that rank runs the step on a sample of another rank, since a strategy may need all
-        ranks in a forward, and the step is undone: see :func:`dlo_framework.data.evaluation.count_samples`.
+        All ranks have equally many batches. Means that a step logs are weighted by the batches' samples, so they equal
+        those of one process. If a rank has no sample in a batch, because the data has fewer samples than there are
+        ranks, or yields them one by one, that rank runs the step on a sample of another rank, since a strategy may need
+        all ranks in a forward, and the step is undone: see :func:`dlo_framework.data.evaluation.count_samples`.
 
         Args:
-            dataset: see :class:`ResumableLoader`.
-            name: what the loader is kept under; its workers end with the datamodule.
-            collate_fn: builds a batch from a list of items.
-            make_sampler: makes another order than the dataset's own, from ``batch_size`` (on one rank), ``rank`` and
-                ``world_size``.
+            dataset: Dataset of the loader; see :class:`ResumableLoader`.
+            name: Key of the loader in the datamodule, which ends its workers in teardown.
+            collate_fn: Function that builds a batch from a list of items.
+            make_sampler: Function that makes another order than the dataset's own, from ``batch_size`` (on one rank),
+                ``rank`` and ``world_size``.
         """
         rank, world_size = data_parallel_coordinates(self.trainer)
         size = self.eval_batch_size
@@ -212,7 +212,7 @@ class ResumableDataModule(LightningDataModule):
         return loader
 
     def _ends_early(self, loader: ResumableLoader) -> bool:
-        """Whether the trainer's limit leaves the last batch out: then no other lacks what that would take from it."""
+        """Whether the trainer's limit drops the last batch: then no other one may give samples to it."""
         if self.trainer is None:
             return False
         running = self.trainer.state.fn
@@ -232,9 +232,9 @@ class ResumableDataModule(LightningDataModule):
             per_rank_batch(self.eval_batch_size, ranks, "eval_batch_size")
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the place in the training data: epoch, samples over all ranks, global batch size, seed.
+        """Returns the position in the training data: epoch, samples over all ranks, global batch size, seed.
 
-        Where there are several training loaders, those of each: ``{"loaders": [...]}``.
+        With several training loaders, it holds the position of each: ``{"loaders": [...]}``.
         """
         places = [
             {**loader.state_dict(), "batch_size": loader.global_batch_size, "seed": self.seed}
@@ -243,7 +243,7 @@ class ResumableDataModule(LightningDataModule):
         return {"loaders": places} if len(places) > 1 else dict(*places)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Takes the place up again when fitting; validation and test have no use for it."""
+        """Restores the position in a fit; validation and test do not use it."""
         if not state_dict or (self.trainer is not None and self.trainer.state.fn != TrainerFn.FITTING):
             return
         places = [dict(place) for place in state_dict.get("loaders", [state_dict])]
@@ -254,7 +254,7 @@ class ResumableDataModule(LightningDataModule):
             self._restore(loader, place)
 
     def _training_loaders(self) -> list[ResumableLoader]:
-        """Returns the training loaders in use, in the order in which they were made."""
+        """Returns the training loaders in use, in the order of their creation."""
         made = [loader for loader in (reference() for reference in self._made) if loader is not None]
         in_use = {id(leaf) for leaf in tree_leaves(self.trainer.train_dataloader)} if self.trainer is not None else ()
         return [loader for loader in made if id(loader) in in_use] or made[-1:]
@@ -264,9 +264,9 @@ class ResumableDataModule(LightningDataModule):
         self._close()
 
     def on_exception(self, exception: BaseException) -> None:
-        """Ends the workers of a run that was stopped or has failed: Lightning calls no ``teardown`` then.
+        """Ends the workers of a run that was stopped or has failed: Lightning does not call ``teardown`` then.
 
-        Not on a second Ctrl-C: a worker that hangs would be waited for, and the process ends anyway.
+        A second Ctrl-C skips this: a hanging worker would be waited for, and the process ends anyway.
         """
         if not isinstance(exception, KeyboardInterrupt):
             self._close()
@@ -284,12 +284,12 @@ class ResumableDataModule(LightningDataModule):
         if before != now:
             rank_zero_warn(
                 f"batch_size was {before} when epoch {epoch} was interrupted and is {now} now: Lightning counts "
-                "batches, so this epoch ends early or late; the next ones are whole"
+                "batches, so this epoch ends early or late; the next ones are complete"
             )
         if state.get("seed", self.seed) != self.seed:
             rank_zero_warn(
                 f"seed was {state['seed']} when epoch {epoch} was interrupted and is {self.seed} now: the rest of "
-                "this epoch comes from another order, so that some samples repeat and some are missing"
+                "this epoch has another order, so that some samples repeat and some are missing"
             )
 
     def _worker_options(self) -> dict[str, Any]:
@@ -309,9 +309,9 @@ class ResumableDataModule(LightningDataModule):
 
 
 def _step_watch(module: LightningDataModule) -> Callable[[], bool]:
-    """Returns a function that tells whether a training batch was given out whose step is not complete.
+    """Returns a function that tells whether a training batch was handed out whose step is not complete.
 
-    As when a step raises, and a checkpoint is saved then. The function does not keep the datamodule alive: a
+    This is so when a step raises, and a checkpoint is saved then. The function does not keep the datamodule alive: a
     cycle of references would leave the workers to the garbage collector, which ends them slowly.
     """
     reference = weakref.ref(module)
@@ -327,7 +327,7 @@ def _step_watch(module: LightningDataModule) -> Callable[[], bool]:
 
 
 def _sample_counter(module: LightningDataModule) -> Callable[[int], bool]:
-    """Returns a function that tells the trainer's next step of how many samples its batch is."""
+    """Returns a function that passes the number of samples in a batch to the trainer's next step."""
     reference = weakref.ref(module)
 
     def tell(samples: int) -> bool:
@@ -338,9 +338,10 @@ def _sample_counter(module: LightningDataModule) -> Callable[[int], bool]:
 
 
 def default_workers(cores: int, on_accelerator: bool) -> int:
-    """Returns how many processes load for a rank that has so many cores.
+    """Returns the number of loading processes for a rank with this number of cores.
 
-    On a CPU training itself takes all cores. On an accelerator its host needs one, and loading has the others.
+    On a CPU, training itself takes all cores. On an accelerator its host process needs one, and the workers get the
+    others.
     """
     if not on_accelerator:
         return min(_MAX_WORKERS_ON_CPU, cores)
@@ -348,14 +349,14 @@ def default_workers(cores: int, on_accelerator: bool) -> int:
 
 
 def _cores_of_rank(ranks: int) -> int:
-    """Returns the cores of this rank, of those that share its node; a rank that is a task of SLURM's has its own."""
+    """Returns this rank's share of its node's cores; in a SLURM task, the task's own."""
     usable, own = _usable_cores(), os.environ.get("SLURM_CPUS_PER_TASK", "")
     is_task = SLURMEnvironment.detect() and not TorchElasticEnvironment.detect()
     return min(usable, int(own)) if is_task and own.isdigit() and int(own) else usable // ranks
 
 
 def _usable_cores() -> int:
-    """The cores that this process may use, which a container or a batch system can make fewer than there are."""
+    """The cores that this process may use, which a container or a batch system can limit."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1

@@ -1,4 +1,4 @@
-"""Which sample comes when: a pure function of (seed, epoch), whatever the ranks, workers and restarts."""
+"""Order of the samples as a pure function of (seed, epoch), independent of ranks, workers and restarts."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from dlo_framework.errors import DloError
 VOID = -1
 """Deprecated: the target that earlier versions gave to samples which only padded a batch. No batch is padded now."""
 
-_ORDER, _AUGMENT = 1, 2  # which stream of random numbers a hash belongs to
+_ORDER, _AUGMENT = 1, 2  # stream of random numbers that a hash belongs to
 
 
 class Draw(NamedTuple):
-    """One sample to load.
+    """Sample to load.
 
     Attributes:
-        index: which item of the dataset.
-        seed: what every random choice about this sample follows from; 0 <= seed < 2**63. It is a function of
-            (sampler seed, epoch, index, repeat) alone.
-        real: False for the one draw of a rank that has no sample in a batch. The loader keeps such a draw to itself:
-            every draw that a dataset is asked for is real.
+        index: Index of the item in the dataset.
+        seed: Seed of every random choice for this sample; 0 <= seed < 2**63. It is a function of (sampler seed, epoch,
+            index, repeat) alone.
+        real: False for the one draw of a rank that has no sample in a batch. The loader does not pass such a draw on:
+            every draw that a dataset receives is real.
         size: (height, width) of the image to make of it, equal for all draws of a batch; None for the dataset's own.
     """
 
@@ -36,12 +36,12 @@ class Draw(NamedTuple):
 
 
 class Position(NamedTuple):
-    """A place in training, between two batches.
+    """Position in training, between two batches.
 
     Attributes:
-        epoch: from 0.
-        samples: of the epoch that lie before it, over all ranks.
-        size: samples in the dataset.
+        epoch: Index of the epoch, from 0.
+        samples: Number of the epoch's samples before it, over all ranks.
+        size: Number of samples in the dataset.
     """
 
     epoch: int
@@ -50,16 +50,16 @@ class Position(NamedTuple):
 
     @property
     def epochs(self) -> float:
-        """The epochs that lie before it: 2.5 in the middle of the third."""
+        """The number of epochs before it: 2.5 in the middle of the third."""
         return self.epoch + self.samples / self.size
 
 
 class Window(NamedTuple):
-    """The batches that make up one optimizer step.
+    """Batches of one optimizer step.
 
     Attributes:
-        batch_size: samples of each of its batches, over all ranks.
-        batches: how many there are.
+        batch_size: Number of samples in each batch, over all ranks.
+        batches: Number of batches.
     """
 
     batch_size: int
@@ -67,13 +67,13 @@ class Window(NamedTuple):
 
 
 class Span(NamedTuple):
-    """The samples of one batch, in the epoch's order.
+    """Samples of one batch, in the epoch's order.
 
     Attributes:
-        start: of the first one, over all ranks.
-        stop: past the last one.
-        first: the number, in the epoch, of the batch that opened this batch's window.
-        batches: how many batches the window has; fewer than planned where the epoch ends.
+        start: Index of the first sample, over all ranks.
+        stop: Index after the last sample.
+        first: Index, in the epoch, of the first batch of this batch's window.
+        batches: Number of batches in the window; fewer than planned at the end of the epoch.
     """
 
     start: int
@@ -85,33 +85,34 @@ class Span(NamedTuple):
 class ResumableBatchSampler:
     """Yields this rank's share of each global batch, from any position in an epoch.
 
-    The epoch's order is cut into global batches of ``batch_size * world_size`` samples, and rank r takes the
-    r-th slice of each. So the samples that make up an optimizer step do not depend on the number of ranks as
-    long as the global batch stays the same, and "n samples into epoch e" means the same to any number of them.
+    The epoch's order is divided into global batches of ``batch_size * world_size`` samples, and rank r takes the r-th
+    slice of each. So the samples of an optimizer step do not depend on the number of ranks as long as the global batch
+    stays the same, and "n samples into epoch e" means the same for any number of ranks.
 
     Args:
-        size: number of items in the dataset.
-        batch_size: samples per batch on one rank.
-        shuffle: whether each epoch has a new random order (training), or the dataset's own (evaluation).
-        seed: of the order and of all draws; equal on all ranks.
-        rank: this process's place among the data-parallel ranks.
-        world_size: number of data-parallel ranks.
-        drop_last: True for training, where every rank must have full batches: up to one global batch less one
-            sample is left out of each epoch, other samples each time. False for evaluation, where each sample
-            comes exactly once. All ranks then have equally many batches, and the last global batch is dealt out
-            evenly: the ranks' shares of it differ by one sample at most. Where it has fewer samples than there are
-            ranks, it takes some from the batch before. Where that batch has none to spare, a rank without a sample
-            gets one draw whose ``real`` is False.
-        repeats: how many differently augmented copies of an image go into a batch (repeated augmentation,
-            Hoffer et al. 2020, arXiv:1901.09335; DeiT-3 uses 3). The epoch keeps its length, so it then visits
-            ``1 / repeats`` of the images.
-        window_at: plans an optimizer step from where it begins, in training whose batch size changes; each of its
-            batches must be divisible by the ranks. Where less than a batch is left, the epoch ends. It is asked
-            once an epoch, from the epoch's start. None for ``batch_size`` throughout.
-        image_size_at: height and width of a batch's images, from where it begins; None for the dataset's own.
+        size: Number of items in the dataset.
+        batch_size: Number of samples per batch on one rank.
+        shuffle: True for a new random order each epoch (training), False for the dataset's own (evaluation).
+        seed: Seed of the order and of all draws; equal on all ranks.
+        rank: This process's index among the data-parallel ranks.
+        world_size: Number of data-parallel ranks.
+        drop_last: True for training, where every rank must have full batches: up to one global batch less one sample is
+            left out of each epoch, other samples each time. False for evaluation, where each sample occurs exactly
+            once. All ranks then have equally many batches, and the last global batch is divided evenly: the ranks'
+            shares of it differ by one sample at most. If it has fewer samples than there are ranks, it takes some from
+            the batch before. If that batch has none to spare, a rank without a sample gets one draw whose ``real`` is
+            False.
+        repeats: Number of differently augmented copies of an image in a batch (repeated augmentation, Hoffer et al.
+            2020, arXiv:1901.09335; DeiT-3 uses 3). The epoch keeps its length, so it then visits ``1 / repeats`` of the
+            images.
+        window_at: Function that plans an optimizer step from its position, in training whose batch size changes; each
+            of its batches must be divisible by the ranks. If less than a batch is left, the epoch ends. It is called
+            once an epoch for all steps, from the epoch's start. None for ``batch_size`` throughout.
+        image_size_at: Function from a batch's position to the height and width of its images; None for the dataset's
+            own.
 
     Raises:
-        DloError: for sizes that give no batch at all, and for ranks outside the world.
+        DloError: for sizes that give no batch at all, and for a rank outside the world size.
     """
 
     def __init__(
@@ -133,14 +134,14 @@ class ResumableBatchSampler:
         if not 0 <= rank < world_size:
             raise DloError(f"rank must be in 0..world_size-1, got rank {rank} of world size {world_size}")
         if size < 1:
-            raise DloError("the dataset has no samples; a loader needs at least one")
+            raise DloError("the dataset must have at least one sample, got none")
         if drop_last and size < batch_size * world_size:
             fix = f"set a global batch size of at most {size // world_size * world_size}"
             if size < world_size:
                 fix = f"use at most {size} data-parallel ranks"
             raise DloError(
-                f"the training set of {size} samples does not fill one global batch of "
-                f"{batch_size * world_size} ({batch_size} on each of {world_size} ranks); {fix}"
+                f"the training set must fill one global batch of {batch_size * world_size} samples "
+                f"({batch_size} on each of {world_size} ranks), got {size}; {fix}"
             )
         self.size = size
         self.batch_size = batch_size
@@ -159,16 +160,16 @@ class ResumableBatchSampler:
 
     @property
     def global_batch_size(self) -> int:
-        """Samples per batch over all data-parallel ranks, where it does not change."""
+        """The number of samples per batch over all data-parallel ranks, if it does not change."""
         return self.batch_size * self.world_size
 
     def set_epoch(self, epoch: int) -> None:
-        """Chooses the epoch that the next iteration goes through, and plans its windows anew."""
+        """Sets the epoch of the next iteration, and plans its windows."""
         self.epoch = epoch
         self._planned = None
 
     def __len__(self) -> int:
-        """Batches in a whole epoch, the same on every rank."""
+        """The number of batches in a full epoch, the same on every rank."""
         if self.window_at is not None:
             return len(self.planned())
         full, tail = divmod(self.size, self.global_batch_size)
@@ -183,7 +184,7 @@ class ResumableBatchSampler:
         return not self.drop_last and any(stop - start < self.world_size for start, stop in self.spans_from(0))
 
     def planned(self) -> list[Span]:
-        """Returns the batches of the current epoch, where windows are planned."""
+        """Returns the batches of the current epoch, if windows are planned."""
         assert self.window_at is not None
         if self._planned is None or self._planned[0] != self.epoch:
             self._planned = (self.epoch, plan_epoch(self.window_at, self.epoch, self.size))
@@ -200,7 +201,7 @@ class ResumableBatchSampler:
             if left < step and self.drop_last:
                 return
             stop = start + min(step, left)
-            if self.evens_out and 0 < left - step < self.world_size:  # too few for the batch that follows
+            if self.evens_out and 0 < left - step < self.world_size:  # too few for the next batch
                 stop -= min(self.world_size - (left - step), step - self.world_size)
             yield start, stop
             start = stop
@@ -209,7 +210,7 @@ class ResumableBatchSampler:
         """Yields this rank's batches of the current epoch, after the first ``samples`` of the global order."""
         indices, seeds = self._epoch_draws()
         for start, stop in self.spans_from(samples):
-            share, over = divmod(stop - start, self.world_size)  # only evaluation's last batches have something over
+            share, over = divmod(stop - start, self.world_size)  # only evaluation's last batches have a remainder
             first = start + self.rank * share + min(self.rank, over)
             last = first + share + (self.rank < over)
             side = self.image_size_at and self.image_size_at(Position(self.epoch, start, self.size))
@@ -236,7 +237,7 @@ class ResumableBatchSampler:
 def plan_epoch(window_at: Callable[[Position], Window], epoch: int, size: int) -> list[Span]:
     """Returns the batches of an epoch of ``size`` samples, window by window.
 
-    The last window has fewer batches where the epoch ends; less than a batch is left out.
+    The last window has fewer batches if the epoch ends in it; less than a batch is left out.
     """
     spans: list[Span] = []
     start = 0
@@ -254,6 +255,6 @@ def plan_epoch(window_at: Callable[[Position], Window], epoch: int, size: int) -
 class InOrderBatchSampler(ResumableBatchSampler, SequentialSampler):  # type: ignore[misc]
     """A :class:`ResumableBatchSampler` without shuffling, which Lightning recognises as such.
 
-    ``Trainer(overfit_batches=...)`` and Lightning's warnings about shuffled validation data ask whether a
-    sampler is a ``SequentialSampler``.
+    ``Trainer(overfit_batches=...)`` and Lightning's warnings about shuffled validation data test whether a sampler is a
+    ``SequentialSampler``.
     """

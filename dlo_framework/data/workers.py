@@ -1,7 +1,7 @@
-"""Loading processes, and the signals that ask a run to stop: many senders mean the whole group, workers included.
+"""Keeps the signals that stop a run from ending its loading processes: senders often signal the whole process group.
 
 A terminal sends Ctrl-C to all processes of its foreground group; ``timeout`` and batch systems send SIGTERM to all of a
-job. A worker that ended on it would take the run down before it has saved.
+job. If a worker ended on it, the run would fail before it has saved.
 """
 
 from __future__ import annotations
@@ -13,22 +13,22 @@ import signal
 import threading
 from collections.abc import Iterator
 
-#: What asks a run to stop.
+#: Signals that ask a run to stop.
 STOP_SIGNALS = {signal.SIGINT, signal.SIGTERM, *([signal.SIGUSR1] if hasattr(signal, "SIGUSR1") else [])}
 
 
 def ignore_stop_signals(worker: int = 0) -> None:
-    """Makes this loading process leave requests to stop to the run, which ends it at its own end: a ``worker_init_fn``.
+    """Makes this loading process ignore requests to stop, because the run ends it in the end: a ``worker_init_fn``.
 
-    SIGINT, SIGTERM and SIGUSR1 are held back for good. But SIGTERM counts from the run's own process, for that is how
-    ``torch`` and ``multiprocessing`` end a worker that does not end by itself; where the system does not tell who sent
-    a signal (macOS), it counts from everybody.
+    SIGINT, SIGTERM and SIGUSR1 stay blocked. But SIGTERM from the run's own process counts, because ``torch`` and
+    ``multiprocessing`` end a worker with it that does not exit by itself; on systems that do not report the sender of a
+    signal (macOS), it counts from every sender.
 
     Args:
-        worker: its number, which ``DataLoader`` gives.
+        worker: Number of the worker, from ``DataLoader``.
     """
     tells = hasattr(signal, "sigwaitinfo")
-    signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)  # Threads that begin later inherit it.
+    signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)  # Threads that start later inherit it.
     run = multiprocessing.parent_process()
     if tells and run is not None and run.pid is not None:
         threading.Thread(target=_end_when_told_by, args=(run.pid,), daemon=True).start()
@@ -38,7 +38,7 @@ def ignore_stop_signals(worker: int = 0) -> None:
 
 @contextlib.contextmanager
 def stop_signals_held() -> Iterator[None]:
-    """Holds requests to stop back while workers are started, which are born with that: none is caught unprepared."""
+    """Blocks requests to stop while workers start, which inherit that: none receives one too early."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     try:
         yield

@@ -126,7 +126,7 @@ def test_a_bad_loss_on_one_rank_reaches_no_weight():
                 assert torch.equal(tensor, expected), name
         assert "3 steps in a row were skipped" in found["endless"]["error"]
         assert found["endless"]["steps"] == {2}
-        assert "has made the buffer net.0.running_mean so" in found["poison"]["error"]
+        assert "neither is the buffer net.0.running_mean now" in found["poison"]["error"]
     for name in ("ddp stop", "ddp skip", "ddp window", "zero1 stop", "zero1 skip", "endless"):
         for one, other in zip(ranks[0][name]["weights"], ranks[1][name]["weights"], strict=True):
             assert torch.equal(one, other), name
@@ -145,9 +145,9 @@ def test_a_bad_loss_in_a_single_process():
 
 
 def test_options_are_checked():
-    with pytest.raises(DloError, match="on_nan is stop, skip or ignore, but was 'explode'"):
+    with pytest.raises(DloError, match="on_nan must be stop, skip or ignore, got 'explode'"):
         FiniteLoss("explode")
-    with pytest.raises(DloError, match="max_skipped is at least 1, but was 0"):
+    with pytest.raises(DloError, match="max_skipped must be at least 1, got 0"):
         FiniteLoss("skip", 0)
 
 

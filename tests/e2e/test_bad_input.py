@@ -111,9 +111,9 @@ def test_devices_that_cannot_be(refused):
     assert "trainer: `devices` selected with `CPUAccelerator` should be an int > 0" in message
     words = ["fit", "--config", "train.yaml", "--trainer.strategy", "ddp", "--data.init_args.batch_size"]
     message = refused(*words, "32", "--trainer.devices", "3")
-    assert "batch_size 32 is the global batch and must be divisible by the 3 data-parallel ranks; set" in message
+    assert "batch_size, the global batch, must be divisible by the 3 data-parallel ranks, got 32; set" in message
     message = refused(*words, "30", "--trainer.devices", "3", "--data.init_args.eval_batch_size", "32")
-    assert "eval_batch_size 32 is the global batch and must be divisible by the 3 data-parallel ranks" in message
+    assert "eval_batch_size, the global batch, must be divisible by the 3 data-parallel ranks, got 32" in message
     assert list(Path("runs/train").iterdir()) == []
 
 

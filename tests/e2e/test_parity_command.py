@@ -132,7 +132,7 @@ def test_bad_input_is_one_line_and_exit_code_2(net):
         (["--config", "net.yaml", "--ckpt_path", "last"], "ckpt_path"),
         (
             ["--config", "net.yaml", "--devices", "3"],
-            "batch_size 32 is the global batch and must be divisible by the 3",
+            "batch_size, the global batch, must be divisible by the 3",
         ),
     ]:
         done = net("parity", *words, code=2)

@@ -42,7 +42,7 @@ def test_the_hash_is_fixed_for_ever() -> None:
 def test_training_visits_each_index_once_but_the_tail(size: int, batch: int, world: int, epoch: int, seed: int) -> None:
     step = batch * world
     if size < step:
-        with pytest.raises(DloError, match="does not fill one global batch"):
+        with pytest.raises(DloError, match="must fill one global batch"):
             ResumableBatchSampler(size, batch_size=batch, shuffle=True, world_size=world, drop_last=True)
         return
     by_rank = whole_epoch(size, batch=batch, world=world, epoch=epoch, shuffle=True, seed=seed, drop_last=True)

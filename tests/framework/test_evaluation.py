@@ -64,7 +64,7 @@ def test_loaders_in_parallel_are_refused_where_one_has_no_sample() -> None:
         def validation_step(self, batch, batch_idx):
             super().validation_step(batch[0], batch_idx)
 
-    with pytest.raises(DloError, match="validation_step must be given one batch of one loader at a time"):
+    with pytest.raises(DloError, match="validation_step must get one batch of one loader at a time"):
         run.validate(First(), both, verbose=False)
 
 

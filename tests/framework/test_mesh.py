@@ -38,20 +38,25 @@ def test_each_place_has_one_rank_and_the_inner_axes_are_next_to_each_other(sizes
 @pytest.mark.parametrize(
     ("sizes", "world", "message"),
     [
-        ({"tp": 3}, 8, "world size 8 is not divisible by tp 3; use tp=2 or run 6 or 9 processes"),
+        ({"tp": 3}, 8, "world size must be divisible by tp 3, got 8; use tp=2 or run 6 or 9 processes"),
         (
             {"pp": 2, "tp": 3},
             8,
-            "world size 8 is not divisible by pp 2 x tp 3; use tp=2 or run 6 or 12 processes",
+            "world size must be divisible by pp 2 x tp 3, got 8; use tp=2 or run 6 or 12 processes",
         ),
         (
             {"pp": 2, "dp_shard": 2},
             8,
-            "world size 8 != pp 2 x dp_shard 2 = 4; set an axis to -1, or use pp=4 or dp_shard=4 or run 4 processes",
+            "world size must be pp 2 x dp_shard 2 = 4, got 8; set an axis to -1, or use pp=4 or dp_shard=4 or run 4"
+            " processes",
         ),
-        ({"tp": 4, "dp_shard": 1}, 2, "world size 2 != tp 4; set an axis to -1, or use tp=2 or run 4 processes"),
-        ({"tp": 0}, 8, "tp is at least 1, or -1 for all ranks that the others leave, but was 0"),
-        ({"pp": -1}, 8, "one axis may be -1, but pp and dp_shard are; set pp to 1"),
+        (
+            {"tp": 4, "dp_shard": 1},
+            2,
+            "world size must be tp 4, got 2; set an axis to -1, or use tp=2 or run 4 processes",
+        ),
+        ({"tp": 0}, 8, "tp must be at least 1, or -1 for all remaining ranks, got 0"),
+        ({"pp": -1}, 8, "at most one axis must be -1, got pp and dp_shard; set pp to 1"),
     ],
 )
 def test_sizes_that_do_not_fit_are_refused_with_those_that_do(sizes: dict[str, int], world: int, message: str) -> None:

@@ -197,7 +197,7 @@ def mixer() -> nn.Module:
 @pytest.mark.parametrize(
     ("make", "sizes", "message"),
     [
-        (mixer, [(64, 64)], r"mixer_s16_224 is built for .* 32 x 32 pixels and cannot take 64 x 64 \(.*\); use a ViT"),
+        (mixer, [(64, 64)], r"mixer_s16_224: images must have .* 32 x 32 pixels, got 64 x 64 \(.*\); use a ViT"),
         (lambda: Holder(mixer()), [(64, 64)], "mixer_s16_224 is built for"),
         (lambda: Runner(mixer(), "network"), [(64, 64)], "Runner is built for"),
         (
@@ -205,8 +205,8 @@ def mixer() -> nn.Module:
             [(64, 64)],
             "dynamic_img_size: true",
         ),
-        (lambda: build("vit"), [(32, 32), (32, 36)], "multiples of 8 pixels, given 36; use 32 or 40"),
-        (lambda: Holder(build("coatnet"), "network"), [(16, 16)], "multiples of 32 pixels, given 16; use 32$"),
+        (lambda: build("vit"), [(32, 32), (32, 36)], "multiples of 8 pixels, got 36; use 32 or 40"),
+        (lambda: Holder(build("coatnet"), "network"), [(16, 16)], "multiples of 32 pixels, got 16; use 32$"),
     ],
 )
 def test_what_a_model_cannot_take_is_refused(make, sizes, message):
@@ -273,5 +273,5 @@ class Frequencies(nn.Module):
 
 def test_images_have_three_channels_where_the_first_convolution_has_others():
     check_sizes(Frequencies(), [(16, 16)], (32, 32))
-    with pytest.raises(DloError, match=r"cannot take 4 x 4 .*([Kk]ernel size|too small)"):
+    with pytest.raises(DloError, match=r"got 4 x 4 .*([Kk]ernel size|too small)"):
         check_sizes(Frequencies(), [(4, 4)], (32, 32))

@@ -103,26 +103,24 @@ def test_a_pattern_that_matches_nothing_names_the_nearest():
 
 
 def test_each_parameter_has_one_owner():
-    assert "'token' to none of them; add 'token' to stem" in message(changed(stem=("embed",)), Net())
-    assert "'norm.weight' to stem and head" in message(changed(stem=("token", "embed", "norm")), Net())
+    assert "got 'token' in none of them; add 'token' to stem" in message(changed(stem=("embed",)), Net())
+    assert "got 'norm.weight' in stem and head" in message(changed(stem=("token", "embed", "norm")), Net())
 
 
 def test_buffers_need_an_owner_too():
     net = Net()
     net.register_buffer("periods", torch.zeros(2), persistent=False)
-    assert "'periods' to none" in message(PLAN, net)
+    assert "'periods' in none" in message(PLAN, net)
 
 
 def test_blocks_within_blocks_are_refused():
-    assert "'blocks.0.norm', which lies inside another block" in message(
-        changed(blocks=("blocks.*", "blocks.*.norm")), Net()
-    )
+    assert "got 'blocks.0.norm' inside another" in message(changed(blocks=("blocks.*", "blocks.*.norm")), Net())
 
 
 def test_tied_weights_are_checked_both_ways():
     net = Net()
     tied = changed(tied=[("embed.weight", "head.weight")])
-    assert "are two; tie them" in message(tied, net)
+    assert "must share one tensor, got two for" in message(tied, net)
     net.head.weight = net.embed.weight
     tied.validate(net)
     assert tied_groups(net) == (("embed.weight", "head.weight"),)
@@ -168,7 +166,9 @@ def test_infer_takes_the_class_with_the_most_blocks_that_nothing_lies_between():
 
 
 def test_infer_says_what_to_do_when_nothing_repeats():
-    with pytest.raises(DloError, match=r"Linear has no run of two or more blocks.*name them in Task.parallel_plan"):
+    with pytest.raises(
+        DloError, match=r"Linear must hold two or more consecutive blocks.*name them in Task.parallel_plan"
+    ):
         ParallelPlan.infer(nn.Linear(2, 2))
 
 

@@ -142,7 +142,7 @@ def test_a_loader_that_can_be_iterated_once_is_refused():
         def train_dataloader(self):
             return iter([(torch.zeros(2, 6), torch.zeros(2, dtype=torch.long))] * 3)
 
-    with pytest.raises(DloError, match="can be iterated once only"):
+    with pytest.raises(DloError, match="must be iterable more than once"):
         run(Aside(3), data=Once(batch_size=2), limit_train_batches=3)
 
 

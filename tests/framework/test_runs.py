@@ -121,7 +121,7 @@ def test_best_of_a_killed_run_is_found_where_the_run_is_now(tmp_path, moved):
         save({**content, "state_dict": dict(content["state_dict"]), "run_folder": str(was)}, last)
         assert runs.find_checkpoint(tmp_path, "best") == best
     else:
-        with pytest.raises(DloError, match=r"epoch=0\.ckpt, which is not there; .*give the path"):
+        with pytest.raises(DloError, match=r"epoch=0\.ckpt, which does not exist; .*or the path"):
             runs.find_checkpoint(tmp_path, "best")
 
 
@@ -132,7 +132,7 @@ def test_best_of_an_older_run_is_never_given_for_the_newest_without_a_word(tmp_p
     with pytest.warns(UserWarning, match="skipping .*version_1: it has no checkpoint"):
         assert runs.find_checkpoint(tmp_path, "best") == old
     keep(tmp_path / "version_1", 3)
-    with pytest.raises(DloError, match=r"best: the newest run, .*version_1, has none; .*give the path"):
+    with pytest.raises(DloError, match=r"best: the newest run, .*version_1, has none; .*or the path"):
         runs.find_checkpoint(tmp_path, "best")
 
 

@@ -288,7 +288,7 @@ class Endless(IterableDataset):
         ({"start_size": 8, "begin": 3, "end": 5}, {}, "after 5 epochs and the run has 4"),
         ({"start_size": 8, "begin": "3 samples"}, {}, "in the same unit"),
         ({"sizes": {0: 8, "50%": 16}}, {"max_epochs": -1, "max_steps": 4}, "a percentage needs trainer.max_epochs"),
-        ({"sizes": {0: 8}}, {"task": Plain(Fixed())}, "built for images of 16 x 16 pixels and cannot take 8 x 8"),
+        ({"sizes": {0: 8}}, {"task": Plain(Fixed())}, "built for, 16 x 16 pixels, got 8 x 8"),
         ({"start_size": 8}, {"data": plain_loader(), "task": Plain()}, "the data tell no image_size; set end_size"),
         (
             {"sizes": {0: 8, 1: 32}},

@@ -176,7 +176,7 @@ def test_tensorboard_gets_images_once_and_the_confusion_matrix_at_the_end(tmp_pa
         ({"warmup_steps": -1}, "warmup_steps is at least 0, given -1"),
         ({"weight_decay": -0.1}, "weight_decay is at least 0, given -0.1"),
         ({"layer_decay": 1.5}, "layer_decay lies in"),
-        ({"ema_decay": 1.0}, "the EMA decay lies in"),
+        ({"ema_decay": 1.0}, "the EMA decay must be in"),
     ],
 )
 def test_bad_arguments_are_refused_at_construction(options, words):
@@ -240,10 +240,10 @@ def test_a_model_is_evaluated_at_another_size_if_it_can_be():
     data.image_size, data.eval_image_size = 224, 256
     for name in ("vit_small_patch16_224", "coatnet_nano_rw_224", "resnet18"):
         ImageClassifier(name).check(data)
-    with pytest.raises(DloError, match=r"eval_image_size=256: mixer_s16_224 is built for .* cannot take 256 x 256"):
+    with pytest.raises(DloError, match=r"eval_image_size=256: mixer_s16_224 images must have .* got 256 x 256"):
         ImageClassifier("mixer_s16_224").check(data)
     data.eval_image_size = 250
-    with pytest.raises(DloError, match="multiples of 16 pixels, given 250; use 240 or 256"):
+    with pytest.raises(DloError, match="multiples of 16 pixels, got 250; use 240 or 256"):
         ImageClassifier().check(data)
 
 
