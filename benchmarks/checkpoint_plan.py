@@ -24,10 +24,10 @@ from measuring.rounds import PROCESS, ratios, take_turns
 from dlo_framework.checkpoint import FlatShard, read_manifest
 from dlo_framework.checkpoint.chunks import Runs, SavedTensor, shard_name
 from dlo_framework.checkpoint.dtypes import dtype_of
-from dlo_framework.checkpoint.holdings import Told, hold, tell
+from dlo_framework.checkpoint.holdings import Told, local_inventory, pack_inventory
 from dlo_framework.checkpoint.manifest import MANIFEST, Manifest, to_text
 from dlo_framework.checkpoint.nest import Place
-from dlo_framework.checkpoint.plan import Plan, divide, file_plan
+from dlo_framework.checkpoint.plan import Plan, make_file_plan, make_global_plan
 from dlo_framework.checkpoint.planning import Planning
 
 WIDTH, INNER, VOCABULARY, KEYS = 8192, 28_672, 128_256, 1024
@@ -73,14 +73,14 @@ def manifest_of(plan: Plan) -> Manifest:
 
 def compared(ranks: int, layers: int, rounds: int, folder: Path) -> Table:
     """Measures one number of ranks."""
-    told: list[Told] = [tell(hold(held_by(rank, ranks, layers))[0]) for rank in range(ranks)]
-    plan, mine, alone = divide(told), held_by(0, ranks, layers), held_by(0, 1, layers)
+    told: list[Told] = [pack_inventory(local_inventory(held_by(rank, ranks, layers))[0]) for rank in range(ranks)]
+    plan, mine, alone = make_global_plan(told), held_by(0, ranks, layers), held_by(0, 1, layers)
     rest = {"optimizer_states": [{"state": {}, "param_groups": [{"params": list(shapes(layers))}]}]}
     manifest = manifest_of(plan)
     (folder / MANIFEST).write_text(to_text(manifest))
     runs: dict[str, Callable[[], object]] = {
-        FIRST: lambda: divide(told),
-        AGAIN: lambda: divide(told),
+        FIRST: lambda: make_global_plan(told),
+        AGAIN: lambda: make_global_plan(told),
         LATER: lambda: Planning(rest, alone, folder / "step.ckpt", None).agree(),
         WRITTEN: lambda: to_text(manifest),
         READ: lambda: read_manifest(folder),
@@ -97,7 +97,7 @@ def compared(ranks: int, layers: int, rounds: int, folder: Path) -> Table:
             control=name == AGAIN,
             ms=statistics.median(values) * 1e3,
         )
-    file = file_plan(0, hold(mine)[0], plan.masks[0], plan.sizes[0])
+    file = make_file_plan(0, local_inventory(mine)[0], plan.masks[0], plan.sizes[0])
     assert file is not None
     told_bytes = sum(map(len, told[0]))
     table.notes += [

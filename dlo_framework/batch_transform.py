@@ -145,10 +145,10 @@ def batches_are_new(trainer: Trainer) -> bool:
     for part, is_declared in zip(parts, declared, strict=True):
         if not is_declared and any(is_overridden(hook, part) for hook in _DATA_HOOKS):
             return False
-    return any(declared) or _collates_anew(trainer.train_dataloader)
+    return any(declared) or _collates_to_new_memory(trainer.train_dataloader)
 
 
-def _collates_anew(loader: Any) -> bool:
+def _collates_to_new_memory(loader: Any) -> bool:
     if isinstance(loader, DataLoader):
         return loader.collate_fn is default_collate
     return bool(getattr(loader, "makes_new_batches", False))

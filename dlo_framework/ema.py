@@ -84,7 +84,7 @@ class WeightEMA(Callback):
         self._last_step = trainer.global_step
         loaded = self._average
         if loaded is None:
-            self._average = [_wide(tensor) for tensor in tensors]
+            self._average = [_to_fp32(tensor) for tensor in tensors]
         else:
             self._average = [old.to(new.device) for old, new in zip(loaded, tensors, strict=True)]
 
@@ -135,7 +135,7 @@ class WeightEMA(Callback):
             return
         checkpoint[_CURRENT], checkpoint["state_dict"] = self._both_states(trainer, pl_module, checkpoint)
         checkpoint[_STATE] = {"n_averaged": self._updates}
-        rest = self._rest(trainer, pl_module)
+        rest = self._residual(trainer, pl_module)
         if rest:
             checkpoint[_REST] = rest
 
@@ -158,7 +158,7 @@ class WeightEMA(Callback):
         return (other, held) if swapped else (held, other)
 
     @torch.no_grad()
-    def _rest(self, trainer: Trainer, pl_module: LightningModule) -> dict[str, dict[str, Tensor]]:
+    def _residual(self, trainer: Trainer, pl_module: LightningModule) -> dict[str, dict[str, Tensor]]:
         """Returns the average's digits beyond the weights' own; two more parts make up fp32."""
         assert self._average is not None
         held = contract_of(trainer.strategy).held_tensors()
@@ -203,6 +203,6 @@ def _is_half(value: Any) -> bool:
     return getattr(value, "dtype", None) in (torch.bfloat16, torch.float16)
 
 
-def _wide(tensor: Tensor) -> Tensor:
+def _to_fp32(tensor: Tensor) -> Tensor:
     """Returns a copy, in fp32 for a half-precision tensor."""
     return tensor.detach().to(torch.float32 if _is_half(tensor) else tensor.dtype, copy=True)

@@ -83,13 +83,13 @@ class FiniteLoss(Callback):
             self._flag.look(loss)
         # If it is known now, the ranks agree during backward.
         if self._flag.is_known and pl_module.automatic_optimization and not mid_accumulation(trainer):
-            self._pending = self._ask(trainer)
+            self._pending = self._start_search(trainer)
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
         """Agrees with the other ranks, and prevents a bad step."""
         if self.on_nan == "ignore" or _has_scaler(trainer):
             return
-        vote, work = self._pending or self._ask(trainer)
+        vote, work = self._pending or self._start_search(trainer)
         self._pending = None
         if work is not None:
             work.wait()
@@ -103,7 +103,7 @@ class FiniteLoss(Callback):
         else:
             self._skip(trainer, pl_module, optimizer, rank)
 
-    def _ask(self, trainer: Trainer) -> tuple[Tensor, dist.Work | None]:
+    def _start_search(self, trainer: Trainer) -> tuple[Tensor, dist.Work | None]:
         """Starts the search for the first rank with a bad loss; its result is the number of ranks if there is none."""
         vote = torch.tensor(trainer.global_rank if self._flag.read() else trainer.world_size)
         group = control_group(trainer)
@@ -116,14 +116,14 @@ class FiniteLoss(Callback):
             parameter.grad = None
         self.skipped += 1
         self._in_a_row += 1
-        rank_zero_warn(f"{_what(trainer, rank)}: the step is skipped; {self.skipped} skipped in this run")
+        rank_zero_warn(f"{_describe(trainer, rank)}: the step is skipped; {self.skipped} skipped in this run")
         if self._in_a_row >= self.max_skipped:
             raise agree(DloError(f"{_message(trainer, rank)}; {self._in_a_row} steps in a row were skipped"))
-        name = _poisoned(trainer, pl_module)
+        name = _nonfinite_buffer(trainer, pl_module)
         if name:
             raise agree(
                 DloError(
-                    f"{_what(trainer, rank)}, and neither is the buffer {name} now (a running statistic?), which"
+                    f"{_describe(trainer, rank)}, and neither is the buffer {name} now (a running statistic?), which"
                     " skipping the step does not undo; resume from the last checkpoint, and remove such inputs from the"
                     " data"
                 )
@@ -179,7 +179,7 @@ def _has_scaler(trainer: Trainer) -> bool:
     return getattr(trainer.precision_plugin, "scaler", None) is not None
 
 
-def _what(trainer: Trainer, rank: int) -> str:
+def _describe(trainer: Trainer, rank: int) -> str:
     batch = trainer.fit_loop.epoch_loop.batch_progress.current.ready
     where = f" of rank {rank}" if trainer.world_size > 1 else ""
     step, epoch = trainer.global_step + 1, trainer.current_epoch + 1  # all from 1, as in the progress bar
@@ -190,13 +190,13 @@ def _message(trainer: Trainer, rank: int) -> str:
     strategy = trainer.strategy
     hint = contract_of(strategy).nan_hint
     return (
-        f"{_what(trainer, rank)}; the weights are those before it. Lower the learning rate, clip the gradients"
+        f"{_describe(trainer, rank)}; the weights are those before it. Lower the learning rate, clip the gradients"
         " (trainer.gradient_clip_val), check the batch's data, or skip such steps (FiniteLoss, on_nan: skip)"
         + (f". Or: {hint}" if hint else "")
     )
 
 
-def _poisoned(trainer: Trainer, module: LightningModule) -> str:
+def _nonfinite_buffer(trainer: Trainer, module: LightningModule) -> str:
     """Returns the name of a buffer that is not finite on any rank; empty if all are finite."""
     names = [n for n, b in module.named_buffers() if b.is_floating_point() and not bool(torch.isfinite(b).all())]
     group = control_group(trainer)

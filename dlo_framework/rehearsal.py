@@ -47,7 +47,7 @@ class Rehearsal:
             DloError: if a loader cannot be iterated a second time.
         """
         trained: Any = self.trainer.fit_loop._combined_loader
-        loaders = [_second(loader) for loader in training_loaders(self.trainer)]
+        loaders = [_iterate_again(loader) for loader in training_loaders(self.trainer)]
         source = CombinedLoader(trained.iterables, trained._mode)
         source.flattened, source.limits = loaders, trained.limits
         limit = self.trainer.num_training_batches
@@ -226,7 +226,7 @@ def run_folder(trainer: Trainer) -> Path:
     return Path(options.log_dir or options.default_root_dir)
 
 
-def _second(loader: Any) -> Any:
+def _iterate_again(loader: Any) -> Any:
     """Returns an iterable of a loader's batches that does not advance the existing iterator."""
     if isinstance(loader, DataLoader):
         second = copy.copy(loader)

@@ -53,16 +53,16 @@ class ExactResume(Callback):
 
         If the checkpoint holds averaged weights and this run does not average, loads the trained ones.
         """
-        _leave_average(trainer, pl_module, checkpoint)
+        _load_trained_weights(trainer, pl_module, checkpoint)
         if "loops" in checkpoint:
             _complete_epoch(trainer, checkpoint["loops"]["fit_loop"])
         self._loaded = checkpoint.get(KEY)
         if self._loaded is not None:
-            restore_random_state(_own_share(self._loaded["random_state"], trainer))
+            restore_random_state(_own_state(self._loaded["random_state"], trainer))
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Restores the random state and the gradients: after this, the next batch is the first to use them."""
-        _keep_to_themselves(trainer)
+        _set_loader_generators(trainer)
         loaded, self._loaded = self._loaded, None
         if loaded is None:
             return
@@ -91,7 +91,7 @@ class ExactResume(Callback):
         self._before_validation = None
 
 
-def _leave_average(trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+def _load_trained_weights(trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
     """Loads the trained weights of a checkpoint whose own are their average, in a fit that has none.
 
     ``state_dict`` and ``current_model_state`` are the layout of WeightEMA and Lightning. The optimizer's state, which
@@ -109,7 +109,7 @@ def _leave_average(trainer: Trainer, pl_module: LightningModule, checkpoint: dic
     )
 
 
-def _keep_to_themselves(trainer: Trainer) -> None:
+def _set_loader_generators(trainer: Trainer) -> None:
     """Gives torch's validation loaders a generator: without one, each pass draws its seed from training's stream.
 
     It does so before any hook could store training's random state.
@@ -179,7 +179,7 @@ def _gather(state: dict[str, Any]) -> list[dict[str, Any]]:
     return states
 
 
-def _own_share(states: list[dict[str, Any]], trainer: Trainer) -> dict[str, Any]:
+def _own_state(states: list[dict[str, Any]], trainer: Trainer) -> dict[str, Any]:
     """Returns this rank's saved state; if the run had fewer ranks when it was saved, the ranks reuse them in turn."""
     return states[trainer.global_rank % len(states)]
 
@@ -196,7 +196,7 @@ def _reopen_epoch(trainer: Trainer, fit_loop: dict[str, Any]) -> None:
     finished = trainer.fit_loop.epoch_loop.batch_progress.current.ready >= trainer.num_training_batches
     if finished or fit_loop["epoch_loop.batch_progress"]["is_last_batch"]:
         if progress["total"]["completed"] == progress["total"]["ready"]:
-            _take_back_batches(fit_loop)
+            _reset_batches(fit_loop)
         return
     for span in ("total", "current"):
         started, counts = progress[span]["started"], progress[span]
@@ -219,9 +219,9 @@ def _complete_epoch(trainer: Trainer, fit_loop: dict[str, Any]) -> None:
     if trainer.max_steps != -1 and ended and counts["completed"] < counts["processed"]:
         for span in progress.values():
             span["completed"] = span["processed"]
-        _take_back_batches(fit_loop)
+        _reset_batches(fit_loop)
 
 
-def _take_back_batches(fit_loop: dict[str, Any]) -> None:
+def _reset_batches(fit_loop: dict[str, Any]) -> None:
     batches = fit_loop["epoch_loop.batch_progress"]
     batches["current"], batches["is_last_batch"] = dict.fromkeys(batches["current"], 0), False

@@ -187,7 +187,7 @@ def _refuse_if_alive(run: Path, path: Path) -> None:
         holder = json.loads(path.read_text())
     except (FileNotFoundError, json.JSONDecodeError):
         return  # Released, or half written by a process that was killed as it began.
-    if holder.get("pid") == os.getpid() and holder.get("start") == _start_of(os.getpid()):
+    if holder.get("pid") == os.getpid() and holder.get("start") == _start_time(os.getpid()):
         return
     if not _is_alive(run, path, holder):
         return
@@ -203,7 +203,7 @@ def _is_alive(run: Path, path: Path, holder: dict[str, Any]) -> bool:
     """Returns whether a lock's process is alive; if it is on another host, waits for a touch."""
     here = _this_process()
     if holder.get("machine") == here["machine"]:
-        return holder.get("start") == _start_of(int(holder["pid"]))
+        return holder.get("start") == _start_time(int(holder["pid"]))
     said, first = False, None
     while True:
         try:
@@ -240,7 +240,7 @@ def _this_process() -> dict[str, Any]:
     return {
         "host": socket.gethostname(),
         "pid": pid,
-        "start": _start_of(pid),
+        "start": _start_time(pid),
         "machine": _machine(),
         "job": os.environ.get("SLURM_JOB_ID", ""),
     }
@@ -254,7 +254,7 @@ def _machine() -> str:
     return socket.gethostname()
 
 
-def _start_of(pid: int) -> str:
+def _start_time(pid: int) -> str:
     """Returns the start time of a process, in the system's own units; empty if it does not exist."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()

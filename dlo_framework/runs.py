@@ -46,7 +46,7 @@ def is_first_process() -> bool:
     return all(int(os.environ.get(name, "0")) == 0 for name in ("SLURM_PROCID", "LOCAL_RANK", "NODE_RANK"))
 
 
-def _told(name: str, question: str) -> str | None:
+def _answer_from_rank_0(name: str, question: str) -> str | None:
     """Returns rank 0's answer for the ranks that it started; None on rank 0, or for another question.
 
     It is used once: a second run in the same process is another run, and so is a command that a run starts.
@@ -68,7 +68,7 @@ def new_run(folder: Path) -> Path:
         DloError: if it cannot be created or its disk is full.
     """
     question = f"{folder.resolve()}\n"
-    told = _told(ENVIRONMENT, question)
+    told = _answer_from_rank_0(ENVIRONMENT, question)
     if told is not None:
         return Path(told)
     if not is_first_process():
@@ -114,7 +114,7 @@ def find_checkpoint(folder: Path, which: str) -> Path:
     from dlo_framework.checkpoint import locate, newest_valid
 
     question = f"{which}\n{folder.resolve()}\n"
-    told = _told(FOUND, question)
+    told = _answer_from_rank_0(FOUND, question)
     if told is not None:
         return Path(told)
     for run in versions(folder):
@@ -123,7 +123,7 @@ def find_checkpoint(folder: Path, which: str) -> Path:
             os.environ[FOUND] = f"{question}{path}"
             return path
         if which == "best":
-            _pass_over(run, path)
+            _check_skipped_run(run, path)
     raise DloError(
         f"--ckpt_path {which}: no run in {folder} has a {which} checkpoint;"
         " train one with `dlo fit`, or set the checkpoint's path"
@@ -131,7 +131,7 @@ def find_checkpoint(folder: Path, which: str) -> Path:
     )
 
 
-def _pass_over(run: Path, best: Path | None) -> None:
+def _check_skipped_run(run: Path, best: Path | None) -> None:
     """Warns of a run without checkpoints; refuses to use an older run's best one in place of another run's."""
     from dlo_framework.checkpoint import newest_valid
 
@@ -153,7 +153,7 @@ def unfinished(folder: Path) -> Path | None:
     from dlo_framework.checkpoint import newest_valid, step_of
 
     question = f"auto\n{folder.resolve()}\n"
-    told = _told(FOUND, question)
+    told = _answer_from_rank_0(FOUND, question)
     if told is not None:
         return Path(told) if told else None
     run = next(iter(versions(folder)), None)

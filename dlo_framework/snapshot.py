@@ -147,11 +147,11 @@ def _roots(trainer: Trainer, loaders: list[Any]) -> list[Any]:
         options._logger_connector,
         *options.callbacks,
         *loaders,
-        *_held_apart(trainer),
+        *_separate_shards(trainer),
     ]
 
 
-def _held_apart(trainer: Trainer) -> list[torch.Tensor]:
+def _separate_shards(trainer: Trainer) -> list[torch.Tensor]:
     """Returns the shards of a strategy whose optimizers step copies of them, as ZeRO 3 does when it offloads.
 
     With other strategies the optimizers step the same memory that the module has.

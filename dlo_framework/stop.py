@@ -101,16 +101,16 @@ class GracefulStop(Checkpoint):
 
     def on_sanity_check_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Installs the handlers, after Lightning's: its own SIGTERM handler can deadlock several ranks."""
-        self._take_signals(trainer)
+        self._install_handlers(trainer)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Installs the handlers, if there was no sanity check."""
         self.folder = Path(trainer.strategy.broadcast(str(self.folder)))
         self._group = control_group(trainer)
-        self._take_signals(trainer)
-        _leave_out_sigterm_broadcast(trainer)
+        self._install_handlers(trainer)
+        _disable_sigterm_broadcast(trainer)
 
-    def _take_signals(self, trainer: Trainer) -> None:
+    def _install_handlers(self, trainer: Trainer) -> None:
         if self._alone is None and trainer.world_size == 1:
             self._alone = _SingleProcess(trainer, self.grace)
             self._alone.start()
@@ -184,13 +184,13 @@ class GracefulStop(Checkpoint):
         """
         self._end_alone()  # The process may continue after any end, and receive other requests.
         if trainer.world_size == 1 and not isinstance(exception, OrderlyEnd):
-            self._give_back()
+            self._restore_handlers()
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Restores the handlers."""
-        self._give_back()
+        self._restore_handlers()
 
-    def _give_back(self) -> None:
+    def _restore_handlers(self) -> None:
         self._pending = None
         self._end_alone()
         if threading.current_thread() is threading.main_thread():
@@ -204,7 +204,7 @@ class GracefulStop(Checkpoint):
             self._alone = None
 
 
-def _leave_out_sigterm_broadcast(trainer: Trainer) -> None:
+def _disable_sigterm_broadcast(trainer: Trainer) -> None:
     """Prevents Lightning from asking the first rank before each batch whether it has received SIGTERM.
 
     Lightning (2.6.6) has no option for it. It copies a number to the device, broadcasts it in the default group and
@@ -232,7 +232,7 @@ class _SingleProcess:
     def __init__(self, trainer: Trainer, grace: float) -> None:
         self._grace, self._progress = Grace(grace), Progress(trainer)
         self._interrupts, self._over = 0, threading.Event()
-        self._listener = SignalListener(self._hear)
+        self._listener = SignalListener(self._receive)
 
     def start(self) -> None:
         """Starts to listen."""
@@ -245,7 +245,7 @@ class _SingleProcess:
         self._over.set()
         self._listener.stop()
 
-    def _hear(self, signum: int) -> None:
+    def _receive(self, signum: int) -> None:
         self._grace.ask(signum)
         self._interrupts += signum == signal.SIGINT
         if self._interrupts > 1 and not self._over.wait(_INTERRUPTED):

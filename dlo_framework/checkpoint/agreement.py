@@ -39,10 +39,10 @@ def together(group: ProcessGroup | None, work: Callable[[], T]) -> list[T]:
     """
     if size_of(group) == 1:
         return [work()]
-    outcome, caught = _tried(work)
+    outcome, caught = _run_and_catch(work)
     outcomes: list[Any] = [None] * size_of(group)
     dist.all_gather_object(outcomes, outcome, group=group)
-    _raise(_first_failure(outcomes), caught)
+    _raise_failure(_first_failure(outcomes), caught)
     return [outcome.value for outcome in outcomes]
 
 
@@ -62,7 +62,7 @@ def through_first(group: ProcessGroup | None, work: Callable[[], T], decide: Cal
     """
     if size_of(group) == 1:
         return decide([work()])[0]
-    outcome, caught = _tried(work)
+    outcome, caught = _run_and_catch(work)
     first = rank_of(group) == 0
     outcomes: list[Any] | None = [None] * size_of(group) if first else None
     dist.gather_object(outcome, outcomes, group=group, group_dst=0)
@@ -70,13 +70,13 @@ def through_first(group: ProcessGroup | None, work: Callable[[], T], decide: Cal
     if outcomes is not None:
         failed = _first_failure(outcomes)
         if failed is None:
-            made, caught = _tried(lambda: decide([other.value for other in outcomes]))
+            made, caught = _run_and_catch(lambda: decide([other.value for other in outcomes]))
             failed = (0, made) if made.text is not None else None
         answers = [failed] * len(outcomes) if failed is not None else [(0, _Outcome(own)) for own in made.value]
     received: list[Any] = [None]
     dist.scatter_object_list(received, answers, group=group, group_src=0)
     rank, answer = received[0]
-    _raise((rank, answer) if answer.text is not None else None, caught)
+    _raise_failure((rank, answer) if answer.text is not None else None, caught)
     return answer.value
 
 
@@ -88,7 +88,7 @@ class _Outcome(NamedTuple):
     of_user: bool = False
 
 
-def _tried(work: Callable[[], Any]) -> tuple[_Outcome, BaseException | None]:
+def _run_and_catch(work: Callable[[], Any]) -> tuple[_Outcome, BaseException | None]:
     try:
         return _Outcome(work()), None
     except BaseException as error:  # Also Ctrl-C: a rank that exits must not leave the others waiting.
@@ -100,7 +100,7 @@ def _first_failure(outcomes: Sequence[_Outcome]) -> tuple[int, _Outcome] | None:
     return next(((rank, outcome) for rank, outcome in enumerate(outcomes) if outcome.text is not None), None)
 
 
-def _raise(failed: tuple[int, _Outcome] | None, caught: BaseException | None) -> None:
+def _raise_failure(failed: tuple[int, _Outcome] | None, caught: BaseException | None) -> None:
     """Raises a rank's failure, if there is one, on all ranks; a rank that was interrupted raises its own interrupt."""
     if caught is not None and not isinstance(caught, Exception):
         raise caught

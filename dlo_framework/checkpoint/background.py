@@ -56,7 +56,7 @@ class AsyncSaver:
         """
         self.wait()
         prepared = prepare(checkpoint, Path(path), group=self._group, about=about)
-        self._submit(self._write, staged(prepared), _snapshot(prepared.rest))
+        self._submit(self._write, stage_on_host(prepared), _snapshot(prepared.rest))
 
     def remove(self, path: str | Path) -> None:
         """Removes a checkpoint, after the pending save is on the disk; if that save fails, keeps it."""
@@ -107,7 +107,7 @@ class AsyncSaver:
             folder.remove(path)
 
 
-def staged(prepared: Prepared) -> Prepared:
+def stage_on_host(prepared: Prepared) -> Prepared:
     """Returns the save with its tensors copied to CPU memory."""
     bounces: dict[torch.device, BounceBuffers] = {}
     copies = {}

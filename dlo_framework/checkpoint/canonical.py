@@ -34,12 +34,12 @@ from dlo_framework.checkpoint.agreement import rank_of, through_first, together
 from dlo_framework.checkpoint.chunks import Key, Runs, SavedTensor, shard_number
 from dlo_framework.checkpoint.dtypes import dtype_of
 from dlo_framework.checkpoint.manifest import MANIFEST, STATE, Manifest, to_text
-from dlo_framework.checkpoint.nest import split
+from dlo_framework.checkpoint.nest import extract_tensors
 from dlo_framework.checkpoint.planning import Agreed, Planning
 from dlo_framework.checkpoint.shards import Box
 from dlo_framework.checkpoint.state_file import write_state
 from dlo_framework.checkpoint.tensor_file import HashedFile, layout
-from dlo_framework.checkpoint.torch_file import NO_SPACE, refused_write, shortage, why_refused
+from dlo_framework.checkpoint.torch_file import NO_SPACE, describe_shortage, explain_refusal, find_os_error
 from dlo_framework.errors import DloError
 from dlo_framework.whole_file import PARTIAL
 
@@ -98,11 +98,11 @@ def prepare(
     checkpoint: Mapping[str, Any], path: Path, *, group: ProcessGroup | None, about: dict[str, Any] | None = None
 ) -> Prepared:
     """Plans a save on all ranks together, and checks that it fits on the disk. See :func:`save`."""
-    rest, found = split(checkpoint)
+    rest, found = extract_tensors(checkpoint)
     planning = Planning(rest, found, path, group)
     agreed = planning.agree()
     if agreed.free < agreed.need:
-        raise no_space(path, shortage(path.parent, agreed.need, agreed.free))
+        raise make_no_space_error(path, describe_shortage(path.parent, agreed.need, agreed.free))
     kept = {item: planning.elements[item] for item in agreed.file.boxes} if agreed.file is not None else {}
     return Prepared(path, agreed, kept, rest if rank_of(group) == 0 else None, about or {})
 
@@ -114,9 +114,9 @@ def write(
 ) -> None:
     """Writes a prepared save, on all ranks together. See :func:`save`."""
     path, rank = prepared.path, rank_of(group)
-    partial = folder.beside(path, PARTIAL)
+    partial = folder.leftover_path(path, PARTIAL)
     try:
-        together(group, lambda: _guarded(prepared, lambda: folder.begin(path)) if rank == 0 else None)
+        together(group, lambda: _guarded(prepared, lambda: folder.create_partial(path)) if rank == 0 else None)
         through_first(
             group,
             lambda: _guarded(prepared, lambda: _write_files(prepared, rank, partial, write_rest)),
@@ -124,7 +124,7 @@ def write(
         )
     except BaseException:
         if rank == 0:
-            folder.abandon(path)
+            folder.remove_partial(path)
         raise
 
 
@@ -170,7 +170,7 @@ def _finish(prepared: Prepared, records: list[dict[str, dict[str, Any]]]) -> lis
     for (group, name), tensor in plan.tensors.items():
         runs = Runs(tensor.runs, dtype_of(tensor.dtype).itemsize, starts)
         manifest.tensors.setdefault(group, {})[name] = SavedTensor(tensor.dtype, tensor.shape, runs)
-    with HashedFile(folder.beside(prepared.path, PARTIAL) / MANIFEST) as file:
+    with HashedFile(folder.leftover_path(prepared.path, PARTIAL) / MANIFEST) as file:
         file.write(to_text(manifest).encode())
     folder.publish(prepared.path)
     return [None] * len(records)
@@ -182,12 +182,12 @@ def disk_errors(path: Path, need: int | None = None) -> Iterator[None]:
     try:
         yield
     except (OSError, RuntimeError) as error:
-        refused = refused_write(error)
+        refused = find_os_error(error)
         if refused is None:
             raise
-        reason = why_refused(refused, path.parent, need)
+        reason = explain_refusal(refused, path.parent, need)
         if refused.errno in NO_SPACE:
-            raise no_space(path, reason) from error
+            raise make_no_space_error(path, reason) from error
         raise DloError(f"cannot write the checkpoint {path}: {reason}") from error
 
 
@@ -208,7 +208,7 @@ def _wait_for(partial: Path, rank: int) -> None:
         time.sleep(0.05)
 
 
-def no_space(path: Path, reason: str) -> DloError:
+def make_no_space_error(path: Path, reason: str) -> DloError:
     """Returns the error of a full disk, with the reason and the checkpoint that is still intact."""
     if path.exists():
         previous = f"previous {path.name} intact"

@@ -131,7 +131,7 @@ def shard_number(name: str) -> int | None:
     return int(digits) if digits.isdecimal() and shard_name(int(digits)) == name else None
 
 
-def following(box: Box, dim: int) -> Box:
+def next_box(box: Box, dim: int) -> Box:
     """Returns the next box of the same size along a dim."""
     return _moved(box, dim, 1)
 

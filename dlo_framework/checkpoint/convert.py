@@ -19,7 +19,7 @@ from dlo_framework.checkpoint.chunks import Chunk, Key, SavedTensor
 from dlo_framework.checkpoint.dtypes import dtype_name
 from dlo_framework.checkpoint.importing import name_optimizer_states
 from dlo_framework.checkpoint.manifest import STATE, Manifest, read_manifest
-from dlo_framework.checkpoint.nest import MODEL, plain_data, split
+from dlo_framework.checkpoint.nest import MODEL, extract_tensors, plain_data
 from dlo_framework.checkpoint.reading import assemble, load
 from dlo_framework.checkpoint.saved import SavedTensors, Source
 from dlo_framework.checkpoint.shards import Box
@@ -155,7 +155,7 @@ def manifest_of_lightning(checkpoint: dict[str, Any], path: Path) -> Manifest:
     manifest = _manifest(path, weights_only="optimizer_states" not in checkpoint)
     manifest.step, manifest.epoch = int(checkpoint.get("global_step", 0)), int(checkpoint.get("epoch", 0))
     manifest.versions = {"lightning": str(checkpoint["pytorch-lightning_version"])}
-    for place, tensor in split(checkpoint)[1]:
+    for place, tensor in extract_tensors(checkpoint)[1]:
         saved = SavedTensor(dtype_name(tensor.dtype), tuple(tensor.shape))
         manifest.tensors.setdefault(place.group, {})[place.name] = saved
     return manifest

@@ -43,20 +43,20 @@ _OWN = frozenset(
 )
 
 
-class _Held:
+class _Placeholder:
     """Placeholder for one of DeepSpeed's objects: it keeps the attributes, and does nothing."""
 
 
-class _Number(int):
+class _PlaceholderNumber(int):
     """Placeholder for an enumeration of DeepSpeed's."""
 
 
 #: DeepSpeed's classes whose objects are in its files, and their placeholders.
-_STAND_INS: list[tuple[type, str]] = [
-    (_Held, "deepspeed.runtime.fp16.loss_scaler.LossScaler"),
-    (_Held, "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler"),
-    (_Held, "deepspeed.utils.tensor_fragment.fragment_address"),
-    (_Number, "deepspeed.runtime.zero.config.ZeroStageEnum"),
+_PLACEHOLDERS: list[tuple[type, str]] = [
+    (_Placeholder, "deepspeed.runtime.fp16.loss_scaler.LossScaler"),
+    (_Placeholder, "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler"),
+    (_Placeholder, "deepspeed.utils.tensor_fragment.fragment_address"),
+    (_PlaceholderNumber, "deepspeed.runtime.zero.config.ZeroStageEnum"),
 ]
 
 
@@ -77,7 +77,7 @@ def import_deepspeed(source: Path, target: Path) -> list[str]:
     """
     if target.exists():
         raise DloError(f"{target} exists; remove it, or choose another path")
-    folder = _tagged(source)
+    folder = _find_tagged_folder(source)
     models, optimizers = _files(folder, _MODEL), _files(folder, _OPTIMIZER)
     if not models:
         raise DloError(f"{folder} holds no *_model_states.pt; choose a folder that DeepSpeed has saved")
@@ -89,9 +89,9 @@ def import_deepspeed(source: Path, target: Path) -> list[str]:
             f"{folder} must hold the optimizer's files of {first['dp_world_size']} ranks, which saved it, got"
             f" {len(partitions)}; copy the others there"
         )
-    weights, optimizer = _weights(first), _whole_optimizer(first)
+    weights, optimizer = _weights(first), _full_optimizer(first)
     if partitions:
-        masters, optimizer = _joined(partitions, first)
+        masters, optimizer = _join_partitions(partitions, first)
         weights |= masters | _frozen(states)
     for name, holder in dict(first.get("shared_params") or {}).items():
         weights[name] = weights[holder]
@@ -100,7 +100,7 @@ def import_deepspeed(source: Path, target: Path) -> list[str]:
     checkpoint.setdefault("global_step", int(first.get("global_steps", 0)))
     checkpoint.setdefault("epoch", 0)
     checkpoint.setdefault("lr_schedulers", [])
-    checkpoint["state_dict"] = {_clean(name): value for name, value in weights.items()}
+    checkpoint["state_dict"] = {_strip_wrappers(name): value for name, value in weights.items()}
     checkpoint["optimizer_states"] = [optimizer] if optimizer is not None else []
     notes = name_optimizer_states(checkpoint)
     if first.get("lr_scheduler") is not None:
@@ -117,7 +117,7 @@ def import_deepspeed(source: Path, target: Path) -> list[str]:
 # --- files ---------------------------------------------------------------------------------------------------
 
 
-def _tagged(source: Path) -> Path:
+def _find_tagged_folder(source: Path) -> Path:
     latest = source / "latest"
     if not latest.is_file():
         return source
@@ -151,7 +151,7 @@ def _files(folder: Path, pattern: re.Pattern[str]) -> list[Path]:
 def _read(path: Path) -> dict[str, Any]:
     """Reads a file's tensors and plain data; DeepSpeed's own objects become placeholders."""
     try:
-        with torch.serialization.safe_globals(list(_STAND_INS)):
+        with torch.serialization.safe_globals(list(_PLACEHOLDERS)):
             content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
         raise unreadable(path, error) from None
@@ -188,14 +188,14 @@ def _frozen(states: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
     return found
 
 
-def _whole_optimizer(state: Mapping[str, Any]) -> dict[str, Any] | None:
+def _full_optimizer(state: Mapping[str, Any]) -> dict[str, Any] | None:
     """Returns stage 0's optimizer state, whose parameters are numbered."""
     optimizer = state.get("optimizer")
     whole = isinstance(optimizer, dict) and {"state", "param_groups"} <= optimizer.keys()
     return optimizer if whole else None
 
 
-def _joined(partitions: Sequence[Any], model: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, Any]]:
+def _join_partitions(partitions: Sequence[Any], model: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Returns the fp32 weights, and the optimizer's state by name, from all ranks' partitions."""
     stage, shapes = int(partitions[0]["zero_stage"]), [dict(group) for group in model["param_shapes"]]
     weights: dict[str, Tensor] = {}
@@ -206,7 +206,7 @@ def _joined(partitions: Sequence[Any], model: Mapping[str, Any]) -> tuple[dict[s
         for number, (flat, named) in enumerate(zip(flats, shapes, strict=True)):
             pieces = _layout(stage, named, len(partitions), part, number, model).pieces(rank)
             state = kept[number] if isinstance(kept, list) else kept["state"].get(number, {})
-            _spread(pieces, named, flat, state, weights, states)
+            _scatter_partition(pieces, named, flat, state, weights, states)
     kept = partitions[0]["optimizer_state_dict" if stage == 3 else "base_optimizer_state"]
     return weights, {"state": states, "param_groups": _groups(kept, shapes)}
 
@@ -224,7 +224,7 @@ def _layout(
     return FlatLayout(numels, ranks, 16 // math.gcd(16, element))
 
 
-def _spread(
+def _scatter_partition(
     pieces: Sequence[Piece],
     named: Mapping[str, Any],
     flat: Tensor,
@@ -237,16 +237,16 @@ def _spread(
     for piece in pieces:
         name = names[piece.parameter]
         shape = tuple(named[name])
-        _put(weights, name, shape, flat, piece)
-        entries = states.setdefault(_clean(name), {})
+        _copy_slice(weights, name, shape, flat, piece)
+        entries = states.setdefault(_strip_wrappers(name), {})
         for key, value in state.items():
             if isinstance(value, Tensor) and value.ndim > 0 and value.numel() >= piece.offset + piece.length:
-                _put(entries, key, shape, value, piece)
+                _copy_slice(entries, key, shape, value, piece)
             else:
                 entries[key] = value
 
 
-def _put(into: dict[str, Any], name: str, shape: tuple[int, ...], flat: Tensor, piece: Piece) -> None:
+def _copy_slice(into: dict[str, Any], name: str, shape: tuple[int, ...], flat: Tensor, piece: Piece) -> None:
     if name not in into:
         into[name] = torch.zeros(shape, dtype=flat.dtype)
     values = flat.detach().view(-1)[piece.offset : piece.offset + piece.length]
@@ -264,9 +264,9 @@ def _groups(kept: Any, shapes: Sequence[Mapping[str, Any]]) -> list[dict[str, An
 
 
 def _names(shapes: Sequence[Mapping[str, Any]], number: int) -> Iterator[str]:
-    yield from (_clean(name) for name in shapes[number])
+    yield from (_strip_wrappers(name) for name in shapes[number])
 
 
-def _clean(name: str) -> str:
+def _strip_wrappers(name: str) -> str:
     """Returns a parameter's name without the prefixes of Lightning's and torch.compile's wrappers."""
     return name.removeprefix("_forward_module.").replace("_orig_mod.", "")

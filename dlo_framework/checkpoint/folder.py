@@ -35,29 +35,29 @@ def locate(path: str | Path) -> Path | None:
     path = Path(path)
     if path.exists():
         return path
-    for other in (beside(path, PARTIAL), beside(path, OLD)):
+    for other in (leftover_path(path, PARTIAL), leftover_path(path, OLD)):
         if _is_finished(other):
             return other
     return None
 
 
-def beside(path: Path, suffix: str) -> Path:
+def leftover_path(path: Path, suffix: str) -> Path:
     """Returns the path of a leftover of ``path``."""
     return path.with_name(path.name + suffix)
 
 
-def begin(path: Path) -> Path:
+def create_partial(path: Path) -> Path:
     """Creates the empty folder that a checkpoint is written to, and returns it. Call it on one rank."""
     path.parent.mkdir(parents=True, exist_ok=True)
     recover_one(path)
-    partial = beside(path, PARTIAL)
+    partial = leftover_path(path, PARTIAL)
     partial.mkdir()
     return partial
 
 
 def publish(path: Path) -> None:
     """Renames the finished ``path.partial`` to ``path``. Call it on one rank, after all its files have been synced."""
-    partial, old = beside(path, PARTIAL), beside(path, OLD)
+    partial, old = leftover_path(path, PARTIAL), leftover_path(path, OLD)
     sync_folder(partial)
     if path.exists() or path.is_symlink():
         path.rename(old)
@@ -68,16 +68,16 @@ def publish(path: Path) -> None:
 
 def publish_file(partial: Path, path: Path) -> None:
     """Renames a finished single-file checkpoint to ``path``, which may be a folder. Call it on one rank."""
-    old = beside(path, OLD)
+    old = leftover_path(path, OLD)
     if path.is_dir() and not path.is_symlink():
         path.rename(old)
     os.replace(partial, path)
     _delete(old)
 
 
-def abandon(path: Path) -> None:
+def remove_partial(path: Path) -> None:
     """Removes the files of a failed save; the previous checkpoint at ``path`` stays."""
-    _delete(beside(path, PARTIAL))
+    _delete(leftover_path(path, PARTIAL))
 
 
 def remove(path: str | Path) -> None:
@@ -88,7 +88,7 @@ def remove(path: str | Path) -> None:
         return
     if not path.exists():
         return
-    removed = beside(path, REMOVED)
+    removed = leftover_path(path, REMOVED)
     _delete(removed)
     path.rename(removed)
     _delete(removed)
@@ -118,7 +118,7 @@ def recover_one(path: Path) -> None:
                 found.rename(path)
             sync_folder(path.parent)
     for suffix in (PARTIAL, OLD, REMOVED):
-        _delete(beside(path, suffix))
+        _delete(leftover_path(path, suffix))
 
 
 def _is_finished(folder: Path) -> bool:

@@ -47,7 +47,7 @@ class Told(NamedTuple):
     boxes: bytes
 
 
-def hold(found: Iterable[tuple[Place, Shard]]) -> tuple[list[Holding], dict[tuple[Key, Box], Tensor]]:
+def local_inventory(found: Iterable[tuple[Place, Shard]]) -> tuple[list[Holding], dict[tuple[Key, Box], Tensor]]:
     """Returns this rank's inventory and the elements of each box."""
     holdings: list[Holding] = []
     elements: dict[tuple[Key, Box], Tensor] = {}
@@ -65,7 +65,7 @@ def hold(found: Iterable[tuple[Place, Shard]]) -> tuple[list[Holding], dict[tupl
     return holdings, elements
 
 
-def tell(holdings: Sequence[Holding]) -> Told:
+def pack_inventory(holdings: Sequence[Holding]) -> Told:
     """Packs a rank's inventory."""
     lists: dict[Spans, int] = {}
     numbers = [lists.setdefault(holding.spans, len(lists)) for holding in holdings]

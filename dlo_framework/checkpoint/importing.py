@@ -38,7 +38,7 @@ def name_optimizer_states(checkpoint: dict[str, Any]) -> list[str]:
             continue
         shapes = {number: _shape(optimizer["state"].get(number, {})) for number in numbers}
         groups = [[shapes[number] for number in group["params"]] for group in optimizer["param_groups"]]
-        found = match([weights[name] for name in floating], groups)
+        found = match_by_shape([weights[name] for name in floating], groups)
         if isinstance(found, str):
             notes.append(f"optimizer {index}: {found}; its state stays numbered")
             continue
@@ -49,7 +49,7 @@ def name_optimizer_states(checkpoint: dict[str, Any]) -> list[str]:
     return notes
 
 
-def match(shapes: Sequence[Shape], groups: Sequence[Sequence[Shape | None]]) -> list[list[int]] | str:
+def match_by_shape(shapes: Sequence[Shape], groups: Sequence[Sequence[Shape | None]]) -> list[list[int]] | str:
     """Matches the entries of an optimizer's groups to a model's tensors by shape.
 
     Args:

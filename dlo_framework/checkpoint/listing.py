@@ -51,12 +51,12 @@ class Entry:
         return left.get(self.path.name) == self.time
 
 
-def entries(folder: Path) -> list[Entry]:
+def list_entries(folder: Path) -> list[Entry]:
     """Returns the checkpoints in a folder, without reading their tensors."""
-    return [entry for path in _names(folder) if (entry := look(path)) is not None]
+    return [entry for path in _names(folder) if (entry := read_entry(path)) is not None]
 
 
-def look(path: Path) -> Entry | None:
+def read_entry(path: Path) -> Entry | None:
     """Reads a checkpoint's step, and none of its tensors."""
     found = folders.locate(path)
     if found is None:
@@ -84,11 +84,11 @@ def look(path: Path) -> Entry | None:
 
 def step_of(path: str | Path) -> float:
     """Returns the optimizer steps of a checkpoint; -1 if it does not exist."""
-    entry = look(Path(path))
+    entry = read_entry(Path(path))
     return -1 if entry is None else entry.step
 
 
-def left_behind(folder: Path) -> dict[str, float]:
+def superseded(folder: Path) -> dict[str, float]:
     """Returns the checkpoints of a folder that their run has superseded: {name: time of the save}."""
     notes = _notes(folder)
     return notes[-1].get("left_behind", {}) if notes else {}
@@ -109,11 +109,11 @@ def note_resumption(path: str | Path) -> None:
         DloError: if the record cannot be written.
     """
     path = Path(path)
-    before, start = left_behind(path.parent), look(path)
+    before, start = superseded(path.parent), read_entry(path)
     if start is None:
         return  # It has been removed since it was read.
     gone = {}
-    for entry in entries(path.parent):
+    for entry in list_entries(path.parent):
         left = entry.is_in(before)
         other_way = (entry.step == start.step and not left) if start.is_in(before) else left
         if entry.problem is None and (entry.step > start.step or other_way):

@@ -178,7 +178,7 @@ class _Shards:
     def __init__(self, files: dict[str, dict[str, Any]]) -> None:
         found = {number: file for name, file in files.items() if (number := shard_number(name)) is not None}
         self._starts = {number: int(file["data"]) for number, file in found.items()}
-        self._room = {number: file["bytes"] - self._starts[number] for number, file in found.items()}
+        self._sizes = {number: file["bytes"] - self._starts[number] for number, file in found.items()}
         _check(min(self._starts.values(), default=0) >= 0, "a shard's data begin before its file")
         self._least: dict[range, int] = {}
 
@@ -196,18 +196,18 @@ class _Shards:
             )
             _check(stride > 0, f"the chunks of a run of '{name}' are in one file")
             found = Run(box, int(shard), int(begin), length, dim, stride)
-            room = self._room_in(name, found.shards)
+            room = self._smallest_size(name, found.shards)
             _check(0 <= found.begin <= room - box.numel * element, f"'{name}' is outside its file")
             runs.append(found)
         return Runs(runs, element, self._starts)
 
-    def _room_in(self, name: str, numbers: range) -> int:
+    def _smallest_size(self, name: str, numbers: range) -> int:
         """Returns the bytes of the tensors in the smallest of some shards."""
         if numbers not in self._least:
-            lacking = next((number for number in numbers if number not in self._room), None)
+            lacking = next((number for number in numbers if number not in self._sizes), None)
             if lacking is not None:
                 raise ValueError(f"'{name}' is in '{shard_name(lacking)}', which the manifest does not list")
-            self._least[numbers] = min(self._room[number] for number in numbers)
+            self._least[numbers] = min(self._sizes[number] for number in numbers)
         return self._least[numbers]
 
 

@@ -40,7 +40,7 @@ class Place(NamedTuple):
     name: str
 
 
-def split(checkpoint: Mapping[str, Any]) -> tuple[dict[str, Any], list[tuple[Place, Shard]]]:
+def extract_tensors(checkpoint: Mapping[str, Any]) -> tuple[dict[str, Any], list[tuple[Place, Shard]]]:
     """Extracts the tensors of model and optimizers, and all sharded ones, from a checkpoint, which stays unchanged.
 
     Returns:
@@ -53,9 +53,9 @@ def split(checkpoint: Mapping[str, Any]) -> tuple[dict[str, Any], list[tuple[Pla
         if _is_stored(node, of_model):
             place = Place(path, *_group_and_name(path))
             found.append((place, node))
-            return mark(place)
+            return make_mark(place)
         if isinstance(node, Mapping):
-            here = of_model or _belongs(path) or (_tensors_by_name(node, names) and len(path) > 0)
+            here = of_model or _is_of_model_or_optimizer(path) or (_tensors_by_name(node, names) and len(path) > 0)
             # With its own methods: a lazy mapping reads one tensor at a time.
             rest = {key: walk(node[key], (*path, key), here) for key in node}
             if getattr(node, "_metadata", None):
@@ -81,12 +81,12 @@ def plain_data(node: Any) -> Any:
     return node.item() if isinstance(node, np.generic) else node
 
 
-def mark(place: Place) -> dict[str, list[str]]:
+def make_mark(place: Place) -> dict[str, list[str]]:
     """Returns the mark that replaces a tensor."""
     return {MARK: [place.group, place.name]}
 
 
-def marked(node: Any) -> tuple[str, str] | None:
+def read_mark(node: Any) -> tuple[str, str] | None:
     """Returns the group and name of the tensor that a mark replaces; None for anything else."""
     if isinstance(node, dict) and len(node) == 1 and MARK in node:
         group, name = node[MARK]
@@ -97,10 +97,10 @@ def marked(node: Any) -> tuple[str, str] | None:
 def add_marks(rest: dict[str, Any], places: Iterator[Place]) -> None:
     """Adds marks for tensors that have no shard on this rank."""
     for place in places:
-        put(rest, place.path, mark(place))
+        insert_value(rest, place.path, make_mark(place))
 
 
-def put(rest: dict[str, Any], path: Path, value: Any) -> bool:
+def insert_value(rest: dict[str, Any], path: Path, value: Any) -> bool:
     """Inserts ``value`` at ``path`` if the path is free, with the mappings that lead to it; returns whether it did.
 
     A list is never lengthened: lists that differ between ranks have no common form.
@@ -145,7 +145,9 @@ def merge_extras(rest: dict[str, Any], extra: dict[str, Any]) -> dict[str, Any]:
     Returns:
         The entries that were added.
     """
-    added: dict[str, Any] = {"values": [(path, value) for path, value in extra["values"] if put(rest, path, value)]}
+    added: dict[str, Any] = {
+        "values": [(path, value) for path, value in extra["values"] if insert_value(rest, path, value)]
+    }
     added["groups"] = {}
     for (number, index), names in extra["groups"].items():
         groups = rest["optimizer_states"][number]["param_groups"]
@@ -156,30 +158,32 @@ def merge_extras(rest: dict[str, Any], extra: dict[str, Any]) -> dict[str, Any]:
     return added
 
 
-def join(rest: Any, make: Callable[[dict[str, tuple[str, str]], dict[str, Any]], Any], read: Callable[..., Any]) -> Any:
+def insert_tensors(
+    rest: Any, make: Callable[[dict[str, tuple[str, str]], dict[str, Any]], Any], read: Callable[..., Any]
+) -> Any:
     """Inserts tensors in place of their marks.
 
     Args:
-        rest: Tree that :func:`split` returned.
+        rest: Tree that :func:`extract_tensors` returned.
         make: Function that creates a mapping from the marks in it, {key: (group, name)}, and its other entries.
         read: Function that reads the tensor of a group and name, for marks in sequences, which cannot be lazy.
     """
-    place = marked(rest)
+    place = read_mark(rest)
     if place is not None:
         return read(*place)
     if isinstance(rest, dict):
-        tensors = {key: found for key, value in rest.items() if (found := marked(value)) is not None}
-        others = {key: join(value, make, read) for key, value in rest.items() if key not in tensors}
+        tensors = {key: found for key, value in rest.items() if (found := read_mark(value)) is not None}
+        others = {key: insert_tensors(value, make, read) for key, value in rest.items() if key not in tensors}
         return make(tensors, others) if tensors else others
     if isinstance(rest, list):
-        return [join(item, make, read) for item in rest]
+        return [insert_tensors(item, make, read) for item in rest]
     if isinstance(rest, tuple) and not hasattr(rest, "_fields"):
-        items = [join(item, make, read) for item in rest]
+        items = [insert_tensors(item, make, read) for item in rest]
         return type(rest)(items)
     return rest
 
 
-def _belongs(path: Path) -> bool:
+def _is_of_model_or_optimizer(path: Path) -> bool:
     return path == ("state_dict",) or (len(path) >= 3 and path[0] == "optimizer_states" and path[2] == "state")
 
 
@@ -203,7 +207,7 @@ def _tensors_by_name(node: Mapping[Any, Any], names: frozenset[str]) -> bool:
 
 
 def _has_mark(node: Any) -> bool:
-    if marked(node) is not None:
+    if read_mark(node) is not None:
         return True
     if isinstance(node, Mapping):
         return any(_has_mark(value) for value in node.values())

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dlo_framework.checkpoint.boxes import tiles, whole
-from dlo_framework.checkpoint.chunks import Key, Run, following, shard_name
+from dlo_framework.checkpoint.chunks import Key, Run, next_box, shard_name
 from dlo_framework.checkpoint.dtypes import dtype_of
 from dlo_framework.checkpoint.holdings import Holding, Told, unpack
 from dlo_framework.checkpoint.shards import Box
@@ -79,13 +79,13 @@ class Plan:
     bytes: int
 
 
-def divide(told: Sequence[Told]) -> Plan:
+def make_global_plan(told: Sequence[Told]) -> Plan:
     """Assigns each box to one of the ranks that hold it, the one with the fewest bytes to write.
 
     Args:
         told: Packed inventory of each rank.
     """
-    met = _Met()
+    met = _Registry()
     held = [met.take(one) for one in told]
     boxes = sorted(met.boxes)
     # From here on a box's number is its rank in the order of offsets and sizes.
@@ -100,10 +100,10 @@ def divide(told: Sequence[Told]) -> Plan:
     _, first, item, count = np.unique(
         tensor * len(boxes) + box, return_index=True, return_inverse=True, return_counts=True
     )
-    _check_whole(met, boxes, tensor[first], box[first])
+    _check_tiling(met, boxes, tensor[first], box[first])
     writer = _writers(rank, item, first, count, size[first])
     writes = writer[item] == rank
-    begin, sizes = _places(np.flatnonzero(writes), rank, item, element[tensor], size, len(held))
+    begin, sizes = _offsets(np.flatnonzero(writes), rank, item, element[tensor], size, len(held))
     bounds = np.searchsorted(rank, np.arange(len(held) + 1))
     masks = [np.packbits(writes[low:high]).tobytes() for low, high in pairwise(bounds)]
     runs = _runs(boxes, tensor[first], box[first], writer, begin, len(met.tensors))
@@ -116,7 +116,7 @@ def divide(told: Sequence[Told]) -> Plan:
     )
 
 
-def file_plan(rank: int, holdings: Sequence[Holding], mask: bytes, size: int) -> FilePlan | None:
+def make_file_plan(rank: int, holdings: Sequence[Holding], mask: bytes, size: int) -> FilePlan | None:
     """Returns the plan of a rank's file; None if the rank writes nothing.
 
     Args:
@@ -145,7 +145,7 @@ def entry_name(key: Key, box: Box, shape: tuple[int, ...]) -> str:
     return f"{name}[{','.join(spans)}]"
 
 
-class _Met:
+class _Registry:
     """Tensors and boxes of all ranks, numbered in order of appearance."""
 
     def __init__(self) -> None:
@@ -170,7 +170,7 @@ class _Met:
         return self._numbers.setdefault(key, len(self._numbers))
 
 
-def _check_whole(met: _Met, boxes: list[Box], tensor: Numbers, box: Numbers) -> None:
+def _check_tiling(met: _Registry, boxes: list[Box], tensor: Numbers, box: Numbers) -> None:
     """Checks that the items of each tensor tile it. Tensors that are sharded in the same way are checked once."""
     bounds = np.searchsorted(tensor, np.arange(len(met.tensors) + 1)).tolist()
     seen = set()
@@ -209,10 +209,10 @@ def _writers(rank: Numbers, item: Numbers, first: Numbers, count: Numbers, size:
     return writer
 
 
-def _places(
+def _offsets(
     written: Numbers, rank: Numbers, item: Numbers, element: Numbers, size: Numbers, ranks: int
 ) -> tuple[Numbers, Numbers]:
-    """Returns each item's offset in its writer's file, and the bytes in each file; see :func:`file_plan`."""
+    """Returns each item's offset in its writer's file, and the bytes in each file; see :func:`make_file_plan`."""
     order = written[np.lexsort((written, -element[written], rank[written]))]
     sizes = np.zeros(ranks, np.int64)
     np.add.at(sizes, rank[order], size[order])
@@ -232,9 +232,9 @@ def _runs(
     orders = np.empty((dims, len(boxes)), np.int64)  # positions of the boxes, contiguous ones side by side
     after = np.full((dims, len(boxes)), -1)
     for dim in range(dims):
-        along = sorted((_but(one, dim), number) for number, one in enumerate(boxes))
+        along = sorted((_sort_key(one, dim), number) for number, one in enumerate(boxes))
         orders[dim, [number for _, number in along]] = np.arange(len(boxes))
-        after[dim] = [numbers.get(following(one, dim), -1) if dim < len(one.sizes) else -1 for one in boxes]
+        after[dim] = [numbers.get(next_box(one, dim), -1) if dim < len(one.sizes) else -1 for one in boxes]
         order = np.lexsort((orders[dim][box], tensor))
         links = _links(after[dim][box[order]], tensor[order], box[order], writer[order], begin[order])
         joined[dim] = np.bincount(tensor[order][:-1][links], minlength=tensors)
@@ -260,7 +260,7 @@ def _links(after: Numbers, tensor: Numbers, box: Numbers, writer: Numbers, begin
     return same & (after[:-1] == box[1:])
 
 
-def _but(box: Box, dim: int) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
+def _sort_key(box: Box, dim: int) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
     """Returns a sort key that makes boxes neighbours if they are contiguous along a dim."""
     offsets = box.offsets
     return (*offsets[:dim], *offsets[dim + 1 :]), box.sizes, offsets[dim : dim + 1]

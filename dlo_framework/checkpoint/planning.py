@@ -19,15 +19,15 @@ from torch.distributed import ProcessGroup
 
 from dlo_framework.checkpoint.agreement import rank_of, size_of, through_first
 from dlo_framework.checkpoint.chunks import Key
-from dlo_framework.checkpoint.holdings import Holding, Told, hold, pack, tell, unpack
+from dlo_framework.checkpoint.holdings import Holding, Told, local_inventory, pack, pack_inventory, unpack
 from dlo_framework.checkpoint.nest import Place, add_marks, merge_extras, optimizer_extras
-from dlo_framework.checkpoint.plan import FilePlan, Plan, divide, file_plan
+from dlo_framework.checkpoint.plan import FilePlan, Plan, make_file_plan, make_global_plan
 from dlo_framework.checkpoint.shards import Box, Shard
 from dlo_framework.checkpoint.state_file import refuse_unreadable
 from dlo_framework.checkpoint.torch_file import free_bytes, tensor_bytes
 
 #: Number of cached plans: one for a run's full checkpoints, one for its weights alone.
-_KEPT = 2
+_MOST_CACHED = 2
 
 
 class Part(NamedTuple):
@@ -49,7 +49,7 @@ class Part(NamedTuple):
 
 
 @dataclass
-class _Known:
+class _CachedPlan:
     """Cache entry of a plan; the last two attributes are set on rank 0 alone."""
 
     part: Part
@@ -57,7 +57,7 @@ class _Known:
     groups: Sequence[dict[str, Any]] = ()  # names that other ranks have added to the optimizers' groups
 
 
-_known: OrderedDict[str, _Known] = OrderedDict()
+_cached_plans: OrderedDict[str, _CachedPlan] = OrderedDict()
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ class Agreed:
     free: int
 
 
-class _Look(NamedTuple):
+class _Report(NamedTuple):
     """Message of a rank to rank 0 at each save."""
 
     plan: str | None  # cached plan that matches this rank's inventory
@@ -113,49 +113,49 @@ class Planning:
 
     def agree(self) -> Agreed:
         """Returns the plan, made together with the other ranks or cached."""
-        same, rest_bytes, free = through_first(self._group, self._look, self._compare)
+        same, rest_bytes, free = through_first(self._group, self._take_inventory, self._match_cached_plan)
         if not same:
-            part = through_first(self._group, self._tell, self._divide)
-            _known.setdefault(self._digest, _Known(part)).part = part
-        _known.move_to_end(self._digest)
-        while len(_known) > _KEPT:
-            _known.popitem(last=False)
-        known = _known[self._digest]
-        file = file_plan(self._rank, self._holdings, known.part.mask, known.part.size)
+            part = through_first(self._group, self._pack_inventory, self._make_plan)
+            _cached_plans.setdefault(self._digest, _CachedPlan(part)).part = part
+        _cached_plans.move_to_end(self._digest)
+        while len(_cached_plans) > _MOST_CACHED:
+            _cached_plans.popitem(last=False)
+        known = _cached_plans[self._digest]
+        file = make_file_plan(self._rank, self._holdings, known.part.mask, known.part.size)
         return Agreed(file, known.plan, known.part.total + rest_bytes, free)
 
-    def _look(self) -> _Look:
-        self._holdings, self.elements = hold(self._found)
+    def _take_inventory(self) -> _Report:
+        self._holdings, self.elements = local_inventory(self._found)
         self._extras = optimizer_extras(self._rest)
         names = [path for path, _ in self._extras["values"]], self._extras["groups"]
         content = repr((self._size, self._rank, self._holdings, names))
         self._digest = hashlib.sha256(content.encode()).hexdigest()
         if self._rank == 0:
             refuse_unreadable(self._rest)
-        part = _known[self._digest].part if self._digest in _known else None
+        part = _cached_plans[self._digest].part if self._digest in _cached_plans else None
         values = dict(self._extras["values"])
         supplied = [(path, values[path]) for path in part.supplies] if part is not None else []
         rest_bytes = tensor_bytes(self._rest) if self._rank == 0 else 0
-        return _Look(part.plan if part is not None else None, supplied, free_bytes(self._path.parent), rest_bytes)
+        return _Report(part.plan if part is not None else None, supplied, free_bytes(self._path.parent), rest_bytes)
 
-    def _compare(self, looks: list[_Look]) -> list[tuple[bool, int, int]]:
+    def _match_cached_plan(self, looks: list[_Report]) -> list[tuple[bool, int, int]]:
         """Returns for each rank, on rank 0, whether the cached plan matches every rank's inventory."""
         same = looks[0].plan is not None and all(look.plan == looks[0].plan for look in looks)
         if same:
-            known = _known[self._digest]
+            known = _cached_plans[self._digest]
             assert known.plan is not None
-            self._mark(known.plan)
+            self._add_marks(known.plan)
             for look, groups in zip(looks[1:], known.groups, strict=True):
                 merge_extras(self._rest, {"values": look.supplied, "groups": groups})
         return [(same, looks[0].rest, min(look.free for look in looks))] * len(looks)
 
-    def _tell(self) -> tuple[Told, bytes]:
-        return tell(self._holdings), pack(self._extras) if self._rank > 0 else b""
+    def _pack_inventory(self) -> tuple[Told, bytes]:
+        return pack_inventory(self._holdings), pack(self._extras) if self._rank > 0 else b""
 
-    def _divide(self, told: list[tuple[Told, bytes]]) -> list[Part]:
+    def _make_plan(self, told: list[tuple[Told, bytes]]) -> list[Part]:
         """Makes a plan, on rank 0."""
-        plan = divide([of_rank for of_rank, _ in told])
-        self._mark(plan)
+        plan = make_global_plan([of_rank for of_rank, _ in told])
+        self._add_marks(plan)
         added = [merge_extras(self._rest, unpack(extras)) for _, extras in told[1:]]
         supplies: list[list[tuple[str | int, ...]]] = [
             [],
@@ -166,8 +166,8 @@ class Planning:
             Part(name, mask, size, plan.bytes, paths)
             for mask, size, paths in zip(plan.masks, plan.sizes, supplies, strict=True)
         ]
-        _known[self._digest] = _Known(parts[0], plan, [of_rank["groups"] for of_rank in added])
+        _cached_plans[self._digest] = _CachedPlan(parts[0], plan, [of_rank["groups"] for of_rank in added])
         return parts
 
-    def _mark(self, plan: Plan) -> None:
+    def _add_marks(self, plan: Plan) -> None:
         add_marks(self._rest, (Place(tensor.path, *key) for key, tensor in plan.tensors.items()))

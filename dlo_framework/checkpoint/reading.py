@@ -11,7 +11,7 @@ from dlo_framework.checkpoint import folder as folders
 from dlo_framework.checkpoint.agreement import rank_of, together
 from dlo_framework.checkpoint.chunks import Key
 from dlo_framework.checkpoint.manifest import STATE, Manifest, read_manifest
-from dlo_framework.checkpoint.nest import METADATA, join
+from dlo_framework.checkpoint.nest import METADATA, insert_tensors
 from dlo_framework.checkpoint.saved import SavedTensors, Source
 from dlo_framework.checkpoint.state_file import read_state
 from dlo_framework.checkpoint.torch_file import SafeCheckpointIO, local_path, refuse_unsafe
@@ -86,7 +86,7 @@ def assemble(folder: Path, manifest: Manifest, rest: dict[str, Any]) -> dict[str
         result._metadata = metadata
         return result
 
-    return join(rest, make, source.read)
+    return insert_tensors(rest, make, source.read)
 
 
 def _refuse_damaged(path: Path, level: Level, group: ProcessGroup | None) -> None:

@@ -160,7 +160,7 @@ def held_boxes(shard: Shard) -> list[tuple[Box, Tensor]]:
             TP slice.
     """
     if isinstance(shard, CutShard):
-        return [whole for box, view in held_boxes(shard.part) for whole in _in_whole(shard.cut, box, view)]
+        return [whole for box, view in held_boxes(shard.part) for whole in _in_full_tensor(shard.cut, box, view)]
     if isinstance(shard, FlatShard):
         held, boxes = [], flat_slice_boxes(tuple(shard.shape), shard.start, shard.start + shard.data.numel())
         at = 0
@@ -180,7 +180,7 @@ def held_boxes(shard: Shard) -> list[tuple[Box, Tensor]]:
     return [(Box((0,) * shard.ndim, tuple(shard.shape)), shard)]
 
 
-def _in_whole(cut: Cut, box: Box, view: Tensor) -> Iterator[tuple[Box, Tensor]]:
+def _in_full_tensor(cut: Cut, box: Box, view: Tensor) -> Iterator[tuple[Box, Tensor]]:
     """Yields a slice's box in coordinates of the full tensor: one box for each run of the slice that it overlaps."""
     dim = cut.dim
     for at, first, count in cut.overlaps(box.offsets[dim], box.sizes[dim]):

@@ -19,7 +19,7 @@ from dlo_framework.errors import DloError
 
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.Size, torch.dtype, torch.device, Tensor)
 #: Lightning's keys for the arguments of a model and its data; dlo never reads them.
-_INFORMATION = ("hyper_parameters", "datamodule_hyper_parameters")
+_INFORMATIVE = ("hyper_parameters", "datamodule_hyper_parameters")
 
 
 def write_state(file: HashedFile, rest: dict[str, Any]) -> None:
@@ -50,7 +50,7 @@ def refuse_unreadable(rest: dict[str, Any]) -> None:
     Raises:
         DloError: if there is such a value; it names the entry.
     """
-    for key in _INFORMATION:
+    for key in _INFORMATIVE:
         values = rest.get(key)
         for name, value in list(values.items()) if isinstance(values, dict) else ():
             if next(_unreadable(value, ()), None) is not None:
@@ -72,17 +72,17 @@ def _unreadable(node: Any, path: tuple[Any, ...]) -> Iterator[tuple[tuple[Any, .
         return
     if type(node) in (dict, OrderedDict):
         for key, value in node.items():
-            if type(key) not in _PLAIN and not _reads_back(key):
+            if type(key) not in _PLAIN and not _can_read_back(key):
                 yield (*path, key), key
             yield from _unreadable(value, (*path, key))
     elif type(node) in (list, tuple):
         for number, item in enumerate(node):
             yield from _unreadable(item, (*path, number))
-    elif not _reads_back(node):
+    elif not _can_read_back(node):
         yield path, node
 
 
-def _reads_back(value: Any) -> bool:
+def _can_read_back(value: Any) -> bool:
     file = io.BytesIO()
     try:
         torch.save(value, file)

@@ -29,7 +29,7 @@ from dlo_framework.errors import DloError
 #: Longest valid header, safetensors' own limit.
 MOST_HEADER_BYTES = 100_000_000
 #: Entry of the header with the types that have no code in safetensors, and are stored as bytes.
-_BARE = "dlo.types"
+_BYTE_TYPES = "dlo.types"
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ def layout(
     """
     tensors = list(tensors)
     bare = {name: dtype for name, dtype, _ in tensors if dtype not in SAFETENSORS_CODES}
-    header: dict[str, Any] = {"__metadata__": {**about, **({_BARE: json.dumps(bare)} if bare else {})}}
+    header: dict[str, Any] = {"__metadata__": {**about, **({_BYTE_TYPES: json.dumps(bare)} if bare else {})}}
     relative: dict[str, Stored] = {}
     at = 0
     for name, dtype, shape in tensors:
@@ -147,14 +147,14 @@ class TensorFile:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._kept: mmap.mmap | None = None
-        self._passing: mmap.mmap | None = None
+        self._mapped: mmap.mmap | None = None
+        self._streaming: mmap.mmap | None = None
 
     def tensor(self, stored: Stored) -> Tensor:
         """Returns a tensor on the file's own pages; writing to it changes this process's copy alone."""
-        if self._kept is None:
-            self._kept = self._map()
-        return _on(self._kept, stored)
+        if self._mapped is None:
+            self._mapped = self._map()
+        return _map_tensor(self._mapped, stored)
 
     def copy_part(self, stored: Stored, box: Box, part: Box, target: Tensor) -> None:
         """Copies ``part`` of a tensor into ``target``, at most a bucket at a time, converting its dtype.
@@ -165,23 +165,25 @@ class TensorFile:
             part: Box to copy, in coordinates of the full tensor.
             target: Tensor in the shape of ``part``, on any device.
         """
-        if self._passing is None:
-            self._passing = self._map()
-        source = _on(self._passing, stored)
+        if self._streaming is None:
+            self._streaming = self._map()
+        source = _map_tensor(self._streaming, stored)
         # The larger of the two types: a conversion makes a copy in the target's.
         element = max(source.element_size(), target.element_size())
         for piece in pieces(part, element):
             part_of(target, part, piece).copy_(part_of(source, box, piece))
             begin, end = byte_range(box, piece, source.element_size())
-            self._let_go(stored.begin + begin, stored.begin + end)
+            self._release_pages(stored.begin + begin, stored.begin + end)
 
-    def _let_go(self, begin: int, end: int) -> None:
+    def _release_pages(self, begin: int, end: int) -> None:
         """Releases pages that have been copied from the process's memory; the system may still cache them."""
-        assert self._passing is not None
+        assert self._streaming is not None
         page = mmap.PAGESIZE
         if hasattr(mmap, "MADV_DONTNEED"):
             start = begin // page * page
-            self._passing.madvise(mmap.MADV_DONTNEED, start, min(-(-end // page) * page, len(self._passing)) - start)
+            self._streaming.madvise(
+                mmap.MADV_DONTNEED, start, min(-(-end // page) * page, len(self._streaming)) - start
+            )
 
     def _map(self) -> mmap.mmap:
         try:
@@ -194,7 +196,7 @@ class TensorFile:
             raise DloError(f"cannot read {self.path}: {error}") from error
 
 
-def _on(mapped: mmap.mmap, stored: Stored) -> Tensor:
+def _map_tensor(mapped: mmap.mmap, stored: Stored) -> Tensor:
     dtype = dtype_of(stored.dtype)
     if stored.begin == stored.end:
         return torch.empty(stored.shape, dtype=dtype)
@@ -222,7 +224,7 @@ def read_header(path: Path) -> tuple[dict[str, Stored], dict[str, str]]:
                 raise DloError(f"{path} is not a safetensors file, or truncated: its {size} bytes hold no header")
             header = json.loads(file.read(length))
         about = header.pop("__metadata__", {})
-        bare = json.loads(about.pop(_BARE, "{}"))
+        bare = json.loads(about.pop(_BYTE_TYPES, "{}"))
         for name, dtype in bare.items():
             header[name] = {**header[name], "dtype": dtype, "shape": header[name]["shape"][:-1]}
         stored = {name: _stored(path, name, entry, 8 + length, size) for name, entry in header.items()}

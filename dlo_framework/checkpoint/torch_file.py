@@ -42,7 +42,7 @@ class SafeCheckpointIO(TorchCheckpointIO):
         need = tensor_bytes(checkpoint)
         free = free_bytes(target.parent)
         if free < need:
-            raise _no_space(target, shortage(target.parent, need, free))
+            raise _no_space(target, describe_shortage(target.parent, need, free))
         partial = target.with_name(target.name + PARTIAL)
         try:
             with open(partial, "wb") as file:
@@ -51,8 +51,8 @@ class SafeCheckpointIO(TorchCheckpointIO):
                 os.fsync(file.fileno())
             publish_file(partial, target)
         except (OSError, RuntimeError) as error:
-            refused = refused_write(error)
-            reason = why_refused(refused, target.parent, need) if refused is not None else ""
+            refused = find_os_error(error)
+            reason = explain_refusal(refused, target.parent, need) if refused is not None else ""
             partial.unlink(missing_ok=True)
             if refused is None:
                 raise
@@ -167,19 +167,19 @@ def _file_system(folder: Path) -> os.statvfs_result:
     return os.statvfs(folder)
 
 
-def refused_write(error: BaseException | None) -> OSError | None:
+def find_os_error(error: BaseException | None) -> OSError | None:
     """Returns the operating system's error; after one, torch's zip writer raises a RuntimeError of its own."""
     while error is not None and not isinstance(error, OSError):
         error = error.__context__
     return error
 
 
-def shortage(folder: Path, need: int | None, free: int) -> str:
+def describe_shortage(folder: Path, need: int | None, free: int) -> str:
     """Returns the needed and free bytes as text."""
     return f"{f'need {human(need)}, ' if need is not None else ''}{human(free)} free in {folder}"
 
 
-def why_refused(error: OSError, folder: Path, need: int | None) -> str:
+def explain_refusal(error: OSError, folder: Path, need: int | None) -> str:
     """Returns the reason of a failed write as text: a disk may be short of other things than bytes.
 
     Args:
@@ -200,7 +200,11 @@ def why_refused(error: OSError, folder: Path, need: int | None) -> str:
         return f"the inodes of the disk of {folder} are used up; remove some files there"
     free = free_bytes(folder)
     short = need is None or free < need
-    return shortage(folder, need, free) if short else f"{error.strerror}, though {shortage(folder, need, free)}"
+    return (
+        describe_shortage(folder, need, free)
+        if short
+        else f"{error.strerror}, though {describe_shortage(folder, need, free)}"
+    )
 
 
 def _largest_file() -> str:

@@ -13,7 +13,7 @@ from torch.distributed import ProcessGroup
 
 from dlo_framework.checkpoint import folder as folders
 from dlo_framework.checkpoint.agreement import rank_of, size_of, together
-from dlo_framework.checkpoint.listing import entries, left_behind
+from dlo_framework.checkpoint.listing import list_entries, superseded
 from dlo_framework.checkpoint.manifest import Manifest, read_manifest
 from dlo_framework.checkpoint.tensor_file import read_header
 from dlo_framework.errors import DloError
@@ -99,8 +99,8 @@ def newest_valid(
         weights_only: Whether to accept a checkpoint without optimizer state, from which no run can resume.
         but: Path to exclude.
     """
-    behind = left_behind(Path(folder))
-    found = [entry for entry in entries(Path(folder)) if entry.path != but and not entry.is_in(behind)]
+    behind = superseded(Path(folder))
+    found = [entry for entry in list_entries(Path(folder)) if entry.path != but and not entry.is_in(behind)]
     for entry in sorted(found, key=lambda entry: (entry.step, entry.time), reverse=True):
         problem = entry.problem or (None if entry.weights_only > weights_only else damage(entry.path, level))
         if problem is not None:

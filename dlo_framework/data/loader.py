@@ -268,7 +268,7 @@ class _Fetcher(Dataset):
         if not samples:
             draws = [draws[0]._replace(real=True)]
         try:
-            with contextlib.nullcontext() if in_worker else _kept_random_state():
+            with contextlib.nullcontext() if in_worker else _preserved_random_state():
                 if isinstance(self._dataset, BatchDataset):
                     batch = self._dataset.fetch(draws)
                 else:
@@ -294,7 +294,7 @@ def seed_all(seed: int) -> None:
 
 
 @contextlib.contextmanager
-def _kept_random_state() -> Iterator[None]:
+def _preserved_random_state() -> Iterator[None]:
     """Restores the random state at the end, so that loading data never shifts the model's random stream."""
     states = random.getstate(), np.random.get_state(), torch.get_rng_state()
     try:

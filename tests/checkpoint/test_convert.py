@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from dlo_framework.checkpoint import FlatShard, load, save, verify
 from dlo_framework.checkpoint.convert import export_weights, import_lightning, model_weights
-from dlo_framework.checkpoint.importing import match
+from dlo_framework.checkpoint.importing import match_by_shape
 from dlo_framework.cli.main import main
 from dlo_framework.errors import DloError
 
@@ -136,15 +136,15 @@ def test_an_assignment_that_is_found_is_the_only_one(shapes, data):
         choice = [code // 3**at % 3 for at in range(len(shapes))]
         if [[shapes[at] for at, home in enumerate(choice) if home == group] for group in (0, 1)] == groups:
             solutions.add(tuple(choice))
-    found = match(shapes, groups)
+    found = match_by_shape(shapes, groups)
     assert found == (truth if len(solutions) == 1 else "more than one assignment to the parameters fits")
 
 
 def test_what_does_not_fit_is_said_so():
-    assert match([(2,)], [[(3,)]]) == "no assignment to the parameters fits the shapes"
-    assert match([(2,)], [[(2,), (2,)]]) == "it has 2 parameters, and the model 1"
-    assert match([(2,), (3,)], [[None, None]]) == [[0, 1]]
-    assert match([], []) == []
+    assert match_by_shape([(2,)], [[(3,)]]) == "no assignment to the parameters fits the shapes"
+    assert match_by_shape([(2,)], [[(2,), (2,)]]) == "it has 2 parameters, and the model 1"
+    assert match_by_shape([(2,), (3,)], [[None, None]]) == [[0, 1]]
+    assert match_by_shape([], []) == []
 
 
 @pytest.fixture

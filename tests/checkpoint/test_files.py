@@ -15,9 +15,9 @@ from safetensors.torch import load_file, save_file
 from dlo_framework.checkpoint import FlatShard, load, save
 from dlo_framework.checkpoint.boxes import whole
 from dlo_framework.checkpoint.dtypes import AS_BYTES, SAFETENSORS_CODES, dtype_name
-from dlo_framework.checkpoint.holdings import Holding, tell
-from dlo_framework.checkpoint.nest import marked, put, split
-from dlo_framework.checkpoint.plan import SMALL_BYTES, divide
+from dlo_framework.checkpoint.holdings import Holding, pack_inventory
+from dlo_framework.checkpoint.nest import extract_tensors, insert_value, read_mark
+from dlo_framework.checkpoint.plan import SMALL_BYTES, make_global_plan
 from dlo_framework.checkpoint.tensor_file import HashedFile, TensorFile, layout, read_header
 from dlo_framework.errors import DloError
 
@@ -138,11 +138,11 @@ def test_what_is_taken_out_and_what_stays(tmp_path):
         "callbacks": {"Mine": {"list": [FlatShard(torch.ones(4), torch.Size([4]), 0)], "score": torch.tensor(2.0)}},
         "tuple": (1, torch.ones(2), OrderedDict(a=1)),
     }
-    rest, found = split(run)
+    rest, found = extract_tensors(run)
     groups = {place.group for place, _ in found}
     assert groups == {"model", "average", "optimizer.0", "callbacks.Mine.list"}
     assert "linear.weight.blocks.1" in {place.name for place, _ in found}
-    assert marked(rest["state_dict"]["linear.weight"]) == ("model", "linear.weight")
+    assert read_mark(rest["state_dict"]["linear.weight"]) == ("model", "linear.weight")
     assert torch.is_tensor(rest["random_state"][0]["torch"])
     assert torch.is_tensor(rest["callbacks"]["Mine"]["score"])
 
@@ -183,9 +183,9 @@ def test_hyperparameters_that_are_no_plain_data_are_kept_as_text(tmp_path):
 
 def test_put_keeps_what_is_there_and_makes_what_is_not():
     rest = {"optimizer_states": [{"state": {"a": {"step": 1}}}], "gradients": None}
-    put(rest, ("optimizer_states", 0, "state", "a", "step"), 2)
-    put(rest, ("optimizer_states", 0, "state", "b", "step"), 3)
-    put(rest, ("gradients", "a"), 4)
+    insert_value(rest, ("optimizer_states", 0, "state", "a", "step"), 2)
+    insert_value(rest, ("optimizer_states", 0, "state", "b", "step"), 3)
+    insert_value(rest, ("gradients", "a"), 4)
     assert rest == {"optimizer_states": [{"state": {"a": {"step": 1}, "b": {"step": 3}}}], "gradients": {"a": 4}}
 
 
@@ -200,7 +200,7 @@ def test_boxes_are_divided_once_and_evenly(tensors):
         ]
         for rank in range(4)
     ]
-    plan = divide([tell(of_rank) for of_rank in holdings])
+    plan = make_global_plan([pack_inventory(of_rank) for of_rank in holdings])
     assert all(len(tensor.runs) == 1 for tensor in plan.tensors.values())
     written = [0] * 4
     for n, (size, who) in enumerate(tensors):

@@ -14,9 +14,9 @@ from dlo_framework.checkpoint import FlatShard, load, planning, read_manifest, s
 from dlo_framework.checkpoint.agreement import through_first, together
 from dlo_framework.checkpoint.chunks import Runs, SavedTensor
 from dlo_framework.checkpoint.dtypes import dtype_of
-from dlo_framework.checkpoint.holdings import Holding, tell
+from dlo_framework.checkpoint.holdings import Holding, pack_inventory
 from dlo_framework.checkpoint.manifest import Manifest, to_text
-from dlo_framework.checkpoint.plan import divide, file_plan
+from dlo_framework.checkpoint.plan import make_file_plan, make_global_plan
 from dlo_framework.checkpoint.shards import Box, overlap
 from dlo_framework.checkpoint.tensor_file import layout
 from dlo_framework.errors import DloError, is_agreed
@@ -47,10 +47,10 @@ def sharded(rank: int, ranks: int) -> list[Holding]:
 
 def manifest_of(holdings: list[list[Holding]]) -> Manifest:
     """The manifest of a save, of which nothing is written."""
-    plan = divide([tell(of_rank) for of_rank in holdings])
+    plan = make_global_plan([pack_inventory(of_rank) for of_rank in holdings])
     manifest, starts = Manifest(1, 0, len(holdings), 0.0, {}), {}
     for rank, (of_rank, mask, size) in enumerate(zip(holdings, plan.masks, plan.sizes, strict=True)):
-        file = file_plan(rank, of_rank, mask, size)
+        file = make_file_plan(rank, of_rank, mask, size)
         if file is not None:
             starts[rank] = len(layout(file.entries, {})[0])
             manifest.files[file.name] = {"bytes": starts[rank] + size, "sha256": "0" * 64, "data": starts[rank]}
@@ -83,7 +83,7 @@ def test_boxes_of_a_mesh_are_runs_along_the_axis_that_most_ranks_shard():
         return [held("w", "float32", (1024, 64), Box((box.offsets[0], rank % 8 * 8), (box.sizes[0], 8)))]
 
     for ranks in (64, 512):
-        plan = divide([tell(of(rank, ranks)) for rank in range(ranks)])
+        plan = make_global_plan([pack_inventory(of(rank, ranks)) for rank in range(ranks)])
         assert [(run.length, run.dim, run.stride) for run in plan.tensors["model", "w"].runs] == 8 * [
             (ranks // 8, 0, 8)
         ]
@@ -97,11 +97,11 @@ def test_a_run_ends_where_the_files_numbers_go_on_in_other_steps():
 
 
 def test_what_a_rank_tells_does_not_grow_with_the_ranks_and_few_bytes_tell_it():
-    told = {ranks: sum(map(len, tell(sharded(1, ranks)))) for ranks in (8, 512)}
+    told = {ranks: sum(map(len, pack_inventory(sharded(1, ranks)))) for ranks in (8, 512)}
     assert told[512] < 1.1 * told[8]
     assert told[512] < len(pickle.dumps(sharded(1, 512))) / 3
     # A bit for each box that it holds is what it is answered.
-    plan = divide([tell(sharded(rank, 8)) for rank in range(8)])
+    plan = make_global_plan([pack_inventory(sharded(rank, 8)) for rank in range(8)])
     assert {len(mask) for mask in plan.masks} == {-(-len(sharded(1, 8)) // 8)}
 
 
@@ -133,10 +133,10 @@ def layouts(draw) -> list[list[Holding]]:
 @given(layouts())
 def test_each_box_lies_where_its_writer_puts_it_and_is_found_there(holdings):
     manifest = manifest_of(holdings)
-    plan = divide([tell(of_rank) for of_rank in holdings])
+    plan = make_global_plan([pack_inventory(of_rank) for of_rank in holdings])
     expected: dict = {}
     for rank, of_rank in enumerate(holdings):
-        file = file_plan(rank, of_rank, plan.masks[rank], plan.sizes[rank])
+        file = make_file_plan(rank, of_rank, plan.masks[rank], plan.sizes[rank])
         if file is None:
             assert plan.sizes[rank] == 0
             continue
@@ -262,11 +262,11 @@ def save_often(rank: int, world_size: int, folder) -> dict:
     planning.divide = divided
     # Each plan of its own is forgotten by one rank: all make a new one.
     if rank == 2:
-        planning._known.clear()
+        planning._cached_plans.clear()
     save(a_run(60.0, rank, world_size), folder / "forgotten", group=group)
     found["forgotten"] = calls.taken()
     found["failing"] = failing(rank, group)
-    found["plans kept whole"] = sum(known.plan is not None for known in planning._known.values())
+    found["plans kept whole"] = sum(known.plan is not None for known in planning._cached_plans.values())
     return found
 
 
@@ -331,11 +331,11 @@ def test_a_rank_that_fails_while_it_is_planned_ends_all_with_what_it_said(found,
 def test_ranks_that_disagree_on_a_tensor_and_boxes_that_are_not_all_of_it_are_told():
     whole = held("w", "float32", (4,), Box((0,), (4,)))
     with pytest.raises(AssertionError, match=r"ranks hold \('model', 'w'\) as float32\(4,\) and as bfloat16\(4,\)"):
-        divide([tell([whole]), tell([whole._replace(dtype="bfloat16")])])
+        make_global_plan([pack_inventory([whole]), pack_inventory([whole._replace(dtype="bfloat16")])])
     for part in (Box((0,), (3,)), None):
         holding = held("w", "float32", (4,), *([part] if part else []))
         with pytest.raises(
             AssertionError, match=r"the boxes that ranks hold of \('model', 'w'\), shape \(4,\), do not"
         ):
-            divide([tell([holding])])
-    assert prod(divide([tell([])]).sizes) == 0
+            make_global_plan([pack_inventory([holding])])
+    assert prod(make_global_plan([pack_inventory([])]).sizes) == 0
