@@ -140,9 +140,7 @@ class CopyStream:
         self.stream = streams.Stream(device)
 
     def copy(self, batch: Any) -> Any:
-        """Returns a batch with its tensors on the device; one whose tensors are inside other objects is returned
-        unchanged.
-        """
+        """Returns a batch with its tensors on the device; one with tensors inside other objects is unchanged."""
         from lightning.fabric.utilities import move_data_to_device
 
         if not all(isinstance(leaf, (torch.Tensor, *_PLAIN)) for leaf in tree_leaves(batch)):

@@ -52,8 +52,7 @@ class Cut:
         return torch.Size([self.size if dim == self.dim else size for dim, size in enumerate(part)])
 
     def overlaps(self, first: int, count: int) -> Iterator[tuple[int, int, int]]:
-        """Yields the ranges of the full tensor that indices of the slice cover: `(index in slice, index in tensor,
-        count)`.
+        """Yields the full tensor's ranges for indices of the slice: `(index in slice, index in tensor, count)`.
 
         Args:
             first: First index in the slice.

@@ -107,9 +107,7 @@ def best_checkpoint(run_folder: Path, model: LightningModule) -> list[Callback]:
 
 
 class _SavesAtEnds(ModelCheckpoint):
-    """ModelCheckpoint that saves after validations and epochs alone, and skips what Lightning's (2.6.6) does at each
-    step.
-    """
+    """ModelCheckpoint that saves after validations and epochs alone, without Lightning's (2.6.6) work at each step."""
 
     @functools.cached_property
     def state_key(self) -> str:

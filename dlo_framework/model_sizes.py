@@ -103,17 +103,17 @@ def bias_at(rel_pos: RelPosBias | RelPosMlp, height: int, width: int) -> Tensor:
         coordinates = gen_relative_log_coords(
             (height, width), rel_pos.pretrained_window_size, rel_pos.mode, device=weight.device, dtype=weight.dtype
         )
-        bias = unroll(rel_pos.mlp(coordinates))
+        bias = expand_relative_bias(rel_pos.mlp(coordinates))
         bias = rel_pos.bias_act(bias)
         return bias if rel_pos.bias_gain is None else bias * rel_pos.bias_gain
     rows, columns = (2 * side - 1 for side in rel_pos.window_size)
     table = rel_pos.relative_position_bias_table.view(1, rows, columns, -1).permute(0, 3, 1, 2)
     # Not antialiased: so it has a deterministic gradient on CUDA, and at up to half the size every entry is used.
     table = F.interpolate(table, size, mode="bilinear", align_corners=False)
-    return unroll(table[0].permute(1, 2, 0))
+    return expand_relative_bias(table[0].permute(1, 2, 0))
 
 
-def unroll(table: Tensor) -> Tensor:
+def expand_relative_bias(table: Tensor) -> Tensor:
     """Returns the bias of each pair of cells, [1, heads, HW, HW], from that of each relative position.
 
     Args:

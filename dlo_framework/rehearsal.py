@@ -24,7 +24,7 @@ from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signatu
 from torch.utils.data import DataLoader
 
 from dlo_framework.errors import DloError
-from dlo_framework.snapshot import take, training_loaders
+from dlo_framework.snapshot import take_snapshot, training_loaders
 from dlo_framework.stop import GracefulStop
 from dlo_framework.watch.monitor import RunMonitor, batch_loss
 from dlo_framework.watch.summary import RunRecord
@@ -176,7 +176,7 @@ def rehearse(trainer: Trainer) -> Iterator[Rehearsal]:
         if isinstance(callback, RunMonitor):
             callback.pause()
     with contextlib.ExitStack() as stack:
-        stack.callback(take(trainer).restore)
+        stack.callback(take_snapshot(trainer).restore)
         stack.callback(setattr, trainer, "loggers", trainer.loggers)
         options.loggers = [DummyLogger() for _ in trainer.loggers]
         rehearsal = Rehearsal(trainer)

@@ -57,7 +57,7 @@ _CONSTANT = (int, float, complex, str, bytes, bool, type(None))
 
 
 class Snapshot:
-    """State of a run at one moment; :func:`take` makes one.
+    """State of a run at one moment; :func:`take_snapshot` makes one.
 
     It holds parameters, buffers and gradients, train or eval mode, ``requires_grad``, the states of optimizers,
     schedulers and the precision plugin's scaler, Lightning's counters and logged metrics, the loaders' positions, the
@@ -179,9 +179,7 @@ def _restart_iterator(trainer: Trainer, number: int, loader: Any) -> None:
 
 
 def _copied(item: Any) -> tuple[Undo | None, Iterable[Any]]:
-    """Returns a function that restores an object's present state, and the objects in it, which are to be copied
-    themselves.
-    """
+    """Returns a function that restores an object's present state, and the objects in it, to be copied too."""
     if isinstance(item, torch.Tensor):
         return _tensor(item)
     if isinstance(item, dict):

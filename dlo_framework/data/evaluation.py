@@ -127,9 +127,7 @@ def undone(module: LightningModule, results: Any) -> Iterator[None]:
 
 
 def _kept_metric(metric: Metric) -> Callable[[], None]:
-    """Returns a function that restores a metric; a torchmetrics ``Metric`` (1.x) has its whole state in plain
-    attributes.
-    """
+    """Returns a function that restores a metric, whose state torchmetrics (1.x) keeps in plain attributes."""
     before = dict(vars(metric))
     values = {name: value.clone() for name, value in before.items() if isinstance(value, Tensor)}
     lists = {name: list(value) for name, value in before.items() if isinstance(value, list)}
@@ -166,9 +164,7 @@ def _kept_results(results: Any) -> Callable[[], None]:
 
 
 def _kept_attributes(module: LightningModule) -> Callable[[], None]:
-    """Returns a function that restores the module's own attributes: lists, dicts and sets with their content, and
-    buffers.
-    """
+    """Returns a function that restores the module's own attributes (lists, dicts, sets) and buffers."""
     own = {name: value for name, value in vars(module).items() if name not in _base_attributes()}
     containers: dict[int, tuple[Any, Any]] = {}
     for value in own.values():

@@ -10,7 +10,7 @@ from timm.layers.pos_embed_rel import RelPosBias, RelPosMlp
 from torch import nn
 
 from dlo_framework.errors import DloError
-from dlo_framework.model_sizes import accept_any_size, bias_at, check_sizes, size_multiple, unroll
+from dlo_framework.model_sizes import accept_any_size, bias_at, check_sizes, size_multiple, expand_relative_bias
 
 TINY = {"img_size": 32, "patch_size": 8, "embed_dim": 32, "depth": 2, "num_heads": 2, "num_classes": 4}
 AVERAGED = {**TINY, "class_token": False, "global_pool": "avg"}
@@ -111,7 +111,7 @@ def test_a_coatnet_is_timms_own_of_the_other_size(name):
 def test_a_table_is_unrolled_as_timm_indexes_it():
     rel_pos = RelPosBias((3, 5), 4)
     table = rel_pos.relative_position_bias_table.view(5, 9, 4)
-    assert torch.equal(unroll(table), rel_pos.get_bias())
+    assert torch.equal(expand_relative_bias(table), rel_pos.get_bias())
     assert torch.equal(bias_at(rel_pos, 3, 5), rel_pos.get_bias())
     network = RelPosMlp((3, 5), 4, hidden_dim=8).eval()
     torch.testing.assert_close(bias_at(network, 3, 5), network.get_bias())

@@ -15,7 +15,7 @@ from torchmetrics.classification import MulticlassAccuracy
 from dlo_framework.data import ResumableDataModule
 from dlo_framework.ema import WeightEMA
 from dlo_framework.rehearsal import Rehearsal, rehearse
-from dlo_framework.snapshot import take
+from dlo_framework.snapshot import take_snapshot
 from dlo_framework.watch.monitor import RunMonitor
 from support.noisy_data import BATCH, BATCHES, Noisy
 
@@ -172,7 +172,7 @@ def test_the_optimizer_is_as_empty_and_the_tensors_are_the_same_objects():
             values = [tensor.clone() for tensor in before]
             pl_module.net[3].bias.requires_grad_(False)
             pl_module.net[2].eval()
-            snapshot = take(trainer)
+            snapshot = take_snapshot(trainer)
             rehearsal = Rehearsal(trainer)
             rehearsal.optimizer_step()
             rehearsal.close()
@@ -294,7 +294,7 @@ def test_the_data_themselves_are_not_copied():
 
     class Check(Callback):
         def on_train_epoch_start(self, trainer, pl_module):
-            kept = take(trainer)._kept
+            kept = take_snapshot(trainer)._kept
             assert id(pl_module.net[0].weight) in kept
             assert id(data) not in kept
             assert id(data.tensors[0]) not in kept
