@@ -10,7 +10,7 @@ from timm.layers.pos_embed_rel import RelPosBias, RelPosMlp
 from torch import nn
 
 from dlo_framework.errors import DloError
-from dlo_framework.model_sizes import accept_any_size, bias_at, check_sizes, size_multiple, expand_relative_bias
+from dlo_framework.model_sizes import accept_any_size, bias_at, check_sizes, expand_relative_bias, size_multiple
 
 TINY = {"img_size": 32, "patch_size": 8, "embed_dim": 32, "depth": 2, "num_heads": 2, "num_classes": 4}
 AVERAGED = {**TINY, "class_token": False, "global_pool": "avg"}
