@@ -1,9 +1,8 @@
 """Parallel plan of a model: patterns, as pure data, for tensor, pipeline and context parallelism and FSDP.
 
-A plan names parts of a model by patterns. A pattern is a dotted module or parameter name in which `*` stands
-for exactly one name between dots, `**` for any number of them, and `?` and `[...]` work as in a shell:
-`blocks.*` is `blocks.0` and `blocks.11`, not `blocks.0.attn`. What a pattern matches it owns with all below
-it.
+A plan names parts of a model by patterns. A pattern is a dotted module or parameter name in which `*` matches exactly
+one name between dots, `**` any number of them, and `?` and `[...]` work as in a shell: `blocks.*` matches `blocks.0`
+and `blocks.11`, not `blocks.0.attn`. A pattern covers the modules that it matches and all their submodules.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Checkpoints that are whole or not there, that run nothing when they are read, and that any strategy reads."""
+"""Checkpoints that are saved atomically, execute nothing when they are read, and load under any strategy."""
 
 from dlo_framework.checkpoint.background import AsyncSaver
 from dlo_framework.checkpoint.canonical import save

@@ -1,7 +1,7 @@
 """Global plan of a save: rank 0 decides which rank writes each box.
 
-There are as many boxes as tensors times the ranks that shard them, millions in a large run. So they are columns of
-numbers here, a row a box, and no objects.
+The number of boxes is that of the tensors times the ranks that shard them, millions in a large run. So they are columns
+of numbers here, one row for each box, and not objects.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ _INFORMATIVE = ("hyper_parameters", "datamodule_hyper_parameters")
 
 def write_state(file: HashedFile, rest: dict[str, Any]) -> None:
     """Writes the plain data."""
-    torch.save(rest, file)  # type: ignore[arg-type]  # All that torch asks for is ``write`` and ``flush``.
+    torch.save(rest, file)  # type: ignore[arg-type]  # torch only needs ``write`` and ``flush``.
 
 
 def read_state(path: Path) -> dict[str, Any]:

@@ -29,7 +29,7 @@ class Draw(NamedTuple):
         size: (height, width) of the image to make of it, equal for all draws of a batch; None for the dataset's own.
     """
 
-    index: int  # type: ignore[assignment]  # hides tuple.index, which nobody asks a draw for
+    index: int  # type: ignore[assignment]  # hides tuple.index, which a draw does not need
     seed: int
     real: bool
     size: tuple[int, int] | None = None
