@@ -1,4 +1,4 @@
-"""A save's copies of a device's tensors pass through two buffers of one size, whatever their own is."""
+"""A save copies a device's tensors through two buffers of one size, whatever the tensors' sizes."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""The arithmetic on boxes, against brute force over the elements."""
+"""Arithmetic on boxes, against brute force over the elements."""
 
 import itertools
 import math
@@ -27,7 +27,7 @@ def shape_and_boxes(draw, count):
 
 @st.composite
 def flat_parts(draw):
-    """A shape, and the edges of flat parts that together are all of a tensor of that shape."""
+    """A shape, and the bounds of flat slices that together make up a tensor of that shape."""
     shape = draw(SHAPES)
     count = math.prod(shape)
     cuts = sorted(draw(st.lists(st.integers(0, count), max_size=4)))
@@ -35,7 +35,7 @@ def flat_parts(draw):
 
 
 def counted(shape, boxes):
-    """How often each element is covered."""
+    """Number of boxes that cover each element."""
     counts = torch.zeros(shape, dtype=torch.int64)
     for box in boxes:
         part_of(counts, whole(shape), box).add_(1)

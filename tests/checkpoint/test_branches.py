@@ -1,4 +1,4 @@
-"""A run that goes on from an earlier checkpoint leaves the later ones behind; ``last`` and ``auto`` follow it."""
+"""A run that resumes from an earlier checkpoint supersedes the later ones; ``last`` and ``auto`` skip these."""
 
 import json
 import shutil
@@ -13,7 +13,7 @@ from dlo_framework.errors import DloError
 
 @pytest.fixture
 def run(tmp_path, monkeypatch):
-    """A run that has reached step 900, a checkpoint each 100 steps."""
+    """A run that has reached step 900, with a checkpoint each 100 steps."""
     for name in (runs.FOUND, "RANK", "LOCAL_RANK", "SLURM_PROCID", "NODE_RANK"):
         monkeypatch.delenv(name, raising=False)
     folder = tmp_path / "x" / "version_0"

@@ -1,4 +1,4 @@
-"""Other forms of a checkpoint, and the command that makes them."""
+"""Conversion of checkpoints, and the command that does it."""
 
 import json
 import os
@@ -20,7 +20,7 @@ from dlo_framework.errors import DloError
 
 
 class Small(LightningModule):
-    """Two kinds of groups, frozen weights, buffers: what makes numbers hard to match."""
+    """Two kinds of groups, frozen weights, buffers: the cases that make numbers hard to match."""
 
     def __init__(self, groups: bool = False) -> None:
         super().__init__()
@@ -71,7 +71,7 @@ QUIET = {"accelerator": "cpu", "logger": False, "enable_progress_bar": False, "e
 
 @pytest.mark.parametrize("groups", [False, True])
 def test_lightnings_own_trainer_goes_on_with_what_has_been_ours(tmp_path, groups, capsys):
-    """Three steps, Lightning's file, ours, Lightning's file again, three more steps; beside six without a stop."""
+    """Three steps, Lightning's file, ours, Lightning's file again, three more steps; compared with six without a stop."""
 
     def fit(steps, checkpoint=None):
         torch.manual_seed(0)
@@ -127,7 +127,7 @@ SHAPES = st.lists(st.sampled_from([(1,), (2,), (2, 2)]), min_size=1, max_size=7)
 
 @given(SHAPES, st.data())
 def test_an_assignment_that_is_found_is_the_only_one(shapes, data):
-    """Against a search of all: which tensors each of two groups takes, in the model's order."""
+    """Against an exhaustive search for the tensors of each of two groups, in the model's order."""
     homes = [data.draw(st.sampled_from([0, 1, None])) for _ in shapes]
     truth = [[at for at, home in enumerate(homes) if home == group] for group in (0, 1)]
     groups = [[shapes[at] for at in places] for places in truth]

@@ -1,4 +1,4 @@
-"""A checkpoint that is not what was written is refused by the file's name, and passed over for the newest that is."""
+"""A damaged checkpoint is refused, with the file named, and skipped in the search for the newest valid one."""
 
 import hashlib
 import json
@@ -91,7 +91,7 @@ def test_every_flipped_byte_of_every_file_is_found(folder):
             with pytest.raises(DloError, match=name):
                 verify(path)
             flip(path / name, at)
-    # White space between the manifest's entries may change: what it says does not.
+    # White space between the manifest's entries may change; its content may not.
     text = (path / "manifest.json").read_text()
     for at in range(0, len(text), 7):
         if not text[at].isspace():
@@ -151,7 +151,7 @@ def test_last_is_the_newest_whole_one_of_the_newest_run_that_has_one(tmp_path, m
         save(a_run(step), new / f"step-{step}.ckpt")
     save(a_run(30), new / "last.ckpt")
     assert runs.find_checkpoint(tmp_path, "last") == new / "last.ckpt"
-    # A rank that rank 0 has started takes its word, without a look at the files.
+    # A rank that rank 0 has started uses its result, without reading the files.
     flip(new / "last.ckpt" / "state.pt", 200)
     monkeypatch.setenv("LOCAL_RANK", "1")
     assert runs.find_checkpoint(tmp_path, "last") == new / "last.ckpt"
@@ -199,7 +199,7 @@ def test_an_old_single_file_is_replaced_and_removed(tmp_path):
 
 
 def as_format_1(path) -> None:
-    """Writes a checkpoint's manifest anew, as dlo did before format 2."""
+    """Writes a checkpoint's manifest in format 1."""
     found, content = read_manifest(path), json.loads((path / "manifest.json").read_text())
     content["format"] = 1
     for file in content["files"].values():
@@ -220,7 +220,7 @@ def as_format_1(path) -> None:
 
 
 def rewrite(path, content: dict) -> None:
-    """Gives a checkpoint this manifest, with its hash."""
+    """Replaces a checkpoint's manifest, with its hash."""
     content.pop("manifest_sha256", None)
     content = json.loads(json.dumps(content))
     text = json.dumps({**content, "manifest_sha256": manifest._hash(content)})
@@ -278,7 +278,7 @@ def test_a_manifest_of_format_1_is_read(folder):
     ],
 )
 def test_a_manifest_that_was_made_up_is_refused(folder, change, message):
-    """Whoever changes a manifest can change its hash too; it still may not name what is not the checkpoint's."""
+    """An attacker can change the manifest's hash too; it still must not name anything outside the checkpoint."""
     refuse(folder / "step-5.ckpt", lambda c: change(c, c["tensors"]["model"]["w"]["chunks"]), message)
 
 
@@ -329,7 +329,7 @@ def test_the_mapping_is_a_readers_own_to_change(folder):
     taken = state.pop("w")
     assert "w" not in state
     assert len(state) == 1
-    taken += 1  # This process's copy of the file's pages: the file stays as it is.
+    taken += 1  # This process's copy of the file's pages: the file does not change.
     state["v"] = taken
     state.rename("b", "c")
     state.rename("v", "u")

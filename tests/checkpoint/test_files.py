@@ -1,4 +1,4 @@
-"""The parts of a checkpoint's files: safetensors as others read and write it, the nest, the state that is no tensor."""
+"""Files of a checkpoint: safetensors as other programs read and write it, the tree, the state that is not tensors."""
 
 import hashlib
 import io
@@ -25,7 +25,7 @@ TYPES = [getattr(torch, name) for name in (*SAFETENSORS_CODES, *AS_BYTES) if nam
 
 
 def some(dtype: torch.dtype, shape=(3, 5)) -> torch.Tensor:
-    """Every bit pattern that is asked for is kept, not only numbers."""
+    """Every bit pattern is preserved, not only numbers."""
     count = int(np.prod(shape)) * dtype.itemsize
     generator = torch.Generator().manual_seed(dtype.itemsize)
     raw = torch.randint(0, 2 if dtype == torch.bool else 256, (count,), generator=generator, dtype=torch.uint8)
@@ -74,7 +74,7 @@ def test_safetensors_reads_what_is_written_and_the_hash_is_the_files(tmp_path):
 def test_what_safetensors_writes_is_read_aligned_or_not(tmp_path):
     path = tmp_path / "x.safetensors"
     save_file({"a": some(torch.float32), "b": some(torch.int8, (3,))}, path)
-    # The odd bytes first, as the format allows and its library does not write.
+    # The odd bytes first, which the format allows and its library does not write.
     header = {"b": {"dtype": "I8", "shape": [3], "data_offsets": [0, 3]}}
     header["a"] = {"dtype": "F32", "shape": [3, 5], "data_offsets": [3, 63]}
     text = json.dumps(header).encode()
@@ -191,7 +191,7 @@ def test_put_keeps_what_is_there_and_makes_what_is_not():
 
 @given(st.lists(st.tuples(st.integers(1, 300_000), st.sets(st.integers(0, 3), min_size=1)), max_size=12))
 def test_boxes_are_divided_once_and_evenly(tensors):
-    """Each tensor is whole on some of four ranks; nobody writes more than its due and one box over."""
+    """Each tensor is on some of four ranks in full; no rank writes more than its share and one box."""
     holdings = [
         [
             Holding(("state_dict", str(n)), ("model", str(n)), "uint8", (size,), (((0,), (size,)),))

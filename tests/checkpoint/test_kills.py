@@ -1,4 +1,4 @@
-"""A process that is killed while it saves leaves a whole checkpoint, whichever moment it is."""
+"""A process that is killed during a save leaves a complete checkpoint, at whichever moment."""
 
 import os
 import random
@@ -19,7 +19,7 @@ LEFTOVERS = {".partial", ".old", ".removed"}
 
 
 def a_step(step: int, rank: int = 0, world_size: int = 1, count: int = 1000) -> dict:
-    """A checkpoint whose every number is its step."""
+    """A checkpoint in which every number is the step."""
     part = count // world_size
     weights = FlatShard(torch.full((part,), float(step)), torch.Size([part * world_size]), part * rank)
     return {
@@ -32,7 +32,7 @@ def a_step(step: int, rank: int = 0, world_size: int = 1, count: int = 1000) -> 
 
 
 def step_of(path: Path) -> int:
-    """The step of a checkpoint that is whole; raises if any part of it is of another."""
+    """Step of a complete checkpoint; raises if any part of it has another."""
     run = load(path)
     step = run["global_step"]
     assert run["loops"] == {"step": step}
@@ -46,7 +46,7 @@ def leftovers(folder: Path) -> list[str]:
 
 
 def check_after_a_kill(folder: Path) -> int:
-    """The step that a run would go on from: the same before and after its start has cleaned up."""
+    """Step that a run would resume from: the same before and after its start has removed the leftovers."""
     found = newest_valid(folder)
     assert found is not None
     step = step_of(found)
@@ -60,7 +60,7 @@ def check_after_a_kill(folder: Path) -> int:
 
 
 def forked(work: Callable[[], object], seconds: float = 60.0) -> int:
-    """Does ``work`` in a forked process; returns its exit status, negative for a signal."""
+    """Runs ``work`` in a forked process; returns its exit status, negative for a signal."""
     child = fork(work)
     return ended(child, seconds)
 
@@ -92,7 +92,7 @@ def ended(child: int, seconds: float) -> int:
 
 
 def kill_at(event_number: int, folder: Path) -> None:
-    """Kills this process right before its n-th operation: a file in ``folder`` opened, any made, renamed or removed."""
+    """Kills this process just before its n-th operation: a file in ``folder`` opened, any created, renamed or removed."""
     count = 0
 
     def hook(event: str, arguments: tuple) -> None:
@@ -170,9 +170,10 @@ def kill_ranks(rank: int, world_size: int, folder: Path, trials: int, ranks: int
 
 
 def test_a_kill_before_each_operation_leaves_a_whole_checkpoint(tmp_path):
-    """Forked, because each of the kills takes a process; over an older checkpoint's folder, and its single file."""
+    """Forked, because each kill takes a process; over an older checkpoint's folder, and its single file."""
     for resumed in run_distributed(kill_at_each_step_of_both, 1, tmp_path, backend=None)[0]:
-        # Two saves and a purge are this many operations at least; from some moment on the new step is there, and stays.
+        # Two saves and a removal have at least this many operations; from some moment on the new step exists, and
+        # stays.
         assert len(resumed) > 25
         assert resumed == sorted(resumed)
         assert set(resumed) == {1, 2}

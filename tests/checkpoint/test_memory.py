@@ -1,4 +1,4 @@
-"""What saving and loading hold in memory beside the tensors, at their peak: one bucket of 64 MB."""
+"""Peak memory of saving and loading beside the tensors: one bucket of 64 MB."""
 
 import sys
 from pathlib import Path
@@ -16,7 +16,7 @@ MB = 2**20
 SIDE = 6144
 SIZE = SIDE * SIDE * 4  # 144 MB
 BUCKET = 64 * MB
-#: Pages of libraries that are touched for the first time, the manifest, the allocator's own.
+#: Pages of libraries that are touched for the first time, the manifest, the allocator's own memory.
 SLACK = 40 * MB
 
 
@@ -26,8 +26,8 @@ def status(key: str) -> int:
 
 
 def peak_of(work) -> int:
-    """The most memory that was in use during ``work``, over what was before."""
-    Path("/proc/self/clear_refs").write_text("5")  # The high-water mark starts anew.
+    """Peak memory during ``work``, above that before."""
+    Path("/proc/self/clear_refs").write_text("5")  # This resets the high-water mark.
     before = status("VmRSS")
     work()
     return status("VmHWM") - before

@@ -1,4 +1,4 @@
-"""Who writes what is planned on one rank, once as long as nothing changes; each rank hears of its own part alone."""
+"""Rank 0 plans a save once, until something changes; each rank receives its own part alone."""
 
 import pickle
 from itertools import pairwise
@@ -32,21 +32,21 @@ def held(name: str, dtype: str, shape: tuple[int, ...], *boxes: Box) -> Holding:
 
 
 def rows(rank: int, ranks: int, shape: tuple[int, ...]) -> list[Box]:
-    """What FSDP gives a rank of a tensor; the last ranks may get less, or nothing."""
+    """A rank's FSDP shard of a tensor; the last ranks may get less, or nothing."""
     step = -(-shape[0] // ranks)
     low, high = min(rank * step, shape[0]), min((rank + 1) * step, shape[0])
     return [Box((low, *(0 for _ in shape[1:])), (high - low, *shape[1:]))] if high > low else []
 
 
 def sharded(rank: int, ranks: int) -> list[Holding]:
-    """A model whose tensors the ranks shard evenly, all but one, and Adam's steps, which all of them hold."""
+    """A model whose tensors the ranks shard evenly, all but one, and Adam's steps, which every rank holds."""
     shapes = {f"layer.{n}": (1024, 64) for n in range(20)} | {"norm": (1024,), "odd": (1030, 3)}
     weights = [held(name, "float32", shape, *rows(rank, ranks, shape)) for name, shape in shapes.items()]
     return weights + [held(f"{name}.step", "float32", (), Box((), ())) for name in shapes]
 
 
 def manifest_of(holdings: list[list[Holding]]) -> Manifest:
-    """The manifest of a save, of which nothing is written."""
+    """The manifest of a save, without writing it."""
     plan = make_global_plan([pack_inventory(of_rank) for of_rank in holdings])
     manifest, starts = Manifest(1, 0, len(holdings), 0.0, {}), {}
     for rank, (of_rank, mask, size) in enumerate(zip(holdings, plan.masks, plan.sizes, strict=True)):
@@ -76,7 +76,7 @@ def test_what_the_manifest_says_of_a_tensor_does_not_grow_with_the_ranks(tmp_pat
 
 
 def test_boxes_of_a_mesh_are_runs_along_the_axis_that_most_ranks_shard():
-    """Eight parts along the columns, of which each is sharded along the rows."""
+    """Eight slices along the columns, each sharded along the rows."""
 
     def of(rank: int, ranks: int) -> list[Holding]:
         (box,) = rows(rank // 8, ranks // 8, (1024, 64))
@@ -100,14 +100,14 @@ def test_what_a_rank_tells_does_not_grow_with_the_ranks_and_few_bytes_tell_it():
     told = {ranks: sum(map(len, pack_inventory(sharded(1, ranks)))) for ranks in (8, 512)}
     assert told[512] < 1.1 * told[8]
     assert told[512] < len(pickle.dumps(sharded(1, 512))) / 3
-    # A bit for each box that it holds is what it is answered.
+    # The answer is one bit for each box that the rank holds.
     plan = make_global_plan([pack_inventory(sharded(rank, 8)) for rank in range(8)])
     assert {len(mask) for mask in plan.masks} == {-(-len(sharded(1, 8)) // 8)}
 
 
 @st.composite
 def layouts(draw) -> list[list[Holding]]:
-    """Tensors in grids of boxes, even or not, some of them held several times, on up to six ranks."""
+    """Tensors in grids of boxes, even or not, some of them on several ranks, of up to six."""
     ranks = draw(st.integers(1, 6))
     holdings: list[list[Holding]] = [[] for _ in range(ranks)]
     for number in range(draw(st.integers(0, 6))):
@@ -159,7 +159,7 @@ def test_each_box_lies_where_its_writer_puts_it_and_is_found_there(holdings):
 
 
 class Calls:
-    """What this rank hands to collectives of objects, in bytes, and how often plans are made."""
+    """Bytes that this rank passes to collectives of objects, and number of plans made."""
 
     def __init__(self) -> None:
         self.sent: list[tuple[str, int]] = []
@@ -198,7 +198,7 @@ class Calls:
 
 
 def a_run(step: float, rank: int, world_size: int, extra: bool = False) -> dict:
-    """Flat shards of many weights; plain values of the optimizer's that only their rank knows."""
+    """Flat shards of many weights; plain values of the optimizer that exist on one rank alone."""
     weights = {f"model.layers.{n}.weight": torch.full((6, 4), step + n) for n in range(TENSORS)}
     share = 24 // world_size
     shards = {
@@ -224,7 +224,7 @@ def failure_of(work) -> str:
 
 
 def failing(rank: int, group) -> list[str]:
-    """What is raised where a rank's work fails, or what the first decides."""
+    """Error raised if a rank's work fails, or the first rank's decision."""
 
     def at(where: int, error: BaseException):
         def work() -> int:
@@ -260,7 +260,7 @@ def save_often(rank: int, world_size: int, folder) -> dict:
     planning.divide = lambda told: 1 / 0
     found["no plan"] = failure_of(lambda: save(a_run(1.0, rank, world_size, True), folder / "no plan", group=group))
     planning.divide = divided
-    # Each plan of its own is forgotten by one rank: all make a new one.
+    # Each plan is forgotten by one rank: all make a new one.
     if rank == 2:
         planning._cached_plans.clear()
     save(a_run(60.0, rank, world_size), folder / "forgotten", group=group)
@@ -283,7 +283,7 @@ def found(folder):
 def test_a_second_save_tells_nothing_of_the_tensors_and_plans_nothing(found):
     for rank, of_rank in enumerate(found):
         kinds = {name: [kind for kind, _ in of_rank[name]["sent"]] for name in ("first", "second", "one more", "again")}
-        # Whether the plan fits, what is held where it does not, the folder that is made, the files that are written.
+        # Whether the plan fits, the inventories if it does not, the folder that is created, the files that are written.
         assert kinds["first"] == kinds["one more"] == ["gather", "gather", "all-gather", "gather"]
         assert kinds["second"] == kinds["again"] == ["gather", "all-gather", "gather"]
         assert max(size for _, size in of_rank["second"]["sent"]) < 500

@@ -1,4 +1,4 @@
-"""A checkpoint of any layout, saved on three ranks and on one, is loaded in every layout on two ranks and on one."""
+"""A checkpoint of any layout, saved on three ranks or on one, loads in every layout on two ranks and on one."""
 
 import hashlib
 import itertools
@@ -31,7 +31,7 @@ def values(seed: int) -> dict[str, torch.Tensor]:
 
 
 def laid_out(tensor: torch.Tensor, layout: str, rank: int, world_size: int):
-    """The rank's part of a tensor; "mesh" is sharded along two axes, or two ways along one where the ranks are few."""
+    """A rank's shard of the tensor; "mesh" is sharded along two axes, or twice along one with few ranks."""
     if layout == "plain" or tensor.ndim == 0:
         return tensor.clone()
     if layout == "flat":
@@ -59,13 +59,13 @@ def same(shard, tensor: torch.Tensor, layout: str, rank: int, world_size: int) -
 
 
 def a_run(layout: str, rank: int, world_size: int) -> dict:
-    """A checkpoint as a strategy hands it over: weights, moments, an average, plain data."""
+    """A checkpoint in the form that a strategy passes: weights, moments, an average, plain data."""
 
     def part(tensor):
         return laid_out(tensor, layout, rank, world_size)
 
     weights, first, second, average = (values(seed) for seed in range(4))
-    # Whole parameters are divided among the ranks: each has the state of some, and only it knows their steps.
+    # Full parameters are distributed over the ranks: each rank has the state, and the steps, of some.
     mine = [name for number, name in enumerate(SHAPES) if layout != "plain" or number % world_size == rank]
     state = {n: {"exp_avg": part(first[n]), "exp_avg_sq": part(second[n]), "step": 3.0 + len(n)} for n in mine}
     return {
@@ -87,7 +87,7 @@ def save_all(rank: int, world_size: int, folder) -> int:
 
 
 def load_all(rank: int, world_size: int, folder) -> int:
-    """Loads every checkpoint in every layout; returns the number of tensors that were compared."""
+    """Loads every checkpoint in every layout; returns the number of compared tensors."""
     compared = 0
     weights, first, second, average = (values(seed) for seed in range(4))
     empty = {n: torch.zeros_like(t) for n, t in weights.items()}

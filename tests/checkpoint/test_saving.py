@@ -1,6 +1,6 @@
-"""Two ranks that save: who writes what, what happens where one fails or the disk is full, and in the background.
+"""Two ranks that save: the files of each, failures of one rank, a full disk, and saves in the background.
 
-One start of the ranks does all of it; each test looks at its own part of what they found.
+One start of the ranks runs all cases; each test checks its own part of the results.
 """
 
 import errno
@@ -48,7 +48,7 @@ def error_of(work) -> str:
 
 
 def blocked(rank: int):
-    """Puts a folder in the way of rank 1's file: a disk that answers with an error, on one rank."""
+    """Creates a folder at the path of rank 1's file: a disk that raises an error, on one rank."""
     wait = canonical._wait_for
 
     def block(partial, of_rank):
@@ -63,7 +63,7 @@ def blocked(rank: int):
 def replicated(rank: int, world_size: int, folder: Path) -> None:
     mesh = init_device_mesh("cpu", (world_size,))
     weights = {f"w{n}": zeros(250_000, device_mesh=mesh, placements=[Replicate()]) for n in range(4)}
-    # A buffer that differs over the ranks: rank 0's is what plain data parallelism would keep.
+    # A buffer that differs between ranks: rank 0's is the one that plain data parallelism would keep.
     small = torch.full((1000,), float(rank))
     save({"state_dict": {**weights, "small": small}}, folder / "r.ckpt", group=dist.group.WORLD)
 
@@ -85,7 +85,7 @@ def failing(rank: int, world_size: int, folder: Path) -> dict[str, str]:
 
 
 def disk(rank: int, world_size: int, small_disk: Path) -> dict[str, str]:
-    """A disk of 20 MB that is too small from the start, and one that somebody else fills during the save."""
+    """A disk of 20 MB that is too small from the start, and one that another process fills during the save."""
     group, path = dist.group.WORLD, small_disk / "last.ckpt"
 
     def big(value: float, count: int) -> dict:
@@ -101,7 +101,7 @@ def disk(rank: int, world_size: int, small_disk: Path) -> dict[str, str]:
 
     sys.addaudithook(fill)
     found["during"] = error_of(lambda: save(big(2.0, 3 * 10**6), path, group=group))
-    dist.barrier()  # Rank 0 clears up.
+    dist.barrier()  # Rank 0 removes them.
     found["left"] = str(sorted(p.name for p in small_disk.iterdir()))
     return found
 
@@ -148,7 +148,7 @@ def in_background(rank: int, world_size: int, folder: Path) -> dict[str, object]
     saver.save({"global_step": 3, "state_dict": weights}, third)
     if rank == 0:
         saver.remove(second)
-    # The next save tells of it, before it does anything.
+    # The next save raises it, before it does anything.
     found["error"] = error_of(lambda: saver.save({"state_dict": weights}, folder / "step-4.ckpt"))
     restore()
     dist.barrier()
@@ -172,7 +172,7 @@ def all_of_it(rank: int, world_size: int, folder: Path, small_disk: Path | None)
 
 @pytest.fixture(scope="module")
 def small_disk(tmp_path_factory):
-    """A file system of 20 MB; None where this user may not mount one."""
+    """A file system of 20 MB; None if this user may not mount one."""
     folder = tmp_path_factory.mktemp("disk")
     command = ["mount", "-t", "tmpfs", "-o", "size=20m", "tmpfs", str(folder)]
     mounted = subprocess.run(command, capture_output=True, check=False).returncode == 0
@@ -188,7 +188,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def found(folder, small_disk):
-    """What the two ranks found."""
+    """The results of the two ranks."""
     return run_distributed(all_of_it, 2, folder, small_disk, group_timeout=20)
 
 
@@ -196,7 +196,7 @@ def test_what_several_ranks_hold_is_written_once_and_divided(found, folder):
     path = folder / "replicated" / "r.ckpt"
     shards = sorted(path.glob("shard-*"))
     assert [shard.name for shard in shards] == ["shard-00000.safetensors", "shard-00001.safetensors"]
-    # Four tensors of 1 MB, two a rank; the small one is rank 0's.
+    # Four tensors of 1 MB, two a rank; rank 0 writes the small one.
     for shard, small in zip(shards, (4000, 0), strict=True):
         assert 2_000_000 + small <= shard.stat().st_size < 2_000_000 + small + 1000
     assert load(path)["state_dict"]["small"].tolist() == [0.0] * 1000
@@ -245,7 +245,7 @@ def test_a_write_that_is_refused_leaves_nothing(found, folder):
     ],
 )
 def test_what_is_short_is_told(tmp_path, monkeypatch, code, inodes, says):
-    """Of bytes there may be enough."""
+    """Enough bytes may be free."""
     about = SimpleNamespace(f_bavail=2, f_frsize=4096, f_files=100, f_favail=inodes)
     monkeypatch.setattr("os.statvfs", lambda folder: about)
 
