@@ -1,4 +1,4 @@
-"""Settings of a run on an accelerator, as far as a CPU shows them."""
+"""Settings of a run on an accelerator, as far as a CPU can test them."""
 
 import contextlib
 import gc
@@ -23,7 +23,7 @@ from dlo_framework.errors import DloError
 
 
 class Streams:
-    """What `torch.cuda` has of streams; notes what happens."""
+    """The streams of `torch.cuda`, which records the calls."""
 
     def __init__(self, events: list[str]) -> None:
         self.events = events
@@ -59,7 +59,7 @@ def test_a_batch_is_copied_on_its_own_stream_which_the_computing_one_waits_for(m
     assert events == ["begin copies", "copy", "copy", "stay", "end copies", "wait for copies"]
     assert found["x"].device.type == "meta"
     assert found["there"] is there
-    # What lay there before is no memory of the copying stream's.
+    # Memory that was there before does not belong to the copy stream.
     assert [name for _, name in recorded] == ["computes"] * 2
     assert {id(tensor) for tensor, _ in recorded} == {id(found["x"]), id(found["more"][0])}
 
@@ -117,7 +117,7 @@ def test_on_a_cpu_nothing_is_set(tmp_path, monkeypatch: pytest.MonkeyPatch) -> N
 
 @pytest.fixture
 def on_cuda(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """A trainer whose device is said to be CUDA's, with streams that note; settings are put back."""
+    """A trainer with a pretended CUDA device and recording streams; settings are restored."""
     before = torch.get_float32_matmul_precision(), torch.backends.cudnn.benchmark
     torch.set_float32_matmul_precision("highest")
     torch.backends.cudnn.benchmark = False

@@ -1,4 +1,4 @@
-"""The last accumulation window of an epoch: its gradient is the mean of the batches that it has."""
+"""The last accumulation window of an epoch: its gradient is the mean over its own batches."""
 
 import pytest
 import torch
@@ -42,7 +42,7 @@ class Net(LightningModule):
 
 
 class Norms(Callback):
-    """Keeps the whole gradient's norm at each step."""
+    """Records the full gradient's norm at each step."""
 
     def __init__(self) -> None:
         self.found: list[float] = []
@@ -62,7 +62,7 @@ class Data(ResumableDataModule):
 
 
 class Stream(IterableDataset):
-    """Does not say how long it is."""
+    """Has no length."""
 
     def __iter__(self):
         return iter([(row,) for row in samples()])
@@ -105,7 +105,7 @@ def norms_of(data, *callbacks, strategy="auto", devices=1, ckpt_path=None, **opt
 
 
 def true_means(batches: list[list[torch.Tensor]]) -> list[float]:
-    """Returns the norms of a loop of plain torch, whose gradients are the means over their windows."""
+    """Returns the norms of a loop in plain torch, whose gradients are the means over their windows."""
     module, found = Net(), []
     optimizer = module.configure_optimizers()
     for epoch in batches:
@@ -132,12 +132,12 @@ def test_the_last_gradient_is_the_mean_of_its_two_batches():
     found = norms_of(DataLoader(TensorDataset(samples()), batch_size=2))
     assert found == pytest.approx(expected, rel=1e-6)
     assert len(found) == 6
-    # A loader that does not know its length: the gradient is put right when the window turns out to be short.
+    # A loader without a length: the gradient is corrected when the window turns out to be short.
     assert norms_of(DataLoader(Stream(), batch_size=2)) == pytest.approx(expected, rel=1e-6)
 
 
 class Watched(Net):
-    """Keeps its gradients as the optimizer gets them: the module's hook comes after the callbacks'."""
+    """Records its gradients as the optimizer gets them: the module's hook runs after the callbacks'."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -150,7 +150,7 @@ class Watched(Net):
 
 @pytest.mark.parametrize("own", [[], [AccumulationTail()]])
 def test_what_clips_gradients_finds_the_last_one_scaled_already(tmp_path, own):
-    """In the order of a fit, where the loader has no length; one of the user's own takes the default's place."""
+    """In the order of a fit, with a loader without a length; a user's own callback replaces the default."""
     module = Watched()
     clipping = AdaptiveGradientClipping(0.01, exclude=[])
     callbacks = add_default_callbacks([*own, clipping], run_folder=tmp_path, model=module, checkpoints=False)
@@ -175,7 +175,7 @@ def test_limits_shorten_the_epoch_and_its_last_window(limit):
 
 
 def _on_ranks(rank: int, world_size: int, folder: str) -> dict[str, tuple[list[float], list[float]]]:
-    """Returns, by strategy, the norms of a run, and those of one that goes on from the middle of its last window."""
+    """Returns, by strategy, the norms of a run, and those of one that resumes from the middle of its last window."""
     found = {}
     for name, make in STRATEGIES.items():
         path = f"{folder}/{name}.ckpt"

@@ -1,4 +1,4 @@
-"""What Lightning's users do with checkpoints works with dlo's too, or is refused with the way out."""
+"""Lightning's ways to use checkpoints work with dlo's too, or are refused with another way."""
 
 import copy
 import pickle

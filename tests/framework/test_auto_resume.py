@@ -1,4 +1,4 @@
-"""``--ckpt_path auto``: the newest run goes on if it has not finished; else a new one starts."""
+"""``--ckpt_path auto``: the newest run is resumed if it has not finished; else a new one starts."""
 
 import json
 import os
@@ -15,11 +15,11 @@ def first_process(monkeypatch):
     for name in ("RANK", "LOCAL_RANK", "NODE_RANK", "SLURM_PROCID", runs.FOUND):
         monkeypatch.delenv(name, raising=False)
     yield
-    os.environ.pop(runs.FOUND, None)  # Set by what is tested, after monkeypatch has looked.
+    os.environ.pop(runs.FOUND, None)  # Set by the code under test, after monkeypatch has read it.
 
 
 def make_run(folder, number: int, step: int | None, status: str | None = None, steps: int = 0):
-    """Makes a run with a checkpoint at a step, and a summary."""
+    """Creates a run with a checkpoint at a step, and a summary."""
     run = folder / f"version_{number}"
     (run / runs.CHECKPOINTS).mkdir(parents=True)
     if step is not None:
@@ -74,6 +74,6 @@ def test_the_ranks_that_this_process_starts_decide_alike(tmp_path, monkeypatch, 
     found = make_run(tmp_path, 0, step)
     expected = None if step is None else found
     assert runs.unfinished(tmp_path) == expected
-    make_run(tmp_path, 1, 50)  # Rank 0 makes its folder while the others start.
+    make_run(tmp_path, 1, 50)  # Rank 0 creates its folder while the others start.
     monkeypatch.setenv("LOCAL_RANK", "1")
     assert runs.unfinished(tmp_path) == expected

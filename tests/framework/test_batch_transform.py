@@ -1,4 +1,4 @@
-"""Callbacks that change training batches, beside every way to bring data."""
+"""Callbacks that change training batches, with every kind of data source."""
 
 from collections import OrderedDict
 
@@ -15,7 +15,7 @@ QUIET = dict.fromkeys(("logger", "enable_progress_bar", "enable_checkpointing"),
 
 
 class Add(BatchTransform):
-    """Adds a number to the inputs, whatever the batch looks like."""
+    """Adds a number to the inputs, whatever the form of the batch."""
 
     def __init__(self, value: float, order: int = 0) -> None:
         self.value, self.order = value, order
@@ -42,7 +42,7 @@ class Times(Add):
 
 
 class Watch(Callback):
-    """Remembers the inputs that the hooks are given."""
+    """Records the inputs of the hooks."""
 
     def __init__(self) -> None:
         self.started: list[float] = []
@@ -224,7 +224,7 @@ class Judge(BatchTransform):
 
 
 class Batches(Dataset):
-    """Hands out the same tensors again and again."""
+    """Returns the same tensors in each batch."""
 
     def __init__(self) -> None:
         self.batch = (torch.ones(3), torch.zeros(3))

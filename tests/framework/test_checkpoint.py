@@ -33,7 +33,7 @@ def test_a_saved_checkpoint_reads_back_and_leaves_nothing_else(tmp_path):
 
 
 def test_a_write_that_fails_leaves_the_previous_checkpoint(tmp_path):
-    """The file size limit stands in for a disk that fills in the middle of a write."""
+    """The file size limit takes the part of a disk that fills in the middle of a write."""
     path = tmp_path / "last.ckpt"
     SafeCheckpointIO().save_checkpoint(RUN | {"x": torch.zeros(10)}, path)
     code = (

@@ -1,4 +1,4 @@
-"""Parts that tensor parallelism cuts out of tensors, and what they are of the whole in a checkpoint."""
+"""Slices of tensors under tensor parallelism, and their boxes in a checkpoint."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from dlo_framework.errors import DloError
 
 @st.composite
 def cut_tensors(draw):
-    """A tensor, cut for some ranks along some dim of some pieces, and into how many flat shards each part goes."""
+    """A tensor, sliced for some ranks along a dim of some pieces, and the number of flat shards of each slice."""
     pieces, ranks, share = draw(st.integers(1, 3)), draw(st.integers(1, 4)), draw(st.integers(1, 3))
     shape = draw(st.lists(st.integers(1, 4), min_size=1, max_size=3))
     dim = draw(st.integers(0, len(shape) - 1))

@@ -1,4 +1,4 @@
-"""ResumableLoader: its place, its seeds, and its silence about the global random state."""
+"""ResumableLoader: its position, its seeds, and no effect on the global random state."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Stopping a real Lightning run anywhere and resuming it: no sample twice, none missing."""
+"""Stopping a real Lightning run anywhere and resuming it: no sample is repeated, none is missing."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Indices(ResumableDataModule):
 
 
 class Recorder(LightningModule):
-    """Records the indices of each completed step; raises or saves where it is told."""
+    """Records the indices of each completed step; raises or saves at given steps."""
 
     def __init__(self, seen: list[list[int]], asks_length: bool = False, raise_at: int | None = None) -> None:
         super().__init__()
@@ -180,7 +180,7 @@ def test_ranks_that_have_not_started_are_told_what_they_cannot_share():
 
 
 class Pair(ResumableDataModule):
-    """Two sets in one batch, of which the shorter is gone through more often."""
+    """Two sets in one batch, of which the shorter is iterated more often."""
 
     def __init__(self, sizes: tuple[int, int]) -> None:
         super().__init__(batch_size=BATCH, num_workers=0, seed=1)
@@ -197,7 +197,7 @@ class PairRecorder(Recorder):
         return self.layer(torch.ones(1, 1)).sum()
 
     def configure_optimizers(self):
-        if self.asks_length:  # The loaders are made here, before the checkpoint is read.
+        if self.asks_length:  # The loaders are created here, before the checkpoint is read.
             assert self.trainer.estimated_stepping_batches > 0
         return torch.optim.SGD(self.parameters(), 0.1)
 

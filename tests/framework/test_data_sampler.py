@@ -1,4 +1,4 @@
-"""The order of samples: every index once, whatever the ranks, the batch size and the place of a restart."""
+"""The order of samples: every index once, for any ranks, batch size and position of a restart."""
 
 from __future__ import annotations
 

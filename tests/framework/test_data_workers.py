@@ -1,4 +1,4 @@
-"""Loading processes and requests to stop: signals that reach them too, and who may end them."""
+"""Loading processes and requests to stop: signals that reach the workers too, and their effect by sender."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="only Linux tell
 
 
 class WhoLoads(Dataset):
-    """Each item is the process that loaded it."""
+    """Each item is the id of the process that loaded it."""
 
     def __len__(self) -> int:
         return 64

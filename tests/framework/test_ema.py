@@ -98,7 +98,7 @@ def test_validation_sees_the_average_and_training_goes_on_with_the_weights(tmp_p
 
 
 class Single(Callback):
-    """The average of half-precision weights, by its definition in single precision."""
+    """The average of half-precision weights, by its definition in fp32."""
 
     def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
         now = [p.detach().float() for p in pl_module.parameters()]
@@ -116,7 +116,7 @@ class Half(Net):
 
 
 def test_of_weights_in_half_precision_the_average_has_single_precision(tmp_path):
-    """A bfloat16 has 8 digits: a thousandth of a step, added to one, would be none at all."""
+    """A bfloat16 has 8 digits: a thousandth of a step, added to one, would be lost."""
     options = {"max_epochs": 40, "decay": 0.999, "precision": "bf16-true"}
     whole, resumed, single = Half(), Half(), Single()
     path, late = tmp_path / "mid.ckpt", loader(10)
@@ -170,7 +170,7 @@ def test_a_checkpoint_of_a_finished_run_can_be_trained_on(tmp_path):
 
 
 class First(Callback):
-    """Keeps the weights that the first step begins with."""
+    """Records the weights before the first step."""
 
     def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
         self.weights = getattr(self, "weights", weights(pl_module))
@@ -192,7 +192,7 @@ def test_a_run_without_the_average_goes_on_from_the_trained_weights(tmp_path, mo
         said.clear()
     assert torch.equal(weights(dropped), reference.trained[-1])
     assert not torch.equal(weights(kept), weights(dropped))
-    # What only looks at the run's result looks at the average.
+    # A reader of the run's result reads the average.
     trainer = run(tmp_path)
     trainer.callbacks = [ExactResume()]
     trainer.validate(dropped, loader(1), ckpt_path=path, verbose=False, weights_only=True)

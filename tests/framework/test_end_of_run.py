@@ -1,4 +1,4 @@
-"""However a run ends, its last checkpoint is that of its end, with its metrics, and a longer run goes on from there."""
+"""A run's last checkpoint is that of its end, however it ends, with its metrics; a longer run resumes from there."""
 
 import json
 import random
@@ -72,7 +72,7 @@ class StopAt(Callback):
 
 
 class SlowTimer(Callback):
-    """Lets the time of ``max_time`` be over after a step, whatever the machine."""
+    """Makes ``max_time`` expire after a step, whatever the machine."""
 
     def on_train_batch_end(self, trainer, *_):
         if trainer.global_step == 7:
@@ -180,7 +180,7 @@ def test_a_complete_run_that_was_killed_before_its_summary_has_its_metrics(tmp_p
 
 
 class Plateau(Net):
-    """Its scheduler asks, at a step, for a metric of a validation that lies before it."""
+    """Its scheduler reads, at a step, a metric of an earlier validation."""
 
     def configure_optimizers(self):
         optimizer = super().configure_optimizers()

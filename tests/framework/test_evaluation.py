@@ -1,4 +1,4 @@
-"""Steps are weighted by the samples that were loaded, and undone where there are none: in one process."""
+"""Steps are weighted by the loaded samples, and undone without samples: in one process."""
 
 from __future__ import annotations
 

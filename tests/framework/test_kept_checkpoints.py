@@ -1,4 +1,4 @@
-"""Where a run's checkpoints lie, which is its best, and what is left of a run that cannot write any more."""
+"""The paths of a run's checkpoints, its best one, and what remains of a run that cannot write any more."""
 
 import errno
 import json
@@ -74,7 +74,7 @@ def test_ones_own_checkpoints_are_the_runs_whatever_the_logger(tmp_path):
 
 @pytest.mark.parametrize("save_last", [None, True])
 def test_ones_own_elsewhere_leave_the_run_its_last(tmp_path, save_last):
-    """Also one that saves at the same times as dlo's own, which Lightning would not tell apart by its state."""
+    """Also one that saves at the same times as dlo's own, which Lightning would not distinguish by its state."""
     fit(tmp_path / "x" / "version_0", [ModelCheckpoint(tmp_path / "elsewhere", save_top_k=-1, save_last=save_last)])
     assert load(tmp_path / "x" / "version_0" / "checkpoints" / "last.ckpt")["global_step"] == 12
     assert len(list((tmp_path / "elsewhere").iterdir())) == (4 if save_last else 3)

@@ -1,4 +1,4 @@
-"""The mesh: which rank is where, and which sizes make up a world."""
+"""The mesh: the coordinates of each rank, and the sizes that fit a world size."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Models at other sizes than they were built for: the same parameters, timm's own numbers, and clear refusals."""
+"""Models at other sizes than they were built for: the same parameters, timm's own numbers, and clear errors."""
 
 import copy
 
@@ -217,7 +217,7 @@ def test_what_a_model_cannot_take_is_refused(make, sizes, message):
 
 
 class Skips(nn.Module):
-    """Leaves a layer out at random, as some do by Python's side of torch."""
+    """Skips a layer at random, with Python's generator as some models do."""
 
     def forward(self, images):
         return images if self.training and float(torch.rand(())) < 0.5 else 2 * images

@@ -11,7 +11,7 @@ from dlo_plugins.callbacks.dynamic_batch_size import DynamicBatchSize
 
 
 def run(epoch=0, ready=0, batches=10, max_epochs=4, max_steps=-1, step=0, accumulate=1):
-    """Stands for a trainer in the given place."""
+    """Takes the part of a trainer at the given position."""
     progress = SimpleNamespace(current=SimpleNamespace(ready=ready))
     return SimpleNamespace(
         max_epochs=max_epochs,

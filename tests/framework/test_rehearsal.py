@@ -1,4 +1,4 @@
-"""Training on the side reads batches of every kind of loader and leaves its place alone; and what it is built on."""
+"""Training on the side reads batches of every kind of loader and does not move its position; and its helpers."""
 
 import random
 
@@ -30,7 +30,7 @@ class Net(LightningModule):
 
 
 class Aside(Callback):
-    """Trains on the side for some optimizer steps before a batch of the first epoch, and takes it back."""
+    """Trains on the side for some optimizer steps before a batch of the first epoch, and undoes it."""
 
     def __init__(self, steps: int, after_batch: int | None = None) -> None:
         self.steps, self.after_batch = steps, after_batch
@@ -69,7 +69,7 @@ class Workers(ResumableDataModule):
 
 
 class PlainWorkers(ResumableDataModule):
-    """Loaders as anyone writes them, shuffled from torch's global generator."""
+    """Loaders as users write them, shuffled from torch's global generator."""
 
     def train_dataloader(self):
         return DataLoader(Noisy(), batch_size=BATCH, shuffle=True, num_workers=2, persistent_workers=True)
@@ -81,7 +81,7 @@ def test_with_persistent_workers(data):
 
 
 class Stateful:
-    """A loader that keeps its own place, and is no DataLoader; it serves one iteration at a time."""
+    """A loader with a position of its own, not a DataLoader; it serves one iteration at a time."""
 
     def __init__(self) -> None:
         self.place = self.iteration = 0

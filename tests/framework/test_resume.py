@@ -1,4 +1,4 @@
-"""A run that is stopped and resumed gives the losses of one that is not, bit for bit."""
+"""A run that is stopped and resumed has the same losses, bit for bit, as one that is not."""
 
 import multiprocessing
 import random
@@ -174,7 +174,7 @@ def test_stopped_in_a_validation_at_an_epochs_end(whole, tmp_path):
 
 
 def test_stopped_in_a_validation_in_mid_epoch_and_mid_accumulation(whole, tmp_path):
-    """Validation after each third batch falls into an open window: its gradients are in the checkpoint."""
+    """Validation after each third batch is inside an open window: its gradients are in the checkpoint."""
     before, stopped = run(tmp_path / "run", stop=Signal(3, validation=True), val_check_interval=3)
     assert stopped is not None
     assert len(before) == 3
@@ -190,7 +190,7 @@ def test_a_run_that_max_steps_ends_in_mid_epoch_goes_on_there(whole, tmp_path):
 
 
 class SaveInTheEnd(Callback):
-    """Saves once training is over, as users do by hand."""
+    """Saves after training, as users do by hand."""
 
     def on_train_end(self, trainer, pl_module):
         trainer.save_checkpoint(Path(trainer.default_root_dir) / "checkpoints" / "last.ckpt")
@@ -198,7 +198,7 @@ class SaveInTheEnd(Callback):
 
 @pytest.mark.parametrize("steps", [3, 6])
 def test_a_run_of_steps_that_ended_with_an_epoch_goes_on_with_the_next(whole, tmp_path, steps):
-    """10 batches an epoch, 3 steps: it ends with the first or the second epoch, and is saved after its end."""
+    """10 batches an epoch, 3 steps: it ends with the first or the second epoch, and saves after its end."""
     folder = tmp_path / "run"
     counted = {"max_epochs": -1, "limit_val_batches": 0, "default_root_dir": folder}
     before, _ = run(folder, stop=SaveInTheEnd(), max_steps=steps, **counted)
@@ -208,7 +208,7 @@ def test_a_run_of_steps_that_ended_with_an_epoch_goes_on_with_the_next(whole, tm
 
 @pytest.mark.parametrize("first", [{"max_epochs": 1}, {"max_steps": 3, "max_epochs": -1}])
 def test_a_run_of_steps_goes_on_from_an_epochs_end(whole, tmp_path, first):
-    """As after a kill: ``last.ckpt`` is of the epoch's end, where ``ModelCheckpoint`` saves by itself."""
+    """As after a kill: ``last.ckpt`` is of the epoch's end, when ``ModelCheckpoint`` saves by itself."""
     before, _ = run(tmp_path / "run", **first)
     after, _ = run(tmp_path / "run", resume=True, max_steps=100)
     assert before == whole[:10]
@@ -288,7 +288,7 @@ class Wrapped(Net):
 
 
 class Beside(torch.optim.SGD):
-    """Keeps something that belongs to no parameter: the steps taken, which its rate falls with."""
+    """Has state that belongs to no parameter: the number of steps, by which its rate falls."""
 
     def step(self, closure=None):
         shared = self.state.setdefault("shared", {"steps": 0, "factor": torch.ones(())})
@@ -305,7 +305,7 @@ class WithBeside(Net):
 
 
 class Counter(torch.nn.Module):
-    """Counts what passes, in a number and a tensor that are no buffers."""
+    """Counts its inputs, in a number and a tensor that are not buffers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -369,7 +369,7 @@ def test_after_a_run_that_failed_signals_are_the_processs_own_and_the_next_is_no
 
 
 class PlainData(LightningDataModule):
-    """Loaders as anyone writes them, shuffled from torch's global generator."""
+    """Loaders as users write them, shuffled from torch's global generator."""
 
     def train_dataloader(self):
         return torch.utils.data.DataLoader(Noisy(), batch_size=BATCH, shuffle=True)

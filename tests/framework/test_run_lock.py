@@ -1,4 +1,4 @@
-"""One job at a time trains in a run's folder; a dead one's lock is taken over."""
+"""One job at a time trains in a run's folder; the next one takes over a dead job's lock."""
 
 import json
 import multiprocessing
@@ -14,7 +14,7 @@ from dlo_framework.errors import DloError
 
 @pytest.fixture
 def elsewhere(tmp_path, monkeypatch):
-    """Returns a function that makes the lock of a process on another host."""
+    """Returns a function that creates the lock of a process on another host."""
     monkeypatch.setattr(run_lock, "DEAD", 2.0)
 
     def lock(age: float):
@@ -30,7 +30,7 @@ def _hold(run, ready, done):
     run_lock.hold(run)
     ready.set()
     done.wait(60)
-    os._exit(9)  # As one that is killed: nothing is given back.
+    os._exit(9)  # As a killed process: nothing is released.
 
 
 def test_a_run_that_another_process_trains_is_refused_until_that_has_died(tmp_path):
@@ -61,7 +61,7 @@ def test_one_that_was_slow_to_take_a_dead_ones_lock_sees_who_came_between(tmp_pa
     newest = run_lock._newest(tmp_path)
     stale.unlink()
     other.start()
-    assert ready.wait(60)  # It holds run.lock.0, while this process still looks at run.lock.4.
+    assert ready.wait(60)  # It holds run.lock.0, while this process still checks run.lock.4.
     monkeypatch.setattr(run_lock, "_newest", lambda run: newest)
     with pytest.raises(DloError, match="one job at a time"):
         run_lock.hold(tmp_path)
@@ -133,7 +133,9 @@ def test_two_jobs_that_start_the_same_run_at_once_leave_one(tmp_path, elsewhere)
         run.mkdir()
     elsewhere(age=0.0).rename(second / "run.lock.0")
     lock = run_lock.hold(first)
-    touch = threading.Timer(1.0, lambda: (second / "run.lock.0").unlink())  # It has seen this one's and gives way.
+    touch = threading.Timer(
+        1.0, lambda: (second / "run.lock.0").unlink()
+    )  # It has seen this one's and releases its own.
     touch.start()
     run_lock.check_only_starter(first, [first, second])
     (second / "run.lock.0").write_text((first / "run.lock.0").read_text().replace('"pid": ', '"pid": 1'))

@@ -16,7 +16,7 @@ def no_launcher(monkeypatch):
 
 
 def keep(run, step, name="last.ckpt", best=None):
-    """Saves a checkpoint as a run does whose ModelCheckpoint has kept ``best``."""
+    """Saves a checkpoint as a run does whose ModelCheckpoint has recorded ``best``."""
     kept = {"monitor": "val", "best_model_path": str(best)} if best else {"monitor": None, "best_model_path": "x"}
     content = {"state_dict": {"w": torch.ones(1)}, "optimizer_states": [], "global_step": step, "epoch": 0}
     save({**content, "callbacks": {"Other": {"n": 1}, "ModelCheckpoint": kept}}, run / "checkpoints" / name)
@@ -37,14 +37,14 @@ def test_runs_are_numbered_and_gaps_are_not_filled(tmp_path):
 
 
 def test_two_jobs_at_once_get_two_folders(tmp_path, monkeypatch):
-    """Between a job's look at the folder and its mkdir, another job may have taken the number."""
+    """Between a job's check of the folder and its mkdir, another job may have taken the number."""
     monkeypatch.setattr(runs, "versions", lambda folder: [])
     (tmp_path / "version_0").mkdir()
     assert runs.new_run(tmp_path).name == "version_1"
 
 
 def test_the_ranks_that_rank_0_starts_use_its_folder(tmp_path, monkeypatch):
-    monkeypatch.setenv("SLURM_PROCID", "0")  # Of a job's shell: all that it starts have it.
+    monkeypatch.setenv("SLURM_PROCID", "0")  # Variables of a job's shell: all its processes have them.
     first = runs.new_run(tmp_path)
     monkeypatch.setenv("LOCAL_RANK", "1")
     assert runs.new_run(tmp_path) == first
@@ -52,7 +52,7 @@ def test_the_ranks_that_rank_0_starts_use_its_folder(tmp_path, monkeypatch):
 
 
 def test_a_second_run_in_one_process_has_a_folder_of_its_own(tmp_path, monkeypatch):
-    """Nor does a ``dlo`` that a run starts, or a rank that is asked for another run's, get the first one's."""
+    """A ``dlo`` that a run starts, and a rank that resumes another run, do not get the first one's answer."""
     assert [runs.new_run(tmp_path / "a").name for _ in range(2)] == ["version_0", "version_1"]
     assert runs.new_run(tmp_path / "b") == tmp_path / "b" / "version_0"
     monkeypatch.setenv("LOCAL_RANK", "1")

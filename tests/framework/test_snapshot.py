@@ -1,4 +1,4 @@
-"""A run whose state is taken, trained on and put back is the run that never was."""
+"""A run that is snapshot, trained and restored equals one that never was."""
 
 import random
 from collections import deque
@@ -66,7 +66,7 @@ class Data(ResumableDataModule):
 
 
 class Plain(ResumableDataModule):
-    """Loaders as anyone writes them, shuffled from torch's global generator."""
+    """Loaders as users write them, shuffled from torch's global generator."""
 
     def __init__(self) -> None:
         super().__init__(batch_size=BATCH)
@@ -76,7 +76,7 @@ class Plain(ResumableDataModule):
 
 
 class Aside(Callback):
-    """Trains on the side for some optimizer steps at a hook, and takes it back."""
+    """Trains on the side for some optimizer steps at a hook, and undoes it."""
 
     def __init__(self, steps: int = 10, at: str = "on_train_epoch_start", batch: int = 0) -> None:
         self.steps, self.at, self.batch, self.losses = steps, at, batch, []
@@ -98,7 +98,7 @@ class Aside(Callback):
 
 
 class Ends(Callback):
-    """Remembers each batch's loss, and each epoch's metrics."""
+    """Records each batch's loss, and each epoch's metrics."""
 
     def __init__(self) -> None:
         self.seen: list[float] = []
@@ -124,7 +124,7 @@ def trainer_with(callbacks, **options):
 
 
 def run(*aside: Callback, data=None, make=Net, callbacks=(), **options):
-    """Returns all that a fit shows of itself: losses, metrics, weights, averages, and the next random numbers."""
+    """Returns all results of a fit: losses, metrics, weights, averages, and the next random numbers."""
     torch.manual_seed(1), random.seed(2), np.random.seed(3)
     module, ends = make(), Ends()
     trainer = trainer_with([*aside, ends, *callbacks], **options)
@@ -145,7 +145,7 @@ def test_a_run_is_the_one_that_never_trained_on_the_side(data, accumulate):
 
 
 def test_in_the_middle_of_an_epoch_and_of_an_accumulation():
-    """Gradients are half-accumulated and Adam has a state; the loader's iterator stands at the fifth batch."""
+    """Gradients are half-accumulated and Adam has a state; the loader's iterator is at the fifth batch."""
     for data in (Data, Plain):
         expected = run(data=data(), accumulate_grad_batches=3)
         assert run(Aside(at="on_train_batch_end", batch=4), data=data(), accumulate_grad_batches=3) == expected
@@ -224,7 +224,7 @@ class Nested:
 
 
 class Kept(Callback):
-    """Holds every kind of thing that is put back, one of which only its state_dict can."""
+    """Holds every kind of restored object, one of which only its state_dict can restore."""
 
     class Opaque:
         def __init__(self) -> None:

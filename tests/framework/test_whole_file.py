@@ -1,4 +1,4 @@
-"""Files that are whole, or as they were before."""
+"""Atomic file writes: the new content, or the previous one."""
 
 import errno
 import os
