@@ -67,7 +67,7 @@ class WeightEMA(Callback):
         if _CURRENT not in checkpoint or trainer.state.fn != TrainerFn.FITTING:
             return
         held = contract_of(trainer.strategy).held_tensors()
-        self._average = [_wide(tensor) for tensor in held]
+        self._average = [_to_fp32(tensor) for tensor in held]
         for rest in checkpoint.get(_REST, {}).values():
             for theirs in held:
                 theirs.detach().zero_()

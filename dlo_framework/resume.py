@@ -72,7 +72,7 @@ class ExactResume(Callback):
         # A loader that keeps its own position draws nothing from the global stream when it is restarted. Any other has
         # drawn its shuffle from it by now, as it would have in the run that was not stopped.
         if hasattr(trainer.train_dataloader, "load_state_dict"):
-            restore_random_state(_own_share(loaded["random_state"], trainer))
+            restore_random_state(_own_state(loaded["random_state"], trainer))
         if loaded["gradients"] is not None:
             contract_of(trainer.strategy).restore_gradients(loaded["gradients"])
 

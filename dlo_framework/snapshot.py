@@ -73,9 +73,8 @@ class Snapshot:
     def __init__(self, trainer: Trainer) -> None:
         contract_of(trainer.strategy).finish_step()
         self._trainer = trainer
-        self._kept: dict[
-            int, Any
-        ] = {}  # Copied objects by id: each is copied once, and kept alive while its id is used.
+        #: Copied objects by id: each is copied once, and kept alive while its id is used.
+        self._kept: dict[int, Any] = {}
         self._undo: list[Undo] = []
         self._flags = {name: getattr(trainer, name) for name in ("should_stop", "accumulate_grad_batches")}
         self._callbacks = [

@@ -34,7 +34,7 @@ def best_kept(path: str | Path, folder: str | Path) -> Best | None:
         folder: Current folder of the run.
     """
     checkpoint = load(path, level=None)
-    relocate_paths(checkpoint, folder)
+    follow(checkpoint, folder)
     for state in _states(checkpoint):
         if state.get("monitor") and state["best_model_path"]:
             score = state.get("best_model_score")
@@ -42,7 +42,7 @@ def best_kept(path: str | Path, folder: str | Path) -> Best | None:
     return None
 
 
-def relocate_paths(checkpoint: dict[str, Any], folder: str | Path) -> None:
+def follow(checkpoint: dict[str, Any], folder: str | Path) -> None:
     """Relocates the paths in a checkpoint's ModelCheckpoint states to a run that has been moved or copied.
 
     Lightning restores the scores of a ModelCheckpoint only if its folder is the one that was saved; otherwise a worse

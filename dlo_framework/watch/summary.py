@@ -73,7 +73,7 @@ class RunRecord(Callback):
         path = Path(trainer.ckpt_path) if trainer.ckpt_path and trainer.state.fn == "fit" else None
         if path is not None and path.parent.resolve() == (self.folder / runs.CHECKPOINTS).resolve():
             self._goes_on_from = path
-            relocate_paths(checkpoint, self._place)
+            follow(checkpoint, self._place)
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Writes ``config.yaml``, and logs the config to TensorBoard."""

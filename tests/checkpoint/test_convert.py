@@ -71,7 +71,7 @@ QUIET = {"accelerator": "cpu", "logger": False, "enable_progress_bar": False, "e
 
 @pytest.mark.parametrize("groups", [False, True])
 def test_lightnings_own_trainer_goes_on_with_what_has_been_ours(tmp_path, groups, capsys):
-    """Three steps, Lightning's file, ours, Lightning's file again, three more steps; compared with six without a stop."""
+    """Three steps, Lightning's file, ours, Lightning's again, three more steps; compared with six without a stop."""
 
     def fit(steps, checkpoint=None):
         torch.manual_seed(0)

@@ -92,7 +92,7 @@ def ended(child: int, seconds: float) -> int:
 
 
 def kill_at(event_number: int, folder: Path) -> None:
-    """Kills this process just before its n-th operation: a file in ``folder`` opened, any created, renamed or removed."""
+    """Kills this process before its n-th operation: a file in ``folder`` opened, any created, renamed or removed."""
     count = 0
 
     def hook(event: str, arguments: tuple) -> None:
