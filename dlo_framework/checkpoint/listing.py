@@ -53,10 +53,10 @@ class Entry:
 
 def list_entries(folder: Path) -> list[Entry]:
     """Returns the checkpoints in a folder, without reading their tensors."""
-    return [entry for path in _names(folder) if (entry := read_entry(path)) is not None]
+    return [entry for path in _names(folder) if (entry := look(path)) is not None]
 
 
-def read_entry(path: Path) -> Entry | None:
+def look(path: Path) -> Entry | None:
     """Reads a checkpoint's step, and none of its tensors."""
     found = folders.locate(path)
     if found is None:
@@ -84,7 +84,7 @@ def read_entry(path: Path) -> Entry | None:
 
 def step_of(path: str | Path) -> float:
     """Returns the optimizer steps of a checkpoint; -1 if it does not exist."""
-    entry = read_entry(Path(path))
+    entry = look(Path(path))
     return -1 if entry is None else entry.step
 
 
@@ -109,7 +109,7 @@ def note_resumption(path: str | Path) -> None:
         DloError: if the record cannot be written.
     """
     path = Path(path)
-    before, start = superseded(path.parent), read_entry(path)
+    before, start = superseded(path.parent), look(path)
     if start is None:
         return  # It has been removed since it was read.
     gone = {}

@@ -18,7 +18,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from dlo_framework import run_lock, runs
 from dlo_framework.checkpoint import SafeCheckpointIO, check, recover
-from dlo_framework.checkpoint.listing import read_entry
+from dlo_framework.checkpoint.listing import look
 from dlo_framework.cli.scan import Scan
 from dlo_framework.contract import contract_of
 from dlo_framework.defaults import add_default_callbacks
@@ -195,7 +195,7 @@ class DloCLI(LightningCLI):
             raise DloError(
                 f"cannot read the checkpoint {error.filename or config.ckpt_path}: {error.strerror}"
             ) from error
-        entry = read_entry(Path(config.ckpt_path)) if self.command == "fit" else None
+        entry = look(Path(config.ckpt_path)) if self.command == "fit" else None
         if entry is not None and entry.weights_only:
             raise DloError(
                 f"{config.ckpt_path} holds weights alone: a run goes on from a checkpoint that has its optimizer and"
