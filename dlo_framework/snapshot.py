@@ -123,7 +123,7 @@ class Snapshot:
         restore_random_state(self._random)
 
 
-def take(trainer: Trainer) -> Snapshot:
+def take_snapshot(trainer: Trainer) -> Snapshot:
     """Returns the run's state, from ``on_train_start`` on."""
     return Snapshot(trainer)
 

@@ -169,7 +169,7 @@ class Calls:
             dist.gather_object,
             dist.scatter_object_list,
             dist.all_gather_object,
-            planning.divide,
+            planning.make_global_plan,
         )
 
         def gather_object(value, *arguments, **named):
@@ -189,7 +189,7 @@ class Calls:
             return plan(told)
 
         dist.gather_object, dist.scatter_object_list = gather_object, scatter_object_list
-        dist.all_gather_object, planning.divide = all_gather_object, divided
+        dist.all_gather_object, planning.make_global_plan = all_gather_object, divided
 
     def taken(self) -> dict:
         result = {"sent": self.sent, "got": self.got, "plans": self.plans}
@@ -256,10 +256,10 @@ def save_often(rank: int, world_size: int, folder) -> dict:
     for name, extra in (("first", False), ("second", False), ("one more", rank == 1), ("again", rank == 1)):
         save(a_run(10.0 * (len(found) + 1), rank, world_size, extra), folder / name, group=group)
         found[name] = calls.taken()
-    divided = planning.divide
-    planning.divide = lambda told: 1 / 0
+    divided = planning.make_global_plan
+    planning.make_global_plan = lambda told: 1 / 0
     found["no plan"] = failure_of(lambda: save(a_run(1.0, rank, world_size, True), folder / "no plan", group=group))
-    planning.divide = divided
+    planning.make_global_plan = divided
     # Each plan is forgotten by one rank: all make a new one.
     if rank == 2:
         planning._cached_plans.clear()
