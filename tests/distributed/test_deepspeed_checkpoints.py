@@ -142,7 +142,7 @@ def test_a_folder_that_is_unsafe_cut_or_not_whole_is_refused(tmp_path: Path) -> 
     with pytest.raises(DloError, match=r"refusing .*Both not allowed; nothing executed"):
         import_deepspeed(unsafe, tmp_path / "out")
     cut = folder("cut", {"mp_rank_00_model_states.pt": {}, "mp_rank_01_model_states.pt": {}})
-    with pytest.raises(DloError, match="tensor or pipeline parallelism has cut"):
+    with pytest.raises(DloError, match="tensor or pipeline parallelism has split"):
         import_deepspeed(cut, tmp_path / "out")
     part = {"optimizer_state_dict": {"zero_stage": 2}}
     short = folder(
@@ -156,6 +156,6 @@ def test_a_folder_that_is_unsafe_cut_or_not_whole_is_refused(tmp_path: Path) -> 
         import_deepspeed(short, tmp_path / "out")
     (tmp_path / "gone").mkdir()
     (tmp_path / "gone" / "latest").write_text("step")
-    with pytest.raises(DloError, match="names step, but there is no such folder"):
+    with pytest.raises(DloError, match="names the folder step, which is not beside it"):
         import_deepspeed(tmp_path / "gone", tmp_path / "out")
     assert not (tmp_path / "out").exists()

@@ -323,7 +323,7 @@ def test_no_space_in_the_run_folder(refused, tmp_path):
     mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", full], capture_output=True)
     if mounted.returncode:
         (tmp_path / "file").touch()
-        assert "cannot make the run folder" in refused("fit", "--config", "train.yaml", "--run.dir", "file")
+        assert "cannot create the run folder" in refused("fit", "--config", "train.yaml", "--run.dir", "file")
         return
     try:
         message = refused("fit", "--config", "train.yaml", "--run.dir", str(full))

@@ -119,7 +119,7 @@ def test_a_file_that_is_no_checkpoint_of_a_run_is_refused(tmp_path, content):
 def test_noise_and_folders_are_refused_in_one_sentence(tmp_path):
     (tmp_path / "noise.ckpt").write_bytes(bytes(range(256)) * 40)
     with pytest.raises(
-        DloError, match=r"noise\.ckpt \(10\.2 kB\): it is damaged, truncated, or no checkpoint"
+        DloError, match=r"noise\.ckpt \(10\.2 kB\): it is damaged, truncated, or not a checkpoint"
     ) as caught:
         refuse_unsafe(tmp_path / "noise.ckpt")
     assert "weights_only" not in str(caught.value)

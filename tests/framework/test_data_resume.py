@@ -157,7 +157,7 @@ def test_another_batch_size_in_mid_epoch_is_warned_about(tmp_path) -> None:
 def test_the_global_batch_is_divided_among_the_ranks() -> None:
     assert data_parallel_coordinates(None) == (0, 1)
     assert per_rank_batch(64, 4) == 16
-    with pytest.raises(DloError, match=r"batch_size 10 is the global batch .* 4 .*; set batch_size=8 or 12"):
+    with pytest.raises(DloError, match=r"batch_size, the global batch, .* 4 .* got 10; set batch_size=8 or 12"):
         per_rank_batch(10, 4)
     with pytest.raises(DloError, match="num_workers must be at least 0"):
         Indices(-1)
@@ -171,11 +171,11 @@ def test_ranks_that_have_not_started_are_told_what_they_cannot_share():
     data = ResumableDataModule(batch_size=6, eval_batch_size=9)
     data.check_shares(three)
     data.eval_batch_size = 8
-    with pytest.raises(DloError, match=r"eval_batch_size 8 is the global batch .* 3 .*; set eval_batch_size=6 or 9"):
+    with pytest.raises(DloError, match=r"eval_batch_size, the global batch, .* 3 .* got 8; set eval_batch_size=6 or 9"):
         data.check_shares(three)
     data.check_shares(no_validation)
     data.batch_size = 7
-    with pytest.raises(DloError, match=r"^batch_size 7 is the global batch .*; set batch_size=6 or 9"):
+    with pytest.raises(DloError, match=r"^batch_size, the global batch, .* got 7; set batch_size=6 or 9"):
         data.check_shares(no_validation)
 
 

@@ -198,8 +198,8 @@ def mixer() -> nn.Module:
     ("make", "sizes", "message"),
     [
         (mixer, [(64, 64)], r"mixer_s16_224: images must have .* 32 x 32 pixels, got 64 x 64 \(.*\); use a ViT"),
-        (lambda: Holder(mixer()), [(64, 64)], "mixer_s16_224 is built for"),
-        (lambda: Runner(mixer(), "network"), [(64, 64)], "Runner is built for"),
+        (lambda: Holder(mixer()), [(64, 64)], "mixer_s16_224: images must have"),
+        (lambda: Runner(mixer(), "network"), [(64, 64)], "Runner: images must have"),
         (
             lambda: timm.create_model("eva02_tiny_patch14_224", img_size=32, patch_size=8, depth=1),
             [(64, 64)],

@@ -125,7 +125,7 @@ def test_tied_weights_are_checked_both_ways():
     tied.validate(net)
     assert tied_groups(net) == (("embed.weight", "head.weight"),)
     assert "must be in tied, got" in message(PLAN, net)
-    assert "no parameter 'head.wight'; did you mean 'head.weight'?" in message(
+    assert "got 'head.wight'; did you mean 'head.weight'?" in message(
         changed(tied=[("embed.weight", "head.wight")]), net
     )
     with pytest.raises(DloError, match="at least two"):

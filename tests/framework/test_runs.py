@@ -144,7 +144,7 @@ def test_a_full_disk_is_told_before_anything_starts(tmp_path, monkeypatch):
 
 def test_a_folder_that_cannot_be_made_is_told(tmp_path):
     (tmp_path / "file").touch()
-    with pytest.raises(DloError, match=r"cannot make the run folder .*; choose another with --run\.dir"):
+    with pytest.raises(DloError, match=r"cannot create the run folder .*; choose another with --run\.dir"):
         runs.new_run(tmp_path / "file")
 
 
