@@ -202,8 +202,8 @@ class ResumableLoader:
         epoch, samples = int(state["epoch"]), int(state["samples"])
         if epoch < 0 or not 0 <= samples <= self.batch_sampler.size:
             raise DloError(
-                f"the dataset must have the {samples} samples of epoch {epoch} that the checkpoint has seen, got "
-                f"{self.batch_sampler.size} samples; resume with the data that the run began with"
+                f"the dataset must have at least {samples} samples, which epoch {epoch} had before the checkpoint, got "
+                f"{self.batch_sampler.size}; resume with the data that the run began with"
             )
         self._epoch, self._samples, self._samples_before = epoch, samples, samples
         self._resume = (epoch, samples)

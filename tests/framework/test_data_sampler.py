@@ -135,7 +135,7 @@ def test_repeated_augmentation_puts_differently_seeded_copies_side_by_side() -> 
     [
         ({"batch_size": 64, "size": 10}, "global batch size of at most 10"),
         ({"batch_size": 1, "size": 3, "world_size": 4}, "at most 3 data-parallel ranks"),
-        ({"batch_size": 1, "size": 0}, "no samples"),
+        ({"batch_size": 1, "size": 0}, "at least one sample, got none"),
         ({"batch_size": 0, "size": 3}, "at least 1"),
         ({"batch_size": 1, "size": 3, "rank": 2, "world_size": 2}, "rank 2 of world size 2"),
     ],

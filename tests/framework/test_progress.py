@@ -42,7 +42,7 @@ def test_the_nearer_limit_decides():
 
 
 def test_a_training_without_an_end_is_refused():
-    with pytest.raises(DloError, match=r"max_epochs and trainer\.max_steps are both unlimited"):
+    with pytest.raises(DloError, match=r"max_epochs or trainer\.max_steps must be set"):
         fraction_seen(run(max_epochs=-1))
 
 

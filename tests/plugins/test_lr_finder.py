@@ -295,7 +295,7 @@ def test_it_refuses_manual_optimization(tmp_path):
             super().__init__()
             self.automatic_optimization = False
 
-    with pytest.raises(DloError, match="Manual.automatic_optimization must be True, got False; remove LRFinder"):
+    with pytest.raises(DloError, match=r"Manual\.automatic_optimization must be True, got False; remove LRFinder"):
         fit(tmp_path, LRFinder(), make=Manual)
 
 
