@@ -113,7 +113,7 @@ def test_a_batch_whose_step_is_not_done_does_not_count() -> None:
 
 
 def test_a_state_of_other_data_is_refused() -> None:
-    with pytest.raises(DloError, match="at least 41 samples, .* got 40; resume with the data"):
+    with pytest.raises(DloError, match=r"at least 41 samples, .* got 40; resume with the data"):
         loader().load_state_dict({"epoch": 0, "samples": 41})
 
 

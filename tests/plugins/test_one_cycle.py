@@ -150,7 +150,7 @@ def test_it_refuses_another_scheduler_by_name():
 
 
 def test_it_refuses_a_training_without_an_end():
-    with pytest.raises(DloError, match="are both unlimited"):
+    with pytest.raises(DloError, match="must be set for a schedule, got neither"):
         train(OneCycle(0.1), max_epochs=-1)
 
 
