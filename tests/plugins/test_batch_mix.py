@@ -333,7 +333,7 @@ def test_a_run_of_no_epochs_has_an_end():
 
 
 def test_off_epochs_need_an_end():
-    with pytest.raises(DloError, match="must be set for a schedule, got neither"):
+    with pytest.raises(DloError, match="are both unlimited"):
         fit(BatchMix(off_epochs=1), max_epochs=-1)
 
 
