@@ -115,7 +115,7 @@ def test_only_what_lies_between_the_marks_is_rewritten(load, tmp_path):
     line = "| training step, everything on | the loop's step | **1.100** |  | at most 1.030: missed |"
     assert line in made.splitlines()
     assert readme.rewritten(made, tmp_path) == made
-    with pytest.raises(ValueError, match="README.md must have each of the marks"):
+    with pytest.raises(ValueError, match=r"README\.md must have each of the marks"):
         readme.rewritten("# dlo\n", tmp_path)
 
 

@@ -133,9 +133,12 @@ def test_language_models_without_prompts_or_positions(refused, monkeypatch):
     # Before a trainer is built, let alone processes started.
     monkeypatch.setattr("dlo_framework.cli.lightning_cli.DloCLI._build_trainer", lambda *args: pytest.fail("built"))
     message = refused("predict", "--config", "llm.yaml")
-    assert "predict_files, which is not set; set data.init_args.predict_files to a file with a prompt a line" in message
+    assert "predict_files must be set for prediction, got None; set data.init_args.predict_files to a file" in message
     message = refused("fit", "--config", "llm.yaml", "--data.seq_len", "128")
-    assert "seq_len 128 do not fit a model with 64 positions (n_positions); set data.init_args.seq_len to at" in message
+    assert (
+        "seq_len must be at most the model's 64 positions (n_positions), got 128; set data.init_args.seq_len to"
+        in message
+    )
 
 
 def test_values_of_the_wrong_type(refused):

@@ -100,7 +100,7 @@ LEFT_OUT = (
 )
 TYPES = sorted(set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES) - set(LEFT_OUT))
 #: What the others that do not train are refused for.
-REFUSED = {"cpmant": "sees those that follow", "reformer": "cannot be tried on a few tokens"}
+REFUSED = {"cpmant": "whose tokens attend to later ones", "reformer": "fails on a few tokens"}
 _LAYERED = ("layer_types", "mlp_layer_types", "layers_block_type", "block_types", "no_rope_layers", "indexer_types")
 
 

@@ -160,5 +160,7 @@ def test_axes_that_divide_blocks_or_sequences_are_refused(axes: dict[str, Any], 
 
 def test_a_family_without_it_is_refused() -> None:
     task = CausalLM(config={"model_type": "llama4_text", **{k: v for k, v in SIZES.items() if "coef" not in k}})
-    with pytest.raises(DloError, match=r"adds a load-balancing loss, which Llama4ForCausalLM does not .* to false"):
+    with pytest.raises(
+        DloError, match=r"config.output_router_logits must be false .*, got true for Llama4ForCausalLM; set"
+    ):
         task.check(None)

@@ -54,7 +54,7 @@ def test_a_token_takes_two_bytes_where_they_are_enough(tmp_path, vocab_size, byt
 
 
 def test_an_id_beyond_the_vocabulary_is_refused(tmp_path):
-    with pytest.raises(DloError, match=r"token id 40000, and the tokenizer's vocabulary has 32768; mend the tokenizer"):
+    with pytest.raises(DloError, match=r"the tokenizer's vocabulary size 32768, got 40000; correct the tokenizer"):
         write_store(tmp_path / "tokens.bin", [document([1]), document([1, 40_000])], 1 << 15)
     assert os.listdir(tmp_path) == []
 
@@ -85,7 +85,7 @@ def test_a_truncated_cache_is_refused(path):
 
 
 @pytest.mark.parametrize(
-    ("place", "message"), [(0, "another format"), (60, "damaged header"), (4096, "checksum"), (-1, "checksum")]
+    ("place", "message"), [(0, "not of this format"), (60, "damaged header"), (4096, "checksum"), (-1, "checksum")]
 )
 def test_a_changed_byte_is_found(path, place, message):
     content = bytearray(path.read_bytes())

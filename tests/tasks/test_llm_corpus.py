@@ -44,7 +44,7 @@ def test_the_standard_library_is_real_text_of_a_limited_size(tmp_path):
     assert len(initials) > 5  # from all over the alphabet, not its beginning
     (tmp_path / "test").mkdir()
     (tmp_path / "test" / "a.py").write_text("pass\n")
-    with pytest.raises(DloError, match="no source file of Python's standard library"):
+    with pytest.raises(DloError, match="corpus_bytes must be large enough for a source file of Python's"):
         standard_library(1000, tmp_path)
     (tmp_path / "b.py").write_text("pass\n")
     assert standard_library(1000, tmp_path) == [tmp_path / "b.py"]

@@ -282,7 +282,7 @@ def test_a_run_that_is_stopped_goes_on_with_the_next_window(make, tmp_path, pack
 def test_other_data_in_mid_epoch_are_told_of(make, tmp_path):
     trainer = fit(tmp_path, Recorder(), make(), max_steps=3)
     trainer.save_checkpoint(tmp_path / "cut.ckpt")
-    with pytest.warns(UserWarning, match="are not those of the run that was interrupted"):
+    with pytest.warns(UserWarning, match="differ from those of the"):
         fit(tmp_path, Recorder(), make(seq_len=40), ckpt=str(tmp_path / "cut.ckpt"))
     padded = make(packing="none", long_samples="truncate")
     trainer = fit(tmp_path, Recorder(), padded, max_steps=3)
@@ -293,7 +293,7 @@ def test_other_data_in_mid_epoch_are_told_of(make, tmp_path):
         warnings.filterwarnings("error", "the files, the tokenizer")
         validated = make(packing="none", batch_size=2, val_fraction=0.3)
         trainer.validate(Recorder(), datamodule=validated, ckpt_path=str(tmp_path / "cut.ckpt"), verbose=False)
-    with pytest.raises(DloError, match="batch_size was 4 when the epoch was interrupted and is 2 now"):
+    with pytest.raises(DloError, match="batch_size must be 4, as in the interrupted epoch, got 2"):
         fit(tmp_path, Recorder(), other, ckpt=str(tmp_path / "cut.ckpt"))
 
 

@@ -41,7 +41,7 @@ def test_the_split_goes_by_content(make, tmp_path):
 
 
 def test_a_split_without_documents_is_refused(make):
-    with pytest.raises(DloError, match=r"val_fraction 0\.001 of 60 documents leaves none for validation"):
+    with pytest.raises(DloError, match=r"val_fraction must leave documents for validation, got 0\.001 of 60 documents"):
         make(val_fraction=0.001).setup("fit")
 
 
@@ -97,7 +97,7 @@ def test_a_truncated_cache_is_made_anew_with_a_warning(make, monkeypatch, cache)
     path = cache / data._names["train"]
     os.truncate(path, path.stat().st_size - 8)
     again = make(texts)
-    with pytest.warns(UserWarning, match=r"the token cache is truncated: \d+ of \d+ bytes; it is made anew"):
+    with pytest.warns(UserWarning, match=r"the token cache is truncated: \d+ of \d+ bytes; it is written again"):
         again.setup("fit")
     assert torch.equal(next(iter(again.train_dataloader()))["input_ids"], batch["input_ids"])
 

@@ -13,14 +13,17 @@ from support.texts import CHATML, WORDS, lines
 
 def test_prediction_without_prompts_is_refused(make):
     for ask in (TextData.check_predict, lambda data: data.setup("predict")):
-        with pytest.raises(DloError, match=r"predict_files, which is not set; set data\.init_args\.predict_files"):
+        with pytest.raises(
+            DloError, match=r"predict_files must be set for prediction, got None; set data\.init_args\.predict_files"
+        ):
             ask(make())
     make(predict_files="prompts.txt").check_predict()
 
 
 def test_a_document_too_long_is_named_by_its_line(make):
     with pytest.raises(
-        DloError, match=r"texts\.jsonl:2: \d+ tokens do not fit seq_len 48, .*set seq_len to \d+ or more"
+        DloError,
+        match=r"texts\.jsonl:2: document must have at most seq_len \+ 1 = 49 tokens, .*set seq_len to at least \d+",
     ):
         make(["short", " ".join(WORDS * 9)], long_samples="error").setup("fit")
 
@@ -30,7 +33,8 @@ def test_data_without_anything_to_learn_are_refused(make, tmp_path):
     file = lines(tmp_path / "chats.jsonl", {"messages": [{"role": "user", "content": "the loss"}]})
     data = make(train_files=str(file), chat_template=str(tmp_path / "chat.jinja"))
     with pytest.raises(
-        DloError, match=r"no token is left to learn of 1 documents in .*chats\.jsonl: .* 1 pieces have no"
+        DloError,
+        match=r"documents must have at least one target, got none in the 1 of .*chats\.jsonl: .* 1 pieces have no",
     ):
         data.setup("fit")
 
@@ -40,7 +44,7 @@ def test_a_broken_line_is_named_with_its_file(make, tmp_path):
     file.write_text('{"text": "fine"}\n{"text": "bro\n')
     data = make(train_files=str(file))
     data.check()  # reads the first record only
-    with pytest.raises(DloError, match=r"broken\.jsonl:2: broken JSON"):
+    with pytest.raises(DloError, match=r"broken\.jsonl:2: JSON is invalid"):
         data.setup("fit")
 
 
@@ -49,7 +53,7 @@ def test_a_broken_line_is_named_with_its_file(make, tmp_path):
     [
         ({"seq_len": 0}, "seq_len and corpus_bytes must be at least 1"),
         ({"val_fraction": 1.0}, "val_fraction must be at least 0 and below 1"),
-        ({"columns": {"body": "text"}}, "columns renames messages, .* and knows no body"),
+        ({"columns": {"body": "text"}}, "columns must rename messages, .*, got body"),
     ],
 )
 def test_arguments_out_of_range_are_refused(options, message):
@@ -58,10 +62,10 @@ def test_arguments_out_of_range_are_refused(options, message):
 
 
 def test_the_check_finds_what_is_missing_before_the_run(make, tmp_path):
-    with pytest.raises(DloError, match="matches no file"):
+    with pytest.raises(DloError, match="val_files must match a file"):
         make(val_files=str(tmp_path / "*.parquet")).check()
     file = lines(tmp_path / "other.jsonl", {"test": "a"})
-    with pytest.raises(DloError, match=r"other\.jsonl:1: a record needs .* has 'test'; did you mean 'text'"):
+    with pytest.raises(DloError, match=r"other\.jsonl:1: record must have .* got 'test'; did you mean 'text'"):
         make(train_files=str(file)).check()
 
 
@@ -74,7 +78,7 @@ def test_a_model_whose_tokenizer_has_no_chat_template_is_refused_before_the_run(
     chat = {"messages": [{"role": "user", "content": "the loss"}, {"role": "assistant", "content": "is 3"}]}
     file = lines(tmp_path / "chats.jsonl", chat)
     task = CausalLM(model=str(tmp_path / "model"))
-    with pytest.raises(DloError, match=r"chats\.jsonl:1: messages need a chat template, and the tokenizer has none"):
+    with pytest.raises(DloError, match=r"chats\.jsonl:1: tokenizer must have a chat template for messages, got none"):
         task.check(make(train_files=str(file)))
     (tmp_path / "chat.jinja").write_text(CHATML)
     task.check(make(train_files=str(file), chat_template=str(tmp_path / "chat.jinja")))

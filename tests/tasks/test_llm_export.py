@@ -144,7 +144,7 @@ def test_what_cannot_be_exported_is_refused(tmp_path: Path, capsys: pytest.Captu
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "note").touch()
     assert main(["checkpoint", "export", str(path), str(tmp_path / "full")]) == 2
-    assert "is there already, and not empty" in capsys.readouterr().err
+    assert "output folder must be new or empty" in capsys.readouterr().err
     assert main(["checkpoint", "export", str(path), str(tmp_path / "out"), "--prefix", "x."]) == 2
     assert "--prefix is for a file" in capsys.readouterr().err
     assert main(["checkpoint", "export", str(path), str(tmp_path / "weights.safetensors")]) == 0

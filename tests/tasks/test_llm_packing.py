@@ -88,7 +88,8 @@ def test_a_document_too_long_is_split_truncated_or_dropped():
 
 def test_a_document_too_long_is_an_error_that_names_it_and_what_it_needs():
     with pytest.raises(
-        DloError, match=r"document 2: 11 tokens do not fit seq_len 4, which takes 5 \(1 .*seq_len to 10"
+        DloError,
+        match=r"document 2: document must have at most seq_len \+ 1 = 5 tokens, got 11 \(1 .*seq_len to at least 10",
     ):
         cut_to("error")
     assert cut_to("error", seq_len=10)[1].too_long == 0

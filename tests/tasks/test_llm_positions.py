@@ -66,7 +66,8 @@ def test_a_model_that_computes_its_positions_has_more(config: dict[str, Any]) ->
 
 def test_windows_longer_than_a_table_of_positions_are_refused_before_the_run() -> None:
     message = (
-        r"seq_len 17 do not fit a model with 16 positions \(n_positions\); set data\.init_args\.seq_len to at most 16"
+        r"seq_len must be at most the model's 16 positions \(n_positions\), got 17; set data\.init_args\.seq_len to"
+        " at most 16"
     )
     with pytest.raises(DloError, match=message + ", or config.n_positions to 17"):
         check(GPT2, 17)
@@ -78,7 +79,7 @@ def test_windows_longer_than_a_table_of_positions_are_refused_before_the_run() -
 
 def test_windows_beyond_what_a_model_is_made_for_are_warned_of() -> None:
     with pytest.warns(
-        UserWarning, match=r"seq_len 17 is beyond the 16 positions .* \(max_position_embeddings\); set data"
+        UserWarning, match=r"seq_len 17 exceeds the 16 positions .* \(max_position_embeddings\); set data"
     ):
         check(LLAMA, 17)
 
@@ -100,7 +101,9 @@ def test_other_windows_are_nobodys_concern(config: dict[str, Any]) -> None:
 
 
 def test_what_is_written_has_to_fit_too() -> None:
-    with pytest.raises(DloError, match=r"17 new tokens .* a prompt of 1 do not fit .* 16 positions; .* to at most 16"):
+    with pytest.raises(
+        DloError, match=r"max_new_tokens must be at most 16 after a prompt of 1 tokens, .* got 17; .* to at most 16"
+    ):
         check(GPT2, 16, prompts=["a"], sampling=Sampling(max_new_tokens=17))
     check(GPT2, 16, sampling=Sampling(max_new_tokens=17))
     check(LLAMA, 16, prompts=["a"], sampling=Sampling(max_new_tokens=17))
@@ -108,10 +111,10 @@ def test_what_is_written_has_to_fit_too() -> None:
     written = complete(model, ids, torch.ones_like(ids), Sampling(max_new_tokens=5), None, False)
     assert written.shape == (1, 5)  # The last token is not read again.
     with pytest.raises(
-        DloError, match=r"6 new tokens .* behind a prompt of 12 .* set sampling\.max_new_tokens to at most 5$"
+        DloError, match=r"at most 5 after a prompt of 12 .* got 6; set sampling\.max_new_tokens to at most 5$"
     ):
         complete(model, ids, torch.ones_like(ids), Sampling(max_new_tokens=6), None, False)
-    with pytest.raises(DloError, match=r"behind a prompt of 17 do not fit .*; shorten the prompt"):
+    with pytest.raises(DloError, match=r"at most 0 after a prompt of 17 .*; shorten the prompt"):
         check_room(model, 17, 1)
 
 
@@ -122,6 +125,6 @@ def test_prompts_that_leave_no_room_are_refused_when_the_model_is_built() -> Non
     trainer = SimpleNamespace(datamodule=SimpleNamespace(tokenizer=tokenizer), strategy=strategy)
     task._trainer = trainer  # type: ignore[assignment]
     with pytest.raises(
-        DloError, match=r"6 new tokens .* a prompt of 4 do not fit a model with 8 positions; .* at most 5"
+        DloError, match=r"at most 5 after a prompt of 4 tokens, in a model with 8 positions, got 6; .* at most 5"
     ):
         task.configure_model()

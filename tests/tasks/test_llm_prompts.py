@@ -70,11 +70,19 @@ def test_lines_of_text_end_where_lines_end_and_nowhere_else(asked):
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("p.txt", "café\n".encode("latin1"), r"p\.txt is no UTF-8 text: invalid continuation byte at byte 3; convert"),
-        ("p.jsonl", b'{"prompt": "a \\ud83d"}\n', r"p\.jsonl:1: prompt holds '\\ud83d', half of a surrogate pair"),
-        ("p.jsonl", b'{"messages": [{"content": "a"}]}\n', r"p\.jsonl:1: a message is an object with role and content"),
-        ("p.jsonl", b'{"messages": []}\n', r"p\.jsonl:1: a line needs 'prompt' \(a text\), or 'messages', but has"),
-        ("p.jsonl", b'{"prompt": 3}\n', r"p\.jsonl:1: a line needs 'prompt' \(a text\), or 'messages', but has"),
+        ("p.txt", "café\n".encode("latin1"), r"p\.txt must be UTF-8, got invalid continuation byte at byte 3; convert"),
+        (
+            "p.jsonl",
+            b'{"prompt": "a \\ud83d"}\n',
+            r"p\.jsonl:1: prompt must be valid Unicode, got '\\ud83d', half of a surrogate pair",
+        ),
+        (
+            "p.jsonl",
+            b'{"messages": [{"content": "a"}]}\n',
+            r"p\.jsonl:1: message must be an object with role and content",
+        ),
+        ("p.jsonl", b'{"messages": []}\n', r"p\.jsonl:1: record must have 'prompt' \(a string\) or 'messages', got"),
+        ("p.jsonl", b'{"prompt": 3}\n', r"p\.jsonl:1: record must have 'prompt' \(a string\) or 'messages', got"),
     ],
 )
 def test_what_is_no_prompt_is_named(asked, name, content, message):

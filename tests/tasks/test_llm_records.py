@@ -100,10 +100,10 @@ def test_globs_are_sorted_and_files_come_once(tmp_path):
 @pytest.mark.parametrize(
     ("pattern", "message"),
     [
-        ("*.jsonl", r"train_files: .*\*\.jsonl matches no file"),
-        ("chats.json", r"train_files: there is no file .*chats\.json \(.*; did you mean 'chats\.jsonl'\?"),
-        ("", r"train_files: .* is a folder; name its files, such as .*\*\.jsonl"),
-        ("empty.txt", r"empty\.txt is empty; remove it from train_files"),
+        ("*.jsonl", r"train_files must match a file, got .*\*\.jsonl"),
+        ("chats.json", r"train_files must name files, got .*chats\.json, .*; did you mean 'chats\.jsonl'\?"),
+        ("", r"train_files must name files, got the folder .*; name its files, such as .*\*\.jsonl"),
+        ("empty.txt", r"train_files must name files with content, got .*empty\.txt, which is empty; remove it"),
     ],
 )
 def test_what_names_no_file_with_content_is_refused(tmp_path, pattern, message):
@@ -115,7 +115,7 @@ def test_what_names_no_file_with_content_is_refused(tmp_path, pattern, message):
 
 
 def test_an_empty_list_is_refused():
-    with pytest.raises(DloError, match="val_files is an empty list"):
+    with pytest.raises(DloError, match="val_files must name at least one file, got an empty list"):
         expand([], "val_files")
 
 
@@ -147,20 +147,20 @@ def test_parquet_gives_the_records_that_json_lines_give(tmp_path):
 
 def test_a_file_that_is_no_parquet_is_refused(tmp_path):
     (tmp_path / "a.parquet").write_text("no")
-    with pytest.raises(DloError, match=r"a\.parquet is no readable Parquet file"):
+    with pytest.raises(DloError, match=r"a\.parquet cannot be read as Parquet"):
         list(read_records([tmp_path / "a.parquet"]))
 
 
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ('{"text": "a"', r"a\.jsonl:3: broken JSON, column 13: Expecting ',' delimiter"),
-        ('["text"]', r"a\.jsonl:3: a line must be one JSON object, .* but this is a list"),
-        ('{"test": "a"}', r"a\.jsonl:3: a record needs 'messages', .* but has 'test'; did you mean 'text'\?"),
-        ('{"prompt": "a"}', r"a\.jsonl:3: a record needs 'messages', 'prompt' and 'completion', or 'text', but has"),
-        ('{"text": 3}', r"a\.jsonl:3: text must be a text, not int: '3'"),
+        ('{"text": "a"', r"a\.jsonl:3: JSON is invalid, column 13: Expecting ',' delimiter"),
+        ('["text"]', r"a\.jsonl:3: line must be a JSON object, got list"),
+        ('{"test": "a"}', r"a\.jsonl:3: record must have 'messages', .* got 'test'; did you mean 'text'\?"),
+        ('{"prompt": "a"}', r"a\.jsonl:3: record must have 'messages', 'prompt' and 'completion', or 'text', got"),
+        ('{"text": 3}', r"a\.jsonl:3: text must be a string, got int: '3'"),
         ('{"messages": []}', r"a\.jsonl:3: messages must be a list with at least one message"),
-        ('{"messages": [{"content": "a"}]}', r"a\.jsonl:3: a message is an object with role and content"),
+        ('{"messages": [{"content": "a"}]}', r"a\.jsonl:3: message must be an object with role and content"),
         (
             '{"messages": [{"role": "user", "content": "a"}, {"role": "bot", "content": "b"}]}',
             r"a\.jsonl:3: the role of message 2 must be one of system, .*, got 'bot'; write assistant",
@@ -170,10 +170,19 @@ def test_a_file_that_is_no_parquet_is_refused(tmp_path):
             r"a\.jsonl:3: message 2 \(role assistant\) must have content, got 'role', 'contents'; did you mean",
         ),
         ('{"messages": [{"role": "assistant", "content": null}]}', r"a\.jsonl:3: message 1 .* must have content, got"),
-        ('{"text": "a \\ud83d"}', r"a\.jsonl:3: text holds '\\ud83d', half of a surrogate pair .* remove the line"),
-        ('{"prompt": "a", "completion": "\\ude00"}', r"a\.jsonl:3: completion holds '\\ude00', half of a surrogate"),
-        ('{"messages": [{"role": "user", "content": [{"text": "\\ud83d"}]}]}', r"a\.jsonl:3: messages holds '\\ud83d'"),
-        ('{"text": ' + "[" * 200_000, r"a\.jsonl:3: the JSON is nested too deeply to be read; mend or remove the line"),
+        (
+            '{"text": "a \\ud83d"}',
+            r"a\.jsonl:3: text must be valid Unicode, got '\\ud83d', half of a surrogate pair; .* remove the line",
+        ),
+        (
+            '{"prompt": "a", "completion": "\\ude00"}',
+            r"a\.jsonl:3: completion must be valid Unicode, got '\\ude00', half of a surrogate",
+        ),
+        (
+            '{"messages": [{"role": "user", "content": [{"text": "\\ud83d"}]}]}',
+            r"a\.jsonl:3: messages must be valid Unicode, got '\\ud83d'",
+        ),
+        ('{"text": ' + "[" * 200_000, r"a\.jsonl:3: JSON is nested too deeply; correct or remove the line"),
     ],
 )
 def test_a_line_that_is_no_record_is_named(tmp_path, line, message):
@@ -184,7 +193,7 @@ def test_a_line_that_is_no_record_is_named(tmp_path, line, message):
 
 def test_bytes_that_are_no_text_are_refused(tmp_path):
     (tmp_path / "a.txt").write_bytes(b"ab\xff")
-    with pytest.raises(DloError, match=r"a\.txt is no UTF-8 text: invalid start byte at byte 2"):
+    with pytest.raises(DloError, match=r"a\.txt must be UTF-8, got invalid start byte at byte 2"):
         list(read_records([tmp_path / "a.txt"]))
 
 
@@ -305,19 +314,19 @@ def test_a_rendering_that_does_not_tell_is_never_guessed_at(render):
 
 def test_a_template_that_does_not_tell_is_an_error_with_its_fix(tokenizer):
     tokenizer.chat_template = "{{ messages | length }}{% for m in messages %}{{ m.content }}{% endfor %}"
-    with pytest.raises(DloError, match=r"chats\.jsonl:3: the chat template does not tell .*\{% generation %\}"):
+    with pytest.raises(DloError, match=r"chats\.jsonl:3: chat template does not show .*\{% generation %\}"):
         encode_conversation(tokenizer, CHAT, None, "chats.jsonl:3")
 
 
 def test_a_template_that_refuses_is_an_error_with_its_reason(tokenizer):
     tokenizer.chat_template = "{{ raise_exception('roles must alternate') }}"
-    with pytest.raises(DloError, match=r"a:1: the chat template refuses the conversation: roles must alternate"):
+    with pytest.raises(DloError, match=r"a:1: chat template refuses the conversation: roles must alternate"):
         encode_conversation(tokenizer, CHAT, None, "a:1")
 
 
 def test_no_chat_template_is_an_error(trained):
     with pytest.raises(
-        DloError, match=r"a:1: messages need a chat template, and the tokenizer has none; set chat_temp"
+        DloError, match=r"a:1: tokenizer must have a chat template for messages, got none; set chat_temp"
     ):
         encode_conversation(trained, CHAT, None, "a:1")
 
@@ -336,9 +345,9 @@ def test_prompts_are_lines_of_text_or_of_json(tmp_path, tokenizer):
 
 def test_a_line_without_a_prompt_is_named(tmp_path, tokenizer):
     file = write(tmp_path / "b.jsonl", {"prompt": "two"}, {"text": "two"})
-    with pytest.raises(DloError, match=r"b\.jsonl:2: a line needs 'prompt' .* but has 'text'; .* \{prompt: question\}"):
+    with pytest.raises(DloError, match=r"b\.jsonl:2: record must have 'prompt' .* got 'text'; .* \{prompt: question\}"):
         read_prompts([file], tokenizer)
-    with pytest.raises(DloError, match=r"there is no prompt in .*c\.txt"):
+    with pytest.raises(DloError, match=r"predict_files must have at least one prompt, got none in .*c\.txt"):
         read_prompts([write(tmp_path / "c.txt", " ")], tokenizer)
 
 
@@ -353,14 +362,14 @@ def test_a_tokenizer_is_loaded_with_another_chat_template(tmp_path, tokenizer):
     assert loaded("two and")["input_ids"] == tokenizer("two and")["input_ids"]
     assert fingerprint(loaded) != fingerprint(tokenizer)
     assert fingerprint(load_tokenizer(str(tmp_path / "model"))) == fingerprint(load_tokenizer(str(tmp_path / "model")))
-    with pytest.raises(DloError, match=r"chat_template: there is no file none\.jinja"):
+    with pytest.raises(DloError, match=r"chat_template must be a file .*, got none\.jinja"):
         load_tokenizer(str(tmp_path / "model"), "none.jinja")
 
 
 def test_a_missing_tokenizer_is_an_error(tmp_path, monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')
-    with pytest.raises(DloError, match=r"holds no tokenizer \(looked for tokenizer\.json.*set tokenizer to"):
+    with pytest.raises(DloError, match=r"tokenizer must be a folder with one of tokenizer\.json.*set tokenizer to"):
         load_tokenizer(str(tmp_path))
     (tmp_path / "tokenizer.json").write_text("{")
     with pytest.raises(DloError, match=r"cannot be loaded: .*; set tokenizer to a folder"):
@@ -372,14 +381,14 @@ def test_a_missing_tokenizer_is_an_error(tmp_path, monkeypatch):
 )
 def test_a_missing_package_is_an_error_with_its_fix(tmp_path, monkeypatch, load):
     monkeypatch.setitem(sys.modules, "transformers", None)
-    with pytest.raises(DloError, match=r"text needs transformers .*; pip install 'dlo_framework\[llm\]'"):
+    with pytest.raises(DloError, match=r"TextData needs transformers .*; pip install 'dlo_framework\[llm\]'"):
         load(tmp_path)
 
 
 def test_parquet_without_datasets_is_an_error_with_its_fix(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "datasets", None)
     (tmp_path / "a.parquet").write_text("no")
-    with pytest.raises(DloError, match=r"reading Parquet needs datasets; pip install 'dlo_framework\[llm\]'"):
+    with pytest.raises(DloError, match=r"Parquet needs the package datasets; pip install 'dlo_framework\[llm\]'"):
         list(read_records([tmp_path / "a.parquet"]))
 
 

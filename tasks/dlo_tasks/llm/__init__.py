@@ -1,1 +1,1 @@
-"""Causal language models of Hugging Face, and text to train them on."""
+"""Task and data for causal language models of Hugging Face transformers."""

@@ -1,6 +1,6 @@
-"""What of a model trains: all of it, what no pattern freezes, or low-rank adapters beside its frozen weights.
+"""Selects what trains: freezes parameters by name, adds low-rank adapters (LoRA), enables recomputation.
 
-LoRA: Low-Rank Adaptation of Large Language Models. Hu et al., 2021, arXiv 2106.09685; peft does the work.
+LoRA: Low-Rank Adaptation of Large Language Models. Hu et al., 2021, arXiv 2106.09685; implemented by peft.
 """
 
 from __future__ import annotations
@@ -16,24 +16,24 @@ from dlo_framework.errors import DloError, did_you_mean
 from dlo_framework.plan import ParallelPlan, Rule
 from dlo_tasks.llm.models import require, text_config
 
-#: peft's name of the one adapter.
+#: peft's name of the only adapter.
 ADAPTER = "default"
 
 
 @dataclass(frozen=True)
 class Lora:
-    """Low-rank adapters: `W x + (alpha / rank) B A x`, of which A `[rank, in]` and B `[out, rank]` train.
+    """Low-rank adapters: `W x + (alpha / rank) B A x`, where only A `[rank, in]` and B `[out, rank]` train.
 
     Args:
-        rank: of the adapters.
-        alpha: their scale times the rank; by default twice the rank.
-        dropout: of what goes into an adapter.
-        targets: last parts of the names of the modules to adapt, such as `[q_proj, v_proj]`; by default every
+        rank: Rank of the adapters.
+        alpha: Scale of the adapters, times the rank; default twice the rank.
+        dropout: Dropout rate of the adapters' inputs.
+        targets: Last parts of the names of the modules to adapt, such as `[q_proj, v_proj]`; by default every
             projection in the blocks.
-        merge: whether an export adds the adapters to the weights; otherwise it holds the adapters alone.
+        merge: Whether an export merges the adapters into the weights; otherwise it writes the adapters only.
 
     Raises:
-        DloError: for numbers that cannot be.
+        DloError: If a value is out of range.
     """
 
     rank: int = 8
@@ -44,21 +44,23 @@ class Lora:
 
     def __post_init__(self) -> None:
         if self.rank < 1:
-            raise DloError(f"lora: rank is at least 1, given {self.rank}; 8 is usual")
+            raise DloError(f"lora.rank must be at least 1, got {self.rank}; 8 is usual")
         if not 0 <= self.dropout < 1:
-            raise DloError(f"lora: dropout lies in [0, 1), given {self.dropout}")
+            raise DloError(f"lora.dropout must be in [0, 1), got {self.dropout}; 0 disables it")
         if self.alpha is not None and self.alpha <= 0:
-            raise DloError(f"lora: alpha is positive, given {self.alpha}; twice the rank is usual")
+            raise DloError(f"lora.alpha must be positive, got {self.alpha}; {2 * self.rank} is usual")
         if self.targets is not None and not self.targets:
-            raise DloError("lora: targets is empty; name projections, or leave it out to adapt all of them")
+            raise DloError(
+                "lora.targets must name at least one projection, got []; name some, or remove it to adapt all"
+            )
 
     def peft_config(self, targets: Sequence[str], *, transposed: bool, base: str | None = None) -> Any:
         """Returns peft's config of these adapters.
 
         Args:
-            targets: last parts of the names of the modules to adapt.
-            transposed: whether weights are `[in, out]`, as in GPT-2.
-            base: the folder or name of the model that they adapt.
+            targets: Last parts of the names of the modules to adapt.
+            transposed: Whether weights are `[in, out]`, as in GPT-2.
+            base: Folder or hub name of the base model.
         """
         peft = require("peft")
         return peft.LoraConfig(
@@ -73,7 +75,7 @@ class Lora:
 
 
 def projections(model: nn.Module) -> dict[str, nn.Module]:
-    """Returns a model's matrix products by name; those that LoRA can adapt."""
+    """Returns the projections that LoRA can adapt, by name."""
     from transformers.pytorch_utils import Conv1D
 
     return {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear | Conv1D)}
@@ -83,12 +85,12 @@ def lora_targets(model: nn.Module, head: nn.Module, targets: Sequence[str] | Non
     """Returns the last parts of the names of the modules to adapt.
 
     Args:
-        model: not adapted yet.
-        head: its output projection, which `targets` may name, and which is left out by default.
-        targets: as the user has given them.
+        model: Model without adapters.
+        head: Output projection, which `targets` may name, and which the default leaves out.
+        targets: Targets that the user has set, or None.
 
     Raises:
-        DloError: for one that no projection is called; with the nearest name.
+        DloError: If a target matches no projection; the message has the nearest name.
     """
     found = projections(model)
     leaves = list(dict.fromkeys(name.rpartition(".")[2] for name, module in found.items() if module is not head))
@@ -98,21 +100,21 @@ def lora_targets(model: nn.Module, head: nn.Module, targets: Sequence[str] | Non
     for target in targets:
         if not any(name == target or name.endswith(f".{target}") for name in found):
             hint = did_you_mean(target, every)
-            raise DloError(f"lora: no projection is called '{target}'{hint}; there are {', '.join(every)}")
+            raise DloError(f"lora.targets must be among {', '.join(every)}, got {target}{hint or '; change it'}")
     return list(targets)
 
 
 def adapt(model: nn.Module, head: nn.Module, lora: Lora, dtype: torch.dtype) -> None:
-    """Puts adapters beside a model's projections, in place, and freezes all else.
+    """Adds adapters to a model's projections, in place, and freezes all other parameters.
 
     Args:
-        model: of transformers.
-        head: its output projection.
-        lora: how.
-        dtype: of the adapters; the model's may be a half precision.
+        model: Model of transformers.
+        head: Output projection of the model.
+        lora: Options of the adapters.
+        dtype: Dtype of the adapters; the model's may be a half precision.
 
     Raises:
-        DloError: for an unknown target.
+        DloError: If a target is unknown.
     """
     from transformers.pytorch_utils import Conv1D
 
@@ -125,25 +127,28 @@ def adapt(model: nn.Module, head: nn.Module, lora: Lora, dtype: torch.dtype) -> 
 
 
 def freeze(model: nn.Module, patterns: Sequence[str]) -> None:
-    """Freezes what patterns match, each a dotted name with `*` (see :mod:`dlo_framework.plan`), and all below it.
+    """Freezes modules and parameters by patterns, dotted names with `*` (see :mod:`dlo_framework.plan`).
 
     Raises:
-        DloError: for a pattern that matches nothing, and if nothing is left to train.
+        DloError: If a pattern matches nothing, or no parameter is left to train.
     """
     names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
     parts = {name.rsplit(".", cut)[0] for name in names for cut in range(name.count(".") + 1)}
     for pattern in patterns:
         frozen = [name for name in names if _owns(pattern, name)]
         if not frozen:
-            raise DloError(f"freeze: '{pattern}' matches nothing in the model{did_you_mean(pattern, parts)}")
+            raise DloError(
+                f"freeze must match parameters of the model, got '{pattern}'"
+                f"{did_you_mean(pattern, parts) or '; remove it'}"
+            )
         for name in frozen:
             model.get_parameter(name).requires_grad_(False)
     if not any(parameter.requires_grad for parameter in model.parameters()):
-        raise DloError(f"freeze: {list(patterns)} leave nothing to train; take one out")
+        raise DloError(f"freeze must leave a parameter to train, got {list(patterns)}; remove a pattern")
 
 
 def freeze_beside_text(model: Any) -> None:
-    """Freezes the parameters that tokens alone do not reach, such as a vision tower: no step has gradients for them."""
+    """Freezes the parameters that text does not reach, such as a vision tower, because they never get gradients."""
     if text_config(model.config) is model.config:
         return
     decoder = model.get_decoder()
@@ -155,7 +160,7 @@ def freeze_beside_text(model: Any) -> None:
 
 
 def recompute(model: Any) -> None:
-    """Makes the blocks of a model keep their inputs alone for backward; what they compute in between is made again.
+    """Enables recomputation: blocks keep only their inputs for backward, and recompute all other activations.
 
     transformers 5.23 calls it activation checkpointing, versions before it gradient checkpointing.
     """
@@ -177,14 +182,14 @@ def adapter_layers(model: nn.Module) -> dict[str, Any]:
 
 
 def merge(model: nn.Module) -> None:
-    """Adds the adapters to the weights they stand beside, and takes them away, in place."""
+    """Merges the adapters into the base weights and removes them, in place."""
     for name, layer in adapter_layers(model).items():
         layer.merge(safe_merge=True)
         model.set_submodule(name, layer.get_base_layer())
 
 
 def adapter_state(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Returns the adapters' weights under the names by which `peft.PeftModel.from_pretrained` finds them."""
+    """Returns the adapters' weights, under the names that `peft.PeftModel.from_pretrained` reads."""
     return {
         f"base_model.model.{name.replace(f'.{ADAPTER}.', '.')}": tensor.detach().contiguous()
         for name, tensor in model.state_dict().items()

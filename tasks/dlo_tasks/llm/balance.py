@@ -1,7 +1,7 @@
-"""The loss that keeps a mixture's experts equally busy, as transformers has it for the model's family.
+"""Computes the load-balancing loss of a mixture of experts, with transformers' function for the model's family.
 
 Switch Transformers: Scaling to Trillion Parameter Models with Simple and Efficient Sparsity. Fedus et al., 2021,
-arXiv 2101.03961, equations 4 to 6; over the router's logits of all blocks together.
+arXiv 2101.03961, equations 4 to 6; here over the router logits of all blocks together.
 """
 
 from __future__ import annotations
@@ -20,47 +20,47 @@ from dlo_tasks.llm.models import base_of
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-#: What transformers (5.17 to 5.23) calls the loss, in the file of each family that has it, and what it is given.
+#: Name and arguments of the loss in transformers (5.17 to 5.23), in the module of each family that has it.
 _FUNCTION = "load_balancing_loss_func"
 _ARGUMENTS = ["gate_logits", "num_experts", "top_k", "attention_mask"]
 
 
 @dataclass(frozen=True)
 class Balance:
-    """How much experts should be balanced, and how that is measured.
+    """Load-balancing loss of a model: its coefficient and its function.
 
     Attributes:
-        coefficient: `router_aux_loss_coef` of the config.
-        measure: transformers' function; told the routers' logits, `[B * L, experts]` each, and the mask.
+        coefficient: Value of `router_aux_loss_coef` in the config.
+        measure: Function of transformers, of the router logits, `[B * L, experts]` each, and the mask.
     """
 
     coefficient: float
     measure: Callable[[tuple[Tensor, ...], Tensor | None], Tensor]
 
     def hidden_states(self, model: PreTrainedModel, inputs: dict[str, Any]) -> tuple[Tensor, Tensor]:
-        """Returns what the head is given, `[B, L, D]`, and the loss of the batch times its coefficient, a scalar.
+        """Returns the hidden states, `[B, L, D]`, and the batch's loss times its coefficient, a scalar.
 
         Raises:
-            DloError: if the routers' logits do not come out of the model.
+            DloError: If the model does not return router logits.
         """
         found = base_of(model)(**inputs, use_cache=False, output_router_logits=True)
         logits = getattr(found, "router_logits", None)
         if not logits:
             raise DloError(
-                f"the load-balancing loss needs the routers' logits, which {type(model).__name__} has not given; set"
-                " config.output_router_logits: false"
+                "config.output_router_logits must be false for models that return no router logits, got true for"
+                f" {type(model).__name__}; set config.output_router_logits: false"
             )
         mask = inputs.get("attention_mask")
-        if not isinstance(mask, Tensor) or mask.ndim != 2:  # one of documents: all tokens count
+        if not isinstance(mask, Tensor) or mask.ndim != 2:  # A mask of documents: all tokens count.
             mask = None
         return found[0], self.coefficient * self.measure(tuple(logits), mask)
 
 
 def balance_of(model: PreTrainedModel) -> Balance | None:
-    """Returns how a model's experts are balanced; None where its config does not ask for it.
+    """Returns a model's load-balancing loss, or None where its config does not set one.
 
     Raises:
-        DloError: if it does, and the family has no such loss.
+        DloError: If the config sets one, and the family does not have it.
     """
     config: Any = model.config.get_text_config()
     if not getattr(config, "output_router_logits", False):
@@ -70,8 +70,8 @@ def balance_of(model: PreTrainedModel) -> Balance | None:
     coefficient, experts, top_k = (getattr(model, name, None) for name in names)
     if function is None or list(inspect.signature(function).parameters) != _ARGUMENTS or None in (coefficient, experts):
         raise DloError(
-            f"config.output_router_logits: true adds a load-balancing loss, which {type(model).__name__} does not have"
-            " as mixtral and qwen3_moe have it; set it to false"
+            "config.output_router_logits must be false for families without the load-balancing loss of mixtral and"
+            f" qwen3_moe, got true for {type(model).__name__}; set config.output_router_logits: false"
         )
     if not coefficient:
         return None

@@ -1,11 +1,11 @@
-"""Makes batches of documents: packed into windows, or padded; and of prompts.
+"""Makes batches of packed windows, padded documents, or prompts.
 
-A training batch is a dict of int64 tensors [B, L]: ``input_ids``; ``labels``, the token that follows each one, -100
-where none is learned; ``position_ids``, which begin again at 0 with each document. Without an attention mask,
-transformers takes positions that begin again for documents that must not see each other, and makes the
-block-diagonal causal mask (transformers 5, ``masking_utils.find_packed_sequence_indices``). Flash kernels take no mask:
-see :func:`dlo_tasks.llm.families.lengths_of_documents`. Padding stands on the right, where a causal model never looks
-back at it, so that padded batches need no mask either.
+A training batch is a dict of int64 tensors [B, L]: ``input_ids``; ``labels``, the id of the next token, or -100 where
+it is not a target; ``position_ids``, which restart at 0 with each document. Without an attention mask, transformers
+reads restarting positions as separate documents and makes the block-diagonal causal mask (transformers 5,
+``masking_utils.find_packed_sequence_indices``). Flash kernels take no mask: see
+:func:`dlo_tasks.llm.families.lengths_of_documents`. Padding is on the right, where no earlier token of a causal model
+attends to it, so padded batches need no mask.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ from dlo_tasks.llm.packing import Packing, Pieces
 from dlo_tasks.llm.token_cache import TokenStore
 
 IGNORED = -100
-"""The label of a position that has no target: torch's and transformers' ``ignore_index``."""
+"""Label of a position without a target: the ``ignore_index`` of torch and transformers."""
 
-#: Padded lengths are multiples of this, which suits matrix units and keeps the number of shapes low.
+#: Multiple of padded lengths, for matrix units and few different shapes.
 MULTIPLE = 8
 
 Batch = dict[str, torch.Tensor]
 
 
 class StepDraws(list[Draw]):
-    """The samples of one batch on this rank, with what only the whole step knows.
+    """Samples of one batch on this rank, with totals over the optimizer step.
 
     Attributes:
-        tokens_in_step: targets of the optimizer step, over all ranks and micro-batches; None where nobody knows yet.
-        length: positions of the longest sample of the batch, over all ranks; None for windows of one length.
+        tokens_in_step: Number of targets of the optimizer step, over all ranks and micro-batches; None if unknown.
+        length: Positions of the longest sample of the batch, over all ranks; None for windows of equal length.
     """
 
     tokens_in_step: int | None = None
@@ -41,15 +41,15 @@ class StepDraws(list[Draw]):
 
 
 class PackedWindows:
-    """Windows of a fixed length, each filled with whole pieces.
+    """Dataset of windows of equal length, each filled with full pieces.
 
     Args:
-        store: the tokens.
-        pieces: which are in use.
-        packing: where each lies.
-        seq_len: positions of a window.
-        filler: the id at unused positions.
-        targets: int64 [P], learned targets of each piece.
+        store: Token store.
+        pieces: Pieces to use.
+        packing: Window and offset of each piece.
+        seq_len: Positions per window.
+        filler: Id at unused positions.
+        targets: Number of targets of each piece, int64 [P].
     """
 
     def __init__(
@@ -60,16 +60,16 @@ class PackedWindows:
         self._start, self._length = pieces.start[order], pieces.length[order]
         self._offset = packing.offset[order]
         self._first = np.searchsorted(packing.window[order], np.arange(packing.windows + 1))
-        #: int64 [windows], of each window.
+        #: Number of targets of each window, int64 [windows].
         self.targets = np.bincount(packing.window, targets, packing.windows).astype(np.int64)
-        #: No lengths: all windows are equally long.
+        #: None: all windows have the same length.
         self.lengths: np.ndarray | None = None
 
     def __len__(self) -> int:
         return len(self._first) - 1
 
     def fetch(self, draws: list[Draw]) -> Batch:
-        """Returns the batch of these windows."""
+        """Returns the batch of the drawn windows."""
         first = self._first[[draw.index for draw in draws]]
         past = self._first[[draw.index + 1 for draw in draws]]
         pieces = np.concatenate([np.arange(a, b) for a, b in zip(first, past, strict=True)])
@@ -81,27 +81,27 @@ class PackedWindows:
 
 
 class PaddedSamples:
-    """Pieces one by one, padded to the longest of the batch.
+    """Dataset of single pieces, padded to the longest of the batch.
 
     Args:
-        store: the tokens.
-        pieces: which are in use.
-        seq_len: the most positions that a padded batch has.
-        filler: the id at unused positions.
-        targets: int64 [P], learned targets of each piece.
+        store: Token store.
+        pieces: Pieces to use.
+        seq_len: Maximum positions of a padded batch.
+        filler: Id at unused positions.
+        targets: Number of targets of each piece, int64 [P].
     """
 
     def __init__(self, store: TokenStore, pieces: Pieces, seq_len: int, filler: int, targets: np.ndarray) -> None:
         self._store, self._seq_len, self._filler = store, seq_len, filler
         self._start, self.targets = pieces.start, targets
-        #: int64 [P], positions of each sample.
+        #: Positions of each sample, int64 [P].
         self.lengths: np.ndarray | None = pieces.length
 
     def __len__(self) -> int:
         return len(self._start)
 
     def fetch(self, draws: list[Draw]) -> Batch:
-        """Returns the batch of these samples."""
+        """Returns the batch of the drawn samples."""
         assert self.lengths is not None
         index = np.array([draw.index for draw in draws])
         length = self.lengths[index]
@@ -113,11 +113,11 @@ class PaddedSamples:
 
 
 class Prompts:
-    """Prompts to complete, padded on the left.
+    """Dataset of prompts to complete, padded on the left.
 
     Args:
-        prompts: the token ids of each.
-        filler: the id at unused positions.
+        prompts: Token ids of each prompt.
+        filler: Id at unused positions.
     """
 
     def __init__(self, prompts: Sequence[Sequence[int]], filler: int) -> None:
@@ -127,7 +127,7 @@ class Prompts:
         return len(self._prompts)
 
     def fetch(self, draws: list[Draw]) -> Batch:
-        """Returns ``input_ids`` and ``attention_mask``, int64 [B, L], and the prompts' numbers ``index``, int64 [B]."""
+        """Returns ``input_ids`` and ``attention_mask``, int64 [B, L], and ``index``, the prompt numbers, int64 [B]."""
         rows = [self._prompts[draw.index] for draw in draws]
         width = max(map(len, rows))
         ids = torch.full((len(rows), width), self._filler)
@@ -147,17 +147,17 @@ def gather(
     shape: tuple[int, int],
     filler: int,
 ) -> Batch:
-    """Returns pieces laid out in a batch.
+    """Returns a batch with pieces at given places.
 
     Args:
-        store: the tokens.
-        start: int64 [P], the place of each piece's first token in the store.
-        length: int64 [P], its positions.
-        begin: int64 [P], ascending: where its first position lies in the flattened batch.
-        shape: of the batch.
-        filler: the id at positions of no piece; they have no label, and continue the positions of the row's last piece.
-            A document of nothing but padding is all zeros in a model whose embedding of it is zero, and has NaN for
-            a gradient where a standard deviation is computed (Gemma 3n).
+        store: Token store.
+        start: Index of each piece's first token in the store, int64 [P].
+        length: Positions of each piece, int64 [P].
+        begin: Index of each piece's first position in the flattened batch, int64 [P], ascending.
+        shape: Shape of the batch.
+        filler: Id at unused positions, which have no label and continue the positions of the row's last piece. As a
+            document of its own, padding would be all zeros in a model whose padding embedding is zero, and a
+            standard deviation would have the gradient NaN (Gemma 3n).
     """
     ends = np.cumsum(length)
     within = np.arange(int(ends[-1])) - np.repeat(ends - length, length)
@@ -176,7 +176,7 @@ def gather(
 
 
 def _unused_positions(begin: np.ndarray, shape: tuple[int, int]) -> np.ndarray:
-    """Returns int64 [size]: positions that continue each row's last piece; what lies under pieces is of no meaning."""
+    """Returns positions that continue each row's last piece, int64 [size]; values under pieces are overwritten."""
     last = np.zeros(shape[0], dtype=np.int64)
     np.maximum.at(last, begin // shape[1], begin % shape[1])
     return (np.arange(shape[1])[None] - last[:, None]).ravel()

@@ -1,4 +1,4 @@
-"""Tokenises files once, into a cache that is found again by what it was made of."""
+"""Tokenises files once, into a cache named by a hash of its inputs."""
 
 from __future__ import annotations
 
@@ -19,25 +19,25 @@ from dlo_tasks.llm.tokenizer import fingerprint, vocabulary_size
 
 
 def cached_tokens(files: Sequence[Path], tokenizer: Any, folder: Path, columns: Mapping[str, str] | None = None) -> str:
-    """Returns the name of the cache file in ``folder`` with the tokens of some files; makes it if need be.
+    """Returns the name of the cache file in ``folder`` with the tokens of some files; writes it if it does not exist.
 
-    The name is made of the files' contents, the tokenizer, the columns and the format: what any of them changes is
-    another cache. A cache that is damaged is made anew, and a warning says so. A progress bar is shown on terminals.
+    The name is a hash of the files' contents, the tokenizer, the columns and the format. A damaged cache is written
+    again, with a warning. Terminals show a progress bar.
 
     Args:
-        files: to tokenise, in this order.
-        tokenizer: a fast one. It spreads the work over the cores; ``TOKENIZERS_PARALLELISM=false`` in the environment
-            forbids that, and is set to true if it is not set, without which workers that are forked later would each
+        files: Files to tokenise, in this order.
+        tokenizer: Fast tokenizer. It distributes the work over the cores, unless ``TOKENIZERS_PARALLELISM=false`` is
+            in the environment. An unset variable is set to true, because each worker forked later would otherwise
             write a warning.
-        folder: of the cache.
-        columns: see :func:`dlo_tasks.llm.records.read_records`.
+        folder: Folder of the cache.
+        columns: Other names of the columns; see :func:`dlo_tasks.llm.records.read_records`.
 
     Raises:
-        DloError: for records that cannot be read or tokenised, and a folder that cannot be written to.
+        DloError: If records cannot be read or tokenised, or the folder cannot be written to.
     """
     made_of = [FORMAT, content_hash(files), fingerprint(tokenizer), sorted((columns or {}).items())]
     size = vocabulary_size(tokenizer)
-    if size != len(tokenizer):  # Ids with gaps: caches that took the one for the other hold other tokens.
+    if size != len(tokenizer):  # Ids with gaps: earlier caches, which used len, hold other tokens.
         made_of.append(size)
     name = f"tokens-{hashlib.sha256(json.dumps(made_of).encode()).hexdigest()[:32]}.bin"
     path = folder / name
@@ -46,7 +46,7 @@ def cached_tokens(files: Sequence[Path], tokenizer: Any, folder: Path, columns: 
             verify(path)
             return name
         except BadCache as error:
-            rank_zero_warn(f"{error.path}: the token cache {error.what}; it is made anew")
+            rank_zero_warn(f"{error.path}: the token cache {error.what}; it is written again")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
     total = sum(file.stat().st_size for file in files)
     with tqdm(total=total, desc="tokenise", unit="B", unit_scale=True, leave=False, disable=None) as bar:

@@ -1,4 +1,4 @@
-"""The folder of what is made once: where it is, and files in it that are whole or not there."""
+"""Cache folder for tokens and trained tokenizers, with atomic writes."""
 
 from __future__ import annotations
 
@@ -13,26 +13,26 @@ from dlo_framework.whole_file import PARTIAL, whole_file
 
 
 def cache_folder(cache_dir: str | None) -> Path:
-    """Returns where tokens and trained tokenizers are kept: ``cache_dir``, else ``dlo/llm`` in the user's cache."""
+    """Returns the folder for tokens and trained tokenizers: ``cache_dir``, or ``dlo/llm`` in the user's cache."""
     if cache_dir is not None:
         return Path(cache_dir).expanduser()
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "dlo" / "llm"
 
 
-#: Seconds after which an unfinished file is taken for one whose writer was killed.
+#: Age, in seconds, after which a temporary file is assumed to be abandoned.
 _ABANDONED = 2 * 24 * 3600
 
 
 @contextlib.contextmanager
 def cached_file(path: Path, what: str) -> Iterator[Path]:
-    """Gives a path to write to beside ``path``, which takes its place at the end; nothing is left of an attempt.
+    """Yields a temporary path to write to, and renames it to ``path`` on success; deletes it on failure.
 
     Args:
-        path: of the file; its folder is made.
-        what: the file is, for the message.
+        path: Path of the file; its folder is created.
+        what: Description of the file, for messages.
 
     Raises:
-        DloError: if the folder cannot be written to.
+        DloError: If the folder cannot be written to.
     """
     try:
         with whole_file(path, shared=True) as partial:
@@ -40,14 +40,13 @@ def cached_file(path: Path, what: str) -> Iterator[Path]:
             yield partial
     except OSError as error:
         raise DloError(
-            f"{what} cannot be written to {path.parent}: {error}; set cache_dir to a folder that can be written to and"
-            " has enough room"
+            f"{what} cannot be written to {path.parent}: {error}; set cache_dir to a writable folder with enough space"
         ) from error
 
 
 def _clear(folder: Path) -> None:
-    """Removes what writers that were killed have left."""
+    """Removes abandoned temporary files of killed processes."""
     for left in folder.glob(f"*{PARTIAL}"):
-        with contextlib.suppress(OSError):  # another process clears too
+        with contextlib.suppress(OSError):  # Another process may have removed it.
             if time.time() - left.stat().st_mtime > _ABANDONED:
                 left.unlink()

@@ -1,4 +1,4 @@
-"""Training of causal language models of transformers: the task `CausalLM`."""
+"""Task that trains causal language models of transformers: `CausalLM`."""
 
 from __future__ import annotations
 
@@ -33,49 +33,52 @@ from dlo_tasks.llm.positions import check_prompts, check_windows, positions_of
 
 
 class CausalLM(Task):
-    """Trains any causal language model of transformers: all of it, a part, or adapters.
+    """Trains any causal language model of transformers: all parameters, some of them, or low-rank adapters.
 
-    Batches are dicts of `[B, L]` tensors: `input_ids`; `labels`, the id that follows each token, -100 where none is to
-    be predicted; `position_ids`, which begin anew with each document of a packed row and so keep documents apart;
-    `attention_mask` where rows are padded; and `tokens_in_step`, the number of targets of the whole optimizer step, by
-    which the loss is the mean over its tokens, however they are dealt out to ranks and micro-batches. Without it the
-    mean is over the ranks' tokens of one micro-batch, and micro-batches count the same.
+    Batches are dicts of `[B, L]` tensors: `input_ids`; `labels`, the id of the next token, or -100 where there is no
+    target; `position_ids`, which restart at 0 with each document of a packed row, so that documents do not attend to
+    each other; `attention_mask` for padded rows; and the scalar `tokens_in_step`, the number of targets in the whole
+    optimizer step. With `tokens_in_step` the loss is the mean over all tokens of the step, for any division into ranks
+    and micro-batches. Without it, the loss is the mean over all ranks' tokens of one micro-batch, and all micro-batches
+    have the same weight.
 
-    Validation and test log `loss`, `perplexity` and `accuracy` of a token, and, with a tokenizer, `bits_per_byte` and
+    Validation and test log `loss`, `perplexity` and `accuracy` per token, and, with a tokenizer, `bits_per_byte` and
     `perplexity_per_byte`: exact means over all tokens of all ranks. `predict_step` completes prompts.
 
     Args:
-        model: a folder that `save_pretrained` wrote, or a name on the Hugging Face hub. Weights are read from
-            safetensors alone; code that comes with a model is never run.
-        config: in place of `model`, for random weights: a dict with `model_type` and what differs from that family's
-            defaults, or a `config.json`. Vocabulary and special tokens are the data's tokenizer's by default.
-        dtype: of the parameters; by default what the Trainer's `precision` says. With `lora`, that of the frozen ones.
-        attention: transformers' implementation: `sdpa`, `eager`, `flash_attention_2`..., or dlo's own `dlo_varlen`; by
-            default `dlo_varlen` on CUDA, `sdpa` elsewhere, and `eager` where these would leave out a part of the model
-            (Gemma 2). Packed documents are kept apart by each.
-        lora: trains low-rank adapters instead of the weights: `{rank: 16, alpha: 32, targets: [q_proj, v_proj]}`.
-        freeze: names, with `*`, of what is not trained: `model.embed_tokens`, `model.layers.0`.
-        recompute: whether blocks keep their inputs alone for backward, and compute the rest again.
-        loss_kernel: What computes the loss over the vocabulary: `torch`, its operations; `compiled`, the same with all
-            that is no matrix product in one kernel of torch.compile's; `liger`, Liger Kernel's on a GPU.
-        optimizer: timm's name of the optimizer: `adamw`, `lamb`, `adafactor`, `muon`...
-        lr: Base learning rate, for the global batch as it is.
+        model: Folder that `save_pretrained` wrote, or name on the Hugging Face hub. Weights are read from safetensors
+            only; code that comes with a model is never run.
+        config: Config of a model with random weights, in place of `model`: a dict with `model_type` and the settings
+            that differ from the family's defaults, or the path of a `config.json`. By default, the vocabulary size and
+            special tokens come from the data's tokenizer.
+        dtype: Dtype of the parameters; by default that of the Trainer's `precision`. With `lora`, the dtype of the
+            frozen parameters.
+        attention: Attention implementation: one of transformers' (`sdpa`, `eager`, `flash_attention_2`, ...) or dlo's
+            `dlo_varlen`. Default: `dlo_varlen` on CUDA, `sdpa` elsewhere, and `eager` for models with features that
+            these do not compute (Gemma 2). Each keeps packed documents apart.
+        lora: Low-rank adapters to train instead of the weights: `{rank: 16, alpha: 32, targets: [q_proj, v_proj]}`.
+        freeze: Names of modules or parameters that are not trained, with `*`: `model.embed_tokens`, `model.layers.0`.
+        recompute: Whether to keep only the blocks' inputs for backward, and to recompute all other activations.
+        loss_kernel: Implementation of the loss over the vocabulary: `torch`, torch's operations; `compiled`, the same
+            with everything but the matrix products in one kernel of torch.compile; `liger`, Liger Kernel, on a GPU.
+        optimizer: Name of the optimizer in timm: `adamw`, `lamb`, `adafactor`, `muon`...
+        lr: Base learning rate, for the global batch. It is not scaled with the batch size.
         weight_decay: Weight decay; norms and biases have none.
         optimizer_args: More arguments for the optimizer, such as `betas`.
-        schedule: How the learning rate falls after the warm-up, `cosine` or `linear`; `constant` has no scheduler at
-            all, and leaves the learning rate to a callback.
-        warmup_epochs: Epochs of linear warm-up; may be a part of one.
-        warmup_steps: Optimizer steps of linear warm-up; holds over `warmup_epochs`.
+        schedule: Decay of the learning rate after the warm-up, `cosine` or `linear`. `constant` uses no scheduler, so
+            that a callback can set the learning rate.
+        warmup_epochs: Epochs of linear warm-up; may be a fraction.
+        warmup_steps: Optimizer steps of linear warm-up; overrides `warmup_epochs`.
         warmup_lr: Learning rate at the first step of the warm-up.
         min_lr: Learning rate at the end of training.
-        prompts: are completed at each validation, for TensorBoard, and once more printed when training ends.
-        sampling: how they, and those of `predict`, are completed: `{max_new_tokens: 64, temperature: 0.8}`.
+        prompts: Prompts that are completed at each validation, for TensorBoard, and printed when training ends.
+        sampling: Sampling options for `prompts` and for `dlo predict`: `{max_new_tokens: 64, temperature: 0.8}`.
 
     Raises:
-        DloError: for a model, setting, target or argument that does not exist, and values that do not fit each other.
+        DloError: If a model, setting, target or argument does not exist, or values contradict each other.
     """
 
-    #: What tells the best checkpoint.
+    #: Metric that selects the best checkpoint.
     best_metric = ("val_loss", "min")
     generates = True
 
@@ -103,15 +106,20 @@ class CausalLM(Task):
     ) -> None:
         super().__init__()
         self.save_hyperparameters(ignore=["lora", "sampling"])
-        # As plain data, which a checkpoint may hold; `load_from_checkpoint` gives them back so.
+        # Stored as plain data in checkpoints; `load_from_checkpoint` passes them as dicts.
         lora = Lora(**lora) if isinstance(lora, dict) else lora
         sampling = Sampling(**sampling) if isinstance(sampling, dict) else sampling
         self.hparams["lora"] = None if lora is None else vars(lora).copy()
         self.hparams["sampling"] = None if sampling is None else vars(sampling).copy()
         if (model is None) == (config is None):
-            raise DloError(f"give one of model (trained weights) and config (random ones), given {model} and {config}")
+            raise DloError(
+                f"model must be set for trained weights, or config for random weights, got {model} and {config};"
+                f" {'set one of them' if model is None else 'remove one of them'}"
+            )
         if lora is not None and freeze:
-            raise DloError("lora freezes all of the model itself; leave out freeze")
+            raise DloError(
+                "freeze must be unset with lora, which freezes all of the model's own parameters; remove freeze"
+            )
         self.model_name, self.model_dtype, self.attention = model, dtype, attention
         self.config = models.read_config(model, config)
         self.given = self.config.to_dict() if model is not None or not isinstance(config, dict) else dict(config)
@@ -127,7 +135,7 @@ class CausalLM(Task):
         self.samples: list[str] = []
         self._traits = families.ORDINARY
         self._balance: Balance | None = None
-        #: Where the data find the model's own tokenizer; None if it brings none.
+        #: Folder or hub name of the model's own tokenizer; None without one.
         self.tokenizer_source = models.tokenizer_source(model)
         optim.check_optimizer(optimizer)
         optim.check_rates(lr, min_lr=min_lr, warmup_lr=warmup_lr)
@@ -140,7 +148,7 @@ class CausalLM(Task):
         """Checks that the model, its adapters and the optimizer can be built, without reading weights.
 
         Raises:
-            DloError: if something does not exist or fit.
+            DloError: If one of them cannot be built.
         """
         check_template = getattr(datamodule, "check_template", None)
         if self.tokenizer_source is not None and check_template is not None:
@@ -151,7 +159,7 @@ class CausalLM(Task):
         self._optimizer(twin.model)
 
     def on_meta(self) -> CausalLM:
-        """Returns this task with its model on the meta device; its vocabulary may not be the data's yet."""
+        """Returns a copy of this task with its model on the meta device; its vocabulary may not be the data's yet."""
         if self.has_model:
             return self
         twin = copy.copy(self)
@@ -163,12 +171,12 @@ class CausalLM(Task):
         return twin
 
     def configure_model(self) -> None:
-        """Builds the model, once: after the data are there, whose tokenizer it must fit.
+        """Builds the model, once. The data must be set up before, because the model must fit their tokenizer.
 
-        Under the meta device its weights are read after it is sharded: see :mod:`dlo_tasks.llm.sharded_weights`.
+        Under the meta device, weights are read after sharding: see :mod:`dlo_tasks.llm.sharded_weights`.
 
         Raises:
-            DloError: if the tokenizer has more tokens than the model.
+            DloError: If the tokenizer has more tokens than the model.
         """
         if self.has_model:
             return
@@ -194,29 +202,29 @@ class CausalLM(Task):
         if self.tokenizer is None:
             if self.prompts:
                 raise DloError(
-                    "prompts are text, and the data bring no tokenizer to read it; leave prompts out, or give the"
-                    " datamodule an attribute 'tokenizer'"
+                    f"prompts must be unset where the datamodule has no attribute 'tokenizer', got {len(self.prompts)}"
+                    " prompts; remove them, or add a tokenizer to the datamodule"
                 )
             return
         if self.model_name is None:
             models.fit_to_tokenizer(self.config, self.given, self.tokenizer)
-            # Saved with a checkpoint, so that `load_from_checkpoint` needs no data to build the same model.
+            # Saved in checkpoints: `load_from_checkpoint` then builds the same model without data.
             self.hparams["config"] = {**self.config.to_diff_dict(), "model_type": self.config.model_type}
         models.check_vocabulary(models.vocabulary_of(self.config), self.tokenizer, trained=self.model_name is not None)
 
     def _check_head(self, model: Any) -> None:
-        """Says what a head costs that does more than project; refuses it where the loss of experts is added."""
+        """Warns of the memory cost of a head that is more than a projection; refuses it with a load-balancing loss."""
         if self._traits.projects:
             return
         name, vocabulary = type(model).__name__, models.vocabulary_of(self.config)
         if self._balance is not None:
             raise DloError(
-                f"the load-balancing loss needs a head that projects, scales and soft-caps alone, and {name} does more"
-                " to its logits; set config.output_router_logits: false"
+                "config.output_router_logits must be false for models whose logits are more than a projection, a scale"
+                f" and a soft-cap, got true for {name}; set config.output_router_logits: false"
             )
         rank_zero_warn(
-            f"{name} does more to its logits than project, scale and soft-cap them, so that its loss is computed from"
-            f" those of all tokens at once: {human(4 * vocabulary)} a token, and as much for their gradient"
+            f"{name} computes its logits by more than a projection, a scale and a soft-cap; its loss needs the logits"
+            f" of all tokens at once: {human(4 * vocabulary)} per token, and the same again for their gradient"
         )
 
     def _adapted(self, model: Any) -> Any:
@@ -231,7 +239,7 @@ class CausalLM(Task):
         return model
 
     def setup(self, stage: str) -> None:
-        """Makes the metrics."""
+        """Creates the metrics."""
         if not hasattr(self, "measures"):
             kinds: dict[str, TokenMean] = {"loss": TokenMean(), "perplexity": Perplexity(), "accuracy": TokenMean()}
             kinds |= {"bits_per_byte": BitsPerByte(), "perplexity_per_byte": Perplexity()}
@@ -239,7 +247,7 @@ class CausalLM(Task):
             self._bytes: Tensor | None = None
 
     def parallel_plan(self) -> ParallelPlan:
-        """Returns the plan that transformers has for the model's family; see :mod:`dlo_tasks.llm.plans`."""
+        """Returns the parallel plan of the model's family; see :mod:`dlo_tasks.llm.plans`."""
         return plan_for(self.model)  # type: ignore[arg-type]
 
     def _optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
@@ -248,7 +256,7 @@ class CausalLM(Task):
         )
 
     def configure_optimizers(self) -> OptimizerLRScheduler:
-        """Returns the optimizer, with the schedule of its rate unless that is `constant`."""
+        """Returns the optimizer, and its learning-rate schedule unless that is `constant`."""
         return optim.scheduled(
             self._optimizer(self.model),
             self._trainer,
@@ -263,23 +271,23 @@ class CausalLM(Task):
 
     @property
     def head(self) -> vocabulary_loss.VocabularyHead:
-        """What makes logits of what :meth:`forward` returns; nothing more to do where that is logits."""
+        """Head that turns the outputs of :meth:`forward` into logits; the identity where they are logits already."""
         if not self._traits.projects:
             return vocabulary_loss.VocabularyHead(nn.Identity())
         return models.head_of(self.model)  # type: ignore[arg-type]
 
     def example_batch(self, datamodule: LightningDataModule | None) -> dict[str, Tensor]:
-        """Returns a row of tokens as long as the data's windows."""
+        """Returns a batch of one row, as long as the data's windows."""
         length = getattr(datamodule, "seq_len", None) or min(positions_of(self.config) or 512, 2048)
         row = torch.zeros(1, length, dtype=torch.long)
         positions = torch.arange(length)[None]
         return {"input_ids": row, "labels": row, "position_ids": positions, "tokens_in_step": torch.tensor(length)}
 
     def inputs(self, batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Returns the tokens, their positions and, where rows are padded, their mask; and documents, for flash kernels.
+        """Returns the model's keyword arguments: tokens, positions, the mask of padded rows, and document boundaries.
 
         Raises:
-            DloError: for packed documents, if the model would let them see each other.
+            DloError: If rows hold several documents and the model would let them attend to each other.
         """
         names = ("input_ids", "position_ids", "attention_mask")
         found = {name: batch[name] for name in names if batch.get(name) is not None}
@@ -289,10 +297,10 @@ class CausalLM(Task):
         return (), found | told
 
     def forward(self, **inputs: Tensor) -> Tensor | tuple[Tensor, Tensor]:
-        """Returns the hidden states that the head is given, `[B, L, D]`; logits of all tokens are never made.
+        """Returns the hidden states before the head, `[B, L, D]`; the logits of all tokens are never computed at once.
 
-        Of a model that does more to its logits than project, scale and soft-cap them, it returns those, `[B, L, V]`. In
-        training, where the config asks for the experts' load to be balanced, that loss comes with them, a scalar.
+        For a model whose logits are more than a projection, a scale and a soft-cap, it returns the logits, `[B, L, V]`.
+        In training with a load-balancing loss, it returns a pair: the hidden states and that loss, a scalar.
         """
         if not self._traits.projects:
             return models.logits(self.model, **inputs)  # type: ignore[arg-type]
@@ -304,18 +312,18 @@ class CausalLM(Task):
 
     @property
     def looks_inside(self) -> bool:
-        """Whether the loss needs the routers of all blocks, and all their tokens."""
+        """Whether the loss needs the router logits of all blocks and all tokens."""
         return self._balance is not None
 
     def called(self) -> nn.Module:
-        """Returns the model without its head, unless that does more than project: see :meth:`forward`."""
+        """Returns the module that :meth:`forward` calls: the base model, or the model where it computes the logits."""
         return models.base_of(self.model) if self._traits.projects else self.model  # type: ignore[arg-type]
 
     def loss(self, outputs: Tensor | tuple[Tensor, Tensor], batch: Any) -> Tensor:
-        """Returns the mean cross-entropy of a token of the whole optimizer step: its share of it.
+        """Returns this micro-batch's part of the mean cross-entropy over all tokens of the optimizer step, a scalar.
 
-        Lightning divides it by the number of micro-batches, and strategies average over ranks; both are undone here,
-        as the step's tokens are what counts. The loss that balances experts is added to that of each token.
+        Lightning divides the loss by the number of micro-batches, and strategies average over ranks. Both divisions are
+        undone here, because the sum is divided by the tokens of the step. The load-balancing loss is added per token.
         """
         labels = batch["labels"]
         hidden, balance = outputs if isinstance(outputs, tuple) else (outputs, None)
@@ -335,13 +343,13 @@ class CausalLM(Task):
         return total / mean.clamp(min=1)
 
     def micro_batch_weights(self, micro_batches: Sequence[Any]) -> list[float]:
-        """Returns 1 for each part of a batch whose step's tokens are known: its loss is its share of them already."""
+        """Returns the weight of each micro-batch's loss: 1 with `tokens_in_step`, by which the loss is divided."""
         if all("tokens_in_step" in part for part in micro_batches):
             return [1.0] * len(micro_batches)
         return [1.0 / len(micro_batches)] * len(micro_batches)
 
     def metrics(self, outputs: Tensor, batch: Any) -> dict[str, Metric | Tensor]:
-        """Updates and returns the measures of the stage."""
+        """Updates and returns the metrics of the stage."""
         labels = batch["labels"].flatten()
         losses, hits = vocabulary_loss.measure(self.head, outputs.flatten(0, 1), labels)
         is_target = labels != vocabulary_loss.NO_TARGET
@@ -364,7 +372,7 @@ class CausalLM(Task):
         return self._bytes
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
-        """Updates the validation metrics; completes the prompts with the first batch, when weights are at hand."""
+        """Updates the validation metrics; completes the prompts with the first batch, where weights are available."""
         super().validation_step(batch, batch_idx)
         if batch_idx == 0 and self.prompts and not self.trainer.sanity_checking:
             with self._whole_sequences():
@@ -372,22 +380,22 @@ class CausalLM(Task):
 
     @property
     def _together(self) -> bool:
-        """Whether a forward needs all ranks, because the strategy gathers weights for it."""
+        """Whether a forward needs all ranks, because the strategy gathers weights in it."""
         return contract_of(self.trainer.strategy).forward_needs_all_ranks and dist.is_initialized()
 
     def _whole_sequences(self) -> contextlib.AbstractContextManager[None]:
-        """Where the model takes whole sequences, because the strategy's ranks share those of the steps."""
+        """Context in which the model takes full sequences, also where ranks hold parts of them in steps (cp, tp)."""
         return contract_of(self.trainer.strategy).whole_sequences()
 
     def predict_step(self, batch: Any, batch_idx: int) -> list[dict[str, Any]]:
-        """Returns what the model writes behind each prompt: `[{index, prompt, completion, tokens}]`, texts and ids.
+        """Returns the completion of each prompt: `[{index, prompt, completion, tokens}]`, with texts and token ids.
 
-        Without a tokenizer there are no texts.
+        Without a tokenizer, the texts are missing.
 
         Args:
-            batch: `input_ids` and `attention_mask`, `[B, L]`, padded in front; `index [B]`, the prompts' numbers, -1
-                for a row to leave out.
-            batch_idx: of the batch.
+            batch: Prompts: `input_ids` and `attention_mask`, `[B, L]`, padded on the left; `index [B]`, the prompts'
+                numbers, -1 for rows to leave out.
+            batch_idx: Index of the batch.
         """
         ids, mask = batch["input_ids"], batch.get("attention_mask")
         mask = torch.ones_like(ids) if mask is None else mask
@@ -416,26 +424,26 @@ class CausalLM(Task):
     # --- the run -------------------------------------------------------------------------------------------
 
     def on_fit_start(self) -> None:
-        """Reads the weights of a model that was built without memory, each rank its own part."""
+        """Reads the weights of a model that was built on the meta device; each rank reads its own shards."""
         sharded_weights.read(self, resumes=self.trainer.ckpt_path is not None)
 
     on_validation_start = on_test_start = on_predict_start = on_fit_start
 
     def on_validation_epoch_end(self) -> None:
-        """Shows the samples in TensorBoard."""
+        """Writes the completed prompts to TensorBoard."""
         if self.samples:
             show.show_samples(self.trainer, self.prompts, self.samples)
 
     def on_train_end(self) -> None:
-        """Prints the last samples."""
+        """Prints the last completed prompts."""
         if self.samples and self.trainer.is_global_zero:
             show.print_samples(self.prompts, self.samples)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Puts into a checkpoint what an export needs beside its weights: config, tokenizer, adapters."""
+        """Adds to a checkpoint what an export needs beside the weights: config, tokenizer, adapters."""
         checkpoint["exporter"] = export.describe(self)
 
     @classmethod
     def export_folder(cls, checkpoint: dict[str, Any], folder: Any, dtype: torch.dtype | None = None) -> str:
-        """Writes a checkpoint as a folder that transformers loads; see :func:`dlo_tasks.llm.export.write_folder`."""
+        """Writes a checkpoint as a folder for transformers; see :func:`dlo_tasks.llm.export.write_folder`."""
         return export.write_folder(checkpoint, folder, dtype)

@@ -1,4 +1,4 @@
-"""Conversations: the text that a chat template makes of one, and which parts of it the assistant wrote."""
+"""Renders conversations with chat templates, and finds the assistant's tokens in them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy as np
 from dlo_framework.errors import DloError
 
 Message = dict[str, Any]
-#: Renders messages; the second argument adds the text that asks for an answer.
+#: Function that renders messages; its second argument adds the generation prompt.
 Render = Callable[[Sequence[Message], bool], str]
 
 _GENERATION = re.compile(r"\{%-?\s*generation\b")
@@ -19,25 +19,25 @@ _MARK = "dloassistantcontentmark"
 
 
 class NoSpans(ValueError):
-    """A template's rendering does not tell which part of it the assistant wrote."""
+    """Raised if the spans of the assistant's answers cannot be derived from a template's renderings."""
 
 
 def assistant_spans(render: Render, messages: Sequence[Message], special: Sequence[str]) -> tuple[str, list[range]]:
-    """Returns a conversation's text, and the characters in it that the assistant wrote, from renderings alone.
+    """Returns a conversation's text and the spans of the assistant's answers in it, in characters.
 
-    An answer begins where the rendering of all before it, with the request for an answer, ends. It ends where the
-    rendering of all up to it ends. Templates that write the last answer in another way than earlier ones (Qwen3 leaves
-    out earlier thoughts) fail that; for them the end is found from what follows the answer, which does not depend on
-    it. Both are checked against the whole text, never assumed.
+    An answer begins at the end of the rendering of all messages before it, with the generation prompt. It ends at the
+    end of the rendering of all messages up to it. Some templates render the last answer differently from earlier ones
+    (Qwen3 omits earlier thoughts); for these the end is found from the text after the answer, which does not depend on
+    the answer. Both are checked against the rendering of the full conversation.
 
     Args:
-        render: the template.
-        messages: the conversation.
-        special: the tokenizer's special tokens. Blanks after one that ends an answer are the template's, not the
-            assistant's.
+        render: Template, as a function.
+        messages: Conversation.
+        special: Special tokens of the tokenizer. Blanks after a special token that ends an answer belong to the
+            template, not to the assistant.
 
     Raises:
-        NoSpans: if the renderings do not fit each other.
+        NoSpans: If the renderings do not match each other.
     """
     whole = render(messages, False)
     spans: list[range] = []
@@ -45,10 +45,10 @@ def assistant_spans(render: Render, messages: Sequence[Message], special: Sequen
         if message["role"] != "assistant":
             continue
         if not number:
-            raise NoSpans("it begins with the assistant")
+            raise NoSpans("the assistant's message is the first")
         before = render(messages[:number], True)
         if not whole.startswith(before):
-            raise NoSpans(f"the text before message {number + 1} is not the beginning of the whole")
+            raise NoSpans(f"the text before message {number + 1} is not a prefix of the conversation's text")
         end = _end_of(render, messages, number, whole)
         if end < len(before):
             raise NoSpans(f"message {number + 1} ends before it begins")
@@ -69,24 +69,24 @@ def _end_of(render: Render, messages: Sequence[Message], number: int, whole: str
         _, found_alone, closing = render(marked[: number + 1], False).rpartition(_MARK)
         if found and found_alone and after.startswith(closing) and whole.endswith(after):
             return len(whole) - len(after) + len(closing)
-    raise NoSpans(f"where message {number + 1} ends does not follow from the template")
+    raise NoSpans(f"the end of message {number + 1} cannot be found")
 
 
 def encode_conversation(
     tokenizer: Any, messages: list[Message], tools: Any, where: str
 ) -> tuple[list[int], np.ndarray]:
-    """Returns a conversation's token ids, and for each whether the assistant wrote it, bool [n].
+    """Returns a conversation's token ids, and whether each is the assistant's, bool [n].
 
-    A template with ``{% generation %}`` says so itself; for others see :func:`assistant_spans`.
+    A template with ``{% generation %}`` marks the assistant's tokens; for others see :func:`assistant_spans`.
 
     Args:
-        tokenizer: a fast one.
-        messages: the conversation.
-        tools: that the template is given, or None.
-        where: the record's place, for messages.
+        tokenizer: Fast tokenizer.
+        messages: Conversation.
+        tools: Tools for the template, or None.
+        where: File and line of the record, for error messages.
 
     Raises:
-        DloError: if there is no template, it refuses the conversation, or does not tell what the assistant wrote.
+        DloError: If the template is missing or refuses the conversation, or the assistant's tokens cannot be found.
     """
     if _GENERATION.search(template_of(tokenizer, where)):
         out = _apply(
@@ -101,8 +101,8 @@ def encode_conversation(
         text, spans = assistant_spans(render, messages, tokenizer.all_special_tokens)
     except NoSpans as error:
         raise DloError(
-            f"{where}: the chat template does not tell which tokens the assistant wrote ({error}); give a"
-            " chat_template that encloses them in {% generation %} ... {% endgeneration %}"
+            f"{where}: chat template does not show which tokens the assistant wrote ({error}); set chat_template to one"
+            " that encloses them in {% generation %} ... {% endgeneration %}"
         ) from None
     encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
     first = np.array(encoded["offset_mapping"], dtype=np.int64).reshape(-1, 2)[:, 0]
@@ -113,7 +113,7 @@ def encode_conversation(
 
 
 def encode_request(tokenizer: Any, messages: list[Message], tools: Any, where: str) -> list[int]:
-    """Returns the token ids of a conversation with the text that asks for an answer."""
+    """Returns the token ids of a conversation with the generation prompt."""
     template_of(tokenizer, where)
     out = _apply(tokenizer, messages, tools, where, tokenize=True, return_dict=True, add_generation_prompt=True)
     return list(out["input_ids"])
@@ -123,15 +123,15 @@ def template_of(tokenizer: Any, where: str) -> str:
     """Returns a tokenizer's chat template.
 
     Raises:
-        DloError: if it has none.
+        DloError: If it has none.
     """
     template = tokenizer.chat_template
     if isinstance(template, dict):
         template = template.get("default")
     if not template:
         raise DloError(
-            f"{where}: messages need a chat template, and the tokenizer has none; set chat_template to a file with one,"
-            " use the tokenizer of a chat model, or give prompt and completion"
+            f"{where}: tokenizer must have a chat template for messages, got none; set chat_template to a file with"
+            " one, use the tokenizer of a chat model, or write prompt and completion"
         )
     return str(template)
 
@@ -142,4 +142,6 @@ def _apply(tokenizer: Any, messages: list[Message], tools: Any, where: str, **op
     try:
         return tokenizer.apply_chat_template(messages, tools=tools, **options)
     except (TemplateError, TypeError, ValueError) as error:
-        raise DloError(f"{where}: the chat template refuses the conversation: {error}; mend or remove it") from error
+        raise DloError(
+            f"{where}: chat template refuses the conversation: {error}; correct or remove the record"
+        ) from error

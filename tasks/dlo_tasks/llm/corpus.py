@@ -1,8 +1,8 @@
-"""The embedded text: the source files of Python's standard library, and a byte-level BPE trained on them.
+"""Provides the default corpus: the source files of Python's standard library, and a byte-level BPE trained on them.
 
-Real text that every Python brings, so that a language model can be trained anywhere without a download. The tokenizer
-is byte-level byte-pair encoding as in GPT-2 (Radford et al. 2019, "Language Models are Unsupervised Multitask
-Learners"; BPE: Sennrich et al. 2016, arXiv:1508.07909): any text can be written in it.
+Every Python has these files, so a language model can be trained without a download. The tokenizer is byte-level
+byte-pair encoding as in GPT-2 (Radford et al. 2019, "Language Models are Unsupervised Multitask Learners"; BPE:
+Sennrich et al. 2016, arXiv:1508.07909), which can encode any text.
 """
 
 from __future__ import annotations
@@ -20,25 +20,25 @@ from dlo_tasks.llm.cache_folder import cached_file
 from dlo_tasks.llm.records import content_hash, whole_text
 from dlo_tasks.llm.tokenizer import need_transformers
 
-#: Ends a document; and what windows are filled up with.
+#: End-of-text token, and padding token.
 END, PADDING = "<|endoftext|>", "<|padding|>"
 _LEFT_OUT = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__", "lib-dynload"}
 _FORMAT = 1
-_SMALLEST = 256 + 2  # the bytes and the two above
+_SMALLEST = 256 + 2  # the bytes and the two tokens above
 
 
 def standard_library(max_bytes: int, root: Path | None = None) -> list[Path]:
-    """Returns source files of the standard library, tests and installed packages left out, sorted by name.
+    """Returns source files of the standard library, without tests and installed packages, sorted by name.
 
-    Where they are more than ``max_bytes`` together, every so-many-th is left out, so that all parts of the library
-    stay represented.
+    If they exceed ``max_bytes`` together, files are left out at regular intervals, so that all parts of the library
+    are represented.
 
     Args:
-        max_bytes: of all files.
-        root: the library's folder; None for this Python's.
+        max_bytes: Maximum size of all files, in bytes.
+        root: Folder of the library; None for this Python's.
 
     Raises:
-        DloError: if this Python comes without its sources.
+        DloError: If this Python comes without its sources.
     """
     root = root or Path(sysconfig.get_path("stdlib"))
     found = sorted(_sources(root))
@@ -53,21 +53,21 @@ def standard_library(max_bytes: int, root: Path | None = None) -> list[Path]:
             taken += size
     if not kept:
         raise DloError(
-            f"no source file of Python's standard library of at most {max_bytes} bytes is in {root}; name"
-            " train_files, or raise corpus_bytes"
+            f"corpus_bytes must be large enough for a source file of Python's standard library, got {max_bytes} for"
+            f" {root}; raise it, or set train_files"
         )
     return kept
 
 
 def _sources(root: Path) -> Iterator[Path]:
-    """Yields Python files; does not look into folders that are left out, of which one may hold a hundred thousand."""
+    """Yields Python files; skips excluded folders, one of which may have a hundred thousand files."""
     for folder, folders, files in os.walk(root):
         folders[:] = [name for name in folders if name not in _LEFT_OUT]
         yield from (Path(folder, name) for name in files if name.endswith(".py"))
 
 
 def _is_text(path: Path) -> bool:
-    """Returns whether a file has content, in UTF-8; a few of the library's are in older encodings."""
+    """Returns whether a file is UTF-8 and not empty; a few of the library's have older encodings."""
     try:
         return bool(path.read_bytes().decode())
     except (OSError, UnicodeDecodeError):
@@ -75,28 +75,30 @@ def _is_text(path: Path) -> bool:
 
 
 def embedded_tokenizer(files: Sequence[Path], vocab_size: int, folder: Path) -> Any:
-    """Returns a byte-level BPE of ``files``, trained at first use and kept in ``folder``.
+    """Returns a byte-level BPE of ``files``, trained at first use and cached in ``folder``.
 
     Args:
-        files: UTF-8 texts.
-        vocab_size: tokens, the 256 bytes and two special ones included; fewer where the text has no more to merge.
-        folder: of the cache.
+        files: Text files, in UTF-8.
+        vocab_size: Number of tokens, with the 256 bytes and two special tokens; fewer if the text has no more merges.
+        folder: Folder of the cache.
 
     Returns:
-        A transformers ``PreTrainedTokenizerFast``, with an end-of-text and a padding token.
+        Tokenizer, a ``PreTrainedTokenizerFast`` of transformers with an end-of-text and a padding token.
 
     Raises:
-        DloError: for a vocabulary that does not hold the bytes, and a folder that cannot be written to.
+        DloError: If the vocabulary is smaller than the bytes, or the folder cannot be written to.
     """
     if vocab_size < _SMALLEST:
-        raise DloError(f"vocab_size must be at least {_SMALLEST}, the bytes and two special tokens; got {vocab_size}")
+        raise DloError(
+            f"vocab_size must be at least {_SMALLEST} (256 bytes, two special tokens), got {vocab_size}; raise it"
+        )
     need_transformers()
     path = folder / f"bpe-{vocab_size}-{_FORMAT}-{content_hash(files)[:24]}.json"
     if path.is_file():
         try:
             return _wrap(path)
-        except Exception as error:  # tokenizers raises nothing more special; it is only a cache
-            rank_zero_warn(f"{path}: the trained tokenizer cannot be read ({error}) and is trained anew")
+        except Exception as error:  # tokenizers raises plain Exceptions; the cache can be rebuilt.
+            rank_zero_warn(f"{path}: the trained tokenizer cannot be read ({error}); it is trained again")
     text = _train(files, vocab_size)
     with cached_file(path, "the trained tokenizer") as partial:
         partial.write_text(text, encoding="utf-8")

@@ -1,10 +1,9 @@
-"""What the host has to know of a batch's values, counted while the batch is on the CPU.
+"""Counts targets and documents of a batch while it is on the CPU, so that a step never waits for the device.
 
-A host that asks an accelerator for a number waits until that has done all it was given before, and the accelerator then
-waits for the host. So the datamodule counts before the batch is moved, and leaves the counts with the tensors that a
-step is given: as attributes, row by row, which only these very tensors and some of their rows have (a micro-batch of a
-pipeline). What is cut or made of them otherwise (a share of a sequence, another's batch) has none, and neither has what
-was written to since; then the device is asked.
+Reading a number from an accelerator waits for all queued work, and the accelerator then waits for the host. Therefore
+the datamodule counts before the batch is moved, and attaches the counts to the moved tensors as attributes, row by row.
+Only these tensors and slices of their rows (a micro-batch of a pipeline) have them. Other tensors made from them (a
+sequence shard, a new batch) have none, nor do tensors that were written to afterwards; for these the device is read.
 """
 
 from __future__ import annotations
@@ -19,29 +18,29 @@ from dlo_tasks.llm.batches import IGNORED
 
 _NAME = "_dlo_counted"
 
-#: What is known of a tensor `[B, L]`, row by row.
+#: Counts of each row of a tensor `[B, L]`.
 Rows = list[tuple[int, ...]]
 
 
 class Documents(NamedTuple):
-    """The documents of a batch's rows: one begins with each row, and wherever positions do not go up by one.
+    """Documents of a batch: one begins with each row, and wherever positions do not increase by one.
 
     Attributes:
-        number: of them.
-        longest: tokens of the longest.
-        begin_anew: 1 if positions fall anywhere inside a row, else 0.
+        number: Number of documents.
+        longest: Tokens of the longest document.
+        restart: Whether positions decrease anywhere inside a row, 1 or 0.
     """
 
     number: int
     longest: int
-    begin_anew: int
+    restart: int
 
 
 def count(batch: Any) -> dict[str, Rows]:
-    """Returns what is to be known of a batch on the CPU, by the name of the tensor that it is known of; {} elsewhere.
+    """Returns the counts of a batch's tensors on the CPU, by name; {} for a batch on another device.
 
     Args:
-        batch: a dict, which may have `labels` and `position_ids`, `[B, L]`.
+        batch: Batch, usually a dict with `labels` and `position_ids`, `[B, L]`.
     """
     found: dict[str, Rows] = {}
     if isinstance(batch, Mapping):
@@ -54,25 +53,25 @@ def count(batch: Any) -> dict[str, Rows]:
 
 
 def leave(batch: Any, counts: Mapping[str, Rows]) -> None:
-    """Leaves counts with a batch's tensors, where these are now."""
+    """Attaches counts to a batch's tensors, on their current device."""
     for name, numbers in counts.items():
         tensor = batch[name]
-        if tensor.is_inference():  # Those do not note when they are written to.
+        if tensor.is_inference():  # Inference tensors have no version counter.
             continue
         mark = _Mark(tensor._version, int(tensor.storage_offset()), tuple(tensor.shape), tensor.stride(), numbers)
-        for place in (tensor, tensor._base):  # What is cut of a view has the view's base.
+        for place in (tensor, tensor._base):  # A slice of a view has the view's base.
             if place is not None:
                 setattr(place, _NAME, mark)
 
 
 def targets_of(labels: Tensor) -> int | None:
-    """Returns the number of labels that are targets; None if only the device knows it."""
+    """Returns the number of targets among labels, or None without attached counts."""
     rows = _left_with(labels)
     return sum(number for (number,) in rows) if rows else None
 
 
 def documents_of(position_ids: Tensor) -> Documents:
-    """Returns the documents of `position_ids [B, L]`, by one transfer from the device at most."""
+    """Returns the documents of `position_ids [B, L]`, with at most one transfer from the device."""
     rows = _left_with(position_ids)
     if rows is None:
         found = _documents_of_rows(position_ids)
@@ -82,14 +81,14 @@ def documents_of(position_ids: Tensor) -> Documents:
 
 
 def begins_of(position_ids: Tensor) -> Tensor:
-    """Returns where documents begin, bool `[B, L]`."""
+    """Returns whether a document begins at each position, bool `[B, L]`."""
     begins = torch.ones_like(position_ids, dtype=torch.bool)
     begins[:, 1:] = position_ids.diff(dim=1) != 1
     return begins
 
 
 class _Mark(NamedTuple):
-    """What is left with a tensor: its version and place in memory, and what is known of its rows."""
+    """Counts attached to a tensor, with its version and memory layout at that time."""
 
     version: int
     offset: int
@@ -99,7 +98,7 @@ class _Mark(NamedTuple):
 
 
 def _left_with(tensor: Tensor) -> Rows | None:
-    """Returns what was left with a tensor, or with the one that it is some rows of."""
+    """Returns the counts attached to a tensor, or to the tensor of which it is a slice of rows."""
     for place in (tensor, tensor._base):
         mark: _Mark | None = getattr(place, _NAME, None)
         if mark is None or mark.version != tensor._version or not len(tensor):
@@ -113,7 +112,7 @@ def _left_with(tensor: Tensor) -> Rows | None:
 
 
 def _documents_of_rows(position_ids: Tensor) -> Tensor:
-    """Returns what :class:`Documents` says of each row, int64 `[B, 3]`."""
+    """Returns the fields of :class:`Documents` for each row, int64 `[B, 3]`."""
     begins = begins_of(position_ids)
     places = torch.arange(position_ids.shape[1], device=position_ids.device)
     newest = torch.where(begins, places, 0).cummax(dim=1).values

@@ -1,4 +1,4 @@
-"""Turns records into tokens, and says which of them are learned."""
+"""Tokenises records, and marks which tokens are targets."""
 
 from __future__ import annotations
 
@@ -13,28 +13,28 @@ from dlo_tasks.llm.chat import encode_conversation
 from dlo_tasks.llm.records import Record, place
 from dlo_tasks.llm.token_cache import Document
 
-_AT_ONCE = 256  # records: the tokenizer spreads them over the cores
+_AT_ONCE = 256  # records per call: the tokenizer distributes them over the cores
 
 Tokens = tuple[list[int], np.ndarray]
 
 
 def documents(records: Iterable[Record], tokenizer: Any, files: Sequence[Path]) -> Iterator[Document]:
-    """Yields the records as tokens, in their order.
+    """Yields the records as tokenised documents, in order.
 
-    * A text is learned whole. Its end is the tokenizer's end-of-text token, if it has one.
-    * Of a prompt and its completion, the completion and the end are learned. The two are tokenised as one text; where
-      a token would then reach over the border, each by itself, as the prompt is in prediction.
-    * Of a conversation, what the assistant wrote is learned; the template says how turns end.
+    * Text: all tokens are targets. It ends with the tokenizer's end-of-text token, if there is one.
+    * Prompt and completion: the completion and the end-of-text token are targets. The two are tokenised as one text;
+      if a token would cross the boundary, each by itself, as prediction tokenises the prompt.
+    * Conversation: the assistant's tokens are targets; the template ends the turns.
 
-    What the tokenizer itself puts before a text (a beginning-of-text token) is there too.
+    Tokens that the tokenizer prepends (a beginning-of-text token) are kept.
 
     Args:
-        records: to tokenise.
-        tokenizer: a fast one.
-        files: that the records are from, for messages.
+        records: Records to tokenise.
+        tokenizer: Fast tokenizer.
+        files: Files of the records, for error messages.
 
     Raises:
-        DloError: for a conversation that the chat template does not serve.
+        DloError: If the chat template does not support a conversation.
     """
     coming = iter(records)
     while some := list(islice(coming, _AT_ONCE)):
@@ -52,13 +52,13 @@ def documents(records: Iterable[Record], tokenizer: Any, files: Sequence[Path]) 
 
 
 def encode_texts(tokenizer: Any, texts: list[str]) -> list[Tokens]:
-    """Returns each text's token ids, the end included; all are learned."""
+    """Returns each text's token ids, with the end-of-text token; all are targets."""
     closed = [_closed(tokenizer, ids) for ids in encode_open(tokenizer, texts)]
     return [(ids, np.ones(len(ids), dtype=bool)) for ids in closed]
 
 
 def encode_pairs(tokenizer: Any, pairs: list[tuple[str, str]]) -> list[Tokens]:
-    """Returns the token ids of each prompt with its completion and the end; the latter two are learned."""
+    """Returns the token ids of each prompt, completion and end-of-text token; the latter two are targets."""
     prompts = encode_open(tokenizer, [prompt for prompt, _ in pairs])
     wholes = encode_open(tokenizer, [prompt + completion for prompt, completion in pairs])
     found = []
@@ -72,7 +72,7 @@ def encode_pairs(tokenizer: Any, pairs: list[tuple[str, str]]) -> list[Tokens]:
 
 
 def encode_open(tokenizer: Any, texts: list[str]) -> list[list[int]]:
-    """Returns each text's token ids, with what the tokenizer puts before it, without an end."""
+    """Returns each text's token ids, with tokens that the tokenizer prepends, without the end-of-text token."""
     if not texts:
         return []
     end = tokenizer.eos_token_id

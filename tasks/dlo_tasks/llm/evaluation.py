@@ -1,4 +1,4 @@
-"""How well a model predicts text: exact means over the tokens, and the bytes, of all batches and ranks."""
+"""Metrics of a language model: exact means over the tokens, and the bytes, of all batches and ranks."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from torchmetrics import Metric
 
 
 def widest() -> torch.dtype:
-    """Returns what sums are kept in: float64, but where there is an Apple GPU, which has none, float32."""
+    """Returns the dtype of sums: float64, or float32 on an Apple GPU, which lacks float64."""
     return torch.float32 if torch.backends.mps.is_available() else torch.float64
 
 
 class TokenMean(Metric):
-    """The mean of one value a token, over all tokens of all ranks; the base of those that are made of it."""
+    """Mean of one value per token, over all tokens of all ranks; base class of the other metrics."""
 
     full_state_update = False
     total: Tensor
@@ -28,40 +28,40 @@ class TokenMean(Metric):
         self.add_state("count", torch.tensor(0, dtype=torch.long), dist_reduce_fx="sum")
 
     def update(self, total: Tensor, count: Tensor) -> None:
-        """Adds a batch: the sum of its values, and how many they are."""
+        """Adds a batch: the sum of its values, and their number."""
         self.total += total
         self.count += count
 
     def compute(self) -> Tensor:
-        """Returns the mean as a float32 scalar; NaN without tokens."""
+        """Returns the mean, a float32 scalar; NaN without tokens."""
         return (self.total / self.count).float()
 
 
 class Perplexity(TokenMean):
-    """The exponential of the mean cross-entropy; of a token or of a byte, as the counts are."""
+    """Exponential of the mean cross-entropy, per token or per byte, depending on the counts."""
 
     def compute(self) -> Tensor:
-        """Returns it as a float32 scalar."""
+        """Returns the metric, a float32 scalar."""
         return (self.total / self.count).exp().float()
 
 
 class BitsPerByte(TokenMean):
-    """The mean cross-entropy of a byte, in bits: comparable between tokenizers."""
+    """Mean cross-entropy per byte, in bits; comparable between tokenizers."""
 
     def compute(self) -> Tensor:
-        """Returns it as a float32 scalar."""
+        """Returns the metric, a float32 scalar."""
         return (self.total / self.count / math.log(2)).float()
 
 
 def bytes_of_tokens(tokenizer: Any, size: int) -> Tensor:
-    """Returns how many bytes of text each token stands for, `[size]` of int64; special tokens stand for none.
+    """Returns the number of text bytes of each token, int64 `[size]`; 0 for special tokens.
 
-    Byte-level tokens have a character a byte, others are UTF-8, in which `▁` is a space and `<0x0A>` one byte. So a
-    text's tokens add up to its bytes, up to a space that a tokenizer puts in front.
+    Byte-level tokens have one character per byte. Other tokens are UTF-8, in which `▁` is a space and `<0x0A>` is one
+    byte. The sum over a text's tokens is the text's length in bytes, except for a space that a tokenizer prepends.
 
     Args:
-        tokenizer: of transformers.
-        size: rows of the model's embedding; ids past the tokenizer's stand for no bytes.
+        tokenizer: Tokenizer of transformers.
+        size: Rows of the model's embedding; ids beyond the tokenizer's have 0 bytes.
     """
     counts = torch.zeros(size, dtype=torch.long)
     special = set(tokenizer.all_special_ids)
@@ -81,7 +81,7 @@ def _bytes_of(token: str, is_byte_level: bool) -> int:
 
 
 def _is_byte_level(tokenizer: Any) -> bool:
-    """Whether a tokenizer writes each byte as a character of its own, as GPT-2's and Llama 3's do."""
+    """Returns whether a tokenizer represents each byte by one character, as those of GPT-2 and Llama 3 do."""
     fast = getattr(tokenizer, "backend_tokenizer", None)
     decoder = repr(getattr(fast, "decoder", None))
     return "ByteLevel" in decoder

@@ -1,4 +1,4 @@
-"""A checkpoint as a folder that transformers loads, and with it all that reads its format: vLLM, for one."""
+"""Exports a checkpoint as a folder in transformers' format, which vLLM and others also load."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from dlo_tasks.llm.adapters import Lora
 
 
 def describe(task: Any) -> dict[str, Any]:
-    """Returns what an export needs beside the weights, as plain data, to be kept in checkpoints.
+    """Returns the data that an export needs beside the weights, as plain data for checkpoints.
 
     Args:
-        task: a `CausalLM` with its model.
+        task: Task `CausalLM` with its model.
 
     Returns:
-        `plugin`, the task's name; `config` and `generation_config` as JSON; `tokenizer`, its files' names and texts;
-        `lora`, what adapts the model, or None; `base`, the folder or name that it was started from.
+        Dict of `plugin`, the task's name; `config` and `generation_config`, JSON; `tokenizer`, its files' names and
+        texts; `lora`, the adapters' options, or None; `base`, the folder or hub name of the initial weights.
     """
     generation = getattr(task.model, "generation_config", None)
     return {
@@ -37,7 +37,7 @@ def describe(task: Any) -> dict[str, Any]:
 
 
 def tokenizer_files(tokenizer: Any) -> dict[str, str]:
-    """Returns the files by which transformers keeps a tokenizer, names and texts; binary ones are left out."""
+    """Returns the files in which transformers saves a tokenizer, names and texts; binary files are left out."""
     with tempfile.TemporaryDirectory() as folder:
         tokenizer.save_pretrained(folder)
         paths = [path for path in sorted(Path(folder).rglob("*")) if path.suffix in (".json", ".txt", ".jinja")]
@@ -47,25 +47,27 @@ def tokenizer_files(tokenizer: Any) -> dict[str, str]:
 def write_folder(checkpoint: dict[str, Any], folder: Path, dtype: torch.dtype | None = None) -> str:
     """Writes a checkpoint's model as a folder: weights in safetensors, config, generation config, tokenizer.
 
-    Adapters are added to the weights, and a head that had one is no longer tied to the embedding; or, with
-    `merge: false`, they are written alone in peft's format.
+    Adapters are merged into the weights, and a head with an adapter is then untied from the embedding. With
+    `merge: false`, only the adapters are written, in peft's format.
 
     Args:
-        checkpoint: a loaded one.
-        folder: a new or empty one.
-        dtype: of the weights in the files; None for the checkpoint's.
+        checkpoint: Loaded checkpoint.
+        folder: New or empty folder.
+        dtype: Dtype of the weights in the files; None for the checkpoint's.
 
     Returns:
-        What was written, a sentence.
+        Description of what was written.
 
     Raises:
-        DloError: if the folder is not empty, or the checkpoint is not of this task.
+        DloError: If the folder is not empty, or the checkpoint is not of this task.
     """
     about = checkpoint.get("exporter")
     if not isinstance(about, dict) or "config" not in about:
-        raise DloError("the checkpoint does not say what model it is of; it was not saved by CausalLM")
+        raise DloError(
+            "checkpoint must be saved by CausalLM, got one without its model's config; export one of a CausalLM run"
+        )
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise DloError(f"{folder} is there already, and not empty; remove it, or name another")
+        raise DloError(f"output folder must be new or empty, got {folder}; remove it, or choose another")
     model = _model(checkpoint, about, dtype)
     lora = None if about["lora"] is None else Lora(**about["lora"])
     folder.mkdir(parents=True, exist_ok=True)
@@ -98,12 +100,12 @@ def _model(checkpoint: dict[str, Any], about: dict[str, Any], dtype: torch.dtype
     for module in model.modules():
         if any(buffer.is_meta for buffer in module.buffers(recurse=False)):
             module.to_empty(device="cpu", recurse=False)
-            model._init_weights(module)  # What checkpoints leave out, such as the frequencies of rotary embeddings.
+            model._init_weights(module)  # Buffers that checkpoints leave out, such as rotary frequencies.
     state = {name: weights[name].to(dtype or weights.dtype(name)) for name in weights}
     try:
         model.load_state_dict(state, assign=True)
     except RuntimeError as error:
-        raise DloError(f"the checkpoint's weights are not those of its config: {error}") from error
+        raise DloError(f"checkpoint's weights do not match its config: {error}") from error
     if model.get_output_embeddings() in adapters.adapter_layers(model).values():
         _untie(model)
     else:
@@ -114,16 +116,18 @@ def _model(checkpoint: dict[str, Any], about: dict[str, Any], dtype: torch.dtype
 
 
 def _untie(model: Any) -> None:
-    """Notes that a head with an adapter has weights of its own, which they are since they were read."""
+    """Marks a head with an adapter as untied in the config; its weights were loaded separately."""
     for config in (model.config, model.config.get_text_config()):
         config.tie_word_embeddings = False
 
 
 def _below(folder: Path, name: str) -> Path:
-    """Returns a path inside a folder; a name that leads out of it is refused."""
+    """Returns a path inside a folder; refuses names that lead out of it."""
     path = (folder / name).resolve()
     if not path.is_relative_to(folder.resolve()):
-        raise DloError(f"the checkpoint's tokenizer has a file {name!r} outside its folder; refused")
+        raise DloError(
+            f"tokenizer files of a checkpoint must be inside its folder, got {name!r}; do not trust this checkpoint"
+        )
     return path
 
 

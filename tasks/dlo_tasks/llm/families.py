@@ -1,7 +1,7 @@
-"""What a family of models does that is not known of it: tried on six tokens, before it trains.
+"""Tests the properties of unknown model families on six tokens before training: causality, packing, head.
 
-A model without memory, or whose attention runs on an accelerator alone, is tried by a twin: its own blocks, as many as
-there are kinds of them, with weights that lie in next to no memory and are as random as need be.
+A model on the meta device, or whose attention runs only on an accelerator, is tested with a twin: one block of each
+type, with random weights in strided tensors that need little memory.
 """
 
 from __future__ import annotations
@@ -21,27 +21,27 @@ from dlo_tasks.llm.counted import begins_of, documents_of
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-#: Families that are known to fit: their logits are their head's output, scaled and soft-capped as
-#: :func:`dlo_tasks.llm.models.head_of` has it, and documents whose positions begin anew do not see each other. Others
-#: are tried on a few tokens.
+#: Families that need no test: their logits are their head's output, scaled and soft-capped as in
+#: :func:`dlo_tasks.llm.models.head_of`, and documents with restarting positions do not attend to each other. Others are
+#: tested on a few tokens.
 KNOWN = frozenset(
     {"cohere", "gemma", "gemma2", "gemma3_text", "gpt2", "gpt_neox", "granite"}
     | {"llama", "mistral", "olmo2", "phi3", "qwen2", "qwen3"}
 )
-#: transformers' name for attention by :func:`_by_documents`. It is matched for "flash", as the kernels' names are.
+#: transformers' name for attention by :func:`_by_documents`. It contains "flash", which transformers looks for.
 _STAND_IN = "dlo_flash_stand_in"
-#: What a forward raises that a model was not made for.
+#: Exceptions that a forward raises if a model does not support its arguments.
 _FAILURES = (RuntimeError, TypeError, ValueError, AttributeError, LookupError)
 
 
 class Traits(NamedTuple):
-    """What a model does with tokens.
+    """Properties of a model.
 
     Attributes:
-        packs: whether positions that begin anew keep documents in one row apart.
-        counts_from_0: whether it takes `position_ids`, and its own are 0, 1, 2...; RoBERTa's begin after its padding
-            token.
-        projects: whether logits are the head's output, scaled and soft-capped, so that they can be made in chunks.
+        packs: Whether restarting positions keep documents in one row apart.
+        counts_from_0: Whether it takes `position_ids`, and its default ones are 0, 1, 2...; RoBERTa's begin after its
+            padding token.
+        projects: Whether logits are the head's output, scaled and soft-capped, so that they can be computed in chunks.
     """
 
     packs: bool
@@ -53,33 +53,33 @@ ORDINARY = Traits(packs=True, counts_from_0=True, projects=True)
 
 
 def is_flash(model: PreTrainedModel) -> bool:
-    """Returns whether attention is computed by one of the flash kernels, which know documents by their lengths alone.
+    """Returns whether a flash kernel computes attention, which takes documents by their lengths only.
 
-    The name is asked as transformers asks it (`is_flash_attention_requested`, 5.17 to 5.23).
+    The name is matched as in transformers (`is_flash_attention_requested`, 5.17 to 5.23).
     """
     return "flash" in (model.config._attn_implementation or "")
 
 
 def documents(model: PreTrainedModel, inputs: Mapping[str, Tensor], *, packs: bool) -> dict[str, Any]:
-    """Returns what a model is told of the documents in its rows beside their positions, where its kernels know lengths.
+    """Returns keyword arguments that pass document boundaries to attention kernels that need them.
 
     Args:
-        model: that is called.
-        inputs: `position_ids [B, L]`, if there are any, and `attention_mask` of padded rows.
-        packs: whether positions that begin anew keep documents apart; see :func:`try_family`.
+        model: Model that is called.
+        inputs: Inputs of the model: optional `position_ids [B, L]`, and `attention_mask` of padded rows.
+        packs: Whether restarting positions keep documents apart; see :func:`try_family`.
 
     Raises:
-        DloError: for documents that would see each other.
+        DloError: If documents would attend to each other.
     """
     positions = inputs.get("position_ids")
     if positions is None:
         return {}
     flash = is_flash(model)
-    if not packs and documents_of(positions).begin_anew:
-        other = ", or take attention: sdpa" if flash else ""
+    if not packs and documents_of(positions).restart:
+        other = ", or attention: sdpa" if flash else ""
         raise DloError(
-            f"{type(model).__name__} takes no account of positions that begin anew, so that documents packed into a row"
-            f" would see each other; pad them instead, each in a row of its own{other}"
+            f"data.init_args.packing must be none for {type(model).__name__}, which ignores restarting positions, got"
+            f" packed rows, whose documents would attend to each other; set packing: none{other}"
         )
     if "attention_mask" in inputs:
         return {}
@@ -89,12 +89,12 @@ def documents(model: PreTrainedModel, inputs: Mapping[str, Tensor], *, packs: bo
 
 
 def use_packed_attention(model: PreTrainedModel, device: torch.device) -> None:
-    """Has a model that computes attention by `sdpa` keep packed documents apart without a mask, where that suits it.
+    """Switches a model from `sdpa` to packed attention without a dense mask, if the model and the device support it.
 
-    Families that are not known are tried beside their dense mask, on a twin with a window of two tokens.
+    Unknown families are compared with the dense mask first, on a twin with a sliding window of two tokens.
 
     Args:
-        model: Model that was built.
+        model: Model to switch.
         device: Device of the run.
     """
     config = models.text_config(model.config)
@@ -107,7 +107,7 @@ def use_packed_attention(model: PreTrainedModel, device: torch.device) -> None:
 
 @torch.no_grad()
 def matches_dense_mask(model: PreTrainedModel) -> bool:
-    """Returns whether packed attention gives a model what a dense mask gives it: tried on a twin, of two rows."""
+    """Returns whether packed attention and a dense mask give equal outputs, for two rows on a twin."""
     packed_attention.register()
     try:
         twin = _twin(model, window=2, attention="sdpa")
@@ -120,19 +120,19 @@ def matches_dense_mask(model: PreTrainedModel) -> bool:
         told = packed_attention.arguments(twin, positions)
         found = models.hidden_states(twin, input_ids=rows, position_ids=positions, **told)
         return "cu_seq_lens_q" in told and _near(found, expected)
-    except (*_FAILURES, DloError):  # such as a family whose attention asks no interface
+    except (*_FAILURES, DloError):  # such as a family without transformers' attention interface
         return False
 
 
 def lengths_of_documents(position_ids: Tensor) -> dict[str, Any]:
-    """Returns what tells flash attention the documents of packed rows; nothing where each row is one document.
+    """Returns keyword arguments with the document boundaries of packed rows, for flash kernels; {} without packing.
 
-    Its kernels take no mask. transformers (5.17 to 5.23) finds documents by their positions in a batch of one row only,
-    and else lets all tokens of a row see each other; but it hands on the places where documents begin, as the kernels
-    take them, with all rows behind each other.
+    Flash kernels take no mask. transformers (5.17 to 5.23) finds documents by their positions only in a batch of one
+    row, and otherwise lets all tokens of a row attend to each other. It passes given boundaries to the kernels, with
+    all rows concatenated.
 
     Args:
-        position_ids: `[B, L]`; a document begins with each row, and wherever they do not go up by one.
+        position_ids: Positions, `[B, L]`; a document begins with each row, and wherever they do not increase by one.
     """
     number, longest, _ = documents_of(position_ids)
     if number == len(position_ids):
@@ -144,13 +144,13 @@ def lengths_of_documents(position_ids: Tensor) -> dict[str, Any]:
 
 @torch.no_grad()
 def try_family(model: PreTrainedModel) -> Traits:
-    """Tries a model of a family that is not known on a few tokens.
+    """Returns the properties of a model, tested on a few tokens for unknown families.
 
     Args:
-        model: with its weights, or on the meta device.
+        model: Model with its weights, or on the meta device.
 
     Raises:
-        DloError: if a token sees those that follow it, which it is to predict; or if the model cannot be tried.
+        DloError: If a token attends to later tokens, which it must predict, or the model cannot be tested.
     """
     if model.config.model_type in KNOWN and not getattr(model.config, "use_bidirectional_attention", None):
         return ORDINARY
@@ -159,7 +159,7 @@ def try_family(model: PreTrainedModel) -> Traits:
     was_training = tried.training
     tried.eval()
     try:
-        with torch.device(tried.device):  # A model is built under the meta device, and tried where its weights are.
+        with torch.device(tried.device):  # The caller may be under the meta device; test on the weights' device.
             _check_causal(tried)
             return Traits(
                 packs=_keeps_apart_by_lengths(tried) if flash else _keeps_apart(tried),
@@ -169,13 +169,13 @@ def try_family(model: PreTrainedModel) -> Traits:
     except DloError:
         raise
     except _FAILURES as error:
-        raise _unsupported(model, f"cannot be tried on a few tokens: {models.first_line(error)}") from error
+        raise _unsupported(model, f"fails on a few tokens: {models.first_line(error)}") from error
     finally:
         tried.train(was_training)
 
 
 def _tokens(model: PreTrainedModel) -> list[int]:
-    """Returns six tokens that a text can have anywhere: padding is left out, which some families do not count."""
+    """Returns six tokens without special ones: some families do not count padding."""
     config = models.text_config(model.config)
     special = [getattr(config, f"{name}_token_id", None) for name in ("pad", "bos", "eos")]
     some = [number for number in range(min(16, models.vocabulary_of(config))) if number not in special]
@@ -184,11 +184,11 @@ def _tokens(model: PreTrainedModel) -> list[int]:
 
 
 def _check_causal(model: PreTrainedModel) -> None:
-    """Raises a DloError if the logits of the first tokens change with the last ones."""
+    """Raises DloError if the logits of the first tokens depend on the last ones."""
     tokens = _tokens(model)
     rows = torch.tensor([tokens, [*tokens[:4], tokens[0], tokens[0]]], device=model.device)
     first, other = models.logits(model, input_ids=rows)[:, :4].float()
-    most = max(torch.finfo(model.dtype).eps, torch.finfo(torch.float32).eps) ** 0.75  # There is hardly any difference.
+    most = max(torch.finfo(model.dtype).eps, torch.finfo(torch.float32).eps) ** 0.75  # Rounding only.
     if (first - other).abs().max() <= most * other.abs().max():
         return
     known = models.text_config(model.config).to_dict()
@@ -196,8 +196,8 @@ def _check_causal(model: PreTrainedModel) -> None:
     wrong = next((name for name, to in fixes.items() if known.get(name, to) != to), None)
     fix = wrong and f"set config.{wrong}: {str(fixes[wrong]).lower()}"
     raise DloError(
-        f"a causal language model must predict each token from those before it, and {type(model).__name__} sees those"
-        f" that follow; {fix or 'take a family that is causal, such as llama or qwen3'}"
+        f"model must be causal, got {type(model).__name__}, whose tokens attend to later ones;"
+        f" {fix or 'choose a causal family, such as llama or qwen3'}"
     )
 
 
@@ -221,7 +221,9 @@ def _projects(model: PreTrainedModel) -> bool:
 
 def _keeps_apart(model: PreTrainedModel, flash: bool = False) -> bool:
     tokens = _tokens(model)
-    rows = torch.tensor([tokens, tokens[::-1]], device=model.device)  # two: flash kernels differ with one alone
+    rows = torch.tensor(
+        [tokens, tokens[::-1]], device=model.device
+    )  # Two rows: transformers treats one row differently for flash.
     positions = torch.tensor([[0, 1, 0, 1, 2, 3]] * 2, device=model.device)
     told = lengths_of_documents(positions) if flash else {}
     packed = models.hidden_states(model, input_ids=rows, position_ids=positions, **told)
@@ -229,7 +231,7 @@ def _keeps_apart(model: PreTrainedModel, flash: bool = False) -> bool:
 
 
 def _keeps_apart_by_lengths(twin: PreTrainedModel) -> bool:
-    """Returns whether a twin hands its attention the lengths of documents, and keeps them apart elsewhere too."""
+    """Returns whether a twin passes document lengths to its attention, and keeps documents apart elsewhere."""
     from transformers import AttentionInterface
     from transformers.masking_utils import AttentionMaskInterface, flash_attention_mask
 
@@ -238,18 +240,21 @@ def _keeps_apart_by_lengths(twin: PreTrainedModel) -> bool:
     twin.config._attn_implementation = _STAND_IN
     try:
         return _keeps_apart(twin, flash=True)
-    except _FAILURES:  # such as attention of the family's own, which asks no interface
+    except _FAILURES:  # such as a family without transformers' attention interface
         return False
 
 
 def _unsupported(model: PreTrainedModel, why: str) -> DloError:
-    return DloError(f"{type(model).__name__} {why}; it is not supported: take a family that is, such as llama or qwen3")
+    return DloError(
+        f"model must be of a supported family, got {type(model).__name__}, which {why};"
+        " choose, for example, llama or qwen3"
+    )
 
 
 def _near(one: Tensor, other: Tensor) -> bool:
-    """Returns whether two tensors agree to half the digits of their dtype, at most of float32.
+    """Returns whether two tensors agree to half the digits of their dtype, at most those of float32.
 
-    Models in double precision compute norms, softmax and soft-caps in float32 all the same.
+    Models in double precision still compute norms, softmax and soft-caps in float32.
     """
     eps = max(torch.finfo(one.dtype).eps, torch.finfo(torch.float32).eps)
     return bool((one.double() - other.double()).abs().max() <= eps**0.5 * float(other.abs().max()))
@@ -259,12 +264,12 @@ def _near(one: Tensor, other: Tensor) -> bool:
 
 
 def _twin(model: PreTrainedModel, window: int | None = None, attention: str | None = None) -> Any:
-    """Returns a model to try in place of one that cannot be: on the CPU, in single precision.
+    """Returns a small copy of a model for tests: on the CPU, in single precision, with one block of each type.
 
     Args:
-        model: Model that is not tried itself.
+        model: Model to copy.
         window: Sliding window of the twin, where the model has one.
-        attention: transformers' implementation; by default the model's, or `eager` for flash kernels.
+        attention: Attention implementation of transformers; by default the model's, or `eager` for flash kernels.
     """
     config = copy.deepcopy(model.config)
     text = models.text_config(config)
@@ -285,12 +290,12 @@ def _twin(model: PreTrainedModel, window: int | None = None, attention: str | No
                 setattr(module, name, nn.Parameter(_thin(parameter.shape), requires_grad=False))
     twin.tie_weights()
     if getattr(twin.config, "_experts_implementation", None):
-        twin.set_experts_implementation("eager")  # Others want weights that lie in memory one by one.
+        twin.set_experts_implementation("eager")  # Others need contiguous weights.
     return twin
 
 
 def _kinds_end(blocks: nn.ModuleList, layer_types: list[str] | None) -> int:
-    """Returns how many of a model's first blocks have all the kinds of them."""
+    """Returns the smallest number of first blocks that include every type of block."""
     seen: list[Any] = []
     end = 0
     for number, block in enumerate(blocks):
@@ -303,9 +308,9 @@ def _kinds_end(blocks: nn.ModuleList, layer_types: list[str] | None) -> int:
 
 
 def _thin(shape: torch.Size) -> Tensor:
-    """Returns random values of a shape, each of which stands at many places: `[i, j, k]` is the `i + j + k`-th of them.
+    """Returns a strided random tensor that repeats values: entry `[i, j, k]` is value `i + j + k`.
 
-    So a matrix needs the memory of a row and a column, and takes each input to another output all the same.
+    A matrix then needs the memory of one row and one column, and still maps different inputs to different outputs.
     """
     generator = torch.Generator("cpu").manual_seed(sum(shape))
     if len(shape) < 2:
@@ -324,7 +329,7 @@ def _by_documents(
     cu_seq_lens_q: Tensor | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """Computes causal attention as flash kernels do that are told where documents begin, `[B, H, L, D]`, anywhere."""
+    """Computes causal attention of `[B, H, L, D]` as flash kernels do with document boundaries, on any device."""
     rows, _, length, _ = query.shape
     edges = torch.arange(0, (rows + 1) * length, length) if cu_seq_lens_q is None else cu_seq_lens_q
     document = torch.bucketize(torch.arange(rows * length), edges.long(), right=True).view(rows, 1, length)

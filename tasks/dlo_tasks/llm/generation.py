@@ -1,4 +1,4 @@
-"""What a model writes: completions of prompts, on all ranks together where a strategy gathers its weights."""
+"""Completes prompts with a language model, on all ranks together where a strategy gathers its weights."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Sampling:
-    """How the next token is chosen: by this alone, whatever else the model's `generation_config` says.
+    """Options for sampling the next token; the model's own `generation_config` is ignored.
 
     Args:
-        max_new_tokens: most tokens that are written to a prompt.
-        temperature: 0 takes the likeliest token; else logits are divided by it, and a token is drawn.
-        top_k: draws among so many of the likeliest only; None for all.
-        top_p: draws among the likeliest that have so much of the probability together.
-        seed: of what is drawn; no draw touches the run's own random numbers.
+        max_new_tokens: Maximum number of tokens per completion.
+        temperature: Divisor of the logits before sampling; 0 selects the most probable token.
+        top_k: Number of most probable tokens to sample from; None for all.
+        top_p: Cumulative probability of the most probable tokens to sample from.
+        seed: Seed of the sampling; the run's own random number generators are not advanced.
 
     Raises:
-        DloError: for numbers that cannot be.
+        DloError: If a value is out of range.
     """
 
     max_new_tokens: int = 64
@@ -41,17 +41,21 @@ class Sampling:
 
     def __post_init__(self) -> None:
         if self.max_new_tokens < 1:
-            raise DloError(f"sampling: max_new_tokens is at least 1, given {self.max_new_tokens}")
+            raise DloError(
+                f"sampling.max_new_tokens must be at least 1, got {self.max_new_tokens}; set it to 1 or more"
+            )
         if self.temperature < 0:
-            raise DloError(f"sampling: temperature is at least 0, given {self.temperature}; 0 takes the likeliest")
+            raise DloError(
+                f"sampling.temperature must be at least 0, got {self.temperature}; 0 selects the most probable token"
+            )
         if not 0 < self.top_p <= 1:
-            raise DloError(f"sampling: top_p lies in (0, 1], given {self.top_p}")
+            raise DloError(f"sampling.top_p must be in (0, 1], got {self.top_p}; 1 samples from all tokens")
         if self.top_k is not None and self.top_k < 1:
-            raise DloError(f"sampling: top_k is at least 1, given {self.top_k}; leave it out for all tokens")
+            raise DloError(f"sampling.top_k must be at least 1, got {self.top_k}; remove it to sample from all tokens")
 
 
 def left_padded(rows: Sequence[Sequence[int]], pad: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Returns prompts as `[B, L]` ids and their attention mask, padded in front: new tokens come behind all of them."""
+    """Returns prompts as ids and attention mask, both `[B, L]`, padded on the left."""
     longest = max(map(len, rows))
     ids = [[pad] * (longest - len(row)) + list(row) for row in rows]
     mask = [[0] * (longest - len(row)) + [1] * len(row) for row in rows]
@@ -67,21 +71,21 @@ def complete(
     tokenizer: Any,
     together: bool,
 ) -> Tensor:
-    """Returns what the model writes behind prompts, `[B, T]`; rows that end early are padded.
+    """Returns the model's completions of prompts, `[B, T]`; rows that end early are padded.
 
-    A row ends with the tokenizer's end of text, or with any token at which the model's own `generation_config` ends.
+    A row ends with the tokenizer's end-of-text token, or any `eos_token_id` of the model's `generation_config`.
 
     Args:
-        model: with its weights at hand, as inside a step.
-        input_ids: `[B, L]`, padded in front.
-        attention_mask: `[B, L]`.
-        sampling: how tokens are chosen.
-        tokenizer: of the data; None if nobody knows the special tokens.
-        together: whether all ranks run the model as often as the one that needs most steps, because its weights are
-            gathered from all of them; all ranks call this then, each with its own prompts.
+        model: Model with its weights available, as inside a step.
+        input_ids: Token ids, `[B, L]`, padded on the left.
+        attention_mask: Attention mask, `[B, L]`.
+        sampling: Sampling options.
+        tokenizer: Tokenizer of the data; None if the special tokens are unknown.
+        together: Whether all ranks run the model equally often, as often as the rank with the longest completion,
+            because its weights are gathered from all ranks. All ranks must then call this, each with its own prompts.
 
     Raises:
-        DloError: if the model has no position for all of these tokens.
+        DloError: If the model has too few positions for these tokens.
     """
     from transformers import GenerationConfig
 
@@ -111,10 +115,10 @@ def complete(
 
 @contextlib.contextmanager
 def _without_own_settings(model: PreTrainedModel) -> Iterator[None]:
-    """Takes a model's own `generation_config` away for a while.
+    """Replaces a model's own `generation_config` by the default one inside the context.
 
-    transformers (5.17, `GenerationMixin._prepare_generation_config`) takes from it all that it is not told otherwise,
-    and has settings, such as `suppress_tokens`, that cannot be told otherwise.
+    transformers (5.17, `GenerationMixin._prepare_generation_config`) fills unset options from the model's config, and
+    some options, such as `suppress_tokens`, cannot be overridden.
     """
     from transformers import GenerationConfig
 
@@ -126,7 +130,7 @@ def _without_own_settings(model: PreTrainedModel) -> Iterator[None]:
 
 
 def end_tokens(model: PreTrainedModel, tokenizer: Any) -> list[int]:
-    """Returns the tokens that end a text: the tokenizer's, and those of the model, such as the end of a chat's turn."""
+    """Returns the tokens that end a text: the tokenizer's, and the model's, such as the end of a chat turn."""
     own: Any = getattr(model.generation_config, "eos_token_id", None)
     found = [getattr(tokenizer, "eos_token_id", None), *(own if isinstance(own, list | tuple) else [own])]
     return list(dict.fromkeys(token for token in found if token is not None))
@@ -141,15 +145,15 @@ def _drawing(sampling: Sampling) -> dict[str, Any]:
 def continuations(
     model: PreTrainedModel, prompts: Sequence[str], sampling: Sampling, tokenizer: Any, together: bool
 ) -> list[str]:
-    """Returns what the model writes behind each prompt, as text; arguments as :func:`complete` has them.
+    """Returns the completion of each prompt, as text; for the arguments see :func:`complete`.
 
     Raises:
-        DloError: if a prompt has no tokens.
+        DloError: If a prompt has no tokens.
     """
     rows = encode_open(tokenizer, list(prompts))
     empty = next((prompt for prompt, row in zip(prompts, rows, strict=True) if not row), None)
     if empty is not None:
-        raise DloError(f"prompts: {empty!r} has no tokens; give a prompt of at least one character")
+        raise DloError(f"prompts must have at least one token each, got {empty!r}; write at least one character")
     pad = tokenizer.pad_token_id
     ids, mask = left_padded(rows, 0 if pad is None else pad, model.device)
     written = complete(model, ids, mask, sampling, tokenizer, together)
@@ -157,7 +161,7 @@ def continuations(
 
 
 def as_markdown(prompts: Sequence[str], texts: Sequence[str]) -> str:
-    """Returns samples for TensorBoard: each prompt in front of its continuation, as a block of code."""
+    """Returns samples for TensorBoard: each prompt with its completion, as a code block."""
     return "\n\n".join(_indented(f"{prompt}⟶{text}") for prompt, text in zip(prompts, texts, strict=True))
 
 

@@ -1,4 +1,4 @@
-"""Lays documents out as samples, and says how well they fit."""
+"""Lays documents out as samples, packed or padded, with statistics."""
 
 from __future__ import annotations
 
@@ -16,25 +16,25 @@ from dlo_tasks.llm.records import place
 from dlo_tasks.llm.token_cache import TokenStore
 
 PackingName = Literal["best_fit", "none"]
-_SPLIT = 3  # keeps the split's random numbers apart from those of the order
+_SPLIT = 3  # stream of random numbers for the split
 
 
 class Statistics(NamedTuple):
-    """What became of the documents.
+    """Statistics of a layout of documents.
 
     Attributes:
-        documents: that were given.
-        tokens: positions that the samples hold; what documents have beyond them is a last token each, which is a
-            target only, and what was cut off.
-        targets: positions whose next token is learned.
-        samples: windows, or padded samples.
-        capacity: positions of all windows together; for padded samples those of the samples themselves.
-        longest: positions of the longest piece.
-        too_long: documents longer than the window; ``long_samples`` is what was done about them.
-        unused: documents of fewer than two tokens.
-        untaught: pieces without a target, which are left out.
-        packing: how.
-        long_samples: likewise.
+        documents: Number of documents.
+        tokens: Positions of all samples. Documents also have their last token, which is only a target, and truncated
+            tokens.
+        targets: Positions whose next token is a target.
+        samples: Number of windows, or of padded samples.
+        capacity: Positions of all windows; for padded samples, those of the samples without padding.
+        longest: Positions of the longest piece.
+        too_long: Number of documents longer than the window, handled by ``long_samples``.
+        unused: Number of documents of fewer than two tokens.
+        untaught: Number of pieces without a target, which are left out.
+        packing: Value of the option ``packing``.
+        long_samples: Policy for documents longer than the window.
     """
 
     documents: int
@@ -51,7 +51,7 @@ class Statistics(NamedTuple):
 
     @property
     def fill(self) -> float:
-        """The part of all positions that a document's token stands at."""
+        """Fraction of all positions that hold a document's token."""
         return self.tokens / max(1, self.capacity)
 
     def __str__(self) -> str:
@@ -71,13 +71,13 @@ class Statistics(NamedTuple):
 
 
 def split_documents(hashes: np.ndarray, val_fraction: float) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the numbers of the training and of the validation documents, int64, by their content alone.
+    """Returns the indices of the training and the validation documents, int64, which depend on their content only.
 
-    A document stays where it is when others come or go, and copies of it are on the same side.
+    A document stays in its split when others are added or removed, and copies of it are in the same split.
 
     Args:
-        hashes: uint64 [N], of their contents.
-        val_fraction: expected part of them to hold out.
+        hashes: Hashes of the documents' contents, uint64 [N].
+        val_fraction: Expected fraction of documents to hold out.
     """
     held_out = uniform(hashes, _SPLIT) < val_fraction
     return np.flatnonzero(~held_out), np.flatnonzero(held_out)
@@ -94,22 +94,22 @@ def lay_out(
     filler: int,
     by_length: bool = False,
 ) -> tuple[PackedWindows | PaddedSamples, Statistics]:
-    """Returns some documents as samples.
+    """Returns documents as samples, with statistics.
 
     Args:
-        store: the tokens.
-        documents: int64 [D], which of its documents.
-        files: that they stand in, for messages.
-        seq_len: positions of a window.
-        packing: ``best_fit`` or ``none``.
-        long_samples: see :func:`dlo_tasks.llm.packing.cut`; None splits where all tokens are learned, as in plain
-            text, and truncates else, for the rest of a conversation says little without its beginning.
-        filler: the id at unused positions.
-        by_length: put padded samples in the order of their lengths, so that batches of neighbours have little
-            padding.
+        store: Token store.
+        documents: Indices of the documents in the store, int64 [D].
+        files: Source files, for error messages.
+        seq_len: Positions per window.
+        packing: Layout, ``best_fit`` or ``none``.
+        long_samples: Policy, see :func:`dlo_tasks.llm.packing.cut`. None splits where all tokens are targets, as in
+            plain text, and truncates otherwise, because the rest of a conversation has little meaning without its
+            beginning.
+        filler: Id at unused positions.
+        by_length: Whether to sort padded samples by length, so that batches of neighbours have little padding.
 
     Raises:
-        DloError: on a document that is too long, under ``error``, and if nothing is left to learn.
+        DloError: If a document is too long, under ``error``, or no target is left.
     """
     policy = long_samples or ("split" if store.all_learned else "truncate")
     try:
@@ -122,9 +122,10 @@ def lay_out(
     pieces, targets = pieces.only(taught), targets[taught]
     if not len(targets):
         raise DloError(
-            f"no token is left to learn of {len(documents)} documents in {_named(files)}: {pieces.too_short} have fewer"
-            f" than two tokens, {pieces.too_long} do not fit seq_len {seq_len} (long_samples: {policy}), {untaught}"
-            " pieces have no target, such as an assistant's answer; check the files, or raise seq_len"
+            f"documents must have at least one target, got none in the {len(documents)} of {_named(files)}:"
+            f" {pieces.too_short} have fewer than two tokens, {pieces.too_long} do not fit seq_len {seq_len}"
+            f" (long_samples: {policy}), {untaught} pieces have no target, such as an assistant's answer; check the"
+            " files, or raise seq_len"
         )
     dataset: PackedWindows | PaddedSamples
     if packing == "best_fit":

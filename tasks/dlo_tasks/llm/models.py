@@ -1,6 +1,6 @@
-"""Builds transformers' causal language models: from a folder or the hub, or from a config with random weights.
+"""Builds transformers' causal language models from a folder, the hub, or a config with random weights.
 
-Weights are read from safetensors alone, and no code that comes with a model is run.
+Weights are read from safetensors only; code that comes with a model is never run.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 
 
 def require(package: str) -> Any:
-    """Returns an imported package of the extra `llm`.
+    """Imports and returns a package of the extra `llm`.
 
     Raises:
-        DloError: if it is not installed.
+        DloError: If it is not installed.
     """
     import importlib
 
@@ -40,19 +40,19 @@ def require(package: str) -> Any:
     except ModuleNotFoundError as error:
         if error.name != package:
             raise
-        raise DloError(f"language models need {package}, which is missing: pip install 'dlo_framework[llm]'") from error
+        raise DloError(f"CausalLM needs {package}, which is not installed; pip install 'dlo_framework[llm]'") from error
 
 
 def is_folder(model: str) -> bool:
-    """Returns whether `model` names a folder here, and not a model of the hub (`owner/name`, or `name`)."""
+    """Returns whether `model` names a local folder, not a model of the hub (`owner/name`, or `name`)."""
     return Path(model).expanduser().is_dir() or model.startswith((".", "/", "~")) or model.count("/") > 1
 
 
 def check_folder(model: str) -> None:
-    """Checks that a folder holds a model in safetensors.
+    """Checks that a local folder has a model in safetensors.
 
     Raises:
-        DloError: if it is not there, has no config, or has its weights in pickles; none of them is opened.
+        DloError: If it does not exist, has no config, or has its weights in pickles, which are never opened.
     """
     if not is_folder(model):
         return
@@ -60,27 +60,29 @@ def check_folder(model: str) -> None:
     if not folder.is_dir():
         near = [str(other) for other in folder.parent.glob("*/")] if folder.parent.is_dir() else []
         raise DloError(
-            f"model: no folder {folder}{did_you_mean(str(folder), near)}; give a folder, or a name of the hub:"
-            " owner/name"
+            f"model must be a folder or a hub name (owner/name), got {folder}, which does not exist"
+            f"{did_you_mean(str(folder), near) or '; correct the path'}"
         )
     if not (folder / "config.json").is_file():
-        raise DloError(f"model: {folder} has no config.json; give the folder that save_pretrained wrote")
+        raise DloError(
+            f"model must be a folder with config.json, got {folder}; set it to one that save_pretrained wrote"
+        )
     if any(folder.glob("*.safetensors")):
         return
     pickle = next((path for pattern in _PICKLES for path in sorted(folder.glob(pattern))), None)
     if pickle is not None:
         raise DloError(
-            f"refusing {pickle}: a pickle may run code when it is read, and was not opened; convert the weights to"
-            " safetensors where you trust them: model.save_pretrained(FOLDER)"
+            f"model must have its weights in safetensors, got the pickle {pickle}, which can run code and was not"
+            " opened; if you trust it, convert it: model.save_pretrained(FOLDER)"
         )
-    raise DloError(f"model: {folder} has no *.safetensors; give the folder that save_pretrained wrote")
+    raise DloError(f"model must be a folder with *.safetensors, got {folder}; set it to one that save_pretrained wrote")
 
 
 def read_config(model: str | None, config: Mapping[str, Any] | str | None) -> PretrainedConfig:
-    """Returns the config of a model: of a folder or a hub's name, or a dict or JSON file for random weights.
+    """Returns the config of a model: from a folder or hub name, or from a dict or JSON file for random weights.
 
     Raises:
-        DloError: if there is none, or an unknown kind of model or setting in it; with the nearest name.
+        DloError: If the config is missing, or its model type or a setting is unknown; with the nearest name.
     """
     require("transformers")
     from transformers import AutoConfig
@@ -98,7 +100,10 @@ def read_config(model: str | None, config: Mapping[str, Any] | str | None) -> Pr
         except (OSError, json.JSONDecodeError) as error:
             raise DloError(f"config: cannot read {config}: {error}") from error
     if not isinstance(config, Mapping):
-        raise DloError("config: a mapping of settings is needed, such as {model_type: llama, hidden_size: 256}")
+        raise DloError(
+            f"config must be a mapping, got {type(config).__name__}; write, for example,"
+            " {model_type: llama, hidden_size: 256}"
+        )
     return _new_config(dict(config))
 
 
@@ -108,41 +113,45 @@ def _new_config(settings: dict[str, Any]) -> PretrainedConfig:
     kind = settings.pop("model_type", None)
     if kind not in CONFIG_MAPPING:
         hint = did_you_mean(str(kind), CONFIG_MAPPING)
-        raise DloError(f"config: model_type is a family of transformers, given {kind}{hint or '; llama, for one'}")
+        raise DloError(
+            f"config.model_type must be a family of transformers, got {kind}{hint or '; llama, for example'}"
+        )
     probe = AutoConfig.for_model(kind)
     known = {*probe.to_dict(), *probe.attribute_map, "architectures", "dtype", "torch_dtype", "transformers_version"}
     for name in settings:
         if name not in known:
-            raise DloError(f"config: {kind} has no setting '{name}'{did_you_mean(name, known)}")
+            raise DloError(
+                f"config must have settings of {kind}, got '{name}'{did_you_mean(name, known) or '; remove it'}"
+            )
     try:
         return AutoConfig.for_model(kind, **settings)
     except (ValueError, TypeError) as error:
         raise DloError(f"config: {kind} takes no such settings: {first_line(error)}") from error
-    except Exception as error:  # transformers 5 checks settings with classes of huggingface_hub's own
+    except Exception as error:  # transformers 5 checks settings with huggingface_hub's classes.
         if type(error).__module__.startswith("huggingface_hub"):
             raise DloError(f"config: {kind} takes no such settings: {error}") from error
         raise
 
 
 def text_config(config: PretrainedConfig) -> Any:
-    """Returns the part of a config that describes the text model; the config itself where it has no such part."""
+    """Returns the sub-config of the text model, or the config itself where it has none."""
     found = config.get_text_config(decoder=True)
-    # Of an encoder and decoder in one flat config transformers returns a copy, which is not the model's.
+    # For a flat encoder-decoder config transformers returns a copy, which is not the model's.
     return found if any(found is part for part in vars(config).values()) else config
 
 
 def vocabulary_of(config: PretrainedConfig) -> int:
-    """Returns the number of tokens in a model's vocabulary."""
+    """Returns a model's vocabulary size."""
     return int(text_config(config).vocab_size)
 
 
 def fit_to_tokenizer(config: PretrainedConfig, given: Mapping[str, Any], tokenizer: Any) -> None:
-    """Takes what a config for random weights leaves open from the data's tokenizer: vocabulary, special tokens.
+    """Fills the unset vocabulary size and special tokens of a config from the data's tokenizer.
 
     Args:
-        config: changed in place.
-        given: the settings that the user has given.
-        tokenizer: of the data.
+        config: Config for random weights, changed in place.
+        given: Settings that the user has set.
+        tokenizer: Tokenizer of the data.
     """
     text = text_config(config)
     part = next((name for name, value in vars(config).items() if value is text), None)
@@ -158,38 +167,38 @@ def check_vocabulary(vocabulary: int, tokenizer: Any, *, trained: bool) -> None:
     """Checks that every token of the data has a row in the model's embedding.
 
     Args:
-        vocabulary: rows of the embedding.
-        tokenizer: of the data.
-        trained: whether the model's weights are given, so that its vocabulary cannot become larger.
+        vocabulary: Rows of the embedding.
+        tokenizer: Tokenizer of the data.
+        trained: Whether the model has trained weights, so that its vocabulary cannot grow.
 
     Raises:
-        DloError: if the tokenizer has ids that the model has no row for.
+        DloError: If the tokenizer has ids without a row.
     """
     needed = vocabulary_size(tokenizer)
     if needed > vocabulary:
         fix = (
-            "give the data the model's own tokenizer (leave data.init_args.tokenizer out)"
+            "use the model's own tokenizer (remove data.init_args.tokenizer)"
             if trained
-            else f"set config.vocab_size={needed}, or leave it out"
+            else f"set config.vocab_size={needed}, or remove it"
         )
         raise DloError(
-            f"the tokenizer's ids go up to {needed - 1} and the model's vocabulary has {vocabulary}; every token needs"
-            f" a row in the embedding: {fix}"
+            f"vocabulary of the model must have a row for each token id, up to {needed - 1}, got {vocabulary} rows;"
+            f" {fix}"
         )
 
 
 def build(model: str | None, config: PretrainedConfig, *, dtype: torch.dtype, attention: str | None) -> PreTrainedModel:
-    """Returns a causal language model with its weights; random ones without `model`, and none under the meta device.
+    """Returns a causal language model with its weights: random without `model`, none under the meta device.
 
     Args:
-        model: a folder or a hub's name.
-        config: of the model.
-        dtype: of its parameters.
-        attention: transformers' name of an implementation, such as `sdpa`; None takes `sdpa`, and `eager` where
-            attention scores are soft-capped (Gemma 2), which `sdpa` would leave out.
+        model: Folder or hub name, or None.
+        config: Config of the model.
+        dtype: Dtype of the parameters.
+        attention: Attention implementation of transformers, such as `sdpa`. None selects `sdpa`, or `eager` where
+            attention scores are soft-capped (Gemma 2), which `sdpa` does not compute.
 
     Raises:
-        DloError: if it cannot be built, or its weights are not safetensors.
+        DloError: If it cannot be built, or its weights are not safetensors.
     """
     from transformers import AutoModelForCausalLM
 
@@ -214,7 +223,7 @@ def build(model: str | None, config: PretrainedConfig, *, dtype: torch.dtype, at
 
 @contextlib.contextmanager
 def bars_on_terminals() -> Iterator[None]:
-    """Keeps transformers' progress bars out of log files, and on one rank."""
+    """Shows transformers' progress bars only on a terminal, and on one rank."""
     from transformers.utils import logging
 
     shown = logging.is_progress_bar_enabled()
@@ -228,7 +237,7 @@ def bars_on_terminals() -> Iterator[None]:
 
 
 def tokenizer_source(model: str | None) -> str | None:
-    """Returns where the tokenizer of a model is: its folder, if that holds one, or its name on the hub."""
+    """Returns the folder or hub name of a model's tokenizer; None without one."""
     if model is None:
         return None
     if not is_folder(model):
@@ -238,7 +247,7 @@ def tokenizer_source(model: str | None) -> str | None:
 
 
 def head_of(model: PreTrainedModel) -> VocabularyHead:
-    """Returns what makes a model's logits of its base model's hidden states."""
+    """Returns the head that turns the base model's hidden states into logits."""
     config = text_config(model.config)
     scale = float(getattr(config, "logit_scale", None) or 1.0)  # Cohere
     scale /= float(getattr(config, "logits_scaling", None) or 1.0)  # Granite
@@ -247,19 +256,19 @@ def head_of(model: PreTrainedModel) -> VocabularyHead:
 
 
 def hidden_states(model: PreTrainedModel, **inputs: Any) -> torch.Tensor:
-    """Returns what the head is given: `[B, L, D]`, without a cache of keys and values."""
+    """Returns the hidden states before the head, `[B, L, D]`, computed without a KV cache."""
     found: torch.Tensor = base_of(model)(**inputs, use_cache=False)[0]
     return found
 
 
 def logits(model: PreTrainedModel, **inputs: Any) -> torch.Tensor:
-    """Returns what the model itself makes of all tokens, `[B, L, V]`, without a cache of keys and values."""
+    """Returns the model's own logits of all tokens, `[B, L, V]`, computed without a KV cache."""
     found: torch.Tensor = model(**inputs, use_cache=False).logits
     return found
 
 
 def base_of(model: PreTrainedModel) -> nn.Module:
-    """Returns the model without its head; also where `base_model` is the model itself, as it is in Llama 4's text."""
+    """Returns the model without its head; also where `base_model` is the model itself, as in Llama 4's text model."""
     from transformers import PreTrainedModel
 
     for base in (model.base_model, model.get_decoder()):
@@ -269,14 +278,16 @@ def base_of(model: PreTrainedModel) -> nn.Module:
 
 
 def blocks_of(model: nn.Module) -> tuple[str, nn.ModuleList]:
-    """Returns the list of a model's blocks, and its name: that which holds most of its parameters.
+    """Returns the name and the `ModuleList` of a model's blocks: the list with most parameters.
 
     Raises:
-        DloError: if there is none.
+        DloError: If the model has no `ModuleList`.
     """
     lists = [(name, module) for name, module in model.named_modules() if isinstance(module, nn.ModuleList)]
     if not lists:
-        raise DloError(f"{type(model).__name__} has no list of blocks")
+        raise DloError(
+            f"model must have its blocks in a ModuleList, got {type(model).__name__} without one; choose another family"
+        )
     return max(lists, key=lambda item: sum(parameter.numel() for parameter in item[1].parameters()))
 
 
@@ -285,5 +296,5 @@ def _path(model: str) -> str:
 
 
 def first_line(error: BaseException) -> str:
-    """Returns the first line of what an error says, or its kind if it says nothing."""
+    """Returns the first line of an error's message, or its type name without a message."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0]

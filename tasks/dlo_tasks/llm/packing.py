@@ -1,9 +1,9 @@
-"""Cuts documents into pieces that fit a window, and packs the pieces into as few windows as it can.
+"""Splits documents into pieces that fit a window, and packs the pieces into as few windows as possible.
 
-Packing is best-fit decreasing bin packing: the longest piece first, each into the fullest window that still has room
-for it (Johnson 1973, "Near-optimal bin packing algorithms"; for language models Ding et al. 2024, "Fewer Truncations
-Improve Language Modeling", arXiv:2404.10830). It needs at most 11/9 of the fewest possible windows, plus one; on the
-lengths of real text it leaves well under a percent empty.
+Packing is best-fit decreasing bin packing: the longest piece first, each into the fullest window that has space for it
+(Johnson 1973, "Near-optimal bin packing algorithms"; for language models Ding et al. 2024, "Fewer Truncations Improve
+Language Modeling", arXiv:2404.10830). It needs at most 11/9 of the minimum number of windows, plus one; on the lengths
+of real text it leaves well under one percent empty.
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ from dlo_framework.errors import DloError
 
 LongSamples = Literal["truncate", "split", "drop", "error"]
 
-#: How many pieces' targets are counted at once.
+#: Number of pieces whose targets are counted at once.
 _AT_ONCE = 1 << 16
 
 
 class Pieces(NamedTuple):
-    """Runs of positions, each within one document.
+    """Contiguous runs of positions, each within one document.
 
-    A position is a token that another one follows in its document: a document of n tokens has n - 1 of them.
+    A position is a token with a next token in the same document: a document of n tokens has n - 1 positions.
 
     Attributes:
-        start: int64 [P], the place of each piece's first token among all tokens.
-        length: int64 [P], how many positions it has; what its last one predicts lies at ``start + length``.
-        document: int64 [P], the document that it is of.
-        too_long: how many documents were longer than the window.
-        too_short: how many had no position at all; they have no piece.
+        start: Index of each piece's first token among all tokens, int64 [P].
+        length: Number of positions of each piece, int64 [P]; the target of the last one is at ``start + length``.
+        document: Index of each piece's document, int64 [P].
+        too_long: Number of documents that were longer than the window.
+        too_short: Number of documents without any position; they have no piece.
     """
 
     start: np.ndarray
@@ -47,12 +47,12 @@ class Pieces(NamedTuple):
 
 
 class Packing(NamedTuple):
-    """Where each piece lies.
+    """Assignment of pieces to windows.
 
     Attributes:
-        window: int64 [P], the window that each piece is in.
-        offset: int64 [P], the place of its first position there.
-        windows: how many there are.
+        window: Window of each piece, int64 [P].
+        offset: Offset of each piece's first position in its window, int64 [P].
+        windows: Number of windows.
     """
 
     window: np.ndarray
@@ -64,14 +64,14 @@ def cut(bounds: np.ndarray, documents: np.ndarray, seq_len: int, long_samples: L
     """Returns the pieces of some documents, none longer than the window.
 
     Args:
-        bounds: int64 [N + 1]; document i is the tokens from ``bounds[i]`` to before ``bounds[i + 1]``.
-        documents: int64 [D], which of them.
-        seq_len: positions of a window.
-        long_samples: what becomes of a document of more positions: ``truncate`` keeps its start, ``split`` makes
-            pieces of ``seq_len`` and a rest, so that each position is still in one of them, ``drop`` leaves it out.
+        bounds: Bounds of all documents, int64 [N + 1]; document i is tokens ``bounds[i]`` to ``bounds[i + 1] - 1``.
+        documents: Indices of the documents to use, int64 [D].
+        seq_len: Positions per window.
+        long_samples: Policy for longer documents: ``truncate`` keeps their start, ``split`` makes pieces of
+            ``seq_len`` and a remainder, so that each position is in one piece, ``drop`` removes them.
 
     Raises:
-        DloError: on a document that is longer, under ``error``; it names the document by its number.
+        TooLong: If a document is longer, under ``error``.
     """
     start = bounds[documents].astype(np.int64)
     length = bounds[documents + 1].astype(np.int64) - start - 1
@@ -88,7 +88,7 @@ def cut(bounds: np.ndarray, documents: np.ndarray, seq_len: int, long_samples: L
         length = np.minimum(length, seq_len)
     elif long_samples == "split":
         parts = -(-length // seq_len)
-        skipped = seq_len * _ranges(parts)  # positions of the document before each piece
+        skipped = seq_len * _ranges(parts)  # positions of the document before each piece [P]
         start = np.repeat(start, parts) + skipped
         length = np.minimum(np.repeat(length, parts) - skipped, seq_len)
         document = np.repeat(document, parts)
@@ -96,27 +96,27 @@ def cut(bounds: np.ndarray, documents: np.ndarray, seq_len: int, long_samples: L
 
 
 class TooLong(DloError):
-    """A document has more tokens than a window holds, and the policy is ``error``."""
+    """Raised if a document does not fit a window, and the policy is ``error``."""
 
     def __init__(self, document: int, tokens: int, seq_len: int, count: int, place: str | None = None) -> None:
         self.document, self.tokens, self.seq_len, self.count = document, tokens, seq_len, count
         super().__init__(
-            f"{place or f'document {document}'}: {tokens} tokens do not fit seq_len {seq_len}, which takes"
-            f" {seq_len + 1} ({count} documents are longer); set seq_len to {tokens - 1} or more, or long_samples to"
+            f"{place or f'document {document}'}: document must have at most seq_len + 1 = {seq_len + 1} tokens, got"
+            f" {tokens} ({count} documents are longer); set seq_len to at least {tokens - 1}, or long_samples to"
             " truncate, split or drop"
         )
 
     def at(self, place: str) -> TooLong:
-        """Returns the same error, with the file and line of the document."""
+        """Returns this error with the document's file and line."""
         return TooLong(self.document, self.tokens, self.seq_len, self.count, place)
 
 
 def count_targets(learned: np.ndarray, pieces: Pieces) -> np.ndarray:
-    """Returns how many of each piece's targets are learned, int64 [P].
+    """Returns the number of targets of each piece, int64 [P].
 
     Args:
-        learned: bool [T], of all tokens.
-        pieces: in ascending order of ``start``, none overlapping another's positions.
+        learned: Whether each token is a target, bool [T].
+        pieces: Pieces in ascending order of ``start``, without overlap.
     """
     counts = np.empty(len(pieces.start), dtype=np.int64)
     for first in range(0, len(counts), _AT_ONCE):
@@ -130,27 +130,29 @@ def count_targets(learned: np.ndarray, pieces: Pieces) -> np.ndarray:
 
 
 def best_fit(lengths: np.ndarray, capacity: int) -> Packing:
-    """Packs by best fit, decreasing; equal lengths in their order, so that the result is a function of the input.
+    """Packs pieces by best-fit decreasing; equal lengths keep their order, so that the result is deterministic.
 
-    Windows with the same room left are handled together: a length goes into all of them at once, as often as it fits.
-    So a million documents take a second, whatever the capacity.
+    Windows with the same free space are handled together: a length goes into all of them at once, as often as it fits.
+    A million documents take a second, for any capacity.
 
     Args:
-        lengths: integers [P], each from 1 to ``capacity``.
-        capacity: positions of a window.
+        lengths: Lengths of the pieces, integers [P], each from 1 to ``capacity``.
+        capacity: Positions per window.
 
     Raises:
-        DloError: for lengths out of range.
+        DloError: If a length is out of range.
     """
     lengths = np.asarray(lengths, dtype=np.int64)
     if lengths.size and (lengths.min() < 1 or lengths.max() > capacity):
-        raise DloError(f"lengths must be in 1..{capacity}, got {lengths.min()}..{lengths.max()}")
+        raise DloError(
+            f"lengths must be in 1..{capacity}, got {lengths.min()}..{lengths.max()}; cut the documents first"
+        )
     order = np.argsort(-lengths, kind="stable")
     sorted_lengths = lengths[order]
     window, offset = np.empty(len(lengths), np.int64), np.empty(len(lengths), np.int64)
     edges = [*np.flatnonzero(np.diff(sorted_lengths, prepend=capacity + 1)).tolist(), len(lengths)]  # of equal lengths
-    room: dict[int, list[np.ndarray]] = {}  # room left -> the windows that have it
-    levels: list[int] = []  # the keys of `room`, sorted
+    by_space: dict[int, list[np.ndarray]] = {}  # free positions -> windows
+    levels: list[int] = []  # the keys of `by_space`, sorted
     windows = 0
     for first, past in pairwise(edges):
         length = int(sorted_lengths[first])
@@ -158,12 +160,12 @@ def best_fit(lengths: np.ndarray, capacity: int) -> Packing:
             at = bisect_left(levels, length)
             if at < len(levels):
                 level = levels[at]
-                each = level // length  # the least room that is enough: what is left of it is then the least
-                some, rest = _take(room[level], -(-(past - first) // each))
+                each = level // length  # The smallest sufficient space leaves the least.
+                some, rest = _take_windows(by_space[level], -(-(past - first) // each))
                 if rest:
-                    room[level] = rest
+                    by_space[level] = rest
                 else:
-                    del room[level], levels[at]
+                    del by_space[level], levels[at]
             else:
                 level, each = capacity, capacity // length
                 some = np.arange(windows, windows - (-(past - first) // each))
@@ -175,13 +177,13 @@ def best_fit(lengths: np.ndarray, capacity: int) -> Packing:
             offset[members] = capacity - level + inside * length
             first += placed
             whole = placed // each
-            _put(room, levels, level - each * length, some[:whole])
-            _put(room, levels, level - (placed - whole * each) * length, some[whole:])
+            _add_windows(by_space, levels, level - each * length, some[:whole])
+            _add_windows(by_space, levels, level - (placed - whole * each) * length, some[whole:])
     return Packing(window, offset, windows)
 
 
-def _take(chunks: list[np.ndarray], count: int) -> tuple[np.ndarray, list[np.ndarray]]:
-    """Returns the first ``count`` windows of a list of arrays, fewer if there are not as many, and the rest."""
+def _take_windows(chunks: list[np.ndarray], count: int) -> tuple[np.ndarray, list[np.ndarray]]:
+    """Returns the first ``count`` windows of a list of arrays, or all if there are fewer, and the rest."""
     taken: list[np.ndarray] = []
     for number, chunk in enumerate(chunks):
         if count < len(chunk):
@@ -193,13 +195,13 @@ def _take(chunks: list[np.ndarray], count: int) -> tuple[np.ndarray, list[np.nda
     return np.concatenate(taken), []
 
 
-def _put(room: dict[int, list[np.ndarray]], levels: list[int], level: int, windows: np.ndarray) -> None:
+def _add_windows(by_space: dict[int, list[np.ndarray]], levels: list[int], level: int, windows: np.ndarray) -> None:
     if not len(windows) or not level:
         return
-    if level not in room:
-        room[level] = []
+    if level not in by_space:
+        by_space[level] = []
         insort(levels, level)
-    room[level].append(windows)
+    by_space[level].append(windows)
 
 
 def _ranges(counts: np.ndarray) -> np.ndarray:

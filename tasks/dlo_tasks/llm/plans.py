@@ -1,4 +1,4 @@
-"""The parallel plan of a causal language model, read from what transformers itself says of its family."""
+"""Makes the parallel plan of a causal language model from transformers' own plans of its family."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 _STYLES = {"colwise": Rule.COLUMN, "rowwise": Rule.ROW, "sequence_parallel": Rule.SEQUENCE}
-#: Kept whole on each rank: transformers sums their gradients, which a strategy does of what is replicated anyway.
+#: Replicated styles: transformers all-reduces their gradients, which a strategy does for replicated parameters anyway.
 _WHOLE = ("replicated_with_grad_allreduce",)
 _HEADS = {"q_proj": Rule.HEADS, "k_proj": Rule.KV_HEADS, "v_proj": Rule.KV_HEADS}
-#: Projections that make several things in one, by family and name; those of other families are left whole.
+#: Fused projections, by family and name; those of other families are replicated.
 _FUSED = {
     ("gpt_neox", "query_key_value"): Rule.QKV_BY_HEAD,
     ("phi3", "qkv_proj"): Rule.QKV_GROUPED,
     ("phi3", "gate_up_proj"): Rule.GATE_UP,
 }
-#: Families in whose attention or MLP transformers gathers what it has split: for a fused projection, or for a norm over
-#: all heads. With rules for these there is nothing to gather.
+#: Families in whose attention or MLP transformers gathers activations, for a fused projection or a norm over all heads.
+#: With rules for these no gather is needed.
 _NOT_GATHERED = ("phi3", "olmo2", "olmo3")
 _GATHERED_STYLES = {"colwise_gather_output": "colwise", "rowwise_split_input": "rowwise"}
-#: Rules of families that have no plan of their own, by name within a block.
+#: Rules of families without a plan in transformers, by name within a block.
 _OWN: dict[str, dict[str, Rule]] = {
     "gpt2": {"attn.c_attn": Rule.QKV, "attn.c_proj": Rule.ROW, "mlp.c_fc": Rule.COLUMN, "mlp.c_proj": Rule.ROW},
     "opt": {
@@ -38,16 +38,16 @@ _OWN: dict[str, dict[str, Rule]] = {
 
 
 def plan_for(model: PreTrainedModel) -> ParallelPlan:
-    """Returns how a causal language model may be cut.
+    """Returns the parallel plan of a causal language model.
 
-    Blocks are the list of modules that holds most of its parameters. What `base_model_pp_plan` names after them, and
-    the output projection, is the head; all else is the stem, the rotary embedding included. Tensor rules are those of
-    `base_model_tp_plan`, with the attention's projections cut between heads. Families that have no such plan have no
-    tensor rules, but for GPT-2 and OPT.
+    Blocks are the `ModuleList` with most of the parameters. The head is the output projection and the modules that
+    `base_model_pp_plan` names after the blocks; the stem is everything else, the rotary embedding included. Tensor
+    rules are those of `base_model_tp_plan`, with the attention's projections split between heads. Families without such
+    a plan have no tensor rules, except GPT-2 and OPT.
     """
     name, blocks = blocks_of(model)
     pattern, parent = f"{name}.*", name.rpartition(".")[0]
-    around = model.get_submodule(parent)  # what holds the blocks: the base model, or OPT's decoder in it
+    around = model.get_submodule(parent)  # the blocks' parent: the base model, or OPT's decoder in it
     prefix = f"{parent}." if parent else ""
     head_name = _name_of(model, model.get_output_embeddings())
     own = [child for child, module in around.named_children() if _holds_tensors(module) and module is not blocks]
@@ -72,9 +72,9 @@ def _after_blocks(model: PreTrainedModel, around: nn.Module, blocks: str) -> set
     plan: Any = getattr(model.config, "base_model_pp_plan", None)
     order = list(plan) if plan and blocks in plan else [name for name, _ in around.named_children()]
     later = set(order[order.index(blocks) + 1 :])
-    # OPT registers its final norm before the blocks, DeepSeek-V4 its head of hyper-connections; BART what embeds after.
+    # OPT registers its final norm before the blocks, DeepSeek-V4 its hyper-connection head; BART its embeddings after.
     later |= {name for name, _ in around.named_children() if name.startswith("final") or name.endswith("_head")}
-    # LFM2 calls its final norm `embedding_norm`, BigBird-Pegasus by the name of BART's first one.
+    # LFM2's final norm is called `embedding_norm`, BigBird-Pegasus's by the name of BART's first one.
     last = "layernorm_embedding" if model.config.model_type == "bigbird_pegasus" else "embedding_norm"
     return {name for name in later if "rotary" not in name and ("embed" not in name or name == last)}
 
@@ -91,7 +91,7 @@ def _tensor_rules(model: PreTrainedModel, blocks: str, head: str) -> dict[str, R
     rules: dict[str, Rule] = {}
     for parent, of_leaves in by_parent.items():
         known = {leaf: rule for leaf, rule in of_leaves.items() if rule is not None}
-        if len(known) == len(of_leaves):  # A row rule without its column, or the other way round, would be wrong.
+        if len(known) == len(of_leaves):  # A row rule without its column rule, or the reverse, would be wrong.
             rules |= {f"{parent}.{leaf}": rule for leaf, rule in known.items()}
     rules |= {f"{blocks}.{name}": rule for name, rule in _OWN.get(model.config.model_type, {}).items()}
     if not rules:
@@ -127,7 +127,7 @@ def _attention(blocks: nn.ModuleList, pattern: str) -> list[str]:
 
 
 def _norms_within(model: PreTrainedModel, pattern: str) -> dict[str, Rule]:
-    """Returns the rules of attentions' norms that are no heads' alone: with weights of each (Cohere), or over all."""
+    """Returns the rules of attention norms that span heads: with weights per head (Cohere), or over all features."""
     _, blocks = blocks_of(model)
     rules: dict[str, Rule] = {}
     for name, parameter in blocks[0].named_parameters():
@@ -142,9 +142,9 @@ def _norms_within(model: PreTrainedModel, pattern: str) -> dict[str, Rule]:
 
 
 def _sparse_mlps(model: PreTrainedModel, pattern: str) -> dict[str, Rule]:
-    """Returns the rules of MLPs that keep what lies above a threshold, by the mean over all features (Gemma 3n): none.
+    """Returns the rules of MLPs that zero activations below a threshold (Gemma 3n): they are replicated.
 
-    A rank that has a part of the features would have another threshold.
+    The threshold depends on the mean over all features, which a rank with some of them cannot compute.
     """
     shares = getattr(model.config.get_text_config(), "activation_sparsity_pattern", None) or ()
     name = pattern.removesuffix(".*")
@@ -152,13 +152,13 @@ def _sparse_mlps(model: PreTrainedModel, pattern: str) -> dict[str, Rule]:
 
 
 def _rows(block: nn.Module, name: str) -> int | None:
-    """Returns the first dim of a block's parameter; None if there is none of that name."""
+    """Returns the size of dim 0 of a block's parameter; None if it has no parameter of that name."""
     found = dict(block.named_parameters()).get(name)
     return None if found is None else found.shape[0]
 
 
 def _names_vectors(model: PreTrainedModel, pattern: str) -> bool:
-    """Whether a pattern names parameters of one entry a head, such as attention sinks and the biases of gates."""
+    """Returns whether a pattern names parameters with one entry per head, such as attention sinks and gate biases."""
     plan = ParallelPlan(tensor={pattern: Rule.COLUMN})
     named = [
         (name, parameter)

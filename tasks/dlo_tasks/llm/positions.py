@@ -1,4 +1,4 @@
-"""How many positions a model has, and what would need more of them."""
+"""Checks that a model has enough positions for the data's windows and for generated text."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from dlo_tasks.llm.encode import encode_open
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
-#: Tables with a row a position, as transformers' families name them: learned ones, and sines computed in advance. Those
-#: of XGLM, `embed_positions.weights`, are not among them: they become more when a text is longer.
+#: Names of position tables in transformers' families: learned ones, and precomputed sines. XGLM's
+#: `embed_positions.weights` is not among them, because it grows with the text.
 _TABLE = re.compile(
     r"(^|\.)(wpe\.weight|positions_embed\.weight|position_embeddings\.weight|embed_positions(\.weight)?|pos_encoding)$"
 )
@@ -23,29 +23,29 @@ _NAME = "max_position_embeddings"
 
 
 def positions_of(config: PretrainedConfig) -> int | None:
-    """Returns the positions that a config says its model is made for; None where it says nothing."""
+    """Returns the number of positions in a config; None if it has none."""
     number = getattr(config.get_text_config(decoder=True), _NAME, None)
     return number if isinstance(number, int) and number > 0 else None
 
 
 def rows_of_positions(model: PreTrainedModel) -> int | None:
-    """Returns how many positions a model has a table of; None for one that computes them, as with RoPE."""
+    """Returns the size of a model's position table; None for a model that computes positions, as with RoPE."""
     tensors = [name for part in (model.named_parameters(), model.named_buffers()) for name, _ in part]
     return positions_of(model.config) if any(map(_TABLE.search, tensors)) else None
 
 
 def check_windows(model: PreTrainedModel, seq_len: Any, *, trained: bool) -> None:
-    """Checks that a model has as many positions as the data's windows; warns where it computes more than it knows.
+    """Checks that a model has enough positions for the data's windows; warns if it computes more than its config has.
 
-    Says nothing of models whose config has no number of them, or stretches rotary positions.
+    Models whose config has no number of positions, or scales rotary positions, are not checked.
 
     Args:
-        model: may be on the meta device.
-        seq_len: positions of a window; None where the data do not say.
-        trained: whether its weights are given, so that its positions cannot become more.
+        model: Model, possibly on the meta device.
+        seq_len: Positions per window; None if the data have no such attribute.
+        trained: Whether the model has trained weights, so that its positions cannot grow.
 
     Raises:
-        DloError: if it has a table with fewer.
+        DloError: If its position table is shorter.
     """
     number = positions_of(model.config)
     if number is None or not isinstance(seq_len, int) or seq_len <= number:
@@ -53,43 +53,43 @@ def check_windows(model: PreTrainedModel, seq_len: Any, *, trained: bool) -> Non
     name = model.config.get_text_config(decoder=True).attribute_map.get(_NAME, _NAME)
     fix = f"set data.init_args.seq_len to at most {number}" + ("" if trained else f", or config.{name} to {seq_len}")
     if rows_of_positions(model) is not None:
-        raise DloError(f"windows of seq_len {seq_len} do not fit a model with {number} positions ({name}); {fix}")
+        raise DloError(f"seq_len must be at most the model's {number} positions ({name}), got {seq_len}; {fix}")
     if not _is_stretched(model.config):
-        rank_zero_warn(f"seq_len {seq_len} is beyond the {number} positions that the model is made for ({name}); {fix}")
+        rank_zero_warn(f"seq_len {seq_len} exceeds the {number} positions that the model was made for ({name}); {fix}")
 
 
 def check_room(model: PreTrainedModel, prompt: int, new: int) -> None:
-    """Checks that a model has a position for each token of a prompt and of what is written behind it.
+    """Checks that a model has a position for each token of a prompt and its completion.
 
     Args:
-        model: may be on the meta device.
-        prompt: tokens of the longest prompt.
-        new: the most tokens that are written; the last one is not read again.
+        model: Model, possibly on the meta device.
+        prompt: Tokens of the longest prompt.
+        new: Maximum number of new tokens; the last one needs no position.
 
     Raises:
-        DloError: if it has a table with fewer.
+        DloError: If its position table is shorter.
     """
     number = rows_of_positions(model)
     if number is not None and prompt + new - 1 > number:
         room = number - prompt + 1
         fix = f"set sampling.max_new_tokens to at most {room}" if room > 0 else "shorten the prompt"
         raise DloError(
-            f"{new} new tokens (sampling.max_new_tokens) behind a prompt of {prompt} do not fit a model with {number}"
-            f" positions; {fix}"
+            f"sampling.max_new_tokens must be at most {max(room, 0)} after a prompt of {prompt} tokens, in a model with"
+            f" {number} positions, got {new}; {fix}"
         )
 
 
 def check_prompts(model: PreTrainedModel, prompts: Sequence[str], tokenizer: Any, new: int) -> None:
-    """Checks that prompts and what is written behind them fit; arguments as :func:`check_room` has them.
+    """Checks that a model has enough positions for prompts and their completions; see :func:`check_room`.
 
     Args:
-        model: may be on the meta device.
-        prompts: texts.
-        tokenizer: of the data; None before they are there, which counts a prompt as one token.
-        new: the most tokens that are written.
+        model: Model, possibly on the meta device.
+        prompts: Prompts, as texts.
+        tokenizer: Tokenizer of the data; None before it is loaded, which counts a prompt as one token.
+        new: Maximum number of new tokens.
 
     Raises:
-        DloError: if they do not.
+        DloError: If its position table is shorter.
     """
     if prompts:
         rows = [[0]] if tokenizer is None else encode_open(tokenizer, list(prompts))

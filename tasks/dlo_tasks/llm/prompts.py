@@ -1,4 +1,4 @@
-"""Reads prompts to complete."""
+"""Reads the prompts that prediction completes."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from dlo_tasks.llm.records import conversation_of, read_rows, text_of, whole_tex
 def read_prompts(
     files: Sequence[Path], tokenizer: Any, columns: Mapping[str, str] | None = None
 ) -> tuple[list[Any], list[list[int]]]:
-    """Returns the prompts of some files, as they stand there and as token ids.
+    """Returns the prompts of some files, as texts or messages, and as token ids.
 
     Args:
-        files: ``.jsonl`` or ``.parquet`` with a ``prompt``, or with ``messages`` to answer and ``tools`` where there
-            are any, in each line or row; any other has a prompt a line.
-        tokenizer: a fast one.
-        columns: other names of the columns, as :func:`dlo_tasks.llm.records.read_records` takes them.
+        files: Files to read: ``.jsonl`` or ``.parquet`` with a ``prompt``, or with ``messages`` and optional ``tools``,
+            in each line or row; any other file has one prompt per line.
+        tokenizer: Fast tokenizer.
+        columns: Other names of the columns; see :func:`dlo_tasks.llm.records.read_records`.
 
     Raises:
-        DloError: for a line without a prompt, a prompt without a token, and files that cannot be read.
+        DloError: If a line has no prompt, a prompt has no token, or a file cannot be read.
     """
     prompts: list[Any] = []
     ids: list[list[int]] = []
@@ -33,16 +33,20 @@ def read_prompts(
             where = f"{path}:{number}"
             prompt, row = _prompt(values, columns or {}, tokenizer, where)
             if not row:
-                raise DloError(f"{where}: the prompt {prompt!r} has no token; write something to complete")
+                raise DloError(
+                    f"{where}: prompt must have at least one token, got {prompt!r}; write at least one character"
+                )
             prompts.append(prompt)
             ids.append(row)
     if not prompts:
-        raise DloError(f"there is no prompt in {', '.join(map(str, files))}; write one a line")
+        raise DloError(
+            f"predict_files must have at least one prompt, got none in {', '.join(map(str, files))}; write one per line"
+        )
     return prompts, ids
 
 
 def _rows(path: Path) -> Iterator[tuple[int, dict[str, Any] | str]]:
-    """Yields a file's numbered rows; of plain text its lines, which nothing but a line's end parts."""
+    """Yields a file's numbered rows; for plain text its lines, split at line ends only."""
     rows = read_rows(path)
     if rows is not None:
         yield from rows
@@ -54,7 +58,7 @@ def _rows(path: Path) -> Iterator[tuple[int, dict[str, Any] | str]]:
 def _prompt(
     values: dict[str, Any] | str, columns: Mapping[str, str], tokenizer: Any, where: str
 ) -> tuple[Any, list[int]]:
-    """Returns a row's prompt, as it stands there and as token ids."""
+    """Returns a row's prompt, as text or messages, and as token ids."""
     if isinstance(values, str):
         return values, encode_open(tokenizer, [values])[0]
     wanted, of_messages, of_tools = (columns.get(name, name) for name in ("prompt", "messages", "tools"))
@@ -65,9 +69,8 @@ def _prompt(
     asked = prompt or values.get(of_messages)
     if not isinstance(asked, list) or not asked:
         raise DloError(
-            f"{where}: a line needs {wanted!r} (a text), or {of_messages!r}, but has"
-            f" {', '.join(map(repr, values)) or 'nothing'}; other names are set by columns, such as"
-            " {prompt: question}"
+            f"{where}: record must have {wanted!r} (a string) or {of_messages!r}, got"
+            f" {', '.join(map(repr, values)) or 'no keys'}; rename a key, or set columns, such as {{prompt: question}}"
         )
     messages, tools = conversation_of(asked, values.get(of_tools), where)
     return messages, encode_request(tokenizer, messages, tools, where)

@@ -1,7 +1,7 @@
-"""Reads training text: which files, and the records in them, each with the place it came from.
+"""Reads records of training text from JSON lines, Parquet and text files, each with its file and line.
 
-JSON lines are read here, line by line, for an error then knows its line, and a key that only some lines have is no
-trouble. Parquet comes through Hugging Face's ``datasets``, streamed, so that no second copy is made of it.
+JSON lines are read line by line, so that an error names its line and lines may have different keys. Hugging Face's
+``datasets`` streams Parquet, so that it is not copied to a cache.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from dlo_framework.errors import DloError, did_you_mean
 
 Kind = Literal["messages", "pair", "text"]
 
-#: Who speaks, as chat templates know them; only the words of an assistant are learned.
+#: Roles that chat templates know; only the assistant's tokens are targets.
 _ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipython")
-#: What an assistant's message may have without any content.
+#: Keys that may replace `content` in an assistant's message.
 _IN_PLACE_OF_CONTENT = ("tool_calls", "function_call", "reasoning_content", "thinking")
 _LINES = (".jsonl", ".ndjson", ".json")
 _PARQUET = (".parquet",)
@@ -29,14 +29,14 @@ _NO_BAR: Callable[[int], object] = lambda size: None
 
 
 class Record(NamedTuple):
-    """One document as it stands in a file.
+    """One document, before tokenisation.
 
     Attributes:
-        kind: what `content` is: a list of messages, a (prompt, completion) pair, or a text.
-        content: of the document.
-        tools: what a chat template is given as `tools`, if there are any.
-        file: which of the files it stands in.
-        row: and in which line or row, from 1; 0 where it is the whole file.
+        kind: Type of `content`: a list of messages, a (prompt, completion) pair, or a text.
+        content: Content of the document.
+        tools: Argument `tools` of the chat template, or None.
+        file: Index of the file.
+        row: Line or row in the file, from 1; 0 where the document is the full file.
     """
 
     kind: Kind
@@ -47,20 +47,20 @@ class Record(NamedTuple):
 
     @property
     def digest(self) -> int:
-        """A hash of the content, below 2**64: the same wherever and by whatever tokenizer it is read."""
+        """Hash of the content, below 2**64; it does not depend on the file or the tokenizer."""
         plain = json.dumps([self.kind, self.content, self.tools], sort_keys=True, default=str)
         return int.from_bytes(hashlib.blake2b(plain.encode(errors="surrogatepass"), digest_size=8).digest())
 
 
 def expand(patterns: str | Sequence[str], option: str) -> list[Path]:
-    """Returns the files that paths and globs (``**`` included) stand for, each once, those of a glob sorted by name.
+    """Returns the files that paths and globs (``**`` included) name, each once, those of a glob sorted by name.
 
     Args:
-        patterns: one or several.
-        option: the argument's name, for the message.
+        patterns: Path or glob, or several.
+        option: Name of the argument, for messages.
 
     Raises:
-        DloError: for a path that is no file, a glob that matches none, and a file without content.
+        DloError: If a path is not a file, a glob matches no file, or a file is empty.
     """
     found: dict[Path, None] = {}
     for pattern in [patterns] if isinstance(patterns, str) else patterns:
@@ -68,27 +68,31 @@ def expand(patterns: str | Sequence[str], option: str) -> list[Path]:
         if path.is_file():
             files = [path]
         elif path.is_dir():
-            raise DloError(f"{option}: {pattern} is a folder; name its files, such as {path / '*.jsonl'}")
+            raise DloError(
+                f"{option} must name files, got the folder {pattern}; name its files, such as {path / '*.jsonl'}"
+            )
         elif glob.has_magic(pattern):
             matches = sorted(glob.glob(str(path), recursive=True))
             files = [file for match in matches if (file := Path(match)).is_file()]
             if not files:
-                raise DloError(f"{option}: {pattern} matches no file (looked from {Path.cwd()})")
+                raise DloError(
+                    f"{option} must match a file, got {pattern}, which matches none from {Path.cwd()}; change the glob"
+                )
         else:
             near = path.parent.iterdir() if path.parent.is_dir() else []
             hint = did_you_mean(path.name, [file.name for file in near])
-            raise DloError(f"{option}: there is no file {pattern} (looked from {Path.cwd()}){hint}")
+            raise DloError(f"{option} must name files, got {pattern}, which does not exist (from {Path.cwd()}){hint}")
         found.update(dict.fromkeys(files))
     if not found:
-        raise DloError(f"{option} is an empty list; name at least one file, or leave it out")
+        raise DloError(f"{option} must name at least one file, got an empty list; name one, or remove {option}")
     empty = next((file for file in found if not file.stat().st_size), None)
     if empty is not None:
-        raise DloError(f"{empty} is empty; remove it from {option}")
+        raise DloError(f"{option} must name files with content, got {empty}, which is empty; remove it")
     return list(found)
 
 
 def content_hash(files: Sequence[Path]) -> str:
-    """Returns a SHA-256 of the files' kinds and contents, in their order; a text's byte order mark is none of it."""
+    """Returns a SHA-256 of the files' kinds and contents, in their order, without a text's byte order mark."""
     total = hashlib.sha256()
     for path in files:
         kind = _kind_of_file(path)
@@ -103,7 +107,7 @@ def content_hash(files: Sequence[Path]) -> str:
 
 
 def place(files: Sequence[Path], file: int, row: int) -> str:
-    """Returns ``path:line``, or the path where a document is the whole file."""
+    """Returns ``path:line``, or the path where a document is the full file."""
     return f"{files[file]}:{row}" if row else str(files[file])
 
 
@@ -113,12 +117,13 @@ def read_records(
     """Yields the records of all files.
 
     Args:
-        files: ``.jsonl``, ``.ndjson`` or ``.json`` with an object a line; ``.parquet``; any other is one text.
-        columns: other names of the columns: ``{text: content}`` where the text stands in ``content``.
-        on_bytes: told how many bytes of the files have been read since the last time.
+        files: Files to read: ``.jsonl``, ``.ndjson`` or ``.json`` with one object per line; ``.parquet``; any other
+            file is one text.
+        columns: Other names of the columns: ``{text: content}`` where the text is in column ``content``.
+        on_bytes: Callback for progress, called with the number of bytes read since its last call.
 
     Raises:
-        DloError: for what cannot be read, with the file and line.
+        DloError: If a record cannot be read; the message names the file and line.
     """
     for number, path in enumerate(files):
         rows = read_rows(path, on_bytes)
@@ -131,7 +136,7 @@ def read_records(
 
 
 def read_rows(path: Path, on_bytes: Callable[[int], object] = _NO_BAR) -> Iterator[tuple[int, dict[str, Any]]] | None:
-    """Returns the numbered rows of JSON lines or Parquet, from 1; None for a file of another kind."""
+    """Returns the rows of JSON lines or Parquet, numbered from 1, or None for a file of another kind."""
     kind = _kind_of_file(path)
     if kind == "whole":
         return None
@@ -144,21 +149,23 @@ def _kind_of_file(path: Path) -> str:
 
 
 def whole_text(path: Path) -> str:
-    """Returns a file's text, in UTF-8, without a byte order mark; lines end with ``\\n``, whatever they end with there.
+    """Returns a UTF-8 file's text, without a byte order mark and with all line ends as ``\\n``.
 
     Raises:
-        DloError: if it is no UTF-8, or cannot be read.
+        DloError: If the file is not UTF-8, or cannot be read.
     """
     try:
         return path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
-        raise DloError(f"{path} is no UTF-8 text: {error.reason} at byte {error.start}; convert or remove it") from None
+        raise DloError(
+            f"{path} must be UTF-8, got {error.reason} at byte {error.start}; convert or remove it"
+        ) from None
     except OSError as error:
         raise _unreadable(path, error) from error
 
 
 def _unreadable(path: Path, error: OSError) -> DloError:
-    return DloError(f"{path} cannot be read: {error.strerror or error}; mend that, or leave the file out")
+    return DloError(f"{path} cannot be read: {error.strerror or error}; make it readable, or remove it from the files")
 
 
 def _json_lines(path: Path, on_bytes: Callable[[int], object]) -> Iterator[tuple[int, dict[str, Any]]]:
@@ -176,14 +183,15 @@ def _json_object(line: bytes, where: str) -> dict[str, Any]:
     try:
         values = json.loads(line.strip())
     except RecursionError:
-        raise DloError(f"{where}: the JSON is nested too deeply to be read; mend or remove the line") from None
+        raise DloError(f"{where}: JSON is nested too deeply; correct or remove the line") from None
     except ValueError as error:  # as JSONDecodeError and UnicodeDecodeError are
         what = getattr(error, "msg", None) or str(error)
         column = f", column {error.colno}" if isinstance(error, json.JSONDecodeError) else ""
-        raise DloError(f"{where}: broken JSON{column}: {what}; mend or remove the line") from None
+        raise DloError(f"{where}: JSON is invalid{column}: {what}; correct or remove the line") from None
     if not isinstance(values, dict):
         raise DloError(
-            f'{where}: a line must be one JSON object, such as {{"text": ...}}, but this is a {type(values).__name__}'
+            f"{where}: line must be a JSON object, got {type(values).__name__}; write an object, such as"
+            ' {"text": ...}'
         )
     return values
 
@@ -192,7 +200,7 @@ def _parquet_rows(path: Path, on_bytes: Callable[[int], object]) -> Iterator[tup
     try:
         import datasets
     except ImportError as error:
-        raise DloError(f"{path}: reading Parquet needs datasets; pip install 'dlo_framework[llm]'") from error
+        raise DloError(f"{path}: Parquet needs the package datasets; pip install 'dlo_framework[llm]'") from error
     import pyarrow
 
     size = path.stat().st_size
@@ -200,12 +208,14 @@ def _parquet_rows(path: Path, on_bytes: Callable[[int], object]) -> Iterator[tup
         rows: Any = datasets.load_dataset("parquet", data_files=str(path), split="train", streaming=True)
         yield from enumerate(rows, 1)
     except (pyarrow.ArrowException, OSError, datasets.exceptions.DatasetsError) as error:
-        raise DloError(f"{path} is no readable Parquet file: {str(error).splitlines()[0]}") from error
+        raise DloError(
+            f"{path} cannot be read as Parquet: {str(error).splitlines()[0]}; write it again, or remove it"
+        ) from error
     on_bytes(size)
 
 
 def _record(values: dict[str, Any], columns: Mapping[str, str], file: int, row: int, where: str) -> Record:
-    """Returns a row's record, by which of the columns it has."""
+    """Returns the record of a row; its columns decide the kind."""
 
     def of(name: str) -> Any:
         return values.get(columns.get(name, name))
@@ -221,38 +231,37 @@ def _record(values: dict[str, Any], columns: Mapping[str, str], file: int, row: 
     wanted = [columns.get(name, name) for name in ("messages", "prompt", "completion", "text")]
     hint = next((did_you_mean(name, wanted) for name in values if did_you_mean(name, wanted)), "")
     raise DloError(
-        f"{where}: a record needs {wanted[0]!r}, {wanted[1]!r} and {wanted[2]!r}, or {wanted[3]!r}, but has"
-        f" {', '.join(map(repr, values)) or 'nothing'}{hint}; other names are set by columns, such as"
-        " {text: content}"
+        f"{where}: record must have {wanted[0]!r}, {wanted[1]!r} and {wanted[2]!r}, or {wanted[3]!r}, got"
+        f" {', '.join(map(repr, values)) or 'no keys'}{hint}; rename a key, or set columns, such as {{text: content}}"
     )
 
 
 def conversation_of(messages: Any, tools: Any, where: str) -> tuple[list[dict[str, Any]], Any]:
-    """Returns a conversation's messages and what a chat template is given as its tools, None if there are none.
+    """Returns a conversation's messages, checked, and its tools, or None without any.
 
     Args:
-        messages: as they stand in a record.
-        tools: likewise.
-        where: the record's place, for messages.
+        messages: Value of the record's messages.
+        tools: Value of the record's tools.
+        where: File and line of the record, for error messages.
 
     Raises:
-        DloError: for what is no list of messages with a role, and for text that is none.
+        DloError: If `messages` is not a list of messages with a role, or their text is not valid Unicode.
     """
     if not isinstance(messages, list) or not messages:
-        raise DloError(f"{where}: messages must be a list with at least one message, not {str(messages)[:40]!r}")
+        raise DloError(f"{where}: messages must be a list with at least one message, got {str(messages)[:40]!r}")
     found = [_message(message, number, where) for number, message in enumerate(messages, 1)]
     _check_text(json.dumps([found, tools], ensure_ascii=False, default=str), "messages", where)
     return found, tools or None
 
 
 def text_of(value: Any, column: str, where: str) -> str:
-    """Returns a text that stands in a record.
+    """Returns a record's text, checked.
 
     Raises:
-        DloError: if it is something else, or holds what is no character.
+        DloError: If it is not a string, or not valid Unicode.
     """
     if not isinstance(value, str):
-        raise DloError(f"{where}: {column} must be a text, not {type(value).__name__}: {str(value)[:40]!r}")
+        raise DloError(f"{where}: {column} must be a string, got {type(value).__name__}: {str(value)[:40]!r}")
     _check_text(value, column, where)
     return value
 
@@ -260,10 +269,10 @@ def text_of(value: Any, column: str, where: str) -> str:
 def _message(message: Any, number: int, where: str) -> dict[str, Any]:
     if not isinstance(message, dict) or not isinstance(message.get("role"), str):
         raise DloError(
-            f"{where}: a message is an object with role and content, such as"
-            f' {{"role": "user", "content": "Hello"}}, not {str(message)[:60]!r}'
+            f"{where}: message must be an object with role and content, got {str(message)[:60]!r}; write, for example,"
+            ' {"role": "user", "content": "Hello"}'
         )
-    found = {name: value for name, value in message.items() if value is not None}  # which Arrow fills gaps with
+    found = {name: value for name, value in message.items() if value is not None}  # Arrow fills missing keys with None.
     role = found["role"]
     if role not in _ROLES:
         raise DloError(
@@ -284,11 +293,11 @@ def _instead(role: str) -> str:
 
 
 def _check_text(text: str, column: str, where: str) -> None:
-    """Refuses half of a surrogate pair, which JSON can write (``\\ud83d``) and no tokenizer takes."""
+    """Refuses half of a surrogate pair, which JSON can contain (``\\ud83d``) and no tokenizer accepts."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
         raise DloError(
-            f"{where}: {column} holds {text[error.start]!r}, half of a surrogate pair and no character; mend or remove"
-            " the line"
+            f"{where}: {column} must be valid Unicode, got {text[error.start]!r}, half of a surrogate pair; correct or"
+            " remove the line"
         ) from None

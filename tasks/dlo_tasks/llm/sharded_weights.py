@@ -1,7 +1,7 @@
-"""Trained weights for a model that was built without memory: each rank reads its own part of them, and no more.
+"""Reads trained weights into a model that was built on the meta device: each rank reads its own shards only.
 
-A strategy with `meta_init` builds the model on the meta device and gives it memory a unit at a time, as it divides it.
-Until its weights are read, they are what transformers initialises new models with.
+A strategy with `meta_init` builds the model on the meta device, and allocates one unit at a time while it shards it.
+Parameters have transformers' initial values until the weights are read.
 """
 
 from __future__ import annotations
@@ -30,24 +30,24 @@ _SOURCE = "_dlo_weights_to_read"
 
 
 def prepare(model: Any, source: str | None) -> None:
-    """Readies a model on the meta device to be initialised module by module; does nothing for others.
+    """Prepares a model on the meta device for initialisation module by module; does nothing for other models.
 
     Args:
-        model: of transformers, with its adapters.
-        source: the folder or the hub's name of its weights; None for random ones.
+        model: Model of transformers, with its adapters.
+        source: Folder or hub name of its weights; None for random weights.
     """
     if not any(tensor.is_meta for tensor in model.parameters()):
         return
     for name, module in model.named_modules():
         own = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
         if own:
-            # An attribute of this one module: the strategy calls it, as it calls those that torch's modules have.
+            # An instance attribute: the strategy calls it like the method of torch's modules.
             module.__dict__["reset_parameters"] = partial(_initialise, model, module, name)
     model.__dict__[_SOURCE] = source
 
 
 def _initialise(model: Any, module: Any, name: str) -> None:
-    """Gives one module the values that transformers gives a new one; adapters those of LoRA: B is zero."""
+    """Initialises one module as transformers does; adapters as LoRA does, with B zero."""
     for tensor in [*module.parameters(recurse=False), *module.buffers(recurse=False)]:
         tensor.__dict__.pop("_is_hf_initialized", None)
     if ".lora_A." in name:
@@ -60,14 +60,14 @@ def _initialise(model: Any, module: Any, name: str) -> None:
 
 @torch.no_grad()
 def read(task: Any, *, resumes: bool) -> None:
-    """Reads the weights of a model that was built without memory, now that it is sharded; once.
+    """Reads the weights of a model that was built on the meta device and is now sharded; only once.
 
     Args:
-        task: with the model, whose strategy has divided it.
-        resumes: whether a checkpoint's weights come next anyway.
+        task: Task with the model, which its strategy has sharded.
+        resumes: Whether a checkpoint's weights are loaded next, so that none need to be read.
 
     Raises:
-        DloError: if a parameter, or a buffer that is saved with them, is in none of the files.
+        DloError: If a parameter, or a persistent buffer, is in none of the files.
     """
     if _SOURCE not in task.model.__dict__:
         return
@@ -86,7 +86,7 @@ def read(task: Any, *, resumes: bool) -> None:
     strategy = task.trainer.strategy
     held = strategy.lightning_module_state_dict()
     for own in names.values():
-        # Neither what other stages of a pipeline hold is there, nor buffers that are computed and never saved.
+        # Tensors of other pipeline stages and non-persistent buffers are not in the state dict.
         shard = held.get(f"model.{own[0]}")
         if shard is not None and not any(".lora_" in name for name in own):
             saved.read_into(_stored_name(own, saved, model.base_model_prefix), shard)
@@ -94,7 +94,7 @@ def read(task: Any, *, resumes: bool) -> None:
 
 
 def local_folder(source: str) -> Path:
-    """Returns a folder with a model's files, from the hub if it is a name there."""
+    """Returns the folder of a model's files, downloaded if `source` is a hub name."""
     if models.is_folder(source):
         return Path(source).expanduser()
     from huggingface_hub import snapshot_download
@@ -103,10 +103,10 @@ def local_folder(source: str) -> Path:
 
 
 def open_folder(folder: Path) -> SavedTensors:
-    """Returns the tensors of a model's safetensors files, none of them read yet.
+    """Returns the tensors of a model's safetensors files, not read yet.
 
     Raises:
-        DloError: if there are none.
+        DloError: If the folder has none.
     """
     tensors: dict[Key, SavedTensor] = {}
     for path in _files(folder):
@@ -118,10 +118,10 @@ def open_folder(folder: Path) -> SavedTensors:
 
 
 def _take_new_names(saved: SavedTensors, model: Any) -> None:
-    """Gives stored tensors the names that the model has for them, where transformers has changed its own.
+    """Renames stored tensors to the model's names, where transformers has changed them.
 
-    transformers 5.17 to 5.23 keep the changes in `conversion_mapping`, which is not documented. Those that change more
-    than a name (the experts of a mixture, stacked) are left alone, so that their names are missed.
+    transformers 5.17 to 5.23 keep the changes in `conversion_mapping`, which is not documented. Changes beyond a name
+    (stacked experts of a mixture) are not applied, so these names are reported as missing.
     """
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightRenaming
@@ -141,18 +141,18 @@ def _files(folder: Path) -> list[Path]:
         return [folder / name for name in sorted(set(json.loads(index.read_text())["weight_map"].values()))]
     if (folder / _SINGLE).is_file():
         return [folder / _SINGLE]
-    raise DloError(f"model: {folder} has neither {_SINGLE} nor {_INDEX}; write it with save_pretrained")
+    raise DloError(f"model must be a folder with {_SINGLE} or {_INDEX}, got {folder}; write it with save_pretrained")
 
 
 def _stored_name(names: list[str], saved: SavedTensors, base: str) -> str:
-    """Returns under which name a parameter is stored: tied ones have several, and some files leave the base's out."""
+    """Returns the stored name of a parameter: tied ones have several names, and some files omit the base's prefix."""
     plain = [name.replace(".base_layer.", ".") for name in names]
     for name in [*plain, *_without(plain, base)]:
         if name in saved:
             return name
     raise DloError(
-        f"{saved!r} have no {plain[0]}, which transformers may store under another name; leave meta_init out, so that"
-        " transformers reads them"
+        f"weights must include {plain[0]}, got {saved!r}, where transformers may store it under another name; remove"
+        " meta_init, so that transformers reads the weights"
     )
 
 

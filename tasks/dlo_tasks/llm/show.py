@@ -1,4 +1,4 @@
-"""Shows what a model writes: in TensorBoard, where the run has it, and on the terminal."""
+"""Shows completed prompts in TensorBoard and on the terminal."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from dlo_tasks.llm.generation import as_markdown
 
 
 def show_samples(trainer: Trainer, prompts: Sequence[str], texts: Sequence[str]) -> None:
-    """Puts prompts and what the model wrote behind them into TensorBoard, as text, at the run's step."""
+    """Writes prompts and their completions to TensorBoard, as text, at the run's step."""
     if not trainer.is_global_zero:
         return
     for logger in trainer.loggers:
@@ -20,7 +20,7 @@ def show_samples(trainer: Trainer, prompts: Sequence[str], texts: Sequence[str])
 
 
 def print_samples(prompts: Sequence[str], texts: Sequence[str]) -> None:
-    """Prints prompts, each with what the model wrote behind it."""
+    """Prints prompts, each with its completion."""
     print("\nsamples, each from its prompt on:")
     for prompt, text in zip(prompts, texts, strict=True):
         print(f"--- {prompt!r}\n{prompt}{text}")

@@ -1,4 +1,4 @@
-"""Knows of each batch how many targets its optimizer step has; and brings samples of like length together."""
+"""Batch sampler for text: counts the targets of each optimizer step, and groups samples of similar length."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from dlo_framework.data import Draw, ResumableBatchSampler, hash64
 from dlo_framework.data.sampler import InOrderBatchSampler
 from dlo_tasks.llm.batches import StepDraws
 
-#: How many batches' samples are sorted by length together.
+#: Number of batches whose samples are sorted by length together.
 BUCKET = 50
-_BATCHES = 4  # keeps the order of batches apart from other random numbers
+_BATCHES = 4  # stream of random numbers for the order of batches
 
 
 class Accumulation(NamedTuple):
-    """How the trainer makes optimizer steps of batches.
+    """Gradient accumulation of the trainer.
 
     Attributes:
-        size: batches of a step.
-        batches: that an epoch has at most; infinite for all.
+        size: Batches per optimizer step.
+        batches: Maximum number of batches per epoch; infinite for all.
     """
 
     size: int
@@ -30,19 +30,19 @@ class Accumulation(NamedTuple):
 
 
 class TextBatchSampler(ResumableBatchSampler):
-    """A :class:`ResumableBatchSampler` whose batches know what their optimizer step adds up to.
+    """A :class:`ResumableBatchSampler` whose batches know the number of targets of their optimizer step.
 
-    The order of an epoch is known before it begins, and so are the targets of each step, over all ranks and
-    micro-batches; no rank has to ask another.
+    The order of an epoch is known before it begins, and so is the number of targets of each step, over all ranks and
+    micro-batches. No communication is needed.
 
     Args:
-        size: number of samples.
-        targets: int64 [size], learned targets of each.
-        lengths: int64 [size], positions of each, for batches of samples of like length: an epoch's random order is
-            cut into groups of ``BUCKET`` batches, each is sorted by length, and the batches are shuffled. None for
-            the random order itself.
-        accumulation: tells how the trainer accumulates; asked when an epoch begins.
-        options: see :class:`ResumableBatchSampler`.
+        size: Number of samples.
+        targets: Number of targets of each sample, int64 [size].
+        lengths: Positions of each sample, int64 [size], for batches of similar lengths: an epoch's random order is
+            divided into groups of ``BUCKET`` batches, each group is sorted by length, and the batches are shuffled.
+            None for the plain random order.
+        accumulation: Function that returns the trainer's accumulation; called when an epoch begins.
+        options: Arguments of :class:`ResumableBatchSampler`.
     """
 
     def __init__(
@@ -73,17 +73,17 @@ class TextBatchSampler(ResumableBatchSampler):
             yield known
 
     def _step_totals(self, running: np.ndarray, spans: list[tuple[int, int]], begin: int) -> list[int | None]:
-        """Returns the targets of each batch's optimizer step; None where its length is decided as training goes on.
+        """Returns the number of targets of each batch's optimizer step; None where its length is not known yet.
 
         Args:
-            running: int64 [size + 1], the targets before each sample of the epoch's order.
-            spans: of the epoch's batches.
-            begin: the batch that comes next.
+            running: Number of targets before each sample of the epoch's order, int64 [size + 1].
+            spans: Spans of the epoch's batches.
+            begin: Index of the next batch.
         """
         size, batches = self._accumulation()
         if self.window_at is not None:
             windows = [(span.first, span.batches) for span in self.planned()]
-            if begin < len(windows) and windows[begin][1] != size:  # DynamicBatchSize plans so by noise_scale
+            if begin < len(windows) and windows[begin][1] != size:  # DynamicBatchSize with noise_scale
                 return [None] * len(spans)
         else:
             windows = [tail(number, size, min(batches, len(spans))) for number in range(len(spans))]
@@ -102,20 +102,20 @@ class TextBatchSampler(ResumableBatchSampler):
 
 
 class InOrderTextBatchSampler(TextBatchSampler, InOrderBatchSampler):  # type: ignore[misc]
-    """The same without shuffling, which Lightning recognises as such; see :class:`InOrderBatchSampler`."""
+    """A :class:`TextBatchSampler` without shuffling, which Lightning recognises; see :class:`InOrderBatchSampler`."""
 
 
 def bucketed(lengths: np.ndarray, batch_size: int, seed: int, epoch: int) -> np.ndarray:
-    """Returns an order in which each batch has samples of like length.
+    """Returns an order in which the samples of each batch have similar lengths.
 
     Args:
-        lengths: int64 [N], in random order.
-        batch_size: over all ranks; samples that fill none stay at the end.
-        seed: of the order of the batches.
-        epoch: likewise.
+        lengths: Lengths in random order, int64 [N].
+        batch_size: Batch size over all ranks; samples of an incomplete batch stay at the end.
+        seed: Seed of the order of the batches.
+        epoch: Epoch, which changes that order.
 
     Returns:
-        int64 [N], a permutation.
+        Permutation of the samples, int64 [N].
     """
     whole = len(lengths) // batch_size
     used, group = whole * batch_size, BUCKET * batch_size

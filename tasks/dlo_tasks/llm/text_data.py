@@ -1,4 +1,4 @@
-"""Text for causal language models: the datamodule `TextData`."""
+"""Datamodule with text for causal language models: `TextData`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from dlo_framework.data import ResumableDataModule, ResumableLoader
 from dlo_framework.distributed.control import control_group
-from dlo_framework.errors import DloError
+from dlo_framework.errors import DloError, did_you_mean
 from dlo_tasks.llm import counted
 from dlo_tasks.llm.batches import PackedWindows, PaddedSamples, Prompts
 from dlo_tasks.llm.build import cached_tokens
@@ -36,7 +36,7 @@ _COLUMNS = ("messages", "tools", "prompt", "completion", "text")
 
 
 class TextData(ResumableDataModule):
-    """Text for a causal language model: chats, prompts with completions, or plain text, packed into windows.
+    """Loads text for a causal language model: chats, prompts with completions, or plain text, packed into windows.
 
     ```yaml
     data:
@@ -44,56 +44,56 @@ class TextData(ResumableDataModule):
       init_args: {train_files: "chats/*.jsonl", seq_len: 2048, batch_size: 16}
     ```
 
-    Files are JSON lines or Parquet whose records have `messages` (a list of `role` and `content`; the loss counts
-    what the assistant wrote), `prompt` and `completion` (the loss counts the completion), or `text`. Any other file is
-    one text. Without files, the data is the source code of Python's standard library, and its tokenizer a byte-level
-    BPE trained on it.
+    Files are JSON lines or Parquet whose records have `messages` (a list of `role` and `content`; targets are the
+    assistant's tokens), `prompt` and `completion` (targets are the completion), or `text`. Any other file is one text.
+    Without files, the data is the source code of Python's standard library, and the tokenizer is a byte-level BPE
+    trained on it.
 
-    Documents are tokenised once, by one process a node, into a memory-mapped file in the user's cache folder, which is
-    found again by the contents of the files and the tokenizer. They are packed into windows by best fit, where no
-    document sees another; or padded, in batches of like length. What that left is printed.
+    One process per node tokenises the documents once, into a memory-mapped file in the user's cache folder. Its name
+    is a hash of the files' contents and the tokenizer. Documents are packed into windows by best fit, without attention
+    between documents; or padded, in batches of similar length. Statistics of the packing are printed.
 
-    Batches are dicts of int64 tensors `[batch, length]`: `input_ids`; `labels`, the token that follows each, -100
-    where none counts; `position_ids`, which begin again with each document. Training batches also have
-    `tokens_in_step`, a scalar: the labels that count in the whole optimizer step, over all ranks and micro-batches;
-    dividing by it makes the loss the mean over tokens under any strategy. Prediction's are `input_ids` and
+    Batches are dicts of int64 tensors `[batch, length]`: `input_ids`; `labels`, the id of the next token, or -100
+    where it is not a target; `position_ids`, which restart at 0 with each document. Training batches also have
+    `tokens_in_step`, a scalar: the number of targets in the whole optimizer step, over all ranks and micro-batches.
+    Division by it makes the loss the mean over tokens under any strategy. Batches for prediction have `input_ids` and
     `attention_mask`, padded on the left, and `index`, the numbers of the prompts.
 
     Args:
-        train_files: paths and globs, one or a list. None for the standard library's sources.
-        val_files: likewise. None holds out `val_fraction` of the training documents.
-        predict_files: prompts for `dlo predict`: text with one a line, or JSON lines or Parquet with a `prompt`, or
-            `messages` and `tools`.
-        tokenizer: a folder or hub name. None for the model's own, where it has one, else for the byte-level BPE of
-            the standard library's sources.
-        chat_template: a file with a Jinja template that takes the place of the tokenizer's own.
-        columns: other names of the columns, such as `{text: content}`.
-        seq_len: positions of a window: the most tokens that the model sees at once.
-        batch_size: windows (or padded samples) per micro-step over all data-parallel ranks together, so that the
+        train_files: Path or glob, or a list of them. Default: the sources of Python's standard library.
+        val_files: Path or glob, or a list of them. Default: `val_fraction` of the training documents.
+        predict_files: Files of prompts for `dlo predict`: text with one prompt per line, or JSON lines or Parquet with
+            a `prompt`, or with `messages` and `tools`.
+        tokenizer: Folder or hub name. Default: the model's own tokenizer; for a model without one, the byte-level BPE
+            of the standard library's sources.
+        chat_template: File with a Jinja template that replaces the tokenizer's own.
+        columns: Other names of the columns, such as `{text: content}`.
+        seq_len: Positions per window: the context length in training.
+        batch_size: Windows (or padded samples) per micro-step, summed over all data-parallel ranks, so that the
             number of ranks does not change the loss curve. Must be divisible by the ranks.
-        eval_batch_size: the same in validation, test and prediction. Changes no metric.
-        packing: `best_fit` fills each window with whole documents; `none` pads each to the longest of its batch,
-            and puts samples of like length into a batch.
-        long_samples: what becomes of documents that do not fit a window: `truncate` keeps their start, `split` makes
-            several of them, `drop` leaves them out, `error` ends the run with the file and line. None splits plain
-            text and truncates data in which only a part counts.
-        val_fraction: part of the documents to hold out, chosen by a hash of their contents; 0 for none.
-        vocab_size: of the byte-level BPE; no other tokenizer minds.
-        corpus_bytes: most bytes of the standard library's sources to use.
-        cache_dir: where tokens and the trained tokenizer are kept; None for `~/.cache/dlo/llm`.
-        num_workers: loading processes on each rank. 0 suits, for a batch is a copy out of a mapped file.
-        prefetch_factor: batches that each worker prepares ahead; default 2.
-        pin_memory: load into page-locked memory. Default: where the run has an accelerator.
-        persistent_workers: keep the workers between epochs.
-        seed: of the order.
+        eval_batch_size: Batch size of validation, test and prediction. Changes no metric. Default: `batch_size`.
+        packing: `best_fit` fills each window with full documents; `none` pads each document to the longest of its
+            batch, and groups documents of similar length into batches.
+        long_samples: Policy for documents that do not fit a window: `truncate` keeps their start, `split` cuts them
+            into several, `drop` removes them, `error` ends the run with the file and line. Default: `split` for plain
+            text, `truncate` for data with untargeted tokens, such as chats.
+        val_fraction: Fraction of the documents to hold out, chosen by a hash of their contents; 0 for none.
+        vocab_size: Vocabulary size of the byte-level BPE; other tokenizers ignore it.
+        corpus_bytes: Maximum size of the standard library's sources, in bytes.
+        cache_dir: Folder for tokens and the trained tokenizer. Default: `~/.cache/dlo/llm`.
+        num_workers: Loading processes per rank. 0 suffices: a batch is a copy from a memory-mapped file.
+        prefetch_factor: Batches that each worker prepares ahead; default 2.
+        pin_memory: Whether to load into page-locked memory. Default: true in a run on an accelerator.
+        persistent_workers: Whether to keep the workers between epochs.
+        seed: Seed of the sample order.
 
     Raises:
-        DloError: for arguments out of range; by :meth:`check`, for files that are missing or empty, and a first record
-            without a known column; later, for a broken line (with its number), a missing tokenizer or chat template,
-            a document too long under `error`, and data in which nothing is to be learned.
+        DloError: If arguments are out of range; by :meth:`check`, if files are missing or empty, or a first record has
+            no known column; later, for a broken line (with its number), a missing tokenizer or chat template, a
+            document that is too long under `error`, or data without any target.
     """
 
-    #: Batches lie in memory of their own: callbacks may write to them.
+    #: Batches own their memory, so callbacks may write to them.
     makes_new_batches = True
 
     def __init__(
@@ -134,7 +134,10 @@ class TextData(ResumableDataModule):
             raise DloError(f"val_fraction must be at least 0 and below 1, got {val_fraction}")
         unknown = sorted(set(columns or {}) - set(_COLUMNS))
         if unknown:
-            raise DloError(f"columns renames {', '.join(_COLUMNS)}, and knows no {', '.join(unknown)}")
+            raise DloError(
+                f"columns must rename {', '.join(_COLUMNS)}, got {', '.join(unknown)}"
+                f"{did_you_mean(unknown[0], _COLUMNS) or '; remove it'}"
+            )
         self.train_files, self.val_files, self.predict_files = train_files, val_files, predict_files
         self.chat_template, self.columns = chat_template, dict(columns or {})
         self.seq_len, self.packing, self.long_samples = seq_len, packing, long_samples
@@ -142,9 +145,9 @@ class TextData(ResumableDataModule):
         self.cache_dir = cache_folder(cache_dir)
         #: The transformers tokenizer; None before `setup`.
         self.tokenizer: Any = None
-        #: The prompts to complete, as they stand in `predict_files`; empty before `setup` for prediction.
+        #: Prompts to complete, as read from `predict_files`; empty before `setup` for prediction.
         self.prompts: list[Any] = []
-        #: What became of the documents of `train` and `val`.
+        #: Packing statistics of `train` and `val`.
         self.statistics: dict[str, Statistics] = {}
         self._source = tokenizer
         self._loaded_from: str | None = None
@@ -155,7 +158,7 @@ class TextData(ResumableDataModule):
     # --- before the run -------------------------------------------------------------------------------------
 
     def check(self) -> None:
-        """Raises DloError for what a run would stumble over later; reads the first record of each list of files."""
+        """Checks the files before a run: raises DloError if they are missing, or the first record is invalid."""
         for option in ("train_files", "val_files", "predict_files"):
             patterns = getattr(self, option)
             if patterns is None:
@@ -169,21 +172,21 @@ class TextData(ResumableDataModule):
             self.check_template(self._source)
 
     def check_predict(self) -> None:
-        """Raises DloError if there are no prompts to complete; the command line asks before it predicts."""
+        """Raises DloError without `predict_files`; the command line calls this before it predicts."""
         if self.predict_files is None:
             raise DloError(
-                "prediction completes the prompts of predict_files, which is not set; set"
-                " data.init_args.predict_files to a file with a prompt a line"
+                "predict_files must be set for prediction, got None; set data.init_args.predict_files to a file with"
+                " one prompt per line"
             )
 
     def check_template(self, source: str) -> None:
-        """Checks that conversations, if the first record of the files is one, can be written as text.
+        """Checks that the tokenizer has a chat template, if the first record of the files is a conversation.
 
         Args:
-            source: the model's own tokenizer, a folder or a hub's name; where `tokenizer` is given, that one counts.
+            source: Folder or hub name of the model's own tokenizer; `tokenizer` overrides it.
 
         Raises:
-            DloError: if the tokenizer has no chat template.
+            DloError: If the tokenizer has no chat template.
         """
         for option in ("train_files", "val_files"):
             patterns = getattr(self, option)
@@ -200,7 +203,7 @@ class TextData(ResumableDataModule):
         return expand(self.train_files, "train_files")
 
     def _splits(self, stage: str | None) -> list[str]:
-        """The lists of files that a stage reads."""
+        """Returns the splits whose files a stage reads."""
         if stage == "predict":
             return []
         if stage in ("validate", "test") and self.val_files is not None:
@@ -208,7 +211,7 @@ class TextData(ResumableDataModule):
         return ["train"] if self.val_files is None else ["train", "val"]
 
     def prepare_data(self) -> None:
-        """Trains the tokenizer and tokenises the files, where that is not done yet; one process a node does."""
+        """Trains the tokenizer and tokenises the files, unless they are cached; runs in one process per node."""
         state = self.trainer.state.fn if self.trainer is not None else None
         stages = {TrainerFn.VALIDATING: "validate", TrainerFn.TESTING: "test", TrainerFn.PREDICTING: "predict"}
         tokenizer = self._load_tokenizer()
@@ -218,7 +221,7 @@ class TextData(ResumableDataModule):
         }
 
     def _load_tokenizer(self) -> Any:
-        """Returns the tokenizer, loaded once; forgets all that was made with another one."""
+        """Returns the tokenizer, loaded once; clears everything that was made with another one."""
         source = self._source
         if source is None and self.trainer is not None:
             source = getattr(self.trainer.lightning_module, "tokenizer_source", None)
@@ -239,7 +242,7 @@ class TextData(ResumableDataModule):
     # --- the data -------------------------------------------------------------------------------------------
 
     def setup(self, stage: str) -> None:
-        """Opens the tokens that :meth:`prepare_data` has made, and lays them out as samples."""
+        """Opens the token caches of :meth:`prepare_data`, and lays them out as samples."""
         self._load_tokenizer()
         if stage == "predict":
             self.check_predict()
@@ -254,7 +257,7 @@ class TextData(ResumableDataModule):
                 self._lay_out(split, names)
 
     def _agreed_names(self) -> dict[str, str]:
-        """Returns the names of the caches, which the first rank knows."""
+        """Returns the names of the caches, broadcast from rank 0."""
         trainer = self.trainer
         group = control_group(trainer) if trainer is not None else None
         if group is None:
@@ -273,8 +276,8 @@ class TextData(ResumableDataModule):
         path = self.cache_dir / names[origin]
         if not path.is_file():
             raise DloError(
-                f"{path} is not there: this node's files or tokenizer differ from those of rank 0; give all nodes the"
-                " same files, and the same Python where train_files is not set, or a cache_dir that they share"
+                f"{path} does not exist: this node's files or tokenizer differ from those of rank 0; give all nodes the"
+                " same files (the same Python if train_files is not set), or set cache_dir to a shared folder"
             )
         store = TokenStore(path)
         documents = np.arange(len(store))
@@ -282,8 +285,8 @@ class TextData(ResumableDataModule):
             documents = split_documents(store.hashes, self.val_fraction)[split == "val"]
             if not len(documents):
                 raise DloError(
-                    f"val_fraction {self.val_fraction} of {len(store)} documents leaves none for"
-                    f" {'validation' if split == 'val' else 'training'}; change it, or give val_files"
+                    f"val_fraction must leave documents for {'validation' if split == 'val' else 'training'}, got"
+                    f" {self.val_fraction} of {len(store)} documents; change it, or set val_files"
                 )
         dataset, statistics = lay_out(
             store,
@@ -300,7 +303,7 @@ class TextData(ResumableDataModule):
             print(f"{split}: {statistics}", flush=True)
 
     def train_dataloader(self) -> ResumableLoader:
-        """The training windows in random order."""
+        """Returns the loader of the training windows, in random order."""
         dataset: PackedWindows | PaddedSamples = self._datasets["train"]
         overfit = getattr(self.trainer, "overfit_batches", 0) > 0
         make_sampler = partial(
@@ -313,24 +316,24 @@ class TextData(ResumableDataModule):
         return self.train_loader(dataset, make_sampler=make_sampler)
 
     def val_dataloader(self) -> Any:
-        """The held-out windows; no loader where nothing is held out."""
+        """Returns the loader of the held-out windows, or [] without any."""
         return self._held_out("val")
 
     def test_dataloader(self) -> Any:
-        """The same windows as in validation."""
+        """Returns a loader of the same windows as in validation."""
         return self._held_out("test")
 
     def predict_dataloader(self) -> ResumableLoader:
-        """The prompts of `predict_files`."""
+        """Returns the loader of the prompts of `predict_files`."""
         return self.eval_loader(self._datasets["predict"], name="predict")
 
     def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
-        """Counts what a step has to know on the host; see :mod:`dlo_tasks.llm.counted`."""
+        """Counts targets and documents while the batch is on the CPU; see :mod:`dlo_tasks.llm.counted`."""
         self._counts = counted.count(batch)
         return batch
 
     def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
-        """Leaves the counts with the batch."""
+        """Attaches the counts to the batch's tensors."""
         counts, self._counts = self._counts, {}
         counted.leave(batch, counts)
         return batch
@@ -338,33 +341,32 @@ class TextData(ResumableDataModule):
     def _held_out(self, name: str) -> Any:
         return self.eval_loader(self._datasets["val"], name=name) if "val" in self._datasets else []
 
-    # --- the place in it ------------------------------------------------------------------------------------
+    # --- resuming -------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the place in the training data, and what the data was made of."""
+        """Returns the position in the training data, and a hash of what the data was made from."""
         state = super().state_dict()
         return {**state, "data": self._made_of()} if state else {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Takes the place up again; warns in the middle of an epoch whose order is another one now.
+        """Restores the position in the training data; warns in mid-epoch if the order of the epoch has changed.
 
         Raises:
-            DloError: in the middle of an epoch of padded samples, if ``batch_size`` is another: it decides which
-                samples come together.
+            DloError: In the middle of an epoch of padded samples, if ``batch_size`` has changed: it decides which
+                samples share a batch.
         """
         fitting = self.trainer is None or self.trainer.state.fn == TrainerFn.FITTING
         if fitting and state_dict.get("samples"):
             before = state_dict.get("batch_size", self.batch_size)
             if self.packing == "none" and before != self.batch_size:
                 raise DloError(
-                    f"batch_size was {before} when the epoch was interrupted and is {self.batch_size} now; under"
-                    f" packing: none it decides the order of the epoch. Resume with batch_size {before}"
+                    f"batch_size must be {before}, as in the interrupted epoch, got {self.batch_size}; under packing:"
+                    f" none it decides the order of the epoch: set batch_size to {before}"
                 )
             if self._names is not None and state_dict.get("data", self._made_of()) != self._made_of():
                 rank_zero_warn(
-                    "the files, the tokenizer, seq_len, packing, long_samples or the split are not those of the run"
-                    " that was interrupted: the rest of this epoch comes from other samples, so that some repeat and"
-                    " some are missing"
+                    "the files, the tokenizer, seq_len, packing, long_samples or the split differ from those of the"
+                    " interrupted run: in the rest of this epoch some samples repeat and some are missing"
                 )
         super().load_state_dict(state_dict)
 
@@ -375,7 +377,7 @@ class TextData(ResumableDataModule):
 
 
 def _accumulation_of(module: LightningDataModule) -> Callable[[], Accumulation]:
-    """Returns a function that reads how the trainer accumulates, and does not keep the datamodule alive."""
+    """Returns a function that reads the trainer's accumulation; it holds only a weak reference to the datamodule."""
     reference = weakref.ref(module)
 
     def read() -> Accumulation:

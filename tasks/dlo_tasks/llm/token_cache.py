@@ -1,4 +1,4 @@
-"""Tokens on disk: one file, memory-mapped, that all ranks and workers share.
+"""File format of tokenised documents: one memory-mapped file, shared by all ranks and workers.
 
 The layout, little-endian:
 
@@ -6,15 +6,16 @@ The layout, little-endian:
 0     magic, 8 bytes
 8     SHA-256 of the header, 32 bytes
 40    header: JSON, padded with spaces to 4,096 bytes
-4096  tokens   uint16 or uint32 [T]   the highest bit is set where a token is learned
+4096  tokens   uint16 or uint32 [T]   highest bit: the token is a target
       bounds   int64 [N + 1]          document i is tokens bounds[i] to bounds[i + 1]
-      hashes   uint64 [N]             of each document's content, for the split
-      files    int64 [N]              which of the source files a document stands in
-      rows     int64 [N]              and in which line
+      hashes   uint64 [N]             hash of each document's content, for the split
+      files    int64 [N]              index of each document's source file
+      rows     int64 [N]              line of each document in that file
 ```
 
-Each array begins at a multiple of 8. The header has the file's size and a checksum of all that follows it. A file is
-written beside its place and renamed, so that a run that is stopped leaves none, and two runs at once are no trouble.
+Each array begins at a multiple of 8. The header has the file's size and a checksum of the bytes after the header. A
+file is written under a temporary name and renamed: an interrupted run leaves no partial file, concurrent runs do not
+conflict.
 """
 
 from __future__ import annotations
@@ -33,22 +34,22 @@ import numpy as np
 from dlo_framework.errors import DloError
 from dlo_tasks.llm.cache_folder import cached_file
 
-#: Part of every cache's name: a new one makes caches anew.
+#: Version of the format, part of every cache's name: a new version invalidates all caches.
 FORMAT = 1
 _MAGIC = b"DLOTOK\x01\n"
 _HEADER = 4096
-_CHUNK = 1 << 24  # bytes of the file that are checked at once
+_CHUNK = 1 << 24  # bytes per read of the checksum
 
 
 class Document(NamedTuple):
     """A tokenised document.
 
     Attributes:
-        ids: of its tokens, integers [n].
-        learned: bool [n]: whether a token is a target that the loss counts; the first one never is.
-        digest: a hash of its content, below 2**64.
-        file: which of the source files it stands in.
-        row: and in which line or row, from 1; 0 where it is the whole file.
+        ids: Ids of its tokens, integers [n].
+        learned: Whether each token is a target of the loss, bool [n]; the first token never is.
+        digest: Hash of its content, below 2**64.
+        file: Index of its source file.
+        row: Line or row in the file, from 1; 0 where the document is the full file.
     """
 
     ids: np.ndarray
@@ -59,21 +60,21 @@ class Document(NamedTuple):
 
 
 class BadCache(DloError):
-    """A token cache that is truncated, damaged, or of another format."""
+    """Raised for a token cache that is truncated, damaged, or of another format."""
 
     def __init__(self, path: Path, what: str) -> None:
         self.path, self.what = path, what
-        super().__init__(f"{path}: the token cache {what}; delete it, and it is made anew")
+        super().__init__(f"{path}: the token cache {what}; delete it, and the next run writes it again")
 
 
 class TokenStore:
-    """The documents of a cache file.
+    """Reads the documents of a cache file.
 
     Args:
-        path: of the file.
+        path: Path of the file.
 
     Raises:
-        BadCache: if the file is not as long as its header says, or the header is damaged.
+        BadCache: If the file's size differs from its header's, or the header is damaged.
     """
 
     def __init__(self, path: Path) -> None:
@@ -92,42 +93,42 @@ class TokenStore:
         self.rows = self._map(np.dtype("<i8"), start + 8 * (3 * documents + 1), documents)
 
     def _map(self, kind: np.dtype, offset: int, count: int) -> np.ndarray:
-        if not count:  # which cannot be mapped
+        if not count:  # An empty file cannot be mapped.
             return np.empty(0, kind)
         return np.memmap(self.path, kind, "r", offset, (count,))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return TokenStore, (self.path,)  # A worker that is started maps the file for itself.
+        return TokenStore, (self.path,)  # A spawned worker maps the file itself.
 
     def __len__(self) -> int:
-        """Documents."""
+        """Returns the number of documents."""
         return len(self.bounds) - 1
 
     @property
     def tokens(self) -> int:
-        """Tokens of all documents."""
+        """Number of tokens of all documents."""
         return len(self._tokens)
 
     def read(self, index: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Returns the tokens at these places, int64, and whether they are learned, bool; both of ``index``'s shape."""
+        """Returns the tokens at these indices, int64, and whether they are targets, bool; both of ``index``'s shape."""
         raw = self._tokens[index]
         return (raw & ~self._flag).astype(np.int64), (raw & self._flag) != 0
 
     def learned(self) -> np.ndarray:
-        """Returns whether each token is learned, bool [T]."""
+        """Returns whether each token is a target, bool [T]."""
         return (self._tokens & self._flag) != 0
 
 
 def write_store(path: Path, documents: Iterable[Document], vocab_size: int) -> None:
-    """Writes documents to a cache file, one after the other, whole or not at all.
+    """Writes documents to a cache file, one after the other, atomically.
 
     Args:
-        path: of the file; folders are made.
-        documents: as they come; only a few numbers of each stay in memory.
-        vocab_size: all ids are below it.
+        path: Path of the file; folders are created.
+        documents: Documents to write; only a few numbers of each stay in memory.
+        vocab_size: Upper bound of all ids, exclusive.
 
     Raises:
-        DloError: if the folder cannot be written to, and for an id that is not below ``vocab_size``.
+        DloError: If the folder cannot be written to, or an id is not below ``vocab_size``.
     """
     kind = np.dtype("<u2" if vocab_size <= 1 << 15 else "<u4")
     flag = kind.type(1 << (8 * kind.itemsize - 1))
@@ -138,10 +139,10 @@ def write_store(path: Path, documents: Iterable[Document], vocab_size: int) -> N
         body = _Body(file)
         for document in documents:
             largest = int(document.ids.max(initial=0))
-            if largest >= vocab_size:  # It could become another token.
+            if largest >= vocab_size:  # Its highest bit could collide with the target flag.
                 raise DloError(
-                    f"a document has the token id {largest}, and the tokenizer's vocabulary has {vocab_size}; mend the"
-                    " tokenizer, which writes ids that it has no token for"
+                    f"token ids must be below the tokenizer's vocabulary size {vocab_size}, got {largest}; correct the"
+                    " tokenizer, which returns ids without a token"
                 )
             ids = document.ids.astype(kind)
             ids[document.learned] |= flag
@@ -170,10 +171,10 @@ def write_store(path: Path, documents: Iterable[Document], vocab_size: int) -> N
 
 
 def verify(path: Path) -> None:
-    """Reads a cache file through.
+    """Verifies the checksum of a cache file.
 
     Raises:
-        BadCache: if any byte of it is not as it was written.
+        BadCache: If any byte of the file has changed.
     """
     expected = _read_header(path)["crc32"]
     crc = 0
@@ -186,7 +187,7 @@ def verify(path: Path) -> None:
 
 
 class _Body:
-    """What follows the header, with its size and checksum so far."""
+    """Writes the bytes after the header, and sums their size and checksum."""
 
     def __init__(self, file: BinaryIO) -> None:
         self._file = file
@@ -202,7 +203,7 @@ def _read_header(path: Path) -> dict[str, Any]:
     with open(path, "rb") as file:
         head = file.read(_HEADER)
     if not head.startswith(_MAGIC):
-        raise BadCache(path, "is of another format, or none")
+        raise BadCache(path, "is not of this format")
     if len(head) < _HEADER or hashlib.sha256(head[40:]).digest() != head[8:40]:
         raise BadCache(path, "has a damaged header")
     header: dict[str, Any] = json.loads(head[40:])

@@ -1,4 +1,4 @@
-"""Loads tokenizers, and tells them apart."""
+"""Loads tokenizers of transformers, and computes their fingerprints."""
 
 from __future__ import annotations
 
@@ -13,27 +13,27 @@ _FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiec
 
 
 def has_tokenizer(folder: Path) -> bool:
-    """Returns whether a folder holds the files of a tokenizer."""
+    """Returns whether a folder has files of a tokenizer."""
     return any((folder / name).is_file() for name in _FILES)
 
 
 def need_transformers() -> None:
-    """Raises DloError where transformers, which brings the tokenizers, is not installed."""
+    """Raises DloError if transformers is not installed."""
     try:
         import transformers  # noqa: F401
     except ImportError as error:
-        raise DloError(f"text needs transformers ({error}); pip install 'dlo_framework[llm]'") from error
+        raise DloError(f"TextData needs transformers ({error}); pip install 'dlo_framework[llm]'") from error
 
 
 def load_tokenizer(source: str, chat_template: str | None = None) -> Any:
-    """Returns the fast tokenizer of a model; none of its code is run.
+    """Returns the fast tokenizer of a model; code that comes with it is never run.
 
     Args:
-        source: a folder, or a name on the Hugging Face hub.
-        chat_template: a file with a Jinja template that takes the place of the tokenizer's own.
+        source: Folder, or name on the Hugging Face hub.
+        chat_template: File with a Jinja template that replaces the tokenizer's own.
 
     Raises:
-        DloError: if there is no tokenizer, or it has no fast implementation.
+        DloError: If the tokenizer is missing, or has no fast implementation.
     """
     need_transformers()
     from transformers import AutoTokenizer
@@ -41,12 +41,12 @@ def load_tokenizer(source: str, chat_template: str | None = None) -> Any:
     folder = Path(source).expanduser()
     if folder.is_dir() and not has_tokenizer(folder):
         raise DloError(
-            f"{folder} holds no tokenizer (looked for {', '.join(_FILES)}); save it there with"
-            " tokenizer.save_pretrained(folder), or set tokenizer to a folder or hub name that has one"
+            f"tokenizer must be a folder with one of {', '.join(_FILES)}, got {folder}; save a tokenizer there with"
+            " tokenizer.save_pretrained(folder), or set tokenizer to another folder or hub name"
         )
     try:
         tokenizer = AutoTokenizer.from_pretrained(str(folder) if folder.is_dir() else source, trust_remote_code=False)
-    except Exception as error:  # of many kinds: files that are damaged or missing, a hub that is out of reach
+    except Exception as error:  # Many types: damaged or missing files, a hub that cannot be reached.
         reason = str(error).strip().splitlines() or [type(error).__name__]
         raise DloError(
             f"the tokenizer {source!r} cannot be loaded: {reason[0]}; set tokenizer to a folder with tokenizer.json,"
@@ -54,28 +54,30 @@ def load_tokenizer(source: str, chat_template: str | None = None) -> Any:
         ) from error
     if not tokenizer.is_fast:
         raise DloError(
-            f"the tokenizer {source!r} has no fast implementation (tokenizer.json), which knows where in the text each"
-            " token lies; convert it with transformers, or use another"
+            f"tokenizer must be a fast one (tokenizer.json), which returns tokens' offsets in the text, got"
+            f" {source!r}; convert it with transformers, or set another"
         )
     return with_template(tokenizer, chat_template)
 
 
 def with_template(tokenizer: Any, chat_template: str | None) -> Any:
-    """Returns the tokenizer with the chat template that a file holds; as it is where ``chat_template`` is None.
+    """Returns the tokenizer with the chat template of a file; unchanged where ``chat_template`` is None.
 
     Raises:
-        DloError: if there is no such file.
+        DloError: If the file does not exist.
     """
     if chat_template is not None:
         path = Path(chat_template).expanduser()
         if not path.is_file():
-            raise DloError(f"chat_template: there is no file {chat_template}; give a file with a Jinja template")
+            raise DloError(
+                f"chat_template must be a file with a Jinja template, got {chat_template}, which does not exist"
+            )
         tokenizer.chat_template = path.read_text(encoding="utf-8")
     return tokenizer
 
 
 def fingerprint(tokenizer: Any) -> str:
-    """Returns a SHA-256 of all that decides how a fast tokenizer tokenises."""
+    """Returns a SHA-256 of all settings that change a fast tokenizer's output."""
     parts = [
         tokenizer.backend_tokenizer.to_str(),
         json.dumps(tokenizer.chat_template, sort_keys=True),
@@ -88,11 +90,11 @@ def fingerprint(tokenizer: Any) -> str:
 
 
 def vocabulary_size(tokenizer: Any) -> int:
-    """Returns the largest of a tokenizer's ids and one more: where ids have gaps, that is more than it has tokens."""
+    """Returns a tokenizer's largest id plus one, which exceeds its number of tokens where ids have gaps."""
     return 1 + max(tokenizer.get_vocab().values(), default=-1)
 
 
 def filler_id(tokenizer: Any) -> int:
-    """Returns the token that unused positions are filled with: padding, else the end of text, else token 0."""
+    """Returns the id for unused positions: the padding token, else the end-of-text token, else 0."""
     found = [tokenizer.pad_token_id, tokenizer.eos_token_id, 0]
     return int(next(token for token in found if token is not None))
