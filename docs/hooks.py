@@ -1,6 +1,6 @@
-"""What the pages take from the code, so that they cannot say something else: mkdocs calls this as it builds.
+"""Fills the pages with tables made from the code, when mkdocs builds them.
 
-A line ``<!-- dlo: NAME ARGUMENTS -->`` in a page is replaced by what the function of that name returns.
+A line ``<!-- dlo: NAME ARGUMENTS -->`` in a page is replaced by the result of the function of that name.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _DIRECTIVE = re.compile(r"^<!-- dlo: (.+) -->$", re.MULTILINE)
 
 
 def on_page_markdown(markdown: str, **kwargs: Any) -> str:
-    """Replaces the directives of a page."""
+    """Returns a page with its directives replaced."""
     return _DIRECTIVE.sub(lambda match: expand(*match.group(1).split()), markdown)
 
 
@@ -46,9 +46,9 @@ def expand(name: str, *arguments: str) -> str:
 
 
 def entry_points() -> dict[str, tuple[str, str]]:
-    """Returns the plug-ins that setup.cfg registers: name to (kind, ``module:Class``)."""
+    """Returns the plug-ins in setup.cfg: name to (kind, ``module:Class``)."""
     parser = configparser.ConfigParser()
-    parser.optionxform = str  # type: ignore[assignment,method-assign]  # names keep their capitals
+    parser.optionxform = str  # type: ignore[assignment,method-assign]  # Names keep their case.
     parser.read(ROOT / "setup.cfg", encoding="utf-8")
     found = {}
     for group, lines in parser["options.entry_points"].items():
@@ -60,7 +60,7 @@ def entry_points() -> dict[str, tuple[str, str]]:
 
 
 def page_of(name: str) -> str:
-    """Returns the page of a plug-in: ``one-cycle.md`` for OneCycle."""
+    """Returns the file name of a plug-in's page: ``one-cycle.md`` for OneCycle."""
     return re.sub(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "-", name).lower() + ".md"
 
 
@@ -79,7 +79,7 @@ def plugin_table() -> str:
 
 
 def kind_table() -> str:
-    """Returns the table of kinds, each with its entry-point group and the class that a plug-in derives from."""
+    """Returns the table of kinds, each with its entry-point group and base class."""
     from dlo_framework.registry import BASES, GROUP_PREFIX, KINDS
 
     rows = [f"| {kind} | `{GROUP_PREFIX}{kind}` | `{BASES[kind]}` |" for kind in KINDS]
@@ -87,7 +87,7 @@ def kind_table() -> str:
 
 
 def scaffold(kind: str, name: str, *which: str) -> str:
-    """Returns the plug-in that ``dlo plugins new KIND NAME`` writes, or its test where asked for ``test``."""
+    """Returns the plug-in that ``dlo plugins new KIND NAME`` writes, or its test for ``test``."""
     from dlo_framework.cli.scaffold_templates import TEMPLATES
 
     plugin, test = TEMPLATES[kind]
@@ -109,30 +109,30 @@ def tag_table() -> str:
 
 
 def file_tables(package: str) -> str:
-    """Returns a folded table for each folder of a package: its files, each with its docstring's first sentence."""
+    """Returns a folded table for each folder of a package, with the first sentence of each file."""
     top = ROOT / PACKAGES[package]
     folders = [top, *sorted(path.parent for path in top.rglob("__init__.py") if path.parent != top)]
     parts = []
     for folder in folders:
         files = sorted(path for path in folder.glob("*.py") if path.name != "__init__.py")
         rows = [f"    | `{path.name}` | {first_sentence(path)} |" for path in files]
-        rows = ["    | file | what is in it |", "    |---|---|", *rows] if files else []
+        rows = ["    | file | contents |", "    |---|---|", *rows] if files else []
         name = folder.relative_to(ROOT).as_posix()
         parts.append("\n".join([f'??? note "{name}/"', "", f"    {first_sentence(folder / '__init__.py')}", "", *rows]))
     return "\n\n".join(parts)
 
 
 def first_sentence(file: Path) -> str:
-    """Returns the first paragraph of a module's docstring, on one line."""
+    """Returns the first paragraph of a module's docstring, as one line."""
     doc = ast.get_docstring(ast.parse(file.read_text(encoding="utf-8")))
-    assert doc, f"{file} says nothing about itself"
+    assert doc, f"{file} has no docstring"
     return " ".join(to_markdown(doc).partition("\n\n")[0].replace("|", "\\|").split())
 
 
 def upward_table() -> str:
     """Returns the table of imports inside functions that go up, each with its reason."""
     rows = [f"| `{source}` | `{target}` | {why} |" for (source, target), why in UPWARD.items()]
-    return "\n".join(["| imports | what | why |", "|---|---|---|", *rows])
+    return "\n".join(["| module | imports | reason |", "|---|---|---|", *rows])
 
 
 # --- recipes -----------------------------------------------------------------------------------------------
@@ -140,13 +140,13 @@ def upward_table() -> str:
 
 @dataclass
 class Header:
-    """What a config's opening comment says.
+    """Contents of a config's opening comment.
 
     Attributes:
-        title: its first line.
-        fields: the lines that begin with a word and two spaces: ``paper``, ``expected``, ``time``, ...
-        commands: the lines that are commands.
-        text: the rest.
+        title: First line.
+        fields: Lines that begin with a word and two spaces: ``paper``, ``expected``, ``time``, ...
+        commands: Lines with commands.
+        text: All other lines.
     """
 
     title: str
@@ -196,7 +196,7 @@ def _recipe(path: Path, name: str) -> str:
         parts.append("\n".join(["```console", *(f"$ {command}" for command in header.commands), "```"]))
     if header.fields:
         rows = [f"| **{key}** | {_linked(text)} |" for key, text in header.fields.items()]
-        parts.append("\n".join(["| | from the config's first lines |", "|---|---|", *rows]))
+        parts.append("\n".join(["| | from the config's opening comment |", "|---|---|", *rows]))
     parts += [_linked(text) for text in header.text]
     body = "\n".join(f"    {line}".rstrip() for line in config.rstrip().splitlines())
     parts.append(f'??? note "configs/{name}.yaml"\n\n    ```yaml\n{body}\n    ```')
@@ -204,6 +204,6 @@ def _recipe(path: Path, name: str) -> str:
 
 
 def _linked(text: str) -> str:
-    """Returns text with arXiv numbers as links, and names in code that Markdown would take for emphasis."""
+    """Returns text with arXiv numbers as links, and names with underscores as code."""
     text = re.sub(r"(?<![\w`/])([\w/.-]*_[\w./-]*\w)", r"`\1`", text)
     return re.sub(r"arXiv:? ?(\d{4}\.\d{5})", r"[arXiv \1](https://arxiv.org/abs/\1)", text)

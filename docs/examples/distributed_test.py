@@ -1,4 +1,4 @@
-"""Tests of distributed code: a collective, and a training that is to be the same as one process's."""
+"""Tests distributed code: a collective, and parity of training with one process."""
 
 import torch
 import torch.distributed as dist
@@ -10,7 +10,7 @@ from dlo_framework.testing import Case, assert_parity, run_distributed
 
 
 def mean_over_ranks(value: Tensor) -> Tensor:
-    """What is tested first."""
+    """Returns the mean of a value over all ranks."""
     dist.all_reduce(value)
     return value / dist.get_world_size()
 
@@ -20,12 +20,12 @@ def _on_each_rank(rank: int, world_size: int, offset: float) -> float:
 
 
 def test_mean() -> None:
-    """All ranks have the mean."""
+    """All ranks return the mean."""
     assert run_distributed(_on_each_rank, 2, 0.5) == [1.0, 1.0]
 
 
 class Regression(LightningModule):
-    """What is tested second."""
+    """Small regression model."""
 
     def __init__(self, momentum: float) -> None:
         super().__init__()
@@ -33,22 +33,22 @@ class Regression(LightningModule):
         self.net = nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.Dropout(0.1), nn.Linear(8, 1))
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
-        """Returns the batch's mean, which strategies average over ranks."""
+        """Returns the mean loss of the batch, which strategies average over ranks."""
         x, y = batch
         return nn.functional.mse_loss(self.net(x), y)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        """Any optimizer."""
+        """Returns SGD."""
         return torch.optim.SGD(self.parameters(), lr=0.1, momentum=self.momentum)
 
 
 def build(momentum: float = 0.0) -> tuple[LightningModule, DataLoader]:
-    """Makes a new model and its data, on each rank and for the one process."""
+    """Returns a new model and its data, for each rank and for the single process."""
     x = torch.linspace(-1, 1, 160).view(40, 4)
     return Regression(momentum), DataLoader(TensorDataset(x, x.sin().sum(1, keepdim=True)), batch_size=5)
 
 
 def test_parity() -> None:
-    """DDP is the same as one process, also with momentum and accumulated gradients."""
+    """DDP equals one process, also with momentum and accumulated gradients."""
     accumulated = Case("ddp", arguments={"momentum": 0.9}, trainer={"accumulate_grad_batches": 2})
     assert_parity(build, ["ddp", accumulated], world_size=2, steps=8)

@@ -1,4 +1,4 @@
-"""A small transformer of one's own, from nothing to four axes of parallelism: it learns to write Python by bytes."""
+"""Defines a small transformer for four axes of parallelism, which learns to write Python byte by byte."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Attention(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention and an MLP, each added to the stream."""
+    """Attention and an MLP, each with a residual connection."""
 
     def __init__(self, config: PreTrainedConfig) -> None:
         super().__init__()
@@ -51,7 +51,7 @@ class Block(nn.Module):
 
 
 class Transformer(PreTrainedModel):
-    """Predicts each token from those before it."""
+    """Causal language model."""
 
     config_class = PreTrainedConfig
     _supports_sdpa = True
@@ -65,7 +65,7 @@ class Transformer(PreTrainedModel):
         self.head = nn.Linear(config.width, config.vocabulary, bias=False)
 
     def forward(self, input_ids: Tensor, position_ids: Tensor) -> Tensor:
-        """Maps tokens [B, L] and their places [B, L] to logits [B, L, vocabulary]."""
+        """Maps tokens [B, L] and their positions [B, L] to logits [B, L, vocabulary]."""
         x = self.tokens(input_ids) + self.places(position_ids)
         for block in self.blocks:
             x = block(x)
@@ -77,14 +77,14 @@ class Transformer(PreTrainedModel):
 
 # --8<-- [start:task]
 class Writer(Task):
-    """Learns to write, from batches of `input_ids`, `position_ids` and `labels`, int64 [B, L].
+    """Trains the transformer on batches of `input_ids`, `position_ids` and `labels`, int64 [B, L].
 
     Args:
-        width: features of the stream.
-        depth: number of blocks.
-        heads: of each attention.
-        length: tokens of a sample.
-        lr: learning rate of AdamW.
+        width: Features of the residual stream.
+        depth: Number of blocks.
+        heads: Number of attention heads.
+        length: Tokens per sample.
+        lr: Learning rate of AdamW.
     """
 
     best_metric = ("val_loss", "min")
@@ -100,7 +100,7 @@ class Writer(Task):
             self.model = Transformer(PreTrainedConfig(attn_implementation="sdpa", **self.sizes))
 
     def inputs(self, batch: dict[str, Tensor]) -> tuple[tuple[Tensor, ...], dict[str, Tensor]]:
-        """Returns what the transformer is given of a batch."""
+        """Returns the transformer's arguments from a batch."""
         return (batch["input_ids"], batch["position_ids"]), {}
 
     def loss(self, outputs: Tensor, batch: dict[str, Tensor]) -> Tensor:
@@ -113,7 +113,7 @@ class Writer(Task):
 
     # --8<-- [start:plan]
     def parallel_plan(self) -> ParallelPlan:
-        """Returns where the transformer may be cut, by names relative to `self.model`."""
+        """Returns the parallel plan, with names relative to `self.model`."""
         return ParallelPlan(
             stem=("tokens", "places"),
             blocks=("blocks.*",),
@@ -138,12 +138,12 @@ class Writer(Task):
 
 # --8<-- [start:data]
 class Source(ResumableDataModule):
-    """The bytes of a module of Python's standard library, the last tenth of them held out.
+    """Loads the bytes of a module of Python's standard library; holds out the last tenth.
 
     Args:
-        length: bytes of a sample.
-        batch_size: samples over all ranks together.
-        seed: of the order.
+        length: Bytes per sample.
+        batch_size: Samples over all ranks together.
+        seed: Seed of the sample order.
     """
 
     def __init__(self, length: int = 64, batch_size: int = 32, seed: int = 0) -> None:
@@ -161,11 +161,11 @@ class Source(ResumableDataModule):
         ]
 
     def train_dataloader(self) -> ResumableLoader:
-        """Returns a new order each epoch, and full batches only."""
+        """Returns the loader: a new order each epoch, and full batches only."""
         return self.train_loader(self._samples(held_out=False))
 
     def val_dataloader(self) -> ResumableLoader:
-        """Returns each held-out sample once."""
+        """Returns the loader: each held-out sample once."""
         return self.eval_loader(self._samples(held_out=True))
 
 

@@ -1,4 +1,4 @@
-"""The transformer on two and four ranks is to be the same as one process's."""
+"""Tests that the transformer on several ranks equals one process."""
 
 from functools import partial
 
@@ -9,7 +9,7 @@ from dlo_plugins.strategies.mesh import MeshStrategy
 
 
 def build() -> tuple[Writer, Source]:
-    """Makes a new model and its data, on each rank and for the one process."""
+    """Returns a new model and its data, for each rank and for the single process."""
     return Writer(width=32, length=32), Source(length=32, batch_size=8)
 
 
@@ -19,16 +19,16 @@ def on_mesh(**axes: int | bool) -> Case:
 
 
 def test_one_axis() -> None:
-    """Pipeline, tensor, context and data parallelism, each on two ranks."""
+    """Tests pipeline, tensor, context and data parallelism, each on two ranks."""
     axes = [{"pp": 2, "micro_batches": 4}, {"tp": 2, "sequence_parallel": True}, {"cp": 2}, {}]
     assert_parity(build, [on_mesh(**one) for one in axes], world_size=2, steps=3)
 
 
 def test_two_axes() -> None:
-    """Each of the four in a pair, on four ranks."""
+    """Tests pairs of the four, on four ranks."""
     assert_parity(build, [on_mesh(pp=2, tp=2, micro_batches=4), on_mesh(cp=2)], world_size=4, steps=3)
 
 
 def test_four_axes() -> None:
-    """All of them, on sixteen ranks."""
+    """Tests all of them together, on sixteen ranks."""
     assert_parity(build, [on_mesh(pp=2, cp=2, tp=2, micro_batches=4)], world_size=16, steps=3)

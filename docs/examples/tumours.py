@@ -1,4 +1,4 @@
-"""A task and its data in one file: benign or malignant, from 30 measurements of a tumour's cells."""
+"""Defines a task and its data: classifies tumours as benign or malignant from 30 measurements of their cells."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from dlo_framework.data import ResumableDataModule, ResumableLoader
 
 # --8<-- [start:model]
 class Block(nn.Module):
-    """A residual block: what the model repeats."""
+    """Residual block, which the model repeats."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -32,7 +32,7 @@ class Block(nn.Module):
 
 
 class Network(nn.Module):
-    """A stem, blocks that are all alike, and a head."""
+    """Network of a stem, equal blocks, and a head."""
 
     def __init__(self, features: int, width: int, depth: int, classes: int) -> None:
         super().__init__()
@@ -50,7 +50,7 @@ class Network(nn.Module):
 
 # --8<-- [start:task]
 class TumourClassifier(Task):
-    """Tells malignant from benign tumours.
+    """Classifies tumours as malignant or benign.
 
     Batches are (measurements, targets): float [B, features], int64 [B].
 
@@ -60,7 +60,7 @@ class TumourClassifier(Task):
         lr: Learning rate of AdamW.
     """
 
-    best_metric = ("val_acc1", "max")  # What tells the best checkpoint.
+    best_metric = ("val_acc1", "max")  # Metric that selects the best checkpoint.
 
     def __init__(self, width: int = 32, depth: int = 4, lr: float = 3e-3) -> None:
         super().__init__()
@@ -69,10 +69,10 @@ class TumourClassifier(Task):
         self.accuracy = MulticlassAccuracy(2, average="micro")
 
     def check(self, datamodule: object) -> None:
-        """Refuses data with another number of measurements, before anything starts."""
-        given = getattr(datamodule, "features", self.features)
-        if given != self.features:
-            raise DloError(f"the model takes {self.features} measurements, the data has {given}")
+        """Refuses data with another number of measurements, before the run starts."""
+        found = getattr(datamodule, "features", self.features)
+        if found != self.features:
+            raise DloError(f"data must have {self.features} measurements, got {found}; use TumourData")
 
     def configure_model(self) -> None:
         """Builds the network, once."""
@@ -90,7 +90,7 @@ class TumourClassifier(Task):
 
     # --8<-- [start:plan]
     def parallel_plan(self) -> ParallelPlan:
-        """Returns where the network may be cut, by names relative to `self.model`."""
+        """Returns the parallel plan, with names relative to `self.model`."""
         return ParallelPlan(
             blocks=("blocks.*",),
             stem=("stem",),
@@ -110,11 +110,11 @@ class TumourClassifier(Task):
 
 # --8<-- [start:data]
 class TumourData(ResumableDataModule):
-    """569 tumours that ship with scikit-learn, every fifth of them held out.
+    """Loads 569 tumours that ship with scikit-learn; holds out every fifth.
 
     Args:
         batch_size: Samples over all ranks together.
-        seed: Of the order.
+        seed: Seed of the sample order.
     """
 
     def __init__(self, batch_size: int = 32, seed: int = 0) -> None:
@@ -129,11 +129,11 @@ class TumourData(ResumableDataModule):
         return TensorDataset(inputs[chosen], torch.tensor(targets)[chosen])
 
     def train_dataloader(self) -> ResumableLoader:
-        """Returns a new order each epoch, and full batches only."""
+        """Returns the loader: a new order each epoch, and full batches only."""
         return self.train_loader(self._split(held_out=False))
 
     def val_dataloader(self) -> ResumableLoader:
-        """Returns each held-out sample once."""
+        """Returns the loader: each held-out sample once."""
         return self.eval_loader(self._split(held_out=True))
 
 
