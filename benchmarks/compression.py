@@ -51,8 +51,8 @@ class Variant:
     """One way to train.
 
     Attributes:
-        step: takes a batch and steps.
-        bytes: returns what this rank has sent so far.
+        step: Function that takes a batch and steps.
+        bytes: Function that returns the bytes that this rank has sent so far.
     """
 
     step: Callable[[Tensor], None]

@@ -56,13 +56,13 @@ class Found:
     """What came of one configuration; bytes where nothing else is said.
 
     Attributes:
-        name: the model, the mesh and the micro-batches.
-        ranks: how many.
-        share: even.
-        mean: of all ranks.
-        most: of the fullest.
-        cpu_seconds: of this process, for all of it.
-        traffic: the first rank's, of an optimizer step.
+        name: Name of the model, the mesh and the micro-batches.
+        ranks: Number of ranks.
+        share: Bytes of an even share.
+        mean: Mean bytes over all ranks.
+        most: Bytes of the fullest rank.
+        cpu_seconds: CPU time of this process for the simulation.
+        traffic: Traffic of the first rank in an optimizer step.
     """
 
     name: str

@@ -108,10 +108,10 @@ class Work:
     """What a variant trains, and for how long.
 
     Attributes:
-        make: returns the network and its batch.
-        warm: steps before the clock starts.
-        steps: that are timed.
-        clock: by which.
+        make: Function that returns the network and its batch.
+        warm: Steps before the clock starts.
+        steps: Number of timed steps.
+        clock: Clock to use.
     """
 
     make: Callable[[], tuple[nn.Module, tuple[torch.Tensor, torch.Tensor]]]

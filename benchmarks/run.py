@@ -4,9 +4,9 @@
     python benchmarks/run.py --readme
     python benchmarks/run.py --list
 
-Each benchmark is a process of its own, its output in a log while it runs. One that fails is told and does not stop the
-others; the exit code is then 1. Written after each: `HARDWARE_DATE.json` with all records; at the end
-`HARDWARE_DATE.md`, and plots in the folder of that name. Records of the same day stay until they are measured anew.
+Each benchmark runs in its own process, with its output in a log. If one fails, the others still run, and the exit code
+is 1. `HARDWARE_DATE.json` with all records is written after each benchmark; `HARDWARE_DATE.md` and plots in the folder
+of that name are written at the end. Records of the same day are kept until they are measured again.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from measuring.record import BadRecord, parse
 
 HERE = Path(__file__).resolve().parent
 README = HERE.parent / "README.md"
-#: Where logs go: what .gitignore leaves out.
+#: Folder of logs, ignored by git.
 LOGS = HERE.parent / "runs" / "benchmarks"
 
 
 def run_one(entry: Entry, quick: bool, log: Path, seconds: float) -> dict[str, Any]:
-    """Runs a benchmark and returns what the results say of it."""
+    """Runs a benchmark, and returns its entry for the results."""
     words = [f"benchmarks/{entry.name}.py", *(entry.quick if quick else entry.arguments)]
     load, start = os.getloadavg()[0], time.perf_counter()
     with log.open("w", encoding="utf-8") as out:
@@ -55,14 +55,14 @@ def run_one(entry: Entry, quick: bool, log: Path, seconds: float) -> dict[str, A
 
 
 def _call(words: list[str], out: Any, seconds: float) -> int:
-    """Returns a command's exit code, 124 where the time was up; nothing of it is left running."""
+    """Runs a command and returns its exit code, 124 on a timeout; kills all of its processes."""
     process = subprocess.Popen(words, cwd=HERE.parent, stdout=out, stderr=subprocess.STDOUT, start_new_session=True)
     try:
         return process.wait(timeout=seconds)
     except subprocess.TimeoutExpired:
         return 124
     finally:
-        with contextlib.suppress(ProcessLookupError):  # All of it has ended.
+        with contextlib.suppress(ProcessLookupError):  # All processes have ended.
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
 
@@ -79,12 +79,12 @@ def write_report(found: results.Results, path: Path) -> None:
                 plots.draw(table, folder / name)
                 drawn[key, table["title"]] = f"{folder.name}/{name}"
     for left in set(folder.glob("*.svg")) - {path.parent / name for name in drawn.values()}:
-        left.unlink()  # of a table that is no more
+        left.unlink()  # Its table no longer exists.
     path.with_suffix(".md").write_text(report.markdown(found, drawn), encoding="utf-8")
 
 
 def measure(options: argparse.Namespace) -> int:
-    """Runs what is chosen and returns the exit code."""
+    """Runs the chosen benchmarks, and returns the exit code."""
     words, machine_slug, accelerator = results.machine()
     date = datetime.date.today().isoformat()
     folder = options.results or HERE / "results"
@@ -95,7 +95,8 @@ def measure(options: argparse.Namespace) -> int:
     found = results.read(path) if path.exists() else {"runs": {}, "quick": options.quick}
     if found["quick"] != options.quick:
         raise FileExistsError(
-            f"{path} is of {'a quick run' if found['quick'] else 'a full run'}; give another --results"
+            f"--results must be another folder: {path} has results of"
+            f" {'a quick run' if found['quick'] else 'a full run'}"
         )
     found = {"hardware": words, "accelerator": accelerator, "date": date, "quick": options.quick, "runs": found["runs"]}
     logs = LOGS / f"{path.stem}{'_quick' if options.quick else ''}"
@@ -132,15 +133,17 @@ def measure(options: argparse.Namespace) -> int:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", nargs="+", metavar="NAME", help="names of benchmarks' files, without .py")
-    parser.add_argument("--quick", action="store_true", help="try the machinery in minutes; the figures mean nothing")
-    parser.add_argument("--resume", action="store_true", help="leave out what is in this day's file already")
+    parser.add_argument("--only", nargs="+", metavar="NAME", help="names of benchmark files, without .py")
+    parser.add_argument("--quick", action="store_true", help="check in minutes that all run; figures have no meaning")
+    parser.add_argument("--resume", action="store_true", help="skip benchmarks that are already in today's file")
     parser.add_argument("--results", type=Path, help="folder; benchmarks/results, or a new temporary one with --quick")
-    parser.add_argument("--minutes", type=float, default=60.0, help="that one benchmark may take")
-    parser.add_argument("--readme", action="store_true", help="measure nothing; put the newest results into README.md")
-    parser.add_argument("--list", action="store_true", help="measure nothing; tell what there is and how long it takes")
+    parser.add_argument("--minutes", type=float, default=60.0, help="timeout of one benchmark")
+    parser.add_argument(
+        "--readme", action="store_true", help="write the newest results to README.md, without measuring"
+    )
+    parser.add_argument("--list", action="store_true", help="list the benchmarks and their durations")
     options = parser.parse_args()
-    # So that what a terminated run has started ends with it.
+    # A terminated run then also ends the processes that it started.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     try:
         chosen(options.only)

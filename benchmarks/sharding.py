@@ -49,8 +49,8 @@ class Variant:
     """One way to train.
 
     Attributes:
-        step: takes a batch, steps, returns the loss.
-        bytes: the state this rank holds.
+        step: Function that takes a batch, steps, and returns the loss.
+        bytes: Size of the state that this rank holds.
     """
 
     step: Callable[[Tensor], Tensor]

@@ -51,7 +51,7 @@ class Trial:
         recovery: Seconds from the fault to the first step of the start after it, or to the next step of a run that went
             on by itself; None where no step was left.
         hung: Whether a process had not ended in time.
-        lost: What differs from the run that was left alone; empty if nothing does.
+        lost: Differences from the undisturbed run; empty without any.
         codes: Exit codes of the starts.
         no_effect: Whether the fault came after the run's end, or the run finished as if there had been none.
     """

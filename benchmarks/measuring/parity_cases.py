@@ -136,8 +136,8 @@ class Fault(Callback):
     """Plants a fault on the ranks, and does nothing in one process.
 
     Args:
-        kind: See :data:`FAULTS`.
-        number: Which parameter, direction or step.
+        kind: Kind of fault; see :data:`FAULTS`.
+        number: Index of the parameter, direction or step.
         names: All trained parameters of the full model.
     """
 

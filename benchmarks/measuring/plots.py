@@ -1,4 +1,4 @@
-"""One picture a table: medians as bars, least and most as whiskers, dlo's in colour; readable in light and in dark."""
+"""Draws one plot per table: medians as bars, minimum and maximum as whiskers, dlo's in colour."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from typing import Any
 from measuring.record import number
 
 INK, OURS, PEER, CONTROL, BAR = "#808080", "#3f6ad8", "#a9a9a9", "#d0d0d0", "#d9822b"
-#: From what ratio of the longest to the shortest on lengths are drawn in powers of ten.
+#: Ratio of the largest to the smallest median from which the axis is logarithmic.
 WIDE = 50.0
 
 
 def has_peers(table: Mapping[str, Any]) -> bool:
-    """Returns whether rows are compared: two or more beside controls, and not all of them dlo's without a control."""
+    """Returns whether a table compares rows: at least two without controls, and not only dlo's without a control."""
     rows = table["rows"].values()
     controlled = any(row.get("control") for row in rows)
     return sum(not row.get("control") for row in rows) > 1 and (controlled or not all(row.get("ours") for row in rows))

@@ -1,16 +1,16 @@
-"""What a benchmark says at its end: tables to read, and the same as one line of JSON.
+"""Prints the results of a benchmark: tables to read, and a record as one line of JSON.
 
-The record, all of it plain data:
+The record is plain data:
 
     {"benchmark", "question", "device", "versions", "options", "tables": [TABLE], "not_measured": [{"what", "why"}]}
 
 and a TABLE:
 
     {"title", "unit": what 1.0 is, "clock", "better": "lower" or "higher", "notes": [text], "rows":
-        {name: {"median", "min", "max", "n", "bar", "ours", "control", ... columns of its own}}}
+        {name: {"median", "min", "max", "n", "bar", "ours", "control", ... other columns}}}
 
-``bar`` is what the median is to reach, ``ours`` marks what dlo does, ``control`` the base measured twice. What was
-counted once has n = 1. Columns of a row's own hold counts and means: MB, calls, milliseconds here.
+``bar`` is the target of the median, ``ours`` marks dlo's rows, ``control`` the second measurement of the base. A count
+has n = 1. Other columns of a row are counts and means: MB, calls, milliseconds.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ from typing import Any, Literal
 from dlo_framework.versions import versions
 from measuring.rounds import Clock, spread
 
-#: What is compared, beside the packages that matter to every run.
+#: Packages that are compared, whose versions are recorded in addition.
 PEERS = ("trl", "liger-kernel", "peft", "datasets", "safetensors")
-#: What every row has; all others are its own columns.
+#: Keys of every row; all others are its own columns.
 COMMON = ("median", "min", "max", "n", "bar", "ours", "control")
 KEYS = ("benchmark", "question", "device", "versions", "options", "tables", "not_measured")
 DIGITS = 5
 
 
 class BadRecord(ValueError):
-    """A benchmark's output does not end in a record."""
+    """Raised if a benchmark's output does not end in a record."""
 
 
 @dataclass
@@ -45,10 +45,10 @@ class Table:
     """One comparison.
 
     Args:
-        title: what is compared, unique within a record.
-        unit: what 1.0 is.
-        clock: what was measured, or its name.
-        better: whether lower or higher values are.
+        title: Title of the comparison, unique in a record.
+        unit: Baseline, which has the value 1.0.
+        clock: Clock, or its name.
+        better: Direction of better values, ``lower`` or ``higher``.
     """
 
     title: str
@@ -71,23 +71,23 @@ class Table:
         """Adds a contestant.
 
         Args:
-            name: the row's.
-            values: in the table's unit, one a round.
-            bar: what their median is to reach.
-            ours: whether this is dlo's.
-            control: whether this is the base once more.
-            **columns: counts and means of its own: numbers or words, by the column's heading with ``_`` for blanks.
+            name: Name of the row.
+            values: Values in the table's unit, one per round.
+            bar: Target of the median.
+            ours: Whether the row is dlo's.
+            control: Whether the row is the second measurement of the base.
+            **columns: Other columns, numbers or text, by heading with ``_`` for blanks.
         """
         assert name not in self.rows, name
         found = spread(values)
         row = {"median": found.median, "min": found.least, "max": found.most, "n": found.n}
         row |= {} if bar is None else {"bar": bar}
-        row |= {key: True for key, given in (("ours", ours), ("control", control)) if given}
+        row |= {key: True for key, flag in (("ours", ours), ("control", control)) if flag}
         row |= {key.replace("_", " "): value for key, value in columns.items() if value is not None}
         self.rows[name] = {key: rounded(value) for key, value in row.items()}
 
     def as_dict(self) -> dict[str, Any]:
-        """Returns the table as the record has it."""
+        """Returns the table in the record's format."""
         clock = self.clock if isinstance(self.clock, str) else self.clock.name
         named = {"title": self.title, "unit": self.unit, "clock": clock, "better": self.better}
         return {**named, "rows": self.rows, "notes": self.notes}
@@ -95,13 +95,13 @@ class Table:
 
 @dataclass
 class Record:
-    """What one run of a benchmark found; tables are printed as they are added.
+    """Results of one run of a benchmark; prints each table when it is added.
 
     Args:
-        benchmark: the name of its file.
-        question: what it answers.
-        device: in words, what it ran on.
-        options: what it was told.
+        benchmark: Name of the benchmark's file.
+        question: Question that it answers.
+        device: Description of the device.
+        options: Options of the run.
     """
 
     benchmark: str
@@ -113,26 +113,26 @@ class Record:
 
     @classmethod
     def of(cls, file: str, doc: str | None, options: argparse.Namespace, device: str = "cpu") -> Record:
-        """Returns a record to be filled.
+        """Returns an empty record.
 
         Args:
-            file: the benchmark's ``__file__``.
-            doc: its docstring, whose first paragraph is the question.
-            options: parsed.
-            device: torch's name of what is measured.
+            file: Value of ``__file__`` in the benchmark.
+            doc: Docstring of the benchmark, whose first paragraph is the question.
+            options: Parsed options.
+            device: Name of the device in torch.
         """
         question = " ".join((doc or "").split("\n\n")[0].split())
-        told = {key: value for key, value in vars(options).items() if not key.startswith("_")}
-        return cls(Path(file).stem, question, hardware(device), told)
+        public = {key: value for key, value in vars(options).items() if not key.startswith("_")}
+        return cls(Path(file).stem, question, hardware(device), public)
 
     def add(self, table: Table) -> None:
-        """Takes up a table that is finished, and prints it."""
+        """Adds a finished table, and prints it."""
         assert table.title not in [other.title for other in self.tables], table.title
         self.tables.append(table)
         print(f"\n{as_text(table.as_dict())}", flush=True)
 
     def without(self, what: str, why: str) -> None:
-        """Notes what this run could not measure."""
+        """Records a quantity that this run could not measure."""
         self.not_measured.append({"what": what, "why": why})
         print(f"\nnot measured: {what}: {why}", flush=True)
 
@@ -145,19 +145,19 @@ class Record:
 
 
 def rounded(value: Any) -> Any:
-    """Returns a number with as many digits as are worth telling; anything else as it is."""
+    """Returns a float rounded to ``DIGITS`` significant digits; any other value unchanged."""
     if isinstance(value, float):
         return float(f"{value:.{DIGITS}g}") if math.isfinite(value) else None
     return value
 
 
 def cores() -> int:
-    """Returns how many cores this process may use."""
+    """Returns the number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def hardware(device: str = "cpu") -> str:
-    """Returns a device in words: its name, and how many there are."""
+    """Returns a description of a device: its name and number."""
     if device.startswith("cpu"):
         count = cores()
         return f"{count} CPU core{'s' if count > 1 else ''} ({platform.machine()})"
@@ -169,10 +169,10 @@ def hardware(device: str = "cpu") -> str:
 
 
 def parse(output: str) -> dict[str, Any]:
-    """Returns the record at the end of what a benchmark printed; libraries may have said good-bye after it.
+    """Returns the record at the end of a benchmark's output, which other lines may follow.
 
     Raises:
-        BadRecord: if there is none, or it lacks a part.
+        BadRecord: If there is none, or it lacks a key.
     """
     lines = [line for line in output.splitlines() if line.startswith('{"benchmark"')]
     if not lines:

@@ -1,4 +1,4 @@
-"""The report of a machine and a day, in Markdown, made from the records of its benchmarks."""
+"""Writes the Markdown report of a machine and a day from the records of its benchmarks."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ def markdown(results: Results, plots: Mapping[tuple[str, str], str]) -> str:
     """Returns the report.
 
     Args:
-        results: of all benchmarks.
-        plots: the plot's path from the report's folder, by run's key and table's title.
+        results: Results of all benchmarks.
+        plots: Paths of the plots, relative to the report's folder, by the run's key and the table's title.
     """
     parts = [f"# {results['hardware']}, {results['date']}", _versions(results), HOW]
     if results["quick"]:
@@ -37,7 +37,7 @@ def _versions(results: Results) -> str:
 
 
 def _bars(results: Results) -> str:
-    """Returns the list of all bars that are missed, and how many are met."""
+    """Returns the number of bars met, and the list of bars missed."""
     rows = [
         (key, table, name, row)
         for key, run in results["runs"].items()

@@ -1,4 +1,4 @@
-"""The file of all records of a machine and a day: where it lies, how it is written, and which one is the newest.
+"""Reads and writes the file with all records of a machine and a day, and finds the newest one.
 
     {"hardware", "accelerator", "date", "finished", "quick", "runs": {entry's key: RUN}}
 
@@ -20,12 +20,12 @@ Results = dict[str, Any]
 
 
 def slug(text: str) -> str:
-    """Returns words as they stand in the name of a file."""
+    """Returns text in the form that file names use."""
     return re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")
 
 
 def machine() -> tuple[str, str, bool]:
-    """Returns this machine in words and as it stands in a file's name, and whether it has an accelerator."""
+    """Returns a description of this machine, its name in file names, and whether it has an accelerator."""
     import torch
 
     if not torch.accelerator.is_available():
@@ -35,34 +35,35 @@ def machine() -> tuple[str, str, bool]:
 
 
 def path_of(folder: Path, machine_slug: str, date: str) -> Path:
-    """Returns where the results of a machine and a day lie.
+    """Returns the path of the results of a machine and a day.
 
     Raises:
-        FileExistsError: if a report that somebody wrote by hand has the name.
+        FileExistsError: If a report written by hand has that name.
     """
     path = folder / f"{machine_slug}_{date}.json"
     by_hand = path.with_suffix(".md")
     if by_hand.exists() and not path.exists():
         raise FileExistsError(
-            f"{by_hand} has no {path.name} beside it: it was written by hand, and is kept; use --results"
+            f"--results must be another folder: {by_hand} was written by hand, without"
+            f" {path.name}, and is not overwritten"
         )
     return path
 
 
 def read(path: Path) -> Results:
-    """Returns a file of results."""
+    """Returns the results in a file."""
     return dict(json.loads(path.read_text(encoding="utf-8")))
 
 
 def write(results: Results, path: Path) -> None:
-    """Writes results, whole or not at all."""
+    """Writes results atomically."""
     write_whole(path, json.dumps(results, indent=1) + "\n")
 
 
 def newest(folder: Path) -> list[tuple[Path, Results]]:
-    """Returns the newest results without an accelerator and the newest with one, as far as there are any.
+    """Returns the newest results without an accelerator and the newest with one, if there are any.
 
-    Those of quick runs mean nothing, and are left out.
+    Results of quick runs have no meaning, and are left out.
     """
     found: dict[bool, tuple[Path, Results]] = {}
     for path in sorted(folder.glob("*.json")):

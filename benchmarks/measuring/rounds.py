@@ -24,15 +24,15 @@ class Clock:
     """Times what happens between two marks, by a host's clock.
 
     Args:
-        name: what a record says that it measures.
-        now: returns the seconds on it.
+        name: Name of the clock in records.
+        now: Function that returns the current time in seconds.
     """
 
     def __init__(self, name: str, now: Callable[[], float]) -> None:
         self.name, self.now = name, now
 
     def settle(self) -> None:
-        """Waits, before a first mark, until nothing of before is under way."""
+        """Waits until earlier work is done; call it before the first mark."""
 
     def mark(self) -> Any:
         """Returns a point in time."""
@@ -43,7 +43,7 @@ class Clock:
         return float(end - begin)
 
     def seconds(self, run: Callable[[], object], calls: int = 1) -> float:
-        """Returns the seconds of a call, the mean of so many one after the other."""
+        """Returns the seconds per call, the mean over ``calls`` calls in sequence."""
         self.settle()
         begin = self.mark()
         for _ in range(calls):
@@ -51,13 +51,13 @@ class Clock:
         return self.between(begin, self.mark()) / calls
 
 
-#: With one thread it is what a call costs, and other programs on the machine do not count.
+#: With one thread this is the cost of a call, and other programs on the machine do not change it.
 PROCESS = Clock("CPU time of one thread", time.process_time)
 ELAPSED = Clock("elapsed time", time.perf_counter)
 
 
 class DeviceClock(Clock):
-    """Marks are events on an accelerator's stream; nothing waits for the device until the time between two is read."""
+    """Clock with events on an accelerator's stream; waits for the device only when a time is read."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__("events on the device", time.perf_counter)
@@ -81,7 +81,7 @@ class DeviceClock(Clock):
 
 
 class SettledClock(Clock):
-    """Elapsed time, a mark being when all that this process gave its device is done."""
+    """Clock of elapsed time; each mark waits for the device."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__("elapsed time", time.perf_counter)
@@ -96,7 +96,7 @@ class SettledClock(Clock):
 
 
 class RanksClock(SettledClock):
-    """The same where ranks wait for each other: all begin together. Used by all of them alike."""
+    """A :class:`SettledClock` for several ranks, which begin together; all ranks must use it."""
 
     def settle(self) -> None:
         import torch.distributed as dist
@@ -106,7 +106,7 @@ class RanksClock(SettledClock):
 
 
 def clock_of(device: torch.device) -> Clock:
-    """Returns the clock of one process's work: its CPU time, or an accelerator's own."""
+    """Returns the clock for one process: CPU time, or the accelerator's events."""
     return PROCESS if device.type == "cpu" else DeviceClock(device)
 
 
@@ -118,17 +118,17 @@ def take_turns(
     order: random.Random | None = None,
     before_round: Callable[[int], object] = lambda number: None,
 ) -> dict[str, list[T]]:
-    """Calls every contestant once a round, in a new random order each.
+    """Calls every contestant once per round, each round in a new random order.
 
     Args:
-        runs: by name, what measures once and returns what it found.
-        rounds: that count.
-        warm_up: rounds before these, whose findings are dropped; 0 where each contestant warms up by itself.
-        order: draws the orders; where ranks take turns together it is one of the same seed on all of them.
-        before_round: called with each round's number from 0, those that warm up included.
+        runs: Functions by name; each measures once and returns its result.
+        rounds: Number of rounds that count.
+        warm_up: Number of rounds before these, whose results are dropped; 0 if each contestant warms up by itself.
+        order: Random generator of the orders; on several ranks, all need the same seed.
+        before_round: Function that is called with each round's number from 0, including warm-up rounds.
 
     Returns:
-        What each found, by name and round.
+        Results by name and round.
     """
     order = order or random.Random()
     found: dict[str, list[T]] = {name: [] for name in runs}
@@ -147,13 +147,13 @@ def ratios(values: Sequence[float], base: Sequence[float]) -> list[float]:
 
 
 def all_ratios(values: Mapping[str, Sequence[float]], base: str) -> dict[str, list[float]]:
-    """Returns :func:`ratios` of every contestant to the one named."""
+    """Returns :func:`ratios` of every contestant to ``base``."""
     return {name: ratios(of_one, values[base]) for name, of_one in values.items()}
 
 
 @dataclass(frozen=True)
 class Spread:
-    """What is told of one contestant's rounds: the median, the least and the most of ``n`` values."""
+    """Median, minimum and maximum of one contestant's ``n`` values."""
 
     median: float
     least: float
@@ -162,5 +162,5 @@ class Spread:
 
 
 def spread(values: Sequence[float]) -> Spread:
-    """Returns the spread of a contestant's values, of which there is at least one."""
+    """Returns the spread of a contestant's values, at least one."""
     return Spread(statistics.median(values), min(values), max(values), len(values))

@@ -1,4 +1,4 @@
-"""The clock inside a fit of Lightning's."""
+"""Callback that times the batches of a Lightning fit."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from measuring.rounds import Clock
 
 
 class Stopwatch(Callback):
-    """Times the batches of a fit after those that warm up, from the end of one to the end of another.
+    """Times the batches of a fit after the warm-up, from the end of one batch to the end of another.
 
     Args:
-        clock: by which.
-        warm: batches before the clock starts; with 0 it starts here, before the fit.
-        steps: batches that are timed.
+        clock: Clock to use.
+        warm: Batches before the clock starts; with 0 it starts in the constructor, before the fit.
+        steps: Number of timed batches.
     """
 
     def __init__(self, clock: Clock, warm: int, steps: int) -> None:
@@ -33,6 +33,6 @@ class Stopwatch(Callback):
 
     @property
     def seconds_of_a_step(self) -> float:
-        """The mean over the steps that were timed."""
+        """Mean over the timed steps, in seconds."""
         assert self._end is not None, f"the fit ended after {self.seen} batches of {self.warm + self.steps}"
         return self.clock.between(self._begin, self._end) / self.steps

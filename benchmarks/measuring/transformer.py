@@ -1,4 +1,4 @@
-"""The GPT-like transformer that benchmarks of strategies train."""
+"""GPT-like transformer that benchmarks of strategies train."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Block(nn.Module):
 
 
 class Transformer(nn.Module):
-    """tokens: [batch, length] -> the loss of the next token. Each has the same values."""
+    """Transformer with fixed initial values; maps tokens [batch, length] to the loss of the next token."""
 
     def __init__(self, width: int, depth: int) -> None:
         super().__init__()

@@ -27,10 +27,10 @@ def checkpoint_tables(device: torch.device, size: int, rounds: int, folder: Path
     page cache; they end in tensors on the device that are there already, as in a resume.
 
     Args:
-        device: of the tensors.
-        size: about their bytes.
-        rounds: beside the one that warms up.
-        folder: on the disk that is measured; a temporary one by default.
+        device: Device of the tensors.
+        size: Approximate size of the tensors, in bytes.
+        rounds: Rounds after the warm-up round.
+        folder: Folder on the measured disk; a temporary one by default.
     """
     tensors, targets = random_tensors(size, device), random_tensors(size, device)
     clock = SettledClock(device)

@@ -33,11 +33,11 @@ class Model:
     """A model to train.
 
     Attributes:
-        name: timm's.
+        name: Name of the model in timm.
         images: Images of a batch.
-        args: timm's arguments, beside those of its name.
+        args: Additional arguments for timm.
         channels_last: Whether its memory is in that order.
-        others: What others report of it.
+        others: Results that others report.
     """
 
     name: str
@@ -61,12 +61,12 @@ def image_table(part: str, size_name: str, size: Size, device: torch.device, rou
     """Measures one of :data:`MODELS`.
 
     Args:
-        part: Its name.
-        size_name: That of the size; ``tiny`` takes smaller ones of the same kind.
+        part: Name of the part.
+        size_name: Name of the size; ``tiny`` selects smaller models of the same kind.
         size: Says for how many steps, and of how many pixels.
-        device: Where.
+        device: Device of the run.
         rounds: Rounds beside the one that warms up, and compiles.
-        backend: torch.compile's.
+        backend: Backend of torch.compile.
     """
     model = MODELS[part]
     if size_name == "tiny":

@@ -48,13 +48,13 @@ class Model:
     """A model to train.
 
     Attributes:
-        title: In words.
-        kind: transformers' name of the family.
+        title: Title of the model.
+        kind: Name of the family in transformers.
         config: Settings of that family.
         rank: Rank of the adapters; None trains all weights.
         rows: Rows of a batch.
         length: Tokens of a row.
-        others: What others report of it.
+        others: Results that others report.
         large: Whether one copy alone fits a device.
     """
 
@@ -152,7 +152,7 @@ def subject_of(model: Model, attention: str | None, fused: bool) -> Subject:
     """Returns what is trained.
 
     Args:
-        model: Its sizes.
+        model: Sizes of the model.
         attention: Implementation of attention in dlo; None for the default.
         fused: Whether the optimizer is one kernel.
     """
@@ -205,12 +205,12 @@ def language_table(part: str, name: str, size: Size, device: torch.device, round
     """Measures one of :data:`MODELS`.
 
     Args:
-        part: Its name there.
+        part: Name of the part.
         name: Name of the size.
         size: Says for how many steps.
-        device: Where.
-        rounds: beside the one that warms up, and compiles.
-        backend: torch.compile's.
+        device: Device of the run.
+        rounds: Rounds after the first, which warms up and compiles.
+        backend: Backend of torch.compile.
     """
     torch.manual_seed(0)
     on_gpu = device.type != "cpu"

@@ -29,9 +29,9 @@ def ring_tables(size_name: str, device: torch.device, rounds: int, backend: str)
 
     Args:
         size_name: ``tiny`` for blocks of 32 tokens; others have 4,096 of Llama 3 8B.
-        device: Where.
+        device: Device of the run.
         rounds: Rounds beside the one that warms up, and compiles.
-        backend: torch.compile's.
+        backend: Backend of torch.compile.
     """
     heads, length, width, calls = (2, 32, 8, 1) if size_name == "tiny" else (32, 4096, 128, 5)
     draw = functools.partial(torch.randn, 1, heads, length, width, device=device, dtype=torch.bfloat16)

@@ -22,11 +22,11 @@ class Size:
     """How large all of it is.
 
     Attributes:
-        vit: timm's name, then its arguments; ``images`` of ``side`` pixels are a batch.
-        llama: the configuration of the model that is trained by itself; ``rows`` of ``length`` tokens are a batch.
-        divided: of the one that strategies divide, in batches of a quarter of the rows a rank.
-        steps: that are timed in a round, after ``warm`` ones.
-        checkpoint: bytes.
+        vit: Name in timm, and arguments; a batch has ``images`` of ``side`` pixels.
+        llama: Config of the model for one process; a batch has ``rows`` of ``length`` tokens.
+        divided: Config of the model for strategies, with a quarter of the rows per rank in a batch.
+        steps: Timed steps per round, after ``warm`` steps.
+        checkpoint: Size of the checkpoint, in bytes.
     """
 
     vit: str
@@ -78,15 +78,15 @@ class Subject:
     """Something to train, by hand and by dlo.
 
     Attributes:
-        title: in words.
-        net: makes the network of a loop by hand.
-        loss: returns its loss of a batch.
-        task: makes the same for dlo.
-        batch: makes a random batch in host memory.
-        samples: of a batch.
-        items: of a batch, what is counted: images or tokens.
-        item: what they are called.
-        scope: what dlo's Compile compiles; what the task calls as a module.
+        title: Title of the subject.
+        net: Function that returns the network of a hand-written loop.
+        loss: Function that returns the loss of a batch.
+        task: Function that returns the same as a task of dlo.
+        batch: Function that returns a random batch in host memory.
+        samples: Samples per batch.
+        items: Images or tokens per batch.
+        item: Name of an item.
+        scope: Scope of dlo's Compile, according to the module that the task calls.
         clip: Norm to which gradients are clipped; None for none.
         data: Makes what dlo fits on of a loader.
     """
@@ -190,8 +190,8 @@ class Batches(Dataset):
     """A few batches that take turns.
 
     Args:
-        batches: in host memory.
-        count: how many come in all.
+        batches: Batches in host memory.
+        count: Total number of batches.
     """
 
     def __init__(self, batches: list[Any], count: int) -> None:

@@ -21,11 +21,11 @@ def throughput(subject: Subject, size: Size, device: torch.device, rounds: int, 
     """Measures one subject.
 
     Args:
-        subject: what is trained.
-        size: says for how many steps.
-        device: where.
-        rounds: beside the one that warms up, and compiles.
-        backend: torch.compile's.
+        subject: Model and data to train.
+        size: Size, with the number of steps.
+        device: Device of the run.
+        rounds: Rounds after the first, which warms up and compiles.
+        backend: Backend of torch.compile.
     """
     torch.manual_seed(0)
     clock = clock_of(device)

@@ -36,11 +36,11 @@ class Work:
     """How long a contestant trains, where, and on what.
 
     Attributes:
-        device: of this process.
-        clock: that times it.
-        batches: in host memory.
-        warm: steps before the clock starts.
-        steps: that are timed.
+        device: Device of this process.
+        clock: Clock to use.
+        batches: Batches in host memory.
+        warm: Steps before the clock starts.
+        steps: Number of timed steps.
     """
 
     device: torch.device
@@ -55,10 +55,10 @@ class Trained:
     """What a contestant's turn found.
 
     Attributes:
-        seconds: of a step.
-        peak_bytes: that the turn added to the device's memory at most; None where the device does not tell.
-        flops: of a sample, forward and backward; 0 where they were not counted.
-        peak_flops: of the device, a second, at this precision; None where it is not known.
+        seconds: Seconds per step.
+        peak_bytes: Peak of memory that the turn added on the device; None where it is not reported.
+        flops: FLOPs per sample, forward and backward; 0 where they were not counted.
+        peak_flops: Peak FLOPs per second of the device at this precision; None if unknown.
     """
 
     seconds: float
@@ -79,11 +79,11 @@ def by_hand(
     """Trains in a loop; the network stays on the device, without gradients.
 
     Args:
-        subject: what is trained.
-        net: its network, compiled or not.
-        work: how long.
-        wrap: makes of the network on its device what is called, such as DistributedDataParallel.
-        autocast: whether to compute in bf16 by autocast; FSDP2's policy does it otherwise.
+        subject: Model and data to train.
+        net: Network, compiled or not.
+        work: Clock, batches and steps.
+        wrap: Wrapper of the network on its device, such as DistributedDataParallel.
+        autocast: Whether to compute in bf16 with autocast; FSDP2 uses its mixed-precision policy instead.
         make_optimizer: Makes the optimizer of what is called; torch's AdamW, fused on an accelerator, by default.
     """
     before = _begin(work.device)
@@ -118,11 +118,11 @@ def by_dlo(subject: Subject, task: Task, work: Work, callbacks: list[Callback], 
     """Fits as ``dlo fit`` does, everything on but checkpoints.
 
     Args:
-        subject: what is trained.
-        task: its task; may have been fitted before.
-        work: how long.
-        callbacks: beside dlo's own.
-        **options: the trainer's: strategy, devices.
+        subject: Model and data to train.
+        task: Task of the subject, possibly fitted before.
+        work: Clock, batches and steps.
+        callbacks: Callbacks in addition to dlo's own.
+        **options: Options of the Trainer: strategy, devices.
     """
     before = _begin(work.device)
     watch = Stopwatch(work.clock, work.warm, work.steps)

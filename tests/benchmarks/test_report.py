@@ -268,7 +268,7 @@ def test_a_report_written_by_hand_is_kept(run, tmp_path, load):
 
 def test_a_quick_run_does_not_mix_with_a_full_one(run, tmp_path):
     run.measure(options(tmp_path))
-    with pytest.raises(FileExistsError, match="is of a full run"):
+    with pytest.raises(FileExistsError, match="has results of a full run"):
         run.measure(options(tmp_path, quick=True))
 
 
