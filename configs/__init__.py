@@ -1,1 +1,1 @@
-"""The shipped configs, so that ``dlo fit --config quickstart`` finds them wherever dlo is installed."""
+"""Shipped configs, which ``dlo fit --config quickstart`` finds by name in any installation."""
