@@ -19,7 +19,7 @@ EPS = 1e-3
 
 
 def main() -> None:
-    """Draws what is let through: for a ratio of norms on the left, for the units of a layer on the right."""
+    """Draws clipped gradient norms: over the ratio of norms (left), and for the units of a layer (right)."""
     plt.rcParams |= {"svg.hashsalt": "dlo", "font.size": 9, "text.color": "#808080", "axes.labelcolor": "#808080"}
     plt.rcParams |= {"axes.edgecolor": "#808080", "xtick.color": "#808080", "ytick.color": "#808080"}
     figure, (left, right) = plt.subplots(1, 2, figsize=(8, 3), layout="constrained")
@@ -27,7 +27,7 @@ def main() -> None:
     for factor, colour in FACTORS.items():
         scale = agc_scales([torch.ones_like(ratios)], [ratios], factor, EPS)[0]
         left.loglog(ratios.flatten(), (ratios * scale).flatten(), color=colour, label=f"clip_factor {factor}")
-    left.set(xlabel="|gradient| / |weights| of a unit", ylabel="after clipping", title="what is let through")
+    left.set(xlabel="|gradient| / |weights| of a unit", ylabel="after clipping", title="clipped norm")
     left.legend(frameon=False)
     generator = torch.Generator().manual_seed(0)
     weights = torch.randn(24, 64, generator=generator) * torch.linspace(0.02, 0.2, 24)[:, None]
@@ -40,7 +40,7 @@ def main() -> None:
     right.bar(units, unit_norms(gradients * scale).flatten(), color="#3f6ad8", label="clipped")
     limit = 0.04 * unit_norms(weights).flatten()
     right.step([*units, 24], [*limit, limit[-1]], where="mid", color="#d9822b", label="0.04 |weights|")
-    right.set(yscale="log", xlabel="unit of a layer", title="each unit by itself", xlim=(-0.7, 23.7), ylim=(2e-3, 30))
+    right.set(yscale="log", xlabel="unit of a layer", title="units of one layer", xlim=(-0.7, 23.7), ylim=(2e-3, 30))
     right.legend(frameon=False, loc="upper left", fontsize=8)
     for axes in (left, right):
         axes.patch.set_alpha(0)

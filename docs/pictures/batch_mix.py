@@ -20,7 +20,7 @@ FILE = Path(__file__).parents[1] / "images" / "batch-mix.jpg"
 HEIGHT, WIDTH, GAP, CAPTION = 200, 300, 12, 28  # in pixels
 CLASSES = ("palace", "flower")
 LAM = 0.6
-CENTRE = (160, 230)  # of the box, y and x: the border cuts it off
+CENTRE = (160, 230)  # of the box, y and x; the box is clipped at the border
 
 
 def photographs() -> Tensor:
@@ -30,7 +30,7 @@ def photographs() -> Tensor:
 
 
 def plans() -> dict[str, Plan]:
-    """Returns the same lambda as each technique understands it."""
+    """Returns each technique's plan for the same lambda."""
     partner, lam, weight = np.array([1, 0]), np.full(2, LAM), np.full(2, 1 - LAM)
     boxes = clipped_boxes(lam, *(np.full(2, place) for place in CENTRE), HEIGHT, WIDTH)
     cut_lam, cut_weight = corrected(lam, weight, np.array([True, True]), boxes, HEIGHT * WIDTH)
@@ -38,7 +38,7 @@ def plans() -> dict[str, Plan]:
 
 
 def draw() -> Image.Image:
-    """Returns the picture: a row for each of the two images, a column each for as it was, MixUp and CutMix."""
+    """Returns the picture: one row per image; columns: the original, MixUp and CutMix."""
     images = photographs()
     columns = [("", images, torch.eye(2))]
     for name, plan in plans().items():

@@ -24,35 +24,35 @@ from dlo_plugins.callbacks.compile import Compile
 FILE = Path(__file__).parents[1] / "images" / "compile.svg"
 SIZES = (16, 16, 24)  # of the images in each epoch
 TRAIN, EVAL, BATCH = 22, 11, 5
-VALIDATION = 5.2  # where its batches begin
+VALIDATION = 5.2  # x of its first batch
 COLOURS = {"uncompiled": "#b0b0b0", "compiles, then runs": "#d9822b", "compiled": "#3f6ad8"}
 
 
 class Net(LightningModule):
-    """A network that takes images of any size."""
+    """Network for images of any size."""
 
     def __init__(self) -> None:
         super().__init__()
         self.net = nn.Sequential(nn.Conv2d(1, 4, 3), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 1))
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-        """Any loss."""
+        """Returns a loss."""
         return self.net(batch[0]).square().mean()
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
-        """Any evaluation."""
+        """Runs the network."""
         self.net(batch[0])
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        """Any optimizer."""
+        """Returns SGD."""
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
     def train_dataloader(self) -> DataLoader:
-        """Images of the epoch's size; the last batch is smaller."""
+        """Returns images of the epoch's size; the last batch is smaller."""
         return _loader(TRAIN, SIZES[self.trainer.current_epoch])
 
     def val_dataloader(self) -> DataLoader:
-        """Images larger than those of training."""
+        """Returns larger images than in training."""
         return _loader(EVAL, 32)
 
 
@@ -61,13 +61,13 @@ def _loader(count: int, size: int) -> DataLoader:
 
 
 class Watch(Callback):
-    """Notes how each batch runs: (epoch, training, its height, its samples, how)."""
+    """Records each batch: (epoch, training, height, samples, compiled or not)."""
 
     def __init__(self, compile_callback: Compile) -> None:
         self.compile, self.graphs = compile_callback, 0
         self.seen: list[tuple[int, bool, int, int, str]] = []
 
-    def _note(self, trainer: Trainer, module: LightningModule, batch: Any, training: bool) -> None:
+    def _record(self, trainer: Trainer, module: LightningModule, batch: Any, training: bool) -> None:
         self.compile.tally.drain()
         how = "compiled" if is_compiled(module) else "uncompiled"
         if self.compile.tally.graphs > self.graphs:
@@ -77,18 +77,18 @@ class Watch(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, *_: Any
     ) -> None:
-        """Notes a training batch."""
-        self._note(trainer, pl_module, batch, True)
+        """Records a training batch."""
+        self._record(trainer, pl_module, batch, True)
 
     def on_validation_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, *_: Any
     ) -> None:
-        """Notes a validation batch."""
-        self._note(trainer, pl_module, batch, False)
+        """Records a validation batch."""
+        self._record(trainer, pl_module, batch, False)
 
 
 def batches() -> list[tuple[int, bool, int, int, str]]:
-    """Returns how each batch of a short run ran."""
+    """Returns the records of a short run."""
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     callback = Compile(backend="aot_eager")
     watch = Watch(callback)
@@ -106,7 +106,7 @@ def batches() -> list[tuple[int, bool, int, int, str]]:
 
 
 def main() -> None:
-    """Draws a row an epoch: a square a batch, as large as its images, as wide as its samples."""
+    """Draws one row per epoch, one bar per batch: its height is the image size, its width the number of samples."""
     plt.rcParams |= {"svg.hashsalt": "dlo", "font.size": 9, "text.color": "#808080", "axes.labelcolor": "#808080"}
     figure, axes = plt.subplots(figsize=(8, 2.6), layout="constrained")
     place: dict[int, float] = {}
@@ -114,7 +114,7 @@ def main() -> None:
         left = place.get(epoch, 0.0) if training else max(place[epoch], VALIDATION)
         width = 0.9 * samples / BATCH
         axes.bar(left, height / 48, width, -epoch, align="edge", color=COLOURS[how])
-        axes.text(left + width / 2, -epoch - 0.06, f"{samples} of {height}²", fontsize=6, ha="center", va="top")
+        axes.text(left + width / 2, -epoch - 0.06, f"{samples} x {height}²", fontsize=6, ha="center", va="top")
         place[epoch] = left + width + 0.1
     for epoch in place:
         axes.text(-0.1, -epoch + 0.1, f"epoch {epoch + 1}", ha="right")

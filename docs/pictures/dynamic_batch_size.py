@@ -21,7 +21,7 @@ DECAY = LRDecay(factor=0.5, at=["30%", "50%", "65%", "80%", "90%"], max_batch_si
 
 
 def main() -> None:
-    """Draws the schedule with its micro-batches on the left, growth in place of decay on the right."""
+    """Draws the schedule with its micro-batches (left), and growth in place of decay (right)."""
     places = [Position(epoch, part, SAMPLES) for epoch in range(EPOCHS) for part in range(0, SAMPLES, 50)]
     percent = [100 * at.epochs / EPOCHS for at in places]
     sizes = [scheduled_size(STEPS, FIRST, at, EPOCHS) for at in places]

@@ -19,7 +19,7 @@ STEPS, GAMMA = 1000, 0.55
 
 
 def main() -> None:
-    """Draws the deviation over the steps, and what one number of a gradient is given."""
+    """Draws the standard deviation over the steps, and the noise of one gradient entry."""
     plt.rcParams |= {"svg.hashsalt": "dlo", "font.size": 9, "text.color": "#808080", "axes.labelcolor": "#808080"}
     plt.rcParams |= {"axes.edgecolor": "#808080", "xtick.color": "#808080", "ytick.color": "#808080"}
     figure, (left, right) = plt.subplots(1, 2, figsize=(8, 2.8), layout="constrained")
@@ -40,7 +40,7 @@ def main() -> None:
     bound = [2 * noise_deviation(step, 0.3, GAMMA) for step in range(STEPS)]
     right.plot(drawn, color="#d9822b", linewidth=0.6)
     right.fill_between(range(STEPS), [-value for value in bound], bound, color="#808080", alpha=0.2, linewidth=0)
-    right.set(xlabel="optimizer step", title="added to one number of the gradient, eta 0.3", ylim=(-1.2, 1.2))
+    right.set(xlabel="optimizer step", title="noise of one gradient entry, eta 0.3", ylim=(-1.2, 1.2))
     for axes in (left, right):
         axes.patch.set_alpha(0)
     figure.patch.set_alpha(0)

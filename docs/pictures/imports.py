@@ -1,7 +1,7 @@
-"""Draws docs/images/imports.svg, who imports whom, from the tree itself: ``python docs/pictures/imports.py``.
+"""Draws docs/images/imports.svg, the imports between folders, from the source files.
 
-The files are parsed, not imported. The layers below are what the tree is held to by ``tests/framework``; the tables of
-the page on the architecture are made from the same reading.
+Run ``python docs/pictures/imports.py``. Files are parsed, not imported. ``tests/framework`` checks the tree against the
+layers below, and the page on the architecture makes a table from ``UPWARD``.
 """
 
 from __future__ import annotations
@@ -17,24 +17,24 @@ ROOT = Path(__file__).resolve().parents[2]
 FILE = ROOT / "docs" / "images" / "imports.svg"
 PACKAGES = {"dlo_framework": "dlo_framework", "dlo_plugins": "plugins/dlo_plugins", "dlo_tasks": "tasks/dlo_tasks"}
 
-#: Each package's layers from the lowest: what it is for, and its folders and single modules. Who stands higher may
-#: import what stands lower; a folder never one beside it, a single module may.
+#: Layers of each package, from the lowest: a title, and its folders and single modules. A module may import from lower
+#: layers. A single module may also import from its own layer; a folder may not.
 LAYERS: dict[str, tuple[tuple[str, tuple[str, ...]], ...]] = {
     "dlo_framework": (
-        ("said everywhere", ("_version", "versions", "errors", "amounts", "whole_file")),
-        ("described", ("plan", "mesh", "cuts", "applier", "contract", "model_sizes", "batch_transform")),
-        ("read and kept", ("registry/", "data/", "checkpoint/")),
-        ("a run", ("task", "progress", "accumulation", "resume", "snapshot", "runs", "run_lock")),
-        ("its ranks", ("distributed/",)),
-        ("looked at", ("watch/",)),
-        ("its callbacks", ("accelerator", "ema", "finite", "stop", "rehearsal", "defaults")),
-        ("proved", ("testing/",)),
-        ("commanded", ("cli/",)),
+        ("utilities", ("_version", "versions", "errors", "amounts", "whole_file")),
+        ("description", ("plan", "mesh", "cuts", "applier", "contract", "model_sizes", "batch_transform")),
+        ("data and state", ("registry/", "data/", "checkpoint/")),
+        ("run", ("task", "progress", "accumulation", "resume", "snapshot", "runs", "run_lock")),
+        ("ranks", ("distributed/",)),
+        ("monitoring", ("watch/",)),
+        ("callbacks", ("accelerator", "ema", "finite", "stop", "rehearsal", "defaults")),
+        ("testing", ("testing/",)),
+        ("command line", ("cli/",)),
         ("", ("__main__", "__init__")),
     ),
     "dlo_plugins": (
-        ("without values", ("fake_kernels",)),
-        ("beside", ("copy_streams",)),
+        ("meta kernels", ("fake_kernels",)),
+        ("streams", ("copy_streams",)),
         (
             "techniques",
             (
@@ -43,30 +43,30 @@ LAYERS: dict[str, tuple[tuple[str, tuple[str, ...]], ...]] = {
                 *("compression/", "context/", "tensor/", "zero/", "pipeline/"),
             ),
         ),
-        ("others' engines", ("fsdp/", "deepspeed/")),
-        ("put on a model", ("appliers/",)),
-        ("put together", ("mesh/",)),
+        ("FSDP, DeepSpeed", ("fsdp/", "deepspeed/")),
+        ("appliers", ("appliers/",)),
+        ("mesh", ("mesh/",)),
         ("strategies", ("strategies/",)),
         ("callbacks", ("callbacks/",)),
     ),
     "dlo_tasks": (("shared", ("optim", "__init__")), ("tasks", ("imagenet/", "llm/"))),
 }
 
-#: Imports inside functions that go up all the same, and why.
+#: Imports inside functions that go up, with the reason.
 UPWARD = {
     ("dlo_framework.testing.command", "dlo_framework.cli.main"): "a forked process becomes `dlo`",
-    ("dlo_plugins.deepspeed.translate", "dlo_plugins.strategies.mesh"): "the JSON that is nearest to a strategy",
-    ("dlo_plugins.deepspeed.translate", "dlo_plugins.strategies.zero"): "the JSON that is nearest to a strategy",
+    ("dlo_plugins.deepspeed.translate", "dlo_plugins.strategies.mesh"): "the JSON closest to a strategy",
+    ("dlo_plugins.deepspeed.translate", "dlo_plugins.strategies.zero"): "the JSON closest to a strategy",
 }
 
 
 class Edge(NamedTuple):
-    """An import: of a module by another.
+    """Import of one module by another.
 
     Attributes:
-        source: who imports.
-        target: what.
-        kind: ``module``, as the file is imported; ``function``, later, inside one; ``types``, for the type checker.
+        source: Importing module.
+        target: Imported module.
+        kind: Time of the import: ``module``, with the file; ``function``, inside one; ``types``, for type checkers.
     """
 
     source: str
@@ -76,7 +76,7 @@ class Edge(NamedTuple):
 
 @functools.cache
 def modules() -> dict[str, Path]:
-    """Returns the modules of the three packages, each with its file."""
+    """Returns the files of the three packages' modules, by dotted name."""
     found = {}
     for package, folder in PACKAGES.items():
         for file in sorted((ROOT / folder).rglob("*.py")):
@@ -86,12 +86,12 @@ def modules() -> dict[str, Path]:
 
 
 def imports(source: str, module: str, is_package: bool = False) -> Iterator[tuple[str, str]]:
-    """Yields ``(what, kind)`` of each import in a file; of ``from a import b`` the name ``a.b``.
+    """Yields ``(name, kind)`` of each import in a file; for ``from a import b`` the name is ``a.b``.
 
     Args:
-        source: the file's text.
-        module: its dotted name, to which relative imports are relative.
-        is_package: whether it is an ``__init__.py``.
+        source: Text of the file.
+        module: Dotted name of the module, for relative imports.
+        is_package: Whether the file is an ``__init__.py``.
     """
     pending: list[tuple[ast.AST, str]] = [(ast.parse(source), "module")]
     while pending:
@@ -113,7 +113,7 @@ def imports(source: str, module: str, is_package: bool = False) -> Iterator[tupl
 
 @functools.cache
 def edges() -> frozenset[Edge]:
-    """Returns what the modules of the three packages import of one another."""
+    """Returns all imports between modules of the three packages."""
     known, found = modules(), set()
     for module, file in known.items():
         for name, kind in imports(file.read_text(encoding="utf-8"), module, file.name == "__init__.py"):
@@ -126,7 +126,7 @@ def edges() -> frozenset[Edge]:
 
 
 def cycles(pairs: Iterable[tuple[str, str]]) -> list[list[str]]:
-    """Returns the groups of names that reach each other along the pairs, each sorted: none if there is no cycle."""
+    """Returns the cycles along the pairs, as sorted groups of names that reach each other."""
     onward: dict[str, set[str]] = {}
     for source, target in pairs:
         onward.setdefault(source, set()).add(target)
@@ -146,7 +146,7 @@ def _reached(onward: dict[str, set[str]], start: str) -> set[str]:
 
 
 def place_of(module: str) -> tuple[str, str]:
-    """Returns the package of a module, and its folder, with a slash; of a single module its own name."""
+    """Returns the package of a module, and its folder with a slash, or its own name for a single module."""
     package, _, rest = module.partition(".")
     first = rest.partition(".")[0]
     if (ROOT / PACKAGES[package] / first / "__init__.py").exists() and first:
@@ -155,20 +155,22 @@ def place_of(module: str) -> tuple[str, str]:
 
 
 def layer_of(module: str) -> int:
-    """Returns the number of the layer of its package in which a module stands, 0 for the lowest.
+    """Returns the number of a module's layer in its package, 0 for the lowest.
 
     Raises:
-        LookupError: for a folder or single module that no layer names.
+        LookupError: If no layer has the folder or single module.
     """
     package, place = place_of(module)
     for number, (_, places) in enumerate(LAYERS[package]):
         if place in places:
             return number
-    raise LookupError(f"no layer of {package} names {place}; add it to LAYERS in docs/pictures/imports.py")
+    raise LookupError(
+        f"LAYERS must name every folder of {package}, got none for {place}; add it in docs/pictures/imports.py"
+    )
 
 
 def goes_up(edge: Edge) -> bool:
-    """Returns whether an import inside a package is of something that stands higher, or of a folder beside."""
+    """Returns whether an import inside a package goes to a higher layer, or to another folder of the same layer."""
     (package, place), (other, target) = place_of(edge.source), place_of(edge.target)
     if package != other or place == target:
         return False
@@ -179,16 +181,16 @@ def goes_up(edge: Edge) -> bool:
 # --- the picture -------------------------------------------------------------------------------------------
 
 COLOURS = {"dlo_framework": "#3f6ad8", "dlo_plugins": "#d9822b", "dlo_tasks": "#2e8b57"}
-#: Of a package: the middle of its boxes across, its highest row, where its name stands; pixels, a row, pixels.
+#: Position of a package: centre of its boxes in x (pixels), its top row, and x of its name (pixels).
 PLACES = {"dlo_framework": (240.0, 0, 110.0), "dlo_plugins": (790.0, 0, 520.0), "dlo_tasks": (790.0, 7, 520.0)}
-TITLES = {"dlo_framework": 84.0, "dlo_plugins": 500.0, "dlo_tasks": 500.0}  # where the layers' titles end, pixels
-TOP, BAND, HIGH, GAP, LETTER = 10, 62, 34, 18, 5.3  # pixels: above all, a layer, a box, between boxes, a letter
+TITLES = {"dlo_framework": 84.0, "dlo_plugins": 500.0, "dlo_tasks": 500.0}  # right edge of the layers' titles, pixels
+TOP, BAND, HIGH, GAP, LETTER = 10, 62, 34, 18, 5.3  # pixels: top margin, layer, box, gap between boxes, letter
 WIDTH = 1060
 
 
 @dataclass
 class Box:
-    """A folder, or the single modules of a layer; sizes are pixels."""
+    """Box of a folder, or of the single modules of a layer; sizes in pixels."""
 
     lines: list[str]
     colour: str
@@ -197,12 +199,12 @@ class Box:
 
     @property
     def width(self) -> float:
-        """As its longest line needs."""
+        """Width for the longest line."""
         return max(64, LETTER * max(map(len, self.lines)) + 14)
 
     @property
     def middle(self) -> float:
-        """Of its width."""
+        """Centre in x."""
         return self.x + self.width / 2
 
 
@@ -210,11 +212,11 @@ Node = tuple[str, int, str]  # a package, a layer, and a folder or "" for the si
 
 
 def draw() -> str:
-    """Returns the picture: the core beside plug-ins and tasks, layer over layer, with what imports what."""
+    """Returns the picture: the three packages in layers, with arrows for imports."""
     boxes: dict[Node, Box] = {}
     body = [line for package in PACKAGES for line in _column(package, boxes)]
     arrows = [_arrow(boxes[source], boxes[target]) for source, target in sorted(_drawn_edges())]
-    words = ("plug-ins and tasks import the core,", "and neither the other")
+    words = ("plug-ins and tasks import the core,", "never each other")
     middle, row = PLACES["dlo_tasks"][:2]
     body += [
         f'<text x="{middle:g}" y="{TOP + (row - 1) * BAND + 12 * number + 12:g}" text-anchor="middle">{line}</text>'
@@ -222,14 +224,16 @@ def draw() -> str:
     ]
     height = TOP + BAND * max(PLACES[package][1] + len(_titled(package)) for package in PACKAGES)
     head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" font-size="10"'
-    head += ' font-family="system-ui, sans-serif" fill="#808080">\n<title>who imports whom, layer over layer</title>'
+    head += (
+        ' font-family="system-ui, sans-serif" fill="#808080">\n<title>imports between the folders, in layers</title>'
+    )
     tip = '<marker id="tip" viewBox="0 0 6 6" refX="6" refY="3" markerWidth="6" markerHeight="6" orient="auto">'
     tip += '<path d="M0 0L6 3L0 6z"/></marker>'
     return "\n".join([head, tip, *arrows, *body, *map(_drawn, boxes.values()), "</svg>"]) + "\n"
 
 
 def _column(package: str, boxes: dict[Node, Box]) -> Iterator[str]:
-    """Adds a package's boxes; yields its name and the titles of its layers."""
+    """Adds a package's boxes to ``boxes``; yields its name and the titles of its layers."""
     layers, (middle, row, name_at) = _titled(package), PLACES[package]
     for number, (title, places) in enumerate(layers):
         single = [place for place in places if not place.endswith("/") and not place.startswith("__")]
@@ -257,7 +261,7 @@ def _wrapped(names: list[str]) -> list[str]:
 
 
 def _drawn_edges() -> set[tuple[Node, Node]]:
-    """Returns the imports between boxes of a package, without those that follow from others."""
+    """Returns the imports between boxes of a package, without those implied by others."""
     pairs = set()
     for edge in edges():
         ends = [place_of(module) for module in edge[:2]]
@@ -284,7 +288,7 @@ def _node(module: str) -> Node:
 
 
 def _arrow(source: Box, target: Box) -> str:
-    """Returns a line that has gone across by the next layer, and goes down from there."""
+    """Returns an arrow that is horizontal up to the next layer, and vertical below it."""
     a, b, top, turn = source.middle, target.middle, source.y + HIGH, source.y + BAND
     path = f"M{a:g} {top:g}C{a:g} {turn:g} {b:g} {top:g} {b:g} {turn - 1:g}L{b:g} {target.y - 1:g}"
     return f'<path d="{path}" fill="none" stroke="#808080" stroke-width="1" marker-end="url(#tip)"/>'

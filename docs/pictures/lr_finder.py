@@ -1,5 +1,7 @@
-"""Draws docs/images/lr-finder.svg by the finder's own functions, from the losses of a typical sweep:
-``python docs/pictures/lr_finder.py``."""
+"""Draws docs/images/lr-finder.svg with the finder's own functions, from the losses of a typical sweep.
+
+Run ``python docs/pictures/lr_finder.py``.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,7 @@ COLOURS = {"valley": "#d9822b", "steep": "#3a9d5d", "minimum": "#c0504d", "slide
 
 
 def typical_sweep() -> Sweep:
-    """Returns a sweep of a classifier of ten classes: flat, falling, divergent, and noisy all along."""
+    """Returns a noisy sweep of a classifier of ten classes: flat, then falling, then divergent."""
     noise = random.Random(0)
     sweep = Sweep(STEPS)
     for rate in sweep_rates(1e-7, 10.0, STEPS):
@@ -36,7 +38,7 @@ def draw() -> str:
     lines = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {LEFT + WIDTH + 20} {TOP + HEIGHT + 60}" '
         'font-family="system-ui, sans-serif" font-size="13" fill="#808080">',
-        "<title>LRFinder: the loss over the learning rate in a sweep, and the four suggestions</title>",
+        "<title>LRFinder: loss over learning rate in a sweep, and the four suggestions</title>",
         f'<clipPath id="panel"><path d="M{LEFT} {TOP}h{WIDTH}v{HEIGHT}h-{WIDTH}z"/></clipPath>',
         f'<path d="M{_x(rates[0]):.1f} {TOP}H{_x(rates[-1]):.1f}V{TOP + HEIGHT}H{_x(rates[0]):.1f}z" '
         'fill="#808080" fill-opacity="0.1"/>',
@@ -48,9 +50,7 @@ def draw() -> str:
         lines.append(f'<text x="{LEFT - 8}" y="{_y(loss) + 4:.1f}" text-anchor="end">{loss:g}</text>')
     for power in range(DECADES[0], DECADES[1] + 1):
         lines.append(f'<text x="{_x(10.0**power):.1f}" y="{TOP + HEIGHT + 20}" text-anchor="middle">1e{power}</text>')
-    lines.append(
-        f'<text x="{LEFT + WIDTH / 2}" y="{TOP + HEIGHT + 42}" text-anchor="middle">learning rate of a step</text>'
-    )
+    lines.append(f'<text x="{LEFT + WIDTH / 2}" y="{TOP + HEIGHT + 42}" text-anchor="middle">learning rate</text>')
     lines.append(_curve(sweep.rates, sweep.losses, "#808080", "1", 0.5))
     lines.append(_curve(sweep.rates, sweep.smoothed, "#3f6ad8", "2", 1.0))
     for row, (name, rate) in enumerate(suggest(rates, losses).items()):

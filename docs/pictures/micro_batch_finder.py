@@ -1,5 +1,7 @@
-"""Draws docs/images/micro-batch-finder.svg by the search's own function:
-``python docs/pictures/micro_batch_finder.py``."""
+"""Draws docs/images/micro-batch-finder.svg with the search's own function.
+
+Run ``python docs/pictures/micro_batch_finder.py``.
+"""
 
 from __future__ import annotations
 
@@ -8,13 +10,13 @@ from pathlib import Path
 from dlo_plugins.batch_search import largest
 
 FILE = Path(__file__).parents[1] / "images" / "micro-batch-finder.svg"
-START, MEMORY, LIMIT = 32, 411, 50_000  # samples: the config's, what memory holds, the dataset's
+START, MEMORY, LIMIT = 32, 411, 50_000  # samples: batch size of the config, memory limit, size of the dataset
 BAR, GAP, HEIGHT, LEFT, TOP = 34, 14, 200, 76, 40  # in pixels
 FITS, TOO_LARGE = "#3f6ad8", "#c0504d"
 
 
 def trials() -> list[int]:
-    """Returns the sizes in the order in which they are tried."""
+    """Returns the tested sizes, in order."""
     tried: list[int] = []
 
     def fits(size: int) -> bool:
@@ -26,15 +28,15 @@ def trials() -> list[int]:
 
 
 def draw() -> str:
-    """Returns the picture: a bar a trial, as high as its size, and the line that memory draws."""
+    """Returns the picture: one bar per trial, with its size as height, and a line at the memory limit."""
     tried = trials()
     width = len(tried) * (BAR + GAP)
     top = max(tried)
     lines = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {LEFT + width + 20} {TOP + HEIGHT + 56}" '
         'font-family="system-ui, sans-serif" font-size="13" fill="#808080">',
-        "<title>MicroBatchFinder: the sizes tried, doubling until memory runs out, then bisecting</title>",
-        f'<text x="{LEFT}" y="{TOP - 18}">samples of a micro-batch, in the order of the trials</text>',
+        "<title>MicroBatchFinder: tested sizes, doubling until memory runs out, then bisecting</title>",
+        f'<text x="{LEFT}" y="{TOP - 18}">samples per micro-batch, in the order of the trials</text>',
         f'<path d="M{LEFT} {TOP}v{HEIGHT}h{width}" fill="none" stroke="#808080"/>',
     ]
     for number, size in enumerate(tried):

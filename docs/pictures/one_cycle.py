@@ -8,7 +8,7 @@ from pathlib import Path
 from dlo_plugins.callbacks.one_cycle import PRESETS, Preset, phase_ends, piecewise
 
 FILE = Path(__file__).parents[1] / "images" / "one-cycle.svg"
-STEPS = 100  # of the run that is drawn
+STEPS = 100  # steps of the drawn run
 MOMENTUM = (0.95, 0.85)
 COLOURS = {"fastai": "#3f6ad8", "torch": "#d9822b"}
 
@@ -16,7 +16,7 @@ WIDTH, HEIGHT, GAP, LEFT, TOP = 300, 180, 80, 50, 40  # of a panel, in pixels
 
 
 def lr(preset: Preset, fraction: float) -> float:
-    """Returns the lr over its maximum."""
+    """Returns the learning rate, divided by its maximum."""
     values = (1 / preset.div_factor, 1.0, 1 / preset.final_div_factor)
     return piecewise(fraction, _ends(preset), values, "cos")
 
@@ -32,10 +32,10 @@ def _ends(preset: Preset) -> tuple[float, ...]:
 
 
 def draw() -> str:
-    """Returns the picture: the lr on the left, the momentum on the right, a curve for each preset."""
-    whole = LEFT + 2 * WIDTH + GAP + 20, TOP + HEIGHT + 60
+    """Returns the picture: learning rate on the left, momentum on the right, one curve per preset."""
+    size = LEFT + 2 * WIDTH + GAP + 20, TOP + HEIGHT + 60
     lines = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {whole[0]} {whole[1]}" '
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {size[0]} {size[1]}" '
         'font-family="system-ui, sans-serif" font-size="13" fill="#808080">',
         "<title>OneCycle: learning rate and momentum over a run, presets fastai and torch</title>",
     ]

@@ -1,6 +1,6 @@
-"""Draws docs/images/{data,tensor,context}-parallelism.svg from what the plug-ins divide by; run it with ``python``.
+"""Draws docs/images/{data,tensor,context}-parallelism.svg with the plug-ins' own functions; run it with ``python``.
 
-Those of pipelines are drawn by ``pipeline_schedules.py``.
+``pipeline_schedules.py`` draws pipeline parallelism.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from dlo_framework.mesh import MeshSpec
 from dlo_plugins.context.layout import chunks_of
 
 IMAGES = Path(__file__).parents[1] / "images"
-COLOURS = ("#3f6ad8", "#d9822b", "#2e8b57", "#a05195")  # of ranks, or of what each of them had to begin with
+COLOURS = ("#3f6ad8", "#d9822b", "#2e8b57", "#a05195")  # of ranks, or of each rank's initial shard
 GREY = "#808080"
 
 
 class Picture:
-    """An SVG in the making; sizes are pixels."""
+    """Builder of an SVG; sizes in pixels."""
 
     def __init__(self, title: str) -> None:
         self.title = title
@@ -31,7 +31,7 @@ class Picture:
         self.width, self.height = max(self.width, x + width), max(self.height, y + height)
 
     def text(self, x: float, y: float, words: str, anchor: str = "middle", size: float = 10, **more: str) -> None:
-        """Writes a line; y is its base, and the rest are attributes of SVG."""
+        """Writes a line of text with baseline y; ``more`` are SVG attributes."""
         attributes = {"x": f"{x:g}", "y": f"{y:g}", "text-anchor": anchor, "font-size": f"{size:g}", **more}
         self.body.append(
             "<text " + " ".join(f'{key}="{value}"' for key, value in attributes.items()) + f">{words}</text>"
@@ -49,8 +49,8 @@ class Picture:
 
 
 def data() -> Picture:
-    """Returns who holds which quarter of a model's state, and which samples of a batch of eight each rank sees."""
-    picture = Picture("data parallelism: which part of the state each of four ranks holds, and which samples it sees")
+    """Returns the picture of each rank's shard of the model state and its samples of a batch of eight."""
+    picture = Picture("data parallelism: the shard of the state and the samples of each of four ranks")
     wide, band, gap = 40, 13, 8
     for panel, spec in enumerate(
         (MeshSpec(dp_replicate=4, dp_shard=1), MeshSpec(dp_shard=4), MeshSpec(dp_replicate=2, dp_shard=2))
@@ -75,21 +75,21 @@ def data() -> Picture:
 # --- tensor --------------------------------------------------------------------------------------------------
 
 LENGTH, WIDTH, HIDDEN, RANKS = 34, 44, 66, 2  # tokens, features, hidden features
-#: What a rank holds on its way through an MLP: (caption, rows, columns, the dim that is cut).
+#: Tensors of a rank in the forward of an MLP: (caption, rows, columns, split dim).
 PASSAGE = (
     ("input", LENGTH, WIDTH, None),
     ("up", WIDTH, HIDDEN, 1),
     ("hidden", LENGTH, HIDDEN, 1),
     ("down", HIDDEN, WIDTH, 0),
-    ("part of a sum", LENGTH, WIDTH, None),
+    ("partial sum", LENGTH, WIDTH, None),
 )
 RULES = {"up": "column", "down": "row"}
 ROW = 74
 
 
 def tensor() -> Picture:
-    """Returns what two ranks hold of an MLP's weights and activations, and where they talk."""
-    picture = Picture("tensor parallelism: what each of two ranks holds of an MLP, with and without sequence_parallel")
+    """Returns the picture of an MLP's weights and activations on two ranks, with its collectives."""
+    picture = Picture("tensor parallelism: shards of an MLP on two ranks, with and without sequence_parallel")
     for number, (title, split, enter, leave) in enumerate(
         (("tp 2", None, None, "all-reduce"), ("tp 2, sequence_parallel", 0, "all-gather", "reduce-scatter"))
     ):
@@ -115,13 +115,13 @@ def _mlp(picture: Picture, top: float, title: str, split: int | None, enter: str
         picture.text(x + columns / 2, top + 36, f"{caption}{rule}")
         for rank in range(RANKS):
             y = top + 42 + rank * ROW + (ROW - rows) / 2 - 4
-            partial = caption == "part of a sum"
+            partial = caption == "partial sum"
             for first, count in equal_cut(dim or 0, (rows, columns)[dim or 0], RANKS, rank).runs:
                 across, down = (columns, count) if dim == 0 else (count, rows)
                 at = (x, y + first) if dim == 0 else (x + first, y)
-                whole = (x, y, columns, rows)
+                full = (x, y, columns, rows)
                 colour = COLOURS[rank] if dim is not None or partial else GREY
-                picture.box(*(whole if dim is None else (*at, across, down)), colour)
+                picture.box(*(full if dim is None else (*at, across, down)), colour)
             picture.box(x, y, columns, rows)
         x += columns + 34
     picture.width = max(picture.width, x)
@@ -133,17 +133,17 @@ SHARERS, CELL = 4, 17
 
 
 def context() -> Picture:
-    """Returns who computes what of causal attention, in which order keys come round, and what Ulysses deals out."""
-    picture = Picture("context parallelism: contiguous parts beside head and tail; the ring; Ulysses")
+    """Returns the picture of causal attention's work per rank, of the ring's order of keys, and of Ulysses."""
+    picture = Picture("context parallelism: contiguous chunks and head-tail chunks; the ring; Ulysses")
     chunks = 2 * SHARERS
-    dealt = {chunk: rank for rank in range(SHARERS) for chunk in chunks_of(rank, SHARERS)}
+    head_tail = {chunk: rank for rank in range(SHARERS) for chunk in chunks_of(rank, SHARERS)}
     contiguous = {chunk: chunk // 2 for chunk in range(chunks)}
-    for panel, (title, owner) in enumerate((("contiguous parts", contiguous), ("head and tail", dealt))):
+    for panel, (title, owner) in enumerate((("contiguous chunks", contiguous), ("head-tail chunks", head_tail))):
         left = 30 + panel * (chunks * CELL + 40)
         picture.text(left + chunks * CELL / 2, 14, title, size=12)
         for query in range(chunks):
             for key in range(query + 1):
-                # On the diagonal half of the pairs of tokens are seen.
+                # On the diagonal, half of the pairs of tokens are visible.
                 half = CELL / 2 if key == query else CELL
                 picture.box(left + key * CELL, 24 + query * CELL, half - 1, CELL - 1, COLOURS[owner[query]])
         picture.box(left, 24, chunks * CELL, chunks * CELL)
@@ -152,21 +152,21 @@ def context() -> Picture:
         picture.text(left + chunks * CELL / 2, 24 + chunks * CELL + 16, words)
     middle = 24 + chunks * CELL / 2
     picture.text(20, middle, "queries", transform=f"rotate(-90 20 {middle:g})")
-    picture.text(30 + chunks * CELL / 2, 24 + chunks * CELL + 32, "across: keys")
+    picture.text(30 + chunks * CELL / 2, 24 + chunks * CELL + 32, "columns: keys")
     _ring(picture, 30 + 2 * (chunks * CELL + 40) + 36)
     _ulysses(picture, 30 + 2 * (chunks * CELL + 40) + 36 + SHARERS * 36 + 46)
     return picture
 
 
 def _ring(picture: Picture, left: float) -> None:
-    picture.text(left + SHARERS * 18, 14, "ring: whose keys", size=12)
+    picture.text(left + SHARERS * 18, 14, "ring: owner of keys", size=12)
     for rank in range(SHARERS):
         picture.text(left - 6, 24 + rank * 34 + 20, f"rank {rank}", "end")
         for step in range(SHARERS):
-            whose = (rank - step) % SHARERS
-            picture.box(left + step * 36, 24 + rank * 34, 34, 32, COLOURS[whose])
-            picture.text(left + step * 36 + 17, 24 + rank * 34 + 20, str(whose), fill="white")
-    picture.text(left + SHARERS * 18, 24 + SHARERS * 34 + 16, "time: a step a column")
+            owner = (rank - step) % SHARERS
+            picture.box(left + step * 36, 24 + rank * 34, 34, 32, COLOURS[owner])
+            picture.text(left + step * 36 + 17, 24 + rank * 34 + 20, str(owner), fill="white")
+    picture.text(left + SHARERS * 18, 24 + SHARERS * 34 + 16, "columns: steps in time")
 
 
 def _ulysses(picture: Picture, left: float) -> None:
@@ -179,11 +179,11 @@ def _ulysses(picture: Picture, left: float) -> None:
             picture.box(x + column * cell, 24 + row * cell, cell - 1, cell - 1, COLOURS[rank])
     picture.text(left + SHARERS * cell + 17, 14, "Ulysses: all-to-all", size=12)
     picture.text(left + SHARERS * cell + 17, 24 + SHARERS * cell / 2 + 4, "→", size=16)
-    picture.text(left + SHARERS * cell + 17, 24 + SHARERS * cell + 32, "down: positions; across: heads")
+    picture.text(left + SHARERS * cell + 17, 24 + SHARERS * cell + 32, "rows: positions; columns: heads")
 
 
 def draw() -> dict[str, str]:
-    """Returns the pictures by the names of their files."""
+    """Returns the pictures by file name."""
     return {f"{make.__name__}-parallelism.svg": str(make()) for make in (data, tensor, context)}
 
 

@@ -11,18 +11,18 @@ from dlo_plugins.pipeline.simulate import Costs, simulate
 
 FILE = Path(__file__).parents[1] / "images" / "pipeline-schedules.svg"
 RANKS, MICRO_BATCHES = 4, 8
-UNIT, ROW, LEFT, GAP = 24, 17, 50, 34  # pixels: a rank's share of a forward, a rank, in front, between schedules
+UNIT, ROW, LEFT, GAP = 24, 17, 50, 34  # pixels: forward of one rank, row of a rank, left margin, gap between schedules
 
 
 def draw() -> str:
-    """Returns the picture: each schedule where forward, input gradient and weight gradient take equally long."""
+    """Returns the picture of each schedule, where forward, input gradient and weight gradient take equal time."""
     body: list[str] = []
     top, width = 0, 0.0
     for name in FAMILIES:
         schedule = make_schedule(name, RANKS, MICRO_BATCHES)
         chunks = schedule.placement.stages_per_rank
         timeline = simulate(schedule, Costs.equal(schedule.placement.stages, *[1 / chunks] * 3))
-        stages = f"{chunks} stages a rank" if chunks > 1 else "one stage a rank"
+        stages = f"{chunks} stages per rank" if chunks > 1 else "one stage per rank"
         body.append(f'<text x="{LEFT}" y="{top + 20}">{name}, {stages}: bubble {timeline.bubble:.0%}</text>')
         for rank, row in enumerate(timeline.rows):
             y = top + 27 + rank * ROW
@@ -41,7 +41,7 @@ def draw() -> str:
     body += _legend(top + 20)
     size = f"{LEFT + width + 10:g} {top + 34}"
     style = ".n { font-size: 9px; fill: white; text-anchor: middle }"
-    title = f"pipeline schedules on {RANKS} ranks, {MICRO_BATCHES} micro-batches: who computes what when"
+    title = f"pipeline schedules on {RANKS} ranks, {MICRO_BATCHES} micro-batches: computation over time"
     head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {size}" font-family="system-ui, sans-serif"'
     head += f' font-size="12" fill="#808080">\n<style>{style}</style>\n<title>{title}</title>'
     return "\n".join([head, *body, "</svg>"]) + "\n"

@@ -27,7 +27,7 @@ SCHEDULES = {
 
 
 def main() -> None:
-    """Draws the size of an image over a run on the left, and its area over that of the last size on the right."""
+    """Draws the image size over a run (left), and the image area relative to the last size (right)."""
     places = [Position(epoch, part, SAMPLES) for epoch in range(EPOCHS) for part in range(0, SAMPLES, 100)]
     percent = [100 * at.epochs / EPOCHS for at in places]
     plt.rcParams |= {"svg.hashsalt": "dlo", "font.size": 9, "text.color": "#808080", "axes.labelcolor": "#808080"}
@@ -39,7 +39,7 @@ def main() -> None:
         left.step(percent, sizes, where="post", color=colour, label=name)
         right.step(percent, area, where="post", color=colour, label=f"{sum(area) / len(area):.0f}% on average")
     left.set(title="size of the training images", ylabel="pixels", xlabel="samples seen, %", yticks=range(128, 240, 32))
-    right.set(title="pixels an image, over those of the last size", ylabel="%", xlabel="samples seen, %", ylim=(0, 105))
+    right.set(title="pixels per image, relative to the last size", ylabel="%", xlabel="samples seen, %", ylim=(0, 105))
     figure.legend(*left.get_legend_handles_labels(), loc="outside lower center", ncols=3, frameon=False, fontsize=8)
     right.legend(frameon=False, loc="lower right")
     figure.patch.set_alpha(0)

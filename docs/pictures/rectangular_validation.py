@@ -19,12 +19,12 @@ SHAPES = [(375, 500), (500, 333), (400, 400), (300, 640)]  # height, width
 
 
 def main() -> None:
-    """Draws what a square crop and a rectangle take of images of several shapes."""
+    """Draws the area that a square crop and a rectangle cover in images of several shapes."""
     plt.rcParams |= {"svg.hashsalt": "dlo", "font.size": 9, "text.color": "#808080"}
     widths = [width / min(height, width) for height, width in SHAPES]
     figure, panels = plt.subplots(1, 4, figsize=(8, 2.6), layout="constrained", width_ratios=widths)
     for axes, (height, width) in zip(panels, SHAPES, strict=True):
-        shorter = SIZE / CROP  # what the shorter side is resized to
+        shorter = SIZE / CROP  # size of the shorter side after resizing
         rows, columns = (shorter * side / min(height, width) for side in (height, width))
         axes.add_patch(Rectangle((0, 0), columns, rows, facecolor="#80808030", edgecolor="#808080"))
         shown = rectangle(height, width, SIZE, MULTIPLE, 2.0)

@@ -14,7 +14,7 @@ from dlo_plugins.callbacks.time_to_target import first_reaching
 
 FILE = Path(__file__).parents[1] / "images" / "time-to-target.svg"
 TARGET = 0.97
-SAMPLES = 1408  # of an epoch
+SAMPLES = 1408  # per epoch
 #: val_acc1 after each epoch of `dlo fit --config digits/time_to_target`.
 ACCURACY = [
     0.1616,
@@ -56,7 +56,7 @@ ACCURACY = [
 
 
 def main() -> None:
-    """Draws the metric over samples, the target, and the place where the run stops."""
+    """Draws the metric over samples, the target, and the point where the run stops."""
     evaluations = [{"value": value, "samples": SAMPLES * (epoch + 1)} for epoch, value in enumerate(ACCURACY)]
     reached = first_reaching(evaluations, TARGET, "max")
     assert reached is not None
@@ -69,7 +69,7 @@ def main() -> None:
     at = reached["samples"] / 1000
     axes.plot([at], [reached["value"]], "o", color="#d9822b", label=f"stops: {reached['samples']:,} samples")
     axes.set(xlabel="thousand samples", ylabel="validation accuracy", xlim=(0, 60 * SAMPLES / 1000))
-    axes.axvspan(at, 60 * SAMPLES / 1000, color="#808080", alpha=0.12, label="what is not run of 60 epochs")
+    axes.axvspan(at, 60 * SAMPLES / 1000, color="#808080", alpha=0.12, label="not run, of 60 epochs")
     axes.legend(frameon=False, loc="lower right")
     axes.patch.set_alpha(0)
     figure.patch.set_alpha(0)

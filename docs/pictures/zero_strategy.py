@@ -22,7 +22,7 @@ GREY = "#808080"
 
 
 def main() -> None:
-    """Draws who holds which part of four layers in each stage above, and the bytes of a rank below."""
+    """Draws each rank's shards of four layers per stage (top), and the bytes per rank (bottom)."""
     plt.rcParams |= {"svg.hashsalt": "dlo", "font.size": 9, "text.color": GREY, "axes.labelcolor": GREY}
     plt.rcParams |= {"axes.edgecolor": GREY, "xtick.color": GREY, "ytick.color": GREY}
     figure, (holds, bytes_of) = plt.subplots(2, 1, figsize=(8, 5.4), height_ratios=(3, 2), layout="constrained")
@@ -32,14 +32,14 @@ def main() -> None:
         for row, (_, divided_from) in enumerate(ROWS):
             for rank in range(RANKS):
                 left, top = stage * (RANKS + 1) + rank, -row * 1.1
-                # A column a rank: what it holds of the flat buffer, bottom to top.
+                # One column per rank: its slices of the flat buffer, bottom to top.
                 pieces = [p for r in (range(RANKS) if stage < divided_from else [rank]) for p in partition.pieces(r)]
                 for piece in pieces:
                     start = (partition.starts[piece.parameter] + piece.start) / total
                     holds.bar(left, piece.length / total, 0.9, top + start, color=COLOURS[names[piece.parameter]])
                 holds.add_patch(plt.Rectangle((left - 0.45, top), 0.9, 1, fill=False, edgecolor=GREY, linewidth=0.5))
     holds.set(
-        title=f"who holds what of the layers a, b, c, d on {RANKS} ranks",
+        title=f"shards of the layers a, b, c, d on {RANKS} ranks",
         xticks=[stage * (RANKS + 1) + 1.5 for stage in range(4)],
         yticks=[0.5 - row * 1.1 for row in range(3)],
     )
@@ -51,11 +51,11 @@ def main() -> None:
     ranks = [2**power for power in range(11)]
     for stage, colour in enumerate((GREY, "#3f6ad8", "#d9822b", "#2e8b57")):
         parts = [paper_bytes(1, count, stage) for count in ranks]
-        held = [part.parameters + part.gradients + part.optimizer for part in parts]
-        bytes_of.plot(ranks, held, color=colour, label=f"zero{stage}" if stage else "ddp")
+        per_rank = [part.parameters + part.gradients + part.optimizer for part in parts]
+        bytes_of.plot(ranks, per_rank, color=colour, label=f"zero{stage}" if stage else "ddp")
     bytes_of.set_xscale("log", base=2)
     bytes_of.set(
-        xlabel="ranks", ylabel="bytes a parameter", title="a rank's state, single precision, Adam", ylim=(0, 17)
+        xlabel="ranks", ylabel="bytes per parameter", title="state per rank, single precision, Adam", ylim=(0, 17)
     )
     bytes_of.legend(frameon=False, ncols=4)
     figure.patch.set_alpha(0)
