@@ -91,7 +91,7 @@ def test_each_layer_names_what_there_is(graph):
     found = {graph.place_of(module) for module in graph.modules()}
     named = [(package, place) for package, layers in graph.LAYERS.items() for _, places in layers for place in places]
     assert sorted(named) == sorted(found)
-    with pytest.raises(LookupError, match=r"no layer of dlo_tasks names new; add it to LAYERS"):
+    with pytest.raises(LookupError, match=r"LAYERS must name every folder of dlo_tasks, got none for new; add it"):
         graph.layer_of("dlo_tasks.new")
 
 
