@@ -1,11 +1,11 @@
-"""Attention of packed documents without a dense mask: an implementation for transformers' attention interface.
+"""Computes attention of packed documents without a dense mask, behind transformers' attention interface.
 
-transformers keeps packed documents apart by a mask `[B, 1, L, L]`: no flash kernel takes it, none of it is skipped,
-keys and values are repeated, and the host waits for the device to see whether there are documents. Here the attention
-modules are given the places where documents begin (see :mod:`dlo_tasks.llm.counted`), for one of two kernels:
+transformers keeps packed documents apart with a mask `[B, 1, L, L]`: no flash kernel takes it, no block is skipped,
+keys and values are repeated, and the host waits for the device to detect documents. Here the attention modules get the
+starts of the documents (see :mod:`dlo_tasks.llm.counted`), for one of two kernels:
 
-* `varlen`: :func:`torch.nn.attention.varlen.varlen_attn`, FlashAttention-2 (Dao, 2023, arXiv 2307.08691) on tokens of
-  all rows behind each other; half precision. On a CPU, and in any precision, :func:`varlen_reference` in its place.
+* `varlen`: :func:`torch.nn.attention.varlen.varlen_attn`, FlashAttention-2 (Dao, 2023, arXiv 2307.08691) on the
+  concatenated tokens of all rows; half precision. On a CPU, in any precision, :func:`varlen_reference` replaces it.
 * `flex`: FlexAttention (Dong et al., 2024, arXiv 2412.05496), compiled, with a block mask that is computed from the
   documents block by block; float32, and heads that are wider than the first one takes.
 
@@ -34,25 +34,24 @@ from dlo_tasks.llm.counted import begins_of, documents_of
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-#: transformers' name for this implementation. It is matched for parts such as "sdpa" and "flash", and has none of them.
+#: Name of this implementation in transformers. It must not contain "sdpa" or "flash", which transformers matches.
 NAME = "dlo_varlen"
-#: Positions of a block of FlexAttention's masks.
+#: Positions per block of FlexAttention's masks.
 BLOCK = 128
-#: Width of a head that FlashAttention-2 takes at most, of which it must be a multiple, and the compute capability from
-#: which it runs.
+#: Maximum head width of FlashAttention-2, the divisor of its head widths, and its minimum compute capability.
 _WIDEST, _MULTIPLE, _AMPERE = 256, 8, (8, 0)
 _HALVES = (torch.bfloat16, torch.float16)
-#: Names that families have for the dropout of attention weights, and for the widths of their heads.
+#: Config names of attention dropout and of head widths, in various families.
 _DROPOUTS = ("attention_dropout", "attn_pdrop", "attn_dropout", "attention_probs_dropout_prob")
 _WIDTHS = ("head_dim", "global_head_dim", "v_head_dim", "qk_head_dim")
-#: Whether torch (2.12) shares heads of keys among those of queries by itself.
+#: Whether torch's kernel supports grouped heads itself (from 2.12).
 _GROUPS = "enable_gqa" in inspect.signature(varlen_attn).parameters
 
 Kernel = Literal["varlen", "flex"]
 
 
 def register() -> None:
-    """Makes transformers know the implementation; masks that it asks for are those of `sdpa`."""
+    """Registers the implementation in transformers, with the masks of `sdpa`."""
     from transformers import AttentionInterface
     from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
@@ -61,12 +60,12 @@ def register() -> None:
 
 
 def is_packed_attention(model: PreTrainedModel) -> bool:
-    """Returns whether a model computes its attention here."""
+    """Returns whether a model uses this implementation."""
     return bool(model.config._attn_implementation == NAME)
 
 
 def suits(config: Any, device: torch.device) -> bool:
-    """Returns whether a model of this config on this device should compute its attention here by default.
+    """Returns whether a model with this config uses this implementation by default on a device.
 
     Args:
         config: Text model's config.
@@ -80,7 +79,7 @@ def suits(config: Any, device: torch.device) -> bool:
 
 
 def kernel_for(config: Any, dtype: torch.dtype, device: torch.device) -> Kernel | None:
-    """Returns the kernel for packed documents; None where there is none but a dense mask.
+    """Returns the kernel for packed documents; None where only a dense mask works.
 
     Args:
         config: Text model's config.
@@ -99,16 +98,16 @@ def kernel_for(config: Any, dtype: torch.dtype, device: torch.device) -> Kernel 
 
 
 def arguments(model: PreTrainedModel, position_ids: Tensor) -> dict[str, Any]:
-    """Returns what tells a model's attention the documents of its rows, by keyword, and keeps a mask from being made.
+    """Returns keyword arguments that pass the documents of rows to a model's attention, and prevent a dense mask.
 
-    An attention mask of four dims is taken as it is by transformers (5.17 to 5.23: `_preprocess_mask_arguments`), be it
-    FlexAttention's or one without elements.
+    transformers (5.17 to 5.23: `_preprocess_mask_arguments`) does not change an attention mask of four dims, such as
+    FlexAttention's or an empty one.
 
     Args:
-        model: Model whose attention is computed here.
-        position_ids: `[B, L]`; a document begins with each row, and wherever they do not go up by one.
+        model: Model with this implementation.
+        position_ids: Positions, `[B, L]`; a document begins with each row, and wherever they do not increase by one.
     """
-    if isinstance(position_ids, FakeTensor):  # Without values: somebody counts the work, or checks shapes.
+    if isinstance(position_ids, FakeTensor):  # No values, as in FLOP counting or shape checks.
         return {}
     config: Any = model.config.get_text_config(decoder=True)
     kernel = kernel_for(config, _dtype_of(model, position_ids.device), position_ids.device)
@@ -120,7 +119,7 @@ def arguments(model: PreTrainedModel, position_ids: Tensor) -> dict[str, Any]:
     number, longest, _ = documents_of(position_ids)
     no_mask = position_ids.new_empty((0, 0, 0, 0))
     if number == rows and not is_cut and not getattr(config, "attn_logit_softcapping", None):
-        return {"attention_mask": no_mask}  # The causal order is all there is to know.
+        return {"attention_mask": no_mask}  # One document per row: causal attention suffices.
     if kernel == "flex":
         return {"attention_mask": _block_masks(config, position_ids, window if is_cut else None)}
     places = torch.nonzero_static(begins_of(position_ids).flatten(), size=number).flatten()
@@ -143,27 +142,27 @@ def attention_forward(
     max_length_q: int | None = None,
     **others: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """Computes attention as transformers' attention modules ask for it.
+    """Computes attention, with the signature of transformers' attention functions.
 
     Args:
         module: Attention module.
-        query: `[B, H, L, D]`.
-        key: `[B, K, L, D]`.
-        value: `[B, K, L, E]`.
-        attention_mask: What :func:`arguments` has made of the documents; else a mask as `sdpa` takes it.
-        dropout: Rate of weights that are dropped.
+        query: Queries, `[B, H, L, D]`.
+        key: Keys, `[B, K, L, D]`.
+        value: Values, `[B, K, L, E]`.
+        attention_mask: Mask from :func:`arguments`, or a mask for `sdpa`.
+        dropout: Dropout rate of attention weights.
         scaling: Factor of scores; the width's inverse square root by default.
-        sliding_window: How many tokens a token sees, itself included; None for all before it.
-        softcap: Bound of scores, softly.
-        cu_seq_lens_q: Places where documents begin among all tokens, int32, and the end.
+        sliding_window: Number of tokens that a token attends to, itself included; None for all before it.
+        softcap: Soft bound of scores.
+        cu_seq_lens_q: Starts of the documents among all tokens, int32, and the end.
         max_length_q: Tokens of the longest document.
-        **others: What else families pass.
+        **others: Further arguments of some families.
 
     Returns:
-        The output, `[B, L, H, E]`; and no attention weights.
+        Output, `[B, L, H, E]`, and None for the attention weights.
 
     Raises:
-        DloError: for what these kernels do not compute.
+        DloError: If these kernels do not support an argument.
     """
     by_lengths, by_blocks = cu_seq_lens_q is not None, isinstance(attention_mask, BlockMask)
     if by_lengths or by_blocks:
@@ -187,15 +186,15 @@ def attention_forward(
 
 
 def _by_scores(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float, softcap: float) -> Tensor:
-    """Returns `[B, L, H, E]` with soft-capped scores, written out, as `sdpa` does not compute them.
+    """Returns attention with soft-capped scores, `[B, L, H, E]`, which `sdpa` does not compute.
 
     Args:
-        query: `[B, H, L, D]`.
-        key: `[B, K, T, D]`.
-        value: `[B, K, T, E]`.
-        mask: As `sdpa` takes it; None for the causal order, of the last L of T tokens.
+        query: Queries, `[B, H, L, D]`.
+        key: Keys, `[B, K, T, D]`.
+        value: Values, `[B, K, T, E]`.
+        mask: Mask for `sdpa`; None for causal attention of the last L of T tokens.
         scale: Factor of scores.
-        softcap: Bound of scores, softly.
+        softcap: Soft bound of scores.
     """
     groups = query.shape[1] // key.shape[1]
     key, value = key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
@@ -222,19 +221,19 @@ def varlen_reference(
     window_size: tuple[int, int] = (-1, -1),
     enable_gqa: bool = False,
 ) -> Tensor:
-    """Computes what :func:`torch.nn.attention.varlen.varlen_attn` does, document by document, on any device.
+    """Computes :func:`torch.nn.attention.varlen.varlen_attn` document by document, on any device.
 
     Args:
-        query: `[T, H, D]`.
-        key: `[T, K, D]`.
-        value: `[T, K, D]`.
-        cu_seq_q: Where documents begin, and the end.
-        cu_seq_k: The same for keys; equal here.
+        query: Queries, `[T, H, D]`.
+        key: Keys, `[T, K, D]`.
+        value: Values, `[T, K, D]`.
+        cu_seq_q: Starts of the documents, and the end.
+        cu_seq_k: Starts of the documents in the keys; equal to `cu_seq_q` here.
         max_q: Tokens of the longest document.
-        max_k: The same for keys.
+        max_k: Tokens of the longest document in the keys.
         scale: Factor of scores.
-        window_size: How many tokens a token sees to its left and right, itself not counted; -1 for all.
-        enable_gqa: Whether there are fewer heads of keys than of queries.
+        window_size: Number of tokens that a token attends to on its left and right, without itself; -1 for all.
+        enable_gqa: Whether keys have fewer heads than queries.
     """
     left, right = window_size
     assert right == 0  # causal
@@ -254,15 +253,15 @@ def varlen_reference(
 
 
 def block_mask(position_ids: Tensor, window: int | None = None, block: int = BLOCK) -> BlockMask:
-    """Returns FlexAttention's mask of packed documents; a mask `[B, 1, L, L]` is never made, and nothing waited for.
+    """Returns FlexAttention's mask of packed documents, without a dense mask and without waiting for the device.
 
-    The first token that a query sees does not fall along a row, so that what a block of queries sees follows from that
-    of its first and of its last one.
+    The first visible key of a query never decreases along a row, so the visible blocks of a block of queries follow
+    from its first and its last query.
 
     Args:
-        position_ids: `[B, L]`.
-        window: How many tokens a token sees, itself included; None for all before it.
-        block: Positions of a block.
+        position_ids: Positions, `[B, L]`.
+        window: Number of tokens that a token attends to, itself included; None for all before it.
+        block: Positions per block.
     """
     length = position_ids.shape[1]
     places = torch.arange(length, device=position_ids.device)
@@ -271,9 +270,9 @@ def block_mask(position_ids: Tensor, window: int | None = None, block: int = BLO
         first = torch.maximum(first, places - window + 1)
     count = -(-length // block)
     number = torch.arange(count, device=position_ids.device)
-    lowest = first[:, ::block] // block  # [B, blocks], the first block of which anything is seen
+    lowest = first[:, ::block] // block  # [B, blocks], first block with a visible key
     lasts = (number * block + block - 1).clamp(max=length - 1)
-    all_from = -(-first.index_select(1, lasts) // block)  # the first block of which all is seen by all queries
+    all_from = -(-first.index_select(1, lasts) // block)  # first block that is fully visible to all queries
     queries, keys = number[None, :, None], number[None, None]
     seen = (keys <= queries) & (keys >= lowest[..., None])
     wholly = (keys < queries) & (keys >= all_from[..., None])
@@ -288,13 +287,13 @@ def block_mask(position_ids: Tensor, window: int | None = None, block: int = BLO
 
 
 def _in_order(blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns how many blocks of keys each block of queries has, `[B, 1, n]`, and which, `[B, 1, n, n]`."""
+    """Returns the number of key blocks per query block, `[B, 1, n]`, and their indices, `[B, 1, n, n]`."""
     order = torch.argsort(blocks.to(torch.int8), dim=-1, descending=True, stable=True)
     return blocks.sum(dim=-1, dtype=torch.int32)[:, None], order.to(torch.int32)[:, None]
 
 
 def _block_masks(config: Any, position_ids: Tensor, window: int | None) -> Any:
-    """Returns the mask of all layers, or one for each kind of them as families with several take it."""
+    """Returns one mask for all layers, or a dict with a mask per layer type for families with several."""
     kinds = set(getattr(config, "layer_types", None) or ())
     if window is None or kinds == {"full_attention"}:
         return block_mask(position_ids)
@@ -324,7 +323,7 @@ def _by_lengths(
 
 
 def _in_a_row(tensor: Tensor, width: int) -> Tensor:
-    """Returns `[T, heads, width]` of `[B, heads, L, D]`; zeros make up for what is narrower."""
+    """Returns `[T, heads, width]` of `[B, heads, L, D]`, zero-padded to `width`."""
     narrow = width - tensor.shape[-1]
     tensor = F.pad(tensor, (0, narrow)) if narrow else tensor
     return tensor.transpose(1, 2).reshape(-1, tensor.shape[1], width)
@@ -346,7 +345,7 @@ def _by_blocks(
 
 
 def _flex_attention(device_type: str) -> Any:
-    """Returns FlexAttention, compiled on an accelerator, unless it is being compiled with what surrounds it."""
+    """Returns FlexAttention, compiled on an accelerator unless the caller is being compiled."""
     return flex_attention if device_type == "cpu" or torch.compiler.is_compiling() else _compiled_flex_attention()
 
 

@@ -1,18 +1,17 @@
-"""The loss over a vocabulary, some tokens at a time, so that the logits of all tokens never stand in memory.
+"""Computes the cross-entropy over a vocabulary in chunks of tokens, so that all logits are never in memory at once.
 
-Liger Kernel: Efficient Triton Kernels for LLM Training. Hsu et al., 2024, arXiv 2410.10989. As there, a chunk's
-gradient is computed with its loss, while its logits are at hand; backward only scales what forward has left.
-Departures: tokens without a target are left out before anything is computed, soft-capping (Gemma 2) is part of it, and
-every kernel of :data:`Kernel` runs on every device but Liger's own, which needs a GPU.
+Liger Kernel: Efficient Triton Kernels for LLM Training. Hsu et al., 2024, arXiv 2410.10989. As there, forward
+computes a chunk's gradient together with its loss, from the same logits; backward only scales the gradients.
+Departures: tokens without a target are removed first, soft-capping (Gemma 2) is included, and every kernel of
+:data:`Kernel` runs on every device, except Liger's own, which needs a GPU.
 
-A chunk on a CPU is as small as its caches like it, with logits `[V, n]`. On an accelerator it is as large as a budget
-of logits allows, with logits `[n, V]`, so that few kernels are launched; the host never waits for the device.
+On a CPU a chunk fits the caches, with logits `[V, n]`. On an accelerator it is as large as a budget of logits allows,
+with logits `[n, V]`, so that few kernels are launched; the host never waits for the device.
 
-A head whose vocabulary is split over ranks (tensor parallelism) serves as well: see
-:mod:`dlo_framework.distributed.vocabulary`.
+The vocabulary of a head may be split over ranks (tensor parallelism): see :mod:`dlo_framework.distributed.vocabulary`.
 
-torch 2.15 has `torch.nn.functional.linear_cross_entropy`, which does likewise, without soft-capping;
-`benchmarks/vocabulary_loss.py` compares.
+torch 2.15 has `torch.nn.functional.linear_cross_entropy`, which also works in chunks, without soft-capping;
+`benchmarks/vocabulary_loss.py` compares both.
 
 Shapes: N tokens, D width, V vocabulary.
 """
@@ -35,28 +34,28 @@ from torch.utils.checkpoint import checkpoint
 from dlo_framework.distributed.vocabulary import VocabularyShard, exp_and_losses, shard_of
 from dlo_framework.errors import DloError
 
-#: The label of a token without a target, as transformers and torch have it.
+#: Label of a token without a target, as in transformers and torch.
 NO_TARGET = -100
-#: Tokens and logits of a chunk at most on a CPU: one large enough to keep the matrix products busy.
+#: Maximum tokens and logits of a chunk on a CPU: large enough for efficient matrix products.
 CHUNK_TOKENS, CHUNK_LOGITS = 256, 2**25
-#: Logits of a chunk at most on an accelerator: 2,048 tokens of a vocabulary of 131,072.
+#: Maximum logits of a chunk on an accelerator: 2,048 tokens of a vocabulary of 131,072.
 ACCELERATOR_LOGITS = 2**28
 
-#: What computes a plain head's loss: `columns`, torch's operations on logits `[V, n]`; `rows`, on `[n, V]`; `compiled`,
-#: the same with all that is no matrix product compiled into one kernel; `liger`, Liger Kernel's function.
+#: Implementation of a plain head's loss: `columns`, torch's operations on logits `[V, n]`; `rows`, on `[n, V]`;
+#: `compiled`, the same with everything but the matrix products in one compiled kernel; `liger`, Liger Kernel.
 Kernel = Literal["columns", "rows", "compiled", "liger"]
-#: The ones that a user chooses from; `torch` is `columns` on a CPU and `rows` elsewhere.
+#: Implementations that a user may choose; `torch` is `columns` on a CPU and `rows` elsewhere.
 UserKernel = Literal["torch", "compiled", "liger"]
 
 
 @dataclass(frozen=True)
 class VocabularyHead:
-    """What turns hidden states into logits: `cap * tanh(scale * head(hidden) / cap)`.
+    """Head that turns hidden states into logits: `cap * tanh(scale * head(hidden) / cap)`.
 
     Attributes:
-        module: the projection, `[N, D]` to `[N, V]`.
-        scale: of what it returns (Cohere, Granite).
-        softcap: what bounds the logits softly (Gemma 2: 30); None for none.
+        module: Projection, `[N, D]` to `[N, V]`.
+        scale: Factor of the projection's output (Cohere, Granite).
+        softcap: Soft bound of the logits (Gemma 2: 30); None for no bound.
     """
 
     module: nn.Module
@@ -65,17 +64,18 @@ class VocabularyHead:
 
     @property
     def shard(self) -> VocabularyShard | None:
-        """Which part of the vocabulary this rank's projection has; None if all of it."""
+        """This rank's shard of the vocabulary; None for the full vocabulary."""
         return shard_of(self.module)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Returns the logits of a few tokens, `[n, V]` in float32; of all the vocabulary, also where it is split."""
+        """Returns the logits of a few tokens over the full vocabulary, `[n, V]` in float32, also where it is split."""
         return self._bent(self.module(hidden))
 
     def summed(self, hidden: Tensor, targets: Tensor) -> Tensor:
         """Returns the sum of the cross-entropies of tokens that have a target, from all their logits at once.
 
-        Where the vocabulary is split, `hidden` has passed :meth:`VocabularyShard.enter`, and no rank makes all logits.
+        Where the vocabulary is split, pass `hidden` through :meth:`VocabularyShard.enter` first; no rank computes all
+        logits.
         """
         if self.shard is None:
             return F.cross_entropy(self.logits(hidden), targets, ignore_index=NO_TARGET, reduction="sum")
@@ -83,7 +83,7 @@ class VocabularyHead:
         return losses.masked_fill(targets == NO_TARGET, 0).sum()
 
     def own_logits(self, hidden: Tensor) -> Tensor:
-        """Returns the logits of a few tokens in float32 for this rank's part of the vocabulary, `[n, v]`."""
+        """Returns the logits of a few tokens over this rank's shard of the vocabulary, `[n, v]` in float32."""
         return self._bent(self.module(hidden, split=True))
 
     def _bent(self, logits: Tensor) -> Tensor:
@@ -94,37 +94,37 @@ class VocabularyHead:
 
     @property
     def is_gathered(self) -> bool:
-        """Whether a strategy waits for the projection to be called, to gather its weights then."""
+        """Whether a strategy gathers the projection's weights when it is called."""
         parts = [self.module, *self.module.children()]
         hooked = any(part._forward_pre_hooks or part._forward_hooks for part in parts)
         return hooked or any(_is_elsewhere(parameter) for parameter in self.module.parameters())
 
     @property
     def fuses(self) -> bool:
-        """Whether the projection is a plain matrix product whose weight is all there: LoRA may have adapted it."""
+        """Whether the projection is a plain matrix product with its weight available, without a LoRA adapter."""
         plain = type(self.module) is nn.Linear or (self.shard is not None and isinstance(self.module, nn.Linear))
         return plain and self.scale == 1.0 and not self.is_gathered
 
 
 def _is_elsewhere(parameter: Tensor) -> bool:
-    """Whether a rank holds a part of a parameter: a DTensor's, or a freed one's, whose memory comes back with use."""
+    """Whether a rank holds a shard of a parameter only: a DTensor, or a freed parameter that is gathered on use."""
     return isinstance(parameter, DTensor) or (parameter.numel() > 0 and parameter.untyped_storage().nbytes() == 0)
 
 
 def default_kernel(device: torch.device) -> Kernel:
-    """Returns the kernel that suits a device."""
+    """Returns the default kernel of a device."""
     return "columns" if device.type == "cpu" else "rows"
 
 
 def check_kernel(kernel: UserKernel, device: torch.device | None = None) -> None:
-    """Checks that a kernel is there.
+    """Checks that a kernel is available.
 
     Args:
         kernel: Choice of the user.
         device: Device of the run; None before it is known.
 
     Raises:
-        DloError: for Liger's without the package, or without a GPU.
+        DloError: If Liger's kernel is chosen without the package, or without a GPU.
     """
     if kernel != "liger":
         return
@@ -147,23 +147,23 @@ def summed_loss(
 ) -> Tensor:
     """Returns the sum of the tokens' cross-entropies, a scalar in float32; 0 without targets.
 
-    A head that is gathered when it is called is called once, with all tokens: ranks may have different numbers of
-    targets, and all of them have to call it as often.
+    A head that is gathered on use is called once, with all tokens: ranks may have different numbers of targets, and
+    all ranks must call it equally often.
 
     Args:
-        head: of the model.
-        hidden: `[N, D]`, the last block's normalised output.
-        targets: `[N]`, ids; :data:`NO_TARGET` where there is none.
-        chunk: tokens of a chunk; by default as many as suits the vocabulary.
-        count: Number of targets, where it is known. Else a CPU counts them; an accelerator computes the logits of all
-            tokens, since to ask it would be to wait for it.
-        kernel: What computes it; by default what suits the device.
+        head: Head of the model.
+        hidden: Hidden states, `[N, D]`: the last block's normalised output.
+        targets: Target ids, `[N]`; :data:`NO_TARGET` for tokens without one.
+        chunk: Tokens per chunk; by default computed from the vocabulary size.
+        count: Number of targets, if known. Otherwise a CPU counts them, and an accelerator computes the logits of all
+            tokens, because reading the number would wait for the device.
+        kernel: Implementation; by default that of the device.
 
     Raises:
-        DloError: for a kernel that does not serve this head.
+        DloError: If the kernel does not support this head.
     """
     _check_head(head, kernel)
-    if isinstance(hidden, FakeTensor):  # Without values or memory: somebody counts the work.
+    if isinstance(hidden, FakeTensor):  # No values or memory, as in FLOP counting.
         return head.summed(hidden, targets)
     if head.is_gathered:
         return whole_loss(head, hidden, targets)
@@ -203,9 +203,9 @@ def measure(head: VocabularyHead, hidden: Tensor, targets: Tensor) -> tuple[Tens
     """Returns each token's cross-entropy, `[N]` in float32, and whether its target has the highest logit, `[N]`.
 
     Args:
-        head: of the model.
-        hidden: `[N, D]`.
-        targets: `[N]`; those of :data:`NO_TARGET` have loss 0 and are no hit.
+        head: Head of the model.
+        hidden: Hidden states, `[N, D]`.
+        targets: Target ids, `[N]`; :data:`NO_TARGET` has loss 0 and is never a hit.
     """
     losses = torch.zeros(targets.shape, device=hidden.device)
     hits = torch.zeros(targets.shape, dtype=torch.bool, device=hidden.device)
@@ -213,7 +213,7 @@ def measure(head: VocabularyHead, hidden: Tensor, targets: Tensor) -> tuple[Tens
         chunks: Any = [slice(None)]
     elif _on_host(hidden.device):
         chunks = torch.nonzero(targets != NO_TARGET).flatten().split(CHUNK_TOKENS)
-    else:  # Which ones are targets only the device knows.
+    else:  # Only the device knows the targets.
         rows = _chunk(_width(head), len(targets), "rows")
         chunks = [slice(start, start + rows) for start in range(0, len(targets), rows)]
     for some in chunks:
@@ -231,12 +231,12 @@ def measure(head: VocabularyHead, hidden: Tensor, targets: Tensor) -> tuple[Tens
 
 
 def _on_host(device: torch.device) -> bool:
-    """Returns whether values are at hand without waiting."""
+    """Returns whether values can be read without waiting for a device."""
     return device.type == "cpu"
 
 
 def _with_targets(hidden: Tensor, targets: Tensor, count: int | None, *, waits: bool) -> tuple[Tensor, Tensor]:
-    """Leaves out the tokens without a target; all stay where only the device knows them, unless one `waits` for it."""
+    """Removes the tokens without a target; keeps all if only the device knows them, unless the caller `waits`."""
     if count == len(targets) or (count is None and not waits):
         return hidden, targets
     are = targets != NO_TARGET
@@ -251,7 +251,7 @@ def _with_targets(hidden: Tensor, targets: Tensor, count: int | None, *, waits: 
 
 
 class _Rows(torch.autograd.Function):
-    """Rows of a matrix, none of them twice: so backward copies, where that of indexing sorts and adds."""
+    """Selects distinct rows of a matrix; backward copies, whereas that of indexing sorts and adds."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, rows: Tensor) -> Tensor:
@@ -270,7 +270,7 @@ def _chunk_loss(head: VocabularyHead, hidden: Tensor, targets: Tensor) -> Tensor
 
 
 def _chunk(vocabulary: int, tokens: int, kernel: Kernel) -> int:
-    """Returns the tokens of a chunk; on an accelerator chunks are about equally long."""
+    """Returns the number of tokens per chunk; on an accelerator chunks have about equal lengths."""
     if kernel == "columns":
         return max(1, min(CHUNK_TOKENS, CHUNK_LOGITS // vocabulary))
     most = max(1, ACCELERATOR_LOGITS // vocabulary)
@@ -279,7 +279,7 @@ def _chunk(vocabulary: int, tokens: int, kernel: Kernel) -> int:
 
 
 def _width(head: VocabularyHead) -> int:
-    """Returns how many logits a token has; a head that does not say counts as a large one."""
+    """Returns the number of logits per token; 2**18 for a head without `out_features`."""
     found = getattr(head.module, "out_features", None)
     return found if isinstance(found, int) else 2**18
 
@@ -293,7 +293,7 @@ def _autocast_dtype(device: torch.device) -> torch.dtype | None:
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
-    """The sum of cross-entropies of `hidden @ weight.T + bias`; its gradients are made in forward."""
+    """Sums the cross-entropies of `hidden @ weight.T + bias`; computes the gradients in forward."""
 
     @staticmethod
     def forward(
@@ -341,14 +341,16 @@ class _LinearCrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> Any:
         parts, ctx.parts = ctx.parts, None
         if parts is None:
-            raise RuntimeError("the loss over the vocabulary has no second backward; its gradients are used up")
+            raise RuntimeError(
+                "backward of the loss over the vocabulary must run once, got a second call; compute the loss again"
+            )
         return (*parts.scaled(grads[0]), *(None,) * 7)
 
 
 class _Gradients:
-    """The gradients of hidden states, weight and bias, as far as they are wanted, chunk by chunk.
+    """Accumulates the required gradients of hidden states, weight and bias over chunks.
 
-    The weight's is summed in single precision at least: a sum of bf16 numbers loses those that come late.
+    The weight's gradient is summed in single precision at least: a sum in bf16 loses late summands.
     """
 
     def __init__(
@@ -366,10 +368,10 @@ class _Gradients:
         """Adds a chunk.
 
         Args:
-            start: Place of its first token.
+            start: Index of its first token.
             h: Hidden states, `[n, D]`.
-            slope: Slope of the loss in the logits, `[n, V]`.
-            ignored: Whether a token has no target, `[n, 1]`: its slope counts as 0. None if all have one.
+            slope: Gradient of the loss with respect to the logits, `[n, V]`.
+            ignored: Whether a token has no target, `[n, 1]`; its gradient is then 0. None if all have one.
         """
         if self.hidden is not None:
             into = torch.mm(slope, self.weight, out=self.hidden[start : start + len(h)])
@@ -378,11 +380,11 @@ class _Gradients:
         if self.of_weight is not None:
             _add_product(self.of_weight, slope, h if ignored is None else h.masked_fill(ignored, 0))
         if self.bias is not None:
-            # A product with ones or zeros: the slope itself, [n, V], is not written again.
+            # A product with ones and zeros avoids a write to the gradient, [n, V].
             self.bias += slope.sum(dim=0) if ignored is None else ((~ignored).t().to(slope.dtype) @ slope)[0]
 
     def scaled(self, factor: Tensor) -> tuple[Tensor | None, ...]:
-        """Returns the three gradients, times the slope of what has become of the loss."""
+        """Returns the three gradients, times the gradient of the loss."""
         found = (self.hidden, self.of_weight, self.bias)
         return tuple(
             None if tensor is None else tensor.mul_(factor).to(dtype)
@@ -391,7 +393,7 @@ class _Gradients:
 
 
 def _add_product(total: Tensor, slope: Tensor, h: Tensor) -> None:
-    """Adds `slope.T @ h` to `total [V, D]`, which may be wider than they are: in one operation where torch has it."""
+    """Adds `slope.T @ h` to `total [V, D]`, which may have a wider dtype, in one operation where torch has it."""
     if total.dtype == slope.dtype:
         total.addmm_(slope.t(), h)
     elif _adds_wide(total.device.type, slope.dtype):
@@ -402,7 +404,7 @@ def _add_product(total: Tensor, slope: Tensor, h: Tensor) -> None:
 
 @functools.lru_cache
 def _adds_wide(device_type: str, dtype: torch.dtype) -> bool:
-    """Returns whether a device adds a product of half-precision matrices to one in float32: tried on small ones."""
+    """Returns whether a device can add a half-precision product to a float32 matrix, tested on small ones."""
     one = torch.ones(16, 16, dtype=dtype, device=device_type)
     total = torch.zeros(16, 16, device=device_type)
     try:
@@ -435,14 +437,14 @@ def _losses_and_slope(
     *,
     need_slope: bool,
 ) -> tuple[Tensor, Tensor | None]:
-    """Returns the losses `[n, 1]` in float32 at least, and their slope in the logits, `[n, V]` in the logits' dtype.
+    """Returns the losses, `[n, 1]` in float32 or wider, and their gradient `[n, V]` in the logits' dtype.
 
     Args:
-        logits: `[n, V]`, overwritten.
-        targets: `[n, 1]`.
-        softcap: see :class:`VocabularyHead`.
-        shard: of the vocabulary, if the logits are of a part of it, `[n, v]`.
-        need_slope: whether to compute it.
+        logits: Logits, `[n, V]`, overwritten.
+        targets: Target ids, `[n, 1]`.
+        softcap: Soft bound of the logits; see :class:`VocabularyHead`.
+        shard: Shard of the vocabulary that the logits cover, `[n, v]`; None for the full vocabulary.
+        need_slope: Whether to compute the gradient.
     """
     dtype = logits.dtype
     values = logits.to(torch.promote_types(dtype, torch.float32))
@@ -471,7 +473,7 @@ def _losses_and_slope(
 
 
 def _losses_and_slope_of_rows(logits: Tensor, targets: Tensor, *, need_slope: bool) -> tuple[Tensor, Tensor | None]:
-    """Does likewise by few kernels that pass over the logits once each, `[n, V]` in rows."""
+    """Computes the same with few kernels, each of which passes once over the logits `[n, V]`."""
     log_shares = torch.log_softmax(logits, dim=1, dtype=torch.promote_types(logits.dtype, torch.float32))
     at_target = log_shares.gather(1, targets)
     if not need_slope:
@@ -483,7 +485,7 @@ def _losses_and_slope_of_rows(logits: Tensor, targets: Tensor, *, need_slope: bo
 def _fusible(
     logits: Tensor, targets: Tensor, softcap: float | None, *, need_slope: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """Does likewise by operations that a compiler makes one kernel of; overwrites nothing."""
+    """Computes the same with operations that a compiler can fuse into one kernel; overwrites nothing."""
     values = logits.to(torch.promote_types(logits.dtype, torch.float32))
     bent = None if softcap is None else torch.tanh(values / softcap)
     if softcap is not None and bent is not None:
@@ -503,7 +505,7 @@ def _compiled() -> Any:
 
 
 def _by_liger(linear: Any, hidden: Tensor, targets: Tensor, softcap: float | None) -> Tensor:
-    """Returns what Liger Kernel (0.8) makes of it; it asks the device for the number of targets, and so waits."""
+    """Returns the loss of Liger Kernel (0.8), which waits for the device to read the number of targets."""
     from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss
 
     loss = LigerFusedLinearCrossEntropyLoss(
@@ -514,5 +516,5 @@ def _by_liger(linear: Any, hidden: Tensor, targets: Tensor, softcap: float | Non
 
 
 def whole_loss(head: VocabularyHead, hidden: Tensor, targets: Tensor) -> Tensor:
-    """Returns what :func:`summed_loss` does, from the logits of all tokens at once."""
+    """Returns the result of :func:`summed_loss`, computed from the logits of all tokens at once."""
     return head.summed(hidden if head.shard is None else head.shard.enter(hidden), targets)
