@@ -7,9 +7,9 @@ Every contestant is given images [128, 3, 224, 224] and class indices [128], and
 * ``copy_ again``: the same once more, the A/A control: how far its ratio is from 1 is the noise.
 * ``dlo``: BatchMix's functions. On a CPU they change the batch in place, which is what a training run does whose
   batches are its own (torch's default collation, ImageFolderData, DigitsData).
-* ``dlo, kept batch``: where the batch may be somebody else's memory, so that it is cloned first. On an accelerator
-  there is no difference: ``dlo`` never writes to the batch there.
-* ``timm``: ``timm.data.mixup.Mixup`` (in place, as it always is). ``torchvision``: ``v2.MixUp`` and ``v2.CutMix``.
+* ``dlo, kept batch``: the batch is cloned first, because other code may own its memory. On an accelerator
+  both are equal: ``dlo`` never writes to the batch there.
+* ``timm``: ``timm.data.mixup.Mixup`` (always in place). ``torchvision``: ``v2.MixUp`` and ``v2.CutMix``.
 * ``where``: CutMix as textbooks have it, ``where(mask, images[perm], images)``.
 
 A round calls each contestant a few times, for CutMix costs what its box is large. On a CPU the time is that of the

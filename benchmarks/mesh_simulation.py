@@ -139,8 +139,8 @@ def main() -> None:
     """Runs the configurations."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", help="the model: 405B or 1T")
-    parser.add_argument("--pp", type=int, help="only meshes with so many stages")
-    parser.add_argument("--no-traffic", action="store_true", help="count bytes on ranks alone")
+    parser.add_argument("--pp", type=int, help="number of stages of the meshes to simulate")
+    parser.add_argument("--no-traffic", action="store_true", help="count only bytes on ranks")
     options = parse_options(parser, __file__)
     torch.set_num_threads(1)
     chosen = [

@@ -196,7 +196,7 @@ def silence() -> Iterator[None]:
 def timed(name: str, work: Work) -> float:
     """Returns the seconds of a step."""
     run, nvml = VARIANTS[name]
-    # `import lightning` sets this to 1; dlo sets it back where there is no NVIDIA driver.
+    # `import lightning` sets this to 1; dlo resets it on machines without an NVIDIA driver.
     os.environ[NVML] = nvml
     torch.manual_seed(0)
     with tempfile.TemporaryDirectory() as folder, silence():

@@ -226,7 +226,7 @@ def speeds_table(record: Record, options: argparse.Namespace) -> Table:
 
 
 def packing_table(count: int, record: Record) -> Table:
-    """Times the packing of so many documents, and notes how full the windows are."""
+    """Times the packing of ``count`` documents, and records the fill of the windows."""
     lengths = np.minimum(lengths_of(count, 3), WINDOW)
     times: list[float] = []
     table = Table(f"packing {count:,} documents", "the time of dlo's best_fit", PROCESS)

@@ -150,7 +150,7 @@ def main() -> None:
 
 
 def tables(found: dict[str, list[dict[str, float]]], number: int, ranks: int) -> list[Table]:
-    """Returns the step over the ideal, and the idle time over 1F1B's, of so many micro-batches."""
+    """Returns the step over the ideal, and the idle time over 1F1B's, for ``number`` micro-batches."""
     what = f"{number} micro-batches on {ranks} ranks"
     spans = "spans of the step itself"
     step = Table(f"a step over theory, {what}", "work of all ranks / ranks + the bubble by the papers", spans)

@@ -2,7 +2,7 @@
 
     python benchmarks/race.py [--seeds 5] [--epochs 150] [--plot docs/images/race.svg]
 
-* ``race``: configs/digits/race.yaml, as it is: OneCycle, progressive resizing, a growing batch.
+* ``race``: configs/digits/race.yaml, unchanged: OneCycle, progressive resizing, a growing batch.
 * ``constant``: the same model and data at one size with batches of 64, AdamW at a constant rate that LRFinder's sweep
   suggests before the run (the sweep's time is not counted).
 
@@ -93,7 +93,7 @@ def run(name: str, config: Path, seed: int, folder: Path) -> list[dict[str, floa
         str(seed),
     ]
     words += ["--plugins", str(Path(__file__).resolve()), "--trainer.callbacks+=RaceCurve"]
-    # This file is imported there, by its path, and imports what stands beside it.
+    # The run imports this file by its path, and this file imports its neighbours.
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parent)}
     done = subprocess.run(words, env=environment, capture_output=True, text=True, check=False)
     if done.returncode:

@@ -8,8 +8,8 @@ Forward and backward from hidden states [tokens, width] and a head's weight [voc
 * ``dlo``: :func:`dlo_tasks.llm.vocabulary_loss.summed_loss`; on a GPU also with its kernel ``compiled``.
 * ``liger``: ``liger_kernel``'s fused linear cross-entropy, where it is installed and there is a GPU: it is Triton.
 
-Memory is the most that a call adds to what stands before it: on a CPU the process's resident set, in a process of its
-own for each contestant; on a GPU what torch has allocated. Time is that of the process with one thread, or a GPU's own.
+Memory is the peak that a call adds: on a CPU to the resident set, with one process per contestant; on a GPU to torch's
+allocated memory. Time is the CPU time of the process with one thread, or the GPU's own time.
 
 Run: ``python benchmarks/vocabulary_loss.py [--rounds 15] [--vocabularies 32768 131072] [--device cuda]``
 """
@@ -121,7 +121,7 @@ def memory_here(arguments: argparse.Namespace, name: str, vocabulary: int) -> in
         before = torch.cuda.memory_allocated()
         call(loss, *tensors)
         return torch.cuda.max_memory_allocated() - before
-    Path("/proc/self/clear_refs").write_text("5")  # the high-water mark begins anew
+    Path("/proc/self/clear_refs").write_text("5")  # reset the high-water mark
     before = status("VmRSS")
     call(loss, *tensors)
     return status("VmHWM") - before

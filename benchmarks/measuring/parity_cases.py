@@ -33,7 +33,7 @@ from dlo_tasks.imagenet.digits import DigitsData
 from dlo_tasks.llm.causal_lm import CausalLM
 
 STEPS, ROWS, LENGTH, VOCABULARY = 6, 8, 24, 96
-#: Trainings after which ranks are forked anew: each leaves groups and their threads behind.
+#: Trainings after which ranks are forked again, because each training leaves process groups and their threads.
 RENEW = 60
 
 _SIZES = {
@@ -294,7 +294,7 @@ def _received(connection: Connection) -> Any:
 
 
 class Workers:
-    """Processes that train case after case, in one process group of so many ranks.
+    """Processes that train one case after another, in one process group.
 
     Args:
         count: Number of ranks; 1 trains as one process.

@@ -196,7 +196,7 @@ def reached(row: Mapping[str, Any], better: str) -> bool | None:
 
 
 def bar_in_words(row: Mapping[str, Any], better: str) -> str:
-    """Returns what a row is to reach, and whether it does; nothing where there is no bar."""
+    """Returns a row's bar and whether it is met, as text; empty without a bar."""
     met = reached(row, better)
     if met is None:
         return ""

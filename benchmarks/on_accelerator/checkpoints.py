@@ -53,7 +53,7 @@ def checkpoint_tables(device: torch.device, size: int, rounds: int, folder: Path
 
 
 def random_tensors(size: int, device: torch.device) -> Tensors:
-    """Returns tensors of about so many bytes, of the shapes of a transformer's weights in single precision."""
+    """Returns float32 tensors of about ``size`` bytes, with the shapes of a transformer's weights."""
     width = 2048 if size >= 1e9 else 128
     count = max(1, size // (4 * width * 4 * width))
     return {f"layers.{number}.weight": torch.randn(4 * width, width, device=device) for number in range(count)}

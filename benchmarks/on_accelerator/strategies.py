@@ -24,7 +24,7 @@ BASE = "DDP"
 
 
 def strategies_table(size: str, device_type: str, ranks: int, rounds: int) -> Table:
-    """Measures so many ranks, each with a device of its own on an accelerator."""
+    """Measures strategies on ``ranks`` ranks, each with its own device on an accelerator."""
     backend = dist.get_default_backend_for_device(device_type)
     found = run_distributed(
         measure, ranks, size, device_type, rounds, backend=backend, timeout=1800, group_timeout=300

@@ -176,7 +176,7 @@ def llama(size: Size, fused: bool, *, divided: bool = False) -> Subject:
 
 
 def pinned(batch: Any, device: torch.device) -> Any:
-    """Returns a batch in page-locked memory, from which copies run beside the computation; as it is on a CPU."""
+    """Returns a batch in page-locked memory, which copies asynchronously; unchanged on a CPU."""
     if device.type == "cpu":
         return batch
     if isinstance(batch, Tensor):
