@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from dlo_plugins.batch_search import largest
+from dlo_plugins.batch_search import find_largest
 
 FILE = Path(__file__).parents[1] / "images" / "micro-batch-finder.svg"
 START, MEMORY, LIMIT = 32, 411, 50_000  # samples: batch size of the config, memory limit, size of the dataset
@@ -23,7 +23,7 @@ def trials() -> list[int]:
         tried.append(size)
         return size <= MEMORY
 
-    assert largest(fits, START, LIMIT) == MEMORY
+    assert find_largest(fits, START, LIMIT) == MEMORY
     return tried
 
 

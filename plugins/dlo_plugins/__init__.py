@@ -1,1 +1,1 @@
-"""The built-in plug-ins. Each is imported only when a config names it."""
+"""Built-in plug-ins; each is imported only when a config names it."""

@@ -1,4 +1,4 @@
-"""The mathematics of a batch size that changes: schedules, windows of micro-batches, and the gradient noise scale."""
+"""Mathematics of a changing batch size: schedules, windows of micro-batches, and the gradient noise scale."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from dlo_framework.data import Position, Window
 from dlo_framework.errors import DloError
-from dlo_plugins.points import Point, latest, parse_point
+from dlo_plugins.points import Point, parse_point, value_at
 
 Number = TypeVar("Number", float, Tensor)
 LRRule = Literal["none", "sqrt", "linear"]
@@ -19,13 +19,13 @@ LRRule = Literal["none", "sqrt", "linear"]
 
 @dataclass
 class LRDecay:
-    """A learning-rate schedule that decays; the batch grows in its stead.
+    """Decaying learning-rate schedule that the batch size replaces by growth.
 
     Attributes:
-        factor: what each decay multiplies the rate by, in (0, 1).
-        at: the points where it decays, for a step schedule: ``["30%", "60%"]``, or epochs, or samples.
-        every: epochs between decays, for an exponential schedule.
-        max_batch_size: the batch grows up to this; after that the rate does decay. None for no limit but the data.
+        factor: Factor by which each decay multiplies the learning rate, in (0, 1).
+        at: Points of the decays, for a step schedule: ``["30%", "60%"]``, or epochs, or samples.
+        every: Number of epochs between decays, for an exponential schedule.
+        max_batch_size: Largest batch size; once it is reached, the learning rate decays. None for the size of the data.
     """
 
     factor: float
@@ -34,13 +34,19 @@ class LRDecay:
     max_batch_size: int | None = None
 
     def check(self) -> None:
-        """Raises a DloError for values out of range, and unless one of ``at`` and ``every`` is given."""
+        """Raises a DloError for values out of range, and unless exactly one of ``at`` and ``every`` is set."""
         if not 0 < self.factor < 1:
-            raise DloError(f"decay_to_growth: factor lies between 0 and 1, but was {self.factor}; 0.1 or 0.2 is usual")
+            raise DloError(
+                f"decay_to_growth: factor must be between 0 and 1, got {self.factor}; set 0.1 or 0.2, which are usual"
+            )
         if (self.at is None) == (self.every is None):
-            raise DloError("decay_to_growth: give 'at' (a step schedule) or 'every' (an exponential one), and one only")
+            got = "neither" if self.at is None else "both"
+            raise DloError(
+                "decay_to_growth: exactly one of 'at' (a step schedule) and 'every' (an exponential one) must be set,"
+                f" got {got}; {'set' if self.at is None else 'leave out'} one"
+            )
         if self.every is not None and self.every <= 0:
-            raise DloError(f"decay_to_growth: 'every' is a number of epochs above 0, but was {self.every}")
+            raise DloError(f"decay_to_growth: 'every' must be a number of epochs above 0, got {self.every}; 2 is usual")
         self.points()
 
     def points(self) -> list[Point]:
@@ -48,7 +54,7 @@ class LRDecay:
         return [parse_point(point, "decay_to_growth.at") for point in self.at or []]
 
     def decays(self, at: Position, max_epochs: float) -> int:
-        """Returns how many decays lie before a batch that begins at ``at``."""
+        """Returns the number of decays before a batch that begins at ``at``."""
         if self.every is not None:
             # As integers, so that a rounding error cannot move a boundary by a batch.
             return int((at.epoch * at.size + at.samples) // max(1, round(self.every * at.size)))
@@ -57,14 +63,14 @@ class LRDecay:
 
 @dataclass
 class NoiseScale:
-    """A batch that follows the gradient noise scale, measured on the run.
+    """Settings of a batch size that follows the gradient noise scale, measured during the run.
 
     Attributes:
-        max_batch_size: the largest batch.
-        multiple: the batch aimed at, over the noise scale. At 1 a step costs twice the least number of steps and
-            of samples (McCandlish et al. 2018).
-        every: optimizer steps between decisions.
-        smoothing: how much of the running means a new measurement leaves in place, at each decision.
+        max_batch_size: Largest batch size.
+        multiple: Ratio of the target batch size to the noise scale. At 1, training takes twice the least number of
+            steps and twice the least number of samples (McCandlish et al. 2018).
+        every: Number of optimizer steps between decisions.
+        smoothing: Weight of the old running means at each decision.
     """
 
     max_batch_size: int
@@ -76,12 +82,13 @@ class NoiseScale:
         """Raises a DloError for values out of range."""
         if self.max_batch_size < batch_size:
             raise DloError(
-                f"noise_scale: max_batch_size is at least the batch size of {batch_size}, but was {self.max_batch_size}"
+                f"noise_scale: max_batch_size must be at least the batch size of {batch_size}, got"
+                f" {self.max_batch_size}; set {batch_size} or more"
             )
         if self.multiple <= 0 or self.every < 1 or not 0 <= self.smoothing < 1:
             raise DloError(
-                "noise_scale: multiple is above 0, every at least 1 and smoothing in [0, 1), but were"
-                f" {self.multiple}, {self.every} and {self.smoothing}"
+                "noise_scale: multiple must be above 0, every at least 1 and smoothing in [0, 1), got"
+                f" {self.multiple}, {self.every} and {self.smoothing}; the defaults are 1, 50 and 0.9"
             )
 
 
@@ -89,13 +96,13 @@ class NoiseScale:
 class NoiseEstimate:
     """Running means of the two numbers whose ratio is the simple noise scale, ``tr(covariance) / |gradient|^2``.
 
-    Each is unbiased by itself (McCandlish et al. 2018, arXiv 1812.06162, appendix A.1), and their ratio is not, so
-    they are averaged apart. The weights of the means sum to 1 from the first measurement on (as Adam's correction).
+    Each of them is unbiased (McCandlish et al. 2018, arXiv 1812.06162, appendix A.1) but their ratio is not, so they
+    are averaged separately. Their start at 0 cancels in the ratio.
 
     Attributes:
-        noise: the trace of the covariance of one sample's gradient.
-        signal: the squared norm of the true gradient.
-        weight: how much of both means measurements make up, the rest being their start at 0.
+        noise: Trace of the covariance of one sample's gradient.
+        signal: Squared norm of the true gradient.
+        weight: Total weight of the measurements in both means; the rest is the weight of their start at 0.
     """
 
     noise: float = 0.0
@@ -103,14 +110,14 @@ class NoiseEstimate:
     weight: float = 0.0
 
     def add(self, noise: float, signal: float, smoothing: float) -> None:
-        """Adds one measurement of both; ``smoothing`` is the weight of the old mean."""
+        """Adds one measurement of both; ``smoothing`` is the weight of the old means."""
         self.noise = smoothing * self.noise + (1 - smoothing) * noise
         self.signal = smoothing * self.signal + (1 - smoothing) * signal
         self.weight = smoothing * self.weight + (1 - smoothing)
 
     @property
     def scale(self) -> float | None:
-        """The noise scale in samples; None while the measurements are too noisy to tell."""
+        """Noise scale in samples; None while the measurements are too noisy to give one."""
         return self.noise / self.signal if self.signal > 0 and self.noise > 0 else None
 
 
@@ -121,9 +128,9 @@ def noise_and_signal(small: Number, large: Number, sizes: tuple[float, float]) -
     give two equations.
 
     Args:
-        small: squared norm of a gradient that is the mean over ``sizes[0]`` samples.
-        large: the same over ``sizes[1]``, more than ``sizes[0]``.
-        sizes: see there.
+        small: Squared norm of a gradient that is the mean over ``sizes[0]`` samples.
+        large: Squared norm of a gradient that is the mean over ``sizes[1]`` samples.
+        sizes: Numbers of samples, the smaller one first.
     """
     few, many = sizes
     signal = (many * large - few * small) / (many - few)
@@ -133,15 +140,15 @@ def noise_and_signal(small: Number, large: Number, sizes: tuple[float, float]) -
 
 def scheduled_size(steps: Mapping[Point, int], first: int, at: Position, max_epochs: float) -> int:
     """Returns the batch size of an explicit schedule: ``first`` before its first point."""
-    found = latest(steps, at, max_epochs)
+    found = value_at(steps, at, max_epochs)
     return first if found is None else found
 
 
 def grown_size(decay: LRDecay, first: int, at: Position, max_epochs: float) -> tuple[int, float]:
-    """Returns the batch size that stands in for a decayed learning rate, and what is left for the rate to decay.
+    """Returns the batch size that replaces a decayed learning rate, and the decay that is left for the rate.
 
-    Smith et al. 2018 (arXiv 1711.00489): the noise of SGD goes with lr / batch, so that dividing the one or
-    multiplying the other anneals alike; where the batch can grow no more, the rate takes over.
+    Smith et al. 2018 (arXiv 1711.00489): the noise of SGD is proportional to lr / batch, so dividing the rate and
+    multiplying the batch anneal in the same way. Once the batch cannot grow further, the rate decays.
 
     Returns:
         The batch size, rounded, and a factor of the learning rate, 1 while the batch can grow.
@@ -156,15 +163,15 @@ def grown_size(decay: LRDecay, first: int, at: Position, max_epochs: float) -> t
 def window(batch_size: int, limit: int | None, world_size: int, least: int = 1) -> Window:
     """Returns the micro-batches that make up an optimizer step of ``batch_size`` samples.
 
-    As few as the limit allows, all of one size that the ranks divide, so that the mean of their means is the mean
-    over the samples. Where no number of them gives exactly ``batch_size``, the step is up to ``batches * world_size
-    - 1`` samples smaller.
+    They are as few as the limit allows, and of one size that is divisible by the ranks, so that the mean of their means
+    is the mean over the samples. If no number of them gives exactly ``batch_size``, the step is smaller by up to
+    ``batches * world_size - 1`` samples.
 
     Args:
-        batch_size: samples of an optimizer step, over all ranks.
-        limit: samples that one rank can hold at once; None for no limit.
-        world_size: data-parallel ranks.
-        least: at least so many micro-batches.
+        batch_size: Samples of an optimizer step, over all ranks.
+        limit: Samples of a micro-batch that fit on one rank; None for no limit.
+        world_size: Number of data-parallel ranks.
+        least: Smallest number of micro-batches.
     """
     at_once = batch_size if limit is None else limit * world_size
     fewest = max(least, math.ceil(batch_size / at_once))
@@ -175,10 +182,10 @@ def window(batch_size: int, limit: int | None, world_size: int, least: int = 1) 
 
 
 def lr_factor(rule: LRRule, batch_size: float, first: float) -> float:
-    """Returns what the learning rate of ``first`` samples a step is multiplied by at ``batch_size``.
+    """Returns the factor on the learning rate at ``batch_size``, for a rate that was tuned at ``first`` samples a step.
 
-    ``linear`` as in Goyal et al. 2017 (arXiv 1706.02677), for SGD; ``sqrt`` as in Krizhevsky 2014 (arXiv 1404.5997),
-    and for adaptive optimizers Malladi et al. 2022 (arXiv 2205.10287).
+    ``linear`` is from Goyal et al. 2017 (arXiv 1706.02677), for SGD; ``sqrt`` is from Krizhevsky 2014 (arXiv
+    1404.5997), and from Malladi et al. 2022 (arXiv 2205.10287) for adaptive optimizers.
     """
     growth = batch_size / first
     return {"none": 1.0, "sqrt": math.sqrt(growth), "linear": growth}[rule]

@@ -1,5 +1,5 @@
-"""What the search for the largest micro-batch consists of: the order of sizes, batches of any size, and the errors
-that mean that memory has run out."""
+"""Search for the largest micro-batch: the order of sizes, batches of any size, and the errors for running out of
+memory."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ import torch
 from dlo_framework.errors import DloError
 
 
-def largest(fits: Callable[[int], bool], start: int, limit: int, *, powers: bool = False) -> int:
-    """Returns the largest size for which ``fits`` holds, 0 if there is none: by doubling, then by bisection.
+def find_largest(fits: Callable[[int], bool], start: int, limit: int, *, powers: bool = False) -> int:
+    """Returns the largest size that fits, 0 if there is none: by doubling, then by bisection.
 
     Args:
-        fits: whether a size fits; where one does, all smaller ones are taken to.
-        start: the size to try first.
-        limit: the largest that may be tried.
-        powers: try powers of two only.
+        fits: Function that returns whether a size fits; if it does, all smaller sizes are assumed to fit.
+        start: First size to try.
+        limit: Largest size to try.
+        powers: Whether to try powers of two only.
     """
     size, limit = (_power(start), _power(limit)) if powers else (start, limit)
     size = min(size, limit)
@@ -45,22 +45,22 @@ def _power(size: int) -> int:
 
 
 def keep_global_batch(batch_size: int, per_rank: int, world_size: int) -> tuple[int, int]:
-    """Returns how to make a step's batch of the largest equal micro-batches that fit.
+    """Returns the split of a step's batch into the largest equal micro-batches that fit.
 
     Args:
-        batch_size: samples of an optimizer step, over all ranks.
-        per_rank: samples that fit on a rank.
-        world_size: data-parallel ranks, which divide ``batch_size``.
+        batch_size: Samples of an optimizer step, over all ranks.
+        per_rank: Samples that fit on a rank.
+        world_size: Number of data-parallel ranks; it divides ``batch_size``.
 
     Returns:
-        Samples of a micro-batch over all ranks, and how many of them make the step.
+        Samples of a micro-batch over all ranks, and the number of micro-batches in the step.
     """
     share = batch_size // world_size
     micro = next(size for size in range(min(per_rank, share), 0, -1) if share % size == 0)
     return micro * world_size, share // micro
 
 
-#: What errors say where memory has run out, beside those of types of their own.
+#: Messages of out-of-memory errors that have no type of their own.
 _MESSAGES = (
     "out of memory",  # CUDA, HIP, MPS, XPU
     "CUDNN_STATUS_ALLOC_FAILED",
@@ -72,20 +72,20 @@ _MESSAGES = (
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Returns whether an error means that memory has run out, of an accelerator or of this process."""
+    """Returns whether an error means that an accelerator or this process is out of memory."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
     return isinstance(error, RuntimeError) and any(message in str(error) for message in _MESSAGES)
 
 
 class Budget:
-    """A limit on what a forward pass keeps for the backward pass, in place of a memory that has none.
+    """Limit on the bytes that a forward pass saves for the backward pass, for a device that reports no memory limit.
 
-    As a context, it adds up the tensors that autograd saves, each memory once and parameters left out.
+    As a context, it adds up the tensors that autograd saves: each storage once, parameters excluded.
 
     Args:
-        limit: in bytes; None for no limit.
-        module: whose parameters they are.
+        limit: Limit in bytes; None for no limit.
+        module: Module whose parameters are excluded.
     """
 
     def __init__(self, limit: int | None, module: torch.nn.Module) -> None:
@@ -113,7 +113,7 @@ class Budget:
             self._bytes += storage.nbytes()
             if self.limit is not None and self._bytes > self.limit:
                 raise torch.OutOfMemoryError(
-                    f"out of memory: a step keeps more than memory_limit_bytes, {self.limit}, for its backward pass"
+                    f"out of memory: a step saves more than memory_limit_bytes, {self.limit}, for its backward pass"
                 )
         return tensor
 
@@ -123,37 +123,37 @@ def _same(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class Pool:
-    """Batches of any size, made of the loader's.
+    """Batches of any size, made from the loader's batches.
 
     Args:
-        next_batch: gives the loader's next.
-        first: what it gave first.
+        next_batch: Function that returns the loader's next batch.
+        first: First batch of the loader.
     """
 
     def __init__(self, next_batch: Callable[[], Any], first: Any) -> None:
-        self._next_batch, self._held = next_batch, first
+        self._next_batch, self._cached = next_batch, first
 
     def batch(self, size: int) -> Any:
-        """Returns a batch of ``size`` samples; more are fetched where fewer are held."""
-        if samples(self._held) < size:
-            parts = [self._held]
-            while sum(map(samples, parts)) < size:
+        """Returns a batch of ``size`` samples; fetches more of the loader's batches if it needs them."""
+        if count_samples(self._cached) < size:
+            parts = [self._cached]
+            while sum(map(count_samples, parts)) < size:
                 parts.append(self._next_batch())
-            self._held = joined(parts)
-        return first_samples(self._held, size)
+            self._cached = concat_batches(parts)
+        return slice_batch(self._cached, size)
 
 
-def samples(batch: Any) -> int:
+def count_samples(batch: Any) -> int:
     """Returns the number of samples of a batch: the length of the first tensor in it.
 
     Raises:
-        DloError: if there is none.
+        DloError: If the batch has no tensor.
     """
     found = _length(batch)
     if found is None:
         raise DloError(
-            "MicroBatchFinder: a batch is a tensor or a nest of tuples, lists and dicts with one, but the loader gave"
-            f" a {type(batch).__name__}"
+            "MicroBatchFinder: a batch must be a tensor, or tuples, lists and dicts with a tensor in them, got a"
+            f" {type(batch).__name__} from the loader; return tensors from its collate_fn"
         )
     return found
 
@@ -165,11 +165,11 @@ def _length(batch: Any) -> int | None:
     return next((found for part in parts if (found := _length(part)) is not None), None)
 
 
-def joined(batches: Sequence[Any]) -> Any:
-    """Returns one batch with the samples of several, all of the same structure; what has no samples is the first's.
+def concat_batches(batches: Sequence[Any]) -> Any:
+    """Returns one batch with the samples of several batches of one structure; other entries are the first batch's.
 
     Raises:
-        DloError: if their samples differ in shape.
+        DloError: If their samples differ in shape.
     """
     first = batches[0]
     if isinstance(first, torch.Tensor):
@@ -178,31 +178,31 @@ def joined(batches: Sequence[Any]) -> Any:
         shapes = {batch.shape[1:] for batch in batches}
         if len(shapes) > 1:
             raise DloError(
-                f"MicroBatchFinder joins batches, but their samples differ in shape: {', '.join(map(str, shapes))};"
-                " pad them to one shape, or remove it"
+                f"MicroBatchFinder: samples of all batches must have one shape, got {', '.join(map(str, shapes))};"
+                " pad them to one shape, or remove the callback"
             )
         return torch.cat(list(batches))
     if isinstance(first, dict):
-        return type(first)({key: joined([batch[key] for batch in batches]) for key in first})
+        return type(first)({key: concat_batches([batch[key] for batch in batches]) for key in first})
     if isinstance(first, tuple) and hasattr(first, "_fields"):
-        return type(first)(*(joined(parts) for parts in zip(*batches, strict=True)))
+        return type(first)(*(concat_batches(parts) for parts in zip(*batches, strict=True)))
     if isinstance(first, list | tuple):
-        if _length(first) is None:  # Of strings, paths or numbers: an item a sample.
+        if _length(first) is None:  # Strings, paths or numbers: one item for each sample.
             return type(first)(item for batch in batches for item in batch)
-        return type(first)(joined(parts) for parts in zip(*batches, strict=True))
+        return type(first)(concat_batches(parts) for parts in zip(*batches, strict=True))
     return first
 
 
-def first_samples(batch: Any, size: int) -> Any:
-    """Returns the first ``size`` samples of a batch, in memory of their own."""
+def slice_batch(batch: Any, size: int) -> Any:
+    """Returns a copy of the first ``size`` samples of a batch."""
     if isinstance(batch, torch.Tensor):
         return batch[:size].clone() if batch.ndim else batch
     if isinstance(batch, dict):
-        return type(batch)({key: first_samples(value, size) for key, value in batch.items()})
+        return type(batch)({key: slice_batch(value, size) for key, value in batch.items()})
     if isinstance(batch, tuple) and hasattr(batch, "_fields"):
-        return type(batch)(*(first_samples(part, size) for part in batch))
+        return type(batch)(*(slice_batch(part, size) for part in batch))
     if isinstance(batch, list | tuple):
         if _length(batch) is None:
             return batch[:size]
-        return type(batch)(first_samples(part, size) for part in batch)
+        return type(batch)(slice_batch(part, size) for part in batch)
     return batch

@@ -1,7 +1,7 @@
-"""What torch.compile did in a run: graphs, graph breaks, recompilations, what it gave up on, and the seconds of it all.
+"""Counts of torch.compile's work in a run: graphs, graph breaks, recompilations, functions given up, and seconds.
 
-torch shows these only in its logs (``TORCH_LOGS=graph_breaks,recompiles``). The numbers behind them lie in
-``torch._dynamo``, which is private: every read of it is one function at the end of this file.
+torch shows these only in its logs (``TORCH_LOGS=graph_breaks,recompiles``). The numbers come from ``torch._dynamo``,
+which is private: each read of it is one function at the end of this file.
 """
 
 from __future__ import annotations
@@ -17,14 +17,15 @@ import torch
 
 
 class CompileLog:
-    """Adds up what torch compiles between :meth:`start` and :meth:`stop`, in this process.
+    """Counts torch's compilations between :meth:`start` and :meth:`stop`, in this process.
 
     Attributes:
-        graphs: graphs compiled, the recompiled ones too.
-        breaks: where and why the code broke into several graphs, and how often it was found to.
-        recompiles: why code that was compiled did not fit any more, and how often.
-        given_up: why a function runs uncompiled after all, and how often that was decided.
-        seconds: wall time of compiling, backward passes included, which torch compiles when they first run.
+        graphs: Number of compiled graphs, including recompiled ones.
+        breaks: Places and reasons of graph breaks, each with its count.
+        recompiles: Reasons of recompilations, each with its count.
+        given_up: Reasons for which a function runs uncompiled, each with its count.
+        seconds: Wall time of compiling, including backward passes, which torch compiles at their first run.
+        grown: Whether there were compilations since the last :meth:`drain`.
     """
 
     def __init__(self) -> None:
@@ -40,7 +41,7 @@ class CompileLog:
         self._last: Any = None
 
     def start(self) -> None:
-        """Begins to count, from nothing."""
+        """Sets all counts to 0, and begins to count."""
         self.graphs, self.seconds = 0, 0.0
         self.breaks, self.recompiles, self.given_up = Counter(), Counter(), Counter()
         self._seen_breaks = len(_graph_breaks())
@@ -50,7 +51,7 @@ class CompileLog:
         _add_timers(self._began, self._ended)
 
     def stop(self) -> None:
-        """Counts what is left, and counts no more."""
+        """Counts the compilations since the last call of :meth:`drain`, and ends."""
         if self._running:
             self.drain()
             self._running = False
@@ -64,7 +65,7 @@ class CompileLog:
         self.grown = True
 
     def drain(self) -> None:
-        """Counts what was compiled since the last call; torch forgets all but the last 64 compilations."""
+        """Counts the compilations since the last call; torch keeps only the last 64."""
         self.grown = False
         breaks = _graph_breaks()
         # torch.compiler.reset() empties the list.
@@ -79,7 +80,7 @@ class CompileLog:
 
     def _count(self, one: Any) -> None:
         if one.is_forward is False or one.is_runtime:
-            return  # The backward half of a graph that was counted, or the tuning of its kernels.
+            return  # The backward of a graph that was counted, or the tuning of its kernels.
         if one.fail_type:
             self.given_up[first_line(one.fail_reason or one.fail_type)] += 1
         else:
@@ -88,7 +89,7 @@ class CompileLog:
                 self.recompiles[first_line(without_compile_id(one.recompile_reason))] += 1
 
     def scalars(self) -> dict[str, float]:
-        """Returns the counts under the names that are logged."""
+        """Returns the counts by their logged names."""
         return {
             "compile/graphs": float(self.graphs),
             "compile/graph_breaks": float(self.breaks.total()),
@@ -117,17 +118,17 @@ def _times(reasons: Counter[str], what: str) -> str:
 
 
 def first_line(text: str) -> str:
-    """Returns the first line that says something; what follows in torch's messages is advice on how to debug."""
+    """Returns the first line that is not empty; the rest of torch's messages is advice on how to debug."""
     return next((" ".join(line.split()) for line in text.splitlines() if line.strip()), text)
 
 
 def without_compile_id(reason: str) -> str:
-    """Returns a recompilation's reason without the number of the graph that did not fit, ``0/1: ``."""
+    """Returns a recompilation's reason without the leading number of the old graph, such as ``0/1: ``."""
     return re.sub(r"^\[?\d+/\d+\]?: ", "", reason)
 
 
 def describe_break(reason: str, stack: Any) -> str:
-    """Returns a graph break's reason with the place in the code, where torch knows it."""
+    """Returns a graph break's reason, with its place in the code if torch knows it."""
     if not stack:
         return first_line(reason)
     place = stack[-1]
@@ -137,7 +138,7 @@ def describe_break(reason: str, stack: Any) -> str:
 def _compilations() -> list[Any]:
     """Returns torch's records of its last compilations, oldest first (torch 2.11 to 2.15: private).
 
-    Read of each: ``is_forward``, ``is_runtime``, ``fail_type``, ``fail_reason`` and ``recompile_reason``.
+    Fields read: ``is_forward``, ``is_runtime``, ``fail_type``, ``fail_reason`` and ``recompile_reason``.
     """
     from torch._dynamo.utils import get_compilation_metrics
 
@@ -152,7 +153,7 @@ def _graph_breaks() -> list[Any]:
 
 
 def _add_timers(began: Callable[..., None], ended: Callable[..., None]) -> None:
-    """Has torch call ``began`` and ``ended`` around compilations, nested ones as one (2.11 to 2.15: private)."""
+    """Makes torch call ``began`` and ``ended`` around each outermost compilation (2.11 to 2.15: private)."""
     torch._dynamo.callback.on_compile_start(began)
     torch._dynamo.callback.on_compile_end(ended)
 

@@ -1,4 +1,4 @@
-"""Which modules of a LightningModule to compile, and how to take the compiling off again."""
+"""Modules of a LightningModule that are compiled, and functions that compile them in place and undo it."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from dlo_framework.errors import DloError
 from dlo_framework.plan import ParallelPlan
 from dlo_framework.task import Task
 
-#: What replays CUDA graphs, on an accelerator, and what does all else that it does.
+#: Modes that replay CUDA graphs on an accelerator, each with the same mode without CUDA graphs.
 CUDA_GRAPHS = {"reduce-overhead": "default", "max-autotune": "max-autotune-no-cudagraphs"}
 
 
-def parts_to_compile(pl_module: LightningModule, scope: str) -> dict[str, nn.Module]:
+def modules_to_compile(pl_module: LightningModule, scope: str) -> dict[str, nn.Module]:
     """Returns the modules to compile by name, relative to ``pl_module``.
 
     Args:
-        pl_module: with its model built.
-        scope: see :class:`Compile`.
+        pl_module: Module with its model built.
+        scope: Scope as in :class:`~dlo_plugins.callbacks.compile.Compile`.
 
     Raises:
-        DloError: if there are none.
+        DloError: If there is no module to compile.
     """
     if scope == "blocks":
         task = isinstance(pl_module, Task)
@@ -35,8 +35,8 @@ def parts_to_compile(pl_module: LightningModule, scope: str) -> dict[str, nn.Mod
         names = plan.block_names(root)
         if not names:
             raise DloError(
-                f"Compile: the parallel plan of {type(pl_module).__name__} names no blocks; name them in"
-                " Task.parallel_plan, or set scope: model"
+                f"Compile: scope: blocks needs a parallel plan with blocks, got none from {type(pl_module).__name__};"
+                " name them in Task.parallel_plan, or set scope: model"
             )
         return {f"model.{name}" if task else name: root.get_submodule(name) for name in names}
     if isinstance(pl_module, Task):
@@ -45,14 +45,14 @@ def parts_to_compile(pl_module: LightningModule, scope: str) -> dict[str, nn.Mod
     parts = dict(_children(pl_module))
     if not parts:
         raise DloError(
-            f"Compile: {type(pl_module).__name__} has no child module with parameters, and its own steps are not"
-            " compiled; put what computes into a module of its own, self.net say"
+            "Compile: a LightningModule must have a child module with parameters, as its own steps are not compiled,"
+            f" got {type(pl_module).__name__} without one; move the network into a child module such as self.net"
         )
     return parts
 
 
 def _children(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
-    """Yields the outermost modules with parameters that can be called; a list of modules cannot."""
+    """Yields the outermost modules that have parameters and can be called, which a list of modules cannot."""
     for name, child in module.named_children():
         if isinstance(child, nn.ModuleList | nn.ModuleDict):
             yield from _children(child, f"{prefix}{name}.")
@@ -61,9 +61,9 @@ def _children(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Mod
 
 
 def compile_in_place(module: nn.Module, **options: Any) -> None:
-    """Compiles a module's calls as ``Module.compile`` does, of torch's own classes (``nn.Sequential``) too.
+    """Compiles a module's calls as ``Module.compile`` does, but also for torch's own classes (``nn.Sequential``).
 
-    torch up to 2.13 leaves code of its own out, unless it is called from other code.
+    torch up to 2.13 does not compile its own code, unless other code calls it.
 
     Args:
         module: Module to compile.
@@ -80,7 +80,7 @@ def compile_in_place(module: nn.Module, **options: Any) -> None:
 
 
 def compiled_call(module: nn.Module) -> Callable[..., Any] | None:
-    """Returns what a module that was compiled in place calls instead of its own code.
+    """Returns the compiled function that a module compiled in place calls instead of its own code.
 
     torch 2.11 to 2.15 keep it in ``Module._compiled_call_impl``, which is private: ``Module.compile`` has no undo.
     """
@@ -88,7 +88,7 @@ def compiled_call(module: nn.Module) -> Callable[..., Any] | None:
 
 
 def set_compiled_call(module: nn.Module, call: Callable[..., Any] | None) -> None:
-    """Has a module call ``call``, a value of :func:`compiled_call`, or its own code again for None (ibid.)."""
+    """Makes a module call ``call``, a value of :func:`compiled_call`, or its own code if None."""
     if call is None:
         module.__dict__.pop("_compiled_call_impl", None)
     else:
@@ -98,7 +98,7 @@ def set_compiled_call(module: nn.Module, call: Callable[..., Any] | None) -> Non
 def moving_parameter(parts: dict[str, nn.Module]) -> str | None:
     """Returns the name of a parameter that a strategy gathers into other memory for each use; None if there is none.
 
-    Between uses a rank has a share of it (FSDP2's DTensor), or none of its memory (ZeRO 3).
+    Between uses, a rank holds a shard of it (FSDP2's DTensor), or no memory for it (ZeRO 3).
     """
     for prefix, part in parts.items():
         for name, parameter in part.named_parameters():

@@ -1,4 +1,4 @@
-"""Copies between an accelerator's memory and the CPU's that run beside the computation: one stream a direction."""
+"""Asynchronous copies between an accelerator's memory and the CPU's: one side stream for each direction."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from torch import Tensor
 
 
 class Copied:
-    """A copy that has been started.
+    """Handle of a copy that has been started.
 
     Args:
-        stream: the side stream that it runs on; None where it is done already.
-        module: torch's module of the stream's device, such as ``torch.cuda``.
+        stream: Side stream of the copy; None if it is complete.
+        module: Module of the stream's device, such as ``torch.cuda``.
     """
 
     def __init__(self, stream: Any = None, module: Any = None) -> None:
@@ -24,26 +24,26 @@ class Copied:
         self._event = None if stream is None else stream.record_event()
 
     def wait(self) -> None:
-        """Has the current stream wait for the copy; the host goes on."""
+        """Makes the current stream wait for the copy; the host does not wait."""
         if self._event is not None:
             self._module.current_stream(self._stream.device).wait_event(self._event)
 
     def synchronize(self) -> None:
-        """Has the host wait for the copy."""
+        """Makes the host wait for the copy."""
         if self._event is not None:
             self._event.synchronize()
 
     def followed(self) -> AbstractContextManager[Any]:
-        """Returns a context: what is launched inside runs after the copy, and beside the current stream."""
+        """Returns a context whose kernels run after the copy, concurrently with the current stream."""
         found: AbstractContextManager[Any] = contextlib.nullcontext()
         return found if self._stream is None else self._module.stream(self._stream)
 
 
 class CopyStream:
-    """A side stream of an accelerator for the copies of one direction.
+    """Side stream of an accelerator for the copies in one direction.
 
     Args:
-        device: the accelerator.
+        device: Device of the stream.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -51,13 +51,13 @@ class CopyStream:
         self._stream: Any = self._module.Stream(device)
 
     def copy(self, target: Tensor, source: Tensor) -> Copied:
-        """Starts a copy, once all that the current stream has been given is done.
+        """Starts a copy, which runs after all work that the current stream has so far.
 
-        Until the copy has been waited for, neither tensor is written, and the target is not read.
+        Until the copy has been waited for, write to neither tensor, and do not read the target.
 
         Args:
-            target: of the source's shape; page-locked where it is in the CPU's memory, as is the source.
-            source: what is copied.
+            target: Tensor of the source's shape.
+            source: Tensor to copy. Tensors in the CPU's memory should be page-locked.
         """
         self._stream.wait_stream(self._module.current_stream(self._device))
         with self._module.stream(self._stream):
@@ -69,20 +69,20 @@ class CopyStream:
 
 
 class InOrder:
-    """In a CopyStream's place where the device is a CPU: each copy is done when it is started."""
+    """Synchronous replacement for a CopyStream on a CPU."""
 
     def copy(self, target: Tensor, source: Tensor) -> Copied:
-        """Copies."""
+        """Copies the source to the target before it returns."""
         target.copy_(source)
         return Copied()
 
 
 class CopyStreams(NamedTuple):
-    """The side streams of a device.
+    """Side streams of a device.
 
     Attributes:
-        up: to the device.
-        down: to the CPU.
+        up: Stream of copies to the device.
+        down: Stream of copies to the CPU.
     """
 
     up: CopyStream | InOrder
@@ -91,17 +91,17 @@ class CopyStreams(NamedTuple):
 
 @functools.cache
 def copy_streams(device: torch.device) -> CopyStreams:
-    """Returns the side streams of a device, the same ones whenever it is asked for them."""
+    """Returns the side streams of a device, the same ones at each call."""
     if device.type == "cpu":
         return CopyStreams(InOrder(), InOrder())
     return CopyStreams(CopyStream(device), CopyStream(device))
 
 
 def host_tensor(like: Tensor, device: torch.device) -> Tensor:
-    """Returns room in the CPU's memory for a tensor's values, page-locked where an accelerator copies to it.
+    """Returns an uninitialised tensor in the CPU's memory, page-locked for an accelerator.
 
     Args:
-        like: gives shape, strides and dtype.
-        device: what copies to and from it.
+        like: Tensor whose shape, strides and dtype it has.
+        device: Device that copies to and from it.
     """
     return torch.empty_like(like, device="cpu", pin_memory=device.type != "cpu", requires_grad=False)

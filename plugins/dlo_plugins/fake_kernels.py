@@ -1,10 +1,10 @@
-"""Operators that torch has no kernel of for fake tensors, and that models train with all the same.
+"""Kernels on fake tensors for operators that models use and torch's `FakeTensorMode` does not support.
 
-A value that a forward asks for, of an assertion or a branch, is 0 or False: fake tensors have none. Where that leads a
-forward elsewhere, it does so on one rank as on many.
+A value that a forward reads, for an assertion or a branch, is 0 or False here, as fake tensors have no values. If that
+takes another branch of the forward, it does so on one rank as on many.
 
-`FakeTensorMode` (torch 2.11 to 2.15) knows `_grouped_mm`, the product of a mixture's experts, for half precision and
-strides in multiples of 16 bytes alone; the operator itself takes any on every device but the newest GPUs' own kernel.
+`FakeTensorMode` (torch 2.11 to 2.15) accepts `_grouped_mm`, the product of a mixture's experts, only in half precision
+and with strides that are multiples of 16 bytes. The operator itself has these limits only in the newest GPUs' kernel.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.utils._python_dispatch import TorchDispatchMode
 
-#: What a forward on fake tensors raises that cannot run without values: it says nothing of the model.
+#: Errors of a forward that cannot run without values; they do not show a fault of the model.
 UNSUPPORTED = (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -31,7 +31,7 @@ UNSUPPORTED = (
 
 
 class FakeKernels(TorchDispatchMode):
-    """Computes the shapes of these operators' results, and answers for values; entered inside a `FakeTensorMode`."""
+    """Mode that computes the shapes of these operators' results, and zeros for values; use it in a `FakeTensorMode`."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Runs one operator."""
@@ -61,18 +61,18 @@ def grouped_mm(
     """Returns an empty tensor of the shape of `torch.nn.functional.grouped_mm`: G groups of `[M, K] @ [K, N]`.
 
     Args:
-        a: `[G, M, K]`, or `[M, K]` with the groups' rows, or columns, one after the other.
-        b: `[G, K, N]`, or `[K, N]` likewise.
-        offs: `[G]`, where each group ends, if any operand has no dim of groups.
-        bias: does not count.
-        out_dtype: of the result; the operands' by default.
+        a: Left operand `[G, M, K]`, or `[M, K]` with the groups one after the other in its rows or columns.
+        b: Right operand `[G, K, N]`, or `[K, N]` with the groups one after the other in its rows or columns.
+        offs: Ends of the groups `[G]`, if an operand has no group dim.
+        bias: Bias; it does not change the shape.
+        out_dtype: Dtype of the result; the operands' by default.
 
     Raises:
-        RuntimeError: if the operands do not fit each other.
+        RuntimeError: If the inner dims of the operands differ.
     """
     if a.shape[-1] != b.shape[-2]:
         raise RuntimeError(f"grouped_mm needs operands [M, K] and [K, N], got {list(a.shape)} and {list(b.shape)}")
     shape = [a.shape[-2], b.shape[-1]]
-    if a.ndim == b.ndim:  # Groups lie along the inner dim of both, or both have a dim of them.
+    if a.ndim == b.ndim:  # Groups are along the inner dim of both, or both have a group dim.
         shape = [a.shape[0] if a.ndim == 3 or offs is None else offs.shape[0], *shape]
     return a.new_empty(shape, dtype=out_dtype or a.dtype)

@@ -1,9 +1,9 @@
-"""What to make of a learning-rate sweep: its rates, the smoothed loss, when to stop, and which rate to suggest.
+"""Mathematics of a learning-rate sweep: its rates, the smoothed loss, the stop, and the suggested rates.
 
 The sweep is Leslie N. Smith's range test ("Cyclical Learning Rates for Training Neural Networks", 2017,
-arXiv 1506.01186) in fastai's form (``fastai/callback/schedule.py``), whose constants and suggestions these are. It
-departs from fastai in three ways: the last step reaches the highest rate, a loss that may be negative does not stop the
-sweep at once, and ``valley`` never looks before the first point.
+arXiv 1506.01186) in fastai's form (``fastai/callback/schedule.py``), with fastai's constants and suggestions.
+Departures from fastai: the last step reaches the highest rate, a loss that may be negative does not stop the sweep at
+once, and ``valley`` does not read before the first point.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ def sweep_rates(min_lr: float, max_lr: float, steps: int) -> list[float]:
 
 @dataclasses.dataclass
 class Sweep:
-    """The points of a sweep, as they come.
+    """Points of a sweep, added one at a time.
 
     Attributes:
-        steps: how many points a whole sweep has.
-        beta: weight of the past in the smoothed loss, an exponential moving average corrected for its start at 0.
-        stop_factor: the sweep ends where the smoothed loss exceeds its lowest value by this factor.
-        rates: the learning rates so far.
-        losses: the loss at each.
-        smoothed: the smoothed loss at each; suggestions are made from it.
-        stopped: why it ended before its last step; None where it did not.
+        steps: Number of points of a complete sweep.
+        beta: Weight of the past in the smoothed loss, an exponential moving average corrected for its start at 0.
+        stop_factor: Factor over its lowest value at which the smoothed loss ends the sweep.
+        rates: Learning rates so far.
+        losses: Loss at each rate.
+        smoothed: Smoothed loss at each rate; suggestions use it.
+        stopped: Reason for which the sweep ended before its last step; None if it did not.
     """
 
     steps: int
@@ -45,7 +45,7 @@ class Sweep:
     _average: float = 0.0
 
     def add(self, rate: float, loss: float) -> bool:
-        """Takes the next point; returns whether to go on."""
+        """Adds the next point; returns whether to continue."""
         self.rates.append(rate)
         self.losses.append(loss)
         self._average = self.beta * self._average + (1 - self.beta) * loss
@@ -58,8 +58,11 @@ class Sweep:
         return self.stopped is None and len(self.rates) < self.steps
 
     def trimmed(self) -> tuple[list[float], list[float]]:
-        """Returns rates and smoothed losses without the first tenth of a whole sweep, where the average is still
-        young, the last five points, where the loss diverges, and what follows a NaN."""
+        """Returns rates and smoothed losses without both ends.
+
+        The first tenth of a complete sweep is left out, as the average has few values there; so are the last five
+        points, where the loss diverges, and everything from the first NaN on.
+        """
         kept = slice(self.steps // 10, -5)
         rates, losses = self.rates[kept], self.smoothed[kept]
         end = next((at for at, loss in enumerate(losses) if not math.isfinite(loss)), len(losses))
@@ -67,12 +70,12 @@ class Sweep:
 
 
 def valley(rates: Sequence[float], losses: Sequence[float]) -> float | None:
-    """Returns the rate in the middle of the longest falling stretch: at a third of it and a sixth more.
+    """Returns the rate in the middle of the longest falling stretch: at a third plus a sixth of its length.
 
-    The stretch is the longest strictly falling subsequence, which noise interrupts less than it does a run of
-    neighbours; it is placed as if it were without gaps before its last point.
+    The stretch is the longest strictly falling subsequence, which noise interrupts less than a run of neighbours. Its
+    position is computed as if it had no gaps before its last point.
     """
-    lengths: list[int] = []  # of the longest falling subsequence that ends at each point
+    lengths: list[int] = []  # length of the longest falling subsequence that ends at each point
     for at, loss in enumerate(losses):
         longest = max((lengths[before] for before in range(at) if losses[before] > loss), default=0)
         lengths.append(longest + 1)
@@ -85,13 +88,13 @@ def valley(rates: Sequence[float], losses: Sequence[float]) -> float | None:
 
 
 def steep(rates: Sequence[float], losses: Sequence[float]) -> float:
-    """Returns the rate where the loss falls fastest, by the logarithm of the rate."""
+    """Returns the rate with the steepest fall of the loss over the logarithm of the rate."""
     slopes = np.diff(np.asarray(losses)) / np.diff(np.log(rates))
     return rates[int(slopes.argmin())]
 
 
 def minimum(rates: Sequence[float], losses: Sequence[float]) -> float:
-    """Returns a tenth of the rate where the loss is lowest."""
+    """Returns a tenth of the rate with the lowest loss."""
     return rates[int(np.argmin(losses))] / 10
 
 
@@ -100,16 +103,16 @@ def slide(
 ) -> float | None:
     """Returns the rate at the left edge of an interval that slides down from the end of the curve.
 
-    It stops where the loss's slopes at its two edges agree, so before the loss bends upwards.
+    The interval stops where the slopes of the loss at its two edges agree, which is before the loss bends upwards.
 
     Args:
-        rates: the learning rates, ascending.
-        losses: the smoothed losses.
-        width: points between the two edges.
-        threshold: how far two slopes, in loss a point, may differ and still agree.
+        rates: Learning rates, ascending.
+        losses: Smoothed losses.
+        width: Number of points between the two edges.
+        threshold: Largest difference of two slopes that agree, in loss per point.
 
     Returns:
-        The rate; None where the curve is no wider than the interval.
+        The rate; None if the curve is not wider than the interval.
     """
     count = len(losses)
     if count <= width:
@@ -124,7 +127,7 @@ def slide(
     return rates[found]
 
 
-#: Each way to suggest a rate from a curve, by name; the first is the default.
+#: Methods that suggest a rate from a curve, by name; the first is the default.
 SUGGESTIONS: dict[str, Callable[[Sequence[float], Sequence[float]], float | None]] = {
     "valley": valley,
     "steep": steep,
@@ -134,13 +137,13 @@ SUGGESTIONS: dict[str, Callable[[Sequence[float], Sequence[float]], float | None
 
 
 def suggest(rates: Sequence[float], losses: Sequence[float]) -> dict[str, float | None]:
-    """Returns every suggestion for a curve, by name; None for one that the curve does not allow."""
+    """Returns all suggestions for a curve, by name; None for those that the curve does not allow."""
     if len(rates) < 2:
         return dict.fromkeys(SUGGESTIONS)
     return {name: method(rates, losses) for name, method in SUGGESTIONS.items()}
 
 
-def scaled(rates: Sequence[float], highest: float) -> list[float]:
-    """Returns rates of parameter groups with their ratios kept and ``highest`` as the highest; equal if all are 0."""
+def rescale_rates(rates: Sequence[float], highest: float) -> list[float]:
+    """Returns the groups' rates in the same ratios with ``highest`` as the highest; equal rates if all are 0."""
     top = max(rates)
     return [highest * rate / top for rate in rates] if top > 0 else [highest] * len(rates)

@@ -1,13 +1,13 @@
-"""The mathematics of MixUp and CutMix: what is drawn for a batch, and how images and targets are mixed by it.
+"""Mathematics of MixUp and CutMix: the random plan of a batch, and the mixing of images and targets.
 
 * MixUp: Zhang, Cisse, Dauphin, Lopez-Paz, "mixup: Beyond Empirical Risk Minimization", 2018 (arXiv 1710.09412).
 * CutMix: Yun, Han, Oh, Chun, Choe, Yoo, "CutMix: Regularization Strategy to Train Strong Classifiers with Localizable
   Features", 2019 (arXiv 1905.04899).
 
-The distribution is that of ``timm.data.mixup.Mixup``: the partner of an image is its mirror image in the order of the
-batch, and lambda is corrected for the part of a box that the border cuts off. Departures: the middle image of an odd
-batch, which is its own partner, is left alone (timm refuses odd batches); targets are float32 whatever the images are;
-MixUp rounds once (``lerp``) where timm rounds three times.
+The distribution is that of ``timm.data.mixup.Mixup``: an image's partner is at the mirrored position in the batch
+(first with last), and lambda is corrected for the part of a box outside the image. Departures: the middle image of an
+odd batch, which is its own partner, is not changed (timm refuses odd batches); targets are float32 whatever the
+images' dtype; MixUp rounds once (``lerp``) where timm rounds three times.
 
 Shapes: B images of a batch, N of a group, C classes, H x W pixels. A box is (top, bottom, left, right), the last row
 and column not included.
@@ -31,10 +31,10 @@ MODES: tuple[Mode, ...] = ("batch", "pair", "elem")
 
 @dataclasses.dataclass(frozen=True)
 class Recipe:
-    """What is drawn, and how often; see :class:`dlo_plugins.callbacks.batch_mix.BatchMix` for the fields.
+    """Distribution of the plans; see :class:`dlo_plugins.callbacks.batch_mix.BatchMix` for the fields.
 
     Raises:
-        DloError: on values out of range, and where nothing is left to mix.
+        DloError: If a value is out of range, or both MixUp and CutMix are off.
     """
 
     mixup_alpha: float = 0.8
@@ -47,20 +47,27 @@ class Recipe:
     def __post_init__(self) -> None:
         for name in ("mixup_alpha", "cutmix_alpha"):
             if getattr(self, name) < 0:
-                raise DloError(f"BatchMix: {name} is above 0, or 0 for off, but was {getattr(self, name)}")
+                raise DloError(
+                    f"BatchMix: {name} must be at least 0, got {getattr(self, name)}; 0 turns it off, 0.8 is usual"
+                )
         for name in ("prob", "switch_prob"):
             if not 0 <= getattr(self, name) <= 1:
-                raise DloError(f"BatchMix: {name} is a probability, 0 to 1, but was {getattr(self, name)}")
+                raise DloError(
+                    f"BatchMix: {name} must be a probability, 0 to 1, got {getattr(self, name)}; leave it out for the"
+                    " default"
+                )
         if self.mode not in MODES:
-            raise DloError(f"BatchMix: mode is one of {', '.join(MODES)}, but was {self.mode!r}")
+            raise DloError(f"BatchMix: mode must be one of {', '.join(MODES)}, got {self.mode!r}; batch is the default")
         minmax = self.cutmix_minmax
         if minmax is not None and not (len(minmax) == 2 and 0 < minmax[0] < minmax[1] <= 1):
             raise DloError(
-                "BatchMix: cutmix_minmax is two fractions of the image's height and width, the smaller one first and"
-                f" above 0, the larger one at most 1, such as [0.2, 0.8], but was {list(minmax)}"
+                "BatchMix: cutmix_minmax must be two fractions of the image's height and width, the smaller one first"
+                f" and above 0, the larger one at most 1, got {list(minmax)}; set [0.2, 0.8], for example"
             )
         if not self.mixes and not self.cuts:
-            raise DloError("BatchMix: mixup_alpha or cutmix_alpha is above 0, but both were 0; leave the callback out")
+            raise DloError(
+                "BatchMix: mixup_alpha or cutmix_alpha must be above 0, got 0 for both; leave the callback out"
+            )
 
     @property
     def mixes(self) -> bool:
@@ -74,16 +81,17 @@ class Recipe:
 
 
 class Plan(NamedTuple):
-    """How each image of a batch is mixed with its partner.
+    """Plan that mixes each image of a batch with its partner.
 
-    In its box an image becomes ``(1 - weight) * own + weight * partner``: a part of the image and weight 1 for CutMix,
-    all of the image and weight ``1 - lam`` for MixUp, and weight 0 where it is left alone.
+    Inside its box an image becomes ``(1 - weight) * own + weight * partner``. For CutMix the box is smaller than the
+    image and the weight is 1; for MixUp the box is the full image and the weight is ``1 - lam``. A weight of 0 leaves
+    the image unchanged.
 
     Attributes:
-        partner: int64 [B].
-        lam: float64 [B], the share of its own target.
-        weight: float64 [B].
-        boxes: int64 [B, 4]; None where each box is the whole image.
+        partner: Number of each image's partner, int64 [B].
+        lam: Weight of each image's own target, float64 [B].
+        weight: Weight of the partner's pixels inside the box, float64 [B].
+        boxes: Boxes, int64 [B, 4]; None if each box is the full image.
     """
 
     partner: np.ndarray
@@ -93,7 +101,7 @@ class Plan(NamedTuple):
 
 
 def clipped_boxes(lam: np.ndarray, centre_y: np.ndarray, centre_x: np.ndarray, height: int, width: int) -> np.ndarray:
-    """Returns boxes of the area ``1 - lam`` of the image and of its shape, cut off at its border: int64 [N, 4]."""
+    """Returns boxes of the image's aspect ratio and ``1 - lam`` of its area, clipped at its border: int64 [N, 4]."""
     side = np.sqrt(1 - lam)
     box_height, box_width = (height * side).astype(np.int64), (width * side).astype(np.int64)
     top, left = centre_y - box_height // 2, centre_x - box_width // 2
@@ -109,9 +117,9 @@ def clipped_boxes(lam: np.ndarray, centre_y: np.ndarray, centre_x: np.ndarray, h
 def minmax_boxes(
     minmax: tuple[float, float], count: int, height: int, width: int, random: np.random.Generator
 ) -> np.ndarray:
-    """Returns boxes within the image whose sides are uniform in ``minmax``, fractions of the image's: int64 [N, 4].
+    """Returns boxes inside the image with sides uniform in ``minmax``, fractions of the image's sides: int64 [N, 4].
 
-    As in timm the larger limit itself is left out, unless there is no pixel between the two.
+    As in timm, the larger limit itself is excluded, unless there is no pixel between the two.
     """
     sides, starts = [], []
     for length in (height, width):
@@ -122,15 +130,15 @@ def minmax_boxes(
     return np.stack([starts[0], starts[0] + sides[0], starts[1], starts[1] + sides[1]], axis=1)
 
 
-def draw(recipe: Recipe, size: int, height: int, width: int, random: np.random.Generator) -> Plan:
-    """Returns the plan of a group of ``size`` images: each is mixed with its mirror image in the group's order.
+def draw_plan(recipe: Recipe, size: int, height: int, width: int, random: np.random.Generator) -> Plan:
+    """Returns the plan of a group of images: each is mixed with the image at the mirrored position in the group.
 
     Args:
-        recipe: what to draw: once for the group, once for each pair, or once for each image.
-        size: images in the group.
-        height: of the images, in pixels; used for CutMix alone.
-        width: likewise.
-        random: where all random numbers come from.
+        recipe: Distribution of the plan; its mode says whether to draw for the group, for each pair or for each image.
+        size: Number of images in the group.
+        height: Height of the images in pixels; only CutMix uses it.
+        width: Width of the images in pixels; only CutMix uses it.
+        random: Generator of all random numbers.
     """
     places = np.arange(size)
     which = {"batch": np.zeros_like(places), "pair": np.minimum(places, places[::-1]), "elem": places}[recipe.mode]
@@ -157,13 +165,13 @@ def draw(recipe: Recipe, size: int, height: int, width: int, random: np.random.G
 def corrected(
     lam: np.ndarray, weight: np.ndarray, is_cut: np.ndarray, boxes: np.ndarray, area: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Returns (lam, weight), all [N], with lambda the share of the pixels that a box of CutMix leaves."""
+    """Returns (lam, weight), both [N]; for CutMix, lambda is the fraction of the pixels outside the box."""
     left = 1 - (boxes[:, 1] - boxes[:, 0]) * (boxes[:, 3] - boxes[:, 2]) / float(area)
     return np.where(is_cut, left, lam), np.where(is_cut, 1.0, weight)
 
 
-def join(plans: Sequence[Plan]) -> Plan:
-    """Returns the plan of a batch that consists of groups, from those of the groups."""
+def join_plans(plans: Sequence[Plan]) -> Plan:
+    """Returns the plan of a batch from the plans of its groups."""
     if len(plans) == 1:
         return plans[0]
     starts = np.cumsum([0, *(len(plan.lam) for plan in plans[:-1])])
@@ -174,7 +182,7 @@ def join(plans: Sequence[Plan]) -> Plan:
 
 
 class DevicePlan(NamedTuple):
-    """A :class:`Plan` as tensors on one device; ``other`` is ``1 - lam``. [B], and boxes [B, 4]."""
+    """:class:`Plan` as tensors [B] on one device, boxes [B, 4]; ``other`` is ``1 - lam``."""
 
     partner: Tensor
     lam: Tensor
@@ -184,12 +192,12 @@ class DevicePlan(NamedTuple):
 
 
 def to_device(plan: Plan, device: torch.device) -> DevicePlan:
-    """Returns the plan on a device, through one copy that nobody waits for."""
+    """Returns the plan on a device, by one asynchronous copy."""
     columns = [plan.partner, plan.lam, 1 - plan.lam, plan.weight]
     columns += [] if plan.boxes is None else list(plan.boxes.T)
     packed = torch.from_numpy(np.stack(columns).astype(np.float32))  # whole numbers are exact up to 2**24
     if device.type == "cuda":
-        # Pinned memory is what makes the copy asynchronous; torch keeps it until the copy is done.
+        # Pinned memory makes the copy asynchronous; torch keeps it alive until the copy is complete.
         packed = packed.pin_memory().to(device, non_blocking=True)
     else:
         packed = packed.to(device)
@@ -201,10 +209,10 @@ def soft_targets(targets: Tensor, num_classes: int, smoothing: float, multi_labe
     """Returns float32 targets [B, C] with label smoothing (Szegedy et al. 2016, arXiv 1512.00567).
 
     Args:
-        targets: class indices [B], or dense targets [B, C].
-        num_classes: C.
-        smoothing: the share that is spread evenly over the classes.
-        multi_label: each class is a yes or no of its own, smoothed towards 0.5; dense targets only.
+        targets: Class indices [B], or dense targets [B, C].
+        num_classes: Number of classes, C.
+        smoothing: Fraction of each target that is spread evenly over the classes.
+        multi_label: Whether each class is a binary target, smoothed towards 0.5; dense targets only.
     """
     if targets.ndim == 1:
         off = smoothing / num_classes
@@ -219,13 +227,13 @@ def mix_targets(soft: Tensor, plan: DevicePlan) -> Tensor:
 
 
 def mix_images(images: Tensor, plan: Plan, on_device: DevicePlan, *, in_place: bool) -> Tensor:
-    """Returns the mixed images, in the way that is fastest on their device.
+    """Returns the mixed images, by the fastest method for their device.
 
     Args:
-        images: floating point, [B, ..., H, W], or [B, ...] for a plan without boxes; in any memory format.
-        plan: how to mix.
-        on_device: the same, on the images' device.
-        in_place: whether a CPU may write to ``images``; an accelerator never does.
+        images: Floating-point images [B, ..., H, W], or [B, ...] for a plan without boxes; in any memory format.
+        plan: Plan of the batch.
+        on_device: Same plan on the images' device.
+        in_place: Whether a CPU may write to ``images``; an accelerator never does.
     """
     if images.device.type != "cpu":
         return mix_by_mask(images, on_device)
@@ -233,7 +241,7 @@ def mix_images(images: Tensor, plan: Plan, on_device: DevicePlan, *, in_place: b
 
 
 def mix_by_mask(images: Tensor, plan: DevicePlan) -> Tensor:
-    """Returns the mixed images from one vectorised expression, without a loop over images or a wait for the device."""
+    """Returns the mixed images by one vectorised expression, without a loop over images or a synchronisation."""
     shape = [len(images), *[1] * (images.ndim - 1)]
     weight = plan.weight.view(shape)
     if plan.boxes is not None:
@@ -243,13 +251,13 @@ def mix_by_mask(images: Tensor, plan: DevicePlan) -> Tensor:
         inside = in_rows[:, :, None] & in_columns[:, None, :]
         weight = weight * inside.view(*shape[:-2], *images.shape[-2:])
     partners = images[plan.partner]
-    if images.dtype in (torch.float16, torch.bfloat16):  # a weight of their precision would differ from lambda
+    if images.dtype in (torch.float16, torch.bfloat16):  # a weight in this precision would differ from lambda
         return torch.lerp(images.float(), partners.float(), weight).to(images.dtype)
     return torch.lerp(images, partners, weight.to(images.dtype), out=partners)
 
 
 def mix_pairs_(images: Tensor, plan: Plan) -> Tensor:
-    """Mixes images in place, pair by pair, and returns them: a pair fits the cache of a CPU, a batch does not."""
+    """Mixes images in place, pair by pair, and returns them: a pair fits in the cache of a CPU, a batch does not."""
     boxes, weight = plan.boxes, plan.weight.tolist()
     pairs = [(one, other) for one, other in enumerate(plan.partner.tolist()) if one < other]
     pairs = [(one, other) for one, other in pairs if weight[one] or weight[other]]
@@ -273,7 +281,7 @@ def mix_pairs_(images: Tensor, plan: Plan) -> Tensor:
 
 
 def _swap(one: Tensor, other: Tensor, weight: float, other_weight: float, scratch: Tensor) -> None:
-    """Mixes two parts with what the other one was."""
+    """Mixes two tensors in place, each with the other's old values."""
     _blend(one, other, weight, out=scratch)
     _blend(other, one, other_weight)
     one.copy_(scratch)
@@ -294,7 +302,7 @@ def _cut(images: Tensor, box: list[int]) -> Tensor:
 
 
 class _Cutter:
-    """Cuts boxes out of the images of a batch, in half the time of indexing: a pair needs up to four."""
+    """Views of boxes in a batch's images, in half the time of indexing; a pair needs up to four."""
 
     def __init__(self, images: Tensor) -> None:
         self.images, self.start, self.leading = images, images.storage_offset(), images.shape[1:-2]
@@ -307,6 +315,6 @@ class _Cutter:
 
 
 def _is_dense(tensor: Tensor) -> bool:
-    """Returns whether a tensor's elements fill their memory once each, as those of an expanded tensor do not."""
+    """Returns whether the elements have memory of their own without gaps, which those of an expanded tensor do not."""
     extent = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return extent == tensor.numel()

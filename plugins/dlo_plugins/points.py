@@ -1,4 +1,4 @@
-"""Points of a run as a config writes them: epochs, percents of the run, or samples."""
+"""Points of a run in a config: epochs, percentages of the run, or samples."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ _FORM = re.compile(r"(\d+(?:[._]\d+)*(?:e\d+)?)\s*(%|epochs?|samples?)?", re.IGN
 
 @dataclass(frozen=True)
 class Point:
-    """A point of a run.
+    """Point of a run.
 
     Attributes:
-        value: how many of the unit lie before it.
-        unit: ``epochs``, ``runs`` (the value is then a fraction, 0 to 1) or ``samples`` of all ranks.
+        value: Number of units before the point.
+        unit: Unit: ``epochs``, ``runs`` (the value is then a fraction, 0 to 1) or ``samples`` of all ranks.
     """
 
     value: float
     unit: Literal["epochs", "runs", "samples"]
 
     def reached(self, at: Position, max_epochs: float) -> bool:
-        """Returns whether a batch that begins at ``at`` lies at or after this point."""
+        """Returns whether a batch that begins at ``at`` is at this point or after it."""
         return self.distance(at, max_epochs) >= 0
 
     def distance(self, at: Position, max_epochs: float) -> float:
-        """Returns by how much of its unit ``at`` lies after this point; negative before it."""
+        """Returns the distance from this point to ``at`` in the point's unit; negative before the point."""
         if self.unit == "samples":
             return at.epoch * at.size + at.samples - self.value
         return at.epochs - self.value * (max_epochs if self.unit == "runs" else 1.0)
@@ -43,45 +43,50 @@ class Point:
 
 
 def parse_point(point: str | int | float, what: str) -> Point:
-    """Returns the point that a config names: ``3`` or ``"3 epochs"``, ``"50%"``, ``"500_000 samples"``.
+    """Returns the point for a config's value: ``3`` or ``"3 epochs"``, ``"50%"``, ``"500_000 samples"``.
 
     Args:
-        point: a number without a unit is of epochs.
-        what: whose it is, for the message.
+        point: Value of the config; a number without a unit counts epochs.
+        what: Name of the option, for the message.
 
     Raises:
-        DloError: if it is none of these forms, or a percentage above 100.
+        DloError: If it has another form, or is a percentage above 100.
     """
     found = _FORM.fullmatch(str(point).strip())
     if found is None:
-        raise DloError(f"{what}: a point is like 3, '3 epochs', '50%' or '500000 samples', but was {point!r}")
+        raise DloError(
+            f"{what}: a point must be like 3, '3 epochs', '50%' or '500000 samples', got {point!r}; write it so"
+        )
     value, unit = float(found[1].replace("_", "")), (found[2] or "epochs").lower()
     if unit == "%":
         if value > 100:
-            raise DloError(f"{what}: a point lies within the run, at most '100%', but was {point!r}")
+            raise DloError(f"{what}: a point must be within the run, got {point!r}; set '100%' or less")
         return Point(value / 100, "runs")
     return Point(value, "samples" if unit.startswith("sample") else "epochs")
 
 
 def any_percentage(points: Iterable[Point]) -> bool:
-    """Returns whether any point is a part of the run."""
+    """Returns whether any point is a percentage of the run."""
     return any(point.unit == "runs" for point in points)
 
 
 def check_max_epochs(points: list[Point], max_epochs: int | None, what: str) -> float:
-    """Returns how many epochs the run has, infinite where percentages do not ask.
+    """Returns the number of epochs of the run; infinite if ``trainer.max_epochs`` is not set and no point needs it.
 
     Raises:
-        DloError: if a point is a percentage and ``trainer.max_epochs`` sets no end.
+        DloError: If a point is a percentage and ``trainer.max_epochs`` is not set.
     """
     if max_epochs is not None and max_epochs >= 0:
         return float(max_epochs)
     if any_percentage(points):
-        raise DloError(f"{what}: a percentage needs trainer.max_epochs; set it, or give epochs or samples")
+        raise DloError(
+            f"{what}: trainer.max_epochs must be set for a point in percent, got {max_epochs}; set it, or use epochs or"
+            " samples"
+        )
     return float("inf")
 
 
-def latest(steps: Mapping[Point, Value], at: Position, max_epochs: float) -> Value | None:
+def value_at(steps: Mapping[Point, Value], at: Position, max_epochs: float) -> Value | None:
     """Returns the value of the last point that ``at`` has reached, in the order of the run; None before the first."""
     in_order = sorted(steps, key=lambda point: point.epochs(at.size, max_epochs))
     reached = [point for point in in_order if point.reached(at, max_epochs)]

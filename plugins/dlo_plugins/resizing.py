@@ -1,4 +1,4 @@
-"""The mathematics of images that grow: the size at each place in a run, and the resizing of batches.
+"""Mathematics of progressive resizing: the image size at each position of a run, and the resizing of batches.
 
 Progressive resizing is fast.ai's (DAWNBench 2018); Tan and Le 2021, "EfficientNetV2" (arXiv 2104.00298) grow the size
 in stages. Both start small, where a step is cheap, and end at the size that counts.
@@ -17,24 +17,24 @@ from torch.nn import functional as F
 
 from dlo_framework.data import Position
 from dlo_framework.errors import DloError
-from dlo_plugins.points import Point, latest
+from dlo_plugins.points import Point, value_at
 
-_EPSILON = 1e-9  # relative; keeps a rounding error from holding a step of growth back by a batch
+_EPSILON = 1e-9  # relative; a rounding error must not delay a step of growth by a batch
 
 
 @dataclass(frozen=True)
 class Steps:
-    """Sizes that begin at given points.
+    """Schedule of sizes that begin at given points.
 
     Attributes:
-        sizes: height and width in pixels from each point on, in any order.
+        sizes: Height and width in pixels from each point on, in any order.
     """
 
     sizes: dict[Point, int]
 
     def size_at(self, at: Position, max_epochs: float) -> int:
         """Returns the size of a batch that begins at ``at``."""
-        size = latest(self.sizes, at, max_epochs)
+        size = value_at(self.sizes, at, max_epochs)
         assert size is not None, "one of the points is the start of the run"
         return size
 
@@ -43,7 +43,7 @@ class Steps:
         return sorted(set(self.sizes.values()))
 
     def final_size(self, size: int, max_epochs: float) -> int:
-        """Returns the last size, in a run of epochs of ``size`` samples."""
+        """Returns the last size, in a run with epochs of ``size`` samples."""
         return self.sizes[max(self.sizes, key=lambda point: point.epochs(size, max_epochs))]
 
     def points(self) -> list[Point]:
@@ -53,16 +53,16 @@ class Steps:
 
 @dataclass(frozen=True)
 class Growth:
-    """A size that grows from one point to another, and stays as it is before and after.
+    """Schedule of a size that grows from one point to another, and is constant before and after.
 
     Attributes:
-        start: height and width at first, in pixels.
-        end: and at last.
-        begin: where it begins to grow.
-        finish: where it has its last size.
-        multiple: sizes are rounded down to multiples of it.
-        stages: equally long stages of one size each (EfficientNetV2), the first and the last size among them; None
-            to grow in proportion to the samples seen.
+        start: First height and width, in pixels.
+        end: Last height and width, in pixels.
+        begin: Point at which the growth begins.
+        finish: Point at which the last size is reached.
+        multiple: Multiple in pixels to which sizes are rounded down.
+        stages: Number of equally long stages with one size each (EfficientNetV2), including the first and the last
+            size; None to grow in proportion to the samples seen.
     """
 
     start: int
@@ -80,7 +80,7 @@ class Growth:
         return self._size(max(0.0, (at.epochs - begin) / (finish - begin)))
 
     def _size(self, grown: float) -> int:
-        """Returns the size where ``grown`` of the way is done, 0 to 1."""
+        """Returns the size at a fraction of the growth, ``grown`` between 0 and 1."""
         if self.stages is not None:
             grown = min(math.floor(grown * self.stages * (1 + _EPSILON)), self.stages - 1) / (self.stages - 1)
         return round_down((self.start + grown * (self.end - self.start)) * (1 + _EPSILON), self.multiple)
@@ -102,31 +102,31 @@ class Growth:
 
 
 def round_down(size: float, multiple: int) -> int:
-    """Returns the largest multiple that is not above ``size``, but never 0."""
+    """Returns the largest multiple of at most ``size``, and at least one multiple."""
     return max(multiple, math.floor(size / multiple) * multiple)
 
 
 def check_multiples(sizes: Iterable[int], multiple: int, what: str) -> None:
-    """Checks that sizes can be what they are said to be.
+    """Checks that sizes are multiples of ``multiple``.
 
     Raises:
-        DloError: with the nearest sizes that can.
+        DloError: If one is not; the message has the nearest multiples.
     """
     for size in sizes:
         if size < 1 or size % multiple:
             down = max(0, size // multiple * multiple)
             near = " or ".join(str(fit) for fit in (down, down + multiple) if fit)
-            raise DloError(f"{what}: sizes are multiples of {multiple} pixels, given {size}; use {near}")
+            raise DloError(f"{what}: sizes must be multiples of {multiple} pixels, got {size}; set {near}")
 
 
 # --- batches -----------------------------------------------------------------------------------------------
 
 
 def images_of(batch: Any, image_key: str) -> Tensor:
-    """Returns the images of a batch, [B, C, H, W]: the batch itself, its first item, or that of a name.
+    """Returns the images of a batch, [B, C, H, W]: the batch itself, its first item, or a dict's item by key.
 
     Raises:
-        DloError: if there are none.
+        DloError: If the batch has no images there.
     """
     found = batch
     if isinstance(batch, dict):
@@ -137,13 +137,13 @@ def images_of(batch: Any, image_key: str) -> Tensor:
         return found
     held = f"a dict of {', '.join(map(repr, batch))}" if isinstance(batch, dict) else f"a {type(batch).__name__}"
     raise DloError(
-        "ProgressiveResizing: a batch holds images [B, C, H, W] as its first item, or under image_key where it is a"
-        f" dict; found none in {held}, with image_key: {image_key!r}"
+        "ProgressiveResizing: a batch must have images [B, C, H, W] as its first item, or under image_key in a dict,"
+        f" got none in {held} with image_key: {image_key!r}; set image_key, or return the images first"
     )
 
 
 def with_images(batch: Any, images: Tensor, image_key: str) -> Any:
-    """Returns the batch with other images; the one given stays as it is."""
+    """Returns a copy of the batch with other images."""
     if isinstance(batch, dict):
         changed = dict(batch)
         changed[image_key] = images
@@ -156,19 +156,19 @@ def with_images(batch: Any, images: Tensor, image_key: str) -> Any:
 
 
 def resized_sides(height: int, width: int, size: int, multiple: int) -> tuple[int, int]:
-    """Returns the height and width that make ``size`` the shorter side: the aspect ratio stays, but for rounding."""
+    """Returns the height and width with ``size`` as the shorter side, at the same aspect ratio up to rounding."""
     shorter = min(height, width)
     sides = (size if side == shorter else round_down(side * size / shorter, multiple) for side in (height, width))
     return next(sides), next(sides)
 
 
 def resize_images(images: Tensor, height: int, width: int) -> Tensor:
-    """Returns images in another size, bilinear and antialiased, of the same dtype and memory format.
+    """Returns images in another size, bilinear and antialiased, in the same dtype and memory format.
 
     Args:
-        images: [B, C, H, W]; integers are rounded.
-        height: of the result.
-        width: likewise.
+        images: Images [B, C, H, W]; integers are rounded.
+        height: Height of the result in pixels.
+        width: Width of the result in pixels.
     """
     if images.shape[-2:] == (height, width):
         return images

@@ -1,4 +1,4 @@
-"""Learning rates that are scaled for one optimizer step, and come back after it."""
+"""Scaling of learning rates for a single optimizer step."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ _UNSCALED = "dlo_unscaled_lr"
 
 
 def scale_rates(optimizer: Optimizer, factor: float) -> None:
-    """Multiplies the rates of an optimizer's groups, which remember them."""
+    """Multiplies the rates of an optimizer's groups, and stores the old ones in the groups."""
     if factor != 1.0:
         for group in optimizer.param_groups:
             group[_UNSCALED] = group["lr"]
@@ -16,7 +16,7 @@ def scale_rates(optimizer: Optimizer, factor: float) -> None:
 
 
 def restore_rates(optimizer: Optimizer) -> None:
-    """Gives the groups the rates back that :func:`scale_rates` has found, if it has."""
+    """Restores the rates from before :func:`scale_rates`, if it was called."""
     for group in optimizer.param_groups:
         if _UNSCALED in group:
             group["lr"] = group.pop(_UNSCALED)

@@ -237,7 +237,7 @@ def _elsewhere(rank: int, world_size: int, folder: Path) -> list[Any]:
             module, _ = train(
                 optimizer, method, settings=settings, strategy=strategy, resume=folder / name, steps=30, seed=5
             )
-        told = [str(warning.message) for warning in caught if "errors of compression" in str(warning.message)]
+        told = [str(warning.message) for warning in caught if "compression errors" in str(warning.message)]
         equal = not isinstance(strategy, str) or same_on_all_ranks(module)
         found.append((told, equal, module.losses[0], sum(module.losses[-5:]) / 5))
     leave_group()
@@ -322,12 +322,12 @@ def _refused(rank: int, world_size: int) -> list[str]:
 
 def test_what_cannot_work_is_refused_with_the_fix() -> None:
     wanted = [
-        "compresses the all-reduce of strategy ddp, but ZeroStrategy has none",
-        "one_bit needs OneBitAdam or OneBitLamb, but the optimizer is AdamW",
+        "strategy must be ddp, whose all-reduce it compresses, got ZeroStrategy",
+        "OneBitAdam or OneBitLamb for method one_bit, got AdamW",
         "optimizer",
-        "follows the steps of automatic optimization, but Net optimizes by hand",
-        "WeightEMA would average those of one rank",
-        "node_size 3 does not divide 2 ranks",
+        "automatic for method one_bit, got Net, which optimizes manually",
+        "must not be post_local_sgd with WeightEMA",
+        "node_size must divide the 2 ranks, got 3; set 1",
     ]
     for found in run_distributed(_refused, 2):
         for text, part in zip(found, wanted, strict=True):

@@ -82,7 +82,7 @@ def test_a_recipe_with_mixing_and_dropout_is_the_same_on_two_ranks(dlo):
     (dlo.folder / "mixed.yaml").write_text(MIXED)
     out = dlo("parity", "--config", "mixed.yaml", "--steps", "5").stdout
     assert "PARITY: ddp on 2 ranks: 5 steps within 1e-05" in out
-    assert "BatchMix: each rank's batch is mixed for itself, in one process too: equal" in out
+    assert "BatchMix: each rank's batch is mixed separately, in one process too: equal" in out
     assert "model: no dropout (2 DropPath, 1 Dropout)" in out
     assert "ProgressiveResizing: a percentage is of the run's 3 epochs, not of these steps" in out
     assert "LRFinder: left out; it acts before training" in out

@@ -4,7 +4,17 @@ import numpy as np
 import pytest
 import torch
 
-from dlo_plugins.mixing import MODES, Recipe, draw, join, mix_images, mix_pairs_, mix_targets, soft_targets, to_device
+from dlo_plugins.mixing import (
+    MODES,
+    Recipe,
+    draw_plan,
+    join_plans,
+    mix_images,
+    mix_pairs_,
+    mix_targets,
+    soft_targets,
+    to_device,
+)
 
 pytestmark = [
     pytest.mark.gpu,
@@ -35,7 +45,9 @@ data: {class_path: DigitsData, init_args: {image_size: 16, batch_size: 64, chann
 def plan_of(mode: str, size: int = 16):
     """Of two groups, the second one odd."""
     random = np.random.default_rng(0)
-    return join([draw(Recipe(mode=mode), part, 24, 32, random) for part in (size // 2 + 1, size - size // 2 - 1)])
+    return join_plans(
+        [draw_plan(Recipe(mode=mode), part, 24, 32, random) for part in (size // 2 + 1, size - size // 2 - 1)]
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])

@@ -14,7 +14,7 @@ from dlo_framework.data import ResumableDataModule
 from dlo_framework.errors import DloError
 from dlo_plugins.callbacks.batch_mix import BatchMix
 from dlo_plugins.callbacks.dynamic_batch_size import DynamicBatchSize
-from dlo_plugins.mixing import join
+from dlo_plugins.mixing import join_plans
 
 CLASSES, SAMPLES, BATCH = 3, 52, 5  # 10 batches of an odd size an epoch
 
@@ -263,7 +263,7 @@ def test_ranks_and_batches_draw_differently_and_groups_do_not_depend_on_ranks():
     plans = [callback.plan(number, rank, shape) for number in range(3) for rank in range(2)]
     assert len({tuple(plan.lam) for plan in plans}) == 6
     one = callback.plan(1, 0, torch.Size([8, 1, 6, 6]))
-    two = join([callback.plan(1, rank, shape) for rank in range(2)])
+    two = join_plans([callback.plan(1, rank, shape) for rank in range(2)])
     assert all(np.array_equal(a, b) for a, b in zip(one, two, strict=True))
     assert one.partner.tolist() == [3, 2, 1, 0, 7, 6, 5, 4]
 
@@ -293,8 +293,8 @@ def test_a_seed_of_its_own_holds_over_that_of_the_checkpoint():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"label_smoothing": 1.0}, r"label_smoothing lies in \[0, 1\)"),
-        ({"num_classes": 1}, "at least 2, but was 1"),
+        ({"label_smoothing": 1.0}, r"label_smoothing must be in \[0, 1\)"),
+        ({"num_classes": 1}, "at least 2, got 1"),
         ({"off_epochs": -1}, "at least 0"),
         ({"seed": -1}, "at least 0"),
         ({"group_size": 1}, "at least 2 images"),
@@ -310,7 +310,7 @@ def test_label_smoothing_twice_is_refused_before_training():
     for module in (Net(label_smoothing=0.2), Net()):
         if not hasattr(module, "label_smoothing"):
             module.hparams["label_smoothing"] = 0.2
-        with pytest.raises(DloError, match=r"BatchMix has label_smoothing 0.1 and Net has label_smoothing 0.2"):
+        with pytest.raises(DloError, match=r"got 0.1 in BatchMix and 0.2 in Net"):
             fit(BatchMix(label_smoothing=0.1), module=module)
         assert module.losses == []
         fit(BatchMix(), module=module)
@@ -322,7 +322,7 @@ def test_smooth_targets_that_a_threshold_does_not_tell_apart_are_refused(thresho
     if fits:
         fit(BatchMix(label_smoothing=0.1), module=module)
         return
-    with pytest.raises(DloError, match=f"bce_threshold {threshold}.* set label_smoothing to 0"):
+    with pytest.raises(DloError, match=f"bce_threshold .* got {threshold}; set label_smoothing to 0"):
         fit(BatchMix(label_smoothing=0.1), module=module)
     assert module.losses == []
     fit(BatchMix(), module=module)
@@ -333,7 +333,7 @@ def test_a_run_of_no_epochs_has_an_end():
 
 
 def test_off_epochs_need_an_end():
-    with pytest.raises(DloError, match="are both unlimited"):
+    with pytest.raises(DloError, match="got neither; set one of them"):
         fit(BatchMix(off_epochs=1), max_epochs=-1)
 
 
@@ -341,22 +341,26 @@ def test_off_epochs_need_an_end():
     ("callback", "data", "message"),
     [
         (BatchMix(), loader(), r"set num_classes \(the first batch has classes up to 2\)"),
-        (BatchMix(num_classes=2), loader(), r"0\.\.1, but the first batch has 0\.\.2"),
-        (BatchMix(num_classes=4), Data(), "num_classes is BatchMix 4, Data 3"),
-        (BatchMix(num_classes=3, multi_label=True), loader(), "multi_label targets are dense"),
-        (BatchMix(num_classes=3, target_key=2), loader(), "a list of 2 and has no 2"),
+        (BatchMix(num_classes=2), loader(), r"0\.\.1, got 0\.\.2 in the first batch"),
+        (BatchMix(num_classes=4), Data(), "num_classes must be the same everywhere, got BatchMix 4, Data 3"),
+        (BatchMix(num_classes=3, multi_label=True), loader(), "multi_label targets must be dense"),
+        (BatchMix(num_classes=3, target_key=2), loader(), "a list of 2 without 2"),
         (
             BatchMix(num_classes=3, image_key="fotos", target_key="labels"),
             DataLoader([{"photos": torch.zeros(1, 2, 2), "labels": 1}] * 4),
-            "a dict with 'photos', 'labels' and has no 'fotos'; did you mean 'photos'",
+            "a dict with 'photos', 'labels' without 'fotos'; did you mean 'photos'",
         ),
         (
             BatchMix(num_classes=3),
             DataLoader([(torch.zeros(1, 2, 2, dtype=torch.uint8), 1)] * 4),
-            r"floating-point images .* was torch.uint8 \[1, 1, 2, 2\]",
+            r"floating-point images .* got torch.uint8 \[1, 1, 2, 2\]",
         ),
-        (BatchMix(), DataLoader([(torch.zeros(1, 2, 2), torch.zeros(2, 2))] * 4), r"was \[1, 2, 2\]; set target_key"),
-        (BatchMix(num_classes=3), DataLoader([(torch.zeros(1, 2, 2), torch.ones(2))] * 4), "targets have 2 columns"),
+        (BatchMix(), DataLoader([(torch.zeros(1, 2, 2), torch.zeros(2, 2))] * 4), r"got \[1, 2, 2\]; set target_key"),
+        (
+            BatchMix(num_classes=3),
+            DataLoader([(torch.zeros(1, 2, 2), torch.ones(2))] * 4),
+            "the 2 columns of the dense targets, got 3; set num_classes: 2",
+        ),
     ],
 )
 def test_batches_that_do_not_fit_are_refused_at_the_first_one(callback, data, message):

@@ -41,7 +41,7 @@ def test_what_is_no_point_is_refused(text):
 
 
 def test_a_percentage_of_a_run_without_an_end_is_refused():
-    with pytest.raises(DloError, match=r"needs trainer\.max_epochs"):
+    with pytest.raises(DloError, match=r"trainer\.max_epochs must be set"):
         check_max_epochs([parse_point("50%", "x")], -1, "x")
     assert check_max_epochs([parse_point(3, "x")], -1, "x") == math.inf
 
@@ -71,10 +71,10 @@ def test_the_noise_of_sgd_falls_as_under_the_exponential_schedule_that_is_replac
     ("decay", "message"),
     [
         (LRDecay(factor=1.5, at=[1]), "between 0 and 1"),
-        (LRDecay(factor=0.1), "one only"),
-        (LRDecay(factor=0.1, at=[1], every=1), "one only"),
+        (LRDecay(factor=0.1), "got neither; set one"),
+        (LRDecay(factor=0.1, at=[1], every=1), "got both; leave out one"),
         (LRDecay(factor=0.1, every=0), "above 0"),
-        (LRDecay(factor=0.1, at=["soon"]), "a point is like"),
+        (LRDecay(factor=0.1, at=["soon"]), "a point must be like"),
     ],
 )
 def test_decays_out_of_range_are_refused(decay, message):

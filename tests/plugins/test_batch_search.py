@@ -11,12 +11,12 @@ from dlo_framework.errors import DloError
 from dlo_plugins.batch_search import (
     Budget,
     Pool,
-    first_samples,
+    concat_batches,
+    count_samples,
+    find_largest,
     is_out_of_memory,
-    joined,
     keep_global_batch,
-    largest,
-    samples,
+    slice_batch,
 )
 
 
@@ -29,7 +29,7 @@ def test_the_largest_is_found_in_few_trials(bound, start, limit):
         tried.append(size)
         return size <= bound
 
-    assert largest(fits, start, limit) == min(bound, limit)
+    assert find_largest(fits, start, limit) == min(bound, limit)
     assert len(tried) == len(set(tried)) <= 2 * math.log2(limit) + 3
 
 
@@ -42,7 +42,7 @@ def test_powers_of_two_only(bound, start, limit):
         tried.append(size)
         return size <= bound
 
-    found = largest(fits, start, limit, powers=True)
+    found = find_largest(fits, start, limit, powers=True)
     top = min(bound, limit)
     assert found == (2 ** int(math.log2(top)) if top else 0)
     assert all(size.bit_count() == 1 for size in tried)
@@ -51,7 +51,7 @@ def test_powers_of_two_only(bound, start, limit):
 
 def test_the_order_of_trials():
     tried = []
-    assert largest(lambda size: tried.append(size) or size <= 37, 8, 1000) == 37
+    assert find_largest(lambda size: tried.append(size) or size <= 37, 8, 1000) == 37
     assert tried == [8, 16, 32, 64, 48, 40, 36, 38, 37]
 
 
@@ -103,7 +103,7 @@ def test_batches_of_any_size_are_made_of_the_loaders():
 
     count = iter(range(3, 30, 3))
     pool = Pool(lambda: batch(next(count)), batch(0))
-    assert samples(pool.batch(2)) == 2
+    assert count_samples(pool.batch(2)) == 2
     made = pool.batch(7)
     assert made["x"][0].tolist() == list(range(7))
     assert made["x"][1].y.tolist() == list(range(0, 21, 3))
@@ -116,13 +116,13 @@ def test_batches_of_any_size_are_made_of_the_loaders():
 
 def test_a_batch_has_memory_of_its_own():
     batch = torch.ones(4)
-    part = first_samples(batch, 2)
+    part = slice_batch(batch, 2)
     part.zero_()
     assert batch.tolist() == [1] * 4
 
 
 def test_samples_of_different_shapes_are_refused():
-    with pytest.raises(DloError, match="differ in shape"):
-        joined([torch.zeros(2, 3), torch.zeros(2, 4)])
-    with pytest.raises(DloError, match="gave a str"):
-        samples("text")
+    with pytest.raises(DloError, match="must have one shape"):
+        concat_batches([torch.zeros(2, 3), torch.zeros(2, 4)])
+    with pytest.raises(DloError, match="got a str"):
+        count_samples("text")

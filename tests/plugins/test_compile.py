@@ -20,7 +20,7 @@ from dlo_framework.watch.flops import is_compiled
 from dlo_framework.watch.monitor import RunMonitor
 from dlo_plugins.callbacks import compile as compiling
 from dlo_plugins.callbacks.compile import Compile
-from dlo_plugins.compile_parts import compile_in_place, compiled_call, parts_to_compile, set_compiled_call
+from dlo_plugins.compile_parts import compile_in_place, compiled_call, modules_to_compile, set_compiled_call
 from dlo_tasks.llm.causal_lm import CausalLM
 from support.token_batches import FAMILIES, Tokens
 
@@ -221,7 +221,7 @@ def test_sizes_past_the_limit_run_uncompiled_and_that_is_said(capsys):
     Trainer(accelerator="cpu", callbacks=[callback], reload_dataloaders_every_n_epochs=1, **options).fit(Sizes())
     assert callback.tally.graphs == 8
     assert len(CALLS) == 8
-    assert "more than max_sizes=8 sizes came" in capsys.readouterr().out
+    assert "more than max_sizes=8 input sizes" in capsys.readouterr().out
 
 
 def test_parts():
@@ -231,17 +231,17 @@ def test_parts():
             self.encoder, self.activation = nn.Linear(2, 2), nn.ReLU()
             self.heads = nn.ModuleDict({"a": nn.Linear(2, 1), "more": nn.ModuleList([nn.Linear(2, 3)])})
 
-    assert list(parts_to_compile(Several(), "model")) == ["encoder", "heads.a", "heads.more.0"]
-    assert list(parts_to_compile(Plain(), "blocks")) == ["net.blocks.0", "net.blocks.1"]
+    assert list(modules_to_compile(Several(), "model")) == ["encoder", "heads.a", "heads.more.0"]
+    assert list(modules_to_compile(Plain(), "blocks")) == ["net.blocks.0", "net.blocks.1"]
     task = Own()
     task.configure_model()
-    assert list(parts_to_compile(task, "model")) == ["model"]
-    assert list(parts_to_compile(task, "blocks")) == ["model.blocks.0", "model.blocks.1"]
-    with pytest.raises(DloError, match="has no child module with parameters"):
-        parts_to_compile(LightningModule(), "model")
+    assert list(modules_to_compile(task, "model")) == ["model"]
+    assert list(modules_to_compile(task, "blocks")) == ["model.blocks.0", "model.blocks.1"]
+    with pytest.raises(DloError, match="must have a child module with parameters"):
+        modules_to_compile(LightningModule(), "model")
     task.parallel_plan = lambda: ParallelPlan()
-    with pytest.raises(DloError, match="names no blocks"):
-        parts_to_compile(task, "blocks")
+    with pytest.raises(DloError, match="needs a parallel plan with blocks, got none"):
+        modules_to_compile(task, "blocks")
 
 
 # --- what it leaves alone ----------------------------------------------------------------------------------

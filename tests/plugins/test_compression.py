@@ -198,9 +198,9 @@ def test_torchs_batched_powersgd_cannot_run():
     ("make", "message"),
     [
         (lambda: GradientCompression("onebit"), "unknown method 'onebit'; did you mean 'one_bit'"),
-        (lambda: GradientCompression("one_bit", block=100), "block is a multiple of 8, given 100; take 96"),
-        (lambda: GradientCompression("powersgd", start_step=1), "start_step of powersgd is at least 2, given 1"),
-        (lambda: GradientCompression("powersgd", matrix_rank=0), "at least 1, given 0, 8 and 1"),
+        (lambda: GradientCompression("one_bit", block=100), "block must be a multiple of 8, got 100; set 96"),
+        (lambda: GradientCompression("powersgd", start_step=1), "start_step must be at least 2 for powersgd, got 1"),
+        (lambda: GradientCompression("powersgd", matrix_rank=0), "at least 1, got 0, 8 and 1"),
     ],
 )
 def test_bad_settings_say_the_rule_and_the_fix(make, message):

@@ -353,12 +353,12 @@ def test_a_checkpoint_that_the_exception_saves_has_the_rate_unscaled_and_the_win
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({}, "give one of schedule"),
-        ({"schedule": {0: 8}, "noise_scale": NoiseScale(max_batch_size=8)}, "give one of schedule"),
+        ({}, "got none; set one"),
+        ({"schedule": {0: 8}, "noise_scale": NoiseScale(max_batch_size=8)}, "got 2; leave out the others"),
         ({"schedule": {0: 0}}, "at least 1"),
         ({"schedule": {}}, "at least 1"),
-        ({"schedule": {"later": 8}}, "a point is like"),
-        ({"schedule": {0: 8}, "max_micro_batch": 0}, "max_micro_batch is at least 1"),
+        ({"schedule": {"later": 8}}, "a point must be like"),
+        ({"schedule": {0: 8}, "max_micro_batch": 0}, "max_micro_batch must be at least 1"),
         ({"schedule": {0: 8}, "lr_rule": "cubic"}, "none, sqrt or linear"),
         ({"decay_to_growth": LRDecay(factor=2, at=[1])}, "between 0 and 1"),
     ],
@@ -371,9 +371,9 @@ def test_bad_arguments_are_refused_at_construction(arguments, message):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"accumulate_grad_batches": 2}, r"remove trainer\.accumulate_grad_batches, which is 2"),
-        ({"limit_train_batches": 3}, "limit_train_batches counts batches"),
-        ({"max_epochs": -1, "max_steps": 4}, r"a percentage needs trainer\.max_epochs"),
+        ({"accumulate_grad_batches": 2}, r"trainer\.accumulate_grad_batches must not be set, .* got 2"),
+        ({"limit_train_batches": 3}, "limit_train_batches must not be set"),
+        ({"max_epochs": -1, "max_steps": 4}, r"trainer\.max_epochs must be set for a point in percent"),
     ],
 )
 def test_what_the_trainer_sets_elsewhere_is_refused(options, message):
@@ -382,7 +382,7 @@ def test_what_the_trainer_sets_elsewhere_is_refused(options, message):
 
 
 def test_a_plain_loader_cannot_make_any_size():
-    with pytest.raises(DloError, match="but 25 is not; use 30"):
+    with pytest.raises(DloError, match="got 25; set 30"):
         fit(DynamicBatchSize({0: 25}), loader=DataLoader(samples(), batch_size=10))
 
 

@@ -304,7 +304,7 @@ def test_a_loss_that_diverges_at_once_is_told(tmp_path):
         def training_step(self, batch, batch_idx):
             return super().training_step(batch, batch_idx) * 10.0**self.rates.steps
 
-    with pytest.raises(DloError, match=r"after \d+ steps, at lr .*; try min_lr: 1e-10"):
+    with pytest.raises(DloError, match=r"got \d+ steps up to lr .*; set min_lr: 1e-10"):
         fit(tmp_path, LRFinder(), make=Wild)
     assert (tmp_path / "lr_find.png").exists(), "the curve shows why"
 
@@ -321,11 +321,11 @@ def test_a_module_that_skips_batches_gives_nan_and_is_told(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"min_lr": 1.0, "max_lr": 0.1}, "from a min_lr above 0 up to max_lr"),
+        ({"min_lr": 1.0, "max_lr": 0.1}, "min_lr must be above 0 and below max_lr, got 1.0 and 0.1"),
         ({"min_lr": 0.0}, "above 0"),
         ({"num_steps": 5}, "at least 20"),
         ({"suggestion": "step"}, "did you mean 'steep'"),
-        ({"beta": 1.0}, r"lies in \[0, 1\)"),
+        ({"beta": 1.0}, r"beta must be in \[0, 1\)"),
         ({"stop_factor": 1.0}, "above 1"),
     ],
 )

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dlo_plugins.lr_suggest import Sweep, minimum, scaled, slide, steep, suggest, sweep_rates, valley
+from dlo_plugins.lr_suggest import Sweep, minimum, rescale_rates, slide, steep, suggest, sweep_rates, valley
 
 
 def test_rates_grow_by_equal_factors_from_end_to_end():
@@ -150,6 +150,6 @@ def test_all_suggestions_of_a_typical_curve_lie_before_its_lowest_point():
     assert suggest([1.0], [1.0]) == dict.fromkeys(found)
 
 
-def test_scaled_keeps_ratios():
-    assert scaled([0.1, 0.01], 1.0) == pytest.approx([1.0, 0.1])
-    assert scaled([0.0, 0.0], 2.0) == [2.0, 2.0]
+def test_rescaled_rates_keep_their_ratios():
+    assert rescale_rates([0.1, 0.01], 1.0) == pytest.approx([1.0, 0.1])
+    assert rescale_rates([0.0, 0.0], 2.0) == [2.0, 2.0]

@@ -162,7 +162,7 @@ def test_who_can_use_it_is_told_and_the_rate_is_sought_after(tmp_path, capsys):
     finder = MicroBatchFinder(memory_limit_bytes=AMPLE, power_of_two=True)
     fit(tmp_path, Told(), Rate(), finder, make=lambda: Net(70))
     assert order == [64, "rate", "epoch"]
-    assert "told to Told" in capsys.readouterr().out
+    assert "set in Told" in capsys.readouterr().out
 
 
 class Pixels(LightningModule):
@@ -203,7 +203,7 @@ def test_not_even_one_sample(tmp_path):
             super().__init__(0)
             self.net = torch.nn.Linear(6, 3)
 
-    with pytest.raises(DloError, match="not even one sample a rank fits"):
+    with pytest.raises(DloError, match="at least one sample a rank must fit in memory"):
         fit(tmp_path, MicroBatchFinder(memory_limit_bytes=AMPLE), make=Linear)
 
 
@@ -221,7 +221,7 @@ def test_a_stream_needs_a_limit(tmp_path):
         def __iter__(self):
             return iter([(torch.randn(6), 0)] * 8)
 
-    with pytest.raises(DloError, match="give max_size"):
+    with pytest.raises(DloError, match="set max_size"):
         fit(tmp_path, MicroBatchFinder(memory_limit_bytes=AMPLE), data=DataLoader(Stream(), batch_size=4))
     finder = MicroBatchFinder(memory_limit_bytes=AMPLE, max_size=32)
     fit(tmp_path, finder, data=DataLoader(Stream(), batch_size=4))
@@ -234,7 +234,7 @@ def test_a_cpu_without_a_budget_and_manual_optimization_are_refused(tmp_path):
             super().__init__()
             self.automatic_optimization = False
 
-    with pytest.raises(DloError, match="give memory_limit_bytes"):
+    with pytest.raises(DloError, match="set memory_limit_bytes"):
         fit(tmp_path, MicroBatchFinder())
     with pytest.raises(DloError, match="remove MicroBatchFinder"):
         fit(tmp_path, MicroBatchFinder(memory_limit_bytes=1), make=Manual)
@@ -243,10 +243,10 @@ def test_a_cpu_without_a_budget_and_manual_optimization_are_refused(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"max_size": 0}, "max_size is at least 1"),
-        ({"steps_per_trial": 0}, "steps_per_trial is at least 1"),
-        ({"memory_limit_bytes": 0}, "memory_limit_bytes is at least 1"),
-        ({"margin": 1.0}, r"lies in \[0, 1\)"),
+        ({"max_size": 0}, "max_size must be at least 1"),
+        ({"steps_per_trial": 0}, "steps_per_trial must be at least 1"),
+        ({"memory_limit_bytes": 0}, "memory_limit_bytes must be at least 1"),
+        ({"margin": 1.0}, r"margin must be in \[0, 1\)"),
     ],
 )
 def test_bad_arguments_are_refused_at_construction(arguments, message):

@@ -15,8 +15,8 @@ from dlo_plugins.mixing import (
     Recipe,
     clipped_boxes,
     corrected,
-    draw,
-    join,
+    draw_plan,
+    join_plans,
     mix_by_mask,
     mix_images,
     mix_pairs_,
@@ -147,7 +147,7 @@ def test_the_distribution_is_timms(name):
     """Moments within 4.5 standard errors; lambda, areas and edges by the Kolmogorov-Smirnov test."""
     recipe = RECIPES[name]
     lam, is_cut, boxes = timms_parameters(recipe)
-    ours = draw(Recipe(**recipe, mode="elem"), DRAWS, HEIGHT, WIDTH, np.random.default_rng(0))
+    ours = draw_plan(Recipe(**recipe, mode="elem"), DRAWS, HEIGHT, WIDTH, np.random.default_rng(0))
     # A box without an area, and one that is all of the image, say nothing of which of the two was drawn.
     cut = np.zeros(DRAWS, bool) if ours.boxes is None else (ours.weight == 1)
     assert abs(cut.mean() - is_cut.mean()) < 4.5 * np.sqrt(2 * 0.25 / DRAWS)
@@ -179,7 +179,7 @@ def test_targets_and_pixels_have_timms_mean(mode):
     for _ in range(count):
         mixed, soft = theirs(images.clone(), targets)
         expected.append(torch.cat([mixed.mean((1, 2, 3)), soft.flatten()]))
-        plan = draw(Recipe(**BOTH, mode=mode), 4, 8, 8, random)
+        plan = draw_plan(Recipe(**BOTH, mode=mode), 4, 8, 8, random)
         soft = mix_targets(soft_targets(targets, 4, 0.1), to_device(plan, CPU))
         found.append(torch.cat([by_pairs(images, plan).mean((1, 2, 3)), soft.flatten()]))
     found, expected = torch.stack(found), torch.stack(expected)
@@ -189,9 +189,9 @@ def test_targets_and_pixels_have_timms_mean(mode):
 
 
 def test_pair_and_batch_draw_what_elem_draws_but_share_it():
-    batches = [draw(Recipe(**BOTH), 6, HEIGHT, WIDTH, np.random.default_rng(i)) for i in range(1500)]
-    pairs = draw(Recipe(**BOTH, mode="pair"), 3000, HEIGHT, WIDTH, np.random.default_rng(0))
-    elems = draw(Recipe(**BOTH, mode="elem"), 3000, HEIGHT, WIDTH, np.random.default_rng(1))
+    batches = [draw_plan(Recipe(**BOTH), 6, HEIGHT, WIDTH, np.random.default_rng(i)) for i in range(1500)]
+    pairs = draw_plan(Recipe(**BOTH, mode="pair"), 3000, HEIGHT, WIDTH, np.random.default_rng(0))
+    elems = draw_plan(Recipe(**BOTH, mode="elem"), 3000, HEIGHT, WIDTH, np.random.default_rng(1))
     for plan in batches:
         assert len(set(plan.lam)) == len(set(map(tuple, plan.boxes))) == 1
     assert (pairs.lam == pairs.lam[::-1]).all()
@@ -215,7 +215,7 @@ def test_pair_and_batch_draw_what_elem_draws_but_share_it():
 )
 def test_lambda_is_the_share_of_the_own_image_and_of_the_own_target(mode, name, size, shape, seed):
     """Each image is 1 in a channel of its own, so that the mean of the channels tells who is in it by how much."""
-    plan = draw(Recipe(**RECIPES[name], mode=mode), size, *shape, np.random.default_rng(seed))
+    plan = draw_plan(Recipe(**RECIPES[name], mode=mode), size, *shape, np.random.default_rng(seed))
     images = torch.eye(size).view(size, size, 1, 1).expand(size, size, *shape)
     soft = mix_targets(torch.eye(size), to_device(plan, CPU))
     for how in (by_pairs, by_mask):
@@ -234,7 +234,7 @@ def test_lambda_is_the_share_of_the_own_image_and_of_the_own_target(mode, name, 
 def test_masks_and_slices_give_the_same(name, mode, size):
     images, _ = batch(size)
     for seed in range(10):
-        plan = draw(Recipe(**RECIPES[name], mode=mode), size, HEIGHT, WIDTH, np.random.default_rng(seed))
+        plan = draw_plan(Recipe(**RECIPES[name], mode=mode), size, HEIGHT, WIDTH, np.random.default_rng(seed))
         found, expected = by_mask(images, plan), by_pairs(images, plan)
         if name in ("cutmix", "minmax"):
             assert torch.equal(found, expected)
@@ -247,7 +247,7 @@ def test_the_middle_of_an_odd_batch_and_a_single_image_are_left_alone(how):
     for size, middle in ((1, 0), (7, 3)):
         images, targets = batch(size)
         for mode in MODES:
-            plan = draw(Recipe(**BOTH, mode=mode), size, HEIGHT, WIDTH, np.random.default_rng(1))
+            plan = draw_plan(Recipe(**BOTH, mode=mode), size, HEIGHT, WIDTH, np.random.default_rng(1))
             found = how(images, plan)
             assert torch.equal(found[middle], images[middle])
             soft = mix_targets(soft_targets(targets, CLASSES, 0.0), to_device(plan, CPU))
@@ -261,7 +261,7 @@ def test_the_middle_of_an_odd_batch_and_a_single_image_are_left_alone(how):
 def test_precision_and_memory_format_are_kept(how, layout, dtype):
     images, _ = batch(layout=layout, dtype=dtype)
     for mode in MODES:
-        plan = draw(Recipe(**BOTH, mode=mode), 6, HEIGHT, WIDTH, np.random.default_rng(5))
+        plan = draw_plan(Recipe(**BOTH, mode=mode), 6, HEIGHT, WIDTH, np.random.default_rng(5))
         found, exact = how(images, plan), by_pairs(images.double(), plan)
         assert found.dtype == dtype
         assert found.is_contiguous(memory_format=layout)
@@ -272,7 +272,7 @@ def test_precision_and_memory_format_are_kept(how, layout, dtype):
 
 def test_images_are_written_to_only_where_they_may_be():
     images, _ = batch()
-    plan = draw(Recipe(**BOTH), 6, HEIGHT, WIDTH, np.random.default_rng(0))
+    plan = draw_plan(Recipe(**BOTH), 6, HEIGHT, WIDTH, np.random.default_rng(0))
     before, expected = images.clone(), by_pairs(images, plan)
     assert torch.equal(mix_images(images, plan, to_device(plan, CPU), in_place=False), expected)
     assert torch.equal(images, before)
@@ -296,21 +296,21 @@ def test_pixels_that_are_not_mixed_are_not_touched_by_infinities():
 def test_groups_are_mixed_as_batches_of_their_own():
     images, _ = batch(9)
     sizes = [4, 4, 1]
-    plans = [draw(Recipe(**BOTH), size, HEIGHT, WIDTH, np.random.default_rng(size)) for size in sizes]
+    plans = [draw_plan(Recipe(**BOTH), size, HEIGHT, WIDTH, np.random.default_rng(size)) for size in sizes]
     expected = torch.cat([by_pairs(part, plan) for part, plan in zip(images.split(sizes), plans, strict=True)])
-    torch.testing.assert_close(by_pairs(images, join(plans)), expected)
-    torch.testing.assert_close(by_mask(images, join(plans)), expected)
-    rows = [draw(Recipe(**MIXUP), size, 1, 1, np.random.default_rng(size)) for size in sizes]
-    assert join(rows).boxes is None
+    torch.testing.assert_close(by_pairs(images, join_plans(plans)), expected)
+    torch.testing.assert_close(by_mask(images, join_plans(plans)), expected)
+    rows = [draw_plan(Recipe(**MIXUP), size, 1, 1, np.random.default_rng(size)) for size in sizes]
+    assert join_plans(rows).boxes is None
 
 
 @pytest.mark.parametrize("how", [by_pairs, by_mask])
 def test_mixup_takes_inputs_of_any_shape(how):
-    plan = draw(Recipe(**MIXUP), 4, 1, 1, np.random.default_rng(0))
+    plan = draw_plan(Recipe(**MIXUP), 4, 1, 1, np.random.default_rng(0))
     rows = torch.eye(4)
     torch.testing.assert_close(how(rows, plan), mix_targets(rows, to_device(plan, CPU)))
     videos = torch.randn(4, 3, 2, HEIGHT, WIDTH)
-    plan = draw(Recipe(**CUTMIX, mode="elem"), 4, HEIGHT, WIDTH, np.random.default_rng(0))
+    plan = draw_plan(Recipe(**CUTMIX, mode="elem"), 4, HEIGHT, WIDTH, np.random.default_rng(0))
     frames = torch.stack([how(videos[:, :, frame], plan) for frame in range(2)], dim=2)
     assert torch.equal(how(videos, plan), frames)
 
@@ -334,10 +334,10 @@ def test_soft_targets_are_smoothed_as_in_timm():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"mixup_alpha": -0.1}, "mixup_alpha is above 0, or 0 for off, but was -0.1"),
-        ({"mixup_alpha": 0, "cutmix_alpha": 0}, "both were 0"),
-        ({"prob": 1.1}, "prob is a probability"),
-        ({"switch_prob": -1}, "switch_prob is a probability"),
+        ({"mixup_alpha": -0.1}, "mixup_alpha must be at least 0, got -0.1"),
+        ({"mixup_alpha": 0, "cutmix_alpha": 0}, "got 0 for both"),
+        ({"prob": 1.1}, "prob must be a probability"),
+        ({"switch_prob": -1}, "switch_prob must be a probability"),
         ({"mode": "half"}, "batch, pair, elem"),
         ({"cutmix_minmax": (0.8, 0.2)}, "the smaller one first"),
         ({"cutmix_minmax": (0.2, 1.2)}, "at most 1"),

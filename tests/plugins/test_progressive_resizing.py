@@ -255,16 +255,16 @@ def test_the_size_is_logged_once_on_the_steps_that_are_logged():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({}, "give one of sizes and start_size"),
-        ({"sizes": {0: 8}, "start_size": 8}, "give one of sizes and start_size"),
-        ({"sizes": {0: 8}, "stages": 2}, "belong to start_size"),
-        ({"sizes": {1: 8}}, "what the run begins with, under 0"),
-        ({"sizes": {0: 8, "120%": 16}}, "at most '100%'"),
-        ({"sizes": {0: 8, "half": 16}}, "a point is like"),
-        ({"sizes": {0: 0}}, "given 0"),
-        ({"start_size": -8}, "given -8"),
-        ({"start_size": 8, "stages": 1}, "stages is at least 2"),
-        ({"start_size": 8, "multiple": 0}, "multiple is at least 1"),
+        ({}, "got neither; set one"),
+        ({"sizes": {0: 8}, "start_size": 8}, "got both; leave out one"),
+        ({"sizes": {0: 8}, "stages": 2}, "must not be set with sizes, got None and 2"),
+        ({"sizes": {1: 8}}, "the first size of the run under 0"),
+        ({"sizes": {0: 8, "120%": 16}}, "set '100%' or less"),
+        ({"sizes": {0: 8, "half": 16}}, "a point must be like"),
+        ({"sizes": {0: 0}}, "got 0"),
+        ({"start_size": -8}, "got -8"),
+        ({"start_size": 8, "stages": 1}, "stages must be at least 2"),
+        ({"start_size": 8, "multiple": 0}, "multiple must be at least 1"),
     ],
 )
 def test_bad_arguments_are_refused_at_construction(arguments, message):
@@ -281,25 +281,33 @@ class Endless(IterableDataset):
 @pytest.mark.parametrize(
     ("arguments", "options", "message"),
     [
-        ({"sizes": {0: 10, 1: 16}}, {}, "multiples of 4 pixels, given 10; use 8 or 12"),
-        ({"start_size": 8, "multiple": 6}, {}, "multiple is one too, but was 6; use 12"),
-        ({"start_size": 8, "end_size": 18}, {}, "given 18; use 16 or 20"),
-        ({"start_size": 8, "begin": 3, "end": 2}, {}, "begin is 3 and end 2 epochs"),
-        ({"start_size": 8, "begin": 3, "end": 5}, {}, "after 5 epochs and the run has 4"),
-        ({"start_size": 8, "begin": "3 samples"}, {}, "in the same unit"),
-        ({"sizes": {0: 8, "50%": 16}}, {"max_epochs": -1, "max_steps": 4}, "a percentage needs trainer.max_epochs"),
+        ({"sizes": {0: 10, 1: 16}}, {}, "multiples of 4 pixels, got 10; set 8 or 12"),
+        ({"start_size": 8, "multiple": 6}, {}, "multiple of the model's 4 pixels, got 6; set 12"),
+        ({"start_size": 8, "end_size": 18}, {}, "got 18; set 16 or 20"),
+        ({"start_size": 8, "begin": 3, "end": 2}, {}, "begin must be before end, got 3 and 2 epochs"),
+        ({"start_size": 8, "begin": 3, "end": 5}, {}, "within the run's 4 epochs, got 5 epochs"),
+        ({"start_size": 8, "begin": "3 samples"}, {}, "must have the same unit"),
+        ({"sizes": {0: 8, "50%": 16}}, {"max_epochs": -1, "max_steps": 4}, "trainer.max_epochs must be set"),
         ({"sizes": {0: 8}}, {"task": Plain(Fixed())}, "built for, 16 x 16 pixels, got 8 x 8"),
-        ({"start_size": 8}, {"data": plain_loader(), "task": Plain()}, "the data tell no image_size; set end_size"),
+        (
+            {"start_size": 8},
+            {"data": plain_loader(), "task": Plain()},
+            "end_size must be set",
+        ),
         (
             {"sizes": {0: 8, 1: 32}},
             {"data": plain_loader(), "task": Plain()},
-            "have 16 pixels and the schedule goes up",
+            "largest size of 32 pixels, got 16; load them at 32",
         ),
-        ({"sizes": {0: 8}}, {"data": DataLoader(Endless(), 4), "task": Plain()}, "the training loader has no length"),
+        (
+            {"sizes": {0: 8}},
+            {"data": DataLoader(Endless(), 4), "task": Plain()},
+            "loader must have a length",
+        ),
         (
             {"sizes": {0: 8}, "image_key": "pixels"},
             {"data": DataLoader(Named(), 4), "task": Plain()},
-            "a dict of 'image', 'id', with image_key: 'pixels'",
+            "a dict of 'image', 'id' with image_key: 'pixels'",
         ),
     ],
 )
@@ -318,6 +326,6 @@ def test_two_of_them_are_refused():
 
     data = digits()
     fitted = trainer(ProgressiveResizing({0: 8}), Second({0: 12}))
-    with pytest.raises(DloError, match="two callbacks size the data's images"):
+    with pytest.raises(DloError, match="only one callback must size the data's images"):
         fitted.fit(classifier(), data)
     assert data.image_size_at is None

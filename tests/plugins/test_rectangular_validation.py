@@ -344,9 +344,9 @@ class Other(ResumableDataModule):
 def test_what_has_no_rectangles_is_refused_before_training(gallery):
     with pytest.raises(DloError, match="DigitsData's images are all square"):
         trainer(RectangularValidation()).fit(classifier(), DigitsData())
-    with pytest.raises(DloError, match="and Other does not; use ImageFolderData"):
+    with pytest.raises(DloError, match="got Other without it; use ImageFolderData"):
         trainer(RectangularValidation()).fit(classifier(num_classes=2, image_size=32), Other())
-    with pytest.raises(DloError, match="multiples of 8 pixels, so that multiple is one too, but was 12"):
+    with pytest.raises(DloError, match="multiple of the model's 8 pixels, got 12"):
         trainer(RectangularValidation(multiple=12)).fit(classifier(), data(gallery))
     mixer = classifier("mixer_s16_224", model_args={})
     with pytest.raises(DloError, match=r"mixer_s16_224: images must have .* 32 x 32 pixels, got 64 x 32"):

@@ -93,9 +93,9 @@ def test_every_size_is_announced_and_between_the_ends(start, end, begin, length,
 def test_rounding_down_ends_at_the_multiple():
     assert [round_down(size, 32) for size in (1, 32, 63.9, 64, 100)] == [32, 32, 32, 64, 96]
     check_multiples([32, 64], 32, "x")
-    with pytest.raises(DloError, match="x: sizes are multiples of 16 pixels, given 170; use 160 or 176"):
+    with pytest.raises(DloError, match="x: sizes must be multiples of 16 pixels, got 170; set 160 or 176"):
         check_multiples([160, 170], 16, "x")
-    with pytest.raises(DloError, match=r"given 10; use 16$"):
+    with pytest.raises(DloError, match=r"got 10; set 16$"):
         check_multiples([10], 16, "x")
 
 
@@ -158,5 +158,5 @@ def test_the_images_of_a_batch_are_found_and_replaced(kind):
 
 @pytest.mark.parametrize("batch", [{"pixels": torch.zeros(2, 3, 8, 8)}, (torch.zeros(2, 8),), [], torch.zeros(3), None])
 def test_a_batch_without_images_is_refused(batch):
-    with pytest.raises(DloError, match="found none in"):
+    with pytest.raises(DloError, match="got none in"):
         images_of(batch, "image")

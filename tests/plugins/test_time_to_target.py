@@ -17,8 +17,8 @@ from dlo_plugins.callbacks.time_to_target import (
     RESULT,
     TimeToTarget,
     best_of,
-    direction,
     first_reaching,
+    metric_direction,
     mllog_line,
     reaches,
 )
@@ -243,29 +243,29 @@ def test_without_dlos_defaults_the_files_lie_where_lightning_logs(tmp_path):
 
 
 def test_an_unknown_metric_is_refused_at_the_first_validation(tmp_path):
-    with pytest.raises(DloError, match=r"no 'val_scores'; did you mean 'val_score'\? it logs: val_loss"):
+    with pytest.raises(DloError, match=r"'val_scores'; did you mean 'val_score'\? validation logs: val_loss"):
         run(tmp_path / "run", TimeToTarget("val_scores", 0.5))
 
 
 def test_a_direction_that_the_model_denies_is_refused(tmp_path):
     module = Learns()
     module.best_metric = ("val_score", "max")
-    with pytest.raises(DloError, match="Learns says that val_score is better the higher it is; set mode: max"):
+    with pytest.raises(DloError, match="max for val_score, the best_metric of Learns, got min; set mode: max"):
         run(tmp_path / "run", TimeToTarget("val_score", 0.5, mode="min"), module=module)
 
 
 def test_a_run_without_validation_is_refused(tmp_path):
-    with pytest.raises(DloError, match="this run does not validate"):
+    with pytest.raises(DloError, match="the run must validate"):
         run(tmp_path / "run", TimeToTarget("val_score", 0.5), limit_val_batches=0)
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("val_loss", 0.5), "val_loss is better the lower it is; set mode: min"),
-        (("val/acc1", 0.5, "min"), "val/acc1 is better the higher it is; set mode: max"),
-        (("val_score", 0.5, "up"), "mode is max or min, but was 'up'"),
-        (("val_score", float("inf")), "a number that can be reached"),
+        (("val_loss", 0.5), "mode must be min for val_loss, got max; set mode: min"),
+        (("val/acc1", 0.5, "min"), "mode must be max for val/acc1, got min; set mode: max"),
+        (("val_score", 0.5, "up"), "mode must be max or min, got 'up'"),
+        (("val_score", float("inf")), "target must be a finite number"),
     ],
 )
 def test_bad_arguments_are_refused_at_construction(arguments, message):
@@ -291,7 +291,7 @@ def test_the_first_evaluation_at_the_target_counts():
 
 def test_a_name_tells_which_way_is_better_or_nothing():
     named = {"val_acc1": "max", "val/top-1/accuracy": "max", "val_loss": "min", "wer": "min", "val_flossy": None}
-    assert {name: direction(name) for name in named} == named
+    assert {name: metric_direction(name) for name in named} == named
 
 
 def test_a_line_of_the_log():

@@ -1,1 +1,1 @@
-"""Training-recipe callbacks: a pure function for the mathematics, a callback that schedules it."""
+"""Callbacks of a training recipe: each schedules a pure function that has the mathematics."""

@@ -1,7 +1,7 @@
-"""torch.compile switched on from outside a module: what is compiled, when, and what came of it.
+"""Callback that compiles a model with torch.compile, without a change to its code, and reports the compilations.
 
 Modules are compiled in place (``Module.compile``), so that no wrapper shows in a checkpoint's keys. The step around
-them is not: code that logs, or asks the trainer something, is not for a compiler (Lightning issue #21836).
+them is not compiled: code that logs or uses the trainer does not suit a compiler (Lightning issue #21836).
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from dlo_plugins.compile_parts import (
     CUDA_GRAPHS,
     compile_in_place,
     compiled_call,
+    modules_to_compile,
     moving_parameter,
-    parts_to_compile,
     set_compiled_call,
 )
 
@@ -36,37 +36,38 @@ CACHE = "TORCHINDUCTOR_CACHE_DIR"
 
 
 class Compile(Callback):
-    """Compiles the model with ``torch.compile`` for training, and says what came of it.
+    """Compiles the model with ``torch.compile`` for training, and reports the compilations.
 
-    Compiled is ``self.model`` of a Task, and of any other LightningModule each child that has parameters; never the
-    steps themselves. Evaluation runs uncompiled, and so does a last, smaller batch of an epoch: their other shapes
-    would be compiled too, for minutes. Where RunMonitor counts FLOPs, it counts them on the first batch of each size,
-    which runs uncompiled for that. Checkpoints have the keys that they have without it.
+    It compiles ``self.model`` of a Task, and each child with parameters of any other LightningModule; it never compiles
+    the steps themselves. Evaluation runs uncompiled, as does the last batch of an epoch if it is smaller: their other
+    shapes would be compiled too, for minutes. RunMonitor counts FLOPs on the first batch of each size, which runs
+    uncompiled for that. Checkpoints have the same keys as without this callback.
 
     At the end of the first epoch and of the run it prints the number of graphs, graph breaks and recompilations with
     their reasons, and logs the numbers as ``compile/*``.
 
     Args:
-        scope: ``model``, or ``blocks``: each of the repeated blocks of the parallel plan by itself. Blocks of one
-            structure share their code, so that a deep model compiles many times as fast.
-        mode: ``default``; ``reduce-overhead`` replays CUDA graphs, which pays where kernels are short;
-            ``max-autotune`` also measures which kernels are fastest, ``max-autotune-no-cudagraphs`` does only that.
-        dynamic: False compiles each input size by itself, True once for all sizes. None lets torch decide: the second
-            size makes the code dynamic, so that what a batch runs through depends on the batches before it, and a
-            resumed run is not bit-equal.
-        backend: ``inductor``, or another that ``torch.compiler.list_backends`` names; ``aot_eager`` traces and
-            generates no code.
-        fullgraph: whether a graph break is an error.
-        evaluate: ``eager``, or ``compiled`` for validation, test and prediction too: worth it where they take long.
-        max_sizes: input sizes that each module may be compiled for. Sizes that come after that many run uncompiled.
-        cache_dir: folder of compiled code, from which a later run starts in seconds; may be shared by all your runs.
-            None takes ``$TORCHINDUCTOR_CACHE_DIR``, or ``dlo/inductor`` in the user's cache folder. torch's own
+        scope: Scope: ``model``, or ``blocks`` to compile each repeated block of the parallel plan separately. Blocks of
+            one structure share their code, so that a deep model compiles many times faster.
+        mode: Mode of ``torch.compile``: ``default``; ``reduce-overhead`` replays CUDA graphs, which pays off for short
+            kernels; ``max-autotune`` also measures which kernels are fastest; ``max-autotune-no-cudagraphs`` only
+            measures.
+        dynamic: False to compile each input size separately, True to compile once for all sizes. None lets torch
+            decide: the second size makes the code dynamic. The code for a batch then depends on the batches before it,
+            and a resumed run is not bit-equal.
+        backend: Backend: ``inductor``, or another of ``torch.compiler.list_backends``; ``aot_eager`` traces without
+            generating code.
+        fullgraph: Whether a graph break is an error.
+        evaluate: Mode of validation, test and prediction: ``eager``, or ``compiled``, which pays off if they take long.
+        max_sizes: Number of input sizes for which each module may be compiled. Further sizes run uncompiled.
+        cache_dir: Folder of compiled code, from which a later run starts in seconds; all your runs may share it.
+            None uses ``$TORCHINDUCTOR_CACHE_DIR``, or ``dlo/inductor`` in the user's cache folder. torch's own
             default is in ``/tmp``, which a reboot empties.
 
     Raises:
-        DloError: on arguments that do not fit, a module that is compiled already or has no such parts, a strategy
-            that wraps the parts before they could be compiled, and CUDA graphs with accumulated gradients or with
-            parameters that a strategy gathers for each use.
+        DloError: If an argument does not fit, a module is compiled already or there is none to compile, a strategy
+            wraps the modules too early, or CUDA graphs meet accumulated gradients or parameters that a strategy
+            gathers for each use.
     """
 
     def __init__(
@@ -95,34 +96,34 @@ class Compile(Callback):
         self._on = False
         self._cuda_graphs = False
         self._counting = False
-        self._before = 0.0  # seconds of compiling that were counted before this run
+        self._before = 0.0  # seconds of compiling before this run
         self._counter: FlopCounter | None = None
-        self._ran = False  # whether any training batch was to run compiled
-        self._told: str | None = None
+        self._ran = False  # whether a training batch has run with compiling on
+        self._reported: str | None = None
         self._undo = contextlib.ExitStack()
         self._largest: dict[int, int] = {}
 
     @property
     def seconds(self) -> float:
-        """Seconds spent compiling, those of the run that was resumed included."""
+        """Seconds of compiling, including those of the resumed run."""
         return self._before + self.tally.seconds
 
     def state_dict(self) -> dict[str, Any]:
-        """The seconds."""
+        """Returns the seconds of compiling."""
         return {"seconds": self.seconds}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Takes up those of the run that is resumed."""
+        """Restores the seconds of the resumed run."""
         self._before = state_dict["seconds"] - self.tally.seconds
 
     # --- on and off ----------------------------------------------------------------------------------------
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Checks the strategy, and points inductor to the cache before anything starts it."""
+        """Checks the strategy, and sets inductor's cache folder before inductor starts."""
         if isinstance(trainer.strategy, FSDPStrategy | DeepSpeedStrategy):
             raise DloError(
-                f"Compile compiles modules before a strategy wraps them, and {type(trainer.strategy).__name__} wraps"
-                " them before any callback can; use strategy ddp, or ModelParallelStrategy (FSDP2)"
+                "Compile: strategy must leave modules unwrapped until callbacks run, got"
+                f" {type(trainer.strategy).__name__}; set strategy ddp, or ModelParallelStrategy (FSDP2)"
             )
         self._cuda_graphs = self.mode in CUDA_GRAPHS and trainer.strategy.root_device.type == "cuda"
         self._refuse_accumulation(trainer)
@@ -130,7 +131,7 @@ class Compile(Callback):
             self._undo.enter_context(environment(CACHE, str(self._cache())))
 
     def _cache(self) -> Path:
-        """Returns the cache's folder, made."""
+        """Makes the cache folder, and returns it."""
         home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
         folder = Path(self.cache_dir or os.environ.get(CACHE) or Path(home) / "dlo" / "inductor").absolute()
         try:
@@ -144,8 +145,8 @@ class Compile(Callback):
     def _refuse_accumulation(self, trainer: Trainer) -> None:
         if self._cuda_graphs and trainer.accumulate_grad_batches > 1:
             raise DloError(
-                f"Compile: {self.mode} keeps gradients in the memory of a CUDA graph, which the next micro-batch"
-                f" overwrites, but accumulate_grad_batches is {trainer.accumulate_grad_batches}; set it to 1, or"
+                f"Compile: accumulate_grad_batches must be 1 for mode {self.mode}, whose CUDA graph overwrites the"
+                f" gradients at the next micro-batch, got {trainer.accumulate_grad_batches}; set it to 1, or"
                 f" mode: {CUDA_GRAPHS[self.mode]}"
             )
 
@@ -155,27 +156,27 @@ class Compile(Callback):
             strategy = type(pl_module.trainer.strategy).__name__
             self._parts = {}
             raise DloError(
-                f"Compile: {self.mode} replays a CUDA graph, which reads parameters where they lay when it was"
-                f" recorded, but {strategy} gathers {name} anew for each use; set mode: {CUDA_GRAPHS[self.mode]}, or"
-                " take a strategy that leaves whole parameters on each rank: ddp, zero1 or zero2"
+                f"Compile: parameters must keep their memory for mode {self.mode}, which replays a CUDA graph, got"
+                f" {strategy}, which gathers {name} for each use; set mode: {CUDA_GRAPHS[self.mode]}, or a strategy"
+                " that keeps full parameters on each rank: ddp, zero1 or zero2"
             )
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Compiles: the model has been built and is on its device, and no batch has run."""
+        """Compiles the model, which is built and on its device; no batch has run yet."""
         self._begin(pl_module)
 
     def _begin(self, pl_module: LightningModule) -> None:
-        """Compiles the parts; torch does the work when they first run."""
+        """Sets the modules to run compiled; torch compiles them when they first run."""
         if self._parts:
             return
         if is_compiled(pl_module):
             raise DloError(
-                f"Compile: {type(pl_module).__name__} or a part of it is compiled already; take out its torch.compile,"
-                " or this callback"
+                f"Compile: modules must not be compiled already, got torch.compile in {type(pl_module).__name__};"
+                " remove it, or this callback"
             )
-        self._parts = parts_to_compile(pl_module, self.scope)
+        self._parts = modules_to_compile(pl_module, self.scope)
         self._refuse_moving(pl_module)
-        # Each part needs code for each size, and its own again where it evaluates.
+        # Each module needs code for each size, and more code where it evaluates.
         limit = self.max_sizes * len(self._parts) * (2 if self.evaluate == "compiled" else 1)
         dynamo = torch._dynamo.config
         self._undo.enter_context(
@@ -193,14 +194,14 @@ class Compile(Callback):
         self._on = True
 
     def _switch(self, on: bool) -> None:
-        """Has the parts run compiled or not."""
+        """Switches the modules between compiled and uncompiled."""
         if on != self._on:
             self._on = on
             for part, call in zip(self._parts.values(), self._calls, strict=True):
                 set_compiled_call(part, call if on else None)
 
     def _end(self) -> None:
-        """Leaves the modules and torch as they were."""
+        """Restores the modules and torch's settings."""
         self.tally.stop()
         for part in self._parts.values():
             set_compiled_call(part, None)
@@ -211,23 +212,23 @@ class Compile(Callback):
         self._undo.close()
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Undoes it: Lightning tears nothing down after an exception."""
+        """Restores the modules: Lightning calls no teardown after an exception."""
         self._end()
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Undoes it."""
+        """Restores the modules."""
         self._end()
 
     # --- training ------------------------------------------------------------------------------------------
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Sees to it that the FLOPs are counted, which needs batches that run uncompiled.
+        """Lets RunMonitor count FLOPs, for which a batch runs uncompiled.
 
-        They are the first of their size in the whole run, and a resumed one takes the counts over: compiled code rounds
-        otherwise, and a resumed run has to round as the whole one did.
+        It is the first batch of its size in the run. A resumed run restores the counts: compiled code rounds
+        differently, and a resumed run must round as the uninterrupted one.
         """
-        self._told, self._ran, self._counting = None, False, False
-        # Until the first batch: what finds a learning rate or a batch size first would have many sizes compiled.
+        self._reported, self._ran, self._counting = None, False, False
+        # Off until the first batch: a finder of a learning rate or a batch size would have many sizes compiled.
         self._switch(False)
         monitor = next((one for one in trainer.callbacks if isinstance(one, RunMonitor)), None)  # type: ignore[attr-defined]
         self._counter = monitor.flops if monitor is not None else None
@@ -236,12 +237,12 @@ class Compile(Callback):
             self._counter.count_first()
 
     def _uncompile(self) -> None:
-        """Has the batch that begins run uncompiled; the monitor may come before this callback or after it."""
+        """Makes the next batch run uncompiled; the monitor may be before this callback or after it."""
         self._counting = True
         self._switch(False)
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        """Chooses between compiled and not, by the batch alone."""
+        """Chooses between compiled and uncompiled code by the batch only."""
         self._switch(not self._counting and not is_partial(trainer, batch))
         if self._cuda_graphs:
             self._refuse_accumulation(trainer)  # A callback may change it during a run.
@@ -250,19 +251,19 @@ class Compile(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Takes notice of what was compiled."""
+        """Counts the compilations of the batch."""
         self._ran = self._ran or self._on
         self._counting = False
         if self.tally.grown:
             self.tally.drain()
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Reports, after the first epoch."""
-        if self._told is None:
+        """Reports after the first epoch."""
+        if self._reported is None:
             self._report(trainer, pl_module)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Reports, if there is anything new."""
+        """Reports if there are new compilations."""
         self._report(trainer, pl_module)
 
     def _report(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -271,11 +272,11 @@ class Compile(Callback):
             return
         text = self.tally.text()
         if not self.tally.graphs:
-            text += f"; nothing ran compiled: of {', '.join(self._parts)} none was called as a module, self.net(x) say"
+            text += f"; no module ran compiled: call {', '.join(self._parts)} as modules, for example self.net(x)"
         if any("recompile limit" in reason for reason in self.tally.given_up):
-            text += f"\n  more than max_sizes={self.max_sizes} sizes came: raise it, or set dynamic: true"
-        if text != self._told:
-            self._told = text
+            text += f"\n  more than max_sizes={self.max_sizes} input sizes: raise it, or set dynamic: true"
+        if text != self._reported:
+            self._reported = text
             pl_module.print(text)
             for logger in trainer.loggers:
                 logger.log_metrics(self.tally.scalars(), step=trainer.global_step)
@@ -289,7 +290,7 @@ class Compile(Callback):
         self._switch(self.evaluate == "compiled")
 
     def _evaluation_batch_start(self, batch: Any, loader: int) -> None:
-        """Runs a batch that is smaller than those before it uncompiled."""
+        """Makes a batch that is smaller than those before it run uncompiled."""
         if self.evaluate == "compiled":
             size = batch_size(batch)
             self._largest[loader] = max(size, self._largest.get(loader, 0))
@@ -298,7 +299,7 @@ class Compile(Callback):
                 torch.compiler.cudagraph_mark_step_begin()
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Runs a validation uncompiled, or compiled where ``evaluate`` says so."""
+        """Switches to the mode of ``evaluate``."""
         self._evaluation_start(pl_module)
 
     def on_test_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -312,7 +313,7 @@ class Compile(Callback):
     def on_validation_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
-        """Runs a last, smaller batch uncompiled."""
+        """Makes the last batch run uncompiled if it is smaller."""
         self._evaluation_batch_start(batch, dataloader_idx)
 
     def on_test_batch_start(
@@ -328,14 +329,14 @@ class Compile(Callback):
         self._evaluation_batch_start(batch, dataloader_idx)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Goes back to what training runs."""
+        """Switches back to the mode of training."""
         self._switch(bool(self._parts))
 
 
 def is_partial(trainer: Trainer, batch: Any) -> bool:
     """Returns whether the batch is the epoch's last and smaller than the loader's batches.
 
-    It compares with what the loader says, not with the batch before, which a resumed run has not seen.
+    It compares with the loader's batch size, not with the batch before, which a resumed run has not seen.
     """
     if not trainer.fit_loop.epoch_loop.batch_progress.is_last_batch:
         return False
@@ -345,7 +346,7 @@ def is_partial(trainer: Trainer, batch: Any) -> bool:
 
 @contextlib.contextmanager
 def environment(name: str, value: str) -> Iterator[None]:
-    """Sets a variable of the environment, and puts it back."""
+    """Sets an environment variable inside the block, and restores it."""
     before = os.environ.get(name)
     os.environ[name] = value
     try:
@@ -369,6 +370,6 @@ def _check_arguments(scope: str, mode: str, backend: str, evaluate: str, max_siz
                 f"Compile: unknown {name} '{given}'{did_you_mean(given, known) or ';'} available: {', '.join(known)}"
             )
     if mode != "default" and backend != "inductor":
-        raise DloError(f"Compile: mode {mode} is inductor's, but backend is {backend}; leave one of them out")
+        raise DloError(f"Compile: backend must be inductor for mode {mode}, got {backend}; leave one of them out")
     if max_sizes < 1:
-        raise DloError(f"Compile: max_sizes is at least 1, but was {max_sizes}")
+        raise DloError(f"Compile: max_sizes must be at least 1, got {max_sizes}; 16 is the default")

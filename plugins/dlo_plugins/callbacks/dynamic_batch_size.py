@@ -1,8 +1,8 @@
-"""A batch size that grows as training goes on.
+"""Batch size that grows during training.
 
 Smith, Kindermans, Ying, Le 2018, "Don't Decay the Learning Rate, Increase the Batch Size" (arXiv 1711.00489);
-McCandlish, Kaplan, Amodei et al. 2018, "An Empirical Model of Large-Batch Training" (arXiv 1812.06162). It departs
-from the second in measuring the noise from one micro-batch of each step on each rank rather than from all of them.
+McCandlish, Kaplan, Amodei et al. 2018, "An Empirical Model of Large-Batch Training" (arXiv 1812.06162). Departure from
+the second paper: the noise is measured from one micro-batch of each step on each rank, not from all of them.
 """
 
 from __future__ import annotations
@@ -27,34 +27,35 @@ from dlo_plugins.scaled_rates import restore_rates, scale_rates
 
 
 class DynamicBatchSize(Callback):
-    """Changes the batch size during training: by a schedule, in place of a decaying lr, or by the gradient's noise.
+    """Changes the batch size during training: by a schedule, instead of a learning-rate decay, or by gradient noise.
 
-    A batch size here counts the samples of an optimizer step, over all ranks. The loader's own batches grow up to
-    ``max_micro_batch`` samples a rank, and accumulation carries the rest; with any other loader than that of a dlo
-    datamodule, accumulation carries all of it. An epoch still visits each sample once, but for less than one batch
-    of the first size at its end, and schedules that follow the fraction of samples seen (OneCycle) are not shifted.
-    Give one of the first three arguments.
+    A batch size here is the number of samples in an optimizer step, over all ranks. The loader's own batches grow up to
+    ``max_micro_batch`` samples a rank, and accumulation does the rest; with a loader that is not a dlo datamodule's,
+    accumulation does all of it. An epoch still visits each sample once, except for less than one batch of the first
+    size at its end. Schedules that follow the fraction of samples seen (OneCycle) do not shift. Set exactly one of the
+    first three arguments.
 
     Args:
-        schedule: points of the run and the batch size from there on: ``{0: 256, "50%": 512, "80%": 1024}``. A point
-            is a number of epochs, ``"3 epochs"``, ``"50%"`` of ``trainer.max_epochs``, or ``"500000 samples"``.
-        decay_to_growth: a step or exponential learning-rate schedule; where it would decay the rate by a factor,
-            the batch grows by its inverse: ``{factor: 0.2, at: ["30%", "60%", "80%"]}`` or ``{factor: 0.97, every: 2}``
-            with ``every`` in epochs. Past its ``max_batch_size`` (default: the data) the rate does decay.
-        noise_scale: measure the gradient noise scale and follow it, in powers of two from the first size and never
-            down: ``{max_batch_size: 4096}``; also ``multiple`` of the noise scale (default 1), optimizer steps
-            between decisions, ``every`` (50), and ``smoothing`` of the measurements (0.9). Each step then has two
-            micro-batches at least. Accumulation follows at once, the loader's batches with the next epoch.
-        max_micro_batch: samples that one rank can hold at once; MicroBatchFinder can find it. None for no limit.
-        lr_rule: multiply the learning rate by the growth of the batch since the start (``linear``), its square root
-            (``sqrt``), or leave it (``none``).
-        follow_image_size: multiply the batch size by the area that images of the last size have over those of the
-            present one, where ProgressiveResizing changes it: memory stays constant. ``max_micro_batch``, which is
-            for images of the last size, always follows.
+        schedule: Points of the run, each with the batch size from there on: ``{0: 256, "50%": 512, "80%": 1024}``. A
+            point is a number of epochs, ``"3 epochs"``, ``"50%"`` of ``trainer.max_epochs``, or ``"500000 samples"``.
+        decay_to_growth: Step or exponential learning-rate schedule. Instead of a decay of the rate by a factor, the
+            batch grows by its inverse: ``{factor: 0.2, at: ["30%", "60%", "80%"]}`` or ``{factor: 0.97, every: 2}``
+            with ``every`` in epochs. Above its ``max_batch_size`` (default: the size of the data) the rate decays.
+        noise_scale: Settings to measure the gradient noise scale and follow it, in powers of two from the first size
+            and never down: ``{max_batch_size: 4096}``; also ``multiple`` of the noise scale (default 1), ``every``,
+            the number of optimizer steps between decisions (50), and ``smoothing`` of the measurements (0.9). Each
+            step then has at least two micro-batches. Accumulation changes at once, the loader's batches at the next
+            epoch.
+        max_micro_batch: Samples of a micro-batch that fit on one rank; MicroBatchFinder can find it. None for no limit.
+        lr_rule: Rule that scales the learning rate with the growth of the batch since the start: ``linear``, ``sqrt``,
+            or ``none``.
+        follow_image_size: Whether to multiply the batch size by the ratio of the last image area to the current one,
+            under ProgressiveResizing: memory stays constant. ``max_micro_batch``, which is for images of the last size,
+            always follows.
 
     Raises:
-        DloError: on values out of range, together with ``trainer.accumulate_grad_batches`` or
-            ``limit_train_batches``, manual optimization, and a batch that the ranks do not divide.
+        DloError: If a value is out of range, ``trainer.accumulate_grad_batches`` or ``limit_train_batches`` is set,
+            optimization is manual, or a batch size is not divisible by the ranks.
     """
 
     def __init__(
@@ -67,14 +68,21 @@ class DynamicBatchSize(Callback):
         follow_image_size: bool = False,
     ) -> None:
         if sum(given is not None for given in (schedule, decay_to_growth, noise_scale)) != 1:
-            raise DloError("DynamicBatchSize: give one of schedule, decay_to_growth and noise_scale")
+            number = sum(given is not None for given in (schedule, decay_to_growth, noise_scale))
+            raise DloError(
+                "DynamicBatchSize: exactly one of schedule, decay_to_growth and noise_scale must be set, got"
+                f" {number or 'none'}; {'leave out the others' if number else 'set one'}"
+            )
         if max_micro_batch is not None and max_micro_batch < 1:
-            raise DloError(f"DynamicBatchSize: max_micro_batch is at least 1, but was {max_micro_batch}")
+            raise DloError(f"DynamicBatchSize: max_micro_batch must be at least 1, got {max_micro_batch}; leave it out")
         if lr_rule not in ("none", "sqrt", "linear"):
-            raise DloError(f"DynamicBatchSize: lr_rule is none, sqrt or linear, but was {lr_rule!r}")
+            raise DloError(f"DynamicBatchSize: lr_rule must be none, sqrt or linear, got {lr_rule!r}; leave it out")
         self.steps = {parse_point(point, "DynamicBatchSize.schedule"): size for point, size in (schedule or {}).items()}
         if schedule is not None and (not schedule or min(schedule.values()) < 1):
-            raise DloError(f"DynamicBatchSize: schedule holds batch sizes of at least 1, but was {schedule}")
+            raise DloError(
+                f"DynamicBatchSize: schedule must have batch sizes of at least 1, got {schedule}; set {{0: 256}}, for"
+                " example"
+            )
         if decay_to_growth is not None:
             decay_to_growth.check()
         self._points = [*self.steps, *(decay_to_growth.points() if decay_to_growth is not None else [])]
@@ -83,12 +91,12 @@ class DynamicBatchSize(Callback):
         self.max_micro_batch, self.lr_rule, self.follow_image_size = max_micro_batch, lr_rule, follow_image_size
         self._found_micro_batch = False
         self._meter = NoiseMeter(noise_scale.smoothing) if noise_scale else None
-        self._first = self._world = 1  # the batch size that the run began with; data-parallel ranks
+        self._first = self._world = 1  # first batch size of the run; number of data-parallel ranks
         self._max_epochs = math.inf
         self._trainer: Trainer | None = None
-        self._micro = self._size = 0  # by noise_scale: the epoch's micro-batch, and the size aimed at
+        self._micro = self._size = 0  # with noise_scale: the epoch's micro-batch, and the target size
         self._window = AccumulationWindow(1, 0)
-        self._epoch = 0  # that the window lies in
+        self._epoch = 0  # epoch of the window
         self._length_is_old = False
         self._factor = 1.0
         self._own_plan: tuple[int, list[Span]] | None = None
@@ -118,10 +126,10 @@ class DynamicBatchSize(Callback):
     def window_at(self, at: Position) -> Window:
         """Returns the micro-batches of a step that begins at ``at``, for the loader."""
         if self.noise is not None:
-            return Window(self._micro, 1)  # How many make a step is decided as training goes on.
+            return Window(self._micro, 1)  # Their number in a step is decided during training.
         size, left = self.size_at(at)[0], at.size - at.samples
         if size > left:
-            # In whole batches of the first size, so that what an epoch leaves out does not depend on the ranks.
+            # A multiple of the first size, so that the samples that an epoch leaves out do not depend on the ranks.
             unit = min(self._first, size)
             size = max(unit, left // unit * unit)
         return window(size, self._limit(at), self._world)
@@ -130,7 +138,7 @@ class DynamicBatchSize(Callback):
         return None if self.max_micro_batch is None else math.floor(self.max_micro_batch * self._area_factor(at))
 
     def set_max_micro_batch(self, per_rank: int) -> None:
-        """Takes what MicroBatchFinder has found, before the first step."""
+        """Sets the size that MicroBatchFinder has found, before the first step."""
         self.max_micro_batch, self._found_micro_batch = per_rank, True
         if self._trainer is not None and planned_batches(self._trainer) is not None:
             self._replan(self._trainer)
@@ -145,17 +153,17 @@ class DynamicBatchSize(Callback):
     # --- before training -----------------------------------------------------------------------------------
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Checks the rest of the config, and hands the plan to the datamodule, whose loader is not made yet."""
+        """Checks the rest of the config, and sets the plan in the datamodule, whose loader is not made yet."""
         if stage != "fit":
             return
         self._trainer = trainer
         _check_trainer(trainer, pl_module)
-        self._forget(trainer)
+        self._reset(trainer)
         keeps_gradients = isinstance(trainer.strategy, DDPStrategy | SingleDeviceStrategy)
         if self.noise is not None and (not keeps_gradients or divides_state(trainer.strategy)):
             raise DloError(
-                "DynamicBatchSize: noise_scale measures each rank's own gradients, which"
-                f" {type(trainer.strategy).__name__} does not keep; use ddp, or a schedule"
+                "DynamicBatchSize: strategy must keep each rank's own gradients for noise_scale, got"
+                f" {type(trainer.strategy).__name__}; set strategy ddp, or use a schedule"
             )
         self._max_epochs = check_max_epochs(self._points, trainer.max_epochs, "DynamicBatchSize")
         self._world = data_parallel_coordinates(trainer)[1]
@@ -164,17 +172,17 @@ class DynamicBatchSize(Callback):
             self._begin(datamodule.batch_size)
             datamodule.window_at = self.window_at
 
-    def _forget(self, trainer: Trainer) -> None:
-        """Forgets the fit before, of which an exception leaves everything. What is resumed is loaded after this."""
+    def _reset(self, trainer: Trainer) -> None:
+        """Resets the state of an earlier fit, which may have raised. A resumed state is loaded after this."""
         trainer.accumulate_grad_batches = 1
         self._window, self._epoch, self._own_plan = AccumulationWindow(1, 0), 0, None
         self._length_is_old, self._factor = False, 1.0
-        if trainer.current_epoch == 0:  # Else the same trainer goes on with the epochs that it has done.
+        if trainer.current_epoch == 0:  # Else the same trainer continues after its earlier epochs.
             self._size = self._micro = 0
             self._meter = NoiseMeter(self.noise.smoothing) if self.noise else None
 
     def _begin(self, first: int) -> None:
-        """Takes the batch size that the run begins with, and checks the others against the ranks."""
+        """Sets the first batch size of the run, and checks that the others are divisible by the ranks."""
         self._first = first
         if self.noise is not None:
             self.noise.check(first)
@@ -184,12 +192,12 @@ class DynamicBatchSize(Callback):
         if wrong:
             below, above = wrong[0] // self._world * self._world, -(-wrong[0] // self._world) * self._world
             raise DloError(
-                f"DynamicBatchSize: a batch of {wrong[0]} is not divisible by the {self._world} data-parallel ranks;"
-                f" use {below or above} or {above}"
+                f"DynamicBatchSize: batch sizes must be multiples of the {self._world} data-parallel ranks, got"
+                f" {wrong[0]}; set {below or above} or {above}"
             )
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Opens the window that the run begins in, which a resumed run may be in the middle of."""
+        """Opens the first window; a resumed run may begin in the middle of one."""
         if planned_batches(trainer) is None:
             self._plan_for_fixed_batches(trainer)
         self._trainer = trainer
@@ -207,8 +215,8 @@ class DynamicBatchSize(Callback):
     def _resume_at_the_end(self, trainer: Trainer) -> None:
         """Plans the epoch after the one at whose last batch the checkpoint was saved.
 
-        Lightning calls no ``on_train_epoch_start`` for it, and still has to see that the last one is over, by a number
-        of batches that is not below ``num_training_batches``: until then that is the last epoch's.
+        Lightning calls no ``on_train_epoch_start`` for it. It must still detect that the old epoch is over, by a number
+        of batches of at least ``num_training_batches``: until then that is the old epoch's number.
         """
         self._replan(trainer)
         self._window = AccumulationWindow(1, 0)
@@ -217,34 +225,34 @@ class DynamicBatchSize(Callback):
         self._length_is_old = True
 
     def _plan_for_fixed_batches(self, trainer: Trainer) -> None:
-        """Prepares for a loader whose batches keep their size, so that accumulation carries all growth."""
+        """Prepares for a loader with batches of a fixed size, where accumulation does all the growth."""
         per_rank, batches = getattr(trainer.train_dataloader, "batch_size", None), trainer.num_training_batches
         if not isinstance(per_rank, int) or not math.isfinite(batches):
             raise DloError(
-                "DynamicBatchSize needs a training loader with a batch_size and a length; use a DataLoader with both,"
-                " or a dlo datamodule"
+                "DynamicBatchSize: the training loader must have a batch_size and a length, got"
+                f" batch_size {per_rank} and {batches} batches; use a DataLoader with both, or a dlo datamodule"
             )
         self._begin(per_rank * self._world)
         self._micro = self._first
         too_small = [size for size in self.steps.values() if size % self._first]
         if too_small:
             raise DloError(
-                f"DynamicBatchSize: this loader's batches stay at {self._first} samples (all ranks together), so that"
-                f" steps can only be multiples of it, but {too_small[0]} is not; use"
-                f" {-(-too_small[0] // self._first) * self._first}, or a dlo datamodule, whose batches can grow"
+                f"DynamicBatchSize: batch sizes must be multiples of the {self._first} samples of this loader's batches"
+                f" (over all ranks), got {too_small[0]}; set {-(-too_small[0] // self._first) * self._first}, or use a"
+                " dlo datamodule, whose batches can grow"
             )
 
     # --- training ------------------------------------------------------------------------------------------
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Plans the epoch's batches, and tells Lightning how many there are."""
+        """Plans the epoch's batches, and sets their number in Lightning."""
         if planned_batches(trainer) is not None:
             self._replan(trainer)
         self._window = AccumulationWindow(1, 0)
         self._open(trainer, 0)
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        """Opens a window where the last one has ended."""
+        """Opens the next window if the last one has ended."""
         if self._length_is_old:
             self._length_is_old = False
             refresh_epoch_length(trainer)
@@ -253,7 +261,7 @@ class DynamicBatchSize(Callback):
 
     def _open(self, trainer: Trainer, batch_idx: int) -> None:
         spans = self._spans(trainer)
-        if batch_idx >= len(spans):  # Resumed at an epoch's end: the next one opens its first window itself.
+        if batch_idx >= len(spans):  # Resumed at an epoch's end: the next epoch opens its first window.
             return
         self._epoch = trainer.current_epoch
         span = spans[batch_idx]
@@ -286,7 +294,7 @@ class DynamicBatchSize(Callback):
         return self._own_plan[1]
 
     def _samples(self, trainer: Trainer) -> int:
-        """Returns how many samples an epoch goes through, by which positions in it are counted."""
+        """Returns the number of samples in an epoch, as positions count them."""
         if planned_batches(trainer) is not None:
             return int(trainer.train_dataloader.batch_sampler.size)  # type: ignore[union-attr]
         return int(trainer.num_training_batches) * self._first
@@ -304,7 +312,7 @@ class DynamicBatchSize(Callback):
             self._meter.after_first_micro_batch(trainer, _parameters(trainer.optimizers[0]), int(self._window))
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
-        """Measures the gradient of the whole window."""
+        """Measures the gradient of the full window."""
         if self._meter is not None:
             sizes = (self._micro / self._world, float(self._window * self._micro))
             self._meter.before_step(_parameters(optimizer), sizes)
@@ -312,11 +320,11 @@ class DynamicBatchSize(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Decides on the batch size, every so many steps."""
+        """Decides on the batch size at every ``noise_scale.every``-th step."""
         window_ended = batch_idx + 1 == self._window.start + self._window
         if self.noise is None or self._meter is None or not window_ended or trainer.global_step % self.noise.every:
             return
-        self._meter.take(trainer)
+        self._meter.update_estimate(trainer)
         scale = self._meter.estimate.scale
         if scale is not None:
             doublings = math.floor(math.log2(max(1.0, self.noise.multiple * scale / self._first)))
@@ -326,14 +334,14 @@ class DynamicBatchSize(Callback):
     # --- state ---------------------------------------------------------------------------------------------
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Averages the ranks' open measurements: of callbacks' states, a checkpoint holds rank 0's."""
+        """Averages the ranks' measurements, as a checkpoint has only rank 0's callback states."""
         if self._meter is not None and trainer.state.fn == "fit":
-            self._meter.gather(trainer)
+            self._meter.average_sums(trainer)
             if self.state_key in checkpoint.get("callbacks", {}):
                 checkpoint["callbacks"][self.state_key] = self.state_dict()
 
     def state_dict(self) -> dict[str, Any]:
-        """The window that is open, what was measured, and the micro-batch that was found."""
+        """Returns the open window, the measurements, and the micro-batch that was found."""
         return {
             "window": [int(self._window), self._window.start, self._epoch, *self._window.usual.as_integer_ratio()],
             "size": self._size,
@@ -343,7 +351,7 @@ class DynamicBatchSize(Callback):
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Goes on with the window, the measurements and the size of the run that is resumed."""
+        """Restores the window, the measurements and the size of the resumed run."""
         batches, start, self._epoch, *usual = state_dict["window"]
         self._window = AccumulationWindow(batches, start, Fraction(*usual) if usual else None)
         if self.noise is not None and self._meter is not None and state_dict["meter"] is not None:
@@ -353,15 +361,15 @@ class DynamicBatchSize(Callback):
             self.max_micro_batch, self._found_micro_batch = state_dict["max_micro_batch"], True
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Gives back what was set."""
+        """Restores the trainer, the optimizers and the datamodule."""
         if stage == "fit":
             self._release(trainer)
             trainer.accumulate_grad_batches = 1
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Gives back what was set, for which Lightning calls no ``teardown`` then.
+        """Restores the optimizers and the datamodule, as Lightning calls no ``teardown`` after an exception.
 
-        All but the accumulation, which a checkpoint that is saved after this asks for; the next fit gives it back.
+        A checkpoint that is saved after this needs the accumulation; the next fit resets it.
         """
         if trainer.state.fn == "fit":
             self._release(trainer)
@@ -371,7 +379,7 @@ class DynamicBatchSize(Callback):
             hook.remove()
         self._hooks = []
         for optimizer in trainer.optimizers:
-            restore_rates(optimizer)  # An exception in the step has left them scaled.
+            restore_rates(optimizer)  # An exception in the step leaves them scaled.
         datamodule = trainer.datamodule  # type: ignore[attr-defined]
         if isinstance(datamodule, ResumableDataModule):
             datamodule.window_at = None
@@ -379,18 +387,21 @@ class DynamicBatchSize(Callback):
 
 def _check_trainer(trainer: Trainer, pl_module: LightningModule) -> None:
     options: Any = trainer
-    left_over = isinstance(trainer.accumulate_grad_batches, AccumulationWindow)  # by a fit that raised
+    left_over = isinstance(trainer.accumulate_grad_batches, AccumulationWindow)  # from a fit that raised
     if trainer.accumulate_grad_batches != 1 and not left_over:
         raise DloError(
-            "DynamicBatchSize: its batch sizes count all the samples of an optimizer step, so it sets the accumulation"
-            f" itself; remove trainer.accumulate_grad_batches, which is {trainer.accumulate_grad_batches}"
+            "DynamicBatchSize: trainer.accumulate_grad_batches must not be set, as the callback sets the accumulation"
+            f" itself, got {trainer.accumulate_grad_batches}; remove it"
         )
     if not pl_module.automatic_optimization:
-        raise DloError(f"DynamicBatchSize needs automatic optimization, which {type(pl_module).__name__} turns off")
+        raise DloError(
+            f"DynamicBatchSize: optimization must be automatic, got {type(pl_module).__name__} with"
+            " automatic_optimization = False; remove the callback"
+        )
     if options.limit_train_batches != 1.0 and not options.fast_dev_run:
         raise DloError(
-            "DynamicBatchSize: limit_train_batches counts batches, whose size changes; remove it, or shorten the run"
-            " with max_epochs"
+            "DynamicBatchSize: limit_train_batches must not be set, as the size of batches changes, got"
+            f" {options.limit_train_batches}; remove it, or shorten the run with max_epochs"
         )
 
 

@@ -1,7 +1,8 @@
-"""Data parallelism that sends fewer bytes: half precision, PowerSGD, post-local SGD, 1-bit Adam and LAMB."""
+"""Gradient compression for data parallelism: half precision, PowerSGD, post-local SGD, 1-bit Adam and LAMB."""
 
 from __future__ import annotations
 
+import math
 from typing import Any, Literal
 
 import torch
@@ -38,42 +39,42 @@ from dlo_plugins.compression.powersgd import PowerSGD
 
 Method = Literal["fp16", "bf16", "powersgd", "post_local_sgd", "one_bit"]
 METHODS = ("fp16", "bf16", "powersgd", "post_local_sgd", "one_bit")
-#: What these optimizers' names stand for in a config that names the callback.
+#: Optimizers whose names a config can use with the callback.
 OPTIMIZERS = (OneBitAdam, OneBitLamb)
 
 
 class GradientCompression(Callback):
     """Sends fewer bytes between the ranks of plain data parallelism.
 
-    | method | sent, of plain data parallelism's bytes | the mean of gradients is |
+    | method | sent bytes, relative to plain data parallelism | mean of the gradients |
     |---|---|---|
     | `bf16`, `fp16` | 1/2 | rounded |
-    | `powersgd` | about `matrix_rank` (1/rows + 1/columns), after `start_step` | approximated, errors sent later |
-    | `post_local_sgd` | 1 / (2 `period`) or so, after `start_step` | of a node; weights are averaged now and then |
-    | `one_bit` | 1/28, after the optimizer's `freeze_step` | never taken: momenta are averaged, a bit an element |
+    | `powersgd` | about `matrix_rank` (1/rows + 1/columns), after `start_step` | approximated, errors are sent later |
+    | `post_local_sgd` | about 1 / (2 `period`), after `start_step` | of a node; weights are averaged every `period` |
+    | `one_bit` | 1/28, after the optimizer's `freeze_step` | not computed: momenta are averaged, one bit per element |
 
-    `one_bit` needs an optimizer that is made for it: :class:`OneBitAdam` or :class:`OneBitLamb`. It works with
-    strategy `ddp` and automatic optimization; with accumulation, and at any precision. In a single process it does
-    nothing.
+    `one_bit` needs an optimizer made for it: :class:`OneBitAdam` or :class:`OneBitLamb`. The callback works with
+    strategy `ddp` and automatic optimization, with accumulation, and in any precision. In a single process it has no
+    effect.
 
-    Logged every ``trainer.log_every_n_steps``: ``comm/sent_mb``, what each rank sends in a step, and
-    ``comm/sent_share``, that over what plain data parallelism would have sent. Bytes are counted as all-reduces that
-    send each element twice, but for a rank's own part, have it.
+    Logged every ``trainer.log_every_n_steps``: ``comm/sent_mb``, the megabytes that each rank sends in a step, and
+    ``comm/sent_share``, their ratio to plain data parallelism. Bytes are counted for a ring all-reduce, which sends
+    each element twice, except for a rank's own shard.
 
     Args:
-        method: see above.
-        start_step: `powersgd` and `post_local_sgd`: so many steps are plain data parallelism's. None takes a tenth of
-            the run, and at least 2.
-        matrix_rank: `powersgd`: columns of the factors that stand for a matrix; 1 to 4 are usual, 32 for some language
-            models.
-        period: `post_local_sgd`: steps from one average of the weights to the next.
-        node_size: `post_local_sgd`: so many ranks in a row, those of a node say, go on averaging gradients in each
-            step; 1 is none.
-        block: `one_bit`: elements that share a scale; a multiple of 8.
+        method: Method of the table.
+        start_step: Number of steps of plain data parallelism at the start, for `powersgd` and `post_local_sgd`. None
+            for a tenth of the run, and at least 2.
+        matrix_rank: Number of columns of the factors that approximate a matrix, for `powersgd`; 1 to 4 are usual, 32
+            for some language models.
+        period: Number of steps between averages of the weights, for `post_local_sgd`.
+        node_size: Number of consecutive ranks, for example those of a node, that average gradients in each step, for
+            `post_local_sgd`; 1 for no such groups.
+        block: Number of elements that share a scale, for `one_bit`; a multiple of 8.
 
     Raises:
-        DloError: on values out of range; other strategies than `ddp`; manual optimization, and more than one
-            optimizer, where they do not go together; `one_bit` without its optimizer.
+        DloError: If a value is out of range, the strategy is not `ddp`, the method does not support manual optimization
+            or several optimizers, or `one_bit` has no optimizer made for it.
     """
 
     def __init__(
@@ -87,26 +88,29 @@ class GradientCompression(Callback):
     ) -> None:
         if method not in METHODS:
             raise DloError(
-                f"GradientCompression: unknown method {method!r}{did_you_mean(str(method), METHODS)}"
+                f"GradientCompression: unknown method {method!r}{did_you_mean(str(method), METHODS) or ';'}"
                 f" available: {', '.join(METHODS)}"
             )
         if min(matrix_rank, period, node_size) < 1:
             raise DloError(
-                "GradientCompression: matrix_rank, period and node_size are at least 1, given"
-                f" {matrix_rank}, {period} and {node_size}"
+                "GradientCompression: matrix_rank, period and node_size must be at least 1, got"
+                f" {matrix_rank}, {period} and {node_size}; the defaults are 1, 8 and 1"
             )
         least = 2 if method == "powersgd" else 0
         if start_step is not None and start_step < least:
-            raise DloError(f"GradientCompression: start_step of {method} is at least {least}, given {start_step}")
+            raise DloError(
+                f"GradientCompression: start_step must be at least {least} for {method}, got {start_step}; set {least},"
+                " or leave it out"
+            )
         if block < 8 or block % 8:
             raise DloError(
-                f"GradientCompression: block is a multiple of 8, given {block}; take {max(8, block // 8 * 8)}"
+                f"GradientCompression: block must be a multiple of 8, got {block}; set {max(8, block // 8 * 8)}"
             )
         self.method, self.start_step, self.matrix_rank = method, start_step, matrix_rank
         self.period, self.node_size, self.block = period, node_size, block
-        #: What reduces gradients; None where nothing is to be reduced.
+        #: Hook that reduces gradients; None in a single process.
         self.hook: GradientHook | None = None
-        #: What averages momenta; None where nothing does.
+        #: All-reduce that averages momenta; None for other methods than one_bit.
         self.all_reduce: CompressedAllReduce | None = None
         self._trainer: Trainer | None = None
         self._precision: Precision | None = None
@@ -116,52 +120,55 @@ class GradientCompression(Callback):
     # --- setting up ----------------------------------------------------------------------------------------
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Refuses what cannot work, before anything is built."""
+        """Checks strategy, optimization and callbacks before the model is built."""
         self.hook = self.all_reduce = self._loaded = None
         if stage != "fit" or isinstance(trainer.strategy, SingleDeviceStrategy):
             return
         if not isinstance(trainer.strategy, DataParallelStrategy):
             raise agree(
                 DloError(
-                    "GradientCompression compresses the all-reduce of strategy ddp, but"
-                    f" {type(trainer.strategy).__name__} has none: it divides gradients among the ranks, or reduces"
-                    " them itself; use strategy ddp, or take the callback out"
+                    "GradientCompression: strategy must be ddp, whose all-reduce it compresses, got"
+                    f" {type(trainer.strategy).__name__}, which shards gradients or reduces them itself; set strategy"
+                    " ddp, or leave the callback out"
                 )
             )
         if self.method not in ("fp16", "bf16") and not pl_module.automatic_optimization:
             raise agree(
                 DloError(
-                    f"GradientCompression: {self.method} follows the steps of automatic optimization, but"
-                    f" {type(pl_module).__name__} optimizes by hand; use method bf16"
+                    f"GradientCompression: optimization must be automatic for method {self.method}, got"
+                    f" {type(pl_module).__name__}, which optimizes manually; set method: bf16"
                 )
             )
         callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
         if self.method == "post_local_sgd" and any(isinstance(callback, WeightEMA) for callback in callbacks):
             raise agree(
                 DloError(
-                    "GradientCompression: with post_local_sgd each rank's weights are its own between averages, so that"
-                    " WeightEMA would average those of one rank; take one of the two out"
+                    "GradientCompression: method must not be post_local_sgd with WeightEMA, as ranks' weights differ"
+                    " between averages, got both; leave one of the two out"
                 )
             )
         if trainer.world_size % self.node_size:
             raise agree(
-                DloError(f"GradientCompression: node_size {self.node_size} does not divide {trainer.world_size} ranks")
+                DloError(
+                    f"GradientCompression: node_size must divide the {trainer.world_size} ranks, got {self.node_size};"
+                    f" set {math.gcd(self.node_size, trainer.world_size)}"
+                )
             )
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Has DDP call the hook, and gives the optimizer its communicator."""
+        """Registers the hook with DDP, and sets the optimizer's communicator."""
         self._trainer = trainer
         self._steps, self._sent, self._plain = trainer.global_step, 0.0, 0.0
         if trainer.world_size == 1:
-            rank_zero_info(f"GradientCompression: one process sends nothing, so that {self.method} changes nothing")
+            rank_zero_info(f"GradientCompression: {self.method} has no effect in a single process")
             return
         model = trainer.strategy.model
         assert isinstance(model, DistributedDataParallel)
         if self.method in ("one_bit", "post_local_sgd") and len(trainer.optimizers) != 1:
             raise agree(
                 DloError(
-                    f"GradientCompression: {self.method} works with one optimizer, but {type(pl_module).__name__} has"
-                    f" {len(trainer.optimizers)}; use method bf16"
+                    f"GradientCompression: {type(pl_module).__name__} must have one optimizer for method {self.method},"
+                    f" got {len(trainer.optimizers)}; set method: bf16"
                 )
             )
         self.hook = self._make_hook(trainer, pl_module)
@@ -188,16 +195,16 @@ class GradientCompression(Callback):
         if not isinstance(optimizer, OneBitOptimizer):
             raise agree(
                 DloError(
-                    f"GradientCompression: one_bit needs OneBitAdam or OneBitLamb, but the optimizer is"
-                    f" {type(optimizer).__name__}; with dlo's tasks write `optimizer: OneBitAdam` and"
+                    "GradientCompression: optimizer must be OneBitAdam or OneBitLamb for method one_bit, got"
+                    f" {type(optimizer).__name__}; with dlo's tasks set `optimizer: OneBitAdam` and"
                     " `optimizer_args: {freeze_step: ...}`, 15 to 25% of the run's steps"
                 )
             )
         steps = optimizer_steps(trainer)
         if optimizer.freeze_step >= steps:
             rank_zero_warn(
-                f"GradientCompression: nothing will be compressed, for freeze_step={optimizer.freeze_step} and the run"
-                f" has {steps:.0f} steps; {max(1, round(steps / 5))} is usual"
+                "GradientCompression compresses no step: freeze_step must be below the run's"
+                f" {steps:.0f} steps, got {optimizer.freeze_step}; {max(1, round(steps / 5))} is usual"
             )
         self.all_reduce = CompressedAllReduce(block=self.block)
         optimizer.communicator = self.all_reduce
@@ -211,7 +218,7 @@ class GradientCompression(Callback):
         return self._trainer.global_step
 
     def _norm(self, optimizer: Optimizer) -> Tensor:
-        """Returns the norm to clip by: of the mean gradient, and where there is none, the mean of the ranks' norms."""
+        """Returns the norm for clipping: of the mean gradient, or the mean of the ranks' norms if there is none."""
         norm = total_norm(optimizer)
         if self.all_reduce is not None and isinstance(optimizer, OneBitOptimizer) and optimizer.compressing:
             return self.all_reduce.mean(norm)
@@ -220,7 +227,7 @@ class GradientCompression(Callback):
     # --- state ---------------------------------------------------------------------------------------------
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Adds what each rank has not sent yet; of post-local SGD, saves the mean of the ranks."""
+        """Adds each rank's unsent errors to the checkpoint; for post-local SGD, saves the mean of the weights."""
         if isinstance(self.hook, PowerSGDHook):
             checkpoint[KEY] = powersgd_state(self.hook.powersgd)
         elif self.all_reduce is not None and self.all_reduce.layout is not None:
@@ -231,7 +238,7 @@ class GradientCompression(Callback):
             self._save_mean(pl_module, checkpoint, trainer.strategy.root_device)
 
     def _save_mean(self, pl_module: LightningModule, checkpoint: dict[str, Any], device: torch.device) -> None:
-        """Puts the mean of the ranks' weights and optimizer states in a checkpoint; the run keeps its own."""
+        """Replaces weights and optimizer states in a checkpoint by the ranks' mean; the run's own do not change."""
         trained = {clean(name) for name, parameter in pl_module.named_parameters() if parameter.requires_grad}
         mappings = [checkpoint["state_dict"]]
         for optimizer in checkpoint.get("optimizer_states", ()):
@@ -246,11 +253,11 @@ class GradientCompression(Callback):
         average_tensors(copies, device)
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Keeps what the ranks had not sent, until there is an optimizer that it is for."""
+        """Keeps the checkpoint's unsent errors until the optimizer exists."""
         self._loaded = checkpoint.get(KEY)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Takes up what the ranks had not sent."""
+        """Restores the ranks' unsent errors."""
         loaded, self._loaded = self._loaded, None
         if loaded is None or self.hook is None:
             return
@@ -264,8 +271,8 @@ class GradientCompression(Callback):
             problem = f"it is {loaded['method']}'s"
         if problem:
             rank_zero_warn(
-                f"GradientCompression: the checkpoint's errors of compression are dropped, for {problem}; they start"
-                " at zero, which training makes up for in some steps"
+                f"GradientCompression: the checkpoint's compression errors are dropped, as {problem}; they start"
+                " at zero, from which training recovers in some steps"
             )
 
     # --- training ------------------------------------------------------------------------------------------
@@ -273,7 +280,7 @@ class GradientCompression(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Averages the weights where it is time to, and logs what was sent."""
+        """Averages the weights at the end of a period, and logs the sent bytes."""
         steps = trainer.global_step
         if self.hook is None or steps == self._steps:
             return
@@ -288,18 +295,18 @@ class GradientCompression(Callback):
         self._steps, self._sent, self._plain = steps, sent, plain
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Leaves all ranks with the same weights."""
+        """Averages the weights, so that all ranks end with the same."""
         if isinstance(self.hook, PostLocalHook) and self.hook.local:
             self._average_weights(pl_module)
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Gives the strategy its own clipping back."""
+        """Restores the strategy's own clipping."""
         if self._precision is not None:
             trainer.strategy.precision_plugin, self._precision = self._precision, None
         self._trainer = None
 
     def bytes_sent(self) -> float:
-        """Returns what this rank has sent to others since the fit began, in bytes."""
+        """Returns the bytes that this rank has sent since the fit began."""
         gradients = 0.0 if self.hook is None else self.hook.bytes_sent
         return gradients + (0.0 if self.all_reduce is None else self.all_reduce.bytes_sent)
 

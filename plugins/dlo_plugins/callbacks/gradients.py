@@ -1,6 +1,6 @@
-"""What is done to gradients between the backward pass and the optimizer: adaptive clipping, and noise.
+"""Callbacks that change gradients between the backward pass and the optimizer step: adaptive clipping, and noise.
 
-Clipping by norm and by value is Lightning's (``trainer.gradient_clip_val`` and ``gradient_clip_algorithm``). Here are
+Lightning clips by norm and by value (``trainer.gradient_clip_val`` and ``gradient_clip_algorithm``). This module has
 
 - adaptive gradient clipping: Brock, De, Smith, Simonyan, "High-Performance Large-Scale Image Recognition Without
   Normalization", 2021 (arXiv 2102.06171);
@@ -27,14 +27,14 @@ from dlo_framework.errors import DloError, did_you_mean
 from dlo_framework.plan import ParallelPlan
 from dlo_framework.task import Task
 
-_NOISE = 3  # which stream of random numbers a hash belongs to
+_NOISE = 3  # number of the hash's random stream
 
 
 def unit_norms(tensor: Tensor) -> Tensor:
-    """Returns the 2-norm of each unit of a parameter or its gradient, shaped to be multiplied with it.
+    """Returns the 2-norm of each unit of a parameter or its gradient, in a shape that broadcasts with it.
 
-    A unit is what one output feature is computed from: a row of a linear layer's weight, a filter of a convolution.
-    A vector, such as a bias or the gain of a norm, is one unit. Half precision is summed in float32.
+    A unit is the slice of the parameter that computes one output feature: a row of a linear layer's weight, a filter of
+    a convolution. A vector, such as a bias or the gain of a norm, is one unit. Half precision is summed in float32.
     """
     dim = tuple(range(1, tensor.ndim)) if tensor.ndim > 1 else None
     dtype = torch.float32 if tensor.dtype in (torch.float16, torch.bfloat16) else None
@@ -44,15 +44,15 @@ def unit_norms(tensor: Tensor) -> Tensor:
 def agc_scales(
     parameters: Sequence[Tensor], gradients: Sequence[Tensor], clip_factor: float, eps: float
 ) -> list[Tensor]:
-    """Returns what to multiply each unit's gradient with: at most 1, and less where it is too long for its weights.
+    """Returns the factor on each unit's gradient: at most 1, and less if its norm is too large for its weights.
 
-    With ``w`` a unit's weights and ``g`` its gradient, ``min(1, clip_factor * max(|w|, eps) / |g|)``.
+    With ``w`` a unit's weights and ``g`` its gradient, it is ``min(1, clip_factor * max(|w|, eps) / |g|)``.
 
     Args:
-        parameters: of any shapes.
-        gradients: of the same shapes.
-        clip_factor: the largest |g| / |w| that is let through.
-        eps: the least |w| to reckon with, so that weights that start at zero can move.
+        parameters: Parameters of any shapes.
+        gradients: Gradients of the same shapes.
+        clip_factor: Largest |g| / |w| that is not clipped.
+        eps: Lower bound of |w|, so that weights that start at zero can move.
     """
     limits = [unit_norms(parameter) for parameter in parameters]
     torch._foreach_clamp_min_(limits, eps)
@@ -64,7 +64,7 @@ def agc_scales(
 
 
 def noise_deviation(step: int, eta: float, gamma: float) -> float:
-    """Returns the standard deviation of the noise at a step, the first being 0: sqrt(eta / (1 + step)^gamma)."""
+    """Returns the standard deviation of the noise at a step, counted from 0: sqrt(eta / (1 + step)^gamma)."""
     return math.sqrt(eta / (1 + step) ** gamma)
 
 
@@ -72,10 +72,10 @@ def add_noise_(gradients: Sequence[Tensor], deviation: float, seed: int, step: i
     """Adds Gaussian noise to gradients in place: a pure function of seed and step, whatever was drawn before.
 
     Args:
-        gradients: on any devices; each device draws with a generator of its own.
-        deviation: standard deviation.
-        seed: equal on all ranks, so that replicas stay equal.
-        step: of the optimizer.
+        gradients: Gradients on any devices; each device draws with a generator of its own.
+        deviation: Standard deviation of the noise.
+        seed: Seed, equal on all ranks, so that replicas stay equal.
+        step: Number of the optimizer step.
     """
     mixed = int(hash64(np.array([step]), seed, _NOISE)[0] >> np.uint64(1))
     generators: dict[torch.device, torch.Generator] = {}
@@ -92,30 +92,30 @@ def add_noise_(gradients: Sequence[Tensor], deviation: float, seed: int, step: i
 class AdaptiveGradientClipping(Callback):
     """Clips each unit's gradient to a fraction of the norm of its weights (AGC, arXiv 2102.06171).
 
-    A step then changes no unit by more than a fraction of itself, whatever the loss, the batch size or the depth,
-    and networks without normalisation train at large batches. It runs after accumulation, unscaling and averaging
-    over ranks, and before Lightning's own clipping. Equal to ``timm.utils.agc.adaptive_clip_grad``, and faster.
+    A step then changes each unit by at most a fraction of its norm, whatever the loss, the batch size or the depth, so
+    networks without normalisation train at large batches. It runs after accumulation, unscaling and averaging over
+    ranks, and before Lightning's own clipping. It is equal to ``timm.utils.agc.adaptive_clip_grad``, and faster.
 
-    Logged as ``optim/agc_clipped`` every ``trainer.log_every_n_steps``: the fraction of units that were clipped.
+    It logs the fraction of clipped units as ``optim/agc_clipped``, every ``trainer.log_every_n_steps``.
 
     Args:
-        clip_factor: the largest ratio of a gradient's norm to its weights' norm that is let through. The paper tries
-            0.01 to 0.16, and needs the smaller the larger the batch; 0.01 is for batches of 4096.
-        eps: the least norm of weights to reckon with, so that units that start at zero can move.
-        exclude: patterns of parameters that are not clipped, named as in a checkpoint, where ``*`` is one name between
-            dots: ``[model.head, "**.bias"]``. None leaves out the last linear layer, as the paper does: the last one
-            of the parallel plan's head in a Task, the last that is registered in other modules. ``[]`` clips all.
+        clip_factor: Largest ratio of a gradient's norm to its weights' norm that is not clipped. The paper tries 0.01
+            to 0.16; larger batches need smaller values, and 0.01 is for batches of 4096.
+        eps: Lower bound of the weights' norm, so that units that start at zero can move.
+        exclude: Patterns of parameters that are not clipped, named as in a checkpoint, where ``*`` is one name between
+            dots: ``[model.head, "**.bias"]``. None excludes the last linear layer, as the paper does: the last one of
+            the parallel plan's head in a Task, the last registered one in other modules. ``[]`` clips all.
 
     Raises:
-        DloError: on values out of range, patterns that match nothing, and strategies that shard parameters: the norm of
-            a shard is not the norm of its unit.
+        DloError: If a value is out of range, a pattern matches no parameter, or the strategy shards parameters, as the
+            norm of a shard is not the norm of its unit.
     """
 
     def __init__(self, clip_factor: float = 0.01, eps: float = 1e-3, exclude: list[str] | None = None) -> None:
         if clip_factor <= 0 or eps <= 0:
             raise DloError(
-                f"AdaptiveGradientClipping: clip_factor and eps are above 0 (0.01 and 0.001 are the paper's), but were"
-                f" {clip_factor} and {eps}"
+                f"AdaptiveGradientClipping: clip_factor and eps must be above 0, got {clip_factor} and {eps}; the paper"
+                " has 0.01 and 0.001"
             )
         self.clip_factor = clip_factor
         self.eps = eps
@@ -124,15 +124,15 @@ class AdaptiveGradientClipping(Callback):
         self._clipped: Tensor | None = None
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Finds the parameters to leave out."""
+        """Finds the excluded parameters."""
         refuse_sharded("AdaptiveGradientClipping", trainer, pl_module)
         names = dict(pl_module.named_parameters())
         self._excluded = {id(names[name]) for name in excluded_names(pl_module, self.exclude)}
-        self._clipped = None  # A fit that raised in a step has left what it measured.
+        self._clipped = None  # It may be left from a fit that raised in a step.
 
     @torch.no_grad()
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Any) -> None:
-        """Clips."""
+        """Clips the gradients."""
         parameters = [
             parameter
             for group in optimizer.param_groups
@@ -158,44 +158,46 @@ class AdaptiveGradientClipping(Callback):
 
 
 class GradientNoise(Callback):
-    """Adds Gaussian noise to the gradients, of a variance that falls over training (arXiv 1511.06807).
+    """Adds Gaussian noise to the gradients, with a variance that falls over training (arXiv 1511.06807).
 
-    Its variance at step t is ``eta / (1 + t)^gamma``. It helps very deep or badly conditioned networks out of poor
-    starts. The noise follows from the seed and the step alone: all ranks add the same, a resumed run goes on with what
-    it would have had, and no other random number of the run changes. It is added after accumulation, unscaling and
-    averaging over ranks, and before Lightning's own clipping.
+    The variance at step t is ``eta / (1 + t)^gamma``. It helps very deep or badly conditioned networks to leave a poor
+    initialisation. The noise depends only on the seed and the step: all ranks add the same noise, a resumed run
+    continues with the noise of the uninterrupted one, and no other random number of the run changes. It is added after
+    accumulation, unscaling and averaging over ranks, and before Lightning's own clipping.
 
     Args:
-        eta: variance at the first step; the paper tries 0.01, 0.3 and 1.0. 0 adds nothing.
-        gamma: how fast the variance falls.
-        seed: of the noise; None takes ``seed_everything``'s.
+        eta: Variance at the first step; the paper tries 0.01, 0.3 and 1.0. 0 adds no noise.
+        gamma: Exponent of the variance's decay.
+        seed: Seed of the noise; None uses that of ``seed_everything``.
 
     Raises:
-        DloError: on values out of range, and strategies that shard parameters.
+        DloError: If a value is out of range, or the strategy shards parameters.
     """
 
     def __init__(self, eta: float = 0.01, gamma: float = 0.55, seed: int | None = None) -> None:
         if eta < 0 or gamma < 0:
-            raise DloError(f"GradientNoise: eta and gamma are at least 0, but were {eta} and {gamma}; 0.55 is usual")
+            raise DloError(
+                f"GradientNoise: eta and gamma must be at least 0, got {eta} and {gamma}; 0.01 and 0.55 are usual"
+            )
         self.eta = eta
         self.gamma = gamma
         self.seed = seed
         self._seed: int | None = None
 
     def state_dict(self) -> dict[str, Any]:
-        """The seed: a resumed run draws the noise of the run that it resumes."""
+        """Returns the seed: a resumed run draws the noise of the uninterrupted run."""
         return {"seed": self._seed}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Takes the seed of the run that is resumed."""
+        """Restores the seed of the resumed run."""
         self._seed = state_dict["seed"]
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Takes the seed, the same one on all ranks."""
+        """Sets the seed, the same on all ranks."""
         refuse_sharded("GradientNoise", trainer, pl_module)
         if self._seed is None:
-            given = int(os.environ.get("PL_GLOBAL_SEED", 0)) if self.seed is None else self.seed
-            self._seed = int(trainer.strategy.broadcast(given))
+            seed = int(os.environ.get("PL_GLOBAL_SEED", 0)) if self.seed is None else self.seed
+            self._seed = int(trainer.strategy.broadcast(seed))
 
     @torch.no_grad()
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Any) -> None:
@@ -211,11 +213,11 @@ def excluded_names(pl_module: LightningModule, patterns: list[str] | None) -> li
     """Returns the names of the parameters that are not clipped.
 
     Args:
-        pl_module: with its model built.
-        patterns: see :class:`AdaptiveGradientClipping`.
+        pl_module: Module with its model built.
+        patterns: Patterns as in :class:`AdaptiveGradientClipping`.
 
     Raises:
-        DloError: for a pattern that matches nothing.
+        DloError: If a pattern matches no parameter.
     """
     names = [name for name, _ in pl_module.named_parameters()]
     if patterns is None:
@@ -228,28 +230,28 @@ def excluded_names(pl_module: LightningModule, patterns: list[str] | None) -> li
         if not matched:
             known = [*names, *(name for name, _ in pl_module.named_modules() if name)]
             raise DloError(
-                f"AdaptiveGradientClipping: exclude pattern '{pattern}' matches no parameter"
-                f"{did_you_mean(pattern, known)}"
+                f"AdaptiveGradientClipping: each pattern of exclude must match a parameter, got '{pattern}'"
+                f"{did_you_mean(pattern, known) or '; remove it'}"
             )
         found |= dict.fromkeys(matched)
     return list(found)
 
 
 def last_linear(pl_module: LightningModule) -> str | None:
-    """Returns the name of the layer that makes the outputs: the last linear one, in the plan's head if it has any."""
+    """Returns the name of the output layer: the last linear one, in the plan's head if it has any."""
     linear = [name for name, module in pl_module.named_modules() if isinstance(module, nn.Linear)]
     head: list[str] = []
     if isinstance(pl_module, Task):
         try:
             plan = pl_module.parallel_plan()
-        except DloError:  # It has no blocks, and so no head.
+        except DloError:  # The plan has no blocks, and so no head.
             plan = ParallelPlan()
         head = [name for name in linear if "head" in plan.owners(name.removeprefix("model."))]
     return next(reversed(head or linear), None)
 
 
 def refuse_sharded(callback: str, trainer: Trainer, pl_module: LightningModule) -> None:
-    """Raises a DloError where a rank holds only shards of parameters or their gradients."""
+    """Raises a DloError if a rank holds only shards of parameters or their gradients."""
     sharded = isinstance(trainer.strategy, FSDPStrategy | DeepSpeedStrategy) or divides_state(trainer.strategy)
     if not sharded and torch.distributed.is_available():
         from torch.distributed.tensor import DTensor
@@ -257,6 +259,6 @@ def refuse_sharded(callback: str, trainer: Trainer, pl_module: LightningModule) 
         sharded = any(isinstance(parameter, DTensor) for parameter in pl_module.parameters())
     if sharded:
         raise DloError(
-            f"{callback} works on whole parameters, but {type(trainer.strategy).__name__} leaves each rank a shard of"
-            " them or of their gradients; use strategy ddp, or take the callback out"
+            f"{callback}: strategy must keep full parameters and gradients on each rank, got"
+            f" {type(trainer.strategy).__name__}, which shards them; set strategy ddp, or leave the callback out"
         )

@@ -1,7 +1,7 @@
-"""The learning-rate finder: a short sweep before training, from which the learning rate is read.
+"""Learning-rate finder: a short sweep of learning rates before training, which suggests one of them.
 
-Leslie N. Smith, "Cyclical Learning Rates for Training Neural Networks", 2017 (arXiv 1506.01186), in the form that
-fastai gave it; :mod:`dlo_plugins.lr_suggest` has the mathematics.
+Leslie N. Smith, "Cyclical Learning Rates for Training Neural Networks", 2017 (arXiv 1506.01186), in fastai's form;
+:mod:`dlo_plugins.lr_suggest` has the mathematics.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from dlo_framework.errors import DloError, did_you_mean
 from dlo_framework.rehearsal import BeforeTraining, rehearse, run_folder
 from dlo_framework.watch.monitor import is_tensorboard
 from dlo_framework.whole_file import write_whole
-from dlo_plugins.lr_suggest import SUGGESTIONS, Sweep, scaled, suggest, sweep_rates
+from dlo_plugins.lr_suggest import SUGGESTIONS, Sweep, rescale_rates, suggest, sweep_rates
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -30,39 +30,39 @@ if TYPE_CHECKING:
 Suggestion = Literal["valley", "steep", "minimum", "slide"]
 
 NAME = "lr_find"
-#: Of fewer steps, too few points are left once the ends are cut.
+#: Least number of steps that leaves enough points without both ends of the curve.
 FEWEST_STEPS = 20
-#: How often a sweep says how far it is where there is no terminal; RunBar's default.
+#: Seconds between progress lines without a terminal; RunBar's default.
 SECONDS_BETWEEN_LINES = 60.0
-#: A parameter group's rates: torch's schedulers keep their own beside the current one.
+#: Rates in a parameter group: the current one, and those of torch's schedulers.
 _GROUP_RATES = ("lr", "initial_lr", "max_lr", "min_lr")
-#: What a scheduler remembers of them: torch's, and timm's.
+#: Attributes in which torch's and timm's schedulers store rates.
 _SCHEDULER_RATES = ("base_lrs", "max_lrs", "_last_lr", "base_values")
 
 
 class LRFinder(BeforeTraining):
     """Tries learning rates from very low to very high before training, and sets the one that the losses suggest.
 
-    The sweep takes some dozens of optimizer steps on real batches: with the run's own optimizer and parameter
-    groups, strategy, precision, clipping and accumulation. Then everything is put back bit for bit, the random state
-    and the place in the data included, and training begins as if it had not been, but for the rate. The groups keep
-    their ratios; a scheduler follows, and so does OneCycle. A resumed run does not sweep again.
+    The sweep runs ``num_steps`` optimizer steps on real batches, with the run's own optimizer and parameter groups,
+    strategy, precision, clipping and accumulation. Then all state is restored bit for bit, including random numbers and
+    the position in the data, and training begins as without a sweep, except for the rate. The groups keep their ratios;
+    a scheduler follows, as does OneCycle. A resumed run does not sweep again.
 
-    The run's folder gets ``lr_find.png``, the curve with all suggestions marked (TensorBoard shows it too), and
-    ``lr_find.json`` with its points. ``dlo lr-find`` does the sweep alone.
+    The run's folder gets ``lr_find.png``, the curve with all suggestions (TensorBoard shows it too), and
+    ``lr_find.json`` with its points. ``dlo lr-find`` runs only the sweep.
 
     Args:
-        min_lr: where the sweep begins, for the parameter group with the highest rate.
-        max_lr: where it ends.
-        num_steps: optimizer steps from one to the other, by equal factors.
-        suggestion: ``valley`` (in the longest falling stretch), ``steep`` (where the loss falls fastest),
+        min_lr: First learning rate, of the parameter group with the highest rate.
+        max_lr: Last learning rate.
+        num_steps: Number of optimizer steps between the two, by equal factors.
+        suggestion: Method: ``valley`` (in the longest falling stretch), ``steep`` (where the loss falls fastest),
             ``minimum`` (a tenth of the rate with the lowest loss) or ``slide`` (before the loss bends upwards).
-        beta: weight of the past in the smoothed loss.
-        stop_factor: the sweep stops where the smoothed loss exceeds its lowest value by this factor, or is NaN.
-        apply: set the rate that was found. False only reports it.
+        beta: Weight of the past in the smoothed loss.
+        stop_factor: Factor over its lowest value at which the smoothed loss ends the sweep; a NaN ends it too.
+        apply: Whether to set the rate that was found; False only reports it.
 
     Raises:
-        DloError: on values out of range, manual optimization, and a loss that diverges too early to tell.
+        DloError: If a value is out of range, optimization is manual, or the loss diverges too early for a suggestion.
     """
 
     turn = 1  # After MicroBatchFinder: the rate depends on the batch.
@@ -81,24 +81,30 @@ class LRFinder(BeforeTraining):
             hint = did_you_mean(suggestion, list(SUGGESTIONS)) or ";"
             raise DloError(f"LRFinder: unknown suggestion '{suggestion}'{hint} available: {', '.join(SUGGESTIONS)}")
         if not 0 < min_lr < max_lr < math.inf:
-            raise DloError(f"LRFinder sweeps from a min_lr above 0 up to max_lr, but they were {min_lr} and {max_lr}")
+            raise DloError(
+                f"LRFinder: min_lr must be above 0 and below max_lr, got {min_lr} and {max_lr}; the defaults are 1e-7"
+                " and 10"
+            )
         if num_steps < FEWEST_STEPS:
-            raise DloError(f"LRFinder: num_steps is at least {FEWEST_STEPS}, for the ends are cut; it was {num_steps}")
+            raise DloError(
+                f"LRFinder: num_steps must be at least {FEWEST_STEPS}, as both ends of the curve are left out, got"
+                f" {num_steps}; 100 is usual"
+            )
         if not 0 <= beta < 1:
-            raise DloError(f"LRFinder: beta lies in [0, 1), but was {beta}; 0.98 is usual")
+            raise DloError(f"LRFinder: beta must be in [0, 1), got {beta}; 0.98 is usual")
         if stop_factor <= 1:
-            raise DloError(f"LRFinder: stop_factor is above 1, but was {stop_factor}; 4 is usual")
+            raise DloError(f"LRFinder: stop_factor must be above 1, got {stop_factor}; 4 is usual")
         self.min_lr, self.max_lr, self.num_steps = min_lr, max_lr, num_steps
         self.suggestion, self.beta, self.stop_factor, self.apply = suggestion, beta, stop_factor, apply
-        self.lr: float | None = None  # as found, for the group with the highest rate
+        self.lr: float | None = None  # suggested rate of the group with the highest one
         self.suggestions: dict[str, float | None] = {}
 
     def state_dict(self) -> dict[str, Any]:
-        """What was found, so that a resumed run still knows."""
+        """Returns the suggestions, so that a resumed run has them."""
         return {"lr": self.lr, "suggestions": self.suggestions}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Takes up what the run that is resumed had found."""
+        """Restores the suggestions of the resumed run."""
         self.lr, self.suggestions = state_dict["lr"], dict(state_dict["suggestions"])
 
     def before_training(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -113,13 +119,13 @@ class LRFinder(BeforeTraining):
             set_learning_rate(trainer, self.lr)
 
     def sweep(self, trainer: Trainer) -> Sweep:
-        """Returns the losses at each rate, their mean over the ranks; the run is afterwards as it was."""
+        """Runs the sweep, restores all state, and returns the loss at each rate, averaged over the ranks."""
         sweep = Sweep(self.num_steps, self.beta, self.stop_factor)
         rates = group_rates(trainer)
         quiet = not trainer.is_global_zero or trainer.progress_bar_callback is None
         with rehearse(trainer) as rehearsal, _Progress(self.num_steps, quiet) as progress:
             for rate in sweep_rates(self.min_lr, self.max_lr, self.num_steps):
-                for group, lr in zip(trainer.optimizers[0].param_groups, scaled(rates, rate), strict=True):
+                for group, lr in zip(trainer.optimizers[0].param_groups, rescale_rates(rates, rate), strict=True):
                     _set_rate(group, "lr", lr)
                 loss = float(trainer.strategy.reduce(rehearsal.optimizer_step(), reduce_op="mean"))
                 progress.step(rate, loss)
@@ -132,14 +138,14 @@ class LRFinder(BeforeTraining):
         folder = run_folder(trainer)
         if not trainer.is_global_zero:
             return
-        figure = draw(sweep, self.suggestions, self.suggestion)
+        figure = draw_sweep(sweep, self.suggestions, self.suggestion)
         picture = io.BytesIO()
         figure.savefig(picture, format="png")
         write_whole(folder / f"{NAME}.png", picture.getvalue())
         write_whole(folder / f"{NAME}.json", self.to_json(sweep))
         for logger in trainer.loggers:
             if is_tensorboard(logger):
-                logger.experiment.add_image(NAME, pixels(figure), trainer.global_step, dataformats="HWC")
+                logger.experiment.add_image(NAME, figure_to_array(figure), trainer.global_step, dataformats="HWC")
         self._print(trainer, sweep, str(folder / f"{NAME}.png"))
 
     def _print(self, trainer: Trainer, sweep: Sweep, path: str) -> None:
@@ -154,7 +160,7 @@ class LRFinder(BeforeTraining):
         print("\n".join([*lines, f"  curve    {path}"]), flush=True)
 
     def to_json(self, sweep: Sweep) -> str:
-        """Returns the points, the suggestions and what was chosen as JSON; what is no number is null."""
+        """Returns the points, the suggestions and the chosen rate as JSON; NaN and infinity become null."""
         columns = zip(sweep.rates, map(_number, sweep.losses), map(_number, sweep.smoothed), strict=True)
         content = {
             "lr": self.lr,
@@ -167,19 +173,18 @@ class LRFinder(BeforeTraining):
         return json.dumps(content, indent=2) + "\n"
 
     def _too_short(self, sweep: Sweep) -> str:
-        start = f"LRFinder: the curve allows no '{self.suggestion}' suggestion after {len(sweep.rates)} steps"
+        steps = len(sweep.rates)
+        start = f"LRFinder: the curve must be long enough for a '{self.suggestion}' suggestion, got {steps} steps"
         if sweep.stopped:
-            lower = max(self.min_lr * 1e-3, sys.float_info.min)
-            return (
-                f"{start}, at lr {sweep.rates[-1]:.3g}: {sweep.stopped}; try min_lr: {lower:.0e}, or look at the data"
-            )
+            lower, last = max(self.min_lr * 1e-3, sys.float_info.min), sweep.rates[-1]
+            return f"{start} up to lr {last:.3g}: {sweep.stopped}; set min_lr: {lower:.0e}, or check the data"
         others = [name for name, rate in self.suggestions.items() if rate is not None]
-        fix = f"take another suggestion ({', '.join(others)})" if others else "raise num_steps"
-        return f"{start}; {fix}, or look at the curve in {NAME}.png"
+        fix = f"set another suggestion ({', '.join(others)})" if others else "raise num_steps"
+        return f"{start}; {fix}, or see the curve in {NAME}.png"
 
 
 class _Progress(contextlib.AbstractContextManager["_Progress"]):
-    """A bar on a terminal; elsewhere, in a log file say, a line at the first step and one for each minute after it."""
+    """Progress bar on a terminal; elsewhere a line at the first step, and one each minute."""
 
     def __init__(self, steps: int, quiet: bool) -> None:
         self.steps, self.done = steps, 0
@@ -201,7 +206,7 @@ class _Progress(contextlib.AbstractContextManager["_Progress"]):
 
 
 def group_rates(trainer: Trainer) -> list[float]:
-    """Returns the rate of each parameter group that a schedule takes as its height, not that of the moment."""
+    """Returns the rate of each parameter group that its schedule scales, not the current one."""
     groups = trainer.optimizers[0].param_groups
     return [float(group.get("max_lr", group.get("initial_lr", group["lr"]))) for group in groups]
 
@@ -209,11 +214,11 @@ def group_rates(trainer: Trainer) -> list[float]:
 def set_learning_rate(trainer: Trainer, lr: float) -> None:
     """Sets the highest rate of the parameter groups to ``lr`` and keeps their ratios.
 
-    What schedulers and groups remember of the rate is multiplied by the same factor, and each callback with a method
-    ``set_max_lr`` is told: OneCycle, or your own.
+    The rates that schedulers and groups store are multiplied by the same factor. Each callback with a method
+    ``set_max_lr`` gets the rate: OneCycle, or your own.
     """
     before = group_rates(trainer)
-    for group, old, new in zip(trainer.optimizers[0].param_groups, before, scaled(before, lr), strict=True):
+    for group, old, new in zip(trainer.optimizers[0].param_groups, before, rescale_rates(before, lr), strict=True):
         if old == 0:
             _set_rate(group, "lr", new)
         for name in _GROUP_RATES:
@@ -237,16 +242,16 @@ def _scale_scheduler(scheduler: Any, factor: float) -> None:
 
 
 def _set_rate(group: dict[str, Any], name: str, rate: float) -> None:
-    if isinstance(group.get(name), torch.Tensor):  # as fused and captured optimizers keep it
+    if isinstance(group.get(name), torch.Tensor):  # in fused and captured optimizers
         group[name].fill_(rate)
     else:
         group[name] = rate
 
 
-def draw(sweep: Sweep, suggestions: dict[str, float | None], chosen: str) -> Figure:
-    """Returns the picture of a sweep: the loss, the smoothed loss and the suggestions over the rates.
+def draw_sweep(sweep: Sweep, suggestions: dict[str, float | None], chosen: str) -> Figure:
+    """Returns a plot of a sweep: the loss, the smoothed loss and the suggestions over the rates.
 
-    It is drawn by matplotlib's Agg, which is set for this figure alone and not for the program's others.
+    Only this figure uses matplotlib's Agg backend; the program's other figures keep theirs.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -275,7 +280,7 @@ def draw(sweep: Sweep, suggestions: dict[str, float | None], chosen: str) -> Fig
     return figure
 
 
-def pixels(figure: Figure) -> Any:
+def figure_to_array(figure: Figure) -> Any:
     """Returns a figure as an array of bytes [height, width, 3]."""
     import numpy as np
 

@@ -1,8 +1,8 @@
-"""The largest micro-batch that memory holds, found by trying.
+"""Search for the largest micro-batch that fits in memory, by trials.
 
-No rank may be left waiting for another that has run out of memory. So a trial's forward and backward passes run
-without the all-reduce of gradients, and after each part of it the ranks tell each other how it went, over a process
-group that nothing else uses: only then do they go on, all the same way.
+No rank may wait for another that is out of memory. So the forward and backward of a trial run without the all-reduce of
+gradients. After each part of a trial, the ranks exchange its outcome over a process group of their own, and then all of
+them continue in the same way.
 """
 
 from __future__ import annotations
@@ -26,39 +26,40 @@ from dlo_framework.errors import DloError
 from dlo_framework.rehearsal import BeforeTraining, Rehearsal, rehearse, run_folder
 from dlo_framework.snapshot import training_loaders
 from dlo_framework.whole_file import write_whole
-from dlo_plugins.batch_search import Budget, Pool, is_out_of_memory, keep_global_batch, largest, samples
+from dlo_plugins.batch_search import Budget, Pool, count_samples, find_largest, is_out_of_memory, keep_global_batch
 
 FILE = "batch_size.json"
-#: Epochs, where a run has no last one.
+#: Number of epochs that stands for the end of a run without a last epoch.
 FAR = 1_000_000
 
 
 class MicroBatchFinder(BeforeTraining):
-    """Finds the largest micro-batch that memory holds, before training, and puts everything back.
+    """Finds the largest micro-batch that fits in memory before training, and restores all state.
 
-    It doubles the size until memory runs out, then bisects. Each trial trains on whole batches, made of the loader's:
-    forward, backward and the optimizer's step, whose state then takes its memory too. Under ProgressiveResizing, the
-    images have their last size. All ranks arrive at the same size. Nothing of it is left afterwards, the random state
-    and the place in the data included.
+    It doubles the size until memory runs out, then bisects. Each trial trains on full batches made from the loader's:
+    forward, backward and the optimizer step, so that the optimizer state takes its memory too. Under
+    ProgressiveResizing, the images have their last size. All ranks find the same size. Afterwards all state is as
+    before, including random numbers and the position in the data.
 
-    A callback with a method ``set_max_micro_batch`` is told: DynamicBatchSize. Otherwise the batch stays as the
-    config has it, for it belongs to the recipe: what was found is printed, with the ``batch_size`` and
-    ``accumulate_grad_batches`` that make the same step of the largest micro-batches that fit, and written to
+    If a callback has a method ``set_max_micro_batch`` (DynamicBatchSize), the size is set there. Otherwise the batch
+    size does not change, as it is part of the recipe: the callback prints the size, with the ``batch_size`` and
+    ``accumulate_grad_batches`` that make the same step from the largest micro-batches that fit, and writes them to
     ``batch_size.json`` in the run's folder. A resumed run does not search again.
 
     Args:
-        max_size: the largest size to try, in samples of one rank; None for the dataset's, shared among the ranks.
-        steps_per_trial: optimizer steps of a trial. The second is the first with the optimizer's state in memory.
-        power_of_two: try powers of two only, which takes fewer trials.
-        margin: the fraction of what was found to leave free, since memory fragments as training goes on; not taken
-            off where memory did not run out, or off a power of two.
-        memory_limit_bytes: on a CPU, whose system would end the process instead: how many bytes the forward pass
-            may keep for the backward pass.
-        timeout: seconds that a rank waits for the others after a part of a trial.
+        max_size: Largest size to try, in samples per rank; None for the size of the dataset, divided by the ranks.
+        steps_per_trial: Number of optimizer steps in a trial. From the second step on, the optimizer state is in
+            memory.
+        power_of_two: Whether to try powers of two only, which takes fewer trials.
+        margin: Fraction of the found size to leave free, as memory fragments during training. It is not subtracted if
+            memory did not run out, or from a power of two.
+        memory_limit_bytes: Bytes that the forward pass may save for the backward pass. A CPU needs it, as the system
+            ends a process that is out of memory.
+        timeout: Seconds that a rank waits for the others after a part of a trial.
 
     Raises:
-        DloError: on values out of range, manual optimization, a strategy or layers that communicate within the
-            forward pass, a CPU without ``memory_limit_bytes``, and if not even one sample fits.
+        DloError: If a value is out of range, optimization is manual, the strategy or a layer communicates in the
+            forward pass, ``memory_limit_bytes`` is missing on a CPU, or not a single sample fits.
     """
 
     def __init__(
@@ -76,47 +77,48 @@ class MicroBatchFinder(BeforeTraining):
             ("memory_limit_bytes", memory_limit_bytes),
         ):
             if value is not None and value < 1:
-                raise DloError(f"MicroBatchFinder: {name} is at least 1, but was {value}")
+                raise DloError(f"MicroBatchFinder: {name} must be at least 1, got {value}; leave it out")
         if not 0 <= margin < 1:
-            raise DloError(f"MicroBatchFinder: margin lies in [0, 1), but was {margin}; 0.05 is usual")
+            raise DloError(f"MicroBatchFinder: margin must be in [0, 1), got {margin}; 0.05 is usual")
         self.max_size, self.steps_per_trial, self.power_of_two = max_size, steps_per_trial, power_of_two
         self.margin, self.memory_limit_bytes, self.timeout = margin, memory_limit_bytes, timeout
-        self.per_rank: int | None = None  # as found
+        self.per_rank: int | None = None  # largest micro-batch in samples, once found
         self.trials: list[tuple[int, bool]] = []
 
     def state_dict(self) -> dict[str, Any]:
-        """What was found, so that a resumed run still knows."""
+        """Returns the found size, so that a resumed run has it."""
         return {"per_rank": self.per_rank}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Takes up what the run that is resumed had found."""
+        """Restores the size that the resumed run has found."""
         self.per_rank = state_dict["per_rank"]
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Checks that the search cannot hang and can end."""
+        """Checks that the search cannot hang, and that it ends."""
         super().setup(trainer, pl_module, stage)
         if stage != "fit":
             return
         independent = isinstance(trainer.strategy, DDPStrategy | SingleDeviceStrategy)
         if not independent or divides_state(trainer.strategy):
             raise DloError(
-                f"MicroBatchFinder: under {type(trainer.strategy).__name__} ranks wait for each other within"
-                " forward and backward, so one that runs out of memory would stop all; search with --trainer.strategy"
-                " ddp on a model that fits, or remove it"
+                "MicroBatchFinder: strategy must not communicate in forward and backward, where a rank that is out of"
+                f" memory would block the others, got {type(trainer.strategy).__name__}; search with"
+                " --trainer.strategy ddp on a model that fits, or remove the callback"
             )
         if trainer.world_size > 1 and isinstance(trainer.strategy, DDPStrategy) and trainer.strategy._layer_sync:
             raise DloError(
-                "MicroBatchFinder: synchronised batch norm makes ranks wait for each other within the forward pass;"
-                " search with --trainer.sync_batchnorm false, which takes the same memory"
+                "MicroBatchFinder: trainer.sync_batchnorm must be false, as it communicates in the forward pass, got"
+                " true; search with --trainer.sync_batchnorm false, which takes the same memory"
             )
         if trainer.strategy.root_device.type == "cpu" and self.memory_limit_bytes is None:
             raise DloError(
-                "MicroBatchFinder: a CPU does not say that its memory has run out, the system ends the process; give"
-                " memory_limit_bytes, the bytes that a forward pass may keep for the backward pass"
+                "MicroBatchFinder: memory_limit_bytes must be set on a CPU, where the system ends a process that is out"
+                " of memory, got none; set memory_limit_bytes to the bytes that a forward pass may save for the"
+                " backward pass"
             )
 
     def before_training(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Searches, reports, and tells who can use it."""
+        """Searches, reports, and sets the size in the callbacks that take it."""
         world_size = data_parallel_coordinates(trainer)[1]
         vote = Vote(trainer.world_size, self.timeout)
         try:
@@ -124,34 +126,37 @@ class MicroBatchFinder(BeforeTraining):
                 present, limit, found, trials = self._search(trainer, rehearsal, vote, world_size)
         finally:
             vote.close()
-        self.trials = trials  # Not before: the rehearsal puts this callback back too.
+        self.trials = trials  # Not before: the rehearsal restores this callback too.
         if not found:
             raise DloError(
-                "MicroBatchFinder: not even one sample a rank fits in memory; use a smaller model, smaller samples or"
-                f" a lower precision{'' if self.memory_limit_bytes is None else ', or raise memory_limit_bytes'}"
+                "MicroBatchFinder: at least one sample a rank must fit in memory, got out of memory with 1; use a"
+                " smaller model, smaller samples or a lower"
+                f" precision{'' if self.memory_limit_bytes is None else ', or raise memory_limit_bytes'}"
             )
         ran_out = any(not fits for _, fits in self.trials)
         self.per_rank = found if self.power_of_two or not ran_out else max(1, math.floor(found * (1 - self.margin)))
         step = present * world_size * int(trainer.accumulate_grad_batches)
-        told = [each for each in trainer.callbacks if hasattr(each, "set_max_micro_batch")]  # type: ignore[attr-defined]
+        takers = [each for each in trainer.callbacks if hasattr(each, "set_max_micro_batch")]  # type: ignore[attr-defined]
         most = f"max_size {limit}" if limit == self.max_size else f"the data, {limit} samples a rank"
-        self._report(trainer, world_size, step, "memory" if ran_out else most, told)
-        for callback in told:
+        self._report(trainer, world_size, step, "memory" if ran_out else most, takers)
+        for callback in takers:
             callback.set_max_micro_batch(self.per_rank)
 
     def _search(
         self, trainer: Trainer, rehearsal: Rehearsal, vote: Vote, world_size: int
     ) -> tuple[int, int, int, list[tuple[int, bool]]]:
-        """Returns the present size, the largest one allowed, the largest one that fits, and all that were tried."""
+        """Returns the current size, the largest allowed one, the largest one that fits, and all trials."""
         epochs = trainer.max_epochs if trainer.max_epochs and trainer.max_epochs > 0 else FAR
-        _size_images_as_at(epochs, trainer)
+        _fix_image_size(epochs, trainer)
         first = rehearsal.next_batch()
-        present = samples(first)
+        present = count_samples(first)
         lengths = [sized_len(getattr(loader, "dataset", None)) for loader in training_loaders(trainer)]
         limits = [length // world_size for length in lengths if length is not None]
         limit = min(limits + ([self.max_size] if self.max_size else []), default=0)
         if limit < 1:
-            raise DloError("MicroBatchFinder: the loader does not say how much data there are; give max_size")
+            raise DloError(
+                "MicroBatchFinder: max_size must be set for a loader without a length, got none; set max_size"
+            )
         trial = Trial(rehearsal, Pool(rehearsal.next_batch, first), vote, self.memory_limit_bytes, epochs)
         trials = []
 
@@ -160,9 +165,9 @@ class MicroBatchFinder(BeforeTraining):
             trials.append((size, outcome))
             return outcome
 
-        return present, limit, largest(fits, present, limit, powers=self.power_of_two), trials
+        return present, limit, find_largest(fits, present, limit, powers=self.power_of_two), trials
 
-    def _report(self, trainer: Trainer, world_size: int, step: int, bound: str, told: list[Any]) -> None:
+    def _report(self, trainer: Trainer, world_size: int, step: int, bound: str, takers: list[Any]) -> None:
         folder = run_folder(trainer)
         if not trainer.is_global_zero:
             return
@@ -181,8 +186,8 @@ class MicroBatchFinder(BeforeTraining):
             f"\nlargest micro-batch: {self.per_rank} samples a rank, {self.per_rank * world_size} over all;"
             f" bound by {bound}, {len(self.trials)} sizes tried"
         ]
-        lines += [f"  told to {type(callback).__name__}" for callback in told]
-        if not told:
+        lines += [f"  set in {type(callback).__name__}" for callback in takers]
+        if not takers:
             lines += [
                 f"  for the same {step} samples a step:",
                 f"    data.init_args.batch_size: {batch_size}",
@@ -191,8 +196,8 @@ class MicroBatchFinder(BeforeTraining):
         print("\n".join(lines), flush=True)
 
 
-def _size_images_as_at(epochs: int, trainer: Trainer) -> None:
-    """Has the loaders make images of the size that they will have after so many epochs, until the rehearsal ends."""
+def _fix_image_size(epochs: int, trainer: Trainer) -> None:
+    """Makes the loaders use the image size after a number of epochs, until the rehearsal ends."""
     for loader in training_loaders(trainer):
         sampler = getattr(loader, "batch_sampler", None)
         size_at = getattr(sampler, "image_size_at", None)
@@ -201,7 +206,7 @@ def _size_images_as_at(epochs: int, trainer: Trainer) -> None:
 
 
 class _AtEpoch:
-    """A schedule of image sizes that stands still."""
+    """Schedule of image sizes that is constant at its value after a number of epochs."""
 
     def __init__(self, size_at: Callable[[Position], int], epochs: int) -> None:
         self.size_at, self.epochs = size_at, epochs
@@ -211,14 +216,14 @@ class _AtEpoch:
 
 
 class Trial:
-    """Trains on batches of one size, on all ranks, as long as none runs out of memory.
+    """Trains on batches of one size, on all ranks, until one is out of memory.
 
     Args:
-        rehearsal: takes back what is done here.
-        pool: gives the batches.
-        vote: how the ranks agree.
-        limit: see :class:`~dlo_plugins.batch_search.Budget`.
-        epochs: after how many epochs of the run the batches are taken to come.
+        rehearsal: Rehearsal that restores all state afterwards.
+        pool: Source of the batches.
+        vote: Vote by which the ranks agree.
+        limit: Limit in bytes as in :class:`~dlo_plugins.batch_search.Budget`.
+        epochs: Number of epochs after which the batches are assumed to come.
     """
 
     def __init__(self, rehearsal: Rehearsal, pool: Pool, vote: Vote, limit: int | None, epochs: int) -> None:
@@ -226,7 +231,7 @@ class Trial:
         self.trainer = rehearsal.trainer
         self.budget = Budget(limit, self.trainer.lightning_module)
         batches = self.trainer.num_training_batches
-        # Counted as batches of the first epoch. Not the epoch's last one, whose step Lightning would not delay.
+        # Number of a batch, counted from the first epoch; never an epoch's last, whose step Lightning runs at once.
         self.number = 2 * int(batches) * epochs if math.isfinite(batches) else 0
 
     def fits(self, size: int, steps: int) -> bool:
@@ -248,7 +253,7 @@ class Trial:
         return True
 
     def _train(self, batch: Any) -> None:
-        """Forward and backward, as for the first of two batches of a step: gradients are not reduced."""
+        """Runs forward and backward as for the first of two batches of a step, so that gradients are not reduced."""
         with self.budget:
             self.rehearsal.train_on(batch, self.number)
 
@@ -263,7 +268,7 @@ class Trial:
 
 
 def ran_out_of_memory(action: Callable[[], object]) -> bool:
-    """Calls ``action``; returns whether memory ran out. The error, which holds what was in memory, is let go."""
+    """Calls ``action``; returns whether memory ran out. It drops the error, which refers to tensors in memory."""
     try:
         action()
     except Exception as error:
@@ -274,14 +279,14 @@ def ran_out_of_memory(action: Callable[[], object]) -> bool:
 
 
 class Vote:
-    """Tells all ranks whether something has happened on any, over a process group of its own.
+    """Logical or of a flag over all ranks, on a process group of its own.
 
-    A rank that has run out of memory asks while others may still be at work. On the group that training uses, its
-    question could be taken for a part of theirs.
+    A rank that is out of memory votes while others may still compute. On training's process group, its message could be
+    matched with one of theirs.
 
     Args:
-        world_size: the number of ranks.
-        timeout: seconds to wait for the others.
+        world_size: Number of ranks.
+        timeout: Seconds to wait for the others.
     """
 
     def __init__(self, world_size: int, timeout: float) -> None:
@@ -291,10 +296,10 @@ class Vote:
             self._group = dist.new_group(backend="gloo", timeout=datetime.timedelta(seconds=timeout))
 
     def any(self, happened: bool) -> bool:
-        """Returns whether it has happened on any rank.
+        """Returns whether the flag is set on any rank.
 
         Raises:
-            DloError: if the others do not answer in time.
+            DloError: If the others do not answer in time.
         """
         if self._group is None:
             return happened
@@ -303,14 +308,14 @@ class Vote:
             dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=self._group)
         except RuntimeError as error:
             raise DloError(
-                f"MicroBatchFinder: after {self.timeout:g} s not all ranks had finished a part of a trial. Either one"
-                " has failed, or training_step communicates (self.log with sync_dist, say) and one that runs out of"
-                f" memory leaves the others waiting; log without sync_dist, or give max_size ({error})"
+                f"MicroBatchFinder: all ranks must finish a part of a trial within {self.timeout:g} s, got a timeout."
+                " Either a rank has failed, or training_step communicates (for example by self.log with sync_dist) and"
+                f" a rank that is out of memory blocks the others; log without sync_dist, or set max_size ({error})"
             ) from error
         return bool(flag)
 
     def close(self) -> None:
-        """Gives the group back."""
+        """Destroys the process group."""
         if self._group is not None:
             dist.destroy_process_group(self._group)
             self._group = None

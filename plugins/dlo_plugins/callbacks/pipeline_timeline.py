@@ -1,4 +1,4 @@
-"""A picture of what each rank of a pipeline computed when: the schedule as it ran, beside what theory makes of it."""
+"""Plot of a pipeline step: the measured timeline of each rank, above the one that the schedule alone would give."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ if TYPE_CHECKING:
 
 
 class PipelineTimeline(Callback):
-    """Draws one step of a pipeline as it was measured: who computed what when, and how long ranks waited.
+    """Plots one measured step of a pipeline: the actions of each rank over time, and the time that ranks waited.
 
-    Above, the step as it ran; below, the same costs in a world where nothing but the schedule makes a rank wait. The
-    picture goes to TensorBoard (`pipeline/timeline`) and, as `pipeline.png`, to the run's folder; the share of time in
-    which ranks waited, as `pipeline/bubble` and `pipeline/bubble_of_theory`, to the loggers.
+    The upper timeline is the measured step. The lower one has the same costs, but ranks wait only for the schedule. The
+    plot goes to TensorBoard (`pipeline/timeline`) and to `pipeline.png` in the run's folder. The fraction of time that
+    ranks waited goes to the loggers, as `pipeline/bubble` and `pipeline/bubble_of_theory`.
 
     Args:
-        step: the optimizer step that is measured, from 0; the first ones are slow, as memory is new to them.
+        step: Number of the optimizer step to measure, from 0; the first steps are slow, as they allocate memory.
 
     Raises:
-        DloError: for a negative step, and without a pipeline (MeshStrategy with `pp` of 2 or more).
+        DloError: If the step is negative, or there is no pipeline (MeshStrategy with `pp` of 2 or more).
     """
 
     #: Why `dlo parity` trains without it: the one process of the comparison has no pipeline.
@@ -38,40 +38,40 @@ class PipelineTimeline(Callback):
 
     def __init__(self, step: int = 5) -> None:
         if step < 0:
-            raise DloError(f"step is the number of an optimizer step, from 0, but was {step}")
+            raise DloError(f"PipelineTimeline: step must be the number of an optimizer step, from 0, got {step}; set 5")
         self.step = step
         self._recording = False
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Looks for the pipeline."""
+        """Checks that there is a pipeline."""
         _pipeline(trainer)
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        """Has the step's first batch recorded."""
+        """Starts to record at the step's first batch."""
         if trainer.global_step == self.step and not self._recording:
             self._recording = _pipeline(trainer).record = True
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Draws what was recorded."""
+        """Plots the recorded step."""
         pipeline = _pipeline(trainer)
         if not pipeline.record:
             return
         pipeline.record = False
-        timeline = pipeline.timeline()  # All ranks of the pipeline have to ask.
+        timeline = pipeline.timeline()  # A collective call of the pipeline's ranks.
         if trainer.is_global_zero:
             self._show(trainer, pipeline, timeline)
 
     def _show(self, trainer: Trainer, pipeline: Pipeline, timeline: Timeline) -> None:
-        from dlo_plugins.pipeline.picture import as_run, ideal
+        from dlo_plugins.pipeline.picture import draw_comparison, ideal
         from dlo_plugins.pipeline.schedules import make_schedule
 
         parts = len({item.action.micro_batch for row in timeline.rows for item in row})
         schedule = make_schedule(pipeline.schedule, pipeline.placement.ranks, parts, pipeline.stages_per_rank)
         theory = ideal(timeline, schedule)
         scalars = {"pipeline/bubble": timeline.bubble, "pipeline/bubble_of_theory": theory.bubble}
-        figure = as_run(timeline, schedule)
+        figure = draw_comparison(timeline, schedule)
         path = Path(trainer.default_root_dir) / "pipeline.png"
         path.parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(path, dpi=120)
@@ -81,22 +81,22 @@ class PipelineTimeline(Callback):
                 _add_figure(logger, figure, trainer.global_step)
         rank_zero_info(
             f"pipeline: {schedule.name}, {parts} micro-batches: ranks waited {timeline.bubble:.1%} of step {self.step},"
-            f" by theory {theory.bubble:.1%}; drawn in {path}"
+            f" by theory {theory.bubble:.1%}; plotted in {path}"
         )
 
 
 def _add_figure(logger: TensorBoardLogger, figure: Figure, step: int) -> None:
-    from dlo_plugins.callbacks.lr_finder import pixels
+    from dlo_plugins.callbacks.lr_finder import figure_to_array
 
-    logger.experiment.add_image("pipeline/timeline", pixels(figure), step, dataformats="HWC")
+    logger.experiment.add_image("pipeline/timeline", figure_to_array(figure), step, dataformats="HWC")
 
 
 def _pipeline(trainer: Trainer) -> Pipeline:
     pipelined = contract_of(trainer.strategy).pipelined
     if pipelined is None:
         raise DloError(
-            "PipelineTimeline draws the steps of a pipeline, and this run has none; set MeshStrategy with pp of"
-            " 2 or more, or leave the callback out"
+            "PipelineTimeline: strategy must be MeshStrategy with pp of 2 or more, got one without a pipeline; set"
+            " pp=2, or leave the callback out"
         )
     found: Pipeline = pipelined.pipeline
     return found

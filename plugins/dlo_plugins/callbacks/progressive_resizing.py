@@ -1,8 +1,9 @@
-"""Progressive resizing: train on small images first, and on large ones at the end.
+"""Progressive resizing: small images at the start of training, large ones at the end.
 
 Howard et al. (fast.ai) 2018, DAWNBench; Tan and Le 2021, "EfficientNetV2: Smaller Models and Faster Training"
-(arXiv 2104.00298), which grows regularisation too: that is left to the recipe. FFCV's ImageNet recipes (Leclerc et al.
-2023, arXiv 2306.12517) round the size to the nearest multiple once an epoch, here it is rounded down at each batch.
+(arXiv 2104.00298). Departures: EfficientNetV2 grows regularisation too, which the recipe does here. FFCV's ImageNet
+recipes (Leclerc et al. 2023, arXiv 2306.12517) round the size to the nearest multiple once an epoch; here it is rounded
+down at each batch.
 """
 
 from __future__ import annotations
@@ -28,37 +29,37 @@ from dlo_plugins.resizing import (
     with_images,
 )
 
-_MULTIPLE = 32  # of a model that takes any size: the stride of most convolutional networks
+_MULTIPLE = 32  # for a model that takes any size: the stride of most convolutional networks
 
 
 class ProgressiveResizing(BatchTransform):
-    """Trains on images whose size grows: most of the run costs a fraction of what it would at the last size.
+    """Trains on images whose size grows: most of the run costs a fraction of its cost at the last size.
 
-    The size of a batch follows from its place in the data alone: it is the same on every rank, whatever the
-    accumulation, and after a resume. Where the datamodule can (ImageFolderData, DigitsData), images are decoded and
-    cropped at that size, which saves the loader's time as well; any other loader's are resized on the device,
-    antialiased. Every timm ViT and CoAtNet takes all sizes that its stride divides: it keeps its parameters, made for
-    the data's ``image_size``, and interpolates its position embeddings or biases. Validation is at the data's own
-    size.
+    The size of a batch depends only on its position in the data: it is the same on every rank, with any accumulation,
+    and after a resume. If the datamodule can size its images (ImageFolderData, DigitsData), it decodes and crops them
+    at that size, which saves the loader's time too. Other loaders' images are resized on the device, antialiased. All
+    timm ViTs and CoAtNets take sizes that are multiples of their stride: they keep their parameters, made for the
+    data's ``image_size``, and interpolate their position embeddings or biases. Validation uses the data's own size.
 
-    Give either ``sizes`` or ``start_size``. A point of the run is a number of epochs, ``"3 epochs"``, ``"73%"`` of
+    Set either ``sizes`` or ``start_size``. A point of the run is a number of epochs, ``"3 epochs"``, ``"73%"`` of
     ``trainer.max_epochs``, or ``"500000 samples"``.
 
     Args:
-        sizes: points and the size from there on, height and width in pixels: ``{0: 160, "73%": 192}``.
-        start_size: the size at first, of one that grows.
-        end_size: its last size; None for the datamodule's ``image_size``.
-        begin: where it begins to grow. Composer's default, as is the next.
-        end: where it has its last size. The rest of the run, at this size, is where accuracy is made.
-        stages: grow in that many equally long stages, of which the first has ``start_size`` and the last ``end_size``
+        sizes: Points, each with the height and width in pixels from there on: ``{0: 160, "73%": 192}``.
+        start_size: First size, of one that grows.
+        end_size: Last size; None for the datamodule's ``image_size``.
+        begin: Point at which the growth begins; the default is Composer's.
+        end: Point at which the last size is reached; the default is Composer's. The rest of the run at this size
+            decides the accuracy.
+        stages: Number of equally long stages, the first with ``start_size`` and the last with ``end_size``
             (EfficientNetV2 has 4); None to grow in proportion to the samples seen.
-        multiple: sizes are rounded down to multiples of it; None for what the model accepts, the patch of a ViT and
-            the stride of a CoAtNet, else 32. Each size is one more compilation of a compiled model.
-        image_key: where the images are, if batches are dicts and the datamodule cannot size its images.
+        multiple: Multiple in pixels to which sizes are rounded down; None for the model's own (the patch of a ViT, the
+            stride of a CoAtNet), else 32. A compiled model compiles once for each size.
+        image_key: Key of the images, if batches are dicts and the datamodule cannot size its images.
 
     Raises:
-        DloError: on sizes that the model or the data cannot have, a percentage without ``max_epochs``, and a model
-            that takes one size only.
+        DloError: If the model or the data cannot have a size, a percentage has no ``max_epochs``, or the model takes
+            only one size.
     """
 
     order = 10
@@ -75,13 +76,22 @@ class ProgressiveResizing(BatchTransform):
         image_key: str = "image",
     ) -> None:
         if (sizes is None) == (start_size is None):
-            raise DloError("ProgressiveResizing: give one of sizes and start_size")
+            got = "neither" if sizes is None else "both"
+            raise DloError(
+                f"ProgressiveResizing: exactly one of sizes and start_size must be set, got {got};"
+                f" {'set' if sizes is None else 'leave out'} one"
+            )
         if sizes is not None and (end_size, stages) != (None, None):
-            raise DloError("ProgressiveResizing: end_size and stages belong to start_size; sizes has them in itself")
+            raise DloError(
+                f"ProgressiveResizing: end_size and stages must not be set with sizes, got {end_size} and {stages};"
+                " leave them out, or set start_size"
+            )
         if stages is not None and stages < 2:
-            raise DloError(f"ProgressiveResizing: stages is at least 2, the first and the last size, but was {stages}")
+            raise DloError(
+                f"ProgressiveResizing: stages must be at least 2, the first and the last size, got {stages}; set 4"
+            )
         if multiple is not None and multiple < 1:
-            raise DloError(f"ProgressiveResizing: multiple is at least 1 pixel, but was {multiple}")
+            raise DloError(f"ProgressiveResizing: multiple must be at least 1 pixel, got {multiple}; leave it out")
         self.start_size, self.end_size, self.stages = start_size, end_size, stages
         self.multiple, self.image_key = multiple, image_key
         self.begin, self.end = parse_point(begin, "ProgressiveResizing"), parse_point(end, "ProgressiveResizing")
@@ -89,12 +99,14 @@ class ProgressiveResizing(BatchTransform):
         self._points = [*self.steps] if self.steps else [self.begin, self.end]
         self.needs_max_epochs = any_percentage(self._points)
         if sizes is not None and all(point.value for point in self.steps):
-            raise DloError(f"ProgressiveResizing: sizes says what the run begins with, under 0, but was {sizes}")
+            raise DloError(
+                f"ProgressiveResizing: sizes must have the first size of the run under 0, got {sizes}; add 0: 160"
+            )
         check_multiples([*self.steps.values(), start_size or 1, end_size or 1], 1, "ProgressiveResizing")
         self._schedule: Steps | Growth | None = None
         self._max_epochs = math.inf
         self._sized_by_data = False
-        self._multiple = 1  # that sides of images that are not square are rounded to
+        self._multiple = 1  # multiple in pixels for the sides of images that are not square
         self._global_batch = 0
         self._logged_step = -1
 
@@ -102,34 +114,36 @@ class ProgressiveResizing(BatchTransform):
 
     @property
     def schedule(self) -> Steps | Growth:
-        """The size at each place in the run; there from ``on_fit_start`` on."""
-        assert self._schedule is not None, "asked for before on_fit_start"
+        """Schedule of the size; it exists from ``on_fit_start`` on."""
+        assert self._schedule is not None, "used before on_fit_start"
         return self._schedule
 
     def size_at(self, at: Position) -> int:
-        """Returns the height and width in pixels of a batch's images, from where it begins."""
+        """Returns the height and width in pixels of the images in a batch that begins at ``at``."""
         return self.schedule.size_at(at, self._max_epochs)
 
     def area_factor(self, at: Position) -> float:
-        """Returns the area of an image of the last size over that of one at ``at``: batches may be so much larger."""
+        """Returns the ratio of the last image area to that at ``at``, by which batches may be larger."""
         return (self.schedule.final_size(at.size, self._max_epochs) / self.size_at(at)) ** 2
 
     # --- before training -----------------------------------------------------------------------------------
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Hands the schedule to the datamodule, if that can make images of a given size."""
+        """Sets the schedule in the datamodule, if that can size its images."""
         if stage != "fit":
             return
         self._max_epochs = check_max_epochs(self._points, trainer.max_epochs, "ProgressiveResizing")
         datamodule = trainer.datamodule  # type: ignore[attr-defined]
         if isinstance(datamodule, ResumableDataModule) and datamodule.sizes_images:
             if datamodule.image_size_at is not None:
-                raise DloError("ProgressiveResizing: two callbacks size the data's images; remove one of them")
+                raise DloError(
+                    "ProgressiveResizing: only one callback must size the data's images, got two; remove one of them"
+                )
             datamodule.image_size_at, self._sized_by_data = self.size_at, True
         super().setup(trainer, pl_module, stage)
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Makes the model accept other sizes, and checks that it does, now that it is built."""
+        """Makes the built model accept other sizes, and checks that it does."""
         datamodule = trainer.datamodule  # type: ignore[attr-defined]
         accept_any_size(pl_module)
         base = getattr(datamodule, "image_size", None)
@@ -142,36 +156,41 @@ class ProgressiveResizing(BatchTransform):
         self._multiple = self.multiple or accepted or 1
         if self.multiple is not None and accepted is not None and self.multiple % accepted:
             raise DloError(
-                f"ProgressiveResizing: the model takes multiples of {accepted} pixels, so that multiple is one too, but"
-                f" was {self.multiple}; use {math.lcm(self.multiple, accepted)}, or leave it out"
+                f"ProgressiveResizing: multiple must be a multiple of the model's {accepted} pixels, got"
+                f" {self.multiple}; set {math.lcm(self.multiple, accepted)}, or leave it out"
             )
         if self.start_size is None:
             check_multiples(self.steps.values(), self._multiple, "ProgressiveResizing.sizes")
             return Steps(self.steps)
         last = self.end_size or base
         if last is None:
-            raise DloError("ProgressiveResizing: end_size is not given, and the data tell no image_size; set end_size")
+            raise DloError(
+                "ProgressiveResizing: end_size must be set if the datamodule has no image_size, got none; set end_size"
+            )
         multiple = self.multiple or accepted or _MULTIPLE
         check_multiples([self.start_size, last], multiple, "ProgressiveResizing")
         if {self.begin.unit, self.end.unit} != {"samples"} and "samples" in {self.begin.unit, self.end.unit}:
-            raise DloError("ProgressiveResizing: give begin and end in the same unit, where one is in samples")
+            raise DloError(
+                "ProgressiveResizing: begin and end must have the same unit if one is in samples, got"
+                f" {self.begin.unit} and {self.end.unit}; write both in samples"
+            )
         begin, end = (point.epochs(1, self._max_epochs) for point in (self.begin, self.end))
         if begin >= end:
             raise DloError(
-                f"ProgressiveResizing: it begins to grow before it ends, but begin is {begin:g} and end {end:g}"
-                f" {'samples' if self.end.unit == 'samples' else 'epochs'}"
+                f"ProgressiveResizing: begin must be before end, got {begin:g} and {end:g}"
+                f" {'samples' if self.end.unit == 'samples' else 'epochs'}; the defaults are 50% and 80%"
             )
         if self.end.unit != "samples" and end > self._max_epochs:
             raise DloError(
-                f"ProgressiveResizing: end is after {end:g} epochs and the run has {self._max_epochs:g}: it would never"
-                " see the last size; use end: '80%'"
+                f"ProgressiveResizing: end must be within the run's {self._max_epochs:g} epochs, got {end:g} epochs;"
+                " set end: '80%'"
             )
         return Growth(self.start_size, last, self.begin, self.end, multiple, self.stages)
 
     # --- training ------------------------------------------------------------------------------------------
 
     def transform(self, trainer: Trainer, pl_module: LightningModule, batch: Any) -> Any:
-        """Returns the batch with its images resized, unless the data have them at their size already."""
+        """Returns the batch with its images resized, unless the datamodule sizes them."""
         if self._sized_by_data:
             return batch
         images = images_of(batch, self.image_key)
@@ -183,16 +202,16 @@ class ProgressiveResizing(BatchTransform):
         return with_images(batch, resize_images(images, *sides), self.image_key)
 
     def _begin(self, trainer: Trainer, batch: Any, given: int) -> None:
-        """Checks the loader's images and length, with the first batch."""
+        """Checks the loader's images and length at the first batch."""
         largest = self.schedule.all_sizes()[-1]
         if given < largest:
             raise DloError(
-                f"ProgressiveResizing: the loader's images are resized down, but they have {given} pixels and the"
-                f" schedule goes up to {largest}; load them at {largest}, or end the schedule at {given}"
+                f"ProgressiveResizing: the loader's images must have at least the schedule's largest size of {largest}"
+                f" pixels, got {given}; load them at {largest}, or end the schedule at {given}"
             )
         if not math.isfinite(trainer.num_training_batches):
             raise DloError(
-                "ProgressiveResizing: the training loader has no length, so that there is no place in an epoch;"
+                "ProgressiveResizing: the training loader must have a length, got none;"
                 " set trainer.limit_train_batches to the number of batches that make up an epoch"
             )
         per_rank = getattr(trainer.train_dataloader, "batch_size", None)
@@ -200,7 +219,7 @@ class ProgressiveResizing(BatchTransform):
         self._global_batch = per_rank * data_parallel_coordinates(trainer)[1]
 
     def _position(self, trainer: Trainer, batches: int) -> Position:
-        """Returns where the batch begins that has ``batches`` of its epoch before it."""
+        """Returns the position of the batch that follows ``batches`` batches of its epoch."""
         loader = trainer.train_dataloader
         known = getattr(loader, "position", None)
         if isinstance(known, Position):
@@ -209,7 +228,7 @@ class ProgressiveResizing(BatchTransform):
         return Position(trainer.current_epoch, batches * size, int(trainer.num_training_batches) * size)
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        """Logs the size as ``data/image_size``, on the steps that are logged."""
+        """Logs the size as ``data/image_size``, every ``trainer.log_every_n_steps``."""
         step = trainer.global_step
         if (step + 1) % trainer.log_every_n_steps or step == self._logged_step:  # type: ignore[attr-defined]
             return
@@ -219,12 +238,12 @@ class ProgressiveResizing(BatchTransform):
             logger.log_metrics({"data/image_size": float(size)}, step=step + 1)
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Takes the schedule back from the datamodule. The model goes on accepting all sizes."""
+        """Removes the schedule from the datamodule. The model still accepts all sizes."""
         super().teardown(trainer, pl_module, stage)
         self._release(trainer)
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Takes the schedule back from the datamodule: Lightning calls no ``teardown`` then."""
+        """Removes the schedule from the datamodule, as Lightning calls no ``teardown`` after an exception."""
         super().on_exception(trainer, pl_module, exception)
         self._release(trainer)
 

@@ -1,7 +1,7 @@
-"""Validation in rectangles near the images' own shape, beside that in squares.
+"""Validation on rectangular images near their own shape, in addition to square ones.
 
-Howard et al. (fast.ai) 2018, "Training ImageNet in 18 minutes", DAWNBench. It departs from it in that each image has a
-shape of its own, and not the mean one of its batch: so accuracy does not depend on the size of the batch.
+Howard et al. (fast.ai) 2018, "Training ImageNet in 18 minutes", DAWNBench. Departure: each image has a shape of its
+own, not the mean shape of its batch, so accuracy does not depend on the batch size.
 """
 
 from __future__ import annotations
@@ -24,59 +24,62 @@ from dlo_framework.model_sizes import accept_any_size, check_sizes, size_multipl
 from dlo_framework.progress import epochs_of_run, steps_per_epoch
 from dlo_framework.resume import random_state, restore_random_state
 
-_MULTIPLE = 8  # of a model that takes any size, as fast.ai's
+_MULTIPLE = 8  # for a model that takes any size, as in fast.ai
 _SUFFIX = "_rect"
 
 
 class RectangularValidation(Callback):
-    """Validates a second time, on images in rectangles near their own shape, and logs that beside the square result.
+    """Validates a second time on rectangular images near their own shape, and logs both results.
 
-    A square crop of a photograph leaves a quarter to a third of it out. Where the square validation logs
-    ``val_acc1``, this logs ``val_acc1_rect``, to all loggers and to ``summary.json``; a checkpoint or an early stop may
-    monitor it. The square validation, its metrics and the random state are as without it. The datamodule brings the
-    rectangles: ImageFolderData does. The model must take them: a ViT, a CoAtNet, or a convolutional network with global
-    pooling.
+    A square crop of a photograph drops a quarter to a third of it. For each metric of the square validation, such as
+    ``val_acc1``, this logs ``val_acc1_rect``, to all loggers and to ``summary.json``; a checkpoint or early stopping
+    can monitor it. The square validation, its metrics and the random state do not change. The datamodule must make the
+    rectangles, as ImageFolderData does. The model must accept them: a ViT, a CoAtNet, or a convolutional network with
+    global pooling.
 
     Args:
-        every_n_epochs: validate so after every so many epochs, and after the last; None for the last alone.
-            ``dlo validate`` always does. Where something else than ``max_epochs`` or ``max_steps`` ends the run, early
-            stopping say, it may end without; give a number then.
-        multiple: the longer side is rounded down to a multiple of so many pixels; None for what the model accepts, the
-            patch of a ViT and the stride of a CoAtNet, else 8.
-        max_ratio: the most that the longer side is longer; the ends of longer images are cropped.
+        every_n_epochs: Number of epochs between rectangular validations; there is always one after the last epoch.
+            None for the last epoch only. ``dlo validate`` always runs one. A run that early stopping ends may have
+            none; set a number then.
+        multiple: Multiple in pixels to which the longer side is rounded down; None for the model's own (the patch of a
+            ViT, the stride of a CoAtNet), else 8.
+        max_ratio: Largest ratio of the longer side to the shorter one; longer images are cropped.
 
     Raises:
-        DloError: if the datamodule has no rectangles or the model takes none.
+        DloError: If the datamodule makes no rectangles, or the model does not accept them.
     """
 
     def __init__(self, every_n_epochs: int | None = None, multiple: int | None = None, max_ratio: float = 2.0) -> None:
         if every_n_epochs is not None and every_n_epochs < 1:
-            raise DloError(f"RectangularValidation: every_n_epochs is at least 1, but was {every_n_epochs}")
+            raise DloError(
+                f"RectangularValidation: every_n_epochs must be at least 1, got {every_n_epochs}; leave it out for the"
+                " last epoch only"
+            )
         if multiple is not None and multiple < 1:
-            raise DloError(f"RectangularValidation: multiple is at least 1 pixel, but was {multiple}")
+            raise DloError(f"RectangularValidation: multiple must be at least 1 pixel, got {multiple}; leave it out")
         if max_ratio < 1:
-            raise DloError(f"RectangularValidation: max_ratio is at least 1, a square, but was {max_ratio}")
+            raise DloError(f"RectangularValidation: max_ratio must be at least 1, a square, got {max_ratio}; set 2")
         self.every_n_epochs, self.multiple, self.max_ratio = every_n_epochs, multiple, max_ratio
         self._loader: ResumableLoader | None = None
 
     # --- before --------------------------------------------------------------------------------------------
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Asks whether the datamodule has rectangles."""
+        """Checks that the datamodule makes rectangles."""
         datamodule = trainer.datamodule  # type: ignore[attr-defined]
         if stage in ("fit", "validate") and not hasattr(datamodule, "rectangular_val_dataloader"):
-            kind = "there is none" if datamodule is None else f"{type(datamodule).__name__} does not"
+            got = "none" if datamodule is None else f"{type(datamodule).__name__} without it"
             raise DloError(
-                "RectangularValidation needs a datamodule that batches images by shape (rectangular_val_dataloader),"
-                f" and {kind}; use ImageFolderData, or remove the callback"
+                "RectangularValidation: the datamodule must batch images by shape (rectangular_val_dataloader),"
+                f" got {got}; use ImageFolderData, or remove the callback"
             )
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Reads the images' shapes, and checks that the model takes them."""
+        """Reads the images' shapes, and checks that the model accepts them."""
         self._prepare(trainer, pl_module)
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Does the same where there is no fit."""
+        """Does the same if there is no fit."""
         if self._loader is None:
             self._prepare(trainer, pl_module)
 
@@ -87,8 +90,8 @@ class RectangularValidation(Callback):
         multiple = self.multiple or accepted or _MULTIPLE
         if accepted is not None and multiple % accepted:
             raise DloError(
-                f"RectangularValidation: the model takes multiples of {accepted} pixels, so that multiple is one too,"
-                f" but was {multiple}; leave it out"
+                f"RectangularValidation: multiple must be a multiple of the model's {accepted} pixels, got {multiple};"
+                " leave it out"
             )
         loader: ResumableLoader = datamodule.rectangular_val_dataloader(multiple, self.max_ratio)
         shapes = sorted(loader.batch_sampler.shapes, key=lambda sides: sides[1] / sides[0])  # type: ignore[attr-defined]
@@ -97,11 +100,11 @@ class RectangularValidation(Callback):
         self._loader = loader
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Forgets the loader; the datamodule ends its workers."""
+        """Drops the loader; the datamodule ends its workers."""
         self._loader = None
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Forgets it too: Lightning calls no ``teardown`` then, and the next validation may have other data."""
+        """Drops the loader, as Lightning calls no ``teardown`` then, and the next validation may have other data."""
         self._loader = None
 
     # --- validation ----------------------------------------------------------------------------------------
@@ -115,7 +118,7 @@ class RectangularValidation(Callback):
         batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:
-        """Validates in rectangles after the last batch: before a weight average leaves the model again."""
+        """Validates on rectangles after the last batch, while averaged weights are still in the model."""
         batches = trainer.num_val_batches
         last = dataloader_idx == len(batches) - 1 and batch_idx + 1 >= batches[-1]
         if not last or trainer.sanity_checking or not self._due(trainer):
@@ -123,7 +126,7 @@ class RectangularValidation(Callback):
         assert self._loader is not None
         random = random_state()
         try:
-            values = measure(trainer, pl_module, self._loader)
+            values = evaluate_loader(trainer, pl_module, self._loader)
         finally:
             restore_random_state(random)
         for name, value in values.items():
@@ -132,13 +135,13 @@ class RectangularValidation(Callback):
             )
 
     def _due(self, trainer: Trainer) -> bool:
-        """Whether this validation is one after which to look at rectangles."""
+        """Returns whether to validate on rectangles after this validation."""
         if trainer.state.fn != TrainerFn.FITTING:
             return True
         epoch, batches = trainer.current_epoch + 1, trainer.fit_loop.epoch_loop.batch_progress.current
         stops = trainer.should_stop or 0 < trainer.max_steps <= trainer.global_step
         if batches.ready + (trainer.val_check_batch or 0) <= trainer.num_training_batches and not stops:
-            return False  # this epoch has another validation
+            return False  # this epoch will have another validation
         interval = trainer.check_val_every_n_epoch or 1
         stops |= epoch + interval > epochs_of_run(trainer)
         if trainer.max_steps > 0:
@@ -146,11 +149,10 @@ class RectangularValidation(Callback):
         return stops or (self.every_n_epochs is not None and epoch % self.every_n_epochs == 0)
 
 
-def measure(trainer: Trainer, pl_module: LightningModule, loader: ResumableLoader) -> dict[str, Any]:
-    """Returns what ``validation_step`` logs over a loader, once an epoch, by name; for use in a validation.
+def evaluate_loader(trainer: Trainer, pl_module: LightningModule, loader: ResumableLoader) -> dict[str, Any]:
+    """Returns the epoch values that ``validation_step`` logs over a loader, by name; call it during a validation.
 
-    The batches pass all hooks that validation batches pass on their way to the step. Whatever the step adds to metrics
-    and logs is taken back.
+    The batches go through all hooks of validation batches. The step's changes to metrics and logs are undone.
     """
     step: Any = pl_module.validation_step
     takes_number = is_param_in_hook_signature(step, "batch_idx", min_args=2)
@@ -174,10 +176,9 @@ def _limited(trainer: Trainer, loader: ResumableLoader) -> Iterable[Any]:
 
 @contextmanager
 def _fresh_metrics(pl_module: LightningModule) -> Iterator[None]:
-    """Empties the module's metrics, and gives them their content back.
+    """Resets the module's metrics inside the block, and restores their state after it.
 
-    A torchmetrics ``Metric`` (1.x) keeps all that it has seen in plain attributes. ``reset`` puts new tensors in their
-    place, and clears lists.
+    A torchmetrics ``Metric`` (1.x) keeps its state in plain attributes. ``reset`` replaces tensors, and clears lists.
     """
     metrics = [part for part in pl_module.modules() if isinstance(part, Metric)]
     kept = [
@@ -195,11 +196,11 @@ def _fresh_metrics(pl_module: LightningModule) -> Iterator[None]:
 
 @contextmanager
 def _own_results(trainer: Trainer) -> Iterator[_ResultCollection]:
-    """Collects what is logged in a validation apart from what the validation itself logs.
+    """Collects the values logged inside the block, separately from those of the validation itself.
 
-    ``self.log`` writes to the results of the loop that runs; Lightning (2.6) has no public way to have it write
-    elsewhere. What is replaced for the time is the validation loop's ``_results``, and put back with it is the logger
-    connector's ``_current_fx``, by which it knows that an epoch's first value of a hook is being logged.
+    ``self.log`` writes to the results of the running loop; Lightning (2.6) has no public way to redirect it. So this
+    replaces the validation loop's ``_results`` inside the block, and restores it together with the logger connector's
+    ``_current_fx``, by which Lightning detects the first value that a hook logs in an epoch.
     """
     fitting = trainer.state.fn == TrainerFn.FITTING
     loop: Any = trainer.fit_loop.epoch_loop.val_loop if fitting else trainer.validate_loop

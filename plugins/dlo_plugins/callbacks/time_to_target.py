@@ -1,8 +1,8 @@
-"""How long a recipe takes to a given quality: MLPerf's question, and its log.
+"""Time that a recipe takes to reach a target of a validation metric, as MLPerf measures and logs it.
 
 Mattson et al., "MLPerf Training Benchmark", 2019 (arXiv 1910.01500): the measure of a training system is the time to
-a target of a validation metric. A run stops there. The lines written are of mlcommons' ``mllog`` format; they are no
-submission, which has more keys and rules of its own.
+a target of a validation metric. The run stops there. The log has the format of mlcommons' ``mllog``. It is not a
+submission, which needs more keys and has rules of its own.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Evaluation = dict[str, float]
 
 RESULT = "time_to_target.json"
 LOG = "mlperf.log"
-#: Words in a metric's name that tell which way is better.
+#: Words in a metric's name that show whether higher or lower is better.
 RISES = {"acc", "acc1", "acc5", "accuracy", "auc", "auroc", "bleu", "f1", "iou", "miou", "map", "psnr", "recall"}
 FALLS = {"loss", "err", "error", "mae", "mse", "rmse", "nll", "perplexity", "ppl", "wer", "cer", "fid"}
 
@@ -37,7 +37,7 @@ FALLS = {"loss", "err", "error", "mae", "mse", "rmse", "nll", "perplexity", "ppl
 def reaches(value: float, target: float, mode: Direction) -> bool:
     """Returns whether a metric is at its target or past it; a NaN never is.
 
-    In single precision, which metrics are computed in: 7 of 10 is 0.7 there, and less than 0.7 in double precision.
+    It compares in single precision, like metrics: 7 of 10 is 0.7 there, but less than 0.7 in double precision.
     """
     single, goal = np.float32(value), np.float32(target)
     return bool(single >= goal if mode == "max" else single <= goal)
@@ -49,7 +49,7 @@ def first_reaching(evaluations: list[Evaluation], target: float, mode: Direction
 
 
 def best_of(evaluations: list[Evaluation], mode: Direction) -> Evaluation | None:
-    """Returns the evaluation with the best ``value``, the earliest of equals; None if none has a number."""
+    """Returns the earliest evaluation with the best ``value``; None if all values are NaN."""
     numbers = [one for one in evaluations if not math.isnan(one["value"])]
     return (max if mode == "max" else min)(numbers, key=lambda one: one["value"]) if numbers else None
 
@@ -60,11 +60,11 @@ def mllog_line(
     """Returns a line of MLPerf's log.
 
     Args:
-        key: what is logged, ``run_start`` say.
-        value: a JSON value.
-        time_ms: milliseconds since 1970.
-        event: ``INTERVAL_START``, ``INTERVAL_END`` or ``POINT_IN_TIME``.
-        metadata: more about it.
+        key: Key of the line, for example ``run_start``.
+        value: JSON value.
+        time_ms: Time in milliseconds since 1970.
+        event: Type of the event: ``INTERVAL_START``, ``INTERVAL_END`` or ``POINT_IN_TIME``.
+        metadata: Further JSON values.
     """
     line = {
         "namespace": "",
@@ -78,35 +78,34 @@ def mllog_line(
 
 
 class TimeToTarget(Callback):
-    """Stops the run when a validation metric reaches its target, and reports what it took to get there.
+    """Stops the run when a validation metric reaches its target, and reports the time and data that it took.
 
-    That is MLPerf's way to judge a recipe (arXiv 1910.01500). Reported are seconds, samples of all ranks and epochs.
-    The seconds are of training and validation together, from the first batch on. The clock goes on after a resume,
-    without the time in between. What building and compiling take is given beside it (compiling, where the Compile
+    MLPerf judges a recipe in this way (arXiv 1910.01500). The callback reports seconds, samples of all ranks and
+    epochs. The seconds include training and validation from the first batch on; after a resume the clock continues,
+    without the time in between. The times of building and compiling are reported separately (compiling if the Compile
     callback counts it).
 
-    The run folder gets ``time_to_target.json`` with all of that and each evaluation on the way, and ``mlperf.log`` in
-    the format of MLPerf; TensorBoard gets ``time_to_target/*`` once the target is reached. A run that ends without
-    reaching it says how near it came.
+    The run folder gets ``time_to_target.json`` with these values and all evaluations, and ``mlperf.log`` in MLPerf's
+    format. TensorBoard gets ``time_to_target/*`` when the target is reached. A run that ends before reports its best
+    value.
 
     Args:
-        metric: name of a validation metric, ``val_acc1`` say. Rank 0's value decides for all ranks.
-        target: the value to reach.
-        mode: ``max`` if higher is better, ``min`` if lower is.
+        metric: Name of a validation metric, for example ``val_acc1``. Rank 0's value decides for all ranks.
+        target: Value to reach.
+        mode: Direction: ``max`` if higher is better, ``min`` if lower is better.
 
     Raises:
-        DloError: on a metric that validation does not log, a mode that is not the metric's, or a run without
-            validation.
+        DloError: If validation does not log the metric, the mode is not the metric's, or the run has no validation.
     """
 
     def __init__(self, metric: str, target: float, mode: Direction = "max") -> None:
         if mode not in ("max", "min"):
-            raise DloError(f"TimeToTarget: mode is max or min, but was {mode!r}")
-        better = direction(metric)
+            raise DloError(f"TimeToTarget: mode must be max or min, got {mode!r}; max is the default")
+        better = metric_direction(metric)
         if better not in (None, mode):
-            raise DloError(f"TimeToTarget: {metric} is better {_WORDS[better or mode]}; set mode: {better}")
+            raise DloError(f"TimeToTarget: mode must be {better} for {metric}, got {mode}; set mode: {better}")
         if not math.isfinite(target):
-            raise DloError(f"TimeToTarget: target is a number that can be reached, but was {target}")
+            raise DloError(f"TimeToTarget: target must be a finite number, got {target}; set a value of {metric}")
         self.metric = metric
         self.target = target
         self.mode = mode
@@ -114,7 +113,7 @@ class TimeToTarget(Callback):
         self._folder: Path | None = None
         self._built = time.time(), time.perf_counter()
         self._init_seconds = 0.0
-        self._before = 0.0  # seconds of the runs that this one resumes
+        self._before = 0.0  # seconds of the resumed runs
         self._began: float | None = None
         self._samples = 0
         self._epochs = 0.0
@@ -124,11 +123,11 @@ class TimeToTarget(Callback):
 
     @property
     def seconds(self) -> float:
-        """Seconds of training and validation so far, those before an interruption included."""
+        """Seconds of training and validation so far, including those before an interruption."""
         return self._before + (0.0 if self._began is None else time.perf_counter() - self._began)
 
     def state_dict(self) -> dict[str, Any]:
-        """The clock, the samples, and the evaluations on the way."""
+        """Returns the clock, the samples and the evaluations so far."""
         return {
             "seconds": self.seconds,
             "init_seconds": self._init_seconds,
@@ -137,7 +136,7 @@ class TimeToTarget(Callback):
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Takes up the clock and the counts of the run that is resumed."""
+        """Restores the clock and the counts of the resumed run."""
         self._before, self._init_seconds = state_dict["seconds"], state_dict["init_seconds"]
         self._samples = state_dict["samples"]
         self.evaluations = [dict(one) for one in state_dict["evaluations"]]
@@ -145,23 +144,23 @@ class TimeToTarget(Callback):
     # --- the run -------------------------------------------------------------------------------------------
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Checks that the run validates, and that the model agrees on what is better."""
+        """Checks that the run validates, and that ``mode`` is the model's."""
         if stage != "fit":
             return
         if not trainer.enable_validation:
             raise DloError(
-                f"TimeToTarget waits for {self.metric}, but this run does not validate; give it validation data, a"
+                f"TimeToTarget: the run must validate to log {self.metric}, got no validation; set validation data, a"
                 " validation_step, and trainer.limit_val_batches above 0"
             )
         best, better = getattr(pl_module, "best_metric", None) or (None, None)
         if best == self.metric and better != self.mode:
             raise DloError(
-                f"TimeToTarget: {type(pl_module).__name__} says that {best} is better {_WORDS[str(better)]}; set"
-                f" mode: {better}"
+                f"TimeToTarget: mode must be {better} for {best}, the best_metric of {type(pl_module).__name__}, got"
+                f" {self.mode}; set mode: {better}"
             )
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Starts the clock; a run that is resumed past its target stops at once."""
+        """Starts the clock; a run that has reached its target before a resume stops at once."""
         self._folder = run_folder(trainer)
         self._world = data_parallel_size(trainer)
         self._init_seconds += time.perf_counter() - self._built[1]
@@ -191,7 +190,7 @@ class TimeToTarget(Callback):
         self._log(trainer, "epoch_start", None, "INTERVAL_START", {"epoch_num": trainer.current_epoch + 1})
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        """Logs the start of an epoch that is resumed in the middle, which Lightning does not."""
+        """Logs the start of an epoch that is resumed in the middle, for which Lightning calls no hook."""
         if not self._in_epoch:
             self.on_train_epoch_start(trainer, pl_module)
 
@@ -224,34 +223,34 @@ class TimeToTarget(Callback):
         self._log(trainer, "eval_stop", None, "INTERVAL_END", self._place())
         if value is not None and not reached_before and reaches(value, self.target, self.mode):
             trainer.should_stop = True
-            self._tell(trainer, pl_module)
+            self._report(trainer, pl_module)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Writes the result, and says so where the target was not reached."""
+        """Writes the result, and reports a target that was not reached."""
         self._close(trainer)
         if first_reaching(self.evaluations, self.target, self.mode) is None:
-            self._tell(trainer, pl_module)
+            self._report(trainer, pl_module)
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Writes how far the run has come."""
+        """Writes the result so far."""
         self._close(trainer)
 
-    # --- what is told --------------------------------------------------------------------------------------
+    # --- reports -------------------------------------------------------------------------------------------
 
     def _value(self, trainer: Trainer) -> float | None:
-        """Returns the metric, rank 0's on all ranks; None if this one of several validations has not logged it."""
+        """Returns rank 0's metric on all ranks; None if a later validation has not logged it."""
         metrics = trainer.callback_metrics
         if self.metric in metrics:
             return float(trainer.strategy.broadcast(float(metrics[self.metric])))
         if self.evaluations:
             return None
         raise DloError(
-            f"TimeToTarget: validation logs no '{self.metric}'{did_you_mean(self.metric, metrics) or ';'} it logs:"
+            f"TimeToTarget: unknown metric '{self.metric}'{did_you_mean(self.metric, metrics) or ';'} validation logs:"
             f" {', '.join(sorted(metrics)) or 'none'}"
         )
 
     def _spent(self, trainer: Trainer) -> Evaluation:
-        """Returns what the run has cost so far."""
+        """Returns the cost of the run so far."""
         compiling = [one.seconds for one in trainer.callbacks if isinstance(one, Compile)]  # type: ignore[attr-defined]
         spent = {"seconds": self.seconds, "samples": self._samples, "epochs": self._epochs}
         return spent | ({"compile_seconds": sum(compiling)} if compiling else {})
@@ -260,7 +259,7 @@ class TimeToTarget(Callback):
         return {"epoch_num": self._epochs, "samples_count": self._samples}
 
     def result(self) -> dict[str, Any]:
-        """Returns what ``time_to_target.json`` holds: the cost of the target, or of the whole run if it is not met."""
+        """Returns the content of ``time_to_target.json``: the cost of the target, or of the full run if not reached."""
         reached = first_reaching(self.evaluations, self.target, self.mode)
         best = best_of(self.evaluations, self.mode)
         at = reached or (self.evaluations[-1] if self.evaluations else {})
@@ -275,8 +274,8 @@ class TimeToTarget(Callback):
             "evaluations": self.evaluations,
         }
 
-    def _tell(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Prints the result; logs it if the target was reached."""
+    def _report(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Prints the result, and logs it if the target was reached."""
         reached = first_reaching(self.evaluations, self.target, self.mode)
         sign = ">=" if self.mode == "max" else "<="
         goal = f"{self.metric} {sign} {self.target:g}"
@@ -319,11 +318,8 @@ class TimeToTarget(Callback):
                 file.write(line + "\n")
 
 
-_WORDS = {"max": "the higher it is", "min": "the lower it is"}
-
-
-def direction(metric: str) -> Direction | None:
-    """Returns which way a metric is better, where a word of its name tells."""
+def metric_direction(metric: str) -> Direction | None:
+    """Returns whether higher or lower is better, by the words of the metric's name; None if no word shows it."""
     words = set(metric.lower().replace("/", "_").replace("-", "_").split("_"))
     if words & FALLS:
         return "min"

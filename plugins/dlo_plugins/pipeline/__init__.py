@@ -1,1 +1,1 @@
-"""Pipeline parallelism: schedules as data, a model cut into stages, and the engine that runs the one on the other."""
+"""Pipeline parallelism: schedules as data, a model cut into stages, and the engine that runs a schedule on them."""

@@ -1,4 +1,4 @@
-"""What a rank of a pipeline does, one thing after another, and which rank holds which stage."""
+"""Actions of a pipeline's ranks (forward, backward, weight gradient), and the placement of stages on ranks."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from typing import Literal, NamedTuple
 
 
 class Kind(enum.StrEnum):
-    """What is computed for a micro-batch in a stage."""
+    """Kind of computation that a stage runs for a micro-batch."""
 
     FORWARD = "F"
     BACKWARD = "B"
-    """All of backward: the input's gradient and the weights'."""
+    """Full backward: the input gradient and the weight gradients."""
     INPUT = "I"
-    """Backward as far as the previous stage waits for it: the input's gradient."""
+    """First part of backward: the input gradient, for which the previous stage waits."""
     WEIGHT = "W"
-    """The weights' gradients that an `INPUT` has left."""
+    """Second part of backward: the weight gradients that an `INPUT` has deferred."""
 
 
 class Action(NamedTuple):
-    """One thing that a rank does."""
+    """One computation of a rank: its kind, the stage and the micro-batch."""
 
     kind: Kind
     stage: int
@@ -31,18 +31,18 @@ class Action(NamedTuple):
 
     @property
     def is_backward(self) -> bool:
-        """Whether it computes the gradient that the previous stage waits for."""
+        """Whether the action computes the input gradient, for which the previous stage waits."""
         return self.kind in (Kind.BACKWARD, Kind.INPUT)
 
 
 @dataclass(frozen=True)
 class Placement:
-    """Which rank holds which stages.
+    """Placement of a pipeline's stages on its ranks.
 
     Args:
-        ranks: of the pipeline.
-        stages_per_rank: how many each of them holds.
-        shape: `loop` deals the stages out round and round: 0, 1, 2, 0, 1, 2; `v` (two a rank) there and back:
+        ranks: Number of ranks in the pipeline.
+        stages_per_rank: Number of stages that each rank holds.
+        shape: Order in which ranks get the stages: `loop` is 0, 1, 2, 0, 1, 2; `v` (two stages a rank) is
             0, 1, 2, 2, 1, 0.
     """
 
@@ -52,7 +52,7 @@ class Placement:
 
     @property
     def stages(self) -> int:
-        """How many there are."""
+        """Number of stages of all ranks."""
         return self.ranks * self.stages_per_rank
 
     def rank_of(self, stage: int) -> int:
@@ -66,6 +66,6 @@ class Placement:
         return [stage for stage in range(self.stages) if self.rank_of(stage) == rank]
 
     def neighbours(self) -> list[tuple[int, int]]:
-        """Returns the pairs of ranks between which hidden states pass."""
+        """Returns the pairs of ranks that exchange hidden states."""
         steps = ((self.rank_of(stage), self.rank_of(stage + 1)) for stage in range(self.stages - 1))
         return [(one, other) for one, other in steps if one != other]

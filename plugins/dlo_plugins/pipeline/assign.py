@@ -1,4 +1,4 @@
-"""From a model, a plan and the settings to stages, and whether they fit: what can be said before a process starts."""
+"""Stages of a model from its plan and the settings, and the checks of them that need no process group."""
 
 from __future__ import annotations
 
@@ -23,25 +23,28 @@ def make_stages(
     """Returns a model's stages, without cutting it.
 
     Args:
-        model: may lie on the meta device.
-        plan: names are relative to the model.
-        stages: how many.
-        split: blocks of each stage, or `balanced` by cost.
-        costs: by which it is balanced; by default the numbers of parameters.
+        model: Model, on any device; the meta device will do.
+        plan: Plan of the model; its names are relative to the model.
+        stages: Number of stages.
+        split: Number of blocks of each stage, or `balanced` by cost.
+        costs: Costs that the balanced split uses; by default the numbers of parameters.
 
     Raises:
-        DloError: for a split that does not fit.
+        DloError: If the split does not fit the model.
     """
     if isinstance(split, str):
         if split != "balanced":
-            raise DloError(f"split is 'balanced' or the number of blocks of each stage, given '{split}'")
+            raise DloError(
+                f"split must be 'balanced' or a list with the number of blocks of each stage, got '{split}'; set"
+                " split: balanced"
+            )
         known = costs or parameter_costs(model, plan)
         return Stages(model, plan, balanced_split(known.blocks, stages, known.stem, known.head))
     if len(split) != stages:
         even = balanced_split([1.0] * len(plan.block_names(model)), stages)
         raise DloError(
-            f"split has a number of blocks for each of the {stages} stages (pp times stages_per_rank), given"
-            f" {list(split)}; {even}, say, or 'balanced'"
+            f"split must have a number of blocks for each of the {stages} stages (pp times stages_per_rank), got"
+            f" {list(split)}; set {even}, or balanced"
         )
     return Stages(model, plan, split)
 
@@ -55,22 +58,22 @@ def check(
     stages_per_rank: int | None = None,
     split: Split = "balanced",
 ) -> Stages:
-    """Checks that a model can be cut for so many ranks, and that the schedule can run so many micro-batches.
+    """Checks that a model can be cut for a number of ranks, and that the schedule can run the micro-batches.
 
     Args:
-        model: may lie on the meta device.
-        plan: names are relative to the model.
-        ranks: of the pipeline.
-        schedule: its name.
-        micro_batches: of a step.
-        stages_per_rank: where the schedule leaves it open.
-        split: blocks of each stage, or `balanced`.
+        model: Model, on any device; the meta device will do.
+        plan: Plan of the model; its names are relative to the model.
+        ranks: Number of ranks in the pipeline.
+        schedule: Name of the schedule.
+        micro_batches: Number of micro-batches in a step.
+        stages_per_rank: Number of stages that each rank holds, where the schedule leaves it open.
+        split: Number of blocks of each stage, or `balanced`.
 
     Returns:
-        The stages, as they will be.
+        The stages of the model.
 
     Raises:
-        DloError: if something does not fit; the message computes what does.
+        DloError: If the model, the ranks and the schedule do not fit together; the message computes what does.
     """
     where = placement(schedule, ranks, stages_per_rank)
     make_schedule(schedule, ranks, micro_batches, stages_per_rank)
@@ -80,7 +83,7 @@ def check(
         most = blocks // per_rank
         fix = f"set pp={most} or less" if most else "choose 1F1B, which has one stage a rank"
         raise DloError(
-            f"each pipeline stage has at least one block: {ranks} ranks with {per_rank} stage{'s' * (per_rank > 1)}"
-            f" each need {where.stages}, the model has {blocks}; {fix}"
+            f"each pipeline stage must have at least one block, got {blocks} blocks for {ranks} ranks with {per_rank}"
+            f" stage{'s' * (per_rank > 1)} each ({where.stages} stages); {fix}"
         )
     return make_stages(model, plan, where.stages, split)

@@ -1,4 +1,4 @@
-"""Which blocks go to which stage: the contiguous split whose dearest stage is as cheap as can be."""
+"""Balanced split of blocks into stages: contiguous, with the least cost of the most expensive stage."""
 
 from __future__ import annotations
 
@@ -8,24 +8,25 @@ from dlo_framework.errors import DloError
 
 
 def balanced_split(costs: Sequence[float], stages: int, stem: float = 0.0, head: float = 0.0) -> list[int]:
-    """Returns how many blocks each stage has, by dynamic programming: exact, O(blocks^2 stages).
+    """Returns the number of blocks of each stage, by dynamic programming: exact, O(blocks^2 stages).
 
-    Of the splits with the least dearest stage it is one with the least sum of squares: the work left is spread, too.
+    Among the splits with the least maximum cost of a stage, it returns one with the least sum of squared costs, so that
+    the other stages are balanced too.
 
     Args:
-        costs: of the blocks, in any unit.
-        stages: how many; each gets at least one block.
-        stem: cost of what the first stage computes before its blocks.
-        head: cost of what the last stage computes after them.
+        costs: Costs of the blocks, in any unit.
+        stages: Number of stages; each gets at least one block.
+        stem: Cost of the modules that the first stage runs before its blocks.
+        head: Cost of the modules that the last stage runs after its blocks.
 
     Raises:
-        DloError: if there are fewer blocks than stages.
+        DloError: If there are fewer blocks than stages.
     """
     blocks = len(costs)
     if stages > blocks:
         raise DloError(
-            f"each stage has at least one block: {stages} stages, {blocks} blocks; set pp times stages_per_rank to"
-            f" {blocks} or less"
+            f"each stage must have at least one block, got {blocks} blocks for {stages} stages; set pp times"
+            f" stages_per_rank to {blocks} or less"
         )
     sums = [0.0]
     for cost in costs:
@@ -47,11 +48,12 @@ def _best(blocks: int, stages: int, join: Callable[[float, int, int, int], float
     """Returns the least value of a split, and the split.
 
     Args:
-        blocks: how many there are.
-        stages: into which they are split.
-        join: the value of the stages up to one, of theirs without it, its number, its first block and its end.
+        blocks: Number of blocks.
+        stages: Number of stages.
+        join: Function that returns the value of the stages up to one of them, from the value of those before it, its
+            number, its first block and its end.
     """
-    best = [0.0] + [float("inf")] * blocks  # by how many blocks the stages so far have
+    best = [0.0] + [float("inf")] * blocks  # by the number of blocks in the stages so far
     begins: list[list[int]] = []
     for stage in range(stages):
         found, begin = [float("inf")] * (blocks + 1), [0] * (blocks + 1)

@@ -1,4 +1,4 @@
-"""What a model's parts cost to compute: the numbers by which its blocks are shared out to stages."""
+"""Costs of a model's stem, blocks and head, in parameters or FLOPs; the balanced split uses them."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from dlo_plugins.fake_kernels import FakeKernels
 
 @dataclass(frozen=True)
 class PartCosts:
-    """Costs in one unit, any.
+    """Costs of a model's parts, all in the same unit.
 
     Attributes:
-        blocks: of each block.
-        stem: of what comes before them.
-        head: of what comes after.
+        blocks: Cost of each block.
+        stem: Cost of the modules before the first block.
+        head: Cost of the modules after the last block.
     """
 
     blocks: tuple[float, ...]
@@ -32,13 +32,14 @@ class PartCosts:
 
 
 def parameter_costs(model: nn.Module, plan: ParallelPlan) -> PartCosts:
-    """Returns the number of parameters of each part: a matrix product costs in proportion to them.
+    """Returns the number of parameters of each part; the cost of a matrix product is proportional to it.
 
-    Looking up an embedding costs nothing. A convolution's parameters say little: give :func:`flop_costs` a micro-batch.
+    An embedding's look-up costs nothing. The cost of a convolution does not follow from its parameters: use
+    :func:`flop_costs` with a micro-batch.
 
     Args:
-        model: may lie on the meta device.
-        plan: names are relative to the model.
+        model: Model, on any device; the meta device will do.
+        plan: Plan of the model; its names are relative to the model.
     """
     lookups = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag)}
     blocks = plan.block_names(model)
@@ -56,21 +57,22 @@ def parameter_costs(model: nn.Module, plan: ParallelPlan) -> PartCosts:
 
 
 def flop_costs(model: nn.Module, plan: ParallelPlan, run: Callable[[], Any]) -> PartCosts | None:
-    """Returns the floating-point operations of each part in a forward, counted without computing anything.
+    """Returns the floating-point operations of each part in a forward, counted on fake tensors.
 
     Args:
-        model: whole, and not cut; on a device or the meta device.
-        plan: names are relative to the model.
-        run: calls the model on a micro-batch that lies where the model does; a loss may follow, and counts as head.
+        model: Full model, not yet cut, on any device; the meta device will do.
+        plan: Plan of the model; its names are relative to the model.
+        run: Function that calls the model on a micro-batch on the model's device. It may compute a loss too, which
+            counts as head.
 
     Returns:
-        The costs; None if the forward cannot run without values, whatever the reason: a cost is no check.
+        The costs; None if the forward fails on fake tensors for any reason, since a cost estimate is not a check.
     """
     blocks = plan.block_names(model)
     counts = [0.0] * len(blocks)
     # torch 2.11 does not count a CPU's attention by itself.
     attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-    mapping = {attention: _attention_flops, torch.ops.aten._grouped_mm: _grouped_flops}  # nor experts' products
+    mapping = {attention: _attention_flops, torch.ops.aten._grouped_mm: _grouped_flops}  # nor experts' matmuls
     counter = FlopCounterMode(display=False, custom_mapping=mapping)
     begins: dict[str, int] = {}
     first_at: list[int] = []
@@ -88,7 +90,7 @@ def flop_costs(model: nn.Module, plan: ParallelPlan, run: Callable[[], Any]) -> 
 
         return hook
 
-    # Fake tensors of one element have values, and batch norm counts the batches in such a buffer.
+    # Fake tensors of one element have values, and batch norm counts its batches in such a buffer.
     counters = [(buffer, buffer.clone()) for buffer in model.buffers() if buffer.numel() == 1]
     handles = []
     for number, name in enumerate(blocks):
@@ -97,7 +99,7 @@ def flop_costs(model: nn.Module, plan: ParallelPlan, run: Callable[[], Any]) -> 
     try:
         with FakeTensorMode(allow_non_fake_inputs=True), _off_meta(model), torch.no_grad(), FakeKernels(), counter:
             run()
-    except Exception:  # What a model refuses, the rehearsal of its step says, by name.
+    except Exception:  # The rehearsal of the step reports by name what the model refuses.
         return None
     finally:
         for handle in handles:
@@ -110,9 +112,9 @@ def flop_costs(model: nn.Module, plan: ParallelPlan, run: Callable[[], Any]) -> 
 
 @contextlib.contextmanager
 def _off_meta(model: nn.Module) -> Iterator[None]:
-    """Gives a model on the meta device fake tensors on the CPU inside the block: what a forward makes itself is there.
+    """Replaces a model's meta tensors by fake CPU tensors inside the block, as a forward's own tensors are on the CPU.
 
-    To be entered inside a `FakeTensorMode`.
+    Enter it inside a `FakeTensorMode`.
     """
     made: dict[int, Tensor] = {}
     replaced: list[tuple[dict[str, Any], str, Tensor]] = []

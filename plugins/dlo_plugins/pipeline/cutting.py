@@ -1,8 +1,8 @@
-"""Cutting a model into stages: which stage owns which tensor, and letting go of those of other ranks' stages.
+"""Stages of a model: which stage owns which tensor, and the release of the tensors of other ranks' stages.
 
-A model stays one module with all its names. Parameters that a rank does not hold lie on the meta device, so that
-optimizers' groups and checkpoints know all of them and they take no memory. What is computed in which stage is seen to
-in :mod:`dlo_plugins.pipeline.gates`.
+A model stays one module with all its names. Parameters that a rank does not hold are on the meta device: optimizer
+groups and checkpoints know all names, and these parameters take no memory. :mod:`dlo_plugins.pipeline.gates` runs the
+forward of a single stage.
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ from dlo_framework.plan import ParallelPlan
 
 
 class Stages:
-    """A model's stages: runs of its blocks, the first with the stem, the last with the head.
+    """Stages of a model: contiguous blocks, the first stage with the stem, the last with the head.
 
     Args:
-        model: may lie on the meta device, and may have been cut.
-        plan: names are relative to the model.
-        counts: blocks of each stage.
+        model: Model, on any device; it may have been cut already.
+        plan: Plan of the model; its names are relative to the model.
+        counts: Number of blocks of each stage.
 
     Attributes:
-        blocks: names of all blocks, in the order in which they run.
-        first: number of the first block of each stage, and in the end the number of blocks.
-        stem_units: names of the modules with parameters that run before the first block.
-        stem_tensors: names of the parameters of the stem that belong to no such module.
+        blocks: Names of all blocks, in the order in which they run.
+        first: Number of each stage's first block; the last item is the number of blocks.
+        stem_units: Names of the modules with parameters that run before the first block.
+        stem_tensors: Names of the stem's parameters that belong to none of these modules.
 
     Raises:
-        DloError: if the counts do not add up to the blocks, or a stage has none.
+        DloError: If the counts do not add up to the number of blocks, or a stage has none.
     """
 
     def __init__(self, model: nn.Module, plan: ParallelPlan, counts: Sequence[int]) -> None:
@@ -65,7 +65,7 @@ class Stages:
 
     @property
     def count(self) -> int:
-        """How many stages there are."""
+        """Number of stages."""
         return len(self.first) - 1
 
     def blocks_of(self, stage: int) -> list[str]:
@@ -75,15 +75,15 @@ class Stages:
     def stages_of(self, name: str) -> tuple[int, ...]:
         """Returns the stages that need a parameter or buffer: one, or several where it is tied.
 
-        Buffers of modules that have no parameters, such as tables of angles, are every stage's.
+        Buffers of modules without parameters, such as tables of angles, belong to every stage.
         """
         return self._stages.get(name, tuple(range(self.count)))
 
     def writer(self, name: str) -> int | None:
-        """Returns the stage that computes with a buffer of which all have a copy, and may change it.
+        """Returns the stage that may change a buffer of which every stage has a copy; None for other tensors.
 
-        That is the last: what the stem does not name runs in the head, or before all blocks and on all stages alike.
-        None for what stages have for themselves.
+        It is the first stage for a buffer of the stem. Other such buffers are used in the head, or before the blocks on
+        every stage in the same way: there it is the last stage.
         """
         if name in self._stages:
             return None
@@ -105,11 +105,11 @@ class Stages:
 
 
 class Held:
-    """What a rank holds of a model that has been cut.
+    """Predicate for the parameters and buffers that a rank of the pipeline holds.
 
     Args:
-        stages: of the model.
-        held: numbers of this rank's stages.
+        stages: Stages of the model.
+        held: Numbers of this rank's stages.
     """
 
     def __init__(self, stages: Stages, held: Collection[int]) -> None:
@@ -120,20 +120,20 @@ class Held:
         return not self.held.isdisjoint(self.stages.stages_of(name))
 
     def first(self, name: str) -> bool:
-        """Returns whether this rank is the one that counts and saves a tensor: it holds the first stage that has it."""
+        """Returns whether this rank counts and saves a tensor: it holds the first of the tensor's stages."""
         return self.stages.stages_of(name)[0] in self.held
 
 
-def cut(model: nn.Module, stages: Stages, held: Collection[int]) -> Held:
-    """Lets go of what other ranks hold: those parameters and buffers become meta tensors under the same names.
+def release_other_stages(model: nn.Module, stages: Stages, held: Collection[int]) -> Held:
+    """Replaces the parameters and buffers of other ranks' stages by meta tensors under the same names.
 
     Args:
-        model: rewritten in place; tied parameters stay one tensor.
-        stages: of the model.
-        held: numbers of this rank's stages.
+        model: Model, changed in place; tied parameters stay one tensor.
+        stages: Stages of the model.
+        held: Numbers of this rank's stages.
 
     Returns:
-        What tells which names this rank holds.
+        A predicate for the names that this rank holds.
     """
     holds = Held(stages, held)
     gone: dict[int, Tensor] = {}
@@ -153,26 +153,26 @@ def cut(model: nn.Module, stages: Stages, held: Collection[int]) -> Held:
 
 
 def check_counts(counts: Sequence[int], blocks: int) -> None:
-    """Checks how many blocks each stage has.
+    """Checks the number of blocks of each stage.
 
     Raises:
-        DloError: if they do not add up, or one has none.
+        DloError: If the counts do not add up to the number of blocks, or a stage has none.
     """
     if len(counts) > blocks:
         raise DloError(
-            f"each stage has at least one block: {len(counts)} stages, {blocks} blocks; set pp times stages_per_rank"
-            f" to {blocks} or less"
+            f"each stage must have at least one block, got {blocks} blocks for {len(counts)} stages; set pp times"
+            f" stages_per_rank to {blocks} or less"
         )
     if any(count < 1 for count in counts) or sum(counts) != blocks:
         even = [blocks // len(counts) + (n < blocks % len(counts)) for n in range(len(counts))]
         raise DloError(
-            f"a split gives each stage at least one of the model's {blocks} blocks and all of them together, given"
-            f" {list(counts)} ({sum(counts)} blocks); {even}, say"
+            f"split must give each stage at least one block and add up to the model's {blocks} blocks, got"
+            f" {list(counts)} ({sum(counts)} blocks); set {even}"
         )
 
 
 def _called_modules(name: str, module: nn.Module) -> Iterator[str]:
-    """Yields a module with parameters; in place of a container, which no forward calls, the modules inside it."""
+    """Yields a module with parameters; for a container, which no forward calls, the modules inside it instead."""
     if next(module.parameters(), None) is None:
         return
     if type(module).forward is not nn.Module.forward:

@@ -1,7 +1,7 @@
 """The pipeline's engine: runs a schedule on a model that is cut into stages.
 
-Any Python forward can be cut (:mod:`.gates`), micro-batches may have any shapes, and what each rank computed when can
-be recorded. It knows neither Lightning nor optimizers.
+It cuts any Python forward (:mod:`.gates`), accepts micro-batches of any shapes, and can record a timeline of what each
+rank computes. It knows neither Lightning nor optimizers.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from dlo_plugins.pipeline.actions import Action, Kind
 from dlo_plugins.pipeline.assign import Split
 from dlo_plugins.pipeline.assign import make_stages as make_stages
 from dlo_plugins.pipeline.costs import PartCosts
-from dlo_plugins.pipeline.cutting import cut
+from dlo_plugins.pipeline.cutting import release_other_stages
 from dlo_plugins.pipeline.exchange import Exchange
 from dlo_plugins.pipeline.gates import Passage, Shapes
 from dlo_plugins.pipeline.layout import signatures
@@ -31,15 +31,15 @@ from dlo_plugins.pipeline.leaks import LeakCheck
 from dlo_plugins.pipeline.precision import no_autocast
 from dlo_plugins.pipeline.schedules import Schedule, forward_only, make_schedule, placement, splits_backward
 from dlo_plugins.pipeline.simulate import Timeline
-from dlo_plugins.pipeline.spans import Recorder, gather
-from dlo_plugins.pipeline.tied import TiedWeights, tied_groups_across
+from dlo_plugins.pipeline.spans import Recorder, gather_timeline
+from dlo_plugins.pipeline.tied import TiedWeights, find_tied_groups
 from dlo_plugins.pipeline.transport import Transport
 from dlo_plugins.pipeline.weight_grads import WeightGradients
 
 
 @dataclass
 class _Step:
-    """What a step has under way."""
+    """State of a step."""
 
     micro_batches: Sequence[Any]
     signatures: list[Any]
@@ -48,45 +48,48 @@ class _Step:
     loss: Callable[[Any, Any], Tensor] | None = None
     weights: Sequence[float] = ()
     seed: Tensor | float = 1.0
-    #: By stage and micro-batch: what was received, and what backward begins at.
-    kept: dict[tuple[int, int], tuple[Tensor | None, Tensor]] = field(default_factory=dict)
-    put_off: dict[tuple[int, int], deque[Callable[[], None]]] = field(default_factory=dict)
-    #: By stage: backwards (and weight gradients, where they are apart) that are still to come.
+    #: By stage and micro-batch: the received hidden state, and the output at which backward begins.
+    saved: dict[tuple[int, int], tuple[Tensor | None, Tensor]] = field(default_factory=dict)
+    #: By stage and micro-batch: the weight gradients still to compute.
+    deferred: dict[tuple[int, int], deque[Callable[[], None]]] = field(default_factory=dict)
+    #: By stage: number of backwards (and weight gradients, where they are separate) still to come.
     left: dict[int, int] = field(default_factory=dict)
     outputs: dict[int, Any] = field(default_factory=dict)
     total: Tensor | float = 0.0
 
 
 class Pipeline:
-    """Trains and evaluates a model that lies on several ranks, stage by stage.
+    """Engine that trains and evaluates a model whose stages are on several ranks.
 
-    It cuts the model: parameters of other ranks' stages become meta tensors under their names. Build it when tensor and
-    context parallelism have rewritten the model and before anything wraps or fills it; whatever happens to the blocks
-    later (recomputation, compile, FSDP2 on stem units, blocks and head, not on the model itself) it goes along with.
+    It cuts the model: parameters of other ranks' stages become meta tensors under their names. Build it after tensor
+    and context parallelism have rewritten the model, and before the model is wrapped or initialised. The blocks may
+    change later: recomputation, compile, FSDP2 on stem units, blocks and head (not on the model itself) all work.
 
     Args:
-        model: a task's `model`; may lie on the meta device.
-        plan: names are relative to the model.
-        group: the ranks of the pipeline, in the order of stages.
-        schedule: GPipe, 1F1B, Interleaved1F1B, ZBH1, ZBV or DualPipeV.
-        stages_per_rank: for Interleaved1F1B; 2 by default.
-        split: blocks of each stage, or `balanced` by cost.
-        costs: by which it is balanced; by default the numbers of parameters.
-        device: on which this rank computes.
+        model: A task's `model`, on any device; the meta device will do.
+        plan: Plan of the model; its names are relative to the model.
+        group: Process group of the pipeline's ranks, in the order of stages.
+        schedule: Name of the schedule: GPipe, 1F1B, Interleaved1F1B, ZBH1, ZBV or DualPipeV.
+        stages_per_rank: Number of stages that each rank holds under Interleaved1F1B; 2 by default.
+        split: Number of blocks of each stage, or `balanced` by cost.
+        costs: Costs that the balanced split uses; by default the numbers of parameters.
+        device: Device on which this rank computes.
 
     Attributes:
-        stages: of the model.
-        holds: tells which names this rank holds, and of which it is the first holder.
-        placement: of the stages on ranks.
-        before_backward: called before each backward with the stage, the micro-batch, and whether the stage's gradients
-            are complete after it. Where weight gradients come later they never are: then look at `gradients_ready`.
-        gradients_ready: called with a stage when its gradients of the step are complete.
-        loss_ready: called with each micro-batch's loss in training, on the rank of the last stage.
-        record: whether to record what is computed when; it makes ranks start each step together.
-        most_shapes: of micro-batches that are remembered; of each new one the ranks tell each other once.
+        stages: Stages of the model.
+        holds: Predicate for the names that this rank holds; `holds.first` for those of which it is the first holder.
+        placement: Placement of the stages on ranks.
+        before_backward: Callback before each backward, called with the stage, the micro-batch, and whether the stage's
+            gradients are complete after it. That is never true where weight gradients come later; use
+            `gradients_ready` there.
+        gradients_ready: Callback, called with a stage when its gradients of the step are complete.
+        loss_ready: Callback in training, called with each micro-batch's loss on the rank of the last stage.
+        record: Whether to record a timeline; if so, all ranks start each step together.
+        most_shapes: Number of micro-batch shapes that are kept. For each new shape, ranks send each other its layout
+            once.
 
     Raises:
-        DloError: for a schedule or split that does not fit the model and the ranks.
+        DloError: If the schedule or the split does not fit the model and the ranks.
     """
 
     most_shapes = 1024
@@ -109,8 +112,8 @@ class Pipeline:
         self.placement = placement(schedule, dist.get_world_size(group), stages_per_rank)
         self.stages = make_stages(model, plan, self.placement.stages, split, costs)
         self.own_stages = self.placement.stages_of(self.rank)
-        tied = tied_groups_across(model, self.stages, self.placement)
-        self.holds = cut(model, self.stages, self.own_stages)
+        tied = find_tied_groups(model, self.stages, self.placement)
+        self.holds = release_other_stages(model, self.stages, self.own_stages)
         self._transport = Transport(group, self.device)
         self._transport.connect([*self.placement.neighbours(), *(pair for shared in tied for pair in shared.pairs())])
         self.tied = TiedWeights(model, tied, self._transport)
@@ -128,7 +131,7 @@ class Pipeline:
 
     @property
     def is_last(self) -> bool:
-        """Whether this rank holds the last stage, and so has outputs and losses."""
+        """Whether this rank holds the last stage, which has outputs and losses."""
         return self.placement.rank_of(self.placement.stages - 1) == self.rank
 
     # --- steps ---------------------------------------------------------------------------------------------
@@ -143,26 +146,28 @@ class Pipeline:
         *,
         sum_tied: bool = True,
     ) -> Tensor:
-        """Runs forward and backward of all micro-batches; gradients are added to the held parameters' `.grad`.
+        """Runs forward and backward of all micro-batches, and adds gradients to the `.grad` of this rank's parameters.
 
         Args:
-            micro_batches: on this rank's device, the same on all ranks of the pipeline.
-            forward: calls the model, or a part of it, on a micro-batch. It runs for each stage, up to its end.
-            loss: of what `forward` returned and the micro-batch: a scalar. It runs in the last stage alone.
-            weights: of the micro-batches' losses in the step's; by default all the same, one in sum.
-            seed: what the losses are multiplied by for backward only, as a gradient scaler asks.
-            sum_tied: whether to sum the gradients of tied weights over the ranks that hold them. Where several of these
-                steps make up one of the optimizer, do so in the last alone.
+            micro_batches: Micro-batches on this rank's device, the same on all ranks of the pipeline.
+            forward: Function that calls the model, or some of its modules, on a micro-batch. Each stage runs it up to
+                the end of the stage.
+            loss: Function of the output of `forward` and the micro-batch that returns a scalar loss. Only the last
+                stage runs it.
+            weights: Weight of each micro-batch's loss; by default equal weights that sum to one.
+            seed: Factor on the losses for backward only, as a gradient scaler needs.
+            sum_tied: Whether to sum the gradients of tied weights over the ranks that hold them. If one optimizer step
+                accumulates over several calls, set it in the last call only.
 
         Returns:
             The weighted sum of the losses, without the seed; the same on all ranks of the pipeline.
 
         Raises:
-            DloError: if the model's forward cannot be cut where it is, or the schedule cannot run so many
-                micro-batches.
+            DloError: If the model's forward cannot be cut at the stages' boundaries, or the schedule cannot run this
+                number of micro-batches.
         """
         number = len(micro_batches)
-        schedule = self._scheduled(number)
+        schedule = self._schedule_for(number)
         step = self._step(schedule, micro_batches, forward)
         step.loss, step.seed = loss, seed
         step.weights = [1.0 / number] * number if weights is None else weights
@@ -178,21 +183,21 @@ class Pipeline:
             elif action.is_backward:
                 self._backward(step, action)
             else:
-                self._weights(step, action)
+                self._compute_weight_gradients(step, action)
         step.exchange.finish()
         if sum_tied:
             self.tied.sum_gradients()
-        return self._everywhere(step.total)
+        return self._broadcast_total(step.total)
 
     def evaluate(self, micro_batches: Sequence[Any], forward: Callable[[Any], Any]) -> list[Any] | None:
         """Runs the forward of any number of micro-batches, without gradients.
 
         Args:
-            micro_batches: on this rank's device, the same on all ranks of the pipeline.
-            forward: calls the model, or a part of it, on a micro-batch.
+            micro_batches: Micro-batches on this rank's device, the same on all ranks of the pipeline.
+            forward: Function that calls the model, or some of its modules, on a micro-batch.
 
         Returns:
-            What `forward` returned for each micro-batch on the rank of the last stage; None elsewhere.
+            Output of `forward` for each micro-batch on the rank of the last stage; None on other ranks.
         """
         schedule = forward_only(self.placement, len(micro_batches))
         with torch.no_grad():
@@ -205,16 +210,17 @@ class Pipeline:
         return [step.outputs[n] for n in range(len(micro_batches))] if self.is_last else None
 
     def rehearse(self, micro_batches: Sequence[Any], forward: Callable[[Any], Any]) -> None:
-        """Learns the shapes of hidden states without other ranks, so that steps can run where none answer.
+        """Computes the shapes of hidden states without other ranks, so that steps can run where no rank answers.
 
-        For a model that lies on the meta device, whose steps (with torch's fake process group, say) compute no values.
+        It needs a model on the meta device, whose steps compute no values (for example with torch's fake process
+        group).
 
         Args:
-            micro_batches: on the meta device, of the shapes that are to come.
-            forward: calls the model, or a part of it, on a micro-batch.
+            micro_batches: Micro-batches on the meta device, in the shapes of the later steps.
+            forward: Function that calls the model, or some of its modules, on a micro-batch.
 
         Raises:
-            DloError: if the model's forward cannot be cut where it is.
+            DloError: If the model's forward cannot be cut at the stages' boundaries.
         """
         assert all(parameter.is_meta for parameter in self.model.parameters())
         known = signatures(micro_batches, self.model, self.device)
@@ -229,14 +235,14 @@ class Pipeline:
                 hidden = result.detach().requires_grad_(result.requires_grad)
 
     def timeline(self) -> Timeline:
-        """Returns what all ranks computed when in the last recorded step; a collective call."""
-        return gather(self._recorder.timed(), self.group)
+        """Returns the timeline of all ranks in the last recorded step; a collective call."""
+        return gather_timeline(self._recorder.timed(), self.group)
 
     # --- actions -------------------------------------------------------------------------------------------
 
     def _forward(self, step: _Step, action: Action) -> None:
         _, stage, number = action
-        received = step.exchange.hidden(stage, number) if stage else None
+        received = step.exchange.receive_hidden(stage, number) if stage else None
         with self._timed(action):
             result = self._passage(step, stage, number, received)
             if stage + 1 == self.stages.count:
@@ -250,12 +256,12 @@ class Pipeline:
         if stage + 1 < self.stages.count:
             step.exchange.send_hidden(stage + 1, number, result, self._shapes[stage + 1, step.signatures[number]])
         if step.loss is not None:
-            step.kept[stage, number] = received, result
+            step.saved[stage, number] = received, result
 
     def _passage(self, step: _Step, stage: int, number: int, received: Tensor | None) -> Any:
         key = step.signatures[number]
         if stage > 0 and (stage, key) not in self._shapes:
-            self._shapes[stage, key] = step.exchange.shapes(stage, key)
+            self._shapes[stage, key] = step.exchange.get_shapes(stage, key)
         shapes = self._shapes[stage, key] if stage else Shapes()
         last = stage + 1 == self.stages.count
         record = not last and (stage + 1, key) not in self._shapes
@@ -270,19 +276,19 @@ class Pipeline:
 
     def _backward(self, step: _Step, action: Action) -> None:
         kind, stage, number = action
-        received, result = step.kept.pop((stage, number))
+        received, result = step.saved.pop((stage, number))
         last_stage = stage + 1 == self.stages.count
         gradient: Tensor | None
         if last_stage:
             gradient = torch.as_tensor(step.seed, dtype=result.dtype, device=result.device) * step.weights[number]
         else:
-            gradient = step.exchange.gradient(stage, number) if result.requires_grad else None
+            gradient = step.exchange.receive_gradient(stage, number) if result.requires_grad else None
         if kind is Kind.BACKWARD:
             step.left[stage] -= 1
         complete = kind is Kind.BACKWARD and not step.left[stage]
         if self.before_backward is not None:
             self.before_backward(stage, number, complete)
-        with self._timed(action), self._putting_off(step, action), no_autocast(self.device.type):
+        with self._timed(action), self._deferring(step, action), no_autocast(self.device.type):
             if result.requires_grad:
                 torch.autograd.backward(result, gradient)
         del result, gradient
@@ -292,27 +298,27 @@ class Pipeline:
         if complete and self.gradients_ready is not None:
             self.gradients_ready(stage)
 
-    def _weights(self, step: _Step, action: Action) -> None:
+    def _compute_weight_gradients(self, step: _Step, action: Action) -> None:
         _, stage, number = action
         assert self._weight_gradients is not None
         with self._timed(action), no_autocast(self.device.type):
-            self._weight_gradients.run(step.put_off.pop((stage, number)))
+            self._weight_gradients.run(step.deferred.pop((stage, number)))
         step.left[stage] -= 1
         if not step.left[stage] and self.gradients_ready is not None:
             self.gradients_ready(stage)
 
     @contextlib.contextmanager
-    def _putting_off(self, step: _Step, action: Action) -> Iterator[None]:
+    def _deferring(self, step: _Step, action: Action) -> Iterator[None]:
         if action.kind is not Kind.INPUT:
             yield
             return
         store = self._weight_gradients
         assert store is not None
-        store.open = step.put_off[action.stage, action.micro_batch] = deque()
+        store.deferred = step.deferred[action.stage, action.micro_batch] = deque()
         try:
             yield
         finally:
-            store.open = None
+            store.deferred = None
 
     @contextlib.contextmanager
     def _timed(self, action: Action) -> Iterator[None]:
@@ -323,45 +329,45 @@ class Pipeline:
         yield
         self._recorder.add(action, start, self._recorder.now())
 
-    # --- around them ---------------------------------------------------------------------------------------
+    # --- helpers -------------------------------------------------------------------------------------------
 
     def _step(self, schedule: Schedule, micro_batches: Sequence[Any], forward: Callable[[Any], Any]) -> _Step:
         known = signatures(micro_batches, self.model, self.device)
-        self._remember(known)
+        self._limit_shapes(known)
         return _Step(micro_batches, known, self._exchange.start(schedule, known), forward)
 
-    def _remember(self, known: Sequence[Any]) -> None:
-        """Forgets all shapes when there are too many: all ranks of the pipeline at once, since they see the same."""
+    def _limit_shapes(self, known: Sequence[Any]) -> None:
+        """Clears all shapes when there are too many: on all ranks in the same step, since they see the same batches."""
         self._seen.update(known)
         if len(self._seen) > self.most_shapes:
             self._seen = set(known)
             self._shapes.clear()
-            self._exchange.forget()
+            self._exchange.clear()
 
     def can_run(self, number: int) -> bool:
-        """Returns whether the schedule has an order for so many micro-batches."""
+        """Returns whether the schedule can run a number of micro-batches."""
         try:
-            self._scheduled(number)
+            self._schedule_for(number)
         except DloError:
             return False
         return True
 
-    def _scheduled(self, number: int) -> Schedule:
+    def _schedule_for(self, number: int) -> Schedule:
         if number not in self._schedules:
             ranks = self.placement.ranks
             self._schedules[number] = make_schedule(self.schedule, ranks, number, self.stages_per_rank)
         return self._schedules[number]
 
     def _prepare_weight_gradients(self) -> None:
-        """Has layers put weight gradients off: at the first step, when blocks are as they stay."""
+        """Makes the layers defer weight gradients; at the first step, since blocks do not change after it."""
         if self._weight_gradients is None and splits_backward(self.schedule):
             self._weight_gradients = WeightGradients()
             for stage in self.own_stages:
                 for name in self.stages.blocks_of(stage):
                     self._weight_gradients.install(self.model.get_submodule(name))
 
-    def _everywhere(self, total: Tensor | float) -> Tensor:
-        # On other ranks than the last a number is overwritten; zeros are made where they lie, a number is copied there.
+    def _broadcast_total(self, total: Tensor | float) -> Tensor:
+        # Other ranks receive the value. Zeros are made on the device; a Python number would be copied there.
         value = torch.zeros((), dtype=torch.float64, device=self.device)
         if isinstance(total, Tensor):
             value += total.detach()

@@ -1,4 +1,4 @@
-"""What a step's actions get from and give to other ranks' actions, in the order of the schedule."""
+"""Exchange of hidden states and gradients between the stages of a step, in the order of the schedule."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from dlo_plugins.pipeline.transport import Inbox, Sends, Transport
 
 @dataclasses.dataclass(frozen=True)
 class Item:
-    """Something that passes from rank to rank.
+    """Message from one stage to another.
 
     Attributes:
-        is_gradient: of a hidden state; or the hidden state itself.
-        stage: that receives it.
-        micro_batch: whose it is.
+        is_gradient: Whether it is the gradient of a hidden state, not the hidden state itself.
+        stage: Stage that receives it.
+        micro_batch: Number of its micro-batch.
     """
 
     is_gradient: bool
@@ -34,26 +34,26 @@ class Item:
 
     @property
     def boundary(self) -> int:
-        """The later of the two stages between which it passes."""
+        """The later of the two stages that exchange it."""
         return self.stage + self.is_gradient
 
 
 class Exchange:
-    """Hands hidden states and gradients on, over the network or from one stage to another of this rank.
+    """Sends and receives hidden states and gradients, over the network or between two stages of this rank.
 
-    Before the first hidden state for micro-batches of a shape, the sender tells the receiver its layout, and what the
-    modules before have returned; later ones come without a word.
+    Before the first hidden state for micro-batches of a shape, the sender sends its layout, and the shapes that the
+    modules of earlier stages return. Later messages of this shape need no header.
 
     Args:
-        transport: between the ranks.
-        placement: of the stages on ranks.
-        device: of what passes.
+        transport: Transport between the ranks.
+        placement: Placement of the stages on ranks.
+        device: Device of the messages.
 
     Attributes:
-        most_under_way: messages of this rank that were under way at one time of the last step, at most.
+        most_in_flight: Largest number of this rank's messages in flight at one time of the last step.
     """
 
-    most_under_way = 0
+    most_in_flight = 0
 
     def __init__(self, transport: Transport, placement: Placement, device: torch.device) -> None:
         self._transport, self._placement, self._device = transport, placement, device
@@ -61,20 +61,20 @@ class Exchange:
         self._known: dict[tuple[int, Any], tuple[Layout, Shapes]] = {}  # by boundary and signature
         self._signatures: Sequence[Any] = ()
         self._sends = Sends()
-        self._places: list[dict[tuple[bool, int, int], int]] = []
+        self._positions: list[dict[tuple[bool, int, int], int]] = []
         self._inboxes: dict[int, Inbox] = {}
-        self._here: dict[Item, Tensor] = {}
+        self._local: dict[Item, Tensor] = {}
 
     def start(self, schedule: Schedule, signatures: Sequence[Any]) -> Exchange:
         """Begins a step.
 
         Args:
-            schedule: of the step.
-            signatures: of its micro-batches; hidden states of equal ones have one layout.
+            schedule: Schedule of the step.
+            signatures: Signatures of its micro-batches; hidden states of equal signatures have the same layout.
         """
         self._signatures = signatures
-        self._sends, self._here = Sends(), {}
-        self._places = _places(schedule)
+        self._sends, self._local = Sends(), {}
+        self._positions = _positions(schedule)
         expected: dict[int, list[Item]] = {}
         for source, order in enumerate(schedule.orders):
             for action in order if source != self._rank else ():
@@ -83,97 +83,98 @@ class Exchange:
                 if step and 0 <= stage < self._placement.stages and self._placement.rank_of(stage) == self._rank:
                     expected.setdefault(source, []).append(Item(step < 0, stage, action.micro_batch))
         self._inboxes = {
-            source: Inbox(self._transport.link(source, incoming=True), items, self._room, self._learn)
+            source: Inbox(self._transport.link(source, incoming=True), items, self._buffer_for, self._store_header)
             for source, items in expected.items()
         }
         return self
 
-    def hidden(self, stage: int, micro_batch: int) -> Tensor:
-        """Returns the hidden state that a stage is to begin with, as a leaf."""
+    def receive_hidden(self, stage: int, micro_batch: int) -> Tensor:
+        """Returns the hidden state with which a stage begins, as a leaf."""
         item = Item(False, stage, micro_batch)
-        found = self._take(item, stage - 1)
+        found = self._receive(item, stage - 1)
         return found.detach().requires_grad_(self._layout(item).requires_grad)
 
-    def gradient(self, stage: int, micro_batch: int) -> Tensor:
-        """Returns the gradient of what a stage has sent."""
-        return self._take(Item(True, stage, micro_batch), stage + 1)
+    def receive_gradient(self, stage: int, micro_batch: int) -> Tensor:
+        """Returns the gradient of the hidden state that a stage has sent."""
+        return self._receive(Item(True, stage, micro_batch), stage + 1)
 
-    def shapes(self, stage: int, signature: Any) -> Shapes:
-        """Returns what the modules before a stage return, which came with its first hidden state of this signature."""
+    def get_shapes(self, stage: int, signature: Any) -> Shapes:
+        """Returns the shapes of earlier stages' outputs; they came with the first hidden state of a signature."""
         return self._known[stage, signature][1]
 
     def learn(self, stage: int, signature: Any, hidden: Tensor, shapes: Shapes) -> None:
-        """Notes what a stage's hidden state is like, so that nothing needs to be said of it."""
-        self._known[stage, signature] = Layout.of(hidden), shapes
+        """Stores the layout of a stage's hidden state, so that it needs no header."""
+        self._known[stage, signature] = Layout.from_tensor(hidden), shapes
 
-    def forget(self) -> None:
-        """Forgets all layouts; between steps, and on all ranks."""
+    def clear(self) -> None:
+        """Clears all layouts; call it between steps, on all ranks."""
         self._known.clear()
 
     def send_hidden(self, stage: int, micro_batch: int, hidden: Tensor, shapes: Shapes) -> None:
-        """Gives a stage its hidden state.
+        """Sends a stage its hidden state.
 
         Raises:
-            DloError: if its shape is another than with earlier micro-batches of the same shape.
+            DloError: If its shape differs from that of earlier micro-batches with the same signature.
         """
-        item, layout = Item(False, stage, micro_batch), Layout.of(hidden)
+        item, layout = Item(False, stage, micro_batch), Layout.from_tensor(hidden)
         key = stage, self._signatures[micro_batch]
         new = key not in self._known
         known = self._known.setdefault(key, (layout, shapes))[0]
         if (known.size, known.dtype, known.requires_grad) != (layout.size, layout.dtype, layout.requires_grad):
             raise DloError(
-                "micro-batches of one shape have hidden states of one shape in a pipeline; that for stage"
-                f" {stage} was {list(known.size)} in {known.dtype} and is {list(layout.size)} in {layout.dtype} now"
+                "a pipeline's hidden states must have one shape for micro-batches of one shape, got"
+                f" {list(known.size)} in {known.dtype}, then {list(layout.size)} in {layout.dtype} for stage {stage};"
+                " remove what makes shapes depend on values, or train with pp=1"
             )
-        self._give(item, hidden, (known, shapes) if new else None)
+        self._send(item, hidden, (known, shapes) if new else None)
 
     def send_gradient(self, stage: int, micro_batch: int, gradient: Tensor) -> None:
-        """Gives a stage the gradient of what it has sent."""
-        self._give(Item(True, stage, micro_batch), gradient, None)
+        """Sends a stage the gradient of the hidden state that it has sent."""
+        self._send(Item(True, stage, micro_batch), gradient, None)
 
     def finish(self) -> None:
-        """Ends a step: waits until all has arrived."""
-        self.most_under_way = self._sends.most
+        """Ends a step: waits until all messages have arrived."""
+        self.most_in_flight = self._sends.most
         self._sends.finish()
 
-    def _give(self, item: Item, tensor: Tensor, header: Any) -> None:
+    def _send(self, item: Item, tensor: Tensor, header: Any) -> None:
         target = self._placement.rank_of(item.stage)
         if target == self._rank:
-            self._here[item] = tensor
+            self._local[item] = tensor
             return
-        place = self._places[target][item.is_gradient, item.stage, item.micro_batch]
+        place = self._positions[target][item.is_gradient, item.stage, item.micro_batch]
         link = self._transport.link(target, incoming=False)
         if header is not None:
             self._sends.add(target, place, link, link.send_object(header))
-        flat = self._layout(item).flat(tensor)
+        flat = self._layout(item).flatten(tensor)
         self._sends.add(target, place, link, [(link.send(flat), flat)])
 
-    def _take(self, item: Item, sender: int) -> Tensor:
+    def _receive(self, item: Item, sender: int) -> Tensor:
         source = self._placement.rank_of(sender)
         if source == self._rank:
-            return self._here.pop(item)
-        flat = self._inboxes[source].take(item)
-        self._sends.arrived(source, self._places[source][item.is_gradient, sender, item.micro_batch])
-        return self._layout(item).shaped(flat)
+            return self._local.pop(item)
+        flat = self._inboxes[source].receive(item)
+        self._sends.release(source, self._positions[source][item.is_gradient, sender, item.micro_batch])
+        return self._layout(item).unflatten(flat)
 
     def _layout(self, item: Item) -> Layout:
         return self._known[item.boundary, self._signatures[item.micro_batch]][0]
 
-    def _room(self, item: Item) -> Tensor | Literal[False] | None:
+    def _buffer_for(self, item: Item) -> Tensor | Literal[False] | None:
         known = self._known.get((item.boundary, self._signatures[item.micro_batch]))
         if known is None:
             return None
         if item.is_gradient and not known[0].requires_grad:
             return False
-        return known[0].room(self._device)
+        return known[0].empty(self._device)
 
-    def _learn(self, item: Item, header: Any) -> None:
+    def _store_header(self, item: Item, header: Any) -> None:
         self._known[item.boundary, self._signatures[item.micro_batch]] = header
 
 
 @functools.lru_cache(maxsize=64)
-def _places(schedule: Schedule) -> list[dict[tuple[bool, int, int], int]]:
-    """Returns where in each rank's order a forward or backward stands: by whether backward, stage and micro-batch."""
+def _positions(schedule: Schedule) -> list[dict[tuple[bool, int, int], int]]:
+    """Returns the positions of forwards and backwards in each rank's order, by `(is_backward, stage, micro_batch)`."""
     return [
         {
             (action.is_backward, action.stage, action.micro_batch): place

@@ -1,14 +1,15 @@
-"""Running a model's own forward for one stage: what other stages compute is stood in for while it runs.
+"""Forward of a single stage: the model's own forward, with placeholders for the modules of other stages.
 
-The forward starts at its beginning on every stage, with the micro-batch's own arguments, so whatever it makes of them
-(masks, angles, positions) is at hand everywhere, and only the hidden state travels. On its way:
+The forward starts at its beginning on every stage, with the micro-batch's own arguments. So every stage has what the
+model computes from them (masks, angles, positions), and only the hidden state is sent. While it runs:
 
-- a module of the stem, and a block of an earlier stage, is not called; what it would return is zeros of that shape;
-- the stage's first block is called with the received hidden state in place of its first argument;
-- where the next stage's first block would be called, the forward ends: that block's first argument is what is sent.
+- a module of the stem, and a block of an earlier stage, is not called; it returns zeros of its output's shape;
+- the stage's first block is called with the received hidden state as its first argument;
+- the forward ends where the next stage's first block would be called: that block's first argument is sent.
 
-So the code between two blocks runs where the earlier of them does. If anything else that depends on earlier stages is
-used later (a skip connection around a block, say), zeros would stand where values should: :mod:`.leaks` finds that.
+So the code between two blocks runs in the stage of the earlier block. If the forward uses anything else from earlier
+stages (for example in a skip connection around a block), it would use zeros in place of values: :mod:`.leaks` finds
+that.
 """
 
 from __future__ import annotations
@@ -28,13 +29,13 @@ from dlo_plugins.pipeline.leaks import LeakCheck
 
 @dataclass(frozen=True)
 class Shape:
-    """What a tensor is like, without its values."""
+    """Shape and dtype of a tensor."""
 
     size: tuple[int, ...]
     dtype: torch.dtype
 
     def zeros(self, device: torch.device, dense: bool) -> Tensor:
-        """Returns zeros; unless `dense`, all of them in one element's memory, which nothing may write to."""
+        """Returns zeros; unless `dense`, they share the memory of one element, which must not be written to."""
         if dense:
             return torch.zeros(self.size, dtype=self.dtype, device=device)
         return torch.zeros((), dtype=self.dtype, device=device).expand(self.size)
@@ -42,17 +43,17 @@ class Shape:
 
 @dataclass
 class Shapes:
-    """What the modules that a stage stands in for return, for micro-batches of one shape.
+    """Shapes that the modules of earlier stages return, for micro-batches of one shape.
 
     Attributes:
-        returned: by module, what each of its calls in one forward returned, tensors replaced by their :class:`Shape`.
+        returned: Output of each call in one forward, by module, with a :class:`Shape` for each tensor.
     """
 
     returned: dict[str, list[Any]] = field(default_factory=dict)
 
 
-class _Left(Exception):
-    """The forward has come to the next stage's first block."""
+class _StageEnd(Exception):
+    """Ends a stage's forward at the first block of the next stage."""
 
     def __init__(self, hidden: Any) -> None:
         super().__init__()
@@ -63,14 +64,14 @@ class Passage:
     """One forward of a stage.
 
     Args:
-        model: the whole model.
-        stages: of it.
-        stage: that is computed.
-        device: where.
-        received: the hidden state from the previous stage; None in the first.
-        shapes: what earlier stages' modules return.
-        record: whether to note what this stage's modules return.
-        check: finds uses of stood-in values; None does not look.
+        model: Full model.
+        stages: Stages of the model.
+        stage: Number of the stage that runs.
+        device: Device of the stage.
+        received: Hidden state from the previous stage; None in the first.
+        shapes: Shapes that the modules of earlier stages return.
+        record: Whether to record the shapes that this stage's modules return.
+        check: Check for uses of placeholders; None turns it off.
     """
 
     def __init__(
@@ -87,32 +88,32 @@ class Passage:
         self.model, self.stages, self.stage, self.device = model, stages, stage, device
         self.received, self.shapes, self.record, self.check = received, shapes, record, check
         self.entered = -1  # Number of the block that was called last.
-        #: What this stage's modules and those before return; complete where `record` is set.
+        #: Shapes that the modules of this stage and of earlier ones return; complete if `record` is set.
         self.known = Shapes({name: list(calls) for name, calls in shapes.returned.items()})
 
     def run(self, forward: Callable[[], Any]) -> Any:
-        """Returns the hidden state for the next stage, or, in the last stage, what `forward` returns.
+        """Returns the hidden state for the next stage; in the last stage, the output of `forward`.
 
         Raises:
-            DloError: if the forward calls the blocks otherwise than once each, in order.
+            DloError: If the forward does not call each block once and in order.
         """
         last = self.stage + 1 == self.stages.count
         with self._gates(), self.check or contextlib.nullcontext():
             try:
                 outputs = forward()
-            except _Left as left:
-                return left.hidden
+            except _StageEnd as end:
+                return end.hidden
         wanted = self.stages.first[self.stage + 1] - last
         if self.entered < wanted:
             raise DloError(
-                f"a forward calls each block once; it ended without '{self.stages.blocks[self.entered + 1]}'. Train"
-                " without what skips blocks, or with pp=1"
+                "a forward must call each block once in a pipeline, got one that ended without"
+                f" '{self.stages.blocks[self.entered + 1]}'; turn off what skips blocks, or train with pp=1"
             )
         return outputs
 
     @contextlib.contextmanager
     def _gates(self) -> Iterator[None]:
-        """Puts gates in the modules' places, and the modules back."""
+        """Replaces modules by gates inside the block, and restores them after it."""
         undo: list[tuple[dict[str, Any], str, Any]] = []
         try:
             for name, make in self._plan():
@@ -130,8 +131,8 @@ class Passage:
         first, end = self.stages.first[self.stage], self.stages.first[self.stage + 1]
         if self.stage > 0:
             yield from ((name, self._zeros) for name in self.stages.stem_tensors)
-            yield from ((name, self._stand_in) for name in self.stages.stem_units)
-            yield from ((name, self._stand_in) for name in self.stages.blocks[:first])
+            yield from ((name, self._placeholder) for name in self.stages.stem_units)
+            yield from ((name, self._placeholder) for name in self.stages.blocks[:first])
         elif self.record:
             yield from ((name, self._recorded) for name in self.stages.stem_units)
         yield from ((name, self._block) for name in self.stages.blocks[first:end])
@@ -143,27 +144,30 @@ class Passage:
             self.check.mark(value, name)
         return value
 
-    def _stand_in(self, name: str, module: nn.Module) -> nn.Module:
+    def _placeholder(self, name: str, module: nn.Module) -> nn.Module:
         is_block = name in self.stages.blocks
         calls = iter(self.shapes.returned.get(name, ()))
 
-        def stand_in(*args: Any, **kwargs: Any) -> Any:
+        def placeholder(*args: Any, **kwargs: Any) -> Any:
             try:
                 value = _mapped(next(calls), Shape, lambda shape: shape.zeros(self.device, dense=True))
             except StopIteration:
-                raise DloError(self._too_often(name, is_block)) from None
+                raise DloError(self._extra_call_message(name, is_block)) from None
             if is_block:
                 self._enter(name)
             if self.check is not None:
                 _mapped(value, Tensor, lambda tensor: self.check.mark(tensor, name))  # type: ignore[union-attr]
             return value
 
-        return _Gate(module, stand_in)
+        return _Gate(module, placeholder)
 
-    def _too_often(self, name: str, is_block: bool) -> str:
-        """Returns what to say of a module of an earlier stage that is called where that stage did not call it."""
+    def _extra_call_message(self, name: str, is_block: bool) -> str:
+        """Returns the message for a module of an earlier stage that is called more often than in that stage."""
         if is_block or self.entered < 0:
-            return f"a forward called '{name}' oftener than with other micro-batches of this shape"
+            return (
+                "a forward must call each module equally often for micro-batches of one shape, got one that calls"
+                f" '{name}' more often; remove what depends on values, or train with pp=1"
+            )
         return (
             f"a pipeline's stem must run before the first block, got a forward that calls '{name}' after"
             f" '{self.stages.blocks[self.entered]}'; name it in the plan's head, or among its blocks if it runs between"
@@ -173,7 +177,7 @@ class Passage:
     def _recorded(self, name: str, module: nn.Module) -> nn.Module:
         def recorded(*args: Any, **kwargs: Any) -> Any:
             returned = module(*args, **kwargs)
-            self._note(name, returned)
+            self._record_shape(name, returned)
             return returned
 
         return _Gate(module, recorded)
@@ -186,12 +190,12 @@ class Passage:
             if is_first:
                 args, kwargs = _with_hidden(args, kwargs, self.received)
                 if self.check is not None:
-                    self.check.begin()
+                    self.check.mark_received()
             if self.check is not None:
-                self.check.look((args, kwargs), name)
+                self.check.check_arguments((args, kwargs), name)
             returned = module(*args, **kwargs)
             if self.record:
-                self._note(name, returned)
+                self._record_shape(name, returned)
             return returned
 
         return _Gate(module, block)
@@ -202,33 +206,33 @@ class Passage:
             hidden = next(iter((*args, *kwargs.values())), None)
             if not isinstance(hidden, Tensor):
                 raise DloError(
-                    f"a pipeline sends one tensor from stage to stage, the first argument of a stage's first block;"
-                    f" that of '{name}' is {type(hidden).__name__}"
+                    f"the first argument of a stage's first block must be a tensor, got {type(hidden).__name__} for"
+                    f" '{name}'; pass the hidden state first, or train with pp=1"
                 )
-            raise _Left(hidden)
+            raise _StageEnd(hidden)
 
         return _Gate(module, leave)
 
     def _enter(self, name: str) -> None:
-        """Notes that a block is called."""
+        """Records and checks that a block is called."""
         number = self.stages.blocks.index(name)
         if number != self.entered + 1:
             expected = self.stages.blocks[min(self.entered + 1, len(self.stages.blocks) - 1)]
             raise DloError(
-                f"a forward calls the blocks once each and in the order of the plan; it calls '{name}' where"
-                f" '{expected}' is next. Train without what skips or repeats blocks, or with pp=1"
+                f"a forward must call each block once and in the plan's order in a pipeline, got '{name}' in place of"
+                f" '{expected}'; turn off what skips or repeats blocks, or train with pp=1"
             )
         self.entered = number
         if self.check is not None:
             self.check.place = name
 
-    def _note(self, name: str, returned: Any) -> None:
+    def _record_shape(self, name: str, returned: Any) -> None:
         shape = _mapped(returned, Tensor, lambda tensor: Shape(tuple(tensor.shape), tensor.dtype))
         self.known.returned.setdefault(name, []).append(shape)
 
 
 class _Gate(nn.Module):
-    """Stands in a module's place, and is what it is but for being called."""
+    """Module that replaces another one: it has the other's attributes, and a call of its own."""
 
     def __init__(self, module: nn.Module, call: Callable[..., Any]) -> None:
         super().__init__()
@@ -251,9 +255,9 @@ def _with_hidden(args: tuple[Any, ...], kwargs: dict[str, Any], hidden: Any) -> 
 
 
 def _mapped(value: Any, kind: type, change: Callable[[Any], Any]) -> Any:
-    """Returns a value in which each item of a class, in lists, tuples and dicts too, is changed.
+    """Returns a value with each item of a class changed, inside lists, tuples and dicts too.
 
-    What is neither such an item, nor a container, nor plain data becomes None.
+    Strings, numbers and booleans are kept; anything else becomes None.
     """
     if isinstance(value, kind):
         return change(value)

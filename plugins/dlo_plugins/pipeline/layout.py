@@ -1,4 +1,4 @@
-"""What a tensor that travels is like, and what a micro-batch is like: known before it comes."""
+"""Layouts of hidden states, which a receiver knows in advance, and signatures of micro-batches, which decide them."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from dlo_plugins.pipeline.precision import autocast_dtype
 
 @dataclass(frozen=True)
 class Layout:
-    """Of a hidden state, and of its gradient.
+    """Layout of a hidden state and of its gradient.
 
     Attributes:
-        size: its shape.
-        stride: of its dims in memory; it leaves no gaps.
-        dtype: of its elements.
-        requires_grad: whether its gradient is wanted.
+        size: Shape of the tensor.
+        stride: Strides of its dims in elements; they leave no gaps in memory.
+        dtype: Dtype of its elements.
+        requires_grad: Whether to send its gradient back.
     """
 
     size: tuple[int, ...]
@@ -29,26 +29,26 @@ class Layout:
     requires_grad: bool
 
     @classmethod
-    def of(cls, tensor: Tensor) -> Layout:
-        """Returns a tensor's layout; channels-last ones keep theirs, those with gaps get a contiguous one."""
+    def from_tensor(cls, tensor: Tensor) -> Layout:
+        """Returns a tensor's layout; channels-last tensors keep their strides, those with gaps get contiguous ones."""
         size, stride = tuple(tensor.shape), tuple(tensor.stride())
         if not _is_dense(size, stride):
             stride = tuple(torch.empty(size, device="meta").stride())
         return cls(size, stride, tensor.dtype, tensor.requires_grad)
 
-    def flat(self, tensor: Tensor) -> Tensor:
-        """Returns a tensor's elements in 1-D, as they lie in memory; copied if it is laid out otherwise."""
+    def flatten(self, tensor: Tensor) -> Tensor:
+        """Returns a tensor's elements in 1-D, in the order of this layout; copied if its own layout differs."""
         tensor = tensor.detach()
         if tuple(tensor.stride()) != self.stride or tensor.dtype != self.dtype:
             tensor = torch.empty_strided(self.size, self.stride, dtype=self.dtype, device=tensor.device).copy_(tensor)
         return tensor.as_strided((tensor.numel(),), (1,))
 
-    def room(self, device: torch.device) -> Tensor:
-        """Returns a 1-D tensor to receive one in."""
+    def empty(self, device: torch.device) -> Tensor:
+        """Returns an uninitialised 1-D tensor to receive such a tensor."""
         return torch.empty(torch.Size(self.size).numel(), dtype=self.dtype, device=device)
 
-    def shaped(self, flat: Tensor) -> Tensor:
-        """Returns what has been received, in its own shape."""
+    def unflatten(self, flat: Tensor) -> Tensor:
+        """Returns a received 1-D tensor as a view in its own shape."""
         return flat.as_strided(self.size, self.stride)
 
 
@@ -62,12 +62,14 @@ def _is_dense(size: Iterable[int], stride: Iterable[int]) -> bool:
 
 
 def signatures(micro_batches: Iterable[Any], model: nn.Module, device: torch.device) -> list[Hashable]:
-    """Returns what hidden states' layouts depend on: equal for micro-batches of one shape, whatever their values.
+    """Returns a key for each micro-batch on which the layouts of its hidden states depend.
+
+    It is equal for micro-batches of the same shapes and dtypes, whatever their values.
 
     Args:
-        micro_batches: of a step.
-        model: whose mode counts too, and which of its parameters are frozen.
-        device: whose autocast counts.
+        micro_batches: Micro-batches of a step.
+        model: Model; its training mode and its frozen parameters are part of the key.
+        device: Device whose autocast state is part of the key.
     """
     frozen = tuple(not parameter.requires_grad for parameter in model.parameters())
     state = (model.training, torch.is_grad_enabled(), hash(frozen), autocast_dtype(device.type))

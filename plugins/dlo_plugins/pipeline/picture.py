@@ -1,4 +1,4 @@
-"""A picture of a schedule: a row a rank, a box an action, in time."""
+"""Plots of a schedule's timeline: one row for each rank, one box for each action."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-#: Of the first stage of a rank, and of its second one.
+#: Colours of a rank's first stage, and of its second one.
 COLOURS = {
     Kind.FORWARD: ("#3f6ad8", "#8fa8ee"),
     Kind.BACKWARD: ("#a05195", "#d0a5ca"),
     Kind.INPUT: ("#2e8b57", "#86c9a3"),
     Kind.WEIGHT: ("#d9822b", "#f0bd8b"),
 }
-#: What the legend calls each.
+#: Names in the legend.
 NAMES = {
     Kind.FORWARD: "forward",
     Kind.BACKWARD: "backward",
@@ -28,18 +28,18 @@ NAMES = {
     Kind.WEIGHT: "weight gradient",
 }
 _GREY = "#808080"
-#: Boxes narrower than this part of the picture have no number.
+#: Fraction of the plot's width below which a box has no number.
 _NARROW = 1 / 90
 
 
 def draw(axes: Axes, timeline: Timeline, schedule: Schedule, unit: float = 1.0) -> None:
-    """Draws what each rank does when.
+    """Draws a timeline.
 
     Args:
-        axes: of matplotlib.
-        timeline: as simulated or as measured.
-        schedule: that it is of.
-        unit: by which times are multiplied: 1000 draws seconds as milliseconds.
+        axes: Axes of matplotlib.
+        timeline: Timeline, simulated or measured.
+        schedule: Schedule of the timeline.
+        unit: Factor on all times: 1000 draws seconds as milliseconds.
     """
     width = max((item.end for row in timeline.rows for item in row), default=0.0) * unit
     for rank, row in enumerate(timeline.rows):
@@ -61,21 +61,21 @@ def draw(axes: Axes, timeline: Timeline, schedule: Schedule, unit: float = 1.0) 
 
 
 def ideal(timeline: Timeline, schedule: Schedule) -> Timeline:
-    """Returns the step that would be if nothing but the schedule made ranks wait: its idle time is the bubble.
+    """Returns the timeline of a step whose ranks wait only for the schedule: its idle time is the bubble.
 
     Args:
-        timeline: as measured.
-        schedule: that was run.
+        timeline: Measured timeline, which gives the cost of each action.
+        schedule: Schedule of the timeline.
     """
     return simulate(schedule, Measured.of_step(timeline))
 
 
-def as_run(timeline: Timeline, schedule: Schedule) -> Figure:
-    """Returns the picture of a step as measured above the same as it would be if nothing but the schedule made it wait.
+def draw_comparison(timeline: Timeline, schedule: Schedule) -> Figure:
+    """Returns a plot of a measured step above the same step with no other waits than the schedule's.
 
     Args:
-        timeline: as measured, in seconds.
-        schedule: that was run.
+        timeline: Measured timeline, in seconds.
+        schedule: Schedule of the timeline.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -83,7 +83,7 @@ def as_run(timeline: Timeline, schedule: Schedule) -> Figure:
 
     ranks = len(timeline.rows)
     figure = Figure(figsize=(10, 1.6 + 0.7 * ranks), layout="constrained")
-    FigureCanvasAgg(figure)  # For this figure alone, whatever the program's others are drawn with.
+    FigureCanvasAgg(figure)  # For this figure only, whatever backend the program's other figures use.
     upper, lower = figure.subplots(2, 1, sharex=True)
     theory = ideal(timeline, schedule)
     for axes, shown, title in ((upper, timeline, "as run"), (lower, theory, "by theory, from the same costs")):

@@ -1,4 +1,4 @@
-"""Autocast on any kind of device, those without it (meta) included."""
+"""Autocast state for any device type, including those without autocast (meta)."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ import torch
 
 
 def autocast_dtype(kind: str) -> torch.dtype | None:
-    """Returns what autocast casts to on a kind of device; None where it is off."""
+    """Returns the dtype of autocast on a device type; None where autocast is off."""
     if not torch.amp.is_autocast_available(kind) or not torch.is_autocast_enabled(kind):
         return None
     return torch.get_autocast_dtype(kind)
 
 
 def no_autocast(kind: str) -> AbstractContextManager[object]:
-    """Turns autocast off on a kind of device."""
+    """Returns a context that turns autocast off on a device type."""
     if not torch.amp.is_autocast_available(kind):
         return contextlib.nullcontext()
     return torch.autocast(kind, enabled=False)

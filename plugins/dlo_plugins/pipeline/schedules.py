@@ -1,4 +1,4 @@
-"""Pipeline schedules: for each rank, what it does in which order. Pure data; nothing here runs anything.
+"""Pipeline schedules as pure data: the order of actions of each rank.
 
 GPipe: Efficient Training of Giant Neural Networks using Pipeline Parallelism. Huang et al., 2019, arXiv 1811.06965.
 1F1B: Memory-Efficient Pipeline-Parallel DNN Training. Narayanan et al., 2021, arXiv 2006.09503.
@@ -10,10 +10,10 @@ DualPipeV: DeepSeek-V3 Technical Report. 2024, arXiv 2412.19437, section 3.2.1, 
 
 Interleaved1F1B has two or more stages a rank, ZBV and DualPipeV have two, the others one.
 
-Departures: the order of ZBV is the one that has no bubble where forward, input gradient and weight gradient take
-equally long, whatever the costs are; in DualPipeV, what the paper overlaps (a forward and a backward of other
-micro-batches) follow each other, as one device computes them no faster together; ZBH1 bounds how many weight gradients
-wait, not memory itself.
+Departures: ZBV always uses the order that has no bubble where forward, input gradient and weight gradient take equally
+long, whatever the actual costs. In DualPipeV, the forward and the backward of different micro-batches, which the paper
+overlaps, run one after the other, as one device computes them no faster together. ZBH1 bounds the number of deferred
+weight gradients, not memory itself.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ F, B, I, W = Kind.FORWARD, Kind.BACKWARD, Kind.INPUT, Kind.WEIGHT  # noqa: E741
 
 @dataclass(frozen=True)
 class Schedule:
-    """What each rank does.
+    """Schedule of a step: the actions of each rank.
 
     Attributes:
-        name: of the schedule.
-        placement: of the stages on ranks.
-        micro_batches: of a step.
-        orders: each rank's actions, in the order in which it runs them.
+        name: Name of the schedule.
+        placement: Placement of the stages on ranks.
+        micro_batches: Number of micro-batches in a step.
+        orders: Actions of each rank, in the order in which it runs them.
     """
 
     name: str
@@ -47,13 +47,13 @@ class Schedule:
 
     @property
     def splits_backward(self) -> bool:
-        """Whether weight gradients are computed apart from input gradients."""
+        """Whether weight gradients are separate actions, apart from input gradients."""
         return any(action.kind is W for order in self.orders for action in order)
 
 
 @dataclass(frozen=True)
 class _Family:
-    """A schedule's order for a rank, and what it asks for."""
+    """Function that makes a schedule's order for a rank, and the placement that it needs."""
 
     order: Callable[[Placement, int, int], list[Action]]
     stages_per_rank: int | None = 1
@@ -62,44 +62,45 @@ class _Family:
 
 
 def placement(name: str, ranks: int, stages_per_rank: int | None = None) -> Placement:
-    """Returns where a schedule has its stages.
+    """Returns the placement of a schedule's stages on ranks.
 
     Args:
-        name: of the schedule; upper and lower case count the same.
-        ranks: of the pipeline.
-        stages_per_rank: for schedules that leave it open; by default 2 there.
+        name: Name of the schedule, in upper or lower case.
+        ranks: Number of ranks in the pipeline.
+        stages_per_rank: Number of stages that each rank holds, for schedules that leave it open; 2 by default there.
 
     Raises:
-        DloError: for a schedule that does not exist, or another number of stages than it has.
+        DloError: If no such schedule exists, or it does not have this number of stages a rank.
     """
     known, family = _family(name)
     fixed = family.stages_per_rank
     if fixed is None:
         if stages_per_rank is not None and stages_per_rank < 2:
             raise DloError(
-                f"{known} has 2 or more stages a rank, given {stages_per_rank}; set stages_per_rank=2, or schedule=1F1B"
+                f"stages_per_rank must be 2 or more for {known}, got {stages_per_rank}; set stages_per_rank=2, or"
+                " schedule=1F1B"
             )
         return Placement(ranks, stages_per_rank or 2, family.shape)
     if stages_per_rank not in (None, fixed):
         raise DloError(
-            f"{known} has {fixed} stage{'s' * (fixed > 1)} a rank, given {stages_per_rank}; leave stages_per_rank out,"
-            " or set schedule=Interleaved1F1B"
+            f"stages_per_rank must be {fixed} for {known}, got {stages_per_rank}; leave stages_per_rank out, or set"
+            " schedule=Interleaved1F1B"
         )
     return Placement(ranks, fixed, family.shape)
 
 
 def make_schedule(name: str, ranks: int, micro_batches: int, stages_per_rank: int | None = None) -> Schedule:
-    """Returns what each rank does in a step.
+    """Returns the schedule of a step.
 
     Args:
-        name: GPipe, 1F1B, Interleaved1F1B, ZBH1, ZBV or DualPipeV.
-        ranks: of the pipeline.
-        micro_batches: of the step.
-        stages_per_rank: for Interleaved1F1B; 2 by default.
+        name: Name of the schedule: GPipe, 1F1B, Interleaved1F1B, ZBH1, ZBV or DualPipeV.
+        ranks: Number of ranks in the pipeline.
+        micro_batches: Number of micro-batches in a step.
+        stages_per_rank: Number of stages that each rank holds under Interleaved1F1B; 2 by default.
 
     Raises:
-        DloError: for a schedule that does not exist, and for numbers that it cannot work with; the message says which
-            are near that it can.
+        DloError: If no such schedule exists, or it cannot run these numbers; the message computes the nearest that it
+            can run.
     """
     where = placement(name, ranks, stages_per_rank)
     known, family = _family(name)
@@ -109,12 +110,12 @@ def make_schedule(name: str, ranks: int, micro_batches: int, stages_per_rank: in
 
 
 def splits_backward(name: str) -> bool:
-    """Returns whether a schedule computes weight gradients apart from input gradients."""
+    """Returns whether a schedule computes weight gradients separately from input gradients."""
     return _family(name)[1].splits
 
 
 def forward_only(where: Placement, micro_batches: int) -> Schedule:
-    """Returns the order of an evaluation, for any number of micro-batches: as many at a time as there are ranks."""
+    """Returns the schedule of an evaluation: any number of micro-batches, in groups of as many as there are ranks."""
     orders = []
     for rank in range(where.ranks):
         groups = [range(n, min(n + where.ranks, micro_batches)) for n in range(0, micro_batches, where.ranks)]
@@ -135,17 +136,17 @@ def _family(name: str) -> tuple[str, _Family]:
 
 def _check_micro_batches(name: str, ranks: int, number: int) -> None:
     if number < 1:
-        raise DloError(f"a step has at least one micro-batch, given micro_batches={number}; set {2 * ranks}")
+        raise DloError(f"micro_batches must be at least 1, got {number}; set {2 * ranks}")
     if name == "Interleaved1F1B" and number % ranks:
         near = [n for n in (number // ranks * ranks, -(-number // ranks) * ranks) if n]
         raise DloError(
-            f"Interleaved1F1B runs micro-batches in groups of as many as there are pipeline ranks ({ranks}), given"
-            f" micro_batches={number}; set {' or '.join(map(str, near))}, or schedule=1F1B"
+            f"micro_batches must be a multiple of the pipeline's {ranks} ranks for Interleaved1F1B, got {number}; set"
+            f" {' or '.join(map(str, near))}, or schedule=1F1B"
         )
     if name == "DualPipeV" and number < 2 * ranks:
         raise DloError(
-            f"DualPipeV fills {2 * ranks} stages on {ranks} ranks with at least as many micro-batches, given"
-            f" micro_batches={number}; set {2 * ranks}, or schedule=ZBV"
+            f"micro_batches must be at least {2 * ranks}, the number of stages, for DualPipeV on {ranks} ranks, got"
+            f" {number}; set {2 * ranks}, or schedule=ZBV"
         )
 
 
@@ -168,7 +169,7 @@ def _interleaved(where: Placement, rank: int, number: int) -> list[Action]:
     total = number * chunks
 
     def step(kind: Kind, n: int) -> Action:
-        """The rank's n-th forward, or backward: a group of micro-batches through one chunk, then the next."""
+        """Returns the rank's n-th forward or backward: a group of micro-batches runs in one chunk, then in the next."""
         chunk = n // ranks % chunks
         chunk = chunk if kind is F else chunks - 1 - chunk
         return Action(kind, chunk * ranks + rank, n // (ranks * chunks) * ranks + n % ranks)
@@ -183,7 +184,7 @@ def _interleaved(where: Placement, rank: int, number: int) -> list[Action]:
 
 
 def _zb_h1(where: Placement, rank: int, number: int) -> list[Action]:
-    """1F1B in which rank r lets r weight gradients wait, and computes them while it would wait for others."""
+    """1F1B in which rank r defers r weight gradients, and computes them where it would wait for other ranks."""
     order: list[Action] = []
     waiting: deque[int] = deque()
     for action in _one_forward_one_backward(where, rank, number):
@@ -198,7 +199,7 @@ def _zb_h1(where: Placement, rank: int, number: int) -> list[Action]:
 
 
 class _Writer:
-    """Writes a rank's order for a V of two stages: the next micro-batch of a kind and a stage, each time."""
+    """Writer of a rank's order for a V of two stages; each call adds the next micro-batch of a kind and a stage."""
 
     def __init__(self, where: Placement, rank: int) -> None:
         self.down, self.up = where.stages_of(rank)
@@ -207,7 +208,7 @@ class _Writer:
         self.waiting: deque[tuple[int, int]] = deque()
 
     def add(self, kind: Kind, stage: int) -> None:
-        counted = I if kind is B else kind  # A full backward takes the place of an input gradient.
+        counted = I if kind is B else kind  # A full backward counts as an input gradient.
         number = self.done[counted, stage]
         self.done[counted, stage] += 1
         self.order.append(Action(kind, stage, number))
@@ -215,7 +216,7 @@ class _Writer:
             self.waiting.append((stage, number))
 
     def weight(self, stage: int | None = None) -> None:
-        """Adds the weight gradient that has waited longest: of a stage, or of all; nothing if none waits."""
+        """Adds the oldest deferred weight gradient, of a stage or of both; nothing if none is deferred."""
         found = next((item for item in self.waiting if stage in (None, item[0])), None)
         if found is not None:
             self.waiting.remove(found)
@@ -226,9 +227,9 @@ class _Writer:
         self.weight(stage)
 
 
-def _zbv(where: Placement, rank: int, given: int) -> list[Action]:
+def _zbv(where: Placement, rank: int, micro_batches: int) -> list[Action]:
     ranks, write = where.ranks, _Writer(where, rank)
-    number = max(given, 2 * ranks - 1)  # As many as fill the pipeline; those that are not there are dropped below.
+    number = max(micro_batches, 2 * ranks - 1)  # Enough to fill the pipeline; the extra ones are dropped below.
     down, up, done = write.down, write.up, write.done
     for _ in range(2 * (ranks - rank) - 1):
         write.add(F, down)
@@ -253,7 +254,7 @@ def _zbv(where: Placement, rank: int, given: int) -> list[Action]:
     for stage in (up, down):
         while any(waiting == stage for waiting, _ in write.waiting):
             write.weight(stage)
-    return [action for action in write.order if action.micro_batch < given]
+    return [action for action in write.order if action.micro_batch < micro_batches]
 
 
 def _dualpipe_v(where: Placement, rank: int, number: int) -> list[Action]:
@@ -279,7 +280,7 @@ def _dualpipe_v(where: Placement, rank: int, number: int) -> list[Action]:
         write.add(B, down)
     split = False
     for n in range(rank + 1):
-        # From the middle on, weight gradients wait: they fill what would be the bubble at the end.
+        # From the middle on, weight gradients are deferred: they fill the bubble at the end.
         split = split or (n == (rank + 1) // 2 and rank % 2 == 1)
         write.add(I if split else B, up)
         split = split or (n == (rank + 1) // 2 and rank % 2 == 0)
@@ -292,7 +293,7 @@ def _dualpipe_v(where: Placement, rank: int, number: int) -> list[Action]:
     return write.order
 
 
-#: By name; `stages_per_rank` None leaves it to the user.
+#: Schedules by name; `stages_per_rank` None leaves the number of stages to the user.
 FAMILIES = {
     "GPipe": _Family(_gpipe),
     "1F1B": _Family(_one_forward_one_backward),

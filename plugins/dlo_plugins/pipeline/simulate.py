@@ -1,4 +1,4 @@
-"""How long a schedule takes, worked out without running it: from what each action costs and what it waits for."""
+"""Simulation of a schedule: its timeline from the costs of the actions and their dependencies."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from dlo_plugins.pipeline.schedules import Schedule
 
 
 class Deadlock(ValueError):
-    """Each rank waits for what another does only after what it waits for."""
+    """Schedule in which ranks wait for each other in a cycle."""
 
 
 @dataclass(frozen=True)
 class Costs:
-    """What a micro-batch costs in each stage, in seconds or any other unit.
+    """Costs of a micro-batch in each stage, in seconds or any other unit.
 
     Attributes:
-        forward: of each stage.
-        input: input gradient of each stage.
-        weight: weight gradient of each stage; a full backward costs both.
-        transfer: of a hidden state, or its gradient, from rank to rank, while which both may compute.
+        forward: Cost of the forward of each stage.
+        input: Cost of the input gradient of each stage.
+        weight: Cost of the weight gradients of each stage; a full backward costs `input` plus `weight`.
+        transfer: Time to send a hidden state or its gradient to another rank; both ranks compute meanwhile.
     """
 
     forward: Sequence[float]
@@ -49,11 +49,11 @@ class Costs:
 
 
 class Costing(Protocol):
-    """What tells an action's cost."""
+    """Protocol of the costs that :func:`simulate` takes."""
 
     @property
     def transfer(self) -> float:
-        """Of a hidden state, or its gradient, from rank to rank."""
+        """Time to send a hidden state or its gradient to another rank."""
         ...
 
     def of(self, action: Action) -> float:
@@ -63,7 +63,7 @@ class Costing(Protocol):
 
 @dataclass(frozen=True)
 class Timed:
-    """An action with the time at which it starts and ends."""
+    """Action with its start and end time."""
 
     action: Action
     start: float
@@ -72,36 +72,37 @@ class Timed:
 
 @dataclass
 class Timeline:
-    """What each rank does when.
+    """Timeline of a step.
 
     Attributes:
-        rows: the actions of each rank, in order.
+        rows: Timed actions of each rank, in order.
     """
 
     rows: list[list[Timed]] = field(default_factory=list)
 
     @property
     def makespan(self) -> float:
-        """From the first start to the last end."""
+        """Time from the first start to the last end."""
         timed = [item for row in self.rows for item in row]
         return max(item.end for item in timed) - min(item.start for item in timed) if timed else 0.0
 
     @property
     def busy(self) -> list[float]:
-        """How long each rank computes."""
+        """Time that each rank computes."""
         return [sum(item.end - item.start for item in row) for row in self.rows]
 
     @property
     def bubble(self) -> float:
-        """The part of all ranks' time in which they wait, between 0 and 1."""
+        """Fraction of all ranks' time in which they wait, between 0 and 1."""
         total = self.makespan * len(self.rows)
         return 1.0 - sum(self.busy) / total if total else 0.0
 
 
-def waits_for(action: Action, stages: int) -> list[tuple[bool, int]]:
-    """Returns what must be done before an action, of the same micro-batch: `(whether it is a backward, stage)`.
+def dependencies(action: Action, stages: int) -> list[tuple[bool, int]]:
+    """Returns the actions of the same micro-batch that an action waits for, as `(is_backward, stage)`.
 
-    The weight gradient's own backward, and a backward's own forward, stand before it in the same rank's order.
+    A backward waits for its stage's forward, and a weight gradient for its input gradient; both are in the order of the
+    same rank.
     """
     if action.kind is Kind.FORWARD:
         return [(False, action.stage - 1)] if action.stage > 0 else []
@@ -111,10 +112,10 @@ def waits_for(action: Action, stages: int) -> list[tuple[bool, int]]:
 
 
 def simulate(schedule: Schedule, costs: Costing) -> Timeline:
-    """Returns when each action starts and ends if each rank runs its own in order, as soon as it can.
+    """Returns the timeline of a schedule in which each rank runs each action of its order as early as possible.
 
     Raises:
-        Deadlock: if none can go on; the message says what each rank waits for.
+        Deadlock: If no rank can continue; the message says what each rank waits for.
     """
     where = schedule.placement
     ends: dict[tuple[bool, int, int], float] = {}
@@ -140,7 +141,7 @@ def simulate(schedule: Schedule, costs: Costing) -> Timeline:
     orders = zip(at, schedule.orders, strict=True)
     stuck = [f"rank {rank} at {order[n]}" for rank, (n, order) in enumerate(orders) if n < len(order)]
     if stuck:
-        raise Deadlock(f"{schedule.name}: {', '.join(stuck)} wait for one another")
+        raise Deadlock(f"schedule {schedule.name} has a deadlock: {', '.join(stuck)} wait for one another")
     return timeline
 
 
@@ -148,7 +149,7 @@ def _ready(
     action: Action, ends: Mapping[tuple[bool, int, int], float], where: Placement, transfer: float
 ) -> float | None:
     ready = 0.0
-    for backward, stage in waits_for(action, where.stages):
+    for backward, stage in dependencies(action, where.stages):
         end = ends.get((backward, stage, action.micro_batch))
         if end is None:
             return None
@@ -160,19 +161,21 @@ def _ready(
 def theoretical_bubble(
     name: str, ranks: int, micro_batches: int, costs: tuple[float, float, float] = (1.0, 1.0, 1.0), chunks: int = 1
 ) -> float:
-    """Returns how much longer a step takes than its work, by the papers' formulas, for equal stages.
+    """Returns the time that a step takes beyond its work, by the papers' formulas, for equal stages.
 
-    Those of the two V schedules hold where the three costs are equal: what is left is the wait for the first forward.
+    The formulas of the two V schedules hold where the three costs are equal; the rest is the wait for the first
+    forward.
 
     Args:
-        name: of the schedule.
-        ranks: of the pipeline.
-        micro_batches: of a step; at least `ranks` for the zero-bubble schedules, 2 `ranks` for DualPipeV.
-        costs: of a rank's whole share of a micro-batch: forward, input gradient, weight gradient.
-        chunks: stages a rank.
+        name: Name of the schedule.
+        ranks: Number of ranks in the pipeline.
+        micro_batches: Number of micro-batches in a step: at least `ranks` for the zero-bubble schedules, 2 `ranks` for
+            DualPipeV.
+        costs: Costs of a micro-batch on a rank, over all its stages: forward, input gradient, weight gradient.
+        chunks: Number of stages that each rank holds.
 
     Raises:
-        KeyError: for a schedule without a formula.
+        KeyError: If the schedule has no formula.
     """
     forward, input, weight = costs
     backward = input + weight

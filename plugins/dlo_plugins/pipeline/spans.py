@@ -1,4 +1,4 @@
-"""Who computed what when: the actions of a step as they ran."""
+"""Recorder of a step's timeline, and the measured cost of each action."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from dlo_plugins.pipeline.simulate import Timed, Timeline
 
 
 class Recorder:
-    """Records when each action of a step starts and ends, without waiting for the device.
+    """Recorder of the start and end of each action, which does not synchronise with the device.
 
     Args:
-        device: on which the actions run.
+        device: Device on which the actions run.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -28,13 +28,13 @@ class Recorder:
         self._marks: list[tuple[Action, Any, Any]] = []
 
     def begin(self, group: dist.ProcessGroup) -> None:
-        """Starts a step: all ranks' clocks are set to zero together."""
+        """Starts a step: sets all ranks' clocks to zero after a barrier."""
         self._marks.clear()
         dist.barrier(group)
         self._origin = self.now()
 
     def now(self) -> Any:
-        """Returns a mark of this moment of the device's work."""
+        """Returns a mark of the current point in the device's work."""
         if self._on_host:
             return time.perf_counter()
         event = torch.Event(self._device, enable_timing=True)
@@ -42,11 +42,11 @@ class Recorder:
         return event
 
     def add(self, action: Action, start: Any, end: Any) -> None:
-        """Notes an action."""
+        """Records an action."""
         self._marks.append((action, start, end))
 
     def timed(self) -> list[Timed]:
-        """Returns the last step's actions, in seconds since it began; waits for the device."""
+        """Returns the last step's actions, with times in seconds since its beginning; waits for the device."""
         return [Timed(action, self._since(start), self._since(end)) for action, start, end in self._marks]
 
     def _since(self, mark: Any) -> float:
@@ -56,8 +56,8 @@ class Recorder:
         return self._origin.elapsed_time(mark) / 1000
 
 
-def gather(own: list[Timed], group: dist.ProcessGroup) -> Timeline:
-    """Returns all ranks' actions, on all ranks."""
+def gather_timeline(own: list[Timed], group: dist.ProcessGroup) -> Timeline:
+    """Returns the timeline of all ranks, on all ranks."""
     rows: list[Any] = [None] * dist.get_world_size(group)
     mine = [(str(t.action.kind), t.action.stage, t.action.micro_batch, t.start, t.end) for t in own]
     dist.all_gather_object(rows, mine, group)
@@ -66,11 +66,11 @@ def gather(own: list[Timed], group: dist.ProcessGroup) -> Timeline:
 
 @dataclass(frozen=True)
 class Measured:
-    """What each action of a step took, as the costs of the same step without any other wait than the schedule's.
+    """Measured time of each action of a step, as costs for :func:`~dlo_plugins.pipeline.simulate.simulate`.
 
     Attributes:
-        taken: by action, in seconds.
-        transfer: between ranks; nothing.
+        taken: Time of each action in seconds.
+        transfer: Time to send a hidden state to another rank; 0.
     """
 
     taken: Mapping[Action, float]
@@ -78,14 +78,14 @@ class Measured:
 
     @classmethod
     def of_step(cls, timeline: Timeline) -> Measured:
-        """Returns the costs of a step as it ran."""
+        """Returns the costs of a measured step."""
         return cls({item.action: item.end - item.start for row in timeline.rows for item in row})
 
     def of(self, action: Action) -> float:
-        """Returns what an action took."""
+        """Returns the time of an action in seconds."""
         return self.taken[action]
 
     def mean(self, *kinds: Kind) -> float:
-        """Returns what an action of some kinds took on average; 0 if there was none."""
+        """Returns the mean time of the actions of some kinds; 0 if there was none."""
         found = [taken for action, taken in self.taken.items() if action.kind in kinds]
         return sum(found) / len(found) if found else 0.0

@@ -1,7 +1,7 @@
 """Tied weights, such as an embedding and the output projection, in stages of different ranks.
 
-Each of these ranks holds a copy, computes the gradient of its own use of it, and gets the sum; so the copies, which
-start equal, stay equal.
+Each of these ranks holds a copy, computes the gradient of its own use, and receives the sum of all gradients. The
+copies start equal, so they stay equal.
 """
 
 from __future__ import annotations
@@ -21,23 +21,23 @@ from dlo_plugins.pipeline.transport import Transport
 
 @dataclass(frozen=True)
 class TiedGroup:
-    """A parameter that several ranks hold.
+    """Parameter that several ranks hold.
 
     Attributes:
-        names: under which the model has it.
-        ranks: of the pipeline that hold it, in ascending order.
+        names: Names of the parameter in the model.
+        ranks: Ranks of the pipeline that hold it, in ascending order.
     """
 
     names: tuple[str, ...]
     ranks: tuple[int, ...]
 
     def pairs(self) -> list[tuple[int, int]]:
-        """Returns the pairs of ranks between which gradients pass: the first and each of the others."""
+        """Returns the pairs of ranks that exchange gradients: the first rank and each of the others."""
         return [(self.ranks[0], other) for other in self.ranks[1:]]
 
 
-def tied_groups_across(model: nn.Module, stages: Stages, placement: Placement) -> list[TiedGroup]:
-    """Returns the parameters that are used in stages of several ranks."""
+def find_tied_groups(model: nn.Module, stages: Stages, placement: Placement) -> list[TiedGroup]:
+    """Returns the parameters that stages of several ranks use."""
     names: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
@@ -50,12 +50,12 @@ def tied_groups_across(model: nn.Module, stages: Stages, placement: Placement) -
 
 
 class TiedWeights:
-    """Keeps the copies of tied weights equal.
+    """Sums the gradients of tied weights over the ranks that hold them.
 
     Args:
-        model: that has been cut.
-        groups: the same on all ranks.
-        transport: between the ranks.
+        model: Model that has been cut.
+        groups: Tied parameters, the same on all ranks.
+        transport: Transport between the ranks.
     """
 
     def __init__(self, model: nn.Module, groups: Sequence[TiedGroup], transport: Transport) -> None:
@@ -64,7 +64,7 @@ class TiedWeights:
 
     @torch.no_grad()
     def sum_gradients(self) -> None:
-        """Sums the gradients of all uses; call it once a step, when they are complete."""
+        """Sums the parameters' `.grad` over all uses; call it once a step, when gradients are complete."""
         for tied in self._held:
             parameter = self._model.get_parameter(tied.names[0])
             if not parameter.requires_grad:
@@ -75,20 +75,21 @@ class TiedWeights:
 
     @torch.no_grad()
     def sum(self, gradients: Mapping[str, Tensor]) -> None:
-        """Sums gradients that are none of the parameters' own, in place.
+        """Sums gradients that are not in the parameters' `.grad`, in place.
 
         Args:
-            gradients: by the first of a parameter's names; all ranks that hold a tied weight have one for it, or none.
+            gradients: Gradients by the first of a parameter's names. For each tied weight, either all ranks that hold
+                it have a gradient, or none of them.
         """
         for tied in self._held:
             if tied.names[0] in gradients:
                 self._sum(tied, gradients[tied.names[0]])
 
     def anywhere(self, names: Collection[str]) -> set[str]:
-        """Returns the tied weights of this rank that any of those who hold them names; all of the pipeline call it.
+        """Returns the tied weights of this rank that at least one rank names; all ranks of the pipeline call it.
 
         Args:
-            names: of this rank's parameters, each the first that it has.
+            names: Names of this rank's parameters, the first name of each.
         """
         if not self._groups:
             return set()
@@ -99,7 +100,7 @@ class TiedWeights:
         return found & {tied.names[0] for tied in self._held}
 
     def _sum(self, tied: TiedGroup, tensor: Tensor) -> None:
-        gradient = local(tensor)  # FSDP2's shards are cut alike on the ranks that hold a tied weight.
+        gradient = local(tensor)  # FSDP2's shards of a tied weight have the same bounds on all ranks that hold it.
         first = tied.ranks[0]
         if self._transport.rank == first:
             for other in tied.ranks[1:]:
@@ -119,7 +120,7 @@ class TiedWeights:
         link = self._transport.link(peer, incoming=False)
         link.wait(link.send(tensor.contiguous()))
 
-    def _receive(self, peer: int, room: Tensor) -> Tensor:
+    def _receive(self, peer: int, into: Tensor) -> Tensor:
         link = self._transport.link(peer, incoming=True)
-        link.wait(link.receive(room))
-        return room
+        link.wait(link.receive(into))
+        return into

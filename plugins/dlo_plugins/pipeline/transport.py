@@ -1,6 +1,6 @@
-"""Hidden states and their gradients from rank to rank.
+"""Point-to-point transport of hidden states and their gradients between ranks.
 
-What a rank sends another forms one stream, in the order of the sender's schedule, which the receiver knows.
+The messages from one rank to another are one stream, in the order of the sender's schedule, which the receiver knows.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from torch import Tensor
 from dlo_framework.distributed import collectives
 from dlo_framework.distributed.collectives import HostReceive, backend_of, exchange_limit
 
-#: Receives that are posted before they are waited for, for each sender.
+#: Number of receives that are posted in advance for each sender.
 _AHEAD = 2
 
 
 class Link:
-    """One direction between two ranks.
+    """Link between two ranks in one direction.
 
     Args:
-        group: in which its messages pass.
-        peer: the other's number in it.
-        device: of what passes.
-        limit: how long a message may take; None leaves that to the group.
-        by_host: Whether messages are copied to the CPU to be sent.
+        group: Process group of the link's messages.
+        peer: Other rank's number in the group.
+        device: Device of the messages.
+        limit: Timeout of a message; None uses the group's.
+        by_host: Whether to copy messages to the CPU to send them.
     """
 
     def __init__(
@@ -50,27 +50,27 @@ class Link:
         return work
 
     def receive(self, tensor: Tensor) -> dist.Work | HostReceive:
-        """Starts to receive into a contiguous tensor; to be waited for by :meth:`wait`."""
+        """Starts to receive into a contiguous tensor; wait for it with :meth:`wait`."""
         into = torch.empty_like(tensor, device="cpu") if self._by_host else tensor
         work = dist.irecv(into, group=self.group, group_src=self.peer)
         assert work is not None
         return HostReceive(work, into, tensor) if self._by_host else work
 
     def wait(self, work: dist.Work | HostReceive) -> None:
-        """Waits until something has passed; on an accelerator the current stream does."""
+        """Waits until a send or receive is complete; on an accelerator, the current stream waits."""
         if self._limit is None:
             work.wait()
         else:
             work.wait(self._limit)
 
     def send_object(self, value: Any) -> list[tuple[dist.Work, Tensor]]:
-        """Starts to send anything that can be pickled."""
+        """Starts to send an object that can be pickled."""
         data = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8).to(self.device)
         length = torch.tensor([data.numel()], device=self.device)
         return [(self.send(length), length), (self.send(data), data)]
 
     def receive_object(self) -> Any:
-        """Waits for what :meth:`send_object` has sent."""
+        """Waits for an object from :meth:`send_object`, and returns it."""
         length = torch.zeros(1, dtype=torch.int64, device=self.device)
         self.wait(self.receive(length))
         data = torch.empty(int(length), dtype=torch.uint8, device=self.device)
@@ -79,19 +79,18 @@ class Link:
 
 
 class Transport:
-    """What a rank can send to and receive from the other ranks of its pipeline.
+    """Links from a rank to the other ranks of its pipeline.
 
-    What passes in one NCCL group passes one after the other, whoever the peer, where the group was connected at its
-    making, as Lightning has it (torch 2.11 to 2.15): a send would wait for receives that were posted ahead from another
-    rank, and that one's sends for this rank's. On NCCL, messages to higher and to lower ranks therefore pass in groups
-    of their own, and those of a rank's two neighbours in different ones (:func:`crossing`), so that a rank meets one
-    other in a group. All ranks of the pipeline make these groups together; they must be members of equally many
-    groups, as the ranks of a mesh are, since torch names such groups by that number. gloo carries all messages out side
-    by side.
+    An NCCL group that was connected when it was made, as Lightning makes it, runs all its messages one after the other,
+    whatever the peer (torch 2.11 to 2.15). A send would then wait for receives that were posted in advance from another
+    rank, whose sends would wait for this rank's. So on NCCL, messages to higher and to lower ranks use separate groups,
+    and a rank's two neighbours use different groups (:func:`group_index`): in each group a rank has a single peer. All
+    ranks of the pipeline make these groups together. They must be members of equally many groups, as the ranks of a
+    mesh are, since torch names such groups by that number. gloo runs all messages concurrently.
 
     Args:
-        group: the pipeline's ranks.
-        device: of what passes.
+        group: Process group of the pipeline's ranks.
+        device: Device of the messages.
     """
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
@@ -110,14 +109,14 @@ class Transport:
         self._is_fake = backend == "fake"
 
     def connect(self, pairs: Iterable[tuple[int, int]]) -> None:
-        """Sends a number each way between pairs of ranks, so that none of them has to be connected in a step.
+        """Connects pairs of ranks in advance: each pair sends a number in both directions.
 
-        NCCL connects two ranks when they first send each other anything, which takes seconds and waits for both; what
-        is wrong with the network shows here, before data are read. All ranks of the pipeline call it.
+        NCCL connects two ranks at their first message, which takes seconds and blocks both. A fault of the network
+        shows here, before data are read. All ranks of the pipeline call it.
 
         Args:
-            pairs: of the ranks' numbers, the same on all of them; each rank takes its own in one order of all, so that
-                no two wait for each other.
+            pairs: Pairs of rank numbers, the same on all ranks. All ranks use the same order of pairs, so that no two
+                wait for each other.
         """
         for pair in sorted({tuple(sorted(pair)) for pair in pairs}):
             if self.rank not in pair or self._is_fake:
@@ -128,31 +127,31 @@ class Transport:
                 link.wait(link.receive(number) if incoming else link.send(number))
 
     def link(self, peer: int, *, incoming: bool) -> Link:
-        """Returns the way from or to another rank of the pipeline."""
+        """Returns the link from or to another rank of the pipeline."""
         group = self.group
         if self._apart:
             upwards = peer < self.rank if incoming else peer > self.rank
-            group = self._apart[2 * crossing(self.rank, peer) + int(upwards)]
+            group = self._apart[2 * group_index(self.rank, peer) + int(upwards)]
         return Link(group, peer, self.device, self._limit, self._by_host)
 
 
-def crossing(rank: int, peer: int) -> int:
-    """Returns which of three groups two ranks meet in, so that in none a rank meets both of its neighbours in the ring.
+def group_index(rank: int, peer: int) -> int:
+    """Returns the number of the group, out of three, that two ranks use.
 
-    Those whose numbers follow each other meet in the first and the second by turns; the last and the first rank, and
-    ranks further apart that share a tied weight, in the third.
+    In no group does a rank have both of its neighbours in the ring. Consecutive ranks alternate between the first and
+    the second group. The last and the first rank use the third, as do ranks further apart that share a tied weight.
     """
     return min(rank, peer) % 2 if abs(rank - peer) == 1 else 2
 
 
 class Sends:
-    """What has been sent in a step and may not have arrived.
+    """Sent tensors of a step that may not have arrived yet.
 
-    gloo (torch 2.11 to 2.15) does not tell whether something has arrived until one waits for it. What a peer has done
-    since does: it computes with what it gets before it goes on to what its later messages hold.
+    gloo (torch 2.11 to 2.15) does not report the arrival of a message unless one waits for it. The peer's later
+    messages show it: the peer has used what it received before it sent them.
 
     Attributes:
-        most: messages that were under way at one time, at most.
+        most: Largest number of messages in flight at one time.
     """
 
     def __init__(self) -> None:
@@ -163,21 +162,21 @@ class Sends:
         """Keeps tensors until they have arrived.
 
         Args:
-            peer: to whom they are sent.
-            place: of what it does with them, in its order.
-            link: to it.
-            works: the sends, and the tensors.
+            peer: Rank that receives them.
+            place: Position in the peer's order of the action that uses them.
+            link: Link to the peer.
+            works: Sends, each with its tensor.
         """
         queue = self._under_way.setdefault(peer, deque())
         queue.extend((place, link, work, tensor) for work, tensor in works)
         self.most = max(self.most, sum(map(len, self._under_way.values())))
 
-    def arrived(self, peer: int, place: int) -> None:
-        """Lets go of what a peer has used.
+    def release(self, peer: int, place: int) -> None:
+        """Releases the tensors that a peer has used.
 
         Args:
-            peer: from whom a message has come.
-            place: of what has made that message, in its order.
+            peer: Rank that has sent a message.
+            place: Position in the peer's order of the action that has sent the message.
         """
         queue = self._under_way.get(peer, deque())
         used = [item for item in queue if item[0] <= place]
@@ -186,7 +185,7 @@ class Sends:
         self._under_way[peer] = deque(item for item in queue if item[0] > place)
 
     def finish(self) -> None:
-        """Waits for all of it."""
+        """Waits for all sends."""
         for queue in self._under_way.values():
             for _, link, work, _ in queue:
                 link.wait(work)
@@ -194,46 +193,46 @@ class Sends:
 
 
 class Inbox:
-    """What a rank receives from one other in a step, in the order in which that one sends it.
+    """Receives of a step from one other rank, in the order in which that rank sends.
 
     Args:
-        link: from the other rank.
-        expected: what comes, in order.
-        room: returns a flat tensor to receive an item into, None if its size is not known yet, or False if it does not
-            come after all.
-        header: called with an item whose size is not known, and what was sent ahead of it.
+        link: Link from the other rank.
+        expected: Items that the other rank sends, in order.
+        buffer: Function that returns a flat tensor to receive an item into, None if its size is not known yet, or
+            False if the item is not sent.
+        header: Callback with an item whose size was not known, and the header that was sent before it.
     """
 
     def __init__(
         self,
         link: Link,
         expected: Iterable[Any],
-        room: Callable[[Any], Tensor | Literal[False] | None],
+        buffer: Callable[[Any], Tensor | Literal[False] | None],
         header: Callable[[Any, Any], None],
     ) -> None:
-        self._link, self._room, self._header = link, room, header
+        self._link, self._buffer, self._header = link, buffer, header
         self._expected = deque(expected)
         self._posted: dict[Any, tuple[dist.Work | HostReceive, Tensor]] = {}
 
-    def take(self, item: Any) -> Tensor:
-        """Returns an item once it has arrived; those that were sent before it are kept."""
+    def receive(self, item: Any) -> Tensor:
+        """Returns an item once it has arrived, and keeps those that were sent before it."""
         while item not in self._posted:
             assert self._expected, f"{item} is not sent"
             if not self._post():
                 first = self._expected[0]
                 self._header(first, self._link.receive_object())
-        work, room = self._posted.pop(item)
+        work, buffer = self._posted.pop(item)
         while len(self._posted) < _AHEAD and self._expected and self._post():
             pass
         self._link.wait(work)
-        return room
+        return buffer
 
     def _post(self) -> bool:
         """Posts the next receive, unless its size is not known yet."""
-        room = self._room(self._expected[0])
-        if room is None:
+        buffer = self._buffer(self._expected[0])
+        if buffer is None:
             return False
         item = self._expected.popleft()
-        if room is not False:
-            self._posted[item] = self._link.receive(room), room
+        if buffer is not False:
+            self._posted[item] = self._link.receive(buffer), buffer
         return True

@@ -1,17 +1,17 @@
-"""Backward in two parts: input gradients now, the weight gradients of dense and convolutional layers later.
+"""Backward in two parts: input gradients first, the weight gradients of dense and convolutional layers later.
 
-Zero Bubble Pipeline Parallelism. Qi, Wan, Huang & Lin, 2024, arXiv 2401.10241: the previous stage waits for the input
-gradient alone; weight gradients can be computed whenever a rank would otherwise wait.
+Zero Bubble Pipeline Parallelism. Qi, Wan, Huang & Lin, 2024, arXiv 2401.10241: the previous stage waits only for the
+input gradient; a rank can compute weight gradients whenever it would otherwise wait.
 
-Departures: only layers whose weight gradient is a matrix product or a convolution of its own are put off, which is
-nearly all of the work; norms, embeddings and biases added by hand are computed with the input gradient. What is put off
-keeps the layer's input and its output's gradient in memory until then.
+Departures: only layers whose weight gradient is a matrix product or a convolution of its own are deferred, which is
+nearly all of the work. The weight gradients of norms, embeddings and separate biases are computed with the input
+gradient. A deferred weight gradient keeps the layer's input and its output's gradient in memory.
 
-Exact: the same operations in the same dtypes as autograd's, in another order of layers. Works in recomputed blocks and
-under autocast (where autograd adds several uses of a weight up in the low precision, these are added in the weight's
-own). With FSDP2 the gradients of a block are complete only after the last weight gradient, so its reduction
-has to wait for that (`Pipeline.gradients_ready`), and parameters must stay whole between the two parts. Layers inside
-what torch.compile has compiled are left as they are: their whole backward is computed with the input gradient.
+Exact: the same operations in the same dtypes as autograd's, in another order of layers. It works in recomputed blocks
+and under autocast. There, autograd sums several uses of a weight in the low precision; here they are summed in the
+weight's own dtype. With FSDP2, the gradients of a block are complete only after its last weight gradient: the
+reduction waits for that (`Pipeline.gradients_ready`), and parameters must stay gathered between the two parts. Layers
+that torch.compile has compiled are not changed: their full backward is computed with the input gradient.
 """
 
 from __future__ import annotations
@@ -29,44 +29,44 @@ from dlo_plugins.pipeline.precision import autocast_dtype, no_autocast
 
 
 class WeightGradients:
-    """What has been put off.
+    """Deferred weight gradients of a model's layers.
 
     Attributes:
-        open: where layers that run backward put their weight gradients; None while nothing is to be put off.
+        deferred: Queue to which layers in backward add their weight gradients; None while nothing is deferred.
     """
 
     def __init__(self) -> None:
-        self.open: deque[Callable[[], None]] | None = None
+        self.deferred: deque[Callable[[], None]] | None = None
 
     def install(self, module: nn.Module) -> int:
-        """Has a module's dense and convolutional layers ask here in backward; returns how many there are.
+        """Makes a module's dense and convolutional layers defer their weight gradients; returns the number of layers.
 
         Args:
-            module: a block. Layers whose class has another forward than its own are left alone.
+            module: Block of the model. Layers of other classes, or with a forward of their own, are not changed.
         """
         found = 0
         for layer in _not_compiled(module):
             operation = _operation(layer)
             if operation is None or "forward" in layer.__dict__:
                 continue
-            # A method bound to the layer, which a deep copy (of an averaged model, say) binds to its copy.
+            # A method bound to the layer: a deep copy (for example of an averaged model) binds it to the copied layer.
             layer.forward = MethodType(_Forward(self, operation), layer)
             found += 1
         return found
 
-    def run(self, put_off: deque[Callable[[], None]]) -> None:
-        """Computes what has been put off, and adds it to the weights' gradients."""
-        while put_off:
-            put_off.popleft()()
+    def run(self, deferred: deque[Callable[[], None]]) -> None:
+        """Computes deferred weight gradients, and adds them to the weights' `.grad`."""
+        while deferred:
+            deferred.popleft()()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> WeightGradients:
         return self
 
 
 class _Forward:
-    """A layer's forward that asks before it computes weight gradients."""
+    """Forward of a layer whose weight gradients can be deferred."""
 
-    __name__ = "forward"  # By which a bound method is pickled.
+    __name__ = "forward"  # A bound method is pickled by its name.
 
     def __init__(self, store: WeightGradients, operation: _Operation) -> None:
         self.store, self.operation = store, operation
@@ -77,14 +77,14 @@ class _Forward:
             return self.operation.forward(layer, input, weight, layer.bias)
         dtype = autocast_dtype(input.device.type)
         if dtype is not None and input.is_floating_point():
-            # As autocast would; inside a Function it would cache a cast that has no gradient.
+            # As autocast does; inside a Function, autocast would cache a cast that has no gradient.
             input = input.to(dtype)
         result: Tensor = _Layer.apply(input, weight, layer.bias, layer, self)
         return result
 
 
 class _Operation:
-    """A kind of layer: its forward and the two halves of its backward, as pure functions."""
+    """Kind of layer: its forward and the two parts of its backward, as pure functions."""
 
     def forward(self, layer: Any, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         raise NotImplementedError
@@ -157,7 +157,7 @@ class _Convolution(_Operation):
 
 
 class _Layer(torch.autograd.Function):
-    """A layer whose weight gradients are computed in backward, or put off if :attr:`WeightGradients.open` says so."""
+    """Layer whose weight gradients are computed in backward, or deferred if :attr:`WeightGradients.deferred` is set."""
 
     @staticmethod
     def forward(
@@ -165,7 +165,7 @@ class _Layer(torch.autograd.Function):
     ) -> Tensor:
         """Computes the layer in the input's dtype."""
         ctx.save_for_backward(input)
-        # Not among the saved tensors: recomputation would give copies back, and these are the leaves.
+        # Not among the saved tensors: recomputation would return copies, and these are the leaves.
         ctx.weight, ctx.bias, ctx.layer, ctx.caller = weight, bias, layer, caller
         with no_autocast(input.device.type):
             cast = None if bias is None else bias.to(input.dtype)
@@ -173,8 +173,8 @@ class _Layer(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
-        """Computes the input's gradient, and the weights' unless they can wait."""
-        # Detached: what waits would keep the whole graph before it alive.
+        """Computes the input gradient, and the weight gradients unless they are deferred."""
+        # Detached: a deferred weight gradient would keep the graph before it alive.
         input = ctx.saved_tensors[0].detach()
         weight, bias, layer, operation = ctx.weight, ctx.bias, ctx.layer, ctx.caller.operation
         low = weight.detach().to(input.dtype)
@@ -184,8 +184,8 @@ class _Layer(torch.autograd.Function):
         def of_weights() -> tuple[Tensor, Tensor | None]:
             return operation.weight_gradients(layer, gradient, input, low, with_bias)
 
-        put_off = ctx.caller.store.open
-        if put_off is None:
+        deferred = ctx.caller.store.deferred
+        if deferred is None:
             return of_input, *_as_parameters(of_weights(), weight, bias), None, None
 
         def add() -> None:
@@ -194,7 +194,7 @@ class _Layer(torch.autograd.Function):
             # Through the leaves' own accumulation, so that their hooks run.
             torch.autograd.backward([parameter for parameter, _ in pairs], [value for _, value in pairs])
 
-        put_off.append(add)
+        deferred.append(add)
         return of_input, None, None, None, None
 
 
@@ -206,7 +206,7 @@ def _as_parameters(
 
 
 def _operation(layer: nn.Module) -> _Operation | None:
-    # A class that is mixed with another may say what it computes as, where that is left to somebody else.
+    # A class that is combined with another may declare by `computes_as` the class whose computation it has.
     if getattr(type(layer), "computes_as", type(layer)) is nn.Linear:
         return _Dense()
     if type(layer) in (nn.Conv1d, nn.Conv2d, nn.Conv3d):
@@ -218,7 +218,7 @@ def _operation(layer: nn.Module) -> _Operation | None:
 
 
 def _not_compiled(module: nn.Module) -> Iterator[nn.Module]:
-    """Yields a module and all in it, leaving out what torch.compile has compiled."""
+    """Yields a module and the modules inside it, without those that torch.compile has compiled."""
     if module._compiled_call_impl is not None or type(module).__name__ == "OptimizedModule":
         return
     yield module

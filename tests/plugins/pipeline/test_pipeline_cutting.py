@@ -12,11 +12,11 @@ from dlo_framework.errors import DloError
 from dlo_framework.plan import ParallelPlan
 from dlo_plugins.pipeline.actions import Placement
 from dlo_plugins.pipeline.assign import check, make_stages
-from dlo_plugins.pipeline.cutting import Stages, cut
+from dlo_plugins.pipeline.cutting import Stages, release_other_stages
 from dlo_plugins.pipeline.gates import Passage, Shapes
 from dlo_plugins.pipeline.layout import Layout
 from dlo_plugins.pipeline.leaks import LeakCheck
-from dlo_plugins.pipeline.tied import tied_groups_across
+from dlo_plugins.pipeline.tied import find_tied_groups
 from support.pipeline_nets import CASES, Case, language, plain, vit
 
 CPU = torch.device("cpu")
@@ -28,7 +28,7 @@ def run_stages(model: nn.Module, plan: ParallelPlan, counts: list[int], forward:
     for stage in range(len(counts)):
         own = copy.deepcopy(model)
         stages = Stages(own, plan, counts)
-        cut(own, stages, [stage])
+        release_other_stages(own, stages, [stage])
         passage = Passage(own, stages, stage, CPU, hidden, shapes, True, LeakCheck() if stage else None)
         hidden, shapes = passage.run(lambda own=own: forward(own)), passage.known
     return hidden
@@ -53,7 +53,7 @@ def test_each_tensor_has_one_stage_and_the_rest_is_meta() -> None:
     held: list[str] = []
     for stage in range(3):
         model = copy.deepcopy(case.model)
-        holds = cut(model, stages, [stage])
+        holds = release_other_stages(model, stages, [stage])
         assert [name for name, _ in model.named_parameters()] == names
         for name, parameter in model.named_parameters():
             assert parameter.is_meta is not holds(name)
@@ -69,12 +69,12 @@ def test_buffers_go_with_their_block_and_tables_without_parameters_are_everywher
     case = CASES["resnet"](1)
     model = case.model
     stages = Stages(model, case.plan, [1, 1, 1, 1])
-    cut(model, stages, [2])
+    release_other_stages(model, stages, [2])
     held = {name for name, buffer in model.named_buffers() if not buffer.is_meta}
     assert held == {name for name, _ in model.named_buffers() if name.startswith("layer3")}
     assert held
     llama = language("llama", 1)
-    cut(llama.model, Stages(llama.model, llama.plan, [3, 3]), [1])
+    release_other_stages(llama.model, Stages(llama.model, llama.plan, [3, 3]), [1])
     assert not any(buffer.is_meta for buffer in llama.model.buffers())
 
 
@@ -83,11 +83,11 @@ def test_tied_weights_stay_one_tensor_and_are_known_across_ranks() -> None:
     stages = Stages(case.model, case.plan, [1, 2, 2, 1])
     names = ("model.embed_tokens.weight", "lm_head.weight")
     assert stages.stages_of(names[0]) == stages.stages_of(names[1]) == (0, 3)
-    (group,) = tied_groups_across(case.model, stages, Placement(4))
+    (group,) = find_tied_groups(case.model, stages, Placement(4))
     assert set(group.names) == set(names)
     assert group.ranks == (0, 3)
-    assert tied_groups_across(case.model, stages, Placement(2, 2, "v")) == []  # First and last stage on one rank.
-    holds = cut(case.model, stages, [1])
+    assert find_tied_groups(case.model, stages, Placement(2, 2, "v")) == []  # First and last stage on one rank.
+    holds = release_other_stages(case.model, stages, [1])
     assert not holds(names[0])
     assert case.model.get_parameter(names[0]) is case.model.get_parameter(names[1])
     assert case.model.get_parameter(names[0]).is_meta
@@ -97,7 +97,7 @@ def test_a_model_without_memory_is_cut_as_well() -> None:
     with torch.device("meta"):
         case = vit(1)
     stages = make_stages(case.model, case.plan, 3)
-    holds = cut(case.model, stages, [1])
+    holds = release_other_stages(case.model, stages, [1])
     case.model.blocks[2].to_empty(device="cpu")  # type: ignore[index]
     assert holds("blocks.2.norm1.weight")
     assert stages.first == [0, 2, 4, 6]
@@ -173,14 +173,14 @@ CHAIN = ParallelPlan(blocks=("blocks.*",), stem=("stem",), head=("head",))
 @pytest.mark.parametrize(
     ("kind", "message"),
     [
-        ("stem", r"'blocks\.2' is given something else that is computed from 'stem'"),
-        ("view", r"'blocks\.2' is given something else that is computed from 'stem'"),
-        ("derived", r"'blocks\.2' is given something else that is computed from 'stem'"),
-        ("block", r"'blocks\.2' is given something else that is computed from 'blocks\.1'"),
-        ("around", r"after 'blocks\.2', 'add' uses something else that is computed from 'stem'"),
-        ("head", r"after 'blocks\.3', 'add' uses something else that is computed from 'stem'"),
-        ("twice", r"calls 'blocks\.0' where 'blocks\.1' is next"),
-        ("skip", r"calls 'blocks\.3' where 'blocks\.2' is next"),
+        ("stem", r"got 'blocks\.2' with an argument computed from 'stem'"),
+        ("view", r"got 'blocks\.2' with an argument computed from 'stem'"),
+        ("derived", r"got 'blocks\.2' with an argument computed from 'stem'"),
+        ("block", r"got 'blocks\.2' with an argument computed from 'blocks\.1'"),
+        ("around", r"got 'add' after 'blocks\.2' on a value computed from 'stem'"),
+        ("head", r"got 'add' after 'blocks\.3' on a value computed from 'stem'"),
+        ("twice", r"got 'blocks\.0' in place of 'blocks\.1'"),
+        ("skip", r"got 'blocks\.3' in place of 'blocks\.2'"),
     ],
 )
 def test_what_else_passes_between_stages_is_found_and_named(kind: str, message: str) -> None:
@@ -198,7 +198,7 @@ def test_what_only_looks_at_a_shape_passes() -> None:
 
 
 def test_a_forward_that_ends_early_is_named() -> None:
-    with pytest.raises(DloError, match=r"it ended without 'blocks\.0'"):
+    with pytest.raises(DloError, match=r"got one that ended without 'blocks\.0'"):
         run_stages(Chain(), CHAIN, [2, 2], lambda model: model.stem(torch.randn(3, 4)))
 
 
@@ -222,12 +222,12 @@ def test_the_model_is_as_it_was_after_a_forward_and_after_an_error() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ((4, "1F1B", 8, None, [1, 2]), r"a number of blocks for each of the 4 stages.*given \[1, 2\]; \[1, 1, 2, 2\]"),
-        ((2, "1F1B", 8, None, [2, 2]), r"6 blocks and all of them together, given \[2, 2\] \(4 blocks\); \[3, 3\]"),
-        ((2, "1F1B", 8, None, [6, 0]), r"at least one of the model's 6 blocks"),
-        ((2, "1F1B", 8, None, "even"), r"given 'even'"),
-        ((8, "1F1B", 8), r"8 ranks with 1 stage each need 8, the model has 6; set pp=6 or less"),
-        ((4, "ZBV", 8), r"4 ranks with 2 stages each need 8, the model has 6; set pp=3 or less"),
+        ((4, "1F1B", 8, None, [1, 2]), r"of blocks for each of the 4 stages.*got \[1, 2\]; set \[1, 1, 2, 2\]"),
+        ((2, "1F1B", 8, None, [2, 2]), r"add up to the model's 6 blocks, got \[2, 2\] \(4 blocks\); set \[3, 3\]"),
+        ((2, "1F1B", 8, None, [6, 0]), r"at least one block and add up to the model's 6 blocks"),
+        ((2, "1F1B", 8, None, "even"), r"got 'even'"),
+        ((8, "1F1B", 8), r"got 6 blocks for 8 ranks with 1 stage each \(8 stages\); set pp=6 or less"),
+        ((4, "ZBV", 8), r"got 6 blocks for 4 ranks with 2 stages each \(8 stages\); set pp=3 or less"),
         ((2, "Interleaved1F1B", 7, 3), r"set 6 or 8"),
     ],
 )  # fmt: skip
@@ -247,12 +247,14 @@ def test_layouts_keep_the_order_in_memory() -> None:
     picture = torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last)
     gaps = torch.randn(4, 6)[:, ::2]
     for tensor in (picture, picture.permute(2, 0, 1, 3), gaps, torch.randn(3, 1, 4).expand(3, 2, 4), torch.randn(())):
-        layout = Layout.of(tensor)
-        flat = layout.flat(tensor)
+        layout = Layout.from_tensor(tensor)
+        flat = layout.flatten(tensor)
         assert flat.is_contiguous()
         assert flat.shape == (tensor.numel(),)
-        room = layout.room(CPU)
-        room.copy_(flat)
-        assert torch.equal(layout.shaped(room), tensor)
-        assert torch.equal(layout.shaped(layout.flat(tensor.contiguous())), tensor)  # A gradient may lie otherwise.
-    assert layout.of(picture).stride == picture.stride()
+        received = layout.empty(CPU)
+        received.copy_(flat)
+        assert torch.equal(layout.unflatten(received), tensor)
+        assert torch.equal(
+            layout.unflatten(layout.flatten(tensor.contiguous())), tensor
+        )  # A gradient may differ in layout.
+    assert layout.from_tensor(picture).stride == picture.stride()

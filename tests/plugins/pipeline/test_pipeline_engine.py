@@ -16,7 +16,7 @@ from dlo_framework.errors import DloError
 from dlo_framework.testing import RankFailed, run_distributed
 from dlo_plugins.pipeline.actions import Action, Kind
 from dlo_plugins.pipeline.engine import Pipeline
-from dlo_plugins.pipeline.picture import as_run, ideal
+from dlo_plugins.pipeline.picture import draw_comparison, ideal
 from dlo_plugins.pipeline.schedules import FAMILIES, make_schedule
 from dlo_plugins.pipeline.spans import Measured
 from support.pipeline_nets import most_in_flight, plain
@@ -89,7 +89,7 @@ def _sent(rank: int, world_size: int) -> dict[str, int]:
         pipeline = Pipeline(case.model, case.plan, dist.group.WORLD, schedule=schedule)
         for _ in range(2):  # The first has headers too.
             case.step(pipeline)
-        found[schedule] = pipeline._exchange.most_under_way
+        found[schedule] = pipeline._exchange.most_in_flight
     return found
 
 
@@ -161,7 +161,7 @@ def _recorded(rank: int, world_size: int, folder: Path) -> None:
         assert theory.busy == pytest.approx(timeline.busy)
         assert timeline.makespan >= theory.makespan > max(theory.busy)
         if rank == 0:
-            as_run(timeline, known).savefig(folder / f"{schedule}.png")
+            draw_comparison(timeline, known).savefig(folder / f"{schedule}.png")
             assert (folder / f"{schedule}.png").stat().st_size > 5000
 
 
@@ -193,7 +193,8 @@ def _growing(rank: int, world_size: int) -> None:
 
 
 def test_a_hidden_state_of_another_shape_is_refused() -> None:
-    with pytest.raises(RankFailed, match=r"that for stage 1 was \[2, 4\] in torch.float32 and is \[3, 4\]") as failed:
+    message = r"got \[2, 4\] in torch.float32, then \[3, 4\] in torch.float32 for stage 1"
+    with pytest.raises(RankFailed, match=message) as failed:
         run_distributed(_growing, 2, timeout=60)
     assert failed.value.user_error is not None
 
@@ -201,7 +202,7 @@ def test_a_hidden_state_of_another_shape_is_refused() -> None:
 def _error_of_a_forward(rank: int, world_size: int) -> None:
     case = plain(3)
     pipeline = Pipeline(case.model, case.plan, dist.group.WORLD, schedule="Interleaved1F1B")
-    with pytest.raises(DloError, match=r"given micro_batches=3; set 2 or 4"):
+    with pytest.raises(DloError, match=r"got 3; set 2 or 4"):
         case.step(pipeline)
 
 

@@ -16,7 +16,7 @@ from dlo_plugins.pipeline.schedules import (
     placement,
     splits_backward,
 )
-from dlo_plugins.pipeline.simulate import Costs, Deadlock, simulate, theoretical_bubble, waits_for
+from dlo_plugins.pipeline.simulate import Costs, Deadlock, dependencies, simulate, theoretical_bubble
 from support.pipeline_nets import most_in_flight
 
 F, B, I, W = Kind.FORWARD, Kind.BACKWARD, Kind.INPUT, Kind.WEIGHT  # noqa: E741
@@ -62,7 +62,7 @@ def test_every_action_runs_once_after_what_it_waits_for(
             assert (Action(W, stage, number) in ends) is split
     for row in timeline.rows:
         for item in row:
-            for backward, stage in waits_for(item.action, stages):
+            for backward, stage in dependencies(item.action, stages):
                 number = item.action.micro_batch
                 kinds = (B, I) if backward else (F,)
                 before = next(ends[Action(k, stage, number)] for k in kinds if Action(k, stage, number) in ends)
@@ -150,13 +150,13 @@ def test_a_deadlock_is_found() -> None:
     ("arguments", "message"),
     [
         (("1F2B", 2, 4), r"unknown schedule '1F2B', did you mean '1F1B'|unknown schedule '1F2B'"),
-        (("1F1B", 2, 0), r"at least one micro-batch, given micro_batches=0; set 4"),
-        (("Interleaved1F1B", 4, 6), r"groups of as many as there are pipeline ranks \(4\).*=6; set 4 or 8"),
-        (("Interleaved1F1B", 4, 3), r"=3; set 4, or"),
-        (("Interleaved1F1B", 4, 8, 1), r"2 or more stages a rank, given 1"),
-        (("DualPipeV", 4, 6), r"at least as many micro-batches, given micro_batches=6; set 8"),
-        (("ZBV", 4, 6, 3), r"ZBV has 2 stages a rank, given 3"),
-        (("GPipe", 4, 6, 2), r"GPipe has 1 stage a rank, given 2"),
+        (("1F1B", 2, 0), r"micro_batches must be at least 1, got 0; set 4"),
+        (("Interleaved1F1B", 4, 6), r"multiple of the pipeline's 4 ranks for Interleaved1F1B, got 6; set 4 or 8"),
+        (("Interleaved1F1B", 4, 3), r"got 3; set 4, or"),
+        (("Interleaved1F1B", 4, 8, 1), r"stages_per_rank must be 2 or more for Interleaved1F1B, got 1"),
+        (("DualPipeV", 4, 6), r"at least 8, the number of stages, for DualPipeV on 4 ranks, got 6; set 8"),
+        (("ZBV", 4, 6, 3), r"stages_per_rank must be 2 for ZBV, got 3"),
+        (("GPipe", 4, 6, 2), r"stages_per_rank must be 1 for GPipe, got 2"),
     ],
 )
 def test_what_cannot_be_is_refused(arguments: tuple[object, ...], message: str) -> None:

@@ -20,7 +20,7 @@ from dlo_plugins.pipeline.exchange import Exchange
 from dlo_plugins.pipeline.layout import Layout
 from dlo_plugins.pipeline.schedules import FAMILIES, Schedule, make_schedule
 
-_LAYOUT = Layout.of(torch.zeros(2, requires_grad=True))
+_LAYOUT = Layout.from_tensor(torch.zeros(2, requires_grad=True))
 
 
 class NotingLink(transport.Link):
@@ -79,12 +79,12 @@ def asked(schedule: Schedule, rank: int, monkeypatch: pytest.MonkeyPatch, *, kno
         stage, number = action.stage, action.micro_batch
         if action.kind is Kind.FORWARD:
             if stage:
-                exchange.hidden(stage, number)
+                exchange.receive_hidden(stage, number)
             if stage + 1 < place.stages:
                 exchange.send_hidden(stage + 1, number, tensor, ())
         elif action.is_backward:
             if stage + 1 < place.stages:
-                exchange.gradient(stage, number)
+                exchange.receive_gradient(stage, number)
             if stage:
                 exchange.send_gradient(stage - 1, number, tensor.detach())
     exchange.finish()
@@ -146,7 +146,7 @@ def test_every_schedule_comes_to_its_end(name: str, ranks: int, known: bool, mon
 
 
 def test_one_group_a_direction_would_not_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(transport, "crossing", lambda rank, peer: 0)
+    monkeypatch.setattr(transport, "group_index", lambda rank, peer: 0)
     schedule = make_schedule("1F1B", 4, 16)
     programs = [asked(schedule, rank, monkeypatch, known=True) for rank in range(4)]
     assert stuck(programs)

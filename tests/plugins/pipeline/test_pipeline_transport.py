@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from dlo_plugins.pipeline.actions import Placement
-from dlo_plugins.pipeline.transport import Transport, crossing
+from dlo_plugins.pipeline.transport import Transport, group_index
 
 
 @pytest.mark.parametrize(
@@ -43,8 +43,8 @@ def test_both_ends_meet_in_one_group_and_no_rank_has_two_neighbours_in_one() -> 
     for ranks in (2, 3, 4, 5, 8):
         for rank in range(ranks):
             neighbours = {(rank - 1) % ranks, (rank + 1) % ranks}
-            assert len({crossing(rank, peer) for peer in neighbours}) == len(neighbours)
-            assert all(crossing(rank, peer) == crossing(peer, rank) for peer in range(ranks) if peer != rank)
+            assert len({group_index(rank, peer) for peer in neighbours}) == len(neighbours)
+            assert all(group_index(rank, peer) == group_index(peer, rank) for peer in range(ranks) if peer != rank)
 
 
 class Met(Transport):

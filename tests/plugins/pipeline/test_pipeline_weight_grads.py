@@ -63,15 +63,15 @@ def test_weight_gradients_come_later_and_are_the_same(mode: str, autocast: bool)
         with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
             loss = MODES[mode](net, x).square().sum()
         before = gradients(net).keys()
-        store.open = deque()
+        store.deferred = deque()
         loss.backward()
-        waiting.append(store.open)
-        store.open = None
+        waiting.append(store.deferred)
+        store.deferred = None
         assert {name.split(".")[0] for name in gradients(net).keys() - before}.isdisjoint(PUT_OFF)
     assert {name.split(".")[0] for name in gradients(net)} == {"norm", "same"}
-    for put_off in waiting:
-        store.run(put_off)
-        assert not put_off
+    for deferred in waiting:
+        store.run(deferred)
+        assert not deferred
     for x in others:
         with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
             loss = MODES[mode](reference, x).square().sum()
@@ -109,10 +109,10 @@ def test_frozen_weights_and_inputs_get_none_and_hooks_run() -> None:
             parameter.register_post_accumulate_grad_hook(lambda _, name=name: called.append(name))  # type: ignore[misc]
     store = WeightGradients()
     store.install(net)
-    store.open = deque()
+    store.deferred = deque()
     net(torch.randn(2, 3, 8, 8)).sum().backward()
-    put_off, store.open = store.open, None
-    store.run(put_off)
+    deferred, store.deferred = store.deferred, None
+    store.run(deferred)
     expected = {name for name, parameter in net.named_parameters() if parameter.requires_grad}
     assert gradients(net).keys() == expected == set(called)
 
