@@ -1,6 +1,6 @@
-"""Context parallelism: the sequence of a causal language model is shared by ranks, and attention passes between them.
+"""Context parallelism: ranks share the sequence of a causal language model, and attention communicates between them.
 
-A batch is cut along its sequence (`layout`), with a note of which documents lie where (`visibility`). Attention runs on
-pairs of chunks (`kernels`, `blockwise`), while keys and values go round (`ring`), or after queries, keys and values
-have been dealt out by heads (`ulysses`); `interface` is the only part that knows transformers.
+A batch is sharded along its sequence (`layout`), with the positions of its documents (`visibility`). Attention runs on
+pairs of chunks (`kernels`, `blockwise`), while keys and values are sent around a ring (`ring`), or after an all-to-all
+of queries, keys and values by heads (`ulysses`). Only `interface` knows transformers.
 """

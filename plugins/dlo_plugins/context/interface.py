@@ -1,7 +1,7 @@
-"""Makes transformers' models compute their attention over a shared sequence. All that knows transformers is here.
+"""Interface to transformers' models: they compute their attention over a shared sequence.
 
 Written for transformers 5 (tried with 5.23): `AttentionInterface.register`, `PreTrainedModel.set_attn_implementation`,
-and that no mask is made for an implementation that has none registered (`masking_utils._preprocess_mask_arguments`).
+and no mask for an implementation without a registered one (`masking_utils._preprocess_mask_arguments`).
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from dlo_framework.errors import DloError
 from dlo_plugins.context.kernels import Score
 from dlo_plugins.context.sequence import SharedSequence
 
-#: transformers' name for this implementation. It is matched for parts such as "sdpa" and "flash", and has none of them.
+#: Name of this implementation in transformers, which searches names for "sdpa" and "flash": it contains neither.
 IMPLEMENTATION = "dlo_shared_sequence"
-#: Under this name an attention module keeps the sequence that it shares.
+#: Attribute in which an attention module keeps its shared sequence.
 _SEQUENCE = "_dlo_sequence"
-#: Kinds of layers (`config.layer_types`) whose only mixing of positions is attention as it is computed here.
+#: Kinds of layers (`config.layer_types`) that mix positions only by the attention of this package.
 _LAYERS = {"full_attention", "sliding_attention", "attention"}
 
 
@@ -30,12 +30,12 @@ def share_attention(module: nn.Module, attention: Sequence[str], sequence: Share
     """Makes a model's attention modules compute over a shared sequence.
 
     Args:
-        module: the model, of transformers or with one inside.
-        attention: names of its attention modules.
-        sequence: that they share.
+        module: Model of transformers, or one with such a model inside.
+        attention: Names of its attention modules.
+        sequence: Shared sequence of the attention modules.
 
     Raises:
-        DloError: if attention cannot be reached; see :func:`check_model`.
+        DloError: If attention cannot be replaced; see :func:`check_model`.
     """
     check_model(module, attention)
     for model in outermost(module):
@@ -45,27 +45,26 @@ def share_attention(module: nn.Module, attention: Sequence[str], sequence: Share
 
 
 def check_model(module: nn.Module, attention: Sequence[str]) -> None:
-    """Checks that attention is the only place where a model mixes positions, and that it can be reached.
+    """Checks that a model mixes positions only by attention, and that its attention can be replaced.
 
     Raises:
-        DloError: for models that are none of transformers' causal language models, whose attention cannot be replaced,
-            that have attention sinks, or that mix positions in other ways, such as convolutions and
-            state-space layers.
+        DloError: If the model is not a causal language model of transformers, its attention cannot be replaced, it has
+            attention sinks, or it mixes positions in other ways, such as convolutions and state-space layers.
     """
     from transformers import AttentionInterface
 
     models = outermost(module)
     if not models:
         raise DloError(
-            "context parallelism shares the sequence of causal language models of transformers;"
-            f" {type(module).__name__} is none: use cp=1, and tp, pp or dp in its place"
+            "the model must be a causal language model of transformers for context parallelism, got"
+            f" {type(module).__name__}; set cp=1, and use tp, pp or dp instead"
         )
     for model in models:
         _check_family(model)
     if not attention:
         raise DloError(
-            f"context parallelism needs the names of the attention modules, and the plan of {type(module).__name__} has"
-            " none; give ParallelPlan(attention=(...))"
+            "a plan must have the names of the attention modules for context parallelism, got none from"
+            f" {type(module).__name__}; set ParallelPlan(attention=(...))"
         )
     AttentionInterface.register(IMPLEMENTATION, torch.compiler.disable(attention_forward))
     before = [model.config._attn_implementation for model in models]
@@ -80,7 +79,7 @@ def check_model(module: nn.Module, attention: Sequence[str]) -> None:
 
 
 def outermost(module: nn.Module) -> list[Any]:
-    """Returns transformers' models in a module, without those inside others."""
+    """Returns the outermost models of transformers in a module."""
     from transformers import PreTrainedModel
 
     found: list[tuple[str, Any]] = []
@@ -93,7 +92,7 @@ def outermost(module: nn.Module) -> list[Any]:
 
 @contextlib.contextmanager
 def own_attention(module: nn.Module, implementation: str) -> Iterator[None]:
-    """Lets a model compute attention by another implementation inside the block, as if nothing were shared."""
+    """Switches a model to another attention implementation inside the block, without a shared sequence."""
     models = outermost(module)
     try:
         for model in models:
@@ -116,31 +115,31 @@ def attention_forward(
     softcap: float | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """Computes attention as transformers' attention modules ask for it.
+    """Computes attention with the signature of transformers' attention functions.
 
     Args:
-        module: the attention module.
-        query: [B, H, S, D], of this rank's positions, as are the following.
-        key: [B, K, S, D].
-        value: [B, K, S, E].
-        attention_mask: none; who sees whom is known from the batch.
-        dropout: rate of weights that are dropped.
-        scaling: of scores; the width's inverse square root by default.
-        sliding_window: how many tokens a token sees, itself included.
-        softcap: bounds scores softly.
-        **others: what else families pass.
+        module: Attention module.
+        query: Queries [B, H, S, D] of this rank's positions.
+        key: Keys [B, K, S, D] of this rank's positions.
+        value: Values [B, K, S, E] of this rank's positions.
+        attention_mask: None, as the batch has the documents and the padding.
+        dropout: Rate of weights that are dropped.
+        scaling: Factor on scores; the inverse square root of D by default.
+        sliding_window: Number of tokens that a token sees, including itself.
+        softcap: Soft bound of the scores.
+        **others: Further arguments of some families.
 
     Returns:
-        The output, [B, S, H, E]; and no attention weights.
+        The output, [B, S, H, E], and None for the attention weights.
 
     Raises:
-        DloError: for what is not computed over a shared sequence.
+        DloError: If an argument cannot be computed over a shared sequence.
     """
     sequence: SharedSequence | None = module.__dict__.get(_SEQUENCE)
     if sequence is None:
         raise DloError(
-            f"context parallelism: {type(module).__name__} is not among the plan's attention modules; add its name to"
-            " ParallelPlan(attention=(...))"
+            f"the plan's attention modules must include all of the model's, got none of class {type(module).__name__};"
+            " add its name to ParallelPlan(attention=(...))"
         )
     _refuse(module, attention_mask, others)
     score = Score(query.shape[-1] ** -0.5 if scaling is None else float(scaling), softcap)
@@ -152,48 +151,52 @@ def _refuse(module: nn.Module, mask: Tensor | None, others: dict[str, Any]) -> N
     kind = type(module).__name__
     if mask is not None:
         raise DloError(
-            f"context parallelism knows documents and padding from the batch, and {kind} brings a mask of its own,"
-            f" {list(mask.shape)}; use cp=1 with this family"
+            "attention must have no mask of its own under context parallelism, which has documents and padding from the"
+            f" batch, got {list(mask.shape)} from {kind}; set cp=1 with this family"
         )
     if others.get("is_causal") is False or getattr(module, "is_causal", True) is False:
-        raise DloError(f"context parallelism computes causal attention, {kind} asks for the other; use cp=1")
-    for name, what in (("s_aux", "attention sinks"), ("position_bias", "a bias of positions")):
+        raise DloError(f"attention must be causal for context parallelism, got is_causal=False from {kind}; set cp=1")
+    for name, what in (("s_aux", "attention sinks"), ("position_bias", "a position bias")):
         if others.get(name) is not None:
-            raise DloError(f"context parallelism computes attention without {what}, which {kind} has; use cp=1")
+            raise DloError(f"attention must have no {what} for context parallelism, got {name} from {kind}; set cp=1")
     if others.get("output_attentions"):
-        raise DloError("context parallelism never holds attention weights; leave out output_attentions")
+        raise DloError(
+            "output_attentions must be off under context parallelism, which does not keep attention weights, got True;"
+            " leave it out"
+        )
 
 
 def _check_family(model: Any) -> None:
     kind, config = type(model).__name__, model.config.get_text_config()
     if getattr(config, "is_encoder_decoder", False) or not getattr(config, "is_causal", True):
-        raise DloError(f"context parallelism computes causal attention, {kind} is not causal throughout; use cp=1")
+        raise DloError(f"attention must be causal for context parallelism, got {kind}, which is not; set cp=1")
     strange = sorted(set(getattr(config, "layer_types", None) or ()) - _LAYERS)
     if strange:
         raise DloError(
-            f"context parallelism shares attention over all tokens or a sliding window; {kind} has layers of the kind"
-            f" {', '.join(strange)}: use cp=1"
+            "layers must have attention over all tokens or a sliding window for context parallelism, got"
+            f" {', '.join(strange)} in {kind}; set cp=1"
         )
     mixing = next((name for name, part in model.named_modules() if isinstance(part, nn.modules.conv._ConvNd)), None)
     if mixing is not None:
         raise DloError(
-            f"context parallelism shares attention; {kind} also mixes positions in '{mixing}', a convolution: use cp=1"
+            f"a model must mix positions only by attention for context parallelism, got the convolution '{mixing}' in"
+            f" {kind}; set cp=1"
         )
     if "position_ids" not in inspect.signature(model.base_model.forward).parameters:
         raise DloError(
-            f"context parallelism tells a model the positions of its part of the sequence, and {kind} takes no"
-            " position_ids: use cp=1"
+            "a model's forward must take position_ids for context parallelism, got one without them from"
+            f" {kind}; set cp=1"
         )
 
 
 def _check_attention(module: nn.Module, name: str) -> None:
-    """Checks an attention module while the model's implementation is ours."""
+    """Checks an attention module while the model uses this implementation."""
     part: Any = module.get_submodule(name)
     kind = type(part).__name__
     if getattr(getattr(part, "config", None), "_attn_implementation", None) != IMPLEMENTATION:
         raise DloError(
-            f"context parallelism replaces attention through transformers' AttentionInterface, which '{name}' ({kind})"
-            f" of {type(module).__name__} does not use; use cp=1, or a family that does: llama, qwen3, gpt_neox..."
+            f"attention '{name}' of {type(module).__name__} must use transformers' AttentionInterface for context"
+            f" parallelism, got {kind}, which does not; set cp=1, or use a family that does: llama, qwen3, gpt_neox..."
         )
     if getattr(part, "sinks", None) is not None:
-        raise DloError(f"context parallelism computes attention without attention sinks, which {kind} has; use cp=1")
+        raise DloError(f"attention must have no attention sinks for context parallelism, got {kind}; set cp=1")

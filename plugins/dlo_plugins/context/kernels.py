@@ -1,7 +1,7 @@
-"""Attention of a block of queries to a block of keys, with the log-sum-exp by which blocks are put together.
+"""Attention of a block of queries to a block of keys, with the log-sum-exp by which blocks are merged.
 
-A fused kernel computes it where one fits; where none does (soft-capped scores, dropout, other widths of values than of
-keys, other devices) the same is written out, some queries at a time.
+A fused kernel computes it if one fits. Otherwise (soft-capped scores, dropout, values of another width than keys, other
+devices) a kernel written in torch computes the same, some queries at a time.
 
 Shapes: B rows, H heads of queries, K heads of keys and values, S queries, T keys, D and E widths of keys and values.
 """
@@ -17,17 +17,17 @@ from torch import Tensor
 from dlo_plugins.context.fused import Kernel, kernel_for
 from dlo_plugins.context.visibility import PairMask
 
-#: Scores that the written-out kernel holds at a time, at most.
+#: Largest number of scores that the torch kernel keeps at a time.
 _SCORES = 2**24
 
 
 @dataclass(frozen=True)
 class Score:
-    """How a score is made of a query and a key.
+    """Score function of a query and a key.
 
     Attributes:
-        scale: of their product.
-        softcap: what bounds it softly, `softcap * tanh(score / softcap)` (Gemma 2); None for none.
+        scale: Factor on their product.
+        softcap: Soft bound, `softcap * tanh(score / softcap)` (Gemma 2); None for no bound.
     """
 
     scale: float
@@ -36,22 +36,22 @@ class Score:
 
 @dataclass(frozen=True)
 class Dropout:
-    """Which weights are dropped, the same in forward and backward.
+    """Dropout of attention weights, the same in forward and backward.
 
     Attributes:
-        rate: of those that are; the others are divided by `1 - rate`.
-        seed: of the random numbers that choose them.
+        rate: Rate of dropped weights; the others are divided by `1 - rate`.
+        seed: Seed of the random numbers.
     """
 
     rate: float
     seed: int
 
     def generator(self, device: torch.device) -> torch.Generator:
-        """Returns the source of a block's random numbers, at its beginning."""
+        """Returns a new generator for a block's random numbers."""
         return torch.Generator(device).manual_seed(self.seed)
 
     def factors(self, weights: Tensor, generator: torch.Generator) -> Tensor:
-        """Returns what some weights are multiplied by, 0 or `1 / (1 - rate)`."""
+        """Returns the factors on some weights, 0 or `1 / (1 - rate)`."""
         drawn = torch.rand(weights.shape, generator=generator, device=weights.device)
         return (drawn >= self.rate).to(weights.dtype) / (1 - self.rate)
 
@@ -70,13 +70,13 @@ def forward(
     A query that sees no key gets zeros, and minus infinity.
 
     Args:
-        q: [B, H, S, D].
-        k: [B, K, T, D]; each head serves H / K heads of queries in a row.
-        v: [B, K, T, E].
-        score: how scores are made.
-        causal: a query sees the keys of its own number and before; S = T then.
-        mask: `[B or 1, 1, S, T]`, what is seen; not with `causal`.
-        dropout: of this block's weights.
+        q: Queries [B, H, S, D].
+        k: Keys [B, K, T, D]; each head serves H / K consecutive heads of queries.
+        v: Values [B, K, T, E].
+        score: Score function.
+        causal: Whether a query sees only the keys of its own number and before; S = T then.
+        mask: Mask `[B or 1, 1, S, T]` of the keys that are seen; not with `causal`.
+        dropout: Dropout of this block's weights.
     """
     kernel = _kernel(q, v, score, mask, dropout)
     if kernel is None or not kernel.groups:
@@ -102,19 +102,19 @@ def backward(
     mask: PairMask | None,
     dropout: Dropout | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns a block's part of the gradients of q, k and v, in their shapes.
+    """Returns a block's contribution to the gradients of q, k and v, in their shapes.
 
     Args:
-        grad: gradient of the output, [B, H, S, E].
-        q: as forward was given it, as are the rest.
-        k: same.
-        v: same.
-        out: the output of all blocks together.
-        lse: the log-sum-exp of all blocks together.
-        score: as for forward.
-        causal: same.
-        mask: same.
-        dropout: same.
+        grad: Gradient of the output, [B, H, S, E].
+        q: Queries of the forward.
+        k: Keys of the forward.
+        v: Values of the forward.
+        out: Output, merged over all blocks.
+        lse: Log-sum-exp, merged over all blocks.
+        score: Score function of the forward.
+        causal: Causality of the forward.
+        mask: Mask of the forward.
+        dropout: Dropout of the forward.
     """
     heads, kernel = k.shape[1], _kernel(q, v, score, mask, dropout)
     if kernel is None or not kernel.groups:
@@ -131,12 +131,12 @@ def _kernel(q: Tensor, v: Tensor, score: Score, mask: PairMask | None, dropout: 
 
 
 def _repeated(x: Tensor, q: Tensor) -> Tensor:
-    """Gives each head of queries its head of keys: [B, K, T, D] to [B, H, T, D]."""
+    """Repeats heads of keys for the heads of queries that use them: [B, K, T, D] to [B, H, T, D]."""
     return x if x.shape[1] == q.shape[1] else x.repeat_interleave(q.shape[1] // x.shape[1], 1)
 
 
 def _summed(grad: Tensor, heads: int) -> Tensor:
-    """Adds up what the heads of queries leave for their head of keys: [B, H, T, D] to [B, K, T, D]."""
+    """Sums gradients over the heads of queries that share a head of keys: [B, H, T, D] to [B, K, T, D]."""
     return grad if grad.shape[1] == heads else grad.unflatten(1, (heads, -1)).sum(2)
 
 
@@ -150,7 +150,7 @@ def _written_forward(
             q[:, :, rows], k, score, rows.start, causal, None if mask is None else mask.seen[:, :, rows]
         )
         lse = scores.logsumexp(-1)
-        # Where nothing is seen, exp(-inf - 0) is 0.
+        # For a query that sees no key, exp(-inf - 0) is 0.
         weights = (scores - lse.masked_fill(lse == -math.inf, 0.0)[..., None]).exp()
         if dropout is not None and generator is not None:
             weights = weights * dropout.factors(weights, generator)
@@ -194,7 +194,7 @@ def _written_backward(
 def _scores(
     q: Tensor, k: Tensor, score: Score, first: int, causal: bool, mask: Tensor | None
 ) -> tuple[Tensor, Tensor | None]:
-    """Returns scores, minus infinity for what is not seen, in float32 at least; and the slope of the soft cap."""
+    """Returns scores in at least float32, minus infinity for keys that are not seen, and the slope of the soft cap."""
     scores = (q @ k.mT).to(torch.promote_types(q.dtype, torch.float32)) * score.scale
     slope = None
     if score.softcap is not None:
@@ -207,6 +207,6 @@ def _scores(
 
 
 def _slices(q: Tensor, k: Tensor) -> list[slice]:
-    """Cuts the queries so that the scores of a slice are no more than are held at a time."""
+    """Returns slices of the queries with at most `_SCORES` scores each."""
     rows = max(1, _SCORES // max(1, q.shape[0] * q.shape[1] * k.shape[2]))
     return [slice(first, min(first + rows, q.shape[2])) for first in range(0, q.shape[2], rows)]

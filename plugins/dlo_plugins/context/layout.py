@@ -1,12 +1,12 @@
-"""Which positions of a sequence a rank holds: two chunks, one from the head and one from the tail.
+"""Layout of a sequence over ranks: each rank holds two chunks, one from the head and one from the tail.
 
-The Llama 3 Herd of Models. Grattafiori et al., 2024, arXiv 2407.21783, section 3.3.2. A causal sequence cut into as
-many contiguous parts as ranks leaves the first rank almost nothing to compute, and the last almost all; of twice as
-many chunks, rank r takes the one at place r from the head and that at place r from the tail, and all have the same
-work. So they have in Striped Attention (Brandon et al., 2023, arXiv 2311.09431), which deals out single tokens instead,
-and where every pair of ranks then needs a causal mask.
+The Llama 3 Herd of Models. Grattafiori et al., 2024, arXiv 2407.21783, section 3.3.2. If each rank had one contiguous
+slice of a causal sequence, the first rank would have almost nothing to compute, and the last almost everything. With
+two chunks for each rank, rank r holds the r-th chunk from the head and the r-th from the tail, and all ranks have the
+same work. Striped Attention (Brandon et al., 2023, arXiv 2311.09431) balances the work too, by interleaving single
+tokens, but then every pair of ranks needs a causal mask.
 
-Shapes: B rows, L positions of the whole sequence, C chunks (two a rank).
+Shapes: B rows, L positions of the full sequence, C chunks (two for each rank).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch import Tensor
 
 from dlo_framework.errors import DloError
 
-#: The label of a position without a target.
+#: Label of a position without a target.
 _NO_TARGET = -100
 
 
@@ -29,20 +29,20 @@ def chunks_of(rank: int, ranks: int) -> tuple[int, int]:
 
 
 def take_chunks(whole: Tensor, rank: int, ranks: int, dim: int = 1) -> Tensor:
-    """Returns a rank's part of a tensor, in memory of its own.
+    """Returns a copy of a rank's shard of a tensor.
 
     Args:
-        whole: whose size along `dim` is a multiple of `2 * ranks`.
-        rank: whose part it is.
-        ranks: among which the sequence is shared.
-        dim: of the sequence.
+        whole: Full tensor; its size along `dim` is a multiple of `2 * ranks`.
+        rank: Rank of the shard.
+        ranks: Number of ranks that share the sequence.
+        dim: Dimension of the sequence.
     """
     pieces = whole.chunk(2 * ranks, dim)
     return torch.cat([pieces[number] for number in chunks_of(rank, ranks)], dim)
 
 
 def join_parts(parts: list[Tensor], dim: int = 1) -> Tensor:
-    """Returns the whole tensor of the ranks' parts, in the order of ranks; the inverse of :func:`take_chunks`."""
+    """Returns the full tensor from the shards in the order of ranks; the inverse of :func:`take_chunks`."""
     halves = [part.chunk(2, dim) for part in parts]
     return torch.cat([half[0] for half in halves] + [half[1] for half in reversed(halves)], dim)
 
@@ -50,20 +50,21 @@ def join_parts(parts: list[Tensor], dim: int = 1) -> Tensor:
 def prepare(batch: Any, ranks: int) -> dict[str, Any]:
     """Returns a batch with positions, its sequence padded on the right to a multiple of `2 * ranks`.
 
-    What is added has no target, is a document of its own, and its positions are 0, 1, 2, ... An `attention_mask` calls
-    it padding.
+    The padding has no target, is a document of its own, and has positions 0, 1, 2, ... An `attention_mask` marks it as
+    padding.
 
     Args:
-        batch: a dict with `input_ids` [B, L]; every other tensor of that shape belongs to the sequence.
-        ranks: among which the sequence is shared.
+        batch: Batch: a dict with `input_ids` [B, L]; all other tensors of this shape belong to the sequence.
+        ranks: Number of ranks that share the sequence.
 
     Raises:
-        DloError: for a batch that is no such dict, and an attention mask of another shape.
+        DloError: If the batch is not such a dict, or its attention mask has another shape.
     """
     if not isinstance(batch, dict) or not isinstance(batch.get("input_ids"), Tensor) or batch["input_ids"].ndim != 2:
-        given = f"keys {sorted(batch)}" if isinstance(batch, dict) else type(batch).__name__
+        got = f"keys {sorted(batch)}" if isinstance(batch, dict) else type(batch).__name__
         raise DloError(
-            f"context parallelism shares a sequence of tokens: a batch is a dict with `input_ids` [B, L], given {given}"
+            f"a batch must be a dict with `input_ids` [B, L] for context parallelism, got {got}; return one from the"
+            " loader, or set cp=1"
         )
     batch = dict(batch)
     ids = batch["input_ids"]
@@ -71,8 +72,8 @@ def prepare(batch: Any, ranks: int) -> dict[str, Any]:
     mask = batch.get("attention_mask")
     if mask is not None and mask.shape != ids.shape:
         raise DloError(
-            f"context parallelism takes an attention mask of padding, {list(ids.shape)} as input_ids, given"
-            f" {list(mask.shape)}; leave it out, and tell documents apart by position_ids that begin again at 0"
+            f"attention_mask must have the shape {list(ids.shape)} of input_ids for context parallelism, got"
+            f" {list(mask.shape)}; leave it out, and separate documents by position_ids that begin again at 0"
         )
     if batch.get("position_ids") is None:
         batch["position_ids"] = torch.arange(length, device=ids.device).expand(ids.shape)

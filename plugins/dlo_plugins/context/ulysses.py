@@ -1,11 +1,11 @@
-"""Ulysses: an all-to-all deals queries, keys and values out by heads, and another takes the outputs back.
+"""Ulysses: an all-to-all distributes queries, keys and values by heads, and another returns the outputs.
 
 DeepSpeed Ulysses: System Optimizations for Enabling Training of Extreme Long Sequence Transformer Models. Jacobs et
-al., 2023, arXiv 2309.14509. In between, a rank has all positions of some heads, and attention is that of one process.
-Departure: heads of keys and values of which there are fewer than ranks are repeated as often as it takes.
+al., 2023, arXiv 2309.14509. Between them, a rank has all positions of some heads, and computes attention as a single
+process does. Departure: if there are fewer heads of keys and values than ranks, they are repeated.
 
-Elements that a rank brings to all-to-alls a layer, with Q, P and O those of its queries, of its keys and values as they
-are repeated, and of its outputs: forward Q + P + O, backward the same.
+Elements that a rank puts into all-to-alls for each layer, with Q, P and O the elements of its queries, of its repeated
+keys and values, and of its outputs: Q + P + O in forward, and the same in backward.
 
 Shapes: B rows, H heads, n ranks, S positions of a chunk, D width.
 """
@@ -25,7 +25,7 @@ from dlo_plugins.context.blockwise import Attention, Output, attend, attend_back
 from dlo_plugins.context.ring import Ring
 from dlo_plugins.context.visibility import Documents
 
-#: Positions of a chunk of the whole sequence, at least.
+#: Least number of positions in a chunk of the full sequence.
 _CHUNK = 1024
 
 
@@ -33,14 +33,14 @@ def attend_by_heads(q: Tensor, k: Tensor, v: Tensor, what: Attention, ring: Ring
     """Returns the output of this rank's queries, [B, H, 2 S, E].
 
     Args:
-        q: this rank's two chunks, [B, H, 2 S, D].
-        k: same, [B, K, 2 S, D].
-        v: same, [B, K, 2 S, E].
-        what: the attention.
-        ring: the ranks.
+        q: Queries of this rank's two chunks, [B, H, 2 S, D].
+        k: Keys of this rank's two chunks, [B, K, 2 S, D].
+        v: Values of this rank's two chunks, [B, K, 2 S, E].
+        what: Attention to compute.
+        ring: Ring of the ranks.
 
     Raises:
-        DloError: if the ranks do not divide H.
+        DloError: If H is not divisible by the ranks.
     """
     if q.shape[1] % ring.size:
         raise DloError(heads_message(q.shape[1], ring.size))
@@ -54,32 +54,32 @@ def attend_by_heads(q: Tensor, k: Tensor, v: Tensor, what: Attention, ring: Ring
 
 
 def whole_chunks(length: int, most: int) -> int:
-    """Returns into how many chunks a rank cuts the whole sequence, so that masks and skipped pairs are of a good size.
+    """Returns the number of chunks of the full sequence, for masks and skipped pairs of a good size.
 
     Args:
-        length: of the sequence.
-        most: divides it; so does the result, which divides `most`.
+        length: Length of the sequence.
+        most: Largest number of chunks, a divisor of `length`; the result divides it.
     """
     return max((n for n in range(1, most + 1) if most % n == 0 and length // n >= _CHUNK), default=1)
 
 
 def repeats(kv_heads: int, ranks: int) -> int:
-    """Returns how often each head of keys and values is repeated, so that the ranks divide them."""
+    """Returns the number of repeats of each head of keys and values, so that they are divisible by the ranks."""
     return ranks // math.gcd(kv_heads, ranks)
 
 
 def heads_message(heads: int, ranks: int) -> str:
-    """Returns what to say if the ranks do not divide the heads of queries."""
+    """Returns the message for heads of queries that are not divisible by the ranks."""
     works = [size for size in range(1, heads + 1) if heads % size == 0]
     near = min(works, key=lambda size: abs(size - ranks))
     return (
-        f"context parallelism by ulysses deals heads out to ranks: {heads} heads are not divisible by cp={ranks}; use"
-        f" cp={near} (or another of {', '.join(map(str, works))}), or method ring"
+        f"cp must divide the {heads} heads for context parallelism by ulysses, got {ranks}; set cp={near} (or another"
+        f" of {', '.join(map(str, works))}), or method: ring"
     )
 
 
 class WholeAttention(torch.autograd.Function):
-    """Attention of the whole sequence on one rank, chunk by chunk: nothing of L x L is held."""
+    """Attention of the full sequence on one rank, chunk by chunk, without a tensor of L x L."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, what: Attention) -> Tensor:
@@ -125,7 +125,7 @@ class _BySequence(torch.autograd.Function):
 
 
 def by_heads(x: Tensor, ring: Ring) -> Tensor:
-    """Gives a rank some heads of the whole sequence: [B, H, 2 S, D] to [B, H / n, 2 n S, D], in its order."""
+    """Exchanges chunks of all heads for some heads of the full sequence: [B, H, 2 S, D] to [B, H / n, 2 n S, D]."""
     sent = torch.stack(x.chunk(ring.size, 1))  # [n, B, H / n, 2 S, D]
     received = _all_to_all(sent, ring)
     head, tail = received.chunk(2, 3)  # each [n, B, H / n, S, D]: chunks 0..n-1, and 2n-1..n
@@ -133,17 +133,17 @@ def by_heads(x: Tensor, ring: Ring) -> Tensor:
 
 
 def by_sequence(x: Tensor, ring: Ring) -> Tensor:
-    """Gives a rank its chunks of all heads: [B, H / n, 2 n S, D] to [B, H, 2 S, D]; the inverse of the other."""
+    """Exchanges some heads for chunks of all heads: [B, H / n, 2 n S, D] to [B, H, 2 S, D]; inverse of `by_heads`."""
     pieces = x.chunk(2 * ring.size, 2)
     sent = torch.stack([torch.cat([pieces[r], pieces[2 * ring.size - 1 - r]], 2) for r in range(ring.size)])
     received = _all_to_all(sent, ring)  # [n, B, H / n, 2 S, D]
-    # In memory [B, 2 S, H, D], which is how the output projection takes it.
+    # In memory [B, 2 S, H, D], as the output projection reads it.
     return received.permute(1, 3, 0, 2, 4).flatten(2, 3).transpose(1, 2)
 
 
 def _all_to_all(sent: Tensor, ring: Ring) -> Tensor:
     ring.elements["all_to_all"] += sent.numel()
     received = torch.empty_like(sent)
-    if not sent.is_meta:  # Else nothing is there to be sent.
+    if not sent.is_meta:  # A meta tensor has no data to send.
         dist.all_to_all_single(received, sent, group=ring.group)
     return received

@@ -1,4 +1,4 @@
-"""How much of a model tensor parallelism divides, and which parameters each rank holds in full."""
+"""Coverage of tensor parallelism: the fraction of a model's parameters that is sharded, and the replicated ones."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from torch import nn
 
 from dlo_plugins.tensor.division import Division
 
-#: Modules that are named in a sentence: the largest.
+#: Number of replicated modules that a sentence names: the largest ones.
 _NAMED = 3
-#: Share of the parameters above which a rank's part is the fraction that its number says: norms are never divided.
+#: Fraction of the parameters above which a model counts as fully sharded; norms are never sharded.
 NEARLY_ALL = 0.99
 
 
 @dataclass(frozen=True)
 class Coverage:
-    """What of a model is divided.
+    """Numbers of sharded and replicated parameters of a model.
 
     Attributes:
         total: Number of parameters.
-        divided: Number of parameters of which each rank has a part.
+        divided: Number of parameters that are sharded over the ranks.
         full: Number of parameters that each rank holds in full, by module; numbers in its name are `*`.
     """
 
@@ -33,11 +33,11 @@ class Coverage:
 
     @property
     def share(self) -> float:
-        """Share of the parameters that is divided."""
+        """Fraction of the parameters that is sharded."""
         return self.divided / max(self.total, 1)
 
     def sentence(self) -> str:
-        """Returns what is divided and what is not, and why, in one line."""
+        """Returns one line with the sharded fraction, and the modules without a rule."""
         text = f"divides {_percent(self.share)} of {self.total:,} parameters"
         if self.share >= NEARLY_ALL:
             return text
@@ -48,11 +48,11 @@ class Coverage:
 
 
 def coverage_of(module: nn.Module, divisions: Mapping[str, Division]) -> Coverage:
-    """Returns what of a model is divided.
+    """Returns the numbers of sharded and replicated parameters of a model.
 
     Args:
         module: Full model, on any device or the meta device.
-        divisions: Divided parameters, by name.
+        divisions: Divisions of the sharded parameters, by name.
     """
     total = divided = 0
     full: Counter[str] = Counter()

@@ -1,4 +1,4 @@
-"""Cutting a model's parameters, and noting in its layout what has been cut."""
+"""Sharding of a model's parameters for tensor parallelism, recorded in the model's layout."""
 
 from __future__ import annotations
 
@@ -7,45 +7,45 @@ from torch import Tensor, nn
 
 from dlo_framework.cuts import layout_of
 from dlo_plugins.tensor.findings import Survey
-from dlo_plugins.tensor.heads import tell, tell_config
-from dlo_plugins.tensor.projections import kind_of
+from dlo_plugins.tensor.heads import set_local_config, set_local_heads
+from dlo_plugins.tensor.projections import projection_kind
 
 
 @torch.no_grad()
 def cut(module: nn.Module, found: Survey, ranks: int, rank: int) -> None:
-    """Puts this rank's parts in place of a model's parameters; tied ones stay one parameter.
+    """Replaces a model's parameters by this rank's shards; tied ones stay one parameter.
 
     Args:
-        module: the model; on any device, or on the meta device.
-        found: what is to be cut.
-        ranks: of the axis.
-        rank: this one's number among them.
+        module: Model, on any device; the meta device will do.
+        found: Tensor-parallel plan.
+        ranks: Number of ranks on the axis.
+        rank: This rank's number on the axis.
     """
     layout = layout_of(module)
-    parts: dict[int, nn.Parameter] = {}
-    wholes = dict(module.named_parameters(remove_duplicate=False))
+    shards: dict[int, nn.Parameter] = {}
+    parameters = dict(module.named_parameters(remove_duplicate=False))
     for name, division in found.divisions.items():
-        whole, made = wholes[name], division.cut(ranks, rank)
+        full, made = parameters[name], division.cut(ranks, rank)
         layout.cuts[name] = made
-        if id(whole) not in parts:
-            parts[id(whole)] = nn.Parameter(made.take(whole), requires_grad=whole.requires_grad)
-            parts[id(whole)].__dict__.update(whole.__dict__)
+        if id(full) not in shards:
+            shards[id(full)] = nn.Parameter(made.take(full), requires_grad=full.requires_grad)
+            shards[id(full)].__dict__.update(full.__dict__)
         owner, _, key = name.rpartition(".")
-        setattr(module.get_submodule(owner), key, parts[id(whole)])
+        setattr(module.get_submodule(owner), key, shards[id(full)])
     layout.partial |= found.partial
     for around, region in found.regions.items():
         for name in (*region.columns, *region.rows):
-            _tell_projection(name, module.get_submodule(name))
+            _set_features(name, module.get_submodule(name))
         if region.heads:
             attention = module.get_submodule(around)
-            tell(attention, region.heads, region.kv, region.width, ranks)
+            set_local_heads(attention, region.heads, region.kv, region.width, ranks)
             if region.counts_by_config:
-                tell_config(attention, ranks)
+                set_local_config(attention, ranks)
 
 
-def _tell_projection(name: str, projection: nn.Module) -> None:
-    """Sets the numbers of features that a projection says it has to those of its weight."""
-    kind, weight = kind_of(name, projection), projection.weight
+def _set_features(name: str, projection: nn.Module) -> None:
+    """Sets a projection's numbers of features to those of its weight."""
+    kind, weight = projection_kind(name, projection), projection.weight
     assert isinstance(weight, Tensor)
     setattr(projection, kind.outputs, weight.shape[kind.out_dim])
     setattr(projection, kind.inputs, weight.shape[kind.in_dim])

@@ -1,4 +1,4 @@
-"""Which part of a tensor each rank gets: pure arithmetic, without a process group."""
+"""Division of a tensor among ranks: pure arithmetic, without a process group."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from dlo_framework.errors import DloError
 
 @dataclass(frozen=True)
 class Division:
-    """How a tensor is divided among ranks along one dim.
+    """Division of a tensor among ranks along one dim.
 
     Attributes:
-        dim: that is divided.
-        pieces: sizes of what follows one another along it, such as queries, keys and values: of each of them each rank
-            has a share.
+        dim: Dimension that is divided.
+        pieces: Sizes of the consecutive slices along it, such as queries, keys and values; each slice is divided among
+            the ranks.
     """
 
     dim: int
     pieces: tuple[int, ...]
 
     def cut(self, ranks: int, rank: int) -> Cut:
-        """Returns a rank's part."""
+        """Returns a rank's slice."""
         runs, at = [], 0
         for size in self.pieces:
             first, count = share(size, ranks, rank)
@@ -34,19 +34,19 @@ class Division:
 
 
 def share(size: int, ranks: int, rank: int) -> tuple[int, int]:
-    """Returns a rank's share of a size, `(first, how many)`: as equal as can be, the first ranks having one more."""
+    """Returns a rank's range of a size, `(first, count)`; if it is not divisible, the first ranks have one more."""
     least, more = divmod(size, ranks)
     return rank * least + min(rank, more), least + (rank < more)
 
 
 @dataclass(frozen=True)
 class Demand:
-    """Something of which each rank has to have the same number of whole ones.
+    """Count that must be divisible by the number of ranks.
 
     Attributes:
-        owner: the name of the module that has them.
-        count: how many it has.
-        what: what they are.
+        owner: Name of the module with the counted items.
+        count: Number of items.
+        what: Kind of the items, in the plural.
     """
 
     owner: str
@@ -55,10 +55,10 @@ class Demand:
 
 
 def check_demands(demands: Iterable[Demand], tp: int) -> None:
-    """Checks that the ranks divide everything that is to be shared equally.
+    """Checks that all counts are divisible by the number of ranks.
 
     Raises:
-        DloError: with the sizes of the axis that work for the whole model.
+        DloError: If one is not; the message has the sizes of the axis that divide all of them.
     """
     demands = list(demands)
     common = math.gcd(*(demand.count for demand in demands))
@@ -67,9 +67,8 @@ def check_demands(demands: Iterable[Demand], tp: int) -> None:
             continue
         fits = [n for n in range(1, common + 1) if common % n == 0]
         others = ", ".join(map(str, fits))
-        lack = f", fewer than tp={tp}" if demand.count < tp else f", not divisible by tp={tp}"
         fix = min(fits, key=lambda n: (abs(n - tp), n))
         raise DloError(
-            f"tensor parallelism gives each rank as many {demand.what}: '{demand.owner}' has {demand.count}"
-            f" {demand.what}{lack}; use tp={fix} (of {others}, which suit the whole model)"
+            f"tp must divide the {demand.count} {demand.what} of '{demand.owner}', got {tp}; set tp={fix} (sizes that"
+            f" fit all of the model: {others})"
         )

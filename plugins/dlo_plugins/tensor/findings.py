@@ -1,8 +1,8 @@
-"""What tensor parallelism finds in a model: its regions, how its parameters are divided, and what is left whole.
+"""Tensor-parallel plan of a model: its regions, the divisions of its parameters, and the replicated ones.
 
-A *region* is what lies between projections that are cut by their outputs (columns) and the one that is cut by its
-inputs (row): in it, each rank works on its own heads or hidden features. Its module is the nearest one around a row
-projection that also holds a column projection.
+A *region* begins with projections that are sharded by their outputs (columns) and ends with one that is sharded by its
+inputs (row): inside it, each rank computes its own heads or hidden features. A region's module is the innermost one
+that contains both a row projection and a column projection.
 """
 
 from __future__ import annotations
@@ -14,19 +14,19 @@ from dlo_plugins.tensor.division import Demand, Division
 
 @dataclass
 class RegionPlan:
-    """A region of a model.
+    """Region of a model.
 
     Attributes:
-        columns: names of its column projections.
-        rows: names of its row projections.
-        shared: names of those that each rank has whole: of the one key/value head of multi-query attention.
-        norms: names of its norms over all features of a column projection.
-        inputs: features that go into its column projections.
-        outputs: features that come out of them on all ranks together.
-        heads: query heads of all ranks; 0 where there is no attention.
-        kv: key/value heads of all ranks, where they are known.
-        width: features of a head.
-        counts_by_config: whether the module reads its number of heads from the model's config.
+        columns: Names of its column projections.
+        rows: Names of its row projections.
+        shared: Names of its replicated column projections: those of the one key/value head of multi-query attention.
+        norms: Names of its norms over all features of a column projection.
+        inputs: Numbers of input features of its column projections.
+        outputs: Numbers of output features of its column projections, over all ranks.
+        heads: Number of query heads over all ranks; 0 without attention.
+        kv: Number of key/value heads over all ranks, if known.
+        width: Number of features of a head.
+        counts_by_config: Whether the module reads its number of heads from the model's config.
     """
 
     columns: list[str] = field(default_factory=list)
@@ -43,14 +43,14 @@ class RegionPlan:
 
 @dataclass
 class Survey:
-    """What is to be done to a model.
+    """Tensor-parallel plan of a model.
 
     Attributes:
-        divisions: of parameters, by name; a tied one under each of its names.
-        regions: by the name of their module.
-        vocabulary: names of embeddings and output projections that are split over the vocabulary.
-        partial: parameters that stay whole and get a part of their gradient on each rank.
-        demands: what the ranks have to divide.
+        divisions: Divisions of parameters, by name; a tied parameter has one under each of its names.
+        regions: Regions by the name of their module.
+        vocabulary: Names of embeddings and output projections that are split over the vocabulary.
+        partial: Names of replicated parameters whose gradient is a partial sum on each rank.
+        demands: Counts that must be divisible by the number of ranks.
     """
 
     divisions: dict[str, Division] = field(default_factory=dict)
@@ -61,7 +61,7 @@ class Survey:
 
 
 def region_of(found: Survey, name: str) -> str | None:
-    """Returns the nearest region around a module or parameter."""
+    """Returns the innermost region that contains a module or parameter."""
     while name:
         if name in found.regions:
             return name

@@ -1,4 +1,4 @@
-"""The heads of an attention module: how many there are, and telling the module how many are left to it."""
+"""Heads of an attention module: their number and width, and the module's attributes for this rank's heads."""
 
 from __future__ import annotations
 
@@ -9,26 +9,26 @@ from torch import nn
 
 from dlo_framework.errors import DloError
 
-#: Attributes by which modules say how wide a head is.
+#: Attributes for the width of a head.
 _WIDTHS = ("head_dim", "dim_head", "head_size", "attention_head_size")
-#: Attributes by which modules count their query heads, their key/value heads, and the query heads' features.
+#: Attributes for the numbers of query heads, of key/value heads, and of the query heads' features.
 _HEADS = ("num_heads", "num_attention_heads", "n_heads", "n_head", "heads")
 _KV_HEADS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads")
 _FEATURES = ("attn_dim", "split_size", "all_head_size")
-#: Attributes by which they say how many query heads share a key/value head.
+#: Attributes for the number of query heads that share a key/value head.
 _GROUPS = ("num_key_value_groups",)
 
 
 def head_width(name: str, modules: list[nn.Module], features: int) -> int:
-    """Returns the features of one head.
+    """Returns the number of features of one head.
 
     Args:
-        name: of the projection, for the message.
-        modules: of the attention, in the order in which they are asked.
-        features: of all query heads, used where a module says only how many heads there are.
+        name: Name of the projection, for the message.
+        modules: Modules of the attention, in the order in which their attributes are read.
+        features: Number of features of all query heads, used if a module has only the number of heads.
 
     Raises:
-        DloError: if none of them says.
+        DloError: If no module has such an attribute.
     """
     for module in modules:
         width = next((value for key in _WIDTHS if (value := _integer(module, key))), None)
@@ -38,45 +38,45 @@ def head_width(name: str, modules: list[nn.Module], features: int) -> int:
         if heads and features % heads == 0:
             return features // heads
     raise DloError(
-        f"tensor parallelism cuts '{name}' between heads, and {type(modules[0]).__name__} does not say how wide they"
-        f" are; give it an attribute {_WIDTHS[0]}, or {_HEADS[0]}"
+        f"{type(modules[0]).__name__} must have an attribute with the width of its heads for tensor parallelism of"
+        f" '{name}', got none; add {_WIDTHS[0]}, or {_HEADS[0]}"
     )
 
 
 def kv_heads(name: str, modules: list[nn.Module]) -> int:
-    """Returns how many key/value heads a module with a fused projection has.
+    """Returns the number of key/value heads of a module with a fused projection.
 
     Raises:
-        DloError: if none of the modules says.
+        DloError: If no module has such an attribute.
     """
     for module in modules:
         heads = next((value for key in _KV_HEADS if (value := _integer(module, key))), None)
         if heads:
             return heads
     raise DloError(
-        f"tensor parallelism cuts '{name}' between heads, and {type(modules[0]).__name__} does not say how many heads"
-        f" keys and values have; give it an attribute {_KV_HEADS[0]}"
+        f"{type(modules[0]).__name__} must have an attribute with its number of key/value heads for tensor parallelism"
+        f" of '{name}', got none; add {_KV_HEADS[0]}"
     )
 
 
-def tell(attention: nn.Module, heads: int, kv: int | None, width: int, tp: int) -> None:
-    """Sets the counts that an attention's modules keep to this rank's.
+def set_local_heads(attention: nn.Module, heads: int, kv: int | None, width: int, tp: int) -> None:
+    """Sets the counts in an attention's modules to this rank's.
 
     Args:
-        attention: with all below it.
-        heads: query heads of all ranks.
-        kv: key/value heads of all ranks, where they are known.
-        width: features of a head.
-        tp: ranks.
+        attention: Attention module; all modules inside it are changed too.
+        heads: Number of query heads over all ranks.
+        kv: Number of key/value heads over all ranks, if known.
+        width: Number of features of a head.
+        tp: Number of ranks.
     """
-    wholes = dict.fromkeys(_HEADS, heads) | dict.fromkeys(_FEATURES, heads * width)
-    # The one key/value head of multi-query attention stays, with fewer query heads to share it.
-    wholes |= dict.fromkeys(_GROUPS, heads) if kv == 1 else dict.fromkeys(_KV_HEADS, kv or 0)
+    counts = dict.fromkeys(_HEADS, heads) | dict.fromkeys(_FEATURES, heads * width)
+    # Each rank keeps the one key/value head of multi-query attention; fewer query heads share it.
+    counts |= dict.fromkeys(_GROUPS, heads) if kv == 1 else dict.fromkeys(_KV_HEADS, kv or 0)
     for module in attention.modules():
-        for key, whole in wholes.items():
-            if whole and _integer(module, key) == whole:
-                setattr(module, key, whole // tp)
-        shape = getattr(module, "bias_shape", None)  # timm's relative positions: heads come last, in one kind first
+        for key, count in counts.items():
+            if count and _integer(module, key) == count:
+                setattr(module, key, count // tp)
+        shape = getattr(module, "bias_shape", None)  # timm's relative positions: heads last, in one class first
         if isinstance(shape, tuple) and len(shape) == 3:
             at = 0 if hasattr(module, "height_lookup") else 2
             assert shape[at] == heads
@@ -85,11 +85,11 @@ def tell(attention: nn.Module, heads: int, kv: int | None, width: int, tp: int) 
 
 
 class LocalConfig:
-    """A config as a module sees it that counts heads by it: the model's own, but for this rank's counts.
+    """Model's config with other counts of heads, for a module that reads them from its config.
 
     Args:
-        config: of the model.
-        counts: that differ.
+        config: Config of the model.
+        counts: Counts of this rank, by attribute.
     """
 
     def __init__(self, config: Any, counts: Mapping[str, int]) -> None:
@@ -105,8 +105,8 @@ class LocalConfig:
         setattr(self.__dict__["_config"], name, value)
 
 
-def tell_config(attention: nn.Module, tp: int) -> None:
-    """Gives a module that reads its number of heads from the model's config (Phi-3) a config with this rank's."""
+def set_local_config(attention: nn.Module, tp: int) -> None:
+    """Sets a config with this rank's heads in a module that reads them from the model's config (Phi-3)."""
     config = getattr(attention, "config", None)
     if config is not None:
         counts = {key: value // tp for key in (*_HEADS, *_KV_HEADS) if (value := _integer(config, key))}

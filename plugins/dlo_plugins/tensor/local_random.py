@@ -1,9 +1,9 @@
-"""Random numbers that differ between the ranks that share a layer, where they work on different activations.
+"""Random numbers that differ between the ranks of a layer, for dropout on sharded activations.
 
-All ranks of the axis draw the same random numbers, so that dropout on what they all hold is the same on each. On
-what each holds a part of, it has to differ. A seed for that part is drawn from the common numbers and made this
-rank's own; afterwards the common state is as if nothing but the seed had been drawn. So all of it follows from the
-common state alone: a resume, and a recomputation that restores that state, come to the same numbers.
+All ranks of the axis draw the same random numbers, so that dropout on replicated activations is equal on all of them.
+On sharded activations it must differ. A seed is drawn from the common numbers and combined with the rank; afterwards
+the common state is as if only the seed had been drawn. So everything follows from the common state: a resume, and a
+recomputation that restores this state, draw the same numbers.
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ from typing import Any
 import torch
 from torch import nn
 
-#: Attributes that hold a probability of dropout, where it is no module.
+#: Attributes with a probability of dropout, for modules without a dropout module.
 _PROBABILITIES = ("attention_dropout", "attn_dropout", "dropout", "dropout_p")
-_SPREAD = 0x9E3779B97F4A7C15  # An odd number with well-mixed bits, so that ranks' seeds lie far apart.
+_SPREAD = 0x9E3779B97F4A7C15  # An odd number with well-mixed bits, so that ranks' seeds are far apart.
 
 
 class LocalRandom:
     """Switches the default generators of the CPU and the accelerator to this rank's numbers, and back.
 
     Args:
-        rank: this rank's number among those that share the common numbers.
+        rank: This rank's number among those that share the common numbers.
     """
 
     def __init__(self, rank: int) -> None:
@@ -31,12 +31,12 @@ class LocalRandom:
         self._owner: Any = None
 
     def enter(self, owner: Any, device: torch.device) -> None:
-        """Switches to this rank's own numbers, unless that has been done; only its owner switches back."""
+        """Switches to this rank's own numbers, unless they are on already; only the owner switches back."""
         if self._common is None and device.type != "meta":
             self._switch(owner, device)
 
     def leave(self, owner: Any) -> None:
-        """Switches back to the common numbers, if it was the owner that left them."""
+        """Switches back to the common numbers, if the owner has switched."""
         if self._common is not None and self._owner is owner:
             self._switch_back()
 
@@ -61,10 +61,10 @@ class LocalRandom:
 
 
 class Dropouts:
-    """The dropout of a module and all below it, that may be off.
+    """Dropouts of a module and of all modules inside it.
 
     Args:
-        module: to look in.
+        module: Module to search.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -76,7 +76,7 @@ class Dropouts:
 
     @property
     def active(self) -> bool:
-        """Whether any of it draws random numbers now."""
+        """Whether any dropout draws random numbers now."""
         return any(part.training and part.p > 0 for part in self._modules) or any(
             part.training and getattr(part, key) > 0 for part, key in self._others
         )

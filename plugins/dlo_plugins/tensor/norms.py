@@ -1,7 +1,7 @@
-"""RMS norms over features of which each rank has a part: OLMo 2's, of queries and of keys over all heads.
+"""RMS norms over sharded features, such as OLMo 2's norms of queries and of keys over all heads.
 
 Root Mean Square Layer Normalization. Zhang and Sennrich, 2019, arXiv 1910.07467. Departure: the mean square is summed
-over the ranks, one number a token.
+over the ranks, one number for each token.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ _COMMUNICATOR = "tensor_communicator"
 
 
 class SharedNorm:
-    """What an RMS norm's class is mixed with."""
+    """Mixin for the class of an RMS norm: normalises over the features of all ranks."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """Returns this rank's `[..., d]`, normalised over the features of all ranks, of its `[..., d]`."""
+        """Returns this rank's features `[..., d]`, normalised over the features of all ranks."""
         module: Any = self
         found: tuple[Any, int] = module.__dict__[_COMMUNICATOR]
         communicator, size = found
@@ -38,12 +38,12 @@ class _Shared(tuple[Any, int]):
 
 
 def install(module: nn.Module, size: int, communicator: Communicator) -> None:
-    """Makes a norm, whose weight has been cut, normalise over the features of all ranks.
+    """Makes a norm with a sharded weight normalise over the features of all ranks.
 
     Args:
-        module: changes its class for one derived from it.
-        size: features of all ranks.
-        communicator: the ranks that share them.
+        module: Norm; its class is replaced by a derived one.
+        size: Number of features over all ranks.
+        communicator: Communicator of the ranks that share the features.
     """
     module.__dict__[_COMMUNICATOR] = _Shared((communicator, size))
     module.__class__ = _shared_class(type(module))  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""The kinds of modules that hold a projection, and along which dims their tensors lie."""
+"""Kinds of projection modules, with the output and input dims of their weights."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from dlo_framework.errors import DloError
 
 @dataclass(frozen=True)
 class Kind:
-    """A kind of projection.
+    """Kind of projection module.
 
     Attributes:
-        out_dim: of the weight.
-        in_dim: of the weight.
-        outputs: the module's attributes that say how many features come out.
-        inputs: and how many go in.
+        out_dim: Output dim of the weight.
+        in_dim: Input dim of the weight.
+        outputs: Module attribute with the number of output features.
+        inputs: Module attribute with the number of input features.
     """
 
     out_dim: int
@@ -30,15 +30,15 @@ class Kind:
 
 _LINEAR = Kind(0, 1, "out_features", "in_features")
 _CONVOLUTION = Kind(0, 1, "out_channels", "in_channels")
-#: transformers' Conv1D (GPT-2), a linear layer with its weight the other way round.
+#: transformers' Conv1D (GPT-2), a linear layer with a transposed weight.
 _CONV1D = Kind(1, 0, "nf", "nx")
 
 
-def kind_of(name: str, module: nn.Module) -> Kind:
+def projection_kind(name: str, module: nn.Module) -> Kind:
     """Returns the kind of a projection.
 
     Raises:
-        DloError: for a module that tensor parallelism cannot cut.
+        DloError: If tensor parallelism cannot shard the module.
     """
     if isinstance(module, nn.Linear) and not hasattr(module, "base_layer"):
         return _LINEAR
@@ -48,12 +48,12 @@ def kind_of(name: str, module: nn.Module) -> Kind:
         return _CONV1D
     if hasattr(module, "base_layer"):
         raise DloError(
-            f"tensor parallelism cannot cut '{name}', which adapters change ({type(module).__name__}); use tp=1, or"
-            " train without lora"
+            f"projection '{name}' must have no adapters for tensor parallelism, got {type(module).__name__}; set tp=1,"
+            " or train without lora"
         )
     raise DloError(
-        f"tensor parallelism cuts Linear, 1x1 Conv2d and Conv1D, but '{name}' is {type(module).__name__}; take it out"
-        " of the plan's tensor rules"
+        f"projection '{name}' must be Linear, 1x1 Conv2d or Conv1D for tensor parallelism, got {type(module).__name__};"
+        " remove it from the plan's tensor rules"
     )
 
 

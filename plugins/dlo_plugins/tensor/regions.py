@@ -1,16 +1,16 @@
-"""Where activations enter and leave the parts of a model in which each rank has its own heads or hidden features.
+"""Regions of a model in which each rank has its own heads or hidden features: entry and exit of the activations.
 
 Megatron-LM: Training Multi-Billion Parameter Language Models Using Model Parallelism. Shoeybi et al., 2019,
 arXiv 1909.08053. Reducing Activation Recomputation in Large Transformer Models. Korthikanti et al., 2022,
 arXiv 2205.05198.
 
-Without sequence parallelism activations enter where column projections are called: the first takes its input in, the
-others that get the same tensor share what it took. So a residual branch around them, in the same module, is left
-alone. With it, they enter where the region's module begins, since modules read the sequence's length off their input.
-They leave in the row projection, whose bias is added once, to the sum.
+Without sequence parallelism, activations enter at the column projections: the first one enters its input, and the
+others that get the same tensor share it. So a residual branch around them in the same module does not change. With
+sequence parallelism, activations enter at the beginning of the region's module, since modules read the sequence length
+from their input. They leave in the row projection, whose bias is added once, to the sum.
 
-Without sequence parallelism, the all-reduce of the input's gradient runs while the weights' gradients of the column
-projections are computed (:mod:`dlo_plugins.tensor.overlap`).
+Without sequence parallelism, the all-reduce of the input gradient overlaps with the weight gradients of the column
+projections (:mod:`dlo_plugins.tensor.overlap`).
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ _REGION = "tensor_region"
 
 
 class Region:
-    """A region at work.
+    """State of a region in a forward.
 
     Args:
-        module: of the region.
-        communicator: the ranks that share it.
-        random: this rank's numbers, for the dropout within.
-        sequence: that is split between regions; None without sequence parallelism.
+        module: Module of the region.
+        communicator: Communicator of the ranks that share it.
+        random: This rank's random numbers, for the dropout inside.
+        sequence: Sequence that is split between regions; None without sequence parallelism.
     """
 
     def __init__(
@@ -45,30 +45,30 @@ class Region:
     ) -> None:
         self.communicator, self.random, self.sequence = communicator, random, sequence
         self._dropouts = Dropouts(module)
-        self._given: Tensor | None = None
+        self._input: Tensor | None = None
         self._entered: Tensor | None = None
-        #: Column projections whose weights' gradients are computed while the input's is summed.
+        #: Column projections whose weight gradients are computed while the input gradient is summed.
         self.columns: list[nn.Linear] = []
-        #: What each of them computes with, as long as activations have entered.
+        #: Weights of these projections, while activations are in the region.
         self._weights: dict[nn.Module, overlap.EnteredWeight] = {}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Region:
-        return self  # A process group cannot be copied; what is at hand in a forward is gone after it.
+        return self  # A process group cannot be copied; the state of a forward is gone after it.
 
     def enter(self, x: Tensor, caller: nn.Module | None = None) -> Tensor:
-        """Takes the activations in that column projections are given.
+        """Enters the region with the input of column projections.
 
         Args:
-            x: the activations.
-            caller: the column projection that takes them in; None where the region's module does.
+            x: Activations.
+            caller: Column projection that enters; None for the region's module.
         """
         if self._dropouts.active:
             self.random.enter(self, x.device)
         if self.sequence is not None:
             return gather_in(x, self.sequence.length(x), self.communicator)
-        if self._given is not x or self._entered is None:
-            self._given, self._weights = x, {}
-            columns = [column for column in self.columns if overlap.suits(column, x)]
+        if self._input is not x or self._entered is None:
+            self._input, self._weights = x, {}
+            columns = [column for column in self.columns if overlap.can_defer(column, x)]
             if caller in columns:
                 self._entered, self._weights = overlap.enter(x, columns, self.communicator)
             else:
@@ -76,31 +76,31 @@ class Region:
         return self._entered
 
     def weight_of(self, column: nn.Module) -> overlap.EnteredWeight | None:
-        """Returns what a column projection computes with, if its weight's gradient is to wait for the input's."""
+        """Returns the entered weight of a column projection; None if its weight gradient is not deferred."""
         return self._weights.get(column)
 
     def leave(self, partial: Tensor) -> Tensor:
-        """Lets go of a row projection's output: the ranks' parts of a sum."""
+        """Leaves the region with a row projection's output, a partial sum on each rank."""
         self.end()
         if self.sequence is not None:
             return scatter_out(partial, self.communicator)
         return sum_out(partial, self.communicator)
 
     def end(self) -> None:
-        """Forgets what was at hand."""
-        self._given = self._entered = None
+        """Clears the state of a forward."""
+        self._input = self._entered = None
         self._weights = {}
         self.random.leave(self)
 
 
 class ColumnProjection:
-    """What a column projection's class is mixed with: it computes with the weight that its region has taken in."""
+    """Mixin for the class of a column projection: computes with the weight that has entered its region."""
 
-    #: Whose computation its is, where somebody else computes it.
+    #: Class whose computation it has, for code that replaces the forward.
     computes_as = nn.Linear
 
     def forward(self, x: Tensor) -> Tensor:
-        """Returns the projection."""
+        """Returns the projection of `x`."""
         region: Region = self.__dict__[_REGION]
         weight = region.weight_of(self)  # type: ignore[arg-type]
         if weight is None:
@@ -109,7 +109,7 @@ class ColumnProjection:
 
 
 class RowProjection:
-    """What a row projection's class is mixed with: its output leaves the region, and its bias is added to the sum."""
+    """Mixin for the class of a row projection: its output leaves the region, and its bias is added to the sum."""
 
     def forward(self, x: Tensor) -> Tensor:
         """Returns the sum of the ranks' products, plus the bias."""
@@ -117,15 +117,15 @@ class RowProjection:
         return add_bias(self, region.leave(self.product(x)))
 
     def product(self, x: Tensor) -> Tensor:
-        """Returns this rank's part of the sum, without the bias: the work of the layer."""
+        """Returns this rank's partial sum, without the bias."""
         return product(self, x)
 
 
 def install(module: nn.Module, columns: list[nn.Module], rows: list[nn.Module], region: Region) -> None:
-    """Makes a region of a module whose projections have been cut.
+    """Makes a region of a module with sharded projections.
 
-    Projections change their class for one derived from it, as torch's `fully_shard` does, so that names, hooks and
-    `isinstance` hold.
+    The projections' classes are replaced by derived ones, as in torch's `fully_shard`, so that names, hooks and
+    `isinstance` still work.
     """
     if region.sequence is None:
         for column in columns:
@@ -139,7 +139,7 @@ def install(module: nn.Module, columns: list[nn.Module], rows: list[nn.Module], 
     for row in rows:
         row.__dict__[_REGION] = region
         row.__class__ = _row_class(type(row))  # type: ignore[arg-type]
-    # After an error too: a search for the largest batch that fits goes on after one.
+    # After an error too: the search for the largest micro-batch continues after an error.
     module.register_forward_hook(functools.partial(_end, region), always_call=True)
 
 

@@ -1,9 +1,9 @@
-"""Sequence parallelism: between regions each rank has a part of the tokens, from the first block to the last.
+"""Sequence parallelism: between regions, activations are sharded along the sequence, from the first block to the last.
 
 Reducing Activation Recomputation in Large Transformer Models. Korthikanti et al., 2022, arXiv 2205.05198. Departures:
-the stream is whole again after the last block, so the final norm works on all tokens; lengths that the ranks do not
-divide are padded; what a region has gathered is kept for the weights' gradients, where the paper gathers it a second
-time (of its `34 / t` times the size of the activations that a layer keeps, `4 + 30 / t` are left to gain).
+the sequence is gathered after the last block, so the final norm works on all tokens; lengths that are not divisible by
+the ranks are padded; a region's gathered input is saved for the weight gradients, where the paper gathers it a second
+time (a layer saves `4 + 30 / t` times the size of its input, where the paper saves `34 / t`).
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from dlo_plugins.tensor.local_random import LocalRandom
 
 
 class Sequence:
-    """The sequence whose parts pass between regions.
+    """Sequence that is sharded between regions.
 
-    Parts are all padded to one length, so a part's length leaves a few lengths of the whole possible. The last one
-    seen holds; a recomputation in backward might belong to another.
+    All shards are padded to one length, so several full lengths can have shards of the same length. The last one seen
+    is used; a recomputation in backward could belong to another.
 
     Args:
-        communicator: the ranks that share a sequence.
-        random: this rank's numbers: for the dropout between regions too, as each rank has other tokens.
+        communicator: Communicator of the ranks that share a sequence.
+        random: This rank's random numbers, for the dropout between regions, as each rank has other tokens.
     """
 
     def __init__(self, communicator: Communicator, random: LocalRandom) -> None:
@@ -43,11 +43,11 @@ class Sequence:
         return self  # A process group cannot be copied.
 
     def install(self, module: nn.Module, blocks: list[str]) -> None:
-        """Splits the sequence before a model's first block, and puts it together after its last.
+        """Splits the sequence before a model's first block, and gathers it after its last.
 
         Args:
-            module: the model.
-            blocks: names of its blocks, in order.
+            module: Model.
+            blocks: Names of its blocks, in order.
         """
         change_first_input(module.get_submodule(blocks[0]), self.split)
         module.get_submodule(blocks[-1]).register_forward_hook(functools.partial(_gather, self))
@@ -58,12 +58,12 @@ class Sequence:
                     part.register_forward_hook(functools.partial(_leave_dropout, self), always_call=True)
 
     def part_stages(self, module: nn.Module, blocks: list[str], starts: Collection[str]) -> None:
-        """Makes the sequence whole between stages too: a stage knows no lengths but those it has split itself.
+        """Gathers the sequence between pipeline stages too, as a stage knows only the lengths that it has split.
 
         Args:
-            module: the model.
-            blocks: names of its blocks, in order.
-            starts: names of the stages' first blocks, but for the first stage's.
+            module: Model.
+            blocks: Names of its blocks, in order.
+            starts: Names of the stages' first blocks, except the first stage's.
         """
         for before, name in itertools.pairwise(blocks):
             if name in starts:
@@ -71,7 +71,7 @@ class Sequence:
                 change_first_input(module.get_submodule(name), self.split)
 
     def split(self, whole: Tensor) -> Tensor:
-        """Returns this rank's part `[B, l, D]` of `[B, L, D]`."""
+        """Returns this rank's shard `[B, l, D]` of `[B, L, D]`."""
         part = split_in(whole, self.communicator)
         length = part.shape[1]
         if self._by_part.setdefault(length, whole.shape[1]) != whole.shape[1]:
@@ -80,26 +80,26 @@ class Sequence:
         return part
 
     def gather(self, part: Tensor) -> Tensor:
-        """Returns `[B, L, D]` of the ranks' parts."""
+        """Returns the full `[B, L, D]` from the ranks' shards."""
         return gather_out(part, self.length(part), self.communicator)
 
     def length(self, part: Tensor) -> int:
-        """Returns the length of the whole that a part `[B, l, D]` is of.
+        """Returns the full length of a shard `[B, l, D]`.
 
         Raises:
-            DloError: in a recomputation, if several lengths have had parts of that length.
+            DloError: In a recomputation, if several full lengths have had shards of this length.
         """
         length = part.shape[1]
         if length in self._ambiguous and torch._C._current_graph_task_id() != -1:
             raise DloError(
-                "sequence_parallel with recomputation tells sequences by their length, and has seen several whose"
-                f" parts have {length} tokens each; pad them to a multiple of tp"
+                "sequence lengths must have shards of different lengths for sequence_parallel with recomputation, got"
+                f" several with shards of {length} tokens; pad them to a multiple of tp"
             )
         return self._by_part[length]
 
 
 def change_first_input(module: nn.Module, change: Callable[[Tensor], Tensor]) -> None:
-    """Changes the first argument of a module's forward, given by position or by name: the activations."""
+    """Registers a function on the first argument of a module's forward, the activations, by position or by name."""
     name = next(iter(inspect.signature(module.forward).parameters))
     module.register_forward_pre_hook(functools.partial(_change, name, change), with_kwargs=True)
 

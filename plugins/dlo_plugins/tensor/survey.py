@@ -1,4 +1,4 @@
-"""What tensor parallelism will do to a model, found out from its plan before anything is cut.
+"""Tensor-parallel plan of a model, made from its parallel plan before parameters are sharded.
 
 Megatron-LM: Training Multi-Billion Parameter Language Models Using Model Parallelism. Shoeybi et al., 2019,
 arXiv 1909.08053.
@@ -13,7 +13,7 @@ from dlo_framework.plan import ParallelPlan, Rule
 from dlo_plugins.tensor.division import Demand, Division, check_demands
 from dlo_plugins.tensor.findings import RegionPlan, Survey, region_of
 from dlo_plugins.tensor.heads import head_width, kv_heads
-from dlo_plugins.tensor.projections import kind_of
+from dlo_plugins.tensor.projections import projection_kind
 from dlo_plugins.tensor.whole_parts import add_sequence_partial, check_sequence, find_partial
 
 _COLUMNS = (
@@ -24,27 +24,27 @@ _CUTTING = (*_COLUMNS, Rule.ROW, Rule.VOCAB, Rule.COLUMN_NORM, Rule.LAST_DIM_HEA
 
 
 def survey(module: nn.Module, plan: ParallelPlan, tp: int, sequence_parallel: bool = False) -> Survey:
-    """Returns what is to be done to a model, which may be on the meta device.
+    """Returns the tensor-parallel plan of a model.
 
     Args:
-        module: the model.
-        plan: how it may be cut.
-        tp: ranks.
-        sequence_parallel: whether activations between regions are split along the sequence.
+        module: Model, on any device; the meta device will do.
+        plan: Parallel plan of the model.
+        tp: Number of ranks.
+        sequence_parallel: Whether to split activations between regions along the sequence.
 
     Raises:
-        DloError: for a plan without tensor rules, a module that cannot be cut, and sizes that the ranks do not divide.
+        DloError: If the plan has no tensor rules, a module cannot be sharded, or a size is not divisible by the ranks.
     """
     found = Survey()
     modules = {name: part for name, part in module.named_modules(remove_duplicate=False) if name}
     ruled = _ruled(plan, modules)
     if not any(rule in _CUTTING for rule in ruled.values()):
         raise DloError(
-            f"tensor parallelism needs rules, and the plan of {type(module).__name__} has none; use tp=1, or give"
-            " ParallelPlan(tensor=...) the projections' rules"
+            f"a plan must have tensor rules for tensor parallelism, got none from {type(module).__name__}; set tp=1, or"
+            " ParallelPlan(tensor=...) with the projections' rules"
         )
     _find_regions(found, modules, ruled)
-    # Query heads first: a module may say how many they are, and not how wide.
+    # Query heads first: a module may have an attribute for their number, and none for their width.
     for name, rule in sorted(ruled.items(), key=lambda item: item[1] is Rule.KV_HEADS):
         _divide_module(found, modules, name, rule)
     _divide_parameters(found, module, plan)
@@ -53,8 +53,8 @@ def survey(module: nn.Module, plan: ParallelPlan, tp: int, sequence_parallel: bo
     _check_vocabulary(found, tp)
     if not found.regions:
         raise DloError(
-            f"tensor parallelism must divide layers, got a plan of {type(module).__name__} whose rules match its"
-            f" vocabulary alone ({', '.join(ruled)}); use tp=1, or give ParallelPlan(tensor=...) the projections' rules"
+            f"tensor parallelism must shard layers, got a plan of {type(module).__name__} whose rules match only its"
+            f" vocabulary ({', '.join(ruled)}); set tp=1, or ParallelPlan(tensor=...) with the projections' rules"
         )
     find_partial(found, module, plan)
     if sequence_parallel:
@@ -64,7 +64,7 @@ def survey(module: nn.Module, plan: ParallelPlan, tp: int, sequence_parallel: bo
 
 
 def _ruled(plan: ParallelPlan, modules: dict[str, nn.Module]) -> dict[str, Rule]:
-    """Returns the outermost modules that cutting rules match, by name."""
+    """Returns the outermost modules that sharding rules match, by name."""
     ruled: dict[str, Rule] = {}
     for name in modules:
         rule = plan.rule_for(name)
@@ -82,14 +82,17 @@ def _find_regions(found: Survey, modules: dict[str, nn.Module], ruled: dict[str,
             if any(column.startswith(f"{around}." if around else "") for column in columns):
                 break
         else:
-            raise DloError(f"'{row}' is cut by rows, but no module around it has a projection cut by columns")
+            raise DloError(
+                f"row projection '{row}' must have a column projection in a module around it, got none; add the rule"
+                " 'column' for the projection before it"
+            )
         found.regions.setdefault(around, RegionPlan()).rows.append(row)
     for column in columns:
         region = region_of(found, column)
         if region is None:
             raise DloError(
-                f"'{column}' is cut by columns, and nothing puts its parts together again; give the projection that"
-                " follows it the rule 'row'"
+                f"column projection '{column}' must have a row projection after it, got none; add the rule 'row' for"
+                " the projection that follows it"
             )
         found.regions[region].columns.append(column)
 
@@ -102,7 +105,7 @@ def _divide_module(found: Survey, modules: dict[str, nn.Module], name: str, rule
     if rule is Rule.COLUMN_NORM:
         _divide_norm(found, name, part)
         return
-    kind = kind_of(name, part)
+    kind = projection_kind(name, part)
     weight, bias = part.weight, part.bias
     if rule is Rule.ROW:
         assert isinstance(weight, nn.Parameter)
@@ -128,7 +131,7 @@ def _divide_module(found: Survey, modules: dict[str, nn.Module], name: str, rule
 def _pieces(
     found: Survey, modules: dict[str, nn.Module], name: str, rule: Rule, size: int, region_name: str
 ) -> tuple[int, ...]:
-    """Returns what follows one another in a column projection's output, and notes what the ranks have to divide."""
+    """Returns the consecutive slices of a column projection's output, and records the counts that ranks divide."""
     region = found.regions[region_name]
     if rule in (Rule.COLUMN, Rule.GATE_UP):
         halves = 1 if rule is Rule.COLUMN else 2
@@ -159,8 +162,8 @@ def _pieces(
 def _divide_vocabulary(found: Survey, name: str, part: nn.Module) -> None:
     if not isinstance(part, nn.Embedding | nn.Linear) or hasattr(part, "base_layer"):
         raise DloError(
-            f"the rule 'vocab' is for an Embedding or a Linear, but '{name}' is {type(part).__name__}; take it out of"
-            " the plan's tensor rules"
+            f"module '{name}' with the rule 'vocab' must be an Embedding or a Linear, got {type(part).__name__}; remove"
+            " it from the plan's tensor rules"
         )
     size = part.weight.shape[0]
     found.vocabulary.append(name)
@@ -173,7 +176,7 @@ def _check_vocabulary(found: Survey, tp: int) -> None:
         size = sum(found.divisions[f"{name}.weight"].pieces)
         if size < tp:
             raise DloError(
-                f"each rank has a token at least, but '{name}' has {size}, fewer than tp={tp}; use tp={size}"
+                f"tp must be at most the {size} tokens of '{name}', so that each rank has one, got {tp}; set tp={size}"
             )
 
 
@@ -182,8 +185,8 @@ def _divide_norm(found: Survey, name: str, part: nn.Module) -> None:
     parameters = dict(part.named_parameters(recurse=False))
     if region is None or not type(part).__name__.endswith("RMSNorm") or list(parameters) != ["weight"]:
         raise DloError(
-            f"the rule 'column_norm' is for an RMS norm with a weight between cut projections, but '{name}' is"
-            f" {type(part).__name__}; take the projections around it out of the plan's tensor rules"
+            f"module '{name}' with the rule 'column_norm' must be an RMS norm with a weight between sharded"
+            f" projections, got {type(part).__name__}; remove the projections around it from the plan's tensor rules"
         )
     size = parameters["weight"].shape[0]
     found.regions[region].norms.append(name)
@@ -192,7 +195,7 @@ def _divide_norm(found: Survey, name: str, part: nn.Module) -> None:
 
 
 def _divide_parameters(found: Survey, module: nn.Module, plan: ParallelPlan) -> None:
-    """Divides the parameters that rules name themselves."""
+    """Divides the parameters that a rule matches by their own name."""
     for name, parameter in module.named_parameters(remove_duplicate=False):
         rule = plan.rule_for(name)
         owner = name.rpartition(".")[0]
@@ -200,7 +203,9 @@ def _divide_parameters(found: Survey, module: nn.Module, plan: ParallelPlan) -> 
             continue
         region = region_of(found, name)
         if region is None or rule in (Rule.ROW, Rule.VOCAB, Rule.QKV, Rule.QKV_GROUPED, Rule.GATE_UP):
-            raise DloError(f"the rule '{rule}' is for a projection within a region, and '{name}' is a parameter")
+            raise DloError(
+                f"rule '{rule}' must match a projection inside a region, got the parameter '{name}'; remove the rule"
+            )
         dim = parameter.ndim - 1 if rule is Rule.LAST_DIM_HEADS else 0
         found.divisions[name] = Division(dim, (parameter.shape[dim],))
         found.demands.append(Demand(name, parameter.shape[dim], "entries"))
@@ -214,4 +219,4 @@ def _share_among_tied(found: Survey, module: nn.Module) -> None:
     for names in by_tensor.values():
         divisions = {found.divisions[name] for name in names if name in found.divisions}
         if len(divisions) > 1 or (divisions and any(name not in found.divisions for name in names)):
-            raise DloError(f"{names} share one tensor, and the plan's rules divide it differently; give them one rule")
+            raise DloError(f"tied parameters must have the same rule, got different ones for {names}; set one rule")

@@ -1,8 +1,8 @@
-"""Embeddings and output projections of which each rank has the rows of some tokens.
+"""Embeddings and output projections that are sharded over the vocabulary.
 
 Megatron-LM: Training Multi-Billion Parameter Language Models Using Model Parallelism. Shoeybi et al., 2019,
-arXiv 1909.08053, section 3. Departure: a vocabulary that the ranks do not divide is not padded; the first ranks have
-one token more.
+arXiv 1909.08053, section 3. Departure: a vocabulary that is not divisible by the ranks is not padded; the first ranks
+have one token more.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from dlo_plugins.tensor.division import share
 
 
 class SplitEmbedding:
-    """What an embedding's class is mixed with: a rank looks up its own tokens, and the ranks add up."""
+    """Mixin for the class of an embedding: each rank looks up its own tokens, and the ranks sum the results."""
 
     def forward(self, ids: Tensor) -> Tensor:
         """Returns the embeddings of all tokens, `[..., D]`, of ids `[...]`."""
@@ -31,10 +31,10 @@ class SplitEmbedding:
 
 
 class SplitHead:
-    """What an output projection's class is mixed with: see :class:`VocabularyShard`."""
+    """Mixin for the class of an output projection; see :class:`VocabularyShard`."""
 
     def forward(self, hidden: Tensor, split: bool = False) -> Tensor:
-        """Returns the logits of the whole vocabulary, or this rank's."""
+        """Returns the logits of the full vocabulary, or only this rank's."""
         if split:
             return super().forward(hidden)  # type: ignore[misc]
         shard = shard_of(self)  # type: ignore[arg-type]
@@ -43,12 +43,12 @@ class SplitHead:
 
 
 def install(module: nn.Module, size: int, communicator: Communicator) -> None:
-    """Makes an embedding or an output projection, whose weight has been cut, work on its part of the vocabulary.
+    """Makes an embedding or an output projection with a sharded weight work on its shard of the vocabulary.
 
     Args:
-        module: changes its class for one derived from it.
-        size: of the whole vocabulary.
-        communicator: the ranks that share it.
+        module: Embedding or output projection; its class is replaced by a derived one.
+        size: Size of the full vocabulary.
+        communicator: Communicator of the ranks that share it.
     """
     first, count = share(size, communicator.size, communicator.rank)
     set_shard(module, VocabularyShard(communicator, first, count, size))

@@ -58,5 +58,5 @@ def test_positions_are_counted_where_there_are_none_and_spread_over_rows() -> No
 
 @pytest.mark.parametrize("batch", [[torch.zeros(2, 4)], {"pixels": torch.zeros(2, 4)}, {"input_ids": torch.zeros(4)}])
 def test_other_batches_are_refused(batch: object) -> None:
-    with pytest.raises(DloError, match=r"a batch is a dict with `input_ids` \[B, L\]"):
+    with pytest.raises(DloError, match=r"a batch must be a dict with `input_ids` \[B, L\]"):
         prepare(batch, 2)

@@ -250,7 +250,7 @@ def _lengths_recomputed(rank: int, world_size: int) -> None:
     (first + second).backward()
     first = text_loss(model, 8)
     second = text_loss(model, 7)
-    with pytest.raises(DloError, match="several whose parts have 4 tokens each; pad them to a multiple of tp"):
+    with pytest.raises(DloError, match="got several with shards of 4 tokens; pad them to a multiple of tp"):
         first.backward()
 
 

@@ -45,16 +45,20 @@ def test_the_ranks_parts_are_the_whole(pieces: list[int], ranks: int) -> None:
 @pytest.mark.parametrize(
     ("model", "tp", "message"),
     [
-        (pictures(**{**VIT, "num_heads": 8}), 3, r"'blocks.0.attn' has 8 heads, not divisible by tp=3; use tp=2"),
+        (pictures(**{**VIT, "num_heads": 8}), 3, r"the 8 heads of 'blocks.0.attn', got 3; set tp=2"),
         (
             on_meta("llama"),
             8,
-            r"'model.layers.0.self_attn' has 4 key/value heads, fewer than tp=8; use tp=4 \(of 1, 2, 4",
+            r"the 4 key/value heads of 'model.layers.0.self_attn', got 8; set tp=4 \(sizes .*: 1, 2, 4",
         ),
-        (on_meta("phi3"), 8, r"4 key/value heads, fewer than tp=8; use tp=4"),
-        (on_meta("llama", intermediate_size=50), 4, r"'model.layers.0.mlp.gate_proj' has 50 output f.*use tp=2"),
-        (on_meta("gpt_neox", num_attention_heads=2), 4, r"'gpt_neox.layers.0.attention' has 2 heads, fewer than tp=4"),
-        (pictures("resnet18"), 2, r"the plan of ResNet has none; use tp=1"),
+        (on_meta("phi3"), 8, r"the 4 key/value heads of .*, got 8; set tp=4"),
+        (
+            on_meta("llama", intermediate_size=50),
+            4,
+            r"the 50 output features of 'model.layers.0.mlp.*set tp=2",
+        ),
+        (on_meta("gpt_neox", num_attention_heads=2), 4, r"the 2 heads of 'gpt_neox.layers.0.attention', got 4"),
+        (pictures("resnet18"), 2, r"got none from ResNet; set tp=1"),
     ],
 )
 def test_sizes_that_the_ranks_do_not_divide(model: nn.Module, tp: int, message: str) -> None:
@@ -63,7 +67,7 @@ def test_sizes_that_the_ranks_do_not_divide(model: nn.Module, tp: int, message: 
 
 
 def test_the_fix_suits_the_whole_model() -> None:
-    with pytest.raises(DloError, match=r"use tp=6 \(of 1, 2, 3, 6, which suit the whole model\)"):
+    with pytest.raises(DloError, match=r"set tp=6 \(sizes that fit all of the model: 1, 2, 3, 6\)"):
         check_demands([Demand("a", 12, "heads"), Demand("b", 18, "output features"), Demand("c", 48, "heads")], 8)
 
 
@@ -103,36 +107,36 @@ def plan(**more: str) -> ParallelPlan:
 
 
 def test_what_works_on_all_features_at_once_is_refused_where_each_rank_has_a_part() -> None:
-    with pytest.raises(DloError, match=r"'blocks.0.mlp.norm.weight', of shape \(32,\), works on all features"):
+    with pytest.raises(DloError, match=r"'blocks.0.mlp.norm.weight' must not span all features .* got shape \(32,\)"):
         survey(Net(norm=True), plan(up="column", down="row"), 2)
 
 
 def test_what_works_on_the_input_has_to_be_said() -> None:
-    with pytest.raises(DloError, match=r"'blocks.0.mlp.before.weight'.* the rule 'sequence' if it works on what comes"):
+    with pytest.raises(DloError, match=r"'blocks.0.mlp.before.weight'.* if it works on the module's input"):
         survey(Net(inside=True), plan(up="column", down="row"), 2)
     found = survey(Net(inside=True), plan(up="column", down="row", before="sequence"), 2)
     assert not found.partial
 
 
 def test_rules_that_do_not_make_a_region_are_refused() -> None:
-    with pytest.raises(DloError, match=r"'blocks.0.mlp.up' is cut by columns, and nothing puts its parts together"):
+    with pytest.raises(DloError, match=r"'blocks.0.mlp.up' must have a row projection after it, got none"):
         survey(Net(), plan(up="column"), 2)
-    with pytest.raises(DloError, match=r"'blocks.0.mlp.down' is cut by rows, but no module around it"):
+    with pytest.raises(DloError, match=r"'blocks.0.mlp.down' must have a column projection in a module around it"):
         survey(Net(), plan(down="row"), 2)
-    with pytest.raises(DloError, match=r"cuts Linear, 1x1 Conv2d and Conv1D, but 'blocks.0.mlp.before' is LayerNorm"):
+    with pytest.raises(DloError, match=r"'blocks.0.mlp.before' must be Linear, 1x1 Conv2d or Conv1D .* got LayerNorm"):
         survey(Net(inside=True), plan(before="column", down="row"), 2)
-    with pytest.raises(DloError, match=r"rule 'vocab' is for an Embedding or a Linear, but 'blocks.0.mlp.before' is L"):
+    with pytest.raises(DloError, match=r"with the rule 'vocab' must be an Embedding or a Linear, got LayerNorm"):
         survey(Net(inside=True), plan(before="vocab"), 2)
-    with pytest.raises(DloError, match=r"cuts 'blocks.0.mlp.up' between heads, and Mlp does not say how wide"):
+    with pytest.raises(DloError, match=r"Mlp must have an attribute with the width of its heads .* 'blocks.0.mlp.up'"):
         survey(Net(), plan(up="heads", down="row"), 2)
 
 
 def test_sequence_parallel_needs_tokens_in_a_row() -> None:
     coatnet = pictures("coatnet_nano_rw_224")
-    with pytest.raises(DloError, match=r"'stages.2.blocks.0.attn' works on feature maps; set sequence_parallel: false"):
+    with pytest.raises(DloError, match=r"got feature maps in 'stages.2.blocks.0.attn'; set sequence_parallel: false"):
         TensorParallel(sequence_parallel=True).check(coatnet, plan_of(coatnet), 2)
     opt = on_meta("opt", ffn_dim=48, word_embed_proj_dim=32)
-    with pytest.raises(DloError, match=r"'model.decoder.layers.0' is a whole block"):
+    with pytest.raises(DloError, match=r"got them directly in 'model.decoder.layers.0'"):
         TensorParallel(sequence_parallel=True).check(opt, plan_of(opt), 2)
 
 
@@ -142,13 +146,13 @@ def test_sequence_parallel_needs_a_rule_for_what_it_splits() -> None:
     rules = {pattern: rule for pattern, rule in known.tensor.items() if "norm1" not in pattern}
     unsaid = ParallelPlan(blocks=known.blocks, tensor=rules)
     survey(vit, unsaid, 2)
-    with pytest.raises(DloError, match=r"does not say that 'blocks.0.norm1.weight' can work on that"):
+    with pytest.raises(DloError, match=r"'blocks.0.norm1.weight' must have the rule 'sequence'"):
         survey(vit, unsaid, 2, sequence_parallel=True)
 
 
 def test_a_vocabulary_of_fewer_tokens_than_ranks() -> None:
     model = on_meta("gemma", vocab_size=3, num_key_value_heads=1)
-    with pytest.raises(DloError, match=r"'model.embed_tokens' has 3, fewer than tp=4; use tp=3"):
+    with pytest.raises(DloError, match=r"at most the 3 tokens of 'model.embed_tokens', .* got 4; set tp=3"):
         TensorParallel().check(model, plan_of(model), 4)
 
 
