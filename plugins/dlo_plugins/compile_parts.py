@@ -26,7 +26,7 @@ def modules_to_compile(pl_module: LightningModule, scope: str) -> dict[str, nn.M
         scope: Scope as in :class:`~dlo_plugins.callbacks.compile.Compile`.
 
     Raises:
-        DloError: If there is no module to compile.
+        DloError: If no module can be compiled.
     """
     if scope == "blocks":
         task = isinstance(pl_module, Task)
@@ -67,7 +67,7 @@ def compile_in_place(module: nn.Module, **options: Any) -> None:
 
     Args:
         module: Module to compile.
-        **options: See :func:`torch.compile`.
+        **options: Options of :func:`torch.compile`.
     """
     if not type(module).forward.__module__.startswith("torch."):
         module.compile(**options)

@@ -119,7 +119,7 @@ def minmax_boxes(
 ) -> np.ndarray:
     """Returns boxes inside the image with sides uniform in ``minmax``, fractions of the image's sides: int64 [N, 4].
 
-    As in timm, the larger limit itself is excluded, unless there is no pixel between the two.
+    As in timm, the larger limit itself is excluded, unless no pixel is between the two.
     """
     sides, starts = [], []
     for length in (height, width):

@@ -65,7 +65,7 @@ class Compile(Callback):
             default is in ``/tmp``, which a reboot empties.
 
     Raises:
-        DloError: If an argument does not fit, a module is compiled already or there is none to compile, a strategy
+        DloError: If an argument does not fit, a module is compiled already or none can be compiled, a strategy
             wraps the modules too early, or CUDA graphs meet accumulated gradients or parameters that a strategy
             gathers for each use.
     """

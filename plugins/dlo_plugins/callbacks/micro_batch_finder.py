@@ -29,7 +29,7 @@ from dlo_framework.whole_file import write_whole
 from dlo_plugins.batch_search import Budget, Pool, count_samples, find_largest, is_out_of_memory, keep_global_batch
 
 FILE = "batch_size.json"
-#: Number of epochs that stands for the end of a run without a last epoch.
+#: Number of epochs of a run without a last epoch.
 FAR = 1_000_000
 
 
@@ -42,7 +42,7 @@ class MicroBatchFinder(BeforeTraining):
     before, including random numbers and the position in the data.
 
     If a callback has a method ``set_max_micro_batch`` (DynamicBatchSize), the size is set there. Otherwise the batch
-    size does not change, as it is part of the recipe: the callback prints the size, with the ``batch_size`` and
+    size does not change, being part of the recipe: the callback prints the size, with the ``batch_size`` and
     ``accumulate_grad_batches`` that make the same step from the largest micro-batches that fit, and writes them to
     ``batch_size.json`` in the run's folder. A resumed run does not search again.
 

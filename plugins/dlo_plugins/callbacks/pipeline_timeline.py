@@ -30,7 +30,7 @@ class PipelineTimeline(Callback):
         step: Number of the optimizer step to measure, from 0; the first steps are slow, as they allocate memory.
 
     Raises:
-        DloError: If the step is negative, or there is no pipeline (MeshStrategy with `pp` of 2 or more).
+        DloError: If the step is negative, or the run has no pipeline (MeshStrategy with `pp` of 2 or more).
     """
 
     #: Why `dlo parity` trains without it: the one process of the comparison has no pipeline.

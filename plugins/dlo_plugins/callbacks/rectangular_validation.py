@@ -79,7 +79,7 @@ class RectangularValidation(Callback):
         self._prepare(trainer, pl_module)
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Does the same if there is no fit."""
+        """Does the same outside a fit."""
         if self._loader is None:
             self._prepare(trainer, pl_module)
 
