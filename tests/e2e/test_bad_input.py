@@ -94,7 +94,7 @@ def test_names_on_the_command_line(refused):
 def test_what_a_plug_ins_constructor_refuses(refused):
     callback = "[{class_path: OneCycle, init_args: {pct_start: 2.0}}]"
     message = refused("fit", "--config", "train.yaml", "--trainer.callbacks", callback)
-    assert "OneCycle: pct_start is a fraction above 0 and at most 1.0, but was 2.0" in message
+    assert "OneCycle: pct_start must be above 0 and at most 1.0, got 2.0" in message
 
 
 def test_devices_that_cannot_be(refused):

@@ -272,7 +272,7 @@ def test_grouped_mm_has_the_shapes_of_the_operator() -> None:
         ("xlm", "pp", r"head must run after the last block, got a forward of XLMWithLMHeadModel that calls"),
         ("doge", "tp", r"'model\.layers\.0\.self_attn' \(rules"),
         ("doge", "cp", "DogeAttention brings a mask of its own"),
-        ("nemotron_h", "tp", "must divide layers, got a plan of NemotronHForCausalLM whose rules match its vocabulary"),
+        ("nemotron_h", "tp", "must shard layers, got a plan of NemotronHForCausalLM whose rules match only its"),
     ],
 )
 def test_families_that_passed_and_failed(kind: str, axis: str, refused: str | None) -> None:
