@@ -155,7 +155,7 @@ def test_the_end_may_be_given_in_steps():
     plain, mixed = (fit(c, max_epochs=-1, max_steps=25) for c in (None, BatchMix(off_epochs=1)))
     same = [torch.equal(a[0], b[0]) for a, b in zip(mixed.seen, plain.seen, strict=True)]
     assert same == [False] * 20 + [True] * 5
-    with pytest.warns(UserWarning, match="off_epochs is 3, and the run has 2"):
+    with pytest.warns(UserWarning, match="off_epochs must be below the run's 2 epochs, got 3"):
         assert torch.equal(fit(BatchMix(off_epochs=3), max_epochs=2).seen[0][0], plain.seen[0][0])
 
 

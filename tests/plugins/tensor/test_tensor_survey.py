@@ -81,7 +81,7 @@ def test_a_check_changes_nothing() -> None:
 def test_adapted_projections_are_refused() -> None:
     model = on_meta("llama")
     adapters.adapt(model, model.lm_head, Lora(), torch.float32)
-    with pytest.raises(DloError, match=r"'model.layers.0.self_attn.q_proj', which adapters change.* use tp=1"):
+    with pytest.raises(DloError, match=r"'model.layers.0.self_attn.q_proj' must have no adapters .* set tp=1"):
         TensorParallel().check(model, plan_of(model), 2)
 
 
