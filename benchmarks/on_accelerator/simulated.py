@@ -198,7 +198,7 @@ def _fsdp(subject: Subject, net: nn.Module, device: torch.device) -> Callable[[A
         with torch.autocast(device.type, HALF):
             loss = sharding.call(lambda: subject.loss(net, batch))
         loss.backward()
-        shares.give(names)
+        shares.set_grads(names)
         optimizer.step()
         optimizer.zero_grad()
 

@@ -18,7 +18,7 @@ from dlo_framework.errors import DloError
 from dlo_framework.testing import run_distributed
 from dlo_framework.testing.state import whole_weights
 from dlo_plugins.fsdp.comms import ComplexReduceScatter
-from dlo_plugins.fsdp.policy import of_unit
+from dlo_plugins.fsdp.policy import unit_policy
 from dlo_plugins.strategies.fsdp import FSDPStrategy
 from dlo_plugins.strategies.zero import ZeroStrategy
 from support.fsdp_nets import WIDTH, Module, alone, differ, found_by, mine, of, trainer
@@ -135,11 +135,11 @@ def test_complex_among_real_ones_is_an_error_that_names_them(found: list[dict[st
 def test_a_unit_of_several_dtypes_is_refused_with_units_that_have_one() -> None:
     real, imaginary = torch.zeros(3), torch.zeros(3, dtype=torch.complex64)
     policy = MixedPrecisionPolicy(reduce_dtype=torch.float32)
-    assert of_unit(policy, {"a": real, "b": real}, []) is policy
-    assert of_unit(policy, {"a": imaginary}, []).reduce_dtype is None
+    assert unit_policy(policy, {"a": real, "b": real}, []) is policy
+    assert unit_policy(policy, {"a": imaginary}, []).reduce_dtype is None
     trained = {"net.stem.weight": real, "net.filter.weight": imaginary, "net.filter.phase": imaginary}
-    told = r"net.stem.weight is float32 and net.filter.weight complex64; .* \(units: \[net.blocks.0, net.filter\]\)"
+    told = r"got float32 net.stem.weight and complex64 net.filter.weight; .* \(units: \[net.blocks.0, net.filter\]\)"
     with pytest.raises(DloError, match=told):
-        of_unit(policy, trained, ["net.blocks.0"])
-    with pytest.raises(DloError, match=r"w complex64; .* units of their own \(units\), or use strategy zero3"):
-        of_unit(policy, {"a": real, "w": imaginary}, [])
+        unit_policy(policy, trained, ["net.blocks.0"])
+    with pytest.raises(DloError, match=r"complex64 w; .* units of their own \(units\), or use strategy zero3"):
+        unit_policy(policy, {"a": real, "w": imaginary}, [])

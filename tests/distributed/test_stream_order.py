@@ -134,7 +134,7 @@ def _blocks(rank: int, world_size: int) -> dict[str, tuple[list[int], int]]:
             with late():
                 run.fit(module, mine(rank, world_size))
                 groups = run.strategy.engine.groups
-            landing = sum(group.trains and group.home != DEVICE for group in groups)
+            landing = sum(group.trains and group.step_device != DEVICE for group in groups)
             found[name] = [after - before for before, after in pairwise(module.blocked)], landing
     return found
 

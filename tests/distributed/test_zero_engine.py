@@ -230,14 +230,14 @@ def test_a_model_without_memory_gets_it_a_unit_at_a_time_and_trains_as_any_other
 def _published_while_gathered(rank: int, world_size: int) -> list[float]:
     """A step of a unit that is being gathered, by a rank that is ahead of the other."""
     weight = nn.Parameter(torch.zeros(64))
-    group = FlatGroup({"weight": weight}, Communicator(), CPU, keep_whole=False, home=CPU)
+    group = FlatGroup({"weight": weight}, Communicator(), CPU, keep_full=False, step_device=CPU)
     for number in range(3):
         dist.barrier()
         if rank == 1:
             time.sleep(0.2)
         group.start_gather()
         group.shard.fill_(10 * number + rank)
-        group.publish()
+        group.all_gather_params()
         group.finish_gather()
     return weight.tolist()
 

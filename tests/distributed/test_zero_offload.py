@@ -65,13 +65,13 @@ def _trained(rank: int, world_size: int) -> dict[Any, Any]:
     for kind in OPTIMIZERS:
         for offload in PLACES:
             model, optimizer, engine = _engine(offload, kind)
-            places = {(group.trains, group.rests, group.home) for group in engine.groups}
+            places = {(group.trains, group.shard_device, group.step_device) for group in engine.groups}
             _step(rank, model, optimizer, engine, 1, twice=False)
             for group in engine.groups:  # As an average of the weights, or a checkpoint, writes.
                 group.shard.mul_(0.5)
             engine.refresh()
             _step(rank, model, optimizer, engine, 2, twice=kind == "pieces")
-            copies = sum(group.copied for group in engine.groups)
+            copies = sum(group.copy_bytes for group in engine.groups)
             shards = sum(group.shard.nbytes for group in engine.groups if group.trains)
             held = engine.bytes_held()["parameters"] - sum(group.shard.nbytes for group in engine.groups)
             engine.dissolve()
@@ -121,7 +121,7 @@ class Trial(Callback):
         trainer.strategy.refresh()
         snapshot.restore()
         self.back = all(torch.equal(g.shard, old) for g, old in zip(engine.groups, before, strict=True))
-        self.apart = any(group.apart for group in engine.groups)
+        self.apart = any(group.steps_copy for group in engine.groups)
 
 
 def _tried(rank: int, world_size: int) -> dict[str, tuple[bool, bool]]:

@@ -63,7 +63,7 @@ def _each(rank: int, world: int, folder: Path) -> dict[str, Any]:
             run.fit(module, mine(rank, world), mine(rank, world))
         said = [str(warning.message) for warning in told if "ZeRO 3" in str(warning.message)]
         kept = [unit.name for unit in run.strategy.engine.gathering.units if unit.kept]
-        resting = sum(group.whole.untyped_storage().nbytes() for group in run.strategy.engine.groups)
+        resting = sum(group.full.untyped_storage().nbytes() for group in run.strategy.engine.groups)
         weights = whole_weights(run)
         found[kind.__name__] = (differ(weights, alone(kind(), epochs=2)) if rank == 0 else 0.0, kept, said, resting)
     return found

@@ -75,7 +75,7 @@ def _divided(rank: int, stage: int, case: str) -> float:
         for micro, used in enumerate(CASES[case][rank]):
             engine.sync = micro == 1
             if engine.gathering:
-                engine.gathering.enter()
+                engine.gathering.begin_step()
             loss = model(_inputs(rank, micro), used) / 2
             engine.before_backward(automatic=True)
             loss.backward()

@@ -199,4 +199,4 @@ def test_what_needs_whole_gradients_and_what_trains_later_is_refused(tmp_path: P
         assert "under ZeroStrategy, which shards them first, got Finetuning; use strategy ddp" in finetuning
         assert len(thawed) == len(STAGES)
         for message in thawed:
-            assert "ZeRO divides what trains when the run starts, but blocks.0.0.bias, blocks.0.0.weight" in message
+            assert "must train from the start of the run, got blocks.0.0.bias, blocks.0.0.weight" in message

@@ -46,7 +46,7 @@ def test_the_command_takes_the_plugin_for_the_name(dlo, strategy, devices):
     code = 0 if strategy == "fsdp" else 2
     done = dlo("fit", "--config", "quickstart", "--config", "x.yaml", "--trainer.limit_val_batches", "0", code=code)
     if code:
-        assert "world size 2 is not divisible by replicate=3; use replicate=2 or run 3 processes" in done.stderr
+        assert "replicate must divide the world size 2, got 3; use replicate=2 or run 3 processes" in done.stderr
         assert not list(dlo.folder.glob("runs/*/version_*"))
     else:
         assert "FSDPStrategy on 1 rank(s)" in done.stdout

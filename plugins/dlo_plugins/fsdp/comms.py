@@ -1,7 +1,7 @@
-"""FSDP2's two collectives on gloo, where torch's own take longer than an all-reduce of the same buffer.
+"""Replaces FSDP2's two collectives on gloo, where torch's own are slower than an all-reduce of the same buffer.
 
-See :mod:`dlo_framework.distributed.collectives`, which has them as exchanges between pairs of ranks. Elsewhere torch's
-own are taken, the sum of complex gradients by way of their real parts.
+:mod:`dlo_framework.distributed.collectives` implements them as exchanges between pairs of ranks. Other backends use
+torch's own; complex gradients are summed through their real view.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from dlo_framework.distributed.collectives import Communicator
 
 
 class _Collective:
-    """A collective of FSDP2's; torch (2.11 to 2.15) calls these two methods of what ``set_custom_*`` is given."""
+    """Custom collective of FSDP2; torch (2.11 to 2.15) calls ``allocate`` and the object itself."""
 
     def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Returns a buffer."""
+        """Returns a new buffer."""
         return torch.empty(*size, dtype=dtype, device=device)
 
 
@@ -29,28 +29,28 @@ class _Pairwise(_Collective):
 
 
 class PairwiseAllGather(_Pairwise):
-    """Gathers a unit's parameters."""
+    """All-gather of a unit's parameters, between pairs of ranks."""
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
     ) -> None:
-        """Fills the output with all ranks' inputs; FSDP2 has put this rank's in its place there already."""
+        """Fills the output with all ranks' inputs; FSDP2 has already copied this rank's input there."""
         if group.size() == self.sharers.size:
             own = self.sharers.segment(output_tensor)
             if own.data_ptr() != input_tensor.data_ptr():
                 own.copy_(input_tensor)
             self.sharers.all_gather(output_tensor).wait()
-        else:  # After forward, parameters may lie on fewer ranks.
+        else:  # After forward, parameters may be sharded over fewer ranks.
             dist.all_gather_into_tensor(output_tensor, input_tensor, group=group)
 
 
 class PairwiseReduceScatter(_Pairwise):
-    """Sums a unit's gradients, and divides them."""
+    """Reduce-scatter of a unit's gradients, between pairs of ranks."""
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
     ) -> None:
-        """Fills the output with this rank's part of the inputs' sum, or mean; the input is overwritten."""
+        """Fills the output with this rank's shard of the inputs' sum or mean; the input is overwritten."""
         part = self.sharers.reduce_scatter(input_tensor).wait()
         if op == dist.ReduceOp.AVG:
             torch.div(part, self.sharers.size, out=output_tensor)
@@ -60,11 +60,11 @@ class PairwiseReduceScatter(_Pairwise):
 
 
 class ComplexReduceScatter(_Collective):
-    """Sums a unit's complex gradients: of torch's collectives (2.11 to 2.15) this one knows real numbers alone."""
+    """Reduce-scatter of a unit's complex gradients; torch's (2.11 to 2.15) supports real numbers only."""
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
     ) -> dist.Work | None:
-        """Fills the output with this rank's part of the inputs' sum."""
+        """Fills the output with this rank's shard of the inputs' sum."""
         real, parts = torch.view_as_real(output_tensor), torch.view_as_real(input_tensor)
         return dist.reduce_scatter_tensor(real, parts, group=group, op=op, async_op=async_op)

@@ -1,4 +1,4 @@
-"""The optimizers of a sharded module: what each of them steps, and how gradients come to it."""
+"""Optimizer shards of a sharded module: creates them, sets their gradients and computes the gradient norm."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ from dlo_framework.distributed.fused import prefer_fused
 from dlo_framework.distributed.held import local
 from dlo_framework.distributed.norms import parts
 from dlo_framework.errors import DloError
-from dlo_plugins.fsdp.pieces import RowShare, WholeShare, groups_of
+from dlo_plugins.fsdp.pieces import RowShare, WholeShare, make_groups
 from dlo_plugins.fsdp.sharding import Sharding
 from dlo_plugins.zero.probe import kind_of
 from dlo_plugins.zero.shares import Share
 
 
 class OptimizerShares:
-    """This rank's share of each optimizer's parameters, put into the optimizer in their place.
+    """Optimizer shards of all optimizers, which replace the parameters in the optimizers' parameter groups.
 
-    An optimizer that needs to see the gradients of all parameters at once keeps the DTensors, for which torch
-    communicates in each of its operations; so do parameters that are added to an optimizer later.
+    An optimizer whose update depends on all tensors keeps the DTensors, and torch communicates in each of its
+    operations. Parameters that are added to an optimizer later stay DTensors too.
 
     Args:
-        optimizers: as configured on the sharded module.
-        sharding: of the module.
+        optimizers: Optimizers of the sharded module.
+        sharding: Sharding of the module.
     """
 
     def __init__(self, optimizers: list[Optimizer], sharding: Sharding) -> None:
@@ -38,7 +38,7 @@ class OptimizerShares:
         self.optimizers = optimizers
         self._names = {id(parameter): clean(name) for name, parameter in sharding.module.named_parameters()}
         dtypes = {parameter.dtype.to_real() for parameter in sharding.parameters.values()}
-        self._wide = torch.float64 if torch.float64 in dtypes else torch.float32  # what norms are summed in
+        self._wide = torch.float64 if torch.float64 in dtypes else torch.float32  # dtype in which norms are summed
         self._shares = {id(optimizer): self._share(optimizer) for optimizer in optimizers}
 
     def _share(self, optimizer: Optimizer) -> Share | None:
@@ -46,31 +46,31 @@ class OptimizerShares:
         if kind == "all" and not hasattr(optimizer, "_get_clip_grad_norm"):
             if self.sharding.options.offload and self.sharding.device.type != "cpu":
                 raise DloError(
-                    f"{type(optimizer).__name__} needs all gradients at once, which lie in the ranks' CPU memory; leave"
-                    " offload out"
+                    f"an optimizer under offload must update each tensor without the others, got"
+                    f" {type(optimizer).__name__}; leave offload out"
                 )
             return None
         if kind != "elementwise" and self.sharding.layout.cuts:
             raise DloError(
-                f"{type(optimizer).__name__} needs whole tensors, of which tensor parallelism leaves each rank a part;"
-                " use an elementwise optimizer such as AdamW, or tp: 1 with more dp_shard"
+                f"an optimizer under tensor parallelism must be elementwise, got {type(optimizer).__name__}, which"
+                " needs full tensors; use an elementwise optimizer such as AdamW, or tp: 1 with more dp_shard"
             )
-        groups = groups_of(optimizer, self._held_names(), self.communicator, self.sharding.device)
+        groups = make_groups(optimizer, self._held_names(), self.communicator, self.sharding.device)
         share = (RowShare if kind == "elementwise" else WholeShare)(groups, self.communicator)
         if kind == "all":
-            self._take_global_norm(optimizer)
-        share.move_into(optimizer, self._names)
+            self._patch_global_norm(optimizer)
+        share.replace_params(optimizer, self._names)
         prefer_fused(optimizer, on_cpu=self.sharding.options.offload and self.sharding.device.type != "cpu")
-        optimizer.register_step_post_hook(lambda *_: share.publish())
+        optimizer.register_step_post_hook(lambda *_: share.all_gather_params())
         return share
 
     def _held_names(self) -> dict[int, str]:
         return {id(parameter): name for name, parameter in self.sharding.parameters.items()}
 
-    def _take_global_norm(self, optimizer: Any) -> None:
-        """Lets an optimizer that clips by the norm of all gradients see the norm over all ranks.
+    def _patch_global_norm(self, optimizer: Any) -> None:
+        """Makes an optimizer that clips by the global gradient norm compute that norm over all ranks.
 
-        timm (1.0) computes it in ``Lamb._get_clip_grad_norm``, from the gradients it holds, and takes it nowhere else.
+        A reach into timm (1.0), which computes the norm in ``Lamb._get_clip_grad_norm`` and nowhere else.
         """
 
         def clip_by_global_norm() -> Tensor | None:
@@ -85,7 +85,7 @@ class OptimizerShares:
     # --- gradients -----------------------------------------------------------------------------------------
 
     def drop_gradients(self, wanted: Callable[[Share], bool]) -> set[str]:
-        """Forgets the parameters' gradients, of the shares that ``wanted`` picks; returns their names."""
+        """Drops the parameters' gradients of the shards that ``wanted`` selects; returns the parameters' names."""
         dropped: set[str] = set()
         for share in self._shares.values():
             if share is not None and wanted(share):
@@ -95,25 +95,25 @@ class OptimizerShares:
         return dropped
 
     @staticmethod
-    def wiped(share: Share) -> bool:
-        """Whether ``zero_grad`` or a step has dropped the gradients that were given."""
-        return all(tensor.grad is None for tensor in _stand_ins(share))
+    def grads_dropped(share: Share) -> bool:
+        """Returns whether ``zero_grad`` or a step has dropped the gradients that were set."""
+        return all(tensor.grad is None for tensor in _local_params(share))
 
     @torch.no_grad()
-    def give(self, used: Iterable[str]) -> None:
-        """Gives the optimizers' tensors the gradients that backward has left on the parameters."""
+    def set_grads(self, used: Iterable[str]) -> None:
+        """Sets the gradients of the optimizers' tensors from those that backward has left on the parameters."""
         used = set(used)
         for share in self._shares.values():
             if share is None:
                 continue
-            if not any(tensor.requires_grad for tensor in _stand_ins(share)):
-                for parameter in _parameters(share):  # Another optimizer has been toggled.
+            if not any(tensor.requires_grad for tensor in _local_params(share)):
+                for parameter in _parameters(share):  # The user has toggled another optimizer.
                     parameter.grad = None
                 continue
-            share.give_gradients(used)
-            for tensor in _stand_ins(share):
+            share.set_grads(used)
+            for tensor in _local_params(share):
                 if tensor.numel() == 0 and tensor.grad is None:
-                    tensor.grad = torch.zeros_like(tensor)  # So that a loss scale's check finds something to check.
+                    tensor.grad = torch.zeros_like(tensor)  # The loss scaler must find at least one gradient.
 
     def gradient_norm(self, optimizer: Optimizer) -> Tensor:
         """Returns the 2-norm over all ranks of an optimizer's gradients, each element counted once."""
@@ -130,57 +130,57 @@ class OptimizerShares:
         return self.sharding.copy.sum(squared).sqrt()
 
     def _counts(self, name: str, tensor: Tensor) -> bool:
-        """Whether the norm counts what this rank has of a gradient, and no other rank has the same."""
+        """Returns whether the norm counts this rank's shard of a gradient, of which another rank may have a copy."""
         layout, place = self.sharding.layout, self.sharding.groups.place
         if name in layout.repeated or (place.tp and name not in layout.cuts):
             return False
-        # What has no dims and no stand-in is whole on every rank.
+        # A scalar without a local parameter is replicated on every rank.
         return not (id(tensor) in self._names and tensor.ndim == 0 and self.communicator.rank)
 
     # --- state ---------------------------------------------------------------------------------------------
 
     def tensors(self, optimizer: Optimizer) -> dict[str, Tensor]:
-        """Returns what an optimizer steps on this rank, by parameter name."""
+        """Returns the tensors that an optimizer steps on this rank, by parameter name."""
         share = self._shares[id(optimizer)]
-        found = dict(share.stand_ins) if share is not None else {}
+        found = dict(share.local_params) if share is not None else {}
         for tensor in _stepped(optimizer):
             if id(tensor) in self._names:
                 found[self._names[id(tensor)]] = tensor
         return found
 
     def group_names(self, optimizer: Optimizer) -> list[list[str]]:
-        """Returns the names of each parameter group's parameters, those of other ranks' shares too."""
+        """Returns the parameter names of each parameter group, those of other ranks' shards too."""
         share = self._shares[id(optimizer)]
         known = share.group_names if share is not None else []
         added = optimizer.param_groups[len(known) :]
         return known + [[self._names[id(parameter)] for parameter in group["params"]] for group in added]
 
     def share_of(self, name: str) -> Share | None:
-        """Returns the share that a parameter is in; None for one that an optimizer steps as a DTensor."""
+        """Returns the optimizer shard with a parameter; None for one that an optimizer steps as a DTensor."""
         return next((share for share in self._shares.values() if share is not None and name in share.shapes), None)
 
-    def canonical(self, name: str, value: Tensor) -> Shard:
-        """Returns a state tensor as the part of the parameter-shaped one that it is."""
+    def as_shard(self, name: str, value: Tensor) -> Shard:
+        """Returns a state tensor as a shard of the tensor in the parameter's shape."""
         share = self.share_of(name)
-        found = value if share is None else share.canonical(name, value)
-        # Of an elementwise optimizer's state, what is a flat shard has the parameter's shape; a step count has not.
+        found = value if share is None else share.as_shard(name, value)
+        # State in the parameter's shape is a flat shard under an elementwise optimizer; a step count is not.
         if share is not None and not isinstance(found, FlatShard):
             return found
         return with_cut(found, self.sharding.layout.cuts.get(name))
 
-    def room(self, name: str, shape: torch.Size, dtype: torch.dtype) -> Shard | None:
-        """Returns room for this rank's part of a state tensor; None for a parameter that is stepped as it is."""
+    def empty_shard(self, name: str, shape: torch.Size, dtype: torch.dtype) -> Shard | None:
+        """Returns an uninitialised shard of a state tensor; None for a parameter that is stepped as a DTensor."""
         share, cut = self.share_of(name), self.sharding.layout.cuts.get(name)
         if share is None:
             return None
         if cut is None or len(shape) <= cut.dim or shape[cut.dim] != cut.size:
-            return share.room(name, shape, dtype)
-        found = share.room(name, cut.part_shape(shape), dtype)
-        return CutShard(found, cut) if isinstance(found, FlatShard) else share.room(name, shape, dtype)
+            return share.empty_shard(name, shape, dtype)
+        found = share.empty_shard(name, cut.part_shape(shape), dtype)
+        return CutShard(found, cut) if isinstance(found, FlatShard) else share.empty_shard(name, shape, dtype)
 
 
-def _stand_ins(share: Share) -> list[Tensor]:
-    return list(share.stand_ins.values()) or [share.witness]
+def _local_params(share: Share) -> list[Tensor]:
+    return list(share.local_params.values()) or [share.placeholder]
 
 
 def _parameters(share: Share) -> list[nn.Parameter]:

@@ -1,13 +1,14 @@
-"""How FSDP's own mixed precision goes with the Trainer's.
+"""Combines FSDP's mixed precision with the Trainer's.
 
-The Trainer's ``precision`` stays what it is in a single process: ``bf16-mixed`` and ``16-mixed`` compute by autocast
-on parameters in single precision, so that the losses are those of a single process. On top of it, ``param_dtype``
-gathers parameters in half precision, which halves what passes and the memory of what is gathered; it rounds what
-autocast leaves in single precision (embeddings, norms' weights), so that the losses are no longer quite the same.
+The Trainer's ``precision`` means the same as in a single process: ``bf16-mixed`` and ``16-mixed`` compute by autocast
+on parameters in single precision, so that the losses equal those of a single process. In addition, ``param_dtype``
+gathers parameters in half precision, which halves the all-gathers and the memory of gathered parameters. It also
+rounds parameters that autocast leaves in single precision (embeddings, norms' weights), so that the losses differ
+slightly.
 
-Gathered in single precision, each weight is cast by autocast, and autograd keeps the cast until backward: 2 bytes a
-parameter of the whole model that no number of ranks divides. So on an accelerator ``bf16-mixed`` gathers in bfloat16
-by default.
+When parameters are gathered in single precision, autocast casts each weight, and autograd keeps the cast until
+backward: 2 bytes per parameter of the full model on each rank, for any number of ranks. So on an accelerator
+``bf16-mixed`` gathers in bfloat16 by default.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from dlo_framework.errors import DloError, did_you_mean
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _SHORT = {"fp32": "float32", "32": "float32", "bf16": "bfloat16", "fp16": "float16", "16": "float16"}
 
-#: The Trainer's precision, and what parameters can be gathered in under it.
+#: The dtypes in which parameters can be gathered, by the Trainer's precision.
 _COMPUTE = {
     "32-true": ("float32", "bfloat16", "float16"),
     "bf16-mixed": ("float32", "bfloat16"),
@@ -35,17 +36,21 @@ _COMPUTE = {
 }
 
 
-def dtype_of(option: str, name: str | None) -> torch.dtype | None:
+def parse_dtype(option: str, name: str | None) -> torch.dtype | None:
     """Returns the dtype that a config names.
 
+    Args:
+        option: Name of the option, for the message.
+        name: Name of the dtype, or None.
+
     Raises:
-        DloError: for another name.
+        DloError: The name is unknown.
     """
     if name is None:
         return None
     name = _SHORT.get(name, name).removeprefix("torch.")
     if name not in DTYPES:
-        raise DloError(f"unknown {option} '{name}'{did_you_mean(name, DTYPES) or ';'} available: {', '.join(DTYPES)}")
+        raise DloError(f"{option} must be one of {', '.join(DTYPES)}, got '{name}'{did_you_mean(name, DTYPES)}")
     return DTYPES[name]
 
 
@@ -55,48 +60,52 @@ def mixed_precision(
     """Returns FSDP's policy.
 
     Args:
-        precision: the Trainer's.
-        param_dtype: what parameters are gathered and computed in; None for their own.
-        reduce_dtype: what gradients are summed in; None for the parameters' own dtype, whatever they are gathered in.
-        output_dtype: what the module's outputs are cast to; None leaves them.
+        precision: Precision of the Trainer.
+        param_dtype: Dtype in which parameters are gathered and computed; None for their own.
+        reduce_dtype: Dtype in which gradients are summed; None for the parameters' own, even if they are gathered in
+            another.
+        output_dtype: Dtype to which the module's outputs are cast; None leaves them.
 
     Raises:
-        DloError: if they contradict each other.
+        DloError: The dtypes contradict each other.
     """
     given = {"param_dtype": param_dtype, "reduce_dtype": reduce_dtype, "output_dtype": output_dtype}
-    dtypes = {option: dtype_of(option, name) for option, name in given.items()}
+    dtypes = {option: parse_dtype(option, name) for option, name in given.items()}
     param = dtypes["param_dtype"]
     if param is not None:
         if precision not in _COMPUTE:
-            raise DloError(f"precision {precision} and param_dtype {param_dtype} do not go together; leave one out")
+            raise DloError(
+                f"precision must be {', '.join(_COMPUTE)} with a param_dtype, got precision {precision} and param_dtype"
+                f" {param_dtype}; leave one out"
+            )
         possible = [DTYPES[name] for name in _COMPUTE[precision]]
         if param not in possible:
             raise DloError(
-                f"precision {precision} computes in another dtype than param_dtype {param_dtype}; leave param_dtype"
-                f" out, or use {' or '.join(_COMPUTE[precision])}"
+                f"param_dtype must be {' or '.join(_COMPUTE[precision])} under precision {precision}, got"
+                f" {param_dtype}; use that, or leave param_dtype out"
             )
     if param == torch.float16 and precision != "16-mixed":
         raise DloError(
-            f"param_dtype float16 needs a loss scale, which precision {precision} does not have; set the trainer's"
-            " precision to 16-mixed, or param_dtype to bfloat16"
+            f"param_dtype float16 must come with a loss scale, got precision {precision}, which has none; set the"
+            " trainer's precision to 16-mixed, or param_dtype to bfloat16"
         )
     reduce = dtypes["reduce_dtype"]
     if reduce is None and param is not None:
-        reduce = torch.float32  # What torch 2.15 does by itself; before, it summed in the gathered dtype.
-    casts = param is not None and not precision.endswith("-mixed")  # Autocast does, and leaves targets as they are.
+        reduce = torch.float32  # The default of torch 2.15; before, it summed in the gathered dtype.
+    casts = param is not None and not precision.endswith("-mixed")  # Autocast casts too, and leaves targets alone.
     return MixedPrecisionPolicy(
         param_dtype=param, reduce_dtype=reduce, output_dtype=dtypes["output_dtype"], cast_forward_inputs=casts
     )
 
 
 def default_param_dtype(precision: str, device: torch.device, module: nn.Module | None = None) -> str | None:
-    """Returns what parameters are gathered in where a config does not say; None for their own dtype.
+    """Returns the default dtype in which parameters are gathered; None for their own.
 
     Args:
-        precision: the Trainer's.
-        device: where this rank computes.
-        module: where all of it would be gathered so; one with batch norm keeps single precision: it does not take
-            weights in half precision beside statistics in single precision.
+        precision: Precision of the Trainer.
+        device: Device on which this rank computes.
+        module: Module that would be gathered in it, if the dtype is for all of its parameters. A module with batch norm
+            keeps single precision: batch norm rejects weights in half precision beside statistics in single precision.
     """
     if precision != "bf16-mixed" or device.type == "cpu":
         return None
@@ -104,20 +113,20 @@ def default_param_dtype(precision: str, device: torch.device, module: nn.Module 
 
 
 def has_batch_norm(module: nn.Module) -> bool:
-    """Returns whether any part of a module is a batch norm."""
+    """Returns whether any submodule is a batch norm."""
     return any(isinstance(part, _BatchNorm) for part in module.modules())
 
 
-def of_unit(policy: MixedPrecisionPolicy, trained: Mapping[str, Tensor], units: list[str]) -> MixedPrecisionPolicy:
-    """Returns the policy of one unit: complex gradients are summed as they are, for ``reduce_dtype`` is a real one.
+def unit_policy(policy: MixedPrecisionPolicy, trained: Mapping[str, Tensor], units: list[str]) -> MixedPrecisionPolicy:
+    """Returns the policy of one unit; complex gradients are summed in their own dtype, as ``reduce_dtype`` is real.
 
     Args:
-        policy: of all units.
-        trained: the unit's parameters that train, by name.
-        units: the names of all units.
+        policy: Policy of all units.
+        trained: Trainable parameters of the unit, by name.
+        units: Names of all units.
 
     Raises:
-        DloError: if they have several dtypes: FSDP2 (torch 2.11 to 2.15) sums a unit's gradients in one buffer.
+        DloError: The unit has several dtypes, while FSDP2 (torch 2.11 to 2.15) sums its gradients in one buffer.
     """
     dtypes = {parameter.dtype: name for name, parameter in reversed(list(trained.items()))}
     if len(dtypes) > 1:
@@ -127,9 +136,9 @@ def of_unit(policy: MixedPrecisionPolicy, trained: Mapping[str, Tensor], units: 
         apart = sorted(home for home in homes if home and not _holds(home, trained.keys() - odd))
         named = f"units: [{', '.join([*units, *apart])}]" if apart else "units"
         raise DloError(
-            f"FSDP2 sums the gradients of one unit in one dtype, but {name} is {str(one).removeprefix('torch.')} and"
-            f" {another} {str(other).removeprefix('torch.')}; let modules that hold one dtype alone be units of their"
-            f" own ({named}), or use strategy zero3, which takes any"
+            "parameters of a unit must have one dtype under FSDP2, got"
+            f" {str(one).removeprefix('torch.')} {name} and {str(other).removeprefix('torch.')} {another}; make modules"
+            f" of one dtype units of their own ({named}), or use strategy zero3, which accepts any"
         )
     return replace(policy, reduce_dtype=None) if any(dtype.is_complex for dtype in dtypes) else policy
 

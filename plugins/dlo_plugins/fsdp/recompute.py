@@ -1,7 +1,7 @@
-"""Recomputation: activations inside a unit are dropped after its forward, and computed again in backward.
+"""Recomputes activations: those inside a unit are dropped after its forward, and computed again in backward.
 
 Training Deep Nets with Sublinear Memory Cost. Chen, Xu, Zhang & Guestrin, 2016, arXiv 1604.06174. With the units as
-segments, memory holds one activation a unit and the insides of one, for one more forward pass.
+segments, memory holds one activation per unit and all activations of one unit, at the cost of one more forward pass.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from torch.utils.checkpoint import checkpoint
 
 
 class _Recomputed:
-    """A module's forward that keeps nothing but its inputs; random numbers are drawn again as they were.
+    """Forward of a module that keeps only its inputs for backward; recomputation draws the same random numbers.
 
     Args:
-        forward: the module's own.
-        context_fn: of torch's checkpoint: what of the inside is kept after all.
-        holding: called with the inputs; returns a context in which they are put aside.
+        forward: Forward of the module.
+        context_fn: Function for ``context_fn`` of torch's checkpoint, which selects activations to keep.
+        holding: Function that gets the inputs and returns a context in which they are saved elsewhere.
     """
 
     def __init__(
@@ -42,7 +42,7 @@ class _Recomputed:
         with contextlib.nullcontext() if self.holding is None else self.holding((args, kwargs)):
             if any(isinstance(arg, Tensor) for arg in args):
                 return checkpoint(self.forward, *args, use_reentrant=False, **self.options, **kwargs)
-            # torch (2.11 to 2.15) draws the random numbers of the devices again on which positional tensors are.
+            # torch (2.11 to 2.15) restores the random state only of devices of positional tensors.
             return checkpoint(self._called, args, kwargs, use_reentrant=False, **self.options)
 
     def _called(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -54,15 +54,17 @@ def recompute(
     context_fn: Callable[[], Any] | None = None,
     holding: Callable[[Any], contextlib.AbstractContextManager[Any]] | None = None,
 ) -> None:
-    """Lets modules recompute their activations, once each.
+    """Makes modules recompute their activations in backward; a module that already does is left alone.
 
-    Their ``forward`` is replaced on the object, so that no wrapper shows in names or types, and hooks of the module,
-    such as FSDP's gathering, stay outside.
+    ``forward`` is replaced on the object, so that names and types do not change, and hooks of the module, such as
+    FSDP's gathering, run outside.
 
     Args:
-        modules: whose activations are recomputed.
-        context_fn: of torch's checkpoint: what of the inside is kept after all; by default nothing.
-        holding: called with a module's inputs; returns a context in which they are put aside for backward.
+        modules: Modules whose activations are recomputed.
+        context_fn: Function for ``context_fn`` of torch's checkpoint, which selects activations to keep; by default
+            none are.
+        holding: Function that gets a module's inputs and returns a context in which they are saved elsewhere for
+            backward.
     """
     for module in modules:
         if not isinstance(module.__dict__.get("forward"), _Recomputed):

@@ -1,4 +1,4 @@
-"""A module cut into units, each of them sharded by torch's FSDP2, and what is asked of it afterwards."""
+"""Shards a module with torch's FSDP2, unit by unit, and calls, reduces and reshards it."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from dlo_framework.errors import DloError, did_you_mean
 from dlo_framework.plan import ParallelPlan
 from dlo_plugins.fsdp.comms import ComplexReduceScatter, PairwiseAllGather, PairwiseReduceScatter
 from dlo_plugins.fsdp.mesh import REPLICATE, SHARD
-from dlo_plugins.fsdp.policy import of_unit
+from dlo_plugins.fsdp.policy import unit_policy
 from dlo_plugins.fsdp.recompute import recompute
 from dlo_plugins.fsdp.step_state import drop_step_state
 from dlo_plugins.fsdp.unused_params import reduce_unused_params
@@ -35,18 +35,18 @@ from dlo_plugins.fsdp.unused_params import reduce_unused_params
 
 @dataclass(frozen=True)
 class ShardOptions:
-    """How a module is sharded.
+    """Options of sharding a module.
 
     Attributes:
-        policy: mixed precision.
-        reshard_after_forward: whether a unit's parameters are freed between forward and backward; a number keeps them
-            sharded over so many ranks.
-        offload: whether shards, and with them the optimizer's step, live in CPU memory.
-        recompute: whether units keep their inputs only, and compute the rest again in backward.
-        forward_prefetch: units that are gathered ahead in forward.
-        backward_prefetch: units that are gathered ahead in backward; None leaves it to FSDP, which gathers one.
-        whole_steps: whether the steps as a whole are what gathers the parameters outside units. Otherwise the model's
-            outermost modules are, each when it is called.
+        policy: Mixed-precision policy.
+        reshard_after_forward: Whether a unit's parameters are freed between forward and backward; a number reshards
+            them over that number of ranks.
+        offload: Whether shards are in CPU memory, where the optimizer then steps.
+        recompute: Whether units keep only their inputs for backward, and recompute their activations.
+        forward_prefetch: Number of units that are gathered ahead in forward.
+        backward_prefetch: Number of units that are gathered ahead in backward; None for FSDP's default, one.
+        whole_steps: Whether the parameters outside units are gathered for a full step. Otherwise the model's outermost
+            modules gather them, each when it is called.
     """
 
     policy: MixedPrecisionPolicy
@@ -59,16 +59,16 @@ class ShardOptions:
 
     @property
     def needs_fsdp(self) -> bool:
-        """Whether an option asks for what FSDP2 does to parameters, also where one rank holds all of them."""
+        """Whether an option requires FSDP2 even where one rank holds all parameters."""
         dtypes = {self.policy.param_dtype, self.policy.output_dtype}
         return self.offload or not dtypes <= {None, torch.float32}
 
 
 class Steps(nn.Module):
-    """Calls a module's methods by name, as a forward pass: the root of the sharding, so that any of them gathers.
+    """Root of the sharding, whose forward calls a method of the module by name, so that every method gathers.
 
     Args:
-        module: what has the methods.
+        module: Module whose methods are called.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -76,33 +76,33 @@ class Steps(nn.Module):
         self.module = module
 
     def forward(self, method: str | Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Returns what the method returns, or a function that works on the module."""
+        """Calls the method, or a function that uses the module, and returns its result."""
         call = getattr(self.module, method) if isinstance(method, str) else method
         return call(*args, **kwargs)
 
 
 class Sharding:
-    """A module whose parameters are sharded; they are DTensors, but within a unit's forward and backward.
+    """Module whose parameters are sharded: DTensors, except during a unit's forward and backward.
 
-    Where no two ranks hold the same part of the model, there is nothing to shard, and parameters stay plain tensors;
-    unless an option asks for offload or for another dtype: then each rank is a mesh of its own.
+    Where each rank holds another slice of the model, there is nothing to shard, and parameters stay plain tensors.
+    Offload or another dtype still needs FSDP2; then each rank is a mesh of its own.
 
     Args:
-        module: on any device, or on the meta device.
-        units: names of the modules that are gathered as one.
-        groups: of the mesh.
-        device: where this rank computes.
-        options: see there.
-        seed: of modules on the meta device.
-        layout: what tensor and pipeline parallelism have made of the module, by its names.
+        module: Module on any device, also on the meta device.
+        units: Names of the modules that are gathered together.
+        groups: Process groups of the mesh.
+        device: Device on which this rank computes.
+        options: Options of the sharding.
+        seed: Seed for modules on the meta device.
+        layout: Slices and stages that tensor and pipeline parallelism have made of the module, by parameter name.
 
     Attributes:
-        sharers: the ranks that share what this one holds of the module.
-        copy: the ranks that together hold one copy of the whole module.
-        parameters: the parameters that this rank holds, or a part of, by name; each once.
-        roots: what is called first in a step.
-        units: the units' names.
-        unwatch: Function that takes the hooks of the last fit's :class:`~dlo_plugins.fsdp.usage.Usage` off the module.
+        sharers: Communicator of the ranks among which this rank's part of the module is sharded.
+        copy: Communicator of the ranks that together hold one copy of the full module.
+        parameters: Parameters of which this rank holds the full tensor or a shard, by name; each once.
+        roots: Outermost sharded modules.
+        units: Names of the units.
+        unwatch: Function that removes the hooks of the last fit's :class:`~dlo_plugins.fsdp.usage.Usage`.
     """
 
     def __init__(
@@ -122,33 +122,33 @@ class Sharding:
         wanted = groups.has_data_parallelism or options.needs_fsdp
         self._mesh = groups.data_mesh(REPLICATE, SHARD) if wanted else None
         self._elsewhere = _named(module, self.layout.elsewhere)
-        self.units = separable(module, units)
+        self.units = separable_units(module, units)
         names = {id(submodule): name for name, submodule in module.named_modules()}
         blocks = [module.get_submodule(name) for name in self.units]
-        self.roots: list[Any] = [Steps(module)] if options.whole_steps else callable_roots(module)
+        self.roots: list[Any] = [Steps(module)] if options.whole_steps else find_roots(module)
         if options.recompute:
             recompute(blocks)
-        self._scalars = [parameter for parameter in self._held(module) if parameter.ndim == 0]
+        self._scalars = [parameter for parameter in self._params_here(module) if parameter.ndim == 0]
         initialise = Initialiser(device, seed, self.layout)
         for part in [*blocks, *(root for root in self.roots if not any(root is block for block in blocks))]:
             named = part.module if isinstance(part, Steps) else part
             initialise(named, names[id(named)])
             self._shard(part)
         self._prefetch(blocks)
-        self.collect()
+        self.collect_params()
         self._syncs = True
         self.unwatch: Callable[[], None] | None = None
 
     @property
     def is_sharded(self) -> bool:
-        """Whether parameters are divided among ranks, and gathered for each use."""
+        """Whether FSDP2 shards the parameters and gathers them for each use."""
         return self._mesh is not None
 
-    def _held(self, part: nn.Module) -> list[nn.Parameter]:
+    def _params_here(self, part: nn.Module) -> list[nn.Parameter]:
         return [parameter for parameter in part.parameters() if id(parameter) not in self._elsewhere]
 
-    def collect(self) -> None:
-        """Takes note of the module's parameters: what changes their dtype may put others in their place."""
+    def collect_params(self) -> None:
+        """Collects the module's parameters by name, after their dtype may have changed and replaced them."""
         self.reshard()
         self.parameters: dict[str, nn.Parameter] = {
             clean(name): parameter
@@ -158,7 +158,7 @@ class Sharding:
 
     def _shard(self, part: nn.Module) -> None:
         options = self.options
-        self._same_everywhere(part)
+        self._broadcast_params(part)
         if self._mesh is None:
             return
         ignored = {parameter for parameter in part.parameters() if parameter.ndim == 0}
@@ -172,7 +172,7 @@ class Sharding:
             part,
             mesh=self._mesh,
             reshard_after_forward=options.reshard_after_forward,
-            mp_policy=of_unit(options.policy, trained, self.units),
+            mp_policy=unit_policy(options.policy, trained, self.units),
             offload_policy=policy,
             ignored_params=ignored,
         )
@@ -185,14 +185,14 @@ class Sharding:
             sharded.set_custom_reduce_scatter(ComplexReduceScatter())
 
     def _trained(self, part: nn.Module, ignored: set[nn.Parameter]) -> dict[str, nn.Parameter]:
-        """Returns what FSDP2 shards as one with a part, of what trains; what its units hold is sharded already."""
+        """Returns the trainable parameters of FSDP2's group for a module; those of its units are sharded already."""
         own = {id(parameter) for parameter in part.parameters() if not isinstance(parameter, DTensor)}
         own -= {id(parameter) for parameter in ignored}
         return {clean(n): p for n, p in self.module.named_parameters() if id(p) in own and p.requires_grad}
 
-    def _same_everywhere(self, part: nn.Module) -> None:
-        """Gives all ranks that hold the same part of the model the first one's values of what is not sharded yet."""
-        for tensor in [*self._held(part), *part.buffers()]:
+    def _broadcast_params(self, part: nn.Module) -> None:
+        """Broadcasts the unsharded parameters and buffers from the first data-parallel rank to the others."""
+        for tensor in [*self._params_here(part), *part.buffers()]:
             if isinstance(tensor, DTensor) or id(tensor) in self._elsewhere:
                 continue
             value = tensor.data.to(self.device).contiguous()
@@ -212,26 +212,26 @@ class Sharding:
     # --- steps ---------------------------------------------------------------------------------------------
 
     def call(self, method: str | Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Returns what a method of the module returns, or a function that works on it, with parameters gathered."""
+        """Calls a method of the module, or a function that uses it, with parameters gathered; returns its result."""
         if self.options.whole_steps:
             return self.roots[0](method, *args, **kwargs)
         call = getattr(self.module, method) if isinstance(method, str) else method
         return call(*args, **kwargs)
 
-    def keep_gathered(self, enabled: bool) -> None:
-        """Says whether the backward passes that follow leave parameters gathered: others of the same step come."""
+    def set_keep_gathered(self, enabled: bool) -> None:
+        """Sets whether the next backward passes leave parameters gathered, for others of the same step."""
         for root in self._sharded_roots():
             root.set_reshard_after_backward(not enabled)
 
-    def sync(self, enabled: bool) -> None:
-        """Says whether the backward passes that follow reduce gradients, or add them up on each rank."""
+    def set_sync(self, enabled: bool) -> None:
+        """Sets whether the next backward passes reduce gradients, or accumulate them unreduced on each rank."""
         if enabled != self._syncs:
             self._syncs = enabled
             for root in self._sharded_roots():
                 root.set_requires_gradient_sync(enabled)
 
     def reshard(self) -> None:
-        """Frees what is gathered; the next use gathers the shards' values of then."""
+        """Frees the gathered parameters; the next use gathers the shards again."""
         for root in self.roots:
             for submodule in root.modules():
                 if isinstance(submodule, FSDPModule):
@@ -241,24 +241,28 @@ class Sharding:
         return [root for root in self.roots if isinstance(root, FSDPModule)]
 
     def reset(self) -> None:
-        """Drops what a step that raised has left, so that another can be tried."""
+        """Resets the state of a step that raised, so that another can be tried."""
         for root in self._sharded_roots():
             drop_step_state(root)
         self.reshard()
 
-    def anywhere(self, flags: list[bool]) -> list[bool]:
-        """Returns what holds on any of the ranks that hold the same part of the model."""
+    def any_rank(self, flags: list[bool]) -> list[bool]:
+        """Returns, for each flag, whether it is true on any data-parallel rank."""
         found = self._data.maximum(torch.tensor(flags, dtype=torch.uint8, device=self.device))
         return [bool(flag) for flag in found.tolist()]
 
     @torch.no_grad()
-    def complete_gradients(self) -> None:
-        """Adds up the gradients that are parts of a sum over the ranks of tensor parallelism."""
-        self.complete({name: p.grad for name, p in self.parameters.items() if p.grad is not None})
+    def reduce_partial_gradients(self) -> None:
+        """All-reduces the partial gradients over the ranks of tensor parallelism."""
+        self.reduce_partial({name: p.grad for name, p in self.parameters.items() if p.grad is not None})
 
     @torch.no_grad()
-    def complete(self, gradients: Mapping[str, Tensor]) -> None:
-        """Likewise those of these gradients, which are given by their parameters' names, in place."""
+    def reduce_partial(self, gradients: Mapping[str, Tensor]) -> None:
+        """All-reduces those of these gradients that are partial over tensor parallelism, in place.
+
+        Args:
+            gradients: Gradients by parameter name.
+        """
         names = [name for name in self.parameters if name in self.layout.partial and name in gradients]
         parts = [local(gradients[name]) for name in names]
         if not parts:
@@ -268,14 +272,14 @@ class Sharding:
             part.copy_(total.view_as(part))
 
     def share_buffers(self) -> None:
-        """Gives the ranks that hold the same part of the module the first one's buffers: norms' statistics, say."""
+        """Broadcasts buffers, such as norms' statistics, from the first data-parallel rank to the others."""
         for buffer in self.module.buffers():
             if not isinstance(buffer, DTensor) and not buffer.is_meta:
                 self._data.broadcast(buffer)
 
     @torch.no_grad()
     def average_scalars(self) -> None:
-        """Averages the gradients of parameters without dims, which each rank holds whole; those without one get 0."""
+        """Averages the gradients of scalar parameters, which are replicated; missing gradients count as 0."""
         scalars = [parameter for parameter in self._scalars if parameter.requires_grad]
         if not scalars:
             return
@@ -290,7 +294,7 @@ class Sharding:
 
 
 def _shards_integers(mesh: DeviceMesh) -> bool:
-    """Returns whether FSDP2 takes parameters of integers; torch 2.11 asks for their gradients, and raises."""
+    """Returns whether FSDP2 can shard integer parameters; torch 2.11 asks for their gradients, and raises."""
     probe = nn.Module()
     probe.integers = nn.Parameter(torch.zeros(mesh.size(), dtype=torch.uint8, device=mesh.device_type), False)
     try:
@@ -300,19 +304,19 @@ def _shards_integers(mesh: DeviceMesh) -> bool:
     return True
 
 
-def local_part(whole: Tensor, parameter: Tensor) -> Tensor:
-    """Returns what this rank holds of a parameter, of a whole tensor of its shape."""
+def local_shard(whole: Tensor, parameter: Tensor) -> Tensor:
+    """Returns this rank's shard of a full tensor of a parameter's shape."""
     if not isinstance(parameter, DTensor):
         return whole
     boxes = [box for box, _ in held_boxes(parameter.detach())]
     return part_of(whole, whole_box(whole.shape), boxes[0]) if boxes else torch.empty_like(local(parameter))
 
 
-def separable(module: nn.Module, units: Iterable[str]) -> list[str]:
+def separable_units(module: nn.Module, units: Iterable[str]) -> list[str]:
     """Returns the units that share no parameter with anything outside them, the innermost first.
 
-    A parameter that is tied across units, or to what lies outside them, is the root's, and so is all of its unit:
-    FSDP2 would shard it once for each, and untie it.
+    A unit with a parameter that is tied to another unit, or to a module outside the units, belongs to the root: FSDP2
+    would shard the parameter once for each unit, and untie it.
     """
     homes: dict[int, set[str]] = {}
     inside = {
@@ -332,53 +336,55 @@ def separable(module: nn.Module, units: Iterable[str]) -> list[str]:
     return sorted(chosen, key=lambda name: (-name.count(".") if nested else 0, order[name]))
 
 
-def named_units(module: nn.Module, patterns: list[str]) -> list[str]:
-    """Returns the modules that a config's ``units`` name.
+def match_units(module: nn.Module, patterns: list[str]) -> list[str]:
+    """Returns the names of the modules that a config's ``units`` match.
 
     Raises:
-        DloError: for a pattern that matches nothing, or a container, which is never called.
+        DloError: A pattern matches nothing, or a container, which is never called.
     """
     names = [name for name, _ in module.named_modules() if name]
     found: list[str] = []
     for pattern in patterns:
         matches = ParallelPlan(blocks=(pattern,)).block_names(module)
         if not matches:
-            raise DloError(f"units: '{pattern}' matches no module{did_you_mean(pattern, names)}")
+            raise DloError(
+                f"units must name modules, got '{pattern}', which matches none{did_you_mean(pattern, names)}"
+            )
         container = next(
             (n for n in matches if isinstance(module.get_submodule(n), nn.ModuleList | nn.ModuleDict)), None
         )
         if container is not None:
             raise DloError(
-                f"units: '{container}' is a {type(module.get_submodule(container)).__name__}, which is never called and"
-                f" so never gathered; name what is in it: '{container}.*'"
+                "units must name modules that are called, since a call gathers them, got"
+                f" {type(module.get_submodule(container)).__name__} '{container}'; name its modules: '{container}.*'"
             )
         found += matches
     return list(dict.fromkeys(found))
 
 
-def callable_roots(module: nn.Module) -> list[nn.Module]:
+def find_roots(module: nn.Module) -> list[nn.Module]:
     """Returns the outermost modules with parameters that can be called.
 
     Raises:
-        DloError: if the module itself holds parameters: nothing would gather them.
+        DloError: The module itself has parameters, which nothing would gather.
     """
     own = [name for name, _ in module.named_parameters(recurse=False)]
     if own:
         raise DloError(
-            f"FSDP with manual optimization gathers a module's parameters when it is called, but"
-            f" {type(module).__name__} itself holds {', '.join(own[:5])}; put them into a module of their own"
+            "parameters under FSDP with manual optimization must be in submodules, whose calls gather them, got"
+            f" {', '.join(own[:5])} in {type(module).__name__} itself; put them into a module of their own"
         )
     roots: list[nn.Module] = []
     for child in module.children():
         if isinstance(child, nn.ModuleList | nn.ModuleDict):
-            roots += callable_roots(child)
+            roots += find_roots(child)
         elif next(child.parameters(), None) is not None:
             roots.append(child)
     return roots
 
 
 def _named(module: nn.Module, names: set[str]) -> set[int]:
-    """Returns the ids of a module's parameters and buffers of some names."""
+    """Returns the ids of a module's parameters and buffers with these names."""
     return {id(tensor) for name, tensor in itertools.chain(*_tensors(module)) if clean(name) in names}
 
 

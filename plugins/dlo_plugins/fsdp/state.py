@@ -1,4 +1,4 @@
-"""The state of a module that FSDP2 has sharded: for checkpoints, averages of weights and reports."""
+"""State of a module that FSDP2 has sharded, for checkpoints, weight averages and reports."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from dlo_framework.distributed.canonical import readable
 from dlo_framework.distributed.held import local, memory_of, optimizer_bytes
 from dlo_framework.distributed.strategy import ShardedStrategy
 from dlo_plugins.fsdp.optimizers import OptimizerShares
-from dlo_plugins.fsdp.sharding import Sharding, local_part
+from dlo_plugins.fsdp.sharding import Sharding, local_shard
 from dlo_plugins.fsdp.usage import Usage
 
 
 class ShardedState(ShardedStrategy):
-    """What FSDPStrategy says of its tensors.
+    """Part of MeshStrategy that describes this rank's tensors.
 
     Attributes:
-        sharding: of the module, once it has been made.
+        sharding: Sharding of the module; None before a run begins.
     """
 
     def __init__(self, timeout_minutes: float) -> None:
@@ -34,10 +34,10 @@ class ShardedState(ShardedStrategy):
         self._usage: Usage | None = None
         self._shares: OptimizerShares | None = None
         self._open = False  # whether gradients are being accumulated
-        self._complete = False  # whether the ranks' shares of gradients have been summed since the last backward
+        self._complete = False  # whether partial gradients have been summed since the last backward
 
     def _leave(self) -> None:
-        """Frees what is gathered."""
+        """Frees the gathered parameters."""
         if self.sharding is not None:
             self.sharding.reshard()
 
@@ -47,7 +47,7 @@ class ShardedState(ShardedStrategy):
         return self._shares.gradient_norm(_plain(optimizer))
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """Returns the module's state by name: this rank's parts of the parameters."""
+        """Returns the module's state by name, with this rank's shards of the parameters."""
         self._leave()
         state = super().lightning_module_state_dict()
         if self.sharding is None:
@@ -56,8 +56,8 @@ class ShardedState(ShardedStrategy):
         return {name: with_cut(value, cuts.get(name)) for name, value in state.items() if name not in elsewhere}
 
     def share_buffers(self) -> None:
-        """Gives the ranks that hold the same part of the model the first one's buffers."""
-        if self.sharding is not None:  # Else no run has begun, and a checkpoint is of the module as it is.
+        """Broadcasts buffers from the first data-parallel rank to the others."""
+        if self.sharding is not None:  # Otherwise no run has begun, and a checkpoint saves the plain module.
             self.sharding.share_buffers()
 
     def held_tensors(self) -> list[Tensor]:
@@ -69,7 +69,7 @@ class ShardedState(ShardedStrategy):
     zero_stage = 3
 
     def whole_size(self, name: str, parameter: Tensor) -> int:
-        """Returns how many elements a parameter has that tensor parallelism may have cut."""
+        """Returns the number of elements of the full tensor of a parameter that tensor parallelism may have cut."""
         cut = self.sharding.layout.cuts.get(name) if self.sharding is not None else None
         return parameter.numel() if cut is None else cut.whole_shape(parameter.shape).numel()
 
@@ -88,14 +88,14 @@ class ShardedState(ShardedStrategy):
 
     @torch.no_grad()
     def accumulated_gradients(self) -> dict[str, Shard]:
-        """Returns this rank's part of the gradients of an unfinished accumulation, their mean over the ranks."""
+        """Returns this rank's shards of the gradients of an unfinished accumulation, averaged over the ranks."""
         assert self.sharding is not None
         assert self._usage is not None
         parameters, gathered = self.sharding.parameters, self._usage.gathered
         wholes = {name: whole.grad for name, whole in gathered.items() if whole is not parameters.get(name)}
-        # Ranks may have used different parameters, and reduce the same.
-        unreduced = self.sharding.anywhere([wholes.get(name) is not None for name in parameters])
-        reduced = self.sharding.anywhere([parameter.grad is not None for parameter in parameters.values()])
+        # Ranks may have used different parameters, but must call the same reductions.
+        unreduced = self.sharding.any_rank([wholes.get(name) is not None for name in parameters])
+        reduced = self.sharding.any_rank([parameter.grad is not None for parameter in parameters.values()])
         found: dict[str, Shard] = {}
         for (name, parameter), adds, has in zip(parameters.items(), unreduced, reduced, strict=True):
             if not adds and not has:
@@ -106,18 +106,18 @@ class ShardedState(ShardedStrategy):
                 gradient = wholes.get(name)
                 if gradient is not None:
                     whole.copy_(gradient)
-                mine = local_part(self.reduce(whole, reduce_op="mean"), parameter)
-                local(part).add_(mine.to(local(part).device))  # Offloaded, the shard is in CPU memory.
+                mine = local_shard(self.reduce(whole, reduce_op="mean"), parameter)
+                local(part).add_(mine.to(local(part).device))  # With offload, the shard is in CPU memory.
             elif parameter.ndim == 0:
                 part = self.reduce(part, reduce_op="mean")
             found[name] = with_cut(part, self.sharding.layout.cuts.get(name))
         return found
 
     def restore_gradients(self, saved: Mapping[str, Any]) -> None:
-        """Takes up an unfinished accumulation: what the micro-batches that follow reduce is added to it.
+        """Restores an unfinished accumulation, to which the next micro-batches add their gradients.
 
-        A saved gradient is whole, and the accumulation's end sums the shares that several ranks have of some: there
-        one of them takes it up, and the others begin with zeros.
+        Saved gradients are complete sums. Partial and tied gradients are summed again at the accumulation's end, so
+        only one of their ranks restores the saved value, and the others begin with zeros.
         """
         assert self.sharding is not None
         assert self._usage is not None
@@ -125,40 +125,40 @@ class ShardedState(ShardedStrategy):
         for name, parameter in self.sharding.parameters.items():
             if name in gradients:
                 parameter.grad = torch.zeros_like(parameter, requires_grad=False)
-                if self._brings(name):
+                if self._restores_sum(name):
                     gradients.read_into(name, with_cut(parameter.grad, self.sharding.layout.cuts.get(name)))
                 self._usage.used.add(name)
         self._open, self._complete = True, False
 
-    def _brings(self, name: str) -> bool:
-        """Whether this rank brings what has been summed of a gradient into a further sum of the ranks' shares."""
+    def _restores_sum(self, name: str) -> bool:
+        """Returns whether this rank, of those that sum a gradient, restores the saved sum."""
         assert self.sharding is not None
         layout = self.sharding.layout
         return name not in layout.repeated and not (name in layout.partial and self.sharding.groups.place.tp)
 
     def refresh(self) -> None:
-        """Drops what has been gathered: the shards have been written to from outside."""
+        """Frees the gathered parameters, after the shards were written from outside."""
         self._leave()
 
     def optimizer_tensors(self, optimizer: Optimizer) -> dict[str, Tensor]:
-        """Returns this rank's share of an optimizer's parameters."""
+        """Returns the tensors that an optimizer steps on this rank, by parameter name."""
         assert self._shares is not None
         return self._shares.tensors(optimizer)
 
     def group_names(self, optimizer: Optimizer) -> list[list[str]]:
-        """Returns the names of each parameter group's parameters, those of other ranks' shares too."""
+        """Returns the parameter names of each parameter group, those of other ranks' shards too."""
         assert self._shares is not None
         return self._shares.group_names(optimizer)
 
     def canonical(self, name: str, tensor: Tensor, value: Tensor) -> Shard:
-        """Returns a state tensor as the part of the parameter-shaped one that it is."""
+        """Returns a state tensor as a shard of the tensor in the parameter's shape."""
         assert self._shares is not None
-        return self._shares.canonical(name, value)
+        return self._shares.as_shard(name, value)
 
     def room(self, name: str, tensor: Tensor, shape: torch.Size, dtype: torch.dtype) -> Shard:
-        """Returns room for this rank's part of a state tensor."""
+        """Returns an uninitialised shard of a state tensor for this rank."""
         assert self._shares is not None
-        found = self._shares.room(name, shape, dtype)
+        found = self._shares.empty_shard(name, shape, dtype)
         return super().room(name, tensor, shape, dtype) if found is None else found
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:

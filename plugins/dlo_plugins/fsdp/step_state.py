@@ -1,4 +1,4 @@
-"""What FSDP2 keeps of a step under way, and how to drop it when the step raised."""
+"""Drops the state that FSDP2 keeps during a step, after the step raised."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from torch.distributed.fsdp import FSDPModule
 
 
 def drop_step_state(root: FSDPModule) -> None:
-    """Brings FSDP2 back to where a step begins: shards alone, no gradient, no collective under way.
+    """Resets FSDP2 to the beginning of a step: shards only, no gradients, no running collective.
 
     A reach into torch 2.11 to 2.15. Its ``FSDPModule.reset_iter_state`` (2.13) fails before the first forward, and
-    before 2.15 leaves the gradients of gathered parameters, to which the next step would add. Where there is none, the
-    same fields are set here.
+    before 2.15 leaves the gradients of gathered parameters, to which the next step would add. Where torch lacks the
+    method, this function sets the same fields.
 
     Args:
         root: Outermost module that ``fully_shard`` was called with.
@@ -32,13 +32,13 @@ def drop_step_state(root: FSDPModule) -> None:
             gathered = getattr(parameter, "_unsharded_param", None)
             if gathered is not None:
                 gathered.grad = None
-            # Before torch 2.15 one in the dtype of the reduction stands beside it.
+            # Before torch 2.15 there is a second gradient in the dtype of the reduction.
             if getattr(parameter, "unsharded_accumulated_grad", None) is not None:
                 parameter.unsharded_accumulated_grad = None
 
 
 def own_groups(unit: Any) -> list[Any]:
-    """Returns FSDP2's parameter groups of a unit, given its ``FSDPState``; in torch 2.11 it has at most one."""
+    """Returns FSDP2's parameter groups of a unit's ``FSDPState``; in torch 2.11 there is at most one."""
     groups = unit._fsdp_param_groups if hasattr(unit, "_fsdp_param_groups") else [unit._fsdp_param_group]
     return [group for group in groups if group is not None]
 
@@ -50,7 +50,7 @@ def _groups(root: Any) -> Iterator[Any]:
 
 
 def _reset(state: Any) -> None:
-    """Does what torch 2.14's ``FSDPState._reset_iter_state`` does, where there is none."""
+    """Resets the fields that torch 2.14's ``FSDPState._reset_iter_state`` does, for versions without it."""
     context, shared = state._comm_ctx, state._state_ctx
     idle = type(state._training_state).IDLE
     stream = state._device_handle.current_stream()

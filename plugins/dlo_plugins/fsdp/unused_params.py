@@ -1,4 +1,4 @@
-"""Gradients of zeros for the parameters that a backward pass has not used, so that all ranks reduce the same."""
+"""Reduces zeros for the parameters that a backward pass has not used, so that all ranks reduce the same buffers."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from dlo_plugins.fsdp.step_state import own_groups
 
 
 def reduce_unused_params(unit: FSDPModule) -> None:
-    """Has a unit reduce zeros for parameters without a gradient.
+    """Makes a unit reduce zeros for parameters without a gradient.
 
-    Without, ranks that use different parameters reduce buffers of different lengths, which aborts them. torch has
-    ``FSDPModule.set_reduce_scatter_unused_params`` for it since 2.13. Before (2.11, 2.12), the gradients are set just
+    Otherwise ranks that use different parameters reduce buffers of different lengths, which aborts them. torch 2.13 has
+    ``FSDPModule.set_reduce_scatter_unused_params`` for it. In 2.11 and 2.12, this function sets the gradients just
     before FSDP2 collects them: a reach into ``FSDPParamGroup.post_backward``.
 
     Args:
@@ -28,10 +28,10 @@ def reduce_unused_params(unit: FSDPModule) -> None:
 
 
 class _ZerosFirst:
-    """Stands for a parameter group's ``post_backward``.
+    """Replacement of a parameter group's ``post_backward`` that first fills missing gradients with zeros.
 
     Args:
-        group: FSDP2's ``FSDPParamGroup``.
+        group: Parameter group, an ``FSDPParamGroup``.
     """
 
     def __init__(self, group: Any) -> None:

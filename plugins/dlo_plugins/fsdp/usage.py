@@ -1,4 +1,4 @@
-"""Which parameters of a sharded module a backward pass has given gradients."""
+"""Records which parameters of a sharded module get gradients in backward."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from dlo_plugins.fsdp.sharding import Sharding
 
 
 class Usage:
-    """Knows which parameters got a gradient, on this rank, since it was last asked.
+    """Record of the parameters that got a gradient on this rank since ``used`` was cleared.
 
-    FSDP2 gathers into parameters of its own, which stand in their modules from a unit's forward to the end of its
-    backward: they are watched, each from the first time that it is seen. Where nothing is sharded they are watched from
-    the start: a step of one's own may call parts of a model, and never the whole.
+    FSDP2 gathers into parameters of its own, which replace the sharded ones in their modules from a unit's forward to
+    the end of its backward. Each gets a hook when it is first seen. Where nothing is sharded, hooks are set from the
+    start, because a user's step may call submodules without ever calling the root.
 
     Args:
-        sharding: what is watched.
+        sharding: Sharded module.
 
     Attributes:
-        used: names of parameters with a gradient.
-        announced: whether the strategy has been told of the backward under way.
-        gathered: the parameters that FSDP2 gathers into, by name.
+        used: Names of parameters with a gradient.
+        announced: Whether this backward was started through the strategy.
+        gathered: Parameters that FSDP2 gathers into, by name.
     """
 
     def __init__(self, sharding: Sharding) -> None:
@@ -52,8 +52,8 @@ class Usage:
             if not sharding.is_sharded:
                 look()
 
-    def note_accumulated(self) -> None:
-        """Notes which parameters have gradients: those that a zero-bubble schedule computes apart announce none."""
+    def record_accumulated(self) -> None:
+        """Records parameters whose gradients a zero-bubble schedule has computed, for which no hook runs."""
         self.used |= {name for name, full in self.gathered.items() if full.grad is not None}
 
     def absent(self) -> list[str]:
@@ -62,7 +62,7 @@ class Usage:
         return [name for name in trained if name not in self.used]
 
     def remove(self) -> None:
-        """Stops watching."""
+        """Removes the hooks."""
         for handle in self.handles:
             handle.remove()
 

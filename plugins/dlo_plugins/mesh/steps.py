@@ -64,11 +64,11 @@ class MeshSteps(ShardedState):
             if self.pipelined is None:
                 return self.sharding.call("training_step", self._shared(batch), *args)
             self._open_window()
-            self.sharding.sync(False)
-            self.sharding.keep_gathered(True)
+            self.sharding.set_sync(False)
+            self.sharding.set_keep_gathered(True)
             found = self.sharding.call(self.pipelined.train, self._shared(batch), self._loss_scale())
             assert self._usage is not None
-            self._usage.note_accumulated()
+            self._usage.record_accumulated()
             return found
 
     def validation_step(self, batch: Any, *args: Any) -> Any:
@@ -123,8 +123,8 @@ class MeshSteps(ShardedState):
         """Forgets the gradients of the step before, which FSDP would add to."""
         assert self.sharding is not None
         self._open_window()
-        self.sharding.keep_gathered(False)
-        self.sharding.sync(self._last or self.fully_shard.sync_every_micro_batch)
+        self.sharding.set_keep_gathered(False)
+        self.sharding.set_sync(self._last or self.fully_shard.sync_every_micro_batch)
 
     def _open_window(self) -> None:
         """Begins an accumulation, unless one is under way."""
@@ -134,7 +134,7 @@ class MeshSteps(ShardedState):
         automatic, is_open = self._module().automatic_optimization, self._open
         # What was dropped is unused until a backward uses it again: by hand, another optimizer's may come first.
         self._usage.used -= self._shares.drop_gradients(
-            lambda share: not is_open or (not automatic and OptimizerShares.wiped(share))
+            lambda share: not is_open or (not automatic and OptimizerShares.grads_dropped(share))
         )
         if self._complete:
             self._divide_sums()
@@ -145,7 +145,7 @@ class MeshSteps(ShardedState):
         """Leaves one rank what ranks have summed of gradients: by hand, a backward may add to them before a step."""
         assert self.sharding is not None
         for name, parameter in self.sharding.parameters.items():
-            if parameter.grad is not None and not self._brings(name):
+            if parameter.grad is not None and not self._restores_sum(name):
                 parameter.grad.zero_()
 
     def _loss_scale(self) -> Tensor:
@@ -166,7 +166,7 @@ class MeshSteps(ShardedState):
             used = self._used(automatic)
             self.sharding.average_scalars()
             if self._last:  # What has been summed would count once more for each rank in a later sum.
-                self.sharding.complete_gradients()
+                self.sharding.reduce_partial_gradients()
                 if self.pipelined is not None:
                     self.pipelined.pipeline.tied.sum_gradients()
                 self._complete = True
@@ -174,7 +174,7 @@ class MeshSteps(ShardedState):
                 if name not in used:
                     parameter.grad = None
             if self._last:
-                self._shares.give(used)
+                self._shares.set_grads(used)
                 self._open = not automatic
                 if automatic:
                     self._usage.used.clear()
@@ -221,7 +221,7 @@ class MeshSteps(ShardedState):
         for name in tied - found.keys():  # Another stage alone has used it.
             room = torch.zeros_like(self.sharding.parameters[name])
             found[name] = with_cut(room, self.sharding.layout.cuts.get(name))
-        self.sharding.complete({name: _memory(gradient) for name, gradient in found.items()})
+        self.sharding.reduce_partial({name: _memory(gradient) for name, gradient in found.items()})
         if self.pipelined is not None:
             shares = {name.removeprefix(_MODEL): _memory(found[name]) for name in tied}
             self.pipelined.pipeline.tied.sum(shares)

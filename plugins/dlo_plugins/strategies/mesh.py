@@ -34,7 +34,7 @@ from dlo_plugins.appliers.tensor_parallel import TensorParallel
 from dlo_plugins.fsdp.mesh import check_reshard
 from dlo_plugins.fsdp.optimizers import OptimizerShares
 from dlo_plugins.fsdp.policy import default_param_dtype
-from dlo_plugins.fsdp.sharding import Sharding, ShardOptions, named_units
+from dlo_plugins.fsdp.sharding import Sharding, ShardOptions, match_units
 from dlo_plugins.fsdp.usage import Usage
 from dlo_plugins.mesh.drawing import MeshDescription, describe, modelled
 from dlo_plugins.mesh.pipelined import PipelinedTask, check_inside, check_predict
@@ -250,7 +250,7 @@ class MeshStrategy(MeshSteps):
             known = self.parallelize(trainer)
             module.__dict__[_SHARDING] = known
         self.sharding = self._checked(known, trains=trainer.state.fn == TrainerFn.FITTING)
-        self.sharding.collect()
+        self.sharding.collect_params()
         self._context = module.__dict__.get(_CONTEXT, self._context)
         self.pipelined = module.__dict__.get(PIPELINED)
         self.bring_the_rest()
@@ -361,7 +361,7 @@ class MeshStrategy(MeshSteps):
         return pipelined
 
     def _shard(self, module: Any, seed: int, layout: Layout) -> Sharding:
-        units = find_units(module) if self.fully_shard.units is None else named_units(module, self.fully_shard.units)
+        units = find_units(module) if self.fully_shard.units is None else match_units(module, self.fully_shard.units)
         units = [unit for unit in units if not any(name.startswith(f"{unit}.") for name in layout.elsewhere)]
         options = self._options(module.automatic_optimization)
         return Sharding(module, units, self.groups, self.root_device, options, seed, layout)

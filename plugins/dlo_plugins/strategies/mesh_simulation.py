@@ -293,16 +293,16 @@ class RankView:
             if self.pipelined is None:
                 loss = sharding.call(lambda: task.loss(_forward(task, batch), batch))
             else:
-                sharding.sync(False)
-                sharding.keep_gathered(True)
+                sharding.set_sync(False)
+                sharding.set_keep_gathered(True)
                 loss = sharding.call(self.pipelined.train, batch, torch.ones(()))["loss"]
-                self._usage.note_accumulated()
-            sharding.keep_gathered(False)
-            sharding.sync(True)
+                self._usage.record_accumulated()
+            sharding.set_keep_gathered(False)
+            sharding.set_sync(True)
             loss.backward()
             self.without_gradient = self._usage.absent()
             sharding.average_scalars()
-            sharding.complete_gradients()
+            sharding.reduce_partial_gradients()
             if self.pipelined is not None:
                 self.pipelined.pipeline.tied.sum_gradients()
         return count.found

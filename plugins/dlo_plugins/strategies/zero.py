@@ -25,7 +25,7 @@ from dlo_framework.distributed.initialise import Initialiser, check_initialisabl
 from dlo_framework.distributed.strategy import ShardedStrategy
 from dlo_framework.distributed.units import find_units
 from dlo_framework.errors import DloError
-from dlo_plugins.fsdp.policy import default_param_dtype, dtype_of
+from dlo_plugins.fsdp.policy import default_param_dtype, parse_dtype
 from dlo_plugins.zero.engine import ZeroEngine, ZeroOptions
 
 MIB = 2**20
@@ -122,7 +122,7 @@ class ZeroStrategy(ShardedStrategy):
         precision, (gathered, reduced) = str(self.precision_plugin.precision), self.dtypes
         if gathered is None:
             gathered = default_param_dtype(precision, self.root_device)
-        param, reduce = dtype_of("param_dtype", gathered), dtype_of("reduce_dtype", reduced)
+        param, reduce = parse_dtype("param_dtype", gathered), parse_dtype("reduce_dtype", reduced)
         if param not in (None, torch.float32, _AUTOCAST.get(precision)):
             wanted = next((key for key, value in _AUTOCAST.items() if value == param), "32-true")
             raise DloError(
@@ -245,8 +245,8 @@ class ZeroStrategy(ShardedStrategy):
         if gathering is None:
             yield
             return
-        gathering.enter()
-        with gathering.watch(kind):
+        gathering.begin_step()
+        with gathering.watch_step(kind):
             yield
         if kind == "training" and not self._module().automatic_optimization:
             gathering.release_all()
@@ -319,7 +319,7 @@ class ZeroStrategy(ShardedStrategy):
     def _names(self) -> AbstractContextManager[None]:
         """Returns a context in which the module's state may be taken for its names and buffers."""
         gathering = self.engine.gathering if self.engine is not None else None
-        return gathering.names() if gathering is not None else contextlib.nullcontext()
+        return gathering.allow_names() if gathering is not None else contextlib.nullcontext()
 
     def held_tensors(self) -> list[Tensor]:
         """Returns the memory of this rank's parameters, or of its shards of them, and of the buffers."""
@@ -329,7 +329,7 @@ class ZeroStrategy(ShardedStrategy):
         grouped = {id(parameter) for group in self.engine.groups for parameter in group.parameters}
         held: list[Tensor] = []
         for group in self.engine.groups:
-            held += [group.shard] if group.has_masters or not group.keep_whole else group.parameters
+            held += [group.shard] if group.has_master_weights or not group.keep_full else group.parameters
         held += [parameter for parameter in self._module().parameters() if id(parameter) not in grouped]
         return [*held, *self._module().buffers()]
 
@@ -394,7 +394,7 @@ class ZeroStrategy(ShardedStrategy):
 
     def optimizer_tensors(self, optimizer: Optimizer) -> dict[str, Tensor]:
         """Returns this rank's share of an optimizer's parameters."""
-        return self._share(optimizer).stand_ins
+        return self._share(optimizer).local_params
 
     def group_names(self, optimizer: Optimizer) -> list[list[str]]:
         """Returns the names of each parameter group's parameters, those of other ranks' shares too."""
@@ -402,11 +402,11 @@ class ZeroStrategy(ShardedStrategy):
 
     def canonical(self, name: str, tensor: Tensor, value: Tensor) -> Shard:
         """Returns a state tensor as the slice of the parameter-shaped one that it is."""
-        return self._share_of(name).canonical(name, value)
+        return self._share_of(name).as_shard(name, value)
 
     def room(self, name: str, tensor: Tensor, shape: torch.Size, dtype: torch.dtype) -> Shard:
         """Returns room for this rank's slice of a state tensor."""
-        return self._share_of(name).room(name, shape, dtype)
+        return self._share_of(name).empty_shard(name, shape, dtype)
 
     def _share(self, optimizer: Optimizer) -> Any:
         assert self.engine is not None

@@ -1,7 +1,7 @@
-"""Stage 3: parameters are gathered a unit ahead of use, in forward and in backward, and freed after it.
+"""Gathers the parameters of stage 3 one unit ahead of their use in forward and backward, and frees them after it.
 
-A unit is a module (a transformer block) whose parameters are gathered together. What belongs to no unit is the
-root's: it is gathered for the whole of a step.
+A unit is a module (a transformer block) whose parameters are gathered together. Parameters of no unit belong to the
+root and are gathered for a full step.
 """
 
 from __future__ import annotations
@@ -22,12 +22,13 @@ from dlo_plugins.zero.outside import OutsideUse, is_compiled
 
 
 class Unit:
-    """A module, and the flat groups of its parameters.
+    """Module with the flat groups of its parameters.
 
     Attributes:
-        name: the module's; empty for the root.
-        inside: whether its module's forward is under way.
-        kept: whether a step uses it outside that too: it is there for the whole of a step, as the root is.
+        name: Name of the module; empty for the root.
+        inside: Whether the module's forward is running.
+        kept: Whether the unit stays gathered for a full step, as the root does, since a step uses it outside its
+            forward.
     """
 
     def __init__(self, name: str, module: nn.Module, groups: list[FlatGroup]) -> None:
@@ -40,17 +41,17 @@ class Unit:
             group.start_gather()
 
     def finish(self) -> None:
-        """Waits until they can be used."""
+        """Waits until the unit's parameters can be used."""
         for group in self.groups:
             group.finish_gather()
 
-    def let_go(self, *, frozen_only: bool = False) -> None:
-        """Gives their memory back before the step's end, unless the step may use them again."""
+    def release(self, *, frozen_only: bool = False) -> None:
+        """Frees the unit's parameters before the step's end, unless the unit is kept."""
         if not self.kept:
             self.free(frozen_only=frozen_only)
 
     def free(self, *, frozen_only: bool = False) -> None:
-        """Gives their memory back."""
+        """Frees the unit's parameters."""
         for group in self.groups:
             if group.gathered and not (frozen_only and group.trains):
                 group.free()
@@ -60,23 +61,23 @@ class Gathering:
     """Gathers and frees units as a step goes through them.
 
     Args:
-        units: the root first, then in the order of registration.
-        module: the root's.
+        units: Units, the root first, then in the order of registration.
+        module: Root module.
 
     Attributes:
-        in_backward: whether a backward is under way; a forward inside it is a recomputation.
-        handles: of the hooks on the modules.
+        in_backward: Whether a backward is running; a forward inside it is a recomputation.
+        handles: Handles of the hooks on the modules.
     """
 
     def __init__(self, units: list[Unit], module: nn.Module) -> None:
         self.root, self.units = units[0], units[1:]
         self.in_backward = False
-        self._order: list[Unit] = []  # of the last forward: what to fetch next
+        self._order: list[Unit] = []  # units of the last forward in their order, for the prefetch
         self._seen: list[Unit] = []
         self._kept_groups = {id(group) for group in self.root.groups}
         self._module = module
-        self._watched: set[str] = set()  # the kinds of step that have been watched
-        self.handles = [module.register_forward_pre_hook(_outside_graphs(lambda *_: self.enter()))]
+        self._watched: set[str] = set()  # kinds of step that have been watched
+        self.handles = [module.register_forward_pre_hook(_outside_graphs(lambda *_: self.begin_step()))]
         self._reads_names = False
         groups = {id(parameter): group for unit in units for group in unit.groups for parameter in group.parameters}
         for part in module.modules():
@@ -89,7 +90,7 @@ class Gathering:
             self.handles.append(unit.module.register_forward_hook(after))
 
     def _check_state(self, groups: list[FlatGroup]) -> Any:
-        """Returns a hook that keeps a part's ``state_dict`` from being taken while it has no values."""
+        """Returns a hook that makes a submodule's ``state_dict`` raise while its parameters are freed."""
 
         def check(*_: Any) -> None:
             if not self._reads_names and not all(group.gathered for group in groups):
@@ -101,16 +102,16 @@ class Gathering:
         return check
 
     @contextlib.contextmanager
-    def names(self) -> Iterator[None]:
-        """Lets ``state_dict`` be taken for its names and buffers, inside the block."""
+    def allow_names(self) -> Iterator[None]:
+        """Allows ``state_dict`` inside the block, for its names and buffers."""
         self._reads_names = True
         try:
             yield
         finally:
             self._reads_names = False
 
-    def enter(self) -> None:
-        """Called as a step begins: the root is there until :meth:`release_all`."""
+    def begin_step(self) -> None:
+        """Begins a step: gathers the root and the kept units, until :meth:`release_all`."""
         if not self.in_backward and self._seen:
             self._order, self._seen = self._seen, []
         whole_step = [self.root, *(unit for unit in self.units if unit.kept)]
@@ -122,13 +123,13 @@ class Gathering:
             unit.finish()
 
     @contextlib.contextmanager
-    def watch(self, kind: str) -> Iterator[None]:
-        """Looks, in the first step of a kind, which units it uses outside their forward, and keeps these from now on.
+    def watch_step(self, kind: str) -> Iterator[None]:
+        """Watches the first step of a kind: units that it uses outside their forward are kept from then on.
 
-        All ranks take the same steps, so that they gather the same units in the same order.
+        All ranks take the same steps, so they gather the same units in the same order.
 
         Args:
-            kind: of step, such as "training".
+            kind: Kind of step, such as "training".
         """
         if kind in self._watched or is_compiled(self._module):
             yield
@@ -137,23 +138,23 @@ class Gathering:
         homes = {id(p): unit for unit in self.units for group in unit.groups for p in group.parameters}
         names: list[str] = []
 
-        def found(parameter: int) -> None:
+        def on_use(parameter: int) -> None:
             unit = homes[parameter]
             if not unit.inside and not unit.kept:
                 self._keep(unit)
                 names.append(unit.name)
 
-        with OutsideUse(set(homes), found):
+        with OutsideUse(set(homes), on_use):
             yield
         if names:
             shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
             rank_zero_warn(
-                f"ZeRO 3: the {kind} step uses weights of {shown} outside these modules' own forward; so they are"
-                " gathered for the whole of a step, which takes the memory that stage 3 saves"
+                f"ZeRO stage 3 gathers the weights of {shown} for each full step, because the {kind} step uses them"
+                " outside these modules' own forward; that costs the memory that stage 3 saves"
             )
 
     def _keep(self, unit: Unit) -> None:
-        """Gathers a unit now, and for the whole of the steps that come."""
+        """Gathers a unit now, and for the full length of later steps."""
         unit.kept = True
         self._kept_groups |= {id(group) for group in unit.groups}
         unit.finish()
@@ -165,62 +166,62 @@ class Gathering:
             if self.in_backward:
                 return
             self._seen.append(unit)
-            following = self._neighbour(len(self._seen))
+            following = self._next_unit(len(self._seen))
             if following is not None:
                 following.start()
             if torch.is_grad_enabled():
                 inputs = list(_differentiable((args, kwargs)))
                 if inputs:
-                    # Once its inputs have their gradients, nobody needs the weights, frozen ones included.
-                    register_multi_grad_hook(inputs, lambda _: unit.let_go(frozen_only=True))
+                    # Once the inputs have their gradients, the weights are not needed, frozen ones included.
+                    register_multi_grad_hook(inputs, lambda _: unit.release(frozen_only=True))
 
         return fetch
 
     def _after_forward(self, unit: Unit) -> Any:
-        def let_go(module: nn.Module, args: tuple[Any, ...], outputs: Any) -> None:
+        def release(module: nn.Module, args: tuple[Any, ...], outputs: Any) -> None:
             unit.inside = False
             if self.in_backward:
                 return
             found = list(_differentiable(outputs)) if torch.is_grad_enabled() else []
             if not found:
-                unit.let_go()
+                unit.release()
                 return
-            seen = self._seen  # of this forward, whatever comes before its backward
+            seen = self._seen  # units of this forward; another forward may run before its backward
             before = seen[-2] if len(seen) > 1 else None
             register_multi_grad_hook(found, lambda _: self._before_backward(unit, before), mode="any")
-            # Backward begins with the last unit: fetching it again at once would be for nothing.
+            # Backward begins with the last unit, which would be gathered again at once.
             if len(seen) != len(self._order):
-                unit.let_go()
+                unit.release()
 
-        return let_go
+        return release
 
     def _before_backward(self, unit: Unit, before: Unit | None) -> None:
         unit.finish()
         if before is not None:
             before.start()
 
-    def _neighbour(self, position: int) -> Unit | None:
+    def _next_unit(self, position: int) -> Unit | None:
         return self._order[position] if position < len(self._order) else None
 
     def release(self, group: FlatGroup) -> None:
-        """Frees a group whose gradients are on their way; the root's, and units' that are kept, stay for the step."""
+        """Frees a group whose gradients are being reduced; those of the root and of kept units stay for the step."""
         if id(group) not in self._kept_groups and group.gathered:
             group.free()
 
     def release_all(self) -> None:
-        """Frees everything: a backward, or an evaluation, has ended."""
+        """Frees all units, at the end of a backward or an evaluation."""
         for unit in (self.root, *self.units):
-            unit.inside = False  # A forward that raised has left it.
+            unit.inside = False  # A forward that raised leaves it set.
             unit.free()
         if self._seen:
             self._order, self._seen = self._seen, []
 
 
 def _differentiable(nest: Any) -> Iterator[Tensor]:
-    """Yields the tensors in a nest that a gradient can come back through."""
+    """Yields the tensors in a nested structure that require a gradient."""
     return (leaf for leaf in tree_leaves(nest) if isinstance(leaf, Tensor) and leaf.requires_grad)
 
 
 def _outside_graphs(hook: Any) -> Any:
-    """Keeps a hook out of what torch.compile compiles: it moves memory, which a graph must not know of."""
+    """Returns a hook that torch.compile leaves out of its graphs, because it allocates and frees storage."""
     return torch.compiler.disable(hook)

@@ -1,7 +1,7 @@
-"""Finds out what an optimizer needs to see: single elements, whole tensors, or all tensors at once.
+"""Probes whether an optimizer's update of an element depends on that element, on its full tensor, or on all tensors.
 
-It is tried out rather than looked up by name, so that a user's own optimizer, or a flag that changes an update's
-nature (timm's ``caution`` takes a mean over the tensor), is judged by what it does.
+The probe runs the optimizer instead of looking up its name. So it is right for a user's own optimizer too, and for a
+flag that changes the update (timm's ``caution`` takes a mean over the tensor).
 """
 
 from __future__ import annotations
@@ -28,24 +28,24 @@ _HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 def kind_of(optimizer: Optimizer) -> Kind:
     """Returns what an optimizer's update of an element depends on.
 
-    A copy of it, with each of its parameter groups in turn, takes a few steps on small tensors: on whole ones, on
-    one tensor alone, and on a tensor cut in two.
+    A copy of the optimizer takes a few steps on small tensors, with the settings of each parameter group in turn: on
+    two full tensors, on one of them alone, and on that one cut in two.
 
     Returns:
-        ``"elementwise"`` if that element's gradients alone, ``"tensor"`` if others of its tensor too, ``"all"`` if
-        those of other tensors too.
+        Kind of the update: ``"elementwise"`` if it depends on that element's gradients alone, ``"tensor"`` if on others
+        of its tensor too, ``"all"`` if on other tensors too.
     """
     kinds = {_kind_of_group(optimizer, group) for group in optimizer.param_groups}
     return next((kind for kind in ("all", "tensor") if kind in kinds), "elementwise")
 
 
 def _kind_of_group(optimizer: Optimizer, group: dict[str, Any]) -> Kind:
-    # What other pipeline stages hold is on the meta device here.
+    # Parameters of other pipeline stages are on the meta device.
     held = [parameter for parameter in group["params"] if not parameter.is_meta]
     device = held[0].device if held else torch.device("cpu")
     generator = torch.Generator().manual_seed(0)
     weights = [torch.randn(shape, generator=generator).to(device) for shape in _SHAPES]
-    # Large, so that an optimizer that clips by the norm of all gradients does so.
+    # Large, so that an optimizer that clips by the global norm does clip.
     gradients = [[10 * torch.randn(shape, generator=generator).to(device) for shape in _SHAPES] for _ in range(_STEPS)]
     together = _stepped(optimizer, group, weights, gradients)
     alone = _stepped(optimizer, group, weights[:1], [step[:1] for step in gradients])
@@ -60,20 +60,20 @@ def _kind_of_group(optimizer: Optimizer, group: dict[str, Any]) -> Kind:
             [list(step[0].flatten().split([half, weights[0].numel() - half])) for step in gradients],
         )
     except (RuntimeError, ValueError, IndexError):
-        return "tensor"  # It needs two dims, as Muon does, and said so.
+        return "tensor"  # The optimizer needs two dims, as Muon does, and raised.
     return "elementwise" if _same(torch.cat(cut), alone[0].flatten()) else "tensor"
 
 
 def _stepped(
     optimizer: Optimizer, group: dict[str, Any], weights: list[Tensor], gradients: list[list[Tensor]]
 ) -> list[Tensor]:
-    """Returns what a copy of the optimizer makes of weights, given a gradient a weight for each step."""
+    """Returns the weights after a copy of the optimizer has stepped them, with one gradient per weight and step."""
     parameters = [torch.nn.Parameter(weight.clone()) for weight in weights]
     settings = {name: copy.deepcopy(value) for name, value in group.items() if name != "params"}
-    # A warm-up starts at nought, and an update by nought shows nothing.
+    # A warm-up starts at lr 0, where no update can be seen.
     settings["lr"] = max(float(settings["lr"]), 1e-2) if "lr" in settings else 1e-2
     if not isinstance(settings.get("weight_decay", True), bool):
-        settings["weight_decay"] = max(float(settings["weight_decay"]), 1e-2)  # LARS looks at norms only with some.
+        settings["weight_decay"] = max(float(settings["weight_decay"]), 1e-2)  # Without decay, LARS ignores norms.
     trial = _trial(optimizer, [{**settings, "params": parameters}])
     for step in gradients:
         for parameter, gradient in zip(parameters, step, strict=True):
@@ -83,13 +83,13 @@ def _stepped(
 
 
 def asks_for_closure(optimizer: Optimizer) -> bool:
-    """Whether an optimizer's ``step`` cannot be called without a closure."""
+    """Returns whether an optimizer's ``step`` requires a closure."""
     closure = inspect.signature(type(optimizer).step).parameters.get("closure")
     return closure is not None and closure.default is inspect.Parameter.empty
 
 
 def _step(trial: Optimizer) -> None:
-    """Takes a step, with a closure where ``step`` asks for one."""
+    """Takes a step, with a closure where ``step`` requires one."""
     step: Any = type(trial).step
     if asks_for_closure(trial):
         step(trial, lambda: torch.zeros(()))
@@ -98,14 +98,14 @@ def _step(trial: Optimizer) -> None:
 
 
 def _trial(optimizer: Optimizer, groups: list[dict[str, Any]]) -> Optimizer:
-    """Returns a copy of an optimizer, and of those that it wraps, that steps other groups and has taken no step.
+    """Returns a copy, without state, of an optimizer and of the optimizers that it wraps; it steps other groups.
 
-    Not by ``copy.copy``: what torch's optimizers give it to copy leaves a subclass's own attributes out.
+    ``copy.copy`` does not do: the ``__getstate__`` of torch's optimizers leaves a subclass's own attributes out.
     """
     trial = object.__new__(type(optimizer))
     for name, value in vars(optimizer).items():
         if name == "step":
-            continue  # A scheduler counts calls of the original's.
+            continue  # A scheduler has wrapped the original's, to count its calls.
         if isinstance(value, Optimizer):
             value = _trial(value, groups)
         elif isinstance(value, dict | list | set):
@@ -121,7 +121,7 @@ def _trial(optimizer: Optimizer, groups: list[dict[str, Any]]) -> Optimizer:
 
 
 def _first_state(optimizer: Optimizer, parameter: Tensor) -> dict[str, Any]:
-    """Returns a parameter's state as an optimizer's constructor makes it: torch's Adagrad does, one value a tensor."""
+    """Returns a parameter's state as the constructor made it: torch's Adagrad fills each tensor with one value."""
     made = max(((len(p.shape), state) for p, state in optimizer.state.items()), key=operator.itemgetter(0))[1]
     return {
         name: torch.full_like(

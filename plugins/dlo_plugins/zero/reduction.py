@@ -1,7 +1,7 @@
-"""Gradients on their way to their owners, during backward: the reduce-scatter of ZeRO, bucket by bucket.
+"""Reduce-scatters ZeRO's gradients to their owners during backward, bucket by bucket.
 
-Autograd calls Python once a bucket, when the gradient of the bucket's last parameter has come, and not once a
-parameter. Which parameter that is, is found out: a hook that meets parameters without a gradient moves to those.
+Autograd calls Python once per bucket, at the gradient of the bucket's last parameter, and not once per parameter. That
+parameter is found at run time: a hook that finds parameters without a gradient moves to these.
 """
 
 from __future__ import annotations
@@ -20,22 +20,23 @@ from dlo_framework.errors import DloError
 from dlo_plugins.copy_streams import Copied
 from dlo_plugins.zero.group import FlatGroup
 
-#: Reductions under way at once; each holds a buffer of a bucket's size.
+#: Maximum number of concurrent reductions; each holds a buffer of a bucket's size.
 IN_FLIGHT = 2
 
 
 @dataclass
 class Reduction:
-    """A flat group's gradients on their way to their owners, in one backward.
+    """Reduction of a flat group's gradients in one backward.
 
     Attributes:
-        buffer: the ranks' gradients, flat; None until all have come.
-        pending: the collective, once it has started.
-        complete: whether all gradients of this backward have come.
-        launched: whether the collective has been started in this backward.
-        hooks: handles of the hooks on parameters, by the parameter's number.
-        earlier: gradients that earlier micro-batches have left on the parameters, and their version counters: what
-            this backward adds to a gradient raises its counter. None where there are none.
+        group: Flat group.
+        buffer: Flat gradients of this rank; None until all are computed.
+        pending: Collective, once it has started.
+        complete: Whether all gradients of this backward are computed.
+        launched: Whether the collective has been started in this backward.
+        hooks: Handles of the hooks on parameters, by the parameter's index.
+        earlier: Gradients that earlier micro-batches have left on the parameters, and their version counters, which
+            rise when this backward adds to a gradient. None where there are none.
     """
 
     group: FlatGroup
@@ -47,7 +48,7 @@ class Reduction:
     earlier: list[tuple[Tensor | None, int]] | None = None
 
     def missing(self) -> list[int]:
-        """Returns the numbers of the parameters whose gradient has not come in this backward."""
+        """Returns the indices of the parameters whose gradient this backward has not computed yet."""
         if self.earlier is None:
             return [number for number, p in enumerate(self.group.parameters) if p.grad is None]
         return [
@@ -61,11 +62,11 @@ class GradientReducer:
     """Reduces each group's gradients in backward when they are complete.
 
     Args:
-        groups: in the order in which backward completes them, roughly; all ranks reduce in exactly this order.
-        communicator: the ranks.
-        find_unused: whether a parameter may go without a gradient; then groups without any are reduced like the others,
-            and an all-reduce of a byte a parameter tells which those were.
-        on_reduced: called with each group whose gradients have left their parameters.
+        groups: Groups roughly in the order in which backward completes them; all ranks reduce in exactly this order.
+        communicator: Communicator of the ranks.
+        find_unused: Whether a parameter may have no gradient; then groups without gradients are reduced as zeros, and
+            an all-reduce of one byte per parameter finds the unused ones.
+        on_reduced: Callback that gets each group whose gradients were moved from its parameters to a buffer.
     """
 
     def __init__(
@@ -80,26 +81,26 @@ class GradientReducer:
         self.used: set[str] = set()  # in this accumulation window, on any rank
         self.skipped: set[int] = set()  # ids of groups whose gradients are not wanted in this backward
         self._next = 0
-        self._under_way: deque[Reduction] = deque()
+        self._running: deque[Reduction] = deque()
         self._free: list[tuple[Tensor, Copied | None]] = []
         self.enabled = True
-        self.announced = False  # whether the strategy has been told of the backward under way
+        self.announced = False  # whether this backward was started through the strategy
         for reduction in self.reductions:
-            # Backward comes to a group's parameters last first, or first first: one of the ends is last.
+            # Backward computes a group's gradients from its last parameter or from its first: watch both ends.
             self._watch(reduction, {0, len(reduction.group.parameters) - 1})
 
     def remove(self) -> None:
-        """Takes the hooks off the parameters."""
+        """Removes the hooks from the parameters."""
         for reduction in self.reductions:
             self._watch(reduction, ())
 
     def begin(self, *, accumulated: bool) -> None:
-        """Begins a backward that reduces; drops what one that raised has left.
+        """Begins a backward that reduces; drops the reductions of a backward that raised.
 
         Args:
-            accumulated: whether gradients on the parameters are those of earlier micro-batches.
+            accumulated: Whether gradients on the parameters are those of earlier micro-batches.
         """
-        if self._under_way:
+        if self._running:
             self._drop_under_way()
         for reduction in self.reductions:
             left = [p.grad for p in reduction.group.parameters]
@@ -114,7 +115,7 @@ class GradientReducer:
         self._next = 0
 
     def _watch(self, reduction: Reduction, numbers: Iterable[int]) -> None:
-        """Has the hook run at these parameters of a group, and at no others."""
+        """Moves the hooks of a group to the parameters with these indices."""
         for handle in reduction.hooks.values():
             handle.remove()
 
@@ -127,7 +128,7 @@ class GradientReducer:
         reduction.hooks = {n: parameters[n].register_post_accumulate_grad_hook(arrived) for n in numbers}
 
     def _arrived(self, reduction: Reduction) -> None:
-        """Reduces a group if its gradients are complete; otherwise waits for those that are missing."""
+        """Reduces a group if its gradients are complete; otherwise moves the hooks to the missing ones."""
         if id(reduction.group) in self.skipped:
             for parameter in reduction.group.parameters:
                 parameter.grad = None
@@ -144,11 +145,11 @@ class GradientReducer:
             self._next += 1
 
     def _launch(self, reduction: Reduction) -> None:
-        """Moves a group's gradients into a buffer, zeros where there are none, and starts the reduction."""
+        """Moves a group's gradients into a buffer, with zeros for missing ones, and starts the reduction."""
         group = reduction.group
-        if len(self._under_way) >= IN_FLIGHT:
+        if len(self._running) >= IN_FLIGHT:
             self._finish_oldest()
-        reduction.buffer = buffer = self._take_buffer(group)
+        reduction.buffer = buffer = self._get_buffer(group)
         places, gaps = group.cut(buffer)
         written, gradients = [], []
         for parameter, place in zip(group.parameters, places, strict=True):
@@ -158,7 +159,9 @@ class GradientReducer:
                 continue
             if gradient.layout is not torch.strided:
                 name = group.names[group.parameters.index(parameter)]
-                raise DloError(f"ZeRO: the gradient of {name} is sparse; set sparse=False in its Embedding")
+                raise DloError(
+                    f"gradients under ZeRO must be dense, got a sparse one of {name}; set sparse=False in its Embedding"
+                )
             parameter.grad = None
             written.append(place)
             gradients.append(gradient.detach() if gradient.requires_grad else gradient)
@@ -168,12 +171,12 @@ class GradientReducer:
             torch._foreach_copy_(written, gradients)
         reduction.launched = True
         reduction.pending = self.communicator.reduce_scatter(buffer, average=True)
-        self._under_way.append(reduction)
+        self._running.append(reduction)
         if self.on_reduced is not None:
             self.on_reduced(group)
 
-    def _take_buffer(self, group: FlatGroup) -> Tensor:
-        """Returns a buffer for a group's gradients."""
+    def _get_buffer(self, group: FlatGroup) -> Tensor:
+        """Returns a free or new buffer for a group's gradients."""
         length = group.partition.padded
         for number, (spare, copied) in enumerate(self._free):
             if spare.numel() == length and spare.dtype == group.reduced_dtype:
@@ -184,25 +187,25 @@ class GradientReducer:
         return torch.empty(length, dtype=group.reduced_dtype, device=group.device)
 
     def _finish_oldest(self) -> None:
-        reduction = self._under_way.popleft()
+        reduction = self._running.popleft()
         assert reduction.pending is not None
         assert reduction.buffer is not None
-        copied = reduction.group.take_gradient(reduction.pending.wait())
+        copied = reduction.group.add_gradient(reduction.pending.wait())
         if len(self._free) < IN_FLIGHT:
             self._free.append((reduction.buffer, copied))
         reduction.pending = reduction.buffer = None
 
     def finish(self, *, partial: bool) -> set[str]:
-        """Ends a backward: reduces what is left, and returns the parameters that any rank used in it.
+        """Ends a backward: reduces the remaining groups, and returns the parameters that any rank used in it.
 
-        What earlier micro-batches of the accumulation have left on parameters that this one did not use is reduced too.
+        Gradients of earlier micro-batches on parameters that this one did not use are reduced too.
 
         Args:
-            partial: whether groups that got no gradient at all are none of this backward's business, as with
-                several optimizers in manual optimization.
+            partial: Whether a backward may leave whole groups without gradients, as with several optimizers in manual
+                optimization.
 
         Raises:
-            DloError: if parameters went without a gradient, and ``find_unused`` is off.
+            DloError: Parameters have no gradient, and ``find_unused`` is off.
         """
         wanted = []
         for reduction in self.reductions:
@@ -229,7 +232,7 @@ class GradientReducer:
         for reduction, _ in wanted:
             if not reduction.launched:
                 self._launch(reduction)
-        while self._under_way:
+        while self._running:
             self._finish_oldest()
         self._free.clear()
         self.communicator.release()
@@ -245,8 +248,9 @@ class GradientReducer:
     def _agree_on_used(self, names: list[str], mine: set[str]) -> set[str]:
         """Returns the parameters that any rank used.
 
-        It comes after all reductions, in which each rank takes part whatever it used: so all ranks do the same in the
-        same order, also where one has a group's gradients amid backward and another only at its end.
+        Call it after all reductions, in which every rank takes part whether it used the group or not. So all ranks call
+        the same collectives in the same order, also where a group completes during backward on one rank and at its end
+        on another.
         """
         if not names:
             return set()
@@ -256,17 +260,17 @@ class GradientReducer:
         return {name for name, bit in zip(names, agreed, strict=True) if bit}
 
     def _drop_under_way(self) -> None:
-        """Waits for the collectives of a backward that raised, and drops their results."""
-        for reduction in self._under_way:
+        """Waits for the collectives of a backward that raised, and discards their results."""
+        for reduction in self._running:
             assert reduction.pending is not None
             reduction.pending.wait()
             reduction.pending = reduction.buffer = None
-        self._under_way.clear()
+        self._running.clear()
 
 
 def _second_gradient(group: FlatGroup, name: str | None = None) -> str:
-    """Returns what to say of a parameter whose gradient has been reduced, and that gets another."""
+    """Returns the error message for a parameter that gets another gradient after its reduction."""
     return (
-        f"ZeRO: {name or group.names[0]} got a second gradient in one backward, after the first was reduced: reentrant"
-        " recomputation does that; use torch.utils.checkpoint with use_reentrant=False"
+        f"parameters under ZeRO must get one gradient in a backward, got a second one of {name or group.names[0]} after"
+        " the first was reduced, as reentrant recomputation causes; use torch.utils.checkpoint with use_reentrant=False"
     )
