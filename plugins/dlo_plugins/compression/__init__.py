@@ -1,1 +1,1 @@
-"""Communication of data parallelism in fewer bytes: sign compression, and the optimizers made for it."""
+"""Gradient compression for data parallelism: hooks, sign compression, and optimizers that use it."""

@@ -1,17 +1,17 @@
-"""The compressed all-reduce of 1-bit Adam: every rank gets the same mean, for a bit an element and direction.
+"""Implements the compressed all-reduce of 1-bit Adam: one bit per element and direction, the same mean on all ranks.
 
 Tang et al., "1-bit Adam: Communication Efficient Large-Scale Training with Adam's Convergence Speed", 2021
 (arXiv 2102.02888), section 4 and figure 3. Each rank is the server of one chunk:
 
-1. each rank adds its *worker error* to what it has, compresses the sum, and keeps what compression has lost as its new
-   worker error; chunks go to their servers (an all-to-all);
-2. each server takes the mean of what it got, adds its *server error*, compresses again, and keeps what is lost as its
-   new server error; the chunks go to all ranks (an all-gather).
+1. Each rank adds its *worker error* to its values, compresses the sum, and keeps the loss as its new worker error;
+   chunks are sent to their servers (an all-to-all).
+2. Each server averages the chunks that it received, adds its *server error*, compresses again, and keeps the loss as
+   its new server error; the chunks are sent to all ranks (an all-gather).
 
-What one step loses, a later one sends: over steps, what was received adds up to what was to be sent, up to the errors.
-All ranks decode the same bytes, so that the mean is the same on all of them to the last bit.
+A later step sends what one step loses: over steps, the sum of the received values equals that of the sent ones, up to
+the errors. All ranks decode the same bytes, so that the mean is bit-equal on all of them.
 
-Signs and scales of a chunk travel as one message. For the compressor see
+Signs and scales of a chunk are one message. For the compressor see
 :mod:`dlo_plugins.compression.sign_compression`.
 """
 
@@ -25,22 +25,22 @@ from dlo_framework.distributed.collectives import Communicator
 from dlo_plugins.compression.layout import Layout
 from dlo_plugins.compression.sign_compression import block_scales, decompress, pack_signs, subtract_compressed_
 
-#: Elements that share a scale.
+#: Number of elements that share a scale.
 BLOCK = 256
 
 
 class CompressedAllReduce:
-    """Takes the mean over the ranks of tensors that are always the same ones, one bit an element.
+    """Compressed mean of a fixed list of tensors over the ranks, with one bit per element.
 
     Args:
-        group: the ranks; None is the default group. gloo and NCCL.
-        block: elements that share a scale, a multiple of 8.
+        group: Process group, gloo or NCCL; None for the default group.
+        block: Number of elements that share a scale, a multiple of 8.
 
     Attributes:
-        layout: where the tensors stand; None before the first mean.
-        worker_error: what this rank has not sent yet, [numel of the layout].
-        server_error: what this rank, as the server of its chunk, has not sent yet, [chunk].
-        bytes_sent: what this rank has sent to others so far.
+        layout: Layout of the tensors; None before the first mean.
+        worker_error: Values that this rank has not sent yet, [numel of the layout].
+        server_error: Values that this rank, as the server of its chunk, has not sent yet, [chunk].
+        bytes_sent: Number of bytes that this rank has sent so far.
     """
 
     def __init__(self, group: dist.ProcessGroup | None = None, block: int = BLOCK) -> None:
@@ -52,15 +52,15 @@ class CompressedAllReduce:
 
     @property
     def size(self) -> int:
-        """How many ranks there are."""
+        """Number of ranks."""
         return self.communicator.size
 
     @torch.no_grad()
     def average(self, tensors: list[Tensor]) -> None:
-        """Replaces tensors by the compressed mean of the ranks'; called on all ranks.
+        """Replaces tensors by their compressed mean over the ranks; all ranks must call it.
 
         Args:
-            tensors: floating point; the same shapes in the same order each time.
+            tensors: Floating-point tensors, with the same shapes in the same order each time.
         """
         layout = self._prepare(tensors)
         rank, blocks = self.communicator.rank, layout.blocks
@@ -81,24 +81,24 @@ class CompressedAllReduce:
         self.bytes_sent += 2 * (self.size - 1) * sent[0].nbytes
 
     def mean(self, value: Tensor) -> Tensor:
-        """Returns the mean of a number over the ranks."""
+        """Returns the mean of a scalar over the ranks."""
         result = value.detach().clone()
         dist.all_reduce(result, group=self.communicator.group)
         self.bytes_sent += 2 * (self.size - 1) * result.nbytes // self.size
         return result.div_(self.size)
 
     def reset(self) -> None:
-        """Forgets the errors, and what the tensors were."""
+        """Drops the errors and the layout."""
         self.layout, self.worker_error, self.server_error = None, torch.empty(0), torch.empty(0)
 
     def prepare(self, tensors: list[Tensor]) -> None:
-        """Makes room for the errors, zero, if there is none yet."""
+        """Allocates the errors, filled with zeros, if there are none yet."""
         self._prepare(tensors)
 
     def _prepare(self, tensors: list[Tensor]) -> Layout:
         sizes = tuple(tensor.numel() for tensor in tensors)
         if self.layout is not None:
-            assert self.layout.sizes == sizes, "other tensors than those that the errors are of"
+            assert self.layout.sizes == sizes, "the tensors must be those of the first mean"
             return self.layout
         layout, device = Layout(sizes, self.block, self.size), tensors[0].device
         self.layout = layout
@@ -119,7 +119,7 @@ class CompressedAllReduce:
         scales = block_scales(values, counts)
         packed = pack_signs(values)
         subtract_compressed_(values, scales, self._scratch[: values.numel()])
-        # Signs have no zero: what belongs to no tensor was sent as something, and is no error.
+        # A sign cannot be zero: padding was sent as nonzero values, which are not errors.
         values.index_fill_(0, padding, 0.0)
         return torch.cat([packed.view(chunks, -1), scales.view(chunks, -1).view(torch.uint8)], dim=1)
 
@@ -131,5 +131,5 @@ class CompressedAllReduce:
 
 
 def all_reduce_bytes(nbytes: float, ranks: int) -> float:
-    """Returns what each rank sends in a plain all-reduce: a reduce-scatter and an all-gather of so many bytes."""
+    """Returns the bytes that each rank sends in a plain all-reduce, a reduce-scatter and an all-gather."""
     return 2 * nbytes * (ranks - 1) / ranks

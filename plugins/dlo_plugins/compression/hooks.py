@@ -1,6 +1,6 @@
-"""The hooks that DDP calls with each bucket of gradients, and the bytes that they send.
+"""Communication hooks that reduce DDP's buckets of gradients, and count the bytes sent.
 
-Those for fp16, bf16, PowerSGD and post-local SGD are torch's (``torch.distributed.algorithms.ddp_comm_hooks``).
+The hooks for fp16, bf16, PowerSGD and post-local SGD use torch's (``torch.distributed.algorithms.ddp_comm_hooks``).
 Post-local SGD: Lin, Stich, Patel, Jaggi, "Don't Use Large Mini-Batches, Use Local SGD", 2018 (arXiv 1808.07217).
 """
 
@@ -23,17 +23,17 @@ from dlo_plugins.compression.powersgd import PowerSGD
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import GradBucket
 
-#: What a hook gives back: the bucket's reduced gradients, once they are there.
+#: Result of a hook: a future of the bucket's reduced gradients.
 Reduced = Any
 
 
 class GradientHook:
-    """What reduces a run's buckets.
+    """Hook that reduces buckets by a plain all-reduce; the base of the others.
 
     Attributes:
-        ranks: how many there are.
-        bytes_sent: what this rank has sent to others so far.
-        plain_bytes: what it would have sent in plain all-reduces.
+        ranks: Number of ranks.
+        bytes_sent: Number of bytes that this rank has sent so far.
+        plain_bytes: Number of bytes that plain all-reduces would have sent.
     """
 
     def __init__(self) -> None:
@@ -41,12 +41,12 @@ class GradientHook:
         self.bytes_sent = self.plain_bytes = 0.0
 
     def register(self, model: DistributedDataParallel) -> None:
-        """Has DDP call this; once a model."""
-        # torch looks at a hook's annotations, and takes none for right.
+        """Registers the hook with DDP; once per model."""
+        # torch checks a hook's annotations, and accepts a hook without any.
         model.register_comm_hook(None, lambda state, bucket: self._counted(bucket))
 
     def count(self, nbytes: float) -> None:
-        """Counts a plain all-reduce of so many bytes, beside those of gradients."""
+        """Counts a plain all-reduce of this number of bytes, in addition to those of gradients."""
         self.bytes_sent += all_reduce_bytes(nbytes, self.ranks)
 
     def _counted(self, bucket: GradBucket) -> Reduced:
@@ -56,7 +56,7 @@ class GradientHook:
         return self.reduce(bucket)
 
     def share(self, bucket: GradBucket) -> float:
-        """Returns the part of a plain all-reduce's bytes that a bucket takes."""
+        """Returns the fraction of a plain all-reduce's bytes that the hook sends for a bucket."""
         return 1.0
 
     def reduce(self, bucket: GradBucket) -> Reduced:
@@ -65,10 +65,10 @@ class GradientHook:
 
 
 class HalfHook(GradientHook):
-    """Gradients travel in half precision.
+    """Hook that sends gradients in half precision.
 
     Args:
-        dtype: float16 or bfloat16.
+        dtype: Half-precision dtype, float16 or bfloat16.
     """
 
     def __init__(self, dtype: torch.dtype) -> None:
@@ -76,38 +76,38 @@ class HalfHook(GradientHook):
         self.dtype = dtype
 
     def share(self, bucket: GradBucket) -> float:
-        """Half, of single precision."""
+        """Returns the ratio of the dtypes' sizes, one half of single precision."""
         return self.dtype.itemsize / bucket.buffer().element_size()
 
     def reduce(self, bucket: GradBucket) -> Reduced:
-        """Converts, reduces and converts back."""
+        """Converts to half precision, reduces and converts back."""
         if self.dtype == torch.float16:
             return default_hooks.fp16_compress_hook(_WORLD, bucket)
         return default_hooks.bf16_compress_hook(_WORLD, bucket)
 
 
 class PowerSGDHook(GradientHook):
-    """Matrices travel as two low-rank factors.
+    """Hook that sends matrices as two low-rank factors.
 
     Args:
-        powersgd: see there.
-        step: returns how many steps were taken.
-        device: of the gradients.
+        powersgd: PowerSGD that compresses the buckets.
+        step: Function that returns the number of steps taken.
+        device: Device of the gradients.
     """
 
     def __init__(self, powersgd: PowerSGD, step: Callable[[], int], device: torch.device) -> None:
         super().__init__()
         self.powersgd, self.step = powersgd, step
-        # torch sends the second and third message of a bucket from the thread on which the one before has arrived
-        # (2.11 to 2.15). gloo matches messages by their order, so that two buckets under way would mix theirs.
+        # torch (2.11 to 2.15) sends the second and third message of a bucket from the thread that received the one
+        # before. gloo matches messages by order, so that two concurrent buckets would mix theirs.
         self.one_at_a_time = backend_of(None, device) != "nccl"
 
     def share(self, bucket: GradBucket) -> float:
-        """What the factors have of the matrices' elements."""
+        """Returns the fraction of the bucket's elements that the factors have."""
         return self.powersgd.share(bucket, self.step())
 
     def reduce(self, bucket: GradBucket) -> Reduced:
-        """Compresses, reduces and decompresses."""
+        """Compresses, reduces and decompresses a bucket."""
         reduced = self.powersgd(bucket, self.step())
         if self.one_at_a_time:
             reduced.wait()
@@ -115,10 +115,10 @@ class PowerSGDHook(GradientHook):
 
 
 class OneBitHook(GradientHook):
-    """Averages gradients while the optimizer wants that; else leaves them as each rank has them.
+    """Hook that averages gradients in the optimizer's first stage, and leaves them local in the second.
 
     Args:
-        optimizer: averages its momenta itself in the second stage.
+        optimizer: Optimizer, which averages its momenta itself in the second stage.
     """
 
     def __init__(self, optimizer: OneBitOptimizer) -> None:
@@ -126,21 +126,21 @@ class OneBitHook(GradientHook):
         self.optimizer = optimizer
 
     def share(self, bucket: GradBucket) -> float:
-        """All or nothing."""
+        """Returns 1 if gradients are averaged, else 0."""
         return 1.0 if self.optimizer.takes_mean_gradients else 0.0
 
     def reduce(self, bucket: GradBucket) -> Reduced:
-        """Averages, or not."""
+        """Averages a bucket, or returns it unchanged."""
         return super().reduce(bucket) if self.optimizer.takes_mean_gradients else _done(bucket.buffer())
 
 
 class PostLocalHook(GradientHook):
-    """Averages gradients over all ranks for some steps, and then over the ranks of a node, if at all.
+    """Hook that averages gradients over all ranks first, and later over the ranks of a node or not at all.
 
     Args:
-        start_step: steps of the first kind.
-        step: returns how many steps were taken.
-        node_group: the ranks that go on averaging; None for none.
+        start_step: Number of steps that average over all ranks.
+        step: Function that returns the number of steps taken.
+        node_group: Group that averages after them; None for no averaging.
     """
 
     def __init__(self, start_step: int, step: Callable[[], int], node_group: dist.ProcessGroup | None) -> None:
@@ -150,33 +150,33 @@ class PostLocalHook(GradientHook):
 
     @property
     def local(self) -> bool:
-        """Whether gradients stay where they are."""
+        """Whether gradients are no longer averaged over all ranks."""
         return self.step() >= self.start_step
 
     def is_averaged(self, steps: int, period: int) -> bool:
-        """Returns whether weights are averaged after so many steps."""
+        """Returns whether weights are averaged after this number of steps."""
         return steps > self.start_step and (steps - self.start_step) % period == 0
 
     def share(self, bucket: GradBucket) -> float:
-        """Nothing, or what a node's ranks send."""
+        """Returns the fraction that the node's ranks send, 0 without a group."""
         if not self.local:
             return 1.0
         size = 1 if self.node_group is None else self.node_group.size()
         return all_reduce_bytes(1, size) / all_reduce_bytes(1, self.ranks)
 
     def reduce(self, bucket: GradBucket) -> Reduced:
-        """Averages over all ranks, a node's, or none."""
-        # The run's own count: torch's starts again with a resumed run.
+        """Averages a bucket over all ranks, over a node's, or not at all."""
+        # Set to the run's count, because torch's restarts with a resumed run.
         self.state.iter = self.step()
         return post_localSGD_hook.post_localSGD_hook(self.state, bucket)
 
 
 def average_tensors(tensors: list[Tensor], device: torch.device) -> None:
-    """Replaces tensors by their mean over the ranks, in one all-reduce a type.
+    """Replaces tensors by their mean over the ranks, in one all-reduce per device and dtype.
 
     Args:
-        tensors: also such as are not on ``device``, as Adam's count of steps.
-        device: whose tensors the ranks can exchange.
+        tensors: Tensors, which need not be on ``device``, such as Adam's step counts.
+        device: Device whose tensors the ranks can all-reduce.
     """
     by_type: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
     for tensor in tensors:

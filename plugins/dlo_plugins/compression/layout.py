@@ -1,4 +1,4 @@
-"""Where tensors stand in a flat buffer that is compressed block by block and divided among the ranks."""
+"""Computes the layout of tensors in a flat buffer that is compressed by blocks and divided among the ranks."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Layout:
-    """Tensors one after the other, each from a block's edge on; the ranks get equal chunks of whole blocks.
+    """Layout of a flat buffer: each tensor begins at a block, and ranks get equal chunks of full blocks.
 
-    A block holds elements of one tensor alone, for gains and biases are of another size than weights.
+    A block has elements of one tensor only, because gains and biases have another magnitude than weights.
 
     Attributes:
-        sizes: elements of each tensor.
-        block: elements of a block, a multiple of 8.
-        ranks: how many chunks there are.
+        sizes: Number of elements of each tensor.
+        block: Number of elements of a block, a multiple of 8.
+        ranks: Number of ranks, which is the number of chunks.
     """
 
     sizes: tuple[int, ...]
@@ -27,7 +27,7 @@ class Layout:
 
     @cached_property
     def offsets(self) -> tuple[int, ...]:
-        """Where each tensor starts."""
+        """Offset of each tensor in the buffer."""
         starts, at = [], 0
         for size in self.sizes:
             starts.append(at)
@@ -36,30 +36,30 @@ class Layout:
 
     @cached_property
     def numel(self) -> int:
-        """Elements of the buffer, padding included."""
+        """Number of elements of the buffer, padding included."""
         used = sum(self._padded(size) for size in self.sizes)
         whole = self.block * self.ranks
         return max(1, -(-used // whole)) * whole
 
     @property
     def chunk(self) -> int:
-        """Elements of a rank's chunk."""
+        """Number of elements of a rank's chunk."""
         return self.numel // self.ranks
 
     @property
     def blocks(self) -> int:
-        """Blocks of a rank's chunk."""
+        """Number of blocks of a rank's chunk."""
         return self.chunk // self.block
 
     def views(self, buffer: Tensor, like: list[Tensor]) -> list[Tensor]:
-        """Returns the tensors' places in a buffer, each shaped as the tensor it is for."""
+        """Returns views of a buffer, one for each tensor and in its shape."""
         return [
             buffer[start : start + size].view_as(tensor)
             for start, size, tensor in zip(self.offsets, self.sizes, like, strict=True)
         ]
 
     def counts(self) -> Tensor:
-        """Returns how many elements of each block belong to a tensor, at least 1: float32 [blocks of all ranks]."""
+        """Returns the number of tensor elements of each block, at least 1: float32 [blocks of all ranks]."""
         counts = torch.ones(self.numel // self.block)
         for start, size in zip(self.offsets, self.sizes, strict=True):
             first, last = start // self.block, (start + self._padded(size)) // self.block
@@ -69,7 +69,7 @@ class Layout:
         return counts
 
     def padding(self) -> Tensor:
-        """Returns the positions that belong to no tensor, in order: int64."""
+        """Returns the positions of padding, in order: int64 [number of padding elements]."""
         ends = [*self.offsets[1:], self.numel]
         gaps = [
             torch.arange(start + size, end) for start, size, end in zip(self.offsets, self.sizes, ends, strict=True)

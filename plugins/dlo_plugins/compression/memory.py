@@ -1,6 +1,6 @@
-"""What each rank has not sent yet, in a checkpoint: as large as the model on each rank, and another on each.
+"""Saves and restores the error memory of gradient compression, which differs on each rank and is as large as the model.
 
-It is stored as tensors of which a rank holds its own part, so that no rank ever holds another's.
+It is stored as sharded tensors, so that each rank reads and writes its own memory only.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from dlo_plugins.compression.all_reduce import CompressedAllReduce
 from dlo_plugins.compression.one_bit import OneBitOptimizer
 from dlo_plugins.compression.powersgd import PowerSGD
 
-#: Where a checkpoint holds it.
+#: Key of the memory in a checkpoint.
 KEY = "gradient_compression"
 
 
@@ -35,7 +35,7 @@ def chunk_of_rank(own: Tensor) -> FlatShard:
 
 
 def one_bit_state(all_reduce: CompressedAllReduce, optimizer: OneBitOptimizer) -> dict[str, Any]:
-    """Returns the errors of a compressed all-reduce and the rank's own momenta, for a checkpoint."""
+    """Returns the errors of a compressed all-reduce and the rank's local momenta, for a checkpoint."""
     layout = all_reduce.layout
     assert layout is not None
     return {
@@ -52,10 +52,10 @@ def one_bit_state(all_reduce: CompressedAllReduce, optimizer: OneBitOptimizer) -
 
 
 def restore_one_bit(all_reduce: CompressedAllReduce, optimizer: OneBitOptimizer, saved: Mapping[str, Any]) -> str:
-    """Takes up what :func:`one_bit_state` returned.
+    """Restores the state that :func:`one_bit_state` returned.
 
     Returns:
-        Why that cannot be; empty where it was done.
+        Reason why it cannot be restored; empty where it was.
     """
     momenta = optimizer.momenta()
     sizes = [momentum.numel() for momentum in momenta]
@@ -82,16 +82,16 @@ def powersgd_state(powersgd: PowerSGD) -> dict[str, Any]:
         "ranks": dist.get_world_size(),
         "matrix_rank": powersgd.state.matrix_approximation_rank,
         "errors": {f"error.{name}": row_of_rank(error) for name, error in errors.items()},
-        # The same on all ranks.
+        # Factors are the same on all ranks.
         "factors": {f"factor.{name}": factor for name, factor in factors.items()},
     }
 
 
 def restore_powersgd(powersgd: PowerSGD, saved: Mapping[str, Any]) -> str:
-    """Takes up what :func:`powersgd_state` returned.
+    """Restores the state that :func:`powersgd_state` returned.
 
     Returns:
-        Why that cannot be; empty where it was done.
+        Reason why it cannot be restored; empty where it was.
     """
     rank = powersgd.state.matrix_approximation_rank
     problem = _mismatch(saved, method="powersgd", ranks=dist.get_world_size(), matrix_rank=rank)
@@ -110,10 +110,10 @@ def restore_powersgd(powersgd: PowerSGD, saved: Mapping[str, Any]) -> str:
 
 
 def _mismatch(saved: Mapping[str, Any], **wanted: Any) -> str:
-    """Returns in which setting a checkpoint differs; empty where it does in none."""
+    """Returns the setting in which a checkpoint differs, as text; empty where there is none."""
     for key, value in wanted.items():
         if saved.get(key) != value:
             if key == "sizes":
-                return "it is of other parameters"
+                return "it has other parameters"
             return f"{key} was {saved.get(key)} and is {value}"
     return ""

@@ -1,30 +1,31 @@
-"""1-bit Adam: Adam whose ranks exchange one bit an element once its second moment has settled.
+"""Implements 1-bit Adam: Adam that communicates one bit per element once its second moment has settled.
 
 Tang, Gan, Awan, Rajbhandari, Li, Lian, Liu, Zhang, He, "1-bit Adam: Communication Efficient Large-Scale Training with
 Adam's Convergence Speed", 2021 (arXiv 2102.02888).
 
-Adam's second moment is not linear in the gradient, so that errors of compression do not cancel in it; momentum is. The
-paper finds that the second moment hardly changes after a while. So: ordinary Adam first; then the second moment is
-frozen, ranks add their own gradients to momenta, and these are averaged, compressed with error feedback.
+Momentum is linear in the gradient, so that compression errors cancel in it; Adam's second moment is not. The paper
+finds that the second moment hardly changes after a while. So the first stage is ordinary Adam. In the second stage the
+second moment is frozen, ranks add their local gradients to momenta, and these are averaged, compressed with error
+feedback.
 
 Departures:
 
-- The first stage is AdamW with bias correction, as torch has it, and the correction of the second moment is frozen with
-  it. The paper's Adam has none.
-- Each rank keeps a momentum of its own. The paper's ranks go on from the mean momentum as it came out of compression:
-  what compression leaves over then enters the momentum again and again, and weighs 1 / (1 - beta1) times, ten times,
-  in the weights. Without it they differ from the uncompressed ones' by what is left over once. So do Zheng, Huang,
-  Kwok, "Communication-Efficient Distributed Blockwise Momentum SGD with Error-Feedback", 2019 (arXiv 1905.10936).
-- What is compressed is the step, the momentum over the root of the second moment, and not the momentum. The frozen root
-  is the same on all ranks, so that it is the same method with another compressor: what compression adds to an element
-  is in proportion to its own step, where it would be as large for all elements that share a scale, and so many steps
-  long for those whose gradients are small.
-- The second moment may be brought up to date now and then (``refresh_every``), by an exchange of whole gradients in
-  one step of so many. So does Lu, Li, Zhang, De Sa, He, "Maximizing Communication Efficiency for Large-scale Training
-  via 0/1 Adam", 2022 (arXiv 2202.06009), at intervals that grow.
+- The first stage is torch's AdamW with bias correction, and the correction of the second moment is frozen with it. The
+  paper's Adam has no bias correction.
+- Each rank keeps a local momentum. The paper's ranks continue from the compressed mean momentum: its compression error
+  then enters the momentum repeatedly, and has 1 / (1 - beta1) times, ten times, its size in the weights. With local
+  momenta the weights differ from the uncompressed ones by the error once. So do Zheng, Huang, Kwok,
+  "Communication-Efficient Distributed Blockwise Momentum SGD with Error-Feedback", 2019 (arXiv 1905.10936).
+- The step is compressed, which is the momentum over the root of the second moment, instead of the momentum. The frozen
+  root is the same on all ranks, so that this is the same method with another compressor: the error of an element is in
+  proportion to its own step. Otherwise all elements that share a scale have errors of the same size, which is many
+  steps long for those with small gradients.
+- The second moment may be updated at intervals (``refresh_every``), by an all-reduce of full gradients in that step. So
+  do Lu, Li, Zhang, De Sa, He, "Maximizing Communication Efficiency for Large-scale Training via 0/1 Adam", 2022
+  (arXiv 2202.06009), at intervals that grow.
 - The roots have a floor (``least_root``), see :func:`~dlo_plugins.compression.one_bit.frozen_denominators`, and steps a
-  limit (``max_rms``), see :func:`~dlo_plugins.compression.one_bit.limit_rms_`: gradients may come to be larger than
-  those that the second moment has seen.
+  limit (``max_rms``), see :func:`~dlo_plugins.compression.one_bit.limit_rms_`: gradients may become larger than those
+  that are in the second moment.
 """
 
 from __future__ import annotations
@@ -41,29 +42,29 @@ from dlo_plugins.compression.one_bit import OneBitOptimizer, frozen_denominators
 
 
 class OneBitAdam(OneBitOptimizer):
-    """1-bit Adam with decoupled weight decay (arXiv 2102.02888): AdamW that communicates one bit an element.
+    """1-bit Adam with decoupled weight decay (arXiv 2102.02888): AdamW that communicates one bit per element.
 
-    The first ``freeze_step`` steps are torch's AdamW to the last bit, its state has AdamW's names, and either goes on
-    from the other's checkpoint. For the second stage the callback ``GradientCompression(method: one_bit)`` is needed;
-    without it, or in a single process, this is AdamW throughout.
+    The first ``freeze_step`` steps are bit-equal to torch's AdamW, the state has AdamW's names, and each optimizer
+    loads the other's checkpoint. The second stage needs the callback ``GradientCompression(method: one_bit)``; without
+    it, or in a single process, all steps are AdamW's.
 
     Args:
-        params: parameters, or groups of them.
-        lr: learning rate.
-        betas: decay of the first and second moment.
-        eps: added to the root of the second moment.
-        weight_decay: decoupled.
-        freeze_step: steps of the first stage. The paper takes 15 to 25% of all, and no fewer than the warm-up of the
-            learning rate has.
-        refresh_every: so many steps apart, gradients are exchanged whole and the second moment goes on, in the second
-            stage too; see the module's text. None never, as in the paper.
-        least_root: the smallest root of the second moment, as a part of the root of its tensor's mean.
-        max_rms: in the second stage, no tensor's step is longer than this times the learning rate, as a root mean
-            square; Adam's are 0.2 to 0.5 long.
-        foreach: as of AdamW.
+        params: Parameters, or parameter groups.
+        lr: Learning rate.
+        betas: Decay of the first and second moment.
+        eps: Constant that is added to the root of the second moment.
+        weight_decay: Decoupled weight decay.
+        freeze_step: Number of steps of the first stage. The paper uses 15 to 25% of all, and at least the warm-up of
+            the learning rate.
+        refresh_every: Interval in steps at which the second stage all-reduces full gradients and updates the second
+            moment; see the module's text. None never does, as in the paper.
+        least_root: Smallest root of the second moment, as a fraction of the root of its tensor's mean.
+        max_rms: Maximum root mean square of a tensor's step in the second stage, in learning rates; Adam's are 0.2 to
+            0.5.
+        foreach: Option of AdamW.
 
     Raises:
-        DloError: on values out of range.
+        DloError: A value is out of range.
     """
 
     def __init__(
@@ -81,9 +82,9 @@ class OneBitAdam(OneBitOptimizer):
         foreach: bool | None = None,
     ) -> None:
         if not 0 <= least_root <= 1:
-            raise DloError(f"OneBitAdam: least_root lies in [0, 1], given {least_root}; 0.3 is usual")
+            raise DloError(f"least_root of OneBitAdam must be in [0, 1], got {least_root}; use 0.3")
         if not max_rms > 0:
-            raise DloError(f"OneBitAdam: max_rms is above 0, given {max_rms}; 1 is usual")
+            raise DloError(f"max_rms of OneBitAdam must be above 0, got {max_rms}; use 1")
         self.least_root, self.max_rms, self.foreach = least_root, max_rms, foreach
         defaults = {"lr": lr, "betas": tuple(betas), "eps": eps, "weight_decay": weight_decay}
         super().__init__(params, defaults, freeze_step, refresh_every)
@@ -119,7 +120,7 @@ class OneBitAdam(OneBitOptimizer):
             )
 
     def compressed_step(self) -> None:
-        """Adds this rank's gradients to its momenta, averages these over the ranks, and takes the step."""
+        """Adds local gradients to the local momenta, averages the steps over the ranks, and takes them."""
         assert self.communicator is not None
         own, trained = iter(self.own_momenta()), [self.trained(group) for group in self.param_groups]
         averages: list[list[Tensor]] = []
@@ -143,7 +144,7 @@ class OneBitAdam(OneBitOptimizer):
     def _apply(
         self, group: dict[str, Any], parameters: list[Tensor], averages: list[Tensor], roots: list[Tensor]
     ) -> None:
-        """Takes the step that ``averages`` hold, and makes momenta of them again."""
+        """Takes the steps in ``averages``, and turns them back into momenta."""
         limit_rms_(averages, self.max_rms)
         counts = [self.state[p]["step"] for p in parameters]
         torch._foreach_add_(counts, 1)

@@ -1,24 +1,23 @@
-"""1-bit LAMB: LAMB whose ranks exchange one bit an element, with trust ratios that follow the second moment.
+"""Implements 1-bit LAMB: LAMB that communicates one bit per element and scales frozen trust ratios.
 
 Li, Awan, Tang, Rajbhandari, He, "1-bit LAMB: Communication Efficient Large-Scale Large-Batch Training with LAMB's
 Convergence Speed", 2021 (arXiv 2104.06069).
 
-As in 1-bit Adam, the second moment is frozen after a first stage. LAMB's trust ratio, a number a tensor, cannot be had
-from compressed momenta as it was from exact ones: so its average over the first stage is frozen too, and multiplied
-with how the second moment has changed since. That change is known without communication: what all ranks got as the
-momentum tells the mean gradient, ``(m_t - beta1 m_{t-1}) / (1 - beta1)``, and of its squares a *fresh* second moment is
-kept.
+As in 1-bit Adam, the second moment is frozen after a first stage. LAMB's trust ratio, one number per tensor, cannot be
+computed from compressed momenta as from exact ones. So its average over the first stage is frozen too, and scaled by
+the change of the second moment since. That change needs no communication: the mean gradient follows from the mean
+momentum, ``(m_t - beta1 m_{t-1}) / (1 - beta1)``, and its squares are accumulated in a *fresh* second moment.
 
 Departures:
 
-- The first stage is timm's LAMB, bias correction and clipping by the norm of all gradients included. In the second that
-  norm is the mean of the ranks' own norms, which is no less than the norm of the mean.
-- The paper scales momenta so that those of all tensors are of one size before they share a compression scale. Here no
-  two tensors share one (:mod:`dlo_plugins.compression.layout`), and as in :mod:`~dlo_plugins.compression.one_bit_adam`
-  steps are compressed and not momenta, so that nothing is left to scale.
+- The first stage is timm's LAMB, with bias correction and clipping by the global gradient norm. In the second stage
+  that norm is the mean of the ranks' local norms, which is at least the norm of the mean.
+- The paper scales the momenta of all tensors to one magnitude before they share a compression scale. Here no two
+  tensors share one (:mod:`dlo_plugins.compression.layout`), and steps are compressed instead of momenta, as in
+  :mod:`~dlo_plugins.compression.one_bit_adam`, so that scaling is not needed.
 - The ratio of second moments is taken between roots with the same floor, so that the largest ratio, which the paper
-  takes, is not that of an element without gradients.
-- The average of trust ratios starts at the first one, and not at zero.
+  uses, is not that of an element without gradients.
+- The average of trust ratios starts at the first one instead of zero.
 """
 
 from __future__ import annotations
@@ -33,28 +32,29 @@ from dlo_plugins.compression.one_bit import OneBitOptimizer, frozen_denominators
 
 
 class OneBitLamb(OneBitOptimizer):
-    """1-bit LAMB (arXiv 2104.06069): LAMB that communicates one bit an element.
+    """1-bit LAMB (arXiv 2104.06069): LAMB that communicates one bit per element.
 
-    The first ``freeze_step`` steps are timm's ``lamb``, whose checkpoints it goes on from. As there, groups without
-    weight decay have no trust ratio. For the second stage the callback ``GradientCompression(method: one_bit)`` is
-    needed; without it, or in a single process, this is LAMB throughout.
+    The first ``freeze_step`` steps are those of timm's ``lamb``, whose checkpoints it loads. As there, groups without
+    weight decay have no trust ratio. The second stage needs the callback ``GradientCompression(method: one_bit)``;
+    without it, or in a single process, all steps are LAMB's.
 
     Args:
-        params: parameters, or groups of them.
-        lr: learning rate.
-        betas: decay of the first and second moment.
-        eps: added to the root of the second moment.
-        weight_decay: added to the step before the trust ratio is taken.
-        max_grad_norm: gradients are scaled down to this norm, taken over all of them; None leaves them.
-        freeze_step: steps of the first stage; the paper takes about 20% of all.
-        refresh_every: see :class:`~dlo_plugins.compression.one_bit_adam.OneBitAdam`.
-        coefficient_beta: decay of the average of trust ratios.
-        factor_range: how far the frozen trust ratio may be scaled in all.
-        factor_change: and by how much of itself in one step.
-        least_root: the smallest root of the second moment, as a part of the root of its tensor's mean.
+        params: Parameters, or parameter groups.
+        lr: Learning rate.
+        betas: Decay of the first and second moment.
+        eps: Constant that is added to the root of the second moment.
+        weight_decay: Weight decay, which is added to the step before the trust ratio is computed.
+        max_grad_norm: Maximum global norm, to which gradients are clipped; None does not clip.
+        freeze_step: Number of steps of the first stage; the paper uses about 20% of all.
+        refresh_every: Interval of updates of the second moment; see
+            :class:`~dlo_plugins.compression.one_bit_adam.OneBitAdam`.
+        coefficient_beta: Decay of the average of trust ratios.
+        factor_range: Smallest and largest factor of the frozen trust ratio.
+        factor_change: Maximum relative change of that factor in one step.
+        least_root: Smallest root of the second moment, as a fraction of the root of its tensor's mean.
 
     Raises:
-        DloError: on values out of range.
+        DloError: A value is out of range.
     """
 
     def __init__(
@@ -74,11 +74,11 @@ class OneBitLamb(OneBitOptimizer):
         least_root: float = 0.01,
     ) -> None:
         if not 0 < factor_range[0] <= 1 <= factor_range[1]:
-            raise DloError(f"OneBitLamb: factor_range holds 1, given {tuple(factor_range)}; the paper's is (0.5, 4)")
+            raise DloError(f"factor_range of OneBitLamb must include 1, got {tuple(factor_range)}; use (0.5, 4)")
         if not (0 <= coefficient_beta < 1 and 0 < factor_change <= 1 and 0 < least_root <= 1):
             raise DloError(
-                "OneBitLamb: coefficient_beta lies in [0, 1), factor_change and least_root in (0, 1], given"
-                f" {coefficient_beta}, {factor_change} and {least_root}; 0.9, 0.1 and 0.01 are usual"
+                "coefficient_beta of OneBitLamb must be in [0, 1), factor_change and least_root in (0, 1], got"
+                f" {coefficient_beta}, {factor_change} and {least_root}; use 0.9, 0.1 and 0.01"
             )
         self.max_grad_norm, self.coefficient_beta, self.least_root = max_grad_norm, coefficient_beta, least_root
         self.factor_range, self.factor_change = factor_range, factor_change
@@ -86,7 +86,7 @@ class OneBitLamb(OneBitOptimizer):
         super().__init__(params, defaults, freeze_step, refresh_every)
 
     def warm_up_step(self) -> None:
-        """Takes a step of LAMB, and notes the trust ratios."""
+        """Takes a step of LAMB, and averages the trust ratios."""
         clip = self._clip([p for group in self.param_groups for p in group["params"]], everywhere=True)
         for group in self.param_groups:
             group["step"] = self._next_step(group)
@@ -110,7 +110,7 @@ class OneBitLamb(OneBitOptimizer):
                 p.add_(update, alpha=-group["lr"])
 
     def compressed_step(self) -> None:
-        """Adds this rank's gradients to the momenta, averages them over the ranks, and takes the step."""
+        """Adds local gradients to the local momenta, averages the steps over the ranks, and takes them."""
         assert self.communicator is not None
         trained = [self.trained(group) for group in self.param_groups]
         clip = self._clip([p for parameters in trained for p in parameters], everywhere=False)
@@ -138,7 +138,7 @@ class OneBitLamb(OneBitOptimizer):
                 number += 1
 
     def _apply(self, group: dict[str, Any], p: Tensor, before: Tensor, root: Tensor) -> None:
-        """Takes a parameter's step; ``exp_avg``, which holds the averaged step, becomes the momentum again."""
+        """Takes a parameter's step, and turns ``exp_avg``, which has the averaged step, back into the momentum."""
         state, (beta1, beta2) = self.state[p], group["betas"]
         plain = state["exp_avg"] / (1 - beta1 ** float(group["step"]))
         state["exp_avg"].mul_(root)
@@ -157,13 +157,13 @@ class OneBitLamb(OneBitOptimizer):
         p.add_(update, alpha=-group["lr"])
 
     def _factor(self, frozen: Tensor, fresh: Tensor, share: Tensor, last: Tensor | None) -> Tensor:
-        """Returns what the frozen trust ratio is multiplied with, for the second moment is another by now.
+        """Returns the factor of the frozen trust ratio, from the change of the second moment.
 
         Args:
-            frozen: roots of the frozen second moment.
-            fresh: of the fresh one.
-            share: how much of the step's norm is not weight decay, which no second moment changes.
-            last: the factor of the step before.
+            frozen: Roots of the frozen second moment.
+            fresh: Roots of the fresh second moment.
+            share: Fraction of the step's norm without weight decay, which does not depend on the second moment.
+            last: Factor of the last step; None in the first.
         """
         factor = (frozen / fresh).max() * share + (1 - share)
         last = torch.ones_like(factor) if last is None else last
@@ -175,7 +175,7 @@ class OneBitLamb(OneBitOptimizer):
         return list(frozen_denominators(variances, correction, group["eps"], self.least_root))
 
     def _clip(self, parameters: list[Tensor], everywhere: bool) -> Tensor | None:
-        """Returns what gradients are divided by, at least 1; None where there is no limit."""
+        """Returns the divisor of gradients, at least 1; None without a maximum norm."""
         gradients = [p.grad for p in parameters if p.grad is not None]
         if self.max_grad_norm is None or not gradients:
             return None

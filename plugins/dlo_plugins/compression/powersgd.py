@@ -1,12 +1,12 @@
-"""PowerSGD as torch has it, with a memory that goes by parameters, so that it outlives a checkpoint.
+"""Wraps torch's PowerSGD hook with a memory by parameter, which can be saved in a checkpoint.
 
 Vogels, Karimireddy, Jaggi, "PowerSGD: Practical Low-Rank Gradient Compression for Distributed Optimization", 2019
-(arXiv 1905.13727); ``torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook``. Its batched sibling is not offered:
-it cannot run (torch 2.11 to 2.15), for it orthogonalises a matrix where a batch of matrices is asked for.
+(arXiv 1905.13727); ``torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook``. torch's batched variant is not
+offered: it raises (torch 2.11 to 2.15), because it orthogonalises one matrix where a batch is required.
 
-torch's hook keeps its errors and low-rank factors by the number of DDP's bucket. DDP lays buckets out anew after the
-first step of a run, a resumed one too, so that what was kept would meet other parameters. Here it is taken apart and
-put together again whenever a bucket holds other parameters than it did.
+torch's hook keeps its errors and low-rank factors by the index of DDP's bucket. DDP rebuilds its buckets after the
+first step of a run, also of a resumed one, so that the memory would be applied to other parameters. Here the memory is
+split by parameter and reassembled whenever the parameters of a bucket change.
 """
 
 from __future__ import annotations
@@ -21,22 +21,22 @@ from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as torch_p
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import GradBucket
 
-#: Of a bucket: names and shapes of its parameters, in order.
+#: Names and shapes of a bucket's parameters, in order.
 BucketLayout = list[tuple[str, torch.Size]]
 
 
 class PowerSGD:
-    """Reduces DDP's buckets.
+    """PowerSGD that reduces DDP's buckets.
 
     Args:
-        names: of the parameters, by id.
-        matrix_rank: columns of the low-rank factors.
-        start_step: steps of plain all-reduce before, at least 2.
+        names: Names of the parameters, by id.
+        matrix_rank: Number of columns of the low-rank factors.
+        start_step: Number of steps of plain all-reduce before compression begins, at least 2.
 
     Attributes:
-        state: torch's.
-        errors: what was not sent of each parameter's gradient, [numel], by name, where buckets have been taken apart.
-        factors: each matrix's right factor, [columns, rank], likewise.
+        state: State of torch's hook.
+        errors: Unsent part of each parameter's gradient, [numel], by name, for parameters whose bucket was split.
+        factors: Right factor of each matrix, [columns, rank], by name, for parameters whose bucket was split.
     """
 
     def __init__(self, names: Mapping[int, str], matrix_rank: int, start_step: int) -> None:
@@ -50,20 +50,20 @@ class PowerSGD:
         """Reduces a bucket.
 
         Args:
-            bucket: DDP's.
-            step: how many steps were taken before; torch's own count starts again with a resumed run.
+            bucket: Bucket of DDP.
+            step: Number of steps taken before; torch's own count restarts with a resumed run.
         """
         self.state.iter = step
         layout = [(self.names[id(p)], p.shape) for p in bucket.parameters()]
         known = self._layouts.get(bucket.index())
         if known != layout:
             if known is not None:
-                self._take_apart()
-            self._put_together(bucket.index(), layout, bucket.buffer())
+                self._split_buckets()
+            self._assemble_bucket(bucket.index(), layout, bucket.buffer())
         return torch_powersgd.powerSGD_hook(self.state, bucket)
 
     def share(self, bucket: GradBucket, step: int) -> float:
-        """Returns the part of a bucket's elements that is sent; 1 before compression begins."""
+        """Returns the fraction of a bucket's elements that is sent; 1 before compression begins."""
         elements = bucket.buffer().numel()
         if step < self.state.start_powerSGD_iter:
             return 1.0
@@ -72,7 +72,7 @@ class PowerSGD:
         return (elements - saved) / elements
 
     def by_parameter(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """Returns errors and factors by parameter name, in new memory; see the attributes."""
+        """Returns copies of errors and factors by parameter name; see the attributes."""
         errors, factors = dict(self.errors), dict(self.factors)
         for index, layout in self._layouts.items():
             if index in self.state.error_dict:
@@ -86,14 +86,14 @@ class PowerSGD:
                     factors[name] = part.view(columns, rank).clone()
         return errors, factors
 
-    def _take_apart(self) -> None:
-        """Moves what is kept by bucket to :attr:`errors` and :attr:`factors`."""
+    def _split_buckets(self) -> None:
+        """Moves the state of all buckets to :attr:`errors` and :attr:`factors`."""
         self.errors, self.factors = self.by_parameter()
         for kept in (self._layouts, self.state.error_dict, self.state.p_memory_dict, self.state.q_memory_dict):
             kept.clear()
 
-    def _put_together(self, index: int, layout: BucketLayout, buffer: Tensor) -> None:
-        """Makes what torch keeps for a bucket out of what is known of its parameters."""
+    def _assemble_bucket(self, index: int, layout: BucketLayout, buffer: Tensor) -> None:
+        """Assembles torch's state of a bucket from the errors and factors of its parameters."""
         self._layouts[index] = layout
         if any(name in self.errors for name, _ in layout):
             parts = [self.errors.pop(name, buffer.new_zeros(shape.numel())) for name, shape in layout]
@@ -107,7 +107,7 @@ class PowerSGD:
     def _matrices(self, layout: BucketLayout) -> list[tuple[str, int, int, int]]:
         """Returns name, rows, columns and rank of a bucket's matrices that are compressed, in the order of factors.
 
-        As torch (2.11 to 2.15) has it: matrices of one shape stand together, in the order in which shapes occur.
+        torch (2.11 to 2.15) groups matrices of one shape, in the order in which shapes occur.
         """
         by_shape: dict[tuple[int, int], list[tuple[str, int, int, int]]] = {}
         for name, shape in layout:
