@@ -207,7 +207,7 @@ class OwnClipping(Model):
 REFUSED: list[tuple[Any, str, Any]] = [
     (Layerwise, "deepspeed2", "Lamb computes a parameter's update from all of its gradient"),
     (Ahead, "deepspeed1", "Lookahead wraps AdamW, but DeepSpeed gives partitions to the outer optimizer alone"),
-    (Adversaries, "deepspeed2", "steps one optimizer, but configure_optimizers returned 2"),
+    (Adversaries, "deepspeed2", "must return one optimizer under DeepSpeed, got 2"),
     (partial(ByHand, told=False), "deepspeed2", "two backward passes came before one optimizer step"),
     (OwnClipping, "deepspeed3", "DeepSpeed clips in its step, by norm to 0.0"),
     (Model, "deepspeed2", (lambda: AdaptiveGradientClipping(0.1), "AdaptiveGradientClipping")),

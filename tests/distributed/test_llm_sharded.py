@@ -221,7 +221,7 @@ def _write_on_meshes(rank: int, world_size: int, folder: Path, model: str, meshe
         file = folder / f"{number}.pt"
         predictor = trainer_of(MeshStrategy(dp_shard=1, **axes), world_size, folder, callbacks=[SavePredictions(file)])
         if "pp" in axes:
-            with pytest.raises(DloError, match=r"pp > 1 runs a model once for each batch, and CausalLM .* with pp: 1"):
+            with pytest.raises(DloError, match=r"once per batch under pp > 1, got CausalLM.* with pp: 1"):
                 predictor.predict(task, datamodule=data)
             continue
         predictor.predict(task, datamodule=data)

@@ -152,7 +152,7 @@ def on_ranks(rank: int, world_size: int, folder: str) -> Any:
         found[kind] = statistics_of(world_size, pipeline(micro_batches=1), kind, Path(folder))
     for schedule in ("1F1B", "ZBV"):
         found[schedule] = losses_of(world_size, pipeline(schedule=schedule, micro_batches=8), batches(8))
-    with pytest.raises(DloError, match="DualPipeV on 2 ranks cannot run so few micro-batches; set drop_last=True"):
+    with pytest.raises(DloError, match=r"DualPipeV on 2 ranks cannot run .* set drop_last=True"):
         losses_of(world_size, pipeline(schedule="DualPipeV", micro_batches=8, split=[1] * 4), batches(19))
     task = Classify("pair")
     trainer(world_size, pipeline(micro_batches=2), limit_val_batches=0).fit(task, batches(8))
@@ -162,7 +162,7 @@ def on_ranks(rank: int, world_size: int, folder: str) -> Any:
     assert again.pipelined.micro_batches == 3
     other = trainer(world_size, pipeline(micro_batches=2, schedule="GPipe"), limit_val_batches=1)
     other.validate(task, batches(8), verbose=False)  # Forward alone has no schedule.
-    with pytest.raises(DloError, match=r"cut by an earlier run with schedule=1F1B.*given schedule=GPipe"):
+    with pytest.raises(DloError, match=r"cut by an earlier run with schedule=1F1B, got schedule=GPipe"):
         other.fit(task, batches(8))
     leave_group()
     return found

@@ -112,7 +112,7 @@ def _overlap(rank: int, world_size: int) -> dict[str, Any]:
     for stage in (1, 2):
         module, run = PenalisedLater(), trainer(world_size, OnDevice(stage, bucket_mb=BUCKET_MB))
         run.fit(module, mine(rank, world_size))
-        assert f"zero{stage} has weights read as NaN" in _message(run, 0)
+        assert f"under zero{stage}, weights read as NaN" in _message(run, 0)
         found[f"later, stage {stage}"] = module.losses, []
     return found
 

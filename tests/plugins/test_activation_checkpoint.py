@@ -216,9 +216,9 @@ def test_evaluation_keeps_nothing() -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"mode": "some"}, "mode is full or selective, given 'some'"),
-        ({"every": 0}, "given 0; use 1"),
-        ({"mode": "selective", "offload": True}, "use mode full with it"),
+        ({"mode": "some"}, "mode must be full or selective, got 'some'"),
+        ({"every": 0}, "got 0; use 1"),
+        ({"mode": "selective", "offload": True}, "use mode full, or leave offload out"),
     ],
 )
 def test_settings_that_cannot_be(settings: dict[str, Any], message: str) -> None:
@@ -227,7 +227,7 @@ def test_settings_that_cannot_be(settings: dict[str, Any], message: str) -> None
 
 
 def test_a_plan_without_blocks() -> None:
-    with pytest.raises(DloError, match="that of Net has none"):
+    with pytest.raises(DloError, match="got none of Net"):
         ActivationCheckpoint().apply(Net(), None, ParallelPlan())
 
 

@@ -97,7 +97,7 @@ def test_the_trainer_refuses_before_any_process_starts(options: dict, message: s
 
 
 def test_a_negative_prefetch_is_refused() -> None:
-    with pytest.raises(DloError, match="forward_prefetch is a number of units"):
+    with pytest.raises(DloError, match="forward_prefetch must be a number of units"):
         FSDPStrategy(forward_prefetch=-1)
 
 
@@ -340,7 +340,7 @@ def test_whole_gradients_of_the_device_are_added_to_shards_in_cpu_memory() -> No
                 parameters={"weight": shard},
                 layout=Layout(),
                 device=torch.device("cuda"),
-                anywhere=lambda flags: flags,
+                any_rank=lambda flags: flags,
             ),
             _usage=SimpleNamespace(gathered={"weight": whole}),
             reduce=lambda gradient, reduce_op: gradient,

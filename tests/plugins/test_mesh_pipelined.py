@@ -13,7 +13,7 @@ from transformers import DynamicCache
 
 from dlo_framework.errors import DloError
 from dlo_framework.task import Task
-from dlo_plugins.mesh.parts import joined
+from dlo_plugins.mesh.parts import concat_batches
 from dlo_plugins.mesh.pipelined import PipelinedTask
 from dlo_plugins.pipeline.engine import Pipeline
 from support.waits import Waits
@@ -75,6 +75,8 @@ def test_the_steps_loss_is_made_on_the_device_where_it_is_overwritten(monkeypatc
 
 
 def test_outputs_that_cannot_be_joined_are_named() -> None:
-    assert joined([{"all": [torch.ones(2), None, "x"]}, {"all": [torch.ones(1), None, "x"]}])["all"][0].shape == (3,)
-    with pytest.raises(DloError, match=r"returns a DynamicCache; leave it out .*use_cache=False"):
-        joined([{"past": DynamicCache()}, {"past": DynamicCache()}])
+    assert concat_batches([{"all": [torch.ones(2), None, "x"]}, {"all": [torch.ones(1), None, "x"]}])["all"][
+        0
+    ].shape == (3,)
+    with pytest.raises(DloError, match=r"got a DynamicCache; leave it out .*use_cache=False"):
+        concat_batches([{"past": DynamicCache()}, {"past": DynamicCache()}])

@@ -30,7 +30,7 @@ def causal(vocab_size: int = 100, **more: Any) -> CausalLM:
 
 def split(task: Any, ranks: int = 2, datamodule: Any = None, **options: Any) -> Any:
     task = task.on_meta()
-    return Pipelining(**options).split_of(task, task.parallel_plan(), ranks, datamodule)
+    return Pipelining(**options).choose_split(task, task.parallel_plan(), ranks, datamodule)
 
 
 def test_blocks_of_one_size_are_shared_out_with_the_head_counted() -> None:
@@ -97,7 +97,10 @@ def test_text_that_a_pipeline_cannot_write_is_refused_before_it_starts(
     words += ["--trainer.accelerator", "cpu", "--trainer.devices", "2", "--trainer.strategy", "MeshStrategy"]
     words += ["--trainer.strategy.pp", "2", "--trainer.strategy.dp_shard", "1", "--trainer.strategy.micro_batches", "2"]
     assert main(["predict", *words]) == 2
-    assert "pp > 1 runs a model once for each batch, and CausalLM runs it for each token" in capsys.readouterr().err
+    assert (
+        "must run its model once per batch under pp > 1, got CausalLM, which runs it for each token"
+        in capsys.readouterr().err
+    )
 
 
 def test_parameters_outside_of_the_model_are_refused() -> None:
@@ -105,7 +108,7 @@ def test_parameters_outside_of_the_model_are_refused() -> None:
     task.temperature = torch.nn.Parameter(torch.ones(()))
     twin = task.on_meta()
     spec = MeshSpec(pp=2, dp_shard=1)
-    with pytest.raises(DloError, match=r"ImageClassifier trains 'temperature' outside of it; make it a part of"):
+    with pytest.raises(DloError, match=r"got 'temperature' of ImageClassifier; make it a part of"):
         Pipelining().check(twin, twin.parallel_plan(), spec, None)
     twin.temperature.requires_grad = False
     Pipelining().check(twin, twin.parallel_plan(), spec, None)

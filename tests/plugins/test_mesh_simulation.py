@@ -11,9 +11,9 @@ import torch.distributed as dist
 from dlo_framework import Task
 from dlo_framework.errors import DloError
 from dlo_framework.mesh import MeshSpec
-from dlo_plugins.mesh.drawing import MeshDescription, describe, groups_along, ranges
+from dlo_plugins.mesh.drawing import MeshDescription, collapse_ranges, describe, groups_along
 from dlo_plugins.mesh.holdings import Held, chunk_length
-from dlo_plugins.mesh.traffic import Traffic, TrafficCount, grown
+from dlo_plugins.mesh.traffic import Traffic, TrafficCount, extrapolate
 from dlo_plugins.strategies import mesh_simulation as simulation
 from dlo_plugins.strategies.mesh import MeshStrategy
 from dlo_plugins.strategies.mesh_simulation import SimulatedRank, simulate
@@ -55,9 +55,9 @@ def test_rows_are_cut_as_torch_cuts_them() -> None:
 
 
 def test_names_are_drawn_together() -> None:
-    assert ranges(["layers.0", "layers.1", "layers.2", "norm", "layers.4"]) == "layers.0-2, norm, layers.4"
-    assert ranges(["a.0.b.9", "a.0.b.10", "a.1.b.0"]) == "a.0.b.9-10, a.1.b.0"
-    assert ranges([]) == ""
+    assert collapse_ranges(["layers.0", "layers.1", "layers.2", "norm", "layers.4"]) == "layers.0-2, norm, layers.4"
+    assert collapse_ranges(["a.0.b.9", "a.0.b.10", "a.1.b.0"]) == "a.0.b.9-10, a.1.b.0"
+    assert collapse_ranges([]) == ""
 
 
 def test_groups_are_the_ranks_along_an_axis() -> None:
@@ -70,8 +70,8 @@ def test_groups_are_the_ranks_along_an_axis() -> None:
 def test_a_step_grows_by_what_the_second_has_more() -> None:
     first = (Traffic("all_gather", "dp", 3, 30, 120), Traffic("send", "pp", 1, 5, 20))
     second = (Traffic("all_gather", "dp", 3, 30, 120), Traffic("send", "pp", 2, 10, 40))
-    assert grown(first, second, 1) == second
-    assert grown(first, second, 7) == (second[0], Traffic("send", "pp", 8, 40, 160))
+    assert extrapolate(first, second, 1) == second
+    assert extrapolate(first, second, 7) == (second[0], Traffic("send", "pp", 8, 40, 160))
 
 
 # --- one rank, simulated --------------------------------------------------------------------------------------
@@ -138,7 +138,9 @@ def test_sequence_parallelism_turns_all_reduces_into_pairs() -> None:
 def test_many_micro_batches_are_counted_by_two_steps(schedule: str, monkeypatch: pytest.MonkeyPatch) -> None:
     strategy, spec = MeshStrategy(micro_batches=8, schedule=schedule), MeshSpec(pp=2, dp_shard=2)
     counted = simulate(task(), strategy, spec, [3], batch(rows=8))
-    monkeypatch.setattr(simulation, "fewest_parts", lambda pipelining, spec: pipelining.parts(spec.pp))
+    monkeypatch.setattr(
+        simulation, "fewest_micro_batches", lambda pipelining, spec: pipelining.count_micro_batches(spec.pp)
+    )
     assert counted == simulate(task(), strategy, spec, [3], batch(rows=8))
     assert table(counted[0])["pp", "send"][0] % 8 == 0
 

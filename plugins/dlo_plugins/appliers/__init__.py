@@ -1,1 +1,1 @@
-"""Appliers: one class a technique that rewrites a model in place, in the order of its phase."""
+"""Appliers: one class per technique that rewrites a model in place."""

@@ -1,11 +1,11 @@
-"""Recomputation of activations as an applier: full, selective, of every n-th block, with their inputs on the CPU.
+"""Recomputes activations as an applier: full or selective, of every n-th block, with inputs offloaded to the CPU.
 
 Training Deep Nets with Sublinear Memory Cost. Chen, Xu, Zhang & Guestrin, 2016, arXiv 1604.06174 (`full`). Reducing
-Activation Recomputation in Large Transformer Models. Korthikanti et al., 2022, arXiv 2205.05198 (`selective`): what
-takes much memory for little arithmetic is computed again, and outputs of matrix products are kept. Departures: the
-paper recomputes attention and keeps all that lies outside it. Here attention's outputs are kept where a fused kernel
-computes it, which holds no scores, and so is what collectives have returned; norms, activation functions and dropout
-are recomputed, which costs next to nothing.
+Activation Recomputation in Large Transformer Models. Korthikanti et al., 2022, arXiv 2205.05198 (`selective`):
+activations that take much memory and little arithmetic are recomputed, and outputs of matrix products are kept.
+Departures: the paper recomputes attention and keeps everything outside it. Here outputs of fused attention kernels,
+which store no scores, and outputs of collectives are kept; norms, activation functions and dropout are recomputed,
+which costs next to nothing.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from dlo_plugins.copy_streams import Copied, copy_streams, host_tensor
 from dlo_plugins.fsdp.recompute import recompute
 
 _MODES = ("full", "selective")
-#: What stays where it is when inputs go to the CPU.
+#: Device types whose tensors are not offloaded.
 _STAYS = ("cpu", "meta")
-#: Operators whose outputs `selective` keeps: products of activations with weights; fused attention, which keeps
-#: no scores; and collectives, since what has passed between ranks is not to pass again. Products of activations with
-#: each other, attention's where it is written out, are recomputed. By name, as torch 2.11 lacks some.
+#: Operators whose outputs `selective` keeps: products of activations with weights; fused attention, which stores no
+#: scores; and collectives, which are not to run again. Products of activations with each other, such as unfused
+#: attention's, are recomputed. Operators are given by name, as torch 2.11 lacks some.
 _KEPT_NAMES = (
     *("aten.mm", "aten.addmm", "aten.convolution", "aten._grouped_mm", "aten._scaled_mm"),
     *("aten._scaled_dot_product_flash_attention", "aten._scaled_dot_product_flash_attention_for_cpu"),
@@ -44,53 +44,53 @@ _KEPT_NAMES = (
 
 
 class ActivationCheckpoint(Applier):
-    """Computes activations inside the plan's blocks again in backward, in place of keeping them.
+    """Recomputes the activations of the plan's blocks in backward, instead of keeping them.
 
-    Gradients are exactly those without it, dropout included, and names of parameters stay. Memory of activations falls
-    to the blocks' inputs and the inside of one block, for a second forward of each (`full`); or to the outputs of their
-    matrix products, attention and collectives, for next to none of the arithmetic and no traffic (`selective`).
+    Gradients are exactly those without it, also with dropout, and names of parameters do not change. `full` keeps the
+    blocks' inputs and the activations of one block, at the cost of a second forward of each. `selective` keeps the
+    outputs of matrix products, attention and collectives, and recomputes almost no arithmetic and no communication.
 
     Args:
-        mode: `full` keeps a block's inputs alone; `selective` outputs of matrix products, convolutions,
-            fused attention without dropout and tensor parallelism's collectives too.
-        every: of the blocks, each so-many-th recomputes, beginning with the first: 1 for all of them, 2 for half.
-        offload: whether a block's inputs wait for backward in the CPU's memory, page-locked. They go there beside what
-            is being computed, and come back while the block after it is computed again; not on a CPU.
+        mode: Mode of recomputation: `full` keeps only a block's inputs; `selective` also outputs of matrix products,
+            convolutions, fused attention without dropout and tensor parallelism's collectives.
+        every: Interval of the blocks that recompute, beginning with the first: 1 for all of them, 2 for half.
+        offload: Whether a block's inputs are kept in pinned CPU memory until backward. Copies overlap computation:
+            they return while the following block is recomputed. It has no effect on a CPU.
 
     Raises:
-        DloError: for another mode, for `every` below 1, and for `offload` with `selective`.
+        DloError: The mode is unknown, `every` is below 1, or `offload` comes with `selective`.
     """
 
     phase: ClassVar[Phase] = Phase.CHECKPOINT
 
     def __init__(self, mode: Literal["full", "selective"] = "full", every: int = 1, offload: bool = False) -> None:
         if mode not in _MODES:
-            raise DloError(f"mode is full or selective, given {mode!r}")
+            raise DloError(f"mode must be full or selective, got {mode!r}; use full for the least memory")
         if every < 1:
-            raise DloError(f"every is 1 for each block, 2 for every other one and so on, given {every}; use 1")
+            raise DloError(f"every must be at least 1, got {every}; use 1 for all blocks, 2 for every other one")
         if offload and mode == "selective":
             raise DloError(
-                "offload takes the blocks' inputs to the CPU, and mode selective keeps most of the memory inside the"
-                " blocks; use mode full with it"
+                "offload must come with mode full, since it moves the blocks' inputs only, got mode selective, which"
+                " keeps most of its memory inside the blocks; use mode full, or leave offload out"
             )
         self.mode, self.every, self.offload = mode, every, offload
 
     def apply(self, module: nn.Module, mesh: DeviceMesh | None, plan: ParallelPlan) -> None:
-        """Lets the plan's blocks recompute, in place.
+        """Makes the plan's blocks recompute, in place.
 
         Args:
-            module: the model; on the meta device too.
-            mesh: is of no account.
-            plan: names the blocks.
+            module: Model, which may be on the meta device.
+            mesh: Mesh, which is not used.
+            plan: Plan that names the blocks.
 
         Raises:
-            DloError: if the plan has none.
+            DloError: The plan has no blocks.
         """
         blocks = [module.get_submodule(name) for name in plan.block_names(module)]
         if not blocks:
             raise DloError(
-                f"ActivationCheckpoint recomputes a plan's blocks, and that of {type(module).__name__} has none; name"
-                " them in Task.parallel_plan: ParallelPlan(blocks=(...))"
+                f"the parallel plan must name blocks for ActivationCheckpoint, got none of {type(module).__name__};"
+                " name them in Task.parallel_plan: ParallelPlan(blocks=(...))"
             )
         context_fn = None
         if self.mode == "selective":
@@ -99,13 +99,13 @@ class ActivationCheckpoint(Applier):
 
 
 def _policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    """Says what is kept. Compiled code may also keep what costs it nothing."""
+    """Returns whether an operator's output is kept; compiled code may keep further outputs."""
     is_kept = f"{op.namespace}.{op.overloadpacket.__name__}" in _KEPT_NAMES and not _drops(op, args, kwargs)
     return CheckpointPolicy.MUST_SAVE if is_kept else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 def _drops(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether an operator draws random numbers: if it were not called again, later ones would draw those."""
+    """Returns whether an operator draws random numbers, so that skipping it would shift those of later ones."""
     names = [argument.name for argument in op._schema.arguments]
     if "dropout_p" not in names:
         return False
@@ -114,20 +114,20 @@ def _drops(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
 
 
 class _InputsOnCpu:
-    """Puts those of blocks' inputs that need gradients aside in the CPU's memory, one block's after the other's.
+    """Offloads those inputs of blocks that need gradients to CPU memory, block by block.
 
-    What needs none, such as rotary angles and masks, is shared by all blocks and stays. In backward the inputs of a
-    block come back while the block after it is computed again.
+    Inputs without gradients, such as rotary angles and masks, are shared by all blocks and stay on the device. In
+    backward the inputs of a block return while the block after it is recomputed.
     """
 
     def __init__(self) -> None:
-        self._last: weakref.ref[_Aside] | None = None  # the block that forward came to last
+        self._last: weakref.ref[_Aside] | None = None  # inputs of the last block of forward
 
     def __call__(self, inputs: Any) -> saved_tensors_hooks:
-        """Returns a context, to be entered around a block's checkpoint.
+        """Returns a context to enter around a block's checkpoint.
 
         Args:
-            inputs: arguments of the block.
+            inputs: Arguments of the block.
         """
         tensors = [leaf for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor)]
         moving = {tensor.data_ptr() for tensor in tensors if tensor.requires_grad and tensor.device.type not in _STAYS}
@@ -144,10 +144,10 @@ class _InputsOnCpu:
 
 
 class _Aside:
-    """A block's inputs in the CPU's memory.
+    """Inputs of one block in CPU memory.
 
     Args:
-        before: those of the block before it, which backward needs next; None where there is none.
+        before: Inputs of the block before, which backward needs next; None for the first block.
     """
 
     def __init__(self, before: _Aside | None) -> None:
@@ -155,18 +155,18 @@ class _Aside:
         self.held: weakref.WeakSet[_OnCpu] = weakref.WeakSet()
 
     def fetch_before(self) -> None:
-        """Starts to fetch the inputs of the block before."""
+        """Starts the copies of the previous block's inputs to the device."""
         before = self._before() if self._before is not None else None
         for held in () if before is None else list(before.held):
             held.fetch()
 
 
 class _OnCpu:
-    """A tensor that has gone to the CPU's memory.
+    """Tensor that is copied to CPU memory.
 
     Args:
-        tensor: which is copied beside what its stream computes, and freed once that is done.
-        aside: the inputs that it is one of.
+        tensor: Tensor on a device; the copy overlaps its stream's computation, after which its memory is freed.
+        aside: Inputs of the block to which the tensor belongs.
     """
 
     def __init__(self, tensor: Tensor, aside: _Aside) -> None:
@@ -177,14 +177,14 @@ class _OnCpu:
         aside.held.add(self)
 
     def fetch(self) -> None:
-        """Starts to copy the tensor to where it was, unless that has been started."""
+        """Starts the copy of the tensor back to its device, unless it has started."""
         if self._back is None:
             self._away.wait()
             target = torch.empty_like(self._held, device=self._device)
             self._back = target, copy_streams(self._device).up.copy(target, self._held)
 
     def back(self) -> Tensor:
-        """Returns the tensor where it was, and starts to fetch what backward needs next."""
+        """Returns the tensor on its device, and starts the copies that backward needs next."""
         self.fetch()
         assert self._back is not None
         (tensor, copied), self._back = self._back, None

@@ -1,4 +1,4 @@
-"""torch.compile of a model's blocks, one by one."""
+"""Compiles a model's blocks one by one with torch.compile."""
 
 from __future__ import annotations
 
@@ -14,21 +14,22 @@ from dlo_plugins.compile_parts import CUDA_GRAPHS, compile_in_place
 
 
 class CompileBlocks(Applier):
-    """Compiles each of the plan's blocks, after recomputation is set up and before it is sharded.
+    """Compiles each block of the plan, after recomputation is set up and before the block is sharded.
 
-    Blocks of one class share their compiled code, so that one is compiled and the others find it. Names of parameters
-    stay. The callback Compile compiles under any strategy, and reports on it; this is the order that a mesh needs.
+    Blocks of one class share their compiled code, so that only the first is compiled. Names of parameters do not
+    change. The callback Compile compiles under any strategy and reports on it; this applier compiles at the point of
+    the order that a mesh needs.
 
     Args:
-        backend: of torch.compile.
-        mode: of torch.compile: `default` or `max-autotune-no-cudagraphs`. Those that replay CUDA graphs are refused:
-            a graph keeps what it returns and reads in its own memory, where the next micro-batch of a pipeline or of
-            accumulated gradients overwrites it, and sharded parameters are gathered elsewhere for each use.
-        fullgraph: whether a break in a block's graph is an error.
-        dynamic: whether shapes may change without a new compilation; by default torch finds out.
+        backend: Backend of torch.compile.
+        mode: Mode of torch.compile: `default` or `max-autotune-no-cudagraphs`. Modes that replay CUDA graphs are
+            errors: a graph keeps its inputs and outputs in its own memory, where the next micro-batch of a pipeline or
+            of an accumulation overwrites them, and sharded parameters are gathered at another address for each use.
+        fullgraph: Whether a break in a block's graph is an error.
+        dynamic: Whether shapes may change without a new compilation; by default torch detects it.
 
     Raises:
-        DloError: for a mode that replays CUDA graphs.
+        DloError: The mode replays CUDA graphs.
     """
 
     phase: ClassVar[Phase] = Phase.COMPILE
@@ -42,8 +43,8 @@ class CompileBlocks(Applier):
     ) -> None:
         if mode in CUDA_GRAPHS:
             raise DloError(
-                "CompileBlocks replays no CUDA graphs, whose memory the next micro-batch overwrites and which sharded"
-                f" parameters leave, but mode is {mode}; set mode: {CUDA_GRAPHS[mode]}"
+                f"mode must not replay CUDA graphs, got {mode}: the next micro-batch overwrites their memory, and"
+                f" sharded parameters move between replays; set mode: {CUDA_GRAPHS[mode]}"
             )
         self.backend, self.mode, self.fullgraph, self.dynamic = backend, mode, fullgraph, dynamic
 

@@ -1,4 +1,4 @@
-"""Context parallelism as an applier: the attention of a causal language model runs over a sequence shared by ranks."""
+"""Implements context parallelism as an applier, for the attention of causal language models."""
 
 from __future__ import annotations
 
@@ -21,29 +21,30 @@ _METHODS = ("ring", "ulysses")
 
 
 class ContextParallel(Applier):
-    """Shares the sequence of a causal language model among the ranks of the mesh's `cp` axis.
+    """Shards the sequences of a causal language model over the ranks of the mesh's `cp` axis.
 
-    Each rank holds two chunks of each sequence, one from its head and one from its tail, so that all have the same
-    work, and activations a rank fall as 1 / cp. Documents packed into a row do not see each other, padding is not
-    seen, and sliding windows hold across ranks. A length that `2 * cp` does not divide is padded; the padding has no
-    target. Dropout of attention weights and soft-capped scores are computed without a fused kernel, and slowly.
+    Each rank has two chunks of each sequence, one from its head and one from its tail, so that all ranks have the same
+    work, and the activations of a rank shrink to 1 / cp. Attention is masked between documents packed into a row, and
+    at padding; sliding windows extend across ranks. A length that `2 * cp` does not divide is padded; the padding has
+    no target. Dropout of attention weights and soft-capped scores run without a fused kernel, which is slow.
 
-    For models of transformers, through its AttentionInterface: causal language models whose blocks mix positions in
-    attention alone. Others, vision models among them, are refused. In compiled blocks attention breaks the graph.
+    It works through the AttentionInterface of transformers, for causal language models whose blocks mix positions in
+    attention only. Other models, such as vision models, are errors. In compiled blocks attention breaks the graph.
 
     Args:
-        method: `ring`: keys and values go round the ranks while blocks of attention are computed, for any number of
-            heads; `ulysses`: an all-to-all deals out heads in place of positions, which the ranks must divide.
+        method: Method of attention. `ring`: keys and values rotate among the ranks while blocks of attention are
+            computed, for any number of heads. `ulysses`: an all-to-all exchanges positions for heads, whose number
+            must be divisible by the ranks.
 
     Raises:
-        DloError: for another method.
+        DloError: The method is unknown.
     """
 
     phase: ClassVar[Phase] = Phase.CONTEXT
 
     def __init__(self, method: Method = "ring") -> None:
         if method not in _METHODS:
-            raise DloError(f"method is ring or ulysses, given {method!r}")
+            raise DloError(f"method must be ring or ulysses, got {method!r}; use ring for any number of heads")
         self.method: Method = method
         self.sequence: SharedSequence | None = None
         self._module: nn.Module | None = None
@@ -53,13 +54,13 @@ class ContextParallel(Applier):
         """Checks that a model's sequence can be shared, before processes start; it may be on the meta device.
 
         Args:
-            module: the model.
-            plan: of the model.
-            cp: ranks of the axis.
-            tp: ranks among which its heads are shared before.
+            module: Model.
+            plan: Plan of the model.
+            cp: Number of ranks of the axis.
+            tp: Number of ranks over which tensor parallelism divides its heads.
 
         Raises:
-            DloError: if it cannot; with the nearest number of ranks that works.
+            DloError: The model cannot be sharded so; the message computes the nearest number of ranks that works.
         """
         if cp == 1:
             return
@@ -70,12 +71,12 @@ class ContextParallel(Applier):
                 raise DloError(heads_message(heads // tp, cp))
 
     def apply(self, module: nn.Module, mesh: DeviceMesh, plan: ParallelPlan) -> None:
-        """Makes the attention modules of `module` compute over the sequence shared by the mesh's `cp` ranks.
+        """Makes the attention modules of `module` compute over sequences sharded over the mesh's `cp` ranks.
 
         Does nothing on a mesh without that axis, or with one rank of it.
 
         Raises:
-            DloError: if attention cannot be reached.
+            DloError: The attention cannot be replaced.
         """
         if _AXIS not in (mesh.mesh_dim_names or ()) or mesh[_AXIS].size() == 1:
             return
@@ -86,42 +87,50 @@ class ContextParallel(Applier):
         interface.share_attention(module, plan.attention_names(module), self.sequence)
 
     def shard_batch(self, batch: dict[str, Any]) -> dict[str, Any]:
-        """Returns this rank's part of a batch, which all ranks of the axis have alike.
+        """Returns this rank's shard of a batch that all ranks of the axis have.
 
-        Its documents and padding are noted for the model's attention, until the next batch.
+        The model's attention uses the batch's documents and padding until the next batch.
 
         Args:
-            batch: a dict with `input_ids` [B, L]. All tensors of that shape are cut: `labels` (already shifted by one),
-                `position_ids` (0 at the start of each document; 0, 1, ... if there are none), `attention_mask` (0 for
-                padding); the rest stays as it is.
+            batch: Dict with `input_ids` [B, L]. All tensors of that shape are sharded: `labels` (already shifted by
+                one), `position_ids` (0 at the start of each document; 0, 1, ... if there are none), `attention_mask`
+                (0 for padding); other entries are not changed.
 
         Raises:
-            DloError: for another kind of batch.
+            DloError: The batch is of another kind.
         """
         return batch if self.sequence is None else self.sequence.shard(batch)
 
     def counted(self, batch: Any) -> Any:
-        """Returns a batch of the CPU that takes with it to the device what :meth:`shard_batch` would wait for."""
+        """Returns a CPU batch with counts added on the host, so that :meth:`shard_batch` needs no device wait."""
         return batch if self.sequence is None else self.sequence.counted(batch)
 
     def select_rows(self, first: int, count: int) -> None:
-        """Says which rows of the batch the model is given next: those of a pipeline's micro-batch.
+        """Selects the rows of the batch for the model's next forward, those of a pipeline's micro-batch.
 
-        To be called before each forward of a micro-batch, and before its backward where activations are recomputed.
+        Call it before each forward of a micro-batch, and before its backward where activations are recomputed.
+
+        Args:
+            first: Index of the first row.
+            count: Number of rows.
         """
         if self.sequence is not None:
             self.sequence.select_rows(first, count)
 
     def gather(self, part: Tensor, dim: int = 1) -> Tensor:
-        """Returns the whole of a tensor of which each rank has the part of its positions; without gradients.
+        """Returns the full tensor of one that is sharded by positions; without gradients.
 
-        A batch that was padded to be shared comes back with its padding.
+        A batch that was padded for sharding keeps its padding.
+
+        Args:
+            part: Shard of this rank.
+            dim: Dimension of the positions.
         """
         return part if self.sequence is None else self.sequence.gather(part, dim)
 
     @contextlib.contextmanager
     def local(self) -> Iterator[None]:
-        """Lets the model run on whole sequences inside the block, each rank for itself: to generate text, say."""
+        """Makes the model run on full sequences inside the block, on each rank alone, for example to generate text."""
         if self._module is None:
             yield
             return

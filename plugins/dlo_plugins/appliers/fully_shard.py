@@ -1,4 +1,4 @@
-"""Fully sharded data parallelism of a model's blocks and what lies around them, on torch's FSDP2.
+"""Implements fully sharded data parallelism as an applier, on torch's FSDP2.
 
 PyTorch FSDP: Experiences on Scaling Fully Sharded Data Parallel. Zhao et al., 2023, arXiv 2304.11277.
 """
@@ -19,32 +19,32 @@ from dlo_plugins.fsdp.sharding import ShardOptions
 
 
 class FullyShard(Applier):
-    """Says how parameters, gradients and optimizer state are divided among the ranks that share a copy of a model.
+    """Shards parameters, gradients and optimizer state over the ranks that share a copy of a model.
 
     In a config it replaces MeshStrategy's own: `appliers: [{class_path: FullyShard, init_args: {offload: true}}]`.
 
     Args:
-        units: names of the modules that are gathered as one, patterns such as `model.blocks.*` too; by default the
+        units: Names of the modules that are gathered together, or patterns such as `model.blocks.*`; by default the
             model's blocks, or, where there are none, submodules of at most a sixteenth of the parameters.
-        reshard_after_forward: whether units are freed between forward and backward: false saves the second gather and
-            holds the whole model; a number keeps them divided over so many ranks (of a node, say) until backward. By
-            default all are freed but what lies outside the units, which backward needs first.
-        param_dtype: what parameters are gathered and computed in: `bfloat16` halves what passes; `float16`. By
-            default `bfloat16` on accelerators under `bf16-mixed`, for models without batch norm; else `float32`,
+        reshard_after_forward: Whether units are freed between forward and backward: false saves the second all-gather
+            and keeps the full model; a number keeps them sharded over that number of ranks (such as those of a node)
+            until backward. By default all are freed except parameters outside the units, which backward needs first.
+        param_dtype: Dtype in which parameters are gathered and computed: `bfloat16` halves the all-gathers; `float16`.
+            By default `bfloat16` on accelerators under `bf16-mixed`, for models without batch norm; else `float32`,
             their own, so that losses are those of a single process at the Trainer's precision.
-        reduce_dtype: what gradients are summed in; by default the parameters' own dtype.
-        output_dtype: what a unit's floating-point outputs are cast to; by default they are left as they are.
-        offload: whether shards and optimizer state live in CPU memory, and the CPU steps.
-        recompute: whether units keep their inputs alone for backward, and compute the rest again.
-        forward_prefetch: units gathered ahead in forward beyond the one that runs; 0 leaves it to FSDP, which overlaps
-            one on an accelerator.
-        backward_prefetch: likewise in backward; by default FSDP's own, one.
-        find_unused: whether parameters may go without a gradient in a step. Otherwise that is an error that names them.
-        sync_every_micro_batch: whether gradients are divided after each micro-batch of an accumulation. By default
-            each rank adds up whole gradients until the last one: no communication, 4 psi bytes.
+        reduce_dtype: Dtype in which gradients are summed; by default the parameters' own.
+        output_dtype: Dtype to which a unit's floating-point outputs are cast; by default they are not cast.
+        offload: Whether shards and optimizer state are in CPU memory, and the CPU steps.
+        recompute: Whether units keep only their inputs for backward, and recompute the rest.
+        forward_prefetch: Number of units that are gathered ahead in forward; 0 for FSDP's default, which overlaps one
+            on an accelerator.
+        backward_prefetch: Number of units that are gathered ahead in backward; by default FSDP's own, one.
+        find_unused: Whether parameters may have no gradient in a step. Otherwise that is an error that names them.
+        sync_every_micro_batch: Whether gradients are reduce-scattered after each micro-batch of an accumulation. By
+            default each rank accumulates full gradients until the last one: no communication, 4 psi bytes.
 
     Raises:
-        DloError: if options contradict each other.
+        DloError: Options contradict each other.
     """
 
     phase: ClassVar[Phase] = Phase.SHARD
@@ -65,22 +65,23 @@ class FullyShard(Applier):
     ) -> None:
         for name, depth in (("forward_prefetch", forward_prefetch), ("backward_prefetch", backward_prefetch)):
             if depth is not None and depth < 0:
-                raise DloError(f"{name} is a number of units, at least 0, but was {depth}")
+                raise DloError(f"{name} must be a number of units of at least 0, got {depth}; use 0 or leave it out")
         self.units, self.reshard_after_forward, self.offload = units, reshard_after_forward, offload
         self.dtypes = (param_dtype, reduce_dtype, output_dtype)
         self.recompute, self.prefetch = recompute, (forward_prefetch, backward_prefetch)
         self.find_unused, self.sync_every_micro_batch = find_unused, sync_every_micro_batch
 
     def options(self, precision: str, whole_steps: bool, param_dtype: str | None = None) -> ShardOptions:
-        """Returns what a strategy shards by.
+        """Returns the options of the sharding for a strategy.
 
         Args:
-            precision: the Trainer's.
-            whole_steps: see :class:`~dlo_plugins.fsdp.sharding.ShardOptions`.
-            param_dtype: what parameters are gathered in where the user has not said.
+            precision: Precision of the Trainer.
+            whole_steps: Whether steps gather parameters outside units; see
+                :class:`~dlo_plugins.fsdp.sharding.ShardOptions`.
+            param_dtype: Dtype in which parameters are gathered, unless the user has set one.
 
         Raises:
-            DloError: if the dtypes do not go with the precision.
+            DloError: The dtypes do not fit the precision.
         """
         return ShardOptions(
             policy=mixed_precision(precision, self.dtypes[0] or param_dtype, *self.dtypes[1:]),
@@ -93,9 +94,9 @@ class FullyShard(Applier):
         )
 
     def apply(self, module: nn.Module, mesh: DeviceMesh, plan: ParallelPlan) -> None:
-        """Shards a model's blocks and then the rest, over an axis `dp_shard` and, if there is one, `dp_replicate`.
+        """Shards a model's blocks and then its root, over the axis `dp_shard` and, if there is one, `dp_replicate`.
 
-        For strategies of your own; dlo's own shard by :meth:`options`, with their task's steps as the root.
+        It is for your own strategies; dlo's use :meth:`options`, with the task's steps as the root.
         """
         names = [axis for axis in ("dp_replicate", "dp_shard") if axis in (mesh.mesh_dim_names or ())]
         policy = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda") if self.offload else OffloadPolicy()

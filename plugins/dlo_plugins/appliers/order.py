@@ -1,4 +1,4 @@
-"""The appliers of a run: those a user gives, those the mesh's axes ask for, in the order of their phases."""
+"""Orders the appliers of a run by phase: the user's, and those that the mesh's axes need."""
 
 from __future__ import annotations
 
@@ -11,24 +11,29 @@ from dlo_plugins.appliers.fully_shard import FullyShard
 from dlo_plugins.appliers.tensor_parallel import TensorParallel
 
 
-def in_order(given: list[Applier], cp_method: Literal["ring", "ulysses"], sequence_parallel: bool) -> list[Applier]:
-    """Returns the appliers of a run by phase: those given, and for the axes those that are missing.
+def order_appliers(
+    given: list[Applier], cp_method: Literal["ring", "ulysses"], sequence_parallel: bool
+) -> list[Applier]:
+    """Returns the appliers of a run in the order of their phases: the user's, and the missing ones of the axes.
 
     Args:
-        given: by the user.
-        cp_method: of ContextParallel, unless that is given.
-        sequence_parallel: of TensorParallel, unless that is given.
+        given: Appliers of the user.
+        cp_method: Method of ContextParallel, unless the user gives that applier.
+        sequence_parallel: Option of TensorParallel, unless the user gives that applier.
 
     Raises:
-        DloError: for two of one class, or what is no applier.
+        DloError: Two appliers have one class, or an object is not an applier.
     """
     for applier in given:
         if not isinstance(applier, Applier):
-            raise DloError(f"appliers are dlo_framework.applier.Applier, but one is a {type(applier).__name__}")
+            raise DloError(
+                f"appliers must derive from dlo_framework.applier.Applier, got a {type(applier).__name__}; derive its"
+                " class from Applier"
+            )
     kinds = [type(applier) for applier in given]
     twice = next((kind for kind in kinds if kinds.count(kind) > 1), None)
     if twice is not None:
-        raise DloError(f"appliers: {twice.__name__} stands there twice; leave one out")
+        raise DloError(f"appliers must have different classes, got {twice.__name__} twice; leave one out")
     own = {
         TensorParallel: lambda: TensorParallel(sequence_parallel=sequence_parallel),
         ContextParallel: lambda: ContextParallel(method=cp_method),

@@ -1,4 +1,4 @@
-"""The applier `TensorParallel`: each rank of the mesh's axis `tp` gets a part of each layer.
+"""Implements tensor parallelism as an applier: each rank of the axis `tp` gets a slice of each layer.
 
 Megatron-LM: Training Multi-Billion Parameter Language Models Using Model Parallelism. Shoeybi et al., 2019,
 arXiv 1909.08053. Reducing Activation Recomputation in Large Transformer Models. Korthikanti et al., 2022,
@@ -27,19 +27,19 @@ AXIS = "tp"
 class TensorParallel(Applier):
     """Cuts the heads of attentions, the hidden features of MLPs and the vocabulary over the axis `tp`.
 
-    Which is cut how, the model's :class:`ParallelPlan` says. Attention and MLP each pass one all-reduce of their
-    output in forward and one of their input's gradient in backward. Parameters become smaller ones; which part of the
-    whole they are, and which of the uncut ones get a part of their gradient only, is in
-    :func:`dlo_framework.cuts.layout_of`: the gradients of its `partial` have to be summed over the axis
-    before the optimizer steps. All ranks of the axis see the same batches and start from the same seed.
+    The model's :class:`ParallelPlan` has the rule of each layer. Attention and MLP each all-reduce their output in
+    forward and their input's gradient in backward. Parameters are replaced by slices, which
+    :func:`dlo_framework.cuts.layout_of` describes. It also lists, as `partial`, the uncut parameters whose gradients
+    are partial sums: they must be summed over the axis before the optimizer steps. All ranks of the axis see the same
+    batches and start from the same seed.
 
     Args:
-        sequence_parallel: whether each rank keeps a part of the tokens between the cut projections: norms, dropout and
-            residuals then take a part of the memory, for the same number of elements passed. For activations
+        sequence_parallel: Whether each rank keeps a slice of the tokens between the cut projections, so that norms,
+            dropout and residuals take a fraction of the memory; the communication volume is the same. For activations
             `[batch, sequence, width]`.
 
     Attributes:
-        communicator: counts what passes; None before :meth:`apply`.
+        communicator: Communicator of the axis, which counts its traffic; None before :meth:`apply`.
     """
 
     phase = Phase.TENSOR
@@ -53,12 +53,12 @@ class TensorParallel(Applier):
         """Cuts a model in place; it may be on the meta device.
 
         Args:
-            module: the model; whole, and the same on each rank of the axis.
-            mesh: with an axis `tp`.
-            plan: of the model, relative to it.
+            module: Full model, the same on each rank of the axis.
+            mesh: Mesh with an axis `tp`.
+            plan: Plan of the model, with names relative to it.
 
         Raises:
-            DloError: if the model cannot be cut so.
+            DloError: The model cannot be cut over this number of ranks.
         """
         from dlo_framework.distributed.collectives import Communicator
         from dlo_plugins.tensor import cutting, norms, regions, vocabulary
@@ -89,21 +89,26 @@ class TensorParallel(Applier):
             stream.install(module, plan.block_names(module))
 
     def part_stages(self, module: nn.Module, plan: ParallelPlan, starts: Collection[str]) -> None:
-        """Makes what stages of a pipeline send each other whole, where it would be split along the sequence.
+        """Gathers the sequence between stages of a pipeline, where sequence parallelism would split it.
 
         Args:
-            module: the model, to which :meth:`apply` has been applied.
-            plan: of the model.
-            starts: names of the blocks at which stages begin, but for the first.
+            module: Model that :meth:`apply` has cut.
+            plan: Plan of the model.
+            starts: Names of the first blocks of all stages but the first.
         """
         if self._stream is not None:
             self._stream.part_stages(module, plan.block_names(module), starts)
 
     def coverage(self, module: nn.Module, plan: ParallelPlan, tp: int) -> Coverage:
-        """Returns what of a model that has not been cut yet so many ranks divide.
+        """Returns the share of an uncut model that tensor parallelism over this number of ranks divides.
+
+        Args:
+            module: Full model.
+            plan: Plan of the model.
+            tp: Number of ranks of the axis.
 
         Raises:
-            DloError: if it cannot be cut.
+            DloError: The model cannot be cut.
         """
         from dlo_plugins.tensor.coverage import coverage_of
         from dlo_plugins.tensor.survey import survey
@@ -114,12 +119,12 @@ class TensorParallel(Applier):
         """Checks that a model can be cut, before any process starts.
 
         Args:
-            module: the model, which may be on the meta device; it is not changed.
-            plan: of the model.
-            tp: ranks of the axis.
+            module: Model, which may be on the meta device; it is not changed.
+            plan: Plan of the model.
+            tp: Number of ranks of the axis.
 
         Raises:
-            DloError: if it cannot; the message computes the nearest size that works.
+            DloError: The model cannot be cut; the message computes the nearest size that works.
         """
         from dlo_plugins.tensor.survey import survey
 

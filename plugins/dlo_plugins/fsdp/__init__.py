@@ -1,1 +1,1 @@
-"""What FSDPStrategy is made of: mesh, precision, initialisation, sharding, and the optimizers' share."""
+"""FSDP2 for MeshStrategy and FSDPStrategy: the data mesh, mixed precision, sharding, and optimizer shards."""

@@ -1,1 +1,1 @@
-"""What MeshStrategy and FSDPStrategy are made of: the mesh's groups, the appliers in their order, the memory of it."""
+"""Steps, pipelining and descriptions of meshes, for MeshStrategy and FSDPStrategy."""

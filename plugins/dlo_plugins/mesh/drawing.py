@@ -1,4 +1,4 @@
-"""A mesh as people look at it: who holds what of a model, and who talks to whom. Nothing is started for it."""
+"""Describes a mesh as text and JSON: the ranks' coordinates, groups and bytes of a model."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ from dlo_plugins.pipeline.schedules import placement
 from dlo_plugins.tensor.coverage import NEARLY_ALL, Coverage, coverage_of
 from dlo_plugins.tensor.survey import survey
 
-#: Worlds of more ranks are shown in part, and so are more groups of an axis, and groups of more ranks.
+#: Maximum numbers of ranks, of groups of an axis and of ranks of a group that are shown in full.
 _RANKS, _GROUPS, _MEMBERS = 32, 8, 8
 
 
 @dataclass(frozen=True)
 class StageDescription:
-    """A stage of a pipeline.
+    """Stage of a pipeline.
 
     Attributes:
-        stage: its number.
-        pp: the rank of the axis that holds it.
-        blocks: names of its blocks.
-        around: `stem` and `head`, where it has them.
+        stage: Number of the stage.
+        pp: Rank of the axis `pp` that has it.
+        blocks: Names of its blocks.
+        around: Names `stem` and `head`, if the stage has them.
     """
 
     stage: int
@@ -46,14 +46,14 @@ class StageDescription:
 
 @dataclass(frozen=True)
 class RankDescription:
-    """A rank.
+    """Rank of a mesh.
 
     Attributes:
-        rank: its number.
-        node: on which it runs.
-        place: on each axis.
-        stages: it holds.
-        held: bytes.
+        rank: Number of the rank.
+        node: Number of its node.
+        place: Coordinates on the axes.
+        stages: Numbers of its stages.
+        held: Bytes of state on it.
     """
 
     rank: int
@@ -65,19 +65,19 @@ class RankDescription:
 
 @dataclass(frozen=True)
 class MeshDescription:
-    """A mesh, and a model on it.
+    """Mesh with a model on it.
 
     Attributes:
-        spec: the mesh.
-        nodes: on which it lies, with equally many ranks each.
-        model: the class of the model.
-        parameters: how many it has.
-        whole: bytes that one process would hold of it.
-        schedule: of the pipeline, and its micro-batches; None without a pipeline.
-        stages: of the pipeline; one without.
-        groups: the ranks that are along each axis of more than one.
-        ranks: all of them.
-        coverage: What of the model tensor parallelism divides; None without it.
+        spec: Sizes of the mesh.
+        nodes: Number of nodes, with the same number of ranks each.
+        model: Class name of the model.
+        parameters: Number of parameters of the model.
+        whole: Bytes of state in a single process.
+        schedule: Name of the pipeline's schedule and number of micro-batches; None without a pipeline.
+        stages: Stages of the pipeline; a single one without a pipeline.
+        groups: Groups of ranks along each axis of more than one rank.
+        ranks: All ranks.
+        coverage: Share of the model that tensor parallelism divides; None without it.
     """
 
     spec: MeshSpec
@@ -93,11 +93,11 @@ class MeshDescription:
 
     @property
     def largest(self) -> RankDescription:
-        """The rank that holds the most; the first of several."""
+        """Rank with the most bytes; the first of several."""
         return max(self.ranks, key=lambda rank: (rank.held.total, -rank.rank))
 
     def to_json(self) -> dict[str, Any]:
-        """Returns it as data; sizes in bytes."""
+        """Returns the description as JSON data; sizes are in bytes."""
         return {
             "mesh": self.spec.sizes,
             "world_size": self.spec.world_size,
@@ -121,7 +121,7 @@ class MeshDescription:
         }
 
     def text(self) -> str:
-        """Returns the drawing; of large worlds a part of the ranks and groups."""
+        """Returns the description as text, with some of the ranks and groups of a large world."""
         return "\n".join([*self._head(), "", *self._group_lines(), "", *self._stage_lines(), "", *self._rank_lines()])
 
     def _head(self) -> list[str]:
@@ -147,7 +147,7 @@ class MeshDescription:
 
     def _stage_lines(self) -> list[str]:
         rows = [["stage", "pp", "blocks", "with"]]
-        rows += [[str(s.stage), str(s.pp), ranges(s.blocks), " and ".join(s.around)] for s in self.stages]
+        rows += [[str(s.stage), str(s.pp), collapse_ranges(s.blocks), " and ".join(s.around)] for s in self.stages]
         return _table(rows)
 
     def _rank_lines(self) -> list[str]:
@@ -174,14 +174,14 @@ class MeshDescription:
         ]
 
     def _tensors(self, tp: int) -> str:
-        """Returns what a rank of the axis `tp` holds of its stages' tensors."""
+        """Returns the fraction of its stages' tensors that a rank of the axis `tp` has, as text."""
         if self.coverage is None:
             return "whole"
         part = f"{tp + 1}/{self.spec.tp}"
         return part if self.coverage.share >= NEARLY_ALL else f"{part} of {self.coverage.share:.0%}"
 
     def _shown(self) -> list[RankDescription]:
-        """Returns all ranks of a small world; of a large one the first, the last, and the first of each stage."""
+        """Returns all ranks of a small world, or the first, the last, and the first of each stage of a large one."""
         if len(self.ranks) <= _RANKS:
             return list(self.ranks)
         a_stage = len(self.ranks) // self.spec.pp
@@ -208,20 +208,20 @@ def describe(
     """Returns a mesh's description.
 
     Args:
-        module: what is trained, whole; it may be on the meta device, and is not changed.
-        plan: of the model in it; None for a module without one, which nothing but data parallelism divides.
-        spec: the mesh, without -1.
-        prefix: the model's name in the module.
-        sequence_parallel: as of MeshStrategy, and so are the next four.
-        schedule: of the pipeline.
-        stages_per_rank: where the schedule leaves it open.
-        split: blocks of each stage, or `balanced`.
-        micro_batches: of a step.
-        nodes: on which the ranks lie.
-        element_size: bytes of a floating-point element; None for each parameter's own.
+        module: Full module that trains; it may be on the meta device, and is not changed.
+        plan: Plan of its model; None for a module without one, which only data parallelism divides.
+        spec: Mesh, without -1.
+        prefix: Name of the model in the module.
+        sequence_parallel: Option of MeshStrategy, as are the next four.
+        schedule: Name of the pipeline's schedule.
+        stages_per_rank: Number of stages of a rank, for schedules that leave it open.
+        split: Number of blocks of each stage, or `balanced`.
+        micro_batches: Number of micro-batches of a step.
+        nodes: Number of nodes.
+        element_size: Bytes of a floating-point element; None for each parameter's own.
 
     Raises:
-        DloError: if the model cannot be cut so.
+        DloError: The mesh cannot cut the model.
     """
     divisions, stages, by_name, where = {}, None, None, placement(schedule, spec.pp, stages_per_rank)
     coverage: Coverage | None = None
@@ -264,13 +264,13 @@ def describe(
     )
 
 
-def modelled(module: Any) -> tuple[nn.Module, ParallelPlan | None]:
-    """Returns a module whose model is there, on the meta device unless it has been built, and the model's plan."""
+def prepare_model(module: Any) -> tuple[nn.Module, ParallelPlan | None]:
+    """Returns a module with its model, on the meta device unless it has been built, and the model's plan."""
     if isinstance(module, Task):
         task = module.on_meta()
         try:
             return task, task.parallel_plan()
-        except DloError:  # It names no blocks; only pp, cp and tp ask for them, and have done so before.
+        except DloError:  # The plan names no blocks; only pp, cp and tp need them, and were checked before.
             return task, None
     if next(module.parameters(), None) is None:
         module = copy.deepcopy(module)
@@ -280,7 +280,7 @@ def modelled(module: Any) -> tuple[nn.Module, ParallelPlan | None]:
 
 
 def groups_along(spec: MeshSpec, axis: str) -> tuple[tuple[int, ...], ...]:
-    """Returns the groups of ranks that differ along one axis alone."""
+    """Returns the groups of ranks that differ along one axis only."""
     others = [range(size) for name, size in spec.sizes.items() if name != axis]
     names = [name for name in spec.sizes if name != axis]
     found = []
@@ -290,8 +290,8 @@ def groups_along(spec: MeshSpec, axis: str) -> tuple[tuple[int, ...], ...]:
     return tuple(sorted(found))
 
 
-def ranges(names: Sequence[str]) -> str:
-    """Returns names with runs of consecutive numbers at their ends drawn together: `layers.0-3, norm`."""
+def collapse_ranges(names: Sequence[str]) -> str:
+    """Returns names with runs of consecutive numbers at their ends collapsed: `layers.0-3, norm`."""
     runs: list[tuple[str, int, int] | str] = []
     for name in names:
         found = re.fullmatch(r"(.*?)(\d+)", name)

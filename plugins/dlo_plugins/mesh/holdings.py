@@ -1,4 +1,4 @@
-"""What each rank of a mesh will hold of a model, from its shapes alone: pure arithmetic, without a process group."""
+"""Computes the bytes of a model's state on each rank of a mesh, from shapes alone and without a process group."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from dlo_plugins.tensor.division import Division
 
 @dataclass(frozen=True)
 class Held:
-    """Bytes on one rank.
+    """Bytes of a model's state on one rank.
 
     Attributes:
-        parameters: trained and frozen.
-        gradients: of the trained ones, as they are divided when a step ends.
-        optimizer: Adam's two moments of the trained ones.
+        parameters: Bytes of parameters, trained and frozen.
+        gradients: Bytes of the trained parameters' gradients, as they are sharded at a step's end.
+        optimizer: Bytes of Adam's two moments of the trained parameters.
     """
 
     parameters: int
@@ -32,12 +32,12 @@ class Held:
 
     @property
     def total(self) -> int:
-        """All of it."""
+        """Sum of the three."""
         return self.parameters + self.gradients + self.optimizer
 
 
 class _Kind(NamedTuple):
-    """Parameters that are divided alike."""
+    """Parameters with the same shape, division and stages."""
 
     shape: tuple[int, ...]
     division: Division | None
@@ -47,15 +47,15 @@ class _Kind(NamedTuple):
 
 
 class Holdings:
-    """What ranks hold of a module.
+    """Bytes of a module's state on each rank of a mesh.
 
     Args:
-        module: on any device, or on the meta device; whole.
-        spec: the mesh, without -1.
-        divisions: of its parameters over the axis `tp`, by name.
-        stages: of its parameters, by name: which stages of the pipeline need them; None where there is no pipeline.
-        placement: of the stages on the ranks of `pp`.
-        element_size: bytes of a floating-point element; None for each parameter's own.
+        module: Full module, on any device, also on the meta device.
+        spec: Mesh, without -1.
+        divisions: Divisions of parameters over the axis `tp`, by name.
+        stages: Stages of the pipeline that need each parameter, by name; None without a pipeline.
+        placement: Placement of the stages on the ranks of `pp`.
+        element_size: Bytes of a floating-point element; None for each parameter's own.
     """
 
     def __init__(
@@ -78,13 +78,13 @@ class Holdings:
 
     @property
     def whole(self) -> Held:
-        """What one process would hold."""
+        """Bytes in a single process."""
         sizes = [(kind, count * _elements(kind.shape) * kind.element_size) for kind, count in self._kinds.items()]
         trained = sum(size for kind, size in sizes if kind.is_trained)
         return Held(sum(size for _, size in sizes), trained, 2 * trained)
 
     def at(self, place: Coordinates) -> Held:
-        """Returns what the rank at a place holds."""
+        """Returns the bytes on the rank at these coordinates."""
         own = set(self._placement.stages_of(place.pp)) if self._placement else {0}
         parameters = trained = 0
         for kind, count in self._kinds.items():
@@ -96,13 +96,13 @@ class Holdings:
         return Held(parameters, trained, 2 * trained)
 
     def largest(self) -> tuple[Coordinates, Held]:
-        """Returns the rank that holds the most, the first of several, and what it holds."""
+        """Returns the coordinates and bytes of the rank with the most, the first of several."""
         found = {place: self.at(place) for place in self.places()}
         place = max(found, key=lambda place: found[place].total)
         return place, found[place]
 
     def places(self) -> Iterator[Coordinates]:
-        """Yields the ranks of one copy of the model."""
+        """Yields the coordinates of the ranks of one copy of the model."""
         sizes = self.spec.sizes | {"dp_replicate": 1}
         for place in itertools.product(*(range(size) for size in sizes.values())):
             yield Coordinates(*place)
@@ -118,13 +118,13 @@ class Holdings:
 
 
 def chunk_length(rows: int, ranks: int, rank: int) -> int:
-    """Returns how many rows FSDP2 leaves a rank: as torch.chunk cuts, the last ranks may have fewer, or none."""
+    """Returns the number of rows of a rank under FSDP2, as torch.chunk cuts: the last ranks may have fewer, or none."""
     most = -(-rows // ranks)
     return max(0, min(most, rows - rank * most))
 
 
 def stages_by_name(stages: Stages, model: nn.Module) -> dict[str, tuple[int, ...]]:
-    """Returns which stages need each of a model's parameters."""
+    """Returns the stages that need each parameter of a model, by name."""
     return {name: stages.stages_of(name) for name, _ in model.named_parameters()}
 
 

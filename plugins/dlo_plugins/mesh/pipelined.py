@@ -1,7 +1,7 @@
-"""A task's steps where its model is cut into the stages of a pipeline: batches in parts, measures from the last stage.
+"""Runs a task's steps through a pipeline: slices batches into micro-batches, and takes metrics from the last stage.
 
-Every rank of a pipeline sees the same batch. The first stage takes its inputs from it, the last one its targets, and
-all of them what a forward makes of its arguments on the way, such as positions and masks.
+All ranks of a pipeline get the same batch. The first stage uses its inputs, the last one its targets, and all stages
+use what forward computes from its arguments, such as positions and masks.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from dlo_framework.distributed.collectives import broadcast_values
 from dlo_framework.errors import DloError
 from dlo_framework.mesh import MeshSpec
 from dlo_framework.task import Task, batch_length
-from dlo_plugins.mesh.parts import joined, rows_of
+from dlo_plugins.mesh.parts import concat_batches, slice_batch
 from dlo_plugins.pipeline.engine import Pipeline
 
-#: Of a metric's states that are lists: the shape of their tensors, less the rows, and the dtype.
+#: Shape of the tensors, without rows, and dtype of each list state of a metric.
 _Shapes = dict[str, tuple[tuple[int, ...], torch.dtype]]
 
 
@@ -37,14 +37,14 @@ def _list_shapes(metric: Any) -> _Shapes:
     }
 
 
-class _Counting:
-    """Gathers a metric's state for torchmetrics' ``dist_sync_fn``, and keeps what ranks of the last stage have."""
+class _LastStageGather:
+    """Function for torchmetrics' ``dist_sync_fn`` that gathers a metric's state from ranks of the last stage only."""
 
     def __init__(self, spec: MeshSpec, place: int) -> None:
         self._spec, self._place = spec, place
 
     def __call__(self, value: Tensor, group: Any = None) -> list[Tensor]:
-        """Returns the states of the ranks that count, in the order of ranks."""
+        """Returns the states of the last stage's ranks, in the order of ranks."""
         states: list[Tensor] = gather_all_tensors(value, group)
         ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
         pairs = zip(ranks, states, strict=True)
@@ -55,13 +55,13 @@ class PipelinedTask:
     """Trains and evaluates a task through a pipeline.
 
     Args:
-        task: whose model has been cut.
-        pipeline: of the model.
-        micro_batches: into how many parts a batch is cut in training.
-        select: told which rows of the batch the model is given next: the first, and how many.
+        task: Task whose model has been cut.
+        pipeline: Pipeline of the model.
+        micro_batches: Number of micro-batches of a training batch.
+        select: Callback before each forward, which gets the micro-batch's first row and number of rows.
 
     Raises:
-        DloError: if the task has a training step of its own, or parameters outside of its model.
+        DloError: The task has its own training step, or parameters outside of its model.
     """
 
     def __init__(
@@ -71,28 +71,28 @@ class PipelinedTask:
         check_outside(task)
         self.task, self.pipeline, self.micro_batches = task, pipeline, micro_batches
         self._select = select
-        #: Ranks with other data, with which this one gathers parameters.
+        #: Group of the data-parallel ranks with which this rank gathers parameters.
         self.gathering: dist.ProcessGroup | None = None
         self._buffers = list(self._shared_buffers())
         self._rows: dict[int, tuple[int, int]] = {}
         self._spans: list[tuple[int, int]] = []
-        if select is not None:  # For what is computed again in backward.
+        if select is not None:  # Recomputation in backward needs the rows too.
             pipeline.before_backward = lambda stage, number, complete: select(*self._spans[number])
 
     def train(self, batch: Any, seed: Tensor) -> dict[str, Tensor]:
-        """Runs forward and backward of a batch; returns `{"loss": loss}`, on all ranks alike.
+        """Runs forward and backward of a batch; returns `{"loss": loss}`, the same on all ranks.
 
-        The loss has a graph of one addition, so that whoever calls backward on it finds something to do: gradients are
-        there already.
+        Gradients are computed when it returns. The loss has a graph of one addition, so that a later backward on it
+        works and does nothing.
 
         Args:
-            batch: on the device.
-            seed: what the loss is multiplied by for backward.
+            batch: Batch on the device.
+            seed: Factor of the loss for backward.
 
         Raises:
-            DloError: for a batch with fewer samples than the schedule can run.
+            DloError: The batch has fewer samples than the schedule can run.
         """
-        parts = self.training_parts(batch)
+        parts = self.split_training_batch(batch)
         weights = self.task.micro_batch_weights(parts)
         total = self.pipeline.train_step(parts, self._forward, self.task.loss, weights, seed, sum_tied=False)
         anchor = torch.zeros((), device=total.device, requires_grad=True)
@@ -102,12 +102,12 @@ class PipelinedTask:
         """Returns the model's outputs for a batch, on the last stage's rank; None elsewhere."""
         parts = self._split(batch, self._evaluated_parts(batch_length(batch)))
         found = self.pipeline.evaluate(parts, self._forward)
-        return None if found is None else joined(found)
+        return None if found is None else concat_batches(found)
 
     def _evaluated_parts(self, length: int) -> int:
-        """Returns into how many micro-batches an evaluated batch is cut: at most one for each rank of the pipeline.
+        """Returns the number of micro-batches of an evaluated batch: at most one for each rank of the pipeline.
 
-        Where parameters are gathered for each micro-batch, all ranks that gather have the number of the shortest batch.
+        Where each micro-batch gathers parameters, all ranks that gather use the number of the shortest batch.
         """
         parts = min(self.pipeline.placement.ranks, length)
         if self.gathering is None:
@@ -117,7 +117,7 @@ class PipelinedTask:
         return int(least)
 
     def evaluate(self, batch: Any) -> None:
-        """Updates the metrics of a batch on the last stage's rank, and logs them on all."""
+        """Updates the metrics with a batch on the last stage's rank, and logs them on all ranks."""
         outputs, before = self.outputs(batch), self._updates()
         found = self.task.measured(outputs, batch) if self.pipeline.is_last else {}
         updated = {
@@ -125,19 +125,19 @@ class PipelinedTask:
             for name, count in self._updates().items()
             if count != before[name]
         }
-        told: list[Any] = [({name: self._tell(value) for name, value in found.items()}, updated)]
-        dist.broadcast_object_list(told, group=self.pipeline.group, group_src=self._source)
+        message: list[Any] = [({name: self._encode_measure(value) for name, value in found.items()}, updated)]
+        dist.broadcast_object_list(message, group=self.pipeline.group, group_src=self._source)
         if not self.pipeline.is_last:
-            values, updated = told[0]
-            found = {name: self._hear(value) for name, value in values.items()}
+            values, updated = message[0]
+            found = {name: self._decode_measure(value) for name, value in values.items()}
             self._count_as_updated(updated)
         self.task.log_measured(found, batch)
 
     @torch.no_grad()
     def share_buffers(self) -> None:
-        """Gives all stages what the one that computes with a buffer has made of it, such as a norm's statistics.
+        """Broadcasts each buffer, such as a norm's statistics, from the stage that computes with it to all stages.
 
-        Checkpoints take the first stage's copy of what all stages have.
+        Checkpoints save the first stage's copy of tensors that all stages have.
         """
         for module, name, source in self._buffers:
             buffer = module._buffers[name]
@@ -145,9 +145,10 @@ class PipelinedTask:
                 broadcast_values(buffer, self.pipeline.group, source)
 
     def _shared_buffers(self) -> Iterator[tuple[nn.Module, str, int]]:
-        """Yields the saved buffers that all stages have, and the rank whose copy counts.
+        """Yields the persistent buffers that all stages have, and the rank of the stage that computes with each.
 
-        They are looked up once, while stages are alike: one that a loss adds later is in the last alone.
+        They are collected once, while all stages have the same ones: a buffer that a loss adds later is in the last
+        stage only.
         """
         for prefix, module in self.task.named_modules():
             for name in module._buffers:
@@ -160,25 +161,25 @@ class PipelinedTask:
                     yield module, name, placement.rank_of(stage)
 
     def share_metrics(self, spec: MeshSpec) -> None:
-        """Has metrics sum up what the last stage's ranks have counted, and leave out the others, which count nothing.
+        """Makes metrics reduce over the last stage's ranks only.
 
-        These would be harmless in a sum, but not in a mean.
+        The other ranks never update: they would not change a sum, but would change a mean.
         """
-        counting = _Counting(spec, self._source)
+        counting = _LastStageGather(spec, self._source)
         for module in self.task.modules():
             if isinstance(module, Metric):
                 module.dist_sync_fn = counting  # torchmetrics (1.0 to 1.9) calls it with a state and a group.
 
     def _updates(self) -> dict[str, int]:
-        """Returns how often each of the task's metrics has been updated."""
+        """Returns the number of updates of each of the task's metrics, by name."""
         metrics = ((name, module) for name, module in self.task.named_modules() if isinstance(module, Metric))
         return {name: metric.update_count for name, metric in metrics}
 
     def _count_as_updated(self, updates: dict[str, tuple[int, _Shapes]]) -> None:
-        """Makes metrics compute anew: what the last stage has counted comes to them when ranks sum up.
+        """Marks metrics as updated, so that they compute again from the last stage's states.
 
-        torchmetrics (1.0 to 1.9) has no method for it, and asks these two attributes. States that are lists get a
-        tensor without rows: ranks gather tensors of equally many dims alone.
+        A reach into torchmetrics (1.0 to 1.9), which has no method for it and reads these two attributes. List states
+        get a tensor without rows, because ranks can only gather tensors with the same number of dims.
         """
         for name, (count, shapes) in updates.items():
             metric: Any = self.task.get_submodule(name)
@@ -188,19 +189,19 @@ class PipelinedTask:
                     getattr(metric, state).append(torch.empty(shape, dtype=dtype, device=self.pipeline.device))
 
     def predict(self, batch: Any, batch_idx: int) -> Any:
-        """Returns what the task predicts for a batch, on all ranks of the pipeline alike.
+        """Returns the task's predictions for a batch, the same on all ranks of the pipeline.
 
-        The outputs pass by way of the CPU: a tensor that is unpickled lies on the device of the rank it comes from.
+        Outputs are broadcast through the CPU, because a tensor is unpickled to the device of the rank that sent it.
 
         Raises:
-            DloError: if the task runs the model by itself for it.
+            DloError: The task runs the model by itself to predict.
         """
         check_predict(self.task)
         outputs = self.outputs(batch)
-        told = [move_data_to_device(outputs, torch.device("cpu"))]
-        dist.broadcast_object_list(told, group=self.pipeline.group, group_src=self._source)
+        message = [move_data_to_device(outputs, torch.device("cpu"))]
+        dist.broadcast_object_list(message, group=self.pipeline.group, group_src=self._source)
         if not self.pipeline.is_last:
-            outputs = move_data_to_device(told[0], self.pipeline.device)
+            outputs = move_data_to_device(message[0], self.pipeline.device)
         with self.task.given_outputs(outputs):
             return self.task.predict_step(batch, batch_idx)
 
@@ -215,11 +216,11 @@ class PipelinedTask:
         args, kwargs = self.task.inputs(part)
         return self.task.forward(*args, **kwargs)
 
-    def training_parts(self, batch: Any) -> list[Any]:
-        """Returns a batch's micro-batches: fewer than of others, if it is too short, as an epoch's last may be.
+    def split_training_batch(self, batch: Any) -> list[Any]:
+        """Returns a batch's micro-batches: fewer than the option's where the batch is short, as an epoch's last may be.
 
         Raises:
-            DloError: if the schedule cannot run so few.
+            DloError: The schedule cannot run on fewer micro-batches.
         """
         length = batch_length(batch)
         if length >= self.micro_batches:
@@ -227,9 +228,9 @@ class PipelinedTask:
         found = next((number for number in range(length, 0, -1) if self.pipeline.can_run(number)), None)
         if found is None:
             raise DloError(
-                f"each micro-batch has at least one sample, but a rank has a batch of {length}, and"
-                f" {self.pipeline.schedule} on {self.pipeline.placement.ranks} ranks cannot run so few micro-batches;"
-                " set drop_last=True in the loader if it is an epoch's last; else a larger batch_size, or 1F1B"
+                f"a rank's batch must have at least one sample per micro-batch, got {length} samples, and"
+                f" {self.pipeline.schedule} on {self.pipeline.placement.ranks} ranks cannot run that few micro-batches;"
+                " set drop_last=True in the loader if the batch is an epoch's last, or else a larger batch_size or 1F1B"
             )
         return self._split(batch, found)
 
@@ -237,77 +238,77 @@ class PipelinedTask:
         length = batch_length(batch)
         edges = [length * number // count for number in range(count + 1)]
         spans = [(first, last - first) for first, last in itertools.pairwise(edges)]
-        parts = [rows_of(batch, length, first, size) for first, size in spans]
+        parts = [slice_batch(batch, length, first, size) for first, size in spans]
         self._rows = {id(part): span for part, span in zip(parts, spans, strict=True)}
         self._spans = spans
         return parts
 
-    def _tell(self, value: Metric | Tensor) -> Any:
-        """Returns what the other ranks are told of a measure: where the task has it, or its value."""
+    def _encode_measure(self, value: Metric | Tensor) -> Any:
+        """Returns a measure in the form in which it is broadcast: a metric's name, or a tensor's value."""
         if isinstance(value, Tensor):
             return float(value)
         name = next((name for name, module in self.task.named_modules() if module is value), None)
         if name is None:
             raise DloError(
-                f"a task's metrics are its attributes, so that all stages of a pipeline find them, but a"
-                f" {type(value).__name__} is not; set it in setup()"
+                "a task's metrics must be its attributes under pp > 1, so that all stages find them, got a"
+                f" {type(value).__name__} that is none; set it in setup()"
             )
         return name
 
-    def _hear(self, told: Any) -> Metric | Tensor:
-        if isinstance(told, str):
-            metric = self.task.get_submodule(told)
+    def _decode_measure(self, message: Any) -> Metric | Tensor:
+        if isinstance(message, str):
+            metric = self.task.get_submodule(message)
             assert isinstance(metric, Metric)
             return metric
-        return torch.tensor(told, device=self.pipeline.device)
+        return torch.tensor(message, device=self.pipeline.device)
 
 
 def check_steps(task: Task) -> None:
-    """Checks that a task trains by its inputs and its loss, which is what a pipeline runs.
+    """Checks that a task trains by its inputs() and loss(), which a pipeline runs.
 
     Raises:
-        DloError: if it has a training step of its own.
+        DloError: The task has its own training step.
     """
     if type(task).training_step is not Task.training_step:
         raise DloError(
-            f"pp > 1 trains by a task's inputs() and loss(), but {type(task).__name__} has a training_step of its own;"
-            " move what it does there, or use pp: 1"
+            f"a task under pp > 1 must train by inputs() and loss(), got a training_step of {type(task).__name__};"
+            " move its code there, or use pp: 1"
         )
 
 
 def check_outside(task: Task) -> None:
-    """Checks that all that trains is in the model: a pipeline's stages are made of it, and the rest is in none.
+    """Checks that all trainable parameters are in the model, of which a pipeline's stages consist.
 
     Raises:
-        DloError: if a task has parameters of its own.
+        DloError: The task has trainable parameters outside of its model.
     """
     outside = [name for name, p in task.named_parameters() if p.requires_grad and not name.startswith("model.")]
     if outside:
         raise DloError(
-            f"pp > 1 shares out the parameters of a task's model, but {type(task).__name__} trains '{outside[0]}'"
-            f"{f' and {len(outside) - 1} more' if outside[1:] else ''} outside of it; make it a part of the model (of"
-            " its head, if the loss uses it: return it with the outputs), or use pp: 1"
+            f"trainable parameters under pp > 1 must be in the task's model, got '{outside[0]}'"
+            f"{f' and {len(outside) - 1} more' if outside[1:] else ''} of {type(task).__name__}; make it a part of the"
+            " model (of its head, if the loss uses it: return it with the outputs), or use pp: 1"
         )
 
 
 def check_predict(task: Any) -> None:
-    """Checks that a task predicts from what its model makes of a batch at once, which is what a pipeline runs.
+    """Checks that a task predicts from a single forward of its model, which a pipeline runs.
 
     Raises:
-        DloError: if it runs the model by itself, as one that writes text does.
+        DloError: The task runs the model repeatedly, as one that generates text does.
     """
     if getattr(task, "generates", False):
         raise DloError(
-            f"pp > 1 runs a model once for each batch, and {type(task).__name__} runs it for each token that it writes;"
-            " predict with pp: 1, or in one process: a checkpoint goes from any mesh to any other"
+            f"a task must run its model once per batch under pp > 1, got {type(task).__name__}, which runs it for each"
+            " token that it writes; predict with pp: 1, or in one process: checkpoints load on any mesh"
         )
 
 
 def check_inside(task: Any, spec: MeshSpec, sequence_parallel: bool) -> None:
-    """Checks that a task whose loss looks inside the blocks finds all of them, and whole sequences, on each rank.
+    """Checks that a task whose loss uses outputs of all blocks has all blocks, and full sequences, on each rank.
 
     Raises:
-        DloError: if a mesh divides them.
+        DloError: The mesh divides blocks or sequences.
     """
     if not getattr(task, "looks_inside", False):
         return
@@ -315,7 +316,7 @@ def check_inside(task: Any, spec: MeshSpec, sequence_parallel: bool) -> None:
     divided += ["sequence_parallel: true"] if sequence_parallel and spec.tp > 1 else []
     if divided:
         raise DloError(
-            f"the loss of {type(task).__name__} needs what all of its model's blocks make of whole sequences (the"
-            f" routers' logits, by output_router_logits: true), which {' and '.join(divided)} divides among ranks; use"
+            f"a rank must have all blocks and full sequences for the loss of {type(task).__name__} (it uses the"
+            f" routers' logits, by output_router_logits: true), got {' and '.join(divided)}, which divides them; use"
             " the other axes, or set output_router_logits: false"
         )

@@ -1,4 +1,4 @@
-"""How a mesh's pipeline is laid out: its schedule, its micro-batches, and who has which blocks."""
+"""Configures a mesh's pipeline: its schedule, its micro-batches and the blocks of its stages."""
 
 from __future__ import annotations
 
@@ -25,58 +25,65 @@ from dlo_plugins.pipeline.schedules import make_schedule, placement
 
 @dataclass(frozen=True)
 class Pipelining:
-    """The options of MeshStrategy that its pipeline goes by; see there."""
+    """Options of MeshStrategy for its pipeline.
+
+    Attributes:
+        schedule: Name of the schedule.
+        micro_batches: Number of micro-batches of a batch; by default four per rank of the pipeline.
+        stages_per_rank: Number of stages of a rank; by default the schedule's.
+        split: Number of blocks of each stage; by default they are balanced by cost.
+    """
 
     schedule: str = "1F1B"
     micro_batches: int | None = None
     stages_per_rank: int | None = None
     split: list[int] | None = None
 
-    def parts(self, ranks: int) -> int:
-        """Returns into how many micro-batches a batch is cut for a pipeline of so many ranks."""
+    def count_micro_batches(self, ranks: int) -> int:
+        """Returns the number of micro-batches of a batch for a pipeline of this number of ranks."""
         return self.micro_batches or 4 * ranks
 
     def check_schedule(self, ranks: int) -> None:
-        """Checks that the schedule can run on so many ranks.
+        """Checks that the schedule can run on this number of ranks.
 
         Raises:
-            DloError: if it cannot; the message computes the fix.
+            DloError: The schedule cannot; the message computes the fix.
         """
-        make_schedule(self.schedule, ranks, self.parts(ranks), self.stages_per_rank)
+        make_schedule(self.schedule, ranks, self.count_micro_batches(ranks), self.stages_per_rank)
 
     def check(self, task: Task, plan: ParallelPlan, spec: MeshSpec, datamodule: Any) -> None:
-        """Checks that a task, its model and its data can go through the pipeline.
+        """Checks that a task, its model and its data fit the pipeline.
 
         Args:
-            task: with its model, which may lie on the meta device.
-            plan: of its model.
-            spec: the mesh.
-            datamodule: whose batches are to be cut.
+            task: Task with its model, which may be on the meta device.
+            plan: Plan of its model.
+            spec: Mesh.
+            datamodule: Datamodule whose batches are sliced.
 
         Raises:
-            DloError: if they cannot; the message computes the fix.
+            DloError: They do not fit; the message computes the fix.
         """
         check_steps(task)
         check_outside(task)
         stages = placement(self.schedule, spec.pp, self.stages_per_rank).stages
-        # Whether blocks suffice does not depend on their costs, which each rank counts when it cuts.
+        # The number of blocks needed does not depend on their costs, which each rank counts when it cuts.
         make_stages(task.model, plan, stages, self.split or "balanced")
-        batch, parts = getattr(datamodule, "batch_size", None), self.parts(spec.pp)
+        batch, parts = getattr(datamodule, "batch_size", None), self.count_micro_batches(spec.pp)
         if isinstance(batch, int) and batch // spec.data_size < parts:
             raise DloError(
-                f"each of {parts} micro-batches has at least one sample, but batch_size {batch} gives each"
-                f" of {spec.data_size} pipelines {batch // spec.data_size}; set micro_batches to"
+                f"batch_size must give each of {spec.data_size} pipelines at least {parts} samples, one per"
+                f" micro-batch, got {batch}, which gives each {batch // spec.data_size}; set micro_batches to"
                 f" {max(batch // spec.data_size, 1)} or less, or batch_size to {parts * spec.data_size}"
             )
 
-    def split_of(self, task: Task, plan: ParallelPlan, ranks: int, datamodule: Any) -> Split:
-        """Returns how many blocks each stage gets: as given, or so that the dearest stage is as cheap as can be.
+    def choose_split(self, task: Task, plan: ParallelPlan, ranks: int, datamodule: Any) -> Split:
+        """Returns the number of blocks of each stage: the given one, or the one with the cheapest largest stage.
 
         Args:
-            task: with its model, whole: no other axis has cut it yet.
-            plan: of its model.
-            ranks: of the pipeline.
-            datamodule: may tell the batch's shapes.
+            task: Task with its full model, which no other axis has cut yet.
+            plan: Plan of its model.
+            ranks: Number of ranks of the pipeline.
+            datamodule: Datamodule that may know the batch's shapes.
         """
         if self.split is not None:
             return self.split
@@ -101,31 +108,31 @@ class Pipelining:
 
 
 def forward_costs(task: Task, plan: ParallelPlan, datamodule: Any) -> PartCosts | None:
-    """Returns the floating-point operations of each part in a forward and its loss, counted without computing.
+    """Counts the floating-point operations of each part of the model in a forward and its loss, without computing.
 
-    They are the same on all ranks and devices, for they depend on shapes alone.
+    They are the same on all ranks and devices, because they depend on shapes only.
 
     Args:
-        task: with its model, whole, on a device or the meta device.
-        plan: of its model.
-        datamodule: may tell the batch's shapes; None where there is none.
+        task: Task with its full model, on a device or the meta device.
+        plan: Plan of its model.
+        datamodule: Datamodule that may know the batch's shapes, or None.
 
     Returns:
-        The costs; None where the task knows no batch, or torch cannot count without values. Then parameters count.
-        A loss that needs its trainer or values is left out.
+        Costs of the parts, without a loss that needs its trainer or values. None where the task has no example batch,
+        or torch cannot count without values; then stages are balanced by parameters.
     """
     batch = task.example_batch(datamodule)
     if batch is None:
         return None
     alone: Any = copy.copy(task)
-    alone._trainer = None  # Its loss must look at no other ranks.
+    alone._trainer = None  # Its loss must not communicate.
 
     def run() -> None:
         device = next((tensor.device for tensor in alone.model.parameters()), torch.device("cpu"))
         here = move_data_to_device(batch, device)
         args, kwargs = alone.inputs(here)
         outputs = alone(*args, **kwargs)
-        # One that asks for its trainer, or for values, is not weighed; it seldom weighs much.
+        # A loss that needs its trainer, or values, is not counted; its cost is usually small.
         with contextlib.suppress(RuntimeError, AttributeError):
             alone.loss(outputs, here)
 

@@ -1,4 +1,4 @@
-"""The steps of a module that lies on a mesh: forward with what it needs gathered, backward, and the gradients' way."""
+"""Runs the steps of a sharded module on a mesh: forward, backward, and the reduction of gradients."""
 
 from __future__ import annotations
 
@@ -20,45 +20,45 @@ from dlo_plugins.fsdp.optimizers import OptimizerShares
 from dlo_plugins.fsdp.state import ShardedState
 from dlo_plugins.mesh.pipelined import PipelinedTask
 
-#: Where a task has its model: what parameters' names begin with that are the model's own elsewhere.
+#: Prefix of the model's parameters in the task's names; the pipeline uses names without it.
 _MODEL = "model."
 
 
 class MeshSteps(ShardedState):
-    """What a strategy of a mesh does with a batch.
+    """Part of MeshStrategy that runs steps.
 
     Attributes:
-        fully_shard: how state is divided among the ranks that share a copy of the model.
+        fully_shard: Applier that shards state over the ranks that share a copy of the model.
     """
 
     fully_shard: FullyShard
-    #: How a config of this strategy allows parameters without a gradient, for a message.
+    #: Fix in the message about parameters without a gradient.
     allow_unused = (
         "set find_unused by the strategy's `appliers: [{class_path: FullyShard, init_args: {find_unused: true}}]`"
     )
     #: Runs the steps where the model is cut into a pipeline's stages.
     pipelined: PipelinedTask | None = None
-    #: Shares sequences among ranks.
+    #: Applier that shards sequences over ranks.
     _context: ContextParallel
 
     def __init__(self, timeout_minutes: float) -> None:
         super().__init__(timeout_minutes)
-        self._last = True  # whether the backward under way is the last of its accumulation
+        self._last = True  # whether the running backward is the last of its accumulation
 
     def _shared(self, batch: Any) -> Any:
-        """Returns what this rank is given of a batch that its model's ranks share."""
+        """Returns this rank's shard of a batch that the ranks of one model share."""
         return batch
 
     @contextlib.contextmanager
     def whole_sequences(self) -> Iterator[None]:
-        """Inside the block each rank runs the model on whole sequences: those that share them write the same text."""
+        """Makes each rank run the model on full sequences inside the block; cp ranks then write the same text."""
         with self._context.local():
             yield
 
     # --- a step --------------------------------------------------------------------------------------------
 
     def training_step(self, batch: Any, *args: Any) -> Any:
-        """Runs the module's step, with what it needs gathered."""
+        """Runs the module's training step, with its parameters gathered."""
         assert self.sharding is not None
         with self._undone_if_it_raises(), self.precision_plugin.train_step_context():
             if self.pipelined is None:
@@ -72,7 +72,7 @@ class MeshSteps(ShardedState):
             return found
 
     def validation_step(self, batch: Any, *args: Any) -> Any:
-        """Likewise."""
+        """Runs the module's validation step, with its parameters gathered."""
         assert self.sharding is not None
         with self._undone_if_it_raises(), self.precision_plugin.val_step_context():
             if self.pipelined is not None:
@@ -80,7 +80,7 @@ class MeshSteps(ShardedState):
             return self.sharding.call("validation_step", self._shared(batch), *args)
 
     def test_step(self, batch: Any, *args: Any) -> Any:
-        """Likewise."""
+        """Runs the module's test step, with its parameters gathered."""
         assert self.sharding is not None
         with self._undone_if_it_raises(), self.precision_plugin.test_step_context():
             if self.pipelined is not None:
@@ -88,7 +88,7 @@ class MeshSteps(ShardedState):
             return self.sharding.call("test_step", self._shared(batch), *args)
 
     def predict_step(self, batch: Any, *args: Any) -> Any:
-        """Likewise."""
+        """Runs the module's predict step, with its parameters gathered."""
         assert self.sharding is not None
         with self._undone_if_it_raises(), self.precision_plugin.predict_step_context():
             if self.pipelined is not None:
@@ -96,13 +96,13 @@ class MeshSteps(ShardedState):
             return self.sharding.call("predict_step", batch, *args)
 
     def backward(self, *args: Any, **kwargs: Any) -> Tensor:
-        """Runs a backward pass."""
+        """Runs a backward pass; resets the sharding if it raises."""
         with self._undone_if_it_raises():
             return super().backward(*args, **kwargs)
 
     @contextlib.contextmanager
     def _undone_if_it_raises(self) -> Iterator[None]:
-        """Brings the sharding back to rest if a step raises: who looks for the largest batch catches that."""
+        """Resets the sharding if a step raises; a search for the largest batch catches the error."""
         try:
             yield
         except BaseException:
@@ -114,49 +114,52 @@ class MeshSteps(ShardedState):
             raise
 
     def on_validation_end(self) -> None:
-        """Frees what the evaluation gathered: another may come with other weights."""
+        """Frees the parameters that the evaluation gathered, since the next may have other weights."""
         self._leave()
 
     on_test_end = on_predict_end = on_train_end = on_validation_end
 
     def pre_backward(self, closure_loss: Tensor) -> None:
-        """Forgets the gradients of the step before, which FSDP would add to."""
+        """Drops the gradients of the last step, to which FSDP would add."""
         assert self.sharding is not None
         self._open_window()
         self.sharding.set_keep_gathered(False)
         self.sharding.set_sync(self._last or self.fully_shard.sync_every_micro_batch)
 
     def _open_window(self) -> None:
-        """Begins an accumulation, unless one is under way."""
+        """Begins an accumulation, unless one is open."""
         assert self._shares is not None
         assert self._usage is not None
         self._usage.announced = True
         automatic, is_open = self._module().automatic_optimization, self._open
-        # What was dropped is unused until a backward uses it again: by hand, another optimizer's may come first.
+        # Parameters with dropped gradients count as unused: in manual optimization another backward may come first.
         self._usage.used -= self._shares.drop_gradients(
             lambda share: not is_open or (not automatic and OptimizerShares.grads_dropped(share))
         )
         if self._complete:
-            self._divide_sums()
+            self._keep_one_sum()
         self._open, self._complete = True, False
 
     @torch.no_grad()
-    def _divide_sums(self) -> None:
-        """Leaves one rank what ranks have summed of gradients: by hand, a backward may add to them before a step."""
+    def _keep_one_sum(self) -> None:
+        """Keeps summed gradients on one rank and zeroes the others' copies, since they will be summed again.
+
+        In manual optimization a backward may add to them before a step.
+        """
         assert self.sharding is not None
         for name, parameter in self.sharding.parameters.items():
             if parameter.grad is not None and not self._restores_sum(name):
                 parameter.grad.zero_()
 
     def _loss_scale(self) -> Tensor:
-        """Returns what Lightning multiplies a loss by before backward: for accumulation, and for half precision."""
+        """Returns Lightning's factor of the loss for backward, from accumulation and the loss scale."""
         trainer = self._module().trainer
         scale = torch.ones((), device=self.root_device) / trainer.accumulate_grad_batches
         scaler = getattr(self.precision_plugin, "scaler", None)
         return scale if scaler is None else scaler.scale(scale)
 
     def post_backward(self, closure_loss: Tensor) -> None:
-        """Hands the gradients that backward has left on the parameters to the optimizers."""
+        """Reduces the gradients and sets those of the optimizer shards."""
         assert self.sharding is not None
         assert self._shares is not None
         assert self._usage is not None
@@ -165,7 +168,7 @@ class MeshSteps(ShardedState):
         if self._last or self.fully_shard.sync_every_micro_batch:
             used = self._used(automatic)
             self.sharding.average_scalars()
-            if self._last:  # What has been summed would count once more for each rank in a later sum.
+            if self._last:  # Summed once per accumulation: a second sum would count each rank's copy again.
                 self.sharding.reduce_partial_gradients()
                 if self.pipelined is not None:
                     self.pipelined.pipeline.tied.sum_gradients()
@@ -183,7 +186,7 @@ class MeshSteps(ShardedState):
         """Returns the parameters that any rank has used in this step.
 
         Raises:
-            DloError: if parameters went without a gradient, and ``find_unused`` is off.
+            DloError: Parameters have no gradient, and ``find_unused`` is off.
         """
         assert self.sharding is not None
         assert self._usage is not None
@@ -200,7 +203,7 @@ class MeshSteps(ShardedState):
         return set(used)
 
     def _tied_anywhere(self, names: Iterable[str]) -> set[str]:
-        """Returns the parameters tied across stages that any of the ranks that hold them, this one too, names."""
+        """Returns the parameters tied across stages that are among ``names`` on any of their ranks."""
         if self.pipelined is None:
             return set()
         found = self.pipelined.pipeline.tied.anywhere({name.removeprefix(_MODEL) for name in names})
@@ -208,19 +211,19 @@ class MeshSteps(ShardedState):
 
     @torch.no_grad()
     def accumulated_gradients(self) -> dict[str, Shard]:
-        """Returns this rank's part of the gradients of an unfinished accumulation, their mean over the ranks.
+        """Returns this rank's shards of the gradients of an unfinished accumulation, averaged over the ranks.
 
-        Those that are sums of several ranks' shares, which the accumulation's end makes whole, are made so here: a
-        checkpoint is for any mesh. The run itself goes on with the shares.
+        Partial sums, which the accumulation's end completes, are completed here in copies, because a checkpoint must
+        load on any mesh. The run continues with the partial sums.
         """
         assert self.sharding is not None
         found = super().accumulated_gradients()
         if self._complete:
             return found
         tied = self._tied_anywhere(found)
-        for name in tied - found.keys():  # Another stage alone has used it.
-            room = torch.zeros_like(self.sharding.parameters[name])
-            found[name] = with_cut(room, self.sharding.layout.cuts.get(name))
+        for name in tied - found.keys():  # Only another stage has used it.
+            zeros = torch.zeros_like(self.sharding.parameters[name])
+            found[name] = with_cut(zeros, self.sharding.layout.cuts.get(name))
         self.sharding.reduce_partial({name: _memory(gradient) for name, gradient in found.items()})
         if self.pipelined is not None:
             shares = {name.removeprefix(_MODEL): _memory(found[name]) for name in tied}
@@ -238,7 +241,7 @@ class MeshSteps(ShardedState):
 
 
 def _memory(gradient: Shard) -> Tensor:
-    """Returns what a rank holds of a gradient, less the note of which part it is."""
+    """Returns the tensor of a gradient's shard."""
     part = gradient.part if isinstance(gradient, CutShard) else gradient
     assert isinstance(part, Tensor)
     return part

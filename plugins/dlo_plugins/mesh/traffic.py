@@ -1,4 +1,4 @@
-"""What passes between ranks while a block of code runs, by collective and axis of the mesh."""
+"""Counts the communication of a block of code, by collective and axis of the mesh."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch._C._distributed_c10d import _resolve_process_group
 from torch.utils._python_dispatch import TorchDispatchMode
 
 _COLLECTIVES = ("c10d", "_c10d_functional")
-#: torch's operators by what the field calls them; of the others the name is kept.
+#: Common names of torch's operators; others keep their own.
 _KINDS = {
     "_allgather_base_": "all_gather",
     "allgather_": "all_gather",
@@ -27,22 +27,23 @@ _KINDS = {
     "all_to_all_single": "all_to_all",
     "recv_": "receive",
 }
-#: Their first argument is what each rank gives, a share of what there is in the end.
+#: Operators whose first argument is a rank's input, a shard of the result.
 _GROWS = ("all_gather_into_tensor",)
 _SKIPPED = ("wait_tensor", "barrier", "monitored_barrier_")
 
 
 @dataclass(frozen=True)
 class Traffic:
-    """What a rank takes part in, of one kind along one axis.
+    """Communication of a rank, of one kind along one axis.
 
     Attributes:
-        kind: `all_reduce`, `all_gather`, `reduce_scatter`, `broadcast`, `all_to_all`, `send` or `receive`.
-        axis: of the mesh; several that make up one group are joined by " x ".
-        count: how many.
-        elements: of all of them; a buffer of n elements counts n, as in the ZeRO paper: of an all-gather what it
-            gives, of a reduce-scatter what it takes.
-        bytes: of these elements.
+        kind: Kind of collective: `all_reduce`, `all_gather`, `reduce_scatter`, `broadcast`, `all_to_all`, `send` or
+            `receive`.
+        axis: Axis of the mesh; several that form one group are joined by " x ".
+        count: Number of collectives.
+        elements: Number of elements of all collectives; a buffer of n elements counts n, as in the ZeRO paper: the
+            output of an all-gather, the input of a reduce-scatter.
+        bytes: Number of bytes of these elements.
     """
 
     kind: str
@@ -56,7 +57,7 @@ class TrafficCount(TorchDispatchMode):
     """Counts collectives and messages inside the block; tensors may be real or fake, but not compiled.
 
     Args:
-        axis_of: returns the axis of a process group's name.
+        axis_of: Function that returns the axis of a process group, given its name.
     """
 
     def __init__(self, axis_of: Callable[[str], str]) -> None:
@@ -68,20 +69,20 @@ class TrafficCount(TorchDispatchMode):
 
     @property
     def found(self) -> tuple[Traffic, ...]:
-        """What has passed, by axis and kind."""
+        """Communication so far, by axis and kind."""
         rows = sorted(self._counts, key=lambda key: (key[1], key[0]))
         return tuple(Traffic(*key, self._counts[key], self._elements[key], self._bytes[key]) for key in rows)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Notes a collective, and runs the operator."""
+        """Counts a collective, and runs the operator."""
         name = func._schema.name.rpartition("::")[2]
         if func.namespace in _COLLECTIVES and name not in _SKIPPED:
-            self._note(name, args)
+            self._count(name, args)
         return func(*args, **(kwargs or {}))
 
-    def _note(self, name: str, args: Any) -> None:
+    def _count(self, name: str, args: Any) -> None:
         group, ranks = _group_of(args)
-        # Of an all-gather and a scatter torch names the result first, and in these the result is the larger.
+        # For an all-gather torch's first argument is the result, which is the larger buffer.
         tensors = list(_tensors(args[1] if name == "_reduce_scatter_base_" else args[0]))
         times = ranks if name in _GROWS else 1
         key = _KINDS.get(name, name), self._axis_of(group)
@@ -90,13 +91,13 @@ class TrafficCount(TorchDispatchMode):
         self._bytes[key] += times * sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
-def grown(first: Iterable[Traffic], second: Iterable[Traffic], times: int) -> tuple[Traffic, ...]:
-    """Returns what passes in a step that is larger than the first by so many times what the second has more than it.
+def extrapolate(first: Iterable[Traffic], second: Iterable[Traffic], times: int) -> tuple[Traffic, ...]:
+    """Extrapolates the communication of a step linearly: ``first + times * (second - first)``.
 
     Args:
-        first: what passes in a small step.
-        second: in one with more of the same.
-        times: 1 gives the second.
+        first: Communication of a small step.
+        second: Communication of a step with more micro-batches.
+        times: Factor; 1 gives the second.
     """
     before, found = {(row.axis, row.kind): row for row in first}, []
     for row in second:
@@ -114,8 +115,8 @@ def grown(first: Iterable[Traffic], second: Iterable[Traffic], times: int) -> tu
 def _group_of(args: Iterable[Any]) -> tuple[str, int]:
     """Returns the name and size of the process group among an operator's arguments.
 
-    torch (2.11 to 2.15) hands the older operators the group itself, boxed, and the functional ones its name, which is
-    their last string.
+    torch (2.11 to 2.15) passes the group itself, boxed, to the older operators, and its name, the last string, to the
+    functional ones.
     """
     names: list[Any] = []
     for arg in args:

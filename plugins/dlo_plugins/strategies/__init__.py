@@ -1,1 +1,1 @@
-"""Strategies: who holds what of a model, and what passes between the ranks."""
+"""Strategies: Lightning strategies for ZeRO, FSDP, meshes and DeepSpeed, and the simulation of a mesh."""

@@ -1,4 +1,4 @@
-"""DeepSpeed as a Lightning strategy, with dlo's processes and checkpoints.
+"""Implements DeepSpeed as a Lightning strategy, with dlo's processes and checkpoints.
 
 ZeRO: Memory Optimizations Toward Training Trillion Parameter Models. Rajbhandari, Rasley, Ruwase & He, 2020,
 arXiv 1910.02054. ZeRO-Offload: Ren et al., 2021, arXiv 2101.06840. ZeRO-Infinity: Rajbhandari et al., 2021,
@@ -47,43 +47,43 @@ Offload = Literal["cpu", "nvme"]
 class DeepSpeedBridge(DeepSpeedTranslation, ShardedStrategy, AnyDeviceDeepSpeed):
     """Trains with DeepSpeed: ZeRO stages 0 to 3 and offload to CPU or NVMe, on CUDA and on CPU.
 
-    The optimizer, its schedule, accumulation and checkpoints are those of every other strategy: what DeepSpeed has
-    trained, `zero3`, `fsdp` or a single process takes up, on any number of ranks. Clipping and the loss scale of fp16
-    are DeepSpeed's, by the Trainer's settings.
+    The optimizer, its schedule, accumulation and checkpoints are those of every other strategy: `zero3`, `fsdp` or a
+    single process, on any number of ranks, can resume from DeepSpeed's checkpoints. Clipping and the loss scale of fp16
+    are DeepSpeed's, with the Trainer's settings.
 
     Aliases: `deepspeed` (stage 2), `deepspeed_0 deepspeed_1 deepspeed_2 deepspeed_3`, `deepspeed_2_offload`
     (optimizer on the CPU), `deepspeed_3_offload` (optimizer and parameters).
 
     Args:
-        stage: what is divided among the ranks: 0 nothing, 1 optimizer state, 2 gradients too, 3 parameters too; 2 by
-            default.
-        offload_optimizer: where optimizer state and the partitions in single precision live, and what steps them:
-            `cpu` or `nvme`; by default the device.
-        offload_parameters: where the partitions of the parameters live in stage 3: `cpu` or `nvme`.
-        nvme_path: folder on a local disk for what is on NVMe.
-        overlap_comm: whether gradients are reduced while backward goes on; costs a second bucket.
-        contiguous_gradients: whether gradients are copied into one buffer as they come, against fragments.
-        reduce_bucket_size: elements of gradients reduced at once.
-        allgather_bucket_size: elements of parameters gathered at once, in stages 1 and 2.
-        round_robin_gradients: whether consecutive parameters belong to different ranks (stages 1 and 2), so that
+        stage: Stage of ZeRO: 0 shards nothing, 1 optimizer state, 2 gradients too, 3 parameters too; 2 by default.
+        offload_optimizer: Storage of optimizer state and of the partitions in single precision, which the CPU then
+            steps: `cpu` or `nvme`; by default both are on the device, which steps.
+        offload_parameters: Memory of the partitions of the parameters in stage 3: `cpu` or `nvme`.
+        nvme_path: Folder on a local disk for NVMe offload.
+        overlap_comm: Whether gradients are reduced during backward; costs a second bucket.
+        contiguous_gradients: Whether gradients are copied into one buffer, which avoids fragmentation.
+        reduce_bucket_size: Number of elements of gradients that are reduced at once.
+        allgather_bucket_size: Number of elements of parameters that are gathered at once, in stages 1 and 2.
+        round_robin_gradients: Whether consecutive parameters belong to different ranks (stages 1 and 2), so that
             copies to the CPU run in parallel.
-        hpz: ranks, those of a node say, that keep a second copy of the partitions so that backward gathers among them
-            alone (ZeRO++, stage 3).
-        communication_dtype: what gradients are summed in: `fp32`, `fp16` or `bf16`; by default the model's.
-        partition_activations: whether activations are divided among model-parallel ranks. The bridge has one of them:
-            it takes effect only in a model that calls `deepspeed.checkpointing.checkpoint` itself, with more.
-        cpu_checkpointing: whether the blocks of a task keep their inputs alone for backward, in the CPU's memory, and
-            compute the rest again, as by the applier ActivationCheckpoint with `offload`. A plain LightningModule calls
+        hpz: Number of ranks, such as those of a node, that keep a second copy of the partitions, so that backward
+            gathers among them alone (ZeRO++, stage 3).
+        communication_dtype: Dtype in which gradients are summed: `fp32`, `fp16` or `bf16`; by default the model's.
+        partition_activations: Whether activations are partitioned over model-parallel ranks. The bridge has one such
+            rank: the option has an effect only in a model that calls `deepspeed.checkpointing.checkpoint` itself, with
+            more.
+        cpu_checkpointing: Whether the blocks of a task keep only their inputs for backward, in CPU memory, and
+            recompute the rest, as the applier ActivationCheckpoint with `offload` does. A plain LightningModule calls
             `deepspeed.checkpointing.checkpoint` itself.
-        activation_checkpointing: more of that section of DeepSpeed's JSON.
-        flops_profiler: whether to print a profile of FLOPs; a number is the step that is profiled.
-        comms_logger: whether to log what is communicated.
-        config: a DeepSpeed JSON file, or its content, for these and all else. What it and an option, or the Trainer,
-            both set has to be equal; its optimizer and scheduler take the place of the task's.
-        timeout_minutes: how long a collective may take before a rank gives the others up.
+        activation_checkpointing: Further keys of that section of DeepSpeed's JSON.
+        flops_profiler: Whether to print a profile of FLOPs; a number is the step that is profiled.
+        comms_logger: Whether to log communication.
+        config: Path or content of a DeepSpeed JSON file, for these and all other keys. A key that an option or the
+            Trainer sets too must be equal; its optimizer and scheduler replace the task's.
+        timeout_minutes: Timeout of a collective in minutes, after which a rank aborts the run.
 
     Raises:
-        DloError: for an unknown key, a value that does not fit, and options that contradict each other.
+        DloError: A key is unknown, a value is invalid, or options contradict each other.
     """
 
     def __init__(
@@ -112,7 +112,7 @@ class DeepSpeedBridge(DeepSpeedTranslation, ShardedStrategy, AnyDeviceDeepSpeed)
             given.pop(other, None)
         environment.check_installed()
         environment.adopt_launcher()
-        #: What options and JSON say, before the Trainer is asked.
+        #: Configuration from options and JSON, before the Trainer's settings are added.
         self.asked = resolve(given, config)
         super().__init__(timeout_minutes=timeout_minutes, config=self.asked)
         self.engine: Engine | None = None
@@ -121,7 +121,7 @@ class DeepSpeedBridge(DeepSpeedTranslation, ShardedStrategy, AnyDeviceDeepSpeed)
 
     @classmethod
     def register_strategies(cls, strategy_registry: Any) -> None:
-        """Makes the short names known: ``--trainer.strategy deepspeed_3``; Lightning has some for its own."""
+        """Registers the short names, ``--trainer.strategy deepspeed_3``, some of which override Lightning's."""
         presets: dict[str, dict[str, Any]] = {"deepspeed": {"stage": 2}}
         presets |= {f"deepspeed_{stage}": {"stage": stage} for stage in range(4)}
         presets["deepspeed_2_offload"] = {"stage": 2, "offload_optimizer": "cpu"}
@@ -131,12 +131,12 @@ class DeepSpeedBridge(DeepSpeedTranslation, ShardedStrategy, AnyDeviceDeepSpeed)
 
     @property
     def stage(self) -> int:
-        """ZeRO's stage."""
+        """Stage of ZeRO."""
         return int(self.config.get("zero_optimization", {}).get("stage", 0))
 
     @property
     def forward_needs_all_ranks(self) -> bool:  # type: ignore[override]
-        """Whether parameters have to be gathered for a forward pass."""
+        """Whether a forward pass gathers parameters."""
         return self.stage == 3
 
     # --- setting up ----------------------------------------------------------------------------------------
@@ -153,7 +153,7 @@ class DeepSpeedBridge(DeepSpeedTranslation, ShardedStrategy, AnyDeviceDeepSpeed)
         self._precision_plugin = precision_plugin
 
     def _configure_launcher(self) -> None:
-        """Checks what the Trainer's options decide, as soon as they are known: no process has started yet."""
+        """Checks the options against the Trainer's, before processes start."""
         check_device(self.asked, self.root_device.type, SECTIONS.get(str(self.precision_plugin.precision)))
         super()._configure_launcher()
 
@@ -163,10 +163,10 @@ class DeepSpeedBridge(DeepSpeedTranslation, ShardedStrategy, AnyDeviceDeepSpeed)
         return precision.autocast()
 
     def setup(self, trainer: Trainer) -> None:
-        """Completes the configuration by what the Trainer says, builds the optimizer, and starts DeepSpeed's engine.
+        """Adds the Trainer's settings to the configuration, builds the optimizer, and starts DeepSpeed's engine.
 
         Raises:
-            DloError: for what configuration and Trainer say differently, and what this machine has not.
+            DloError: Configuration and Trainer differ, or this machine lacks a requirement.
         """
         self.config = with_trainer(self.asked, self._facts(trainer))
         self.config.setdefault("zero_optimization", {}).setdefault("stage", 0)
@@ -186,7 +186,7 @@ class DeepSpeedBridge(DeepSpeedTranslation, ShardedStrategy, AnyDeviceDeepSpeed)
         )
 
     def shard(self, trainer: Trainer) -> None:
-        """Starts the engine, or, where nothing trains, puts the module on its device."""
+        """Starts the engine, or moves the module to its device where nothing trains."""
         module, fitting = self._module(), trainer.state.fn == TrainerFn.FITTING
         kept = self._kept_masters() if fitting else {}
         if fitting and self.engine is not None:
@@ -213,7 +213,7 @@ class DeepSpeedBridge(DeepSpeedTranslation, ShardedStrategy, AnyDeviceDeepSpeed)
                 now[name].data.copy_(kept[name].data)
 
     def _kept_masters(self, *, copied: bool = True) -> dict[str, FlatShard]:
-        """Returns the weights in single precision of a fit: the module has them in half precision."""
+        """Returns the master weights of an earlier fit, if the module's weights are in half precision."""
         masters = self.engine.masters if self.engine is not None else None
         if masters is None or not self.precision_plugin.precision.startswith(("16", "bf16")):
             return {}
@@ -235,37 +235,37 @@ class DeepSpeedBridge(DeepSpeedTranslation, ShardedStrategy, AnyDeviceDeepSpeed)
         self.model = self.engine.deepspeed
 
     def _checkpoint_activations(self, module: LightningModule) -> None:
-        """Makes a task's blocks recompute, with their inputs on the CPU, where `cpu_checkpointing` asks for it."""
+        """Makes a task's blocks recompute, with their inputs on the CPU, if `cpu_checkpointing` is set."""
         if not isinstance(module, Task):
             return
         warn_of_checkpointing(self.config)
         if get(self.config, "activation_checkpointing.cpu_checkpointing") is True:
             if getattr(module, "recompute", False):
                 raise DloError(
-                    "activation_checkpointing.cpu_checkpointing must be what recomputes the blocks, got recompute: true"
-                    f" of {type(module).__name__} beside it, which would do so twice; leave recompute out"
+                    "activation_checkpointing.cpu_checkpointing must be the only recomputation, got recompute: true"
+                    f" of {type(module).__name__} too; leave recompute out"
                 )
             ActivationCheckpoint(offload=True).apply(module.model, None, module.parallel_plan())
 
     def _optimizer(self, trainer: Trainer) -> Optimizer:
-        """Returns the task's optimizer, or the configuration's in its place."""
+        """Returns the configuration's optimizer, or the task's where there is none."""
         if len(self.optimizers) != 1:
             raise DloError(
-                f"DeepSpeed steps one optimizer, but configure_optimizers returned {len(self.optimizers)}; give one"
-                " with several parameter groups, or use strategy zero2"
+                f"configure_optimizers must return one optimizer under DeepSpeed, got {len(self.optimizers)}; return"
+                " one with several parameter groups, or use strategy zero2"
             )
         own = self.optimizers[0]
         if asks_for_closure(own):
             raise DloError(
-                f"DeepSpeed must be able to call the optimizer's step without a closure, got {type(own).__name__};"
-                " give it closure=None, or use strategy zero2"
+                f"an optimizer under DeepSpeed must step without a closure, got {type(own).__name__};"
+                " give its step closure=None, or use strategy zero2"
             )
         made = optimizer_of(self.config, own)
         if made is not None:
             if self.lr_scheduler_configs and "scheduler" not in self.config:
                 raise DloError(
-                    "the task's learning-rate scheduler is made for the task's optimizer, but strategy.config brings"
-                    " another; leave out its optimizer, or add its scheduler"
+                    "strategy.config must set optimizer and scheduler together where the task has a learning-rate"
+                    " scheduler, got an optimizer alone; leave out its optimizer, or add its scheduler"
                 )
             kind, arguments = made
             own = kind([p for p in self._module().parameters() if p.requires_grad], **arguments)
@@ -278,7 +278,7 @@ class DeepSpeedBridge(DeepSpeedTranslation, ShardedStrategy, AnyDeviceDeepSpeed)
         return ShardOwner(self, self.world_size if self.stage == 3 else 1, engine.dissolve)
 
     def forget_module(self) -> None:
-        """Called when another strategy has taken the module over."""
+        """Drops the engine, when another strategy takes the module over."""
         self.engine = None
 
     def _started(self) -> Engine:
@@ -288,11 +288,11 @@ class DeepSpeedBridge(DeepSpeedTranslation, ShardedStrategy, AnyDeviceDeepSpeed)
     # --- a step --------------------------------------------------------------------------------------------
 
     def pre_backward(self, closure_loss: Tensor) -> None:
-        """Tells the engine that gradients are coming."""
+        """Prepares the engine for a backward."""
         self._started().before_backward()
 
     def post_backward(self, closure_loss: Tensor) -> None:
-        """Shows what gradients came of it."""
+        """Finishes the engine's reduction."""
         self._started().after_backward()
 
     @contextlib.contextmanager
@@ -306,7 +306,7 @@ class DeepSpeedBridge(DeepSpeedTranslation, ShardedStrategy, AnyDeviceDeepSpeed)
             engine.sync = True
 
     def on_validation_end(self) -> None:
-        """Frees what the evaluation gathered, and gathers again what stays whole."""
+        """Frees the parameters that the evaluation gathered, except persistent ones."""
         if self.engine is not None and self.stage == 3:
             self.engine.gather_persistent()
 
@@ -319,7 +319,7 @@ class DeepSpeedBridge(DeepSpeedTranslation, ShardedStrategy, AnyDeviceDeepSpeed)
     # --- state ---------------------------------------------------------------------------------------------
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """Returns the module's state by name: of what trains, this rank's slices, in single precision."""
+        """Returns the module's state by name, with this rank's shards of trained weights in single precision."""
         state = super().lightning_module_state_dict()
         masters = self.engine.masters if self.engine is not None else None
         shards = masters.shards() if masters is not None else {}
@@ -332,7 +332,7 @@ class DeepSpeedBridge(DeepSpeedTranslation, ShardedStrategy, AnyDeviceDeepSpeed)
         return state
 
     def held_tensors(self) -> list[Tensor]:
-        """Returns the memory of this rank's partitions, of the parameters that are in none, and of the buffers."""
+        """Returns the tensors of this rank's partitions, of unpartitioned parameters, and of buffers."""
         masters = self.engine.masters if self.engine is not None else None
         if masters is None:
             return super().held_tensors()
@@ -342,11 +342,11 @@ class DeepSpeedBridge(DeepSpeedTranslation, ShardedStrategy, AnyDeviceDeepSpeed)
 
     @property
     def zero_stage(self) -> int:  # type: ignore[override]
-        """The stage: what is divided."""
+        """Stage of ZeRO."""
         return self.stage
 
     def whole_size(self, name: str, parameter: Tensor) -> int:
-        """Returns the elements of a parameter, also where this rank has a part of it."""
+        """Returns the number of elements of a full parameter, of which this rank may have a shard."""
         return whole_shape(parameter).numel()
 
     def state_bytes(self) -> dict[str, float]:
@@ -365,19 +365,19 @@ class DeepSpeedBridge(DeepSpeedTranslation, ShardedStrategy, AnyDeviceDeepSpeed)
         }
 
     def refresh(self) -> None:
-        """Brings the partitions, which were written to, into the parameters of all ranks."""
+        """Updates the parameters of all ranks from the partitions, after these were written from outside."""
         if self.engine is not None:
             self.engine.publish()
 
     def accumulated_gradients(self) -> dict[str, Shard]:
-        """Returns the gradients of an unfinished accumulation: stages 0 and 1 have them whole, the others in part."""
+        """Returns the gradients of an unfinished accumulation: full ones in stages 0 and 1, shards in 2 and 3."""
         masters = self._started().masters
         if masters is None or self.stage < 2:
             return super().accumulated_gradients()
         return dict(masters.gathered())
 
     def restore_gradients(self, saved: Mapping[str, Any]) -> None:
-        """Takes up an unfinished accumulation."""
+        """Restores an unfinished accumulation."""
         masters = self._started().masters
         if masters is None or self.stage < 2:
             super().restore_gradients(saved)
@@ -387,17 +387,17 @@ class DeepSpeedBridge(DeepSpeedTranslation, ShardedStrategy, AnyDeviceDeepSpeed)
             gradients.read_into(name, shard)
 
     def optimizer_tensors(self, optimizer: Optimizer) -> dict[str, Tensor]:
-        """Returns the partition that each parameter is in, of which this rank holds something."""
+        """Returns the partition of each parameter of which this rank has elements, by name."""
         masters = self._started().masters
         return super().optimizer_tensors(optimizer) if masters is None else masters.tensors()
 
     def group_names(self, optimizer: Optimizer) -> list[list[str]]:
-        """Returns the names of each parameter group's parameters, those of which this rank holds nothing too."""
+        """Returns the parameter names of each parameter group, those of other ranks too."""
         masters = self._started().masters
         return super().group_names(optimizer) if masters is None else masters.group_names
 
     def canonical(self, name: str, tensor: Tensor, value: Tensor) -> Shard:
-        """Returns a state tensor as the slice of the parameter-shaped one that it holds."""
+        """Returns a state tensor as a shard of the tensor in the parameter's shape."""
         masters = self._started().masters
         flat = masters.home(name) if masters is not None else None
         return value if flat is None or value.shape != flat.tensor.shape else flat.shard(name, value)
@@ -408,7 +408,7 @@ class DeepSpeedBridge(DeepSpeedTranslation, ShardedStrategy, AnyDeviceDeepSpeed)
         self._loading = {}
 
     def _read_state(self, name: str, tensor: Tensor, saved: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns the state of the partition that a parameter is in, filled with this parameter's part too."""
+        """Returns the state of a parameter's partition, with this parameter's slice filled in."""
         masters = self._started().masters
         flat = masters.home(name) if masters is not None else None
         if flat is None:
@@ -419,12 +419,12 @@ class DeepSpeedBridge(DeepSpeedTranslation, ShardedStrategy, AnyDeviceDeepSpeed)
             if not entries.is_tensor(key):
                 state[key] = entries[key]
             elif entries.shape(key) == shape and key != "step":
-                room = state.setdefault(key, tensor.new_zeros(tensor.shape, dtype=entries.dtype(key)))
-                entries.read_into(key, flat.shard(name, room))
+                value = state.setdefault(key, tensor.new_zeros(tensor.shape, dtype=entries.dtype(key)))
+                entries.read_into(key, flat.shard(name, value))
             else:
                 state[key] = entries[key].clone()
         return state
 
     def about(self) -> dict[str, Any]:
-        """Returns what a checkpoint's manifest says of the run."""
+        """Returns the run's description for a checkpoint's manifest."""
         return {**super().about(), "stage": self.stage}

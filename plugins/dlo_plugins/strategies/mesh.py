@@ -1,4 +1,4 @@
-"""Data, tensor, pipeline and context parallelism by composition, in one Lightning strategy."""
+"""Composes data, tensor, pipeline and context parallelism in one Lightning strategy."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ from dlo_framework.runs import is_first_process
 from dlo_framework.task import Task
 from dlo_plugins.appliers.context_parallel import ContextParallel
 from dlo_plugins.appliers.fully_shard import FullyShard
-from dlo_plugins.appliers.order import in_order
+from dlo_plugins.appliers.order import order_appliers
 from dlo_plugins.appliers.tensor_parallel import TensorParallel
 from dlo_plugins.fsdp.mesh import check_reshard
 from dlo_plugins.fsdp.optimizers import OptimizerShares
 from dlo_plugins.fsdp.policy import default_param_dtype
 from dlo_plugins.fsdp.sharding import Sharding, ShardOptions, match_units
 from dlo_plugins.fsdp.usage import Usage
-from dlo_plugins.mesh.drawing import MeshDescription, describe, modelled
+from dlo_plugins.mesh.drawing import MeshDescription, describe, prepare_model
 from dlo_plugins.mesh.pipelined import PipelinedTask, check_inside, check_predict
 from dlo_plugins.mesh.pipelining import Pipelining
 from dlo_plugins.mesh.steps import MeshSteps
@@ -44,47 +44,46 @@ from dlo_plugins.pipeline.assign import Split
 from dlo_plugins.strategies.mesh_rehearsal import rehearse_step
 from dlo_plugins.tensor.coverage import NEARLY_ALL
 
-#: Appliers that do nothing where their axis has one rank.
+#: Appliers of axes, which do nothing where the axis has one rank.
 _OWN = (TensorParallel, ContextParallel)
-#: Under this name a module that has been sharded keeps how, for the next run of it.
+#: Key of a module's sharding in its ``__dict__``, for its next run.
 _SHARDING = "_dlo_sharding"
-#: Likewise one that has been cut: the applier that shares its sequences, and its pipeline, for later strategies too;
-#: and the options that it was cut by.
+#: Keys of a cut module's ContextParallel, its pipeline and the options of the cut, for later runs and strategies.
 _CONTEXT, PIPELINED, _CUT_BY = "_dlo_context", "_dlo_pipelined", "_dlo_cut_by"
 
 
 class MeshStrategy(MeshSteps):
-    """Lays the ranks out as a mesh of up to five axes, and cuts the model along them.
+    """Arranges the ranks as a mesh of up to five axes, and parallelizes the model along them.
 
-    `{class_path: MeshStrategy, init_args: {dp_shard: 2, tp: 2}}`: the product of the axes is the number of ranks.
-    What is cut, and where, the task's parallel plan says; neither the model's code, nor the loss curve, nor the
-    checkpoint changes. With dp_shard alone it is FSDPStrategy, which works for any module.
+    `{class_path: MeshStrategy, init_args: {dp_shard: 2, tp: 2}}`: the product of the axes is the number of ranks. The
+    task's parallel plan says where the model may be cut; the model's code, the loss curve and the checkpoint do not
+    change. With dp_shard alone it equals FSDPStrategy, which works for any module.
 
     Aliases: `mesh`.
 
     Args:
-        pp: ranks among which the model's blocks are shared as the stages of a pipeline.
-        dp_replicate: copies of the model, each for other samples.
-        dp_shard: ranks that see other samples and share one copy's parameters, gradients and optimizer state; -1, as
-            any axis may be, for all ranks that the others leave.
-        cp: ranks that share each sequence (causal language models).
-        tp: ranks that share each layer.
-        schedule: in which order stages compute: `GPipe`, `1F1B`, `Interleaved1F1B`, `ZBH1`, `ZBV` or `DualPipeV`.
-        micro_batches: parts into which each rank's batch goes through the pipeline; by default four for each stage.
-        stages_per_rank: of the pipeline, for `Interleaved1F1B`; by default what the schedule has.
-        split: blocks of each stage, such as `[5, 7]`; by default they are shared out by cost.
-        cp_method: `ring` attention or `ulysses`; see ContextParallel.
-        sequence_parallel: whether the ranks of tp also share the sequence between their layers, which divides what
-            activations are left there.
-        appliers: what rewrites the model beside what the axes ask for, or in place of it, in any order:
-            ActivationCheckpoint, CompileBlocks, FullyShard, your own.
-        meta_init: whether `configure_model` builds the model without memory, which each unit gets as it is sharded:
-            for models larger than one device's memory. Each module's `reset_parameters` then initialises it, alike
-            on any number of ranks; a model without these needs a checkpoint to start from.
-        timeout_minutes: how long a collective may take before a rank gives the others up.
+        pp: Number of ranks of a pipeline, which have the model's blocks as its stages.
+        dp_replicate: Number of copies of the model, each with other samples.
+        dp_shard: Number of ranks with other samples that shard one copy's parameters, gradients and optimizer state.
+            -1, which any axis may be, for all remaining ranks.
+        cp: Number of ranks that shard each sequence (causal language models).
+        tp: Number of ranks that shard each layer.
+        schedule: Name of the pipeline's schedule: `GPipe`, `1F1B`, `Interleaved1F1B`, `ZBH1`, `ZBV` or `DualPipeV`.
+        micro_batches: Number of micro-batches of each rank's batch in the pipeline; by default four per rank of `pp`.
+        stages_per_rank: Number of stages of a rank, for `Interleaved1F1B`; by default the schedule's.
+        split: Number of blocks of each stage, such as `[5, 7]`; by default they are balanced by cost.
+        cp_method: Method of context parallelism, `ring` attention or `ulysses`; see ContextParallel.
+        sequence_parallel: Whether the ranks of tp also shard the sequence between their layers, which divides the
+            activations there.
+        appliers: Appliers in addition to those of the axes, or in place of them, in any order: ActivationCheckpoint,
+            CompileBlocks, FullyShard, your own.
+        meta_init: Whether `configure_model` builds the model on the meta device, and each unit is allocated when it
+            is sharded: for models larger than one device's memory. Each module's `reset_parameters` then initialises
+            it, alike on any number of ranks; a model without these needs a checkpoint to start from.
+        timeout_minutes: Timeout of a collective in minutes, after which a rank aborts the run.
 
     Raises:
-        DloError: if options contradict each other, or do not fit the ranks or the model.
+        DloError: Options contradict each other, or do not fit the ranks or the model.
     """
 
     builds_on_device = False
@@ -111,43 +110,43 @@ class MeshStrategy(MeshSteps):
         if dp_shard == -1 and -1 in (pp, dp_replicate, cp, tp):
             axes["dp_shard"] = 1
         self.spec, self.meta_init = MeshSpec(**axes), meta_init
-        self.set_appliers(in_order(list(appliers or []), cp_method, sequence_parallel))
+        self.set_appliers(order_appliers(list(appliers or []), cp_method, sequence_parallel))
         self._groups: MeshGroups | None = None
         self.pipelining = Pipelining(schedule, micro_batches, stages_per_rank, split)
 
     @classmethod
     def register_strategies(cls, strategy_registry: Any) -> None:
-        """Makes the short name known: ``--trainer.strategy mesh``."""
+        """Registers the short name: ``--trainer.strategy mesh``."""
         strategy_registry.register("mesh", cls, description="a mesh of parallel axes", override=True)
 
     # --- before processes start ----------------------------------------------------------------------------
 
     def set_appliers(self, appliers: Sequence[Applier]) -> None:
-        """Sets the appliers, a TensorParallel, a ContextParallel and a FullyShard among them, by phase."""
+        """Sets the appliers, ordered by phase; they include a TensorParallel, a ContextParallel and a FullyShard."""
         self.appliers = list(appliers)
         self.fully_shard = next(applier for applier in self.appliers if isinstance(applier, FullyShard))
         self._context = next(applier for applier in self.appliers if isinstance(applier, ContextParallel))
         self._tensor = next(applier for applier in self.appliers if isinstance(applier, TensorParallel))
-        #: Whether there are appliers that no axis asks for.
+        #: Whether there are appliers beside those of the axes.
         self._rewrites = any(not isinstance(applier, (*_OWN, FullyShard)) for applier in self.appliers)
 
     def mesh_spec(self) -> MeshSpec:
         """Returns the mesh of this run.
 
         Raises:
-            DloError: if its axes do not make up the ranks; the message computes sizes that do.
+            DloError: The product of the axes is not the number of ranks; the message computes sizes that fit.
         """
         return self.spec.resolve(self.num_nodes * self.num_processes)
 
     def _configure_launcher(self) -> None:
-        """Checks what the Trainer's options decide, as soon as they are known: no process has started yet."""
+        """Checks the options against the Trainer's, before processes start."""
         spec = self.mesh_spec()
         check_reshard(self.fully_shard.reshard_after_forward, spec.dp_shard * spec.cp)
         self._options(whole_steps=True)
         if spec.pp > 1:
             self.pipelining.check_schedule(spec.pp)
         if self.fully_shard.offload and self.root_device.type == "cuda" and self._process_group_backend is None:
-            self._process_group_backend = "cpu:gloo,cuda:nccl"  # Shards in CPU memory are saved and compared too.
+            self._process_group_backend = "cpu:gloo,cuda:nccl"  # Saving communicates shards in CPU memory.
         super()._configure_launcher()
 
     def check_model(
@@ -156,13 +155,13 @@ class MeshStrategy(MeshSteps):
         """Checks that the mesh's axes can cut a model, before any process starts.
 
         Args:
-            module: the task; its model is built on the meta device for it.
-            datamodule: whose batches are to be cut.
+            module: Task, whose model is built on the meta device.
+            datamodule: Datamodule whose batches are sliced.
             trains: Whether the run trains; evaluation needs no gradients.
             callbacks: Callbacks of the run.
 
         Raises:
-            DloError: if they cannot; the message computes the nearest sizes that work.
+            DloError: The axes cannot cut the model; the message computes the nearest sizes that work.
         """
         spec = self.mesh_spec()
         if not _cuts(spec):
@@ -176,34 +175,34 @@ class MeshStrategy(MeshSteps):
         self._context.check(task.model, plan, spec.cp, spec.tp)
         if spec.pp > 1:
             self.pipelining.check(task, plan, spec, datamodule)
-        if is_first_process():  # The others would find the same, at the same time.
+        if is_first_process():  # The others would repeat the same work.
             rehearse_step(self, task, spec, datamodule, trains=trains, callbacks=callbacks)
 
     def check_predict(self, module: Any) -> None:
-        """Checks that a model that the mesh cuts can predict, before any process starts.
+        """Checks that a model on this mesh can predict, before any process starts.
 
         Raises:
-            DloError: if it is cut into a pipeline's stages, and the task writes text.
+            DloError: The mesh has a pipeline, and the task generates text.
         """
         if self.mesh_spec().pp > 1:
             check_predict(module)
 
     def describe(self, module: Any, datamodule: Any = None) -> MeshDescription:
-        """Returns who holds what of a module, for `dlo mesh`; nothing is started, and the model has no memory.
+        """Returns the mesh's description with each rank's bytes, for `dlo mesh`; it starts and allocates nothing.
 
         Raises:
-            DloError: if the mesh does not fit the ranks or the model.
+            DloError: The mesh does not fit the ranks or the model.
         """
         precision, spec, pipelining = str(self.precision_plugin.precision), self.mesh_spec(), self.pipelining
-        task, plan = modelled(module)
+        task, plan = prepare_model(module)
         pipelined: Any = task if spec.pp > 1 and plan is not None else None
         return describe(
             *(task, plan, spec),
             sequence_parallel=self._tensor.sequence_parallel,
             schedule=pipelining.schedule,
             stages_per_rank=pipelining.stages_per_rank,
-            split=pipelining.split_of(pipelined, plan, spec.pp, datamodule) if pipelined and plan else "balanced",
-            micro_batches=pipelining.parts(spec.pp),
+            split=pipelining.choose_split(pipelined, plan, spec.pp, datamodule) if pipelined and plan else "balanced",
+            micro_batches=pipelining.count_micro_batches(spec.pp),
             nodes=self.num_nodes,
             element_size={"bf16-true": 2, "16-true": 2, "64-true": 8}.get(precision),
         )
@@ -214,20 +213,22 @@ class MeshStrategy(MeshSteps):
             default = default_param_dtype(precision, self.root_device, self.lightning_module)
         options = self.fully_shard.options(precision, whole_steps, default)
         if spec.pp > 1 and options.reshard_after_forward is None:
-            # Each micro-batch would gather a stage's parameters anew, forward and backward.
+            # Otherwise each micro-batch would gather a stage's parameters again, in forward and in backward.
             return replace(options, reshard_after_forward=False)
         return options
 
     # --- setting up ----------------------------------------------------------------------------------------
 
     def setup(self, trainer: Trainer) -> None:
-        """Shards the module, unless an earlier run has, and builds the optimizers."""
+        """Shards the module, unless an earlier run has done so, and builds the optimizers."""
         module = self._module()
         assert self.accelerator is not None
         self.accelerator.setup(trainer)
         known: Sharding | None = module.__dict__.get(_SHARDING)
         if known is None and self._layer_sync:
-            self.model = self._layer_sync.apply(module)  # Not while fitting alone: sharded modules stay as they are.
+            self.model = self._layer_sync.apply(
+                module
+            )  # In evaluation too, as a sharded module cannot be changed later.
         self.model = self.precision_plugin.convert_module(module)
         self.shard(trainer)
         self.setup_precision_plugin()
@@ -235,7 +236,7 @@ class MeshStrategy(MeshSteps):
         self.barrier("sharded")
 
     def needs_all_ranks(self, module: nn.Module) -> bool:
-        """Returns whether a forward of a part of the module takes all ranks: of any if FSDP has sharded it."""
+        """Returns whether a forward of a submodule communicates: that of any submodule does if FSDP has sharded it."""
         spec, own = self.mesh_spec(), self._module()
         if spec.dp_shard == 1 and module is not own and module is not getattr(own, "model", None):
             return False
@@ -254,12 +255,12 @@ class MeshStrategy(MeshSteps):
         self._context = module.__dict__.get(_CONTEXT, self._context)
         self.pipelined = module.__dict__.get(PIPELINED)
         self.bring_the_rest()
-        if self.mesh_spec().tp > 1:  # These ranks see the same data, and metrics would count it twice.
+        if self.mesh_spec().tp > 1:  # These ranks have the same data, which metrics would count twice.
             for submodule in module.modules():
                 if isinstance(submodule, Metric):
                     submodule.process_group = self.groups.group("pp", "dp_replicate", "dp_shard", "cp")
         if self.pipelined is not None:
-            self.pipelined.micro_batches = self.pipelining.parts(self.mesh_spec().pp)
+            self.pipelined.micro_batches = self.pipelining.count_micro_batches(self.mesh_spec().pp)
             self.pipelined.share_metrics(self.mesh_spec())
             self.pipelined.gathering = self.groups.data if self.mesh_spec().dp_shard > 1 else None
         if self._usage is not None:
@@ -276,19 +277,19 @@ class MeshStrategy(MeshSteps):
         module.__dict__[OWNER] = ShardOwner(self, self.world_size, undo)
 
     def take_over(self, owner: ShardOwner, model: LightningModule) -> None:
-        """Leaves a module as another mesh has sharded it: :meth:`shard` checks that it is what this one would make."""
+        """Keeps a module that another mesh strategy has sharded; :meth:`shard` checks that its options are the same."""
         if _SHARDING not in model.__dict__:
             super().take_over(owner, model)
 
     @property
     def groups(self) -> MeshGroups:
-        """The process groups of the mesh."""
+        """Process groups of the mesh."""
         if self._groups is None:
             self._groups = MeshGroups(self.mesh_spec(), self.root_device.type, self._timeout)
         return self._groups
 
     def _log_coverage(self, task: Any) -> None:
-        """Logs what of the model tensor parallelism divides, where it leaves more than norms in full."""
+        """Logs the share of the model that tensor parallelism divides, if more than norms are replicated."""
         tp = self.mesh_spec().tp
         if tp > 1:
             found = self._tensor.coverage(task.model, self._checked_plan(task), tp)
@@ -296,14 +297,14 @@ class MeshStrategy(MeshSteps):
                 rank_zero_info(f"tensor parallelism {found.sentence()}")
 
     def parallelize(self, trainer: Any, when_cut: Callable[[PipelinedTask], None] | None = None) -> Sharding:
-        """Applies every applier to the module, in the order of their phases; returns how FullyShard has sharded it.
+        """Applies every applier to the module, in the order of their phases; returns the module's sharding.
 
         Args:
-            trainer: tells the checkpoint that the run starts from.
-            when_cut: called with the pipeline when the model has been cut into stages, and is not sharded yet.
+            trainer: Trainer, which has the path of the checkpoint that the run starts from.
+            when_cut: Callback that gets the pipelined task after the model is cut into stages and before it is sharded.
 
         Raises:
-            DloError: if the model cannot be cut so.
+            DloError: The model cannot be cut.
         """
         module: Any = self._module()
         spec = self.mesh_spec()
@@ -342,12 +343,12 @@ class MeshStrategy(MeshSteps):
         return plan
 
     def _split(self, task: Any, plan: ParallelPlan) -> Split:
-        """Returns the blocks of each stage, by the costs of the full model: no applier has changed it yet."""
+        """Returns the number of blocks of each stage, by the costs of the full model, before any applier changes it."""
         spec, datamodule = self.mesh_spec(), getattr(task._trainer, "datamodule", None)
-        return self.pipelining.split_of(task, plan, spec.pp, datamodule) if spec.pp > 1 else "balanced"
+        return self.pipelining.choose_split(task, plan, spec.pp, datamodule) if spec.pp > 1 else "balanced"
 
     def _cut_into_stages(self, task: Any, plan: ParallelPlan, split: Split) -> PipelinedTask:
-        """Cuts the model into the pipeline's stages, of which this rank keeps its own."""
+        """Cuts the model into the pipeline's stages; this rank keeps its own."""
         layout = layout_of(task.model)
         pipeline = self.pipelining.build(task, plan, self.groups.group("pp"), split, self.root_device)
         stages = pipeline.stages
@@ -356,7 +357,7 @@ class MeshStrategy(MeshSteps):
         layout.elsewhere |= {name for name in names if not pipeline.holds(name)}
         layout.repeated |= {name for name in names if pipeline.holds(name) and not pipeline.holds.first(name)}
         select = self._context.select_rows if self.mesh_spec().cp > 1 else None
-        pipelined = PipelinedTask(task, pipeline, self.pipelining.parts(self.mesh_spec().pp), select)
+        pipelined = PipelinedTask(task, pipeline, self.pipelining.count_micro_batches(self.mesh_spec().pp), select)
         task.__dict__[PIPELINED] = pipelined
         return pipelined
 
@@ -367,20 +368,21 @@ class MeshStrategy(MeshSteps):
         return Sharding(module, units, self.groups, self.root_device, options, seed, layout)
 
     def _plan_of(self, task: Any) -> Any:
-        """Returns what makes a task's plan.
+        """Returns the method that makes a task's parallel plan.
 
         Raises:
-            DloError: for a plain LightningModule, which has none.
+            DloError: The module is a plain LightningModule, which has none.
         """
         if not isinstance(task, Task):
             raise DloError(
-                f"axes {self.mesh_spec()} and appliers go by a parallel plan, which {type(task).__name__} does not"
-                " have; make it a dlo_framework.Task (docs: your own task), or use dp_shard and dp_replicate alone"
+                f"a module with axes {self.mesh_spec()} or appliers must have a parallel plan, got"
+                f" {type(task).__name__} without one; make it a dlo_framework.Task (docs: your own task), or use"
+                " dp_shard and dp_replicate alone"
             )
         return task.parallel_plan
 
     def _cut_by(self) -> dict[str, Any]:
-        """Returns the options, by name, that a model that has been cut keeps."""
+        """Returns the options, by name, that cannot change after the model has been cut."""
         spec, pipelining = self.mesh_spec(), self.pipelining
         found: dict[str, Any] = {}
         if spec.pp > 1:
@@ -393,19 +395,19 @@ class MeshStrategy(MeshSteps):
         return found
 
     def _checked(self, known: Sharding, trains: bool) -> Sharding:
-        """Returns an earlier run's sharding, if it is what this strategy would have made."""
+        """Returns an earlier run's sharding after a check that its options are those of this strategy."""
         wanted = (self._options(self._module().automatic_optimization), self.mesh_spec())
         if wanted != (known.options, known.groups.spec) or known.device != self.root_device:
             raise DloError(
-                f"{type(known.module).__name__} has been sharded by an earlier run with other options, and stays so;"
-                " build the model anew for a strategy with these"
+                f"options must be those of the earlier run that has sharded {type(known.module).__name__}, got others;"
+                " build a new model for a strategy with these"
             )
         cut_by, ours = known.module.__dict__.get(_CUT_BY, {}), self._cut_by()
         other = [name for name, value in ours.items() if name in cut_by and cut_by[name] != value]
         if trains and other:
             raise DloError(
-                f"{type(known.module).__name__} has been cut by an earlier run with {other[0]}={cut_by[other[0]]}, and"
-                f" stays so; given {other[0]}={ours[other[0]]}: build the model anew for it"
+                f"{other[0]} must stay as {type(known.module).__name__} was cut by an earlier run with"
+                f" {other[0]}={cut_by[other[0]]}, got {other[0]}={ours[other[0]]}; build a new model for it"
             )
         self._groups = known.groups
         return known
@@ -414,13 +416,13 @@ class MeshStrategy(MeshSteps):
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        """The share of the samples that this rank sees; those of one model see the same."""
+        """Arguments of the distributed sampler: ranks that share a copy of the model get the same samples."""
         spec = self.mesh_spec()
         return {"num_replicas": spec.data_size, "rank": spec.data_rank(self.global_rank)}
 
     @property
     def gradient_ranks(self) -> int:
-        """Over how many ranks gradients are averaged."""
+        """Number of ranks over which gradients are averaged."""
         spec = self.mesh_spec()
         return spec.data_size * spec.cp
 
@@ -430,9 +432,9 @@ class MeshStrategy(MeshSteps):
         return self.groups.data
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        """Reduces over the ranks that see other data, unless a group is given; the others have the same.
+        """Reduces means and sums over the data-parallel ranks, unless a group is given; the others have the same value.
 
-        What is no mean or sum, the largest memory say, is of all ranks.
+        Other reductions, such as that of the largest memory, are over all ranks.
         """
         if group is None and isinstance(tensor, Tensor) and str(reduce_op).lower() in ("mean", "avg", "sum"):
             group = self.groups.data
@@ -446,17 +448,17 @@ class MeshStrategy(MeshSteps):
         return True
 
     def share_buffers(self) -> None:
-        """Gives the ranks that hold the same the first one's buffers, and all stages what one computes with."""
+        """Broadcasts buffers over data-parallel ranks, and from the stage that computes with each to the others."""
         super().share_buffers()
         if self.pipelined is not None:
             self.pipelined.share_buffers()
 
     def counted(self, batch: Any) -> Any:
-        """Returns a batch with what ranks that share its sequences have to know of its documents."""
+        """Returns a batch with counts of its documents, for ranks that shard its sequences."""
         return self._context.counted(batch)
 
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
-        """Moves a batch, counted; one that a callback has moved before stays as it is."""
+        """Moves a batch to the device, with its counts; a batch that a callback has moved is left alone."""
         return super().batch_to_device(self.counted(batch), device, dataloader_idx)
 
     def _shared(self, batch: Any) -> Any:
@@ -464,24 +466,24 @@ class MeshStrategy(MeshSteps):
 
     @property
     def shard_size(self) -> int:
-        """How many ranks share one copy of the model."""
+        """Number of ranks that share one copy of the model."""
         spec = self.mesh_spec()
         return spec.world_size // spec.dp_replicate
 
     def about(self) -> dict[str, Any]:
-        """Returns what a checkpoint's manifest says of the run."""
+        """Returns the run's description for a checkpoint's manifest."""
         sizes = self.mesh_spec().sizes
         shown = {axis: size for axis, size in sizes.items() if size > 1 or axis.startswith("dp_")}
         return {**super().about(), "mesh": shown}
 
 
 def _cuts(spec: MeshSpec) -> bool:
-    """Whether a mesh cuts a model, and not only its state."""
+    """Returns whether a mesh cuts the model's computation, and not only its state."""
     return spec.pp * spec.cp * spec.tp > 1
 
 
 def _place(task: Any, device: torch.device) -> None:
-    """Puts a task's tensors on a device, with the first rank's values; one without memory stays as it is."""
+    """Moves a task's tensors to a device, with the first rank's values; a task on the meta device is left alone."""
     if on_meta(task):
         return
     for tensor in [*task.parameters(), *task.buffers()]:
@@ -490,10 +492,10 @@ def _place(task: Any, device: torch.device) -> None:
 
 
 def _check_plain(module: nn.Module, applier: Applier) -> None:
-    """Checks that an applier that runs before FullyShard has left parameters that it can shard.
+    """Checks that an applier that runs before FullyShard has left plain parameters.
 
     Raises:
-        DloError: if it has sharded one itself.
+        DloError: The applier has sharded a parameter itself.
     """
     name = next((name for name, parameter in module.named_parameters() if isinstance(parameter, DTensor)), None)
     if name is not None:

@@ -1,10 +1,10 @@
-"""A training step of each distinct rank of a mesh on fake tensors, before a process starts: what passes runs.
+"""Rehearses a training step of each distinct rank of a mesh on fake tensors, before processes start.
 
-The code is the one that runs (:mod:`.mesh_simulation`): appliers, pipeline stages and FSDP2 cut the model, and a small
-batch goes forward and backward through it. No weight is allocated.
+It runs the code of a real run (:mod:`.mesh_simulation`): appliers, pipeline stages and FSDP2 cut the model, and a small
+batch runs forward and backward. No weight is allocated.
 
-A failure refuses a model only if the same step passes on one rank, with nothing cut. So an operator that fake tensors
-do not have, or a forward that branches on values, refuses nothing: such a model is checked as far as it could be.
+A failure is an error only if the same step succeeds on one rank with the uncut model. So an operator without a fake
+implementation, or a forward that branches on values, raises nothing: such a model is checked only partly.
 """
 
 from __future__ import annotations
@@ -32,25 +32,25 @@ from dlo_plugins.pipeline.schedules import placement
 from dlo_plugins.strategies.mesh_simulation import (
     RankView,
     copy_modules,
-    fewest_parts,
-    fixed_pipelining,
+    fewest_micro_batches,
+    fix_split,
     simulated_rank,
 )
 
 #: Rows of a micro-batch: batch norm needs more than one value.
 _ROWS = 2
-#: Axes that cut a model, in the order in which they are asked whether they are at fault.
+#: Axes that cut a model, in the order in which the fix tries smaller sizes.
 _CUTTING = ("tp", "cp", "pp")
-#: Attributes that count a block: two blocks that differ in these alone are alike.
+#: Attributes that number a block: two blocks that differ only in these are of one kind.
 _NUMBERS = ("idx", "index", "id", "number")
 
 
 @dataclass(frozen=True)
 class Failure:
-    """A step that failed.
+    """Failure of a step.
 
     Attributes:
-        error: What was raised.
+        error: Exception that was raised.
         rank: Number of the rank.
         where: Name of the innermost module of the model that was running; empty if none was.
         in_backward: Whether the backward raised it.
@@ -75,20 +75,20 @@ def rehearse_step(
 ) -> None:
     """Checks that each distinct rank of a mesh can run a training step.
 
-    A task without an `example_batch` is cut on each of them, and no step is run. In a process that is a rank already
-    nothing is checked.
+    A task without an `example_batch` is cut on each of them, without a step. A process that is already a rank checks
+    nothing.
 
     Args:
-        strategy: A MeshStrategy.
+        strategy: MeshStrategy.
         task: Task with its model on the meta device; it is not changed.
         spec: Mesh, without -1.
-        datamodule: Datamodule that may know the batch's shapes.
+        datamodule: Datamodule that may know the shapes of a batch.
         trains: Whether the run trains, so that each trainable parameter must get a gradient.
-        callbacks: Callbacks of the run; one of a user's may freeze parameters before the first step.
+        callbacks: Callbacks of the run; a user's callback may freeze parameters before the first step.
 
     Raises:
-        DloError: if a rank's step fails that one process alone can run; with the layer, its rules, and a mesh that
-            works. Or if a step leaves trainable parameters without a gradient, which the run refuses too.
+        DloError: A rank's step fails that a single process can run; the message has the layer, its rules, and a mesh
+            that works. Or a step leaves trainable parameters without a gradient, which is an error of the run too.
     """
     if dist.is_initialized():
         return
@@ -101,7 +101,7 @@ def rehearse_step(
     for tried in (_shortened(task, strategy, spec), task):
         if tried is None:
             continue
-        # The first that can tell decides: a loss that needs values or a trainer gives way to a stand-in.
+        # A loss that needs values or a trainer cannot run: then the substitute loss decides.
         for own_loss in (True, False):
             rehearsal = _Rehearsal(strategy, tried, datamodule, example, own_loss)
             failure = rehearsal.run(spec, needs_gradients=trains and own_loss)
@@ -109,25 +109,25 @@ def rehearse_step(
                 return
             if _is_unsupported(failure):
                 if not own_loss:
-                    _tell_unchecked(failure)
+                    _log_unchecked(failure)
                     return
             elif failure.is_certain or rehearsal.run(MeshSpec(dp_shard=1)) is None:
                 if tried is task:
                     raise _refusal(failure, rehearsal, spec) from failure.error
-                break  # Perhaps blocks were left out that others count on.
+                break  # Blocks that others need may have been removed.
     if failure is not None:
-        _tell_unchecked(failure)
+        _log_unchecked(failure)
 
 
-def _tell_unchecked(failure: Failure) -> None:
-    """Says that no step could be rehearsed, with or without a mesh, so that its check is known to be less."""
+def _log_unchecked(failure: Failure) -> None:
+    """Logs that no step could be rehearsed, with or without a mesh, so that the check was only partial."""
     why = str(failure.error).partition("\n")[0][:200] or type(failure.error).__name__
     where = f" in {failure.where}" if failure.where else ""
-    rank_zero_info(f"the mesh was checked without a step, which does not run on fake tensors: {why}{where}")
+    rank_zero_info(f"the mesh was checked without a step, because a step fails on fake tensors: {why}{where}")
 
 
 class _Rehearsal:
-    """Runs steps of a task on ranks of any mesh."""
+    """Runner of a task's steps on ranks of any mesh."""
 
     def __init__(self, strategy: Any, task: Task, datamodule: Any, example: Any, own_loss: bool) -> None:
         self.strategy, self.task, self._datamodule = strategy, task, datamodule
@@ -136,13 +136,13 @@ class _Rehearsal:
 
     def check(self, spec: MeshSpec) -> None:
         """Cuts the model for each distinct rank."""
-        pipelining = fixed_pipelining(self.task, self.strategy, spec, self._datamodule)
+        pipelining = fix_split(self.task, self.strategy, spec, self._datamodule)
         for rank in _distinct_ranks(self.task, self.plan, pipelining, spec):
             with simulated_rank(self.task, self.strategy, pipelining, spec, rank):
                 pass
 
     def run(self, spec: MeshSpec, needs_gradients: bool = False) -> Failure | None:
-        """Returns the first failure of a step of a mesh's distinct ranks; None if all pass.
+        """Returns the first failure of a step of a mesh's distinct ranks; None if all succeed.
 
         Args:
             spec: Mesh, without -1.
@@ -153,8 +153,8 @@ class _Rehearsal:
         level = log.level
         log.setLevel(logging.CRITICAL)  # torch prints the traceback of each operator that fails.
         try:
-            pipelining = fixed_pipelining(self.task, self.strategy, spec, self._datamodule)
-            parts = fewest_parts(pipelining, spec) if spec.pp > 1 else 1
+            pipelining = fix_split(self.task, self.strategy, spec, self._datamodule)
+            parts = fewest_micro_batches(pipelining, spec) if spec.pp > 1 else 1
             pipelining = replace(pipelining, micro_batches=parts)
             batch = _repeated(self._example, _ROWS * parts)
             for rank in _distinct_ranks(self.task, self.plan, pipelining, spec):
@@ -180,7 +180,7 @@ _EARLY_HOOKS = ("setup", "on_fit_start", "on_train_start", "on_train_epoch_start
 
 
 def _trains_by_loss(task: Task, strategy: Any) -> bool:
-    """Whether a step of a run gives gradients to the parameters that the rehearsed one does, and misses none."""
+    """Returns whether a run's step must give gradients to all trainable parameters, as the rehearsed one must."""
     if strategy.fully_shard.find_unused or not task.automatic_optimization:
         return False
     own = type(task)
@@ -191,7 +191,7 @@ def _trains_by_loss(task: Task, strategy: Any) -> bool:
 
 
 def _may_freeze(callback: Callback) -> bool:
-    """Whether a callback runs a user's code before the first step."""
+    """Returns whether a callback runs a user's code before the first step."""
     own = type(callback)
     return not _is_shipped(own) and any(getattr(own, hook) is not getattr(Callback, hook) for hook in _EARLY_HOOKS)
 
@@ -201,19 +201,19 @@ def _is_shipped(kind: type) -> bool:
 
 
 def _unfrozen(view: RankView, names: Sequence[str]) -> list[str]:
-    """Returns those of some parameters that a user's `configure_optimizers` leaves to train; none if it cannot run."""
+    """Returns the named parameters that still train after a user's `configure_optimizers`; none if it fails."""
     task = view.task
     if names and not _is_shipped(type(task)):
         try:
             task.configure_optimizers()
-        except Exception:  # It needs a trainer or values: the run's first step tells.
+        except Exception:  # It needs a trainer or values: the run's first step checks instead.
             return []
     trained = {name for name, parameter in task.named_parameters() if parameter.requires_grad}
     return [name for name in names if name in trained]
 
 
 def _is_unsupported(failure: Failure) -> bool:
-    """Whether fake tensors lack something, so that the failure says nothing of the model."""
+    """Returns whether fake tensors lack an implementation, so that the failure is not the model's."""
     error: BaseException | None = failure.error
     while error is not None:
         if isinstance(error, UNSUPPORTED) or (isinstance(error, NotImplementedError) and "aten" in str(error)):
@@ -223,7 +223,7 @@ def _is_unsupported(failure: Failure) -> bool:
 
 
 def _distinct_ranks(task: Any, plan: ParallelPlan, pipelining: Any, spec: MeshSpec) -> list[int]:
-    """Returns a rank of each stage, or of each kind of stages that have the same blocks."""
+    """Returns one rank for each kind of ranks whose stages have the same kinds of blocks."""
     if spec.pp == 1:
         return [0]
     where = placement(pipelining.schedule, spec.pp, pipelining.stages_per_rank)
@@ -238,9 +238,9 @@ def _distinct_ranks(task: Any, plan: ParallelPlan, pipelining: Any, spec: MeshSp
 
 
 def _shortened(task: Any, strategy: Any, spec: MeshSpec) -> Any:
-    """Returns a copy of a task without the last of its blocks, as long as all kinds stay; None if none can go.
+    """Returns a copy of a task with fewer blocks, at least one of each kind; None if no block can be removed.
 
-    A split that is given counts the blocks, and keeps them all.
+    With a given split, which counts the blocks, all are kept.
     """
     pipelining = strategy.pipelining
     blocks: list[str] = task.parallel_plan().block_names(task.model)
@@ -267,7 +267,7 @@ def _shortened(task: Any, strategy: Any, spec: MeshSpec) -> Any:
 
 
 def _kind(block: nn.Module) -> Any:
-    """Returns what tells a block's kind: its modules' classes, settings and parameters' shapes."""
+    """Returns a key of a block's kind: its modules' classes, settings and parameters' shapes."""
     return tuple(
         (
             name,
@@ -284,7 +284,7 @@ def _is_setting(key: str, value: Any) -> bool:
 
 
 def _repeated(example: Any, rows: int) -> Any:
-    """Returns an example batch with its first sample so many times."""
+    """Returns an example batch whose first sample is repeated for this number of rows."""
     length = batch_length(example)
 
     def repeat(leaf: Any) -> Any:
@@ -295,7 +295,7 @@ def _repeated(example: Any, rows: int) -> Any:
     return tree_map(repeat, example)
 
 
-# --- what is said of a failure ---------------------------------------------------------------------------------
+# --- message of a failure --------------------------------------------------------------------------------------
 
 
 def _frames(error: BaseException) -> Iterator[Any]:
@@ -320,7 +320,7 @@ def _raised_by_backward(error: BaseException) -> bool:
 
 
 def _refusal(failure: Failure, rehearsal: _Rehearsal, spec: MeshSpec) -> DloError:
-    """Returns what a user is told: the rule, what was found, and a mesh that works."""
+    """Returns the error for a user: the rule, the failure, and a mesh that works."""
     if isinstance(failure.error, DloError):
         return failure.error
     model, where = type(rehearsal.task.model).__name__, failure.where
@@ -339,7 +339,7 @@ def _refusal(failure: Failure, rehearsal: _Rehearsal, spec: MeshSpec) -> DloErro
 
 
 def _is_of_a_later_stage(rehearsal: _Rehearsal, spec: MeshSpec, failure: Failure) -> bool:
-    """Whether a forward failed in a module of the head, which the failed rank does not hold."""
+    """Returns whether a forward failed in a module of the head, which the failed rank does not have."""
     plan, model, where = rehearsal.plan, rehearsal.task.model, failure.where
     if spec.pp == 1 or spec.coordinates(failure.rank).pp == spec.pp - 1 or failure.in_backward or not where:
         return False
@@ -349,7 +349,7 @@ def _is_of_a_later_stage(rehearsal: _Rehearsal, spec: MeshSpec, failure: Failure
 
 
 def _rules(rehearsal: _Rehearsal, where: str) -> str:
-    """Returns the tensor rules of a module and of those in it, for a message; they are why a part differs."""
+    """Returns the tensor rules of a module and its submodules, for a message."""
     rules: dict[str, str] = {}
     for name, _ in rehearsal.task.model.get_submodule(where).named_modules():
         full = f"{where}.{name}" if name else where
@@ -365,7 +365,7 @@ def _axes(spec: MeshSpec) -> str:
 
 
 def _fix(rehearsal: _Rehearsal, spec: MeshSpec) -> str:
-    """Returns the largest size of one axis with which the step passes, as advice."""
+    """Returns the fix: the largest size of one axis with which the step succeeds."""
     for axis in _CUTTING:
         size = spec.sizes[axis]
         for smaller in _smaller(size):

@@ -1,11 +1,11 @@
-"""One rank's part in a mesh of any size, in one process without memory: what it holds, and what passes in a step.
+"""Simulates one rank of a mesh of any size in one process, without memory: its bytes, and the traffic of a step.
 
-The code is the one that runs: the strategy's appliers cut the model, the pipeline takes its stages, FSDP2 shards them,
-and a step goes forward and backward through all of it. Under it lie torch's fake tensors (`FakeTensorMode`: shapes and
-dtypes without values) and its fake process group, in which each collective ends at once.
+It runs the code of a real run: the strategy's appliers cut the model, the pipeline keeps its stages, FSDP2 shards them,
+and a step runs forward and backward. Tensors are torch's fake tensors (`FakeTensorMode`: shapes and dtypes without
+values), and the process group is torch's fake one, in which each collective returns at once.
 
-Departure from a run: values are not known, so the task's loss gives way to one that passes the same between ranks
-(:func:`stand_in_loss`), and each row of a batch is one document.
+Departure from a run: values are unknown, so the task's loss is replaced by one with the same communication
+(:func:`substitute_loss`), and each row of a batch is one document.
 """
 
 from __future__ import annotations
@@ -36,17 +36,17 @@ from dlo_plugins.fake_kernels import FakeKernels
 from dlo_plugins.fsdp.sharding import Sharding
 from dlo_plugins.fsdp.usage import Usage
 from dlo_plugins.mesh.holdings import Held
-from dlo_plugins.mesh.parts import rows_of
+from dlo_plugins.mesh.parts import slice_batch
 from dlo_plugins.mesh.pipelined import PipelinedTask
 from dlo_plugins.mesh.pipelining import Pipelining
-from dlo_plugins.mesh.traffic import Traffic, TrafficCount, grown
+from dlo_plugins.mesh.traffic import Traffic, TrafficCount, extrapolate
 from dlo_plugins.pipeline.engine import Pipeline
 from dlo_plugins.pipeline.gates import Passage, Shapes
 from dlo_plugins.pipeline.layout import signatures
 from dlo_plugins.pipeline.leaks import LeakCheck
 from dlo_plugins.pipeline.schedules import make_schedule
 
-#: Fake tensors say that they lie here.
+#: Device of the fake tensors.
 _DEVICE = torch.device("cpu")
 _AUTOCAST = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
 _CONVERTED = {"bf16-true": torch.bfloat16, "16-true": torch.float16, "64-true": torch.float64}
@@ -54,13 +54,13 @@ _CONVERTED = {"bf16-true": torch.bfloat16, "16-true": torch.float16, "64-true": 
 
 @dataclass(frozen=True)
 class SimulatedRank:
-    """A rank as it would be.
+    """Simulated rank of a mesh.
 
     Attributes:
-        rank: its number.
-        place: on the mesh.
-        held: bytes of its parameters, their gradients and Adam's two moments.
-        traffic: of one optimizer step; empty where no batch was given.
+        rank: Number of the rank.
+        place: Coordinates on the mesh.
+        held: Bytes of its parameters, their gradients and Adam's two moments.
+        traffic: Communication of one optimizer step; empty without a batch.
     """
 
     rank: int
@@ -70,23 +70,23 @@ class SimulatedRank:
 
 
 def simulate(task: Task, strategy: Any, spec: MeshSpec, ranks: Sequence[int], batch: Any = None) -> list[SimulatedRank]:
-    """Returns what chosen ranks of a mesh hold, and what passes between them and others in an optimizer step.
+    """Returns the bytes of chosen ranks of a mesh, and their communication in an optimizer step.
 
-    A step is one batch: without a pipeline one forward and backward, with one as many as there are micro-batches.
+    A step is one batch: one forward and backward without a pipeline, one per micro-batch with a pipeline.
 
     Args:
-        task: whose model may be there already or not; it is left as it is.
-        strategy: A MeshStrategy with its appliers, schedule and precision; its own axes do not count.
-        spec: the mesh, without -1.
-        ranks: to be looked at, one after the other.
-        batch: of one data-parallel rank, as the task's loaders give it; of its tensors shapes and dtypes alone count,
-            and they may lie on the meta device. None counts no traffic.
+        task: Task, whose model may be built or not; it is not changed.
+        strategy: MeshStrategy with its appliers, schedule and precision; its own axes are not used.
+        spec: Mesh, without -1.
+        ranks: Numbers of the ranks to simulate, one after the other.
+        batch: Batch of one data-parallel rank, as the task's loaders return it. Only shapes and dtypes of its tensors
+            are used, and they may be on the meta device. None counts no traffic.
 
     Raises:
-        DloError: in a process that is a rank of something already, and if the model cannot be cut so.
+        DloError: The process is already a rank, or the model cannot be cut.
     """
     task = task.on_meta()
-    pipelining = fixed_pipelining(task, strategy, spec, None)
+    pipelining = fix_split(task, strategy, spec, None)
     found = []
     for rank in ranks:
         with simulated_rank(task, strategy, pipelining, spec, rank, batch) as view:
@@ -95,19 +95,19 @@ def simulate(task: Task, strategy: Any, spec: MeshSpec, ranks: Sequence[int], ba
     return found
 
 
-def fixed_pipelining(task: Task, strategy: Any, spec: MeshSpec, datamodule: Any) -> Pipelining:
-    """Returns a strategy's pipelining with the blocks of each stage fixed, so that no rank has to weigh them.
+def fix_split(task: Task, strategy: Any, spec: MeshSpec, datamodule: Any) -> Pipelining:
+    """Returns a strategy's pipelining with the blocks of each stage fixed, so that ranks need not count costs.
 
     Args:
-        task: with its model on the meta device.
-        strategy: A MeshStrategy.
-        spec: the mesh, without -1.
-        datamodule: may tell the batch's shapes.
+        task: Task with its model on the meta device.
+        strategy: MeshStrategy.
+        spec: Mesh, without -1.
+        datamodule: Datamodule that may know the batch's shapes.
     """
     pipelining: Pipelining = strategy.pipelining
     if spec.pp == 1:
         return pipelining
-    split = pipelining.split_of(task, task.parallel_plan(), spec.pp, datamodule)
+    split = pipelining.choose_split(task, task.parallel_plan(), spec.pp, datamodule)
     return replace(pipelining, split=None if isinstance(split, str) else list(split))
 
 
@@ -125,19 +125,21 @@ def simulated_rank(
     """Makes this process a rank of a mesh inside the block, with its part of a task cut and sharded.
 
     Args:
-        task: with its model on the meta device; it is left as it is.
-        strategy: A MeshStrategy.
-        pipelining: its pipeline's, with blocks shared out to stages.
-        spec: the mesh, without -1.
+        task: Task with its model on the meta device; it is not changed.
+        strategy: MeshStrategy.
+        pipelining: Options of its pipeline, with blocks assigned to stages.
+        spec: Mesh, without -1.
         rank: Number of the rank.
-        batch: of one data-parallel rank, or None.
-        own_loss: Whether a step computes the task's own loss; by default :func:`stand_in_loss`.
+        batch: Batch of one data-parallel rank, or None.
+        own_loss: Whether a step computes the task's own loss; by default :func:`substitute_loss`.
 
     Raises:
-        DloError: in a process that is a rank of something already, and if the model cannot be cut so.
+        DloError: The process is already a rank, or the model cannot be cut.
     """
     if dist.is_initialized():
-        raise DloError("a mesh is simulated in a process of its own, and this one is a rank already; leave its group")
+        raise DloError(
+            "a mesh simulation must run outside of process groups, got a rank of one; run it in its own process"
+        )
     own = copy_modules(task)
     precision = str(strategy.precision_plugin.precision)
     with (
@@ -155,10 +157,10 @@ def simulated_rank(
 
 @contextlib.contextmanager
 def fake_world(rank: int, world_size: int) -> Iterator[None]:
-    """Makes this process a rank of as many as one likes, inside the block; what it sends reaches nobody."""
+    """Makes this process a rank of a fake world of any size inside the block, without communication."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    hook = sys.excepthook  # torch puts the rank before what it prints, and leaves that so.
+    hook = sys.excepthook  # torch replaces it to print the rank, and does not restore it.
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
     try:
         yield
@@ -168,9 +170,9 @@ def fake_world(rank: int, world_size: int) -> Iterator[None]:
 
 
 def held_bytes(sharding: Sharding) -> Held:
-    """Returns the bytes of what a rank holds of a module that has been cut and sharded.
+    """Returns the bytes of a rank's state of a module that has been cut and sharded.
 
-    Gradients are those of a step's end, divided as parameters are; the optimizer is Adam, with two moments.
+    Gradients are counted at a step's end, sharded as parameters are; the optimizer is Adam, with two moments.
     """
     parameters = list(sharding.parameters.values())
     sizes = [(p.requires_grad, local(p).numel() * p.element_size()) for p in parameters]
@@ -178,13 +180,13 @@ def held_bytes(sharding: Sharding) -> Held:
     return Held(sum(size for _, size in sizes), trained, 2 * trained)
 
 
-def stand_in_loss(model: nn.Module, outputs: Any, batch: Any) -> Tensor:
-    """Returns a scalar that depends on the outputs and passes between ranks what a loss over a split vocabulary passes.
+def substitute_loss(model: nn.Module, outputs: Any, batch: Any) -> Tensor:
+    """Returns a scalar of the outputs, with the communication of a loss over a split vocabulary.
 
     Args:
-        model: whose output projection may be split over the ranks of tensor parallelism.
-        outputs: of it: hidden states `[B, L, D]` where the task computes its loss from them.
-        batch: does not count.
+        model: Model, whose output projection may be split over the ranks of tensor parallelism.
+        outputs: Outputs of the model: hidden states `[B, L, D]` where the task computes its loss from them.
+        batch: Batch, which is not used.
     """
     heads = (module for module in model.modules() if not isinstance(module, nn.Embedding))
     found = next(((module, shard) for module in heads if (shard := shard_of(module)) is not None), None)
@@ -198,19 +200,19 @@ def stand_in_loss(model: nn.Module, outputs: Any, batch: Any) -> Tensor:
 
 
 class RankView:
-    """A rank of a fake world, as a strategy has it there.
+    """Rank of a fake world, with a strategy's copy and a fake task.
 
     Args:
-        strategy: A MeshStrategy; a copy of it is used.
-        pipelining: its pipeline's, with blocks shared out to stages.
-        spec: of the world.
-        batch: of fake tensors; None for none.
+        strategy: MeshStrategy; a copy of it is used.
+        pipelining: Options of its pipeline, with blocks assigned to stages.
+        spec: Mesh of the world.
+        batch: Batch of fake tensors, or None.
 
     Attributes:
         task: Fake task, once it has been cut.
-        sharding: Of the module, once it has been cut.
-        pipelined: The task as the pipeline's stages have it; None without a pipeline.
-        without_gradient: Names of the trainable parameters that the last step gave no gradient.
+        sharding: Sharding of the task, once it has been cut.
+        pipelined: Pipelined task; None without a pipeline.
+        without_gradient: Names of the trainable parameters without a gradient in the last step.
     """
 
     task: Any
@@ -227,29 +229,29 @@ class RankView:
         self._strategy.cluster_environment = None
         self._strategy.pipelining, self._strategy._groups = pipelining, self._groups
         self._strategy.mesh_spec = lambda: spec
-        self._strategy.broadcast = lambda obj, src=0: obj  # There is no other rank.
+        self._strategy.broadcast = lambda obj, src=0: obj  # The only rank has the object.
 
     @property
     def model(self) -> nn.Module:
-        """The task's model, cut."""
+        """Model of the task, after it has been cut."""
         model: nn.Module = self.task.model
         return model
 
     def cut_and_shard(self, task: Task, own_loss: bool = False) -> None:
-        """Does with a task what a run does with it before its first step."""
+        """Prepares a task as a run does before its first step."""
         self.task = task
         self._strategy._lightning_module = self._strategy.model = task
         if not own_loss:
-            task.__dict__["loss"] = partial(stand_in_loss, task.model)
+            task.__dict__["loss"] = partial(substitute_loss, task.model)
         task.__dict__["micro_batch_weights"] = lambda parts: [1 / len(parts)] * len(parts)
-        self.sharding = self._strategy.parallelize(_Fresh(), self._when_cut)
+        self.sharding = self._strategy.parallelize(_FreshTrainer(), self._when_cut)
         self._usage = Usage(self.sharding)
-        self._usage.announced = True  # Every backward of a step here is the step's own.
+        self._usage.announced = True  # Each backward here belongs to a step.
 
     def _when_cut(self, pipelined: PipelinedTask) -> None:
         self.pipelined = pipelined
         if self._batch is not None:
-            parts = pipelined.training_parts(self._shared(self._batch))
+            parts = pipelined.split_training_batch(self._shared(self._batch))
             with _all_here(pipelined.task.model):
                 _learn_shapes(pipelined.pipeline, parts, pipelined._forward)
 
@@ -257,33 +259,36 @@ class RankView:
         return self._strategy._shared(batch)
 
     def traffic_of_a_step(self) -> tuple[Traffic, ...]:
-        """Returns what passes in forward and backward of the batch.
+        """Returns the communication of forward and backward of the batch.
 
-        Micro-batches of one shape pass the same, each of them, so of many that go through a pipeline two counts are
-        enough: those of steps with the fewest that the schedule can run, and with as many again.
+        Micro-batches of one shape all have the same communication. So two counts are enough for a pipeline: those of
+        steps with the fewest micro-batches that the schedule can run, and with twice as many.
         """
-        wanted, least = self.pipelining.parts(self.spec.pp), fewest_parts(self.pipelining, self.spec)
+        wanted, least = (
+            self.pipelining.count_micro_batches(self.spec.pp),
+            fewest_micro_batches(self.pipelining, self.spec),
+        )
         if self.pipelined is None or wanted % least or len(self.pipelined._split(self._batch, wanted)) != wanted:
             return self.step()
         rows = batch_length(self._batch)
         if rows % wanted or wanted <= 2 * least:
             return self.step()
         fewest, twice = (self._count(self._some(times * least, wanted)) for times in (1, 2))
-        return grown(fewest, twice, wanted // least - 1)
+        return extrapolate(fewest, twice, wanted // least - 1)
 
     def _some(self, parts: int, of: int) -> Any:
-        """Returns the rows of the batch's first micro-batches, and has the pipeline expect so many."""
+        """Returns the rows of the batch's first micro-batches, and sets the pipeline's number of micro-batches."""
         assert self.pipelined is not None
         self.pipelined.micro_batches = parts
         length = batch_length(self._batch)
-        return rows_of(self._batch, length, 0, length // of * parts)
+        return slice_batch(self._batch, length, 0, length // of * parts)
 
     def step(self) -> tuple[Traffic, ...]:
-        """Runs forward and backward of the batch, and returns what passes."""
+        """Runs forward and backward of the batch, and returns their communication."""
         return self._count(self._batch)
 
     def _count(self, batch: Any) -> tuple[Traffic, ...]:
-        """Does what :class:`~dlo_plugins.mesh.steps.MeshSteps` does between Lightning's hooks, in their order."""
+        """Runs a batch as :class:`~dlo_plugins.mesh.steps.MeshSteps` does in Lightning's hooks, and counts."""
         task, sharding = self.task, self.sharding
         for parameter in sharding.parameters.values():
             parameter.grad = None
@@ -312,9 +317,9 @@ class RankView:
         return "all" if axes is None else " x ".join(axes)
 
 
-def fewest_parts(pipelining: Pipelining, spec: MeshSpec) -> int:
-    """Returns the smallest number of micro-batches that a schedule can run, and that divides the wanted one."""
-    wanted = pipelining.parts(spec.pp)
+def fewest_micro_batches(pipelining: Pipelining, spec: MeshSpec) -> int:
+    """Returns the smallest number of micro-batches that a schedule can run and that divides the wanted number."""
+    wanted = pipelining.count_micro_batches(spec.pp)
     for number in (1, spec.pp, 2 * spec.pp):
         with contextlib.suppress(DloError):
             if wanted % number == 0:
@@ -323,14 +328,14 @@ def fewest_parts(pipelining: Pipelining, spec: MeshSpec) -> int:
     return wanted
 
 
-class _Fresh:
-    """What a strategy asks of a Trainer before its first step."""
+class _FreshTrainer:
+    """Replacement of a Trainer for a run that starts from no checkpoint."""
 
     ckpt_path = None
 
 
 class _FakeGroups(MeshGroups):
-    """Groups whose meshes are made of real numbers: torch reads ranks off them."""
+    """Groups whose meshes have real tensors of ranks, since torch reads their values."""
 
     def device_mesh(self) -> DeviceMesh:
         with unset_fake_temporarily():
@@ -347,7 +352,7 @@ def _forward(task: Any, batch: Any) -> Any:
 
 
 def _learn_shapes(pipeline: Pipeline, parts: Sequence[Any], forward: Any) -> None:
-    """Learns hidden states' shapes without other ranks, as :meth:`Pipeline.rehearse` does for meta tensors."""
+    """Records the shapes of hidden states without other ranks, as :meth:`Pipeline.rehearse` does for meta tensors."""
     known = signatures(parts, pipeline.model, pipeline.device)
     needed = min(max(pipeline.own_stages) + 1, pipeline.stages.count - 1)
     for key, part in dict(zip(known, parts, strict=True)).items():
@@ -372,18 +377,18 @@ def _fake_like(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     new: Tensor = torch.empty(tensor.shape, dtype=wanted, device=_DEVICE)
     if isinstance(tensor, nn.Parameter):
         new = nn.Parameter(new, tensor.requires_grad)
-    if not isinstance(tensor, FakeTensor):  # Those note there where they lie.
-        new.__dict__.update(tensor.__dict__)  # Marks that optimizers' groupings look at.
+    if not isinstance(tensor, FakeTensor):  # Fake tensors store their device there.
+        new.__dict__.update(tensor.__dict__)  # Attributes by which optimizers group parameters.
     return new
 
 
 def copy_modules(task: Task) -> Task:
-    """Returns a copy of a task that has the task's own parameters and buffers: a model in memory takes none twice."""
+    """Returns a copy of a task that shares the task's parameters and buffers, so that it takes no memory."""
     return copy.deepcopy(task, {id(tensor): tensor for _, _, tensor in _entries(task)})
 
 
 def _make_fake(module: nn.Module, dtype: torch.dtype | None) -> None:
-    """Puts fake tensors in the place of a module's own; tied ones stay one."""
+    """Replaces a module's tensors by fake ones; tied tensors stay tied."""
     made: dict[int, Tensor] = {}
     for entries, key, tensor in _entries(module):
         entries[key] = made.setdefault(id(tensor), _fake_like(tensor, dtype))
@@ -391,7 +396,7 @@ def _make_fake(module: nn.Module, dtype: torch.dtype | None) -> None:
 
 @contextlib.contextmanager
 def _all_here(module: nn.Module) -> Iterator[None]:
-    """Lets a forward go through other ranks' stages too, inside the block."""
+    """Makes other ranks' stages runnable inside the block."""
     gone = [(entries, key, tensor) for entries, key, tensor in _entries(module) if tensor.device.type == "meta"]
     for entries, key, tensor in gone:
         entries[key] = _fake_like(tensor)

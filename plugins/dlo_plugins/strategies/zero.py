@@ -1,4 +1,4 @@
-"""ZeRO as a Lightning strategy.
+"""Implements ZeRO as a Lightning strategy.
 
 ZeRO: Memory Optimizations Toward Training Trillion Parameter Models. Rajbhandari, Rasley, Ruwase & He, 2020,
 arXiv 1910.02054. ZeRO-Offload: Democratizing Billion-Scale Model Training. Ren et al., 2021, arXiv 2101.06840.
@@ -29,38 +29,38 @@ from dlo_plugins.fsdp.policy import default_param_dtype, parse_dtype
 from dlo_plugins.zero.engine import ZeroEngine, ZeroOptions
 
 MIB = 2**20
-#: The Trainer's precision, and what autocast then computes in.
+#: Autocast's dtype by the Trainer's precision.
 _AUTOCAST = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
 
 
 class ZeroStrategy(ShardedStrategy):
-    """Divides optimizer state, gradients and parameters among the ranks: ZeRO, stages 1 to 3.
+    """Shards optimizer state, gradients and parameters over the ranks: ZeRO, stages 1 to 3.
 
-    Of a model of psi parameters in single precision under Adam, a rank of N holds 16 psi bytes without it; 8 psi +
-    8 psi / N in stage 1 (optimizer state divided), 4 psi + 12 psi / N in stage 2 (gradients too), 16 psi / N in
-    stage 3 (parameters too). Stages 1 and 2 pass 2 psi elements a step, as plain data parallelism does, stage 3
-    passes 3 psi. With `param_dtype: bfloat16` it holds 2 psi + 16 psi / N in stages 1 and 2, and 16 psi / N in stage 3.
+    With psi parameters in single precision under Adam, plain data parallelism takes 16 psi bytes per rank. With N
+    ranks, stage 1 takes 8 psi + 8 psi / N (optimizer state sharded), stage 2 takes 4 psi + 12 psi / N (gradients too),
+    stage 3 takes 16 psi / N (parameters too). Stages 1 and 2 communicate 2 psi elements per step, as plain data
+    parallelism does; stage 3 communicates 3 psi. With `param_dtype: bfloat16`, stages 1 and 2 take 2 psi + 16 psi / N,
+    and stage 3 takes 16 psi / N.
 
     Aliases: `zero1 zero2 zero3 zero2_offload zero3_offload`.
 
     Args:
-        stage: 1, 2 or 3.
-        offload: what lives in CPU memory: the `optimizer` (its state and step, the gradient shards and, in stage 3, a
-            copy of the shards that it steps), the `parameters` (their shards, of frozen ones too; stage 3), or `both`.
-            Of `parameters` alone, the shards come to the device for a step.
-        bucket_mb: gradients that are reduced at once, in MiB (stages 1 and 2; stage 3 reduces unit by unit).
-        find_unused: whether parameters may go without a gradient in a step. Otherwise that is an error that names
-            them.
-        units: names of the modules whose parameters are gathered together in stage 3, and that wait for the last step's
-            in stages 1 and 2; by default the model's blocks.
-        param_dtype: what parameters in single precision are gathered and computed in, with master weights in single
-            precision, divided: `bfloat16` under `bf16-mixed`, where it is the default on accelerators; `float16` under
-            `16-mixed`; `float32` for their own. Batch norms keep single precision.
-        reduce_dtype: what gradients are summed in; by default single precision, in which they are always kept.
-        meta_init: whether `configure_model` builds the model without memory, which each unit gets as it is divided:
-            for models larger than a device's memory, in stage 3. Each module's `reset_parameters` then initialises it,
-            alike on all ranks; or a checkpoint does, or each rank's own part of trained weights.
-        timeout_minutes: how long a collective may take before a rank gives the others up.
+        stage: Stage of ZeRO: 1, 2 or 3.
+        offload: State in CPU memory: `optimizer` (its state and step, the gradient shards and, in stage 3, a copy of
+            the shards that it steps), `parameters` (their shards, those of frozen parameters too; stage 3), or `both`.
+            With `parameters` alone, the shards are copied to the device for a step.
+        bucket_mb: Size of a gradient bucket in MiB (stages 1 and 2; stage 3 reduces unit by unit).
+        find_unused: Whether parameters may have no gradient in a step. Otherwise that is an error that names them.
+        units: Names of the modules whose parameters are gathered together in stage 3, and that wait for the last
+            step's parameters in stages 1 and 2; by default the model's blocks.
+        param_dtype: Dtype in which parameters in single precision are gathered and computed, with sharded master
+            weights in single precision: `bfloat16` under `bf16-mixed`, where it is the default on accelerators;
+            `float16` under `16-mixed`; `float32` for their own. Batch norms keep single precision.
+        reduce_dtype: Dtype in which gradients are summed; by default single precision, in which they are always kept.
+        meta_init: Whether `configure_model` builds the model on the meta device, and each unit is allocated when it
+            is sharded: for models larger than a device's memory, in stage 3. Each module's `reset_parameters` then
+            initialises it, alike on all ranks; or a checkpoint does, or each rank's shard of trained weights.
+        timeout_minutes: Timeout of a collective in minutes, after which a rank aborts the run.
     """
 
     def __init__(
@@ -76,13 +76,16 @@ class ZeroStrategy(ShardedStrategy):
         timeout_minutes: float = 10.0,
     ) -> None:
         if stage not in (1, 2, 3):
-            raise DloError(f"ZeRO has stages 1, 2 and 3, but stage was {stage}")
+            raise DloError(f"stage must be 1, 2 or 3, got {stage}; use 2 to shard optimizer state and gradients")
         if offload not in (None, "optimizer", "parameters", "both"):
-            raise DloError(f"offload is optimizer, parameters or both, but was {offload}")
+            raise DloError(f"offload must be optimizer, parameters or both, got {offload}; use one, or leave it out")
         if offload in ("parameters", "both") and stage < 3:
-            raise DloError(f"offload: {offload} needs stage 3; in stage {stage} every rank holds whole parameters")
+            raise DloError(
+                f"offload: {offload} must come with stage 3, got stage {stage}, where every rank has full parameters;"
+                " set stage: 3, or offload: optimizer"
+            )
         if bucket_mb <= 0:
-            raise DloError(f"bucket_mb is positive, but was {bucket_mb}")
+            raise DloError(f"bucket_mb must be positive, got {bucket_mb}; use 25")
         super().__init__(timeout_minutes=timeout_minutes)
         self.stage, self.offload, self.bucket_mb, self.find_unused, self.units = (
             stage,
@@ -96,7 +99,7 @@ class ZeroStrategy(ShardedStrategy):
 
     @classmethod
     def register_strategies(cls, strategy_registry: Any) -> None:
-        """Makes the short names known: ``--trainer.strategy zero2``."""
+        """Registers the short names: ``--trainer.strategy zero2``."""
         for name, arguments in (
             ("zero1", {"stage": 1}),
             ("zero2", {"stage": 2}),
@@ -109,15 +112,15 @@ class ZeroStrategy(ShardedStrategy):
     # --- setting up ----------------------------------------------------------------------------------------
 
     def _configure_launcher(self) -> None:
-        """Checks what the Trainer's options decide, as soon as they are known: no process has started yet."""
+        """Checks the options against the Trainer's, before processes start."""
         self._gathered_dtypes()
         super()._configure_launcher()
 
     def _gathered_dtypes(self) -> tuple[torch.dtype | None, torch.dtype | None]:
-        """Returns what parameters are gathered in, and what their gradients are summed in; None for their own dtype.
+        """Returns the dtypes in which parameters are gathered and gradients summed; None for the parameters' own.
 
         Raises:
-            DloError: if they do not go with the Trainer's precision.
+            DloError: The dtypes do not fit the Trainer's precision.
         """
         precision, (gathered, reduced) = str(self.precision_plugin.precision), self.dtypes
         if gathered is None:
@@ -126,7 +129,7 @@ class ZeroStrategy(ShardedStrategy):
         if param not in (None, torch.float32, _AUTOCAST.get(precision)):
             wanted = next((key for key, value in _AUTOCAST.items() if value == param), "32-true")
             raise DloError(
-                f"param_dtype of ZeroStrategy must be float32 or what precision {precision} casts to, got {gathered};"
+                f"param_dtype must be float32 or the dtype that precision {precision} casts to, got {gathered};"
                 f" set the trainer's precision to {wanted}, or leave param_dtype out"
             )
         if param in (None, torch.float32):
@@ -164,14 +167,14 @@ class ZeroStrategy(ShardedStrategy):
         self.share_buffers()
 
     def needs_all_ranks(self, module: nn.Module) -> bool:
-        """Returns whether a forward of a part of the module gathers weights: in stage 3."""
+        """Returns whether a forward of a submodule gathers weights, as in stage 3."""
         return self.stage == 3 and super().needs_all_ranks(module)
 
     def _initialiser(self, trainer: Trainer) -> Initialiser | None:
-        """Returns what gives the module its values, if it was built without.
+        """Returns the initialiser of a module on the meta device; None for a module with values.
 
         Raises:
-            DloError: if a tensor would stay without.
+            DloError: A tensor would stay uninitialised.
         """
         module = self._module()
         if not on_meta(module):
@@ -198,45 +201,45 @@ class ZeroStrategy(ShardedStrategy):
         return engine
 
     def forget_module(self) -> None:
-        """Called when another strategy has taken the module over."""
+        """Drops the engine, when another strategy takes the module over."""
         self.engine = None
 
     def _whole_again(self) -> None:
-        """Undoes an earlier run's partition: this run makes its own."""
+        """Undoes an earlier run's partition, before this run makes its own."""
         engine, self.engine = self.engine, None
         if engine is not None:
             engine.dissolve()
 
     def setup_optimizers(self, trainer: Trainer) -> None:
-        """Builds the optimizers anew: an earlier run's hold shards that are gone."""
+        """Rebuilds the optimizers, because those of an earlier run hold freed shards."""
         self._reset_optimizers_and_schedulers()
         super().setup_optimizers(trainer)
 
     # --- a step --------------------------------------------------------------------------------------------
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Runs the module's step, with what it needs gathered."""
+        """Runs the module's training step, with its parameters gathered."""
         with self._step("training"):
             return super().training_step(*args, **kwargs)
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Likewise."""
+        """Runs the module's validation step, with its parameters gathered."""
         with self._step("validation"):
             return super().validation_step(*args, **kwargs)
 
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Likewise."""
+        """Runs the module's test step, with its parameters gathered."""
         with self._step("test"):
             return super().test_step(*args, **kwargs)
 
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Likewise."""
+        """Runs the module's predict step, with its parameters gathered."""
         with self._step("predict"):
             return super().predict_step(*args, **kwargs)
 
     @contextlib.contextmanager
     def _step(self, kind: str) -> Iterator[None]:
-        """Gathers what a step needs from its beginning."""
+        """Gathers the parameters that a step needs from its beginning."""
         gathering = self.engine.gathering if self.engine is not None else None
         if self.engine is not None and self.engine.arrivals is not None:
             with self.engine.arrivals.step(kind):
@@ -262,25 +265,25 @@ class ZeroStrategy(ShardedStrategy):
             self.engine.finish_step()
 
     def on_validation_end(self) -> None:
-        """Frees what the evaluation gathered."""
+        """Frees the parameters that the evaluation gathered."""
         self._leave()
 
     on_test_end = on_predict_end = on_train_end = on_validation_end
 
     def teardown(self) -> None:
-        """Ends the run; a single rank, which holds all of the parameters, leaves them readable."""
+        """Ends the run; a single rank, which has all parameters, leaves them readable."""
         if self.engine is not None and self.engine.communicator.size == 1:
             for group in self.engine.groups:
                 group.finish_gather()
         super().teardown()
 
     def pre_backward(self, closure_loss: Tensor) -> None:
-        """Tells the engine that gradients are coming."""
+        """Prepares the engine for a backward."""
         assert self.engine is not None
         self.engine.before_backward(self._module().automatic_optimization)
 
     def post_backward(self, closure_loss: Tensor) -> None:
-        """Lets the engine end their reduction."""
+        """Finishes the engine's reduction."""
         assert self.engine is not None
         self.engine.after_backward(self._module().automatic_optimization)
 
@@ -297,7 +300,7 @@ class ZeroStrategy(ShardedStrategy):
     # --- state ---------------------------------------------------------------------------------------------
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """Returns the module's state by name: in stage 3, or with master weights, this rank's slices."""
+        """Returns the module's state by name; in stage 3, or with master weights, this rank's shards."""
         self.finish_step()
         if self.engine is None or not self.engine.holds_shards:
             return super().lightning_module_state_dict()
@@ -317,12 +320,12 @@ class ZeroStrategy(ShardedStrategy):
             return super().state_names()
 
     def _names(self) -> AbstractContextManager[None]:
-        """Returns a context in which the module's state may be taken for its names and buffers."""
+        """Returns a context in which ``state_dict`` is allowed, for its names and buffers."""
         gathering = self.engine.gathering if self.engine is not None else None
         return gathering.allow_names() if gathering is not None else contextlib.nullcontext()
 
     def held_tensors(self) -> list[Tensor]:
-        """Returns the memory of this rank's parameters, or of its shards of them, and of the buffers."""
+        """Returns the tensors of this rank's parameters, or of its shards, and of the buffers."""
         self.finish_step()
         if self.engine is None or not self.engine.holds_shards:
             return super().held_tensors()
@@ -335,7 +338,7 @@ class ZeroStrategy(ShardedStrategy):
 
     @property
     def zero_stage(self) -> int:  # type: ignore[override]
-        """The stage: what is divided."""
+        """Stage of ZeRO."""
         return self.stage
 
     @property
@@ -345,13 +348,13 @@ class ZeroStrategy(ShardedStrategy):
 
     @property
     def nan_hint(self) -> str:  # type: ignore[override]
-        """What may make a loss NaN where weights arrive during the forward; empty where they arrive before it."""
+        """Possible cause of a NaN loss where weights are gathered during forward; empty where they are not."""
         arrivals = self.engine.arrivals if self.engine is not None else None
         if arrivals is None or not arrivals.enabled or self.world_size == 1:
             return ""
         return (
-            f"zero{self.stage} has weights read as NaN that a step reads outside their block's forward where the first"
-            " step did not: read them in the first step too, or take strategy ddp"
+            f"under zero{self.stage}, weights read as NaN outside their block's forward if the first step did not read"
+            " them there: read them in the first step too, or use strategy ddp"
         )
 
     def state_bytes(self) -> dict[str, float]:
@@ -364,12 +367,12 @@ class ZeroStrategy(ShardedStrategy):
         return {**held}
 
     def refresh(self) -> None:
-        """Brings parameters and shards together after either was written to."""
+        """Synchronises parameters and shards after a write from outside."""
         if self.engine is not None:
             self.engine.refresh()
 
     def accumulated_gradients(self) -> dict[str, Shard]:
-        """Returns the gradients of an unfinished accumulation: stage 1 has them whole, the others this rank's part."""
+        """Returns the gradients of an unfinished accumulation: full ones in stage 1, this rank's shards in others."""
         assert self.engine is not None
         if self.engine.options.reduces_each:
             return dict(self.engine.gradient_shards())
@@ -383,7 +386,7 @@ class ZeroStrategy(ShardedStrategy):
         }
 
     def restore_gradients(self, saved: Mapping[str, Any]) -> None:
-        """Takes up an unfinished accumulation."""
+        """Restores an unfinished accumulation."""
         assert self.engine is not None
         if not self.engine.options.reduces_each:
             super().restore_gradients(saved)
@@ -393,19 +396,19 @@ class ZeroStrategy(ShardedStrategy):
                 gradients.read_into(name, shard)
 
     def optimizer_tensors(self, optimizer: Optimizer) -> dict[str, Tensor]:
-        """Returns this rank's share of an optimizer's parameters."""
+        """Returns the tensors that an optimizer steps on this rank, by parameter name."""
         return self._share(optimizer).local_params
 
     def group_names(self, optimizer: Optimizer) -> list[list[str]]:
-        """Returns the names of each parameter group's parameters, those of other ranks' shares too."""
+        """Returns the parameter names of each parameter group, those of other ranks' shards too."""
         return self._share(optimizer).group_names
 
     def canonical(self, name: str, tensor: Tensor, value: Tensor) -> Shard:
-        """Returns a state tensor as the slice of the parameter-shaped one that it is."""
+        """Returns a state tensor as a shard of the tensor in the parameter's shape."""
         return self._share_of(name).as_shard(name, value)
 
     def room(self, name: str, tensor: Tensor, shape: torch.Size, dtype: torch.dtype) -> Shard:
-        """Returns room for this rank's slice of a state tensor."""
+        """Returns an uninitialised shard of a state tensor for this rank."""
         return self._share_of(name).empty_shard(name, shape, dtype)
 
     def _share(self, optimizer: Optimizer) -> Any:
@@ -418,15 +421,15 @@ class ZeroStrategy(ShardedStrategy):
         return next(share for share in self.engine.shares if name in share.shapes)
 
     def about(self) -> dict[str, Any]:
-        """Returns what a checkpoint's manifest says of the run."""
+        """Returns the run's description for a checkpoint's manifest."""
         return {**super().about(), "stage": self.stage}
 
 
-#: Callbacks of Lightning's that read weights, or call a user's functions, between a step and the next forward.
+#: Lightning's callbacks that read weights, or call a user's functions, between a step and the next forward.
 _READERS = (WeightAveraging, StochasticWeightAveraging, LambdaCallback, ModelPruning)
-#: Who asks for weights through the strategy, if at all.
+#: Packages whose code reads weights through the strategy only.
 _ASKING = ("lightning.", "dlo_framework.", "dlo_plugins.", "dlo_tasks.")
-#: What of a module is called between a step and the next forward.
+#: Hooks of a module that run between a step and the next forward.
 _BETWEEN = (
     *("on_before_zero_grad", "optimizer_step", "optimizer_zero_grad", "lr_scheduler_step"),
     *("on_train_batch_start", "on_train_batch_end", "on_train_epoch_start", "on_train_epoch_end"),
@@ -439,7 +442,7 @@ _BETWEEN = (
 def _may_read_weights(trainer: Trainer, module: nn.Module) -> bool:
     """Returns whether a callback or the module may read weights between a step and the next forward.
 
-    They read the module's own parameters then, which nobody can see; so all gathers end with the step.
+    They read the module's own parameters, which cannot be intercepted; so all gathers end with the step.
     """
     callbacks = trainer.callbacks  # type: ignore[attr-defined]
     if any(isinstance(c, _READERS) or not type(c).__module__.startswith(_ASKING) for c in callbacks):

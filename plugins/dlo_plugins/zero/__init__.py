@@ -1,1 +1,1 @@
-"""ZeRO: the partition (`partition`), flat groups of parameters (`group`), and the engine that drives them."""
+"""ZeRO: the partition (`partition`), flat groups of parameters (`group`), optimizer shards (`shares`), the engine."""
