@@ -69,14 +69,16 @@ class CompressedAllReduce:
         received = torch.empty_like(sent)
         dist.all_to_all_single(received, sent, group=self.communicator.group)
 
-        for packed, scales in (self._parts(message) for message in received.unbind()):
+        for packed, scales in (self._split_message(message) for message in received.unbind()):
             self.server_error.add_(decompress(packed, scales, self._scratch[: layout.chunk]), alpha=1 / self.size)
         counts = self._counts[rank * blocks : (rank + 1) * blocks]
         sent[rank] = self._compress(self.server_error, counts, self._own_padding)[0]
         self.communicator.all_gather(sent.view(-1)).wait()
 
         for number, message in enumerate(sent.unbind()):
-            decompress(*self._parts(message), self._scratch[number * layout.chunk : (number + 1) * layout.chunk])
+            decompress(
+                *self._split_message(message), self._scratch[number * layout.chunk : (number + 1) * layout.chunk]
+            )
         torch._foreach_copy_(tensors, self._scratch_views)
         self.bytes_sent += 2 * (self.size - 1) * sent[0].nbytes
 
@@ -123,7 +125,7 @@ class CompressedAllReduce:
         values.index_fill_(0, padding, 0.0)
         return torch.cat([packed.view(chunks, -1), scales.view(chunks, -1).view(torch.uint8)], dim=1)
 
-    def _parts(self, message: Tensor) -> tuple[Tensor, Tensor]:
+    def _split_message(self, message: Tensor) -> tuple[Tensor, Tensor]:
         """Returns the packed signs and the scales in a message."""
         assert self.layout is not None
         bytes_of_signs = self.layout.chunk // 8

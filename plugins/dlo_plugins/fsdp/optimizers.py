@@ -55,7 +55,7 @@ class OptimizerShares:
                 f"an optimizer under tensor parallelism must be elementwise, got {type(optimizer).__name__}, which"
                 " needs full tensors; use an elementwise optimizer such as AdamW, or tp: 1 with more dp_shard"
             )
-        groups = make_groups(optimizer, self._held_names(), self.communicator, self.sharding.device)
+        groups = make_groups(optimizer, self._local_names(), self.communicator, self.sharding.device)
         share = (RowShare if kind == "elementwise" else WholeShare)(groups, self.communicator)
         if kind == "all":
             self._patch_global_norm(optimizer)
@@ -64,7 +64,7 @@ class OptimizerShares:
         optimizer.register_step_post_hook(lambda *_: share.all_gather_params())
         return share
 
-    def _held_names(self) -> dict[int, str]:
+    def _local_names(self) -> dict[int, str]:
         return {id(parameter): name for name, parameter in self.sharding.parameters.items()}
 
     def _patch_global_norm(self, optimizer: Any) -> None:

@@ -36,7 +36,7 @@ class ShardedState(ShardedStrategy):
         self._open = False  # whether gradients are being accumulated
         self._complete = False  # whether partial gradients have been summed since the last backward
 
-    def _leave(self) -> None:
+    def _free_gathered(self) -> None:
         """Frees the gathered parameters."""
         if self.sharding is not None:
             self.sharding.reshard()
@@ -48,7 +48,7 @@ class ShardedState(ShardedStrategy):
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """Returns the module's state by name, with this rank's shards of the parameters."""
-        self._leave()
+        self._free_gathered()
         state = super().lightning_module_state_dict()
         if self.sharding is None:
             return state
@@ -62,7 +62,7 @@ class ShardedState(ShardedStrategy):
 
     def held_tensors(self) -> list[Tensor]:
         """Returns the memory of this rank's parameters and buffers."""
-        self._leave()
+        self._free_gathered()
         held = [*self._module().parameters(), *self._module().buffers()]
         return [local(tensor) for tensor in held if not tensor.is_meta]
 
@@ -138,7 +138,7 @@ class ShardedState(ShardedStrategy):
 
     def refresh(self) -> None:
         """Frees the gathered parameters, after the shards were written from outside."""
-        self._leave()
+        self._free_gathered()
 
     def optimizer_tensors(self, optimizer: Optimizer) -> dict[str, Tensor]:
         """Returns the tensors that an optimizer steps on this rank, by parameter name."""

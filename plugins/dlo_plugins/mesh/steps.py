@@ -45,7 +45,7 @@ class MeshSteps(ShardedState):
         super().__init__(timeout_minutes)
         self._last = True  # whether the running backward is the last of its accumulation
 
-    def _shared(self, batch: Any) -> Any:
+    def _shard_batch(self, batch: Any) -> Any:
         """Returns this rank's shard of a batch that the ranks of one model share."""
         return batch
 
@@ -60,13 +60,13 @@ class MeshSteps(ShardedState):
     def training_step(self, batch: Any, *args: Any) -> Any:
         """Runs the module's training step, with its parameters gathered."""
         assert self.sharding is not None
-        with self._undone_if_it_raises(), self.precision_plugin.train_step_context():
+        with self._reset_on_error(), self.precision_plugin.train_step_context():
             if self.pipelined is None:
-                return self.sharding.call("training_step", self._shared(batch), *args)
+                return self.sharding.call("training_step", self._shard_batch(batch), *args)
             self._open_window()
             self.sharding.set_sync(False)
             self.sharding.set_keep_gathered(True)
-            found = self.sharding.call(self.pipelined.train, self._shared(batch), self._loss_scale())
+            found = self.sharding.call(self.pipelined.train, self._shard_batch(batch), self._loss_scale())
             assert self._usage is not None
             self._usage.record_accumulated()
             return found
@@ -74,34 +74,34 @@ class MeshSteps(ShardedState):
     def validation_step(self, batch: Any, *args: Any) -> Any:
         """Runs the module's validation step, with its parameters gathered."""
         assert self.sharding is not None
-        with self._undone_if_it_raises(), self.precision_plugin.val_step_context():
+        with self._reset_on_error(), self.precision_plugin.val_step_context():
             if self.pipelined is not None:
-                return self.sharding.call(self.pipelined.evaluate, self._shared(batch))
-            return self.sharding.call("validation_step", self._shared(batch), *args)
+                return self.sharding.call(self.pipelined.evaluate, self._shard_batch(batch))
+            return self.sharding.call("validation_step", self._shard_batch(batch), *args)
 
     def test_step(self, batch: Any, *args: Any) -> Any:
         """Runs the module's test step, with its parameters gathered."""
         assert self.sharding is not None
-        with self._undone_if_it_raises(), self.precision_plugin.test_step_context():
+        with self._reset_on_error(), self.precision_plugin.test_step_context():
             if self.pipelined is not None:
-                return self.sharding.call(self.pipelined.evaluate, self._shared(batch))
-            return self.sharding.call("test_step", self._shared(batch), *args)
+                return self.sharding.call(self.pipelined.evaluate, self._shard_batch(batch))
+            return self.sharding.call("test_step", self._shard_batch(batch), *args)
 
     def predict_step(self, batch: Any, *args: Any) -> Any:
         """Runs the module's predict step, with its parameters gathered."""
         assert self.sharding is not None
-        with self._undone_if_it_raises(), self.precision_plugin.predict_step_context():
+        with self._reset_on_error(), self.precision_plugin.predict_step_context():
             if self.pipelined is not None:
                 return self.sharding.call(self.pipelined.predict, batch, *args)
             return self.sharding.call("predict_step", batch, *args)
 
     def backward(self, *args: Any, **kwargs: Any) -> Tensor:
         """Runs a backward pass; resets the sharding if it raises."""
-        with self._undone_if_it_raises():
+        with self._reset_on_error():
             return super().backward(*args, **kwargs)
 
     @contextlib.contextmanager
-    def _undone_if_it_raises(self) -> Iterator[None]:
+    def _reset_on_error(self) -> Iterator[None]:
         """Resets the sharding if a step raises; a search for the largest batch catches the error."""
         try:
             yield
@@ -115,7 +115,7 @@ class MeshSteps(ShardedState):
 
     def on_validation_end(self) -> None:
         """Frees the parameters that the evaluation gathered, since the next may have other weights."""
-        self._leave()
+        self._free_gathered()
 
     on_test_end = on_predict_end = on_train_end = on_validation_end
 
@@ -196,13 +196,13 @@ class MeshSteps(ShardedState):
             bits = torch.tensor([name in used for name in trained], dtype=torch.uint8, device=self.root_device)
             dist.all_reduce(bits, dist.ReduceOp.MAX, group=self.sharding.groups.data)
             used = {name for name, bit in zip(trained, bits.tolist(), strict=True) if bit}
-            used |= self._tied_anywhere(used)
+            used |= self._tied_on_any_rank(used)
             self._usage.used |= used
         elif automatic and self._last and (absent := self._usage.absent()):
             raise DloError(unused_message(absent, self.allow_unused))
         return set(used)
 
-    def _tied_anywhere(self, names: Iterable[str]) -> set[str]:
+    def _tied_on_any_rank(self, names: Iterable[str]) -> set[str]:
         """Returns the parameters tied across stages that are among ``names`` on any of their ranks."""
         if self.pipelined is None:
             return set()
@@ -220,7 +220,7 @@ class MeshSteps(ShardedState):
         found = super().accumulated_gradients()
         if self._complete:
             return found
-        tied = self._tied_anywhere(found)
+        tied = self._tied_on_any_rank(found)
         for name in tied - found.keys():  # Only another stage has used it.
             zeros = torch.zeros_like(self.sharding.parameters[name])
             found[name] = with_cut(zeros, self.sharding.layout.cuts.get(name))

@@ -168,12 +168,12 @@ class DeepSpeedBridge(DeepSpeedTranslation, ShardedStrategy, AnyDeviceDeepSpeed)
         Raises:
             DloError: Configuration and Trainer differ, or this machine lacks a requirement.
         """
-        self.config = with_trainer(self.asked, self._facts(trainer))
+        self.config = with_trainer(self.asked, self._trainer_facts(trainer))
         self.config.setdefault("zero_optimization", {}).setdefault("stage", 0)
         check_available(self.config, self.root_device.type, self.world_size)
         super().setup(trainer)
 
-    def _facts(self, trainer: Trainer) -> TrainerFacts:
+    def _trainer_facts(self, trainer: Trainer) -> TrainerFacts:
         data: Any = getattr(trainer, "datamodule", None)
         known = isinstance(data, ResumableDataModule) and data.batch_size % self.world_size == 0
         return TrainerFacts(
@@ -188,7 +188,7 @@ class DeepSpeedBridge(DeepSpeedTranslation, ShardedStrategy, AnyDeviceDeepSpeed)
     def shard(self, trainer: Trainer) -> None:
         """Starts the engine, or moves the module to its device where nothing trains."""
         module, fitting = self._module(), trainer.state.fn == TrainerFn.FITTING
-        kept = self._kept_masters() if fitting else {}
+        kept = self._master_weights() if fitting else {}
         if fitting and self.engine is not None:
             engine, self.engine = self.engine, None
             engine.dissolve()
@@ -207,12 +207,12 @@ class DeepSpeedBridge(DeepSpeedTranslation, ShardedStrategy, AnyDeviceDeepSpeed)
                 self.model = self.engine.deepspeed
             return
         self._start(trainer)
-        now = self._kept_masters(copied=False)
+        now = self._master_weights(copied=False)
         for name in kept.keys() & now.keys():
             if (now[name].start, now[name].data.shape) == (kept[name].start, kept[name].data.shape):
                 now[name].data.copy_(kept[name].data)
 
-    def _kept_masters(self, *, copied: bool = True) -> dict[str, FlatShard]:
+    def _master_weights(self, *, copied: bool = True) -> dict[str, FlatShard]:
         """Returns the master weights of an earlier fit, if the module's weights are in half precision."""
         masters = self.engine.masters if self.engine is not None else None
         if masters is None or not self.precision_plugin.precision.startswith(("16", "bf16")):

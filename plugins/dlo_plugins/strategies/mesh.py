@@ -164,7 +164,7 @@ class MeshStrategy(MeshSteps):
             DloError: The axes cannot cut the model; the message computes the nearest sizes that work.
         """
         spec = self.mesh_spec()
-        if not _cuts(spec):
+        if not _cuts_model(spec):
             return
         self._plan_of(module)
         task = module.on_meta()
@@ -272,7 +272,7 @@ class MeshStrategy(MeshSteps):
             self._shares = OptimizerShares(self.optimizers, self.sharding)
             self._usage = Usage(self.sharding)
             self._open = False
-        is_plain = not (known.is_sharded or _cuts(self.mesh_spec()))
+        is_plain = not (known.is_sharded or _cuts_model(self.mesh_spec()))
         undo = None if not is_plain else (lambda: None) if self._usage is None else self._usage.remove
         module.__dict__[OWNER] = ShardOwner(self, self.world_size, undo)
 
@@ -312,9 +312,9 @@ class MeshStrategy(MeshSteps):
         if on_meta(module):
             check_initialisable(module, loads_weights=trainer.ckpt_path is not None)
         plan: ParallelPlan | None = None
-        if _cuts(spec) or self._rewrites:
+        if _cuts_model(spec) or self._rewrites:
             plan, layout = self._checked_plan(module), layout_of(module.model)
-            _place(module, self.root_device)
+            _move_to_device(module, self.root_device)
             mesh, split = self.groups.device_mesh(), self._split(module, plan)
         sharding: Sharding | None = None
         is_cut = spec.pp == 1
@@ -461,7 +461,7 @@ class MeshStrategy(MeshSteps):
         """Moves a batch to the device, with its counts; a batch that a callback has moved is left alone."""
         return super().batch_to_device(self.counted(batch), device, dataloader_idx)
 
-    def _shared(self, batch: Any) -> Any:
+    def _shard_batch(self, batch: Any) -> Any:
         return self._context.shard_batch(batch)
 
     @property
@@ -477,12 +477,12 @@ class MeshStrategy(MeshSteps):
         return {**super().about(), "mesh": shown}
 
 
-def _cuts(spec: MeshSpec) -> bool:
+def _cuts_model(spec: MeshSpec) -> bool:
     """Returns whether a mesh cuts the model's computation, and not only its state."""
     return spec.pp * spec.cp * spec.tp > 1
 
 
-def _place(task: Any, device: torch.device) -> None:
+def _move_to_device(task: Any, device: torch.device) -> None:
     """Moves a task's tensors to a device, with the first rank's values; a task on the meta device is left alone."""
     if on_meta(task):
         return

@@ -164,7 +164,7 @@ class _Rehearsal:
                     names = {id(module): name for name, module in view.model.named_modules()}
                     view.step()
                     if needs_gradients:
-                        absent += _unfrozen(view, view.without_gradient)
+                        absent += _still_trained(view, view.without_gradient)
         except Exception as error:
             return Failure(error, rank, _innermost(error, self.task.model, names), _raised_by_backward(error))
         finally:
@@ -200,7 +200,7 @@ def _is_shipped(kind: type) -> bool:
     return kind.__module__.startswith(("dlo_framework.", "dlo_plugins.", "dlo_tasks.", "lightning."))
 
 
-def _unfrozen(view: RankView, names: Sequence[str]) -> list[str]:
+def _still_trained(view: RankView, names: Sequence[str]) -> list[str]:
     """Returns the named parameters that still train after a user's `configure_optimizers`; none if it fails."""
     task = view.task
     if names and not _is_shipped(type(task)):
@@ -327,7 +327,7 @@ def _refusal(failure: Failure, rehearsal: _Rehearsal, spec: MeshSpec) -> DloErro
     what = f"'{where}'{_rules(rehearsal, where)}" if where else "the model"
     phase = "backward" if failure.in_backward else "forward"
     first = (str(failure.error).strip().splitlines() or [""])[0]
-    if _is_of_a_later_stage(rehearsal, spec, failure):
+    if _is_in_later_stage(rehearsal, spec, failure):
         return DloError(
             f"a pipeline's head must run after the last block, got a forward of {model} that calls '{where}' on rank"
             f" {failure.rank}, before it; name it among the plan's blocks or stem (Task.parallel_plan), or set pp to 1"
@@ -338,7 +338,7 @@ def _refusal(failure: Failure, rehearsal: _Rehearsal, spec: MeshSpec) -> DloErro
     )
 
 
-def _is_of_a_later_stage(rehearsal: _Rehearsal, spec: MeshSpec, failure: Failure) -> bool:
+def _is_in_later_stage(rehearsal: _Rehearsal, spec: MeshSpec, failure: Failure) -> bool:
     """Returns whether a forward failed in a module of the head, which the failed rank does not have."""
     plan, model, where = rehearsal.plan, rehearsal.task.model, failure.where
     if spec.pp == 1 or spec.coordinates(failure.rank).pp == spec.pp - 1 or failure.in_backward or not where:

@@ -90,7 +90,7 @@ def simulate(task: Task, strategy: Any, spec: MeshSpec, ranks: Sequence[int], ba
     found = []
     for rank in ranks:
         with simulated_rank(task, strategy, pipelining, spec, rank, batch) as view:
-            traffic = () if batch is None else view.traffic_of_a_step()
+            traffic = () if batch is None else view.count_step_traffic()
             found.append(SimulatedRank(rank, spec.coordinates(rank), held_bytes(view.sharding), traffic))
     return found
 
@@ -149,7 +149,7 @@ def simulated_rank(
         FakeKernels(),
     ):
         _make_fake(own, _CONVERTED.get(precision))
-        view = RankView(strategy, pipelining, spec, _faked(batch))
+        view = RankView(strategy, pipelining, spec, _fake_batch(batch))
         with _autocast(precision):
             view.cut_and_shard(own, own_loss)
             yield view
@@ -251,14 +251,14 @@ class RankView:
     def _when_cut(self, pipelined: PipelinedTask) -> None:
         self.pipelined = pipelined
         if self._batch is not None:
-            parts = pipelined.split_training_batch(self._shared(self._batch))
-            with _all_here(pipelined.task.model):
-                _learn_shapes(pipelined.pipeline, parts, pipelined._forward)
+            parts = pipelined.split_training_batch(self._shard_batch(self._batch))
+            with _materialised(pipelined.task.model):
+                _record_shapes(pipelined.pipeline, parts, pipelined._forward)
 
-    def _shared(self, batch: Any) -> Any:
-        return self._strategy._shared(batch)
+    def _shard_batch(self, batch: Any) -> Any:
+        return self._strategy._shard_batch(batch)
 
-    def traffic_of_a_step(self) -> tuple[Traffic, ...]:
+    def count_step_traffic(self) -> tuple[Traffic, ...]:
         """Returns the communication of forward and backward of the batch.
 
         Micro-batches of one shape all have the same communication. So two counts are enough for a pipeline: those of
@@ -273,10 +273,10 @@ class RankView:
         rows = batch_length(self._batch)
         if rows % wanted or wanted <= 2 * least:
             return self.step()
-        fewest, twice = (self._count(self._some(times * least, wanted)) for times in (1, 2))
+        fewest, twice = (self._count(self._first_rows(times * least, wanted)) for times in (1, 2))
         return extrapolate(fewest, twice, wanted // least - 1)
 
-    def _some(self, parts: int, of: int) -> Any:
+    def _first_rows(self, parts: int, of: int) -> Any:
         """Returns the rows of the batch's first micro-batches, and sets the pipeline's number of micro-batches."""
         assert self.pipelined is not None
         self.pipelined.micro_batches = parts
@@ -293,7 +293,7 @@ class RankView:
         for parameter in sharding.parameters.values():
             parameter.grad = None
         self._usage.used.clear()
-        batch = self._shared(batch)
+        batch = self._shard_batch(batch)
         with TrafficCount(self._axis_of) as count:
             if self.pipelined is None:
                 loss = sharding.call(lambda: task.loss(_forward(task, batch), batch))
@@ -351,7 +351,7 @@ def _forward(task: Any, batch: Any) -> Any:
     return task.forward(*args, **kwargs)
 
 
-def _learn_shapes(pipeline: Pipeline, parts: Sequence[Any], forward: Any) -> None:
+def _record_shapes(pipeline: Pipeline, parts: Sequence[Any], forward: Any) -> None:
     """Records the shapes of hidden states without other ranks, as :meth:`Pipeline.rehearse` does for meta tensors."""
     known = signatures(parts, pipeline.model, pipeline.device)
     needed = min(max(pipeline.own_stages) + 1, pipeline.stages.count - 1)
@@ -395,7 +395,7 @@ def _make_fake(module: nn.Module, dtype: torch.dtype | None) -> None:
 
 
 @contextlib.contextmanager
-def _all_here(module: nn.Module) -> Iterator[None]:
+def _materialised(module: nn.Module) -> Iterator[None]:
     """Makes other ranks' stages runnable inside the block."""
     gone = [(entries, key, tensor) for entries, key, tensor in _entries(module) if tensor.device.type == "meta"]
     for entries, key, tensor in gone:
@@ -407,7 +407,7 @@ def _all_here(module: nn.Module) -> Iterator[None]:
             entries[key] = tensor
 
 
-def _faked(batch: Any) -> Any:
+def _fake_batch(batch: Any) -> Any:
     return tree_map(lambda leaf: _fake_like(leaf) if isinstance(leaf, Tensor) else leaf, batch)
 
 

@@ -150,7 +150,7 @@ class ZeroStrategy(ShardedStrategy):
                 initialise(module, "")
             module.to(self.root_device)
         if fitting:
-            self._whole_again()
+            self._dissolve_engine()
             self.setup_optimizers(trainer)
         if fitting or (self.stage == 3 and self.engine is None):
             self.engine = self._build(communicator, initialise)
@@ -204,7 +204,7 @@ class ZeroStrategy(ShardedStrategy):
         """Drops the engine, when another strategy takes the module over."""
         self.engine = None
 
-    def _whole_again(self) -> None:
+    def _dissolve_engine(self) -> None:
         """Undoes an earlier run's partition, before this run makes its own."""
         engine, self.engine = self.engine, None
         if engine is not None:
@@ -254,7 +254,7 @@ class ZeroStrategy(ShardedStrategy):
         if kind == "training" and not self._module().automatic_optimization:
             gathering.release_all()
 
-    def _leave(self) -> None:
+    def _free_gathered(self) -> None:
         self.finish_step()
         if self.engine is not None and self.engine.gathering is not None:
             self.engine.gathering.release_all()
@@ -266,7 +266,7 @@ class ZeroStrategy(ShardedStrategy):
 
     def on_validation_end(self) -> None:
         """Frees the parameters that the evaluation gathered."""
-        self._leave()
+        self._free_gathered()
 
     on_test_end = on_predict_end = on_train_end = on_validation_end
 

@@ -211,7 +211,7 @@ class FlatGroup:
 
     def _start_all_gather(self) -> None:
         own = self.communicator.segment(self.full)
-        sent = self.shard if self.shard_device == self.device else self._to_send()
+        sent = self.shard if self.shard_device == self.device else self._staged_shard()
         if self._to_shard is not None:
             self._to_shard.wait()
             self._to_shard = None
@@ -225,7 +225,7 @@ class FlatGroup:
         with self._from_shard.followed():
             self._gathering = self.communicator.all_gather(self.full)
 
-    def _to_send(self) -> Tensor:
+    def _staged_shard(self) -> Tensor:
         """Returns the shard in the gathered dtype: a copy to a device that casts would block the host."""
         if not self.has_master_weights:
             return self.shard

@@ -35,11 +35,11 @@ def kind_of(optimizer: Optimizer) -> Kind:
         Kind of the update: ``"elementwise"`` if it depends on that element's gradients alone, ``"tensor"`` if on others
         of its tensor too, ``"all"`` if on other tensors too.
     """
-    kinds = {_kind_of_group(optimizer, group) for group in optimizer.param_groups}
+    kinds = {_probe_group(optimizer, group) for group in optimizer.param_groups}
     return next((kind for kind in ("all", "tensor") if kind in kinds), "elementwise")
 
 
-def _kind_of_group(optimizer: Optimizer, group: dict[str, Any]) -> Kind:
+def _probe_group(optimizer: Optimizer, group: dict[str, Any]) -> Kind:
     # Parameters of other pipeline stages are on the meta device.
     held = [parameter for parameter in group["params"] if not parameter.is_meta]
     device = held[0].device if held else torch.device("cpu")

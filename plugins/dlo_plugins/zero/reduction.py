@@ -101,7 +101,7 @@ class GradientReducer:
             accumulated: Whether gradients on the parameters are those of earlier micro-batches.
         """
         if self._running:
-            self._drop_under_way()
+            self._drop_running()
         for reduction in self.reductions:
             left = [p.grad for p in reduction.group.parameters]
             reduction.earlier, reduction.complete, reduction.launched = None, False, False
@@ -259,7 +259,7 @@ class GradientReducer:
         agreed = self.communicator.maximum(bits).tolist()
         return {name for name, bit in zip(names, agreed, strict=True) if bit}
 
-    def _drop_under_way(self) -> None:
+    def _drop_running(self) -> None:
         """Waits for the collectives of a backward that raised, and discards their results."""
         for reduction in self._running:
             assert reduction.pending is not None

@@ -71,14 +71,14 @@ class Share(ABC):
         for name, state in made.items():
             if name in self.local_params:
                 optimizer.state[self.local_params[name]] = {
-                    key: self._own_part(optimizer, name, key, value) for key, value in state.items()
+                    key: self._local_state(optimizer, name, key, value) for key, value in state.items()
                 }
         if not any(group["params"] for group in optimizer.param_groups):
             home = self.groups[0].step_device if self.groups else None
             self.placeholder = torch.empty(0, device=home, requires_grad=True)
             optimizer.param_groups[0]["params"].append(self.placeholder)
 
-    def _own_part(self, optimizer: Optimizer, name: str, key: str, value: Any) -> Any:
+    def _local_state(self, optimizer: Optimizer, name: str, key: str, value: Any) -> Any:
         """Returns the local shard of state that a constructor has made, as torch's Adagrad does."""
         if not isinstance(value, Tensor) or value.ndim == 0:
             return value
