@@ -61,7 +61,7 @@ def _each(rank: int, world: int, folder: Path) -> dict[str, Any]:
         with warnings.catch_warnings(record=True) as told:
             warnings.simplefilter("always")
             run.fit(module, mine(rank, world), mine(rank, world))
-        said = [str(warning.message) for warning in told if "ZeRO 3" in str(warning.message)]
+        said = [str(warning.message) for warning in told if "ZeRO stage 3" in str(warning.message)]
         kept = [unit.name for unit in run.strategy.engine.gathering.units if unit.kept]
         resting = sum(group.full.untyped_storage().nbytes() for group in run.strategy.engine.groups)
         weights = whole_weights(run)
