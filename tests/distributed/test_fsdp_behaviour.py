@@ -322,7 +322,9 @@ def test_evaluation_around_fits(ranks: list[dict[str, Any]]) -> None:
 
 
 def test_a_module_that_is_sharded_keeps_its_options(ranks: list[dict[str, Any]]) -> None:
-    assert all("must be those of the earlier run that has sharded" in message for message in of(ranks, "_other_options"))
+    assert all(
+        "must be those of the earlier run that has sharded" in message for message in of(ranks, "_other_options")
+    )
 
 
 def test_clipping_by_value(ranks: list[dict[str, Any]]) -> None:
