@@ -66,7 +66,7 @@ class Failure:
         return cls(rank, world_size, summary, details, code)
 
     @classmethod
-    def ended(cls, rank: int, world_size: int, code: int | None) -> Failure:
+    def from_exit_code(cls, rank: int, world_size: int, code: int | None) -> Failure:
         """Returns the failure for a rank whose process has ended without reporting one.
 
         Args:
@@ -83,22 +83,22 @@ class Failure:
         return cls(rank, world_size, f"its process was killed by {name}{hint}", exit_code=128 - code)
 
     @property
-    def told(self) -> bool:
+    def is_reported(self) -> bool:
         """Whether the rank has reported the failure itself; else it has died, is silent or hangs."""
-        return bool(self.details) or self.of_user or self.by_signal
+        return bool(self.details) or self.is_user_error or self.is_from_signal
 
     @property
-    def of_user(self) -> bool:
+    def is_user_error(self) -> bool:
         """Whether the failure is an error in the user's input: one line, and exit code 2."""
         return self.exit_code == 2 and not self.details
 
     @property
-    def by_signal(self) -> bool:
+    def is_from_signal(self) -> bool:
         """Whether a stop signal has ended the ranks where they waited."""
         return self.stacks and self.exit_code > 128
 
     def __str__(self) -> str:
-        failed = "" if self.by_signal else " failed"
+        failed = "" if self.is_from_signal else " failed"
         return f"rank {self.rank} of {self.world_size}{failed}: {self.summary}"
 
     def to_text(self) -> str:
@@ -149,13 +149,13 @@ class Ended:
     Attributes:
         failure: First failure of the run.
         rank: Rank of this process.
-        told_elsewhere: Whether the process that started this one prints the failure.
+        printed_elsewhere: Whether the process that started this one prints the failure.
         by_launcher: Whether dlo has started the ranks of this host, so that one of them prints for all.
     """
 
     failure: Failure
     rank: int
-    told_elsewhere: bool
+    printed_elsewhere: bool
     by_launcher: bool = False
 
     @property
@@ -181,12 +181,12 @@ def how_it_ended() -> Ended | None:
 def tell(ended: Ended) -> None:
     """Prints to standard error how the run ended, unless another process prints it."""
     name = f"dlo {__version__}"
-    if ended.told_elsewhere:
+    if ended.printed_elsewhere:
         return
     failure, first_process = ended.failure, ended.own or ended.by_launcher
     if first_process and failure.details:
         print(failure.details, file=sys.stderr)
-    if failure.of_user and first_process:
+    if failure.is_user_error and first_process:
         where = f" (rank {failure.rank})" if failure.rank else ""
         print(f"{name}: error{where}: {failure.summary}", file=sys.stderr)
     elif first_process:
@@ -195,7 +195,7 @@ def tell(ended: Ended) -> None:
         print(f"{name}: rank {ended.rank} ends because {failure}", file=sys.stderr)
 
 
-def tell_torchrun(error: BaseException) -> None:
+def record_for_torchrun(error: BaseException) -> None:
     """Records an error in torchrun's error file, so that torchrun's closing table names the rank and the cause."""
     if "TORCHELASTIC_ERROR_FILE" in os.environ:
         from torch.distributed.elastic.multiprocessing.errors import get_error_handler

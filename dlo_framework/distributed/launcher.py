@@ -33,8 +33,8 @@ from dlo_framework.distributed.failure import (
     is_lost_connection,
     leave,
     note_end,
+    record_for_torchrun,
     tell,
-    tell_torchrun,
 )
 from dlo_framework.distributed.grace import GRACE, Grace, Progress
 from dlo_framework.distributed.signals import SignalListener
@@ -110,7 +110,7 @@ class RankLauncher(_SubprocessScriptLauncher):
             signals.start()
         if not self.cluster_environment.creates_processes_externally:
             self._start_children()
-        elif _parent() is not None:
+        elif _launcher_pid() is not None:
             _end_with_parent()
         _set_num_threads_if_needed(num_processes=self.num_processes)
         try:
@@ -123,7 +123,7 @@ class RankLauncher(_SubprocessScriptLauncher):
                 raise
             if self.num_processes * self.num_nodes == 1:
                 raise
-            shown = self._failed(error)
+            shown = self._handle_error(error)
             signals.stop()
             if shown is error:
                 raise
@@ -221,7 +221,7 @@ class RankLauncher(_SubprocessScriptLauncher):
 
     def _on_failure(self, failure: Failure) -> None:
         """Handles another rank's failure: this rank has a moment to raise by itself, and is then ended."""
-        grace = _GRACE if _parent() is None else _CHILDS_GRACE
+        grace = _GRACE if _launcher_pid() is None else _CHILDS_GRACE
         grace = _AT_ONCE if failure.stacks else grace
         threading.Thread(target=self._abandon_unless, args=(self._raised, grace, failure), daemon=True).start()
 
@@ -234,40 +234,42 @@ class RankLauncher(_SubprocessScriptLauncher):
                 print_stack(self._rank, failure.world_size)
             # Each of them prints its stack too.
             self._end_children(_CHILDS_GRACE if failure.stacks else 0.0)
-            tell(self._ended(failure))
+            tell(self._make_end(failure))
             self._end_silent_parent(failure)
             leave(failure.exit_code)
 
     def _end_silent_parent(self, failure: Failure) -> None:
         """Kills the process that has started this one, if that is the silent rank: a stopped one ends no other way."""
-        parent = _parent()
+        parent = _launcher_pid()
         if failure.silent and failure.rank == self._node_start() and parent is not None:
             time.sleep(_APART)
             if os.getppid() == parent:
                 os.kill(parent, signal.SIGKILL)
 
-    def _ended(self, failure: Failure) -> Ended:
+    def _make_end(self, failure: Failure) -> Ended:
         # The process that has started this one prints the failure, unless it was not told, was killed or hangs.
-        can_tell = self._watch is not None and (failure.rank != self._node_start() or failure.told)
-        started = bool(self.children) or _parent() is not None
-        return Ended(failure, self._rank, _parent() is not None and can_tell, by_launcher=started)
+        can_tell = self._watch is not None and (failure.rank != self._node_start() or failure.is_reported)
+        started = bool(self.children) or _launcher_pid() is not None
+        return Ended(failure, self._rank, _launcher_pid() is not None and can_tell, by_launcher=started)
 
     # --- failing -------------------------------------------------------------------------------------------
 
-    def _failed(self, error: BaseException) -> BaseException:
+    def _handle_error(self, error: BaseException) -> BaseException:
         """Reports this rank's error to all ranks, or finds that another's came first; returns the error to raise."""
         own = Failure.of(error, self._rank, self._world if self._watch else self.num_processes * self.num_nodes)
-        first = self._first(error, own)
+        first = self._find_first(error, own)
         with self._leaving:
             self._raised.set()
         if first == own:
-            tell_torchrun(error)
+            record_for_torchrun(error)
         if first.stacks and first != own:
             print_stack(self._rank, first.world_size, error)
         # Time does not help a rank that was stopped or hangs to leave, but lets it print its stack.
         interrupted = isinstance(error, KeyboardInterrupt)
-        self._end_children(_CHILDS_GRACE if first.stacks or interrupted else 2 * _CHILDS_GRACE if first.told else 0.0)
-        note_end(self._ended(first))
+        self._end_children(
+            _CHILDS_GRACE if first.stacks or interrupted else 2 * _CHILDS_GRACE if first.is_reported else 0.0
+        )
+        note_end(self._make_end(first))
         self._end_silent_parent(first)
         self._end_watch(orderly=False)
         self._disarm()
@@ -275,7 +277,7 @@ class RankLauncher(_SubprocessScriptLauncher):
         threading.Thread(target=self._abandon_unless, args=(self._handled, farewell, first), daemon=True).start()
         return error if first == own or not is_lost_connection(error) else RankFailed(first)
 
-    def _first(self, error: BaseException, own: Failure) -> Failure:
+    def _find_first(self, error: BaseException, own: Failure) -> Failure:
         watch = self._watch
         if watch is None:
             return self._failed_child() or own if is_lost_connection(error) else own
@@ -328,7 +330,7 @@ class RankLauncher(_SubprocessScriptLauncher):
         watch = self._watch
         for rank, child in enumerate(self.children, start=self._node_start() + 1):
             if child.poll() and not (watch is not None and watch.has_left(rank)):
-                return Failure.ended(rank, self.num_processes * self.num_nodes, child.returncode)
+                return Failure.from_exit_code(rank, self.num_processes * self.num_nodes, child.returncode)
         return None
 
     def _node_start(self) -> int:
@@ -336,14 +338,14 @@ class RankLauncher(_SubprocessScriptLauncher):
 
     def _end_children(self, seconds: float) -> None:
         """Kills the ranks that this process has started, after a number of seconds, and waits for their end."""
-        if _parent() is not None:
+        if _launcher_pid() is not None:
             return
-        for child in self._alive(seconds):
+        for child in self._wait_children(seconds):
             child.kill()  # Not SIGTERM: a rank that hangs in a collective would not handle it.
         for child in self.children:
             child.wait()
 
-    def _alive(self, seconds: float) -> list[subprocess.Popen[Any]]:
+    def _wait_children(self, seconds: float) -> list[subprocess.Popen[Any]]:
         """Returns the children that still run after a number of seconds; sooner if all have ended."""
         until = time.monotonic() + seconds
         while any(child.poll() is None for child in self.children) and time.monotonic() < until:
@@ -352,7 +354,7 @@ class RankLauncher(_SubprocessScriptLauncher):
 
     def _wait_for_children(self) -> None:
         """Waits for the other ranks at the end of the script, and kills those that do not end."""
-        late = self._alive(_LAST)
+        late = self._wait_children(_LAST)
         for child in late:
             child.kill()
         if late:
@@ -459,7 +461,7 @@ def join_restarted(strategy: WatchedRanks) -> None:
         atexit.register(dist.destroy_process_group)  # As Lightning does where it makes the group.
 
 
-def _parent() -> int | None:
+def _launcher_pid() -> int | None:
     """Returns the process id of dlo's launcher if it has started this process as a rank, else None."""
     pid = int(os.environ.get(LAUNCHER, os.getpid()))
     return pid if pid != os.getpid() else None
@@ -467,7 +469,7 @@ def _parent() -> int | None:
 
 def _end_with_parent() -> None:
     """Ends this rank when the process that started it is gone, which no signal announces."""
-    parent = _parent()
+    parent = _launcher_pid()
 
     def look() -> None:
         while os.getppid() == parent:

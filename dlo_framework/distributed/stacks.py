@@ -149,7 +149,7 @@ class Sampler:
         self._last, self._since, self._cpu = 0, 0.0, 0.0
         self.position = Position()
 
-    def look(self, passed: float) -> float:
+    def sample(self, passed: float) -> float:
         """Takes a sample.
 
         Args:

@@ -133,7 +133,7 @@ class Watch:
         self._shared = _Shared()
         self._known = threading.Event()
         self._waited: dict[int, Failure] = {}  # on rank 0: failures of ranks that waited for others in vain
-        self._told = False  # whether this rank has reported a failure
+        self._has_reported = False  # whether this rank has reported a failure
         self._thread: threading.Thread | None = None
 
     # --- start and end -------------------------------------------------------------------------------------
@@ -209,7 +209,7 @@ class Watch:
             failure: Failure of this rank, or of a rank that cannot report it.
             waited: Whether the failure is that this rank waited for others in vain, so that one of those is to blame.
         """
-        self._told = True
+        self._has_reported = True
         if self.rank == 0 and waited:
             self._waited.setdefault(0, failure)
         elif self.rank == 0:
@@ -277,7 +277,7 @@ class Watch:
                 missing = "; ".join(f"rank {rank} is in {words}" for rank, words in here.items())
                 missing = missing if len(set(here.values())) > 1 else ""
             else:
-                missing = self._not_coming(absent, passed)
+                missing = self._find_absent(absent, passed)
                 if not missing:
                     return
             answer = {"met": number, "missing": missing}
@@ -286,9 +286,11 @@ class Watch:
                     self._send(peer, answer)
             self._take_answer(answer)
 
-    def _not_coming(self, absent: list[int], passed: float) -> str:
+    def _find_absent(self, absent: list[int], passed: float) -> str:
         """Returns the positions of ranks that wait for others elsewhere, or have left; empty if one may still come."""
-        places = {peer.rank: str(peer.position) for peer in self._peers if peer.rank is not None and self._waits(peer)}
+        places = {
+            peer.rank: str(peer.position) for peer in self._peers if peer.rank is not None and self._is_waiting(peer)
+        }
         if self._still >= _STILL / 2:
             places[self.rank] = str(self._sampler.position) if self._sampler is not None else ""
         places |= dict.fromkeys(self._left, "at the end of the run")
@@ -297,7 +299,7 @@ class Watch:
             return ""
         return "; ".join(f"rank {rank} is {places[rank]}" for rank in absent)
 
-    def _waits(self, peer: _Peer) -> bool:
+    def _is_waiting(self, peer: _Peer) -> bool:
         """Returns whether a rank waits for others now, by its last heartbeats."""
         return peer.still >= _STILL / 2 and peer.quiet < 3 * self._interval
 
@@ -306,7 +308,7 @@ class Watch:
             self._answer = (int(answer["met"]), str(answer["missing"]))
             self._answered.notify_all()
 
-    def _blamed(self) -> Failure:
+    def _blame_rank(self) -> Failure:
         """Returns, on rank 0, the failure of the rank that the others have waited for in vain.
 
         It is the rank with the least progress; of several, one that has not waited itself.
@@ -342,13 +344,13 @@ class Watch:
             if self._waited and self._shared.first is None:
                 since_waited += passed
                 if since_waited >= _ALSO_WAITED:
-                    self._decide(self._blamed())
+                    self._decide(self._blame_rank())
 
     def _beat(self, passed: float) -> None:
         """Sends this rank's progress and position to the others; on rank 0, checks for a deadlock."""
         message: dict[str, Any] = {"at": self._place(), "moves": self._moves()}
         if self._sampler is not None:
-            self._still = self._sampler.look(passed)
+            self._still = self._sampler.sample(passed)
             message |= {"still": self._still, "in": self._sampler.position}
         for peer in list(self._peers):
             self._send(peer, message)
@@ -428,7 +430,7 @@ class Watch:
         except OSError:
             data = b""
         if not data:
-            self._lost(peer)
+            self._handle_lost(peer)
             return
         peer.quiet, peer.heard = 0, True
         *lines, peer.received = (peer.received + data).split(b"\n")
@@ -440,12 +442,12 @@ class Watch:
                 message = json.loads(line)
                 if not isinstance(message, dict):
                     raise ValueError("not a message")
-                self._hear(peer, message)
+                self._handle_message(peer, message)
             except (ValueError, KeyError, TypeError):
                 self._drop(peer)
                 return
 
-    def _hear(self, peer: _Peer, message: dict[str, Any]) -> None:
+    def _handle_message(self, peer: _Peer, message: dict[str, Any]) -> None:
         if peer.rank is None:
             if not hmac.compare_digest(str(message.get("token")), self._token):
                 self._drop(peer)
@@ -465,7 +467,7 @@ class Watch:
             else:
                 self._decide(failure)
         elif "first" in message and self.rank != 0:
-            self._learn(Failure.from_text(message["first"]))
+            self._adopt_failure(Failure.from_text(message["first"]))
         elif "asked" in message and self.rank == 0:
             self._grace.ask(int(message["asked"]), peer.rank)
         elif "meets" in message and self.rank == 0:
@@ -479,12 +481,12 @@ class Watch:
             if "still" in message:
                 peer.still, peer.position = float(message["still"]), Position(*map(str, message["in"]))
 
-    def _lost(self, peer: _Peer) -> None:
+    def _handle_lost(self, peer: _Peer) -> None:
         self._drop(peer)
         if peer.rank is None or peer.left or self._shared.over:
             return
         code = self._exit_code(peer.rank) if self.rank == 0 else None
-        self._found(Failure.ended(peer.rank, self.world_size, code))
+        self._report(Failure.from_exit_code(peer.rank, self.world_size, code))
 
     def _count_silence(self, passed: float) -> None:
         """Reports ranks that have been silent for too long as failed."""
@@ -501,13 +503,13 @@ class Watch:
             self._drop(peer)
             if peer.rank is not None and not peer.left:
                 text = f"it sent no heartbeat for {self._limit:g} s (stopped? host or network down?)"
-                self._found(Failure(peer.rank, self.world_size, text, stacks=True, silent=True))
+                self._report(Failure(peer.rank, self.world_size, text, stacks=True, silent=True))
 
-    def _found(self, failure: Failure) -> None:
+    def _report(self, failure: Failure) -> None:
         if self.rank == 0:
             self._decide(failure)
         else:
-            self._learn(failure)
+            self._adopt_failure(failure)
 
     def _decide(self, failure: Failure) -> Failure:
         """Records, on rank 0, the first failure to come, and sends it to all ranks."""
@@ -518,21 +520,21 @@ class Watch:
             for peer in list(self._peers):
                 if peer.rank is not None:
                     self._send(peer, {"first": first.to_text()})
-            self._tell_here(first)
+            self._notify_here(first)
         return first
 
-    def _learn(self, first: Failure) -> None:
+    def _adopt_failure(self, first: Failure) -> None:
         with self._shared.lock:
             new = self._shared.first is None
             self._shared.first = self._shared.first or first
         if new:
-            self._tell_here(first)
+            self._notify_here(first)
 
-    def _tell_here(self, first: Failure) -> None:
+    def _notify_here(self, first: Failure) -> None:
         self._known.set()
         with self._answered:
             self._answered.notify_all()
-        if not self._shared.over and (first.rank != self.rank or not self._told):
+        if not self._shared.over and (first.rank != self.rank or not self._has_reported):
             self._on_failure(first)
 
     def _send(self, peer: _Peer, message: dict[str, Any]) -> None:

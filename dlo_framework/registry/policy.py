@@ -67,11 +67,11 @@ def check_class_path(path: str, allowed: Iterable[str]) -> None:
         )
     raise DloError(
         f"class_path '{path}' is refused: a config may name plug-ins, modules listed under plugins:, and "
-        f"{', '.join(ALLOWED_ROOTS)}; {_fix(path, parts)}"
+        f"{', '.join(ALLOWED_ROOTS)}; {_suggest_fix(path, parts)}"
     )
 
 
-def _fix(path: str, parts: list[str]) -> str:
+def _suggest_fix(path: str, parts: list[str]) -> str:
     if parts[0] in _RENAMED:
         return f"write '{'.'.join([_RENAMED[parts[0]], *parts[1:]])}'"
     near = nearest(parts[0], ALLOWED_ROOTS)

@@ -156,7 +156,9 @@ class Registry:
             kind = _kind_of(cls)
             if kind is None or inspect.isabstract(cls):
                 continue
-            plugin = self._own(Plugin(cls.__name__, kind, f"{cls.__module__}:{cls.__qualname__}", spec, ""))
+            plugin = self._register_user_plugin(
+                Plugin(cls.__name__, kind, f"{cls.__module__}:{cls.__qualname__}", spec, "")
+            )
             if kind == "strategy":
                 _register_strategy(plugin, cls)
             self._classes[plugin] = cls
@@ -168,7 +170,7 @@ class Registry:
             self._user_modules.append(module.__name__)
         return found
 
-    def _own(self, plugin: Plugin) -> Plugin:
+    def _register_user_plugin(self, plugin: Plugin) -> Plugin:
         """Registers a user's plug-in unless it is registered already; returns the registered plug-in."""
         for other in self.plugins():
             if other.target == plugin.target:

@@ -104,10 +104,10 @@ def module_name(file: Path) -> str | None:
         name = ".".join(parts)
         if not parts or not _importable(parts):
             continue
-        if _means(name, file):
+        if _imports_file(name, file):
             return name
         sys.path.append(str(root))
-        if _means(name, file):
+        if _imports_file(name, file):
             return name
         sys.path.pop()
     return None
@@ -123,7 +123,7 @@ def _roots(file: Path) -> Iterator[Path]:
     yield from list(outer.parents)[: _LONGEST_NAME - 1]
 
 
-def _means(name: str, file: Path) -> bool:
+def _imports_file(name: str, file: Path) -> bool:
     """Returns whether importing ``name`` imports ``file``."""
     if name in sys.modules:
         origin = getattr(sys.modules[name], "__file__", None)

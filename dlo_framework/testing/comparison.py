@@ -90,7 +90,7 @@ class Comparison:
         untrained: Evidence that the runs did not train, so that they prove nothing; None where they did train.
         without_gradient: Number of elements, by name, left out because their gradient is zero up to rounding.
         double: Comparison of the same runs in double precision; None where there was none.
-        alone: Reason why a comparison in double precision was needed and not possible; None elsewhere.
+        double_refusal: Reason why a comparison in double precision was needed and not possible; None elsewhere.
         decided: Verdict of further runs, which overrules this comparison's own; None where its own counts.
         notes: Notes on randomness that was switched off or made equal.
         hints: Likely causes of a difference.
@@ -107,7 +107,7 @@ class Comparison:
     untrained: str | None = None
     without_gradient: dict[str, int] = field(default_factory=dict)
     double: Comparison | None = None
-    alone: str | None = None
+    double_refusal: str | None = None
     decided: bool | None = None
     notes: list[str] = field(default_factory=list)
     hints: list[str] = field(default_factory=list)

@@ -135,7 +135,7 @@ def compare_cases(
     wanted = {number: next(run) for number, run in enumerate(runs)}
     places: dict[int, int] = {}
     while wanted:
-        answers = _answered(build, asked, wanted, places, options, world_size, timeout)
+        answers = _train_wanted(build, asked, wanted, places, options, world_size, timeout)
         wanted = {}
         for number, records in answers.items():
             try:
@@ -162,7 +162,7 @@ class _Run:
     like: int
 
 
-def _answered(
+def _train_wanted(
     build: Build,
     cases: list[Case],
     wanted: Mapping[int, list[Setting]],

@@ -192,7 +192,7 @@ def _prepared(hook: Callable[[], Any], options: dict[str, Any]) -> Callable[[], 
 # --- callbacks and others of the run ---------------------------------------------------------------------------
 
 
-def tell_of_parity(parts: list[Any], shares: int) -> list[str]:
+def call_for_parity(parts: list[Any], shares: int) -> list[str]:
     """Calls the method ``for_parity(shares)`` of each object that has one; returns notes on the changes.
 
     The method makes a callback, datamodule or module do the same in one process, whose batches are the concatenated

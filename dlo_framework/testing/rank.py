@@ -31,15 +31,15 @@ class Streams:
         self._sent: list[Any] = []
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Streams._of, ([DupFd(number) for number in (1, 2)] if hasattr(os, "fork") else [],)
+        return Streams._from_sent, ([DupFd(number) for number in (1, 2)] if hasattr(os, "fork") else [],)
 
     @staticmethod
-    def _of(sent: list[Any]) -> Streams:
+    def _from_sent(sent: list[Any]) -> Streams:
         streams = Streams()
         streams._sent = sent
         return streams
 
-    def take_over(self) -> None:
+    def redirect(self) -> None:
         """Replaces this process's standard output and error by the caller's."""
         for number, sent in zip((1, 2), self._sent, strict=False):
             descriptor = sent.detach()
@@ -95,7 +95,7 @@ def main(rank: int, job: Job, answer: Connection) -> None:
     """Runs one rank; the target function of its process."""
     _end_with_the_parent()
     gc.freeze()  # The server's imports stay in memory that the ranks share: the garbage collector does not write to it.
-    job.streams.take_over()
+    job.streams.redirect()
     faulthandler.enable()  # A rank that dies of SIGSEGV prints its stack.
     os.environ.clear()
     os.environ.update(job.environment)

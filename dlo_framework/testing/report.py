@@ -43,8 +43,8 @@ def summary(comparison: Comparison) -> list[str]:
     lines = _differences(comparison)
     if comparison.double is not None:
         lines += ["", "in double precision:", *(f"  {line}" for line in _differences(comparison.double)), ""]
-    if comparison.alone is not None:
-        lines.append(f"in double precision: not compared ({comparison.alone}); other rounding decides")
+    if comparison.double_refusal is not None:
+        lines.append(f"in double precision: not compared ({comparison.double_refusal}); other rounding decides")
     if comparison.control is not None:
         lines.append(
             f"other rounding alone changes one process by: loss {comparison.control[0]:.1e}, gradient norm"

@@ -28,7 +28,7 @@ from torch.overrides import TorchFunctionMode
 from dlo_framework.batch_transform import BatchTransform
 from dlo_framework.distributed.strategy import use_canonical_checkpoints
 from dlo_framework.rehearsal import BeforeTraining
-from dlo_framework.testing.randomness import prepare_data, prepare_loaders, tell_of_parity
+from dlo_framework.testing.randomness import call_for_parity, prepare_data, prepare_loaders
 from dlo_framework.testing.record import Record, Recorder
 from dlo_framework.watch.monitor import samples_of
 
@@ -172,7 +172,7 @@ def record_training(
         for callback, reason in zip(callbacks, reasons, strict=True)
         if reason
     ]
-    notes += tell_of_parity([model, data, *kept], setting.shares)
+    notes += call_for_parity([model, data, *kept], setting.shares)
     overfit = bool(options.get("overfit_batches"))
     shares = setting.shares if setting.ranks is None else None
     preparing: dict[str, Any] = {"seed": setting.seed, "shares": shares, "shuffle": not overfit, "notes": notes}

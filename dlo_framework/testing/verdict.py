@@ -42,14 +42,14 @@ def verdict(name: str, setting: Setting, *, precision: Any, rtol: float, further
         rtol: Relative difference to allow for losses, norms and metrics.
         further: Whether to ask for further runs; without them, rounding counts as a fault.
     """
-    ranks, one = yield [setting, alone(setting)]
+    ranks, one = yield [setting, single_process_setting(setting)]
     found = compare(name, one, ranks, rtol=rtol)
     if found.within or not further or _is_certain(found, one, ranks):
         return found
     if is_single(precision):
         ranks_double, one_double = yield [
             dataclasses.replace(setting, double=True),
-            dataclasses.replace(alone(setting), double=True),
+            dataclasses.replace(single_process_setting(setting), double=True),
         ]
         failed = next((answer for answer in (ranks_double, one_double) if isinstance(answer, str)), None)
         if failed is None:
@@ -60,22 +60,26 @@ def verdict(name: str, setting: Setting, *, precision: Any, rtol: float, further
             if not double.within:
                 found.double, found.decided, found.hints = double, False, double.hints
                 return found
-            controls = yield [alone(setting, number + 1) for number in range(_CONTROLS)]
+            controls = yield [single_process_setting(setting, number + 1) for number in range(_CONTROLS)]
             found = compare(name, one, ranks, rtol=rtol, controls=controls, factor=_FAR)
             found.double = double
             if not found.within:
                 other = dataclasses.replace(setting, seed=setting.seed + 1)
-                again = yield [other, alone(other), *(alone(other, number + 1) for number in range(_CONTROLS))]
+                again = yield [
+                    other,
+                    single_process_setting(other),
+                    *(single_process_setting(other, number + 1) for number in range(_CONTROLS)),
+                ]
                 found.decided = compare(name, again[1], again[0], rtol=rtol, controls=again[2:], factor=_FAR).within
             return found
-        found.alone = failed
-    controls = yield [alone(setting, number + 1) for number in range(_CONTROLS_ALONE)]
+        found.double_refusal = failed
+    controls = yield [single_process_setting(setting, number + 1) for number in range(_CONTROLS_ALONE)]
     decided = compare(name, one, ranks, rtol=rtol, controls=controls)
-    decided.alone = found.alone
+    decided.double_refusal = found.double_refusal
     return decided
 
 
-def alone(setting: Setting, control: int = 0) -> Setting:
+def single_process_setting(setting: Setting, control: int = 0) -> Setting:
     """Returns the setting of the one process that matches a setting of ranks."""
     return dataclasses.replace(setting, ranks=None, shares=0, control=control)
 

@@ -47,7 +47,7 @@ class StepClock(Profiler):
         """Returns a context that does nothing: fetching is timed through :meth:`start` and :meth:`stop`."""
         return _NOTHING
 
-    def take(self) -> float:
+    def pop_waited(self) -> float:
         """Returns the seconds waited since the last call."""
         waited, self.waited = self.waited, 0.0
         return waited

@@ -179,7 +179,7 @@ class RunMonitor(Callback):
         scalars["speed/step_ms"] = 1000 * seconds / max(1, self._window_steps)
         clock = trainer.profiler  # type: ignore[attr-defined]
         if isinstance(clock, StepClock):
-            scalars["speed/data_wait"] = clock.take() / seconds
+            scalars["speed/data_wait"] = clock.pop_waited() / seconds
         achieved = self.flops.total(self._window_shapes) / seconds if self.flops is not None else 0.0
         if achieved:
             scalars["speed/tflops"] = achieved / 1e12

@@ -121,7 +121,7 @@ class StateReport(Callback):
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
         """Measures the gradients before they are freed."""
         if self.found is None and trainer.global_step >= STEP - 1:
-            self._gradients = float(_held(trainer, pl_module)["gradients"])
+            self._gradients = float(_measure_state(trainer, pl_module)["gradients"])
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -129,9 +129,9 @@ class StateReport(Callback):
         """Completes the measurement, and logs it, once the step is done."""
         if self.found is not None or trainer.global_step < STEP:
             return
-        held = _held(trainer, pl_module)
+        held = _measure_state(trainer, pl_module)
         own = StateBytes(float(held["parameters"]), self._gradients, float(held["optimizer"]), self._activations)
-        self.found = _of_the_fullest(trainer, own)
+        self.found = _max_over_ranks(trainer, own)
         self.formula = _formula(trainer, pl_module)
         scalars = {
             f"memory/state/{name}": value / 1e9 for name, value in asdict(self.found).items() if value is not None
@@ -217,7 +217,7 @@ def _saved_attributes(kind: type) -> list[str]:
     return [name for name in dir(kind) if name.startswith("_raw_saved_")]
 
 
-def _held(trainer: Trainer, module: LightningModule) -> dict[str, float]:
+def _measure_state(trainer: Trainer, module: LightningModule) -> dict[str, float]:
     """Returns the bytes of this rank's parameters, gradients and optimizer state."""
     of_strategy = contract_of(trainer.strategy).state_bytes()
     if of_strategy is not None:
@@ -230,7 +230,7 @@ def _held(trainer: Trainer, module: LightningModule) -> dict[str, float]:
     }
 
 
-def _of_the_fullest(trainer: Trainer, own: StateBytes) -> StateBytes:
+def _max_over_ranks(trainer: Trainer, own: StateBytes) -> StateBytes:
     """Returns the maximum of each figure over all ranks."""
     values = [value or 0.0 for value in asdict(own).values()]
     if trainer.world_size > 1:

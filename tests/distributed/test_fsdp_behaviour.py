@@ -304,7 +304,7 @@ def test_unused_parameters_are_named(ranks: list[dict[str, Any]]) -> None:
     assert "net.now_and_then" in first
     assert "net.now_and_never" in first
     for message in (first, second):
-        assert "got none for net.blocks.0.never.weight, net.blocks.0.never.bias" in message
+        assert "net.blocks.0.never.weight, net.blocks.0.never.bias" in message
         assert "find_unused: true" in message
 
 

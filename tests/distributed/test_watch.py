@@ -127,7 +127,7 @@ def test_of_ranks_that_wait_in_vain_the_one_waited_for_is_to_blame(places, waiti
     with ranks(3, limit=2.0, places=places) as (watches, _, _):
         wait_until(lambda: [peer.place for peer in watches[0]._peers] == places[1:])
         for rank in reversed(waiting):  # Rank 0 last: it waits for the verdict.
-            watches[rank]._told = True
+            watches[rank]._has_reported = True
             watches[0]._waited.setdefault(rank, Failure(rank, 3, "RuntimeError: Timed out"))
         first = watches[0].wait_for_first(20)
         assert first is not None
@@ -291,7 +291,7 @@ class Waiting(Sampler):
         super().__init__()
         self.position, self.seconds = Position(hook, "all_reduce at net.py:7"), seconds
 
-    def look(self, passed: float) -> float:
+    def sample(self, passed: float) -> float:
         return self.seconds
 
 
@@ -429,12 +429,12 @@ def test_a_thread_that_computes_or_sleeps_does_not_wait_for_ranks():
     done = threading.Event()
     sampler = Sampler()
 
-    def look():
+    def sample():
         time.sleep(0.2)
-        found.extend(sampler.look(1.0) for _ in range(2))
+        found.extend(sampler.sample(1.0) for _ in range(2))
         done.set()
 
-    threading.Thread(target=look).start()
+    threading.Thread(target=sample).start()
     done.wait(20)
     assert found == [0.0, 0.0]
     assert position_of(None) == Position()

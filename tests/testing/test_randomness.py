@@ -13,9 +13,9 @@ from torchvision.ops import StochasticDepth
 from dlo_framework.testing.randomness import (
     GlobalBatches,
     SeededDataset,
+    call_for_parity,
     prepare_loaders,
     switch_off_dropout,
-    tell_of_parity,
 )
 from dlo_framework.testing.record import digest
 from dlo_framework.testing.training import permute
@@ -144,8 +144,8 @@ def test_parts_are_asked():
         def for_parity(self, shares: int) -> str | None:
             return f"{shares} shares" if shares > 1 else None
 
-    assert tell_of_parity([Part(), object()], 2) == ["Part: 2 shares"]
-    assert tell_of_parity([Part()], 1) == []
+    assert call_for_parity([Part(), object()], 2) == ["Part: 2 shares"]
+    assert call_for_parity([Part()], 1) == []
 
 
 def test_a_digest_knows_samples_and_not_their_order():
