@@ -1,4 +1,4 @@
-"""``dlo checkpoint``: shows what is in a checkpoint, checks it, turns it into other forms; executes nothing in it."""
+"""``dlo checkpoint``: inspects, verifies, converts and exports a checkpoint, and executes no code from it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ DTYPES = ("float32", "float16", "bfloat16")
 
 
 class _Parser(argparse.ArgumentParser):
-    """argparse, but bad input is a :class:`DloError` for the caller to print."""
+    """ArgumentParser that raises a :class:`DloError` for bad input."""
 
     def error(self, message: str) -> NoReturn:
         raise DloError(f"{message}; see '{self.prog} --help'")
@@ -30,13 +30,13 @@ def main(argv: list[str]) -> int:
     """Runs ``dlo checkpoint``.
 
     Args:
-        argv: the words after ``checkpoint``.
+        argv: Arguments after ``checkpoint``.
 
     Returns:
-        The exit code: 0; 1 if ``verify`` finds damage.
+        Exit code: 0, or 1 if ``verify`` finds damage.
 
     Raises:
-        DloError: on bad input.
+        DloError: If the input is invalid.
     """
     first = argv[0] if argv else "--help"
     if not first.startswith("-") and first not in COMMANDS:
@@ -62,26 +62,26 @@ def _parser() -> argparse.ArgumentParser:
         added.add_argument("path", metavar="PATH", help="a checkpoint")
         return added
 
-    inspect = command("inspect", "show the tensors, the step and the ranks it was written on")
+    inspect = command("inspect", "show the tensors, the step and the number of ranks that wrote it")
     inspect.add_argument("--json", action="store_true", help="print JSON, for machines")
-    verify = command("verify", "check every byte; exit code 1 and the file's name if one is damaged")
-    verify.add_argument("--quick", action="store_true", help="only look for files that are missing or cut off")
-    convert = command("convert", "turn one form of a checkpoint into another, by the endings of the names")
+    verify = command("verify", "check every byte; exit code 1 and the file's name if a file is damaged")
+    verify.add_argument("--quick", action="store_true", help="check only for missing or truncated files")
+    convert = command("convert", "convert a checkpoint to another format, chosen by the file endings")
     convert.add_argument(
         "target",
         metavar="TARGET",
-        help="NAME.safetensors: one file, with the other state beside it; anything else: a checkpoint's folder, or,"
-        " of a folder, NAME.ckpt: a file for Lightning's own Trainer",
+        help="NAME.safetensors: one file, with the remaining state beside it; NAME.ckpt: a file for Lightning's own"
+        " Trainer, from a checkpoint folder; anything else: a checkpoint folder",
     )
-    export = command("export", "write the model alone: its weights to a file of safetensors or of torch, or a folder")
+    export = command("export", "write only the model: its weights as a safetensors or torch file, or a model folder")
     export.add_argument(
         "target",
         metavar="TARGET",
-        help="NAME.safetensors: the weights; NAME.pt, .pth or .bin: likewise, for torch.load; anything else: a folder"
-        " in the form of the task's own library",
+        help="NAME.safetensors: the weights; NAME.pt, .pth or .bin: the weights for torch.load; anything else: a"
+        " folder in the format of the task's library",
     )
-    export.add_argument("--prefix", help="what the names begin with and lose (default: 'model.', where there is one)")
-    export.add_argument("--dtype", choices=DTYPES, help="convert floating weights (default: as they are)")
+    export.add_argument("--prefix", help="prefix to remove from the names (default: 'model.' if present)")
+    export.add_argument("--dtype", choices=DTYPES, help="dtype for floating-point weights (default: unchanged)")
     return parser
 
 
@@ -105,15 +105,15 @@ def _convert(path: Path, target: Path) -> int:
         raise DloError(f"no checkpoint {path}")
     if is_deepspeed_folder(found):
         if target.suffix == ".safetensors":
-            raise DloError(f"{path} is a folder of DeepSpeed's; convert it to a checkpoint's folder first")
+            raise DloError(f"TARGET must be a folder for the DeepSpeed folder {path}, got {target}; remove the ending")
         for note in import_deepspeed(found, target):
             print(f"note: {note}", file=sys.stderr)
         print(f"wrote {target}")
     elif target.suffix == ".safetensors":
         if found.is_file():
             raise DloError(
-                f"{path} is a file; convert it to a checkpoint's folder first, or take its weights alone with"
-                f" `dlo checkpoint export {path} {target}`"
+                f"PATH must be a checkpoint folder for a .safetensors TARGET, got the file {path}; convert it to a"
+                f" folder first, or export its weights alone with `dlo checkpoint export {path} {target}`"
             )
         print(f"wrote {target} and {convert.to_single_file(path, target)}")
     elif path.suffix == ".safetensors" and found.is_file():
@@ -125,11 +125,11 @@ def _convert(path: Path, target: Path) -> int:
         print(f"wrote {target}")
     elif target.suffix == ".ckpt":
         convert.to_lightning(path, target)
-        print(f"wrote {target}, a file of Lightning's")
+        print(f"wrote {target}, a Lightning checkpoint file")
     else:
         raise DloError(
-            f"{path} is a checkpoint's folder; name a TARGET that ends in .safetensors, or in .ckpt for a file of"
-            f" Lightning's, given {target}"
+            f"TARGET must end in .safetensors, or in .ckpt for a Lightning file, to convert the checkpoint folder"
+            f" {path}; got {target}"
         )
     return 0
 
@@ -143,12 +143,12 @@ def _export(path: Path, target: Path, prefix: str | None, dtype: str | None) -> 
         return _export_folder(path, target, prefix, getattr(torch, dtype) if dtype else None)
 
     written, left = export_weights(path, target, prefix=prefix, dtype=getattr(torch, dtype) if dtype else None)
-    print(f"wrote {target}: {written} tensors" + (f"; {left} that are not the model's left out" if left else ""))
+    print(f"wrote {target}: {written} tensors" + (f"; left out {left} that are not part of the model" if left else ""))
     return 0
 
 
 def _export_folder(path: Path, target: Path, prefix: str | None, dtype: Any) -> int:
-    """Lets the task that a checkpoint is of write its folder: it has left its plug-in's name there."""
+    """Exports a model folder through the task whose plug-in name the checkpoint records."""
     from dlo_framework.checkpoint import load
     from dlo_framework.registry import Registry
 
@@ -156,21 +156,20 @@ def _export_folder(path: Path, target: Path, prefix: str | None, dtype: Any) -> 
     about = checkpoint.get("exporter")
     if not isinstance(about, dict) or not isinstance(about.get("plugin"), str):
         raise DloError(
-            f"{path} is of a task that writes no folders; its weights are exported to a file that ends in"
-            f" .safetensors or .pt, given {target}"
+            f"TARGET must end in .safetensors or .pt, got {target}; the task that wrote {path} has no folder export"
         )
     if prefix is not None:
-        raise DloError("--prefix is for a file of weights; a folder has the names that its library knows")
+        raise DloError(f"--prefix must be unset to export a folder, got {prefix}; a folder keeps its library's names")
     task: Any = Registry().load(about["plugin"], "task")
     if not hasattr(task, "export_folder"):
-        raise DloError(f"{about['plugin']} writes no folders; export to a file that ends in .safetensors or .pt")
+        raise DloError(f"TARGET must end in .safetensors or .pt, got {target}; {about['plugin']} has no folder export")
     print(f"wrote {target}: {task.export_folder(checkpoint, target, dtype)}")
     return 0
 
 
 def _inspect(path: Path, *, as_json: bool) -> int:
-    manifest = _manifest(path)
-    tensors = [_record(group, name, t) for group, named in manifest.tensors.items() for name, t in named.items()]
+    manifest = _read_manifest(path)
+    tensors = [_to_json(group, name, t) for group, named in manifest.tensors.items() for name, t in named.items()]
     summary = {
         "path": str(path),
         "step": manifest.step,
@@ -190,8 +189,8 @@ def _inspect(path: Path, *, as_json: bool) -> int:
     return 0
 
 
-def _manifest(path: Path) -> Manifest:
-    """Reads the manifest of a folder, or makes one of a single file's content."""
+def _read_manifest(path: Path) -> Manifest:
+    """Returns the manifest of a checkpoint folder, or one built from the content of a single file."""
     from dlo_framework.checkpoint import locate, read_manifest
     from dlo_framework.checkpoint.torch_file import read_file
 
@@ -209,7 +208,7 @@ def _manifest(path: Path) -> Manifest:
     return manifest_of_lightning(read_file(found, mmap=True), found)
 
 
-def _record(group: str, name: str, tensor: Any) -> dict[str, Any]:
+def _to_json(group: str, name: str, tensor: Any) -> dict[str, Any]:
     from dlo_framework.checkpoint.dtypes import dtype_of
 
     size = math.prod(tensor.shape) * dtype_of(tensor.dtype).itemsize
@@ -230,7 +229,7 @@ def _print(summary: dict[str, Any], tensors: list[dict[str, Any]]) -> None:
             of_group = [t for t in tensors if t["group"] == group]
             numbers = sum(math.prod(t["shape"]) for t in of_group)
             total = human(sum(t["bytes"] for t in of_group))
-            print(f"{group}: {len(of_group)} tensors, {numbers:,} numbers, {total}")
+            print(f"{group}: {len(of_group)} tensors, {numbers:,} elements, {total}")
         print(f"  {'  '.join(cell.ljust(width) for cell, width in zip(row, widths, strict=True))}".rstrip())
     print(f"\nstep {summary['step']}, epoch {summary['epoch']} (the first is 0), saved {summary['saved']}")
     print(f"written on {summary['world_size']} rank{'s' if summary['world_size'] > 1 else ''}", end="")

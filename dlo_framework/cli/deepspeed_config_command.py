@@ -1,4 +1,4 @@
-"""``dlo deepspeed-config``: the DeepSpeed JSON of a config, and the config of a DeepSpeed JSON."""
+"""``dlo deepspeed-config``: translates a config to a DeepSpeed JSON, and a DeepSpeed JSON to a config."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ _HELP = """Translate between a config and a DeepSpeed JSON.
   dlo deepspeed-config --config x.yaml   prints the JSON that the run would use
   dlo deepspeed-config ds.json           prints the JSON as a config
 
-For a strategy other than DeepSpeedBridge the JSON is the nearest one: zero2 is stage 2. No process is started."""
+For a strategy other than DeepSpeedBridge the JSON is the nearest equivalent: zero2 gives stage 2. No process starts."""
 
-_EPILOG = """All other options are those of `dlo fit`: --config, more than once if need be, and any override.
+_EPILOG = """All other options are those of `dlo fit`: --config, once or more, and any override.
 
 exit codes: 0, or 2 for bad input"""
 
@@ -37,7 +37,7 @@ def _parser() -> _Parser:
         allow_abbrev=False,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--ranks", type=int, help="ranks (default: what the config, or the JSON's batch sizes, say)")
+    parser.add_argument("--ranks", type=int, help="number of ranks (default: from the config or the JSON)")
     return parser
 
 
@@ -45,60 +45,60 @@ def main(argv: list[str]) -> int:
     """Runs ``dlo deepspeed-config``.
 
     Args:
-        argv: the words after ``deepspeed-config``.
+        argv: Arguments after ``deepspeed-config``.
 
     Returns:
-        The exit code, 0.
+        Exit code, 0.
 
     Raises:
-        DloError: on bad input.
+        DloError: If the input is invalid.
     """
     options, words = _parser().parse_known_args(argv)
     if options.ranks is not None and options.ranks < 1:
-        raise DloError(f"deepspeed-config: --ranks is at least 1, but was {options.ranks}")
+        raise DloError(f"deepspeed-config: --ranks must be at least 1, got {options.ranks}")
     files = [word for word in words if word.endswith((".json", ".hjson"))]
     if len(words) == 1 and not words[0].startswith("-"):
-        print(_bridge().to_yaml(words[0], options.ranks), end="")
+        print(_load_bridge().to_yaml(words[0], options.ranks), end="")
         return 0
     found = scan(["fit", *words])
     if not found.configs:
-        given = f", and of {' and '.join(files)} one" if files else ""
+        got = " ".join(files) or "neither"
         raise DloError(
-            "deepspeed-config: give a config, --config x.yaml, for its JSON, or one JSON file, ds.json, for its config"
-            f"{given}"
+            "deepspeed-config: the input must be a config (--config x.yaml), to print its JSON, or one JSON file"
+            f" (ds.json), to print its config; got {got}"
         )
     for path, content in found.configs.items():
         if "zero_optimization" in content:
             raise DloError(
-                f"deepspeed-config: {path} is a DeepSpeed JSON, not a config; `dlo deepspeed-config {path}` prints its"
-                " config"
+                f"deepspeed-config: --config must be a config, got the DeepSpeed JSON {path}; to print its config, run"
+                f" `dlo deepspeed-config {path}`"
             )
     print(_to_json(found, options.ranks))
     return 0
 
 
-def _bridge() -> Any:
-    """Returns the class of the bridge, which knows both languages."""
+def _load_bridge() -> Any:
+    """Returns the DeepSpeedBridge class, which translates in both directions."""
     return Registry().load(BRIDGE, "strategy")
 
 
 def _to_json(found: Scan, ranks: int | None) -> str:
-    from dlo_framework.cli.run import prepare
+    from dlo_framework.cli.run import prepare_process
 
-    registry = prepare(found)
+    registry = prepare_process(found)
     from dlo_framework.cli.lightning_cli import ParseError
     from dlo_framework.cli.mesh_cli import MeshCLI
-    from dlo_framework.cli.messages import explain
+    from dlo_framework.cli.messages import explain_parse_error
 
     try:
         cli = MeshCLI(found, ranks, "deepspeed-config")
     except ParseError as error:
-        raise explain(error, found, registry) from None
+        raise explain_parse_error(error, found, registry) from None
     text: str = registry.load(BRIDGE, "strategy").to_json(cli.trainer, cli.trainer_arguments, cli.datamodule)  # type: ignore[attr-defined]
     if json.loads(text)["train_batch_size"] == "auto":
         print(
-            'batch sizes are "auto", which `dlo fit` fills in: what this data loads at once is not known yet;'
-            " for DeepSpeed by itself, write numbers",
+            'batch sizes are "auto", which `dlo fit` fills in: the batch size of this data is not known yet; to use the'
+            " JSON with DeepSpeed alone, write numbers",
             file=sys.stderr,
         )
     return text

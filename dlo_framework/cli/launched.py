@@ -1,8 +1,8 @@
-"""The words that a launcher adds to a command, or that scripts for DeepSpeed take.
+"""Translation of the arguments that launchers and DeepSpeed scripts add to a command line.
 
 DeepSpeed's launcher starts a script as ``dlo --local_rank=1 fit ...``, with the same number in the environment. Scripts
-for DeepSpeed take ``--deepspeed --deepspeed_config ds.json``, which ``deepspeed.add_config_arguments`` defines: people
-have them in their habits and in their job files.
+for DeepSpeed take ``--deepspeed --deepspeed_config ds.json``, which ``deepspeed.add_config_arguments`` defines, so job
+files contain them.
 """
 
 from __future__ import annotations
@@ -11,22 +11,22 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from dlo_framework.errors import DloError
 
-#: The strategy that reads a DeepSpeed JSON, by its short name.
+#: Short name of the strategy that reads a DeepSpeed JSON.
 BRIDGE = "DeepSpeedBridge"
 
 _LOCAL_RANK = ("--local_rank", "--local-rank")
 _SWITCH, _CONFIG = "--deepspeed", "--deepspeed_config"
 
 
-def own_words(words: Sequence[str], environment: Mapping[str, str]) -> list[str]:
-    """Returns a command without a launcher's words, and with DeepSpeed's in dlo's own.
+def translate_launcher_args(words: Sequence[str], environment: Mapping[str, str]) -> list[str]:
+    """Returns a command line without a launcher's arguments, and with DeepSpeed's arguments translated to dlo's.
 
     Args:
-        words: after ``dlo``.
-        environment: where launchers say the rank too.
+        words: Arguments after ``dlo``.
+        environment: Environment variables, in which launchers set the rank too.
 
     Raises:
-        DloError: for a local rank that the environment does not have, or has otherwise, and a config without a file.
+        DloError: If the local rank is missing from the environment or differs from it, or a config has no file.
     """
     result: list[str] = []
     remaining = iter(words)
@@ -45,14 +45,14 @@ def _check_rank(given: str, environment: Mapping[str, str]) -> None:
     known = environment.get("LOCAL_RANK")
     if known is None:
         raise DloError(
-            f"--local_rank {given} is a launcher's word, but LOCAL_RANK is not set: start dlo by `deepspeed` or"
-            " `torchrun`, which set it, or leave the word out and set --trainer.devices"
+            f"--local_rank must come from a launcher that sets LOCAL_RANK, got {given} without it; start dlo with"
+            " `deepspeed` or `torchrun`, or remove --local_rank and set --trainer.devices"
         )
     if given != known:
-        raise DloError(f"--local_rank is {given}, but LOCAL_RANK is {known}; leave --local_rank out")
+        raise DloError(f"--local_rank must equal LOCAL_RANK {known}, got {given}; remove --local_rank")
 
 
 def _strategy(file: str) -> Iterator[str]:
     if not file or file.startswith("-"):
-        raise DloError(f"{_CONFIG} needs a DeepSpeed JSON: {_CONFIG} ds.json")
+        raise DloError(f"{_CONFIG} must be a DeepSpeed JSON, got {file or 'nothing'}; write {_CONFIG} ds.json")
     yield from ("--trainer.strategy.class_path", BRIDGE, "--trainer.strategy.init_args.config", file)

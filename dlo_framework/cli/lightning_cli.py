@@ -1,4 +1,4 @@
-"""LightningCLI as dlo runs it: any model and data by class path, one run folder, checks before anything starts."""
+"""LightningCLI with dlo's defaults: model and data by class path, one run folder, checks before a run starts."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ from dlo_framework.registry import Registry
 from dlo_framework.watch.clock import StepClock
 from dlo_framework.watch.predictions import SavePredictions
 
-#: Keys of dlo's own, beside LightningCLI's.
+#: Seed of a run whose config sets none.
 DEFAULT_SEED = 42
 
 
 class ParseError(Exception):
-    """A command line or config that the parser refuses; :mod:`dlo_framework.cli.messages` explains it.
+    """Error for a command line or config that the parser refuses; :mod:`dlo_framework.cli.messages` explains it.
 
-    Not a ValueError: jsonargparse takes those for "this type does not fit, try the next".
+    It does not derive from ValueError, which jsonargparse reads as "this type does not fit, try the next".
     """
 
     def __init__(self, message: str) -> None:
@@ -46,9 +46,9 @@ class ParseError(Exception):
 
 
 class DloParser(LightningArgumentParser):
-    """Lightning's parser, which raises instead of printing its usage and exiting.
+    """LightningArgumentParser that raises a :class:`ParseError` instead of printing its usage and exiting.
 
-    LightningCLI (2.6.6) calls what jsonargparse 5 removes: here are these calls by what replaces them (4.53).
+    LightningCLI (2.6.6) calls methods that jsonargparse 5 removes; this class defines them by their successors (4.53).
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -58,11 +58,11 @@ class DloParser(LightningArgumentParser):
     def add_instantiator(
         self, instantiator: Callable[..., Any], class_type: Any, subclasses: bool = True, prepend: bool = False
     ) -> None:
-        """Has a function build a class's objects; the first one that fits does."""
+        """Registers a function that instantiates a class; the first one that fits is called."""
         self._builders.insert(0 if prepend else len(self._builders), (instantiator, class_type, subclasses))
 
     def instantiate_classes(self, cfg: Namespace, **kwargs: Any) -> Namespace:
-        """Builds what a config names."""
+        """Instantiates the classes that a config names."""
         return self.instantiate(cfg, instantiators=self._builders, **kwargs)
 
     def dump(self, cfg: Namespace, **kwargs: Any) -> str:
@@ -77,13 +77,13 @@ class DloParser(LightningArgumentParser):
 
 
 class DloCLI(LightningCLI):
-    """LightningCLI with dlo's defaults. See its own documentation for the hooks; here are only the differences.
+    """LightningCLI with dlo's defaults. Only the differences are documented here.
 
     Args:
-        found: the scanned command line; its plug-ins have been imported.
+        found: Scanned command line; its plug-ins have been imported.
     """
 
-    #: What ``--help`` says of the command, where not what Lightning says of the trainer's method.
+    #: Text of ``--help`` for the command; None keeps Lightning's text on the trainer's method.
     description: str | None = None
 
     def __init__(self, found: Scan) -> None:
@@ -110,17 +110,17 @@ class DloCLI(LightningCLI):
         )
 
     def subcommands(self) -> dict[str, set[str]]:  # type: ignore[override]
-        """Returns the one command that was given: building the parsers of the others takes seconds."""
+        """Returns only the command that was given, because building the parsers of the others takes seconds."""
         return {self.command: LightningCLI.subcommands()[self.command]}
 
     def add_core_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
-        """As Lightning's, but data is optional: a LightningModule may bring its own loaders."""
+        """Adds Lightning's arguments, with data optional: a LightningModule may bring its own loaders."""
         parser.add_lightning_class_args(self.trainer_class, "trainer")
         parser.add_lightning_class_args(LightningModule, "model", subclass_mode=True)
         parser.add_lightning_class_args(LightningDataModule, "data", subclass_mode=True, required=False)
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
-        """Adds the keys that are dlo's own."""
+        """Adds dlo's own keys."""
         parser.add_argument(
             "--plugins",
             type=list[str] | str | None,
@@ -131,38 +131,38 @@ class DloCLI(LightningCLI):
             "--run.dir",
             type=str | None,
             default=None,
-            help="the folder that holds all runs (default: trainer.default_root_dir, else runs)",
+            help="folder that holds all runs (default: trainer.default_root_dir, else runs)",
         )
         parser.add_argument(
             "--run.name",
             type=str | None,
             default=None,
-            help="the run's name (default: the config's file name)",
+            help="name of the run (default: the config's file name)",
         )
         parser.add_argument(
             "--run.async_checkpoints",
             type=bool,
             default=False,
-            help="write checkpoints in the background; costs a copy of this rank's share of one",
+            help="write checkpoints in the background; costs memory for a copy of this rank's shard",
         )
         parser.add_argument(
             "--run.checkpoint_format",
             type=Literal["canonical", "lightning"],
             default="canonical",
-            help="lightning: a single file as Lightning itself writes it, under auto and ddp alone",
+            help="lightning: one file in Lightning's own format, under auto and ddp only",
         )
         parser.add_argument(
             "--run.stop_grace",
             type=float,
             default=GRACE,
-            help="seconds that a run which was asked to stop may take no batch and save nothing before it is ended",
+            help="seconds without a batch or a save after which a run that was asked to stop is killed",
         )
 
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
-        """Parses; Lightning warns here about arguments that do not come from ``sys.argv``, and ours need not.
+        """Parses the arguments, without Lightning's warning about arguments that do not come from ``sys.argv``.
 
         Raises:
-            ParseError: with the keys that would have been right.
+            ParseError: If the parser refuses the arguments; holds the known keys.
         """
         try:
             self.config = parser.parse_args(args)
@@ -171,21 +171,20 @@ class DloCLI(LightningCLI):
             raise
 
     def _parse_ckpt_path(self) -> None:
-        """Finds the checkpoint that ``--ckpt_path`` names, and refuses an unsafe one, before anything starts.
+        """Finds the checkpoint that ``--ckpt_path`` names and refuses an unsafe one, before the run starts.
 
-        Lightning's takes the model's hyperparameters from the checkpoint and lets them override the config; dlo
-        does what the config says.
+        Lightning's method lets hyperparameters of the checkpoint override the config; here the config wins.
         """
         config = self.config[self.command]
         if config.ckpt_path == "auto" and self.command == "fit":
             for newest in runs.versions(self._runs())[:1] if runs.is_first_process() else []:
-                run_lock.check_free(newest)  # It may have no checkpoint yet, and be another job's all the same.
+                run_lock.check_free(newest)  # Another job may train in it before its first checkpoint.
             self._found_auto = True
             found = runs.unfinished(self._runs())
             config.ckpt_path = None if found is None else str(found)
         if not config.ckpt_path:
             if self.command != "fit" and runs.is_first_process():
-                print("no --ckpt_path (a path, or last, or best): these are untrained weights", file=sys.stderr)
+                print("no --ckpt_path (a path, last or best): the weights are untrained", file=sys.stderr)
             return
         if config.ckpt_path in ("last", "best"):
             config.ckpt_path = str(runs.find_checkpoint(self._runs(), config.ckpt_path))
@@ -198,8 +197,8 @@ class DloCLI(LightningCLI):
         entry = look(Path(config.ckpt_path)) if self.command == "fit" else None
         if entry is not None and entry.weights_only:
             raise DloError(
-                f"{config.ckpt_path} holds weights alone: a run goes on from a checkpoint that has its optimizer and"
-                " counters too, such as its last"
+                f"ckpt_path must have optimizer state and counters, got {config.ckpt_path} with weights only;"
+                " take the run's last checkpoint"
             )
 
     def _runs(self) -> Path:
@@ -209,14 +208,14 @@ class DloCLI(LightningCLI):
         return Path(config.run.dir or config.trainer.default_root_dir or "runs") / name
 
     def before_instantiate_classes(self) -> None:
-        """Has strategies built by :meth:`_build_strategy`."""
+        """Registers :meth:`_build_strategy` as the builder of strategies."""
         self.parser.add_instantiator(self._build_strategy, Strategy)
 
     def instantiate_classes(self) -> None:
-        """Builds model, data and trainer.
+        """Instantiates model, data and trainer.
 
         Raises:
-            DloError: what a part's constructor or check refuses; jsonargparse wraps it in an error of its own.
+            DloError: If a constructor or a check refuses its arguments; jsonargparse wraps the error in one of its own.
         """
         try:
             super().instantiate_classes()
@@ -227,7 +226,7 @@ class DloCLI(LightningCLI):
             raise cause from error
 
     def _build_strategy(self, cls: type[Strategy], *args: Any, **kwargs: Any) -> Strategy:
-        """Builds one, and keeps what it refuses: of a key's several types jsonargparse raises the first one's error."""
+        """Instantiates a strategy and keeps its error: for a union type jsonargparse raises the first type's error."""
         try:
             return cls(*args, **kwargs)
         except DloError as error:
@@ -235,12 +234,12 @@ class DloCLI(LightningCLI):
             raise
 
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
-        """Builds the trainer with the run's folder, logger, checkpoints and watchers."""
-        self.config[self.command].run.name = self._runs().name  # Kept, so that the saved config names it too.
+        """Builds the trainer with the run folder, logger, checkpoint and monitoring callbacks."""
+        self.config[self.command].run.name = self._runs().name  # So that the saved config has the name too.
         config = self._get(self.config_init, "trainer")
         callbacks = config.get("callbacks") or []
         callbacks = list(callbacks) if isinstance(callbacks, list) else [callbacks]
-        self._check_parts(config)  # Before the run's folder is made: what is refused leaves nothing behind.
+        self._check_parts(config)  # Before the run folder is made, so that a refused config leaves none behind.
         kwargs["plugins"] = _with_checkpoint_io(config.get("plugins"))
         if self.command != "fit" or config.get("fast_dev_run"):
             if config.get("logger") in (None, True):
@@ -272,10 +271,10 @@ class DloCLI(LightningCLI):
         return self._build_trainer(kwargs)
 
     def _lock_run(self, run: Path) -> None:
-        """Takes the lock of the run's folder.
+        """Acquires the lock of the run folder.
 
         Raises:
-            DloError: if another job trains in it, or has started the same run at the same time.
+            DloError: If another job trains in the folder, or started the same run at the same time.
         """
         run_lock.hold(run)
         if self._found_auto and self._resumed_run() is None:
@@ -287,17 +286,17 @@ class DloCLI(LightningCLI):
                 raise
 
     def _config_to_keep(self) -> str:
-        """Returns the config as YAML, to be run again: where this run goes on from is no part of it."""
+        """Returns the config as YAML to run again, without the checkpoint that this run resumed from."""
         config = self.config[self.command].clone()
         config.pop("ckpt_path", None)
-        # Null where the default is another value is a setting too.
+        # A null is kept where the default is another value: it is a setting too.
         return self._parser(self.command).dump(config, skip_unset=False)
 
     def _check_parts(self, config: Any) -> None:
-        """Checks model, data and the trainer's options.
+        """Checks the model, the data and the trainer's options.
 
         Raises:
-            DloError: on what would fail later.
+            DloError: If an option would fail later.
         """
         for part, arguments in ((self.datamodule, ()), (self.model, (self.datamodule,))):
             check = getattr(part, "check", None)
@@ -308,10 +307,13 @@ class DloCLI(LightningCLI):
             check_predict()
         check_strategy(config.get("strategy"))
         if config.get("accumulate_grad_batches", 1) < 1:
-            raise DloError(f"accumulate_grad_batches is at least 1, but was {config['accumulate_grad_batches']}")
+            raise DloError(
+                f"accumulate_grad_batches must be at least 1, got {config['accumulate_grad_batches']};"
+                " 1 switches it off"
+            )
 
     def _predictions(self) -> Path:
-        """Returns where predictions go: into the run of the checkpoint, named after that, unless another is named."""
+        """Returns the path for predictions: in the checkpoint's run folder, unless the config names another."""
         config = self.config[self.command]
         path = Path(config.ckpt_path) if config.ckpt_path else None
         run = path.parent.parent if path is not None and path.parent.name == runs.CHECKPOINTS else None
@@ -320,7 +322,7 @@ class DloCLI(LightningCLI):
         return run / f"predictions-{path.stem if path is not None else 'untrained'}.pt"
 
     def _build_trainer(self, kwargs: dict[str, Any]) -> Trainer:
-        """Builds the trainer; what it refuses is the user's to mend."""
+        """Builds the trainer, and raises its configuration errors as :class:`DloError`."""
         try:
             register_data_parallel()
             trainer = super().instantiate_trainer(**self._with_strategys_arguments(kwargs))
@@ -343,15 +345,15 @@ class DloCLI(LightningCLI):
             raise DloError(f"trainer: {error}") from error
 
     def _check_shares(self, trainer: Trainer) -> None:
-        """Checks that the ranks can share a batch."""
+        """Checks that a batch can be divided among the ranks."""
         check_shares = getattr(self.datamodule, "check_shares", None)
         if check_shares is not None and self.command == "fit":
             check_shares(trainer)
 
     def _with_strategys_arguments(self, kwargs: dict[str, Any]) -> dict[str, Any]:
-        """Returns the trainer's arguments with those that its strategy sets, where the config leaves them open.
+        """Returns the trainer's arguments, with values from its strategy where the config leaves the defaults.
 
-        A strategy that reads a file of its own, such as DeepSpeed's, may find them there.
+        A strategy with a config file of its own, such as DeepSpeed's, may define them there.
         """
         config = self._get(self.config_init, "trainer")
         ask = getattr(config.get("strategy"), "trainer_arguments", None)
@@ -359,7 +361,7 @@ class DloCLI(LightningCLI):
         return {**kwargs, **{key: found[key] for key in found if kwargs.get(key, config[key]) == config[key]}}
 
     def _set_checkpoints(self, trainer: Trainer) -> None:
-        """Has the strategy write checkpoints as the config asks for: in the background, or in Lightning's format."""
+        """Sets how the strategy writes checkpoints: in the background, or in Lightning's format."""
         run = self.config[self.command].run
         if isinstance(trainer.strategy, CanonicalStrategy):
             trainer.strategy.async_checkpoints = run.async_checkpoints
@@ -367,16 +369,16 @@ class DloCLI(LightningCLI):
             trainer.strategy.check_checkpoints()
         elif run.async_checkpoints:
             raise DloError(
-                f"run.async_checkpoints: {type(trainer.strategy).__name__} writes checkpoints of its own kind;"
-                " take auto, ddp, zero1 to zero3 or fsdp, or leave it out"
+                f"run.async_checkpoints must be false under {type(trainer.strategy).__name__}, which writes its own"
+                " checkpoints, got true; set it to false, or use auto, ddp, zero1 to zero3 or fsdp"
             )
 
     def _new_run(self) -> Path:
-        """Makes the folder of a new run."""
+        """Creates the folder of a new run."""
         return runs.new_run(self._runs())
 
     def _resumed_run(self) -> Path | None:
-        """Returns the run folder that ``--ckpt_path`` lies in, if it is one of this config's runs."""
+        """Returns the run folder of ``--ckpt_path`` if it is one of this config's runs, else None."""
         path = self.config[self.command].ckpt_path
         if not path or Path(path).parent.name != runs.CHECKPOINTS:
             return None
@@ -389,7 +391,7 @@ class DloCLI(LightningCLI):
 
 
 def check_ranks(strategy: Strategy, options: Any) -> None:
-    """Raises a DloError for several ranks under a strategy of one, which Lightning (2.6) gives it without a word."""
+    """Raises a DloError for several ranks under a single-device strategy, which Lightning (2.6) accepts silently."""
     devices = options.get("devices")
     if isinstance(devices, str) and "," in devices:
         devices = [device for device in devices.split(",") if device.strip()]
@@ -397,13 +399,13 @@ def check_ranks(strategy: Strategy, options: Any) -> None:
     nodes = int(options.get("num_nodes") or 1)
     if isinstance(strategy, SingleDeviceStrategy) and number * nodes > 1:
         raise DloError(
-            f"{type(strategy).__name__} trains on one device, but trainer.devices is {options.get('devices')} and"
-            f" trainer.num_nodes {nodes}; set both to 1, or take a strategy of several ranks, such as ddp"
+            f"trainer.devices x trainer.num_nodes must be 1 under {type(strategy).__name__}, got"
+            f" {options.get('devices')} x {nodes}; set both to 1, or use a strategy of several ranks, such as ddp"
         )
 
 
 def check_strategy(strategy: Any) -> None:
-    """Raises a DloError, with the nearest match, for a strategy's name that nobody has registered."""
+    """Raises a DloError, with the nearest match, for a strategy name that is not registered."""
     if not isinstance(strategy, str):
         return
     known = ["auto", *StrategyRegistry.available_strategies()]
@@ -411,8 +413,8 @@ def check_strategy(strategy: Any) -> None:
         registered = Registry().names("strategy")
         if strategy in registered:
             raise DloError(
-                f"strategy '{strategy}' is a class, which a config names by class_path: strategy: {{class_path:"
-                f" {strategy}}}, or on the command line --trainer.strategy.class_path {strategy}"
+                f"strategy must be a class_path or a registered name, got the class name '{strategy}'; write strategy:"
+                f" {{class_path: {strategy}}}, or on the command line --trainer.strategy.class_path {strategy}"
             )
         known = list(dict.fromkeys([*known, *registered]))
         shown = [name for name in known if "spawn" not in name and "fork" not in name and "find_unused" not in name]
@@ -422,7 +424,7 @@ def check_strategy(strategy: Any) -> None:
 
 
 def _with_checkpoint_io(plugins: Any) -> list[Any]:
-    """Returns Lightning's ``plugins`` with dlo's checkpoint reader and writer, unless the user brings one."""
+    """Returns Lightning's ``plugins`` with dlo's checkpoint reader and writer, unless the user sets one."""
     given = plugins if isinstance(plugins, list) else [plugins] if plugins is not None else []
     if any(isinstance(plugin, CheckpointIO) for plugin in given):
         return given

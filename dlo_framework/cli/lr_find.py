@@ -1,4 +1,4 @@
-"""``dlo lr-find``: the learning-rate sweep of ``dlo fit``, and no training."""
+"""``dlo lr-find``: the learning-rate sweep of ``dlo fit`` without the training."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ from dlo_framework.errors import DloError, OrderlyEnd
 from dlo_framework.stop import GracefulStop
 from dlo_framework.watch.summary import RunRecord
 
-#: The plug-in that sweeps, by its registered name: the core does not import plug-ins.
+#: Registered name of the plug-in that sweeps: the core does not import plug-ins.
 FINDER = "LRFinder"
-#: The folder in a config's runs that holds its sweeps.
+#: Folder among a config's runs that holds its sweeps.
 SWEEPS = "lr-find"
 
 
 class SweepDone(OrderlyEnd):
-    """The sweep is over, and there is no more to do."""
+    """Exception that ends the run after the sweep."""
 
 
 class LRFindCLI(DloCLI):
-    """``dlo fit`` with the sweep in place of the training: no validation, no checkpoints.
+    """``dlo fit`` with a sweep instead of training, without validation and checkpoints.
 
     Args:
-        found: the scanned command line, with ``fit`` as its command.
-        finder: the plug-in's class.
+        found: Scanned command line, with ``fit`` as its command.
+        finder: Class of the plug-in that sweeps.
     """
 
     description = "Try learning rates before a training, and suggest one; the options are those of `dlo fit`."
@@ -42,7 +42,7 @@ class LRFindCLI(DloCLI):
         super().__init__(found)
 
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
-        """Parses, under the command's own name."""
+        """Parses the arguments; usage lines name ``dlo lr-find``."""
         self._subcommand_parsers[self.command].prog = "dlo lr-find"
         super().parse_arguments(parser, args)
 
@@ -50,20 +50,20 @@ class LRFindCLI(DloCLI):
         """Builds the trainer as ``dlo fit`` does.
 
         Raises:
-            DloError: on options under which there is no sweep.
+            DloError: If an option rules out a sweep.
         """
         if self._get(self.config_init, "trainer").get("fast_dev_run"):
-            raise DloError("lr-find sweeps over a hundred steps or so; remove trainer.fast_dev_run")
+            raise DloError("lr-find: trainer.fast_dev_run must be off for a sweep of about 100 steps; remove it")
         if self.config[self.command].ckpt_path:
-            raise DloError("lr-find begins with the weights that the config names; remove --ckpt_path")
+            raise DloError("lr-find: --ckpt_path must be unset; remove it: a sweep starts from the config's weights")
         return super().instantiate_trainer(**kwargs)
 
     def _new_run(self) -> Path:
-        """Makes the sweep's own folder, beside the runs: their first stays ``version_0``."""
+        """Creates a folder for the sweep under ``lr-find``, so that the first run is still ``version_0``."""
         return runs.new_run(self._runs() / SWEEPS)
 
     def _build_trainer(self, kwargs: dict[str, Any]) -> Trainer:
-        """Takes out what saves and validates, puts the sweep in unless the config names it, and ends after it."""
+        """Builds a trainer that sweeps and then ends: callbacks that save are removed, validation is off."""
         saves = [each for each in kwargs["callbacks"] if isinstance(each, Checkpoint | EndCheckpoint)]
         stop = [each for each in saves if isinstance(each, GracefulStop)]
         callbacks = [each for each in kwargs["callbacks"] if each not in saves and not isinstance(each, RunRecord)]
@@ -75,21 +75,21 @@ class LRFindCLI(DloCLI):
         for finder in finders:
             finder.apply = False
         kwargs["callbacks"] = [*callbacks, _ConfigRecord(record.folder, record.config, record.monitor), _End(), *stop]
-        # GracefulStop counts as what saves, and saves nothing before the first step.
+        # GracefulStop is a Checkpoint callback, but saves nothing before the first step.
         kwargs |= {"enable_checkpointing": bool(stop), "num_sanity_val_steps": 0, "limit_val_batches": 0}
         return super()._build_trainer(kwargs)
 
 
 class _ConfigRecord(RunRecord):
-    """Writes the config, and no summary of a training that there was not."""
+    """Writes the config, and no summary: there was no training."""
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Writes nothing."""
 
 
 class _End(Callback):
-    """Ends the run where the first epoch begins: the sweep has taken its place before all other callbacks."""
+    """Ends the run at the start of the first epoch; the sweep ran in an earlier callback."""
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Raises :class:`SweepDone`: a run that stopped by itself would call the hooks of an epoch's end."""
+        """Raises :class:`SweepDone`: ``trainer.should_stop`` would still call the hooks of the epoch's end."""
         raise SweepDone

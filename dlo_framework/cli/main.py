@@ -1,4 +1,4 @@
-"""The entry point of ``dlo``: it looks at the first word and imports only what that word needs."""
+"""Entry point of ``dlo``: dispatches on the command and imports only what that command needs."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import signal
 import sys
 
 from dlo_framework._version import __version__
-from dlo_framework.cli.launched import own_words
+from dlo_framework.cli.launched import translate_launcher_args
 from dlo_framework.errors import DloError, did_you_mean, worker_message
 
 RUN_COMMANDS = {
@@ -20,9 +20,9 @@ RUN_COMMANDS = {
 OTHER_COMMANDS = {
     "lr-find": "try learning rates before a training, and suggest one",
     "checkpoint": "show, check, convert or export a checkpoint",
-    "mesh": "draw which rank holds what of a model, without starting any",
-    "deepspeed-config": "print the DeepSpeed JSON of a config, or the config of a DeepSpeed JSON",
-    "parity": "train on several ranks and as one process, and compare the two step by step",
+    "mesh": "draw which rank holds which shards of a model, without starting a process",
+    "deepspeed-config": "translate a config to a DeepSpeed JSON, or a DeepSpeed JSON to a config",
+    "parity": "train on several ranks and as one process, and compare step by step",
     "plugins": "list the plug-ins, show one, or write a new one",
     "configs": "list the shipped configs, or print one",
 }
@@ -35,8 +35,8 @@ commands:
 {commands}
 
 options:
-  -h, --help   this text; `dlo COMMAND --help` has the options of a command
-  --version    the versions of dlo and of everything under it
+  -h, --help   show this text; `dlo COMMAND --help` shows the options of a command
+  --version    show the versions of dlo and of the libraries it uses
 
 examples:
   dlo fit --config quickstart
@@ -54,16 +54,16 @@ def main(argv: list[str] | None = None) -> int:
     """Runs ``dlo``.
 
     Args:
-        argv: the words after ``dlo``; the process's own where None.
+        argv: Arguments after ``dlo``; None reads ``sys.argv``.
 
     Returns:
-        The exit code: 0 on success, 2 for bad input, 130 and 143 after Ctrl-C and SIGTERM.
+        Exit code: 0 on success, 2 for bad input, 130 after Ctrl-C, 143 after SIGTERM.
     """
     if argv is None and sys.stderr is not None:
-        faulthandler.enable()  # A crash in torch or below says which line of Python led to it.
+        faulthandler.enable()  # A crash in native code prints the Python line that led to it.
     words = sys.argv[1:] if argv is None else argv
     try:
-        return _dispatch(own_words(words, os.environ))
+        return _dispatch(translate_launcher_args(words, os.environ))
     except DloError as error:
         return _refuse(error)
     except KeyboardInterrupt:
@@ -73,7 +73,7 @@ def main(argv: list[str] | None = None) -> int:
             return _interrupted(own_process=argv is None)
         raise
     except BrokenPipeError:
-        # The reader of our output has gone. For `dlo plugins | head` that is no error; it has cut a training short.
+        # The reader of stdout has ended: harmless for `dlo plugins | head`, but a training was cut short.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 128 + signal.SIGPIPE if words and words[0] in RUN_COMMANDS else 0
 
@@ -123,8 +123,8 @@ def _dispatch(words: list[str]) -> int:
 
 
 def _interrupted(*, own_process: bool) -> int:
-    """Reports Ctrl-C. A process of dlo's own that has imported torch ends here: an orderly exit takes seconds."""
-    print(f"dlo {__version__}: interrupted at once; what was saved before is whole", file=sys.stderr)
+    """Reports Ctrl-C. A dlo process that has imported torch ends here, because an orderly exit takes seconds."""
+    print(f"dlo {__version__}: interrupted; checkpoints saved before the interrupt are complete", file=sys.stderr)
     code = 128 + signal.SIGINT
     failure = sys.modules.get("dlo_framework.distributed.failure")
     if own_process and failure is not None:

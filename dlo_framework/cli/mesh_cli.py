@@ -1,4 +1,4 @@
-"""The command line of ``dlo fit`` for looking at its run: everything is built on CPUs that need not exist."""
+"""Command line of ``dlo fit`` that builds the parts of a run on simulated CPU ranks, to inspect them."""
 
 from __future__ import annotations
 
@@ -17,62 +17,64 @@ class MeshCLI(DloCLI):
     """``dlo fit`` up to its trainer, without callbacks, loggers and a run folder.
 
     Args:
-        found: the scanned command line, with ``fit`` as its command.
-        ranks: in place of the trainer's devices on all nodes; None leaves these.
-        word: the command that looks.
+        found: Scanned command line, with ``fit`` as its command.
+        ranks: Number of ranks, in place of the trainer's devices x nodes; None keeps those.
+        word: Command that inspects the run, for messages.
 
     Raises:
-        DloError: on what a part refuses: the strategy, above all, where the mesh does not fit the ranks or the model.
+        DloError: If a part refuses its options; above all, if the mesh does not fit the ranks or the model.
     """
 
     def __init__(self, found: Scan, ranks: int | None, word: str = "mesh") -> None:
         self._ranks, self._word = ranks, word
-        #: The trainer's arguments as the config has them.
+        #: Arguments of the trainer as the config has them.
         self.trainer_arguments: dict[str, Any] = {}
         quiet()
         super().__init__(found)
 
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
-        """Parses, under the command's own name."""
+        """Parses the arguments; usage lines name the command."""
         self._subcommand_parsers[self.command].prog = f"dlo {self._word}"
         super().parse_arguments(parser, args)
 
     def _parse_ckpt_path(self) -> None:
-        """Looks for no checkpoint: what is looked at does not depend on one."""
+        """Does nothing: the inspected parts do not depend on a checkpoint."""
 
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
-        """Builds the trainer on as many CPU processes as the run has ranks; none of them is started."""
+        """Builds the trainer on as many simulated CPU ranks as the run has; none of them is started."""
         config = self._get(self.config_init, "trainer")
         check_strategy(config.get("strategy"))
         check_model = getattr(self.model, "check", None)
         if callable(check_model):
-            check_model(self.datamodule)  # A task may learn from it how many classes there are.
+            check_model(self.datamodule)  # A task may read its number of classes from the data.
         self.trainer_arguments = dict(config)
-        devices, nodes = ranks_and_nodes(config.get("devices"), config.get("num_nodes") or 1, self._ranks, self._word)
+        devices, nodes = count_ranks_and_nodes(
+            config.get("devices"), config.get("num_nodes") or 1, self._ranks, self._word
+        )
         kwargs |= {"accelerator": "cpu", "devices": devices, "num_nodes": nodes}
         kwargs |= {"callbacks": [], "logger": False, "enable_checkpointing": False, "profiler": None}
         if config.get("precision") in ("16-mixed", 16, "16"):
-            kwargs["precision"] = "bf16-mixed"  # Lightning has the other on accelerators alone; both hold as much.
+            kwargs["precision"] = "bf16-mixed"  # Lightning takes fp16 on accelerators only; the bytes are the same.
         return self._build_trainer(kwargs)
 
     def _check_shares(self, trainer: Trainer) -> None:
-        """Checks no batch: of a world that is looked at, none has been chosen yet."""
+        """Does nothing: the batch size of the simulated ranks has not been chosen yet."""
 
     def _run_subcommand(self, subcommand: str) -> None:
-        """Runs nothing: Lightning (2.6) would start the command as the last thing of its constructor."""
+        """Does nothing: Lightning (2.6) would start the command at the end of its constructor."""
 
 
-def ranks_and_nodes(devices: Any, nodes: int, ranks: int | None, word: str = "mesh") -> tuple[int, int]:
-    """Returns the ranks of a node, and how many nodes there are.
+def count_ranks_and_nodes(devices: Any, nodes: int, ranks: int | None, word: str = "mesh") -> tuple[int, int]:
+    """Returns the number of ranks of a node, and the number of nodes.
 
     Args:
-        devices: of the trainer's config: a number, or their numbers, or what depends on the machine.
-        nodes: of the trainer's config.
-        ranks: of all nodes together, in place of these; nodes then stay as large as they are, where that goes.
-        word: the command that asks.
+        devices: Devices of the trainer's config: a number, a list of indices, or a name such as ``auto``.
+        nodes: Number of nodes of the trainer's config.
+        ranks: Number of ranks of all nodes, in place of both; the node size is kept where it divides ``ranks``.
+        word: Command that asks, for messages.
 
     Raises:
-        DloError: if the number depends on the machine, and no ranks are given.
+        DloError: If the number of devices depends on the machine and ``ranks`` is None.
     """
     if isinstance(devices, list | tuple):
         number = len(devices)
@@ -82,7 +84,7 @@ def ranks_and_nodes(devices: Any, nodes: int, ranks: int | None, word: str = "me
         return (number, ranks // number) if number and ranks % number == 0 else (ranks, 1)
     if number < 1:
         raise DloError(
-            f"{word}: trainer.devices: {devices} depends on the machine that a run is on; say how many ranks there will"
-            " be: --ranks 8, or --trainer.devices 8"
+            f"{word}: trainer.devices must be a number to draw without the machine, got {devices}; set the ranks:"
+            " --ranks 8, or --trainer.devices 8"
         )
     return number, nodes

@@ -1,4 +1,4 @@
-"""``dlo mesh``: the mesh of a config, drawn without starting a process."""
+"""``dlo mesh``: draws the mesh of a config without starting a process."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from dlo_framework.errors import DloError
 if TYPE_CHECKING:
     from dlo_framework.cli.mesh_cli import MeshCLI
 
-_HELP = """Draw the mesh of a config: which rank lies where on the axes, and what it holds of the model.
+_HELP = """Draw the mesh of a config: the coordinates of each rank on the axes, and its shards of the model.
 
-No process is started, and neither weights nor data are read: the model is built without memory."""
+No process is started, and no weights or data are read: the model is built on the meta device."""
 
-_EPILOG = """All other options are those of `dlo fit`: --config, more than once if need be, and any override, such as
+_EPILOG = """All other options are those of `dlo fit`: --config, once or more, and any override, such as
 --trainer.strategy.init_args.tp 4.
 
-exit codes: 0, or 2 for bad input, a mesh that the model or the ranks do not fit among it"""
+exit codes: 0, or 2 for bad input, such as a mesh that does not fit the model or the ranks"""
 
 
 class _Parser(argparse.ArgumentParser):
@@ -36,8 +36,8 @@ def _parser() -> _Parser:
         allow_abbrev=False,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--ranks", type=int, help="ranks (default: the config's trainer.devices x trainer.num_nodes)")
-    parser.add_argument("--json", action="store_true", help="print it as one JSON object")
+    parser.add_argument("--ranks", type=int, help="number of ranks (default: trainer.devices x trainer.num_nodes)")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
     return parser
 
 
@@ -45,46 +45,46 @@ def main(argv: list[str]) -> int:
     """Runs ``dlo mesh``.
 
     Args:
-        argv: the words after ``mesh``.
+        argv: Arguments after ``mesh``.
 
     Returns:
-        The exit code, 0.
+        Exit code, 0.
 
     Raises:
-        DloError: on bad input, a strategy without a mesh, and a mesh that does not fit.
+        DloError: If the input is invalid, the strategy has no mesh, or the mesh does not fit.
     """
     options, words = _parser().parse_known_args(argv)
     if options.ranks is not None and options.ranks < 1:
-        raise DloError(f"mesh: --ranks is at least 1, but was {options.ranks}")
+        raise DloError(f"mesh: --ranks must be at least 1, got {options.ranks}")
     found = scan(["fit", *words])
     if not found.configs:
-        raise DloError("mesh: no --config; name the one whose mesh is to be drawn: --config x.yaml")
-    cli = _open(found, options.ranks)
+        raise DloError("mesh: --config must name a config, got none; add --config x.yaml")
+    cli = _build_cli(found, options.ranks)
     strategy = cli.trainer.strategy
     description = contract_of(strategy).describe(cli.model, cli.datamodule)
     if description is None:
         raise DloError(
-            f"strategy must be MeshStrategy or FSDPStrategy, got {type(strategy).__name__}; `dlo mesh` draws only"
-            " those: --trainer.strategy mesh, fsdp or hsdp"
+            f"mesh: strategy must be MeshStrategy or FSDPStrategy, got {type(strategy).__name__}; set"
+            " --trainer.strategy mesh, fsdp or hsdp"
         )
     print(json.dumps(description.to_json(), indent=1) if options.json else description.text())
     return 0
 
 
-def _open(found: Scan, ranks: int | None) -> MeshCLI:
-    """Returns the command line with its parts built and checked.
+def _build_cli(found: Scan, ranks: int | None) -> MeshCLI:
+    """Returns the command line after its parts are built and checked.
 
     Raises:
-        DloError: on what the parser, the trainer or the strategy refuses.
+        DloError: If the parser, the trainer or the strategy refuses the config.
     """
-    from dlo_framework.cli.run import prepare
+    from dlo_framework.cli.run import prepare_process
 
-    registry = prepare(found)
+    registry = prepare_process(found)
     from dlo_framework.cli.lightning_cli import ParseError
     from dlo_framework.cli.mesh_cli import MeshCLI
-    from dlo_framework.cli.messages import explain
+    from dlo_framework.cli.messages import explain_parse_error
 
     try:
         return MeshCLI(found, ranks)
     except ParseError as error:
-        raise explain(error, found, registry) from None
+        raise explain_parse_error(error, found, registry) from None

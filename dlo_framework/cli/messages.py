@@ -1,8 +1,8 @@
-"""Saying what is wrong with a config: the file, the key, what was given, and the nearest that would be right.
+"""Error messages for a config that jsonargparse refuses: file, key, value, and the nearest valid name.
 
-jsonargparse finds that something is wrong; its text tells types of types. So, once it has refused, the configs are
-walked again by the classes' own signatures, and the first fault that a reader can act on is told. Only what the
-walk does not know, wrong types mostly, is taken from jsonargparse's text, in one line.
+jsonargparse detects the error, but its text describes types. So, after it has refused, this module walks the configs
+again, checks them against the constructors' signatures, and reports the first fault that a user can act on. Faults that
+the walk does not cover, mostly wrong types, are taken from jsonargparse's text and printed on one line.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from dlo_framework.cli.scan import Scan
 from dlo_framework.errors import DloError, did_you_mean, dlo_error_in
 from dlo_framework.registry import Registry
 
+#: Kind of plug-in that the class under a key must be.
 #: What the class named under a key must be.
 KINDS = {
     "model": "task",
@@ -27,83 +28,86 @@ KINDS = {
 }
 
 
-def explain(error: ParseError, found: Scan, registry: Registry) -> DloError:
+def explain_parse_error(error: ParseError, found: Scan, registry: Registry) -> DloError:
     """Returns the message for a command line or config that the parser refused."""
     cause = dlo_error_in(error)
     if cause is not None:
         return cause
     known = error.known_keys
     for path, config in found.configs.items():
-        fault = next(_faults(config, known, registry), None)
+        fault = next(_find_faults(config, known, registry), None)
         if fault:
             return DloError(f"{path}: {fault}")
-    keys, given = _named(str(error))
+    keys, given = _find_key_and_value(str(error))
     if keys in KINDS and given.isidentifier():
-        return registry.unknown(given, KINDS[keys], others=_imported_names(KINDS[keys]))
+        return registry.unknown(given, KINDS[keys], others=_list_imported_names(KINDS[keys]))
     if keys in KINDS and re.fullmatch(r"[\w.]+", given):
-        fault = next(_class_faults(keys, given, given, registry), None)
+        fault = next(_find_class_faults(keys, given, given, registry), None)
         if fault:
             return DloError(fault)
     nested = re.match(r"NestedArg\(key='([^']+)'", given)
     if nested:
-        return DloError(_unknown_argument(keys, nested.group(1), found, registry))
-    return DloError(_in_one_line(str(error), known))
+        return DloError(_explain_unknown_argument(keys, nested.group(1), found, registry))
+    return DloError(_format_in_one_line(str(error), known))
 
 
-def _faults(config: dict[str, Any], known: list[str], registry: Registry) -> Iterator[str]:
+def _find_faults(config: dict[str, Any], known: list[str], registry: Registry) -> Iterator[str]:
     for name in config:
         if not any(key == name or key.startswith(f"{name}.") for key in known):
-            yield _unknown_key(name, known)
+            yield _explain_unknown_key(name, known)
     trainer = config.get("trainer")
     if isinstance(trainer, dict):
         for name in trainer:
             if f"trainer.{name}" not in known:
-                yield _unknown_key(f"trainer.{name}", known)
-    for key, value in _walk(config):
+                yield _explain_unknown_key(f"trainer.{name}", known)
+    for key, value in _iterate_values(config):
         named = value.get("class_path") if isinstance(value, dict) else value if key in KINDS else None
         if isinstance(named, str):
-            yield from _class_faults(key, named, value, registry)
+            yield from _find_class_faults(key, named, value, registry)
 
 
-def _walk(content: Any, key: str = "") -> Iterator[tuple[str, Any]]:
+"""Yields (dotted key, value) for everything in nested mappings and lists; a list's items have the list's key."""
+
+
+def _iterate_values(content: Any, key: str = "") -> Iterator[tuple[str, Any]]:
     """Yields (dotted key, value) of everything in a nest; a list's items have the list's key."""
     if isinstance(content, dict):
         if key:
             yield key, content
         for name, value in content.items():
-            yield from _walk(value, f"{key}.{name}" if key else str(name))
+            yield from _iterate_values(value, f"{key}.{name}" if key else str(name))
     elif isinstance(content, list):
         for value in content:
-            yield from _walk(value, key)
+            yield from _iterate_values(value, key)
     else:
         yield key, content
 
 
-def _class_faults(key: str, class_path: str, value: Any, registry: Registry) -> Iterator[str]:
+def _find_class_faults(key: str, class_path: str, value: Any, registry: Registry) -> Iterator[str]:
     kind = KINDS.get(key)
     if kind == "strategy" and isinstance(value, str):
-        return  # A name of Lightning's registry; the trainer knows those.
+        return  # A name in Lightning's registry, which the trainer checks.
     if kind == "strategy" and class_path in registry.names(kind):
         plugin = registry.get(class_path, kind)
         if class_path != plugin.name:
             yield (
-                f"'{class_path}' is no class, but a name for {plugin.name} with arguments: write {key.split('.')[-1]}:"
-                f" {class_path}, or class_path: {plugin.name} with init_args of your own"
+                f"class_path must be a class, got '{class_path}', an alias of {plugin.name} with preset arguments;"
+                f" write {key.split('.')[-1]}: {class_path}, or class_path: {plugin.name} with init_args"
             )
     try:
         cls = _find_class(class_path, kind, registry)
     except DloError as error:
         yield str(error)
         return
-    base = _bases().get(kind or "")
+    base = _get_base_classes().get(kind or "")
     if cls is not None and base is not None and not issubclass(cls, base):
-        yield f"class_path '{class_path}' is no {base.__name__}, which {key} takes"
+        yield f"{key} must be a {base.__name__}, got class_path '{class_path}', which does not derive from it"
     if cls is None or not isinstance(value, dict):
         return
     for name in value:
         if name not in ("class_path", "init_args", "dict_kwargs"):
             yield f"unknown key '{key}.{name}'{did_you_mean(name, ['class_path', 'init_args'])}"
-    accepted = parameters(cls)
+    accepted = list_parameters(cls)
     for name in value.get("init_args") or {}:
         if accepted is not None and name not in accepted:
             yield (
@@ -113,15 +117,15 @@ def _class_faults(key: str, class_path: str, value: Any, registry: Registry) -> 
 
 
 def _find_class(class_path: str, kind: str | None, registry: Registry) -> type | None:
-    """Returns the class that a class path names; None where this walk cannot tell.
+    """Returns the class that a class path names; None where this walk cannot resolve it.
 
     Raises:
-        DloError: if there is no such class, or it may not be named.
+        DloError: If the class does not exist, or a config may not name it.
     """
     if "." not in class_path:
         if class_path in registry.names():
             return registry.load(class_path, kind)
-        found = _imported_subclass(class_path, kind)
+        found = _find_imported_subclass(class_path, kind)
         if found is None and kind is not None:
             raise registry.unknown(class_path, kind)
         return found
@@ -138,46 +142,46 @@ def _find_class(class_path: str, kind: str | None, registry: Registry) -> type |
     return found if inspect.isclass(found) else None
 
 
-def _imported_subclass(name: str, kind: str | None) -> type | None:
+def _find_imported_subclass(name: str, kind: str | None) -> type | None:
     """Returns an imported class by short name, Lightning's own ``ModelCheckpoint`` say, as jsonargparse does."""
-    return _imported_subclasses(kind).get(name)
+    return _list_imported_subclasses(kind).get(name)
 
 
-def _imported_names(kind: str) -> list[str]:
+def _list_imported_names(kind: str) -> list[str]:
     """Returns the short names of imported classes of a kind that a config may want: Lightning's own."""
-    found = _imported_subclasses(kind).items()
+    found = _list_imported_subclasses(kind).items()
     return [name for name, cls in found if cls.__module__.startswith("lightning.") and not name.startswith("_")]
 
 
-def _unknown_argument(key: str, name: str, found: Scan, registry: Registry) -> str:
+def _explain_unknown_argument(key: str, name: str, found: Scan, registry: Registry) -> str:
     """Returns the message for ``--model.init_args.lrr``, with the nearest argument of the class under the key."""
     name = name.removeprefix("init_args.")
-    given = _class_given(key, found)
+    given = _find_class_path(key, found)
     alias = next((plugin for plugin in registry.plugins() if given in plugin.names and given != plugin.name), None)
     if alias is not None:
         return (
-            f"'{key}.{name}': '{given}' is a short name that takes no options; name the class to set them:"
+            f"'{key}.{name}' must follow a class, got the alias '{given}', which takes no options; name the class:"
             f" --{key} {alias.name} --{key}.{name} ..."
         )
     cls = _find_class(given, KINDS.get(key), registry) if given else None
-    accepted = parameters(cls) if cls is not None else None
+    accepted = list_parameters(cls) if cls is not None else None
     if cls is None or not accepted:
         return f"unknown key '{key}.{name}'"
     message = f"unknown key '{key}.{name}' of {cls.__name__}{did_you_mean(name, accepted) or ';'} it takes: "
     message += ", ".join(accepted)
-    if any(isinstance(_at(config, key), list) for config in found.configs.values()):
-        message += f"; the command line means the last of a list: set the others' options in the config, under {key}"
+    if any(isinstance(_get_value(config, key), list) for config in found.configs.values()):
+        message += f"; the command line sets the last of a list: set options of the others in the config, under {key}"
     return message
 
 
-def _class_given(key: str, found: Scan) -> str:
+def _find_class_path(key: str, found: Scan) -> str:
     """Returns the class that the command line, or else the last config, names under a key; the last of a list."""
     words = found.argv
     for position in reversed(range(len(words) - 1)):
         if words[position].rstrip("+") in (f"--{key}", f"--{key}.class_path"):
             return words[position + 1]
     for config in reversed(found.configs.values()):
-        value = _at(config, key)
+        value = _get_value(config, key)
         value = value[-1] if isinstance(value, list) and value else value
         value = value.get("class_path") if isinstance(value, dict) else value
         if isinstance(value, str):
@@ -185,14 +189,14 @@ def _class_given(key: str, found: Scan) -> str:
     return ""
 
 
-def _at(config: Any, key: str) -> Any:
+def _get_value(config: Any, key: str) -> Any:
     """Returns what a config has under a dotted key; None where it has nothing."""
     for name in key.split("."):
         config = config.get(name) if isinstance(config, dict) else None
     return config
 
 
-def _bases() -> dict[str, type]:
+def _get_base_classes() -> dict[str, type]:
     """Returns the class that those of a kind derive from."""
     from lightning.pytorch import Callback, LightningDataModule, LightningModule
     from lightning.pytorch.strategies import Strategy
@@ -200,9 +204,9 @@ def _bases() -> dict[str, type]:
     return {"callback": Callback, "task": LightningModule, "data": LightningDataModule, "strategy": Strategy}
 
 
-def _imported_subclasses(kind: str | None) -> dict[str, type]:
+def _list_imported_subclasses(kind: str | None) -> dict[str, type]:
     """Returns the imported classes of a kind by short name."""
-    bases = _bases()
+    bases = _get_base_classes()
     stack: list[type] = [bases[kind]] if kind in bases else []
     seen: dict[str, type] = {}
     while stack:
@@ -213,7 +217,7 @@ def _imported_subclasses(kind: str | None) -> dict[str, type]:
     return seen
 
 
-def parameters(cls: type) -> list[str] | None:
+def list_parameters(cls: type) -> list[str] | None:
     """Returns the names that a class's constructor takes, inherited ones too; None where it takes any."""
     names: list[str] = []
     for base in inspect.getmro(cls):
@@ -230,7 +234,7 @@ def parameters(cls: type) -> list[str] | None:
     return names or None
 
 
-def _unknown_key(key: str, known: list[str]) -> str:
+def _explain_unknown_key(key: str, known: list[str]) -> str:
     """Returns ``unknown key 'trainer.max_epoch'; did you mean 'max_epochs'?``."""
     parent, _, name = key.rpartition(".")
     prefix = f"{parent}." if parent else ""
@@ -238,34 +242,35 @@ def _unknown_key(key: str, known: list[str]) -> str:
     return f"unknown key '{key}'{did_you_mean(name, siblings)}"
 
 
-def _in_one_line(message: str, known: list[str]) -> str:
-    """Returns jsonargparse's text as one line: key, what was expected, what was given."""
+def _format_in_one_line(message: str, known: list[str]) -> str:
+    """Returns jsonargparse's text as one line: key, expected type, value."""
     option = re.search(r"does not accept option '([^']+)'", message)
     if option:
-        return _unknown_key(option.group(1), known)
+        return _explain_unknown_key(option.group(1), known)
     stray = re.search(r"unrecognized arguments: (\S+)", message)
     if stray:
         name = stray.group(1).split("=")[0]
         return f"unknown option '{name}'{did_you_mean(name, [f'--{key}' for key in known])}"
     missing = re.search(r"arguments? (?:is|are) required: (?:\w+\.)?(\w+)", message)
     if missing:
-        return f"no {missing.group(1)}: name one in a config (--config x.yaml) or by --{missing.group(1)} ClassName"
-    keys, given = _named(message)
+        name = missing.group(1)
+        return f"{name} must be set, got none; set it in a config (--config x.yaml) or by --{name} ClassName"
+    keys, given = _find_key_and_value(message)
     expected = dict.fromkeys(re.findall(r"Expected an? (.+?)(?:\. Got value.*)?$", message, flags=re.MULTILINE))
     if keys and expected and given:
-        types = " or ".join(_plain(text) for text in expected if "NoneType" not in text) or "something else"
-        return f"{keys}: expected {types}, but was {given!r}"
+        types = " or ".join(_simplify_type(text) for text in expected if "NoneType" not in text) or "something else"
+        return f"{keys} must be {types}, got {given!r}"
     return " ".join(message.split())
 
 
-def _named(message: str) -> tuple[str, str]:
+def _find_key_and_value(message: str) -> tuple[str, str]:
     """Returns the dotted key and the value that jsonargparse's text names; empty where it names none."""
     keys = ".".join(re.findall(r'Parser key "([^"]+)"', message))
     given = re.search(r"(?:Given value|Got value): (.*)", message)
     return keys, given.group(1).strip() if given else ""
 
 
-def _plain(text: str) -> str:
+def _simplify_type(text: str) -> str:
     """Returns ``int`` for ``<class 'int'>``, and the choices of a ``typing.Literal``."""
     choices = re.match(r"typing\.Literal\[(.*)\]", text)
     if choices:

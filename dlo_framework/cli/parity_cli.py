@@ -1,4 +1,4 @@
-"""The command line of ``dlo fit`` for comparisons: parsed once, and built and trained as often as it takes."""
+"""Command line of ``dlo fit`` for ``dlo parity``: parsed once, then built and trained several times."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class ParityCLI(DloCLI):
     """``dlo fit`` that builds nothing until :meth:`train`, and makes no run folder.
 
     Args:
-        found: the scanned command line, with ``fit`` as its command.
+        found: Scanned command line, with ``fit`` as its command.
     """
 
     def __init__(self, found: Scan) -> None:
@@ -28,32 +28,32 @@ class ParityCLI(DloCLI):
         super().__init__(found)
         config = self.config[self.command]
         if config.ckpt_path:
-            raise DloError("parity begins with the weights that the config names; remove --ckpt_path")
+            raise DloError("parity: --ckpt_path must be unset; remove it: both runs start from the config's weights")
         check_strategy(config.trainer.strategy)
         self._is_open = True
 
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
-        """Parses, under the command's own name."""
+        """Parses the arguments; usage lines name ``dlo parity``."""
         self._subcommand_parsers[self.command].prog = "dlo parity"
         super().parse_arguments(parser, args)
 
     def instantiate_classes(self) -> None:
-        """Builds model and data, once :meth:`train` asks for them."""
+        """Builds model and data when :meth:`train` or :meth:`check` calls it, not in the constructor."""
         if self._is_open:
             super().instantiate_classes()
 
     def instantiate_trainer(self, **kwargs: Any) -> Any:
-        """Checks the parts; the trainer is made with what records it."""
+        """Checks the parts; :meth:`train` builds the trainer, with what records it."""
         self._check_parts(self._get(self.config_init, "trainer"))
 
     def _run_subcommand(self, subcommand: str) -> None:
-        """Runs nothing: Lightning (2.6) would start the command as the last thing of its constructor."""
+        """Does nothing: Lightning (2.6) would start the command at the end of its constructor."""
 
     def train(self, setting: Setting) -> Record:
-        """Builds everything anew, trains, and returns what happened.
+        """Builds model, data and trainer again, trains, and returns the record of the training.
 
         Raises:
-            DloError: on what the trainer or a part refuses.
+            DloError: If the trainer or a part refuses its options.
         """
         seed_everything(setting.seed, workers=True, verbose=False)
         self.instantiate_classes()
@@ -65,10 +65,10 @@ class ParityCLI(DloCLI):
             raise DloError(str(error)) from error
 
     def check(self, ranks: int) -> None:
-        """Builds what so many ranks would train, for what they would refuse: they take seconds to start.
+        """Builds the run of ``ranks`` ranks in this process, so that errors show before ranks take seconds to start.
 
         Raises:
-            DloError: likewise.
+            DloError: If the trainer or a part refuses its options.
         """
         self.instantiate_classes()
         options = dict(self._get(self.config_init, "trainer"))
@@ -79,12 +79,12 @@ class ParityCLI(DloCLI):
         return self._build_trainer(options)
 
     def seed(self) -> int:
-        """Returns the config's seed; dlo's own where it is to be random, or none."""
+        """Returns the config's seed, or the default seed where the config asks for none or a random one."""
         seed = self.config[self.command].seed_everything
         return DEFAULT_SEED if isinstance(seed, bool) or seed is None else int(seed)
 
     def devices(self) -> int:
-        """Returns how many ranks the config asks for, at least 2."""
+        """Returns the number of ranks that the config asks for, at least 2."""
         devices = self.config[self.command].trainer.devices
         if isinstance(devices, list):
             return max(2, len(devices))
@@ -95,6 +95,6 @@ class ParityCLI(DloCLI):
         return self.config[self.command].trainer.precision
 
     def strategy_name(self) -> str:
-        """Returns the config's strategy as people call it."""
+        """Returns the short name of the config's strategy."""
         strategy = self.config[self.command].trainer.strategy
         return strategy if isinstance(strategy, str) else str(strategy.class_path).rpartition(".")[2]

@@ -1,4 +1,4 @@
-"""``dlo parity``: the user's own config on several ranks beside one process, step by step."""
+"""``dlo parity``: compares a training of the user's config on several ranks with one process, step by step."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ if TYPE_CHECKING:
 
 _HELP = """Train a config on several ranks and as one process, on the same global batches, and compare the two.
 
-Losses and gradient norms are compared step by step; the weights, the optimizer's state and the metrics of a validation
-at the end. Dropout is switched off, and what else is random is made equal: the report says what. Where the two differ
-by more than --rtol, further runs tell a fault from rounding. Logs and checkpoints are off; nothing is written."""
+Losses and gradient norms are compared at each step; weights, optimizer state and validation metrics at the end.
+Dropout is switched off, and other randomness is made equal; the report lists it. If the runs differ by more than
+--rtol, further runs tell a fault from rounding. Logs and checkpoints are off; nothing is written."""
 
-_EPILOG = """All other options are those of `dlo fit`: --config, more than once if need be, and any override, such as
+_EPILOG = """All other options are those of `dlo fit`: --config, once or more, and any override, such as
 --trainer.strategy ddp or --model.init_args.model NAME.
 
-exit codes: 0 the two agree, 1 they do not, 2 bad input"""
+exit codes: 0 the two agree, 1 they differ, 2 bad input"""
 
 
 class _Parser(argparse.ArgumentParser):
@@ -45,12 +45,10 @@ def _parser() -> _Parser:
         allow_abbrev=False,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--devices", type=int, help="ranks (default: the config's trainer.devices, or 2)")
+    parser.add_argument("--devices", type=int, help="number of ranks (default: the config's trainer.devices, or 2)")
     parser.add_argument("--steps", type=int, default=20, help="optimizer steps (default: 20)")
-    parser.add_argument(
-        "--rtol", type=float, help="relative difference to allow (default: 1e-5; half precisions: more)"
-    )
-    parser.add_argument("--timeout", type=float, default=1800, help="seconds that the ranks may take (default: 1800)")
+    parser.add_argument("--rtol", type=float, help="allowed relative difference (default: 1e-5; half precisions: more)")
+    parser.add_argument("--timeout", type=float, default=1800, help="time limit in seconds (default: 1800)")
     parser.add_argument("--json", action="store_true", help="print the report as one JSON object")
     return parser
 
@@ -59,23 +57,23 @@ def main(argv: list[str]) -> int:
     """Runs ``dlo parity``.
 
     Args:
-        argv: the words after ``parity``.
+        argv: Arguments after ``parity``.
 
     Returns:
-        The exit code: 0 on parity, 1 without.
+        Exit code: 0 if the runs agree, else 1.
 
     Raises:
-        DloError: on bad input.
+        DloError: If the input is invalid.
     """
     options, words = _parser().parse_known_args(argv)
     for name in ("steps", "devices", "rtol", "timeout"):
         value = getattr(options, name)
         if value is not None and value <= 0:
-            raise DloError(f"parity: --{name} is more than 0, but was {value:g}")
+            raise DloError(f"parity: --{name} must be more than 0, got {value:g}")
     found = scan(["fit", *words])
     if not found.configs:
-        raise DloError("parity: no --config; name the one whose training is to be compared: --config x.yaml")
-    cli = _open(found)
+        raise DloError("parity: --config must name a config, got none; add --config x.yaml")
+    cli = _parse_cli(found)
     devices = options.devices or cli.devices()
     comparison = _compare(cli, words, devices, options)
     if options.json:
@@ -89,27 +87,27 @@ def main(argv: list[str]) -> int:
     return 0 if comparison.ok else 1
 
 
-def _open(found: Scan) -> ParityCLI:
-    """Returns the parsed command line, its plug-ins imported; nothing is built yet.
+def _parse_cli(found: Scan) -> ParityCLI:
+    """Returns the parsed command line after its plug-ins are imported; nothing is built yet.
 
     Raises:
-        DloError: on what the parser refuses.
+        DloError: If the parser refuses the command line.
     """
-    from dlo_framework.cli.run import prepare
+    from dlo_framework.cli.run import prepare_process
 
-    registry = prepare(found)
+    registry = prepare_process(found)
     from dlo_framework.cli.lightning_cli import ParseError
-    from dlo_framework.cli.messages import explain
+    from dlo_framework.cli.messages import explain_parse_error
     from dlo_framework.cli.parity_cli import ParityCLI
 
     try:
         return ParityCLI(found)
     except ParseError as error:
-        raise explain(error, found, registry) from None
+        raise explain_parse_error(error, found, registry) from None
 
 
 def _compare(cli: ParityCLI, words: list[str], devices: int, options: argparse.Namespace) -> Comparison:
-    """Trains on ranks and in this process, as often as the verdict takes."""
+    """Trains on ranks and in this process, as often as the verdict asks for."""
     from dlo_framework.testing.compare import default_rtol
     from dlo_framework.testing.training import Setting
     from dlo_framework.testing.verdict import verdict
@@ -126,10 +124,10 @@ def _compare(cli: ParityCLI, words: list[str], devices: int, options: argparse.N
     while True:
         records: list[Any] = []
         for setting in wanted:
-            if records and isinstance(records[-1], str):  # The ranks have refused double precision.
+            if records and isinstance(records[-1], str):  # The ranks refused double precision.
                 records.append(records[-1])
                 continue
-            _say(_what(setting, cli.strategy_name()))
+            _print_progress(_describe_run(setting, cli.strategy_name()))
             try:
                 if setting.ranks is None:
                     with _stdout_to_stderr():
@@ -148,8 +146,8 @@ def _compare(cli: ParityCLI, words: list[str], devices: int, options: argparse.N
             return comparison
 
 
-def _what(setting: Setting, strategy: str) -> str:
-    """Returns what a run is, for the user who waits for it."""
+def _describe_run(setting: Setting, strategy: str) -> str:
+    """Returns the description of a run, to print while the user waits."""
     where = f"on {setting.ranks} ranks ({strategy})" if setting.ranks is not None else "as one process"
     how = " in double precision" if setting.double else ""
     how += f" with other rounding ({setting.control})" if setting.control else ""
@@ -157,10 +155,10 @@ def _what(setting: Setting, strategy: str) -> str:
 
 
 def _train_ranks(words: list[str], setting: Setting, timeout: float) -> Record:
-    """Trains on ranks.
+    """Trains on several ranks and returns their merged record.
 
     Raises:
-        DloError: for what a rank refuses.
+        DloError: If a rank raises one.
     """
     from dlo_framework.testing import RankFailed, run_distributed
     from dlo_framework.testing.record import merge
@@ -179,9 +177,9 @@ def _train_ranks(words: list[str], setting: Setting, timeout: float) -> Record:
 
 
 def _train_rank(rank: int, world_size: int, words: list[str], setting: Any) -> Record:
-    """Trains the config on one rank; what it prints goes to standard error, for the report alone is the output."""
+    """Trains the config on one rank, with its stdout redirected to stderr: stdout is for the report only."""
     os.dup2(2, 1)
-    record = _open(scan(["fit", *words])).train(setting)
+    record = _parse_cli(scan(["fit", *words])).train(setting)
     if rank != 0:
         record.weights, record.optimizer = {}, {}
     return record
@@ -193,5 +191,5 @@ def _stdout_to_stderr() -> Iterator[None]:
         yield
 
 
-def _say(line: str) -> None:
+def _print_progress(line: str) -> None:
     print(f"parity: {line}", file=sys.stderr, flush=True)

@@ -1,4 +1,4 @@
-"""``dlo plugins``: lists the plug-ins, shows one, writes a new one. Imports no plug-in, and no torch."""
+"""``dlo plugins``: lists the plug-ins, shows one, or writes a new one, without importing plug-ins or torch."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from dlo_framework.cli.snippet import yaml_snippet
+from dlo_framework.cli.snippet import format_yaml_snippet
 from dlo_framework.errors import DloError, did_you_mean
 from dlo_framework.registry import KINDS, Plugin, Registry
 from dlo_framework.registry.source import ClassSource, SourceNotFoundError, plain, read_class
@@ -18,7 +18,7 @@ COMMANDS = ("show", "new")
 
 
 class _Parser(argparse.ArgumentParser):
-    """argparse, but bad input is a :class:`DloError` for the caller to print."""
+    """ArgumentParser that raises a :class:`DloError` for bad input."""
 
     def error(self, message: str) -> NoReturn:
         raise DloError(f"{message}; see '{self.prog} --help'")
@@ -28,13 +28,13 @@ def main(argv: list[str]) -> int:
     """Runs ``dlo plugins``.
 
     Args:
-        argv: the words after ``plugins``.
+        argv: Arguments after ``plugins``.
 
     Returns:
-        The exit code, 0.
+        Exit code, 0.
 
     Raises:
-        DloError: on bad input.
+        DloError: If the input is invalid.
     """
     first = argv[0] if argv else ""
     if first and not first.startswith("-") and first not in COMMANDS:
@@ -57,12 +57,12 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", title="commands", metavar="COMMAND")
     show = commands.add_parser(
         "show",
-        help="print one plug-in's parameters, defaults and docs, and YAML to paste",
-        description="Show one.",
+        help="print one plug-in's parameters, defaults and docs, and its YAML",
+        description="Show one plug-in.",
     )
     show.add_argument("name", metavar="NAME", help="its short name, such as OneCycle")
     show.add_argument("--json", action="store_true", help="print JSON, for machines")
-    new = commands.add_parser("new", help="write a working plug-in with a passing test", description="Write one.")
+    new = commands.add_parser("new", help="write a working plug-in with a test", description="Write a new plug-in.")
     new.add_argument("kind", metavar="KIND", help=", ".join(KINDS))
     new.add_argument("name", metavar="NAME", help="the file's name, in snake_case: my_thing")
     new.add_argument("--dir", default=".", help="where to write it (default: here)")
@@ -79,7 +79,7 @@ def _unknown_command(word: str) -> str:
 def _list(registry: Registry, *, as_json: bool) -> None:
     plugins = registry.plugins()
     if as_json:
-        print(json.dumps([_record(registry, plugin) for plugin in plugins], indent=2))
+        print(json.dumps([_to_json(registry, plugin) for plugin in plugins], indent=2))
         return
     kinds = [kind for kind in KINDS if any(plugin.kind == kind for plugin in plugins)]
     for kind in kinds:
@@ -95,7 +95,7 @@ def _list(registry: Registry, *, as_json: bool) -> None:
     print("More: dlo plugins show NAME. Your own: dlo plugins new KIND NAME.")
 
 
-def _record(registry: Registry, plugin: Plugin) -> dict[str, Any]:
+def _to_json(registry: Registry, plugin: Plugin) -> dict[str, Any]:
     return {
         "name": plugin.name,
         "kind": plugin.kind,
@@ -114,16 +114,16 @@ def _show(registry: Registry, name: str, *, as_json: bool) -> None:
         source = read_class(plugin.target)
     except SourceNotFoundError as error:
         raise DloError(f"plugin '{plugin.name}' ({plugin.origin}): {error}; reinstall {plugin.distribution}") from error
-    snippet = yaml_snippet(plugin.kind, plugin.name, source.parameters)
+    snippet = format_yaml_snippet(plugin.kind, plugin.name, source.parameters)
     if as_json:
         parameters = [vars(parameter) for parameter in source.parameters]
         more = {"doc": source.doc, "parameters": parameters, "yaml": snippet}
-        print(json.dumps({**_record(registry, plugin), "defined_in": _where(source), **more}, indent=2))
+        print(json.dumps({**_to_json(registry, plugin), "defined_in": _format_location(source), **more}, indent=2))
         return
     print(f"{plugin.name}: {plugin.kind} from {plugin.origin}")
     if plugin.aliases:
         print(f"also called {', '.join(plugin.aliases)}")
-    print(f"defined in {_where(source)}\n\n{plain(_without_arguments(source.doc))}\n")
+    print(f"defined in {_format_location(source)}\n\n{plain(_remove_arguments(source.doc))}\n")
     rows = [[p.name, p.type, "required" if p.default is None else p.default, p.doc] for p in source.parameters]
     if rows:
         _print_table("parameters", ("name", "type", "default", "meaning"), rows)
@@ -132,12 +132,12 @@ def _show(registry: Registry, name: str, *, as_json: bool) -> None:
     print(f"To use it, paste this into a config:\n\n{snippet}")
 
 
-def _where(source: ClassSource) -> str:
+def _format_location(source: ClassSource) -> str:
     return f"{source.path}:{source.line}"
 
 
-def _without_arguments(doc: str) -> str:
-    """Returns a docstring without its ``Args:`` section, which the table of parameters has."""
+def _remove_arguments(doc: str) -> str:
+    """Returns a docstring without its ``Args:`` section, which the table of parameters shows."""
     kept: list[str] = []
     skipping = False
     for line in doc.splitlines():
@@ -151,7 +151,7 @@ def _without_arguments(doc: str) -> str:
 
 
 def _print_table(title: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Prints a table: drawn and wrapped on a terminal, a row a line elsewhere."""
+    """Prints a table: drawn and wrapped on a terminal, one row per line elsewhere."""
     if sys.stdout.isatty():
         from rich import box
         from rich.console import Console

@@ -1,4 +1,4 @@
-"""``dlo fit | validate | test | predict``: Lightning's own command line, with dlo's plug-ins, run folder and errors."""
+"""``dlo fit | validate | test | predict``: Lightning's command line with dlo's plug-ins, run folder and errors."""
 
 from __future__ import annotations
 
@@ -26,22 +26,22 @@ def run(argv: list[str]) -> int:
     """Runs one command.
 
     Args:
-        argv: the words after ``dlo``; the first is the command. ``lr-find`` takes those of ``fit``.
+        argv: Arguments after ``dlo``, the command first. ``lr-find`` takes those of ``fit``.
 
     Returns:
-        The exit code.
+        Exit code.
 
     Raises:
-        DloError: on bad input, before processes start or data loads.
+        DloError: If the input is invalid, before processes start or data loads.
     """
     sweep = argv[0] == LR_FIND
-    # Before the imports below: a missing file is told at once, not after five seconds.
+    # Before the imports below, which take five seconds: a missing file is reported at once.
     found = scan(["fit", *argv[1:]] if sweep else argv)
-    registry = prepare(found)
+    registry = prepare_process(found)
     try:
         return _run(found, registry, sweep)
     except BaseException as error:
-        _leave_together(error)
+        _exit_with_ranks(error)
         raise
 
 
@@ -50,7 +50,7 @@ def _run(found: Scan, registry: Registry, sweep: bool) -> int:
 
     from dlo_framework.cli.lightning_cli import DloCLI, ParseError
     from dlo_framework.cli.lr_find import FINDER, LRFindCLI, SweepDone
-    from dlo_framework.cli.messages import explain
+    from dlo_framework.cli.messages import explain_parse_error
     from dlo_framework.stop import RunStopped
 
     try:
@@ -61,17 +61,17 @@ def _run(found: Scan, registry: Registry, sweep: bool) -> int:
     except SweepDone:
         return 0
     except ParseError as error:
-        raise explain(error, found, registry) from None
+        raise explain_parse_error(error, found, registry) from None
     except MisconfigurationException as error:
         raise DloError(str(error)) from error
     except RuntimeError as error:
         if "Error(s) in loading state_dict" not in str(error):
             raise
-        raise DloError(other_model(str(error))) from error
+        raise DloError(summarize_mismatch(str(error))) from error
     except ValueError as error:
         if isinstance(error, DloError) or "`val_check_interval`" not in str(error):
             raise
-        # Lightning knows it only when the loaders are there.
+        # Lightning checks it only once the loaders exist.
         raise DloError(f"trainer: {str(error).strip()}") from error
     except RunStopped as stopped:
         if runs.is_first_process():
@@ -80,8 +80,8 @@ def _run(found: Scan, registry: Registry, sweep: bool) -> int:
     return 0
 
 
-def _leave_together(error: BaseException) -> None:
-    """Ends the process if a run of several ranks has failed: one of them says why, the others a line or nothing."""
+def _exit_with_ranks(error: BaseException) -> None:
+    """Ends the process if a run of several ranks has failed: one rank prints the cause, the others at most a line."""
     from dlo_framework.distributed.failure import Failure, how_it_ended, leave, tell
 
     if is_agreed(error) and not isinstance(error, OrderlyEnd) and not runs.is_first_process():
@@ -96,29 +96,29 @@ def _leave_together(error: BaseException) -> None:
     leave(failure.exit_code)
 
 
-def prepare(found: Scan) -> Registry:
-    """Gets this process ready for a command of Lightning's: silences what is no news, and imports the plug-ins."""
-    _quiet()
+def prepare_process(found: Scan) -> Registry:
+    """Prepares this process for a run: sets warnings, allocator and environment, and imports the plug-ins."""
+    _silence_warnings()
     set_allocator()
-    import lightning  # noqa: F401  It sets PYTORCH_NVML_BASED_CUDA_CHECK, which the next line mends.
+    import lightning  # noqa: F401  It sets PYTORCH_NVML_BASED_CUDA_CHECK, which the next line may reset.
 
-    _mend_environment()
+    _disable_nvml_check()
     return _load_plugins(found)
 
 
-def other_model(message: str) -> str:
-    """Returns torch's wall of keys as one sentence: how many are missing, unexpected, or of another size."""
+def summarize_mismatch(message: str) -> str:
+    """Returns torch's list of keys as one sentence: how many are missing, unexpected, or of another size."""
     lists = [re.search(rf"{kind} key\(s\) in state_dict: (.*)", message) for kind in ("Missing", "Unexpected")]
     counts = [found.group(1).count('"') // 2 if found else 0 for found in lists]
     sizes = message.count("size mismatch for")
     return (
-        "the checkpoint is of another model than the config's:"
-        f" {counts[0]} weights missing in it, {counts[1]} unexpected, {sizes} of another size"
+        "the checkpoint must be of the config's model, got another:"
+        f" {counts[0]} weights missing in it, {counts[1]} unexpected, {sizes} of another size; use that model's config"
     )
 
 
 def _load_plugins(found: Scan) -> Registry:
-    """Imports the plug-ins that the command names, and sets what else a class path may name."""
+    """Imports the plug-ins that the command names, and sets which other classes a config may name."""
     import jsonargparse
 
     from dlo_framework.cli.short_names import prefer_plugins
@@ -140,33 +140,33 @@ def _load_plugins(found: Scan) -> Registry:
     return registry
 
 
-def _mend_environment() -> None:
-    """Undoes, where there is no NVIDIA driver, a setting of Lightning's that costs a library lookup a step.
+def _disable_nvml_check() -> None:
+    """Resets a Lightning setting that costs a library lookup per step on machines without an NVIDIA driver.
 
     ``import lightning`` sets ``PYTORCH_NVML_BASED_CUDA_CHECK=1`` so that ``torch.cuda.is_available()`` does not
-    start CUDA before a fork. Optimizers ask that question at each step, and without a driver each answer is a
-    failed ``dlopen`` of NVML: a third of a small model's step. Without a driver there is no CUDA to start.
+    start CUDA before a fork. Optimizers call that function at each step, and without a driver each call is a
+    failed ``dlopen`` of NVML: a third of a small model's step. Without a driver CUDA cannot start anyway.
     """
     if sys.platform == "linux" and not _DRIVER.exists():
         os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "0"
 
 
-#: Variables by which a user sets up torch's allocator; any of them leaves it alone.
+#: Variables that configure torch's allocator; dlo sets nothing if a user sets any of them.
 _ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
 
 
 def set_allocator(driver: Path = _DRIVER) -> None:
-    """Has torch's allocator grow its segments on NVIDIA's GPUs, so that free memory is not left in small pieces.
+    """Sets expandable segments for torch's allocator on NVIDIA GPUs, which reduces fragmentation.
 
-    It comes before torch is imported. A value of the user's stays: `PYTORCH_ALLOC_CONF=expandable_segments:False`
+    It must run before torch is imported. A user's value stays: `PYTORCH_ALLOC_CONF=expandable_segments:False`
     switches it off.
     """
     if driver.exists() and not any(name in os.environ for name in _ALLOCATOR):
         os.environ[_ALLOCATOR[0]] = "expandable_segments:True"
 
 
-#: Warnings of other libraries that no user of dlo can act on.
-_NO_NEWS = (
+#: Warnings of other libraries that a user of dlo cannot act on.
+_SILENCED = (
     ".*pkg_resources is deprecated.*",
     ".*does not have many workers.*",
     ".*LeafSpec.* is deprecated.*",
@@ -176,15 +176,15 @@ _NO_NEWS = (
 )
 
 
-def _quiet() -> None:
-    """Silences what is no news, so that what is stands out."""
+def _silence_warnings() -> None:
+    """Silences warnings and log lines that a user cannot act on."""
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
-    for message in _NO_NEWS:
+    for message in _SILENCED:
         warnings.filterwarnings("ignore", message=message)
-    logging.getLogger("lightning.pytorch.utilities.rank_zero").addFilter(_is_news)
+    logging.getLogger("lightning.pytorch.utilities.rank_zero").addFilter(_is_relevant)
 
 
-def _is_news(record: logging.LogRecord) -> bool:
-    """Returns False for Lightning's lines that are no news: its tips, and accelerators that nobody asked for."""
+def _is_relevant(record: logging.LogRecord) -> bool:
+    """Returns False for Lightning's tips and for its lines on accelerators that were not asked for."""
     text = record.getMessage()
     return not (text.startswith("💡 Tip") or text.startswith(("TPU available: False", "HPU available: False")))

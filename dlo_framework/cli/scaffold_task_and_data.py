@@ -1,8 +1,8 @@
-"""The task and the data that ``dlo plugins new`` writes; see :mod:`dlo_framework.cli.scaffold_templates`."""
+"""Templates of the task and the data that ``dlo plugins new`` writes; see ``scaffold_templates``."""
 
 from __future__ import annotations
 
-#: What every generated test file ends with; its one blank is the kind.
+#: End of every generated test file; its one placeholder is the kind.
 FINDS_IT = """
 
 def test_dlo_accepts_it_as_a_plugin() -> None:
@@ -11,7 +11,7 @@ def test_dlo_accepts_it_as_a_plugin() -> None:
     assert (plugin.kind, plugin.name) == ("%s", "$class_name")
 """
 
-TASK = '''"""The task $class_name: images to classes with a small network."""
+TASK = '''"""Task $class_name: classifies images with a small network."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class $class_name(Task):
         image_size: Height and width of the images, in pixels.
         width: Features of the hidden layers.
         depth: Number of hidden layers.
-        learning_rate: The optimizer's, AdamW.
+        learning_rate: Learning rate of AdamW.
     """
 
     def __init__(
@@ -55,16 +55,16 @@ class $class_name(Task):
         self.accuracy = MulticlassAccuracy(num_classes, average="micro")
 
     def check(self, datamodule: LightningDataModule | None) -> None:
-        """Refuses data with another number of classes, before training starts."""
+        """Raises a DloError for data with another number of classes."""
         given = getattr(datamodule, "num_classes", self.num_classes)
         if given != self.num_classes:
             raise DloError(
-                f"the data has {given} classes, the model {self.num_classes}; "
+                f"num_classes must be the data's {given}, got {self.num_classes}; "
                 f"set model.init_args.num_classes to {given}"
             )
 
     def configure_model(self) -> None:
-        """Builds the network: a stem, blocks that are all alike, and a head."""
+        """Builds the network: a stem, equal blocks, and a head."""
         if self.has_model:
             return
         width = self.width
@@ -77,7 +77,7 @@ class $class_name(Task):
         self.model = nn.Sequential(OrderedDict(parts))
 
     def parallel_plan(self) -> ParallelPlan:
-        """Says where a strategy may cut the network."""
+        """Returns the modules at which a strategy may cut the network."""
         return ParallelPlan(blocks=("blocks.*",), stem=("stem",), head=("head",))
 
     def loss(self, outputs: Tensor, batch: tuple[Tensor, Tensor]) -> Tensor:
@@ -156,7 +156,7 @@ def test_another_number_of_classes_is_refused() -> None:
     + FINDS_IT % "task"
 )
 
-DATA = '''"""The data $class_name: images made up on the fly, until yours take their place."""
+DATA = '''"""Data $class_name: synthetic images, to be replaced by yours."""
 
 from __future__ import annotations
 
@@ -168,20 +168,20 @@ from torch.utils.data import DataLoader, TensorDataset
 
 
 class $class_name(LightningDataModule):
-    """Makes images of noise, the brighter the higher their class.
+    """Generates images of noise that are brighter for higher classes.
 
     Batches are (images, targets): float images [B, 3, H, W], class indices [B].
 
     Args:
         num_classes: Number of classes.
         image_size: Height and width of the images, in pixels.
-        samples: Number of training images; validation has a quarter of it.
+        samples: Number of training images; validation has a quarter as many.
         batch_size: Images in a batch.
-        num_workers: Processes that load; 0 loads in the training process.
-        seed: What the images are made from.
+        num_workers: Number of loader processes; 0 loads in the training process.
+        seed: Seed of the images.
 
     Raises:
-        DloError: if there are fewer images than classes.
+        DloError: If there are fewer validation images than classes.
     """
 
     def __init__(
@@ -196,8 +196,8 @@ class $class_name(LightningDataModule):
         super().__init__()
         if samples // 4 < num_classes:
             raise DloError(
-                f"{num_classes} classes need at least {4 * num_classes} samples, "
-                f"was {samples}"
+                f"samples must be at least {4 * num_classes} for {num_classes} "
+                f"classes, got {samples}"
             )
         self.num_classes = num_classes
         self.class_names = [f"brightness {index}" for index in range(num_classes)]
@@ -233,7 +233,7 @@ class $class_name(LightningDataModule):
         )
         brightness = targets * 191 // max(self.num_classes - 1, 1)
         images = noise + brightness.view(-1, 1, 1, 1)
-        # Bytes until they are on the device: a quarter of what floats would move.
+        # Bytes until they are on the device: a quarter of the transfer of floats.
         return TensorDataset(images.to(torch.uint8), targets)
 
     def on_after_batch_transfer(
@@ -283,7 +283,7 @@ def test_one_seed_gives_one_set_of_images() -> None:
 
 
 def test_too_few_samples_are_refused() -> None:
-    with pytest.raises(DloError, match="10 classes need at least 40 samples, was 8"):
+    with pytest.raises(DloError, match="at least 40 for 10 classes, got 8"):
         $class_name(samples=8)
 '''
     + FINDS_IT % "data"

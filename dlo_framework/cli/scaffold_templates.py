@@ -1,6 +1,6 @@
-"""The files that ``dlo plugins new`` writes: for each kind a plug-in that does something small, and its test.
+"""Templates that ``dlo plugins new`` fills in: for each kind a small working plug-in, and its test.
 
-They are examples to learn from: arguments are typed and documented (that is what ``dlo plugins show`` prints),
+They are examples to learn from: arguments are typed and documented (``dlo plugins show`` prints them),
 and the constructor checks their values, with the fix in the message.
 """
 
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dlo_framework.cli.scaffold_task_and_data import DATA, DATA_TEST, FINDS_IT, TASK, TASK_TEST
 
-_CALLBACK = '''"""The callback $class_name: how long the training epochs take."""
+_CALLBACK = '''"""Callback $class_name: logs the duration of training epochs."""
 
 from __future__ import annotations
 
@@ -19,25 +19,25 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 
 
 class $class_name(Callback):
-    """Logs how many seconds a training epoch took, as `epoch_seconds`.
+    """Logs the seconds that a training epoch took, as `epoch_seconds`.
 
     Args:
-        every: Log every n-th epoch; 1 is each of them.
+        every: Number of epochs between two logs; 1 logs each epoch.
 
     Raises:
-        DloError: if `every` is smaller than 1.
+        DloError: If `every` is smaller than 1.
     """
 
     def __init__(self, every: int = 1) -> None:
         if every < 1:
-            raise DloError(f"every must be at least 1, was {every}; 1 logs each epoch")
+            raise DloError(f"every must be at least 1, got {every}; 1 logs each epoch")
         self.every = every
         self._start = 0.0
 
     def on_train_epoch_start(
         self, trainer: Trainer, pl_module: LightningModule
     ) -> None:
-        """Takes the time."""
+        """Stores the time of the epoch's start."""
         self._start = time.monotonic()
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -82,13 +82,13 @@ def test_every_second_epoch_is_logged() -> None:
 
 
 def test_a_bad_value_is_refused() -> None:
-    with pytest.raises(DloError, match="every must be at least 1, was 0"):
+    with pytest.raises(DloError, match="every must be at least 1, got 0"):
         $class_name(every=0)
 '''
     + FINDS_IT % "callback"
 )
 
-_STRATEGY = '''"""The strategy $class_name: one device, and no gradient that is not a number."""
+_STRATEGY = '''"""Strategy $class_name: one device, with NaN gradients set to zero."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ class $class_name(SingleDeviceStrategy):
     """Trains on one device, and sets gradients that are infinite or NaN to zero.
 
     Args:
-        device: Where to train, such as cpu or cuda:0.
+        device: Device to train on, such as cpu or cuda:0.
     """
 
     strategy_name = "$name"
@@ -110,7 +110,7 @@ class $class_name(SingleDeviceStrategy):
         super().__init__(device=device)
 
     def post_backward(self, closure_loss: Tensor) -> None:
-        """Mends the gradients, after each backward pass and before they are clipped."""
+        """Replaces bad gradients after each backward pass, before clipping."""
         super().post_backward(closure_loss)
         assert self.lightning_module is not None
         for parameter in self.lightning_module.parameters():
@@ -119,7 +119,7 @@ class $class_name(SingleDeviceStrategy):
 
     @classmethod
     def register_strategies(cls, strategy_registry: _StrategyRegistry) -> None:
-        """Makes `--trainer.strategy $name` work, beside the class's own name."""
+        """Registers `--trainer.strategy $name`, beside the class's own name."""
         strategy_registry.register(cls.strategy_name, cls, description=cls.__name__)
 '''
 
@@ -176,7 +176,7 @@ def test_gradients_that_are_not_numbers_change_nothing() -> None:
     + FINDS_IT % "strategy"
 )
 
-_APPLIER = '''"""The applier $class_name: convolutions in the memory order that is fast."""
+_APPLIER = '''"""Applier $class_name: convolutions in the channels-last memory format."""
 
 from __future__ import annotations
 
@@ -189,16 +189,16 @@ from torch.distributed.device_mesh import DeviceMesh
 
 
 class $class_name(Applier):
-    """Stores the weights of convolutions channels-last: the same, faster on GPUs."""
+    """Stores weights of convolutions channels-last: equal results, faster on GPUs."""
 
     # Before the compiler looks at the model, and before it is sharded.
     phase: ClassVar[Phase] = Phase.CHECKPOINT
 
     def apply(self, module: nn.Module, mesh: DeviceMesh, plan: ParallelPlan) -> None:
-        """Rewrites `module` in place; cuts nothing, so needs no mesh and no plan."""
-        for part in module.modules():
-            if isinstance(part, nn.Conv2d):
-                part.to(memory_format=torch.channels_last)
+        """Rewrites `module` in place; uses neither the mesh nor the plan."""
+        for child in module.modules():
+            if isinstance(child, nn.Conv2d):
+                child.to(memory_format=torch.channels_last)
 '''
 
 _APPLIER_TEST = (
@@ -225,7 +225,7 @@ def test_the_order_changes_and_the_numbers_do_not() -> None:
     + FINDS_IT % "applier"
 )
 
-#: The plug-in and its test, by kind. ``$name`` is the module's name, ``$class_name`` the class's.
+#: Templates of the plug-in and its test, by kind; ``$name`` is the module's name, ``$class_name`` the class's.
 TEMPLATES: dict[str, tuple[str, str]] = {
     "strategy": (_STRATEGY, _STRATEGY_TEST),
     "callback": (_CALLBACK, _CALLBACK_TEST),

@@ -1,8 +1,8 @@
-"""Reading a command line and its configs for the names in them, before anything is imported.
+"""Scan of a command line and its configs for the names in them, before anything is imported.
 
-``dlo`` imports a plug-in only when a config names it. So, before the real parser is built, this module takes
-every string in the configs and on the command line; the registry imports those that are names of plug-ins.
-A string that merely looks like one costs an import and changes nothing else.
+``dlo`` imports a plug-in only when a config names it. So, before the real parser is built, this module collects every
+string in the configs and on the command line, and the registry imports those that are names of plug-ins. A string that
+only looks like such a name costs an import and changes nothing else.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from dlo_framework.errors import DloError
 
 @dataclasses.dataclass(frozen=True)
 class Scan:
-    """What a command line says, as far as it can be known without importing anything.
+    """Content of a command line, as far as it can be known without importing anything.
 
     Attributes:
-        argv: the words, with each config's name replaced by its path.
-        configs: the configs' paths, in order, and their contents.
-        plugins: modules and files that the user wants imported.
-        strings: every string of the configs and of the command line.
+        argv: Arguments, with each config's name replaced by its path.
+        configs: Contents of the configs by path, in order.
+        plugins: Modules and files that the user wants imported.
+        strings: All strings of the configs and of the command line.
     """
 
     argv: list[str]
@@ -35,31 +35,31 @@ class Scan:
 
 
 def scan(argv: list[str]) -> Scan:
-    """Reads the words after ``dlo``, and the configs they name.
+    """Reads the arguments after ``dlo``, and the configs that they name.
 
     Raises:
-        DloError: on a config that is missing, or is not YAML, or is not a mapping.
+        DloError: If a config is missing, is not YAML, or is not a mapping.
     """
     words: list[str] = []
     configs: dict[str, Any] = {}
     plugins: list[str] = []
     strings: list[str] = []
-    for option, value in _options(argv):
+    for option, value in _iterate_options(argv):
         if option in ("--config", "-c") and value is not None:
             path = resolve_config(value)
             configs[path] = read_config(path)
-            plugins += as_list(configs[path].get("plugins"))
-            strings += leaves(configs[path])
+            plugins += parse_plugin_list(configs[path].get("plugins"))
+            strings += collect_strings(configs[path])
             words += [option, path]
             continue
         if option.rstrip("+") == "--plugins" and value is not None:
-            plugins += as_list(yaml.safe_load(value))
+            plugins += parse_plugin_list(yaml.safe_load(value))
         words += [option] if value is None else [option, value] if option else [value]
         strings += [value] if value is not None else []
-    return Scan(words, configs, plugins, strings + [leaf for text in strings for leaf in _inline(text)])
+    return Scan(words, configs, plugins, strings + [text for text in strings for text in _collect_inline_strings(text)])
 
 
-def _options(argv: list[str]) -> Iterator[tuple[str, str | None]]:
+def _iterate_options(argv: list[str]) -> Iterator[tuple[str, str | None]]:
     """Yields (option, value); a bare word is ``("", word)``, an option that takes no value ``(option, None)``."""
     position = 0
     while position < len(argv):
@@ -81,52 +81,52 @@ def read_config(path: str) -> dict[str, Any]:
     """Reads one YAML config.
 
     Raises:
-        DloError: if it cannot be read, is not YAML (line and column are named), or not a mapping.
+        DloError: If it cannot be read, is not YAML (the message has line and column), or is not a mapping.
     """
     try:
         with open(path, encoding="utf-8") as file:
             content = yaml.safe_load(file)
     except UnicodeDecodeError as error:
-        raise DloError(f"{path}: not a text file, so not a config") from error
+        raise DloError(f"{path}: a config must be a text file, got binary data") from error
     except OSError as error:
         raise DloError(f"cannot read the config {path}: {error.strerror}") from error
     except yaml.YAMLError as error:
-        raise DloError(f"{path}: not valid YAML: {' '.join(str(error).split())}") from error
+        raise DloError(f"{path}: a config must be valid YAML: {' '.join(str(error).split())}") from error
     if content is None:
         raise DloError(f"{path}: the config is empty; `dlo configs quickstart` prints one to start from")
     if not isinstance(content, dict):
-        raise DloError(f"{path}: a config is a mapping of keys to values, but this is a {type(content).__name__}")
+        raise DloError(f"{path}: a config must be a mapping of keys to values, got a {type(content).__name__}")
     trainer = content.get("trainer", {})
     if not isinstance(trainer, dict | None):
-        raise DloError(f"{path}: trainer: takes keys, such as max_epochs: 3, but was {trainer!r}")
+        raise DloError(f"{path}: trainer must be a mapping, such as max_epochs: 3, got {trainer!r}")
     return content
 
 
-def as_list(value: Any) -> list[str]:
-    """Returns ``plugins:`` as a list: it may be absent, one string, or several."""
+def parse_plugin_list(value: Any) -> list[str]:
+    """Returns the value of ``plugins:`` as a list; it may be absent, one string, or several."""
     if value is None:
         return []
     if isinstance(value, str):
         return [value]
     if isinstance(value, list) and all(isinstance(item, str) for item in value):
         return value
-    raise DloError(f"plugins: is a list of modules and files, such as [my_pkg.mod, ./file.py], but was {value!r}")
+    raise DloError(f"plugins must be a list of modules and files, such as [my_pkg.mod, ./file.py], got {value!r}")
 
 
-def leaves(content: Any) -> list[str]:
-    """Returns every string in a nest of mappings and lists, keys left out."""
+def collect_strings(content: Any) -> list[str]:
+    """Returns all strings in nested mappings and lists, without the keys."""
     if isinstance(content, dict):
-        return [leaf for value in content.values() for leaf in leaves(value)]
+        return [text for value in content.values() for text in collect_strings(value)]
     if isinstance(content, list):
-        return [leaf for value in content for leaf in leaves(value)]
+        return [text for value in content for text in collect_strings(value)]
     return [content] if isinstance(content, str) else []
 
 
-def _inline(text: str) -> list[str]:
+def _collect_inline_strings(text: str) -> list[str]:
     """Returns the strings inside a value that is YAML itself: ``--trainer.callbacks '[{class_path: X}]'``."""
     if not text.lstrip().startswith(("{", "[")):
         return []
     try:
-        return leaves(yaml.safe_load(text))
+        return collect_strings(yaml.safe_load(text))
     except yaml.YAMLError:
-        return []  # The real parser says what is wrong with it.
+        return []  # The real parser reports the error.

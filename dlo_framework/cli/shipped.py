@@ -1,4 +1,4 @@
-"""Finding a config by path, or by name among those that ship with dlo."""
+"""Lookup of configs by path, or by name among the shipped ones."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ from pathlib import Path
 from dlo_framework.errors import DloError, did_you_mean
 
 
-def shipped_configs() -> dict[str, Path]:
-    """Returns the shipped configs: name without ending (``quickstart``, ``imagenet/coatnet_0``) to path."""
+def list_shipped_configs() -> dict[str, Path]:
+    """Returns the paths of the shipped configs by name, without the ending (``imagenet/coatnet_0``)."""
     root = Path(str(resources.files("dlo_framework.configs")))
     return {path.relative_to(root).with_suffix("").as_posix(): path for path in sorted(root.rglob("*.yaml"))}
 
 
 def resolve_config(name: str) -> str:
-    """Returns the path of the config ``name``: a file of the user's, or a shipped config's name.
+    """Returns the path of the config ``name``, which is a file or the name of a shipped config.
 
     Raises:
-        DloError: if it is neither; the message names the nearest of each.
+        DloError: If it is neither; the message has the nearest match.
     """
     if Path(name).is_file():
         return name
-    shipped = shipped_configs()
+    shipped = list_shipped_configs()
     key = name.removesuffix(".yaml").removesuffix(".yml")
     if key in shipped:
         return str(shipped[key])

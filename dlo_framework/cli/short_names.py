@@ -1,6 +1,6 @@
-"""Plug-ins' short names in configs, where another class has the same one.
+"""Resolution of plug-ins' short names in configs, where another class has the same name.
 
-jsonargparse finds a class by its short name among all that are imported, and refuses a name that two of them have:
+jsonargparse finds a class by its short name among all imported classes, and refuses a name that two of them share:
 ``FSDPStrategy`` is Lightning's too. In a config, a plug-in's name means the plug-in.
 """
 
@@ -12,26 +12,26 @@ from typing import Any
 from dlo_framework.registry import Plugin
 
 
-def with_class_paths(content: Any, class_paths: Mapping[str, str]) -> Any:
-    """Returns a config, or a part of one, with the short names under ``class_path`` written in full.
+def expand_short_names(content: Any, class_paths: Mapping[str, str]) -> Any:
+    """Returns a config, or a section of one, with the short names under ``class_path`` expanded.
 
     Args:
-        content: any nest of mappings and lists.
-        class_paths: what each short name stands for.
+        content: Nested mappings and lists.
+        class_paths: Full class path of each short name.
     """
     if isinstance(content, dict):
-        full = {key: with_class_paths(value, class_paths) for key, value in content.items()}
+        full = {key: expand_short_names(value, class_paths) for key, value in content.items()}
         name = full.get("class_path")
         return {**full, "class_path": class_paths[name]} if isinstance(name, str) and name in class_paths else full
     if isinstance(content, list):
-        return [with_class_paths(item, class_paths) for item in content]
+        return [expand_short_names(item, class_paths) for item in content]
     return content
 
 
 def prefer_plugins(plugins: Iterable[Plugin]) -> None:
-    """Has jsonargparse take plug-ins' short names for the plug-ins, in all that it parses from now on.
+    """Makes jsonargparse resolve plug-ins' short names to the plug-ins, in everything that it parses afterwards.
 
-    Aliases of a strategy are left out: they are names of Lightning's, which set arguments besides.
+    Aliases of a strategy are left out: they are names in Lightning's registry, which also set arguments.
     """
     import jsonargparse
     import yaml
@@ -45,7 +45,7 @@ def prefer_plugins(plugins: Iterable[Plugin]) -> None:
     }
 
     def load(text: str) -> Any:
-        return with_class_paths(loader(text), class_paths)
+        return expand_short_names(loader(text), class_paths)
 
     load.without_plugins = loader  # type: ignore[attr-defined]
     jsonargparse.set_loader("yaml", load, (yaml.YAMLError,))

@@ -1,4 +1,4 @@
-"""The YAML that switches a plug-in on, made from its constructor's source."""
+"""YAML that switches a plug-in on, made from its constructor's source."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 from dlo_framework.registry.source import Parameter
 
-#: Where a plug-in of a kind stands in a config, one key a level; ``-`` is an item of a list.
+#: Place of a plug-in of a kind in a config, one key per level; ``-`` is an item of a list.
 _PLACES = {
     "strategy": ("trainer:", "strategy:"),
     "callback": ("trainer:", "callbacks:", "-"),
@@ -19,20 +19,20 @@ _PLACES = {
     "applier": ("-",),
 }
 
-#: Words that YAML reads as something else than text.
+#: Words that YAML does not read as text.
 _NOT_TEXT = {"", "~", "null", "true", "false", "yes", "no", "on", "off", "y", "n"}
 
 
-def yaml_snippet(kind: str, name: str, parameters: Sequence[Parameter]) -> str:
+def format_yaml_snippet(kind: str, name: str, parameters: Sequence[Parameter]) -> str:
     """Returns YAML to paste into a config.
 
-    Every parameter is there with its default. A required one holds its type in angle brackets, to be
-    replaced; one whose default YAML cannot say is a comment.
+    Each parameter has its default as its value. A required one has its type in angle brackets, to be
+    replaced; one whose default YAML cannot express is a comment.
 
     Args:
-        kind: one of :data:`dlo_framework.registry.KINDS`.
-        name: the plug-in's short name.
-        parameters: its constructor's.
+        kind: Kind of plug-in, one of :data:`dlo_framework.registry.KINDS`.
+        name: Short name of the plug-in.
+        parameters: Parameters of its constructor.
     """
     lines = ["# an item of a strategy's list of appliers"] if kind == "applier" else []
     indent = ""
@@ -44,29 +44,29 @@ def yaml_snippet(kind: str, name: str, parameters: Sequence[Parameter]) -> str:
     item = _PLACES[kind][-1] == "-"
     lines.append(f"{indent}{'- ' if item else ''}class_path: {name}")
     indent += "  " if item else ""
-    arguments = [_argument(parameter) for parameter in parameters]
+    arguments = [_format_argument(parameter) for parameter in parameters]
     if arguments:
-        # A mapping with nothing but comments in it would be null.
+        # A mapping with only comments in it would be null.
         said = any(not line.startswith("#") for line in arguments)
         lines.append(f"{indent}{'' if said else '# '}init_args:")
         lines += [f"{indent}  {line}" for line in arguments]
     return "\n".join(lines)
 
 
-def _argument(parameter: Parameter) -> str:
+def _format_argument(parameter: Parameter) -> str:
     if parameter.default is None:
         return f"{parameter.name}: <{parameter.type or 'value'}>  # required"
     try:
-        return f"{parameter.name}: {yaml_value(ast.literal_eval(parameter.default))}"
+        return f"{parameter.name}: {format_yaml_value(ast.literal_eval(parameter.default))}"
     except (ValueError, TypeError, SyntaxError):
         return f"# {parameter.name}: {parameter.default}"
 
 
-def yaml_value(value: Any) -> str:
+def format_yaml_value(value: Any) -> str:
     """Returns a Python literal as YAML on one line.
 
     Raises:
-        TypeError: if YAML has no such value, a set or bytes say.
+        TypeError: If YAML has no such value, such as a set or bytes.
     """
     if value is None:
         return "null"
@@ -82,7 +82,7 @@ def yaml_value(value: Any) -> str:
         bare = re.fullmatch(r"[A-Za-z_][\w./-]*", value) and value.lower() not in _NOT_TEXT
         return value if bare else json.dumps(value, ensure_ascii=False)
     if isinstance(value, list | tuple):
-        return f"[{', '.join(map(yaml_value, value))}]"
+        return f"[{', '.join(map(format_yaml_value, value))}]"
     if isinstance(value, dict):
-        return f"{{{', '.join(f'{yaml_value(k)}: {yaml_value(v)}' for k, v in value.items())}}}"
+        return f"{{{', '.join(f'{format_yaml_value(k)}: {format_yaml_value(v)}' for k, v in value.items())}}}"
     raise TypeError(f"YAML has no {type(value).__name__}")

@@ -1,1 +1,1 @@
-"""Ready tasks: a model, its loss and metrics, its data, and how the model may be cut."""
+"""Ready tasks: a model with its loss, metrics, data and parallel plan."""

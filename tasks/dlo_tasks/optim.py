@@ -1,9 +1,8 @@
-"""Optimizers by name through timm's factory, their parameter groups, and the schedule of the learning rate.
+"""Optimizers by name through timm's factory, their parameter groups, and the learning-rate schedule.
 
-What others may rely on: each parameter group has a `name` (`decay`, `no_decay`, `layer_3_decay`, ...) and an
-`lr_scale`, and its `lr` already is the base rate times `lr_scale`. A schedule of torch multiplies what it
-finds, so it keeps the scales; whoever sets `group["lr"]` outright must multiply by `group["lr_scale"]`
-itself.
+Guarantees: each parameter group has a `name` (`decay`, `no_decay`, `layer_3_decay`, ...) and an `lr_scale`, and its
+`lr` is already the base rate times `lr_scale`. A torch scheduler multiplies the rates it finds, so it keeps the scales;
+code that sets `group["lr"]` must multiply by `group["lr_scale"]` itself.
 """
 
 from __future__ import annotations
@@ -35,17 +34,17 @@ if TYPE_CHECKING:
 def lr_factor(
     fraction: float, warmup: float = 0.0, start: float = 0.0, end: float = 0.0, shape: Shape = "cosine"
 ) -> float:
-    """Returns what the base learning rate is multiplied by after a fraction of training.
+    """Returns the factor of the base learning rate after a fraction of training.
 
-    It rises linearly from `start` to 1 over the warm-up, then falls to `end` along half a cosine (Loshchilov
-    & Hutter 2017, arXiv 1608.03983, without restarts) or a straight line.
+    It rises linearly from `start` to 1 over the warm-up, then falls to `end` along half a cosine (Loshchilov & Hutter
+    2017, arXiv 1608.03983, without restarts) or a straight line.
 
     Args:
-        fraction: How much of training has been seen, 0 to 1.
-        warmup: The fraction of training that is warm-up; above 1, it is not over when training is.
-        start: The factor at the first step.
-        end: The factor at the end of training.
-        shape: How it falls.
+        fraction: Fraction of training that is over, 0 to 1.
+        warmup: Fraction of training that is warm-up; above 1, training ends during the warm-up.
+        start: Factor at the first step.
+        end: Factor at the end of training.
+        shape: Curve of the decay.
     """
     if fraction < warmup:
         return start + (1 - start) * fraction / warmup
@@ -55,17 +54,17 @@ def lr_factor(
 
 
 class WarmedUp:
-    """What a learning rate is multiplied by where a run is: the warm-up by its own count, then :func:`lr_factor`.
+    """Learning-rate factor at the trainer's progress: a warm-up in its own unit, then :func:`lr_factor`.
 
-    How many steps an epoch has, and so what part of training so many steps are, may change as the run goes on: where
-    the batch size grows, and where an epoch ends amid a window. So the warm-up is counted in what it was given in,
-    epochs or optimizer steps, and where it ended is kept: the fall begins there.
+    The number of steps in an epoch, and so the fraction of training that they are, may change during a run: when the
+    batch size grows, or an epoch ends inside an accumulation window. So the warm-up is counted in the unit it was given
+    in, epochs or optimizer steps, and its end is stored: the decay begins there.
 
-    torch's LambdaLR saves the ``__dict__`` of what it calls, which here holds the two attributes below alone.
+    torch's LambdaLR saves the ``__dict__`` of the function it calls, which here has only the two attributes below.
 
     Attributes:
-        rising: whether the last step was in the warm-up.
-        ended: the epochs and the steps before the warm-up's end; None before it, and where it was not seen.
+        rising: Whether the last step was in the warm-up.
+        ended: Numbers of epochs and steps at the warm-up's end; None before it, or if it was not observed.
     """
 
     __slots__ = ("__dict__", "end", "epochs", "shape", "start", "steps", "trainer")
@@ -79,10 +78,10 @@ class WarmedUp:
         self.ended: list[float] | None = None
 
     def __call__(self, _: int) -> float:
-        """Returns the factor after the batch that is being trained on."""
+        """Returns the factor after the current training batch."""
         if self.trainer is not None:
             check_end(self.trainer)
-        # Before the first batch the loaders may not exist: how long an epoch is, is not known yet.
+        # Before the first batch the loaders may not exist, so the length of an epoch is not known yet.
         if self.trainer is None or not self.trainer.fit_loop.epoch_loop.batch_progress.current.ready:
             return self.start if (self.epochs if self.steps is None else self.steps) else 1.0
         seen = fraction_seen(self.trainer, with_this_batch=True)
@@ -96,11 +95,11 @@ class WarmedUp:
         return lr_factor(seen, min(seen, self._warmup(self.trainer)), 1.0, self.end, self.shape)
 
     def _risen(self, trainer: Trainer) -> float:
-        """Returns how much of the warm-up lies behind, 1 or more after it."""
+        """Returns the completed fraction of the warm-up, 1 or more after it."""
         if self.steps is not None:
             return trainer.global_step / self.steps if self.steps else 1.0
         if self.epochs and not math.isfinite(trainer.num_training_batches):
-            raise DloError("warmup_epochs needs a training loader with a length; give warmup_steps instead")
+            raise DloError("warmup_epochs must have a training loader with a length, got none; set warmup_steps")
         return epochs_seen(trainer, with_this_batch=True) / self.epochs if self.epochs else 1.0
 
     def _warmup(self, trainer: Trainer) -> float:
@@ -126,16 +125,16 @@ def lr_schedule(
 ) -> LambdaLR:
     """Returns a scheduler to be stepped after each optimizer step; see :func:`lr_factor`.
 
-    It follows the trainer's progress and not its own count of steps; its state is where the warm-up ended.
+    It follows the trainer's progress instead of counting its own steps; its state is the end of the warm-up.
 
     Args:
-        optimizer: Its groups' learning rates, as they are now, are the base rates.
-        trainer: Whose progress is followed.
-        warmup_epochs: Length of the warm-up in epochs, which may be a part of one.
-        warmup_steps: Length of the warm-up in optimizer steps; it holds over `warmup_epochs`.
-        start: See :func:`lr_factor`.
-        end: See :func:`lr_factor`.
-        shape: See :func:`lr_factor`.
+        optimizer: Optimizer whose current learning rates are the base rates.
+        trainer: Trainer whose progress the schedule follows.
+        warmup_epochs: Length of the warm-up in epochs; may be fractional.
+        warmup_steps: Length of the warm-up in optimizer steps; overrides `warmup_epochs`.
+        start: Factor at the first step, see :func:`lr_factor`.
+        end: Factor at the end of training, see :func:`lr_factor`.
+        shape: Curve of the decay, see :func:`lr_factor`.
     """
     check_warmup(warmup_epochs, warmup_steps)
     return LambdaLR(optimizer, WarmedUp(trainer, warmup_epochs, warmup_steps, start, end, shape))
@@ -144,13 +143,13 @@ def lr_schedule(
 def scheduled(
     optimizer: Optimizer, trainer: Trainer | None, schedule: Shape | Literal["constant"], **warmup_and_ends: Any
 ) -> OptimizerLRScheduler:
-    """Returns what ``configure_optimizers`` is to: the optimizer, with the schedule of its rate unless `constant`.
+    """Returns the value of ``configure_optimizers``: the optimizer, with a scheduler unless `schedule` is `constant`.
 
     Args:
-        optimizer: At its base rates.
-        trainer: Of the run.
-        schedule: How the rate falls after the warm-up; `constant` leaves it to a callback.
-        **warmup_and_ends: See :func:`lr_schedule`.
+        optimizer: Optimizer at its base rates.
+        trainer: Trainer of the run.
+        schedule: Decay of the rate after the warm-up; `constant` leaves the rate to a callback.
+        **warmup_and_ends: Arguments of :func:`lr_schedule`.
     """
     if schedule == "constant":
         return optimizer
@@ -165,14 +164,14 @@ def parameter_groups(
     layer_decay: float | None = None,
     fallback: Collection[str] = (),
 ) -> list[dict[str, Any]]:
-    """Returns named parameter groups: no weight decay on norms, biases and what the model itself exempts.
+    """Returns named parameter groups, without weight decay for norms, biases and parameters that the model exempts.
 
     Args:
-        model: A timm model or any other module.
-        weight_decay: Decay of everything else.
-        layer_decay: Each layer's learning rate over that of the layer after it, as in BEiT (Bao et al. 2021,
+        model: Timm model or any other module.
+        weight_decay: Weight decay of all other parameters.
+        layer_decay: Ratio of the learning rates of a layer and the next one, as in BEiT (Bao et al. 2021,
             arXiv 2106.08254); the head's scale is 1. None for no layer-wise decay.
-        fallback: Patterns of parameters for which Muon and its kin use their AdamW.
+        fallback: Patterns of parameters for which Muon and similar optimizers use their AdamW.
     """
     exempt = _no_weight_decay(model)
     layers = _layers(model) if layer_decay is not None else {}
@@ -208,19 +207,19 @@ def build_optimizer(
     layer_decay: float | None = None,
     args: dict[str, Any] | None = None,
 ) -> Optimizer:
-    """Builds an optimizer of timm's registry: `adamw`, `lamb`, `lars`, `muon`, `sgd` (Nesterov), `momentum`,
-    ...; or of any other class.
+    """Builds an optimizer of timm's registry (`adamw`, `lamb`, `lars`, `muon`, `sgd` (Nesterov), `momentum`, ...) or
+    of any other class.
 
     Args:
-        model: Its trainable parameters are optimized, grouped by :func:`parameter_groups`.
-        name: timm's name of the optimizer, or what :func:`optimizer_class` finds.
+        model: Module whose trainable parameters are optimized, grouped by :func:`parameter_groups`.
+        name: Name of the optimizer in timm, or one that :func:`optimizer_class` finds.
         lr: Base learning rate.
-        weight_decay: See :func:`parameter_groups`.
-        layer_decay: See :func:`parameter_groups`.
-        args: More arguments for the optimizer's constructor, such as `betas`, `momentum`, `eps`, `fused`.
+        weight_decay: Weight decay, see :func:`parameter_groups`.
+        layer_decay: Layer-wise decay of the learning rate, see :func:`parameter_groups`.
+        args: Further arguments of the optimizer's constructor, such as `betas`, `momentum`, `eps`, `fused`.
 
     Raises:
-        DloError: for an unknown optimizer or argument, and values out of range.
+        DloError: If the optimizer or an argument is unknown, or a value is out of range.
     """
     check_optimizer(name)
     check_decays(weight_decay, layer_decay)
@@ -234,15 +233,15 @@ def build_optimizer(
             return other(groups, lr=lr, weight_decay=weight_decay, **(args or {}))  # type: ignore[call-arg]
         optimizer: Optimizer = create_optimizer_v2(groups, opt=name, lr=lr, weight_decay=weight_decay, **(args or {}))
     except (TypeError, ValueError) as error:
-        raise DloError(f"optimizer_args {args} do not fit optimizer '{name}': {error}") from error
+        raise DloError(f"optimizer_args must be arguments of optimizer '{name}', got {args}: {error}") from error
     return optimizer
 
 
 def check_optimizer(name: str) -> None:
-    """Checks that there is an optimizer of a name.
+    """Checks that an optimizer of this name exists.
 
     Raises:
-        DloError: with the nearest name.
+        DloError: If it does not; the message has the nearest name.
     """
     known = [str(known) for known in list_optimizers()]
     if optimizer_class(name) is None and name.lower().removeprefix("lookahead_") not in known:
@@ -254,14 +253,14 @@ def check_optimizer(name: str) -> None:
 
 
 def optimizer_class(name: str) -> type[Optimizer] | None:
-    """Returns the class that a name stands for which timm does not know.
+    """Returns the class for a name that timm does not know; None if timm knows it.
 
     Args:
-        name: `torch.optim.AdamW`, the path of a class; or the name of an optimizer that is imported already, as those
-            of the config's plug-ins are: `OneBitAdam`.
+        name: Path of a class, such as `torch.optim.AdamW`, or the name of an imported optimizer, such as the config's
+            plug-ins: `OneBitAdam`.
 
     Raises:
-        DloError: for a path that a config may not name, that leads nowhere, or not to an optimizer.
+        DloError: If a config may not name the path, or it does not lead to an optimizer.
     """
     if "." not in name:
         known = name.lower().removeprefix("lookahead_") in list_optimizers()
@@ -274,12 +273,12 @@ def optimizer_class(name: str) -> type[Optimizer] | None:
     except ImportError as error:
         raise DloError(f"optimizer '{name}' cannot be imported: {error}") from error
     if not (isinstance(found, type) and issubclass(found, Optimizer)):
-        raise DloError(f"optimizer '{name}' is no class of an optimizer; torch.optim.AdamW is one")
+        raise DloError(f"optimizer must be the path of an optimizer class, such as torch.optim.AdamW, got '{name}'")
     return found
 
 
 def _imported() -> dict[str, type[Optimizer]]:
-    """Returns the optimizers that are imported, by name."""
+    """Returns the imported optimizer classes by name."""
     found: dict[str, type[Optimizer]] = {}
     waiting: list[type[Optimizer]] = [Optimizer]
     while waiting:
@@ -290,40 +289,40 @@ def _imported() -> dict[str, type[Optimizer]]:
 
 
 def check_rates(lr: float, **others: float) -> None:
-    """Checks a learning rate, and by their names those that it rises from and falls to.
+    """Checks a learning rate, and by name the rates that it rises from and falls to.
 
     Raises:
-        DloError: if it is not positive, or one of the others does not lie between 0 and it.
+        DloError: If it is not positive, or another rate is not between 0 and it.
     """
     if not lr > 0:
-        raise DloError(f"lr is positive, given {lr}; 0.001 is usual for adamw")
+        raise DloError(f"lr must be positive, got {lr}; 0.001 is usual for adamw")
     for name, rate in others.items():
         if not 0 <= rate <= lr:
-            raise DloError(f"{name} lies between 0 and lr={lr}, given {rate}")
+            raise DloError(f"{name} must be between 0 and lr={lr}, got {rate}; 0 is the default")
 
 
 def check_warmup(epochs: float, steps: int | None) -> None:
     """Checks the length of a warm-up.
 
     Raises:
-        DloError: if it is negative.
+        DloError: If it is negative.
     """
     if not epochs >= 0:
-        raise DloError(f"warmup_epochs is at least 0, given {epochs}; 0 is no warm-up")
+        raise DloError(f"warmup_epochs must be at least 0, got {epochs}; 0 switches the warm-up off")
     if steps is not None and steps < 0:
-        raise DloError(f"warmup_steps is at least 0, given {steps}; leave it out to count the warm-up in epochs")
+        raise DloError(f"warmup_steps must be at least 0, got {steps}; leave it out to count the warm-up in epochs")
 
 
 def check_decays(weight_decay: float, layer_decay: float | None) -> None:
-    """Checks the decay of weights, and that of learning rates from layer to layer.
+    """Checks the weight decay, and the layer-wise decay of the learning rate.
 
     Raises:
-        DloError: if they are out of range.
+        DloError: If one is out of range.
     """
     if not weight_decay >= 0:
-        raise DloError(f"weight_decay is at least 0, given {weight_decay}; 0.05 is usual for adamw")
+        raise DloError(f"weight_decay must be at least 0, got {weight_decay}; 0.05 is usual for adamw")
     if layer_decay is not None and not 0 < layer_decay <= 1:
-        raise DloError(f"layer_decay lies in (0, 1], given {layer_decay}; 0.65 to 0.8 is usual, None for none")
+        raise DloError(f"layer_decay must be in (0, 1], got {layer_decay}; 0.65 to 0.8 is usual, null switches it off")
 
 
 def _no_weight_decay(model: nn.Module) -> set[str]:
@@ -332,18 +331,18 @@ def _no_weight_decay(model: nn.Module) -> set[str]:
 
 
 def _layers(model: nn.Module) -> dict[str, int]:
-    """Returns each parameter's layer, from the stem upwards, as timm's own models group them."""
+    """Returns the layer of each parameter, from the stem upwards, as timm's models group them."""
     matcher: Any = getattr(model, "group_matcher", None)
     if matcher is None:
         raise DloError(
-            "layer_decay needs a model that names its layers (timm's group_matcher), which"
-            f" {type(model).__name__} does not; leave layer_decay out"
+            f"layer_decay must have a model that groups its layers (timm's group_matcher), got {type(model).__name__}"
+            " without; leave layer_decay out"
         )
     return dict(group_parameters(model, matcher(coarse=False), reverse=True))
 
 
 def _head_names(model: nn.Module) -> tuple[str, ...]:
-    """Returns the classifier's name: Muon is for hidden layers, and its AdamW for the first and last."""
+    """Returns the names of classifier and stem: Muon is for hidden layers, its AdamW for the first and last."""
     if hasattr(model, "get_output_embeddings"):  # transformers
         ends: Any = (model.get_input_embeddings(), model.get_output_embeddings())  # type: ignore[operator]
         return tuple(name for name, module in model.named_modules() if any(module is end for end in ends))

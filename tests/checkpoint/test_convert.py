@@ -86,7 +86,7 @@ def test_lightnings_own_trainer_goes_on_with_what_has_been_ours(tmp_path, groups
     trainer.save_checkpoint(tmp_path / "theirs.ckpt")
     import_lightning(tmp_path / "theirs.ckpt", tmp_path / "ours.ckpt")
     assert main(["checkpoint", "convert", str(tmp_path / "ours.ckpt"), str(tmp_path / "back.ckpt")]) == 0
-    assert "a file of Lightning's" in capsys.readouterr().out
+    assert "a Lightning checkpoint file" in capsys.readouterr().out
     theirs, back = (torch.load(tmp_path / f"{name}.ckpt", weights_only=True) for name in ("theirs", "back"))
     assert [group["params"] for group in back["optimizer_states"][0]["param_groups"]] == [
         group["params"] for group in theirs["optimizer_states"][0]["param_groups"]
@@ -232,7 +232,7 @@ def test_weights_are_exported_in_another_type_or_from_another_place(checkpoint, 
     path, run = checkpoint
     target = path.with_name("w.safetensors")
     assert main_or_raise("export", path, target, "--prefix", "model.head.", "--dtype", "bfloat16") == 0
-    assert capsys.readouterr().out == f"wrote {target}: 2 tensors; 2 that are not the model's left out\n"
+    assert capsys.readouterr().out == f"wrote {target}: 2 tensors; left out 2 that are not part of the model\n"
     weights = load_file(target)
     assert weights.keys() == {"weight", "bias"}
     assert torch.equal(weights["weight"], run["state_dict"]["model.head.weight"].bfloat16())
@@ -250,7 +250,7 @@ def test_inspect_shows_what_is_there(checkpoint, capsys):
     assert main(["checkpoint", "inspect", str(path)]) == 0
     out = capsys.readouterr().out
     for line in (
-        "model: 4 tensors, 33 numbers, 144 B",
+        "model: 4 tensors, 33 elements, 144 B",
         "  model.head.weight          4 x 6   float32     96 B",
         "step 7, epoch 2 (the first is 0), saved ",
         "written on 1 rank\n",
@@ -297,8 +297,11 @@ def test_verify_has_the_exit_code_of_its_answer(checkpoint, capsys):
         (["inspect"], "the following arguments are required: PATH; see 'dlo checkpoint inspect --help'"),
         (["inspect", "none.ckpt"], "no checkpoint none.ckpt"),
         (["convert", "none.ckpt", "x"], "no checkpoint none.ckpt"),
-        (["convert", "{}", "other"], "is a checkpoint's folder; name a TARGET that ends in .safetensors, or in .ckpt"),
-        (["export", "{}", "x.onnx"], "weights are exported to a file that ends in .safetensors or .pt, given x.onnx"),
+        (
+            ["convert", "{}", "other"],
+            "TARGET must end in .safetensors, or in .ckpt for a Lightning file",
+        ),
+        (["export", "{}", "x.onnx"], "TARGET must end in .safetensors or .pt, got x.onnx"),
         (["export", "none.ckpt", "x.safetensors"], "no checkpoint none.ckpt"),
     ],
 )

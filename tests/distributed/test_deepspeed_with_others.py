@@ -205,14 +205,14 @@ class OwnClipping(Model):
 
 
 REFUSED: list[tuple[Any, str, Any]] = [
-    (Layerwise, "deepspeed2", "Lamb computes a parameter's update from all of its gradient"),
-    (Ahead, "deepspeed1", "Lookahead wraps AdamW, but DeepSpeed gives partitions to the outer optimizer alone"),
+    (Layerwise, "deepspeed2", "got Lamb, which needs full tensors"),
+    (Ahead, "deepspeed1", "got Lookahead around AdamW: DeepSpeed partitions only the outer one"),
     (Adversaries, "deepspeed2", "must return one optimizer under DeepSpeed, got 2"),
-    (partial(ByHand, told=False), "deepspeed2", "two backward passes came before one optimizer step"),
-    (OwnClipping, "deepspeed3", "DeepSpeed clips in its step, by norm to 0.0"),
+    (partial(ByHand, told=False), "deepspeed2", "must run one synchronised backward pass per optimizer step"),
+    (OwnClipping, "deepspeed3", "must clip by norm to 0.0, as DeepSpeed does"),
     (Model, "deepspeed2", (lambda: AdaptiveGradientClipping(0.1), "AdaptiveGradientClipping")),
     (Model, "deepspeed2", (Compile, "DeepSpeedBridge wraps")),
-    *((Model, name, (Unfreeze, "but blocks.1.0.bias, blocks.1.0.weight")) for name in ("deepspeed2", "deepspeed3_cut")),
+    *((Model, name, (Unfreeze, "requires_grad of blocks.1.0.bias, blocks.1.0.weight")) for name in ("deepspeed2", "deepspeed3_cut")),
 ]
 
 

@@ -124,9 +124,9 @@ def test_a_summed_loss_is_reported_as_json(net):
 
 def test_bad_input_is_one_line_and_exit_code_2(net):
     for words, message in [
-        ([], "no --config"),
+        ([], "--config must name a config"),
         (["--config", "nope.yaml"], "nope.yaml"),
-        (["--config", "net.yaml", "--steps", "0"], "--steps is more than 0, but was 0"),
+        (["--config", "net.yaml", "--steps", "0"], "--steps must be more than 0, got 0"),
         (["--config", "net.yaml", "--steps", "x"], "argument --steps: invalid int value: 'x'"),
         (["--config", "net.yaml", "--trainer.strategy", "dpp"], "unknown strategy 'dpp'; did you mean 'ddp'?"),
         (["--config", "net.yaml", "--ckpt_path", "last"], "ckpt_path"),

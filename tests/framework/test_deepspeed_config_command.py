@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from dlo_framework.cli.launched import own_words
+from dlo_framework.cli.launched import translate_launcher_args
 from dlo_framework.cli.main import main
 from dlo_framework.errors import DloError
 
@@ -85,7 +85,7 @@ def test_another_strategy_has_the_nearest_json(capsys: pytest.CaptureFixture[str
     assert found["zero_optimization"] == {"stage": 3}
     assert (found["train_batch_size"], found["train_micro_batch_size_per_gpu"]) == (64, 32)
     assert found["gradient_clipping"] == 1.0
-    assert "nothing like the mesh's pp 2" in refused(capsys, "deepspeed-config", "--config", "digits/mesh")
+    assert "deepspeed-config: pp must be 1" in refused(capsys, "deepspeed-config", "--config", "digits/mesh")
 
 
 def test_batch_sizes_that_nobody_says_are_left_open(capsys: pytest.CaptureFixture[str], ds_json: Path) -> None:
@@ -108,18 +108,18 @@ def test_a_contradiction_is_refused_as_in_a_run(capsys: pytest.CaptureFixture[st
         ranks = ["--ranks", "2"] if command == "deepspeed-config" else ["--trainer.devices", "2"]
         words = [command, "--config", "quickstart", "--trainer.accelerator", "cpu", *ranks, *with_json(ds_json)]
         message = refused(capsys, *words, "--trainer.gradient_clip_val", "0.7")
-        assert f"{ds_json} says gradient_clipping 0.5, trainer.gradient_clip_val is 0.7" in message
+        assert f"{ds_json}: gradient_clipping must equal trainer.gradient_clip_val 0.7, got 0.5" in message
     assert "set --data.batch_size 32" in refused(capsys, *words, "--data.init_args.batch_size", "64")
 
 
 def test_what_is_given_decides_the_direction(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    assert "give a config" in refused(capsys, "deepspeed-config")
-    assert "of a.json and b.json one" in refused(capsys, "deepspeed-config", "a.json", "b.json")
-    assert "--ranks is at least 1" in refused(capsys, "deepspeed-config", "a.json", "--ranks", "0")
-    assert "there is no such file" in refused(capsys, "deepspeed-config", str(tmp_path / "a.json"))
+    assert "must be a config" in refused(capsys, "deepspeed-config")
+    assert "got a.json b.json" in refused(capsys, "deepspeed-config", "a.json", "b.json")
+    assert "--ranks must be at least 1" in refused(capsys, "deepspeed-config", "a.json", "--ranks", "0")
+    assert "the file does not exist" in refused(capsys, "deepspeed-config", str(tmp_path / "a.json"))
     (tmp_path / "ds.json").write_text('{"zero_optimization": {"stage": 2}}')
     message = refused(capsys, "deepspeed-config", "--config", str(tmp_path / "ds.json"))
-    assert f"`dlo deepspeed-config {tmp_path / 'ds.json'}` prints its config" in message
+    assert f"to print its config, run `dlo deepspeed-config {tmp_path / 'ds.json'}`" in message
     broken = tmp_path / "broken.json"
     broken.write_text('{"zero_optimization": {"stge": 2}}')
     assert "did you mean 'stage'?" in refused(capsys, "deepspeed-config", str(broken))
@@ -132,12 +132,12 @@ def test_what_is_given_decides_the_direction(capsys: pytest.CaptureFixture[str],
     "word", [["--local_rank=1"], ["--local-rank=1"], ["--local_rank", "1"], ["--local_rank=1", "--deepspeed"]]
 )
 def test_a_launchers_word_is_taken_away(word: list[str]) -> None:
-    assert own_words([*word, "fit", "--config", "x"], {"LOCAL_RANK": "1"}) == ["fit", "--config", "x"]
+    assert translate_launcher_args([*word, "fit", "--config", "x"], {"LOCAL_RANK": "1"}) == ["fit", "--config", "x"]
 
 
 def test_deepspeeds_words_for_scripts_name_the_strategy_and_its_json() -> None:
     for words in (["--deepspeed_config", "ds.json"], ["--deepspeed_config=ds.json"]):
-        assert own_words(["fit", "--deepspeed", *words], {}) == [
+        assert translate_launcher_args(["fit", "--deepspeed", *words], {}) == [
             *("fit", "--trainer.strategy.class_path", "DeepSpeedBridge"),
             *("--trainer.strategy.init_args.config", "ds.json"),
         ]
@@ -145,18 +145,18 @@ def test_deepspeeds_words_for_scripts_name_the_strategy_and_its_json() -> None:
 
 def test_other_words_stay() -> None:
     words = ["fit", "--config", "x.yaml", "--run.name=local_rank", "--trainer.devices", "2"]
-    assert own_words(words, {}) == words
+    assert translate_launcher_args(words, {}) == words
 
 
 @pytest.mark.parametrize(
     ("words", "environment", "message"),
     [
-        (["--local_rank=1", "fit"], {}, "LOCAL_RANK is not set"),
-        (["--local_rank=1", "fit"], {"LOCAL_RANK": "0"}, "--local_rank is 1, but LOCAL_RANK is 0"),
-        (["fit", "--deepspeed_config"], {}, "needs a DeepSpeed JSON"),
-        (["fit", "--deepspeed_config", "--run.name"], {}, "needs a DeepSpeed JSON"),
+        (["--local_rank=1", "fit"], {}, "must come from a launcher that sets LOCAL_RANK"),
+        (["--local_rank=1", "fit"], {"LOCAL_RANK": "0"}, "--local_rank must equal LOCAL_RANK 0, got 1"),
+        (["fit", "--deepspeed_config"], {}, "must be a DeepSpeed JSON"),
+        (["fit", "--deepspeed_config", "--run.name"], {}, "must be a DeepSpeed JSON"),
     ],
 )
 def test_words_that_do_not_fit_are_refused(words: list[str], environment: dict[str, str], message: str) -> None:
     with pytest.raises(DloError, match=message):
-        own_words(words, environment)
+        translate_launcher_args(words, environment)

@@ -15,8 +15,8 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.demos.boring_classes import BoringModel
 
 from dlo_framework.cli.main import OTHER_COMMANDS, RUN_COMMANDS
-from dlo_framework.cli.messages import parameters
-from dlo_framework.cli.shipped import shipped_configs
+from dlo_framework.cli.messages import list_parameters
+from dlo_framework.cli.shipped import list_shipped_configs
 from dlo_framework.defaults import add_default_callbacks
 from dlo_framework.registry import GROUP_PREFIX, KINDS
 
@@ -104,7 +104,7 @@ YAML = blocks("yaml")
 def test_a_config_in_the_pages_fits_its_classes(block):
     config = yaml.safe_load(block[1])
     assert set(config) <= {"plugins", "trainer", "model", "data", "run", "seed_everything"}
-    assert set(config.get("trainer", {})) <= set(parameters(Trainer))
+    assert set(config.get("trainer", {})) <= set(list_parameters(Trainer))
     for class_path, arguments in classes(config):
         assert set(arguments) <= set(accepted(class_path)), class_path
 
@@ -127,7 +127,7 @@ def accepted(class_path: str) -> set[str]:
     homes = [module] if module else ["lightning.pytorch.callbacks", "lightning.pytorch.loggers"]
     cls = next(getattr(home, name) for home in map(importlib.import_module, homes) if hasattr(home, name))
     assert inspect.isclass(cls)
-    return set(parameters(cls) or ())
+    return set(list_parameters(cls) or ())
 
 
 COMMANDS = [
@@ -148,9 +148,9 @@ def test_a_command_in_the_pages_names_what_there_is(command):
         assert words[2] in {*entry_points(), *MADE_UP_CLASSES, "NAME"}
     for option, value in zip(words, [*words[1:], ""], strict=True):
         if option == "--config":
-            assert value in {*shipped_configs(), *MADE_UP_CONFIGS} or (ROOT / value).is_file()
+            assert value in {*list_shipped_configs(), *MADE_UP_CONFIGS} or (ROOT / value).is_file()
         elif option.startswith("--trainer.") and option != "--trainer.max_epoch":  # That one shows the message.
-            assert option.removeprefix("--trainer.").rstrip("+") in parameters(Trainer)
+            assert option.removeprefix("--trainer.").rstrip("+") in list_parameters(Trainer)
 
 
 @pytest.mark.parametrize("name", ["README.md", "CONTRIBUTING.md", "CHANGELOG.md"])

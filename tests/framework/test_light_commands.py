@@ -54,7 +54,7 @@ def test_ctrl_c_at_once_is_told_in_a_line(capsys: pytest.CaptureFixture[str], mo
     monkeypatch.setattr("dlo_framework.cli.main._dispatch", interrupt)
     for words in ([], ["fit"]):
         assert main(words) == 130
-        assert "interrupted at once" in capsys.readouterr().err
+        assert "interrupted; " in capsys.readouterr().err
     monkeypatch.setattr("dlo_framework.cli.main._dispatch", lambda words: sys.exit(3))
     with pytest.raises(SystemExit) as ended:
         main([])

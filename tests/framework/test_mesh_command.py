@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from dlo_framework.cli.main import main
-from dlo_framework.cli.mesh_cli import ranks_and_nodes
+from dlo_framework.cli.mesh_cli import count_ranks_and_nodes
 from dlo_framework.errors import DloError
 
 MESH = ("mesh", "--config", "llm/quickstart", "--trainer.strategy", "MeshStrategy", "--data.init_args.batch_size", "32")
@@ -54,8 +54,8 @@ def test_what_does_not_fit_is_refused_as_in_a_run(capsys: pytest.CaptureFixture[
     refused = {
         "use tp=2 (of 1, 2": [*MESH, "--ranks", "8", *options(tp=8)],
         "use tp=3 or run 4 or 8 processes": [*MESH, "--ranks", "6", *options(tp=4)],
-        "--ranks is at least 1": [*MESH, "--ranks", "0"],
-        "trainer.devices: auto depends on the machine": [*MESH, *options(tp=2)],
+        "--ranks must be at least 1": [*MESH, "--ranks", "0"],
+        "trainer.devices must be a number to draw without the machine, got auto": [*MESH, *options(tp=2)],
         "MeshStrategy or FSDPStrategy, got DataParallelStrategy": [
             *MESH[:3],
             "--ranks",
@@ -63,7 +63,7 @@ def test_what_does_not_fit_is_refused_as_in_a_run(capsys: pytest.CaptureFixture[
             "--trainer.strategy",
             "ddp",
         ],
-        "no --config": ["mesh", "--ranks", "2"],
+        "--config must name a config": ["mesh", "--ranks", "2"],
         "strategey": [*MESH, "--ranks", "2", "--trainer.strategey", "x"],
     }
     for message, words in refused.items():
@@ -76,10 +76,10 @@ def test_what_does_not_fit_is_refused_as_in_a_run(capsys: pytest.CaptureFixture[
     [(8, 2, None, (8, 2)), ([0, 3], 1, None, (2, 1)), (8, 2, 32, (8, 4)), (8, 1, 12, (12, 1)), ("auto", 1, 6, (6, 1))],
 )
 def test_ranks_lie_on_nodes_as_in_the_config(devices: Any, nodes: int, ranks: int | None, found: tuple) -> None:
-    assert ranks_and_nodes(devices, nodes, ranks) == found
+    assert count_ranks_and_nodes(devices, nodes, ranks) == found
 
 
 def test_devices_that_depend_on_the_machine_need_a_number() -> None:
     for devices in ("auto", -1, None):
         with pytest.raises(DloError, match="--ranks 8"):
-            ranks_and_nodes(devices, 1, None)
+            count_ranks_and_nodes(devices, 1, None)

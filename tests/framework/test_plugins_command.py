@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 from dlo_framework.cli.plugins_command import main
-from dlo_framework.cli.snippet import yaml_snippet, yaml_value
+from dlo_framework.cli.snippet import format_yaml_snippet, format_yaml_value
 from dlo_framework.errors import DloError
 from dlo_framework.registry.source import Parameter
 
@@ -141,13 +141,13 @@ def test_bad_words_are_errors_with_the_nearest(pack: None, argv: list[str], mess
     ],
 )
 def test_yaml_values_read_back_as_they_are(value: object) -> None:
-    found = yaml.safe_load(yaml_value(value))
+    found = yaml.safe_load(format_yaml_value(value))
     assert (found, type(found)) == (value, type(value))
 
 
 def test_a_default_that_yaml_cannot_say_is_a_comment() -> None:
     parameters = [Parameter("dtype", "torch.dtype", "torch.float32", ""), Parameter("of", "set", "{1}", "")]
-    text = yaml_snippet("task", "Net", parameters)
+    text = format_yaml_snippet("task", "Net", parameters)
     assert yaml.safe_load(text) == {"model": {"class_path": "Net"}}
     assert "# dtype: torch.float32" in text
 
@@ -163,7 +163,7 @@ def test_a_default_that_yaml_cannot_say_is_a_comment() -> None:
     ],
 )
 def test_each_kind_has_its_place(kind: str, path: list[str | int]) -> None:
-    found = yaml.safe_load(yaml_snippet(kind, "Name", [Parameter("a", "int", "1", "")]))
+    found = yaml.safe_load(format_yaml_snippet(kind, "Name", [Parameter("a", "int", "1", "")]))
     for key in path:
         found = found[key]
     assert found == {"class_path": "Name", "init_args": {"a": 1}}

@@ -60,7 +60,7 @@ def test_dir_is_made_and_named(cwd: Path, capsys: pytest.CaptureFixture[str]) ->
 @pytest.mark.parametrize("existing", ["my_thing.py", "test_my_thing.py"])
 def test_nothing_is_overwritten(cwd: Path, existing: str) -> None:
     (cwd / existing).write_text("mine")
-    with pytest.raises(DloError, match=f"{existing} exists, and is not overwritten"):
+    with pytest.raises(DloError, match=f"got {existing}, which exists"):
         main(["new", "callback", "my_thing"])
     assert [(file.name, file.read_text()) for file in cwd.iterdir()] == [(existing, "mine")]
 
@@ -69,13 +69,13 @@ def test_nothing_is_overwritten(cwd: Path, existing: str) -> None:
     ("kind", "name", "message"),
     [
         ("callbacky", "x", r"unknown kind 'callbacky'; did you mean 'callback'\? available: strategy, callback"),
-        ("callback", "MyThing", "not 'MyThing'; try 'my_thing'"),
-        ("callback", "my-thing.py", "not 'my-thing.py'; try 'my_thing'"),
-        ("callback", "2fast", "not '2fast'; try 'my_2fast'"),
-        ("callback", "class", "not 'class'; try 'my_class'"),
-        ("callback", "../up", "not '../up'; try 'up'"),
-        ("callback", "one_cycle", "'OneCycle' is taken by dlo_framework .*; try 'my_one_cycle'"),
-        ("data", "torch", "a module called 'torch' is installed already; try 'torch_data'"),
+        ("callback", "MyThing", "got 'MyThing'; try 'my_thing'"),
+        ("callback", "my-thing.py", "got 'my-thing.py'; try 'my_thing'"),
+        ("callback", "2fast", "got '2fast'; try 'my_2fast'"),
+        ("callback", "class", "got 'class'; try 'my_class'"),
+        ("callback", "../up", "got '../up'; try 'up'"),
+        ("callback", "one_cycle", "got 'OneCycle', taken by dlo_framework .*; try 'my_one_cycle'"),
+        ("data", "torch", "NAME must differ from installed modules, got 'torch'; try 'torch_data'"),
     ],
 )
 def test_a_bad_name_is_an_error_with_a_better_one(cwd: Path, kind: str, name: str, message: str) -> None:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from dlo_framework.cli.short_names import prefer_plugins, with_class_paths
+from dlo_framework.cli.short_names import expand_short_names, prefer_plugins
 from dlo_framework.registry import Plugin
 
 OURS = {"FSDPStrategy": "dlo_plugins.strategies.fsdp.FSDPStrategy"}
@@ -13,7 +13,7 @@ def test_short_names_are_written_in_full_under_class_path_alone():
         "trainer": {"strategy": {"class_path": "FSDPStrategy", "init_args": {"units": ["FSDPStrategy"]}}, "devices": 2},
         "callbacks": [{"class_path": "Other"}, {"class_path": "FSDPStrategy"}, "FSDPStrategy"],
     }
-    full = with_class_paths(config, OURS)
+    full = expand_short_names(config, OURS)
     assert full["trainer"]["strategy"]["class_path"] == OURS["FSDPStrategy"]
     assert full["trainer"]["strategy"]["init_args"] == {"units": ["FSDPStrategy"]}
     assert full["callbacks"] == [{"class_path": "Other"}, {"class_path": OURS["FSDPStrategy"]}, "FSDPStrategy"]

@@ -342,7 +342,7 @@ class Other(ResumableDataModule):
 
 
 def test_what_has_no_rectangles_is_refused_before_training(gallery):
-    with pytest.raises(DloError, match="DigitsData's images are all square"):
+    with pytest.raises(DloError, match="DigitsData, whose images are all square"):
         trainer(RectangularValidation()).fit(classifier(), DigitsData())
     with pytest.raises(DloError, match="got Other without it; use ImageFolderData"):
         trainer(RectangularValidation()).fit(classifier(num_classes=2, image_size=32), Other())

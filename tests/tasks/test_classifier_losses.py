@@ -39,11 +39,11 @@ def test_bce_is_timms(logits, targets, threshold):
 @pytest.mark.parametrize(
     ("threshold", "smoothing", "classes", "words"),
     [
-        (1.0, 0.0, 10, r"bce_threshold lies in \[0, 1\), given 1.0"),
-        (-0.1, 0.0, None, r"lies in \[0, 1\)"),
-        (0.0, 0.1, None, "above bce_threshold 0.0, so that all would be 1; set label_smoothing to 0"),
-        (0.005, 0.1, 10, r"its own gets 0.91, each other 0.01\) brings all targets above"),
-        (0.95, 0.1, 10, "at or below bce_threshold 0.95, so that all would be 0"),
+        (1.0, 0.0, 10, r"bce_threshold must be in \[0, 1\), got 1.0"),
+        (-0.1, 0.0, None, r"must be in \[0, 1\)"),
+        (0.0, 0.1, None, "are above it and become 1; set label_smoothing to 0"),
+        (0.005, 0.1, 10, r"0.91 for its own of 10 classes, 0.01 for others\): all targets are above"),
+        (0.95, 0.1, 10, "are at or below it and become 0"),
         (0.0, 0.0, 10, None),
         (0.2, 0.1, 1000, None),
         (0.2, 0.1, None, None),

@@ -146,8 +146,8 @@ def test_what_cannot_be_exported_is_refused(tmp_path: Path, capsys: pytest.Captu
     assert main(["checkpoint", "export", str(path), str(tmp_path / "full")]) == 2
     assert "output folder must be new or empty" in capsys.readouterr().err
     assert main(["checkpoint", "export", str(path), str(tmp_path / "out"), "--prefix", "x."]) == 2
-    assert "--prefix is for a file" in capsys.readouterr().err
+    assert "--prefix must be unset to export a folder, got x." in capsys.readouterr().err
     assert main(["checkpoint", "export", str(path), str(tmp_path / "weights.safetensors")]) == 0
     assert main(["checkpoint", "convert", str(tmp_path / "weights.safetensors"), str(tmp_path / "bare.ckpt")]) == 0
     assert main(["checkpoint", "export", str(tmp_path / "bare.ckpt"), str(tmp_path / "out")]) == 2
-    assert "is of a task that writes no folders" in capsys.readouterr().err
+    assert "has no folder export" in capsys.readouterr().err

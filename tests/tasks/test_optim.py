@@ -82,7 +82,7 @@ def test_warm_up_in_epochs_and_in_steps():
     assert factor_at(run(epoch=2, ready=2, step=22), 0.5, 4) == pytest.approx((1 - 0.55) / (1 - 0.1))
     assert factor_at(run(epoch=3, ready=5, step=7, accumulate=5), 0.0, 4) == pytest.approx((1 - 0.875) / (1 - 0.5))
     assert factor_at(run(ready=3, batches=math.inf, max_epochs=None, max_steps=20, step=12), 0, 4) == 0.5
-    with pytest.raises(DloError, match="warmup_steps instead"):
+    with pytest.raises(DloError, match="set warmup_steps"):
         factor_at(run(ready=1, batches=math.inf, max_steps=20), 1, None)
 
 
@@ -268,11 +268,11 @@ def test_any_class_can_be_named_by_its_path_or_once_it_is_imported():
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("torch.optim.AdamV", "no class of an optimizer"),
-        ("torch.nn.Linear", "no class of an optimizer"),
+        ("torch.optim.AdamV", "path of an optimizer class"),
+        ("torch.nn.Linear", "path of an optimizer class"),
         ("torch.optimm.Adam", "cannot be imported"),
         ("nowhere.Optimizer", "is refused"),
-        ("torch.hub.load", "is refused|no class of an optimizer"),
+        ("torch.hub.load", "is refused|path of an optimizer class"),
     ],
 )
 def test_a_path_that_leads_nowhere_is_refused(name, message):
@@ -283,12 +283,12 @@ def test_a_path_that_leads_nowhere_is_refused(name, message):
 @pytest.mark.parametrize(
     ("check", "given", "words"),
     [
-        (optim.check_warmup, (-1, None), "warmup_epochs is at least 0, given -1"),
-        (optim.check_warmup, (0, -4), "warmup_steps is at least 0, given -4"),
-        (optim.check_decays, (-0.1, None), "weight_decay is at least 0, given -0.1"),
-        (optim.check_decays, (0.1, 0.0), r"layer_decay lies in \(0, 1\], given 0.0"),
+        (optim.check_warmup, (-1, None), "warmup_epochs must be at least 0, got -1"),
+        (optim.check_warmup, (0, -4), "warmup_steps must be at least 0, got -4"),
+        (optim.check_decays, (-0.1, None), "weight_decay must be at least 0, got -0.1"),
+        (optim.check_decays, (0.1, 0.0), r"layer_decay must be in \(0, 1\], got 0.0"),
         (optim.check_decays, (0.1, 1.5), "given 1.5; 0.65 to 0.8 is usual"),
-        (optim.check_rates, (math.nan,), "lr is positive"),
+        (optim.check_rates, (math.nan,), "lr must be positive"),
     ],
 )
 def test_values_out_of_range_are_refused(check, given, words):
@@ -299,17 +299,17 @@ def test_values_out_of_range_are_refused(check, given, words):
 
 
 def test_every_task_that_builds_by_these_functions_is_checked():
-    with pytest.raises(DloError, match="layer_decay lies in"):
+    with pytest.raises(DloError, match="layer_decay must be in"):
         optim.build_optimizer(vit(), "adamw", lr=1.0, weight_decay=0.0, layer_decay=2.0)
     optimizer = optim.build_optimizer(vit(), "adamw", lr=1.0, weight_decay=0.0)
-    with pytest.raises(DloError, match="warmup_steps is at least 0"):
+    with pytest.raises(DloError, match="warmup_steps must be at least 0"):
         optim.scheduled(optimizer, None, "cosine", warmup_steps=-1)
 
 
 def test_wrong_names_say_what_is_near():
     with pytest.raises(DloError, match=r"unknown optimizer 'adamww'; did you mean 'adamw'\?"):
         optim.check_optimizer("adamww")
-    with pytest.raises(DloError, match=r"optimizer_args .*beta.* do not fit optimizer 'sgd'"):
+    with pytest.raises(DloError, match=r"optimizer_args must be arguments of optimizer 'sgd', .*beta"):
         optim.build_optimizer(nn.Linear(2, 2), "sgd", lr=1.0, weight_decay=0.0, args={"beta": 1})
     with pytest.raises(DloError, match=r"optimizer_args .*momentum.* do not fit optimizer 'sgd': Invalid momentum"):
         optim.build_optimizer(nn.Linear(2, 2), "sgd", lr=1.0, weight_decay=0.0, args={"momentum": -1.0})

@@ -1,1 +1,1 @@
-"""What the DeepSpeed bridge is made of: its configuration, its partitions, its folders."""
+"""Parts of DeepSpeedBridge: configuration, engine and partitions."""

@@ -1,4 +1,4 @@
-"""Lightning's DeepSpeedStrategy, on any device."""
+"""Lightning's DeepSpeedStrategy for any device, CPUs included."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from dlo_plugins.deepspeed import environment
 
 
 class AnyDeviceDeepSpeed(DeepSpeedStrategy):
-    """Lightning's DeepSpeedStrategy on any device, with the process group and the optimizers of its other strategies.
+    """Lightning's DeepSpeedStrategy for any device, with process groups and optimizers as in its other strategies.
 
-    Lightning (2.6) takes CUDA alone, starts DeepSpeed's import with the strategy, before the device is known, and
-    leaves the making of optimizers to DeepSpeed. What remains of its class is what others know it by: the precision
-    that the Trainer chooses for it, and the callbacks that refuse it.
+    Lightning's class (2.6) requires CUDA, imports DeepSpeed in its constructor, before the device is known, and leaves
+    building the optimizers to DeepSpeed. Of that class only its type is used: the Trainer chooses the precision plug-in
+    by it, and some callbacks refuse it.
     """
 
     def __init__(self, timeout: timedelta | None, config: dict[str, Any]) -> None:
@@ -34,7 +34,7 @@ class AnyDeviceDeepSpeed(DeepSpeedStrategy):
         super(DeepSpeedStrategy, self).setup_environment()
 
     def setup_distributed(self) -> None:
-        """Joins the process group, and gives it to DeepSpeed."""
+        """Joins the process group and passes it to DeepSpeed."""
         environment.use_accelerator(self.root_device.type)
         super(DeepSpeedStrategy, self).setup_distributed()
         assert self.cluster_environment is not None
@@ -42,26 +42,26 @@ class AnyDeviceDeepSpeed(DeepSpeedStrategy):
         environment.join(dist.get_backend(), self.cluster_environment.main_port, self._timeout)
 
     def setup_optimizers(self, trainer: Trainer) -> None:
-        """Builds the optimizers, as the module configures them."""
+        """Builds the optimizers that the module configures."""
         super(DeepSpeedStrategy, self).setup_optimizers(trainer)
 
     @contextlib.contextmanager
     def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
-        """Builds tensors on the CPU; :meth:`shard` moves, or partitions, them one by one."""
+        """Builds tensors on the CPU; :meth:`shard` moves or partitions them one by one."""
         with self.precision_plugin.tensor_init_context():
             yield
 
     @contextlib.contextmanager
     def model_sharded_context(self) -> Iterator[None]:
-        """Builds models whole."""
+        """Builds full models, without partitioning."""
         yield
 
     @property
     def handles_gradient_accumulation(self) -> bool:
-        """Whether DeepSpeed counts the micro-batches of a window: no, Lightning does."""
+        """Whether DeepSpeed counts the micro-batches of a window: False, Lightning counts them."""
         return False
 
     @property
     def lightning_restore_optimizer(self) -> bool:
-        """Whether Lightning asks for the optimizers' state to be loaded."""
+        """Whether Lightning calls for loading the optimizers' state."""
         return True

@@ -1,8 +1,8 @@
-"""DeepSpeed's configuration from the bridge's typed options, a JSON of the user's, and the Trainer's settings.
+"""DeepSpeed's configuration, merged from the bridge's typed options, a user's JSON, and the Trainer's settings.
 
-What two of them set must be equal; what only one sets is taken. The order of things: :func:`resolve` when the
-strategy is built, before a process starts; :func:`with_trainer` once the Trainer is known;
-``requirements.check_available`` on the machine that the run is on.
+A value that two of them set must be equal; a value that one sets is used. :func:`resolve` runs when the strategy is
+built, before a process starts; :func:`with_trainer` once the Trainer is known; ``requirements.check_available`` on the
+machine of the run.
 """
 
 from __future__ import annotations
@@ -37,15 +37,15 @@ __all__ = [
     "with_trainer",
 ]
 
-#: The stage where neither an option nor a JSON says one: what most runs want of DeepSpeed.
+#: ZeRO stage if neither an option nor a JSON sets one; the stage that most DeepSpeed runs use.
 DEFAULT_STAGE = 2
 
 
 class DeepSpeedJson(dict[str, Any]):
-    """A DeepSpeed configuration that knows what messages call it.
+    """A DeepSpeed configuration with the name that messages use for it.
 
     Attributes:
-        source: the file that it came from, or ``strategy.config``.
+        source: Path of the file it was read from, or ``strategy.config``.
     """
 
     def __init__(self, content: Mapping[str, Any], source: str = json_file.INLINE) -> None:
@@ -57,23 +57,23 @@ class DeepSpeedJson(dict[str, Any]):
 
 
 def source_of(config: Mapping[str, Any]) -> str:
-    """Returns what messages call a configuration."""
+    """Returns the name that messages use for a configuration."""
     return getattr(config, "source", json_file.INLINE)
 
 
 def resolve(options: Mapping[str, Any], config: str | Path | Mapping[str, Any] | None = None) -> DeepSpeedJson:
     """Returns one DeepSpeed configuration from the bridge's typed options and a JSON.
 
-    Old spellings that DeepSpeed still takes become the new ones. Values of ``"auto"`` stay, for :func:`with_trainer`.
-    Without a stage in the options, and without a JSON, the stage is 2.
+    Old spellings that DeepSpeed still accepts become the new ones. Values of ``"auto"`` stay, for :func:`with_trainer`.
+    If neither the options nor a JSON set a stage, it is 2.
 
     Args:
-        options: DeepSpeedBridge's arguments by name; those that are None are not set.
-        config: a JSON file, or its content.
+        options: Arguments of DeepSpeedBridge by name; those that are None are not set.
+        config: Path of a JSON file, or its content.
 
     Raises:
-        DloError: for a file that does not parse, an unknown key, a value that does not fit, a feature that is gone,
-            what both set to different values, and what DeepSpeed cannot combine.
+        DloError: If a file does not parse, a key is unknown or removed, a value is invalid, options and JSON differ, or
+            DeepSpeed cannot combine two settings.
     """
     content, source = json_file.read(config)
     check_removed(content, source)
@@ -84,8 +84,8 @@ def resolve(options: Mapping[str, Any], config: str | Path | Mapping[str, Any] |
         given = get(content, path, "auto")
         if given not in ("auto", value):
             raise DloError(
-                f"{source} says {path} {_shown(given)}, the strategy's option {option} says {_shown(value)}; set it in"
-                f" one place: leave {option} out, or the key"
+                f"{source}: {path} must equal the strategy's option {option} {_shown(value)}, got {_shown(given)}; set"
+                f" it in one place: leave out {option} or the key"
             )
         put(result, path, value)
     if config is None and get(result, "zero_optimization.stage") is None:
@@ -100,17 +100,17 @@ def resolve(options: Mapping[str, Any], config: str | Path | Mapping[str, Any] |
 
 
 def with_trainer(config: Mapping[str, Any], facts: TrainerFacts) -> DeepSpeedJson:
-    """Returns a configuration with all that the Trainer sets too: batch size, accumulation, clipping, precision.
+    """Returns a configuration completed with the Trainer's settings: batch size, accumulation, clipping, precision.
 
-    What is ``"auto"`` or absent is filled from the Trainer. Without ``gradient_clipping`` in either, clipping is off:
-    DeepSpeed's own default is a norm of 1.0. Without a stage it is 0, as in DeepSpeed.
+    ``"auto"`` and missing values are filled in from the Trainer. Without ``gradient_clipping`` in either, clipping is
+    off (DeepSpeed's own default is a norm of 1.0). Without a stage it is 0, as in DeepSpeed.
 
     Args:
-        config: what :func:`resolve` returned.
-        facts: what the Trainer says.
+        config: Configuration that :func:`resolve` returned.
+        facts: Settings of the Trainer.
 
     Raises:
-        DloError: for what both set to different values, and for what DeepSpeed cannot do.
+        DloError: If both set different values, or DeepSpeed does not support a setting.
     """
     source = source_of(config)
     result = DeepSpeedJson(copy.deepcopy(dict(config)), source)
@@ -119,15 +119,15 @@ def with_trainer(config: Mapping[str, Any], facts: TrainerFacts) -> DeepSpeedJso
     with_precision(result, facts, source)
     put(result, "zero_optimization.stage", stage_of(result))
     for key in [key for key, value in result.items() if value == "auto"]:
-        del result[key]  # DeepSpeed takes "auto" inside its sections for their defaults, but not at the top.
+        del result[key]  # DeepSpeed reads "auto" as the default inside sections, but not at the top level.
     return result
 
 
 def modernised(config: Mapping[str, Any], source: str) -> dict[str, Any]:
-    """Returns a configuration with DeepSpeed's old spellings in the new ones.
+    """Returns a configuration with DeepSpeed's old spellings replaced by the new ones.
 
     Raises:
-        DloError: where both stand, with different values.
+        DloError: If both spellings are set to different values.
     """
     result: dict[str, Any] = copy.deepcopy(dict(config))
     zero = result.get("zero_optimization")
@@ -143,7 +143,7 @@ def modernised(config: Mapping[str, Any], source: str) -> dict[str, Any]:
         if old in zero:
             on = zero[old]
             if not isinstance(on, bool | None):
-                raise DloError(f"{source}: zero_optimization.{old} is true or false, but was {_shown(on)}")
+                raise DloError(f"{source}: zero_optimization.{old} must be true or false, got {_shown(on)}")
             _rename(zero, old, new, {"device": "cpu"} if on else None, f"{source}: zero_optimization")
     old = "stage3_gather_fp16_weights_on_model_save"
     if old in zero:
@@ -155,8 +155,8 @@ def _rename(section: dict[str, Any], old: str, new: str, value: Any, where: str)
     given = section.get(new, value)
     if value is not None and given != value:
         raise DloError(
-            f"{where}: {old}, an old spelling, means {new} {_shown(value)}, but {new} is {_shown(given)}; leave {old}"
-            " out"
+            f"{where}: {new} must equal {_shown(value)}, which its old spelling {old} means, got {_shown(given)}; leave"
+            f" out {old}"
         )
     del section[old]
     if given is not None:

@@ -1,7 +1,7 @@
-"""What DeepSpeed cannot combine, and what its bridge leaves to others: seen from the configuration alone.
+"""Checks of a configuration for settings that DeepSpeed cannot combine, or that the bridge does not support.
 
-:func:`check_consistent` runs when the strategy is built, so before processes start. What depends on the machine is in
-``requirements.py``.
+:func:`check_consistent` runs when the strategy is built, before processes start. ``requirements.py`` has the checks
+that depend on the machine.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ _QUANTIZED = ("zero_quantized_weights", "zero_quantized_nontrainable_weights", "
 
 
 def check_consistent(config: Mapping[str, Any], source: str) -> None:
-    """Checks a configuration for what contradicts itself, and for what only other launchers or strategies do.
+    """Checks a configuration for contradictions, and for features of other launchers or strategies.
 
     Raises:
-        DloError: for the first such thing, with the fix.
+        DloError: For the first one, with the fix.
     """
     stage = stage_of(config)
     _check_offload(config, stage, source)
@@ -31,7 +31,7 @@ def check_consistent(config: Mapping[str, Any], source: str) -> None:
 
 
 def offload_device(config: Mapping[str, Any], section: str) -> str | None:
-    """Returns where a section offloads to, ``cpu`` or ``nvme``; None where it does not."""
+    """Returns the target that a section offloads to, ``cpu`` or ``nvme``; None if it does not offload."""
     device = get(config, f"{section}.device")
     return device if device in ("cpu", "nvme") else None
 
@@ -40,23 +40,23 @@ def _check_offload(config: Mapping[str, Any], stage: int, source: str) -> None:
     parameters, optimizer = offload_device(config, _PARAMETERS), offload_device(config, _OPTIMIZER)
     if parameters is not None and stage < 3:
         raise DloError(
-            f"{source}: offload of parameters to {parameters} needs stage 3; in stage {stage} every rank computes with"
-            " whole parameters; set stage: 3, or offload the optimizer alone (offload_optimizer: cpu)"
+            f"{source}: stage must be 3 to offload parameters to {parameters}, got {stage}, in which each rank computes"
+            " with full parameters; set stage: 3, or offload only the optimizer (offload_optimizer: cpu)"
         )
     if optimizer is not None and stage < 1:
         raise DloError(
-            f"{source}: offload of the optimizer to {optimizer} needs stage 1, 2 or 3, but the stage is 0; set stage: 2"
+            f"{source}: stage must be 1, 2 or 3 to offload the optimizer to {optimizer}, got 0; set stage: 2"
         )
     if optimizer == "nvme" and stage < 3:
         raise DloError(
-            f"{source}: offload of the optimizer to NVMe needs stage 3, but the stage is {stage}; set stage: 3, or"
+            f"{source}: stage must be 3 to offload the optimizer to NVMe, got {stage}; set stage: 3, or"
             " offload_optimizer: cpu"
         )
     for section, option in ((_OPTIMIZER, "offload_optimizer"), (_PARAMETERS, "offload_parameters")):
         if offload_device(config, section) == "nvme" and not get(config, f"{section}.nvme_path"):
             raise DloError(
-                f"{source}: {option}: nvme needs a folder of a local NVMe disk; set nvme_path: /local_nvme, or"
-                f" {section}.nvme_path in the JSON"
+                f"{source}: nvme_path must be a folder on a local NVMe disk for {option}: nvme, got none; set"
+                f" nvme_path: /local_nvme, or {section}.nvme_path in the JSON"
             )
 
 
@@ -67,16 +67,16 @@ def _check_needs_stage_3(config: Mapping[str, Any], stage: int, source: str) -> 
     if number(config, "zero_optimization.zero_hpz_partition_size", 1) > 1:
         on.insert(0, "zero_hpz_partition_size")
     if on:
-        raise DloError(f"{source}: zero_optimization.{on[0]} needs stage 3, but the stage is {stage}; set stage: 3")
+        raise DloError(f"{source}: stage must be 3 for zero_optimization.{on[0]}, got {stage}; set stage: 3")
 
 
 def _check_pipeline(config: Mapping[str, Any], stage: int, source: str) -> None:
     mesh = "--trainer.strategy.class_path MeshStrategy --trainer.strategy.init_args."
     if "pipeline" in config:
-        conflict = f"pipeline goes with stages 0 and 1, but the stage is {stage}, and " if stage > 1 else "pipeline: "
+        conflict = f" (and pipeline needs stage 0 or 1, got {stage})" if stage > 1 else ""
         raise DloError(
-            f"{source}: {conflict}DeepSpeed's pipeline engine takes a model cut by deepspeed.pipe, not a task; leave"
-            f" the section out, and cut the task with {mesh}pp 2"
+            f"{source}: pipeline must be unset{conflict}: DeepSpeed's pipeline engine takes a model cut by"
+            f" deepspeed.pipe, and a task is not; leave it out, and use {mesh}pp 2"
         )
     for path, axis, what in (
         ("tensor_parallel.autotp_size", "tp", "tensor parallelism"),
@@ -85,40 +85,40 @@ def _check_pipeline(config: Mapping[str, Any], stage: int, source: str) -> None:
         size = number(config, path, 1)
         if size > 1:
             raise DloError(
-                f"{source}: {path} {size}: the bridge leaves {what} to MeshStrategy; leave the key out, and set"
-                f" {mesh}{axis} {size}"
+                f"{source}: {path} must be 1, got {size}: the bridge leaves {what} to MeshStrategy; leave out the key,"
+                f" and set {mesh}{axis} {size}"
             )
     if "expert_parallel" in config or get(config, "hybrid_engine.enabled") is True:
         key = "expert_parallel" if "expert_parallel" in config else "hybrid_engine"
-        raise DloError(f"{source}: {key} needs DeepSpeed's own model classes, not a task; leave it out")
+        raise DloError(f"{source}: {key} must be unset: it needs DeepSpeed's own model classes; leave it out")
 
 
 def _check_left_to_others(config: Mapping[str, Any], source: str) -> None:
     if get(config, "autotuning.enabled") is True:
         raise DloError(
-            f"{source}: autotuning is done by DeepSpeed's launcher, which starts a script again and again with another"
-            ' micro-batch in its JSON, and dlo\'s comes from the data; set "autotuning": {"enabled": false}: the'
-            " callback MicroBatchFinder finds the largest that fits"
+            f"{source}: autotuning.enabled must be false, got true: DeepSpeed's launcher tunes by restarting a script"
+            ' with other micro-batches in its JSON, and dlo reads them from the data; set "autotuning": {"enabled":'
+            " false}, and use the callback MicroBatchFinder"
         )
     if get(config, "data_efficiency.data_sampling.enabled") is True:
         raise DloError(
-            f"{source}: data_efficiency.data_sampling works in DeepSpeed's own loader, and dlo's data come from the"
-            " Trainer's: it would do nothing; leave it out (the callbacks ProgressiveResizing and DynamicBatchSize"
-            " are dlo's own curricula)"
+            f"{source}: data_efficiency.data_sampling must be off, got on: it works in DeepSpeed's own loader, and"
+            " dlo's data come from the Trainer's; leave it out, and use dlo's curricula (the callbacks"
+            " ProgressiveResizing and DynamicBatchSize)"
         )
     if get(config, "data_efficiency.data_routing.random_ltd.enabled") is True:
         raise DloError(
-            f"{source}: data_efficiency.data_routing.random_ltd drops tokens in layers that a script has wrapped by"
-            " deepspeed's convert_to_random_ltd, and a task has none: it would do nothing; leave it out"
+            f"{source}: data_efficiency.data_routing.random_ltd must be off, got on: it drops tokens in layers that"
+            " deepspeed's convert_to_random_ltd has wrapped, and a task has none; leave it out"
         )
 
 
 def _check_own_optimizer(config: Mapping[str, Any], source: str) -> None:
-    """Checks that nothing asks for DeepSpeed's CPUAdam, which is compiled on first use: about 100 seconds."""
+    """Checks that no option needs DeepSpeed's CPUAdam, which is compiled on first use: about 100 seconds."""
     if get(config, "zero_force_ds_cpu_optimizer") is True and offload_device(config, _OPTIMIZER):
         raise DloError(
-            f"{source}: zero_force_ds_cpu_optimizer asks for DeepSpeed's CPU optimizer, which is compiled on first use;"
-            " dlo steps offloaded state with torch's, whose state its checkpoints hold by name; leave the key out"
+            f"{source}: zero_force_ds_cpu_optimizer must be false, got true: DeepSpeed's CPU optimizer is compiled on"
+            " first use; leave it out: dlo steps offloaded state with torch's optimizer, and saves its state by name"
         )
     own = (
         (f"{_OPTIMIZER}.super_offload", get(config, f"{_OPTIMIZER}.super_offload") is True),
@@ -127,6 +127,6 @@ def _check_own_optimizer(config: Mapping[str, Any], source: str) -> None:
     for path, on in own:
         if on:
             raise DloError(
-                f"{source}: {path} needs DeepSpeed's own CPU Adam, whose state no other strategy reads; leave it out,"
-                " and keep offload_optimizer: cpu"
+                f"{source}: {path} must be unset: it needs DeepSpeed's own CPU Adam, whose state other strategies"
+                " cannot read; leave it out, and keep offload_optimizer: cpu"
             )

@@ -1,11 +1,11 @@
-"""DeepSpeed's learning-rate schedules as functions of the step.
+"""DeepSpeed's learning-rate schedules as pure functions of the step.
 
-Each has the arguments of DeepSpeed's class of the same name, and its defaults (DeepSpeed 0.19.8,
-``deepspeed/runtime/lr_schedules.py``), and its arithmetic in the same order, so that the rates are bit-equal.
+Each function has the arguments, the defaults and the order of arithmetic of DeepSpeed's class of the same name (0.19.8,
+``deepspeed/runtime/lr_schedules.py``), so that the rates are bit-equal.
 LRRangeTest and OneCycle: A disciplined approach to neural network hyper-parameters. Smith, 2018, arXiv 1803.09820.
 
-A step here is DeepSpeed's ``last_batch_iteration``: the first optimizer step is taken at -1, the next at 0. ``base`` is
-a parameter group's own rate, as the optimizer has it before the schedule begins.
+A step is DeepSpeed's ``last_batch_iteration``: -1 for the first optimizer step, 0 for the next. ``base`` is a parameter
+group's own rate, as set in the optimizer before the schedule starts.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def lr_range_test(
     lr_range_test_step_rate: float = 1.0,
     lr_range_test_staircase: bool = False,
 ) -> float:
-    """Returns a rate that rises in a straight line, or in stairs, from its least."""
+    """Returns a rate that rises linearly, or in stairs, from its minimum."""
     if step < 0:
         return lr_range_test_min_lr
     interval = float(step + 1) / lr_range_test_step_size
@@ -43,7 +43,7 @@ def warmup_lr(
     warmup_num_steps: int = 1000,
     warmup_type: Warmup = "log",
 ) -> float:
-    """Returns a rate that rises to its greatest, and stays there."""
+    """Returns a rate that rises to its maximum and stays there."""
     greatest = base if warmup_max_lr is None else warmup_max_lr
     if step < 0:
         return warmup_min_lr
@@ -60,7 +60,7 @@ def warmup_decay_lr(
     warmup_num_steps: int = 1000,
     warmup_type: Warmup = "log",
 ) -> float:
-    """Returns a rate that rises to its greatest, then falls to its least in a straight line."""
+    """Returns a rate that rises to its maximum, then falls linearly to its minimum."""
     if step < 0:
         return warmup_min_lr
     warm = max(2, warmup_num_steps)
@@ -81,7 +81,7 @@ def warmup_cosine_lr(
     cos_min_ratio: float = 0.0001,
     warmup_type: Warmup = "log",
 ) -> float:
-    """Returns a rate that rises from a part of the group's own to all of it, then falls along half a cosine."""
+    """Returns a rate that rises from a fraction of the group's rate to all of it, then falls along half a cosine."""
     if step < 0:
         return 0.0
     warm = max(2, warmup_num_steps)
@@ -93,7 +93,7 @@ def warmup_cosine_lr(
 
 
 def _warmup(step: int, steps: int, kind: Warmup) -> float:
-    """Returns the part of a warm-up that is over, 0 to 1; DeepSpeed's is of two steps at least."""
+    """Returns the fraction of a warm-up that is over, 0 to 1; a warm-up has at least two steps, as in DeepSpeed."""
     warm = max(2, steps)
     if step >= warm:
         return 1.0
@@ -117,7 +117,7 @@ def one_cycle(
     cycle_max_mom: float = 0.9,
     decay_mom_rate: float = 0.0,
 ) -> float:
-    """Returns a rate that rises and falls in one cycle, then decays; the momentum is :func:`one_cycle_momentum`'s."""
+    """Returns a rate that rises and falls in one cycle, then decays; :func:`one_cycle_momentum` has the momentum."""
     first, second = _halves(cycle_first_step_size, cycle_second_step_size)
     if step < 0:
         return cycle_min_lr
@@ -158,7 +158,7 @@ def _halves(first: int, second: int | None) -> tuple[float, float]:
 
 
 def _cycle(step: int, first: float, second: float, first_stairs: int, second_stairs: int | None) -> float:
-    """Returns how far a cycle is up, 0 to 1: in a straight line, or in so many stairs of each half."""
+    """Returns the height of a cycle, 0 to 1: linear, or in the given number of stairs per half."""
     total, position = first + second, step + 1
     x = 1.0 + position / total - math.floor(1 + position / total)
     rising = x <= first / total

@@ -1,7 +1,7 @@
-"""The partitions of stage 3: this rank's segments of the parameters of each sub-group.
+"""Master weights of ZeRO stage 3: this rank's segments of the parameters of each sub-group.
 
-The class reaches into DeepSpeed's ``DeepSpeedZeroOptimizer_Stage3`` (0.15 to 0.19), whose attributes it names; where a
-layout does not fit what is found, that is an error, never a wrong checkpoint.
+The class reads private attributes of DeepSpeed's ``DeepSpeedZeroOptimizer_Stage3`` (0.15 to 0.19). A layout that does
+not match raises an error, and never gives a wrong checkpoint.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from dlo_plugins.deepspeed.masters import Flat, Masters, expect
 
 
 class CutMasters(Masters):
-    """Those of stage 3: this rank's segments of the parameters of each sub-group."""
+    """Master weights of stage 3: this rank's segments of the parameters of each sub-group."""
 
     def _find(self, names: Mapping[int, str]) -> list[Flat]:
         zero, rank, found = self.zero, dist.get_rank(), []
@@ -43,29 +43,29 @@ class CutMasters(Masters):
 
     @property
     def offloaded(self) -> bool:
-        """Whether DeepSpeed keeps gradients of the partitions in memory of its own, for the CPU to step."""
+        """Whether DeepSpeed keeps gradients of the partitions in buffers of its own, for the CPU to step."""
         return bool(self.zero.offload_optimizer)
 
     @property
     def swapped(self) -> bool:
-        """Whether DeepSpeed reads partitions from NVMe for each step, and has none in memory between them."""
+        """Whether DeepSpeed reads partitions from NVMe for each step, and holds none in memory between steps."""
         return bool(self.zero.swap_optimizer)
 
     def shards(self) -> dict[str, FlatShard]:
-        """Returns the weights in single precision by name: this rank's slices, empty ones too.
+        """Returns the master weights by name: this rank's slices, empty ones included.
 
         Raises:
-            DloError: if they are on NVMe.
+            DloError: If they are on NVMe.
         """
         if self.swapped:
             raise DloError(
-                "DeepSpeed has weights and optimizer state on NVMe, which checkpoints do not read yet; set"
-                " offload_optimizer: cpu for a run that is to be saved, or --trainer.enable_checkpointing false"
+                "offload_optimizer must be cpu to save checkpoints, got nvme, from which checkpoints cannot read yet;"
+                " set offload_optimizer: cpu, or --trainer.enable_checkpointing false"
             )
         return super().shards()
 
     def squared_norm(self) -> Tensor:
-        """Returns the square of the 2-norm of this rank's part of the gradient, a scalar."""
+        """Returns the squared 2-norm of this rank's shard of the gradient, a scalar."""
         if not self.swapped:
             return super().squared_norm()
         return torch.tensor(sum(float(norm) ** 2 for norm in self.zero.norm_for_param_grads.values()))
@@ -78,12 +78,12 @@ class CutMasters(Masters):
             self.optimizer.param_groups[flat.group]["params"].append(flat.tensor)
 
     def conceal(self) -> None:
-        """Empties the groups: DeepSpeed puts one partition after the other in, and steps it."""
+        """Empties the groups: DeepSpeed inserts and steps one partition after the other."""
         for group in self.optimizer.param_groups:
             group["params"] = []
 
     def publish(self) -> None:
-        """Brings the partitions into the parameters of all ranks."""
+        """Copies the partitions into the parameters of all ranks."""
         self.zero._partition_all_parameters()
         for number in range(len(self.flats)):
             self.zero._reassign_or_swap_out_partitioned_parameters(number)
@@ -97,11 +97,11 @@ class CutMasters(Masters):
         self.zero.averaged_gradients[number] = runs
 
     def buffers(self) -> list[Tensor]:
-        """Returns the memory in which DeepSpeed keeps gradients, beside the parameters' and the partitions' own."""
+        """Returns DeepSpeed's gradient buffers, beside the parameters' and the partitions' own memory."""
         return [self.zero.grad_partitions_flat_buffer]
 
     def forget(self) -> None:
-        """Drops the gradients of a step that is not taken."""
+        """Drops the gradients of a skipped step."""
         zero = self.zero
         zero.zero_grad(set_to_none=True)
         zero.averaged_gradients = {}
@@ -109,13 +109,13 @@ class CutMasters(Masters):
             zero.reset_cpu_buffers()
 
     def start_window(self) -> None:
-        """Makes room for gradients, and clears those of the last step."""
+        """Prepares the gradient buffers, and clears those of the last step."""
         super().start_window()
         if self.zero.micro_step_id == 0 and not self.zero._epilogue_ran_this_backward:
             self.zero.grad_partitions_flat_buffer.zero_()
 
     def gathered(self) -> dict[str, FlatShard]:
-        """Returns this rank's part of the gradients of an accumulation that goes on, by parameter."""
+        """Returns this rank's shards of the gradients of an unfinished accumulation, by parameter."""
         found: dict[str, FlatShard] = {}
         at, buffer = 0, self.zero.grad_partitions_flat_buffer
         for flat in self.flats:
@@ -124,17 +124,17 @@ class CutMasters(Masters):
         return found
 
     def take_up(self, names: list[str]) -> dict[str, FlatShard]:
-        """Returns room for the gradients of an accumulation that goes on."""
+        """Returns zeroed shards into which the gradients of an unfinished accumulation are loaded."""
         self.zero.grad_partitions_flat_buffer.zero_()
-        self.zero.micro_step_id = 1  # One micro-batch has been.
+        self.zero.micro_step_id = 1  # One micro-batch has run.
         return {name: shard for name, shard in self.gathered().items() if name in names}
 
 
 def gather_persistent(offload: Any) -> None:
-    """Gathers the small parameters that stage 3 keeps whole on every rank, from segments that have changed.
+    """Gathers the small parameters that stage 3 keeps in full on each rank, after their segments have changed.
 
     Args:
-        offload: what gathers parameters for DeepSpeed's modules, a ``DeepSpeedZeRoOffload``.
+        offload: Object that gathers parameters for DeepSpeed's modules, a ``DeepSpeedZeRoOffload``.
     """
     offload.partition_all_parameters()
     if offload.persistent_parameters:

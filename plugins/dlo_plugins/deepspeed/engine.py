@@ -1,4 +1,4 @@
-"""DeepSpeed's engine, started on a module and its optimizer, and ended."""
+"""Wrapper of DeepSpeed's engine: starts it on a module and its optimizer, steps it, and ends it."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from dlo_plugins.deepspeed.masters import Masters
 from dlo_plugins.deepspeed.partitioned import partition, partitioned, rejoin
 from dlo_plugins.zero.probe import kind_of
 
-#: Lets DeepSpeed take torch's optimizers: they have been tried (:func:`_check_elementwise`), also with offload, where
-#: DeepSpeed's own would be compiled first.
+#: Options that let DeepSpeed step torch's optimizers: :func:`_check_elementwise` has tried them, also with offload,
+#: for which DeepSpeed's own would first be compiled.
 _OWN_OPTIMIZER = {"zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False}
 
 
@@ -31,16 +31,16 @@ class Engine:
     """DeepSpeed's engine under the strategy.
 
     Args:
-        module: what trains.
-        optimizer: as configured on the module's parameters; None for a module that is only evaluated (stage 3, whose
+        module: Module to train.
+        optimizer: Optimizer as configured on the module's parameters; None to evaluate only (under stage 3, whose
             parameters have to be gathered for that too).
-        config: DeepSpeed's, complete.
-        device: where this rank computes.
+        config: Complete DeepSpeed configuration.
+        device: Device of this rank.
 
     Attributes:
-        deepspeed: the engine itself.
-        optimizer: the torch optimizer that steps, with this rank's partitions in its groups.
-        masters: the partitions; None where the optimizer steps the parameters themselves: stage 0 in single precision.
+        deepspeed: DeepSpeed's engine.
+        optimizer: Torch optimizer that steps, with this rank's partitions in its groups.
+        masters: Master weights; None if the optimizer steps the parameters themselves (stage 0 in single precision).
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class Engine:
             partition(module, config)
         logger = logging.getLogger("DeepSpeed")
         level = logger.level
-        logger.setLevel(logging.ERROR)  # It warns of optimizers that are not its own.
+        logger.setLevel(logging.ERROR)  # It warns about optimizers that are not DeepSpeed's.
         self.deepspeed, *_ = deepspeed.initialize(
             args=argparse.Namespace(device_rank=device_index(device)),
             config=config,
@@ -83,7 +83,7 @@ class Engine:
         if self.masters is not None and before:
             self._restore(before)
         if self.stage == 3:
-            self.publish()  # Between steps, what stays whole is whole; DeepSpeed has it so from the first step on.
+            self.publish()  # DeepSpeed gathers the persistent parameters only from the first step on.
 
     def _masters(self) -> Masters | None:
         kind = type(self.deepspeed.optimizer).__name__
@@ -92,17 +92,17 @@ class Engine:
         if kind == "FP16_UnfusedOptimizer":
             return WholeMasters(self.deepspeed.optimizer, self.optimizer, self.names)
         if kind.startswith("DeepSpeedZeroOptimizer"):
-            self.optimizer = self.deepspeed.optimizer.optimizer  # Not the one given, where that is an Adagrad.
+            self.optimizer = self.deepspeed.optimizer.optimizer  # Adagrad is replaced by a new instance.
             sort = CutMasters if self.stage == 3 else FlatMasters
             return sort(self.deepspeed.optimizer, self.optimizer, self.names)
         raise DloError(
-            f"DeepSpeed steps this configuration with its {kind}, whose partitions dlo does not read; leave"
-            " data_types.grad_accum_dtype, zenflow and super_offload out, or use stage 2"
+            f"DeepSpeed's optimizer must be one whose partitions dlo can read, got {kind}; leave out"
+            " data_types.grad_accum_dtype, zenflow and super_offload, or use stage 2"
         )
 
     @torch.no_grad()
     def _restore(self, weights: dict[str, Tensor]) -> None:
-        """Gives the partitions the weights as they were before DeepSpeed rounded them to half precision."""
+        """Copies the weights before DeepSpeed rounded them to half precision into the partitions."""
         assert self.masters is not None
         for flat in self.masters.flats:
             for name, shard in flat.shards(flat.tensor).items():
@@ -113,7 +113,7 @@ class Engine:
 
     @property
     def sync(self) -> bool:
-        """Whether the next backward is the last of its accumulation, and a step follows."""
+        """Whether the next backward is the last of its accumulation window, so that a step follows."""
         return self._sync
 
     @sync.setter
@@ -122,43 +122,44 @@ class Engine:
         self.deepspeed.set_gradient_accumulation_boundary(value)
 
     def before_backward(self) -> None:
-        """Called before each backward.
+        """Prepares the gradient buffers; called before each backward.
 
         Raises:
-            DloError: if a parameter trains that was frozen when the run started: DeepSpeed would never step it.
+            DloError: If a parameter that was frozen at the start requires a gradient: DeepSpeed would not step it.
         """
         thawed = sorted(name for name, parameter in self._frozen.items() if parameter.requires_grad)
         if thawed:
             shown = ", ".join(thawed[:5]) + (f" and {len(thawed) - 5} more" if len(thawed) > 5 else "")
             raise DloError(
-                f"DeepSpeed divides what trains when the run starts, but {shown} trains since; let it train from the"
-                " start, in a parameter group with lr 0, or start a second run from this one's checkpoint"
+                f"requires_grad of {shown} must stay false after the start of a run under DeepSpeed, got true: it"
+                " partitions the trained parameters once; train it from the start in a parameter group with lr 0, or"
+                " start a second run from this one's checkpoint"
             )
         if self.masters is not None:
             self.masters.start_window()
 
     def after_backward(self) -> None:
-        """Called after each backward: before a step, what DeepSpeed has gathered is shown.
+        """Exposes the reduced gradients to callbacks before a step; called after each backward.
 
         Raises:
-            DloError: for a second backward of manual optimization before a step, which DeepSpeed takes for the next.
+            DloError: If manual optimization runs a second backward before a step.
         """
         if not self._sync:
             return
         if self._complete:
             raise DloError(
-                "two backward passes came before one optimizer step, but DeepSpeed takes each for the last of its step;"
-                " run all but the last under optimizer.toggle_model(sync_grad=False), or add up their losses"
+                "manual optimization must run one synchronised backward pass per optimizer step under DeepSpeed, got"
+                " two; run all but the last under optimizer.toggle_model(sync_grad=False), or add up their losses"
             )
         self._complete = True
         if self.masters is not None:
             self.masters.show_gradients()
 
     def step(self) -> None:
-        """Steps, unless the gradients that were shown have been taken away.
+        """Steps, unless a callback has dropped the exposed gradients.
 
         Raises:
-            DloError: if no backward has come before that the engine was told of.
+            DloError: If no announced backward ran before.
         """
         check_announced(self._complete)
         self._complete = False
@@ -176,14 +177,14 @@ class Engine:
             self.masters.expose()
         if not self.masters.offloaded:
             for flat in self.masters.flats:
-                flat.tensor.grad = None  # A step that was left out for an overflow leaves it.
+                flat.tensor.grad = None  # A step that was skipped for an overflow keeps it.
 
     def loss_scale(self) -> float:
-        """Returns what the gradients are scaled by."""
+        """Returns the factor by which the gradients are scaled."""
         return float(getattr(self.deepspeed.optimizer, "loss_scale", 1.0) or 1.0)
 
     def gradient_norm(self) -> Tensor:
-        """Returns the 2-norm over all ranks of the gradient, before clipping."""
+        """Returns the global 2-norm of the gradient over all ranks, before clipping."""
         if self.masters is None:
             return total_norm(self.optimizer) / self.loss_scale()
         squared = self.masters.squared_norm().to(self.device)
@@ -192,14 +193,14 @@ class Engine:
         return squared.sqrt() / self.loss_scale()
 
     def publish(self) -> None:
-        """Brings what was written to partitions into the parameters of all ranks."""
+        """Copies changed partitions into the parameters of all ranks."""
         if self.masters is not None:
             self.masters.publish()
         elif self.stage == 3:
             self.gather_persistent()
 
     def gather_persistent(self) -> None:
-        """Brings stage 3's parameters into the state between steps: the small ones whole, the others cut."""
+        """Brings stage 3's parameters into their state between steps: small ones gathered, all others partitioned."""
         zero = self.deepspeed.optimizer
         gather_persistent(getattr(zero, "parameter_offload", zero))
 
@@ -207,7 +208,7 @@ class Engine:
 
     @torch.no_grad()
     def dissolve(self) -> None:
-        """Ends the engine; the module's parameters are whole and their own again, with the values that they have."""
+        """Ends the engine; the module's parameters are full tensors again and keep their values."""
         engine = self.deepspeed
         for name in ("module_forward_pre_hook", "module_forward_post_hook"):
             hook = getattr(engine, name, None)
@@ -222,13 +223,13 @@ class Engine:
 
 
 def _watch_outer_forward(engine: Any, module: nn.Module) -> None:
-    """Lets the engine see a step's forward once, also where ``training_step`` calls the module itself.
+    """Makes the engine see a step's forward once, also where ``training_step`` calls the module itself.
 
     DeepSpeed (0.17 to 0.19) hooks the module's forward: the inner call of ``self(batch)`` would start its timers a
-    second time, which is an error, and end stage 3's watch for parameters that are used outside their module.
+    second time, which is an error, and end stage 3's tracking of parameters that are used outside their module.
     """
     if not hasattr(engine, "module_forward_pre_hook"):
-        return  # Before, the engine's own forward did it.
+        return  # Earlier versions do it in the engine's own forward.
     depth = 0
 
     def before(_: nn.Module, inputs: Any, named: Any) -> Any:
@@ -253,7 +254,7 @@ def _halves(config: dict[str, Any]) -> bool:
 
 
 def _in_single_precision(module: nn.Module, device: torch.device) -> dict[str, Tensor]:
-    """Returns copies, on the CPU, of the first rank's weights that train, if they are whole: DeepSpeed rounds them."""
+    """Returns CPU copies of the first rank's full trained weights, in fp32, before DeepSpeed rounds them."""
     copies = {}
     for name, parameter in module.named_parameters():
         if parameter.requires_grad and parameter.dtype == torch.float32 and not partitioned(parameter):
@@ -264,25 +265,25 @@ def _in_single_precision(module: nn.Module, device: torch.device) -> dict[str, T
 
 
 def _check_wraps_none(optimizer: Optimizer) -> None:
-    """Refuses optimizers that wrap another (Lookahead), of which DeepSpeed sees the outer one alone.
+    """Raises a DloError for an optimizer that wraps another (Lookahead), because DeepSpeed sees only the outer one.
 
-    DeepSpeed (0.17 to 0.19) puts partitions into its parameter groups, and steps it once with gradients of zero so that
-    its state is there.
+    DeepSpeed (0.17 to 0.19) puts partitions into its parameter groups, and steps it once on zero gradients to create
+    its state.
     """
     wrapped = next((value for value in vars(optimizer).values() if isinstance(value, Optimizer)), None)
     if wrapped is not None:
         raise DloError(
-            f"{type(optimizer).__name__} wraps {type(wrapped).__name__}, but DeepSpeed gives partitions to the outer"
-            " optimizer alone, and steps it before the first gradient; use strategy zero1, zero2 or zero3, which train"
-            f" with it, or {type(wrapped).__name__} alone"
+            f"optimizer must not wrap another under DeepSpeed, got {type(optimizer).__name__} around"
+            f" {type(wrapped).__name__}: DeepSpeed partitions only the outer one; use strategy zero1, zero2 or zero3,"
+            f" or {type(wrapped).__name__} alone"
         )
 
 
 def _check_elementwise(optimizer: Optimizer) -> None:
-    """Refuses optimizers that need a whole tensor, which DeepSpeed's partitions do not give them."""
+    """Raises a DloError for an optimizer that needs full tensors, which DeepSpeed's partitions do not have."""
     if kind_of(optimizer) != "elementwise":
         raise DloError(
-            f"{type(optimizer).__name__} computes a parameter's update from all of its gradient, but DeepSpeed's ZeRO"
-            " gives it flat partitions that cut through parameters; use strategy zero1, zero2 or zero3, which deal"
-            " whole tensors out, or stage 0"
+            f"optimizer must be elementwise under DeepSpeed's ZeRO, whose flat partitions cut through parameters, got"
+            f" {type(optimizer).__name__}, which needs full tensors; use strategy zero1, zero2 or zero3, which"
+            " distribute full tensors, or stage 0"
         )

@@ -1,4 +1,4 @@
-"""Where DeepSpeed runs: its accelerator, its launcher, and its part of the process group."""
+"""DeepSpeed's environment: its accelerator, its launcher, and its process groups."""
 
 from __future__ import annotations
 
@@ -19,33 +19,33 @@ ACCELERATOR = "DS_ACCELERATOR"
 
 
 def check_installed() -> None:
-    """Looks for DeepSpeed, without importing it.
+    """Checks that DeepSpeed is installed, without importing it.
 
     Raises:
-        DloError: if it is not installed.
+        DloError: If it is not installed.
     """
     if importlib.util.find_spec("deepspeed") is None:
-        raise DloError("DeepSpeedBridge needs DeepSpeed, which is not installed: pip install deepspeed")
+        raise DloError("DeepSpeedBridge needs DeepSpeed, which is not installed; run: pip install deepspeed")
 
 
 def adopt_launcher() -> None:
-    """Tells Lightning which node this is, where the ``deepspeed`` launcher has started this process.
+    """Sets NODE_RANK for Lightning if the ``deepspeed`` launcher has started this process.
 
-    That launcher sets RANK, LOCAL_RANK, WORLD_SIZE and MASTER_*, as torchrun does, but calls the node's number
-    CROSS_RANK, which Lightning (2.6) reads as NODE_RANK.
+    That launcher sets RANK, LOCAL_RANK, WORLD_SIZE and MASTER_*, as torchrun does, but names the node's rank
+    CROSS_RANK, where Lightning (2.6) reads NODE_RANK.
     """
     if "CROSS_RANK" in os.environ and "LOCAL_RANK" in os.environ:
         os.environ.setdefault("NODE_RANK", os.environ["CROSS_RANK"])
 
 
 def use_accelerator(device_type: str) -> None:
-    """Makes DeepSpeed compute on the kind of device that the trainer does, whatever else the machine has.
+    """Makes DeepSpeed use the trainer's type of device, whatever else the machine has.
 
     Args:
-        device_type: ``cpu``, ``cuda``, ...
+        device_type: Type of device, such as ``cpu`` or ``cuda``.
     """
     if "deepspeed" not in sys.modules:
-        os.environ[ACCELERATOR] = device_type  # Else it looks for devices by itself, and warns where it finds none.
+        os.environ[ACCELERATOR] = device_type  # Otherwise DeepSpeed searches for devices, and warns if it finds none.
     from deepspeed.accelerator import get_accelerator, set_accelerator
 
     if get_accelerator().device_name() == device_type:
@@ -61,18 +61,18 @@ def use_accelerator(device_type: str) -> None:
         set_accelerator(CUDA_Accelerator())
     else:
         raise DloError(
-            f"DeepSpeed was set up for {get_accelerator().device_name()} in this process, the trainer is on"
-            f" {device_type}; start a new process with {ACCELERATOR}={device_type}"
+            f"{ACCELERATOR} must be {device_type}, the trainer's device, got {get_accelerator().device_name()}, which"
+            f" this process has set up; start a new process with {ACCELERATOR}={device_type}"
         )
 
 
 def join(backend: str, port: int, timeout: timedelta | None) -> None:
-    """Gives DeepSpeed the process group that there is; called on all ranks once they are in it.
+    """Passes the existing process group to DeepSpeed; called on all ranks after they have joined it.
 
     Args:
-        backend: of the group: gloo, nccl.
-        port: of the rendezvous.
-        timeout: of its collectives; None leaves torch's.
+        backend: Backend of the group: gloo or nccl.
+        port: Port of the rendezvous.
+        timeout: Time limit of its collectives; None keeps torch's.
     """
     import deepspeed
 
@@ -84,11 +84,11 @@ def join(backend: str, port: int, timeout: timedelta | None) -> None:
 
 
 def without_shared_memory_op() -> None:
-    """Keeps DeepSpeed from compiling an operation that training on a CPU does not use.
+    """Keeps DeepSpeed from compiling an operator that training on a CPU does not use.
 
     DeepSpeed (0.15 to 0.19) builds ``deepspeed_shm_comm``, an all-reduce for inference, when a CPU joins a process
-    group: a minute of a compiler without a word, and a wait without end where a killed build has left its lock. It
-    has no option for that; it asks its table of what can be built here.
+    group: a minute of silent compilation, and an endless wait if a killed build has left its lock. It has no option for
+    that; it looks in its table of operators that can be built.
     """
     import deepspeed.ops
 
@@ -96,10 +96,10 @@ def without_shared_memory_op() -> None:
 
 
 def _forget_old_groups() -> None:
-    """Makes DeepSpeed ask for its groups anew, where the process group it knew has been taken down.
+    """Makes DeepSpeed look up its groups again after the process group it knew was destroyed.
 
-    DeepSpeed (0.15 to 0.19) keeps groups in module variables of ``deepspeed.utils.groups`` and never asks whether
-    they are alive.
+    DeepSpeed (0.15 to 0.19) keeps groups in module variables of ``deepspeed.utils.groups`` and never checks whether
+    they still exist.
     """
     from deepspeed.utils import groups
 
@@ -109,11 +109,11 @@ def _forget_old_groups() -> None:
 
 
 def limit_groups(engine: Any, limit: timedelta | None) -> None:
-    """Lets the groups that DeepSpeed has made give up as soon as the strategy's own.
+    """Sets the strategy's time limit on the groups that DeepSpeed has created.
 
     Args:
-        engine: DeepSpeed's.
-        limit: how long a collective may take; None leaves torch's.
+        engine: DeepSpeed's engine.
+        limit: Time limit of a collective; None keeps torch's.
     """
     if limit is None:
         return
@@ -124,5 +124,5 @@ def limit_groups(engine: Any, limit: timedelta | None) -> None:
 
 
 def device_index(device: torch.device) -> int:
-    """Returns what DeepSpeed calls a device: its index, 0 for the CPU."""
+    """Returns DeepSpeed's index of a device: 0 for the CPU."""
     return device.index if device.index is not None else 0

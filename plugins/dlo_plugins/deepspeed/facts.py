@@ -1,4 +1,4 @@
-"""What the Trainer says of those settings that DeepSpeed's JSON has too."""
+"""Trainer settings that DeepSpeed's JSON has too."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class TrainerFacts:
-    """The Trainer's side of the settings that DeepSpeed has too.
+    """Trainer settings that DeepSpeed's JSON has too.
 
     Attributes:
-        precision: Lightning's name of it, such as `bf16-mixed`.
-        accumulation: micro-batches that one optimizer step sums.
-        clip_val: the gradient norm that is clipped to; None where the Trainer leaves it open, 0 where it is off.
-        clip_algorithm: `norm`, which None means, or `value`.
-        micro_batch_size: samples that one rank loads at once; None where that is not known, or changes.
-        world_size: ranks that see different data.
+        precision: Lightning's name of the precision, such as `bf16-mixed`.
+        accumulation: Number of micro-batches per optimizer step.
+        clip_val: Gradient norm to clip to; None if the Trainer does not set it, 0 for off.
+        clip_algorithm: Clipping by `norm`, the meaning of None, or by `value`.
+        micro_batch_size: Number of samples per rank and micro-step; None if it is unknown or varies.
+        world_size: Number of ranks that see different data.
     """
 
     precision: str

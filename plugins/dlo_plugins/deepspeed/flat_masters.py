@@ -1,7 +1,7 @@
-"""The partitions of stages 1 and 2, and the whole copies of stage 0 in half precision.
+"""Master weights of ZeRO stages 1 and 2, and of stage 0 in half precision.
 
-The classes reach into DeepSpeed's ``DeepSpeedZeroOptimizer`` and ``FP16_UnfusedOptimizer`` (0.15 to 0.19), whose
-attributes they name; where a layout does not fit what is found, that is an error, never a wrong checkpoint.
+The classes read private attributes of DeepSpeed's ``DeepSpeedZeroOptimizer`` and ``FP16_UnfusedOptimizer`` (0.15 to
+0.19). A layout that does not match raises an error, and never gives a wrong checkpoint.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from dlo_plugins.deepspeed.masters import Flat, Masters, expect
 
 
 class _Runs(list[Tensor]):
-    """A partition's gradient in runs, and the one tensor that they are slices of (DeepSpeed 0.19 asks for it)."""
+    """Gradient of a partition in runs, with the tensor that they are slices of (DeepSpeed 0.19 reads it)."""
 
     flat_partition: Tensor
 
 
 class FlatMasters(Masters):
-    """Those of stages 1 and 2: a segment of each parameter group's flat buffer."""
+    """Master weights of stages 1 and 2: this rank's segment of each parameter group's flat buffer."""
 
     def _find(self, names: Mapping[int, str]) -> list[Flat]:
         zero, rank, found = self.zero, dist.get_rank(), []
@@ -46,17 +46,17 @@ class FlatMasters(Masters):
 
     @property
     def offloaded(self) -> bool:
-        """Whether DeepSpeed keeps gradients of the partitions in memory of its own, for the CPU to step."""
+        """Whether DeepSpeed keeps gradients of the partitions in buffers of its own, for the CPU to step."""
         return bool(self.zero.cpu_offload)
 
     def expose(self) -> None:
         """Does nothing: the partitions are in the optimizer's parameter groups."""
 
     def conceal(self) -> None:
-        """Likewise."""
+        """Does nothing: the partitions stay in the optimizer's parameter groups."""
 
     def publish(self) -> None:
-        """Brings the partitions into the parameters of all ranks."""
+        """Copies the partitions into the parameters of all ranks."""
         self.zero.update_lp_params()
 
     def _averaged(self, number: int) -> list[Tensor] | None:
@@ -66,7 +66,7 @@ class FlatMasters(Masters):
         was, shown = self.zero.averaged_gradients[number], _Runs(runs)
         for old, new in zip(was, runs, strict=True):
             if getattr(old, "_zero_padding", False):
-                new._zero_padding = True  # type: ignore[attr-defined]  # It counts runs against parameters.
+                new._zero_padding = True  # type: ignore[attr-defined]  # It counts runs and parameters.
         if sum(run.numel() for run in runs) < flat.numel():
             shown.append(flat[sum(run.numel() for run in runs) :])
             shown[-1]._zero_padding = True  # type: ignore[attr-defined]
@@ -74,12 +74,12 @@ class FlatMasters(Masters):
         self.zero.averaged_gradients[number] = shown
 
     def buffers(self) -> list[Tensor]:
-        """Returns the memory in which DeepSpeed keeps gradients, beside the parameters' and the partitions' own."""
+        """Returns DeepSpeed's gradient buffers, beside the parameters' and the partitions' own memory."""
         lists = [*self.zero.averaged_gradients.values(), *self.zero.all_grad_tensors.values()]
         return [run for runs in lists if runs is not None for run in runs]
 
     def forget(self) -> None:
-        """Drops the gradients of a step that is not taken."""
+        """Drops the gradients of a skipped step."""
         zero = self.zero
         zero.zero_grad(set_to_none=True)
         zero.micro_step_id = -1
@@ -91,7 +91,7 @@ class FlatMasters(Masters):
             zero.reset_cpu_buffers()
 
     def gathered(self) -> dict[str, FlatShard]:
-        """Returns this rank's part of the gradients of an accumulation that goes on, by parameter."""
+        """Returns this rank's shards of the gradients of an unfinished accumulation, by parameter."""
         return {
             flat.names[piece.parameter]: FlatShard(run, flat.shapes[piece.parameter], piece.start)
             for number, flat in enumerate(self.flats)
@@ -99,7 +99,7 @@ class FlatMasters(Masters):
         }
 
     def _open(self, number: int, flat: Flat) -> list[tuple[Piece, Tensor]]:
-        """Returns the pieces that have a gradient so far, with it, in the memory that DeepSpeed adds to."""
+        """Returns the pieces that have a gradient so far, with it, in the buffer that DeepSpeed adds to."""
         zero = self.zero
         compact = getattr(zero.averaged_gradients.get(number), "flat_partition", None)
         if compact is not None:
@@ -118,43 +118,43 @@ class FlatMasters(Masters):
         return found
 
     def take_up(self, names: list[str]) -> dict[str, FlatShard]:
-        """Returns room for the gradients of an accumulation that goes on."""
+        """Returns zeroed shards into which the gradients of an unfinished accumulation are loaded."""
         zero = self.zero
         for number in range(len(self.flats)):
             if _compact(zero, number):
                 zero.averaged_gradients[number] = zero._build_compact_grad_partition_buffer(number)
             elif zero.cpu_offload:
                 for parameter in zero.params_in_partition[number]:
-                    room = torch.zeros(parameter.numel(), dtype=parameter.dtype, device=zero.device)
-                    zero.accumulated_grads_in_cpu[zero.get_param_id(parameter)] = room
+                    zeros = torch.zeros(parameter.numel(), dtype=parameter.dtype, device=zero.device)
+                    zero.accumulated_grads_in_cpu[zero.get_param_id(parameter)] = zeros
             else:
                 dtype = zero.gradient_accumulation_dtype
                 zero.all_grad_tensors[number] = [
                     torch.zeros_like(parameter, dtype=dtype) for parameter in zero.params_in_partition[number]
                 ]
-        zero.micro_step_id = 0  # One micro-batch has been.
+        zero.micro_step_id = 0  # One micro-batch has run.
         return {name: shard for name, shard in self.gathered().items() if name in names}
 
 
 def _compact(zero: Any, number: int) -> bool:
-    """Returns whether DeepSpeed (0.19) adds micro-batches up in one flat buffer."""
+    """Returns whether DeepSpeed (0.19) accumulates micro-batches in one flat buffer."""
     asked = getattr(zero, "_use_compact_grad_partition_buffer", None)
     return bool(asked is not None and asked(number))
 
 
 class WholeMasters(Masters):
-    """Those of stage 0 in half precision: a copy of each parameter in single precision, on every rank."""
+    """Master weights of stage 0 in half precision: full copies in single precision on each rank."""
 
     divided = False
 
     @torch.no_grad()
     def undo_first_step(self) -> None:
-        """Takes back the step on gradients of zero by which DeepSpeed makes the optimizer's state.
+        """Undoes the step on zero gradients by which DeepSpeed creates the optimizer's state.
 
-        It counts as a step, so that Adam's first update would be three quarters of what it should be, and it decays
-        the weights. torch makes its state in the first real step.
+        It counts as a step, so that Adam's first update would be three quarters of its size, and it decays the weights.
+        torch creates the state in the first real step.
         """
-        if isinstance(self.optimizer, torch.optim.Adagrad):  # Its state is there from the start.
+        if isinstance(self.optimizer, torch.optim.Adagrad):  # Its state exists from the start.
             for state in self.optimizer.state.values():
                 state["step"].zero_()
         else:
@@ -174,17 +174,17 @@ class WholeMasters(Masters):
 
     @property
     def offloaded(self) -> bool:
-        """Whether DeepSpeed keeps gradients of the partitions in memory of its own, for the CPU to step."""
+        """Whether DeepSpeed keeps gradients of the partitions in buffers of its own: False in stage 0."""
         return False
 
     def expose(self) -> None:
-        """Does nothing: the copies are in the optimizer's parameter groups."""
+        """Does nothing: the copies stay in the optimizer's parameter groups."""
 
     def conceal(self) -> None:
-        """Likewise."""
+        """Does nothing: the copies stay in the optimizer's parameter groups."""
 
     def publish(self) -> None:
-        """Rounds the copies to the parameters."""
+        """Rounds the copies into the parameters."""
         for flat, half in zip(self.flats, self._halves(), strict=True):
             half.data.copy_(flat.tensor.data)
 
@@ -196,20 +196,20 @@ class WholeMasters(Masters):
         return None if gradient is None else [gradient]
 
     def _replace(self, number: int, runs: list[Tensor], flat: Tensor) -> None:
-        """Leaves the gradients in half precision: DeepSpeed copies them once more."""
+        """Keeps the gradients in half precision: DeepSpeed copies them once more."""
 
     def buffers(self) -> list[Tensor]:
-        """Returns the memory in which DeepSpeed keeps gradients, beside the parameters' and the partitions' own."""
+        """Returns DeepSpeed's gradient buffers, beside the parameters' and the partitions' own: none in stage 0."""
         return []
 
     def forget(self) -> None:
-        """Drops the gradients of a step that is not taken."""
+        """Drops the gradients of a skipped step."""
         self.zero.zero_grad(set_to_none=True)
 
     def gathered(self) -> dict[str, FlatShard]:
-        """Returns nothing: each rank has its own gradients, in the parameters."""
+        """Returns an empty mapping: each rank has its own full gradients, in the parameters."""
         return {}
 
     def take_up(self, names: list[str]) -> dict[str, FlatShard]:
-        """Likewise."""
+        """Returns an empty mapping: each rank has its own full gradients, in the parameters."""
         return {}

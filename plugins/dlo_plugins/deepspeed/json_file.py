@@ -1,4 +1,4 @@
-"""Reading a DeepSpeed configuration as DeepSpeed reads it, with errors that name the place."""
+"""Reader of DeepSpeed configurations (JSON or Hjson, as in DeepSpeed), with errors that name the place."""
 
 from __future__ import annotations
 
@@ -11,26 +11,26 @@ from typing import Any
 
 from dlo_framework.errors import DloError, did_you_mean
 
-#: What templates have where a value is to be put in: shells', Jinja's, and between angle brackets.
+#: Placeholders of templates: of shells, of Jinja, and in angle brackets.
 _PLACEHOLDER = re.compile(r"\$\{?\w+\}?|\{\{.*?\}\}|^<[^<>]+>$")
 
-#: What messages call a configuration that came as a mapping.
+#: Name in messages of a configuration that is given as a mapping.
 INLINE = "strategy.config"
 
-#: What messages call the strategy's typed options, where there is no configuration beside them.
+#: Name in messages of the strategy's typed options without a configuration.
 OPTIONS_ALONE = "trainer.strategy"
 
 
 def read(config: str | Path | Mapping[str, Any] | None) -> tuple[dict[str, Any], str]:
-    """Returns a configuration, and what messages call it: its file's path, :data:`INLINE`, or :data:`OPTIONS_ALONE`.
+    """Returns a configuration and its name in messages: its file's path, :data:`INLINE`, or :data:`OPTIONS_ALONE`.
 
     Args:
-        config: a file, a mapping, or None for an empty one. Files are JSON, or Hjson (comments, trailing commas), as
-            DeepSpeed takes them.
+        config: Path of a file, a mapping, or None for an empty one. Files are JSON, or Hjson (comments, trailing
+            commas), as DeepSpeed reads them.
 
     Raises:
-        DloError: if there is no such file, it does not parse (with line and column), names a key twice, or is no
-            mapping.
+        DloError: If the file does not exist, does not parse (the message has line and column), repeats a key, or is not
+            a mapping.
     """
     if config is None:
         return {}, OPTIONS_ALONE
@@ -41,28 +41,28 @@ def read(config: str | Path | Mapping[str, Any] | None) -> tuple[dict[str, Any],
     path = Path(config)
     source = str(config)
     if not path.is_file():
-        raise DloError(f"DeepSpeed config {source}: there is no such file{_neighbour(path)}")
+        raise DloError(f"DeepSpeed config {source}: the file does not exist{_suggest_file(path)}")
     try:
         text = path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
-        raise DloError(f"{source}: not a text file, so not a DeepSpeed config") from error
+        raise DloError(f"{source}: a DeepSpeed config must be a text file, got binary data") from error
     if not text.strip():
-        raise DloError(f'{source}: the file is empty; {{"zero_optimization": {{"stage": 2}}}} is one to start from')
+        raise DloError(f'{source}: the file is empty; start from {{"zero_optimization": {{"stage": 2}}}}')
     content = parse(text, source)
     if not isinstance(content, dict):
         raise DloError(
-            f'{source}: a DeepSpeed config is a mapping, such as {{"zero_optimization": {{"stage": 2}}}}, but this is'
-            f" a {type(content).__name__}"
+            f'{source}: a DeepSpeed config must be a mapping, such as {{"zero_optimization": {{"stage": 2}}}}, got a'
+            f" {type(content).__name__}"
         )
     _check_filled(content, source)
     return content, source
 
 
 def _check_filled(content: Any, source: str, path: str = "") -> None:
-    """Checks that no value is left of a template, such as `${zero_stage},`, which Hjson takes for a text.
+    """Checks that no value is a template's placeholder, such as `${zero_stage},`, which Hjson reads as text.
 
     Raises:
-        DloError: for the first that is, with its key.
+        DloError: For the first placeholder, with its key.
     """
     if isinstance(content, Mapping | list):
         for key, value in content.items() if isinstance(content, Mapping) else enumerate(content):
@@ -80,12 +80,12 @@ def _as_json(config: Mapping[str, Any]) -> str:
         return json.dumps(config)
     except TypeError as error:
         raise DloError(
-            f"{INLINE}: a DeepSpeed config holds numbers, texts, booleans, lists and mappings alone: {error}"
+            f"{INLINE}: a DeepSpeed config must have only numbers, strings, booleans, lists and mappings: {error}"
         ) from error
 
 
-def _neighbour(path: Path) -> str:
-    """Returns, as the end of a message, the file of the same folder whose name is nearest."""
+def _suggest_file(path: Path) -> str:
+    """Returns the end of a message: the file of the same folder with the nearest name."""
     if not path.parent.is_dir():
         return f"; neither is its folder {path.parent}"
     found = [file.name for file in path.parent.iterdir() if file.suffix in (".json", ".hjson")]
@@ -93,14 +93,14 @@ def _neighbour(path: Path) -> str:
 
 
 def parse(text: str, source: str) -> Any:
-    """Returns what a text in JSON, or in Hjson, says.
+    """Returns the content of a text in JSON or Hjson.
 
     Args:
-        text: the text.
-        source: what messages call it.
+        text: Text to parse.
+        source: Name of the configuration in messages.
 
     Raises:
-        DloError: if it is neither, with the line and column of the JSON error, or names a key twice.
+        DloError: If it is neither (the message has line and column of the JSON error), or repeats a key.
     """
     try:
         return json.loads(text, object_pairs_hook=lambda pairs: _without_repetition(pairs, source))
@@ -114,9 +114,9 @@ def parse(text: str, source: str) -> Any:
 
 
 def _parse_hjson(text: str, source: str) -> Any:
-    """Returns what a text in Hjson says; None where it is none. DeepSpeed reads its files with that library."""
+    """Returns the content of a text in Hjson, or None. DeepSpeed reads its files with that library."""
     if importlib.util.find_spec("hjson") is None:
-        return None  # It comes with DeepSpeed, whose absence another message tells.
+        return None  # It comes with DeepSpeed; another message reports that it is missing.
     hjson: Any = importlib.import_module("hjson")
     try:
         return json.loads(
@@ -130,6 +130,6 @@ def _without_repetition(pairs: list[tuple[str, Any]], source: str) -> dict[str, 
     result: dict[str, Any] = {}
     for key, value in pairs:
         if key in result:
-            raise DloError(f"{source}: key '{key}' stands twice: {result[key]!r} and {value!r}; leave one out")
+            raise DloError(f"{source}: key '{key}' must be unique, got {result[key]!r} and {value!r}; leave one out")
         result[key] = value
     return result

@@ -1,8 +1,8 @@
-"""What DeepSpeed's optimizer steps on this rank: flat partitions of the parameters, in single precision.
+"""Master weights that DeepSpeed's optimizer steps on this rank: flat partitions in single precision.
 
-DeepSpeed keeps names out of them, so they are found again by :mod:`dlo_framework.checkpoint.deepspeed_layout`.
-Here is what all of them have in common; :mod:`dlo_plugins.deepspeed.flat_masters` and
-:mod:`dlo_plugins.deepspeed.cut_masters` reach into DeepSpeed's optimizers.
+DeepSpeed does not keep the parameters' names, so :mod:`dlo_framework.checkpoint.deepspeed_layout` finds them. This
+module has the common part; :mod:`dlo_plugins.deepspeed.flat_masters` and :mod:`dlo_plugins.deepspeed.cut_masters` read
+DeepSpeed's optimizers.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from dlo_framework.errors import DloError
 
 @dataclass(frozen=True)
 class Flat:
-    """A flat tensor that the optimizer steps on this rank.
+    """Flat tensor that the optimizer steps on this rank.
 
     Attributes:
-        tensor: the partition, 1-D, padding included, or a whole parameter's copy; the memory itself.
-        group: the number of the optimizer's parameter group.
-        names: of the parameters that any rank's partition has a part of, in the layout's order.
-        shapes: theirs.
-        pieces: what this rank's partition holds of them.
+        tensor: Partition, 1-D with padding, or the copy of a full parameter; it shares DeepSpeed's memory.
+        group: Index of the optimizer's parameter group.
+        names: Names of the parameters with a slice in any rank's partition, in the layout's order.
+        shapes: Full shapes of these parameters.
+        pieces: Slices of the parameters in this rank's partition.
     """
 
     tensor: Tensor
@@ -41,7 +41,7 @@ class Flat:
     pieces: list[Piece]
 
     def shards(self, values: Tensor) -> dict[str, FlatShard]:
-        """Returns the slices of parameters that a tensor laid out as the partition holds, by name."""
+        """Returns the slices of parameters in a tensor that is laid out as the partition, by name."""
         found = {}
         for piece in self.pieces:
             data = values.view(-1)[piece.offset : piece.offset + piece.length]
@@ -49,7 +49,7 @@ class Flat:
         return found
 
     def shard(self, name: str, values: Tensor) -> FlatShard:
-        """Returns the slice of one parameter; empty if this rank holds nothing of it."""
+        """Returns the slice of one parameter; empty if this rank has none."""
         number = self.names.index(name)
         for piece in self.pieces:
             if piece.parameter == number:
@@ -59,17 +59,17 @@ class Flat:
 
 
 class Masters(ABC):
-    """This rank's partitions of the parameters, in single precision, and their gradients.
+    """This rank's master weights (partitions in single precision) and their gradients.
 
     Args:
         zero: DeepSpeed's ZeRO optimizer.
-        optimizer: the one inside, which steps the partitions.
-        names: the parameters' names by id.
+        optimizer: Inner optimizer, which steps the partitions.
+        names: Names of the parameters by id.
 
     Attributes:
-        flats: the partitions.
-        divided: whether each rank has another part of the parameters.
-        group_names: of each of the optimizer's parameter groups, all ranks' parameters, in its order.
+        flats: Partitions of this rank.
+        divided: Whether each rank has different slices of the parameters.
+        group_names: Names of all ranks' parameters in each of the optimizer's parameter groups, in its order.
     """
 
     divided = True
@@ -79,12 +79,12 @@ class Masters(ABC):
         self.flats = self._find(names)
         self.group_names = self._group_names(names)
         self._home = {name: flat for flat in self.flats for name in flat.names}
-        self._room = [flat.tensor.grad for flat in self.flats]
+        self._buffers = [flat.tensor.grad for flat in self.flats]
         self.expose()
 
     @abstractmethod
     def _find(self, names: Mapping[int, str]) -> list[Flat]:
-        """Returns the partitions."""
+        """Returns this rank's partitions."""
 
     @abstractmethod
     def _group_names(self, names: Mapping[int, str]) -> list[list[str]]:
@@ -93,70 +93,70 @@ class Masters(ABC):
     @property
     @abstractmethod
     def offloaded(self) -> bool:
-        """Whether DeepSpeed keeps gradients of the partitions in memory of its own, for the CPU to step."""
+        """Whether DeepSpeed keeps gradients of the partitions in buffers of its own, for the CPU to step."""
 
     @abstractmethod
     def publish(self) -> None:
-        """Brings the partitions into the parameters of all ranks; called on all of them."""
+        """Copies the partitions into the parameters of all ranks; called on all of them."""
 
     @abstractmethod
     def _averaged(self, number: int) -> list[Tensor] | None:
-        """Returns the gradient of a partition, in runs that follow each other; None if there is none."""
+        """Returns the gradient of a partition as consecutive runs; None if there is none."""
 
     @abstractmethod
     def _replace(self, number: int, runs: list[Tensor], flat: Tensor) -> None:
-        """Makes DeepSpeed step with another gradient."""
+        """Replaces the gradient that DeepSpeed steps with."""
 
     @abstractmethod
     def buffers(self) -> list[Tensor]:
-        """Returns the memory in which DeepSpeed keeps gradients, beside the parameters' and the partitions' own."""
+        """Returns DeepSpeed's gradient buffers, beside the parameters' and the partitions' own memory."""
 
     @abstractmethod
     def forget(self) -> None:
-        """Drops the gradients of a step that is not taken."""
+        """Drops the gradients of a skipped step."""
 
     @abstractmethod
     def gathered(self) -> dict[str, FlatShard]:
-        """Returns this rank's part of the gradients of an accumulation that goes on, by parameter."""
+        """Returns this rank's shards of the gradients of an unfinished accumulation, by parameter."""
 
     @abstractmethod
     def take_up(self, names: list[str]) -> dict[str, FlatShard]:
-        """Returns room for the gradients of an accumulation that goes on."""
+        """Returns zeroed shards into which the gradients of an unfinished accumulation are loaded."""
 
     @abstractmethod
     def expose(self) -> None:
-        """Puts the partitions where others look for what an optimizer steps: in its parameter groups."""
+        """Puts the partitions into the optimizer's parameter groups, where callbacks look for them."""
 
     @abstractmethod
     def conceal(self) -> None:
         """Undoes :meth:`expose`, for DeepSpeed's step."""
 
     def home(self, name: str) -> Flat | None:
-        """Returns the partition that a parameter is in; None if it is in none."""
+        """Returns the partition of a parameter; None if it is in none."""
         return self._home.get(name)
 
     # --- gradients -----------------------------------------------------------------------------------------
 
     def start_window(self) -> None:
-        """Makes room for gradients, before each backward.
+        """Prepares the gradient buffers, before each backward.
 
-        DeepSpeed copies them into memory that ``zero_grad`` has taken away, and keeps there what an earlier step left
-        for parameters that this one does not use.
+        DeepSpeed copies gradients into memory that ``zero_grad`` has freed, and there keeps an earlier step's gradients
+        of parameters that this step does not use.
         """
         if self.offloaded:
-            for flat, room in zip(self.flats, self._room, strict=True):
-                if flat.tensor.grad is None and room is not None:
-                    flat.tensor.grad = room.zero_()
+            for flat, buffer in zip(self.flats, self._buffers, strict=True):
+                if flat.tensor.grad is None and buffer is not None:
+                    flat.tensor.grad = buffer.zero_()
 
     @torch.no_grad()
     def show_gradients(self) -> None:
-        """Puts each partition's gradient where an optimizer has it, so that callbacks see and may change it.
+        """Sets each partition's gradient as its ``grad``, so that callbacks can read and change it.
 
-        What they see is what DeepSpeed steps with: the same memory, in the partitions' precision. DeepSpeed would make
-        that copy in its step.
+        It is the memory that DeepSpeed steps with, in the partitions' precision; DeepSpeed would make that copy in its
+        step.
         """
         if self.offloaded:
-            return  # It is there.
+            return  # It is set already.
         for number, flat in enumerate(self.flats):
             runs = self._averaged(number)
             if runs is None:
@@ -167,11 +167,11 @@ class Masters(ABC):
 
     @property
     def dropped(self) -> bool:
-        """Whether somebody has taken the shown gradients away, so that the step is left out."""
+        """Whether a callback has dropped the exposed gradients, so that the step is skipped."""
         return bool(self.flats) and all(flat.tensor.grad is None for flat in self.flats)
 
     def squared_norm(self) -> Tensor:
-        """Returns the square of the 2-norm of this rank's part of the gradient, a scalar where the partitions are."""
+        """Returns the squared 2-norm of this rank's shard of the gradient, a scalar on the partitions' device."""
         gradients = [flat.tensor.grad for flat in self.flats if flat.tensor.grad is not None]
         if not gradients:
             return torch.zeros((), device=self.flats[0].tensor.device if self.flats else None)
@@ -180,16 +180,16 @@ class Masters(ABC):
     # --- state ---------------------------------------------------------------------------------------------
 
     def shards(self) -> dict[str, FlatShard]:
-        """Returns the weights in single precision by name: this rank's slices, empty ones too."""
+        """Returns the master weights by name: this rank's slices, empty ones included."""
         return {name: flat.shard(name, flat.tensor.detach()) for name, flat in self._home.items()}
 
     def tensors(self) -> dict[str, Tensor]:
-        """Returns the partition that each parameter of which this rank holds something is in."""
+        """Returns the partition of each parameter of which this rank has a slice."""
         return {flat.names[piece.parameter]: flat.tensor for flat in self.flats for piece in flat.pieces}
 
 
 def _joined(runs: list[Tensor], like: Tensor) -> Tensor:
-    """Returns runs as one flat tensor as long as the partition, in its precision; in their own memory if they can."""
+    """Returns runs as one flat tensor of the partition's length and precision, sharing their memory if possible."""
     whole = getattr(runs, "flat_partition", None)
     if whole is None:
         flat = [run.reshape(-1) for run in runs]
@@ -201,13 +201,13 @@ def _joined(runs: list[Tensor], like: Tensor) -> Tensor:
 
 
 def expect(length: int, master: Tensor) -> None:
-    """Checks that a partition is as long as its layout.
+    """Checks the length of a partition against its layout.
 
     Raises:
-        DloError: if it is not.
+        DloError: If they differ.
     """
     if master.numel() != length:
         raise DloError(
-            f"a partition of DeepSpeed's has {master.numel()} elements, where its layout, as dlo knows it, has"
-            f" {length}; this DeepSpeed partitions otherwise: use version 0.15 to 0.19, or strategy zero2 or zero3"
+            f"a DeepSpeed partition must have {length} elements by the layout that dlo knows, got {master.numel()};"
+            " this DeepSpeed version has another layout: use version 0.15 to 0.19, or strategy zero2 or zero3"
         )

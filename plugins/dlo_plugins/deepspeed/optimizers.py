@@ -1,8 +1,8 @@
-"""The JSON's optimizer section as a class of torch's or timm's.
+"""Translation of the JSON's optimizer section to an optimizer class of torch or timm.
 
-DeepSpeed builds its own: FusedAdam on CUDA, and with offload a CPUAdam that is compiled on first use. dlo has the
-optimizer in its own hands, so that its state is in its checkpoints by name and every strategy reads it. The classes
-here compute the same step.
+DeepSpeed builds its own: FusedAdam on CUDA, and with offload a CPUAdam that is compiled on first use. dlo builds the
+optimizer itself, so that checkpoints have its state by name and every strategy can read it. The classes here compute
+the same step.
 """
 
 from __future__ import annotations
@@ -16,25 +16,25 @@ import torch
 from dlo_framework.errors import DloError, did_you_mean, nearest
 from dlo_plugins.deepspeed.paths import stage_of
 
-#: DeepSpeed's own optimizers' defaults, where they are not those of the class that takes their place.
+#: Defaults of DeepSpeed's own optimizers, where the replacing class has others.
 _DEFAULTS: dict[str, dict[str, Any]] = {
     "adam": {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0},
     "lion": {"lr": 1e-3, "betas": (0.9, 0.999), "weight_decay": 0.0},
     "lamb": {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0},
 }
 
-#: What timm's LAMB must be told to be the paper's: it clips the gradient by itself, and leaves the ratio of what has no
-#: weight decay at 1. DeepSpeed's also keeps the ratio between `min_coeff` 0.01 and `max_coeff` 10.
+#: Arguments that make timm's LAMB the paper's: by default it clips the gradient by itself, and keeps the trust ratio of
+#: parameters without weight decay at 1. DeepSpeed's also clamps the ratio to `min_coeff` 0.01 and `max_coeff` 10.
 _LAMB = {"max_grad_norm": None, "always_adapt": True}
 
-#: Arguments that only say which of DeepSpeed's implementations computes the step.
+#: Arguments that only choose which of DeepSpeed's implementations computes the step.
 _IMPLEMENTATION = {
     "adam": {"torch_adam", "adam_w_mode", "fp32_optimizer_states", "bias_correction"},
     "lion": set[str](),
     "lamb": {"max_coeff", "min_coeff", "eps_inside_sqrt", "max_grad_norm"},
 }
 
-#: What such an argument may be: all else changes the mathematics.
+#: Allowed values of such arguments: others would change the mathematics.
 _ONLY: dict[str, Any] = {
     "fp32_optimizer_states": True,
     "bias_correction": True,
@@ -43,7 +43,7 @@ _ONLY: dict[str, Any] = {
     "eps_inside_sqrt": False,
 }
 
-#: DeepSpeed's optimizers that need what dlo does not have.
+#: Optimizers of DeepSpeed that dlo does not support, with the reason.
 _REFUSED = {
     "muadam": "which needs the package mup",
     "muadamw": "which needs the package mup",
@@ -53,32 +53,32 @@ _REFUSED = {
 
 
 def check_optimizer(config: Mapping[str, Any], source: str) -> None:
-    """Checks the optimizer section: that dlo has the optimizer, and that it takes the arguments.
+    """Checks that the optimizer section has a supported optimizer and valid arguments.
 
     Raises:
-        DloError: with the nearest name, for an unknown one.
+        DloError: If the name is unknown; the message has the nearest one.
     """
     section = config.get("optimizer")
     if section is not None:
         _translate(section, source)
     if _kind(section) == "lamb" and stage_of(config) > 0:
         raise DloError(
-            f"{source}: Lamb takes the norm of each parameter, but ZeRO's stages 1 to 3 step flat pieces of many; set"
-            ' "zero_optimization": {"stage": 0}, or take AdamW'
+            f"{source}: optimizer.type must be elementwise under ZeRO stages 1 to 3, which step flat slices of"
+            ' parameters, got Lamb, which needs their norms; set "zero_optimization": {"stage": 0}, or use AdamW'
         )
 
 
 def optimizer_of(
     config: Mapping[str, Any], own: torch.optim.Optimizer | None = None
 ) -> tuple[type[torch.optim.Optimizer], dict[str, Any]] | None:
-    """Returns the class and the arguments of the JSON's optimizer; None where the task's own is to be used.
+    """Returns the class and the arguments of the JSON's optimizer; None to use the task's own.
 
     Args:
-        config: the configuration.
-        own: the task's optimizer: what is ``"auto"`` in the section is taken from its first parameter group.
+        config: DeepSpeed configuration.
+        own: Optimizer of the task, whose first parameter group fills in ``"auto"`` values.
 
     Raises:
-        DloError: for an unknown optimizer or argument, and for an ``"auto"`` that the task's optimizer cannot fill.
+        DloError: If the optimizer or an argument is unknown, or the task's optimizer cannot fill in an ``"auto"``.
     """
     section = config.get("optimizer")
     if section is None:
@@ -89,34 +89,34 @@ def optimizer_of(
     for name in [name for name, value in arguments.items() if value == "auto"]:
         if name not in held:
             raise DloError(
-                f'{source}: optimizer.params.{name} is "auto", but the task\'s optimizer'
-                f" {type(own).__name__ + ' ' if own is not None else ''}has none to take; give it in the JSON"
+                f'{source}: optimizer.params.{name} must be a number, got "auto", which the task\'s optimizer'
+                f" {type(own).__name__ + ' ' if own is not None else ''}cannot fill in; set it in the JSON"
             )
         arguments[name] = held[name]
     return kind, arguments
 
 
 def _kind(section: Any) -> str:
-    """Returns `adam`, `lamb` or `lion`, or the lower-cased name of torch's class."""
+    """Returns `adam`, `lamb` or `lion`, or the lower-case name of torch's class."""
     name = str(section.get("type", "")).lower() if isinstance(section, Mapping) else ""
     return "adam" if name == "adamw" else name
 
 
 def _translate(section: Any, source: str) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
-    """Returns the class and the arguments of a section; arguments of ``"auto"`` stay."""
+    """Returns the class and the arguments of a section; arguments of ``"auto"`` are kept."""
     name = section.get("type") if isinstance(section, Mapping) else None
     if not isinstance(name, str):
-        raise DloError(f'{source}: optimizer needs a type, such as "type": "AdamW", but was {section!r}')
+        raise DloError(f'{source}: optimizer must have a type, such as "type": "AdamW", got {section!r}')
     given = dict(section.get("params") or {})
     if "max_grad_norm" in given and _kind(section) != "lamb":
         raise DloError(
-            f"{source}: optimizer.params.max_grad_norm is no argument of an optimizer; leave it out and set"
-            f' "gradient_clipping": {given["max_grad_norm"]}'
+            f"{source}: optimizer.params.max_grad_norm must be unset, got {given['max_grad_norm']}; leave it out and"
+            f' set "gradient_clipping": {given["max_grad_norm"]}'
         )
     if name.lower() in _REFUSED:
         raise DloError(
-            f"{source}: optimizer {name} is DeepSpeed's own, {_REFUSED[name.lower()]}; leave the section out: the"
-            " task's optimizer is used then"
+            f"{source}: optimizer.type must be an optimizer of torch or timm, got {name}, {_REFUSED[name.lower()]};"
+            " leave the section out to use the task's optimizer"
         )
     kind = _kind(section)
     cls = _class_of(kind, given, name, source)
@@ -127,12 +127,13 @@ def _translate(section: Any, source: str) -> tuple[type[torch.optim.Optimizer], 
         value = arguments.pop(implementation, None)
         if implementation in _ONLY and value not in (None, "auto", _ONLY[implementation]):
             raise DloError(
-                f"{source}: optimizer.params.{implementation} {value} is DeepSpeed's own; dlo's {cls.__name__} has"
-                f" {_ONLY[implementation]}: leave it out"
+                f"{source}: optimizer.params.{implementation} must be {_ONLY[implementation]}, as in dlo's"
+                f" {cls.__name__}, got {value}; leave it out"
             )
         if implementation == "max_grad_norm" and value not in (None, 0, 0.0, "auto"):
             raise DloError(
-                f'{source}: optimizer.params.max_grad_norm {value}: leave it out and set "gradient_clipping": {value}'
+                f"{source}: optimizer.params.max_grad_norm must be unset, got {value}; leave it out and set"
+                f' "gradient_clipping": {value}'
             )
     _check_arguments(cls, arguments, sorted(_IMPLEMENTATION.get(kind, ())), name, source)
     arguments |= _LAMB if kind == "lamb" else {}
@@ -141,7 +142,7 @@ def _translate(section: Any, source: str) -> tuple[type[torch.optim.Optimizer], 
 
 def _class_of(kind: str, given: Mapping[str, Any], name: str, source: str) -> type[torch.optim.Optimizer]:
     if kind == "adam":
-        # DeepSpeed's Adam decouples the weight decay, as AdamW does, unless it is told not to.
+        # DeepSpeed's Adam decouples the weight decay, as AdamW does, unless adam_w_mode is false.
         coupled = name.lower() == "adam" and given.get("adam_w_mode", True) is False
         return torch.optim.Adam if coupled else torch.optim.AdamW
     if kind in ("lion", "lamb"):
@@ -160,9 +161,9 @@ def _class_of(kind: str, given: Mapping[str, Any], name: str, source: str) -> ty
 
 
 def _torch_classes() -> dict[str, type[torch.optim.Optimizer]]:
-    """Returns torch's optimizers by lower-cased name: DeepSpeed takes the names that it does not know from there."""
+    """Returns torch's optimizers by lower-case name: DeepSpeed looks up names there that it does not know."""
     found = {name: value for name, value in vars(torch.optim).items() if isinstance(value, type)}
-    # LBFGS asks for a closure, SparseAdam for sparse gradients, Muon for matrices alone.
+    # LBFGS needs a closure, SparseAdam sparse gradients, Muon matrices.
     left_out = ("Optimizer", "LBFGS", "SparseAdam", "Muon")
     return {name.lower(): value for name, value in found.items() if name not in left_out}
 
@@ -176,5 +177,5 @@ def _check_arguments(cls: type, arguments: Mapping[str, Any], others: list[str],
             raise DloError(f"{source}: unknown key 'optimizer.params.{argument}' of {name}{hint}")
         if isinstance(value, str) and value != "auto":
             raise DloError(
-                f"{source}: optimizer.params.{argument} is no text, but was {value!r}; write 0.001, or 1.0e-3"
+                f"{source}: optimizer.params.{argument} must be a number, got the text {value!r}; write 0.001 or 1.0e-3"
             )

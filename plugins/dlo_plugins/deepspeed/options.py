@@ -1,4 +1,4 @@
-"""The bridge's typed options, and where each of them stands in DeepSpeed's JSON."""
+"""Typed options of the bridge, and the place of each in DeepSpeed's JSON."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ def _switch(value: bool) -> dict[str, Any]:
 
 
 def _profiler(value: bool | int) -> dict[str, Any]:
-    """Returns the FLOPs profiler's section: switched on or off, or on at a step."""
+    """Returns the section of the FLOPs profiler: on, off, or on at a step."""
     if isinstance(value, bool):
         return {"enabled": value}
     if value < 1:
-        raise DloError(f"flops_profiler is true, or the step that is profiled, from 1 on, but was {value}")
+        raise DloError(f"flops_profiler must be true, false or the step to profile, at least 1, got {value}")
     return {"enabled": True, "profile_step": value}
 
 
 def _dtype(value: str) -> str:
     short = _DTYPES.get(value, value)
     if short not in _DTYPES.values():
-        raise DloError(f"communication_dtype is fp32, fp16 or bf16, but was {value}")
+        raise DloError(f"communication_dtype must be fp32, fp16 or bf16, got {value}")
     return short
 
 
@@ -41,15 +41,15 @@ class Option:
     """One typed option of the bridge.
 
     Attributes:
-        path: where it stands in the JSON.
-        to_json: what a value of it is there; a mapping is merged into the section at `path`.
+        path: Place of the option in the JSON.
+        to_json: Function that converts a value for the JSON; a mapping is merged into the section at `path`.
     """
 
     path: str
     to_json: Callable[[Any], Any] = _unchanged
 
 
-#: By the name of DeepSpeedBridge's argument. An argument of None leaves the JSON, or DeepSpeed's default, alone.
+#: Options by the name of DeepSpeedBridge's argument. An argument of None keeps the JSON's value or DeepSpeed's default.
 OPTIONS: dict[str, Option] = {
     "stage": Option("zero_optimization.stage"),
     "offload_optimizer": Option("zero_optimization.offload_optimizer.device"),
@@ -68,23 +68,22 @@ OPTIONS: dict[str, Option] = {
     "comms_logger": Option("comms_logger", _switch),
 }
 
-#: Sections that `nvme_path` goes into, where they are on NVMe.
+#: Sections that `nvme_path` is set in, if they offload to NVMe.
 _OFFLOADED = ("zero_optimization.offload_optimizer", "zero_optimization.offload_param")
 
-#: Typed options of the bridge that are dlo's own, and stand in no JSON.
+#: Options of the bridge that are dlo's own and have no place in the JSON.
 NOT_IN_JSON = frozenset({"timeout_minutes", "config"})
 
 
 def to_values(options: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, tuple[str, Any]]:
-    """Returns the JSON values that typed options set: by path, the option and the value.
+    """Returns the JSON values that typed options set, as (option, value) by path.
 
     Args:
-        options: by name; those that are None are left out.
-        config: the JSON beside them: `nvme_path` goes where either of the two offloads to NVMe.
+        options: Options by name; those that are None are left out.
+        config: JSON beside them; `nvme_path` is set in each section that offloads to NVMe.
 
     Raises:
-        DloError: for a value that an option cannot have, two options that contradict each other, and an NVMe path that
-            nothing uses.
+        DloError: If a value is invalid, two options contradict each other, or nothing uses an NVMe path.
     """
     values: dict[str, tuple[str, Any]] = {}
     for name, value in options.items():
@@ -97,7 +96,7 @@ def to_values(options: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str
             other, known = values.get(path, (name, inner))
             if known != inner:
                 raise DloError(
-                    f"the strategy's options {other} and {name} set {path} to {known} and {inner}; leave out one"
+                    f"{path} must have one value, got {known} from {other} and {inner} from {name}; leave out one"
                 )
             values[path] = (name, inner)
     if options.get("nvme_path") is not None:
@@ -119,7 +118,7 @@ def _nvme_paths(
             found[f"{section}.nvme_path"] = ("nvme_path", path)
     if not found:
         raise DloError(
-            f"nvme_path {path} is used by nothing: neither the optimizer nor the parameters are offloaded to NVMe; set"
-            " offload_optimizer: nvme or offload_parameters: nvme, or leave it out"
+            f"nvme_path must be unset without offload to NVMe, got {path}; leave it out, or set offload_optimizer: nvme"
+            " or offload_parameters: nvme"
         )
     return found

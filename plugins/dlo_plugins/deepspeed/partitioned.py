@@ -1,7 +1,7 @@
-"""Parameters that DeepSpeed's stage 3 has cut: each rank keeps a segment of each.
+"""Parameters that DeepSpeed's stage 3 has partitioned: each rank holds a segment of each.
 
-A cut parameter (DeepSpeed 0.15 to 0.19) has an empty tensor, ``ds_tensor`` with this rank's segment, padding included,
-and ``ds_shape`` and ``ds_numel`` of the whole.
+A partitioned parameter (DeepSpeed 0.15 to 0.19) has an empty tensor, ``ds_tensor`` with this rank's segment and its
+padding, and ``ds_shape`` and ``ds_numel`` of the full tensor.
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ from dlo_framework.distributed.canonical import clean
 
 
 def partitioned(parameter: Tensor) -> bool:
-    """Returns whether stage 3 has cut a parameter."""
+    """Returns whether stage 3 has partitioned a parameter."""
     return hasattr(parameter, "ds_id")
 
 
 def whole_shape(parameter: Any) -> torch.Size:
-    """Returns a parameter's shape, also where it is cut."""
+    """Returns the full shape of a parameter, partitioned or not."""
     return torch.Size(parameter.ds_shape) if partitioned(parameter) else parameter.shape
 
 
 def held(parameter: Any) -> Tensor:
-    """Returns the memory in which this rank keeps a parameter: its segment, padding included, where it is cut."""
+    """Returns the local tensor of a parameter: this rank's segment with padding if it is partitioned."""
     return parameter.ds_tensor if partitioned(parameter) else parameter
 
 
 def segment(parameter: Any) -> FlatShard:
-    """Returns what this rank holds of a cut parameter: the memory itself, without padding."""
+    """Returns this rank's segment of a partitioned parameter, without padding; it shares DeepSpeed's memory."""
     pieces = CutLayout((parameter.ds_numel,), dist.get_world_size()).pieces(dist.get_rank())
     kept = parameter.ds_tensor.data
     if not pieces:
@@ -43,18 +43,18 @@ def segment(parameter: Any) -> FlatShard:
 
 
 def segments(module: nn.Module) -> dict[str, FlatShard]:
-    """Returns this rank's segments of all cut parameters by name; empty below stage 3."""
+    """Returns this rank's segments of all partitioned parameters by name; empty below stage 3."""
     return {clean(name): segment(p) for name, p in module.named_parameters() if partitioned(p)}
 
 
 def partition(module: nn.Module, config: dict[str, Any]) -> None:
-    """Cuts a module's parameters, one by one: no more than one is on the device as a whole.
+    """Partitions a module's parameters one by one: the device never holds more than one full tensor.
 
-    Left to itself, DeepSpeed moves the whole module to the device first.
+    By default DeepSpeed moves the whole module to the device first.
 
     Args:
-        module: its parameters become the first rank's.
-        config: DeepSpeed's, complete.
+        module: Module whose parameters become those of the first rank.
+        config: Complete DeepSpeed configuration.
     """
     import deepspeed
 
@@ -63,14 +63,14 @@ def partition(module: nn.Module, config: dict[str, Any]) -> None:
 
 @torch.no_grad()
 def rejoin(module: nn.Module, attributes: Mapping[int, dict[str, Any]]) -> None:
-    """Makes cut parameters whole again, one by one, on the CPU; called on all ranks.
+    """Gathers partitioned parameters one by one, on the CPU; called on all ranks.
 
-    DeepSpeed (0.15 to 0.19) has no way back from ``zero.Init``: what it has put on parameters and modules is taken
-    off.
+    DeepSpeed (0.15 to 0.19) has no inverse of ``zero.Init``: this function removes what it has set on parameters and
+    modules.
 
     Args:
-        module: its hooks are gone.
-        attributes: what each parameter had before it was cut, by id.
+        module: Module whose hooks have been removed.
+        attributes: Attributes of each parameter before it was partitioned, by id.
     """
     for parameter in module.parameters():
         gathered: Any = parameter
@@ -78,6 +78,6 @@ def rejoin(module: nn.Module, attributes: Mapping[int, dict[str, Any]]) -> None:
         parameter.data = parameter.data.to("cpu", copy=True)
         vars(parameter).clear()
         vars(parameter).update(attributes[id(parameter)])
-    for part in module.modules():
-        if "_original_parameters" in vars(part):
-            part._parameters = vars(part).pop("_original_parameters")
+    for child in module.modules():
+        if "_original_parameters" in vars(child):
+            child._parameters = vars(child).pop("_original_parameters")

@@ -1,4 +1,4 @@
-"""Reading and writing a nest of mappings by paths such as ``zero_optimization.stage``."""
+"""Access to nested mappings by paths such as ``zero_optimization.stage``."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def without_auto(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def get(config: Mapping[str, Any], path: str, default: Any = None) -> Any:
-    """Returns what stands at a path such as ``zero_optimization.stage``."""
+    """Returns the value at a path such as ``zero_optimization.stage``."""
     value: Any = config
     for key in path.split("."):
         if not isinstance(value, Mapping) or key not in value:
@@ -27,18 +27,18 @@ def get(config: Mapping[str, Any], path: str, default: Any = None) -> Any:
 
 
 def number(config: Mapping[str, Any], path: str, default: int) -> int:
-    """Returns the whole number at a path; the default where there is none, or it is ``"auto"``."""
+    """Returns the integer at a path; the default if there is none, or it is ``"auto"``."""
     value = get(config, path)
     return value if isinstance(value, int) and not isinstance(value, bool) else default
 
 
 def stage_of(config: Mapping[str, Any]) -> int:
-    """Returns the ZeRO stage; 0, DeepSpeed's default, where there is none."""
+    """Returns the ZeRO stage; 0, DeepSpeed's default, if there is none."""
     return number(config, "zero_optimization.stage", 0)
 
 
 def put(config: dict[str, Any], path: str, value: Any) -> None:
-    """Sets what stands at a path, making the sections on the way."""
+    """Sets the value at a path, and creates the sections above it."""
     *parents, last = path.split(".")
     for parent in parents:
         config = config.setdefault(parent, {})

@@ -1,4 +1,4 @@
-"""Precision and gradient clipping, which DeepSpeed's JSON and the Trainer both have."""
+"""Precision and gradient clipping, which both DeepSpeed's JSON and the Trainer set."""
 
 from __future__ import annotations
 
@@ -11,46 +11,44 @@ from dlo_plugins.deepspeed.paths import get
 
 CLIPPING = "gradient_clipping"
 
-#: The section of the JSON that is enabled under each of Lightning's precisions.
+#: Section of the JSON that each of Lightning's precisions enables.
 SECTIONS = {"32-true": None, "16-mixed": "fp16", "16-true": "fp16", "bf16-mixed": "bf16", "bf16-true": "bf16"}
 
 
 def check_precision(config: Mapping[str, Any], source: str) -> None:
-    """Checks that a JSON asks for one precision.
+    """Checks that a JSON enables at most one precision.
 
     Raises:
-        DloError: if it asks for two.
+        DloError: If it enables two.
     """
     if all(get(config, f"{section}.enabled") is True for section in ("fp16", "bf16")):
-        raise DloError(f"{source} enables both fp16 and bf16; set enabled: false in one of the two")
+        raise DloError(f"{source}: one of fp16 and bf16 must be off, got both enabled; set enabled: false in one")
 
 
 def precision_of(config: Mapping[str, Any]) -> str | None:
-    """Returns the section that a JSON enables, `fp16` or `bf16`; None where it enables neither."""
+    """Returns the section that a JSON enables, `fp16` or `bf16`; None if it enables neither."""
     return next((section for section in ("fp16", "bf16") if get(config, f"{section}.enabled") is True), None)
 
 
 def with_precision(config: dict[str, Any], facts: TrainerFacts, source: str) -> None:
-    """Enables the section of the Trainer's precision, and switches the other one off, in place.
+    """Enables the section of the Trainer's precision, and disables the other one, in place.
 
     Raises:
-        DloError: where the JSON says otherwise, and for a precision that DeepSpeed has not.
+        DloError: If the JSON contradicts it, or DeepSpeed does not support the precision.
     """
     if facts.precision not in SECTIONS:
-        raise DloError(
-            f"trainer.precision is {facts.precision}, which DeepSpeed does not have; take {', '.join(SECTIONS)}"
-        )
+        raise DloError(f"trainer.precision must be one of {', '.join(SECTIONS)} under DeepSpeed, got {facts.precision}")
     wanted, asked = SECTIONS[facts.precision], precision_of(config)
     if asked is not None and asked != wanted:
         fitting = {"fp16": "16-mixed", "bf16": "bf16-mixed"}[asked]
         raise DloError(
-            f"{source} says {asked}.enabled true, trainer.precision is {facts.precision}; set --trainer.precision"
-            f' {fitting}, or "{asked}": {{"enabled": "auto"}} in the JSON'
+            f"{source}: {asked}.enabled must agree with trainer.precision {facts.precision}, got true; set"
+            f' --trainer.precision {fitting}, or "{asked}": {{"enabled": "auto"}} in the JSON'
         )
     if wanted is not None and get(config, f"{wanted}.enabled") is False:
         raise DloError(
-            f"{source} says {wanted}.enabled false, trainer.precision is {facts.precision}; set --trainer.precision"
-            f' 32-true, or "{wanted}": {{"enabled": "auto"}} in the JSON'
+            f"{source}: {wanted}.enabled must agree with trainer.precision {facts.precision}, got false; set"
+            f' --trainer.precision 32-true, or "{wanted}": {{"enabled": "auto"}} in the JSON'
         )
     for section in ("fp16", "bf16"):
         if section == wanted:
@@ -62,24 +60,24 @@ def with_precision(config: dict[str, Any], facts: TrainerFacts, source: str) -> 
 
 
 def with_clipping(config: dict[str, Any], facts: TrainerFacts, source: str) -> None:
-    """Sets ``gradient_clipping``, in place: the Trainer's, the JSON's, or 0, which is off.
+    """Sets ``gradient_clipping`` in place: to the Trainer's value, the JSON's, or 0, which is off.
 
     Raises:
-        DloError: where the two differ, and for clipping by value.
+        DloError: If the two differ, or clipping is by value.
     """
     given = config.get(CLIPPING)
     given = None if given == "auto" else given
     if given is not None and (isinstance(given, bool) or not isinstance(given, int | float) or given < 0):
-        raise DloError(f"{source}: {CLIPPING} is a norm, or 0 for none, but was {given!r}")
+        raise DloError(f"{source}: {CLIPPING} must be a norm, or 0 for off, got {given!r}; set 1.0, or leave it out")
     wanted = facts.clip_val
     if (wanted or given) and facts.clip_algorithm == "value":
         raise DloError(
-            "trainer.gradient_clip_algorithm is value, but DeepSpeed clips by the norm alone; set"
-            " --trainer.gradient_clip_algorithm norm, or take another strategy, such as zero2"
+            "trainer.gradient_clip_algorithm must be norm under DeepSpeed, got value; set"
+            " --trainer.gradient_clip_algorithm norm, or use another strategy, such as zero2"
         )
     if given is not None and wanted is not None and float(given) != float(wanted):
         raise DloError(
-            f"{source} says {CLIPPING} {given}, trainer.gradient_clip_val is {wanted}; set it in one place: leave one"
-            f' of the two out, or "{CLIPPING}": "auto" in the JSON'
+            f"{source}: {CLIPPING} must equal trainer.gradient_clip_val {wanted}, got {given}; set it in one place:"
+            f' leave one of the two out, or "{CLIPPING}": "auto" in the JSON'
         )
     config[CLIPPING] = float(next((value for value in (wanted, given) if value is not None), 0.0))

@@ -1,4 +1,4 @@
-"""Features that are gone from DeepSpeed, and what to take in their place."""
+"""Checks for features that DeepSpeed has removed, with their replacements."""
 
 from __future__ import annotations
 
@@ -9,37 +9,36 @@ from dlo_framework.errors import DloError
 from dlo_plugins.deepspeed.paths import get
 from dlo_plugins.deepspeed.schema import removed_keys
 
-#: Optimizer types of earlier versions, lower-cased.
+#: Optimizer types of earlier versions, in lower case.
 _ONE_BIT = ("onebitadam", "onebitlamb", "zerooneadam")
 
-#: What to do instead, where dlo or DeepSpeed has something.
+#: Replacement of each removed key, in dlo or DeepSpeed.
 _INSTEAD = {
-    "elasticity": "leave it out: dlo's checkpoints are read at any number of ranks, so a run may be resumed on more or"
-    " fewer",
+    "elasticity": "leave it out: dlo's checkpoints can be resumed on any number of ranks",
     "amp": "leave it out: --trainer.precision 16-mixed or bf16-mixed",
     "curriculum_learning": "move it to data_efficiency.data_sampling.curriculum_learning",
     "progressive_layer_drop": "leave it out",
     "nebula": "leave it out: --run.async_checkpoints true writes checkpoints in the background",
-    "sparse_attention": "leave it out: torch's scaled_dot_product_attention takes its place",
+    "sparse_attention": "leave it out: torch's scaled_dot_product_attention replaces it",
 }
 
 
 def check_removed(config: Mapping[str, Any], source: str) -> None:
-    """Checks that a configuration asks for nothing that is gone from DeepSpeed.
+    """Checks that a configuration has no key that DeepSpeed has removed.
 
     Raises:
-        DloError: for the first such thing, with what to take in its place.
+        DloError: For the first one, with its replacement.
     """
     absent = object()
     for section, keys in removed_keys().items():
         for key in keys:
             path = f"{section}.{key}" if section else key
             if get(config, path, absent) is not absent:
-                raise DloError(f"{source}: DeepSpeed has no '{path}' any more; {_INSTEAD.get(key, 'leave it out')}")
+                raise DloError(f"{source}: DeepSpeed has removed '{path}'; {_INSTEAD.get(key, 'leave it out')}")
     optimizer = config.get("optimizer")
     name = optimizer.get("type") if isinstance(optimizer, Mapping) else None
     if isinstance(name, str) and name.lower() in _ONE_BIT:
         raise DloError(
-            f"{source}: DeepSpeed has no optimizer {name} any more; dlo has its compression for any data-parallel"
-            " strategy: take Adam (or Lamb) of your task and add the callback GradientCompression"
+            f"{source}: DeepSpeed has removed the optimizer {name}; use your task's Adam (or Lamb) with the callback"
+            " GradientCompression, which compresses under any data-parallel strategy"
         )

@@ -1,4 +1,4 @@
-"""What a configuration needs of the machine: disks, libraries, compilers, and operators that DeepSpeed compiles."""
+"""Checks of the machine for what a configuration needs: disks, libraries, compilers, and compiled operators."""
 
 from __future__ import annotations
 
@@ -26,20 +26,20 @@ from dlo_plugins.deepspeed.precision import precision_of
 _OFFLOADED = ("zero_optimization.offload_optimizer", "zero_optimization.offload_param")
 _QUANTIZED = ("zero_quantized_weights", "zero_quantized_nontrainable_weights", "zero_quantized_gradients")
 
-#: A lock that no process has open and that is older than this, in seconds, is a killed build's.
+#: Age in seconds above which a lock file that no process has open is left from a killed build.
 _STALE_AFTER = 60.0
 
 
 @dataclasses.dataclass(frozen=True)
 class Op:
-    """An operator of DeepSpeed that is compiled on first use.
+    """Operator of DeepSpeed that is compiled on first use.
 
     Attributes:
-        name: DeepSpeed's.
-        builder: the class that builds it.
-        variable: of the environment; set to 1, it has ``pip install`` build the operator.
-        minutes: how long a build takes, about.
-        cuda: whether it needs CUDA's compiler too.
+        name: DeepSpeed's name of the operator.
+        builder: Name of the class that builds it.
+        variable: Environment variable that makes ``pip install`` build the operator if it is 1.
+        minutes: Approximate build time in minutes.
+        cuda: Whether it needs CUDA's compiler too.
     """
 
     name: str
@@ -55,15 +55,15 @@ QUANTIZER = Op("quantizer", "QuantizerBuilder", "DS_BUILD_QUANTIZER", 2.0, cuda=
 
 
 def check_available(config: Mapping[str, Any], device_type: str, world_size: int | None = None) -> None:
-    """Checks that this machine has what a configuration needs, and says what will be compiled.
+    """Checks that this machine has what a configuration needs, and announces what will be compiled.
 
     Args:
-        config: what ``with_trainer`` returned.
-        device_type: ``cpu`` or ``cuda``.
-        world_size: ranks; by default what the configuration's batch sizes say.
+        config: Configuration that ``with_trainer`` returned.
+        device_type: Type of device, ``cpu`` or ``cuda``.
+        world_size: Number of ranks; None derives it from the configuration's batch sizes.
 
     Raises:
-        DloError: for the first thing that is missing, with the fix.
+        DloError: For the first missing requirement, with the fix.
     """
     source = source_of(config)
     check_device(config, device_type, precision_of(config))
@@ -82,14 +82,14 @@ def check_available(config: Mapping[str, Any], device_type: str, world_size: int
 
 
 def ranks_of(config: Mapping[str, Any]) -> int | None:
-    """Returns how many ranks a configuration's batch sizes are for; None where they do not say."""
+    """Returns the number of ranks that a configuration's batch sizes imply; None if they are incomplete."""
     values = [config.get(key) for key in (TRAIN, MICRO, STEPS)]
     train, micro, steps = (value if isinstance(value, int) and value > 0 else 0 for value in values)
     return train // (micro * steps) if train and micro and steps else None
 
 
 def ops_of(config: Mapping[str, Any]) -> list[Op]:
-    """Returns the operators that a configuration has DeepSpeed compile, in the order in which they are built."""
+    """Returns the operators that DeepSpeed compiles for a configuration, in the order of their builds."""
     ops = []
     if any(offload_device(config, section) == "nvme" for section in _OFFLOADED):
         ops += [PIN_MEMORY, ASYNC_IO]
@@ -99,41 +99,41 @@ def ops_of(config: Mapping[str, Any]) -> list[Op]:
 
 
 def check_device(config: Mapping[str, Any], device_type: str, precision: str | None) -> None:
-    """Checks that a kind of device has what is asked of it; DeepSpeed is not imported for that.
+    """Checks that a type of device supports a configuration, without importing DeepSpeed.
 
     Args:
-        config: what ``resolve`` or ``with_trainer`` returned.
-        device_type: ``cpu`` or ``cuda``.
-        precision: the section that is enabled, `fp16` or `bf16`; None for neither.
+        config: Configuration that ``resolve`` or ``with_trainer`` returned.
+        device_type: Type of device, ``cpu`` or ``cuda``.
+        precision: Enabled section, `fp16` or `bf16`; None for neither.
 
     Raises:
-        DloError: for the first thing that it has not.
+        DloError: For the first unsupported setting.
     """
     if device_type != "cpu":
         return
     source = source_of(config)
     if precision == "fp16" and not _cpu_has_fp16():
         raise DloError(
-            f"{source}: DeepSpeed has fp16 (trainer.precision 16-mixed or 16-true) on accelerators, and on CPUs with"
-            " instructions for it, which this one has not; set --trainer.precision bf16-mixed or 32-true here, and"
-            ' "fp16": {"enabled": "auto"} where a JSON says it'
+            f"{source}: precision must be bf16-mixed or 32-true on a CPU without fp16 instructions, got fp16"
+            " (trainer.precision 16-mixed or 16-true); set --trainer.precision bf16-mixed or 32-true, and"
+            ' "fp16": {"enabled": "auto"} in the JSON'
         )
     for key in _QUANTIZED:
         if get(config, f"zero_optimization.{key}") is True:
             raise DloError(
-                f"{source}: zero_optimization.{key} (ZeRO++) has kernels for CUDA alone, and this run is on CPUs; leave"
-                " it out here"
+                f"{source}: zero_optimization.{key} (ZeRO++) must be off on CPUs, got true: its kernels need CUDA;"
+                " leave it out"
             )
     if get(config, "aio.use_gds") is True:
-        raise DloError(f"{source}: aio.use_gds (GPUDirect Storage) needs CUDA, and this run is on CPUs; leave it out")
+        raise DloError(f"{source}: aio.use_gds (GPUDirect Storage) must be off on CPUs, got true; leave it out")
     if get(config, "compile.deepcompile") is True:
-        raise DloError(f"{source}: compile.deepcompile needs CUDA, and this run is on CPUs; leave it out here")
+        raise DloError(f"{source}: compile.deepcompile must be off on CPUs, got true: it needs CUDA; leave it out")
 
 
 def _cpu_has_fp16() -> bool:
-    """Returns whether this CPU computes in fp16, as DeepSpeed 0.19 asks itself.
+    """Returns whether this CPU computes in fp16, by the same call as DeepSpeed 0.19.
 
-    A reach into torch 2.11 to 2.15, which has no public question for it, and none at all in builds without oneDNN.
+    Reads a private function of torch 2.11 to 2.15, which has no public one, and none in builds without oneDNN.
     """
     supported = getattr(torch.ops.mkldnn, "_is_mkldnn_fp16_supported", None)
     return supported is not None and bool(supported())
@@ -144,55 +144,58 @@ def _check_hpz(config: Mapping[str, Any], world_size: int | None, source: str) -
     if size > 1 and world_size is not None and world_size % size:
         fitting = [divisor for divisor in range(1, world_size + 1) if world_size % divisor == 0]
         raise DloError(
-            f"{source}: hpz (zero_optimization.zero_hpz_partition_size) {size} does not divide {world_size} ranks; set"
-            f" {' or '.join(map(str, fitting))}, best the ranks of a node"
+            f"{source}: hpz (zero_optimization.zero_hpz_partition_size) must divide the {world_size} ranks, got {size};"
+            f" set {' or '.join(map(str, fitting))}, best the number of ranks per node"
         )
 
 
 def check_nvme_path(path: Any, source: str) -> None:
-    """Checks that a folder is there and takes a file.
+    """Checks that a folder exists and is writable.
 
     Raises:
-        DloError: otherwise.
+        DloError: If it is not.
     """
     folder = Path(str(path))
     if not folder.is_dir():
-        is_what = "is no folder" if folder.exists() else "does not exist"
-        raise DloError(f"{source}: nvme_path {folder} {is_what}; make it on a local NVMe disk: mkdir -p {folder}")
+        state = "which is a file" if folder.exists() else "which does not exist"
+        raise DloError(
+            f"{source}: nvme_path must be a folder, got {folder}, {state}; create it on a local NVMe disk: mkdir -p"
+            f" {folder}"
+        )
     try:
         with tempfile.NamedTemporaryFile(dir=folder):
             pass
     except OSError as error:
         raise DloError(
-            f"{source}: nvme_path {folder} takes no files: {error.strerror}; give a folder that this user may write to"
+            f"{source}: nvme_path must be writable, got {folder}: {error.strerror}; choose another folder"
         ) from error
 
 
 def check_libaio(source: str, built: bool) -> None:
-    """Checks that libaio is there, which offload to NVMe reads and writes with.
+    """Checks that libaio, which offload to NVMe reads and writes with, is installed.
 
     Args:
-        source: what the message calls the configuration.
-        built: whether the operator that links it is built: then the library is enough, without its headers.
+        source: Name of the configuration in messages.
+        built: Whether the operator that links it is built: then the library suffices, without its headers.
 
     Raises:
-        DloError: if it is not.
+        DloError: If it is not installed.
     """
     if built or _builder(ASYNC_IO).is_compatible(verbose=False):
         return
-    check_compiler([ASYNC_IO], source)  # DeepSpeed looks for the library by compiling a program.
+    check_compiler([ASYNC_IO], source)  # DeepSpeed tests for the library by compiling a program.
     raise DloError(
-        f"{source}: offload to NVMe needs libaio with its headers, which are not found; apt install libaio-dev (dnf"
-        " install libaio-devel), or, if they are elsewhere, set CFLAGS=-I... and LDFLAGS=-L...; offload_optimizer: cpu"
-        " needs neither"
+        f"{source}: offload to NVMe needs libaio with its headers, which are not found; run apt install libaio-dev (dnf"
+        " install libaio-devel), or, if they are elsewhere, set CFLAGS=-I... and LDFLAGS=-L..., or use"
+        " offload_optimizer: cpu"
     )
 
 
 def check_compiler(ops: list[Op], source: str) -> None:
-    """Checks that operators can be compiled here.
+    """Checks that operators can be compiled on this machine.
 
     Raises:
-        DloError: naming the compilers that are missing.
+        DloError: If a compiler or header is missing.
     """
     compiler = os.environ.get("CXX") or "c++"
     missing = {} if shutil.which(compiler.split()[0]) else {compiler: "apt install g++"}
@@ -206,8 +209,8 @@ def check_compiler(ops: list[Op], source: str) -> None:
     if missing:
         names = ", ".join(op.name for op in ops)
         raise DloError(
-            f"{source}: DeepSpeed compiles {names} on first use, but this machine has no {' and no '.join(missing)}:"
-            f" {'; '.join(missing.values())}; or install a DeepSpeed that has it built:"
+            f"{source}: DeepSpeed compiles {names} on first use, which needs {' and '.join(missing)}, not found here;"
+            f" run {'; '.join(missing.values())}; or install DeepSpeed with it built:"
             f" {' '.join(f'{op.variable}=1' for op in ops)} pip install --no-build-isolation deepspeed"
         )
 
@@ -218,12 +221,12 @@ def _nvcc() -> str | None:
 
 
 def check_locks(ops: list[Op]) -> None:
-    """Checks that no killed build has left a lock that would have this one wait for ever.
+    """Checks that no killed build has left a lock file that would block this one for ever.
 
-    torch up to 2.13 or so waits for the file to go; later ones lock it through the operating system, which frees it.
+    torch up to about 2.13 waits for the file to vanish; later versions use a lock of the operating system.
 
     Raises:
-        DloError: naming the file.
+        DloError: For a stale lock file, with its path.
     """
     if not waits_for_lock_files():
         return
@@ -231,24 +234,24 @@ def check_locks(ops: list[Op]) -> None:
         lock = build_folder(op.name) / "lock"
         if is_stale(lock):
             raise DloError(
-                f"{lock} was left by a build of {op.name} that was killed, and DeepSpeed would wait for it for ever;"
-                f" remove it: rm {lock}"
+                f"{lock} was left by a killed build of {op.name}, and DeepSpeed would wait for it for ever; remove it:"
+                f" rm {lock}"
             )
 
 
 def waits_for_lock_files() -> bool:
-    """Returns whether torch's builds wait for a lock file to vanish: where it has ``FileBaton`` in use (torch 2.11)."""
+    """Returns whether torch's builds wait for a lock file to vanish: true where it has ``FileBaton`` (torch 2.11)."""
     from torch.utils import cpp_extension
 
     return hasattr(cpp_extension, "FileBaton")
 
 
 def is_stale(lock: Path, now: float | None = None) -> bool:
-    """Returns whether a lock file is there, has been for a while, and no process has it open.
+    """Returns whether a lock file exists, is older than a minute, and is not open in any process.
 
     Args:
-        lock: the file.
-        now: seconds since the epoch; the present by default.
+        lock: Path of the lock file.
+        now: Seconds since the epoch; None for the present.
     """
     try:
         age = (time.time() if now is None else now) - lock.stat().st_mtime
@@ -258,20 +261,20 @@ def is_stale(lock: Path, now: float | None = None) -> bool:
 
 
 def _open_files(name: str) -> Iterator[str]:
-    """Yields the files of a name that this user's processes have open."""
+    """Yields the open files with a given name of this user's processes."""
     for link in Path("/proc").glob("[0-9]*/fd/*"):
         try:
             target = os.readlink(link)
         except OSError:
-            continue  # The process has ended, or is another user's: who cannot hold a lock in this user's folder.
+            continue  # It has ended, or is another user's, who cannot lock a file in this user's folder.
         if target.endswith(f"/{name}") and os.path.exists(target):
             yield target
 
 
 def build_folder(name: str) -> Path:
-    """Returns the folder that torch builds an extension in; it is not made.
+    """Returns the folder in which torch builds an extension, without creating it.
 
-    A reach into torch 2.11 to 2.15, ``torch.utils.cpp_extension._get_build_directory``, which makes it.
+    Copies ``torch.utils.cpp_extension._get_build_directory``, private in torch 2.11 to 2.15, which creates it.
     """
     from torch.utils import cpp_extension
 
@@ -306,18 +309,19 @@ def _notice(ops: list[Op]) -> str:
     names = " and ".join(op.name for op in ops)
     variables = " ".join(f"{op.variable}=1" for op in ops)
     return (
-        f"DeepSpeed now compiles {names}, which takes about {minutes:g} minutes, once on this machine; to do it"
-        f" beforehand: {variables} pip install --force-reinstall --no-build-isolation deepspeed"
+        f"DeepSpeed now compiles {names}, which takes about {minutes:g} minutes, once per machine; to build beforehand:"
+        f" {variables} pip install --force-reinstall --no-build-isolation deepspeed"
     )
 
 
 def warn_of_checkpointing(config: Mapping[str, Any]) -> None:
-    """Says what of `activation_checkpointing` has no effect on a task."""
+    """Warns about options of `activation_checkpointing` that have no effect on a task."""
     names = ("partition_activations", "contiguous_memory_optimization")
     asked = [name for name in names if get(config, f"activation_checkpointing.{name}") is True]
     if asked:
         rank_zero_warn(
-            f"activation_checkpointing: no task uses {' and '.join(asked)}: DeepSpeed divides activations among"
-            " model-parallel ranks, and DeepSpeedBridge has one; leave it out, or set cpu_checkpointing, which keeps"
-            " the inputs of the blocks alone, on the CPU; MeshStrategy divides activations by tp with sequence_parallel"
+            f"activation_checkpointing: {' and '.join(asked)} must be off, got true, without effect: DeepSpeed divides"
+            " activations among model-parallel ranks, and DeepSpeedBridge has one; leave it out, or set"
+            " cpu_checkpointing, which keeps only the blocks' inputs, on the CPU; MeshStrategy divides activations by"
+            " tp with sequence_parallel"
         )

@@ -1,4 +1,4 @@
-"""The JSON's scheduler section as a scheduler of torch's kind, with the very curve of DeepSpeed's."""
+"""Translation of the JSON's scheduler section to a torch LRScheduler with DeepSpeed's exact curve."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from dlo_framework.errors import DloError, did_you_mean, nearest
 from dlo_plugins.deepspeed import curves
 from dlo_plugins.deepspeed.paths import get
 
-#: By the names of DeepSpeed's classes.
+#: Curves by the names of DeepSpeed's classes.
 CURVES: dict[str, Callable[..., float]] = {
     "LRRangeTest": curves.lr_range_test,
     "OneCycle": curves.one_cycle,
@@ -28,12 +28,12 @@ _SECOND_BETA = 0.99
 
 
 class DeepSpeedSchedule(LRScheduler):
-    """A learning rate along one of DeepSpeed's curves, to be stepped after each optimizer step.
+    """LRScheduler along one of DeepSpeed's curves, to be stepped after each optimizer step.
 
     Args:
-        optimizer: its groups' rates, as they are now, are their base rates.
-        name: of DeepSpeed's class, a key of :data:`CURVES`.
-        arguments: of that class; one that is a list holds one value a parameter group.
+        optimizer: Optimizer whose current rates are the base rates.
+        name: Name of DeepSpeed's class, a key of :data:`CURVES`.
+        arguments: Arguments of that class; a list has one value per parameter group.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, name: str, arguments: Mapping[str, Any]) -> None:
@@ -44,8 +44,8 @@ class DeepSpeedSchedule(LRScheduler):
         super().__init__(optimizer)
 
     def get_lr(self) -> list[float | torch.Tensor]:
-        """Returns each group's rate; also sets the momentum, where the curve has one."""
-        step = self.last_epoch - 1  # DeepSpeed counts the steps that are over from -1 on.
+        """Returns each group's rate; also sets the momentum, if the curve has one."""
+        step = self.last_epoch - 1  # DeepSpeed counts completed steps from -1.
         if self._cycles_momentum:
             for number, group in enumerate(self.optimizer.param_groups):
                 known = inspect.signature(curves.one_cycle_momentum).parameters
@@ -59,24 +59,24 @@ class DeepSpeedSchedule(LRScheduler):
 
 
 def check_scheduler(config: Mapping[str, Any], source: str) -> None:
-    """Checks the scheduler section: its type, and that it has the arguments.
+    """Checks the type and the arguments of the scheduler section.
 
     Raises:
-        DloError: with the nearest name, for an unknown one.
+        DloError: If a name is unknown; the message has the nearest one.
     """
     if config.get("scheduler") is not None:
         _arguments(config["scheduler"], source)
 
 
 def lengths_of(config: Mapping[str, Any], module: LightningModule, trainer: Trainer) -> dict[str, int]:
-    """Returns what :func:`scheduler_of` fills an ``"auto"`` length with: of the run, and of the task's own warm-up.
+    """Returns the lengths with which :func:`scheduler_of` fills in ``"auto"``: of the run, and of the task's warm-up.
 
-    Only what the configuration leaves ``"auto"`` is asked for: the length of a run may need its data.
+    Only the lengths that the configuration needs are computed: the length of a run may need its data.
 
     Args:
-        config: the configuration.
-        module: whose `warmup_steps`, or `warmup_epochs`, say how long its own schedule warms up.
-        trainer: of the run.
+        config: DeepSpeed configuration.
+        module: Task whose `warmup_steps` or `warmup_epochs` give the length of its own warm-up.
+        trainer: Trainer of the run.
     """
     found: dict[str, int] = {}
     if get(config, "scheduler.params.total_num_steps") == "auto":
@@ -91,7 +91,7 @@ def _own_warmup(module: LightningModule, trainer: Trainer) -> int:
     steps, epochs = getattr(module, "warmup_steps", None), getattr(module, "warmup_epochs", None)
     if isinstance(steps, int):
         return steps
-    if not epochs or trainer.estimated_stepping_batches < 1:  # It also makes the loaders, which know an epoch.
+    if not epochs or trainer.estimated_stepping_batches < 1:  # It also builds the loaders.
         return 0
     return round(epochs * trainer.num_training_batches / trainer.accumulate_grad_batches)
 
@@ -102,19 +102,19 @@ def scheduler_of(
     total_steps: int | None = None,
     warmup_steps: int | None = None,
 ) -> LRScheduler | None:
-    """Returns the JSON's scheduler, to be stepped after each optimizer step; None where it has none.
+    """Returns the JSON's scheduler, to be stepped after each optimizer step; None if it has none.
 
-    Of what is ``"auto"``, ``total_num_steps`` is the run's number of steps, ``warmup_num_steps`` the task's own,
-    ``warmup_max_lr`` the optimizer's rate, and all else the curve's default.
+    ``"auto"`` becomes the run's number of steps for ``total_num_steps``, the task's own warm-up for
+    ``warmup_num_steps``, the optimizer's rate for ``warmup_max_lr``, and the curve's default for all others.
 
     Args:
-        config: the configuration.
-        optimizer: whose rate it sets.
-        total_steps: optimizer steps of the run; see :func:`lengths_of`.
-        warmup_steps: of the task's own schedule.
+        config: DeepSpeed configuration.
+        optimizer: Optimizer whose rate it sets.
+        total_steps: Number of optimizer steps of the run; see :func:`lengths_of`.
+        warmup_steps: Number of warm-up steps of the task's own schedule.
 
     Raises:
-        DloError: for an unknown scheduler or argument, one that is missing, and an ``"auto"`` that nothing can fill.
+        DloError: If the scheduler or an argument is unknown or missing, or an ``"auto"`` cannot be filled in.
     """
     section = config.get("scheduler")
     if section is None:
@@ -126,8 +126,8 @@ def scheduler_of(
         if key == "total_num_steps":
             if total_steps is None or not 0 < total_steps < float("inf"):
                 raise DloError(
-                    f'{source}: scheduler.params.total_num_steps is "auto", but the run has no end that is known; give'
-                    " it in the JSON, or set --trainer.max_steps"
+                    f"{source}: scheduler.params.total_num_steps must be a number if the run has no known end, got"
+                    ' "auto"; set it in the JSON, or set --trainer.max_steps'
                 )
             arguments[key] = int(total_steps)
         elif key == "warmup_max_lr":
@@ -135,15 +135,15 @@ def scheduler_of(
         elif key == "warmup_num_steps":
             if warmup_steps is None:
                 raise DloError(
-                    f'{source}: scheduler.params.warmup_num_steps is "auto", but nothing says how long the warm-up is;'
-                    " give the number of optimizer steps"
+                    f"{source}: scheduler.params.warmup_num_steps must be a number if the task sets no warm-up, got"
+                    ' "auto"; set the number of optimizer steps'
                 )
             arguments[key] = max(1, warmup_steps)
     for key, value in arguments.items():
         if isinstance(value, list) and name in CURVES and len(value) != len(optimizer.param_groups):
             raise DloError(
-                f"{source}: scheduler.params.{key} has {len(value)} values, but the optimizer has"
-                f" {len(optimizer.param_groups)} parameter groups; give one value, or as many"
+                f"{source}: scheduler.params.{key} must have one value, or one for each of the optimizer's"
+                f" {len(optimizer.param_groups)} parameter groups, got {len(value)} values; set one value"
             )
     if name in CURVES:
         return DeepSpeedSchedule(optimizer, name, arguments)
@@ -152,10 +152,10 @@ def scheduler_of(
 
 
 def _arguments(section: Any, source: str) -> tuple[str, dict[str, Any]]:
-    """Returns the type and the arguments of a scheduler section, checked by name."""
+    """Returns the type and the arguments of a scheduler section, after a check of their names."""
     name = section.get("type") if isinstance(section, Mapping) else None
     if not isinstance(name, str):
-        raise DloError(f'{source}: scheduler needs a type, such as "type": "WarmupDecayLR", but was {section!r}')
+        raise DloError(f'{source}: scheduler must have a type, such as "type": "WarmupDecayLR", got {section!r}')
     arguments = {key: value for key, value in (section.get("params") or {}).items() if key != "last_batch_iteration"}
     available = [*CURVES, *_torch_names()]
     if name not in available:
@@ -172,7 +172,7 @@ def _arguments(section: Any, source: str) -> tuple[str, dict[str, Any]]:
             raise DloError(f"{source}: unknown key 'scheduler.params.{key}' of {name}{hint}")
     missing = [key for key in known if parameters[key].default is inspect.Parameter.empty and key not in arguments]
     if missing:
-        raise DloError(f"{source}: scheduler.params of {name} needs {' and '.join(missing)}")
+        raise DloError(f"{source}: scheduler.params of {name} must have {' and '.join(missing)}, got none; add it")
     _check_steps(arguments, source)
     return name, arguments
 
@@ -181,13 +181,14 @@ def _check_steps(arguments: Mapping[str, Any], source: str) -> None:
     for key in ("warmup_num_steps", "lr_range_test_step_size", "cycle_first_step_size", "total_num_steps"):
         value = arguments.get(key, 1)
         if value != "auto" and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-            raise DloError(f"{source}: scheduler.params.{key} is a number of steps from 1 on, but was {value!r}")
+            raise DloError(f"{source}: scheduler.params.{key} must be an integer of at least 1, got {value!r}")
     if arguments.get("warmup_type", "log") not in ("log", "linear", "auto"):
-        raise DloError(f"{source}: scheduler.params.warmup_type is log or linear, but was {arguments['warmup_type']!r}")
+        kind = arguments["warmup_type"]
+        raise DloError(f"{source}: scheduler.params.warmup_type must be log or linear, got {kind!r}")
 
 
 def _torch_names() -> list[str]:
-    """Returns torch's schedulers that JSON can describe: DeepSpeed takes the names that it does not know from there."""
+    """Returns the supported schedulers of torch: DeepSpeed looks up names there that it does not know."""
     return [
         "ConstantLR",
         "CosineAnnealingLR",

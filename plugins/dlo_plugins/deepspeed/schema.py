@@ -1,7 +1,7 @@
-"""Which keys a DeepSpeed configuration may have, learnt from the DeepSpeed that is installed.
+"""Known keys of a DeepSpeed configuration, read from the installed DeepSpeed.
 
-DeepSpeed forbids unknown keys in the sections that it has pydantic models for, and ignores them in all others and at
-the top level: there ``gradient_cliping`` trains without clipping and says nothing.
+DeepSpeed refuses unknown keys in the sections for which it has pydantic models, and ignores them in all others and at
+the top level: there ``gradient_cliping`` silently trains without clipping.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ import torch
 from dlo_framework.errors import DloError, did_you_mean
 from dlo_plugins.deepspeed.environment import check_installed, use_accelerator
 
-#: A tree of known keys; None stands for a value, ANY for what may hold anything.
+#: Tree of known keys; None is a plain value, ANY a section with arbitrary content.
 Schema = dict[str, Any]
 ANY: Schema = {}
 
-#: Keys that no part of DeepSpeed's configuration class reads, but ``deepspeed.initialize`` or its launchers do.
+#: Keys that DeepSpeed's configuration class does not read, but ``deepspeed.initialize`` or its launchers do.
 _READ_ELSEWHERE = ("data_parallel_size", "sequence_parallel_size", "allgather_size")
 
-#: Sections that DeepSpeed reads key by key, and what they have under them.
+#: Sections that DeepSpeed reads key by key, and their subsections.
 _PLAIN: Schema = {
     "activation_checkpointing": {},
     "aio": {},
@@ -37,18 +37,18 @@ _PLAIN: Schema = {
     "torch_autocast": {},
 }
 
-#: What is free-form in DeepSpeed: names that the user chooses, or arguments of a class that another key names.
+#: Free-form sections: names that the user chooses, or arguments of a class that another key names.
 _FREE = ("optimizer.params", "scheduler.params", "datastates_ckpt", "expert_parallel", "autotuning.arg_mappings")
 
 
 class Section(Protocol):
-    """What the functions here need of a pydantic model of DeepSpeed's."""
+    """Interface of DeepSpeed's pydantic models that this module needs."""
 
     model_fields: dict[str, Any]
 
 
 class _Asked(dict[str, Any]):
-    """A mapping that remembers which keys it was asked for."""
+    """Mapping that records the keys it is asked for."""
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
@@ -67,7 +67,7 @@ class _Asked(dict[str, Any]):
         return super().__contains__(key)
 
     def keys(self) -> Any:
-        """Returns itself: DeepSpeed asks ``key in config.keys()``."""
+        """Returns itself: DeepSpeed tests ``key in config.keys()``."""
         return self
 
     def __copy__(self) -> _Asked:
@@ -79,12 +79,12 @@ class _Asked(dict[str, Any]):
 def known_keys() -> Schema:
     """Returns the tree of the keys that the installed DeepSpeed knows.
 
-    A reach into DeepSpeed 0.19.8, which publishes no such list: a mapping that remembers what it is asked for goes
-    through ``deepspeed.runtime.config.DeepSpeedConfig``, which names the keys of the top level and of the sections
-    that are read key by key; the other sections are pydantic models, and name their fields.
+    Reads DeepSpeed 0.19.8, which publishes no such list: a mapping that records the keys it is asked for is passed to
+    ``deepspeed.runtime.config.DeepSpeedConfig``, which gives the keys of the top level and of the sections that are
+    read key by key; the other sections are pydantic models with named fields.
 
     Raises:
-        DloError: if DeepSpeed is not installed.
+        DloError: If DeepSpeed is not installed.
     """
     tree = _asked_tree()
     for path, model in sections().items():
@@ -106,7 +106,7 @@ def known_keys() -> Schema:
 
 
 def _asked_tree() -> Schema:
-    """Returns the keys that DeepSpeed's configuration class asks a configuration for, section by section."""
+    """Returns the keys that DeepSpeed's configuration class reads, section by section."""
     config_module = import_config_module()
     recorder = _recorders(_PLAIN)
     recorder["train_micro_batch_size_per_gpu"] = 1
@@ -131,11 +131,11 @@ def import_config_module() -> Any:
     """Returns ``deepspeed.runtime.config``.
 
     Raises:
-        DloError: if DeepSpeed is not installed.
+        DloError: If DeepSpeed is not installed.
     """
     check_installed()
     if "deepspeed" not in sys.modules and not torch.cuda.is_available():
-        use_accelerator("cpu")  # Else DeepSpeed looks for devices by itself, and warns that it finds none.
+        use_accelerator("cpu")  # Otherwise DeepSpeed searches for devices, and warns that it finds none.
     from deepspeed.runtime import config
 
     return config
@@ -144,8 +144,8 @@ def import_config_module() -> Any:
 def removed_keys() -> dict[str, list[str]]:
     """Returns the keys that the installed DeepSpeed refuses as removed, by section; the top level is ``""``.
 
-    A reach into DeepSpeed 0.19.8, which has them in private tables of ``deepspeed.runtime.config``; versions without
-    the tables have the features, or know of no removal.
+    Reads private tables of ``deepspeed.runtime.config`` in DeepSpeed 0.19.8; versions without the tables have removed
+    nothing.
     """
     module = import_config_module()
     tables = {"": "_REMOVED_TOP_LEVEL_CONFIG_KEYS", "zero_optimization": "_REMOVED_ZERO_CONFIG_KEYS"}
@@ -154,7 +154,7 @@ def removed_keys() -> dict[str, list[str]]:
 
 @functools.cache
 def sections() -> dict[str, Any]:
-    """Returns DeepSpeed's pydantic models by the path of their section; a reach into DeepSpeed 0.19.8."""
+    """Returns DeepSpeed's pydantic models by the path of their section (private modules of DeepSpeed 0.19.8)."""
     from deepspeed.comm.config import CommsLoggerConfig
     from deepspeed.compile.config import CompileConfig
     from deepspeed.inference.config import WeightQuantConfig
@@ -192,15 +192,15 @@ def _fields(model: Section) -> Schema:
 
 
 def _model_in(annotation: Any) -> Any:
-    """Returns the pydantic model in a field's type, ``Optional[X]`` say; None where there is none."""
+    """Returns the pydantic model in a field's type, such as ``Optional[X]``; None if there is none."""
     if isinstance(annotation, type) and hasattr(annotation, "model_fields"):
         return annotation
-    return next((found for part in typing.get_args(annotation) if (found := _model_in(part)) is not None), None)
+    return next((found for inner in typing.get_args(annotation) if (found := _model_in(inner)) is not None), None)
 
 
 def _is_mapping(annotation: Any) -> bool:
-    parts = [annotation, *typing.get_args(annotation)]
-    return any((typing.get_origin(part) or part) is dict for part in parts)
+    types = [annotation, *typing.get_args(annotation)]
+    return any((typing.get_origin(each) or each) is dict for each in types)
 
 
 def _put(tree: Schema, path: str, below: Schema) -> None:
@@ -216,11 +216,11 @@ def check_keys(config: Mapping[str, Any], source: str) -> None:
     """Checks that DeepSpeed knows every key of a configuration.
 
     Args:
-        config: the configuration.
-        source: what the message calls it: its file.
+        config: DeepSpeed configuration.
+        source: Name of the configuration in messages: its file.
 
     Raises:
-        DloError: for the first key that it does not know, with the nearest one, or where that one may stand.
+        DloError: For the first unknown key, with the nearest known one, or the section where it belongs.
     """
     tree = known_keys()
     for path, known in _unknown(config, tree, ()):
@@ -242,7 +242,7 @@ def _unknown(
 
 
 def _elsewhere(key: str, tree: Schema, parents: list[str]) -> str:
-    """Returns where a key that is unknown here is known, as the end of a message."""
+    """Returns the end of a message: the section in which a key that is unknown here is known."""
     places = [path for path in _paths(tree) if path.split(".")[-1] == key and path != ".".join([*parents, key])]
     return f"; it belongs at '{places[0]}'" if places else ""
 

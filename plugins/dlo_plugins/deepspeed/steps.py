@@ -1,4 +1,4 @@
-"""How Lightning's loop drives DeepSpeed's engine: backward, clipping, step, and what they keep in checkpoints."""
+"""Precision plug-in through which Lightning's loop drives DeepSpeed's engine: backward, clipping, step and state."""
 
 from __future__ import annotations
 
@@ -18,25 +18,25 @@ from torch.optim import Optimizer
 from dlo_framework.errors import DloError
 from dlo_plugins.deepspeed.engine import Engine
 
-#: The engine's counters that its schedules (curriculum, layer drop, profiler) go by.
+#: Counters of the engine that its schedules (curriculum, layer drop, profiler) use.
 COUNTERS = ("global_steps", "global_samples", "micro_steps", "skipped_steps")
-#: Of a loss scale that moves.
+#: State of a dynamic loss scale.
 SCALE = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 
 
 class EnginePrecision(DeepSpeedPrecision):
     """Lightning's precision for DeepSpeed, with Lightning's gradient accumulation.
 
-    DeepSpeed keeps parameters in half precision and steps copies in single precision. Under a mixed precision the
-    forward pass runs in autocast too, as everywhere else: what needs single precision is computed in it, and modules
-    that know nothing of half precision run.
+    DeepSpeed keeps parameters in half precision and steps master weights in single precision. Under a mixed precision
+    the forward pass also runs in autocast, as in other strategies: operations that need single precision get it, and
+    modules without support for half precision run.
 
-    Lightning divides each loss by the window's micro-batches and says which of them is the last, so that a window may
-    be shorter at an epoch's end, or change; DeepSpeed is told and does not divide again.
+    Lightning divides each loss by the window's micro-batches and marks the last of them, so that a window may be
+    shorter at an epoch's end, or change; DeepSpeed is told not to divide again.
 
     Args:
-        precision: Lightning's name.
-        bridge: the strategy.
+        precision: Lightning's name of the precision.
+        bridge: DeepSpeedBridge, the strategy.
     """
 
     def __init__(self, precision: Any, bridge: Any) -> None:
@@ -55,17 +55,17 @@ class EnginePrecision(DeepSpeedPrecision):
         return torch.autocast(self._bridge.root_device.type, dtype=self._desired_dtype)
 
     def forward_context(self) -> AbstractContextManager[Any]:
-        """Returns the context of a step; one that goes through the engine has its own (:class:`ForwardInAutocast`)."""
+        """Returns the context of a step outside the engine; inside it, :class:`ForwardInAutocast` has one."""
         return self.autocast() if self._bridge.model is self._bridge.lightning_module else nullcontext()
 
     def convert_input(self, data: Any) -> Any:
-        """Casts a batch where the model is in half precision; autocast does so as it is needed."""
+        """Casts a batch if the model is in half precision; autocast casts it where needed."""
         return data if self.precision.endswith("mixed") else super().convert_input(data)
 
     def backward(  # type: ignore[override]
         self, tensor: Tensor, model: LightningModule, optimizer: Steppable | None, *args: Any, **kwargs: Any
     ) -> None:
-        """Computes gradients, and reduces them as the stage has it."""
+        """Computes gradients, and reduces them as the stage requires."""
         self._engine().deepspeed.backward(tensor, *args, scale_wrt_gas=False, **kwargs)
 
     def optimizer_step(  # type: ignore[override]
@@ -76,8 +76,8 @@ class EnginePrecision(DeepSpeedPrecision):
         self._after_closure(model, optimizer)
         if model.automatic_optimization and result is None:
             raise DloError(
-                "training_step returned None, which leaves a batch out, but under DeepSpeed all ranks take part in each"
-                " backward pass; return a loss times 0, or use strategy ddp"
+                "training_step must return a loss under DeepSpeed, where all ranks take part in each backward pass, got"
+                " None; return a loss times 0, or use strategy ddp"
             )
         self._engine().step()
         return result
@@ -91,17 +91,17 @@ class EnginePrecision(DeepSpeedPrecision):
         """Leaves clipping to DeepSpeed's step.
 
         Raises:
-            DloError: if a module's own ``configure_gradient_clipping`` asks for another one.
+            DloError: If a module's own ``configure_gradient_clipping`` asks for another clipping.
         """
         ours = self._engine().deepspeed.gradient_clipping()
         if clip_val and (gradient_clip_algorithm != GradClipAlgorithmType.NORM or float(clip_val) != float(ours)):
             raise DloError(
-                f"configure_gradient_clipping clips by {gradient_clip_algorithm} to {clip_val}, but DeepSpeed clips in"
-                f" its step, by norm to {ours}; set trainer.gradient_clip_val instead, or use strategy zero2"
+                f"configure_gradient_clipping must clip by norm to {ours}, as DeepSpeed does in its step, got"
+                f" {gradient_clip_algorithm} to {clip_val}; set trainer.gradient_clip_val, or use strategy zero2"
             )
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the engine's counters and its loss scale; nothing where none trains."""
+        """Returns the engine's counters and its loss scale; empty without a training engine."""
         engine: Engine | None = self._bridge.engine
         if engine is None or not engine.trains:
             return {}
@@ -110,7 +110,7 @@ class EnginePrecision(DeepSpeedPrecision):
         return {**state, "loss_scale": {name: getattr(scaler, name) for name in SCALE if hasattr(scaler, name)}}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Goes on counting, and scaling."""
+        """Restores the engine's counters and its loss scale."""
         engine: Engine | None = self._bridge.engine
         if engine is None or not engine.trains or not state_dict:
             return
@@ -123,12 +123,12 @@ class EnginePrecision(DeepSpeedPrecision):
 
 
 class ForwardInAutocast(_ForwardRedirection):
-    """Lightning's way of a step through the engine's forward, with autocast inside.
+    """Redirection of Lightning's steps through the engine's forward, with autocast inside.
 
     DeepSpeed (0.17 on) switches off an autocast that is entered outside its engine.
 
     Args:
-        context: returns the context that a step's code runs in.
+        context: Function that returns the context in which a step's code runs.
     """
 
     def __init__(self, context: Callable[[], AbstractContextManager[Any]]) -> None:

@@ -1,4 +1,4 @@
-"""What a JSON's optimizer and scheduler would be as options of dlo's own tasks, for those who leave the JSON behind."""
+"""Translation of a JSON's optimizer and scheduler to options of dlo's own tasks, for users who drop the JSON."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from typing import Any
 from dlo_plugins.deepspeed.optimizers import optimizer_of
 from dlo_plugins.deepspeed.paths import get, without_auto
 
-#: timm's names, which the tasks take, of torch's classes where they differ.
+#: timm's names of torch's classes where they differ; the tasks use timm's names.
 _NAMES = {"NAdam": "nadam", "RAdam": "radam", "RMSprop": "rmsprop"}
 
 
 def task_options(config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """Returns the `init_args` of CausalLM or ImageClassifier that come nearest, and what they do otherwise.
+    """Returns the nearest `init_args` of CausalLM or ImageClassifier, and notes on how they differ.
 
     Args:
-        config: what ``resolve`` returned.
+        config: Configuration that ``resolve`` returned.
     """
     options, notes = _optimizer(config)
     schedule, more = _schedule(config, options.get("lr"))
@@ -32,14 +32,14 @@ def _optimizer(config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
     left_out = (*open_ones, "foreach", "always_adapt")
     arguments = {key: value for key, value in arguments.items() if key not in left_out}
     name = _NAMES.get(cls.__name__, cls.__name__.lower())
-    if name == "sgd":  # timm's `sgd` is Nesterov's.
+    if name == "sgd":  # timm's `sgd` has Nesterov momentum.
         name = "sgd" if arguments.pop("nesterov", False) else "momentum"
     arguments.pop("max_grad_norm", None)
     options: dict[str, Any] = {"optimizer": name}
     options |= {key: arguments.pop(key) for key in ("lr", "weight_decay") if key in arguments}
     if arguments:
         options["optimizer_args"] = {k: list(v) if isinstance(v, tuple) else v for k, v in arguments.items()}
-    notes = ["the tasks leave norms and biases without weight decay"] if options.get("weight_decay") else []
+    notes = ["the tasks apply no weight decay to norms and biases"] if options.get("weight_decay") else []
     return options, notes
 
 
@@ -49,7 +49,7 @@ def _schedule(config: Mapping[str, Any], lr: float | None) -> tuple[dict[str, An
     warm = {} if steps == "auto" else {"warmup_steps": steps}
     notes = []
     if name in ("WarmupLR", "WarmupDecayLR", "WarmupCosineLR") and given.get("warmup_type", "log") == "log":
-        notes.append(f"{name} warms up along a logarithm, the tasks in a straight line")
+        notes.append(f"{name} warms up logarithmically, the tasks linearly")
     if name == "WarmupDecayLR":
         ends = {"warmup_lr": given["warmup_min_lr"]} if given.get("warmup_min_lr") else {}
         peak = {"lr": given["warmup_max_lr"]} if isinstance(given.get("warmup_max_lr"), int | float) else {}
@@ -59,7 +59,7 @@ def _schedule(config: Mapping[str, Any], lr: float | None) -> tuple[dict[str, An
         ends = {"warmup_lr": lr * given["warmup_min_ratio"]} if lr and given.get("warmup_min_ratio") else {}
         return {"schedule": "cosine", **warm, **ends, **floor}, [*notes, *_end(given)]
     if name == "WarmupLR":
-        return {"schedule": "constant"}, [*notes, "the tasks' constant rate has no warm-up"]
+        return {"schedule": "constant"}, [*notes, "the constant schedule of the tasks has no warm-up"]
     if name == "OneCycle":
         return {"schedule": "constant"}, ["with the callback OneCycle, which decays along its own curve"]
     if name == "LRRangeTest":

@@ -1,4 +1,4 @@
-"""The Trainer's options that a DeepSpeed JSON sets too: read from it, and given to a Trainer that leaves them open."""
+"""Trainer options that a DeepSpeed JSON sets too: read from the JSON, and used where the Trainer has the default."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from dlo_plugins.deepspeed.config import with_trainer
 from dlo_plugins.deepspeed.facts import TrainerFacts
 from dlo_plugins.deepspeed.precision import CLIPPING, precision_of
 
-#: Lightning's precision of each of the JSON's sections.
+#: Lightning's precision for each section of the JSON.
 PRECISIONS = {"fp16": "16-mixed", "bf16": "bf16-mixed"}
 
 
 def settings_of(config: Mapping[str, Any], ranks: int | None = None) -> dict[str, Any]:
-    """Returns the Trainer's options that a JSON sets, by Lightning's names; those that it leaves open are absent.
+    """Returns the Trainer's options that a JSON sets, by Lightning's names.
 
     Args:
-        config: what ``resolve`` returned.
-        ranks: of the run, which DeepSpeed derives the accumulation from where the JSON gives both batch sizes alone.
+        config: Configuration that ``resolve`` returned.
+        ranks: Number of ranks, from which DeepSpeed derives the accumulation if the JSON has only the two batch sizes.
     """
     found: dict[str, Any] = {}
     section = precision_of(config)
@@ -39,7 +39,7 @@ def settings_of(config: Mapping[str, Any], ranks: int | None = None) -> dict[str
 
 
 def ranks_in(config: Mapping[str, Any]) -> int | None:
-    """Returns the ranks that a JSON is for: all three of its batch settings make them out; None where they do not."""
+    """Returns the number of ranks that a JSON's three batch settings imply; None if one is missing."""
     train, micro, steps = (_number(config.get(key)) for key in (TRAIN, MICRO, STEPS))
     if train is None or micro is None or steps is None or train % (micro * steps):
         return None
@@ -51,18 +51,18 @@ def _number(value: Any) -> int | None:
 
 
 def left_open(config: Mapping[str, Any], given: Mapping[str, Any], datamodule: Any = None) -> dict[str, Any]:
-    """Returns what a JSON sets of a Trainer that leaves it open, after a check that the two do not contradict.
+    """Returns the JSON's settings that the Trainer leaves at its default, after a check that the two agree.
 
-    So a JSON works without a change, and without saying its values again. Left open is what has the Trainer's own
-    default; Lightning does not tell `accumulate_grad_batches: 1` from none.
+    So a JSON works unchanged, and its values need no repetition. A setting is open if it has the Trainer's default;
+    Lightning does not distinguish `accumulate_grad_batches: 1` from unset.
 
     Args:
-        config: what ``resolve`` returned.
-        given: the Trainer's arguments.
-        datamodule: whose batch size is known.
+        config: Configuration that ``resolve`` returned.
+        given: Arguments of the Trainer.
+        datamodule: Datamodule with a known batch size.
 
     Raises:
-        DloError: for what both set to different values.
+        DloError: If both set different values.
     """
     ranks = ranks_of_trainer(given)
     found = settings_of(config, ranks)
@@ -73,15 +73,15 @@ def left_open(config: Mapping[str, Any], given: Mapping[str, Any], datamodule: A
 
 
 def facts_of(given: Mapping[str, Any], ranks: int, datamodule: Any = None) -> TrainerFacts:
-    """Returns a Trainer's side of what a JSON sets too, from its arguments.
+    """Returns the Trainer settings that a JSON has too, from the Trainer's arguments.
 
     Args:
-        given: the Trainer's arguments.
-        ranks: that see different data.
-        datamodule: whose batch size is known.
+        given: Arguments of the Trainer.
+        ranks: Number of ranks that see different data.
+        datamodule: Datamodule with a known batch size.
 
     Raises:
-        DloError: for a precision that Lightning does not have.
+        DloError: If Lightning does not have the precision.
     """
     batch = datamodule.batch_size if isinstance(datamodule, ResumableDataModule) else 0
     algorithm = given.get("gradient_clip_algorithm")
@@ -96,12 +96,12 @@ def facts_of(given: Mapping[str, Any], ranks: int, datamodule: Any = None) -> Tr
 
 
 def unified_precision(precision: Any) -> str:
-    """Returns a Trainer's precision by Lightning's own name: `32-true` for None, 32 and `32`.
+    """Returns Lightning's own name of a Trainer's precision: `32-true` for None, 32 and `32`.
 
-    A reach into Lightning 2.6, which has this in ``lightning.fabric.connector`` alone, under a private name.
+    Calls a private function of Lightning 2.6 in ``lightning.fabric.connector``, which has no public one.
 
     Raises:
-        DloError: for a precision that Lightning does not have.
+        DloError: If Lightning does not have the precision.
     """
     from lightning.fabric.connector import _convert_precision_to_unified_args
 
@@ -112,7 +112,7 @@ def unified_precision(precision: Any) -> str:
 
 
 def ranks_of_trainer(given: Mapping[str, Any]) -> int | None:
-    """Returns the ranks that a Trainer's arguments ask for; None where they depend on the machine."""
+    """Returns the number of ranks that a Trainer's arguments ask for; None if it depends on the machine."""
     devices: Any = given.get("devices")
     number = len(devices) if isinstance(devices, list | tuple) else int(devices) if str(devices).isdigit() else 0
     return number * int(given.get("num_nodes") or 1) or None

@@ -1,4 +1,4 @@
-"""Between DeepSpeed's JSON and dlo's YAML, both ways."""
+"""Translation between DeepSpeed's JSON and dlo's YAML, in both directions."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from dlo_plugins.deepspeed.precision import CLIPPING
 from dlo_plugins.deepspeed.task_options import task_options
 from dlo_plugins.deepspeed.trainer_settings import facts_of, left_open, ranks_in, settings_of
 
-#: What a JSON sets and a run under dlo does not use.
+#: Keys of a JSON that have no effect under dlo, with the reason.
 _NO_EFFECT = {
     "checkpoint": "dlo writes its own checkpoints, which every strategy reads",
     "datastates_ckpt": "dlo writes its own checkpoints; run.async_checkpoints: true writes them in the background",
@@ -33,20 +33,20 @@ _OFFLOAD, _NVME = "zero_optimization.offload_{}", "nvme_path"
 
 
 class DeepSpeedTranslation:
-    """What DeepSpeedBridge answers to `dlo deepspeed-config`, and to a Trainer that is about to be built."""
+    """Mixin of DeepSpeedBridge with its answers to `dlo deepspeed-config` and to a Trainer about to be built."""
 
-    #: What options and JSON say, before the Trainer is asked.
+    #: Configuration from options and JSON, before the Trainer is known.
     asked: DeepSpeedJson
 
     def trainer_arguments(self, given: Mapping[str, Any], datamodule: Any = None) -> dict[str, Any]:
-        """Returns the Trainer's arguments that the JSON sets and the config leaves open; `dlo fit` asks for them.
+        """Returns the Trainer's arguments that the JSON sets and the config leaves at the default; called by `dlo fit`.
 
         Args:
-            given: the Trainer's arguments by name.
-            datamodule: of the run.
+            given: Arguments of the Trainer by name.
+            datamodule: Datamodule of the run.
 
         Raises:
-            DloError: for what both set to different values.
+            DloError: If both set different values.
         """
         return left_open(self.asked, given, datamodule)
 
@@ -57,15 +57,15 @@ class DeepSpeedTranslation:
 
     @staticmethod
     def to_json(trainer: Trainer, given: Mapping[str, Any], datamodule: Any = None) -> str:
-        """Returns the DeepSpeed JSON of a config, as text; batch sizes that nobody has said are ``"auto"``.
+        """Returns the DeepSpeed JSON of a config, as text; unknown batch sizes are ``"auto"``.
 
         Args:
-            trainer: built from the config.
-            given: the Trainer's arguments in the config.
-            datamodule: of the config; None without one.
+            trainer: Trainer built from the config.
+            given: Arguments of the Trainer in the config.
+            datamodule: Datamodule of the config; None without one.
 
         Raises:
-            DloError: for a strategy that has no counterpart.
+            DloError: If the strategy has no DeepSpeed equivalent.
         """
         strategy = trainer.strategy
         ranks = strategy.num_nodes * strategy.num_processes if isinstance(strategy, DDPStrategy) else 1
@@ -84,12 +84,12 @@ class DeepSpeedTranslation:
 
 
 def to_options(config: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Returns the bridge's typed options that a configuration holds, and what is left of it.
+    """Returns the bridge's typed options that a configuration has, and its remaining content.
 
-    ``resolve(*to_options(config))`` is the configuration again.
+    ``resolve(*to_options(config))`` returns the same configuration.
 
     Args:
-        config: what ``resolve`` returned.
+        config: Configuration that ``resolve`` returned.
     """
     rest: dict[str, Any] = copy.deepcopy(dict(config))
     options: dict[str, Any] = {}
@@ -107,7 +107,7 @@ def to_options(config: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any
 
 
 def _take_switches(rest: dict[str, Any], options: dict[str, Any]) -> None:
-    """Takes the sections that an option stands for as a whole."""
+    """Moves the sections that one option replaces from ``rest`` to ``options``."""
     if rest.get("comms_logger") in ({"enabled": True}, {"enabled": False}):
         options["comms_logger"] = rest.pop("comms_logger")["enabled"]
     profiler = rest.get("flops_profiler")
@@ -118,7 +118,7 @@ def _take_switches(rest: dict[str, Any], options: dict[str, Any]) -> None:
 
 
 def _take_nvme_path(rest: dict[str, Any], options: dict[str, Any]) -> None:
-    """Takes the folder that all that is on NVMe has in common."""
+    """Moves the common folder of all NVMe offloads from ``rest`` to ``options``."""
     on_nvme = [
         _OFFLOAD.format(section)
         for section, name in (("optimizer", "offload_optimizer"), ("param", "offload_parameters"))
@@ -132,7 +132,7 @@ def _take_nvme_path(rest: dict[str, Any], options: dict[str, Any]) -> None:
 
 
 def _drop(config: dict[str, Any], path: str) -> None:
-    """Removes a key, and the sections that are empty without it."""
+    """Removes a key, and the sections that become empty."""
     parent, _, key = path.rpartition(".")
     section = get(config, parent) if parent else config
     del section[key]
@@ -144,13 +144,13 @@ def to_config(config: Mapping[str, Any], ranks: int | None = None) -> dict[str, 
     """Returns the `trainer` section of the run that a configuration describes.
 
     Args:
-        config: what ``resolve`` returned.
-        ranks: of the run, where the configuration's batch sizes do not make them out.
+        config: Configuration that ``resolve`` returned.
+        ranks: Number of ranks, if the configuration's batch sizes do not imply it.
     """
     settings = settings_of(config, ranks or ranks_in(config))
     options, rest = to_options(config)
     for path in (STEPS, CLIPPING, "fp16.enabled", "bf16.enabled"):
-        # Each is the Trainer's now; what is switched off stays, and contradicts a Trainer that switches it on.
+        # Each is the Trainer's now; a disabled section stays, and contradicts a Trainer that enables it.
         if get(rest, path) not in (None, False):
             _drop(rest, path)
     for key in [key for key, value in rest.items() if value == "auto"]:
@@ -158,27 +158,27 @@ def to_config(config: Mapping[str, Any], ranks: int | None = None) -> dict[str, 
     trainer: dict[str, Any] = {"devices": devices} if (devices := ranks or ranks_in(config)) else {}
     arguments = {**options, **({"config": rest} if rest else {})}
     if "stage" not in options and not rest:
-        arguments["stage"] = 0  # An empty JSON means no ZeRO, no options mean stage 2.
+        arguments["stage"] = 0  # An empty JSON means stage 0; no JSON means stage 2.
     return {**trainer, **settings, "strategy": {"class_path": "DeepSpeedBridge", "init_args": arguments}}
 
 
 def to_yaml(path: str | Path, ranks: int | None = None) -> str:
-    """Returns a DeepSpeed JSON as the `trainer` section of a config, with what it has no place for in comments.
+    """Returns a DeepSpeed JSON as the `trainer` section of a config, with comments for what does not fit there.
 
-    The optimizer and scheduler stay DeepSpeed's, under ``config``: their curves and defaults are not those of dlo's
-    tasks. What comes nearest there is a comment.
+    The optimizer and scheduler stay DeepSpeed's, under ``config``, because their curves and defaults differ from those
+    of dlo's tasks. A comment has the nearest options of a task.
 
     Args:
-        path: the JSON file.
-        ranks: of the run; by default what the JSON's batch sizes make out.
+        path: Path of the JSON file.
+        ranks: Number of ranks; None derives it from the JSON's batch sizes.
 
     Raises:
-        DloError: for a JSON that ``resolve`` refuses.
+        DloError: If ``resolve`` refuses the JSON.
     """
     content, source = json_file.read(path)
     config = resolve({}, path)
     text = yaml.safe_dump({"trainer": to_config(config, ranks)}, sort_keys=False, default_flow_style=None, width=100)
-    lines = [f"# {source}, for dlo fit: put it after your task's config, --config task.yaml --config this.yaml.", text]
+    lines = [f"# {source}, for dlo fit: pass it after your task's config: --config task.yaml --config this.yaml.", text]
     lines += [f"# {comment}" for comment in _comments(config, content, ranks)]
     return "\n".join(line.rstrip("\n") for line in lines) + "\n"
 
@@ -190,13 +190,13 @@ def _comments(config: Mapping[str, Any], content: Mapping[str, Any], ranks: int 
         batch = f"data.init_args.batch_size: {micro * world}" if world else f"{micro} x the ranks"
         comments.append(f"A rank's micro-batch is {micro}; dlo's batch_size counts all ranks: {batch}.")
     if CLIPPING not in content:
-        comments.append("The JSON says nothing of gradient_clipping: dlo clips nothing, DeepSpeed 0.19 itself to 1.0.")
+        comments.append("The JSON does not set gradient_clipping: dlo does not clip, DeepSpeed 0.19 clips to 1.0.")
     if world is None:
-        comments.append("The JSON does not say for how many ranks it is: set trainer.devices.")
+        comments.append("The JSON does not set the number of ranks: set trainer.devices.")
     options, notes = task_options(config)
     if options:
         shown = yaml.safe_dump(options, default_flow_style=True, sort_keys=False, width=10**6).strip()
-        comments.append(f"Near it as a task's own, without optimizer and scheduler above: model.init_args: {shown}")
+        comments.append(f"Nearest options of a task, in place of optimizer and scheduler: model.init_args: {shown}")
         comments += [f"  but {note}" for note in notes]
     return comments + [f"{key} has no effect here: {why}." for key, why in _NO_EFFECT.items() if key in config]
 
@@ -205,10 +205,10 @@ def _comments(config: Mapping[str, Any], content: Mapping[str, Any], ranks: int 
 
 
 def nearest_config(strategy: Strategy) -> DeepSpeedJson:
-    """Returns the DeepSpeed configuration that comes nearest to another strategy.
+    """Returns the DeepSpeed configuration nearest to another strategy.
 
     Raises:
-        DloError: for one that DeepSpeed has nothing like.
+        DloError: If DeepSpeed has no equivalent.
     """
     from dlo_plugins.strategies.mesh import MeshStrategy
     from dlo_plugins.strategies.zero import MIB, ZeroStrategy
@@ -225,8 +225,8 @@ def nearest_config(strategy: Strategy) -> DeepSpeedJson:
         if cut or (spec.dp_replicate > 1 and spec.dp_shard > 1):
             what = cut[0] if cut else "dp_replicate"
             raise DloError(
-                f"deepspeed-config: DeepSpeed's JSON has nothing like the mesh's {what} {getattr(spec, what)}; with"
-                f" {what} 1 it is ZeRO's stage 3"
+                f"deepspeed-config: {what} must be 1 to translate a mesh to DeepSpeed's ZeRO stage 3, got"
+                f" {getattr(spec, what)}; set {what} 1"
             )
         put(config, "zero_optimization.stage", 3 if spec.dp_shard > 1 else 0)
         offloaded = "both" if strategy.fully_shard.offload else None

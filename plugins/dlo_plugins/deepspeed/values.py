@@ -1,4 +1,4 @@
-"""Whether the values of a DeepSpeed configuration fit, as DeepSpeed's own classes have it."""
+"""Checks of the values of a DeepSpeed configuration, by DeepSpeed's own classes."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from dlo_plugins.deepspeed.schema import Schema, import_config_module, known_key
 
 
 def check_values(config: Mapping[str, Any], source: str) -> None:
-    """Checks the values of the sections that DeepSpeed has pydantic models for, and that sections are mappings.
+    """Checks the values of the sections for which DeepSpeed has pydantic models, and that sections are mappings.
 
-    Values of ``"auto"`` are DeepSpeed's defaults, as it takes them itself.
+    ``"auto"`` means DeepSpeed's default, as in DeepSpeed itself.
 
     Raises:
-        DloError: for the first value that does not fit: its key, the rule and what was given.
+        DloError: For the first invalid value, with its key and the rule.
     """
     for path, below in known_keys().items():
         value = config.get(path)
         if below is not None and value is not None and not isinstance(value, Mapping) and value is not False:
-            raise DloError(f"{source}: {path} is a section, such as {_example(path, below)}, but was {value!r}")
+            raise DloError(f"{source}: {path} must be a section, such as {_example(path, below)}, got {value!r}")
     for path, model in sections().items():
         section = get(config, path)
         if isinstance(section, Mapping):
@@ -40,27 +40,27 @@ def _check_section(model: Any, section: Mapping[str, Any], where: str) -> None:
         model(**without_auto(section))
     except ValidationError as error:
         first = error.errors()[0]
-        path = ".".join([where, *(str(part) for part in first["loc"])])
+        path = ".".join([where, *(str(key) for key in first["loc"])])
         message = first["msg"].removeprefix("Value error, ").removeprefix("Assertion failed, ")
-        message = re.sub(r", (\w+) or \1$", r" or \1", message)  # DeepSpeed's stages end in `max_stage`, a second 3.
-        given = f", but was {first['input']!r}" if first["loc"] else ""
+        message = re.sub(r", (\w+) or \1$", r" or \1", message)  # DeepSpeed lists stage 3 twice.
+        given = f", got {first['input']!r}" if first["loc"] else ""
         raise DloError(f"{path}: {message}{given}") from error
     except AssertionError as error:  # an old spelling beside its new one
         raise DloError(f"{where}: {error}; leave the old one out") from error
 
 
 def check_whole(config: Mapping[str, Any], source: str) -> None:
-    """Checks what DeepSpeed's own configuration class checks: values of the top level, and sections together.
+    """Checks what DeepSpeed's own configuration class checks: top-level values, and combinations of sections.
 
-    A reach into DeepSpeed 0.19.8, whose ``DeepSpeedConfig`` checks as it is built.
+    Builds DeepSpeed 0.19.8's ``DeepSpeedConfig``, which checks in its constructor.
 
     Args:
-        config: its batch sizes are left out: they are checked where the ranks are known; so is ``aio``, which DeepSpeed
-            checks against this machine, and the run's may be another.
-        source: what the message calls it.
+        config: DeepSpeed configuration. Its batch sizes are left out, because they are checked where the ranks are
+            known, and so is ``aio``, which DeepSpeed checks against this machine, not the run's.
+        source: Name of the configuration in messages.
 
     Raises:
-        DloError: in DeepSpeed's words.
+        DloError: In DeepSpeed's words.
     """
     module = import_config_module()
     left_out = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "aio")
@@ -68,4 +68,4 @@ def check_whole(config: Mapping[str, Any], source: str) -> None:
     try:
         module.DeepSpeedConfig({**content, "train_micro_batch_size_per_gpu": 1})
     except (AssertionError, TypeError, ValueError, module.DeepSpeedConfigError) as error:
-        raise DloError(f"{source}: DeepSpeed refuses it: {error}") from error
+        raise DloError(f"{source}: DeepSpeed refuses the config: {error}") from error

@@ -1,7 +1,7 @@
-"""The norm of the weights, part by part.
+"""Callback that logs the norm of the weights, in total and per submodule.
 
-Weights that grow without end are an early sign of a learning rate that is too high, or of a part that weight decay
-leaves out; a part whose norm does not move at all is not being trained.
+Weights that keep growing are an early sign of a learning rate that is too high, or of a submodule that weight decay
+leaves out; a submodule whose norm never changes is not trained.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from dlo_framework import DloError
 
 
 def weight_norms(module: nn.Module, depth: int) -> dict[str, Tensor]:
-    """Returns the L2 norms of a module's trainable parameters, all together and by part.
+    """Returns the L2 norms of a module's trainable parameters, in total and per submodule.
 
     Args:
-        module: Any module. Sharded parameters (DTensor) are gathered, so each rank must call.
-        depth: How many names deep parts are told apart: 1 has `encoder` and `head`, 2 `encoder.0`...; 0 none.
+        module: Module to measure. Sharded parameters (DTensor) are gathered, so each rank must call this.
+        depth: Depth of the submodules: 1 has `encoder` and `head`, 2 `encoder.0`...; 0 only the total.
 
     Returns:
-        A scalar for each part in the order of its first parameter, and last their norm, `total`.
+        Scalar for each submodule in the order of its first parameter, and last their norm, `total`.
     """
     squares: dict[str, Tensor] = {}
     for name, parameter in module.named_parameters():
@@ -39,21 +39,21 @@ def weight_norms(module: nn.Module, depth: int) -> dict[str, Tensor]:
 
 
 class WeightNormLogger(Callback):
-    """Logs the L2 norm of the weights, as a whole and part by part.
+    """Logs the L2 norm of the weights, in total and per submodule.
 
     Args:
-        every_n_steps: Optimizer steps between two logs; each costs one wait for the device.
-        depth: How many names deep parts are told apart; 0 logs the whole model's norm alone.
+        every_n_steps: Number of optimizer steps between two logs; each log waits once for the device.
+        depth: Depth of the submodules that are logged; 0 logs only the total.
 
     Raises:
-        DloError: if `every_n_steps` is smaller than 1, or `depth` than 0.
+        DloError: If `every_n_steps` is smaller than 1, or `depth` than 0.
     """
 
     def __init__(self, every_n_steps: int = 50, depth: int = 2) -> None:
         if every_n_steps < 1:
-            raise DloError(f"every_n_steps must be at least 1, was {every_n_steps}; 1 logs each step")
+            raise DloError(f"every_n_steps must be at least 1, got {every_n_steps}; 1 logs each step")
         if depth < 0:
-            raise DloError(f"depth must be at least 0, was {depth}; 0 logs the whole model's norm alone")
+            raise DloError(f"depth must be at least 0, got {depth}; 0 logs only the total")
         self.every_n_steps = every_n_steps
         self.depth = depth
         self._logged_step = 0
@@ -61,14 +61,14 @@ class WeightNormLogger(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Logs, if an optimizer step that is due ended with this batch."""
+        """Logs if a due optimizer step ended with this batch."""
         step = trainer.global_step
         # With accumulation, several batches end at one step.
         if step % self.every_n_steps or step == self._logged_step:
             return
         self._logged_step = step
         norms = weight_norms(pl_module, self.depth)
-        values = torch.stack(list(norms.values())).tolist()  # One wait, not one a part.
+        values = torch.stack(list(norms.values())).tolist()  # One wait, not one per submodule.
         metrics = {f"weight_norm/{name}": value for name, value in zip(norms, values, strict=True)}
         for logger in trainer.loggers:
             logger.log_metrics(metrics, step=step)

@@ -1,4 +1,4 @@
-"""Random crops and distortions of training images, on uint8; every choice follows from the draw's seed.
+"""Random crops and distortions of uint8 training images; the draw's seed determines all random choices.
 
 * RandomResizedCrop: Szegedy et al. 2015, "Going deeper with convolutions", arXiv:1409.4842; torchvision's rule.
 * RandAugment: Cubuk et al. 2020, arXiv:1909.13719, through ``torchvision.transforms.v2``.
@@ -43,11 +43,11 @@ def random_resized_box(
     """Returns a crop of random area and shape, by torchvision's rule for RandomResizedCrop.
 
     Args:
-        height: of the image, in pixels.
-        width: likewise.
-        numbers: at least 22 numbers in [0, 1).
-        scale: smallest and largest area of the crop, as shares of the image's.
-        ratio: smallest and largest width / height of the crop, drawn uniformly in its logarithm.
+        height: Height of the image, in pixels.
+        width: Width of the image, in pixels.
+        numbers: Random numbers in [0, 1), at least 22.
+        scale: Minimum and maximum area of the crop, as fractions of the image's area.
+        ratio: Minimum and maximum aspect ratio (width / height) of the crop, drawn log-uniformly.
     """
     low, high = math.log(ratio[0]), math.log(ratio[1])
     for attempt in range(_TRIES):
@@ -67,7 +67,7 @@ def random_resized_box(
 
 
 class _NoisyRandAugment:
-    """RandAugment whose magnitude varies from image to image, as timm's ``mstd`` makes it."""
+    """RandAugment whose magnitude varies between images, as with timm's ``mstd``."""
 
     def __init__(self, num_ops: int, magnitude: float, deviation: float) -> None:
         self._magnitude, self._deviation = magnitude, deviation
@@ -82,23 +82,23 @@ class _NoisyRandAugment:
 
 
 def parse_rand_augment(spec: str | dict[str, float]) -> Transform:
-    """Returns the RandAugment that ``spec`` names.
+    """Returns the RandAugment that ``spec`` describes.
 
     Args:
-        spec: timm's notation, such as ``rand-m9-n2`` or ``rand-m9-mstd0.5-inc1``: m is the magnitude and mstd
-            its deviation, on the paper's scale of 0..10; n the number of operations, default 2; inc1 (stronger
-            with m for every operation) is how torchvision's operations are anyway. Or torchvision's
-            arguments, ``{num_ops: 2, magnitude: 9}``, where the magnitude is one of 0..30.
+        spec: Policy in timm's notation, such as ``rand-m9-n2`` or ``rand-m9-mstd0.5-inc1``: m is the magnitude and
+            mstd its standard deviation, on the paper's scale of 0..10; n is the number of operations, default 2;
+            inc1 (each operation is stronger with a larger m) always holds for torchvision's operations. Or
+            torchvision's arguments, ``{num_ops: 2, magnitude: 9}``, with a magnitude of 0..30.
 
     Raises:
-        DloError: for anything else, naming the part that is not understood.
+        DloError: If ``spec`` is anything else; the message has the invalid component.
     """
     if isinstance(spec, dict):
         unknown = set(spec) - {"num_ops", "magnitude"}
         num_ops, magnitude = int(spec.get("num_ops", 2)), int(spec.get("magnitude", 9))
         if unknown or num_ops < 0 or not 0 <= magnitude < _BINS:
             raise DloError(
-                f"rand_augment {spec} must be {{num_ops: 0 or more, magnitude: 0..{_BINS - 1}}}"
+                f"rand_augment must be {{num_ops: 0 or more, magnitude: 0..{_BINS - 1}}}, got {spec}"
                 + (f"; unknown: {', '.join(sorted(unknown))}" if unknown else "")
             )
         return v2.RandAugment(num_ops, magnitude, _BINS)
@@ -107,18 +107,18 @@ def parse_rand_augment(spec: str | dict[str, float]) -> Transform:
     for part in parts:
         match = re.fullmatch(r"(mstd|inc|m|n)(\d+(?:\.\d+)?)", part)
         if match is None:
-            raise DloError(f"rand_augment {spec!r}: {part!r} is not understood; write it as 'rand-m9-n2-mstd0.5'")
+            raise DloError(f"rand_augment must be such as 'rand-m9-n2-mstd0.5', got {part!r} in {spec!r}; remove it")
         values[match[1]] = float(match[2])
     if name != "rand" or values["m"] > _TIMM_MAX or values["n"] % 1:
         raise DloError(
-            f"rand_augment {spec!r} must begin with 'rand', with m in 0..{_TIMM_MAX} and a whole n, "
-            "such as 'rand-m9-n2'"
+            f"rand_augment must begin with 'rand' and have m in 0..{_TIMM_MAX} and an integer n, got {spec!r};"
+            " write it as 'rand-m9-n2'"
         )
     return _NoisyRandAugment(int(values["n"]), values["m"], values["mstd"])
 
 
 def three_augment() -> Transform:
-    """Returns DeiT-3's choice of one of grey, solarise and blur, each as likely."""
+    """Returns DeiT III's random choice of grey, solarise or blur, with equal probabilities."""
     return v2.RandomChoice(
         [
             v2.Grayscale(num_output_channels=3),
@@ -129,11 +129,11 @@ def three_augment() -> Transform:
 
 
 class Erase:
-    """Random erasing: a box of 2% to 33% of the image, of a random shape, is painted over.
+    """Random erasing: fills a box of random shape and 2% to 33% of the image's area.
 
     Args:
-        probability: that an image is erased at all.
-        fill: a colour, uint8 [3]; None for random pixels.
+        probability: Probability that an image is erased.
+        fill: Colour, uint8 [3]; None fills with random pixels.
     """
 
     def __init__(self, probability: float, fill: torch.Tensor | None) -> None:
@@ -141,7 +141,7 @@ class Erase:
         self.fill = fill
 
     def __call__(self, image: torch.Tensor) -> torch.Tensor:
-        """Returns ``image``, uint8 [3, H, W], perhaps with a box painted over in place."""
+        """Returns ``image``, uint8 [3, H, W]; a box may have been filled in place."""
         if float(torch.rand(())) >= self.probability:
             return image
         height, width = image.shape[-2:]
@@ -170,15 +170,15 @@ def build_distortions(
     erase_mode: Literal["mean", "pixel"],
     mean: Sequence[float],
 ) -> list[Transform]:
-    """Returns what is done to a cropped and flipped uint8 image [3, H, W], in order; empty if nothing.
+    """Returns the transforms of a cropped and flipped uint8 image [3, H, W], in order; may be empty.
 
-    The order is timm's: RandAugment or 3-Augment, colour jitter, erasing. See ``ImageFolderData`` for the
+    The order is timm's: RandAugment or 3-Augment, colour jitter, erasing. ``ImageFolderData`` documents the
     arguments.
     """
     if rand_augment is not None and three_augment_on:
-        raise DloError("rand_augment and three_augment exclude each other; set one of them")
+        raise DloError("rand_augment and three_augment must not both be set, got both; remove one of them")
     if not 0 <= random_erase <= 1:
-        raise DloError(f"random_erase is a probability, 0..1; got {random_erase}")
+        raise DloError(f"random_erase must be a probability in 0..1, got {random_erase}; 0.25 is usual")
     transforms: list[Transform] = []
     if rand_augment is not None:
         transforms.append(parse_rand_augment(rand_augment))
@@ -188,10 +188,10 @@ def build_distortions(
         strengths: Any = [color_jitter] * 3 if isinstance(color_jitter, int | float) else list(color_jitter)
         if not 1 <= len(strengths) <= 4 or not all(0 <= strength < math.inf for strength in strengths):
             raise DloError(
-                f"color_jitter must be one strength, or those of brightness, contrast, saturation, hue; got {strengths}"
+                f"color_jitter must be 1 to 4 strengths (brightness, contrast, saturation, hue), got {strengths}"
             )
         if len(strengths) == 4 and strengths[3] > 0.5:
-            raise DloError(f"color_jitter turns hues by at most 0.5, half of their circle; got {strengths[3]}, use 0.5")
+            raise DloError(f"color_jitter must be at most 0.5 for hue, half of its circle, got {strengths[3]}; use 0.5")
         transforms.append(v2.ColorJitter(*strengths))
     if random_erase:
         fill = (torch.tensor(mean) * 255).round().to(torch.uint8) if erase_mode == "mean" else None

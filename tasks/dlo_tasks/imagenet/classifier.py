@@ -1,4 +1,4 @@
-"""Image classification with any timm model: the task `ImageClassifier`."""
+"""Task `ImageClassifier`: image classification with any timm model."""
 
 from __future__ import annotations
 
@@ -24,47 +24,47 @@ from dlo_tasks.imagenet.plans import plan_for
 class ImageClassifier(Task):
     """Trains any timm model to classify images.
 
-    Batches are `(images, targets)`: images `[B, 3, H, W]` normalised, targets class indices `[B]` (-1 for a
-    sample that only pads) or soft targets `[B, C]`. Validation and test log `loss` (plain cross-entropy,
-    without smoothing), `acc1`, and `acc5` where there are more than 5 classes: exact means over all samples
-    of all ranks. TensorBoard gets a few training images at the first batch, and the confusion matrix of the
-    last validation when training ends (and of a validation or test run by itself, where that has a logger).
+    Batches are `(images, targets)`: normalised images `[B, 3, H, W]`, and targets that are class indices `[B]` (-1 for
+    a padding sample) or soft targets `[B, C]`. Validation and test log `loss` (plain cross-entropy, without smoothing),
+    `acc1`, and `acc5` if there are more than 5 classes: exact means over all samples of all ranks. TensorBoard shows a
+    few training images of the first batch, and the confusion matrix of the last validation when training ends (or of a
+    separate validation or test run that has a logger).
 
     Args:
-        model: timm's name of the model; `python -c 'import timm; print(timm.list_models())'` lists them.
-        model_args: More arguments for its constructor, such as `drop_path_rate`.
+        model: Name of the model in timm; `python -c 'import timm; print(timm.list_models())'` lists them.
+        model_args: Further arguments of the model's constructor, such as `drop_path_rate`.
         pretrained: Whether to download timm's weights and start from them.
-        num_classes: Number of classes; None takes it from the data.
-        image_size: Height and width of the images in pixels, for models built for one size; None takes it
-            from the data.
+        num_classes: Number of classes; None reads it from the data.
+        image_size: Height and width of the images in pixels, for models built for one size; None reads it from the
+            data.
         position_embedding: `sincos2d` replaces a ViT's learned position embedding by fixed sines and cosines.
-        loss_name: `cross_entropy`, or `bce`: each class its own yes or no (DeiT III).
-        label_smoothing: Share of each target that is spread over all classes. Soft targets are smoothed too.
-        bce_threshold: With `bce`, targets above it become 1 and the others 0; DeiT III's is 0. It comes after
-            `label_smoothing`, which it takes back, and so is to lie above the share that smoothing gives each class.
-        optimizer: timm's name of the optimizer: `adamw`, `lamb`, `lars`, `muon`, `sgd` (Nesterov),
+        loss_name: `cross_entropy`, or `bce`, binary cross-entropy for each class (DeiT III).
+        label_smoothing: Fraction of each target that is spread over all classes, also for soft targets.
+        bce_threshold: Threshold of `bce` above which targets become 1, and the others 0; DeiT III uses 0. It is
+            applied after `label_smoothing` and undoes it, so it must be above the smoothing of each class.
+        optimizer: Name of the optimizer in timm: `adamw`, `lamb`, `lars`, `muon`, `sgd` (Nesterov),
             `momentum`...
-        lr: Base learning rate, for the global batch as it is.
-        weight_decay: Weight decay; norms, biases and what the model exempts have none.
-        optimizer_args: More arguments for the optimizer, such as `betas` or `momentum`.
-        layer_decay: Learning rate of each layer over that of the layer after it (fine-tuning: 0.65 to 0.8).
-        schedule: How the learning rate falls after the warm-up, `cosine` or `linear`; `constant` has no
-            scheduler at all, and leaves the learning rate to a callback.
-        warmup_epochs: Epochs of linear warm-up; may be a part of one.
-        warmup_steps: Optimizer steps of linear warm-up; holds over `warmup_epochs`.
+        lr: Base learning rate for the given global batch; it is not scaled.
+        weight_decay: Weight decay; norms, biases and parameters that the model exempts have none.
+        optimizer_args: Further arguments of the optimizer, such as `betas` or `momentum`.
+        layer_decay: Ratio of the learning rates of a layer and the next one (fine-tuning: 0.65 to 0.8).
+        schedule: Decay of the learning rate after the warm-up, `cosine` or `linear`; `constant` uses no
+            scheduler, so that a callback can set the rate.
+        warmup_epochs: Length of the linear warm-up in epochs; may be fractional.
+        warmup_steps: Length of the linear warm-up in optimizer steps; overrides `warmup_epochs`.
         warmup_lr: Learning rate at the first step of the warm-up.
         min_lr: Learning rate at the end of training.
-        ema_decay: Decay of an exponential moving average of the weights, which is then what is evaluated and
-            saved; None for none.
-        channels_last: Whether to keep images and convolutions in channels-last memory, which is faster for
+        ema_decay: Decay of an exponential moving average of the weights, which is then evaluated and saved; None
+            keeps none.
+        channels_last: Whether images and convolutions use channels-last memory, which is faster for
             convolutional models in mixed precision on GPUs.
-        log_images: How many training images to show in TensorBoard; 0 for none.
+        log_images: Number of training images to show in TensorBoard; 0 shows none.
 
     Raises:
-        DloError: for an unknown model, optimizer or argument, and values that do not fit each other.
+        DloError: If a model, optimizer or argument is unknown, or values contradict each other.
     """
 
-    #: What tells the best checkpoint.
+    #: Metric that selects the best checkpoint.
     best_metric = ("val_acc1", "max")
 
     def __init__(
@@ -111,7 +111,7 @@ class ImageClassifier(Task):
 
     def _check_values(self) -> None:
         if not 0 <= self.label_smoothing < 1:
-            raise DloError(f"label_smoothing lies in [0, 1), given {self.label_smoothing}; 0.1 is usual")
+            raise DloError(f"label_smoothing must be in [0, 1), got {self.label_smoothing}; 0.1 is usual")
         optim.check_rates(self.lr, min_lr=self.min_lr, warmup_lr=self.warmup_lr)
         optim.check_warmup(self.warmup_epochs, self.warmup_steps)
         optim.check_decays(self.weight_decay, self.layer_decay)
@@ -119,20 +119,20 @@ class ImageClassifier(Task):
             WeightEMA(self.ema_decay)
         if self.bce_threshold is not None:
             if self.loss_name != "bce":
-                raise DloError(f"bce_threshold needs loss_name: bce, given loss_name: {self.loss_name}")
+                raise DloError(f"bce_threshold must have loss_name: bce, got {self.loss_name}; set it")
             losses.check_threshold(self.bce_threshold, self.label_smoothing, self.num_classes)
         if self.num_classes is not None and self.num_classes < 2:
-            raise DloError(f"num_classes is at least 2, given {self.num_classes}; leave it out to take the data's")
+            raise DloError(f"num_classes must be at least 2, got {self.num_classes}; leave it out to read the data's")
 
     # --- before training -----------------------------------------------------------------------------------
 
     def check(self, datamodule: LightningDataModule | None) -> None:
-        """Checks classes and image size against the data, and that model and optimizer can be built.
+        """Checks the number of classes and the image size against the data, and that model and optimizer can be built.
 
         Raises:
-            DloError: if something does not fit; the message computes the fix.
+            DloError: If something does not fit; the message has the fix.
         """
-        self._fit_to(datamodule)
+        self._read_data(datamodule)
         if self.image_size is not None:
             models.check_image_size(self.model_name, self.model_args, self.image_size)
             evaluated = getattr(datamodule, "eval_image_size", None) or self.image_size
@@ -143,7 +143,7 @@ class ImageClassifier(Task):
         self._checked = True
 
     def setup(self, stage: str) -> None:
-        """Takes what was left to the data, and makes the metrics."""
+        """Reads open settings from the data, and builds the metrics."""
         if not self._checked:
             self.check(getattr(self.trainer, "datamodule", None))
         if not hasattr(self, "measures"):
@@ -152,36 +152,36 @@ class ImageClassifier(Task):
             self.measures = nn.ModuleDict({name: SampleMean() for name in names})
             self.confusion = Confusion(self.num_classes)
 
-    def _fit_to(self, datamodule: LightningDataModule | None) -> None:
+    def _read_data(self, datamodule: LightningDataModule | None) -> None:
         theirs = getattr(datamodule, "num_classes", None)
         if theirs is not None and int(theirs) < 2:
             where = getattr(datamodule, "root", None) or type(datamodule).__name__
             names = getattr(datamodule, "class_names", None)
             raise DloError(
-                f"a classifier tells at least 2 classes apart, but the data in {where} have {theirs}"
-                f"{f': {names[0]}' if names else ''}; name the folder whose folders are the classes"
+                f"the data must have at least 2 classes, got {theirs}{f' ({names[0]})' if names else ''} in {where};"
+                " set data.init_args.root to the folder whose subfolders are the classes"
             )
         if self.num_classes is None:
             if theirs is None:
-                raise DloError("num_classes is not given, and the data do not tell it; set model.init_args.num_classes")
+                raise DloError("num_classes must be set for data without it, got none; set model.init_args.num_classes")
             self.num_classes = int(theirs)
         elif theirs is not None and int(theirs) != self.num_classes:
             raise DloError(
-                f"the model has {self.num_classes} classes and the data {theirs}; set"
-                f" model.init_args.num_classes={theirs}, or leave it out to take the data's"
+                f"num_classes must be the data's {theirs}, got {self.num_classes}; set"
+                f" model.init_args.num_classes={theirs}, or leave it out to read the data's"
             )
         if self.bce_threshold is not None:
             losses.check_threshold(self.bce_threshold, self.label_smoothing, self.num_classes)
         channels, given = self.model_args.get("in_chans", 3), getattr(datamodule, "channels", None)
         if given is not None and channels != given:
             raise DloError(
-                f"the model takes images of {channels} channels (model_args: in_chans), and"
-                f" {type(datamodule).__name__} gives {given}; leave in_chans out"
+                f"in_chans must be {given}, the channels of {type(datamodule).__name__}'s images, got {channels};"
+                " remove in_chans from model_args"
             )
         size = getattr(datamodule, "image_size", None)
         if self.image_size is None and isinstance(size, int):
             self.image_size = size
-        # Saved with a checkpoint, so that `load_from_checkpoint` needs no data to build the same model.
+        # Saved with a checkpoint, so that `load_from_checkpoint` builds the same model without data.
         self.hparams["num_classes"], self.hparams["image_size"] = self.num_classes, self.image_size
 
     def _build(self, *, pretrained: bool) -> nn.Module:
@@ -202,17 +202,17 @@ class ImageClassifier(Task):
         if self.has_model:
             return
         if self.num_classes is None:
-            raise DloError("num_classes is not given, and no data have told it; set model.init_args.num_classes")
+            raise DloError("num_classes must be set to build the model, got none; set model.init_args.num_classes")
         self.model = self._build(pretrained=self.pretrained)
         if self.channels_last:
             self.model.to(memory_format=torch.channels_last)
 
     def parallel_plan(self) -> ParallelPlan:
-        """Returns the plan of the timm model's family; see :mod:`dlo_tasks.imagenet.plans`."""
+        """Returns the parallel plan of the timm model's family; see :mod:`dlo_tasks.imagenet.plans`."""
         return plan_for(self.model)
 
     def configure_callbacks(self) -> list[Callback]:
-        """Returns the weight average, if there is one."""
+        """Returns the callback that averages the weights, if `ema_decay` is set."""
         if self.ema_decay is None:
             return []
         self._ema = WeightEMA(self.ema_decay)
@@ -229,7 +229,7 @@ class ImageClassifier(Task):
         )
 
     def configure_optimizers(self) -> OptimizerLRScheduler:
-        """Returns the optimizer, with the schedule of its rate unless that is `constant`."""
+        """Returns the optimizer, with a learning-rate scheduler unless the schedule is `constant`."""
         return optim.scheduled(
             self._optimizer(self.model),
             self._trainer,
@@ -250,7 +250,7 @@ class ImageClassifier(Task):
         return torch.zeros(1, channels, self.image_size, self.image_size), torch.zeros(1, dtype=torch.long)
 
     def inputs(self, batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Returns the images, in the weights' precision: the datamodule normalises to single."""
+        """Returns the images, in the weights' precision: the datamodule normalises in float32."""
         images = batch[0] if isinstance(batch, tuple | list) else batch
         images = images.to(self.dtype) if images.is_floating_point() else images
         if self.channels_last:
@@ -267,7 +267,7 @@ class ImageClassifier(Task):
         return losses.mean_of_real(values, targets)
 
     def metrics(self, outputs: Tensor, batch: Any) -> dict[str, Metric | Tensor]:
-        """Updates and returns loss, top-1 and top-5 of the stage; counts the confusion matrix too."""
+        """Updates and returns loss, top-1 and top-5 of the stage; updates the confusion matrix too."""
         targets = batch[1]
         real = losses.is_real(targets)
         hits = losses.hits_at(outputs, targets, 5 if "acc5" in self.measures else 1)
@@ -282,34 +282,34 @@ class ImageClassifier(Task):
         return found
 
     def predict_step(self, batch: Any, batch_idx: int) -> Tensor:
-        """Returns the probabilities of the classes, `[B, C]`; with `bce` each class's own."""
+        """Returns the class probabilities, `[B, C]`; independent ones with `bce`."""
         logits = super().predict_step(batch, batch_idx).float()
         if isinstance(batch, tuple | list):
             logits = logits[losses.is_real(batch[1])]
         return logits.sigmoid() if self.loss_name == "bce" else logits.softmax(dim=1)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Makes a weights-only checkpoint hold the averaged weights too, as a full one does."""
+        """Puts the averaged weights into a weights-only checkpoint, as in a full one."""
         if self._ema is not None:
             self._ema.average_only(self.trainer, self, checkpoint)
 
     # --- pictures ------------------------------------------------------------------------------------------
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        """Shows a few images of the run's first batch, as they reach the model."""
+        """Shows a few images of the run's first batch, as the model gets them."""
         if self.log_images and batch_idx == 0 and self.trainer.global_step == 0:
             show.show_images(self.trainer, batch, self.log_images, self.num_classes or 0)
 
     def on_validation_epoch_start(self) -> None:
-        """Starts the confusion matrix anew."""
+        """Resets the confusion matrix."""
         self.confusion.reset()
 
     def on_test_epoch_start(self) -> None:
-        """Starts the confusion matrix anew."""
+        """Resets the confusion matrix."""
         self.confusion.reset()
 
     def on_validation_epoch_end(self) -> None:
-        """Shows the confusion matrix of a validation that is a run of its own."""
+        """Shows the confusion matrix of a separate validation run."""
         if self.trainer.state.fn == TrainerFn.VALIDATING:
             show.show_confusion(self.trainer, self.confusion, "val")
 

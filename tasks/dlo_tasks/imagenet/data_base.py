@@ -1,4 +1,4 @@
-"""What all image datamodules share: uint8 images from the workers, float images on the device."""
+"""Base of image datamodules: uint8 images from the workers, normalised float images on the device."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from dlo_framework.errors import DloError
 IMAGENET_MEAN = (0.485, 0.456, 0.406)
 IMAGENET_STD = (0.229, 0.224, 0.225)
 
-_CACHED = 1 << 17  # numbers that stay in a core's second-level cache, as float32
+_CACHED = 1 << 17  # float32 elements that fit in a core's second-level cache
 
 
 def scale_and_bias(mean: Sequence[float], std: Sequence[float]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -26,13 +26,13 @@ def normalise(images: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor) -> 
     """Returns ``images * scale + bias`` as float32, in the memory format of ``images``.
 
     Args:
-        images: uint8 [B, 3, H, W], contiguous or channels-last.
-        scale: float32 [3], on the images' device.
-        bias: float32 [3], likewise.
+        images: Images, uint8 [B, 3, H, W], contiguous or channels-last.
+        scale: Scale of each channel, float32 [3], on the images' device.
+        bias: Bias of each channel, float32 [3], on the images' device.
 
-    An accelerator does it in one kernel. On a CPU it goes by a few images at a time, so that the later passes
-    find them in the cache, and along rows of W * 3 numbers, which vectorise where 3 channels do not: together four
-    times the speed of the plain expression.
+    An accelerator runs one kernel. A CPU processes a few images at a time, so that later passes find them in the cache,
+    in rows of W * 3 elements, which vectorise where 3 channels do not: together four times the speed of the plain
+    expression.
     """
     if images.device.type != "cpu":
         shape = (1, 3, 1, 1)
@@ -53,21 +53,21 @@ def normalise(images: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor) -> 
 
 
 class ImageData(ResumableDataModule):
-    """A datamodule of ``(images, targets)`` batches that normalises on the device.
+    """Datamodule of ``(images, targets)`` batches that normalises on the device.
 
     Args:
-        image_size: height and width of the training images, in pixels.
-        mean: of the red, green and blue channel, in 0..1; subtracted.
-        std: likewise; divided by.
-        channels_last: keep the colours of a pixel side by side in memory. The values and the shape
-            ``[B, 3, H, W]`` are the same; only the strides differ.
-        kwargs: see :class:`ResumableDataModule`.
+        image_size: Height and width of the training images, in pixels.
+        mean: Mean of the red, green and blue channels, in 0..1; it is subtracted.
+        std: Standard deviation of the channels, in 0..1; the images are divided by it.
+        channels_last: Whether images use channels-last memory. Values and the shape ``[B, 3, H, W]`` are the same; only
+            the strides differ.
+        kwargs: Arguments of :class:`ResumableDataModule`.
     """
 
-    #: Of the images: red, green and blue.
+    #: Number of channels: red, green and blue.
     channels = 3
 
-    #: What `on_after_batch_transfer` returns is in memory of that batch alone: callbacks may write to it.
+    #: Whether `on_after_batch_transfer` returns new memory for each batch, which callbacks may write to.
     makes_new_batches = True
 
     def __init__(
@@ -90,7 +90,7 @@ class ImageData(ResumableDataModule):
         self._scale_and_bias: dict[torch.device, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
-        """Turns uint8 images of an ``(images, targets)`` batch into normalised float32; leaves targets alone."""
+        """Normalises uint8 images of an ``(images, targets)`` batch to float32; targets stay unchanged."""
         images, targets = batch
         if images.dtype != torch.uint8:
             return batch
@@ -105,11 +105,11 @@ class ImageData(ResumableDataModule):
 
 def _check_colours(mean: Sequence[float], std: Sequence[float]) -> None:
     if len(mean) != 3 or len(std) != 3:
-        raise DloError(f"mean and std are 3 numbers each, of red, green and blue, given {list(mean)} and {list(std)}")
+        raise DloError(f"mean and std must have 3 values each (red, green, blue), got {list(mean)} and {list(std)}")
     if all(0 <= m <= 1 for m in mean) and all(0 < s <= 1 for s in std):
         return
     fix = f"ImageNet's are {list(IMAGENET_MEAN)} and {list(IMAGENET_STD)}"
     if all(0 <= m <= 255 for m in mean) and all(0 < s <= 255 for s in std) and max(*mean, *std) > 2:
         scaled = [[round(value / 255, 4) for value in values] for values in (mean, std)]
-        fix = f"those of 0..255 divide by 255: mean {scaled[0]}, std {scaled[1]}"
-    raise DloError(f"mean lies in 0..1 and std above 0 and up to 1, given {list(mean)} and {list(std)}; {fix}")
+        fix = f"divide values of 0..255 by 255: mean {scaled[0]}, std {scaled[1]}"
+    raise DloError(f"mean must be in 0..1 and std in (0, 1], got {list(mean)} and {list(std)}; {fix}")

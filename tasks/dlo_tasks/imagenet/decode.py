@@ -1,16 +1,16 @@
-"""From the bytes of an image file to a resized crop, fast and antialiased.
+"""Decoder from the bytes of an image file to a resized crop, fast and antialiased.
 
 JPEG is decoded by simplejpeg (libjpeg-turbo) and reduced by torch's antialiased interpolation, whose
-arithmetic is Pillow's: the same pixels as ``PIL.Image.crop().resize()`` to within one level. What makes it fast:
+arithmetic is Pillow's: the same pixels as ``PIL.Image.crop().resize()`` to within one level. Reasons for its speed:
 
 * the crop is chosen before decoding, from the size in the header, and rows below it are not decoded;
-* where the crop is at least twice as large as the result, the decoder's own scaling by 1/2, 1/4 or 1/8 does
+* if the crop is at least twice the size of the result, the decoder's own scaling by 1/2, 1/4 or 1/8 does
   the first part of the reduction;
-* in training, chroma is upsampled and the cosine transform computed the fast way (``exact=False``).
+* in training, the fast algorithms for chroma upsampling and the cosine transform are used (``exact=False``).
 
-Everything else (PNG, WebP, BMP, CMYK JPEG, a JPEG that the fast decoder dislikes) goes to Pillow, as it does in
-torchvision's ``ImageFolder``: ``convert("RGB")``, EXIF orientation ignored. So Pillow has the last word on
-what is corrupt. Without simplejpeg, torchvision decodes; without OpenCV, torch enlarges.
+Everything else (PNG, WebP, BMP, CMYK JPEG, a JPEG that the fast decoder refuses) is decoded by Pillow, as in
+torchvision's ``ImageFolder``: ``convert("RGB")``, EXIF orientation ignored. So Pillow decides which files are
+corrupt. Without simplejpeg, torchvision decodes; without OpenCV, torch enlarges.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ from torch.nn import functional as F
 
 from dlo_framework.errors import DloError
 
-_SCALES = (8, 4, 2)  # the reductions that libjpeg-turbo computes with vector instructions
+_SCALES = (8, 4, 2)  # reductions for which libjpeg-turbo has vector instructions
 _SINGLE_SCAN_HUFFMAN = (0xC0, 0xC1)  # baseline and extended sequential frames
 
 
 class CorruptImage(DloError):
-    """An image file that no decoder can read, or one that claims to be too large to be harmless."""
+    """Error for an image file that no decoder can read, or that exceeds the limit of pixels."""
 
 
 class Box(NamedTuple):
-    """A crop of an image, in pixels."""
+    """Crop of an image, in pixels."""
 
     top: int
     left: int
@@ -47,19 +47,19 @@ class Box(NamedTuple):
 
 
 ChooseBox = Callable[[int, int], Box]
-"""Chooses the crop of an image of (height, width) pixels."""
+"""Function from the (height, width) of an image in pixels to its crop."""
 
 
 class JpegHeader(NamedTuple):
-    """What the markers before a JPEG's first scan say.
+    """Content of the markers before a JPEG's first scan.
 
     Attributes:
-        height: in pixels.
-        width: in pixels.
-        components: 1 grey, 3 colour, 4 CMYK.
-        height_at: where in the file the two bytes of the height stand.
-        rows_per_unit: height in pixels of a row of coding units.
-        can_stop_early: whether the pixels follow one another from top to bottom in a single scan.
+        height: Height in pixels.
+        width: Width in pixels.
+        components: Number of components: 1 grey, 3 colour, 4 CMYK.
+        height_at: Offset in the file of the two bytes of the height.
+        rows_per_unit: Height in pixels of a row of coding units.
+        can_stop_early: Whether the pixels are stored from top to bottom in a single scan.
     """
 
     height: int
@@ -94,10 +94,10 @@ def decoders() -> dict[str, bool]:
 
 
 def read_jpeg_header(data: bytes) -> JpegHeader | None:
-    """Returns the header of a whole JPEG file that is safe to decode fast; None leaves the file to Pillow.
+    """Returns the header of a complete JPEG file that the fast decoder can decode; None leaves the file to Pillow.
 
-    None is returned for anything unusual: not a JPEG, no end-of-image marker after the first scan (truncated),
-    more than 8 bits, a height that only the end of the file tells.
+    It is None for anything unusual: not a JPEG, no end-of-image marker after the first scan (truncated), more than 8
+    bits, a height that is only stored at the end of the file.
     """
     if data[:2] != b"\xff\xd8":
         return None
@@ -130,27 +130,27 @@ def read_jpeg_header(data: bytes) -> JpegHeader | None:
 
 
 def read_size(head: bytes) -> tuple[int, int] | None:
-    """Returns an image's (height, width) from the beginning of its file, None where that does not tell it."""
+    """Returns an image's (height, width) from the first bytes of its file; None if they do not contain it."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # decoding will refuse it
-            with Image.open(io.BytesIO(head)) as image:  # which reads no pixels
+            with Image.open(io.BytesIO(head)) as image:  # reads no pixels
                 return image.height, image.width
     except Exception:  # Pillow's plug-ins raise nearly anything on a broken file
         return None
 
 
 def _check_pixels(height: int, width: int) -> None:
-    """Refuses a decompression bomb before any of it is decoded, by Pillow's limit (89 million pixels)."""
+    """Raises CorruptImage for a decompression bomb before decoding it, by Pillow's limit (89 million pixels)."""
     limit = Image.MAX_IMAGE_PIXELS
     if limit is not None and height * width > limit:
-        raise CorruptImage(f"{width} x {height} pixels are more than the limit of {limit} (decompression bomb?)")
+        raise CorruptImage(f"the image must have at most {limit} pixels, got {width} x {height} (decompression bomb?)")
 
 
 def _stop_after(data: bytes, header: JpegHeader, bottom: int, smooth: bool) -> bytes | bytearray:
-    """Returns the JPEG with its height reduced to the rows down to ``bottom``, so that decoding stops there.
+    """Returns the JPEG with its height reduced to the rows above ``bottom``, so that decoding stops there.
 
-    One row of coding units more is kept for ``smooth`` chroma upsampling, which looks at the row below.
+    One more row of coding units is kept for ``smooth`` chroma upsampling, which reads the row below.
     """
     unit = header.rows_per_unit
     rows = -(-bottom // unit) * unit + (unit if smooth else 0)
@@ -162,7 +162,7 @@ def _stop_after(data: bytes, header: JpegHeader, bottom: int, smooth: bool) -> b
 
 
 def _decode_jpeg(data: bytes, header: JpegHeader, box: Box, size: int, exact: bool) -> tuple[np.ndarray, Box]:
-    """Returns the pixels down to the box's bottom, uint8 [h, w, 3], and where the box lies in them."""
+    """Returns the pixels down to the box's bottom, uint8 [h, w, 3], and the place of the box in them."""
     simplejpeg = _simplejpeg()
     assert simplejpeg is not None
     shortened = _stop_after(data, header, box.top + box.height, smooth=exact)
@@ -174,7 +174,7 @@ def _decode_jpeg(data: bytes, header: JpegHeader, box: Box, size: int, exact: bo
     if scale > 1:
         rows = int.from_bytes(shortened[header.height_at : header.height_at + 2], "big")
         options |= {"min_height": -(-rows // scale), "min_width": -(-header.width // scale), "min_factor": scale}
-    # Not strict: the scan goes on after the last row that is wanted, which libjpeg warns about.
+    # Not strict: the scan continues after the last wanted row, and libjpeg warns about that.
     pixels = simplejpeg.decode_jpeg(shortened, colorspace="RGB", strict=False, **options)
     if scale == 1:
         return pixels, box
@@ -185,7 +185,7 @@ def _decode_jpeg(data: bytes, header: JpegHeader, box: Box, size: int, exact: bo
 
 
 def _decode_jpeg_torchvision(data: bytes) -> np.ndarray:
-    """Returns a whole JPEG as uint8 [h, w, 3]."""
+    """Returns a full JPEG as uint8 [h, w, 3]."""
     from torchvision.io import ImageReadMode, decode_jpeg
 
     encoded = torch.frombuffer(bytearray(data), dtype=torch.uint8)
@@ -193,10 +193,10 @@ def _decode_jpeg_torchvision(data: bytes) -> np.ndarray:
 
 
 def decode_pil(data: bytes) -> np.ndarray:
-    """Returns any image file as uint8 [h, w, 3], as torchvision's ImageFolder would load it.
+    """Returns any image file as uint8 [h, w, 3], as torchvision's ImageFolder loads it.
 
     Raises:
-        CorruptImage: with Pillow's reason; also for its warning about decompression bombs.
+        CorruptImage: With Pillow's reason; also for its warning about decompression bombs.
     """
     try:
         with warnings.catch_warnings():
@@ -214,19 +214,19 @@ def decode_pil(data: bytes) -> np.ndarray:
 
 
 def decode_crop(data: bytes, choose: ChooseBox, size: int, exact: bool) -> tuple[np.ndarray, Box]:
-    """Decodes as much of an image as a crop needs.
+    """Decodes the rows of an image that a crop needs.
 
     Args:
-        data: the image file.
-        choose: chooses the crop once the image's size is known.
-        size: height and width that the crop will be resized to; the decoder may reduce towards it.
-        exact: decode at full size with the accurate algorithms, for evaluation.
+        data: Bytes of the image file.
+        choose: Function that chooses the crop from the image's size.
+        size: Height and width that the crop will be resized to; the decoder may reduce towards it.
+        exact: Whether to decode at full size with the accurate algorithms, for evaluation.
 
     Returns:
-        uint8 pixels [h, w, 3], and the crop's place in them.
+        Pixels, uint8 [h, w, 3], and the crop's place in them.
 
     Raises:
-        CorruptImage: the message is the reason alone.
+        CorruptImage: With only the reason as its message.
     """
     header = read_jpeg_header(data)
     if header is not None:
@@ -238,7 +238,7 @@ def decode_crop(data: bytes, choose: ChooseBox, size: int, exact: bool) -> tuple
                     return _decode_jpeg(data, header, box, size, exact)
                 return _decode_jpeg_torchvision(data), box
             except (ValueError, RuntimeError):
-                return decode_pil(data), box  # which also knows the reason, if it cannot either
+                return decode_pil(data), box  # it raises the reason if it fails too
     pixels = decode_pil(data)
     return pixels, choose(*pixels.shape[:2])
 
@@ -246,14 +246,14 @@ def decode_crop(data: bytes, choose: ChooseBox, size: int, exact: bool) -> tuple
 def resize_into(
     out: torch.Tensor, pixels: np.ndarray, box: Box, interpolation: str = "bilinear", flip: bool = False
 ) -> None:
-    """Writes a crop into ``out``, resized with antialiasing as Pillow does.
+    """Writes a crop into ``out``, resized with Pillow's antialiasing.
 
     Args:
-        out: uint8 [height, width, 3], contiguous.
-        pixels: uint8 [h, w, 3].
-        box: the crop, inside ``pixels``.
-        interpolation: "bilinear" or "bicubic".
-        flip: whether left and right change places.
+        out: Resized crop, uint8 [height, width, 3], contiguous.
+        pixels: Decoded pixels, uint8 [h, w, 3].
+        box: Crop inside ``pixels``.
+        interpolation: Resampling filter, "bilinear" or "bicubic".
+        flip: Whether to flip horizontally.
     """
     height, width = out.shape[:2]
     result = out.numpy()
@@ -263,8 +263,8 @@ def resize_into(
         # Enlarging needs no antialiasing, and OpenCV's bilinear is then Pillow's.
         resized = cv2.resize(crop, (width, height), interpolation=cv2.INTER_LINEAR)
     else:
-        # NumPy cuts the crop out, three times as fast as torch would inside. The batch dimension comes before
-        # the permutation: so torch sees channels-last memory and takes its vector path.
+        # NumPy copies the crop, three times as fast as torch would. The batch dimension is added before the
+        # permutation, so that torch sees channels-last memory and takes its vector path.
         image = torch.from_numpy(np.ascontiguousarray(crop)).unsqueeze(0).permute(0, 3, 1, 2)
         reduced = F.interpolate(image, (height, width), mode=interpolation, antialias=True)
         resized = reduced.permute(0, 2, 3, 1)[0].numpy()

@@ -1,4 +1,4 @@
-"""scikit-learn's handwritten digits as small images: real data that needs no download."""
+"""Datamodule of scikit-learn's handwritten digits: small real images that need no download."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from dlo_framework.errors import DloError
 from dlo_tasks.imagenet.data_base import ImageData
 
 _PIXEL_MAX = 16  # the values of scikit-learn's 8 x 8 images are 0..16
-_SPLIT = 3  # keeps the split's random numbers apart from those of the order and the augmentation
+_SPLIT = 3  # key that separates the split's random numbers from those of order and augmentation
 
 
 def load_digits_images(image_size: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -34,13 +34,13 @@ def load_digits_images(image_size: int) -> tuple[torch.Tensor, torch.Tensor]:
 def warp(
     images: torch.Tensor, angle: torch.Tensor, zoom: torch.Tensor, shift: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Returns grey images rotated about their centre and enlarged, bilinear; what comes in from outside is 0.
+    """Returns grey images rotated about their centre and enlarged, bilinear, with 0 outside.
 
     Args:
-        images: uint8 [B, S, S].
-        angle: float [B], in radians, anticlockwise.
-        zoom: float [B]; 1.1 enlarges by a tenth.
-        shift: float [2, B]: how far the images are moved up and left before that, as a fraction of S. Default: none.
+        images: Images, uint8 [B, S, S].
+        angle: Angles in radians, anticlockwise, float [B].
+        zoom: Enlargement factors, float [B]; 1.1 enlarges by a tenth.
+        shift: Shifts up and left before the rotation, as fractions of S, float [2, B]; None for none.
     """
     cos, sin, none = angle.cos() / zoom, angle.sin() / zoom, torch.zeros_like(angle)
     up, left = (none, none) if shift is None else 2 * shift  # the grid goes from -1 to 1
@@ -51,22 +51,22 @@ def warp(
 
 
 def digits_at(indices: torch.Tensor, image_size: int) -> torch.Tensor:
-    """Returns some of the digits, uint8 [len(indices), image_size, image_size]."""
+    """Returns the digits at the indices, uint8 [len(indices), image_size, image_size]."""
     return load_digits_images(image_size)[0][indices]
 
 
 class ShiftedImages:
-    """Grey images in memory, given out in whole batches as RGB, each shifted, turned and enlarged at random.
+    """Batch dataset of grey images in memory, as RGB, each shifted, rotated and zoomed at random.
 
     The random choices do not depend on the size that a draw asks for.
 
     Args:
-        images: uint8 [N, S, S].
-        targets: int64 [N].
-        shift: the largest shift in pixels of S, up, down, left and right; 0 for none. What comes in is 0.
-        rotation: the largest rotation in degrees, either way.
-        zoom: the largest enlargement, and reduction, as a fraction of the size.
-        at_size: returns the images at another height and width, for draws that ask for it.
+        images: Images, uint8 [N, S, S].
+        targets: Class indices, int64 [N].
+        shift: Maximum shift in pixels of S, up, down, left and right, filled with 0; 0 for none.
+        rotation: Maximum rotation in degrees, in both directions.
+        zoom: Maximum enlargement and reduction, as a fraction of the size.
+        at_size: Function that returns the images at another height and width, for draws that ask for it.
     """
 
     def __init__(
@@ -111,18 +111,18 @@ class ShiftedImages:
         return images.unsqueeze(1).repeat(1, 3, 1, 1), targets
 
     def _other(self, height: int, width: int) -> torch.Tensor:
-        assert self._at_size is not None, "these images have one size only"
-        assert height == width, "these images are square"
+        assert self._at_size is not None, "the images have one size only"
+        assert height == width, "the images are square"
         if height not in self._others:
             self._others[height] = self._at_size(height)
         return self._others[height]
 
 
 class DigitsData(ImageData):
-    """1,797 real handwritten digits (8 x 8 pixels, 10 classes) that ship with scikit-learn.
+    """Datamodule of 1,797 real handwritten digits (8 x 8 pixels, 10 classes) that ship with scikit-learn.
 
-    Small enough to train in a minute on a laptop, and real enough to overfit: the data for a first run, and
-    for trying a strategy before it is given a cluster. A small ViT reaches over 97% validation accuracy.
+    It is small enough to train in a minute on a laptop, and real enough to overfit: use it for a first run, or to try a
+    strategy before you use a cluster. A small ViT reaches over 97% validation accuracy.
 
     ```yaml
     data:
@@ -130,31 +130,31 @@ class DigitsData(ImageData):
       init_args: {image_size: 16, batch_size: 64}
     ```
 
-    The images are enlarged with bilinear interpolation and given as RGB, so that any image model takes them, at any
-    size that ProgressiveResizing asks for.
-    Batches are ``(images, targets)``: float32 ``[B, 3, image_size, image_size]``, int64 ``[B]``. The whole
-    dataset stays in memory and a batch is one indexing operation, so that workers would only cost time.
+    The images are enlarged with bilinear interpolation and converted to RGB, so that any image model takes them, at any
+    size that ProgressiveResizing asks for. Batches are ``(images, targets)``: float32
+    ``[B, 3, image_size, image_size]``, int64 ``[B]``. The dataset stays in memory and a batch is one indexing
+    operation, so that workers would only cost time.
 
     Args:
-        image_size: height and width in pixels. Default 16, four patches of 4 each way.
-        batch_size: images per micro-step over all data-parallel ranks together, so that the number of ranks
-            does not change the loss curve. Must be divisible by the ranks.
-        eval_batch_size: the same in validation, test and prediction. Default: ``batch_size``. Changes no metric.
-        val_fraction: the share of the images that is held out for validation, test and prediction, drawn at
-            random with ``seed``.
-        max_shift: each training image is shifted by up to this many pixels in each direction, at random.
-        max_rotation: and turned by up to this many degrees, either way.
-        max_zoom: and enlarged or reduced by up to this fraction.
-        num_workers: loading processes on each rank. 0, because loading a batch takes far less time than
-            handing it from one process to another.
-        seed: of the split, the order and the shifts.
-        channels_last: keep the colours of a pixel side by side in memory.
+        image_size: Height and width in pixels. Default 16, four patches of 4 each way.
+        batch_size: Number of images per micro-step over all data-parallel ranks (the global batch), so that the number
+            of ranks does not change the loss curve. Must be divisible by the number of ranks.
+        eval_batch_size: Global batch in validation, test and prediction. Default: ``batch_size``. It changes no metric.
+        val_fraction: Fraction of the images that is held out for validation, test and prediction, drawn at random with
+            ``seed``.
+        max_shift: Maximum random shift of a training image in each direction, in pixels.
+        max_rotation: Maximum random rotation of a training image in both directions, in degrees.
+        max_zoom: Maximum random enlargement and reduction of a training image, as a fraction.
+        num_workers: Number of loader processes per rank. Default 0, because loading a batch takes far less time than
+            passing it between processes.
+        seed: Seed of the split, the order and the augmentation.
+        channels_last: Whether images use channels-last memory.
 
     Raises:
-        DloError: for sizes and fractions that leave a split empty.
+        DloError: If sizes and fractions leave a split empty.
 
     Source: E. Alpaydin, C. Kaynak (1998), Optical Recognition of Handwritten Digits, UCI Machine Learning
-    Repository, doi:10.24432/C50P49; the test set of it, which is what scikit-learn ships.
+    Repository, doi:10.24432/C50P49; its test set, which scikit-learn ships.
     """
 
     sizes_images = True
@@ -183,15 +183,15 @@ class DigitsData(ImageData):
             seed=seed,
         )
         if image_size < 8:
-            raise DloError(f"image_size must be at least 8, the size of the digits themselves; got {image_size}")
+            raise DloError(f"image_size must be at least 8, the size of the digits, got {image_size}; 16 is usual")
         if not 0 < val_fraction < 1:
-            raise DloError(f"val_fraction must lie between 0 and 1, got {val_fraction}")
+            raise DloError(f"val_fraction must be between 0 and 1, got {val_fraction}; 0.2 is usual")
         if not 0 <= max_shift < image_size:
-            raise DloError(f"max_shift must be in 0..{image_size - 1} pixels, got {max_shift}")
+            raise DloError(f"max_shift must be in 0..{image_size - 1} pixels, got {max_shift}; 0 switches it off")
         if not 0 <= max_rotation <= 180 or not 0 <= max_zoom < 1:
             raise DloError(
-                "max_rotation must be in 0..180 degrees, and max_zoom at least 0 and below 1;"
-                f" got {max_rotation} and {max_zoom}"
+                "max_rotation must be in 0..180 degrees, and max_zoom at least 0 and below 1,"
+                f" got {max_rotation} and {max_zoom}; 0 switches each off"
             )
         self.num_classes = 10
         self.class_names = [str(digit) for digit in range(10)]
@@ -199,17 +199,18 @@ class DigitsData(ImageData):
         self.max_shift, self.max_rotation, self.max_zoom = max_shift, max_rotation, max_zoom
 
     def check(self) -> None:
-        """Raises DloError where a split would be empty or smaller than a batch."""
+        """Raises a DloError if a split would be empty or smaller than a batch."""
         train, val = (len(split) for split in self._splits)
         if not val or self.batch_size > train:
             raise DloError(
-                f"val_fraction {self.val_fraction} leaves {train} training and {val} validation images, and "
-                f"batch_size is {self.batch_size}; use a fraction of at least 0.001 and a batch of at most {train}"
+                f"val_fraction and batch_size must leave a batch of training images and a validation image, got"
+                f" {self.val_fraction} and {self.batch_size} ({train} training and {val} validation images); use a"
+                f" fraction of at least 0.001 and a batch of at most {train}"
             )
 
     @cached_property
     def _splits(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Indices of the training and of the validation images."""
+        """Indices of the training images and of the validation images."""
         from sklearn.datasets import load_digits
 
         count = len(load_digits().target)
@@ -226,25 +227,25 @@ class DigitsData(ImageData):
         return ShiftedImages(images[indices], targets[indices], shift, rotation, zoom, partial(digits_at, indices))
 
     def train_dataloader(self) -> ResumableLoader:
-        """Distorted training images in random order."""
+        """Returns the loader of augmented training images in random order."""
         return self.train_loader(self._subset(self._splits[0], self.max_shift, self.max_rotation, self.max_zoom))
 
     def val_dataloader(self) -> ResumableLoader:
-        """The held-out images as they are."""
+        """Returns the loader of the held-out images without augmentation."""
         return self._held_out("val")
 
     def test_dataloader(self) -> ResumableLoader:
-        """The same images as in validation: the dataset has no third split."""
+        """Returns the loader of the validation images: the dataset has no third split."""
         return self._held_out("test")
 
     def predict_dataloader(self) -> ResumableLoader:
-        """The same images as in validation."""
+        """Returns the loader of the validation images."""
         return self._held_out("predict")
 
     def rectangular_val_dataloader(self, multiple: int, max_ratio: float) -> ResumableLoader:
-        """Raises DloError: every digit is square."""
+        """Raises a DloError: all digits are square."""
         raise DloError(
-            "RectangularValidation: DigitsData's images are all square, so that rectangles would be the same again;"
+            "RectangularValidation must have images of several shapes, got DigitsData, whose images are all square;"
             " remove the callback"
         )
 

@@ -1,4 +1,4 @@
-"""Images in class folders or tar shards, ImageNet's layout."""
+"""Datamodule of images in class folders or tar shards, in ImageNet's layout."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from dlo_tasks.imagenet.rectangles import read_sizes, rectangle_sampler
 
 
 class ImageFolderData(ImageData):
-    """Images in ``train/`` and ``val/``, as class folders (ImageNet's own layout) or as tar shards.
+    """Datamodule of images in ``train/`` and ``val/``, as class folders (ImageNet's own layout) or as tar shards.
 
     ```
     root/train/<class>/**/*.{jpg,jpeg,png,webp,bmp}      root/val/<class>/...
@@ -29,55 +29,54 @@ class ImageFolderData(ImageData):
       init_args: {root: /data/imagenet, image_size: 224, batch_size: 1024, rand_augment: rand-m9-mstd0.5}
     ```
 
-    Class numbers are the positions in the sorted list of ``train/``'s folders. A shard holds ``key.jpg`` and
-    beside it ``key.cls`` with the class number, or ``key.json`` with it under ``label`` (webdataset's layout);
-    an optional ``root/classes.txt`` with one name a line gives the classes names. Shards are read in any order
-    through an index that is made once, never extracted, and shuffle as freely as files do.
+    Class indices are the positions in the sorted list of ``train/``'s folders. A shard contains ``key.jpg`` and
+    ``key.cls`` with the class index, or ``key.json`` with the index under ``label`` (webdataset's layout); an
+    optional ``root/classes.txt`` has one class name per line. Shards are read in any order through an index that is
+    built once, are never extracted, and shuffle as freely as files do.
 
-    Batches are ``(images, targets)``: float32 ``[B, 3, size, size]``, normalised on the device, and int64
-    ``[B]``; workers hand over uint8, a quarter of the bytes. An interrupted run goes on with the very next
-    sample. Images are loaded as torchvision's ``ImageFolder`` loads them: as RGB, EXIF orientation ignored.
+    Batches are ``(images, targets)``: float32 ``[B, 3, size, size]``, normalised on the device, and int64 ``[B]``;
+    workers pass uint8, a quarter of the bytes. An interrupted run resumes with the very next sample. Images are
+    loaded as by torchvision's ``ImageFolder``: as RGB, EXIF orientation ignored.
 
     Args:
-        root: the folder that holds ``train/`` and ``val/``.
-        image_size: height and width of training images, in pixels.
-        batch_size: images per micro-step over all data-parallel ranks together, so that the number of ranks
-            does not change the loss curve. Must be divisible by the ranks.
-        eval_image_size: height and width in validation, test and prediction. Default: ``image_size``. A
-            larger one often helps (Touvron et al. 2019, arXiv:1906.06423).
-        eval_batch_size: as ``batch_size``, in validation, test and prediction. Changes no metric.
-        crop_pct: evaluation resizes the shorter side to ``size / crop_pct`` and crops the centre. Default
-            0.875, which makes 256 of 224.
-        scale: smallest and largest area of the random crop, as shares of the image's.
-        ratio: smallest and largest width / height of the random crop.
-        flip: probability of a horizontal flip.
-        interpolation: how crops are resized, always antialiased. DeiT-3 and most timm recipes use "bicubic".
-        rand_augment: RandAugment in timm's notation, ``rand-m9-n2`` or ``rand-m9-mstd0.5-inc1`` (magnitude
+        root: Folder that contains ``train/`` and ``val/``.
+        image_size: Height and width of training images, in pixels.
+        batch_size: Number of images per micro-step over all data-parallel ranks (the global batch), so that the number
+            of ranks does not change the loss curve. Must be divisible by the number of ranks.
+        eval_image_size: Height and width in validation, test and prediction. Default: ``image_size``. A larger one
+            often helps (Touvron et al. 2019, arXiv:1906.06423).
+        eval_batch_size: Global batch in validation, test and prediction. Default: ``batch_size``. It changes no metric.
+        crop_pct: Fraction of the shorter side that evaluation crops: it is resized to ``size / crop_pct``, and the
+            centre is cropped. Default 0.875, which resizes to 256 for 224.
+        scale: Minimum and maximum area of the random crop, as fractions of the image's area.
+        ratio: Minimum and maximum aspect ratio (width / height) of the random crop.
+        flip: Probability of a horizontal flip.
+        interpolation: Resampling filter of crops, always antialiased. DeiT III and most timm recipes use "bicubic".
+        rand_augment: RandAugment policy in timm's notation, ``rand-m9-n2`` or ``rand-m9-mstd0.5-inc1`` (magnitude
             0..10), or torchvision's ``{num_ops: 2, magnitude: 9}`` (magnitude 0..30). Default: none.
-        three_augment: DeiT-3's choice of grey, solarise or blur for each image.
-        color_jitter: strength of random brightness, contrast and saturation, or a list of the strengths of
-            brightness, contrast, saturation and hue. DeiT-3 uses 0.3.
-        random_erase: probability of painting over a random box.
-        erase_mode: paint with the "mean" colour or with random "pixel"s.
-        repeated_augment: how many differently augmented copies of an image go into a batch (Hoffer et al.
-            2020, arXiv:1901.09335); an epoch keeps its length. 1 is off.
-        on_corrupt: "raise" stops with the file's name; "skip" takes another image in its place (in
-            evaluation: leaves it out) and counts it in ``corrupt_images``.
-        num_workers: loading processes on each rank. Default: by the rank's CPU cores, see
-            :class:`ResumableDataModule`. Changes speed only, never the data.
-        prefetch_factor: batches that each worker prepares ahead; default 2.
-        pin_memory: load into page-locked memory. Default: where the run has an accelerator.
-        persistent_workers: keep the workers between epochs.
-        seed: of the order and of the augmentation.
-        mean: of the colours, in 0..1; default ImageNet's.
-        std: likewise.
-        channels_last: keep the colours of a pixel side by side in memory, as decoders write them and
-            convolutions read them fastest. The shape stays ``[B, 3, H, W]``; set it to false for a model that
-            calls ``.view`` on its input.
+        three_augment: Whether to apply DeiT III's random choice of grey, solarise or blur to each image.
+        color_jitter: Strength of random brightness, contrast and saturation, or a list of the strengths of brightness,
+            contrast, saturation and hue. DeiT III uses 0.3.
+        random_erase: Probability of erasing a random box.
+        erase_mode: Fill of an erased box: the "mean" colour, or random values for each "pixel".
+        repeated_augment: Number of differently augmented copies of an image in a batch (Hoffer et al. 2020,
+            arXiv:1901.09335); the length of an epoch stays the same. 1 is off.
+        on_corrupt: Reaction to a corrupt image: "raise" stops with the file's name; "skip" replaces it by another image
+            (in evaluation: leaves it out) and counts it in ``corrupt_images``.
+        num_workers: Number of loader processes per rank. Default: from the rank's CPU cores, see
+            :class:`ResumableDataModule`. It changes only the speed, never the data.
+        prefetch_factor: Number of batches that each worker prepares ahead; default 2.
+        pin_memory: Whether to load into page-locked memory. Default: if the run has an accelerator.
+        persistent_workers: Whether to keep the workers between epochs.
+        seed: Seed of the order and of the augmentation.
+        mean: Mean of the red, green and blue channels, in 0..1; default ImageNet's.
+        std: Standard deviation of the channels, in 0..1; default ImageNet's.
+        channels_last: Whether images use channels-last memory, as decoders write them and convolutions read them
+            fastest. The shape stays ``[B, 3, H, W]``; set it to false for a model that calls ``.view`` on its input.
 
     Raises:
-        DloError: for arguments out of range; by :meth:`check`, for missing folders, empty classes, and
-            validation classes that training does not have.
+        DloError: If arguments are out of range; from :meth:`check`, for missing folders, empty classes, and validation
+            classes that training does not have.
     """
 
     sizes_images = True
@@ -126,11 +125,11 @@ class ImageFolderData(ImageData):
         _check_range("scale", scale, 1.0)
         _check_range("ratio", ratio, float("inf"))
         if not 0 < crop_pct <= 1 or not 0 <= flip <= 1:
-            raise DloError(f"crop_pct must be in 0..1 and above 0, flip in 0..1; got {crop_pct} and {flip}")
+            raise DloError(f"crop_pct must be in (0, 1] and flip in [0, 1], got {crop_pct} and {flip}; use 0.875, 0.5")
         if eval_image_size is not None and eval_image_size < 1:
-            raise DloError(f"eval_image_size must be at least 1 pixel, got {eval_image_size}")
+            raise DloError(f"eval_image_size must be at least 1 pixel, got {eval_image_size}; leave it out")
         if repeated_augment < 1:
-            raise DloError(f"repeated_augment must be at least 1, got {repeated_augment}")
+            raise DloError(f"repeated_augment must be at least 1, got {repeated_augment}; 1 switches it off")
         self.root = Path(root)
         self.eval_image_size = eval_image_size or image_size
         self.on_corrupt = on_corrupt
@@ -151,52 +150,52 @@ class ImageFolderData(ImageData):
 
     @cached_property
     def class_names(self) -> list[str]:
-        """The classes; a name's position is its class number."""
+        """Names of the classes; a name's position is its class index."""
         return find_classes(self.root)
 
     @property
     def num_classes(self) -> int:
-        """How many classes training has."""
+        """Number of classes in training."""
         return len(self.class_names)
 
     @property
     def corrupt_images(self) -> int:
-        """How many times a corrupt image was met and skipped on this rank, over all workers and splits."""
+        """Number of times that a corrupt image was skipped on this rank, over all workers and splits."""
         return sum(dataset.corrupt_images for dataset in self._datasets.values())
 
     def check(self) -> None:
-        """Raises DloError for data that a run would stumble over later; reads folders, but no image."""
+        """Raises a DloError for data that a run would fail on later; reads folders, but no image."""
         for split in ("train", "val"):
             self._source(split)
         size = len(self._source("train"))
         if size < self.batch_size:
             raise DloError(
-                f"{self.root / 'train'} has {size} images, which do not fill one batch_size of {self.batch_size}; "
-                f"set batch_size to at most {size}"
+                f"batch_size must be at most {size}, the number of images in {self.root / 'train'}, got"
+                f" {self.batch_size}; set batch_size to at most {size}"
             )
 
     def train_dataloader(self) -> ResumableLoader:
-        """Random crops of the training images in random order."""
+        """Returns the loader of random crops of the training images, in random order."""
         return self.train_loader(self._dataset("train", "train", self._train_view), repeats=self.repeated_augment)
 
     def val_dataloader(self) -> ResumableLoader:
-        """Centre crops of ``val/``."""
+        """Returns the loader of centre crops of ``val/``."""
         return self._eval_dataloader("val", "val")
 
     def test_dataloader(self) -> ResumableLoader:
-        """Centre crops of ``test/`` where there is one with labels, else of ``val/``."""
+        """Returns the loader of centre crops of ``test/`` if it exists with labels, else of ``val/``."""
         labelled = (self.root / "test").is_dir() or any(self.root.glob("test-*.tar"))
         return self._eval_dataloader("test", "test" if labelled else "val")
 
     def predict_dataloader(self) -> ResumableLoader:
-        """The same images as in test."""
+        """Returns the loader of the test images."""
         return self.test_dataloader()
 
     def rectangular_val_dataloader(self, multiple: int, max_ratio: float) -> ResumableLoader:
-        """Crops of ``val/`` in near their own shape, for RectangularValidation; reads the header of every file.
+        """Returns the loader of near-rectangular crops of ``val/`` for RectangularValidation; reads all files' headers.
 
         The shorter side is ``eval_image_size``, the longer one a multiple of ``multiple``, at most ``max_ratio`` times
-        as long. ``crop_pct`` holds as for squares.
+        as long. ``crop_pct`` works as for squares.
         """
         if self._val_sizes is None:
             self._val_sizes = read_sizes(self._source("val"), skip_corrupt=self.on_corrupt == "skip")
@@ -231,4 +230,4 @@ class ImageFolderData(ImageData):
 def _check_range(name: str, pair: tuple[float, float], most: float) -> None:
     if len(pair) != 2 or not 0 < pair[0] <= pair[1] <= most:
         limit = f" <= {most}" if most != float("inf") else ""
-        raise DloError(f"{name} must be two numbers, 0 < smallest <= largest{limit}; got {list(pair)}")
+        raise DloError(f"{name} must be two numbers, 0 < minimum <= maximum{limit}, got {list(pair)}")

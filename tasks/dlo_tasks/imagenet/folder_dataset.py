@@ -1,4 +1,4 @@
-"""Images of a source, decoded, cropped and distorted into batches."""
+"""Dataset that decodes, crops and distorts the images of a source into batches."""
 
 from __future__ import annotations
 
@@ -14,29 +14,29 @@ from dlo_tasks.imagenet.augment import Transform, random_numbers, random_resized
 from dlo_tasks.imagenet.decode import Box, CorruptImage, decode_crop, resize_into
 from dlo_tasks.imagenet.folder_sources import ImageSource
 
-_REPLACEMENTS = 100  # how many samples in a row may be corrupt before it is no accident
+_REPLACEMENTS = 100  # corrupt samples in a row at which a run stops: the data are wrong
 
 
 class View(Protocol):
-    """How an image becomes one of a given height and width."""
+    """Interface that renders an image at a given height and width."""
 
     size: int
-    """Height and width in pixels, where a draw does not ask for others."""
+    """Height and width in pixels, unless a draw asks for others."""
 
     def render(self, data: bytes, draw: Draw, numbers: np.ndarray, out: torch.Tensor) -> None:
         """Writes the image into ``out``, uint8 [height, width, 3]."""
 
 
 class TrainView:
-    """RandomResizedCrop, flip and distortions; the random choices do not depend on the size of the result.
+    """View for training: RandomResizedCrop, flip and distortions; random choices do not depend on the result's size.
 
     Args:
-        size: height and width in pixels, where a draw does not ask for others.
-        scale: smallest and largest area of the crop, as shares of the image's.
-        ratio: smallest and largest width / height of the crop.
-        flip: probability of a horizontal flip.
-        interpolation: "bilinear" or "bicubic".
-        distortions: applied in order to the uint8 [3, height, width] image, with torch seeded by the draw.
+        size: Height and width in pixels, unless a draw asks for others.
+        scale: Minimum and maximum area of the crop, as fractions of the image's area.
+        ratio: Minimum and maximum aspect ratio (width / height) of the crop.
+        flip: Probability of a horizontal flip.
+        interpolation: Resampling filter, "bilinear" or "bicubic".
+        distortions: Transforms of the uint8 [3, height, width] image, in order, with torch seeded by the draw.
     """
 
     def __init__(
@@ -67,12 +67,12 @@ class TrainView:
 
 
 class EvalView:
-    """Resize the shorter side, then crop the centre: pixel for pixel what torchvision's Resize and CenterCrop do.
+    """View for evaluation: resizes the shorter side, then crops the centre; pixel for pixel torchvision's result.
 
     Args:
-        size: height and width in pixels, where a draw does not ask for others.
-        crop_pct: the crop's share of the shorter side.
-        interpolation: "bilinear" or "bicubic".
+        size: Height and width in pixels, unless a draw asks for others.
+        crop_pct: Fraction of the shorter side that is cropped.
+        interpolation: Resampling filter, "bilinear" or "bicubic".
     """
 
     def __init__(self, size: int, crop_pct: float, interpolation: str) -> None:
@@ -91,7 +91,7 @@ class EvalView:
 
     @staticmethod
     def _resized(rows: int, columns: int, shorter: int, height: int, width: int) -> tuple[int, int]:
-        """Returns the size to resize to: the shorter side as said, but never less than the crop on either side."""
+        """Returns the size to resize to: the given shorter side, but never less than the crop in either dim."""
         longer = int(shorter * max(rows, columns) / min(rows, columns))
         sides = (shorter, longer) if rows <= columns else (longer, shorter)
         if sides[0] >= height and sides[1] >= width:
@@ -101,17 +101,17 @@ class EvalView:
 
 
 class ImageDataset:
-    """Gives out batches of a source's images; a :class:`dlo_framework.data.BatchDataset`.
+    """Dataset of a source's images in batches; a :class:`dlo_framework.data.BatchDataset`.
 
     Args:
-        source: the image files and their classes.
-        view: how an image becomes one of a batch.
-        on_corrupt: "raise", or "skip": in training another image takes the place (which one follows from the
-            draw's seed, so it is the same with any number of workers and ranks), in evaluation the sample is
-            left out of its batch. Both are counted.
-        training: which of these two.
-        rank: this process's place among the ranks, for messages.
-        slots: number of processes that may count corrupt images: the workers and the main process.
+        source: Image files and their classes.
+        view: View that renders each image.
+        on_corrupt: Reaction to a corrupt image: "raise", or "skip", which in training replaces it by another image
+            (determined by the draw's seed, so the same for any number of workers and ranks), and in evaluation leaves
+            it out of its batch. Both are counted.
+        training: Whether the dataset is for training, not for evaluation.
+        rank: Rank of this process, for messages.
+        slots: Number of processes that may count corrupt images: the workers and the main process.
     """
 
     def __init__(
@@ -129,7 +129,7 @@ class ImageDataset:
         self.on_corrupt = on_corrupt
         self.training = training
         self.rank = rank
-        # One slot a process, in shared memory: counting needs no lock, and workers' counts reach the trainer.
+        # One slot per process, in shared memory: counting needs no lock, and the trainer sees the workers' counts.
         self._corrupt = torch.zeros(slots, dtype=torch.int64).share_memory_()
 
     def __len__(self) -> int:
@@ -137,14 +137,14 @@ class ImageDataset:
 
     @property
     def corrupt_images(self) -> int:
-        """How many times a corrupt image was met on this rank, over all its workers."""
+        """Number of times that a corrupt image was read on this rank, over all its workers."""
         return int(self._corrupt.sum())
 
     def fetch(self, draws: list[Draw]) -> tuple[torch.Tensor, torch.Tensor] | CountedBatch:
         """Returns uint8 images [B, 3, height, width] in channels-last memory, and int64 targets [B].
 
-        Where evaluation leaves corrupt images out, B is smaller than the number of draws; where all of them are
-        corrupt, a black image of class 0 stands in for none.
+        If evaluation leaves corrupt images out, B is smaller than the number of draws; if all of them are corrupt, the
+        batch has one black placeholder image of class 0 that counts as none.
         """
         if get_worker_info() is not None:
             _one_thread()
@@ -160,7 +160,7 @@ class ImageDataset:
         return images.permute(0, 3, 1, 2), torch.tensor(labels)
 
     def _load(self, draw: Draw, numbers: np.ndarray, out: torch.Tensor) -> int | None:
-        """Writes one image into ``out`` and returns its class, or None where evaluation skips it."""
+        """Writes one image into ``out`` and returns its class, or None if evaluation skips it."""
         index = draw.index
         for attempt in range(_REPLACEMENTS):
             try:
@@ -179,8 +179,8 @@ class ImageDataset:
                     return None
                 index = int(hash64(np.array([draw.seed]), attempt)[0] % np.uint64(len(self.source)))
         raise DloError(
-            f"{_REPLACEMENTS} corrupt images in a row, the last one {self.source.name(index)}; "
-            "check that the data are images at all"
+            f"the data must be readable images, got {_REPLACEMENTS} corrupt ones in a row, the last one"
+            f" {self.source.name(index)}; check the files"
         )
 
     def _read(self, index: int) -> bytes:
@@ -191,7 +191,7 @@ class ImageDataset:
 
 
 def _one_thread() -> None:
-    """Keeps a worker to one core: OpenCV would start as many threads in each as the machine has cores."""
+    """Restricts a worker to one core: OpenCV would start as many threads in each as the machine has cores."""
     try:
         import cv2
     except ImportError:

@@ -1,4 +1,4 @@
-"""Where the bytes of images come from: class folders, or tar shards."""
+"""Sources of image files: class folders, or tar shards."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from dlo_framework.errors import DloError
 from dlo_tasks.imagenet.shards import IMAGE_SUFFIXES, find_shards, load_index
 
 HEAD = 1 << 16
-"""Enough of an image file for its header, unless that holds a thumbnail or a large colour profile."""
+"""Number of bytes that usually contain an image file's header; thumbnails and large colour profiles need more."""
 
 _O_CLOEXEC = getattr(os, "O_CLOEXEC", 0)
 
 
 class ImageSource(Protocol):
-    """A numbered collection of image files with their classes."""
+    """Indexed collection of image files with their classes."""
 
     labels: np.ndarray
     """int64 [N]"""
@@ -30,21 +30,21 @@ class ImageSource(Protocol):
         """Returns the bytes of one image file."""
 
     def head(self, index: int) -> bytes:
-        """Returns the first :data:`HEAD` bytes of one image file, or all if there are fewer; safe in threads."""
+        """Returns the first :data:`HEAD` bytes of one image file, or all if there are fewer; thread-safe."""
 
     def name(self, index: int) -> str:
-        """Returns what a message calls the file."""
+        """Returns the name of the file for messages."""
 
 
 class FolderSource:
-    """Image files in class folders.
+    """Source of image files in class folders.
 
-    The paths are one block of bytes: a list of a million strings would be copied, page by page, into each
+    The paths are stored as one block of bytes: a list of a million strings would be copied page by page into each
     worker as its reference counts change.
 
     Args:
-        folder: holds one folder for each class.
-        class_names: the classes to read; the position of a name is the class number.
+        folder: Folder with one subfolder per class.
+        class_names: Names of the classes to read; the position of a name is the class index.
     """
 
     def __init__(self, folder: Path, class_names: Sequence[str]) -> None:
@@ -95,7 +95,7 @@ def _read_at(file: int, size: int, offset: int) -> bytes:
 
 
 def image_files(folder: Path) -> list[str]:
-    """Returns the image files of one class folder and the folders in it, as ``class/.../file``, sorted."""
+    """Returns the image files of one class folder and its subfolders, as ``class/.../file``, sorted."""
     found: list[str] = []
     pending = [str(folder)]
     while pending:
@@ -109,16 +109,16 @@ def image_files(folder: Path) -> list[str]:
 
 
 def class_folders(folder: Path) -> list[str]:
-    """Returns the names of the class folders in ``folder``, sorted; a name's position is its class number."""
+    """Returns the names of the class folders in ``folder``, sorted; a name's position is its class index."""
     return sorted(entry.name for entry in os.scandir(folder) if entry.is_dir())
 
 
 class ShardSource:
-    """Images in tar shards, each read with one ``pread`` at its place.
+    """Source of images in tar shards; each image is read by one ``pread``.
 
     Args:
-        shards: the tar files.
-        class_names: lets labels be names.
+        shards: Paths of the tar files.
+        class_names: Names that labels may use; None allows only class indices.
     """
 
     def __init__(self, shards: Sequence[Path], class_names: list[str] | None = None) -> None:
@@ -162,7 +162,7 @@ class ShardSource:
         return file
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_files": {}}  # file numbers mean nothing in another process
+        return {**self.__dict__, "_files": {}}  # file descriptors are invalid in another process
 
     def __del__(self) -> None:
         for file in getattr(self, "_files", {}).values():
@@ -174,15 +174,17 @@ def _ascii(keys: list[str]) -> bool:
 
 
 def find_classes(root: Path) -> list[str]:
-    """Returns the class names of a dataset: its training class folders, or for shards ``classes.txt``.
+    """Returns the class names of a dataset: its training class folders, or ``classes.txt`` for shards.
 
-    Shards without a ``classes.txt`` have the numbers up to the largest label as names.
+    Shards without a ``classes.txt`` use the numbers up to the largest label as names.
 
     Raises:
-        DloError: if there is neither, naming what was looked for.
+        DloError: If there is neither; the message has the expected paths.
     """
     if not root.is_dir():
-        raise DloError(f"no such folder: {root} (root of the image data); it must hold train/ and val/")
+        raise DloError(
+            f"root must be a folder with train/ and val/, got {root}: no such folder; set data.init_args.root"
+        )
     names = _listed_classes(root)
     shards = find_shards(root, "train")
     if shards:
@@ -203,22 +205,22 @@ def _listed_classes(root: Path) -> list[str] | None:
 
 
 def open_source(root: Path, split: str, class_names: list[str]) -> ImageSource:
-    """Returns the images of one split.
+    """Returns the source of one split.
 
     Raises:
-        DloError: for a missing folder, an empty class (named), classes that training does not have (named),
-            and labels beyond the number of classes.
+        DloError: If a folder is missing, a class is empty, training does not have a class, or a label exceeds the
+            number of classes; the message has its name.
     """
     shards = find_shards(root, split)
     if shards:
         source = ShardSource(shards, _listed_classes(root))
         if not len(source):
-            raise DloError(f"the shards {shards[0]} ... hold no images ({', '.join(IMAGE_SUFFIXES)})")
+            raise DloError(f"the shards {shards[0]} ... must contain images ({', '.join(IMAGE_SUFFIXES)}), got none")
         largest = int(source.labels.max())
         if largest >= len(class_names):
             raise DloError(
-                f"{split} shards have label {largest}, but training has {len(class_names)} classes "
-                f"(0..{len(class_names) - 1}); labels must be class numbers from 0"
+                f"labels of {split} shards must be class indices in 0..{len(class_names) - 1}, got {largest}; training"
+                f" has {len(class_names)} classes"
             )
         return source
     folder = root / split
@@ -228,7 +230,7 @@ def open_source(root: Path, split: str, class_names: list[str]) -> ImageSource:
     foreign = sorted(set(present) - set(class_names))
     if foreign:
         raise DloError(
-            f"{folder} has classes that train/ does not have: {_some(foreign)}; remove them or add them to train/"
+            f"{folder} must have only the classes of train/, got {_some(foreign)}; remove them or add them to train/"
         )
     if not present:
         raise DloError(f"{folder} has no class folders; expected {split}/<class>/*.jpg")
@@ -237,8 +239,8 @@ def open_source(root: Path, split: str, class_names: list[str]) -> ImageSource:
     empty = [name for name, count in zip(class_names, counts, strict=True) if not count and name in present]
     if empty:
         raise DloError(
-            f"empty class: {_some([str(folder / name) for name in empty])} holds no image "
-            f"({', '.join(IMAGE_SUFFIXES)}); add images or remove the folder"
+            f"each class must have an image ({', '.join(IMAGE_SUFFIXES)}), got the empty folder"
+            f" {_some([str(folder / name) for name in empty])}; add images or remove the folder"
         )
     return files
 

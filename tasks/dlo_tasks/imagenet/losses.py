@@ -1,8 +1,7 @@
-"""Losses and hits of each sample, so that every mean is exact.
+"""Losses and top-k hits of each sample, so that means are exact.
 
 Shapes: B samples, C classes. Targets are class indices `[B]`, or soft targets `[B, C]` (each row a distribution, as
-MixUp makes them). A class of -1 (:data:`VOID`, with which datasets of earlier versions marked padding) counts for
-nothing.
+MixUp produces them). A class of -1 (:data:`VOID`, with which datasets of earlier versions marked padding) is ignored.
 """
 
 from __future__ import annotations
@@ -20,17 +19,17 @@ LossName = Literal["cross_entropy", "bce"]
 
 
 def is_real(targets: Tensor) -> Tensor:
-    """Returns which samples count, `[B]` of bool: all but those whose target is VOID."""
+    """Returns a mask of the samples that count, `[B]` of bool: all except those whose target is VOID."""
     if targets.is_floating_point():
         return torch.ones(len(targets), dtype=torch.bool, device=targets.device)
     return targets != VOID
 
 
 def dense_targets(targets: Tensor, num_classes: int, smoothing: float) -> Tensor:
-    """Returns targets as `[B, C]` distributions, smoothed towards uniform; a VOID row is one of class 0.
+    """Returns targets as `[B, C]` distributions, smoothed towards uniform; a VOID row becomes class 0.
 
-    Label smoothing (Szegedy et al. 2016, arXiv 1512.00567) gives each class `smoothing / C` and the target
-    the rest. It applies to soft targets too, so what makes soft targets (MixUp) must not smooth them itself.
+    Label smoothing (Szegedy et al. 2016, arXiv 1512.00567) gives each class `smoothing / C` and the target the rest. It
+    applies to soft targets too, so MixUp must not smooth them itself.
     """
     if not targets.is_floating_point():
         targets = F.one_hot(targets.clamp(min=0), num_classes).float()
@@ -38,7 +37,7 @@ def dense_targets(targets: Tensor, num_classes: int, smoothing: float) -> Tensor
 
 
 def cross_entropy(logits: Tensor, targets: Tensor, smoothing: float = 0.0) -> Tensor:
-    """Returns the cross-entropy of each sample, `[B]` in float32; that of a VOID sample is 0."""
+    """Returns the cross-entropy of each sample, `[B]` in float32; 0 for a VOID sample."""
     logits = logits.float()
     if targets.is_floating_point():
         return F.cross_entropy(logits, targets.float(), reduction="none", label_smoothing=smoothing)
@@ -48,16 +47,16 @@ def cross_entropy(logits: Tensor, targets: Tensor, smoothing: float = 0.0) -> Te
 def binary_cross_entropy(
     logits: Tensor, targets: Tensor, smoothing: float = 0.0, threshold: float | None = None
 ) -> Tensor:
-    """Returns the binary cross-entropy of each sample, the mean over its classes: `[B]` in float32.
+    """Returns the binary cross-entropy of each sample, averaged over its classes: `[B]` in float32.
 
-    Each class is its own yes/no question, as in "ResNet strikes back" (Wightman et al. 2021, arXiv
-    2110.00476) and DeiT III, where a mixed image holds both its classes in full: that is `threshold=0`.
+    Each class is an independent binary target, as in "ResNet strikes back" (Wightman et al. 2021, arXiv 2110.00476) and
+    DeiT III, where a mixed image has both of its classes in full: `threshold=0`.
 
     Args:
-        logits: `[B, C]`.
+        logits: Logits, `[B, C]`.
         targets: Class indices or soft targets.
         smoothing: Label smoothing, applied before the threshold.
-        threshold: If set, targets above it become 1 and the others 0.
+        threshold: Threshold above which targets become 1, and the others 0; None keeps them.
     """
     dense = dense_targets(targets, logits.shape[1], smoothing)
     if threshold is not None:
@@ -67,41 +66,41 @@ def binary_cross_entropy(
 
 
 def check_threshold(threshold: float, smoothing: float, num_classes: int | None) -> None:
-    """Checks that a threshold tells a sample's class from the others after smoothing.
+    """Checks that a threshold separates a sample's class from the others after smoothing.
 
     Args:
-        threshold: See :func:`binary_cross_entropy`.
-        smoothing: Likewise.
-        num_classes: None where it is not known yet.
+        threshold: Threshold of :func:`binary_cross_entropy`.
+        smoothing: Label smoothing of :func:`binary_cross_entropy`.
+        num_classes: Number of classes; None if it is not known yet.
 
     Raises:
-        DloError: if it does not.
+        DloError: If it does not separate them.
     """
     if not 0 <= threshold < 1:
-        raise DloError(f"bce_threshold lies in [0, 1), given {threshold}; DeiT III has 0, ResNet strikes back 0.2")
+        raise DloError(f"bce_threshold must be in [0, 1), got {threshold}; DeiT III has 0, ResNet strikes back 0.2")
     others = smoothing / num_classes if num_classes else 0.0
     own = 1 - smoothing + others if num_classes else 1.0
     if not smoothing or others < threshold < own:
         return
     side, value = ("above", 1) if threshold <= others else ("at or below", 0)
-    shares = f" (of {num_classes} classes its own gets {own:.3g}, each other {others:.3g})" if num_classes else ""
+    shares = f" ({own:.3g} for its own of {num_classes} classes, {others:.3g} for others)" if num_classes else ""
     raise DloError(
-        f"label_smoothing {smoothing}{shares} brings all targets {side} bce_threshold {threshold}, so that all would be"
-        f" {value}; set label_smoothing to 0: a threshold takes it back anyway"
+        f"bce_threshold must separate smoothed targets, got {threshold} with label_smoothing {smoothing}{shares}: all"
+        f" targets are {side} it and become {value}; set label_smoothing to 0: a threshold undoes it anyway"
     )
 
 
 def mean_of_real(values: Tensor, targets: Tensor) -> Tensor:
-    """Returns the mean of `values`, `[B]` and 0 where VOID, over the real samples; 0 if there are none."""
+    """Returns the mean of `values`, `[B]` and 0 for VOID samples, over the samples that count; 0 if there are none."""
     if targets.is_floating_point():
         return values.mean()
     return values.sum() / (targets != VOID).sum().clamp(min=1)
 
 
 def hits_at(logits: Tensor, targets: Tensor, k: int) -> Tensor:
-    """Returns `[B, k]` of bool: whether the class of the j-th highest logit is the target.
+    """Returns a `[B, k]` bool tensor: whether the class of the j-th highest logit is the target.
 
-    The target of a soft row is its largest class. `hits[:, 0]` is a top-1 hit and `hits.any(1)` a top-k hit.
+    The target of a soft row is its largest class. `hits[:, 0]` is a top-1 hit, `hits.any(1)` a top-k hit.
     """
     classes = targets.argmax(dim=1) if targets.is_floating_point() else targets
     return logits.topk(k, dim=1).indices == classes[:, None]

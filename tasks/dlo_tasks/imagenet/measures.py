@@ -1,4 +1,4 @@
-"""Metrics that are exact across ranks and partial batches, at the cost of a few sums a batch."""
+"""Metrics that are exact across ranks and partial batches, at the cost of a few sums per batch."""
 
 from __future__ import annotations
 
@@ -8,11 +8,10 @@ from torchmetrics import Metric
 
 
 class SampleMean(Metric):
-    """The mean of one value a sample, over all samples of all ranks.
+    """Mean of one value per sample, over all samples of all ranks.
 
-    Ranks add their sums and counts and divide once, so the result does not depend on how samples were dealt
-    to batches and ranks. Counts of hits are whole numbers below 2**24, so an accuracy is exact to the last
-    bit.
+    Ranks add their sums and counts and divide once, so the result does not depend on how samples are distributed over
+    batches and ranks. Counts of hits are integers below 2**24, so an accuracy is exact to the last bit.
     """
 
     full_state_update = False
@@ -37,8 +36,8 @@ class SampleMean(Metric):
 class Confusion(Metric):
     """Counts of (true class, predicted class) pairs over all ranks, `[C, C]` of int64.
 
-    The same as torchmetrics' `MulticlassConfusionMatrix`, whose update costs O(C * C) a batch where this
-    costs O(B): with 1,000 classes that is the difference between counting always and not daring to.
+    Equals torchmetrics' `MulticlassConfusionMatrix`, whose update costs O(C * C) per batch where this costs O(B): with
+    1,000 classes this one is cheap enough to stay on.
     """
 
     full_state_update = False
@@ -50,7 +49,7 @@ class Confusion(Metric):
         self.add_state("counts", torch.zeros(num_classes**2, dtype=torch.long), dist_reduce_fx="sum")
 
     def update(self, predicted: Tensor, targets: Tensor, real: Tensor) -> None:
-        """Adds class indices `[B]`, those for which `real`, `[B]` of bool, is true."""
+        """Adds pairs of class indices, `[B]` each, where `real`, `[B]` of bool, is true."""
         cells = torch.where(real, targets * self.num_classes + predicted, 0)
         self.counts.index_add_(0, cells, real.long())
 

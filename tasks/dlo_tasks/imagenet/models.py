@@ -1,4 +1,4 @@
-"""timm models by name, and everything that can be wrong with a choice, said before training starts."""
+"""timm models by name, with checks of name, arguments and image size before training starts."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ def check_name(name: str, *, pretrained: bool) -> None:
     """Checks that timm knows a model.
 
     Raises:
-        DloError: with the nearest name, for a model that timm does not know, or one on a hub whose
-            architecture would have to be downloaded although `pretrained` does not ask for a download.
+        DloError: If timm does not know the model (the message has the nearest name), or if it is on a hub, so that its
+            architecture would have to be downloaded, and `pretrained` is false.
     """
     source, identifier = parse_model_name(name)
     if source in _HUBS:
         if not pretrained:
-            raise DloError(f"model '{name}' is fetched from a hub; allow the download with pretrained: true")
+            raise DloError(f"pretrained must be true for a model on a hub, got false for '{name}'")
         return
     architecture, _, tag = str(identifier).partition(".")
     if not timm.is_model(architecture):
@@ -49,7 +49,7 @@ def check_name(name: str, *, pretrained: bool) -> None:
 
 @lru_cache
 def takes_image_size(name: str) -> bool:
-    """Whether the model is built for one image size (`img_size`), as ViT is and ResNet is not."""
+    """Returns whether the model is built for one image size (`img_size`), as ViT is and ResNet is not."""
     with torch.device("meta"):
         model = timm.create_model(name)
     return "img_size" in inspect.signature(type(model).__init__).parameters
@@ -58,10 +58,10 @@ def takes_image_size(name: str) -> bool:
 def check_image_size(name: str, args: dict[str, Any], image_size: int) -> None:
     """Checks that the model divides an image of this size evenly.
 
-    timm itself accepts any size, and drops the pixels past the last whole patch.
+    timm itself accepts any size, and drops the pixels beyond the last full patch.
 
     Raises:
-        DloError: with the nearest sizes that fit.
+        DloError: If it does not; the message has the nearest sizes that fit.
     """
     with torch.device("meta"):
         model = _create(name, {key: value for key, value in args.items() if key != "img_size"})
@@ -78,18 +78,18 @@ def check_image_size(name: str, args: dict[str, Any], image_size: int) -> None:
         raise DloError(f"image_size {image_size} not divisible by {what} {unit}{fix}")
     if unit == 1 and not _fits(name, args, image_size):
         own = int((getattr(model, "pretrained_cfg", None) or {}).get("input_size", (3, 224, 224))[-1])
-        raise DloError(f"{name} cannot be built for images of image_size {image_size}; use {own}, its own")
+        raise DloError(f"image_size must be {own} for {name}, built for that size only, got {image_size}; use {own}")
 
 
 def _stride(model: nn.Module) -> int:
-    """Returns a model's stride; 1 for one whose stages are no pyramid (CrossViT: two branches side by side)."""
+    """Returns a model's stride; 1 if its stages do not form a pyramid (CrossViT: two branches side by side)."""
     reductions = [int(info["reduction"]) for info in getattr(model, "feature_info", None) or []]
     pyramid = all(after % before == 0 for before, after in pairwise(reductions))
     return reductions[-1] if reductions and pyramid else 1
 
 
 def _fits(name: str, args: dict[str, Any], image_size: int) -> bool:
-    """Whether a model that is built for images of a size takes them."""
+    """Returns whether a model that is built for an image size accepts images of that size."""
     try:
         with torch.device("meta"):
             model = build(name, args, num_classes=2, image_size=image_size, pretrained=False)
@@ -99,10 +99,10 @@ def _fits(name: str, args: dict[str, Any], image_size: int) -> bool:
 
 
 def check_eval_size(name: str, args: dict[str, Any], image_size: int, eval_image_size: int) -> None:
-    """Checks that a model can be evaluated at another size than it is trained at.
+    """Checks that a model can be evaluated at another size than its training size.
 
     Raises:
-        DloError: if it is built for one size and cannot be made to take others, or not this one.
+        DloError: If it is built for one size and cannot be adapted to others, or not to this one.
     """
     if eval_image_size == image_size:
         return
@@ -115,20 +115,20 @@ def check_eval_size(name: str, args: dict[str, Any], image_size: int, eval_image
 
 
 def build(name: str, args: dict[str, Any], *, num_classes: int, image_size: int | None, pretrained: bool) -> nn.Module:
-    """Builds a timm model; downloads nothing unless `pretrained`.
+    """Builds a timm model; downloads nothing unless `pretrained` is true.
 
-    A ViT and a CoAtNet take images of other sizes too, see :mod:`dlo_framework.model_sizes`; their parameters are
-    those of `image_size`.
+    A ViT and a CoAtNet accept images of other sizes too, see :mod:`dlo_framework.model_sizes`; their parameters have
+    the shapes for `image_size`.
 
     Args:
-        name: timm's name, with or without a tag of weights.
-        args: Arguments for the model's constructor.
-        num_classes: Width of the classifier.
-        image_size: Height and width of its images in pixels; passed on to models built for one size.
+        name: Name of the model in timm, with or without a tag of weights.
+        args: Arguments of the model's constructor.
+        num_classes: Number of outputs of the classifier.
+        image_size: Height and width of the images in pixels; passed to models built for one size.
         pretrained: Whether to download and load timm's weights.
 
     Raises:
-        DloError: for an argument that the model does not take.
+        DloError: If the model does not have an argument.
     """
     sized = image_size is not None and "img_size" not in args and takes_image_size(name)
     more = {"img_size": image_size} if sized else {}
@@ -138,20 +138,19 @@ def build(name: str, args: dict[str, Any], *, num_classes: int, image_size: int 
 
 
 def set_sincos_positions(model: nn.Module) -> None:
-    """Replaces a ViT's learned position embedding by fixed 2-D sines and cosines, which are not trained.
+    """Replaces a ViT's learned position embedding by fixed 2-D sines and cosines.
 
-    As in MoCo v3 (Chen et al. 2021, arXiv 2104.02057) and big_vision's plain ViT baseline.
+    Source: MoCo v3 (Chen et al. 2021, arXiv 2104.02057) and big_vision's plain ViT baseline.
 
     Raises:
-        DloError: if the model has no position embedding over a grid of patches alone.
+        DloError: If the model has no position embedding that covers exactly a grid of patches.
     """
     positions, patches = getattr(model, "pos_embed", None), getattr(model, "patch_embed", None)
     grid = getattr(patches, "grid_size", None)
     if not isinstance(positions, nn.Parameter) or grid is None or positions.shape[1] != grid[0] * grid[1]:
         raise DloError(
-            "position_embedding: sincos2d needs a ViT whose position embedding covers its patches and nothing"
-            f" else, given {type(model).__name__}; for a timm ViT set model_args: {{class_token: false,"
-            " global_pool: avg}"
+            "position_embedding: sincos2d must have a ViT whose position embedding covers exactly its patches, got"
+            f" {type(model).__name__}; for a timm ViT set model_args: {{class_token: false, global_pool: avg}}"
         )
     if not positions.is_meta:
         with torch.no_grad():
@@ -160,9 +159,9 @@ def set_sincos_positions(model: nn.Module) -> None:
 
 
 def sincos_2d(height: int, width: int, dim: int, temperature: float = 10_000.0) -> Tensor:
-    """Returns a `[1, height * width, dim]` embedding: sin x, cos x, sin y, cos y, a quarter of `dim` each."""
+    """Returns a `[1, height * width, dim]` embedding: sin x, cos x, sin y, cos y, each with `dim / 4` channels."""
     if dim % 4:
-        raise DloError(f"sincos2d needs a width divisible by 4, given {dim}; use {dim // 4 * 4 + 4}")
+        raise DloError(f"the width of a sincos2d embedding must be divisible by 4, got {dim}; use {dim // 4 * 4 + 4}")
     y, x = torch.meshgrid(torch.arange(height).double(), torch.arange(width).double(), indexing="ij")
     omega = temperature ** -(torch.arange(dim // 4).double() / max(1, dim // 4 - 1))
     angles_x, angles_y = x.flatten()[:, None] * omega, y.flatten()[:, None] * omega  # [HW, dim / 4]
@@ -184,6 +183,6 @@ def _create(name: str, args: dict[str, Any], **more: Any) -> nn.Module:
         with torch.device("meta"):
             known = inspect.signature(type(timm.create_model(name)).__init__).parameters
         raise DloError(
-            f"model_args: {name} takes no argument '{unknown[1]}'{did_you_mean(unknown[1], known)}"
+            f"model_args must be arguments of {name}, got '{unknown[1]}'{did_you_mean(unknown[1], known)}"
         ) from error
     return model

@@ -1,4 +1,4 @@
-"""Pictures for TensorBoard: training images as the model sees them, and the confusion matrix.
+"""Images for TensorBoard: training images as the model gets them, and the confusion matrix.
 
 Pure functions from tensors to `[3, H, W]` uint8 tensors, drawn with PIL.
 """
@@ -21,8 +21,8 @@ def denormalise(images: Tensor, mean: Sequence[float] | None, std: Sequence[floa
     """Returns normalised images, `[B, 3, H, W]` of float, as uint8 pixels.
 
     Args:
-        images: What the model is given. Images that are uint8 already come back as they are.
-        mean: Mean of each channel in [0, 1]; None stretches each image's own range over [0, 255].
+        images: Images as the model gets them; uint8 images are returned unchanged.
+        mean: Mean of each channel, in 0..1; None stretches each image's own range to 0..255.
         std: Standard deviation of each channel.
     """
     if images.dtype == torch.uint8:
@@ -40,10 +40,10 @@ def image_grid(images: Tensor, labels: Sequence[str], columns: int = 4, least: i
     """Returns a grid of labelled images, `[3, H, W]` of uint8.
 
     Args:
-        images: `[B, 3, h, w]` of uint8.
-        labels: One a image, written under it.
-        columns: Images in a row.
-        least: Images smaller than this many pixels are enlarged by a whole factor, so that labels fit.
+        images: Images, `[B, 3, h, w]` of uint8.
+        labels: Captions, one per image.
+        columns: Number of images in a row.
+        least: Width in pixels below which images are enlarged by an integer factor, so that labels fit.
     """
     factor = max(1, -(-least // images.shape[-1]))
     images = F.interpolate(images.float(), scale_factor=factor, mode="nearest").to(torch.uint8)
@@ -62,7 +62,7 @@ def image_grid(images: Tensor, labels: Sequence[str], columns: int = 4, least: i
 
 
 def target_labels(targets: Tensor, class_names: Sequence[str]) -> list[str]:
-    """Returns a caption a sample: its class, or the two largest shares of a soft target."""
+    """Returns a caption per sample: its class, or the two largest classes of a soft target."""
     if not targets.is_floating_point():
         return [class_names[int(t)] if t >= 0 else "(padding)" for t in targets.tolist()]
     labels = []
@@ -73,16 +73,16 @@ def target_labels(targets: Tensor, class_names: Sequence[str]) -> list[str]:
 
 
 def confusion_picture(counts: Tensor, class_names: Sequence[str], counted_up_to: int = 20) -> Tensor:
-    """Returns the confusion matrix as a picture, `[3, H, W]` of uint8.
+    """Returns the confusion matrix as an image, `[3, H, W]` of uint8.
 
-    A cell's darkness is its share of the row (of the true class), blue on the diagonal and red off it. Up to
-    `counted_up_to` classes the counts stand in the cells and the names beside them; up to 1,000 and beyond, a
-    cell is a pixel or more and its shade is the square root of the share, so that single mistakes still show.
+    A cell is darker the larger its fraction of the row (of the true class), blue on the diagonal and red off it. Up to
+    `counted_up_to` classes the cells contain the counts, with the names beside them; with more classes a cell is a few
+    pixels or one, and its shade is the square root of the fraction, so that single mistakes still show.
 
     Args:
-        counts: `[C, C]` of int, rows by true class.
-        class_names: C names.
-        counted_up_to: The largest number of classes for which counts and names are written.
+        counts: Counts, `[C, C]` of int, rows by true class.
+        class_names: Names of the C classes.
+        counted_up_to: Largest number of classes for which counts and names are written.
     """
     counts = counts.detach().cpu()
     classes = len(counts)
@@ -134,7 +134,7 @@ def _shades(shares: Tensor) -> np.ndarray:
 
 
 def _fit(draw: ImageDraw.ImageDraw, text: str, width: int, font: ImageFont.FreeTypeFont | ImageFont.ImageFont) -> str:
-    """Returns `text`, cut with an ellipsis so that it is at most `width` pixels wide."""
+    """Returns `text`, shortened with an ellipsis to at most `width` pixels."""
     if draw.textlength(text, font=font) <= width:
         return text
     while text and draw.textlength(text + "…", font=font) > width:

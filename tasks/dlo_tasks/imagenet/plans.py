@@ -1,8 +1,7 @@
-"""Parallel plans of timm's models: Vision Transformers, CoAtNet and its family, ResNets, Twins, and what can be
-found.
+"""Parallel plans of timm models: Vision Transformers, CoAtNet and its family, ResNets, Twins, and inferred ones.
 
-A plan is written for the module at hand: it names only what that variant has (class token, register tokens,
-layer scale, where its norm is).
+A plan is made for a module: it names only what that variant has (class token, register tokens, layer scale, the place
+of its norm).
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from torch import nn
 
 from dlo_framework.plan import ParallelPlan, Rule, tied_groups
 
-#: Layers of CaiT, XCiT and VOLO through which a class token goes after all blocks of patches.
+#: Layers of CaiT, XCiT and VOLO that process a class token after all blocks of patches.
 _CLASS_ATTENTION = ("blocks_token_only", "cls_attn_blocks", "post_network")
 
 
@@ -27,7 +26,7 @@ def plan_for(model: nn.Module) -> ParallelPlan:
     """Returns the plan of a timm model.
 
     Raises:
-        DloError: for a model of no known family whose repeated blocks cannot be found.
+        DloError: If the model's family is unknown and its repeated blocks cannot be found.
     """
     if isinstance(model, VisionTransformer):
         return vit_plan(model)
@@ -47,8 +46,8 @@ def plan_for(model: nn.Module) -> ParallelPlan:
 def vit_plan(model: nn.Module) -> ParallelPlan:
     """Returns the plan of a `VisionTransformer`: ViT, DeiT and DeiT III, with or without registers.
 
-    Megatron's alternation in each block: `qkv` by heads and `fc1` by columns, `proj` and `fc2` by rows, so
-    that one all-reduce serves two dense layers. The fused `qkv` is `[3, heads, head_dim]`.
+    Each block follows Megatron: `qkv` by heads and `fc1` by columns, `proj` and `fc2` by rows, so that one all-reduce
+    serves two linear layers. The fused `qkv` is `[3, heads, head_dim]`.
     """
     stem = ("cls_token", "dist_token", "reg_token", "pos_embed", "patch_embed", "norm_pre")
     head = ("norm", "attn_pool", "fc_norm", "head", "head_dist")
@@ -68,7 +67,7 @@ def vit_plan(model: nn.Module) -> ParallelPlan:
 
 
 def _attention_rules(model: nn.Module) -> dict[str, Rule]:
-    """Returns the rules of the blocks' attentions: none where a norm over all heads follows."""
+    """Returns the rules of the blocks' attentions; empty if a norm over all heads follows."""
     attentions = [module for name, module in model.named_modules() if name.endswith(".attn")]
     if not all(isinstance(getattr(attention, "norm", None), nn.Identity | None) for attention in attentions):
         return {}
@@ -77,7 +76,7 @@ def _attention_rules(model: nn.Module) -> dict[str, Rule]:
 
 
 def _mlp_rules(model: nn.Module) -> dict[str, Rule]:
-    """Returns the rules of the blocks' MLPs: none where a norm follows `fc1`."""
+    """Returns the rules of the blocks' MLPs; empty if a norm follows `fc1`."""
     mlps = [module for name, module in model.named_modules() if name.endswith(".mlp")]
     if not all(isinstance(mlp, Mlp | SwiGLU | GluMlp) and isinstance(mlp.norm, nn.Identity) for mlp in mlps):
         return {}
@@ -89,9 +88,9 @@ def _mlp_rules(model: nn.Module) -> dict[str, Rule]:
 def maxxvit_plan(model: nn.Module) -> ParallelPlan:
     """Returns the plan of a `MaxxVit`: CoAtNet, MaxViT and their relatives.
 
-    The blocks of all stages in order, convolutional ones too; tensor rules for the attention of transformer
-    blocks and their MLPs. In this family the fused `qkv` is `[heads, 3, head_dim]` where the attention says
-    `head_first`, and the table of relative positions has one column a head.
+    It has the blocks of all stages in order, convolutional ones too, and tensor rules for the attention of transformer
+    blocks and their MLPs. In this family the fused `qkv` is `[heads, 3, head_dim]` if the attention has `head_first`,
+    and the table of relative positions has one column per head.
     """
     tensor: dict[str, Rule] = {}
     attention: dict[str, None] = {}
@@ -107,7 +106,7 @@ def maxxvit_plan(model: nn.Module) -> ParallelPlan:
             first = isinstance(module.rel_pos, RelPosBiasTf)  # [heads, height, width]
             tensor[f"{pattern}.rel_pos.relative_position_bias_table"] = Rule.HEADS if first else Rule.LAST_DIM_HEADS
         else:
-            # Its output is a head's bias, and its input no activation: its tensors are cut, it is no projection.
+            # Its output is a head's bias, and its input is not an activation: cut its tensors, not a projection.
             tensor |= {f"{pattern}.rel_pos.mlp.fc2.{name}": Rule.HEADS for name in ("weight", "bias")}
         tensor |= {f"{block}.mlp.fc1": Rule.COLUMN, f"{block}.mlp.fc2": Rule.ROW}
     return ParallelPlan(
@@ -132,8 +131,8 @@ def resnet_plan(model: nn.Module) -> ParallelPlan:
 def twins_plan(model: Twins) -> ParallelPlan:
     """Returns the plan of a `Twins`, without tensor rules.
 
-    What lies between its blocks counts as blocks too: the patch embedding that each group of them but the first begins
-    with, and the position encoding behind a group's first block.
+    The modules between its blocks count as blocks too: the patch embedding at the start of each group but the first,
+    and the position encoding after a group's first block.
     """
     blocks: list[str] = []
     for group, layers in enumerate(model.blocks):
@@ -144,7 +143,7 @@ def twins_plan(model: Twins) -> ParallelPlan:
 
 
 def _present(model: nn.Module, names: tuple[str, ...]) -> tuple[str, ...]:
-    """Returns the names under which `model` holds a parameter or buffer."""
+    """Returns those of the names that have a parameter or buffer in `model`."""
     held = {name.split(".")[0] for name in model.state_dict()}
     held |= {name.split(".")[0] for name, _ in model.named_buffers()}
     return tuple(name for name in names if name in held)

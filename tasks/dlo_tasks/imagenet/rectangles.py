@@ -1,7 +1,7 @@
-"""Validation in rectangles: images near their own shape, batched with others of the same.
+"""Rectangular validation: crops near each image's own shape, batched with others of the same shape.
 
-fast.ai's, for DAWNBench 2018 ("Training ImageNet in 18 minutes", Howard et al.). There a batch has the mean shape of
-its images, so that accuracy depends on the size of a batch; here the shape is each image's own, rounded down.
+The method is fast.ai's, for DAWNBench 2018 ("Training ImageNet in 18 minutes", Howard et al.). There a batch has the
+mean shape of its images, so that accuracy depends on the batch size; here the shape is each image's own, rounded down.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from dlo_framework.data import Draw, ResumableBatchSampler
 from dlo_tasks.imagenet.decode import CorruptImage, read_size
 from dlo_tasks.imagenet.folder_sources import ImageSource
 
-_READERS = 16  # threads; on a network drive most of the time is waiting
+_READERS = 16  # threads; on a network drive most of the time is spent waiting
 
 Size = tuple[int, int]
 
@@ -26,11 +26,11 @@ def rectangle(height: int, width: int, size: int, multiple: int, max_ratio: floa
     """Returns the (height, width) that an image of this shape is cropped to.
 
     Args:
-        height: of the image, in pixels.
-        width: likewise.
-        size: of the result's shorter side.
-        multiple: the longer side is rounded down to a multiple of it.
-        max_ratio: the most that the longer side is longer.
+        height: Height of the image, in pixels.
+        width: Width of the image, in pixels.
+        size: Shorter side of the result, in pixels.
+        multiple: Number of pixels to a multiple of which the longer side is rounded down.
+        max_ratio: Maximum ratio of the longer side to the shorter one.
     """
     ratio = min(max(height, width) / min(height, width), max_ratio)
     longer = max(size, math.floor(size * ratio / multiple) * multiple)
@@ -38,14 +38,14 @@ def rectangle(height: int, width: int, size: int, multiple: int, max_ratio: floa
 
 
 def read_sizes(source: ImageSource, *, skip_corrupt: bool) -> list[Size]:
-    """Returns every image's (height, width), from the headers of the files.
+    """Returns the (height, width) of each image, from the headers of the files.
 
     Args:
-        source: the files.
-        skip_corrupt: take an image that cannot be read for a square one; loading it will count it.
+        source: Source of the image files.
+        skip_corrupt: Whether to treat an unreadable image as a square one; loading it will count it.
 
     Raises:
-        CorruptImage: names the first file that cannot be read.
+        CorruptImage: For the first file that cannot be read, with its name.
     """
 
     def size_of(index: int) -> Size:
@@ -62,15 +62,15 @@ def read_sizes(source: ImageSource, *, skip_corrupt: bool) -> list[Size]:
 
 
 class RectangleBatchSampler(ResumableBatchSampler):
-    """Visits each sample once, from the tallest to the widest; all samples of a rank's batch have the same shape.
+    """Sampler that visits each sample once, from tallest to widest; all samples of a rank's batch have the same shape.
 
-    Ranks' batches may have different shapes. They are cut smaller until the ranks have equally many.
+    Batches of different ranks may have different shapes. They are made smaller until all ranks have the same number.
 
     Args:
-        shapes: the (height, width) to make of each sample.
-        batch_size: most samples in a batch on one rank.
-        rank: this process's place among the data-parallel ranks.
-        world_size: number of data-parallel ranks.
+        shapes: Crop (height, width) of each sample.
+        batch_size: Maximum number of samples in a batch on one rank.
+        rank: Data-parallel rank of this process.
+        world_size: Number of data-parallel ranks.
     """
 
     def __init__(self, shapes: Sequence[Size], *, batch_size: int, rank: int = 0, world_size: int = 1) -> None:
@@ -79,18 +79,18 @@ class RectangleBatchSampler(ResumableBatchSampler):
         )
         self.shapes = list(shapes)
         sides = np.array(self.shapes)  # [N, 2]
-        self._order = np.lexsort((sides[:, 0], sides[:, 1] / sides[:, 0]))  # stable: of one shape, in the data's order
+        self._order = np.lexsort((sides[:, 0], sides[:, 1] / sides[:, 0]))  # stable: keeps the data's order in a shape
         changes = np.flatnonzero((np.diff(sides[self._order], axis=0) != 0).any(axis=1)) + 1
         bounds = [0, *changes.tolist(), len(shapes)]
         self._batches = equal_batches(bounds, batch_size, world_size)
 
     def __len__(self) -> int:
-        """Batches in all, the same on every rank."""
+        """Number of batches per rank, the same on each."""
         return -(-len(self._batches) // self.world_size)
 
     @property
     def leaves_ranks_out(self) -> bool:
-        """Whether there are too few samples to give all ranks equally many batches."""
+        """Whether there are too few samples to give all ranks the same number of batches."""
         return len(self._batches) % self.world_size > 0
 
     def spans_from(self, samples: int) -> Iterator[tuple[int, int]]:
@@ -99,7 +99,7 @@ class RectangleBatchSampler(ResumableBatchSampler):
             yield group[0][0], group[-1][1]
 
     def batches_from(self, samples: int) -> Iterator[list[Draw]]:
-        """Yields this rank's batches, after the first ``samples`` of the order."""
+        """Yields this rank's batches, after the first ``samples`` samples of the order."""
         indices, seeds = self._epoch_draws()
         for group in self._groups(samples):
             real = self.rank < len(group)
@@ -118,14 +118,14 @@ class RectangleBatchSampler(ResumableBatchSampler):
 
 
 def equal_batches(bounds: Sequence[int], batch_size: int, ranks: int) -> list[tuple[int, int]]:
-    """Returns (start, stop) of batches that cross no bound, so many that they can be dealt out to ranks evenly.
+    """Returns (start, stop) of batches that cross no bound, in a number that the ranks divide.
 
-    Batches are halved, the largest first, until the ranks divide their number. Where each has one sample they do not.
+    The largest batches are halved until the ranks divide their number; this stops when each has one sample.
 
     Args:
-        bounds: ascending, 0 and the number of samples included.
-        batch_size: most samples of a batch.
-        ranks: that the batches are dealt out to.
+        bounds: Start indices of the shapes, ascending, with 0 and the number of samples.
+        batch_size: Maximum number of samples in a batch.
+        ranks: Number of ranks that share the batches.
     """
     found = [
         (start, min(start + batch_size, past))
@@ -145,6 +145,6 @@ def equal_batches(bounds: Sequence[int], batch_size: int, ranks: int) -> list[tu
 def rectangle_sampler(
     sizes: Sequence[Size], size: int, multiple: int, max_ratio: float
 ) -> Callable[..., ResumableBatchSampler]:
-    """Returns what makes the sampler for images of these (height, width), once ranks and batch size are known."""
+    """Returns a factory of samplers for images of these sizes, to call once ranks and batch size are known."""
     shapes = [rectangle(*native, size, multiple, max_ratio) for native in sizes]
     return lambda **options: RectangleBatchSampler(shapes, **options)

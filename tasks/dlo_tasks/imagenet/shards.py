@@ -1,8 +1,8 @@
-"""Random access to images in tar shards (webdataset's layout), through an index of where each one stands.
+"""Random access to images in tar shards (webdataset's layout), through an index of their offsets.
 
-A shard is read once, header by header, to note the offset, the length and the label of each image; the note is
-kept beside the shard, or in the user's cache folder where that is read-only. After that an image is one
-``pread``. Nothing is ever extracted, so a hostile archive's names and links reach no file system.
+A shard is read once, header by header, to store the offset, the length and the label of each image in an index, beside
+the shard or, if that is read-only, in the user's cache folder. After that an image takes one ``pread``. Nothing is
+ever extracted, so names and links of a hostile archive do not reach the file system.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ _FORMAT = 1
 
 
 class ShardIndex(NamedTuple):
-    """Where the images of one tar file stand.
+    """Index of the images of one tar file.
 
     Attributes:
-        offsets: int64 [N], of the first byte of each image.
-        sizes: int64 [N], in bytes.
-        labels: int64 [N], class numbers.
-        keys: the images' names inside the tar.
+        offsets: Offset of the first byte of each image, int64 [N].
+        sizes: Sizes in bytes, int64 [N].
+        labels: Class indices, int64 [N].
+        keys: Names of the images inside the tar.
     """
 
     offsets: np.ndarray
@@ -50,11 +50,11 @@ def load_index(path: Path, class_names: list[str] | None = None) -> ShardIndex:
     """Returns the index of a tar file, from the cache if the file's size and time have not changed.
 
     Args:
-        path: the tar file.
-        class_names: lets labels be names; without them labels are class numbers.
+        path: Path of the tar file.
+        class_names: Names that labels may use; None allows only class indices.
 
     Raises:
-        DloError: for a file that is no tar, or whose images have no usable label.
+        DloError: If the file is not a tar file, or an image has no usable label.
     """
     stat = path.stat()
     stamp = [_FORMAT, stat.st_size, stat.st_mtime_ns]
@@ -79,18 +79,18 @@ def build_index(path: Path, class_names: list[str] | None = None) -> ShardIndex:
     try:
         with tarfile.open(path, "r:") as tar:
             for member in tar:
-                if not member.isreg() or member.sparse is not None:  # links and devices have no bytes of their own
+                if not member.isreg() or member.sparse is not None:  # links and devices contain no data
                     continue
                 folder, _, name = member.name.rpartition("/")
                 stem, dot, suffix = name.partition(".")
                 key, suffix = f"{folder}/{stem}", (dot + suffix).lower()
                 if suffix in IMAGE_SUFFIXES:
                     if member.size < 0 or member.offset_data + member.size > length:
-                        raise DloError(f"{path}: {member.name!r} reaches beyond the end of the file; truncated?")
+                        raise DloError(f"{path}: {member.name!r} exceeds the file's {length} bytes; truncated?")
                     images[key] = (member.offset_data, member.size, member.name)
                 elif suffix in _LABEL_SUFFIXES:
                     if member.size > _MAX_LABEL_BYTES:
-                        raise DloError(f"{path}: the label {member.name!r} has {member.size} bytes; 64 KiB at most")
+                        raise DloError(f"{path}: the label {member.name!r} must be at most 64 KiB, got {member.size}")
                     content = tar.extractfile(member)
                     assert content is not None
                     labels[key] = _parse_label(content.read(), suffix, f"{path}: {member.name}", class_names)
@@ -98,7 +98,7 @@ def build_index(path: Path, class_names: list[str] | None = None) -> ShardIndex:
         raise DloError(f"{path} is not a readable, uncompressed tar file: {error}") from error
     missing = next((name for key, (_, _, name) in images.items() if key not in labels), None)
     if missing is not None:
-        raise DloError(f"{path}: {missing!r} has no label; put {Path(missing).stem}.cls (its class number) beside it")
+        raise DloError(f"{path}: {missing!r} must have a label, got none; add {Path(missing).stem}.cls")
     rows = np.array([(*images[key][:2], labels[key]) for key in images], dtype=np.int64).reshape(-1, 3)
     return ShardIndex(rows[:, 0].copy(), rows[:, 1].copy(), rows[:, 2].copy(), [images[key][2] for key in images])
 
@@ -117,7 +117,7 @@ def _parse_label(content: bytes, suffix: str, where: str, class_names: list[str]
         number = int(label)
     except (ValueError, TypeError, AttributeError):
         raise DloError(
-            f"{where}: the label must be a class number (or a name in classes.txt); got {content[:40]!r}"
+            f"{where}: the label must be a class index (or a name in classes.txt), got {content[:40]!r}"
         ) from None
     if number < 0:
         raise DloError(f"{where}: the label must be 0 or more, got {number}")
@@ -139,7 +139,7 @@ def _read_cache(place: Path, stamp: list[int], naming: str) -> ShardIndex | None
             if stored["stamp"].tolist() != stamp or str(stored["naming"]) != naming:
                 return None
             rows, keys = stored["rows"], str(stored["keys"]).split("\0")
-    except Exception:  # unreadable, of another version, half-written: it is only a cache
+    except Exception:  # unreadable, of another version or half-written: rebuild the cache
         return None
     keys = [] if not len(rows) else keys
     beyond = len(rows) and int((rows[:, 0] + rows[:, 1]).max()) > stamp[1]

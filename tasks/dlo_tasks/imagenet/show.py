@@ -1,4 +1,4 @@
-"""Puts the pictures of a classifier's run in TensorBoard, where the run has it."""
+"""Display of a classifier's images in TensorBoard, if the run has that logger."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from dlo_tasks.imagenet.measures import Confusion
 
 
 def show_images(trainer: Trainer, batch: Any, count: int, num_classes: int) -> None:
-    """Shows the first `count` images of a batch with their labels, as they reach the model."""
+    """Shows the first `count` images of a batch with their labels, as the model gets them."""
     board = _board(trainer)
     if board is None:
         return
@@ -24,10 +24,10 @@ def show_images(trainer: Trainer, batch: Any, count: int, num_classes: int) -> N
 
 
 def show_confusion(trainer: Trainer, confusion: Confusion, stage: str) -> None:
-    """Shows the confusion matrix of all ranks, if anything has been counted; every rank must call this."""
+    """Shows the confusion matrix of all ranks, if it has counts; every rank must call this."""
     if not confusion.update_called:
         return
-    counts = confusion.compute()  # collective: before the ranks without a board leave
+    counts = confusion.compute()  # collective: before ranks without a board return
     board = _board(trainer)
     if board is not None:
         picture = pictures.confusion_picture(counts, _class_names(trainer, confusion.num_classes))
@@ -40,6 +40,6 @@ def _class_names(trainer: Trainer, num_classes: int) -> list[str]:
 
 
 def _board(trainer: Trainer) -> Any:
-    """Returns TensorBoard's writer, or None: on other ranks, and with other loggers."""
+    """Returns TensorBoard's writer; None on other ranks and with other loggers."""
     loggers = [logger for logger in trainer.loggers if isinstance(logger, TensorBoardLogger)]
     return loggers[0].experiment if loggers and trainer.is_global_zero else None
