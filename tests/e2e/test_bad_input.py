@@ -255,7 +255,7 @@ def test_corrupt_images_that_are_skipped_are_counted(refused, photos, tmp_path):
 
 def test_sizes_and_classes_that_do_not_fit(refused):
     message = refused("fit", "--config", edit("image_size: 16", "image_size: 18"))
-    assert "image_size 18 not divisible by patch 4; use 16 or 20" in message
+    assert "image_size must be divisible by patch 4, got 18; use 16 or 20" in message
     message = refused("fit", "--config", edit("model: vit_tiny", "num_classes: 7\n    model: vit_tiny"))
     assert "num_classes must be the data's 10, got 7; set model.init_args.num_classes=10" in message
 

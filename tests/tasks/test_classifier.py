@@ -188,11 +188,11 @@ def test_bad_arguments_are_refused_at_construction(options, words):
     ("options", "words"),
     [
         ({"num_classes": 10}, "num_classes must be the data's 7, got 10; set model.init_args.num_classes=7"),
-        ({"image_size": 225}, "image_size 225 not divisible by patch 16; use 224 or 240"),
-        ({"image_size": 15}, "image_size 15 not divisible by patch 16; use 16$"),
+        ({"image_size": 225}, "image_size must be divisible by patch 16, got 225; use 224 or 240"),
+        ({"image_size": 15}, "image_size must be divisible by patch 16, got 15; use 16$"),
         (
             {"model": "coatnet_0_rw_224", "image_size": 230},
-            "image_size 230 not divisible by the model's stride 32; use 224 or 256",
+            "image_size must be divisible by the model's stride 32, got 230; use 224 or 256",
         ),
         ({"model": "crossvit_tiny_240", "image_size": 240}, None),  # two branches, whose strides are no pyramid
         ({"model": "crossvit_tiny_240"}, "image_size must be 240 for crossvit_tiny_240, .* got 224; use 240"),

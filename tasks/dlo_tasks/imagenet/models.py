@@ -75,7 +75,7 @@ def check_image_size(name: str, args: dict[str, Any], image_size: int) -> None:
         down = image_size // unit * unit
         sizes = " or ".join(str(size) for size in (down, down + unit) if size and (known or _fits(name, args, size)))
         fix = f"; use {sizes}" if sizes else ""
-        raise DloError(f"image_size {image_size} not divisible by {what} {unit}{fix}")
+        raise DloError(f"image_size must be divisible by {what} {unit}, got {image_size}{fix}")
     if unit == 1 and not _fits(name, args, image_size):
         own = int((getattr(model, "pretrained_cfg", None) or {}).get("input_size", (3, 224, 224))[-1])
         raise DloError(f"image_size must be {own} for {name}, built for that size only, got {image_size}; use {own}")
