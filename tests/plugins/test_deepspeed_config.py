@@ -70,8 +70,7 @@ def test_equal_values_in_both_places_pass_and_other_ones_name_both():
     json_config = {"zero_optimization": {"stage": 3}}
     assert resolve({"stage": 3}, json_config) == json_config
     message = refused({"stage": 2}, json_config)
-    assert "zero_optimization.stage 3" in message
-    assert "option stage says 2" in message
+    assert "zero_optimization.stage must equal the strategy's option stage 2, got 3" in message
     assert resolve({"stage": 2}, {"zero_optimization": {"stage": "auto"}})["zero_optimization"]["stage"] == 2
 
 
@@ -82,7 +81,7 @@ def test_two_options_that_say_the_same_must_agree():
     }
     assert resolve(options)["activation_checkpointing"] == {"partition_activations": True, "profile": True}
     options["partition_activations"] = False
-    assert "partition_activations and activation_checkpointing set" in refused(options)
+    assert "from partition_activations and True from activation_checkpointing" in refused(options)
 
 
 def test_what_was_given_is_left_as_it_was():
@@ -210,7 +209,7 @@ def test_a_config_that_json_cannot_hold_is_refused():
         ({"checkpoint": {"writer": {"tpe": "fast"}}}, "'checkpoint.writer.tpe'; did you mean 'type'?"),
         ({"stage": 3}, "unknown key 'stage'; it belongs at 'zero_optimization.stage'"),
         ({"optimizer": {"type": "AdamW", "lr": 1e-3}}, "unknown key 'optimizer.lr'"),
-        ({"fp16": True}, "fp16 is a section"),
+        ({"fp16": True}, "fp16 must be a section"),
     ],
 )
 def test_an_unknown_key_names_the_nearest_one(config, message):
@@ -270,7 +269,10 @@ def test_the_keys_are_those_of_the_installed_deepspeed():
         ({"amp": {"enabled": True}}, "--trainer.precision"),
         ({"progressive_layer_drop": {"enabled": True}}, "DeepSpeed has removed 'progressive_layer_drop'"),
         ({"curriculum_learning": {"enabled": True}}, "data_efficiency.data_sampling.curriculum_learning"),
-        ({"zero_optimization": {"stage": 3, "mics_shard_size": 2}}, "no 'zero_optimization.mics_shard_size' any more"),
+        (
+            {"zero_optimization": {"stage": 3, "mics_shard_size": 2}},
+            "removed 'zero_optimization.mics_shard_size'",
+        ),
     ],
 )
 def test_what_is_gone_from_deepspeed_names_what_to_take(config, message):
@@ -301,7 +303,7 @@ def test_old_spellings_mean_what_deepspeed_takes_them_for():
 def test_an_old_spelling_and_an_option_can_contradict_each_other():
     config = {"zero_optimization": {"stage": 3, "cpu_offload": True}}
     assert resolve({"offload_optimizer": "cpu"}, config)
-    assert "option offload_optimizer says nvme" in refused({"offload_optimizer": "nvme", "nvme_path": "/d"}, config)
+    assert "option offload_optimizer nvme, got cpu" in refused({"offload_optimizer": "nvme", "nvme_path": "/d"}, config)
     config["zero_optimization"]["offload_optimizer"] = {"device": "nvme"}
     assert "leave out cpu_offload" in refused({}, config)
 

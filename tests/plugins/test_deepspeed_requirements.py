@@ -150,7 +150,7 @@ def test_plain_stages_need_nothing(capsys):
 
 def test_hpz_divides_the_ranks():
     message = refusal({"stage": 3, "hpz": 3}, ranks=4)
-    assert "does not divide 4 ranks; set 1 or 2 or 4" in message
+    assert "must divide the 4 ranks, got 3; set 1 or 2 or 4" in message
     available({"stage": 3, "hpz": 2}, ranks=4)
 
 
@@ -160,7 +160,7 @@ def test_quantised_communication_is_cudas(key, nothing_built, monkeypatch):
     assert f"{key} (ZeRO++) must be off on CPUs" in refusal({}, config)
     monkeypatch.delenv("CUDA_HOME", raising=False)
     monkeypatch.setenv("PATH", "/nowhere")
-    assert "needs nvcc" in refusal({}, config, device="cuda")
+    assert "and nvcc, not found" in refusal({}, config, device="cuda")
 
 
 @pytest.mark.parametrize("config", [{"aio": {"use_gds": True}}, {"compile": {"deepcompile": True}}])
@@ -195,7 +195,7 @@ def test_without_a_compiler_that_is_what_is_missing(tmp_path, nothing_built, mon
 def test_without_ninja_that_is_what_is_missing(monkeypatch, tmp_path):
     monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
     monkeypatch.setattr(requirements.shutil, "which", lambda name, path=None: None if name == "ninja" else name)
-    with pytest.raises(DloError, match="no ninja: pip install ninja"):
+    with pytest.raises(DloError, match="needs ninja, not found here: pip install ninja"):
         check_compiler([PIN_MEMORY], "ds.json")
 
 

@@ -209,8 +209,8 @@ def check_compiler(ops: list[Op], source: str) -> None:
     if missing:
         names = ", ".join(op.name for op in ops)
         raise DloError(
-            f"{source}: DeepSpeed compiles {names} on first use, which needs {' and '.join(missing)}, not found here;"
-            f" run {'; '.join(missing.values())}; or install DeepSpeed with it built:"
+            f"{source}: DeepSpeed compiles {names} on first use, which needs {' and '.join(missing)}, not found here:"
+            f" {'; '.join(missing.values())}; or install DeepSpeed with it built:"
             f" {' '.join(f'{op.variable}=1' for op in ops)} pip install --no-build-isolation deepspeed"
         )
 
