@@ -240,7 +240,7 @@ def test_a_model_is_evaluated_at_another_size_if_it_can_be():
     data.image_size, data.eval_image_size = 224, 256
     for name in ("vit_small_patch16_224", "coatnet_nano_rw_224", "resnet18"):
         ImageClassifier(name).check(data)
-    with pytest.raises(DloError, match=r"eval_image_size=256: mixer_s16_224 images must have .* got 256 x 256"):
+    with pytest.raises(DloError, match=r"eval_image_size=256: mixer_s16_224: images must have .* got 256 x 256"):
         ImageClassifier("mixer_s16_224").check(data)
     data.eval_image_size = 250
     with pytest.raises(DloError, match="multiples of 16 pixels, got 250; use 240 or 256"):

@@ -287,7 +287,7 @@ def test_a_path_that_leads_nowhere_is_refused(name, message):
         (optim.check_warmup, (0, -4), "warmup_steps must be at least 0, got -4"),
         (optim.check_decays, (-0.1, None), "weight_decay must be at least 0, got -0.1"),
         (optim.check_decays, (0.1, 0.0), r"layer_decay must be in \(0, 1\], got 0.0"),
-        (optim.check_decays, (0.1, 1.5), "given 1.5; 0.65 to 0.8 is usual"),
+        (optim.check_decays, (0.1, 1.5), "got 1.5; 0.65 to 0.8 is usual"),
         (optim.check_rates, (math.nan,), "lr must be positive"),
     ],
 )
