@@ -212,7 +212,10 @@ REFUSED: list[tuple[Any, str, Any]] = [
     (OwnClipping, "deepspeed3", "must clip by norm to 0.0, as DeepSpeed does"),
     (Model, "deepspeed2", (lambda: AdaptiveGradientClipping(0.1), "AdaptiveGradientClipping")),
     (Model, "deepspeed2", (Compile, "DeepSpeedBridge wraps")),
-    *((Model, name, (Unfreeze, "requires_grad of blocks.1.0.bias, blocks.1.0.weight")) for name in ("deepspeed2", "deepspeed3_cut")),
+    *(
+        (Model, name, (Unfreeze, "requires_grad of blocks.1.0.bias, blocks.1.0.weight"))
+        for name in ("deepspeed2", "deepspeed3_cut")
+    ),
 ]
 
 
