@@ -156,7 +156,7 @@ class Communicator:
     def all_reduce(self, tensor: Tensor) -> Tensor:
         """Returns the sum over the ranks as a new tensor.
 
-        This and the next three methods are defined for meta tensors; torch.compile traces them, without the count.
+        This and the next five methods are defined for meta tensors; torch.compile traces them, without the count.
         """
         return self.start_all_reduce(tensor)()
 
@@ -168,15 +168,25 @@ class Communicator:
 
     def all_gather_parts(self, part: Tensor) -> Tensor:
         """Gathers a tensor of the same shape from each rank; returns `[size, *part.shape]`."""
+        return self.start_all_gather_parts(part)()
+
+    def start_all_gather_parts(self, part: Tensor) -> Callable[[], Tensor]:
+        """Starts :meth:`all_gather_parts`; returns a function that waits for the result and returns it."""
         self._count("all_gather", part.numel() * self.size)
         flat = part.contiguous().view(-1)
-        return _OPS.wait_tensor(_OPS.all_gather_into_tensor(flat, self.size, self._name)).view(self.size, *part.shape)
+        started = _OPS.all_gather_into_tensor(flat, self.size, self._name)
+        return lambda: _OPS.wait_tensor(started).view(self.size, *part.shape)
 
     def reduce_scatter_parts(self, parts: Tensor) -> Tensor:
         """Sums `[size, ...]` over the ranks and returns this rank's entry, `[...]`."""
+        return self.start_reduce_scatter_parts(parts)()
+
+    def start_reduce_scatter_parts(self, parts: Tensor) -> Callable[[], Tensor]:
+        """Starts :meth:`reduce_scatter_parts`; returns a function that waits for the result and returns it."""
         self._count("reduce_scatter", parts.numel())
         flat = parts.contiguous().view(-1)
-        return _OPS.wait_tensor(_OPS.reduce_scatter_tensor(flat, "sum", self.size, self._name)).view(parts.shape[1:])
+        started = _OPS.reduce_scatter_tensor(flat, "sum", self.size, self._name)
+        return lambda: _OPS.wait_tensor(started).view(parts.shape[1:])
 
     def sum(self, tensor: Tensor) -> Tensor:
         """Sums a small tensor over the ranks, in place."""

@@ -10,6 +10,7 @@ Shapes: B samples, L tokens, D width, T ranks, l = ceil(L / T) tokens of a rank.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -19,7 +20,10 @@ from torch import Tensor
 from dlo_framework.distributed.collectives import Communicator
 from dlo_framework.distributed.vocabulary import copy_in
 
-__all__ = ["copy_in", "gather_in", "gather_out", "own_part", "scatter_out", "split_in", "sum_both", "sum_out"]
+__all__ = [
+    *("copy_in", "gather_in", "gather_out", "own_part", "scatter_out", "split_in", "start_gather", "start_scatter"),
+    *("sum_both", "sum_out"),
+]
 
 
 def sum_out(tensor: Tensor, communicator: Communicator) -> Tensor:
@@ -70,12 +74,23 @@ def _parts(whole: Tensor, ranks: int) -> Tensor:
     return padded.unflatten(1, (ranks, part)).transpose(0, 1)
 
 
+def start_gather(part: Tensor, length: int, communicator: Communicator) -> Callable[[], Tensor]:
+    """Starts to gather the ranks' `[B, l, D]`; returns a function that waits for `[B, L, D]` and returns it."""
+    wait = communicator.start_all_gather_parts(part)
+    return lambda: wait().transpose(0, 1).flatten(1, 2).narrow(1, 0, length).contiguous()
+
+
+def start_scatter(partial: Tensor, communicator: Communicator) -> Callable[[], Tensor]:
+    """Starts to sum the ranks' `[B, L, D]`; returns a function that waits for this rank's `[B, l, D]` of the sum."""
+    return communicator.start_reduce_scatter_parts(_parts(partial, communicator.size))
+
+
 def _gathered(part: Tensor, length: int, communicator: Communicator) -> Tensor:
-    return communicator.all_gather_parts(part).transpose(0, 1).flatten(1, 2).narrow(1, 0, length).contiguous()
+    return start_gather(part, length, communicator)()
 
 
 def _scattered(partial: Tensor, communicator: Communicator) -> Tensor:
-    return communicator.reduce_scatter_parts(_parts(partial, communicator.size))
+    return start_scatter(partial, communicator)()
 
 
 class _SumOut(torch.autograd.Function):

@@ -9,8 +9,8 @@ others that get the same tensor share it. So a residual branch around them in th
 sequence parallelism, activations enter at the beginning of the region's module, since modules read the sequence length
 from their input. They leave in the row projection, whose bias is added once, to the sum.
 
-Without sequence parallelism, the all-reduce of the input gradient overlaps with the weight gradients of the column
-projections (:mod:`dlo_plugins.tensor.overlap`).
+In backward, the collectives of the input and of its gradient overlap with the products of the column projections
+(:mod:`dlo_plugins.tensor.overlap`).
 """
 
 from __future__ import annotations
@@ -49,6 +49,8 @@ class Region:
         self._entered: Tensor | None = None
         #: Column projections whose weight gradients are computed while the input gradient is summed.
         self.columns: list[nn.Linear] = []
+        #: Whether these are all column projections of the region, so that forward need not save the gathered input.
+        self.gathers_again = False
         #: Weights of these projections, while activations are in the region.
         self._weights: dict[nn.Module, overlap.EnteredWeight] = {}
 
@@ -65,7 +67,7 @@ class Region:
         if self._dropouts.active:
             self.random.enter(self, x.device)
         if self.sequence is not None:
-            return gather_in(x, self.sequence.length(x), self.communicator)
+            return self._gather(x, self.sequence.length(x))
         if self._input is not x or self._entered is None:
             self._input, self._weights = x, {}
             columns = [column for column in self.columns if overlap.can_defer(column, x)]
@@ -75,9 +77,22 @@ class Region:
                 self._entered = copy_in(x, self.communicator)
         return self._entered
 
-    def weight_of(self, column: nn.Module) -> overlap.EnteredWeight | None:
-        """Returns the entered weight of a column projection; None if its weight gradient is not deferred."""
-        return self._weights.get(column)
+    def _gather(self, part: Tensor, length: int) -> Tensor:
+        """Returns all ranks' tokens; forward saves them where a column projection of another kind needs them."""
+        self._weights = {}
+        if self.gathers_again and all(overlap.can_defer(column, part) for column in self.columns):
+            self._entered, self._weights = overlap.enter_gathered(part, length, self.columns, self.communicator)
+            return self._entered
+        return gather_in(part, length, self.communicator)
+
+    def weight_of(self, column: nn.Module, x: Tensor) -> overlap.EnteredWeight | None:
+        """Returns the entered weight of a column projection; None if its weight gradient is not deferred.
+
+        Args:
+            column: Column projection.
+            x: Its input. With sequence parallelism it may be another tensor than the gathered one.
+        """
+        return self._weights.get(column) if self.sequence is None or x is self._entered else None
 
     def leave(self, partial: Tensor) -> Tensor:
         """Leaves the region with a row projection's output, a partial sum on each rank."""
@@ -102,7 +117,7 @@ class ColumnProjection:
     def forward(self, x: Tensor) -> Tensor:
         """Returns the projection of `x`."""
         region: Region = self.__dict__[_REGION]
-        weight = region.weight_of(self)  # type: ignore[arg-type]
+        weight = region.weight_of(self, x)  # type: ignore[arg-type]
         if weight is None:
             return super().forward(x)  # type: ignore[misc]
         return overlap.project(x, weight, self.bias)  # type: ignore[attr-defined]
@@ -127,14 +142,15 @@ def install(module: nn.Module, columns: list[nn.Module], rows: list[nn.Module], 
     The projections' classes are replaced by derived ones, as in torch's `fully_shard`, so that names, hooks and
     `isinstance` still work.
     """
-    if region.sequence is None:
-        for column in columns:
+    for column in columns:
+        if region.sequence is None:
             column.register_forward_pre_hook(functools.partial(_enter_column, region))
-            if type(column) is nn.Linear:
-                column.__dict__[_REGION] = region
-                column.__class__ = _column_class(nn.Linear)  # type: ignore[assignment]
-                region.columns.append(column)
-    else:
+        if type(column) is nn.Linear:
+            column.__dict__[_REGION] = region
+            column.__class__ = _column_class(nn.Linear)  # type: ignore[assignment]
+            region.columns.append(column)
+    region.gathers_again = len(region.columns) == len(columns) > 0
+    if region.sequence is not None:
         change_first_input(module, region.enter)
     for row in rows:
         row.__dict__[_REGION] = region

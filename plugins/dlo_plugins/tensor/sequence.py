@@ -2,8 +2,9 @@
 
 Reducing Activation Recomputation in Large Transformer Models. Korthikanti et al., 2022, arXiv 2205.05198. Departures:
 the sequence is gathered after the last block, so the final norm works on all tokens; lengths that are not divisible by
-the ranks are padded; a region's gathered input is saved for the weight gradients, where the paper gathers it a second
-time (a layer saves `4 + 30 / t` times the size of its input, where the paper saves `34 / t`).
+the ranks are padded. As in the paper, backward gathers a region's input again (:mod:`dlo_plugins.tensor.overlap`), so a
+layer saves `34 / t` times the size of its input. Compiled regions, and those with column projections other than a
+trainable `nn.Linear` (GPT-2's Conv1D, frozen weights), save the gathered input: `4 + 30 / t`.
 """
 
 from __future__ import annotations

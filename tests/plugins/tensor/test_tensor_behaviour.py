@@ -67,11 +67,53 @@ def _volume(rank: int, world_size: int) -> None:
             "all_gather": (2 * layers + 1) * activations,
             "reduce_scatter": 2 * layers * activations,
         }
-        assert backward == forward
+        # Backward gathers the inputs of attention and of MLP again.
+        assert backward == {**forward, "all_gather": (4 * layers + 1) * activations}
 
 
 def test_what_passes_is_megatrons_formula() -> None:
     run_distributed(_volume, 2)
+
+
+class Between(TorchDispatchMode):
+    """Counts the matrix products that are computed between the start of each collective and its wait."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._started: dict[int, tuple[str, int]] = {}
+        self._products = 0
+        self.found: list[tuple[str, int]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.overloadpacket.__name__
+        self._products += name in ("mm", "addmm")
+        if name == "wait_tensor":
+            started, products = self._started.pop(args[0].data_ptr())
+            self.found.append((started, self._products - products))
+        result = func(*args, **(kwargs or {}))
+        if func.namespace == "_c10d_functional" and name != "wait_tensor":
+            self._started[result.data_ptr()] = name, self._products
+        return result
+
+
+def _order(rank: int, world_size: int) -> list[tuple[str, int]]:
+    model = language_model("llama", num_hidden_layers=1)
+    cut(model, sequence_parallel=True)
+    embedded = model.get_input_embeddings()(tokens(8)[0]).detach().requires_grad_()
+    hidden = model.model(inputs_embeds=embedded, use_cache=False)[0]
+    with Between() as between:
+        hidden.sum().backward()
+    return between.found
+
+
+def test_with_sequence_parallelism_both_collectives_of_backward_run_beside_matrix_products() -> None:
+    """As in Megatron: beside those of the MLP's two column projections, and of attention's three."""
+    gather, scatter = "all_gather_into_tensor", "reduce_scatter_tensor"
+    # The row projection's gradient is needed at once. The input is gathered beside the products of its gradient, whose
+    # sum is scattered beside the products of the weights' gradients.
+    mlp, attention = ([(gather, 0), (gather, products), (scatter, products)] for products in (2, 3))
+    for found in run_distributed(_order, 2):
+        assert found == [*mlp, *attention, (gather, 0)]
 
 
 def _stages(rank: int, world_size: int) -> None:
@@ -124,8 +166,9 @@ def _note_size(sizes: dict[int, int], weights: set[int], kept: Tensor) -> Tensor
 def test_sequence_parallelism_keeps_less_for_backward() -> None:
     activations = 2 * 256 * 32 * 4  # bytes of one tensor between regions
     for without, split in run_distributed(_kept, 4):
-        # Of each of a layer's two norms: what goes in, and the same normalised; a rank has a quarter of the tokens.
-        assert without - split >= 4 * (2 * 2) * 0.75 * activations
+        # Of each of a layer's two norms: its input, the same normalised, and its output, which the projections take;
+        # a rank has a quarter of the tokens.
+        assert without - split >= 4 * (2 * 3) * 0.75 * activations
 
 
 # --- dropout -------------------------------------------------------------------------------------------------------
@@ -434,33 +477,16 @@ def test_selective_recomputation_passes_nothing_twice() -> None:
     run_distributed(_selective, 2)
 
 
-class Order(TorchDispatchMode):
-    """Notes collectives and matrix products."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls: list[str] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = func.overloadpacket.__name__
-        if func.namespace == "_c10d_functional" or name in ("mm", "addmm"):
-            self.calls.append(name)
-        return func(*args, **(kwargs or {}))
-
-
 def _overlapped(rank: int, world_size: int) -> None:
     model = language_model("llama", num_hidden_layers=1)
     cut(model)
     ids, _ = tokens(8, 2)
     embedded = model.get_input_embeddings()(ids).detach().requires_grad_()
     hidden = model.model(inputs_embeds=embedded, use_cache=False)[0]
-    with Order() as order:
+    with Between() as between:
         hidden.sum().backward()
-    starts = [at for at, name in enumerate(order.calls) if name == "all_reduce"]
-    waits = [at for at, name in enumerate(order.calls) if name == "wait_tensor"]
-    between = [order.calls[start + 1 : wait] for start, wait in zip(starts, waits, strict=True)]
     # Of the MLP gate and up; of the attention queries, keys and values.
-    assert between == [["mm"] * 2, ["mm"] * 3]
+    assert between.found == [("all_reduce", 2), ("all_reduce", 3)]
     # A weight that is frozen has no gradient to wait for, and a copy computes with its own weights.
     model.model.layers[0].mlp.gate_proj.weight.requires_grad_(False)
     twin = copy.deepcopy(model)

@@ -55,8 +55,8 @@ def _on_meta(rank: int, world_size: int) -> None:
         forward_and_backward = 2 * (2 * 3) * activations  # two a layer, each way
         gathers, embedding = 2 * activations, activations
         if sequence_parallel:
-            each = forward_and_backward
-            assert passed == {"all_reduce": embedding, "all_gather": each + gathers, "reduce_scatter": each}
+            each, again = forward_and_backward, forward_and_backward // 2  # Backward gathers inputs again.
+            assert passed == {"all_reduce": embedding, "all_gather": each + again + gathers, "reduce_scatter": each}
         else:
             assert passed == {"all_reduce": forward_and_backward + embedding}
         assert all(
