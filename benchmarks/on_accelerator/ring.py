@@ -18,10 +18,8 @@ from measuring.rounds import all_ratios, clock_of, take_turns
 from torch import Tensor
 
 from dlo_plugins.context.blockwise import merge
-from dlo_plugins.context.fused import CpuFlash, CudaCudnn, CudaEfficient, CudaFlash, Kernel
+from dlo_plugins.context.fused import KERNELS, Block, Kernel, Result
 from dlo_plugins.context.kernels import Score, _written_backward, _written_forward
-
-KERNELS: tuple[Kernel, ...] = (CpuFlash(), CudaCudnn(), CudaFlash(), CudaEfficient())
 
 
 def ring_tables(size_name: str, device: torch.device, rounds: int, backend: str) -> Iterator[Table]:
@@ -41,11 +39,11 @@ def ring_tables(size_name: str, device: torch.device, rounds: int, backend: str)
         runs["sdpa again"] = runs["sdpa"]
         fitting = [kernel for kernel in KERNELS if kernel.fits(q, v, masked=False)]
         for kernel in fitting:
-            runs[f"dlo {type(kernel).__name__}"] = functools.partial(_fused, kernel, q, k, v, grad, causal)
+            runs[f"dlo {kernel.name}"] = functools.partial(_fused, kernel, q, k, v, grad, causal)
         runs["dlo written out"] = functools.partial(_written, q, k, v, grad, causal)
         title = f"{'causal' if causal else 'full'} block, {heads} heads, {length} tokens, forward and backward, bf16"
         table = _timed(title, "torch's scaled_dot_product_attention", runs, "sdpa", device, rounds, calls)
-        table.notes.append(f"A ring takes {type(fitting[0]).__name__ if fitting else 'what is written out'} here.")
+        table.notes.append(f"A ring takes {fitting[0].name if fitting else 'what is written out'} here.")
         yield table
     total, known = torch.randn(1, heads, length, width, device=device), torch.randn(1, heads, length, device=device)
     lse, into = torch.randn_like(known), torch.empty_like(total)
@@ -85,9 +83,9 @@ def _sdpa(q: Tensor, k: Tensor, v: Tensor, grad: Tensor, causal: bool) -> tuple[
 
 
 def _fused(kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, grad: Tensor, causal: bool) -> tuple[Tensor, ...]:
-    scale = q.shape[-1] ** -0.5
-    out, lse = kernel.forward(q, k, v, scale, causal, None)
-    return out, *kernel.backward(grad, q, k, v, out, lse, scale, causal, None)
+    block = Block(q, k, v, q.shape[-1] ** -0.5, causal, None)
+    out, lse, *_ = kernel.forward(block)
+    return out, *kernel.backward(block, Result(grad, out, lse))[:3]
 
 
 def _written(q: Tensor, k: Tensor, v: Tensor, grad: Tensor, causal: bool) -> tuple[Tensor, ...]:

@@ -1,4 +1,4 @@
-"""torch's fused attention kernels that return the log-sum-exp, behind one signature.
+"""torch's fused attention kernels that return the log-sum-exp, in one table, behind one signature.
 
 `scaled_dot_product_attention` chooses among them and keeps the log-sum-exp to itself, so they are called by name (torch
 2.11 to 2.15), as torch's own experimental ring attention does (`torch.distributed.tensor.experimental`). In backward
@@ -11,7 +11,9 @@ Shapes are those of `kernels`. What they return for queries that see no key is o
 from __future__ import annotations
 
 import math
-from typing import Any, Protocol
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -25,196 +27,174 @@ _AMPERE, _HOPPER = (8, 0), (9, 0)
 #: Queries by which the memory-efficient kernel pads its log-sum-exp.
 _LSE_BLOCK = 32
 
-
-class Kernel(Protocol):
-    """A block's attention."""
-
-    #: Whether it shares heads of keys among those of queries by itself.
-    groups: bool
-
-    def fits(self, q: Tensor, v: Tensor, masked: bool) -> bool:
-        """Whether it computes such a block."""
-
-    def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool, mask: PairMask | None
-    ) -> tuple[Tensor, Tensor]:
-        """Returns the output and the log-sum-exp."""
-
-    def backward(
-        self,
-        grad: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        scale: float,
-        causal: bool,
-        mask: PairMask | None,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Returns the gradients of q, k and v."""
+_aten = torch.ops.aten
 
 
-class CpuFlash:
-    """FlashAttention on a CPU; takes masks."""
+class Block(NamedTuple):
+    """A block of attention: some queries and the keys that they see.
 
-    groups = False
+    Attributes:
+        q: Queries, [B, H, S, D].
+        k: Keys, [B, H, T, D]; [B, K, T, D] for a kernel that groups heads.
+        v: Values, [B, H, T, E]; [B, K, T, E] for a kernel that groups heads.
+        scale: Factor of scores.
+        causal: Whether a query sees only the keys of its own number and before.
+        mask: What is seen; None for all, or the causal part.
+    """
 
-    def fits(self, q: Tensor, v: Tensor, masked: bool) -> bool:
-        """Whether it computes such a block."""
-        return q.device.type == "cpu" and q.is_floating_point() and q.shape[-1] == v.shape[-1]
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    scale: float
+    causal: bool
+    mask: PairMask | None
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool, mask: PairMask | None) -> Any:
-        """Returns the output and the log-sum-exp."""
-        return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-            q, k, v, 0.0, causal, attn_mask=None if mask is None else mask.bias(q.dtype), scale=scale
-        )
+    @property
+    def lengths(self) -> tuple[None, None, int, int]:
+        """Cumulative lengths, of which there are none, as rows are of one length; and queries and keys of a row."""
+        return None, None, self.q.shape[2], self.k.shape[2]
 
-    def backward(
-        self,
-        grad: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        scale: float,
-        causal: bool,
-        mask: PairMask | None,
-    ) -> Any:
-        """Returns the gradients of q, k and v."""
-        return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            grad, q, k, v, out, lse, 0.0, causal, attn_mask=None if mask is None else mask.bias(q.dtype), scale=scale
-        )
-
-
-class CudaFlash:
-    """FlashAttention-2 on CUDA: half precisions, no masks."""
-
-    groups = True
-
-    def fits(self, q: Tensor, v: Tensor, masked: bool) -> bool:
-        """Whether it computes such a block."""
-        width = q.shape[-1]
-        wide = width == v.shape[-1] and width <= 256 and width % 8 == 0
-        if q.device.type != "cuda" or q.dtype not in _HALVES or not wide or masked:
-            return False
-        return torch.cuda.get_device_capability(q.device) >= _AMPERE
-
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool, mask: PairMask | None) -> Any:
-        """Returns the output and the log-sum-exp."""
-        found = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, False, scale=scale)
-        return found[0], found[1]
-
-    def backward(
-        self,
-        grad: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        scale: float,
-        causal: bool,
-        mask: PairMask | None,
-    ) -> Any:
-        """Returns the gradients of q, k and v."""
-        # Of the random state nothing is read without dropout; no cumulative lengths: rows are of one length.
-        state = torch.empty(2, dtype=torch.uint64, device=q.device), torch.empty(0, dtype=torch.uint64, device=q.device)
-        lengths = None, None, q.shape[2], k.shape[2]
-        return torch.ops.aten._scaled_dot_product_flash_attention_backward(
-            grad, q, k, v, out, lse.contiguous(), *lengths, 0.0, causal, *state, scale=scale
-        )
+    def bias(self, heads: bool = False) -> Tensor | None:
+        """Returns what is added to scores: the mask as numbers, one for all heads or expanded to each."""
+        if self.mask is None:
+            return None
+        found = self.mask.bias(self.q.dtype)
+        return found.expand(*self.q.shape[:2], -1, -1) if heads else found
 
 
-class CudaCudnn:
-    """cuDNN's attention: half precisions, no masks; it returns its log-sum-exp as `[B, H, S, 1]`."""
+class Result(NamedTuple):
+    """What backward needs beside a block.
 
-    groups = False
+    Attributes:
+        grad: Gradient of the output, [B, H, S, E].
+        out: Output of all blocks together, [B, H, S, E].
+        lse: Log-sum-exp of all blocks together, [B, H, S].
+    """
 
-    def fits(self, q: Tensor, v: Tensor, masked: bool) -> bool:
-        """Whether it computes such a block: where torch would take it for one, and it is the fastest."""
-        if q.device.type != "cuda" or q.dtype not in _HALVES or masked or q.shape[-1] != v.shape[-1]:
-            return False
-        if torch.cuda.get_device_capability(q.device) < _HOPPER or not torch.backends.cuda.cudnn_sdp_enabled():
-            return False
-        block = torch.backends.cuda.SDPAParams(q, q, q, None, 0.0, True, False)
-        return torch.backends.cuda.can_use_cudnn_attention(block)
-
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool, mask: PairMask | None) -> Any:
-        """Returns the output and the log-sum-exp."""
-        out, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(
-            q, k, v, None, True, 0.0, causal, False, scale=scale
-        )
-        return out, lse.squeeze(-1) if lse.ndim == q.ndim else lse
-
-    def backward(
-        self,
-        grad: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        scale: float,
-        causal: bool,
-        mask: PairMask | None,
-    ) -> Any:
-        """Returns the gradients of q, k and v."""
-        # Without dropout the random state is not read; rows are of one length.
-        state = torch.zeros((), dtype=torch.long, device=q.device), torch.zeros((), dtype=torch.long, device=q.device)
-        lengths = None, None, q.shape[2], k.shape[2]
-        return torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
-            grad, q, k, v, out, lse.contiguous()[..., None], *state, None, *lengths, 0.0, causal, scale=scale
-        )
+    grad: Tensor
+    out: Tensor
+    lse: Tensor
 
 
-class CudaEfficient:
-    """Memory-efficient attention on CUDA (Rabe & Staats, 2021, arXiv 2112.05682): also float32, and masks."""
+@dataclass(frozen=True)
+class Kernel:
+    """A kernel of a block's attention.
 
-    groups = False
+    Attributes:
+        name: Its name.
+        fits: Returns whether it computes a block, given queries, values, and whether there is a mask.
+        forward: Returns the output and the log-sum-exp; what follows them is not read.
+        backward: Returns the gradients of q, k and v; what follows them is not read.
+        groups: Whether it shares heads of keys among those of queries by itself.
+    """
 
-    def fits(self, q: Tensor, v: Tensor, masked: bool) -> bool:
-        """Whether it computes such a block."""
-        aligned = all(width % (8 if q.dtype in _HALVES else 4) == 0 for width in (q.shape[-1], v.shape[-1]))
-        return q.device.type == "cuda" and q.dtype in (*_HALVES, torch.float32) and aligned
+    name: str
+    fits: Callable[[Tensor, Tensor, bool], bool]
+    forward: Callable[[Block], Any]
+    backward: Callable[[Block, Result], Any]
+    groups: bool = False
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool, mask: PairMask | None) -> Any:
-        """Returns the output and the log-sum-exp."""
-        bias = _bias(mask, q)
-        out, lse, *_ = torch.ops.aten._scaled_dot_product_efficient_attention(
-            q, k, v, bias, True, 0.0, causal, scale=scale
-        )
-        return out, lse[:, :, : q.shape[2]]
 
-    def backward(
-        self,
-        grad: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        scale: float,
-        causal: bool,
-        mask: PairMask | None,
-    ) -> Any:
-        """Returns the gradients of q, k and v."""
-        bias = _bias(mask, q)
-        # As the kernel's own forward leaves it: infinity, so that what lies behind the last query weighs nothing.
-        padded = F.pad(lse, (0, -lse.shape[-1] % _LSE_BLOCK), value=math.inf).contiguous()
-        state = torch.zeros((), dtype=torch.long, device=q.device), torch.zeros((), dtype=torch.long, device=q.device)
-        return torch.ops.aten._scaled_dot_product_efficient_attention_backward(
-            grad, q, k, v, bias, out, padded, *state, 0.0, [True, True, True, False], causal, scale=scale
-        )[:3]
+def _fits_cpu(q: Tensor, v: Tensor, masked: bool) -> bool:
+    return q.device.type == "cpu" and q.is_floating_point() and q.shape[-1] == v.shape[-1]
+
+
+def _cpu_forward(b: Block) -> Any:
+    return _aten._scaled_dot_product_flash_attention_for_cpu(
+        b.q, b.k, b.v, 0.0, b.causal, attn_mask=b.bias(), scale=b.scale
+    )
+
+
+def _cpu_backward(b: Block, r: Result) -> Any:
+    return _aten._scaled_dot_product_flash_attention_for_cpu_backward(
+        r.grad, b.q, b.k, b.v, r.out, r.lse, 0.0, b.causal, attn_mask=b.bias(), scale=b.scale
+    )
+
+
+def _fits_flash(q: Tensor, v: Tensor, masked: bool) -> bool:
+    width = q.shape[-1]
+    wide = width == v.shape[-1] and width <= 256 and width % 8 == 0
+    if q.device.type != "cuda" or q.dtype not in _HALVES or not wide or masked:
+        return False
+    return torch.cuda.get_device_capability(q.device) >= _AMPERE
+
+
+def _flash_forward(b: Block) -> Any:
+    return _aten._scaled_dot_product_flash_attention(b.q, b.k, b.v, 0.0, b.causal, False, scale=b.scale)
+
+
+def _flash_backward(b: Block, r: Result) -> Any:
+    # Of the random state nothing is read without dropout.
+    state = (torch.empty(size, dtype=torch.uint64, device=b.q.device) for size in (2, 0))
+    return _aten._scaled_dot_product_flash_attention_backward(
+        r.grad, b.q, b.k, b.v, r.out, r.lse.contiguous(), *b.lengths, 0.0, b.causal, *state, scale=b.scale
+    )
+
+
+def _fits_cudnn(q: Tensor, v: Tensor, masked: bool) -> bool:
+    """Whether torch would take it for such a block, and it is the fastest."""
+    if q.device.type != "cuda" or q.dtype not in _HALVES or masked or q.shape[-1] != v.shape[-1]:
+        return False
+    if torch.cuda.get_device_capability(q.device) < _HOPPER or not torch.backends.cuda.cudnn_sdp_enabled():
+        return False
+    block = torch.backends.cuda.SDPAParams(q, q, q, None, 0.0, True, False)
+    return torch.backends.cuda.can_use_cudnn_attention(block)
+
+
+def _cudnn_forward(b: Block) -> Any:
+    out, lse, *_ = _aten._scaled_dot_product_cudnn_attention(
+        b.q, b.k, b.v, None, True, 0.0, b.causal, False, scale=b.scale
+    )
+    return out, lse.squeeze(-1) if lse.ndim == b.q.ndim else lse  # It comes as [B, H, S, 1].
+
+
+def _cudnn_backward(b: Block, r: Result) -> Any:
+    state = _no_random_state(b.q)
+    return _aten._scaled_dot_product_cudnn_attention_backward(
+        *(r.grad, b.q, b.k, b.v, r.out, r.lse.contiguous()[..., None], *state, None, *b.lengths, 0.0, b.causal),
+        scale=b.scale,
+    )
+
+
+def _fits_efficient(q: Tensor, v: Tensor, masked: bool) -> bool:
+    aligned = all(width % (8 if q.dtype in _HALVES else 4) == 0 for width in (q.shape[-1], v.shape[-1]))
+    return q.device.type == "cuda" and q.dtype in (*_HALVES, torch.float32) and aligned
+
+
+def _efficient_forward(b: Block) -> Any:
+    out, lse, *_ = _aten._scaled_dot_product_efficient_attention(
+        b.q, b.k, b.v, b.bias(heads=True), True, 0.0, b.causal, scale=b.scale
+    )
+    return out, lse[:, :, : b.q.shape[2]]
+
+
+def _efficient_backward(b: Block, r: Result) -> Any:
+    # As the kernel's own forward leaves it: infinity, so that what lies behind the last query weighs nothing.
+    lse = F.pad(r.lse, (0, -r.lse.shape[-1] % _LSE_BLOCK), value=math.inf).contiguous()
+    needed = [True, True, True, False]
+    return _aten._scaled_dot_product_efficient_attention_backward(
+        *(r.grad, b.q, b.k, b.v, b.bias(heads=True), r.out, lse, *_no_random_state(b.q), 0.0, needed, b.causal),
+        scale=b.scale,
+    )
+
+
+def _no_random_state(q: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns a seed and an offset, which are not read without dropout."""
+    return torch.zeros((), dtype=torch.long, device=q.device), torch.zeros((), dtype=torch.long, device=q.device)
+
+
+#: FlashAttention on a CPU; takes masks.
+CPU_FLASH = Kernel("CpuFlash", _fits_cpu, _cpu_forward, _cpu_backward)
+#: cuDNN's attention: half precisions, no masks.
+CUDA_CUDNN = Kernel("CudaCudnn", _fits_cudnn, _cudnn_forward, _cudnn_backward)
+#: FlashAttention-2 on CUDA: half precisions, no masks.
+CUDA_FLASH = Kernel("CudaFlash", _fits_flash, _flash_forward, _flash_backward, groups=True)
+#: Memory-efficient attention on CUDA (Rabe & Staats, 2021, arXiv 2112.05682): also float32, and masks.
+CUDA_EFFICIENT = Kernel("CudaEfficient", _fits_efficient, _efficient_forward, _efficient_backward)
+#: The fastest first.
+KERNELS = (CPU_FLASH, CUDA_CUDNN, CUDA_FLASH, CUDA_EFFICIENT)
 
 
 def kernel_for(q: Tensor, v: Tensor, masked: bool) -> Kernel | None:
     """Returns the fastest kernel for a block; None if there is none."""
-    kernels: tuple[Kernel, ...] = (CpuFlash(), CudaCudnn(), CudaFlash(), CudaEfficient())
-    return next((kernel for kernel in kernels if kernel.fits(q, v, masked)), None)
-
-
-def _bias(mask: PairMask | None, q: Tensor) -> Tensor | None:
-    """Returns what is added to the scores of each head."""
-    return None if mask is None else mask.bias(q.dtype).expand(q.shape[0], q.shape[1], -1, -1)
+    return next((kernel for kernel in KERNELS if kernel.fits(q, v, masked)), None)

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from dlo_plugins.context.fused import Kernel, kernel_for
+from dlo_plugins.context.fused import Block, Kernel, Result, kernel_for
 from dlo_plugins.context.visibility import PairMask
 
 #: Largest number of scores that the torch kernel keeps at a time.
@@ -82,7 +82,7 @@ def forward(
     if kernel is None or not kernel.groups:
         k, v = _repeated(k, q), _repeated(v, q)
     if kernel is not None:
-        out, lse = kernel.forward(q, k, v, score.scale, causal, mask)
+        out, lse, *_ = kernel.forward(Block(q, k, v, score.scale, causal, mask))
     else:
         out, lse = _written_forward(q, k, v, score, causal, mask, dropout)
     if mask is not None:
@@ -120,7 +120,7 @@ def backward(
     if kernel is None or not kernel.groups:
         k, v = _repeated(k, q), _repeated(v, q)
     if kernel is not None:
-        dq, dk, dv = kernel.backward(grad, q, k, v, out, lse, score.scale, causal, mask)
+        dq, dk, dv, *_ = kernel.backward(Block(q, k, v, score.scale, causal, mask), Result(grad, out, lse))
     else:
         dq, dk, dv = _written_backward(grad, q, k, v, out, lse, score, causal, mask, dropout)
     return dq, _summed(dk, heads), _summed(dv, heads)

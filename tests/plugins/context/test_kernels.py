@@ -1,5 +1,6 @@
 """A block's output, log-sum-exp and gradients, fused and written out, against the softmax of the whole."""
 
+import itertools
 import math
 from contextlib import nullcontext
 from typing import Any
@@ -12,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from dlo_plugins.context import kernels
 from dlo_plugins.context.blockwise import Output, merge
-from dlo_plugins.context.fused import CudaCudnn, CudaEfficient, CudaFlash, kernel_for
+from dlo_plugins.context.fused import CUDA_CUDNN, CUDA_EFFICIENT, CUDA_FLASH, Block, Result, kernel_for
 from dlo_plugins.context.kernels import Dropout, Score
 from dlo_plugins.context.visibility import PairMask
 
@@ -168,8 +169,8 @@ def test_flash_attention_is_asked_for_where_it_runs(
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
     with FakeTensorMode():
         q = torch.empty(2, 4, 16, 64, device="cuda", dtype=torch.float16)
-        assert CudaFlash().fits(q, q, False) is flash
-        assert not CudaFlash().fits(q, q, True)
+        assert CUDA_FLASH.fits(q, q, False) is flash
+        assert not CUDA_FLASH.fits(q, q, True)
 
 
 @pytest.mark.parametrize(("capability", "enabled", "cudnn"), [((8, 0), True, 0), ((9, 0), True, 1), ((9, 0), False, 0)])
@@ -181,12 +182,13 @@ def test_cudnns_attention_is_asked_for_where_it_is_the_fastest(
     monkeypatch.setattr(torch.backends.cuda, "can_use_cudnn_attention", lambda _: True)
     with FakeTensorMode():
         q = torch.empty(2, 4, 16, 64, device="cuda", dtype=torch.bfloat16)
-        assert isinstance(kernel_for(q, q, False), CudaCudnn if cudnn else CudaFlash)
-        assert isinstance(kernel_for(q, q, True), CudaEfficient)
-        for causal in (False, True):
-            out, lse = CudaCudnn().forward(q, q, q, 0.3, causal, None)
+        assert kernel_for(q, q, False) is (CUDA_CUDNN if cudnn else CUDA_FLASH)
+        assert kernel_for(q, q, True) is CUDA_EFFICIENT
+        for kernel, causal in itertools.product((CUDA_CUDNN, CUDA_FLASH, CUDA_EFFICIENT), (False, True)):
+            block = Block(q, q, q, 0.3, causal, None)
+            out, lse, *_ = kernel.forward(block)
             assert (out.shape, lse.shape, lse.dtype) == (q.shape, q.shape[:3], torch.float32)
-            grads = CudaCudnn().backward(out, q, q, q, out, lse, 0.3, causal, None)
+            grads = kernel.backward(block, Result(out, out, lse))[:3]
             assert [grad.shape for grad in grads] == [q.shape] * 3
 
 
@@ -202,7 +204,8 @@ def test_cuda_kernels_are_what_is_written_out(dtype: torch.dtype, view: str) -> 
         mask = PairMask(seen)
     kernel = kernel_for(q, v, mask is not None)
     efficient = mask is not None or dtype == torch.float32
-    assert isinstance(kernel, CudaEfficient if efficient else CudaCudnn if CudaCudnn().fits(q, v, False) else CudaFlash)
+    halves = CUDA_CUDNN if CUDA_CUDNN.fits(q, v, False) else CUDA_FLASH
+    assert kernel is (CUDA_EFFICIENT if efficient else halves)
     causal, score = view == "causal", Score(0.3)
     found = kernels.forward(q, k, v, score, causal, mask)
     exact = tuple(x.double() for x in (q, k, v))
