@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import random
 import statistics
-import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -28,6 +27,7 @@ from dlo_framework.distributed.collectives import Communicator
 from dlo_framework.distributed.groups import MeshGroups
 from dlo_framework.distributed.units import find_units
 from dlo_framework.mesh import MeshSpec
+from dlo_framework.testing.python_calls import count_python_calls
 from dlo_plugins.appliers.fully_shard import FullyShard
 from dlo_plugins.fsdp.optimizers import OptimizerShares
 from dlo_plugins.fsdp.sharding import Sharding
@@ -117,23 +117,7 @@ def _measure(subject: Subject, make: Callable[..., Any], device: torch.device, w
             torch.accelerator.synchronize()
     if on_device:
         peak = torch.accelerator.max_memory_allocated() - before
-    return Simulated(statistics.median(seconds), _calls(lambda: step(batch)), held, peak)
-
-
-def _calls(function: Callable[[], object]) -> int:
-    """Returns how many Python functions a function calls in this thread."""
-    calls = 0
-
-    def count(frame: Any, event: str, argument: Any) -> None:
-        nonlocal calls
-        calls += event == "call"
-
-    sys.setprofile(count)
-    try:
-        function()
-    finally:
-        sys.setprofile(None)
-    return calls
+    return Simulated(statistics.median(seconds), count_python_calls(lambda: step(batch)), held, peak)
 
 
 def _optimizer(net: nn.Module) -> torch.optim.Optimizer:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import sys
-from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
@@ -21,27 +19,12 @@ from dlo_framework.distributed.collectives import Communicator
 from dlo_framework.distributed.held import local
 from dlo_framework.distributed.units import find_units
 from dlo_framework.testing import run_distributed
+from dlo_framework.testing.python_calls import count_python_calls
 from dlo_plugins.zero.engine import ZeroEngine, ZeroOptions
 
 CPU = torch.device("cpu")
 #: Calls of Python functions, the engine's and torch's, that a bucket may take in a step beside DDP's own.
 A_BUCKET = 10
-
-
-def calls_in(function: Callable[[], None]) -> int:
-    """Returns how many Python functions a function calls, those that autograd calls included."""
-    calls = 0
-
-    def count(frame: Any, event: str, argument: Any) -> None:
-        nonlocal calls
-        calls += event == "call"
-
-    sys.setprofile(count)
-    try:
-        function()
-    finally:
-        sys.setprofile(None)
-    return calls
 
 
 def engine_of(stage: int, model: nn.Module, optimizer: Any, bucket_elements: int) -> ZeroEngine:
@@ -69,8 +52,8 @@ def _counted(rank: int, world_size: int) -> dict[str, tuple[int, int]]:
 
     for _ in range(3):
         plain()
-    found["ddp"] = calls_in(plain), 0
-    for stage, mega in ((1, 25), (2, 25), (2, 1)):
+    found["ddp"] = count_python_calls(plain), 0
+    for stage, mega in ((1, 25), (2, 25), (2, 1), (3, 25)):
         model, optimizer = efficientnet()
         engine = engine_of(stage, model, optimizer, mega * 2**18)
 
@@ -84,7 +67,7 @@ def _counted(rank: int, world_size: int) -> dict[str, tuple[int, int]]:
 
         for _ in range(3):
             step()
-        found[f"zero{stage}, {mega} MiB"] = calls_in(step), len(engine.groups)
+        found[f"zero{stage}, {mega} MiB"] = count_python_calls(step), len(engine.groups)
     return found
 
 
@@ -144,7 +127,7 @@ def _locals(rank: int, world_size: int) -> dict[str, int]:
     mesh = init_device_mesh("cpu", (world_size,))
     gradient = DTensor.from_local(torch.ones(2, 2), mesh, [Shard(0)])
     with torch.no_grad():
-        return {"dlo": calls_in(lambda: local(gradient)), "torch": calls_in(gradient.to_local)}
+        return {"dlo": count_python_calls(lambda: local(gradient)), "torch": count_python_calls(gradient.to_local)}
 
 
 def _exchanges(rank: int, world_size: int) -> list[int]:

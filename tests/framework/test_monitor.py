@@ -1,5 +1,5 @@
 import json
-import sys
+from functools import partial
 
 import pytest
 import torch
@@ -10,6 +10,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from torch.utils.data import DataLoader, TensorDataset
 
 from dlo_framework.defaults import add_default_callbacks
+from dlo_framework.testing.python_calls import count_python_calls
 from dlo_framework.watch.clock import StepClock
 from dlo_framework.watch.flops import FlopCounter
 from dlo_framework.watch.monitor import RunMonitor, batch_size, optimizer_scalars, samples_of
@@ -238,12 +239,6 @@ def python_calls_a_step(folder, full: bool) -> float:
     """Returns the Python function calls of one training step, by counting two runs and taking the difference."""
     counts = []
     for batches in (100, 200):
-        calls = 0
-
-        def count(frame, event, argument):
-            nonlocal calls
-            calls += event == "call"
-
         module = Net()
         options = {
             "max_epochs": 1,
@@ -259,12 +254,7 @@ def python_calls_a_step(folder, full: bool) -> float:
             options |= {"logger": False, "enable_progress_bar": False, "enable_checkpointing": False}
         trainer = Trainer(**options)
         data = DataLoader(TensorDataset(torch.randn(batches * 4, 8)), batch_size=4)
-        sys.setprofile(count)
-        try:
-            trainer.fit(module, data)
-        finally:
-            sys.setprofile(None)
-        counts.append(calls)
+        counts.append(count_python_calls(partial(trainer.fit, module, data)))
     return (counts[1] - counts[0]) / 100
 
 
