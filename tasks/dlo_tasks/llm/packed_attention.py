@@ -9,7 +9,8 @@ starts of the documents (see :mod:`dlo_tasks.llm.counted`), for one of two kerne
 * `flex`: FlexAttention (Dong et al., 2024, arXiv 2412.05496), compiled, with a block mask that is computed from the
   documents block by block; float32, and heads that are wider than the first one takes.
 
-Dropout of attention weights is for neither: then, and where a model brings a mask of its own, it is `sdpa`.
+Neither has dropout of attention weights (torch 2.11 to 2.15): then, and where a model brings a mask of its own, it is
+`sdpa`.
 
 Shapes: B rows, L positions, T = B * L tokens, H heads of queries, K of keys and values, D and E their widths.
 """
