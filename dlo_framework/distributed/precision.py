@@ -54,7 +54,7 @@ class ShardedScaler(ShardedGradScaler):
         torch (2.11 to 2.15) copies the scale to the CPU, for gradients there, without waiting for the copy.
         """
         gradients = (p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None)
-        if any(gradient.device.type == "cpu" for gradient in gradients):
+        if inv_scale.device.type != "cpu" and any(gradient.device.type == "cpu" for gradient in gradients):
             inv_scale, found_inf = inv_scale.cpu(), found_inf.cpu()
         return super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
 

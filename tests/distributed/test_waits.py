@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import Trainer
+from lightning.pytorch.plugins import MixedPrecision, Precision
 from torch.utils.data import DataLoader
 
 from dlo_framework.defaults import add_default_callbacks
@@ -77,10 +78,15 @@ def waits_of(subject: str, strategy: Any, allowed: tuple[str, ...]) -> list[list
 
 
 def counted_in(subject: str, strategy: Any, ranks: int, allowed: tuple[str, ...]) -> tuple[list[list[str]], list[str]]:
-    """Returns what each step of a fit, set up as `dlo fit` does it, has waited for; and what the first one has.
+    """Returns what each step of a fit has waited for, and what the first one has; see :func:`counter_of`."""
+    counter = counter_of(subject, strategy, ranks, allowed)
+    return counter.steps, counter.first
 
-    The loss over the vocabulary is that of accelerators.
-    """
+
+def counter_of(
+    subject: str, strategy: Any, ranks: int, allowed: tuple[str, ...], precision: Precision | None = None
+) -> WaitsOfSteps:
+    """Returns the counter of a fit that is set up as `dlo fit` does it, with accelerators' loss over the vocabulary."""
     torch.manual_seed(0)
     task, data = ALL[subject]()
     counter = WaitsOfSteps(allowed)
@@ -91,10 +97,10 @@ def counted_in(subject: str, strategy: Any, ranks: int, allowed: tuple[str, ...]
             callbacks=add_default_callbacks([counter], run_folder=Path(folder), model=task, progress_bar=False),
             gradient_clip_val=0.5, log_every_n_steps=1000, logger=False, default_root_dir=folder,
             enable_progress_bar=False, enable_model_summary=False, num_sanity_val_steps=0,
-            use_distributed_sampler=False,
+            use_distributed_sampler=False, plugins=[] if precision is None else [precision],
         )  # fmt: skip
         trainer.fit(task, datamodule=data)
-    return counter.steps, counter.first
+    return counter
 
 
 ON_TWO: dict[str, Any] = {
@@ -118,6 +124,22 @@ ALLOWED = (
 )
 #: What a pipeline's schedule needs: the layout of hidden states, once for each shape of micro-batches.
 SCHEDULE = "item in transport.py:receive_object"
+
+
+#: Where the loss scaler of 16-mixed learns on the host whether gradients have overflown, to leave out the step.
+SCALER = "grad_scaler.py:_maybe_opt_step"
+
+
+def scaled(rank: int, world_size: int, names: list[str], subjects: list[str]) -> dict[str, Any]:
+    """Returns what has waited under 16-mixed, and how often the loss scaler has, of so many steps."""
+    found = {}
+    for name in names:
+        for subject in subjects:
+            strategy = ON_TWO[name]() if world_size > 1 else "auto"
+            half = MixedPrecision("16-mixed", "cpu")  # Lightning makes it bf16 on a CPU where it chooses it.
+            counter = counter_of(subject, strategy, world_size, (*ALLOWED, SCALER), half)
+            found[f"{name}: {subject}"] = counter.steps, counter.let[SCALER]
+    return found
 
 
 def on_two(rank: int, world_size: int, names: list[str], subjects: list[str]) -> dict[str, Any]:
@@ -145,6 +167,19 @@ def test_two_ranks_wait_for_nothing() -> None:
     """Some of it: all is a slow test below."""
     for found in run_distributed(on_two, 2, ["ddp", "zero3", "cp", "pp"], ["packed"], timeout=280):
         assert found == dict.fromkeys(found, [[]] * (STEPS - 3))
+
+
+@pytest.mark.parametrize("subject", ["vit", "packed"])
+def test_the_loss_scaler_of_16_mixed_waits_once_a_step(subject: str) -> None:
+    found = scaled(0, 1, ["one process"], [subject])
+    assert found == dict.fromkeys(found, ([[]] * (STEPS - 3), STEPS - 3))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["ddp", "zero1", "zero2", "zero3", "fsdp", "tp", "cp"])
+def test_the_loss_scaler_of_16_mixed_waits_once_a_step_on_two_ranks(name: str) -> None:
+    for found in run_distributed(scaled, 2, [name], ["packed"], timeout=280):
+        assert found == dict.fromkeys(found, ([[]] * (STEPS - 3), STEPS - 3))
 
 
 @pytest.mark.slow
