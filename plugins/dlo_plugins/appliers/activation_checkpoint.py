@@ -40,6 +40,7 @@ _KEPT_NAMES = (
     *("aten._scaled_dot_product_fused_attention_overrideable", "aten._flash_attention_forward"),
     *("torch_attn._varlen_attn", "_c10d_functional.all_reduce", "_c10d_functional.all_gather_into_tensor"),
     *("_c10d_functional.reduce_scatter_tensor", "_c10d_functional.all_to_all_single", "_c10d_functional.wait_tensor"),
+    *("dlo.ring_attention", "dlo.full_attention"),  # In compiled blocks under context parallelism.
 )
 
 

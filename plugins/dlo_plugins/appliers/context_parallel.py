@@ -29,7 +29,8 @@ class ContextParallel(Applier):
     no target. Dropout of attention weights and soft-capped scores run without a fused kernel, which is slow.
 
     It works through the AttentionInterface of transformers, for causal language models whose blocks mix positions in
-    attention only. Other models, such as vision models, are errors. In compiled blocks attention breaks the graph.
+    attention only. Other models, such as vision models, are errors. In compiled blocks attention is an operator of the
+    graph.
 
     Args:
         method: Method of attention. `ring`: keys and values rotate among the ranks while blocks of attention are

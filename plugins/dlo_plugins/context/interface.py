@@ -11,7 +11,6 @@ import inspect
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from dlo_framework.errors import DloError
@@ -66,7 +65,7 @@ def check_model(module: nn.Module, attention: Sequence[str]) -> None:
             "a plan must have the names of the attention modules for context parallelism, got none from"
             f" {type(module).__name__}; set ParallelPlan(attention=(...))"
         )
-    AttentionInterface.register(IMPLEMENTATION, torch.compiler.disable(attention_forward))
+    AttentionInterface.register(IMPLEMENTATION, attention_forward)
     before = [model.config._attn_implementation for model in models]
     try:
         for model in models:

@@ -68,10 +68,12 @@ class Ring:
         size: how many there are.
         elements: sent to the next rank so far, of keys and values in forward, of those in backward, of gradients.
         limit: how long a transfer may take; None leaves it to the group.
+        group_name: torch's name of the process group, by which its functional collectives find it.
     """
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
         self.group = group
+        self.group_name: str = (group or dist.group.WORLD).group_name  # type: ignore[union-attr]
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
         self.elements: Counter[str] = Counter()
         on_gloo = "gloo" in str(dist.get_backend(group))
@@ -107,65 +109,84 @@ class _Wire:
         return flat[: first.numel()].view(first), flat[first.numel() :].view(second)
 
 
+def ring_forward(q: Tensor, k: Tensor, v: Tensor, what: Attention, ring: Ring) -> tuple[Tensor, Tensor]:
+    """Returns the output of this rank's queries, [B, H, 2 S, E], and its log-sum-exp, [B, H, 2 S].
+
+    Args:
+        q: Queries of this rank's two chunks, [B, H, 2 S, D].
+        k: Keys of the same chunks, [B, K, 2 S, D].
+        v: Values of the same chunks, [B, K, 2 S, E].
+        what: The attention.
+        ring: The ranks.
+    """
+    out, own, wire = Output(q, v.shape[-1]), ring.chunks(0), _Wire(k, v)
+    at_hand = wire.join(k, v) if ring.size > 1 else None
+    keys, values = k, v
+    for step in range(ring.size):
+        coming = None
+        if at_hand is not None and step < ring.size - 1:
+            coming = ring.shift(at_hand, _KEYS, "forward_keys_values")
+        attend(what, out, q, own, keys, values, ring.chunks(step))
+        if coming is not None:
+            at_hand = coming.wait()
+            keys, values = wire.split(at_hand)
+    return out.value(), out.lse
+
+
+def ring_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, what: Attention, ring: Ring
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns the gradients of q, k and v.
+
+    The gradient of a rank's keys begins at the next rank, one step late, and grows on its way home.
+
+    Args:
+        grad: Gradient of the output, [B, H, 2 S, E].
+        q: Queries, as for :func:`ring_forward`.
+        k: Keys, as for :func:`ring_forward`.
+        v: Values, as for :func:`ring_forward`.
+        out: Output of :func:`ring_forward`.
+        lse: Log-sum-exp of :func:`ring_forward`.
+        what: The attention.
+        ring: The ranks.
+    """
+    own, wire, dtype = ring.chunks(0), _Wire(k, v), lse.dtype
+    dq = torch.zeros_like(q, dtype=dtype)
+    home = torch.zeros(k.numel() + v.numel(), dtype=dtype, device=k.device)
+    at_hand = wire.join(k, v) if ring.size > 1 else None
+    keys, values, grown = k, v, None
+    for step in range(ring.size):
+        coming = None
+        if at_hand is not None and step < ring.size - 1:
+            coming = ring.shift(at_hand, _KEYS, "backward_keys_values")
+        here = home if step == 0 else torch.zeros_like(home)
+        into = (dq, *wire.split(here))
+        attend_backward(what, grad, out, lse, q, own, keys, values, ring.chunks(step), into)
+        if step > 0:
+            if grown is not None:
+                here += grown.wait()
+            grown = ring.shift(here, _GRADIENTS, "backward_gradients")
+        if coming is not None:
+            at_hand = coming.wait()
+            keys, values = wire.split(at_hand)
+    if grown is not None:
+        home += grown.wait()
+    dk, dv = wire.split(home)
+    return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
+
+
 class RingAttention(torch.autograd.Function):
-    """Attention of this rank's queries to the keys of all ranks; keeps this rank's parts alone for backward."""
+    """Attention of this rank's queries to the keys of all ranks; saves only this rank's tensors for backward."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, what: Attention, ring: Ring) -> Tensor:
-        """Returns the output of this rank's queries, [B, H, 2 S, E].
-
-        Args:
-            ctx: torch's.
-            q: this rank's two chunks, [B, H, 2 S, D].
-            k: same, [B, K, 2 S, D].
-            v: same, [B, K, 2 S, E].
-            what: the attention.
-            ring: of the ranks.
-        """
-        out, own, wire = Output(q, v.shape[-1]), ring.chunks(0), _Wire(k, v)
-        at_hand = wire.join(k, v) if ring.size > 1 else None
-        keys, values = k, v
-        for step in range(ring.size):
-            coming = None
-            if at_hand is not None and step < ring.size - 1:
-                coming = ring.shift(at_hand, _KEYS, "forward_keys_values")
-            attend(what, out, q, own, keys, values, ring.chunks(step))
-            if coming is not None:
-                at_hand = coming.wait()
-                keys, values = wire.split(at_hand)
-        value = out.value()
-        ctx.save_for_backward(q, k, v, value, out.lse)
+        """Returns the output of :func:`ring_forward`."""
+        out, lse = ring_forward(q, k, v, what, ring)
+        ctx.save_for_backward(q, k, v, out, lse)
         ctx.what, ctx.ring = what, ring
-        return value
+        return out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        """Returns the gradients of q, k and v.
-
-        The gradient of a rank's keys begins at the next rank, one step late, and grows on its way home.
-        """
-        q, k, v, out, lse = ctx.saved_tensors
-        what, ring = ctx.what, ctx.ring
-        own, wire, dtype = ring.chunks(0), _Wire(k, v), lse.dtype
-        dq = torch.zeros_like(q, dtype=dtype)
-        home = torch.zeros(k.numel() + v.numel(), dtype=dtype, device=k.device)
-        at_hand = wire.join(k, v) if ring.size > 1 else None
-        keys, values, grown = k, v, None
-        for step in range(ring.size):
-            coming = None
-            if at_hand is not None and step < ring.size - 1:
-                coming = ring.shift(at_hand, _KEYS, "backward_keys_values")
-            here = home if step == 0 else torch.zeros_like(home)
-            into = (dq, *wire.split(here))
-            attend_backward(what, grad, out, lse, q, own, keys, values, ring.chunks(step), into)
-            if step > 0:
-                if grown is not None:
-                    here += grown.wait()
-                grown = ring.shift(here, _GRADIENTS, "backward_gradients")
-            if coming is not None:
-                at_hand = coming.wait()
-                keys, values = wire.split(at_hand)
-        if grown is not None:
-            home += grown.wait()
-        dk, dv = wire.split(home)
-        return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), None, None
+        """Returns the gradients of q, k and v."""
+        return *ring_backward(grad, *ctx.saved_tensors, ctx.what, ctx.ring), None, None

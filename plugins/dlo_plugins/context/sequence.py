@@ -9,17 +9,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dlo_framework.errors import DloError
-from dlo_plugins.context import layout
+from dlo_plugins.context import layout, operators
 from dlo_plugins.context.blockwise import Attention
 from dlo_plugins.context.kernels import Dropout, Score
 from dlo_plugins.context.ring import Ring, RingAttention
-from dlo_plugins.context.ulysses import attend_by_heads, whole_chunks
+from dlo_plugins.context.ulysses import FullAttention, attend_by_heads, whole_chunks
 from dlo_plugins.context.visibility import CountedTensor, Documents, attached, count, documents_of
 
 _log = logging.getLogger(__name__)
 
 Method = Literal["ring", "ulysses"]
+#: Seeds of dropout are drawn from this many.
+SEEDS = 2**48
 
 
 class SharedSequence:
@@ -37,6 +38,9 @@ class SharedSequence:
         self.method, self.ring = method, Ring(group)
         self._batch: Documents | None = None
         self._current: Documents | None = None
+        #: Tickets of the batch's rows: what compiled code knows of the documents (:mod:`operators`).
+        self._tickets: dict[tuple[int, int] | None, Tensor] = {}
+        self._ticket = operators.issue(self.ring, None)
         self._has_padded = False
 
     def __deepcopy__(self, memo: dict[int, Any]) -> SharedSequence:
@@ -70,6 +74,8 @@ class SharedSequence:
         else:  # One document in each row; its tokens do not see the padding after it.
             self._batch = Documents(ids.shape[1], chunks)
         self._current = self._batch
+        self._ticket = operators.issue(self.ring, self._batch)
+        self._tickets = {None: self._ticket}
         return {
             name: layout.take_chunks(value, self.ring.rank, self.ring.size) if layout.in_sequence(value, ids) else value
             for name, value in whole.items()
@@ -108,6 +114,9 @@ class SharedSequence:
         """
         assert self._batch is not None
         self._current = self._batch.rows(first, count)
+        if (first, count) not in self._tickets:
+            self._tickets[first, count] = operators.issue(self.ring, self._current)
+        self._ticket = self._tickets[first, count]
 
     def gather(self, part: Tensor, dim: int = 1) -> Tensor:
         """Returns the full tensor from the ranks' shards, in the order of the sequence; without gradients."""
@@ -132,36 +141,36 @@ class SharedSequence:
         Raises:
             DloError: If no batch has been sharded, or the shapes are not those of the sharded batch.
         """
-        documents = self._current
-        if documents is None:
-            raise DloError(
-                "a batch must be sharded before the model's forward under context parallelism, got one that was not;"
-                " pass it through shard_batch, or run the model inside `local()`"
-            )
-        held = documents.length // self.ring.size
-        rows = None if documents.first_start is None else len(documents.first_start)
-        if q.shape[2] != held or k.shape[2] != held or (rows is not None and q.shape[0] != rows):
-            raise DloError(
-                f"attention must have the {rows or q.shape[0]} rows of {held} tokens of this rank's shard, got"
-                f" {q.shape[0]} rows of {q.shape[2]} queries and {k.shape[2]} keys; pass each batch through"
-                " shard_batch, select the rows of a micro-batch (select_rows), and keep no cache of keys"
-            )
         device, dtype = q.device.type, v.dtype
-        if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
+        # Asked of meta tensors, which nobody compiles; torch 2.11 does not trace it.
+        has_autocast = torch.compiler.is_compiling() or torch.amp.is_autocast_available(device)
+        if has_autocast and torch.is_autocast_enabled(device):
             dtype = torch.get_autocast_dtype(device)
         q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
+        if torch.compiler.is_compiling():
+            return self._attention_in_graph(q, k, v, score, window, dropout)
+        documents = operators.documents_for(q.shape[0], q.shape[2], k.shape[2], self.ring, self._current)
         what = Attention(documents, score, window, self._drawn(dropout, documents) if dropout else None)
         if self.method == "ulysses":
-            return attend_by_heads(q, k, v, what, self.ring)
+            return attend_by_heads(q, k, v, lambda q, k, v: FullAttention.apply(q, k, v, what), self.ring)
         return RingAttention.apply(q, k, v, what, self.ring)
+
+    def _attention_in_graph(
+        self, q: Tensor, k: Tensor, v: Tensor, score: Score, window: int | None, dropout: float
+    ) -> Tensor:
+        """Computes :meth:`attention` by operators that torch.compile puts into its graph."""
+        seed = torch.randint(SEEDS, ()) if dropout else None
+        rest = self._ticket, seed, score.scale, score.softcap, window, dropout
+        if self.method == "ulysses":
+            return attend_by_heads(q, k, v, lambda q, k, v: operators.full_attention(q, k, v, *rest)[0], self.ring)
+        return operators.ring_attention(q, k, v, *rest)[0]
 
     def _drawn(self, rate: float, documents: Documents) -> Dropout:
         """Draws the seed of dropped weights from the common random numbers, which recomputation restores.
 
         Each pair of chunks has another seed, also on ranks that have the same chunks of other heads.
         """
-        seed = int(torch.randint(2**48, ()))
-        return Dropout(rate, seed + self.ring.rank * documents.chunks**2)
+        return operators.dropout_of(rate, int(torch.randint(SEEDS, ())), self.ring, documents)
 
 
 def _describing(batch: Any) -> list[Tensor]:

@@ -13,6 +13,7 @@ Shapes: B rows, H heads, n ranks, S positions of a chunk, D width.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -29,14 +30,20 @@ from dlo_plugins.context.visibility import Documents
 _CHUNK = 1024
 
 
-def attend_by_heads(q: Tensor, k: Tensor, v: Tensor, what: Attention, ring: Ring) -> Tensor:
+#: The collectives that torch.compile traces.
+_OPS = torch.ops._c10d_functional
+
+
+def attend_by_heads(
+    q: Tensor, k: Tensor, v: Tensor, attention: Callable[[Tensor, Tensor, Tensor], Tensor], ring: Ring
+) -> Tensor:
     """Returns the output of this rank's queries, [B, H, 2 S, E].
 
     Args:
         q: Queries of this rank's two chunks, [B, H, 2 S, D].
         k: Keys of this rank's two chunks, [B, K, 2 S, D].
         v: Values of this rank's two chunks, [B, K, 2 S, E].
-        what: Attention to compute.
+        attention: Function that computes the full sequence's output, [B, H / n, L, E], of its queries, keys and values.
         ring: Ring of the ranks.
 
     Raises:
@@ -47,10 +54,9 @@ def attend_by_heads(q: Tensor, k: Tensor, v: Tensor, what: Attention, ring: Ring
     times = repeats(k.shape[1], ring.size)
     if times > 1:
         k, v = k.repeat_interleave(times, 1), v.repeat_interleave(times, 1)
-    if what.documents.plain and what.window is None:
-        what = replace(what, documents=Documents(what.documents.length, 1))
-    q, k, v = (_ByHeads.apply(x, ring) for x in (q, k, v))
-    return _BySequence.apply(WholeAttention.apply(q, k, v, what), ring)
+    q, k, v = _ByHeads.apply(q, ring), _ByHeads.apply(k, ring), _ByHeads.apply(v, ring)
+    found: Tensor = _BySequence.apply(attention(q, k, v), ring)
+    return found
 
 
 def whole_chunks(length: int, most: int) -> int:
@@ -78,28 +84,51 @@ def heads_message(heads: int, ranks: int) -> str:
     )
 
 
-class WholeAttention(torch.autograd.Function):
-    """Attention of the full sequence on one rank, chunk by chunk, without a tensor of L x L."""
+def full_forward(q: Tensor, k: Tensor, v: Tensor, what: Attention) -> tuple[Tensor, Tensor]:
+    """Returns the output of the full sequence on one rank, [B, H, L, E], and its log-sum-exp, [B, H, L].
+
+    It is computed chunk by chunk: no tensor of L x L exists.
+    """
+    what = _with_fewest_chunks(what)
+    chunks = range(what.documents.chunks)
+    out = Output(q, v.shape[-1])
+    attend(what, out, q, chunks, k, v, chunks)
+    return out.value(), out.lse
+
+
+def full_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, what: Attention
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns the gradients of q, k and v; `out` and `lse` are those of :func:`full_forward`."""
+    what = _with_fewest_chunks(what)
+    chunks = range(what.documents.chunks)
+    dq, dk, dv = (torch.zeros_like(x, dtype=lse.dtype) for x in (q, k, v))
+    attend_backward(what, grad, out, lse, q, chunks, k, v, chunks, (dq, dk, dv))
+    return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
+
+
+def _with_fewest_chunks(what: Attention) -> Attention:
+    """Returns the same attention in one chunk where no pair of chunks needs a mask or is left out."""
+    if what.documents.plain and what.window is None:
+        return replace(what, documents=Documents(what.documents.length, 1))
+    return what
+
+
+class FullAttention(torch.autograd.Function):
+    """Attention of the full sequence on one rank."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, what: Attention) -> Tensor:
-        """Returns the output, [B, H, L, E]."""
-        chunks = range(what.documents.chunks)
-        out = Output(q, v.shape[-1])
-        attend(what, out, q, chunks, k, v, chunks)
-        value = out.value()
-        ctx.save_for_backward(q, k, v, value, out.lse)
+        """Returns the output of :func:`full_forward`."""
+        out, lse = full_forward(q, k, v, what)
+        ctx.save_for_backward(q, k, v, out, lse)
         ctx.what = what
-        return value
+        return out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         """Returns the gradients of q, k and v."""
-        q, k, v, out, lse = ctx.saved_tensors
-        chunks = range(ctx.what.documents.chunks)
-        dq, dk, dv = (torch.zeros_like(x, dtype=lse.dtype) for x in (q, k, v))
-        attend_backward(ctx.what, grad, out, lse, q, chunks, k, v, chunks, (dq, dk, dv))
-        return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), None
+        return *full_backward(grad, *ctx.saved_tensors, ctx.what), None
 
 
 class _ByHeads(torch.autograd.Function):
@@ -142,6 +171,9 @@ def by_sequence(x: Tensor, ring: Ring) -> Tensor:
 
 
 def _all_to_all(sent: Tensor, ring: Ring) -> Tensor:
+    if torch.compiler.is_compiling():  # Not counted; torch's operator is a node of the graph.
+        splits = [1] * ring.size
+        return _OPS.wait_tensor(_OPS.all_to_all_single(sent, splits, splits, ring.group_name))
     ring.elements["all_to_all"] += sent.numel()
     received = torch.empty_like(sent)
     if not sent.is_meta:  # A meta tensor has no data to send.

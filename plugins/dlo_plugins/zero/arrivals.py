@@ -19,8 +19,8 @@ class Arrivals:
     A step ends with one all-gather per bucket, started in the order in which forward uses the buckets. A step waits at
     its beginning for parameters of no unit, and for those that the first step of its kind used outside their unit's
     forward. Backward waits for all others. Until then parameters read as NaN, so that a later step that newly uses one
-    outside its unit's forward fails visibly instead of reading the previous step's values. Such a read cannot wait: torch
-    shows reads of plain tensors only to a mode, which costs microseconds for each function of the step.
+    outside its unit's forward fails visibly instead of reading the previous step's values. Such a read cannot wait:
+    torch shows reads of plain tensors only to a mode, which costs microseconds for each function of the step.
 
     Args:
         module: Root module.
