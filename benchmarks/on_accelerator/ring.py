@@ -37,7 +37,7 @@ def ring_tables(size_name: str, device: torch.device, rounds: int, backend: str)
     for causal in (True, False):
         runs = {"sdpa": functools.partial(_sdpa, q, k, v, grad, causal)}
         runs["sdpa again"] = runs["sdpa"]
-        fitting = [kernel for kernel in KERNELS if kernel.fits(q, v, masked=False)]
+        fitting = [kernel for kernel in KERNELS if kernel.fits(q, v, False)]
         for kernel in fitting:
             runs[f"dlo {kernel.name}"] = functools.partial(_fused, kernel, q, k, v, grad, causal)
         runs["dlo written out"] = functools.partial(_written, q, k, v, grad, causal)

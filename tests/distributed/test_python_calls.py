@@ -25,6 +25,8 @@ from dlo_plugins.zero.engine import ZeroEngine, ZeroOptions
 CPU = torch.device("cpu")
 #: Calls of Python functions, the engine's and torch's, that a bucket may take in a step beside DDP's own.
 A_BUCKET = 10
+#: The same of a unit of stage 3: its hooks, two all-gathers and a reduce-scatter.
+A_UNIT = 60
 
 
 def engine_of(stage: int, model: nn.Module, optimizer: Any, bucket_elements: int) -> ZeroEngine:
@@ -162,7 +164,8 @@ def test_a_step_calls_python_no_more_than_ddp_and_ten_times_a_bucket(found: list
     counted = found[0]["_counted"]
     ddp, _ = counted.pop("ddp")
     for name, (calls, buckets) in counted.items():
-        assert calls <= ddp + A_BUCKET * buckets, (name, calls, ddp, buckets)
+        budget = A_UNIT if name.startswith("zero3") else A_BUCKET
+        assert calls <= ddp + budget * buckets, (name, calls, ddp, buckets)
 
 
 def test_gradients_that_come_in_any_order_are_all_reduced(found: list[Any]) -> None:

@@ -189,4 +189,5 @@ class RingAttention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         """Returns the gradients of q, k and v."""
-        return *ring_backward(grad, *ctx.saved_tensors, ctx.what, ctx.ring), None, None
+        q, k, v, out, lse = ctx.saved_tensors
+        return *ring_backward(grad, q, k, v, out, lse, ctx.what, ctx.ring), None, None

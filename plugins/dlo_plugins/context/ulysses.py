@@ -128,7 +128,8 @@ class FullAttention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         """Returns the gradients of q, k and v."""
-        return *full_backward(grad, *ctx.saved_tensors, ctx.what), None
+        q, k, v, out, lse = ctx.saved_tensors
+        return *full_backward(grad, q, k, v, out, lse, ctx.what), None
 
 
 class _ByHeads(torch.autograd.Function):

@@ -21,8 +21,16 @@ from dlo_framework.distributed.collectives import Communicator
 from dlo_framework.distributed.vocabulary import copy_in
 
 __all__ = [
-    *("copy_in", "gather_in", "gather_out", "own_part", "scatter_out", "split_in", "start_gather", "start_scatter"),
-    *("sum_both", "sum_out"),
+    "copy_in",
+    "gather_in",
+    "gather_out",
+    "own_part",
+    "scatter_out",
+    "split_in",
+    "start_gather",
+    "start_scatter",
+    "sum_both",
+    "sum_out",
 ]
 
 
