@@ -19,6 +19,7 @@ from dlo_framework.testing import run_distributed
 from dlo_framework.testing.state import whole_weights
 from dlo_plugins.fsdp.comms import ComplexReduceScatter
 from dlo_plugins.fsdp.policy import unit_policy
+from dlo_plugins.mesh.engine import ParallelState
 from dlo_plugins.strategies.fsdp import FSDPStrategy
 from dlo_plugins.strategies.zero import ZeroStrategy
 from support.fsdp_nets import WIDTH, Module, alone, differ, found_by, mine, of, trainer
@@ -74,7 +75,7 @@ def _scalars(rank: int, world: int, folder: Path) -> tuple[complex, float]:
     """What the ranks make of two scalars' gradients, one complex, the other too fine for single precision."""
     module, run = Spectral(), trainer(world, FSDPStrategy(units=UNITS))
     run.fit(module, mine(rank, world))
-    sharding, phase, temperature = module._dlo_sharding, module.net.filter.phase, module.net.temperature
+    sharding, phase, temperature = ParallelState.of(module).sharding, module.net.filter.phase, module.net.temperature
     phase.grad, temperature.grad = torch.full_like(phase, 2 + 6j * rank), torch.full_like(temperature, 1 + rank * 2e-12)
     sharding.average_scalars()
     return complex(phase.grad), float(temperature.grad)

@@ -276,7 +276,9 @@ def _traffic(rank: int, world: int, folder: Path) -> Any:
         run, module = trainer(world, FSDPStrategy(**options), accumulate_grad_batches=accumulate), Even()
         run.fit(module, mine(rank, world, 8))
         psi = sum(parameter.numel() for parameter in module.parameters())
-        passed = {what: count / psi / run.global_step for what, count in run.strategy.sharding.sharers.elements.items()}
+        passed = {
+            what: count / psi / run.global_step for what, count in run.strategy.engine.sharding.sharers.elements.items()
+        }
         found[name] = passed, {what: count / psi / 4 for what, count in module.held.items()}
     return found
 

@@ -12,7 +12,7 @@ import torch
 import torch.utils.checkpoint
 from hypothesis import given
 from hypothesis import strategies as st
-from lightning.pytorch import Trainer
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.strategies import StrategyRegistry
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -22,13 +22,14 @@ from dlo_framework.cuts import Layout
 from dlo_framework.distributed.initialise import Initialiser, check_initialisable, on_meta
 from dlo_framework.errors import DloError
 from dlo_framework.registry import Registry
+from dlo_plugins.appliers.fully_shard import FullyShard
 from dlo_plugins.fsdp.mesh import check_reshard, mesh_sizes
 from dlo_plugins.fsdp.pieces import row_range
 from dlo_plugins.fsdp.policy import mixed_precision
 from dlo_plugins.fsdp.recompute import recompute
 from dlo_plugins.fsdp.sharding import find_roots, match_units, separable_units
-from dlo_plugins.fsdp.state import ShardedState
 from dlo_plugins.fsdp.usage import Usage
+from dlo_plugins.mesh.engine import MeshEngine, ParallelState
 from dlo_plugins.strategies.fsdp import FSDPStrategy
 
 # --- the mesh -------------------------------------------------------------------------------------------------
@@ -335,17 +336,16 @@ def test_whole_gradients_of_the_device_are_added_to_shards_in_cpu_memory() -> No
     with FakeTensorMode():  # An accelerator's tensors, without one.
         shard, whole = nn.Parameter(torch.zeros(3)), nn.Parameter(torch.zeros(3, device="cuda"))
         whole.grad = torch.ones(3, device="cuda")
-        strategy: Any = SimpleNamespace(
-            sharding=SimpleNamespace(
-                parameters={"weight": shard},
-                layout=Layout(),
-                device=torch.device("cuda"),
-                any_rank=lambda flags: flags,
-            ),
-            _usage=SimpleNamespace(gathered={"weight": whole}),
-            reduce=lambda gradient, reduce_op: gradient,
+        sharding: Any = SimpleNamespace(
+            parameters={"weight": shard},
+            layout=Layout(),
+            device=torch.device("cuda"),
+            any_rank=lambda flags: flags,
+            mean=lambda gradient: gradient,
         )
-        found = ShardedState.accumulated_gradients(strategy)
+        engine = MeshEngine(LightningModule(), ParallelState(sharding), FullyShard(), "")
+        engine._state = SimpleNamespace(usage=SimpleNamespace(gathered={"weight": whole}), is_summed=True)
+        found = engine.accumulated_gradients()
     assert found["weight"].device == torch.device("cpu")
 
 

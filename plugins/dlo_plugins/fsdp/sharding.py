@@ -246,6 +246,10 @@ class Sharding:
             drop_step_state(root)
         self.reshard()
 
+    def mean(self, tensor: Tensor) -> Tensor:
+        """Averages a tensor over the ranks that hold the same part of the model, in place."""
+        return self._data.sum(tensor).div_(self._data.size)
+
     def any_rank(self, flags: list[bool]) -> list[bool]:
         """Returns, for each flag, whether it is true on any data-parallel rank."""
         found = self._data.maximum(torch.tensor(flags, dtype=torch.uint8, device=self.device))

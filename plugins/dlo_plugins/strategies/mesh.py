@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -13,14 +14,18 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
 from torchmetrics import Metric
 
 from dlo_framework.applier import Applier, Phase
+from dlo_framework.checkpoint import Shard
 from dlo_framework.cuts import Layout, layout_of
 from dlo_framework.distributed.canonical import OWNER, ShardOwner
 from dlo_framework.distributed.collectives import broadcast_values
 from dlo_framework.distributed.groups import MeshGroups
+from dlo_framework.distributed.held import local
 from dlo_framework.distributed.initialise import check_initialisable, on_meta
+from dlo_framework.distributed.strategy import ShardedStrategy
 from dlo_framework.distributed.units import find_units
 from dlo_framework.errors import DloError
 from dlo_framework.mesh import MeshSpec
@@ -32,27 +37,21 @@ from dlo_plugins.appliers.fully_shard import FullyShard
 from dlo_plugins.appliers.order import order_appliers
 from dlo_plugins.appliers.tensor_parallel import TensorParallel
 from dlo_plugins.fsdp.mesh import check_reshard
-from dlo_plugins.fsdp.optimizers import OptimizerShares
 from dlo_plugins.fsdp.policy import default_param_dtype
 from dlo_plugins.fsdp.sharding import Sharding, ShardOptions, match_units
-from dlo_plugins.fsdp.usage import Usage
 from dlo_plugins.mesh.drawing import MeshDescription, describe, prepare_model
+from dlo_plugins.mesh.engine import MeshEngine, ParallelState
 from dlo_plugins.mesh.pipelined import PipelinedTask, check_inside, check_predict
 from dlo_plugins.mesh.pipelining import Pipelining
-from dlo_plugins.mesh.steps import MeshSteps
 from dlo_plugins.pipeline.assign import Split
 from dlo_plugins.strategies.mesh_rehearsal import rehearse_step
 from dlo_plugins.tensor.coverage import NEARLY_ALL
 
 #: Appliers of axes, which do nothing where the axis has one rank.
 _OWN = (TensorParallel, ContextParallel)
-#: Key of a module's sharding in its ``__dict__``, for its next run.
-_SHARDING = "_dlo_sharding"
-#: Keys of a cut module's ContextParallel, its pipeline and the options of the cut, for later runs and strategies.
-_CONTEXT, PIPELINED, _CUT_BY = "_dlo_context", "_dlo_pipelined", "_dlo_cut_by"
 
 
-class MeshStrategy(MeshSteps):
+class MeshStrategy(ShardedStrategy):
     """Arranges the ranks as a mesh of up to five axes, and parallelizes the model along them.
 
     `{class_path: MeshStrategy, init_args: {dp_shard: 2, tp: 2}}`: the product of the axes is the number of ranks. The
@@ -87,6 +86,11 @@ class MeshStrategy(MeshSteps):
     """
 
     builds_on_device = False
+    zero_stage = 3
+    #: Fix in the message about parameters without a gradient.
+    allow_unused = (
+        "set find_unused by the strategy's `appliers: [{class_path: FullyShard, init_args: {find_unused: true}}]`"
+    )
 
     def __init__(
         self,
@@ -112,6 +116,7 @@ class MeshStrategy(MeshSteps):
         self.spec, self.meta_init = MeshSpec(**axes), meta_init
         self.set_appliers(order_appliers(list(appliers or []), cp_method, sequence_parallel))
         self._groups: MeshGroups | None = None
+        self.engine: MeshEngine | None = None
         self.pipelining = Pipelining(schedule, micro_batches, stages_per_rank, split)
 
     @classmethod
@@ -224,11 +229,8 @@ class MeshStrategy(MeshSteps):
         module = self._module()
         assert self.accelerator is not None
         self.accelerator.setup(trainer)
-        known: Sharding | None = module.__dict__.get(_SHARDING)
-        if known is None and self._layer_sync:
-            self.model = self._layer_sync.apply(
-                module
-            )  # In evaluation too, as a sharded module cannot be changed later.
+        if self._layer_sync and ParallelState.of(module) is None:
+            self.model = self._layer_sync.apply(module)  # In evaluation too: a sharded module cannot be changed later.
         self.model = self.precision_plugin.convert_module(module)
         self.shard(trainer)
         self.setup_precision_plugin()
@@ -244,41 +246,36 @@ class MeshStrategy(MeshSteps):
 
     def shard(self, trainer: Trainer) -> None:
         """Cuts and shards the module and, while fitting, its optimizers' state."""
-        module = self._module()
-        known: Sharding | None = module.__dict__.get(_SHARDING)
-        if known is None:
+        module, spec, fitting = self._module(), self.mesh_spec(), trainer.state.fn == TrainerFn.FITTING
+        state = ParallelState.of(module)
+        if state is None:
             self._log_coverage(module)
-            known = self.parallelize(trainer)
-            module.__dict__[_SHARDING] = known
-        self.sharding = self._checked(known, trains=trainer.state.fn == TrainerFn.FITTING)
-        self.sharding.collect_params()
-        self._context = module.__dict__.get(_CONTEXT, self._context)
-        self.pipelined = module.__dict__.get(PIPELINED)
+            state = self.parallelize(trainer)
+        self._check_earlier(state, trains=fitting)
+        state.sharding.collect_params()
+        self._context = state.context or self._context
         self.bring_the_rest()
-        if self.mesh_spec().tp > 1:  # These ranks have the same data, which metrics would count twice.
+        if spec.tp > 1:  # These ranks have the same data, which metrics would count twice.
             for submodule in module.modules():
                 if isinstance(submodule, Metric):
                     submodule.process_group = self.groups.group("pp", "dp_replicate", "dp_shard", "cp")
-        if self.pipelined is not None:
-            self.pipelined.micro_batches = self.pipelining.count_micro_batches(self.mesh_spec().pp)
-            self.pipelined.share_metrics(self.mesh_spec())
-            self.pipelined.gathering = self.groups.data if self.mesh_spec().dp_shard > 1 else None
-        if self._usage is not None:
-            self._usage.remove()
-        self._usage = self._shares = None
-        if trainer.state.fn == TrainerFn.FITTING:
+        if state.pipelined is not None:
+            state.pipelined.micro_batches = self.pipelining.count_micro_batches(spec.pp)
+            state.pipelined.share_metrics(spec)
+            state.pipelined.gathering = self.groups.data if spec.dp_shard > 1 else None
+        if self.engine is not None:
+            self.engine.stop_recording()
+        self.engine = MeshEngine(module, state, self.fully_shard, self.allow_unused)
+        if fitting:
             self._reset_optimizers_and_schedulers()
             self.setup_optimizers(trainer)
-            self._shares = OptimizerShares(self.optimizers, self.sharding)
-            self._usage = Usage(self.sharding)
-            self._open = False
-        is_plain = not (known.is_sharded or _cuts_model(self.mesh_spec()))
-        undo = None if not is_plain else (lambda: None) if self._usage is None else self._usage.remove
-        module.__dict__[OWNER] = ShardOwner(self, self.world_size, undo)
+            self.engine.begin_fit(self.optimizers)
+        is_plain = not (state.sharding.is_sharded or _cuts_model(spec))
+        module.__dict__[OWNER] = ShardOwner(self, self.world_size, self.engine.stop_recording if is_plain else None)
 
     def take_over(self, owner: ShardOwner, model: LightningModule) -> None:
         """Keeps a module that another mesh strategy has sharded; :meth:`shard` checks that its options are the same."""
-        if _SHARDING not in model.__dict__:
+        if ParallelState.of(model) is None:
             super().take_over(owner, model)
 
     @property
@@ -296,8 +293,8 @@ class MeshStrategy(MeshSteps):
             if found.share < NEARLY_ALL:
                 rank_zero_info(f"tensor parallelism {found.sentence()}")
 
-    def parallelize(self, trainer: Any, when_cut: Callable[[PipelinedTask], None] | None = None) -> Sharding:
-        """Applies every applier to the module, in the order of their phases; returns the module's sharding.
+    def parallelize(self, trainer: Any, when_cut: Callable[[PipelinedTask], None] | None = None) -> ParallelState:
+        """Applies every applier to the module, in the order of their phases; returns the result, noted on the module.
 
         Args:
             trainer: Trainer, which has the path of the checkpoint that the run starts from.
@@ -317,11 +314,11 @@ class MeshStrategy(MeshSteps):
             _move_to_device(module, self.root_device)
             mesh, split = self.groups.device_mesh(), self._split(module, plan)
         sharding: Sharding | None = None
-        is_cut = spec.pp == 1
+        pipelined: PipelinedTask | None = None
         for applier in self.appliers:
-            if applier.phase > Phase.CONTEXT and not is_cut:
+            if spec.pp > 1 and pipelined is None and applier.phase > Phase.CONTEXT:
                 assert plan is not None
-                pipelined, is_cut = self._cut_into_stages(module, plan, split), True
+                pipelined = self._cut_into_stages(module, plan, split)
                 if when_cut is not None:
                     when_cut(pipelined)
             if applier is self.fully_shard:
@@ -330,11 +327,11 @@ class MeshStrategy(MeshSteps):
                 applier.apply(module.model, mesh, plan)
                 if sharding is None:
                     _check_plain(module, applier)
-        if plan is not None:
-            module.__dict__[_CONTEXT] = self._context
-            module.__dict__[_CUT_BY] = self._cut_by()
         assert sharding is not None
-        return sharding
+        cut = {"context": self._context, "cut_options": self._cut_options()} if plan is not None else {}
+        state = ParallelState(sharding, pipelined=pipelined, **cut)
+        state.attach(module)
+        return state
 
     def _checked_plan(self, task: Any) -> ParallelPlan:
         plan: ParallelPlan = self._plan_of(task)()
@@ -357,9 +354,7 @@ class MeshStrategy(MeshSteps):
         layout.elsewhere |= {name for name in names if not pipeline.holds(name)}
         layout.repeated |= {name for name in names if pipeline.holds(name) and not pipeline.holds.first(name)}
         select = self._context.select_rows if self.mesh_spec().cp > 1 else None
-        pipelined = PipelinedTask(task, pipeline, self.pipelining.count_micro_batches(self.mesh_spec().pp), select)
-        task.__dict__[PIPELINED] = pipelined
-        return pipelined
+        return PipelinedTask(task, pipeline, self.pipelining.count_micro_batches(self.mesh_spec().pp), select)
 
     def _shard(self, module: Any, seed: int, layout: Layout) -> Sharding:
         units = find_units(module) if self.fully_shard.units is None else match_units(module, self.fully_shard.units)
@@ -381,7 +376,7 @@ class MeshStrategy(MeshSteps):
             )
         return task.parallel_plan
 
-    def _cut_by(self) -> dict[str, Any]:
+    def _cut_options(self) -> dict[str, Any]:
         """Returns the options, by name, that cannot change after the model has been cut."""
         spec, pipelining = self.mesh_spec(), self.pipelining
         found: dict[str, Any] = {}
@@ -394,23 +389,150 @@ class MeshStrategy(MeshSteps):
             found["sequence_parallel"] = self._tensor.sequence_parallel
         return found
 
-    def _checked(self, known: Sharding, trains: bool) -> Sharding:
-        """Returns an earlier run's sharding after a check that its options are those of this strategy."""
+    def _check_earlier(self, state: ParallelState, trains: bool) -> None:
+        """Checks that the options by which a module was sharded, in this run or an earlier one, are the strategy's.
+
+        Raises:
+            DloError: They are not.
+        """
+        known, name = state.sharding, type(state.sharding.module).__name__
         wanted = (self._options(self._module().automatic_optimization), self.mesh_spec())
         if wanted != (known.options, known.groups.spec) or known.device != self.root_device:
             raise DloError(
-                f"options must be those of the earlier run that has sharded {type(known.module).__name__}, got others;"
-                " build a new model for a strategy with these"
+                f"options must be those of the earlier run that has sharded {name}, got others; build a new model for a"
+                " strategy with these"
             )
-        cut_by, ours = known.module.__dict__.get(_CUT_BY, {}), self._cut_by()
-        other = [name for name, value in ours.items() if name in cut_by and cut_by[name] != value]
+        cut_by, ours = state.cut_options, self._cut_options()
+        other = [key for key, value in ours.items() if key in cut_by and cut_by[key] != value]
         if trains and other:
             raise DloError(
-                f"{other[0]} must stay as {type(known.module).__name__} was cut by an earlier run with"
-                f" {other[0]}={cut_by[other[0]]}, got {other[0]}={ours[other[0]]}; build a new model for it"
+                f"{other[0]} must stay as {name} was cut by an earlier run with {other[0]}={cut_by[other[0]]}, got"
+                f" {other[0]}={ours[other[0]]}; build a new model for it"
             )
         self._groups = known.groups
-        return known
+
+    # --- steps ---------------------------------------------------------------------------------------------
+
+    @property
+    def _running(self) -> MeshEngine:
+        assert self.engine is not None, "setup comes first"
+        return self.engine
+
+    def training_step(self, batch: Any, *args: Any) -> Any:
+        """Runs the module's training step, with its parameters gathered."""
+        with self._running.reset_on_error(), self.precision_plugin.train_step_context():
+            return self._running.train(self._shard_batch(batch), *args, loss_scale=self._loss_scale)
+
+    def validation_step(self, batch: Any, *args: Any) -> Any:
+        """Runs the module's validation step, with its parameters gathered."""
+        with self._running.reset_on_error(), self.precision_plugin.val_step_context():
+            return self._running.evaluate("validation_step", self._shard_batch(batch), *args)
+
+    def test_step(self, batch: Any, *args: Any) -> Any:
+        """Runs the module's test step, with its parameters gathered."""
+        with self._running.reset_on_error(), self.precision_plugin.test_step_context():
+            return self._running.evaluate("test_step", self._shard_batch(batch), *args)
+
+    def predict_step(self, batch: Any, *args: Any) -> Any:
+        """Runs the module's predict step, with its parameters gathered."""
+        with self._running.reset_on_error(), self.precision_plugin.predict_step_context():
+            return self._running.predict(batch, *args)
+
+    def backward(self, *args: Any, **kwargs: Any) -> Tensor:
+        """Runs a backward pass; resets the sharding if it raises."""
+        with self._running.reset_on_error():
+            return super().backward(*args, **kwargs)
+
+    def pre_backward(self, closure_loss: Tensor) -> None:
+        """Opens the accumulation window."""
+        self._running.before_backward()
+
+    def post_backward(self, closure_loss: Tensor) -> None:
+        """Reduces the gradients and sets those of the optimizer shards."""
+        self._running.after_backward()
+
+    def block_backward_sync(self) -> contextlib.AbstractContextManager[None]:
+        """Marks the micro-batches of an accumulation that no step follows."""
+        return self._running.accumulate()
+
+    def on_validation_end(self) -> None:
+        """Frees the parameters that the evaluation gathered, since the next may have other weights."""
+        self.refresh()
+
+    on_test_end = on_predict_end = on_train_end = on_validation_end
+
+    def _loss_scale(self) -> Tensor:
+        """Returns Lightning's factor of the loss for backward, from accumulation and the loss scale."""
+        scale = torch.ones((), device=self.root_device) / self._module().trainer.accumulate_grad_batches
+        scaler = getattr(self.precision_plugin, "scaler", None)
+        return scale if scaler is None else scaler.scale(scale)
+
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        """Returns a decision that all ranks agree on."""
+        vote = torch.tensor(int(decision), device=self.root_device)
+        dist.all_reduce(vote)
+        return bool(vote == self.world_size) if all else bool(vote)
+
+    # --- this rank's state ---------------------------------------------------------------------------------
+
+    @property
+    def pipelined(self) -> PipelinedTask | None:  # type: ignore[override]
+        """Task with the pipeline's stages; None without a pipeline."""
+        return self.engine.pipelined if self.engine is not None else None
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """Returns the module's state by name, with this rank's shards of the parameters."""
+        self.refresh()
+        state = super().lightning_module_state_dict()
+        return state if self.engine is None else self.engine.shards(state)
+
+    def held_tensors(self) -> list[Tensor]:
+        """Returns the memory of this rank's parameters and buffers."""
+        self.refresh()
+        held = [*self._module().parameters(), *self._module().buffers()]
+        return [local(tensor) for tensor in held if not tensor.is_meta]
+
+    def refresh(self) -> None:
+        """Frees the gathered parameters, after the shards were written from outside."""
+        if self.engine is not None:
+            self.engine.free_gathered()
+
+    def whole_size(self, name: str, parameter: Tensor) -> int:
+        """Returns the number of elements of the full tensor of a parameter that tensor parallelism may have cut."""
+        return self._running.whole_size(name, parameter)
+
+    def state_bytes(self) -> dict[str, float]:
+        """Returns the bytes of the parameters, gradients and optimizer state that this rank holds now."""
+        return self._running.state_bytes(self.optimizers)
+
+    def gradient_norm(self, optimizer: Optimizer) -> Tensor:
+        """Returns the 2-norm over all ranks of an optimizer's gradients, each element counted once."""
+        return self._running.gradient_norm(optimizer)
+
+    def accumulated_gradients(self) -> dict[str, Shard]:
+        """Returns this rank's shards of the gradients of an unfinished accumulation, averaged over the ranks."""
+        return self._running.accumulated_gradients()
+
+    def restore_gradients(self, saved: Mapping[str, Any]) -> None:
+        """Restores an unfinished accumulation, to which the next micro-batches add their gradients."""
+        self._running.restore_gradients(saved)
+
+    def optimizer_tensors(self, optimizer: Optimizer) -> dict[str, Tensor]:
+        """Returns the tensors that an optimizer steps on this rank, by parameter name."""
+        return self._running.optimizer_tensors(optimizer)
+
+    def group_names(self, optimizer: Optimizer) -> list[list[str]]:
+        """Returns the parameter names of each parameter group, those of other ranks' shards too."""
+        return self._running.group_names(optimizer)
+
+    def canonical(self, name: str, tensor: Tensor, value: Tensor) -> Shard:
+        """Returns a state tensor as a shard of the tensor in the parameter's shape."""
+        return self._running.as_shard(name, value)
+
+    def room(self, name: str, tensor: Tensor, shape: torch.Size, dtype: torch.dtype) -> Shard:
+        """Returns an uninitialised shard of a state tensor for this rank."""
+        found = self._running.empty_shard(name, shape, dtype)
+        return super().room(name, tensor, shape, dtype) if found is None else found
 
     # --- what the ranks share ------------------------------------------------------------------------------
 
@@ -449,7 +571,8 @@ class MeshStrategy(MeshSteps):
 
     def share_buffers(self) -> None:
         """Broadcasts buffers over data-parallel ranks, and from the stage that computes with each to the others."""
-        super().share_buffers()
+        if self.engine is not None:  # Otherwise no run has begun, and a checkpoint saves the plain module.
+            self.engine.sharding.share_buffers()
         if self.pipelined is not None:
             self.pipelined.share_buffers()
 
@@ -461,7 +584,14 @@ class MeshStrategy(MeshSteps):
         """Moves a batch to the device, with its counts; a batch that a callback has moved is left alone."""
         return super().batch_to_device(self.counted(batch), device, dataloader_idx)
 
+    @contextlib.contextmanager
+    def whole_sequences(self) -> Iterator[None]:
+        """Makes each rank run the model on full sequences inside the block; cp ranks then write the same text."""
+        with self._context.local():
+            yield
+
     def _shard_batch(self, batch: Any) -> Any:
+        """Returns this rank's shard of a batch that the ranks of one model share."""
         return self._context.shard_batch(batch)
 
     @property

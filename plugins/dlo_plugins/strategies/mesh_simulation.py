@@ -244,7 +244,7 @@ class RankView:
         if not own_loss:
             task.__dict__["loss"] = partial(substitute_loss, task.model)
         task.__dict__["micro_batch_weights"] = lambda parts: [1 / len(parts)] * len(parts)
-        self.sharding = self._strategy.parallelize(_FreshTrainer(), self._when_cut)
+        self.sharding = self._strategy.parallelize(_FreshTrainer(), self._when_cut).sharding
         self._usage = Usage(self.sharding)
         self._usage.announced = True  # Each backward here belongs to a step.
 
@@ -288,7 +288,7 @@ class RankView:
         return self._count(self._batch)
 
     def _count(self, batch: Any) -> tuple[Traffic, ...]:
-        """Runs a batch as :class:`~dlo_plugins.mesh.steps.MeshSteps` does in Lightning's hooks, and counts."""
+        """Runs a batch as :class:`~dlo_plugins.mesh.engine.MeshEngine` does, and counts."""
         task, sharding = self.task, self.sharding
         for parameter in sharding.parameters.values():
             parameter.grad = None
