@@ -210,7 +210,7 @@ def test_layer_decay_is_timms(name):
 
 
 def test_layer_decay_needs_named_layers():
-    with pytest.raises(DloError, match="Linear does not; leave layer_decay out"):
+    with pytest.raises(DloError, match="got Linear without; leave layer_decay out"):
         optim.parameter_groups(nn.Linear(2, 2), weight_decay=0.1, layer_decay=0.5)
 
 
@@ -311,5 +311,7 @@ def test_wrong_names_say_what_is_near():
         optim.check_optimizer("adamww")
     with pytest.raises(DloError, match=r"optimizer_args must be arguments of optimizer 'sgd', .*beta"):
         optim.build_optimizer(nn.Linear(2, 2), "sgd", lr=1.0, weight_decay=0.0, args={"beta": 1})
-    with pytest.raises(DloError, match=r"optimizer_args .*momentum.* do not fit optimizer 'sgd': Invalid momentum"):
+    with pytest.raises(
+        DloError, match=r"optimizer_args must be arguments of optimizer 'sgd', .*momentum.*: Invalid momentum"
+    ):
         optim.build_optimizer(nn.Linear(2, 2), "sgd", lr=1.0, weight_decay=0.0, args={"momentum": -1.0})

@@ -68,7 +68,7 @@ def test_logs_once_at_each_due_step(accumulate: int) -> None:
     assert rows[0][1]["weight_norm/total"] == pytest.approx(rows[0][1]["weight_norm/layer"])
 
 
-@pytest.mark.parametrize(("arguments", "message"), [({"every_n_steps": 0}, "was 0"), ({"depth": -1}, "was -1")])
+@pytest.mark.parametrize(("arguments", "message"), [({"every_n_steps": 0}, "got 0"), ({"depth": -1}, "got -1")])
 def test_bad_values_are_refused(arguments: dict[str, int], message: str) -> None:
     with pytest.raises(DloError, match=message):
         WeightNormLogger(**arguments)
