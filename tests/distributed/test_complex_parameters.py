@@ -129,7 +129,7 @@ def test_they_are_summed_without_pairwise_exchange_too(found: list[dict[str, Any
 
 def test_complex_among_real_ones_is_an_error_that_names_them(found: list[dict[str, Any]]) -> None:
     for message in of(found, "_refused"):
-        assert "net.filter.weight complex64" in message
+        assert "complex64 net.filter.weight" in message
         assert "units: [net.blocks.0, net.blocks.1, net.filter]" in message
 
 

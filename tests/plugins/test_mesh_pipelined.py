@@ -67,7 +67,7 @@ def test_the_steps_loss_is_made_on_the_device_where_it_is_overwritten(monkeypatc
     pipeline: Any = SimpleNamespace(placement=placement, device=torch.device("cpu"), group=None)
     total = nn.Parameter(torch.tensor(3.5, dtype=torch.float64))
     with Waits() as waits:
-        found = [Pipeline._everywhere(pipeline, given) for given in (0.0, total)]
+        found = [Pipeline._broadcast_total(pipeline, given) for given in (0.0, total)]
     assert waits.calls == []
     assert [value.tolist() for value in found] == [0.0, 3.5]
     assert all(value.dtype == torch.float64 and not value.requires_grad for value in found)

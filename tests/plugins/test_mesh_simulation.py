@@ -170,12 +170,12 @@ def _bytes(rank: SimulatedRank, axis: str) -> int:
 
 
 def test_a_rank_simulates_nothing() -> None:
-    with simulation.fake_world(0, 2), pytest.raises(DloError, match="in a process of its own"):
+    with simulation.fake_world(0, 2), pytest.raises(DloError, match="run it in its own process"):
         simulate(task(), MeshStrategy(), MeshSpec(tp=2, dp_shard=1), [0])
 
 
 def test_an_error_leaves_no_group() -> None:
-    with pytest.raises(DloError, match="use tp=2"):
+    with pytest.raises(DloError, match="set tp=2"):
         simulate(task(), MeshStrategy(), MeshSpec(tp=8, dp_shard=1), [0])
     assert not dist.is_initialized()
 
