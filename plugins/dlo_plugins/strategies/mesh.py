@@ -328,8 +328,9 @@ class MeshStrategy(ShardedStrategy):
                 if sharding is None:
                     _check_plain(module, applier)
         assert sharding is not None
-        cut = {"context": self._context, "cut_options": self._cut_options()} if plan is not None else {}
-        state = ParallelState(sharding, pipelined=pipelined, **cut)
+        state = ParallelState(sharding, pipelined=pipelined)
+        if plan is not None:
+            state.context, state.cut_options = self._context, self._cut_options()
         state.attach(module)
         return state
 
@@ -451,9 +452,11 @@ class MeshStrategy(ShardedStrategy):
         """Reduces the gradients and sets those of the optimizer shards."""
         self._running.after_backward()
 
-    def block_backward_sync(self) -> contextlib.AbstractContextManager[None]:
+    @contextlib.contextmanager
+    def block_backward_sync(self) -> Iterator[None]:
         """Marks the micro-batches of an accumulation that no step follows."""
-        return self._running.accumulate()
+        with self._running.accumulate():
+            yield
 
     def on_validation_end(self) -> None:
         """Frees the parameters that the evaluation gathered, since the next may have other weights."""
@@ -476,7 +479,7 @@ class MeshStrategy(ShardedStrategy):
     # --- this rank's state ---------------------------------------------------------------------------------
 
     @property
-    def pipelined(self) -> PipelinedTask | None:  # type: ignore[override]
+    def pipelined(self) -> PipelinedTask | None:
         """Task with the pipeline's stages; None without a pipeline."""
         return self.engine.pipelined if self.engine is not None else None
 
