@@ -91,7 +91,7 @@ class MeshEngine:
 
     Args:
         module: LightningModule that has been sharded.
-        state: What the mesh has made of it.
+        state: Result of the parallelization, kept on the module.
         shard: Applier whose options ``find_unused`` and ``sync_every_micro_batch`` hold.
         allow_unused: Fix in the message about parameters without a gradient.
 
