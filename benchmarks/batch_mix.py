@@ -33,7 +33,7 @@ from timm.data.mixup import Mixup
 from torch import Tensor
 from torchvision.transforms import v2
 
-from dlo_plugins.mixing import MODES, Recipe, draw_plan, mix_images, mix_targets, soft_targets, to_device
+from dlo_plugins.mixing import MODES, MixRecipe, draw_plan, mix_images, mix_targets, soft_targets, to_device
 
 BATCH, CLASSES = 128, 1000
 MIXUP, CUTMIX = {"mixup_alpha": 1.0, "cutmix_alpha": 0.0}, {"mixup_alpha": 0.0, "cutmix_alpha": 1.0}
@@ -45,7 +45,7 @@ Run = Callable[[Tensor, Tensor], object]
 
 
 def ours(alphas: dict[str, float], mode: str, in_place: bool) -> Run:
-    recipe, generator = Recipe(**alphas, mode=mode), np.random.default_rng(0)  # type: ignore[arg-type]
+    recipe, generator = MixRecipe(**alphas, mode=mode), np.random.default_rng(0)  # type: ignore[arg-type]
 
     def run(images: Tensor, targets: Tensor) -> object:
         plan = draw_plan(recipe, len(images), *images.shape[-2:], generator)

@@ -24,11 +24,11 @@ from measuring.rounds import PROCESS, ratios, take_turns
 from dlo_framework.checkpoint import FlatShard, read_manifest
 from dlo_framework.checkpoint.chunks import Runs, SavedTensor, shard_name
 from dlo_framework.checkpoint.dtypes import dtype_of
-from dlo_framework.checkpoint.holdings import Told, local_inventory, pack_inventory
+from dlo_framework.checkpoint.global_plan import Plan, make_file_plan, make_global_plan
+from dlo_framework.checkpoint.inventory import PackedInventory, local_inventory, pack_inventory
 from dlo_framework.checkpoint.manifest import MANIFEST, Manifest, to_text
-from dlo_framework.checkpoint.nest import Place
-from dlo_framework.checkpoint.plan import Plan, make_file_plan, make_global_plan
-from dlo_framework.checkpoint.planning import Planning
+from dlo_framework.checkpoint.save_planner import SavePlanner
+from dlo_framework.checkpoint.state_tree import TensorLocation
 
 WIDTH, INNER, VOCABULARY, KEYS = 8192, 28_672, 128_256, 1024
 LAYER = {
@@ -46,17 +46,19 @@ def shapes(layers: int) -> dict[str, tuple[int, ...]]:
     return found | {f"layers.{n}.{name}.weight": shape for n in range(layers) for name, shape in LAYER.items()}
 
 
-def held_by(rank: int, ranks: int, layers: int) -> list[tuple[Place, torch.Tensor | FlatShard]]:
+def held_by(rank: int, ranks: int, layers: int) -> list[tuple[TensorLocation, torch.Tensor | FlatShard]]:
     """Returns what a rank holds: its rows of the weights and of Adam's moments, and Adam's steps."""
-    held: list[tuple[Place, torch.Tensor | FlatShard]] = []
+    held: list[tuple[TensorLocation, torch.Tensor | FlatShard]] = []
     for name, shape in shapes(layers).items():
         rows, row = -(-shape[0] // ranks), torch.Size(shape[1:]).numel()
         first, last = min(rank * rows, shape[0]), min((rank + 1) * rows, shape[0])
         part = FlatShard(torch.empty((last - first) * row, device="meta"), torch.Size(shape), first * row)
-        held.append((Place(("state_dict", name), "model", name), part))
+        held.append((TensorLocation(("state_dict", name), "model", name), part))
         path = ("optimizer_states", 0, "state", name)
-        held += [(Place((*path, key), "optimizer.0", f"{name}.{key}"), part) for key in ("exp_avg", "exp_avg_sq")]
-        held.append((Place((*path, "step"), "optimizer.0", f"{name}.step"), torch.empty((), device="meta")))
+        held += [
+            (TensorLocation((*path, key), "optimizer.0", f"{name}.{key}"), part) for key in ("exp_avg", "exp_avg_sq")
+        ]
+        held.append((TensorLocation((*path, "step"), "optimizer.0", f"{name}.step"), torch.empty((), device="meta")))
     return held
 
 
@@ -73,7 +75,9 @@ def manifest_of(plan: Plan) -> Manifest:
 
 def compared(ranks: int, layers: int, rounds: int, folder: Path) -> Table:
     """Measures one number of ranks."""
-    told: list[Told] = [pack_inventory(local_inventory(held_by(rank, ranks, layers))[0]) for rank in range(ranks)]
+    told: list[PackedInventory] = [
+        pack_inventory(local_inventory(held_by(rank, ranks, layers))[0]) for rank in range(ranks)
+    ]
     plan, mine, alone = make_global_plan(told), held_by(0, ranks, layers), held_by(0, 1, layers)
     rest = {"optimizer_states": [{"state": {}, "param_groups": [{"params": list(shapes(layers))}]}]}
     manifest = manifest_of(plan)
@@ -81,7 +85,7 @@ def compared(ranks: int, layers: int, rounds: int, folder: Path) -> Table:
     runs: dict[str, Callable[[], object]] = {
         FIRST: lambda: make_global_plan(told),
         AGAIN: lambda: make_global_plan(told),
-        LATER: lambda: Planning(rest, alone, folder / "step.ckpt", None).agree(),
+        LATER: lambda: SavePlanner(rest, alone, folder / "step.ckpt", None).plan(),
         WRITTEN: lambda: to_text(manifest),
         READ: lambda: read_manifest(folder),
     }

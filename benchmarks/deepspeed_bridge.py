@@ -30,7 +30,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from dlo_framework.testing import run_distributed
-from dlo_framework.testing.training import quiet
+from dlo_framework.testing.training import silence_lightning
 
 WARM_UP = 5
 BAR = 1.03  # of the bridge's step, over the bare loop's
@@ -107,7 +107,7 @@ def measure(rank: int, world_size: int, options: argparse.Namespace, stage: int)
     """Returns seconds of each round and the losses, by variant; runs on each rank."""
     from dlo_plugins.strategies.deepspeed import DeepSpeedBridge
 
-    quiet()
+    silence_lightning()
     warnings.filterwarnings("ignore")
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     generator = torch.Generator().manual_seed(rank)

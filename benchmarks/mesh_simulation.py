@@ -23,12 +23,12 @@ from measuring.catalogue import parse_options
 from measuring.record import Record, Table
 from measuring.rounds import ELAPSED, PROCESS
 
-from dlo_framework.amounts import human
 from dlo_framework.mesh import MeshSpec
-from dlo_plugins.mesh.drawing import MeshDescription, describe
+from dlo_framework.units import format_bytes
+from dlo_plugins.mesh.mesh_description import MeshDescription, describe_mesh
 from dlo_plugins.mesh.traffic import Traffic
 from dlo_plugins.strategies.mesh import MeshStrategy
-from dlo_plugins.strategies.mesh_simulation import SimulatedRank, simulate
+from dlo_plugins.strategies.mesh_simulation import SimulatedRank, simulate_ranks
 from dlo_tasks.llm.causal_lm import CausalLM
 
 LLAMA = {
@@ -80,10 +80,10 @@ def run(name: str, model: dict[str, Any], sizes: dict[str, int], parts: int, len
     spec = MeshSpec(**sizes)  # type: ignore[arg-type]
     task = CausalLM(config=dict(model)).on_meta()
     strategy = MeshStrategy(micro_batches=parts)
-    described = describe(task, task.parallel_plan(), spec, micro_batches=parts)
+    described = describe_mesh(task, task.parallel_plan(), spec, micro_batches=parts)
     shape = (parts, length)
     batch = {key: torch.empty(shape, dtype=torch.long, device="meta") for key in ("input_ids", "labels")}
-    ranks = simulate(task, strategy, spec, [0, spec.world_size - 1], batch if traffic else None)
+    ranks = simulate_ranks(task, strategy, spec, [0, spec.world_size - 1], batch if traffic else None)
     for rank in ranks:  # The arithmetic of `dlo mesh`, against what the code that runs has made.
         assert described.ranks[rank.rank].held == rank.held, (described.ranks[rank.rank].held, rank.held)
     took = ELAPSED.now() - start, PROCESS.now() - cpu
@@ -101,7 +101,7 @@ def _show(
     share = described.whole.total / (spec.pp * spec.dp_shard * spec.cp * spec.tp)
     totals = [rank.held.total for rank in described.ranks]
     mean, most = sum(totals) / len(totals), described.largest
-    shown = [human(size) for size in (described.whole.total, share, mean, most.held.total)]
+    shown = [format_bytes(size) for size in (described.whole.total, share, mean, most.held.total)]
     print(
         f"\n### {name}, {described.parameters:,} parameters: {spec}, {spec.world_size:,} ranks, {parts} micro-batches\n"
     )
@@ -111,9 +111,9 @@ def _show(
     print("| rank | stage | parameters | gradients | Adam | collective | axis | a step | elements | bytes |")
     print("|---|---|---|---|---|---|---|---|---|---|")
     for rank in ranks:
-        held = [human(size) for size in (rank.held.parameters, rank.held.gradients, rank.held.optimizer)]
+        held = [format_bytes(size) for size in (rank.held.parameters, rank.held.gradients, rank.held.optimizer)]
         first = [str(rank.rank), str(rank.place.pp), *held]
-        rows = [[t.kind, t.axis, f"{t.count:,}", f"{t.elements:,}", human(t.bytes)] for t in rank.traffic]
+        rows = [[t.kind, t.axis, f"{t.count:,}", f"{t.elements:,}", format_bytes(t.bytes)] for t in rank.traffic]
         for row in rows or [[""] * 5]:
             print("| " + " | ".join([*first, *row]) + " |")
             first = [""] * 5
@@ -126,7 +126,7 @@ def tables(found: list[Found]) -> list[Table]:
     held = Table("what the fullest rank holds", "an even share", "bytes, counted")
     passed = Table("what the first rank passes in an optimizer step", "1 GB", "bytes, counted")
     for one in found:
-        names = {"ranks": one.ranks, "even_share": human(one.share), "mean": f"{one.mean / one.share - 1:+.2%}"}
+        names = {"ranks": one.ranks, "even_share": format_bytes(one.share), "mean": f"{one.mean / one.share - 1:+.2%}"}
         held.add(one.name, [one.most / one.share], bar=HELD_BAR, ours=True, **names, core_seconds=one.cpu_seconds)
         for item in one.traffic:
             row = f"{one.name}: {item.axis} {item.kind}"

@@ -19,10 +19,10 @@ on a CPU) on batches of four rows, made beforehand:
 A speed is the positions a second in the round, times the useful part of all of a contestant's batches. Time is that of
 the process, with one thread.
 
-Then, for a million documents, the time of packing: dlo's ``best_fit`` of the lengths, and TRL's ``pack_dataset``, as it
-is by default (each thousand documents by themselves) and over all documents at once. TRL's also moves the tokens, one
-byte each here, into their places, where dlo's leaves them in the file; ``dlo with an index`` is the time until windows
-can be read.
+Then, for a million documents, the time of packing: dlo's ``pack_best_fit`` of the lengths, and TRL's
+``pack_dataset``, with its defaults (each thousand documents by themselves) and over all documents at once. TRL's
+also moves the tokens, one byte each here, into their places, where dlo's leaves them in the file; ``dlo with an
+index`` is the time until windows can be read.
 
 Run: ``python benchmarks/packing.py [--rounds 11] [--documents 1000000]``
 """
@@ -47,10 +47,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from dlo_framework.data import ResumableBatchSampler
-from dlo_tasks.llm.batches import IGNORED, PackedWindows
-from dlo_tasks.llm.layout import lay_out
-from dlo_tasks.llm.packing import best_fit, cut
-from dlo_tasks.llm.step_tokens import Accumulation, TextBatchSampler
+from dlo_tasks.llm.batches import IGNORE_INDEX, PackedWindows
+from dlo_tasks.llm.packing import cut_documents, pack_best_fit
+from dlo_tasks.llm.sample_layout import lay_out_samples
+from dlo_tasks.llm.step_tokens import AccumulationPlan, TextBatchSampler
 from dlo_tasks.llm.token_cache import Document, TokenStore, write_store
 
 WINDOW, ROWS, VOCABULARY = 512, 4, 4096
@@ -77,14 +77,14 @@ def store_of(lengths: np.ndarray, folder: Path) -> TokenStore:
 
 def ours(store: TokenStore, packing: Any) -> tuple[list[Batch], str]:
     """TextData's batches, and what it says of them."""
-    dataset, found = lay_out(
+    dataset, found = lay_out_samples(
         store, np.arange(len(store)), [], seq_len=WINDOW, packing=packing, long_samples="error", filler=0
     )
     sampler: ResumableBatchSampler = TextBatchSampler(
         len(dataset),
         targets=dataset.targets,
         lengths=dataset.lengths,
-        accumulation=lambda: Accumulation(1, float("inf")),
+        accumulation=lambda: AccumulationPlan(1, float("inf")),
         batch_size=ROWS,
         shuffle=True,
         drop_last=True,
@@ -103,7 +103,7 @@ def padded(store: TokenStore, *, to_window: bool, by_length: bool, mask: bool = 
     for first in range(0, len(order) - ROWS + 1, ROWS):
         rows = [store.read(np.arange(*store.bounds[n : n + 2]))[0] for n in order[first : first + ROWS]]
         width = WINDOW if to_window else max(len(row) - 1 for row in rows)
-        ids, labels = torch.zeros(ROWS, width, dtype=torch.int64), torch.full((ROWS, width), IGNORED)
+        ids, labels = torch.zeros(ROWS, width, dtype=torch.int64), torch.full((ROWS, width), IGNORE_INDEX)
         seen = torch.zeros(ROWS, width, dtype=torch.int64)
         for number, row in enumerate(rows):
             tokens, past = torch.from_numpy(row), len(row) - 1
@@ -129,7 +129,7 @@ def trl_batches(store: TokenStore, rows: int) -> list[Batch] | None:
     batches = []
     for first in range(0, len(packed) - rows + 1, rows):
         made = collate([packed[n] for n in range(first, first + rows)])
-        labels = F.pad(made["labels"][:, 1:], (0, 1), value=IGNORED)
+        labels = F.pad(made["labels"][:, 1:], (0, 1), value=IGNORE_INDEX)
         batches.append({"input_ids": made["input_ids"], "labels": labels, "position_ids": made["position_ids"]})
     return batches
 
@@ -152,14 +152,16 @@ def llama() -> torch.nn.Module:
 def train_step(model: torch.nn.Module, optimizer: torch.optim.Optimizer, batch: Batch) -> None:
     inputs = {name: values for name, values in batch.items() if name != "labels"}
     logits = model(**inputs).logits
-    F.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten(), ignore_index=IGNORED).backward()
+    F.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten(), ignore_index=IGNORE_INDEX).backward()
     optimizer.step()
     optimizer.zero_grad()
 
 
 def useful_part(batches: list[Batch]) -> float:
     """The part of all positions that the loss counts; single batches differ too much in it to be timed by it."""
-    return sum(int((batch["labels"] != IGNORED).sum()) for batch in batches) / sum(b["labels"].numel() for b in batches)
+    return sum(int((batch["labels"] != IGNORE_INDEX).sum()) for batch in batches) / sum(
+        b["labels"].numel() for b in batches
+    )
 
 
 def forever(batches: list[Batch]) -> Iterator[Batch]:
@@ -238,13 +240,13 @@ def packing_table(count: int, record: Record) -> Table:
 
     for _ in range(3):
         start = PROCESS.now()
-        packed = best_fit(lengths, WINDOW)
+        packed = pack_best_fit(lengths, WINDOW)
         times.append(PROCESS.now() - start)
     note("dlo", times, packed.windows, ours=True)
     bounds = np.concatenate([[0], np.cumsum(lengths + 1)])
     start = PROCESS.now()
-    pieces = cut(bounds, np.arange(count), WINDOW, "error")
-    windows = PackedWindows(None, pieces, best_fit(pieces.length, WINDOW), WINDOW, 0, pieces.length)  # type: ignore[arg-type]
+    pieces = cut_documents(bounds, np.arange(count), WINDOW, "error")
+    windows = PackedWindows(None, pieces, pack_best_fit(pieces.length, WINDOW), WINDOW, 0, pieces.length)  # type: ignore[arg-type]
     note("dlo with an index", [PROCESS.now() - start], len(windows), ours=True)
     try:
         import datasets

@@ -29,12 +29,12 @@ from torch import nn
 
 from dlo_framework.plan import ParallelPlan
 from dlo_framework.testing import run_distributed
-from dlo_plugins.pipeline.actions import Kind
-from dlo_plugins.pipeline.engine import Pipeline
-from dlo_plugins.pipeline.picture import ideal
-from dlo_plugins.pipeline.schedules import make_schedule
-from dlo_plugins.pipeline.simulate import theoretical_bubble
-from dlo_plugins.pipeline.spans import Measured
+from dlo_plugins.pipeline.actions import ActionKind
+from dlo_plugins.pipeline.pipeline_engine import Pipeline
+from dlo_plugins.pipeline.pipeline_schedules import make_schedule
+from dlo_plugins.pipeline.recorder import MeasuredCosts
+from dlo_plugins.pipeline.simulation import theoretical_bubble
+from dlo_plugins.pipeline.timeline_plot import simulate_ideal
 
 SCHEDULES = {"GPipe": "GPipe", "1F1B": "1F1B", "1F1B again": "1F1B"} | {
     name: name for name in ("Interleaved1F1B", "ZBH1", "ZBV", "DualPipeV")
@@ -96,19 +96,19 @@ def figures(pipeline: Pipeline, micro_batches: int) -> dict[str, float]:
     where = pipeline.placement
     schedule = make_schedule(pipeline.schedule, where.ranks, micro_batches)
     step = max(item.end for row in timeline.rows for item in row)
-    costs = Measured.of_step(timeline)
+    costs = MeasuredCosts.from_timeline(timeline)
     chunks = where.stages_per_rank
-    forward = costs.mean(Kind.FORWARD) * chunks
+    forward = costs.mean(ActionKind.FORWARD) * chunks
     # Where backward is split in part, a full backward is both of its parts.
-    input, weight = costs.mean(Kind.INPUT) * chunks, costs.mean(Kind.WEIGHT) * chunks
+    input, weight = costs.mean(ActionKind.INPUT) * chunks, costs.mean(ActionKind.WEIGHT) * chunks
     if not input:
-        input = costs.mean(Kind.BACKWARD) * chunks
+        input = costs.mean(ActionKind.BACKWARD) * chunks
     bubble = theoretical_bubble(schedule.name, where.ranks, micro_batches, (forward, input, weight), chunks)
     work = sum(timeline.busy)
     return {
         "step": step,
         "over theory": step / (work / where.ranks + bubble),
-        "over schedule": step / ideal(timeline, schedule).makespan,
+        "over schedule": step / simulate_ideal(timeline, schedule).makespan,
         "idle": step * where.ranks - work,
         "forward": forward,
         "input": input,

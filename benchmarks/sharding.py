@@ -33,10 +33,10 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from dlo_framework.distributed.collectives import Communicator
-from dlo_framework.distributed.held import memory_of, optimizer_bytes
+from dlo_framework.distributed.local_memory import memory_of, optimizer_bytes
 from dlo_framework.testing import run_distributed
 from dlo_framework.watch.state_bytes import paper_bytes
-from dlo_plugins.zero.engine import ZeroEngine, ZeroOptions
+from dlo_plugins.zero.zero_engine import ZeroEngine, ZeroOptions
 
 MIB = 2**20
 WARM_UP = 2
@@ -121,7 +121,7 @@ def zero(options: argparse.Namespace, device: torch.device, stage: int, offload:
         loss.backward()
         engine.after_backward(automatic=True)
         if not held:
-            held.update(engine.bytes_held())
+            held.update(engine.count_state_bytes())
         optimizer.step()
         return loss.detach()
 

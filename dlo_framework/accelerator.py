@@ -124,7 +124,7 @@ class AcceleratorSettings(BatchCopier):
         """Returns the batch on the device, with the sample count that the strategy has taken before."""
         if self._copies is None:
             return batch
-        return self._copies.copy(batch if self._sharded is None else self._sharded.counted(batch))
+        return self._copies.copy(batch if self._sharded is None else self._sharded.attach_counts(batch))
 
 
 class CopyStream:

@@ -33,7 +33,7 @@ class AccumulationTail(Callback):
             if isinstance(set_by, AccumulationWindow):
                 return  # Another callback plans the windows: DynamicBatchSize.
             self._size = set_by
-        start, length = tail(batch_idx, self._size, trainer.num_training_batches)
+        start, length = find_window(batch_idx, self._size, trainer.num_training_batches)
         if length == self._size:
             trainer.accumulate_grad_batches, self._window = self._size, None
         elif self._window is None or self._window.start != start:
@@ -63,7 +63,7 @@ class AccumulationTail(Callback):
         self._window = None
 
 
-def tail(batch: int, size: int, batches: float) -> tuple[int, int]:
+def find_window(batch: int, size: int, batches: float) -> tuple[int, int]:
     """Returns the accumulation window of a batch: its first batch, and its number of batches.
 
     Args:

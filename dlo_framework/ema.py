@@ -18,8 +18,8 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
-from dlo_framework.contract import contract_of
 from dlo_framework.errors import DloError
+from dlo_framework.strategy_contract import contract_of
 
 _CURRENT = "current_model_state"
 _STATE = "averaging_state"
@@ -66,7 +66,7 @@ class WeightEMA(Callback):
         """Takes the average from the module, which has just loaded it, and loads the trained weights."""
         if _CURRENT not in checkpoint or trainer.state.fn != TrainerFn.FITTING:
             return
-        held = contract_of(trainer.strategy).held_tensors()
+        held = contract_of(trainer.strategy).local_tensors()
         self._average = [_to_fp32(tensor) for tensor in held]
         for rest in checkpoint.get(_REST, {}).values():
             for theirs in held:
@@ -80,7 +80,7 @@ class WeightEMA(Callback):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Initialises the average to the weights, now on their device, unless it was loaded."""
-        tensors = self._trained = contract_of(trainer.strategy).held_tensors()
+        tensors = self._trained = contract_of(trainer.strategy).local_tensors()
         self._last_step = trainer.global_step
         loaded = self._average
         if loaded is None:
@@ -161,7 +161,7 @@ class WeightEMA(Callback):
     def _residual(self, trainer: Trainer, pl_module: LightningModule) -> dict[str, dict[str, Tensor]]:
         """Returns the average's digits beyond the weights' own; two more parts make up fp32."""
         assert self._average is not None
-        held = contract_of(trainer.strategy).held_tensors()
+        held = contract_of(trainer.strategy).local_tensors()
         wide = [(ours, theirs) for ours, theirs in zip(self._average, held, strict=True) if ours.dtype != theirs.dtype]
         kept = [theirs.clone() for _, theirs in wide]
         left = [ours - ours.to(theirs.dtype) for ours, theirs in wide]
@@ -184,7 +184,7 @@ class WeightEMA(Callback):
         if self._average is None or self._swapped == average:
             return
         for number, (ours, theirs) in enumerate(
-            zip(self._average, contract_of(trainer.strategy).held_tensors(), strict=True)
+            zip(self._average, contract_of(trainer.strategy).local_tensors(), strict=True)
         ):
             if not average and number in self._aside:
                 theirs.copy_(self._aside.pop(number))

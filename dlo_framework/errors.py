@@ -55,7 +55,7 @@ class OrderlyEnd(Exception):
     """End of a run that all ranks reach at the same point, without a failure."""
 
 
-def agree(error: Exception) -> Exception:
+def mark_agreed(error: Exception) -> Exception:
     """Marks an error as raised by all ranks at the same point, so that it is not taken for one rank's failure."""
     error.__dict__["all_ranks_agree"] = True
     return error

@@ -11,10 +11,10 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 from torch.optim import Optimizer
 
-from dlo_framework.contract import contract_of
-from dlo_framework.distributed.control import control_group
-from dlo_framework.errors import DloError, agree
+from dlo_framework.distributed.control_group import control_group
+from dlo_framework.errors import DloError, mark_agreed
 from dlo_framework.resume import mid_accumulation
+from dlo_framework.strategy_contract import contract_of
 
 
 class FiniteLoss(Callback):
@@ -99,7 +99,7 @@ class FiniteLoss(Callback):
         if rank == trainer.world_size:
             self._in_a_row = 0
         elif self.on_nan == "stop":
-            raise agree(DloError(_message(trainer, rank)))
+            raise mark_agreed(DloError(_message(trainer, rank)))
         else:
             self._skip(trainer, pl_module, optimizer, rank)
 
@@ -118,10 +118,10 @@ class FiniteLoss(Callback):
         self._in_a_row += 1
         rank_zero_warn(f"{_describe(trainer, rank)}: the step is skipped; {self.skipped} skipped in this run")
         if self._in_a_row >= self.max_skipped:
-            raise agree(DloError(f"{_message(trainer, rank)}; {self._in_a_row} steps in a row were skipped"))
+            raise mark_agreed(DloError(f"{_message(trainer, rank)}; {self._in_a_row} steps in a row were skipped"))
         name = _nonfinite_buffer(trainer, pl_module)
         if name:
-            raise agree(
+            raise mark_agreed(
                 DloError(
                     f"{_describe(trainer, rank)}, and neither is the buffer {name} now (a running statistic?), which"
                     " skipping the step does not undo; resume from the last checkpoint, and remove such inputs from the"

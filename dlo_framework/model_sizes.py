@@ -199,7 +199,7 @@ def _sharded(model: nn.Module) -> bool:
     return any(type(parameter) is not nn.Parameter for parameter in model.parameters())
 
 
-def objection(model: nn.Module, size: Size) -> str | None:
+def find_objection(model: nn.Module, size: Size) -> str | None:
     """Returns the reason why a model cannot take two images of ``size``, None if it can; nothing is computed."""
     found = [_objection(model, size, channels) for channels in _channels(model)]
     return None if None in found else found[0]

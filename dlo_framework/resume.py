@@ -19,7 +19,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader
 
-from dlo_framework.contract import contract_of
+from dlo_framework.strategy_contract import contract_of
 
 KEY = "dlo"
 

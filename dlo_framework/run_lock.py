@@ -96,7 +96,7 @@ class RunLock:
                 continue
 
 
-def hold(run: Path) -> RunLock:
+def lock_run(run: Path) -> RunLock:
     """Locks a run's folder until this process ends; further calls do nothing.
 
     Raises:

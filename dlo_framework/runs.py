@@ -15,11 +15,11 @@ import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dlo_framework.amounts import human
 from dlo_framework.errors import DloError
+from dlo_framework.units import format_bytes
 
 if TYPE_CHECKING:
-    from dlo_framework.checkpoint.kept import Best
+    from dlo_framework.checkpoint.best import Best
 
 #: Set by rank 0 for the ranks that it starts: the requested folder, and the run's.
 ENVIRONMENT = "DLO_RUN_FOLDER"
@@ -96,7 +96,7 @@ def check_space(path: Path, need: int = LEAST_FREE_BYTES) -> None:
     free = shutil.disk_usage(path).free
     if free < need:
         raise DloError(
-            f"no space in the run folder: need {human(need)}, {human(free)} free in {path};"
+            f"no space in the run folder: need {format_bytes(need)}, {format_bytes(free)} free in {path};"
             " free some, or choose another folder with --run.dir"
         )
 

@@ -28,9 +28,9 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader, Sampler
 
-from dlo_framework.contract import contract_of
 from dlo_framework.data import ResumableBatchSampler, ResumableLoader
 from dlo_framework.resume import random_state, restore_random_state
+from dlo_framework.strategy_contract import contract_of
 
 Undo = Callable[[], object]
 
@@ -163,7 +163,7 @@ def _separate_shards(trainer: Trainer) -> list[torch.Tensor]:
     }
     module = trainer.lightning_module
     stepped |= {_local(tensor).untyped_storage().data_ptr() for tensor in [*module.parameters(), *module.buffers()]}
-    held = contract_of(trainer.strategy).held_tensors()
+    held = contract_of(trainer.strategy).local_tensors()
     return [_local(tensor) for tensor in held if _local(tensor).untyped_storage().data_ptr() not in stepped]
 
 

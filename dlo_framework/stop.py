@@ -21,9 +21,9 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Checkpoint
 
 from dlo_framework import runs
-from dlo_framework.distributed.control import control_group
-from dlo_framework.distributed.failure import leave
-from dlo_framework.distributed.grace import GRACE, Grace, Progress
+from dlo_framework.distributed.control_group import control_group
+from dlo_framework.distributed.failure import exit_process
+from dlo_framework.distributed.grace import GRACE, GracePeriod, ProgressCounter
 from dlo_framework.distributed.launcher import WatchedRanks
 from dlo_framework.distributed.signals import STOP_SIGNALS, SignalListener
 from dlo_framework.distributed.stacks import print_stack
@@ -230,7 +230,7 @@ class _SingleProcess:
     """
 
     def __init__(self, trainer: Trainer, grace: float) -> None:
-        self._grace, self._progress = Grace(grace), Progress(trainer)
+        self._grace, self._progress = GracePeriod(grace), ProgressCounter(trainer)
         self._interrupts, self._over = 0, threading.Event()
         self._listener = SignalListener(self._receive)
 
@@ -263,7 +263,7 @@ class _SingleProcess:
             return
         print_stack(0, 1)
         print(f"dlo: {text}; earlier checkpoints are intact", file=sys.stderr)
-        leave(code)
+        exit_process(code)
 
 
 def _is_interactive() -> bool:

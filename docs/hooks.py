@@ -66,7 +66,7 @@ def page_of(name: str) -> str:
 
 def plugin_table() -> str:
     """Returns the table of registered plug-ins, each with its short names and its docstring's first paragraph."""
-    from dlo_framework.registry.source import read_summary
+    from dlo_framework.registry.class_source import read_summary
 
     classes: dict[tuple[str, str], list[str]] = {}
     for name, registered in entry_points().items():
@@ -99,7 +99,7 @@ def scaffold(kind: str, name: str, *which: str) -> str:
 
 def tag_table() -> str:
     """Returns the table in RunMonitor's docstring."""
-    from dlo_framework.registry.source import read_class
+    from dlo_framework.registry.class_source import read_class
 
     doc = to_markdown(read_class("dlo_framework.watch.monitor:RunMonitor").doc)
     return "\n".join(line.strip() for line in doc.splitlines() if line.strip().startswith("|"))

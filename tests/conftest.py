@@ -19,7 +19,7 @@ from hypothesis import settings
 from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from dlo_framework.testing.command import Started
+from dlo_framework.testing.dlo_process import DloProcess
 
 PACK = Path(__file__).resolve().parents[1] / "plugins" / "example_pack"
 DLO = str(Path(sys.executable).with_name("dlo"))
@@ -40,9 +40,9 @@ class Command:
         mine = {key: value for key, value in os.environ.items() if not key.startswith(("DLO_", "PYTEST"))}
         return mine | {"COLUMNS": "160", "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
 
-    def start(self, *words: str) -> subprocess.Popen | Started:
+    def start(self, *words: str) -> subprocess.Popen | DloProcess:
         if not self.fresh:
-            return Started(list(words), self.folder, self.environment())
+            return DloProcess(list(words), self.folder, self.environment())
         return subprocess.Popen(
             [DLO, *words],
             cwd=self.folder,

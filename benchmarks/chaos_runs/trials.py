@@ -19,7 +19,7 @@ from typing import IO, Any
 
 import yaml
 
-from dlo_framework.testing.command import Started
+from dlo_framework.testing.dlo_process import DloProcess
 
 ROOT = Path(__file__).resolve().parents[2]
 MARKS = Path(__file__).with_name("marks.py")
@@ -102,14 +102,14 @@ class Runner:
         (folder / "chaos.yaml").write_text(yaml.safe_dump(config))
         self.tmpfs = False
 
-    def start(self) -> subprocess.Popen[bytes] | Started:
+    def start(self) -> subprocess.Popen[bytes] | DloProcess:
         """Starts the run, or goes on with it."""
         words = ["fit", "--config", "chaos.yaml", "--ckpt_path", "auto", "--run.stop_grace", "30"]
         environment = {key: value for key, value in os.environ.items() if not key.startswith(("DLO_", "PL_"))}
         environment |= {"CHAOS_MARKS": str(self.marks), "OMP_NUM_THREADS": "1"}
         environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), environment.get("PYTHONPATH", "")])
         if self.warm:
-            process = Started(words, self.folder, environment)
+            process = DloProcess(words, self.folder, environment)
             for stream in (process.stdout, process.stderr):
                 threading.Thread(target=self._keep, args=(stream,), daemon=True).start()
             return process
@@ -133,7 +133,7 @@ class Runner:
         """Returns the ranks' processes, of all starts."""
         return [int(place.split("-")[2]) for _, place, _ in self.lines() if place.startswith("pid-")]
 
-    def kill(self, process: subprocess.Popen[bytes] | Started) -> None:
+    def kill(self, process: subprocess.Popen[bytes] | DloProcess) -> None:
         """Leaves nothing of a start."""
         for pid in {process.pid, *self.ranks()}:
             with contextlib.suppress(ProcessLookupError):
@@ -211,7 +211,7 @@ def carry_out(trial: Trial, folder: Path, epochs: int, expected: dict[str, Any],
 
 
 def _bring_about(
-    trial: Trial, runner: Runner, process: subprocess.Popen[bytes] | Started, disk: _Disk | None
+    trial: Trial, runner: Runner, process: subprocess.Popen[bytes] | DloProcess, disk: _Disk | None
 ) -> float | None:
     """Waits for the place, and does what the trial says; returns when, or None where the run had ended before."""
     wanted = {"compile": "batch", "start": ""}.get(trial.place, trial.place)

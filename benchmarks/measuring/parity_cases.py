@@ -23,8 +23,8 @@ from torch.utils.data import Dataset
 from dlo_framework.data import ResumableDataModule, data_parallel_coordinates
 from dlo_framework.testing import Comparison, run_distributed
 from dlo_framework.testing.compare import RTOL
-from dlo_framework.testing.record import Record, merge
-from dlo_framework.testing.training import Setting, quiet, record_training
+from dlo_framework.testing.record import Record, merge_records
+from dlo_framework.testing.training import Setting, record_training, silence_lightning
 from dlo_framework.testing.verdict import verdict
 from dlo_plugins.strategies.mesh import MeshStrategy
 from dlo_plugins.strategies.zero import ZeroStrategy
@@ -269,7 +269,7 @@ def serve(rank: int, world_size: int, address: str) -> None:
     """Trains what is asked for over a connection, until it is closed; runs on a rank."""
     from dlo_framework.distributed.strategy import register_data_parallel
 
-    quiet()
+    silence_lightning()
     register_data_parallel()
     with Client(address) as connection:
         connection.send(rank)
@@ -318,7 +318,7 @@ class Workers:
         if failed is not None:
             self.close()
             self._done = 0
-        return failed if failed is not None else merge(answers) if setting.ranks is not None else answers[0]
+        return failed if failed is not None else merge_records(answers) if setting.ranks is not None else answers[0]
 
     def _start(self) -> None:
         self._folder = tempfile.TemporaryDirectory()

@@ -13,7 +13,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from dlo_framework.whole_file import write_whole
+from dlo_framework.atomic_file import write_atomic
 from measuring.record import cores, hardware
 
 Results = dict[str, Any]
@@ -57,7 +57,7 @@ def read(path: Path) -> Results:
 
 def write(results: Results, path: Path) -> None:
     """Writes results atomically."""
-    write_whole(path, json.dumps(results, indent=1) + "\n")
+    write_atomic(path, json.dumps(results, indent=1) + "\n")
 
 
 def newest(folder: Path) -> list[tuple[Path, Results]]:

@@ -17,9 +17,9 @@ from measuring.record import Table
 from measuring.rounds import all_ratios, clock_of, take_turns
 from torch import Tensor
 
+from dlo_plugins.context.block_attention import Score, _torch_backward, _torch_forward
 from dlo_plugins.context.blockwise import merge
 from dlo_plugins.context.fused import KERNELS, Block, Kernel, Result
-from dlo_plugins.context.kernels import Score, _written_backward, _written_forward
 
 
 def ring_tables(size_name: str, device: torch.device, rounds: int, backend: str) -> Iterator[Table]:
@@ -90,5 +90,5 @@ def _fused(kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, grad: Tensor, causal
 
 def _written(q: Tensor, k: Tensor, v: Tensor, grad: Tensor, causal: bool) -> tuple[Tensor, ...]:
     score = Score(q.shape[-1] ** -0.5)
-    out, lse = _written_forward(q, k, v, score, causal, None, None)
-    return out, *_written_backward(grad, q, k, v, out, lse, score, causal, None, None)
+    out, lse = _torch_forward(q, k, v, score, causal, None, None)
+    return out, *_torch_backward(grad, q, k, v, out, lse, score, causal, None, None)

@@ -25,13 +25,13 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from dlo_framework.distributed.collectives import Communicator
 from dlo_framework.distributed.groups import MeshGroups
-from dlo_framework.distributed.units import find_units
+from dlo_framework.distributed.model_units import find_units
 from dlo_framework.mesh import MeshSpec
 from dlo_framework.testing.python_calls import count_python_calls
 from dlo_plugins.appliers.fully_shard import FullyShard
-from dlo_plugins.fsdp.optimizers import OptimizerShares
-from dlo_plugins.fsdp.sharding import Sharding
-from dlo_plugins.zero.engine import ZeroEngine, ZeroOptions
+from dlo_plugins.fsdp.sharded_optimizers import OptimizerShards
+from dlo_plugins.fsdp.sharding import ShardedModule
+from dlo_plugins.zero.zero_engine import ZeroEngine, ZeroOptions
 from on_accelerator.subjects import SIZES, Subject, llama
 
 BASE, HALF = "loop, no strategy", torch.bfloat16
@@ -46,7 +46,7 @@ class Simulated:
         seconds: Time in which the host launches a step.
         calls: Number of calls of Python functions in a step.
         held_bytes: Memory held between steps; None where the device does not count.
-        peak_bytes: Most memory that a step has held; likewise.
+        peak_bytes: Peak memory of a step; None where the device does not count.
     """
 
     seconds: float
@@ -86,7 +86,7 @@ def simulated_table(size: str, device: torch.device, rounds: int) -> Table:
 
 @contextlib.contextmanager
 def rank_0_of(ranks: int) -> Iterator[None]:
-    """Makes this process the first of so many ranks, inside the block."""
+    """Makes this process the first of `ranks` ranks, inside the block."""
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
     try:
         yield
@@ -172,9 +172,9 @@ def _zero(stage: int, subject: Subject, net: nn.Module, device: torch.device) ->
 def _fsdp(subject: Subject, net: nn.Module, device: torch.device) -> Callable[[Any], None]:
     groups = MeshGroups(MeshSpec(dp_shard=RANKS), device.type)
     options = FullyShard().options("bf16-mixed", whole_steps=True, param_dtype="bfloat16")
-    sharding = Sharding(net, find_units(net), groups, device, options, seed=0)
+    sharding = ShardedModule(net, find_units(net), groups, device, options, seed=0)
     optimizer = _optimizer(net)
-    shares = OptimizerShares([optimizer], sharding)
+    shares = OptimizerShards([optimizer], sharding)
     names = set(sharding.parameters)
 
     def step(batch: Any) -> None:

@@ -33,7 +33,7 @@ def strategies_table(size: str, device_type: str, ranks: int, rounds: int) -> Ta
     many = f"{ranks} rank{'s' if ranks > 1 else ''}"
     title = f"strategies on {many}: {subject.title}, bf16"
     clock = "elapsed time" if device_type == "cpu" else "events on the first rank's device"
-    table = Table(title, "the tokens a second of torch's DDP by hand", clock, better="higher")
+    table = Table(title, "the tokens per second of torch's DDP by hand", clock, better="higher")
     rates = {name: [ranks * subject.items / turn.seconds for turn in turns] for name, turns in found[0].items()}
     for name, values in all_ratios(rates, BASE).items():
         held = [turn.peak_bytes for of_rank in found for turn in of_rank[name] if turn.peak_bytes is not None]

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from dlo_framework.errors import DloError, agree
+from dlo_framework.errors import DloError, mark_agreed
 
 T = TypeVar("T")
 U = TypeVar("U")
@@ -24,7 +24,7 @@ def size_of(group: ProcessGroup | None) -> int:
     return 1 if group is None else dist.get_world_size(group)
 
 
-def together(group: ProcessGroup | None, work: Callable[[], T]) -> list[T]:
+def run_on_all_ranks(group: ProcessGroup | None, work: Callable[[], T]) -> list[T]:
     """Runs ``work`` on every rank and returns all results, by rank.
 
     A rank whose work fails sends its error, so that the others do not wait for it.
@@ -46,10 +46,13 @@ def together(group: ProcessGroup | None, work: Callable[[], T]) -> list[T]:
     return [outcome.value for outcome in outcomes]
 
 
-def through_first(group: ProcessGroup | None, work: Callable[[], T], decide: Callable[[list[T]], Sequence[U]]) -> U:
+def gather_then_scatter(
+    group: ProcessGroup | None, work: Callable[[], T], decide: Callable[[list[T]], Sequence[U]]
+) -> U:
     """Runs ``work`` on every rank, ``decide`` on the first rank with all results, and returns each rank's answer.
 
-    Only the first rank holds the results of all. A failure of either raises on all ranks, as in :func:`together`.
+    Only the first rank holds the results of all. A failure of either raises on all ranks, as in
+    :func:`run_on_all_ranks`.
 
     Args:
         group: Process group of the ranks; None for this process alone.
@@ -57,8 +60,8 @@ def through_first(group: ProcessGroup | None, work: Callable[[], T], decide: Cal
         decide: Function of all results that returns one answer for each rank, by rank; each can be pickled.
 
     Raises:
-        DloError: see :func:`together`.
-        RuntimeError: see :func:`together`.
+        DloError: see :func:`run_on_all_ranks`.
+        RuntimeError: see :func:`run_on_all_ranks`.
     """
     if size_of(group) == 1:
         return decide([work()])[0]
@@ -106,4 +109,4 @@ def _raise_failure(failed: tuple[int, _Outcome] | None, caught: BaseException | 
         raise caught
     if failed is not None:
         rank, (_, text, of_user) = failed
-        raise agree((DloError if of_user else RuntimeError)(f"rank {rank}: {text}")) from caught
+        raise mark_agreed((DloError if of_user else RuntimeError)(f"rank {rank}: {text}")) from caught

@@ -15,12 +15,12 @@ from dlo_framework.checkpoint.shards import Box
 BUCKET_BYTES = 64 * 2**20
 
 
-def whole(shape: tuple[int, ...]) -> Box:
+def full_box(shape: tuple[int, ...]) -> Box:
     """Returns the box that covers a full tensor."""
     return Box((0,) * len(shape), tuple(shape))
 
 
-def tiles(shape: tuple[int, ...], boxes: Iterable[Box]) -> bool:
+def is_tiling(shape: tuple[int, ...], boxes: Iterable[Box]) -> bool:
     """Returns whether the boxes cover each element of a tensor of ``shape`` exactly once.
 
     A box's indicator function is determined by the signs at its ``2 ** ndim`` corners (its mixed difference), and so is
@@ -39,7 +39,7 @@ def tiles(shape: tuple[int, ...], boxes: Iterable[Box]) -> bool:
             at += size
         return at == shape[along]
     corners: Counter[tuple[int, ...]] = Counter()
-    for box, factor in itertools.chain(((box, 1) for box in boxes), [(whole(shape), -1)]):
+    for box, factor in itertools.chain(((box, 1) for box in boxes), [(full_box(shape), -1)]):
         edges = [(offset, offset + size) for offset, size in zip(box.offsets, box.sizes, strict=True)]
         for ends in itertools.product((0, 1), repeat=len(edges)):
             sign = -1 if sum(ends) % 2 else 1
@@ -60,7 +60,7 @@ def _cut_along(shape: tuple[int, ...], boxes: list[Box]) -> int | None:
     return along.pop() if len(along) == 1 and math.prod(shape) > 0 else None
 
 
-def pieces(box: Box, element_bytes: int, most_bytes: int = BUCKET_BYTES) -> Iterator[Box]:
+def split_box(box: Box, element_bytes: int, most_bytes: int = BUCKET_BYTES) -> Iterator[Box]:
     """Yields slices of a box in row-major order, each of at most ``most_bytes`` (but at least one element).
 
     Each slice is a run of consecutive elements of the box, so that the slices, concatenated, are the box.
@@ -73,7 +73,7 @@ def pieces(box: Box, element_bytes: int, most_bytes: int = BUCKET_BYTES) -> Iter
     row_bytes = math.prod(box.sizes[1:]) * element_bytes
     if row_bytes > most_bytes:
         for row in range(box.sizes[0]):
-            for part in pieces(Box(box.offsets[1:], box.sizes[1:]), element_bytes, most_bytes):
+            for part in split_box(Box(box.offsets[1:], box.sizes[1:]), element_bytes, most_bytes):
                 yield Box((box.offsets[0] + row, *part.offsets), (1, *part.sizes))
         return
     rows = max(1, most_bytes // row_bytes)
@@ -82,7 +82,7 @@ def pieces(box: Box, element_bytes: int, most_bytes: int = BUCKET_BYTES) -> Iter
         yield Box((box.offsets[0] + start, *box.offsets[1:]), (count, *box.sizes[1:]))
 
 
-def part_of(tensor: Tensor, box: Box, part: Box) -> Tensor:
+def slice_view(tensor: Tensor, box: Box, part: Box) -> Tensor:
     """Returns a view of the elements of ``part`` in ``tensor``, which holds the elements of ``box``."""
     view = tensor
     for dim, (offset, size) in enumerate(zip(part.offsets, part.sizes, strict=True)):

@@ -29,19 +29,19 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from dlo_framework._version import __version__
+from dlo_framework.atomic_file import PARTIAL
 from dlo_framework.checkpoint import folder
-from dlo_framework.checkpoint.agreement import rank_of, through_first, together
+from dlo_framework.checkpoint.agreement import gather_then_scatter, rank_of, run_on_all_ranks
 from dlo_framework.checkpoint.chunks import Key, Runs, SavedTensor, shard_number
 from dlo_framework.checkpoint.dtypes import dtype_of
 from dlo_framework.checkpoint.manifest import MANIFEST, STATE, Manifest, to_text
-from dlo_framework.checkpoint.nest import extract_tensors
-from dlo_framework.checkpoint.planning import Agreed, Planning
+from dlo_framework.checkpoint.save_planner import AgreedPlan, SavePlanner
 from dlo_framework.checkpoint.shards import Box
 from dlo_framework.checkpoint.state_file import write_state
-from dlo_framework.checkpoint.tensor_file import HashedFile, layout
+from dlo_framework.checkpoint.state_tree import extract_tensors
+from dlo_framework.checkpoint.tensor_file import HashedFile, make_header
 from dlo_framework.checkpoint.torch_file import NO_SPACE, describe_shortage, explain_refusal, find_os_error
 from dlo_framework.errors import DloError
-from dlo_framework.whole_file import PARTIAL
 
 T = TypeVar("T")
 
@@ -62,7 +62,7 @@ class Prepared:
     """
 
     path: Path
-    agreed: Agreed
+    plan: AgreedPlan
     elements: dict[tuple[Key, Box], Tensor]
     rest: dict[str, Any] | None
     about: dict[str, Any]
@@ -99,8 +99,8 @@ def prepare(
 ) -> Prepared:
     """Plans a save on all ranks together, and checks that it fits on the disk. See :func:`save`."""
     rest, found = extract_tensors(checkpoint)
-    planning = Planning(rest, found, path, group)
-    agreed = planning.agree()
+    planning = SavePlanner(rest, found, path, group)
+    agreed = planning.plan()
     if agreed.free < agreed.need:
         raise make_no_space_error(path, describe_shortage(path.parent, agreed.need, agreed.free))
     kept = {item: planning.elements[item] for item in agreed.file.boxes} if agreed.file is not None else {}
@@ -116,8 +116,8 @@ def write(
     path, rank = prepared.path, rank_of(group)
     partial = folder.leftover_path(path, PARTIAL)
     try:
-        together(group, lambda: _guarded(prepared, lambda: folder.create_partial(path)) if rank == 0 else None)
-        through_first(
+        run_on_all_ranks(group, lambda: _guarded(prepared, lambda: folder.create_partial(path)) if rank == 0 else None)
+        gather_then_scatter(
             group,
             lambda: _guarded(prepared, lambda: _write_files(prepared, rank, partial, write_rest)),
             lambda records: _guarded(prepared, lambda: _finish(prepared, records)),
@@ -134,9 +134,9 @@ def _write_files(
     """Writes this rank's files; returns their sizes and hashes by name."""
     _wait_for(partial, rank)
     records = {}
-    mine = prepared.agreed.file
+    mine = prepared.plan.file
     if mine is not None:
-        head, _ = layout(mine.entries, {"format": "pt", "written_by": "dlo", "rank": str(rank)})
+        head, _ = make_header(mine.entries, {"format": "pt", "written_by": "dlo", "rank": str(rank)})
         with HashedFile(partial / mine.name) as file:
             file.write(head)
             for item in mine.boxes:
@@ -153,7 +153,7 @@ def _write_files(
 
 def _finish(prepared: Prepared, records: list[dict[str, dict[str, Any]]]) -> list[None]:
     """Writes the manifest of all ranks' files and renames the folder to its final name."""
-    rest, plan = prepared.rest or {}, prepared.agreed.plan
+    rest, plan = prepared.rest or {}, prepared.plan.plan
     assert plan is not None
     files = {name: record for of_rank in records for name, record in of_rank.items()}
     manifest = Manifest(
@@ -192,7 +192,7 @@ def disk_errors(path: Path, need: int | None = None) -> Iterator[None]:
 
 
 def _guarded(prepared: Prepared, work: Callable[[], T]) -> T:
-    with disk_errors(prepared.path, prepared.agreed.need):
+    with disk_errors(prepared.path, prepared.plan.need):
         return work()
 
 

@@ -49,12 +49,12 @@ class Run(NamedTuple):
         """The numbers of the files."""
         return range(self.shard, self.shard + self.length * self.stride, self.stride)
 
-    def part(self, number: int) -> Box:
+    def box_at(self, number: int) -> Box:
         """Returns the box of this number, counted from 0."""
         return self.box if number == 0 else _moved(self.box, self.dim, number)
 
     @property
-    def whole(self) -> Box:
+    def union(self) -> Box:
         """The union of the boxes."""
         offsets, sizes = self.box
         return self.box if self.length == 1 else Box(offsets, _with(sizes, self.dim, sizes[self.dim] * self.length))
@@ -86,10 +86,10 @@ class Runs(Sequence[Chunk]):
     def __iter__(self) -> Iterator[Chunk]:
         return (self._chunk(run, number) for run in self.runs for number in range(run.length))
 
-    def over(self, box: Box) -> Iterator[Chunk]:
+    def overlapping(self, box: Box) -> Iterator[Chunk]:
         """Yields the chunks that overlap a box; the others cost nothing."""
         for run in self.runs:
-            shared = overlap(run.whole, box)
+            shared = overlap(run.union, box)
             if shared is None:
                 continue
             first = last = 0
@@ -101,7 +101,7 @@ class Runs(Sequence[Chunk]):
     def _chunk(self, run: Run, number: int) -> Chunk:
         shard = run.shards[number]
         begin = self._starts[shard] + run.begin
-        return Chunk(run.part(number), shard_name(shard), begin, begin + run.box.numel * self._element)
+        return Chunk(run.box_at(number), shard_name(shard), begin, begin + run.box.numel * self._element)
 
 
 @dataclass
@@ -112,9 +112,9 @@ class SavedTensor:
     shape: tuple[int, ...]
     chunks: Sequence[Chunk] = field(default_factory=list)
 
-    def over(self, box: Box) -> Iterator[tuple[Chunk, Box]]:
+    def overlapping(self, box: Box) -> Iterator[tuple[Chunk, Box]]:
         """Yields each chunk that overlaps a box, with the overlap."""
-        for chunk in self.chunks.over(box) if isinstance(self.chunks, Runs) else self.chunks:
+        for chunk in self.chunks.overlapping(box) if isinstance(self.chunks, Runs) else self.chunks:
             shared = overlap(chunk.box, box)
             if shared is not None:
                 yield chunk, shared

@@ -12,23 +12,23 @@ from urllib.parse import quote, unquote
 import torch
 from torch import Tensor
 
+from dlo_framework.atomic_file import open_atomic
 from dlo_framework.checkpoint import folder as folders
-from dlo_framework.checkpoint.boxes import BUCKET_BYTES, pieces, whole
+from dlo_framework.checkpoint.boxes import BUCKET_BYTES, full_box, split_box
 from dlo_framework.checkpoint.canonical import disk_errors, save
 from dlo_framework.checkpoint.chunks import Chunk, Key, SavedTensor
 from dlo_framework.checkpoint.dtypes import dtype_name
-from dlo_framework.checkpoint.importing import name_optimizer_states
+from dlo_framework.checkpoint.lazy_state import LazyStateDict, TensorReader
 from dlo_framework.checkpoint.manifest import STATE, Manifest, read_manifest
-from dlo_framework.checkpoint.nest import MODEL, extract_tensors, plain_data
+from dlo_framework.checkpoint.optimizer_names import name_optimizer_states
 from dlo_framework.checkpoint.reading import assemble, load
-from dlo_framework.checkpoint.saved import SavedTensors, Source
 from dlo_framework.checkpoint.shards import Box
 from dlo_framework.checkpoint.state_file import read_state, write_state
-from dlo_framework.checkpoint.tensor_file import HashedFile, layout, memory_of, read_header
+from dlo_framework.checkpoint.state_tree import MODEL, extract_tensors, plain_data
+from dlo_framework.checkpoint.tensor_file import HashedFile, make_header, memory_of, read_header
 from dlo_framework.checkpoint.torch_file import SafeCheckpointIO, read_file
 from dlo_framework.checkpoint.verify import sha256, verify
 from dlo_framework.errors import DloError
-from dlo_framework.whole_file import whole_file
 
 #: Entry of the header that marks a full checkpoint in one file, as opposed to a model's weights.
 _KIND, _WHOLE = "dlo", "checkpoint"
@@ -102,7 +102,7 @@ def to_single_file(source: Path, target: Path) -> Path:
     assert found is not None
     manifest, rest = read_manifest(found), read_state(found / STATE)
     tensors = {(group, name): tensor for group, named in manifest.tensors.items() for name, tensor in named.items()}
-    everything = SavedTensors(Source(found, tensors), {_flat(key): key for key in tensors}, title=str(source))
+    everything = LazyStateDict(TensorReader(found, tensors), {_flat(key): key for key in tensors}, title=str(source))
     write_safetensors(everything, target, {_KIND: _WHOLE})
     with _whole_file(state_file_of(target)) as file:
         write_state(file, rest)
@@ -129,7 +129,7 @@ def from_single_file(source: Path, target: Path) -> None:
     else:
         tensors = {(MODEL, name): tensor for name, tensor in manifest.tensors.get(MODEL, {}).items()}
         keys = {name: key for key in tensors for name in key[1:]}
-        weights = SavedTensors(Source(source.parent, tensors), keys, title=str(source))
+        weights = LazyStateDict(TensorReader(source.parent, tensors), keys, title=str(source))
         checkpoint = {"state_dict": weights, "pytorch-lightning_version": metadata.version("lightning")}
     save(checkpoint, target, about={"strategy": "imported", "imported_from": source.name})
 
@@ -145,7 +145,7 @@ def manifest_of_file(path: Path) -> Manifest:
     manifest = _manifest(path, weights_only=not is_whole)
     for name, place in stored.items():
         group, own_name = _unflat(name) if is_whole else (MODEL, name)
-        chunks = [Chunk(whole(place.shape), path.name, place.begin, place.end)] if place.begin < place.end else []
+        chunks = [Chunk(full_box(place.shape), path.name, place.begin, place.end)] if place.begin < place.end else []
         manifest.tensors.setdefault(group, {})[own_name] = SavedTensor(place.dtype, place.shape, chunks)
     return manifest
 
@@ -177,7 +177,7 @@ def _unflat(name: str) -> Key:
     return unquote(group), own_name
 
 
-def model_weights(checkpoint: Mapping[str, Any], prefix: str | None = None) -> SavedTensors:
+def model_weights(checkpoint: Mapping[str, Any], prefix: str | None = None) -> LazyStateDict:
     """Returns the weights of the model alone, under the names that the model's own library uses.
 
     Exporters to other formats, for example a Hugging Face folder, read them from here.
@@ -191,7 +191,7 @@ def model_weights(checkpoint: Mapping[str, Any], prefix: str | None = None) -> S
         DloError: if no name begins with ``prefix``.
     """
     state = checkpoint["state_dict"]
-    weights = state.copy() if isinstance(state, SavedTensors) else SavedTensors(Source(Path(), {}), {}, state)
+    weights = state.copy() if isinstance(state, LazyStateDict) else LazyStateDict(TensorReader(Path(), {}), {}, state)
     if prefix is None:
         prefix = PREFIX if any(name.startswith(PREFIX) for name in weights) else ""
     for name in list(weights):
@@ -240,7 +240,7 @@ def export_weights(
 
 
 def write_safetensors(
-    tensors: SavedTensors, target: Path, about: dict[str, str], *, dtype: torch.dtype | None = None
+    tensors: LazyStateDict, target: Path, about: dict[str, str], *, dtype: torch.dtype | None = None
 ) -> None:
     """Writes tensors to a safetensors file, one bucket at a time, atomically.
 
@@ -259,17 +259,17 @@ def write_safetensors(
         return dtype if dtype is not None and own.is_floating_point else own
 
     names = sorted(tensors, key=lambda name: -stored_type(name).itemsize)
-    head, _ = layout([(name, dtype_name(stored_type(name)), tuple(tensors.shape(name))) for name in names], about)
+    head, _ = make_header([(name, dtype_name(stored_type(name)), tuple(tensors.shape(name))) for name in names], about)
     with _whole_file(target) as file:
         file.write(head)
         for name in names:
             element = max(stored_type(name).itemsize, tensors.dtype(name).itemsize)
             # Half a bucket: a slice is held twice, as the file's pages and as the bytes to write.
-            for piece in pieces(whole(tuple(tensors.shape(name))), element, BUCKET_BYTES // 2):
+            for piece in split_box(full_box(tuple(tensors.shape(name))), element, BUCKET_BYTES // 2):
                 file.write(memory_of(_read(tensors, name, piece, stored_type(name))))
 
 
-def _read(tensors: SavedTensors, name: str, piece: Box, dtype: torch.dtype) -> Tensor:
+def _read(tensors: LazyStateDict, name: str, piece: Box, dtype: torch.dtype) -> Tensor:
     target = torch.empty(piece.sizes, dtype=dtype)
     tensors.read_part(name, piece, target)
     return target
@@ -284,7 +284,7 @@ def state_file_of(path: Path) -> Path:
 def _whole_file(path: Path) -> Iterator[HashedFile]:
     """Opens a new file that is renamed to ``path`` once it is complete and synced."""
     # The inner one reports the free space while the partial file is still there.
-    with disk_errors(path), whole_file(path) as partial, disk_errors(path), HashedFile(partial) as file:
+    with disk_errors(path), open_atomic(path) as partial, disk_errors(path), HashedFile(partial) as file:
         yield file
 
 

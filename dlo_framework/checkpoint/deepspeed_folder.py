@@ -24,10 +24,10 @@ import torch
 from torch import Tensor
 
 from dlo_framework.checkpoint.canonical import save
-from dlo_framework.checkpoint.deepspeed_layout import CutLayout, FlatLayout
-from dlo_framework.checkpoint.importing import name_optimizer_states
-from dlo_framework.checkpoint.pieces import Piece
-from dlo_framework.checkpoint.torch_file import unreadable
+from dlo_framework.checkpoint.deepspeed_layout import Stage3Layout, Stage12Layout
+from dlo_framework.checkpoint.flat_slices import FlatSlice
+from dlo_framework.checkpoint.optimizer_names import name_optimizer_states
+from dlo_framework.checkpoint.torch_file import make_read_error
 from dlo_framework.errors import DloError
 
 _MODEL = re.compile(r"(?:zero_pp_rank_(?P<rank>\d+)_)?mp_rank_(?P<part>\d+)_model_states\.pt")
@@ -154,7 +154,7 @@ def _read(path: Path) -> dict[str, Any]:
         with torch.serialization.safe_globals(list(_PLACEHOLDERS)):
             content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
-        raise unreadable(path, error) from None
+        raise make_read_error(path, error) from None
     if not isinstance(content, dict):
         raise DloError(f"{path} must hold a dict, as DeepSpeed writes it, got a {type(content).__name__}")
     return content
@@ -204,7 +204,7 @@ def _join_partitions(partitions: Sequence[Any], model: Mapping[str, Any]) -> tup
         flats = part["fp32_flat_groups"] if stage == 3 else part["single_partition_of_fp32_groups"]
         kept = part["optimizer_state_dict"] if stage == 3 else part["base_optimizer_state"]
         for number, (flat, named) in enumerate(zip(flats, shapes, strict=True)):
-            pieces = _layout(stage, named, len(partitions), part, number, model).pieces(rank)
+            pieces = _layout(stage, named, len(partitions), part, number, model).slices(rank)
             state = kept[number] if isinstance(kept, list) else kept["state"].get(number, {})
             _scatter_partition(pieces, named, flat, state, weights, states)
     kept = partitions[0]["optimizer_state_dict" if stage == 3 else "base_optimizer_state"]
@@ -213,19 +213,19 @@ def _join_partitions(partitions: Sequence[Any], model: Mapping[str, Any]) -> tup
 
 def _layout(
     stage: int, named: Mapping[str, Any], ranks: int, part: Mapping[str, Any], number: int, model: Mapping[str, Any]
-) -> FlatLayout | CutLayout:
+) -> Stage12Layout | Stage3Layout:
     numels = tuple(math.prod(shape) for shape in named.values())
     if stage == 3:
-        return CutLayout(numels, ranks)
+        return Stage3Layout(numels, ranks)
     padded = part.get("param_alignment_paddings")
     if padded is None or not any(padded[number]):
-        return FlatLayout(numels, ranks)
+        return Stage12Layout(numels, ranks)
     element = model["module"][next(iter(named))].element_size()
-    return FlatLayout(numels, ranks, 16 // math.gcd(16, element))
+    return Stage12Layout(numels, ranks, 16 // math.gcd(16, element))
 
 
 def _scatter_partition(
-    pieces: Sequence[Piece],
+    pieces: Sequence[FlatSlice],
     named: Mapping[str, Any],
     flat: Tensor,
     state: Mapping[str, Any],
@@ -246,7 +246,7 @@ def _scatter_partition(
                 entries[key] = value
 
 
-def _copy_slice(into: dict[str, Any], name: str, shape: tuple[int, ...], flat: Tensor, piece: Piece) -> None:
+def _copy_slice(into: dict[str, Any], name: str, shape: tuple[int, ...], flat: Tensor, piece: FlatSlice) -> None:
     if name not in into:
         into[name] = torch.zeros(shape, dtype=flat.dtype)
     values = flat.detach().view(-1)[piece.offset : piece.offset + piece.length]

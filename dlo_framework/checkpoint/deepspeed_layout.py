@@ -15,14 +15,14 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from dlo_framework.checkpoint.pieces import Piece, pieces_within
+from dlo_framework.checkpoint.flat_slices import FlatSlice, find_flat_slices
 
 #: Segments of stages 1 and 2 begin at a multiple of this number of elements: NCCL's 4 bytes in half precision.
 ALIGNMENT = 2
 
 
 @dataclass(frozen=True)
-class FlatLayout:
+class Stage12Layout:
     """Layout of a group's parameters in the flat buffer of stages 1 and 2.
 
     Attributes:
@@ -53,14 +53,14 @@ class FlatLayout:
         unit = ALIGNMENT * self.ranks
         return math.ceil(held / unit) * unit // self.ranks
 
-    def pieces(self, rank: int) -> list[Piece]:
+    def slices(self, rank: int) -> list[FlatSlice]:
         """Returns the slices of the parameters in a rank's segment, in the order of the buffer."""
         places = ((start, start + numel) for start, numel in zip(self.starts, self.numels, strict=True))
-        return pieces_within(places, rank * self.segment, (rank + 1) * self.segment)
+        return find_flat_slices(places, rank * self.segment, (rank + 1) * self.segment)
 
 
 @dataclass(frozen=True)
-class CutLayout:
+class Stage3Layout:
     """Layout of a sub-group's parameters in stage 3.
 
     Attributes:
@@ -76,12 +76,12 @@ class CutLayout:
         """The number of elements of each parameter's segment, padding included."""
         return [math.ceil(numel / self.ranks) for numel in self.numels]
 
-    def pieces(self, rank: int) -> list[Piece]:
+    def slices(self, rank: int) -> list[FlatSlice]:
         """Returns the slices of the parameters on a rank, in the order of its flat partition, without the padding."""
         found, at = [], 0
         for number, (numel, segment) in enumerate(zip(self.numels, self.segments, strict=True)):
             first, last = min(rank * segment, numel), min((rank + 1) * segment, numel)
             if first < last:
-                found.append(Piece(number, first, last - first, at))
+                found.append(FlatSlice(number, first, last - first, at))
             at += segment
         return found

@@ -14,9 +14,9 @@ import os
 import shutil
 from pathlib import Path
 
+from dlo_framework.atomic_file import PARTIAL, sync_folder
 from dlo_framework.checkpoint.manifest import MANIFEST, read_manifest
 from dlo_framework.errors import DloError
-from dlo_framework.whole_file import PARTIAL, sync_folder
 
 OLD = ".old"
 REMOVED = ".removed"

@@ -20,7 +20,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from dlo_framework.checkpoint.boxes import tiles
+from dlo_framework.checkpoint.boxes import is_tiling
 from dlo_framework.checkpoint.chunks import Chunk, Run, Runs, SavedTensor, shard_name, shard_number
 from dlo_framework.checkpoint.dtypes import dtype_of
 from dlo_framework.checkpoint.shards import Box
@@ -166,9 +166,9 @@ def _parse(content: dict[str, Any]) -> Manifest:
 def _parse_tensor(name: str, content: dict[str, Any], parse_chunks: Callable[..., list[Chunk] | Runs]) -> SavedTensor:
     shape = tuple(map(int, content["shape"]))
     chunks = parse_chunks(name, shape, dtype_of(content["dtype"]).itemsize, content["chunks"])
-    boxes = [run.whole for run in chunks.runs] if isinstance(chunks, Runs) else [chunk.box for chunk in chunks]
+    boxes = [run.union for run in chunks.runs] if isinstance(chunks, Runs) else [chunk.box for chunk in chunks]
     _check(min(shape, default=0) >= 0, f"'{name}' has a negative size")
-    _check(tiles(shape, boxes), f"the chunks of '{name}' do not tile it")
+    _check(is_tiling(shape, boxes), f"the chunks of '{name}' do not tile it")
     return SavedTensor(content["dtype"], shape, chunks)
 
 

@@ -10,8 +10,8 @@ import torch
 from lightning.pytorch import LightningDataModule, LightningModule
 
 from dlo_framework.checkpoint import folder as folders
-from dlo_framework.checkpoint.nest import plain_data
 from dlo_framework.checkpoint.reading import load
+from dlo_framework.checkpoint.state_tree import plain_data
 
 M = TypeVar("M", LightningModule, LightningDataModule)
 

@@ -8,19 +8,19 @@ from typing import Any
 from torch.distributed import ProcessGroup
 
 from dlo_framework.checkpoint import folder as folders
-from dlo_framework.checkpoint.agreement import rank_of, together
+from dlo_framework.checkpoint.agreement import rank_of, run_on_all_ranks
 from dlo_framework.checkpoint.chunks import Key
+from dlo_framework.checkpoint.lazy_state import LazyStateDict, TensorReader
 from dlo_framework.checkpoint.manifest import STATE, Manifest, read_manifest
-from dlo_framework.checkpoint.nest import METADATA, insert_tensors
-from dlo_framework.checkpoint.saved import SavedTensors, Source
 from dlo_framework.checkpoint.state_file import read_state
+from dlo_framework.checkpoint.state_tree import METADATA, insert_tensors
 from dlo_framework.checkpoint.torch_file import SafeCheckpointIO, local_path, refuse_unsafe
 from dlo_framework.checkpoint.verify import Level, newest_valid, verify
 from dlo_framework.errors import DloError
 
 
 def load(path: str | Path, *, group: ProcessGroup | None = None, level: Level | None = "hash") -> dict[str, Any]:
-    """Loads a checkpoint as Lightning's dict, in which mappings of tensors are lazy :class:`SavedTensors`.
+    """Loads a checkpoint as Lightning's dict, in which mappings of tensors are lazy :class:`LazyStateDict`.
 
     Args:
         path: Folder of a checkpoint, or a single file of Lightning's (which is read at once, and never executed).
@@ -72,9 +72,9 @@ def assemble(folder: Path, manifest: Manifest, rest: dict[str, Any]) -> dict[str
         DloError: if the tree names a tensor that the manifest does not have.
     """
     tensors = {(group, name): tensor for group, named in manifest.tensors.items() for name, tensor in named.items()}
-    source = Source(folder, tensors)
+    source = TensorReader(folder, tensors)
 
-    def make(keys: dict[str, Key], others: dict[str, Any]) -> SavedTensors:
+    def make(keys: dict[str, Key], others: dict[str, Any]) -> LazyStateDict:
         metadata = others.pop(METADATA, None)
         for key in keys.values():
             if key not in tensors:
@@ -82,7 +82,7 @@ def assemble(folder: Path, manifest: Manifest, rest: dict[str, Any]) -> dict[str
                     f"damaged checkpoint: {folder / STATE} names the tensor {'/'.join(key)}, which the manifest"
                     " does not list"
                 )
-        result = SavedTensors(source, keys, others, title=str(folder))
+        result = LazyStateDict(source, keys, others, title=str(folder))
         result._metadata = metadata
         return result
 
@@ -94,7 +94,7 @@ def _refuse_damaged(path: Path, level: Level, group: ProcessGroup | None) -> Non
         verify(path, level, group=group)
     except DloError as error:
         # The search hashes files too, so one rank does it.
-        offers = together(group, lambda: _offer(path, level) if rank_of(group) == 0 else "")
+        offers = run_on_all_ranks(group, lambda: _offer(path, level) if rank_of(group) == 0 else "")
         raise DloError(f"{error}{offers[0]}") from None
 
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from dlo_framework.cuts import Cut
+from dlo_framework.tensor_slice import TensorSlice
 
 
 class Box(NamedTuple):
@@ -74,7 +74,7 @@ class FlatShard:
 
 
 @dataclass(frozen=True)
-class CutShard:
+class SlicedShard:
     """Shard of a tensor that tensor parallelism has sliced, and that FSDP or ZeRO may shard further.
 
     Attributes:
@@ -82,40 +82,40 @@ class CutShard:
         cut: Slice of the full tensor.
     """
 
-    part: Tensor | FlatShard
-    cut: Cut
+    shard: Tensor | FlatShard
+    tensor_slice: TensorSlice
 
     @property
     def shape(self) -> torch.Size:
         """The shape of the full tensor."""
-        return self.cut.whole_shape(self.part.shape)
+        return self.tensor_slice.full_shape(self.shard.shape)
 
     @property
     def dtype(self) -> torch.dtype:
         """The dtype of the elements."""
-        return self.part.dtype
+        return self.shard.dtype
 
     @property
     def device(self) -> torch.device:
         """The device of the rank's elements."""
-        return self.part.device
+        return self.shard.device
 
-    def detach(self) -> CutShard:
+    def detach(self) -> SlicedShard:
         """Returns the same elements, outside autograd."""
-        return CutShard(self.part.detach(), self.cut)
+        return SlicedShard(self.shard.detach(), self.tensor_slice)
 
-    def clone(self) -> CutShard:
+    def clone(self) -> SlicedShard:
         """Returns a copy of this rank's elements."""
-        return CutShard(self.part.clone(), self.cut)
+        return SlicedShard(self.shard.clone(), self.tensor_slice)
 
 
 #: Value of a name in a sharded run's state dict.
-Shard = Tensor | FlatShard | CutShard
+Shard = Tensor | FlatShard | SlicedShard
 
 
-def with_cut(held: Shard, cut: Cut | None) -> Shard:
+def attach_slice(held: Shard, cut: TensorSlice | None) -> Shard:
     """Returns a rank's shard together with the TP slice that it belongs to, if there is one."""
-    return held if cut is None or isinstance(held, CutShard) else CutShard(held, cut)
+    return held if cut is None or isinstance(held, SlicedShard) else SlicedShard(held, cut)
 
 
 def flat_slice_boxes(shape: tuple[int, ...], start: int, stop: int) -> list[Box]:
@@ -159,8 +159,10 @@ def held_boxes(shard: Shard) -> list[tuple[Box, Tensor]]:
         shard: Plain tensor (the full one), DTensor of any placements but ``Partial``, flat slice, or one of these of a
             TP slice.
     """
-    if isinstance(shard, CutShard):
-        return [whole for box, view in held_boxes(shard.part) for whole in _in_full_tensor(shard.cut, box, view)]
+    if isinstance(shard, SlicedShard):
+        return [
+            whole for box, view in held_boxes(shard.shard) for whole in _in_full_tensor(shard.tensor_slice, box, view)
+        ]
     if isinstance(shard, FlatShard):
         held, boxes = [], flat_slice_boxes(tuple(shard.shape), shard.start, shard.start + shard.data.numel())
         at = 0
@@ -180,7 +182,7 @@ def held_boxes(shard: Shard) -> list[tuple[Box, Tensor]]:
     return [(Box((0,) * shard.ndim, tuple(shard.shape)), shard)]
 
 
-def _in_full_tensor(cut: Cut, box: Box, view: Tensor) -> Iterator[tuple[Box, Tensor]]:
+def _in_full_tensor(cut: TensorSlice, box: Box, view: Tensor) -> Iterator[tuple[Box, Tensor]]:
     """Yields a slice's box in coordinates of the full tensor: one box for each run of the slice that it overlaps."""
     dim = cut.dim
     for at, first, count in cut.overlaps(box.offsets[dim], box.sizes[dim]):

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from dlo_framework.checkpoint.tensor_file import HashedFile
-from dlo_framework.checkpoint.torch_file import unreadable
+from dlo_framework.checkpoint.torch_file import make_read_error
 from dlo_framework.errors import DloError
 
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.Size, torch.dtype, torch.device, Tensor)
@@ -36,7 +36,7 @@ def read_state(path: Path) -> dict[str, Any]:
     try:
         content = torch.load(path, map_location="cpu", weights_only=True)
     except (pickle.UnpicklingError, RuntimeError, EOFError, OSError, ValueError) as error:
-        raise unreadable(path, error) from None
+        raise make_read_error(path, error) from None
     if not isinstance(content, dict):
         raise DloError(f"{path} must hold a checkpoint's state, a dict, got a {type(content).__name__}")
     return content

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dlo_framework.checkpoint.boxes import BUCKET_BYTES, byte_range, part_of, pieces, whole
+from dlo_framework.checkpoint.boxes import BUCKET_BYTES, byte_range, full_box, slice_view, split_box
 from dlo_framework.checkpoint.dtypes import AS_BYTES, SAFETENSORS_CODES, dtype_of, from_safetensors_code
 from dlo_framework.checkpoint.shards import Box
 from dlo_framework.errors import DloError
@@ -49,7 +49,7 @@ class Stored:
     end: int
 
 
-def layout(
+def make_header(
     tensors: Iterable[tuple[str, str, tuple[int, ...]]], about: dict[str, str]
 ) -> tuple[bytes, dict[str, Stored]]:
     """Computes a file's header and the location of each tensor.
@@ -121,9 +121,9 @@ class HashedFile:
     def write_tensor(self, tensor: Tensor, bucket_bytes: int = BUCKET_BYTES) -> None:
         """Appends a tensor's elements, row-major; copies at most a bucket of them at a time."""
         tensor = tensor.detach().resolve_conj().resolve_neg()
-        box = whole(tuple(tensor.shape))
-        for part in pieces(box, tensor.element_size(), bucket_bytes):
-            self.write(memory_of(part_of(tensor, box, part)))
+        box = full_box(tuple(tensor.shape))
+        for part in split_box(box, tensor.element_size(), bucket_bytes):
+            self.write(memory_of(slice_view(tensor, box, part)))
 
     @property
     def sha256(self) -> str:
@@ -170,8 +170,8 @@ class TensorFile:
         source = _map_tensor(self._streaming, stored)
         # The larger of the two types: a conversion makes a copy in the target's.
         element = max(source.element_size(), target.element_size())
-        for piece in pieces(part, element):
-            part_of(target, part, piece).copy_(part_of(source, box, piece))
+        for piece in split_box(part, element):
+            slice_view(target, part, piece).copy_(slice_view(source, box, piece))
             begin, end = byte_range(box, piece, source.element_size())
             self._release_pages(stored.begin + begin, stored.begin + end)
 

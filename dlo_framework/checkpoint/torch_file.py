@@ -18,10 +18,10 @@ from typing import Any
 import torch
 from lightning.pytorch.plugins.io import TorchCheckpointIO
 
-from dlo_framework.amounts import human
+from dlo_framework.atomic_file import PARTIAL, sync_folder
 from dlo_framework.checkpoint.folder import publish_file
 from dlo_framework.errors import DloError
-from dlo_framework.whole_file import PARTIAL, sync_folder
+from dlo_framework.units import format_bytes
 
 #: Errors of a full or limited disk.
 NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -111,7 +111,7 @@ def read_file(path: Path, map_location: Any = "cpu", *, mmap: bool = False) -> d
     except FileNotFoundError:
         raise DloError(f"no checkpoint {path}") from None
     except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
-        raise unreadable(path, error) from None
+        raise make_read_error(path, error) from None
 
 
 def refuse_unsafe(path: Path) -> None:
@@ -176,7 +176,7 @@ def find_os_error(error: BaseException | None) -> OSError | None:
 
 def describe_shortage(folder: Path, need: int | None, free: int) -> str:
     """Returns the needed and free bytes as text."""
-    return f"{f'need {human(need)}, ' if need is not None else ''}{human(free)} free in {folder}"
+    return f"{f'need {format_bytes(need)}, ' if need is not None else ''}{format_bytes(free)} free in {folder}"
 
 
 def explain_refusal(error: OSError, folder: Path, need: int | None) -> str:
@@ -190,9 +190,8 @@ def explain_refusal(error: OSError, folder: Path, need: int | None) -> str:
     if error.errno == errno.EFBIG:
         return f"{error.strerror}: files of this process are limited to {_largest_file()} (ulimit -f)"
     if error.errno == errno.EDQUOT:
-        return (
-            f"{error.strerror}: this user's quota in {folder} is used up, with {human(free_bytes(folder))} free there"
-        )
+        disk = f"{format_bytes(free_bytes(folder))} free there"
+        return f"{error.strerror}: this user's quota in {folder} is used up, with {disk}"
     if error.errno != errno.ENOSPC:
         return error.strerror or str(error)
     status = _file_system(folder)
@@ -211,7 +210,7 @@ def _largest_file() -> str:
     import resource  # not on every system
 
     limit = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
-    return "a smaller size" if limit == resource.RLIM_INFINITY else human(limit)
+    return "a smaller size" if limit == resource.RLIM_INFINITY else format_bytes(limit)
 
 
 def _no_space(target: Path, reason: str) -> DloError:
@@ -223,13 +222,13 @@ def _refused(path: Path, names: str) -> DloError:
     return DloError(f"refusing {path}: pickle global {names} not allowed; nothing executed")
 
 
-def unreadable(path: Path, error: Exception) -> DloError:
+def make_read_error(path: Path, error: Exception) -> DloError:
     """Returns the error of a file that torch cannot or may not read: refused, or damaged."""
     found = re.search(r"(?:GLOBAL|global) ([\w.]+)", str(error))
     if isinstance(error, pickle.UnpicklingError) and found:
         return _refused(path, found.group(1))
     size = path.stat().st_size
     return DloError(
-        f"cannot read the checkpoint {path} ({human(size)}): it is damaged, truncated, or not a checkpoint;"
+        f"cannot read the checkpoint {path} ({format_bytes(size)}): it is damaged, truncated, or not a checkpoint;"
         " try an earlier one"
     )

@@ -12,8 +12,8 @@ from typing import Literal
 from torch.distributed import ProcessGroup
 
 from dlo_framework.checkpoint import folder as folders
-from dlo_framework.checkpoint.agreement import rank_of, size_of, together
-from dlo_framework.checkpoint.listing import list_entries, superseded
+from dlo_framework.checkpoint.agreement import rank_of, run_on_all_ranks, size_of
+from dlo_framework.checkpoint.history import list_entries, superseded
 from dlo_framework.checkpoint.manifest import Manifest, read_manifest
 from dlo_framework.checkpoint.tensor_file import read_header
 from dlo_framework.errors import DloError
@@ -35,13 +35,13 @@ def verify(path: str | Path, level: Level = "hash", *, group: ProcessGroup | Non
     Raises:
         DloError: on all ranks, if it is damaged; it names the damaged file.
     """
-    problems = together(group, lambda: damage(Path(path), level, rank_of(group), size_of(group)))
+    problems = run_on_all_ranks(group, lambda: find_damage(Path(path), level, rank_of(group), size_of(group)))
     problem = next((problem for problem in problems if problem is not None), None)
     if problem is not None:
         raise DloError(problem)
 
 
-def damage(path: Path, level: Level = "hash", rank: int = 0, world_size: int = 1) -> str | None:
+def find_damage(path: Path, level: Level = "hash", rank: int = 0, world_size: int = 1) -> str | None:
     """Returns the damage of a checkpoint as a sentence; None if there is none.
 
     Args:
@@ -90,7 +90,7 @@ def newest_valid(
     """Returns the newest valid checkpoint in ``folder``, by its step and then its time; None if there is none.
 
     A damaged one is skipped with a warning that names the file. Those that the run has superseded by resuming from an
-    earlier one (:mod:`dlo_framework.checkpoint.listing`) are skipped without a warning. After a kill the returned path
+    earlier one (:mod:`dlo_framework.checkpoint.history`) are skipped without a warning. After a kill the returned path
     may not exist until its folder is renamed; :func:`load` finds it.
 
     Args:
@@ -102,7 +102,7 @@ def newest_valid(
     behind = superseded(Path(folder))
     found = [entry for entry in list_entries(Path(folder)) if entry.path != but and not entry.is_in(behind)]
     for entry in sorted(found, key=lambda entry: (entry.step, entry.time), reverse=True):
-        problem = entry.problem or (None if entry.weights_only > weights_only else damage(entry.path, level))
+        problem = entry.problem or (None if entry.weights_only > weights_only else find_damage(entry.path, level))
         if problem is not None:
             warnings.warn(f"skipping {entry.path}: {problem}", stacklevel=2)
         elif entry.weights_only <= weights_only:

@@ -87,11 +87,11 @@ def _parser() -> argparse.ArgumentParser:
 
 def _verify(path: Path, level: Any) -> int:
     from dlo_framework.checkpoint import locate
-    from dlo_framework.checkpoint.verify import damage
+    from dlo_framework.checkpoint.verify import find_damage
 
     if locate(path) is None:
         raise DloError(f"no checkpoint {path}")
-    problem = damage(path, level)
+    problem = find_damage(path, level)
     print(problem or f"ok: {path}")
     return 1 if problem else 0
 
@@ -218,9 +218,11 @@ def _to_json(group: str, name: str, tensor: Any) -> dict[str, Any]:
 
 
 def _print(summary: dict[str, Any], tensors: list[dict[str, Any]]) -> None:
-    from dlo_framework.amounts import human
+    from dlo_framework.units import format_bytes
 
-    rows = [(t["name"], " x ".join(map(str, t["shape"])) or "scalar", t["dtype"], human(t["bytes"])) for t in tensors]
+    rows = [
+        (t["name"], " x ".join(map(str, t["shape"])) or "scalar", t["dtype"], format_bytes(t["bytes"])) for t in tensors
+    ]
     widths = [max((len(row[column]) for row in rows), default=0) for column in range(4)]
     group = None
     for tensor, row in zip(tensors, rows, strict=True):
@@ -228,7 +230,7 @@ def _print(summary: dict[str, Any], tensors: list[dict[str, Any]]) -> None:
             group = tensor["group"]
             of_group = [t for t in tensors if t["group"] == group]
             numbers = sum(math.prod(t["shape"]) for t in of_group)
-            total = human(sum(t["bytes"] for t in of_group))
+            total = format_bytes(sum(t["bytes"] for t in of_group))
             print(f"{group}: {len(of_group)} tensors, {numbers:,} elements, {total}")
         print(f"  {'  '.join(cell.ljust(width) for cell, width in zip(row, widths, strict=True))}".rstrip())
     print(f"\nstep {summary['step']}, epoch {summary['epoch']} (the first is 0), saved {summary['saved']}")
@@ -237,5 +239,5 @@ def _print(summary: dict[str, Any], tensors: list[dict[str, Any]]) -> None:
     for key, value in [*summary["versions"].items(), *summary["about"].items()]:
         print(f"{key}: {value if isinstance(value, str | int | float) else json.dumps(value)}")
     for name, file in summary["files"].items():
-        print(f"{name}: {human(file['bytes'])}, sha256 {file['sha256'][:16]}")
-    print(f"{len(tensors)} tensors, {human(summary['bytes'])}")
+        print(f"{name}: {format_bytes(file['bytes'])}, sha256 {file['sha256'][:16]}")
+    print(f"{len(tensors)} tensors, {format_bytes(summary['bytes'])}")

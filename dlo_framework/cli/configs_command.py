@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from dlo_framework.cli.shipped import list_shipped_configs, resolve_config
+from dlo_framework.cli.shipped_configs import list_shipped_configs, resolve_config
 
 
 def main(argv: list[str]) -> int:

@@ -7,8 +7,8 @@ import json
 import sys
 from typing import Any, NoReturn
 
-from dlo_framework.cli.launched import BRIDGE
-from dlo_framework.cli.scan import Scan, scan
+from dlo_framework.cli.config_scan import ConfigScan, scan
+from dlo_framework.cli.launcher_args import BRIDGE
 from dlo_framework.errors import DloError
 from dlo_framework.registry import Registry
 
@@ -82,13 +82,13 @@ def _load_bridge() -> Any:
     return Registry().load(BRIDGE, "strategy")
 
 
-def _to_json(found: Scan, ranks: int | None) -> str:
+def _to_json(found: ConfigScan, ranks: int | None) -> str:
     from dlo_framework.cli.run import prepare_process
 
     registry = prepare_process(found)
     from dlo_framework.cli.lightning_cli import ParseError
     from dlo_framework.cli.mesh_cli import MeshCLI
-    from dlo_framework.cli.messages import explain_parse_error
+    from dlo_framework.cli.parse_errors import explain_parse_error
 
     try:
         cli = MeshCLI(found, ranks, "deepspeed-config")

@@ -18,15 +18,15 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from dlo_framework import run_lock, runs
 from dlo_framework.checkpoint import SafeCheckpointIO, check, recover
-from dlo_framework.checkpoint.listing import look
-from dlo_framework.cli.scan import Scan
-from dlo_framework.contract import contract_of
+from dlo_framework.checkpoint.history import read_entry
+from dlo_framework.cli.config_scan import ConfigScan
 from dlo_framework.defaults import add_default_callbacks
-from dlo_framework.distributed.canonical import CanonicalStrategy
+from dlo_framework.distributed.checkpointing import CanonicalStrategy
 from dlo_framework.distributed.grace import GRACE
 from dlo_framework.distributed.strategy import register_data_parallel, use_canonical_checkpoints
 from dlo_framework.errors import DloError, did_you_mean, dlo_error_in
 from dlo_framework.registry import Registry
+from dlo_framework.strategy_contract import contract_of
 from dlo_framework.watch.clock import StepClock
 from dlo_framework.watch.predictions import SavePredictions
 
@@ -35,7 +35,7 @@ DEFAULT_SEED = 42
 
 
 class ParseError(Exception):
-    """Error for a command line or config that the parser refuses; :mod:`dlo_framework.cli.messages` explains it.
+    """Error for a command line or config that the parser refuses; :mod:`dlo_framework.cli.parse_errors` explains it.
 
     It does not derive from ValueError, which jsonargparse reads as "this type does not fit, try the next".
     """
@@ -86,7 +86,7 @@ class DloCLI(LightningCLI):
     #: Text of ``--help`` for the command; None keeps Lightning's text on the trainer's method.
     description: str | None = None
 
-    def __init__(self, found: Scan) -> None:
+    def __init__(self, found: ConfigScan) -> None:
         self.command = found.argv[0]
         self.config_paths = list(found.configs)
         self.run_folder: Path | None = None
@@ -194,7 +194,7 @@ class DloCLI(LightningCLI):
             raise DloError(
                 f"cannot read the checkpoint {error.filename or config.ckpt_path}: {error.strerror}"
             ) from error
-        entry = look(Path(config.ckpt_path)) if self.command == "fit" else None
+        entry = read_entry(Path(config.ckpt_path)) if self.command == "fit" else None
         if entry is not None and entry.weights_only:
             raise DloError(
                 f"ckpt_path must have optimizer state and counters, got {config.ckpt_path} with weights only;"
@@ -276,7 +276,7 @@ class DloCLI(LightningCLI):
         Raises:
             DloError: If another job trains in the folder, or started the same run at the same time.
         """
-        run_lock.hold(run)
+        run_lock.lock_run(run)
         if self._found_auto and self._resumed_run() is None:
             try:
                 run_lock.check_only_starter(run, runs.versions(self._runs()))

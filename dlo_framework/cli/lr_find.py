@@ -10,8 +10,8 @@ from lightning.pytorch.callbacks import Checkpoint
 from lightning.pytorch.cli import LightningArgumentParser
 
 from dlo_framework import runs
+from dlo_framework.cli.config_scan import ConfigScan
 from dlo_framework.cli.lightning_cli import DloCLI
-from dlo_framework.cli.scan import Scan
 from dlo_framework.defaults import EndCheckpoint
 from dlo_framework.errors import DloError, OrderlyEnd
 from dlo_framework.stop import GracefulStop
@@ -37,7 +37,7 @@ class LRFindCLI(DloCLI):
 
     description = "Try learning rates before a training, and suggest one; the options are those of `dlo fit`."
 
-    def __init__(self, found: Scan, finder: type) -> None:
+    def __init__(self, found: ConfigScan, finder: type) -> None:
         self.finder = finder
         super().__init__(found)
 

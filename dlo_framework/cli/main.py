@@ -8,7 +8,7 @@ import signal
 import sys
 
 from dlo_framework._version import __version__
-from dlo_framework.cli.launched import translate_launcher_args
+from dlo_framework.cli.launcher_args import translate_launcher_args
 from dlo_framework.errors import DloError, did_you_mean, worker_message
 
 RUN_COMMANDS = {
@@ -128,7 +128,7 @@ def _interrupted(*, own_process: bool) -> int:
     code = 128 + signal.SIGINT
     failure = sys.modules.get("dlo_framework.distributed.failure")
     if own_process and failure is not None:
-        failure.leave(code)
+        failure.exit_process(code)
     return code
 
 

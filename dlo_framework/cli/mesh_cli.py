@@ -7,10 +7,10 @@ from typing import Any
 from lightning.pytorch import Trainer
 from lightning.pytorch.cli import LightningArgumentParser
 
+from dlo_framework.cli.config_scan import ConfigScan
 from dlo_framework.cli.lightning_cli import DloCLI, check_strategy
-from dlo_framework.cli.scan import Scan
 from dlo_framework.errors import DloError
-from dlo_framework.testing.training import quiet
+from dlo_framework.testing.training import silence_lightning
 
 
 class MeshCLI(DloCLI):
@@ -25,11 +25,11 @@ class MeshCLI(DloCLI):
         DloError: If a part refuses its options; above all, if the mesh does not fit the ranks or the model.
     """
 
-    def __init__(self, found: Scan, ranks: int | None, word: str = "mesh") -> None:
+    def __init__(self, found: ConfigScan, ranks: int | None, word: str = "mesh") -> None:
         self._ranks, self._word = ranks, word
         #: Arguments of the trainer as the config has them.
         self.trainer_arguments: dict[str, Any] = {}
-        quiet()
+        silence_lightning()
         super().__init__(found)
 
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:

@@ -6,9 +6,9 @@ import argparse
 import json
 from typing import TYPE_CHECKING, NoReturn
 
-from dlo_framework.cli.scan import Scan, scan
-from dlo_framework.contract import contract_of
+from dlo_framework.cli.config_scan import ConfigScan, scan
 from dlo_framework.errors import DloError
+from dlo_framework.strategy_contract import contract_of
 
 if TYPE_CHECKING:
     from dlo_framework.cli.mesh_cli import MeshCLI
@@ -71,7 +71,7 @@ def main(argv: list[str]) -> int:
     return 0
 
 
-def _build_cli(found: Scan, ranks: int | None) -> MeshCLI:
+def _build_cli(found: ConfigScan, ranks: int | None) -> MeshCLI:
     """Returns the command line after its parts are built and checked.
 
     Raises:
@@ -82,7 +82,7 @@ def _build_cli(found: Scan, ranks: int | None) -> MeshCLI:
     registry = prepare_process(found)
     from dlo_framework.cli.lightning_cli import ParseError
     from dlo_framework.cli.mesh_cli import MeshCLI
-    from dlo_framework.cli.messages import explain_parse_error
+    from dlo_framework.cli.parse_errors import explain_parse_error
 
     try:
         return MeshCLI(found, ranks)

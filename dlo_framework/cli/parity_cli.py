@@ -8,11 +8,11 @@ from lightning.pytorch import Trainer, seed_everything
 from lightning.pytorch.cli import LightningArgumentParser
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
+from dlo_framework.cli.config_scan import ConfigScan
 from dlo_framework.cli.lightning_cli import DEFAULT_SEED, DloCLI, check_strategy
-from dlo_framework.cli.scan import Scan
 from dlo_framework.errors import DloError
 from dlo_framework.testing.record import Record
-from dlo_framework.testing.training import Setting, quiet, record_training, trainer_options
+from dlo_framework.testing.training import Setting, record_training, silence_lightning, trainer_options
 
 
 class ParityCLI(DloCLI):
@@ -22,9 +22,9 @@ class ParityCLI(DloCLI):
         found: Scanned command line, with ``fit`` as its command.
     """
 
-    def __init__(self, found: Scan) -> None:
+    def __init__(self, found: ConfigScan) -> None:
         self._is_open = False
-        quiet()
+        silence_lightning()
         super().__init__(found)
         config = self.config[self.command]
         if config.ckpt_path:

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from dlo_framework.cli.scan import Scan, scan
+from dlo_framework.cli.config_scan import ConfigScan, scan
 from dlo_framework.errors import DloError
 
 if TYPE_CHECKING:
@@ -87,7 +87,7 @@ def main(argv: list[str]) -> int:
     return 0 if comparison.ok else 1
 
 
-def _parse_cli(found: Scan) -> ParityCLI:
+def _parse_cli(found: ConfigScan) -> ParityCLI:
     """Returns the parsed command line after its plug-ins are imported; nothing is built yet.
 
     Raises:
@@ -97,8 +97,8 @@ def _parse_cli(found: Scan) -> ParityCLI:
 
     registry = prepare_process(found)
     from dlo_framework.cli.lightning_cli import ParseError
-    from dlo_framework.cli.messages import explain_parse_error
     from dlo_framework.cli.parity_cli import ParityCLI
+    from dlo_framework.cli.parse_errors import explain_parse_error
 
     try:
         return ParityCLI(found)
@@ -161,7 +161,7 @@ def _train_ranks(words: list[str], setting: Setting, timeout: float) -> Record:
         DloError: If a rank raises one.
     """
     from dlo_framework.testing import RankFailed, run_distributed
-    from dlo_framework.testing.record import merge
+    from dlo_framework.testing.record import merge_records
 
     assert setting.ranks is not None
     threads = max(1, (os.cpu_count() or 1) // setting.ranks)
@@ -173,7 +173,7 @@ def _train_ranks(words: list[str], setting: Setting, timeout: float) -> Record:
         if error.user_error is not None:
             raise DloError(error.user_error) from error
         raise
-    return merge(records)
+    return merge_records(records)
 
 
 def _train_rank(rank: int, world_size: int, words: list[str], setting: Any) -> Record:

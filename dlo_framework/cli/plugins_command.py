@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 from dlo_framework.cli.snippet import format_yaml_snippet
 from dlo_framework.errors import DloError, did_you_mean
 from dlo_framework.registry import KINDS, Plugin, Registry
-from dlo_framework.registry.source import ClassSource, SourceNotFoundError, plain, read_class
+from dlo_framework.registry.class_source import ClassSource, SourceNotFoundError, plain, read_class
 
 COMMANDS = ("show", "new")
 

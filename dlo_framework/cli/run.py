@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dlo_framework import runs
-from dlo_framework.cli.scan import Scan, scan
+from dlo_framework.cli.config_scan import ConfigScan, scan
 from dlo_framework.errors import DloError, OrderlyEnd, is_agreed
 
 if TYPE_CHECKING:
@@ -45,12 +45,12 @@ def run(argv: list[str]) -> int:
         raise
 
 
-def _run(found: Scan, registry: Registry, sweep: bool) -> int:
+def _run(found: ConfigScan, registry: Registry, sweep: bool) -> int:
     from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
     from dlo_framework.cli.lightning_cli import DloCLI, ParseError
     from dlo_framework.cli.lr_find import FINDER, LRFindCLI, SweepDone
-    from dlo_framework.cli.messages import explain_parse_error
+    from dlo_framework.cli.parse_errors import explain_parse_error
     from dlo_framework.stop import RunStopped
 
     try:
@@ -82,21 +82,21 @@ def _run(found: Scan, registry: Registry, sweep: bool) -> int:
 
 def _exit_with_ranks(error: BaseException) -> None:
     """Ends the process if a run of several ranks has failed: one rank prints the cause, the others at most a line."""
-    from dlo_framework.distributed.failure import Failure, how_it_ended, leave, tell
+    from dlo_framework.distributed.failure import Failure, exit_process, get_run_end, print_run_end
 
     if is_agreed(error) and not isinstance(error, OrderlyEnd) and not runs.is_first_process():
-        leave(2 if isinstance(error, DloError) else 1)
-    ended = how_it_ended()
+        exit_process(2 if isinstance(error, DloError) else 1)
+    ended = get_run_end()
     if ended is None:
         return
     failure = ended.failure
     if ended.own and isinstance(error, DloError):
-        failure = Failure.of(error, ended.rank, failure.world_size)
-    tell(replace(ended, failure=failure))
-    leave(failure.exit_code)
+        failure = Failure.from_error(error, ended.rank, failure.world_size)
+    print_run_end(replace(ended, failure=failure))
+    exit_process(failure.exit_code)
 
 
-def prepare_process(found: Scan) -> Registry:
+def prepare_process(found: ConfigScan) -> Registry:
     """Prepares this process for a run: sets warnings, allocator and environment, and imports the plug-ins."""
     _silence_warnings()
     set_allocator()
@@ -117,7 +117,7 @@ def summarize_mismatch(message: str) -> str:
     )
 
 
-def _load_plugins(found: Scan) -> Registry:
+def _load_plugins(found: ConfigScan) -> Registry:
     """Imports the plug-ins that the command names, and sets which other classes a config may name."""
     import jsonargparse
 

@@ -12,7 +12,7 @@ from dlo_framework.cli.scaffold_templates import TEMPLATES
 from dlo_framework.cli.snippet import format_yaml_snippet
 from dlo_framework.errors import DloError, did_you_mean
 from dlo_framework.registry import KINDS, Registry
-from dlo_framework.registry.source import find_spec, read_class_in_file
+from dlo_framework.registry.class_source import find_spec, read_class_in_file
 
 
 def write_plugin(kind: str, name: str, folder: Path, registry: Registry) -> str:

@@ -8,7 +8,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from dlo_framework.registry.source import Parameter
+from dlo_framework.registry.class_source import Parameter
 
 #: Place of a plug-in of a kind in a config, one key per level; ``-`` is an item of a list.
 _PLACES = {

@@ -15,11 +15,11 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import default_collate
 
-from dlo_framework.contract import contract_of
 from dlo_framework.data.evaluation import count_samples
 from dlo_framework.data.loader import ResumableLoader
 from dlo_framework.data.sampler import Position, ResumableBatchSampler, Window
 from dlo_framework.errors import DloError
+from dlo_framework.strategy_contract import contract_of
 
 #: Most loading processes by default: on a CPU, which also computes, and elsewhere.
 _MAX_WORKERS_ON_CPU, _MAX_WORKERS = 8, 32

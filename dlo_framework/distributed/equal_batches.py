@@ -9,9 +9,9 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
 
-from dlo_framework.contract import contract_of
-from dlo_framework.distributed.control import control_group
-from dlo_framework.errors import DloError, agree
+from dlo_framework.distributed.control_group import control_group
+from dlo_framework.errors import DloError, mark_agreed
+from dlo_framework.strategy_contract import contract_of
 
 
 class EqualBatches(Callback):
@@ -60,7 +60,7 @@ class EqualBatches(Callback):
         if int(votes.sum()) == 2:
             ended = [rank for rank, over in enumerate(_gather(trainer, last)) if over]
             count = batch_idx + 1
-            raise agree(
+            raise mark_agreed(
                 DloError(
                     f"all ranks must have the same number of training batches, got {count} on {_listed(ended)} and more"
                     f" on the others; set trainer.limit_train_batches to {count} or less, or give all ranks the same"
@@ -75,7 +75,7 @@ def _compare(what: str, counts: list[float], option: str) -> None:
         return
     listed = ", ".join("unknown" if math.isinf(count) else str(int(count)) for count in counts)
     least = min(counts)
-    raise agree(
+    raise mark_agreed(
         DloError(
             f"all ranks must have the same number of {what} batches, got {listed} on ranks 0 to {len(counts) - 1};"
             f" set trainer.{option} to {int(least)} or less, pad the data, or use a dlo datamodule"

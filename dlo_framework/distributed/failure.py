@@ -53,7 +53,7 @@ class Failure:
     silent: bool = False
 
     @classmethod
-    def of(cls, error: BaseException, rank: int, world_size: int) -> Failure:
+    def from_error(cls, error: BaseException, rank: int, world_size: int) -> Failure:
         """Returns the failure for an exception; errors in the user's input get no traceback."""
         if isinstance(error, DloError | MisconfigurationException):
             return cls(rank, world_size, worker_message(error), exit_code=2)
@@ -143,7 +143,7 @@ def is_lost_connection(error: BaseException) -> bool:
 
 
 @dataclass(frozen=True)
-class Ended:
+class RunEnd:
     """End of a run of several ranks, as this process sees it.
 
     Attributes:
@@ -165,20 +165,20 @@ class Ended:
 
 
 #: End of the last run of several ranks in this process, of which each process has one.
-_state: dict[str, Ended | None] = {"ended": None}
+_state: dict[str, RunEnd | None] = {"ended": None}
 
 
-def note_end(ended: Ended | None) -> None:
+def set_run_end(ended: RunEnd | None) -> None:
     """Records how the run ended, for the code that ends the process."""
     _state["ended"] = ended
 
 
-def how_it_ended() -> Ended | None:
+def get_run_end() -> RunEnd | None:
     """Returns how the last run of several ranks failed in this process; None if it has not."""
     return _state["ended"]
 
 
-def tell(ended: Ended) -> None:
+def print_run_end(ended: RunEnd) -> None:
     """Prints to standard error how the run ended, unless another process prints it."""
     name = f"dlo {__version__}"
     if ended.printed_elsewhere:
@@ -203,7 +203,7 @@ def record_for_torchrun(error: BaseException) -> None:
         get_error_handler().record_exception(error)
 
 
-def leave(code: int) -> NoReturn:
+def exit_process(code: int) -> NoReturn:
     """Ends the process at once, after its data loader workers.
 
     It does not call ``sys.exit``: handlers at the interpreter's exit wait for ranks that wait for this one.

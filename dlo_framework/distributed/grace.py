@@ -20,7 +20,7 @@ _BUSY = 0.1
 _WINDOW = 1.0
 
 
-class Progress:
+class ProgressCounter:
     """Counter of a rank's progress: batches of any loop, and seconds of work on a checkpoint.
 
     Args:
@@ -54,7 +54,7 @@ def _batches(trainer: Trainer | None) -> int:
     return sum(count.ready + count.completed for count in counts)
 
 
-class Grace:
+class GracePeriod:
     """Timer that finds when a run that got a stop signal has made no progress for too long.
 
     Args:

@@ -29,12 +29,14 @@ class MeshGroups:
     def __init__(self, spec: MeshSpec, device_type: str, timeout: timedelta | None = None) -> None:
         assert spec.world_size == dist.get_world_size()
         self.spec, self.device_type, self.timeout = spec, device_type, timeout
-        self.place = spec.coordinates(dist.get_rank())
+        self.coordinates = spec.coordinates(dist.get_rank())
         self._groups: dict[tuple[str, ...], dist.ProcessGroup] = {}
 
     def ranks(self, *axes: str) -> list[int]:
         """Returns the ranks that differ from this rank along these axes only, this rank included."""
-        spans = [range(size) if axis in axes else [at] for (axis, size), at in zip(self.sizes, self.place, strict=True)]
+        spans = [
+            range(size) if axis in axes else [at] for (axis, size), at in zip(self.sizes, self.coordinates, strict=True)
+        ]
         return [self.spec.rank(Coordinates(*place)) for place in itertools.product(*spans)]
 
     @property
@@ -58,17 +60,17 @@ class MeshGroups:
     # --- the groups that strategies use --------------------------------------------------------------------
 
     @property
-    def data(self) -> dist.ProcessGroup:
+    def data_group(self) -> dist.ProcessGroup:
         """Ranks with the same part of the model and other samples, or other slices of the sequence."""
         return self.group("dp_replicate", "dp_shard", "cp")
 
     @property
-    def sharers(self) -> dist.ProcessGroup:
+    def shard_group(self) -> dist.ProcessGroup:
         """Ranks over which one part of the model is sharded."""
         return self.group("dp_shard", "cp")
 
     @property
-    def copy(self) -> dist.ProcessGroup:
+    def replica_group(self) -> dist.ProcessGroup:
         """Ranks that together hold one replica of the model."""
         return self.group("pp", "dp_shard", "cp", "tp")
 
@@ -91,8 +93,11 @@ class MeshGroups:
             shards: Name of the axis of shards.
         """
         if self.spec.dp_replicate == 1:
-            return DeviceMesh.from_group(self.sharers, self.device_type, mesh_dim_names=(shards,))
+            return DeviceMesh.from_group(self.shard_group, self.device_type, mesh_dim_names=(shards,))
         ranks = torch.tensor(self.ranks("dp_replicate", "dp_shard", "cp")).view(self.spec.dp_replicate, -1)
         return DeviceMesh.from_group(
-            [self.group("dp_replicate"), self.sharers], self.device_type, mesh=ranks, mesh_dim_names=(copies, shards)
+            [self.group("dp_replicate"), self.shard_group],
+            self.device_type,
+            mesh=ranks,
+            mesh_dim_names=(copies, shards),
         )

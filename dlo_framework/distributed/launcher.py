@@ -2,7 +2,7 @@
 
 Lightning's own launcher checks the processes it has started every five seconds, kills the main process without a
 message when another has failed, and leaves the others running when the main process has. Here every rank learns of
-the first failure within a second (:mod:`dlo_framework.distributed.watch`), also where torchrun or SLURM has started
+the first failure within a second (:mod:`dlo_framework.distributed.heartbeat`), also where torchrun or SLURM has started
 the ranks, and the process that the user sees ends last, with the first error and its exit code.
 """
 
@@ -27,19 +27,19 @@ from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
 from lightning.pytorch.utilities.exceptions import _TunerExitException
 
 from dlo_framework.distributed.failure import (
-    Ended,
     Failure,
     RankFailed,
+    RunEnd,
+    exit_process,
     is_lost_connection,
-    leave,
-    note_end,
+    print_run_end,
     record_for_torchrun,
-    tell,
+    set_run_end,
 )
-from dlo_framework.distributed.grace import GRACE, Grace, Progress
+from dlo_framework.distributed.grace import GRACE, GracePeriod, ProgressCounter
+from dlo_framework.distributed.heartbeat import Address, RankMonitor
 from dlo_framework.distributed.signals import SignalListener
-from dlo_framework.distributed.stacks import Sampler, print_stack
-from dlo_framework.distributed.watch import Address, Watch
+from dlo_framework.distributed.stacks import StackSampler, print_stack
 from dlo_framework.errors import is_agreed
 
 #: Seconds that a rank has to raise an error by itself, such as from a collective, after another rank's failure.
@@ -78,7 +78,7 @@ class RankLauncher(_SubprocessScriptLauncher):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._watch: Watch | None = None
+        self._watch: RankMonitor | None = None
         self._trainer: Trainer | None = None
         self._rank, self._world = 0, 1
         self._raised = threading.Event()  # set once the main thread has left the run
@@ -100,7 +100,7 @@ class RankLauncher(_SubprocessScriptLauncher):
         """
         self.cluster_environment.validate_settings(num_devices=self.num_processes, num_nodes=self.num_nodes)
         self._trainer = trainer
-        note_end(None)
+        set_run_end(None)
         self._raised.clear()
         self._handled.clear()
         self._running = True
@@ -141,16 +141,16 @@ class RankLauncher(_SubprocessScriptLauncher):
         if self._world == 1:
             return
         assert strategy.cluster_environment is not None
-        watch = Watch(
+        watch = RankMonitor(
             self._rank,
             self._world,
             limit=strategy.timeout_seconds(),
             on_failure=self._on_failure,
             exit_code=self._exit_code,
             place=self._place,
-            moves=Progress(self._trainer).moves,
-            sampler=Sampler(),
-            grace=Grace(self.grace),
+            moves=ProgressCounter(self._trainer).moves,
+            sampler=StackSampler(),
+            grace=GracePeriod(self.grace),
         )
         served: Address | str | None = None
         if self._rank == 0:
@@ -234,9 +234,9 @@ class RankLauncher(_SubprocessScriptLauncher):
                 print_stack(self._rank, failure.world_size)
             # Each of them prints its stack too.
             self._end_children(_CHILDS_GRACE if failure.stacks else 0.0)
-            tell(self._make_end(failure))
+            print_run_end(self._make_end(failure))
             self._end_silent_parent(failure)
-            leave(failure.exit_code)
+            exit_process(failure.exit_code)
 
     def _end_silent_parent(self, failure: Failure) -> None:
         """Kills the process that has started this one, if that is the silent rank: a stopped one ends no other way."""
@@ -246,17 +246,17 @@ class RankLauncher(_SubprocessScriptLauncher):
             if os.getppid() == parent:
                 os.kill(parent, signal.SIGKILL)
 
-    def _make_end(self, failure: Failure) -> Ended:
+    def _make_end(self, failure: Failure) -> RunEnd:
         # The process that has started this one prints the failure, unless it was not told, was killed or hangs.
         can_tell = self._watch is not None and (failure.rank != self._node_start() or failure.is_reported)
         started = bool(self.children) or _launcher_pid() is not None
-        return Ended(failure, self._rank, _launcher_pid() is not None and can_tell, by_launcher=started)
+        return RunEnd(failure, self._rank, _launcher_pid() is not None and can_tell, by_launcher=started)
 
     # --- failing -------------------------------------------------------------------------------------------
 
     def _handle_error(self, error: BaseException) -> BaseException:
         """Reports this rank's error to all ranks, or finds that another's came first; returns the error to raise."""
-        own = Failure.of(error, self._rank, self._world if self._watch else self.num_processes * self.num_nodes)
+        own = Failure.from_error(error, self._rank, self._world if self._watch else self.num_processes * self.num_nodes)
         first = self._find_first(error, own)
         with self._leaving:
             self._raised.set()
@@ -269,7 +269,7 @@ class RankLauncher(_SubprocessScriptLauncher):
         self._end_children(
             _CHILDS_GRACE if first.stacks or interrupted else 2 * _CHILDS_GRACE if first.is_reported else 0.0
         )
-        note_end(self._make_end(first))
+        set_run_end(self._make_end(first))
         self._end_silent_parent(first)
         self._end_watch(orderly=False)
         self._disarm()
@@ -476,7 +476,7 @@ def _end_with_parent() -> None:
             time.sleep(0.5)
         time.sleep(_GRACE)  # Where the ranks monitor each other, this one ends sooner by that.
         print(f"dlo: the process that started this rank ({parent}) ended without a message", file=sys.stderr)
-        leave(1)
+        exit_process(1)
 
     if not any(thread.name == "parent-watch" for thread in threading.enumerate()):
         threading.Thread(target=look, name="parent-watch", daemon=True).start()

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from dlo_framework.contract import contract_of
+from dlo_framework.strategy_contract import contract_of
 
 #: Most elements whose squares are added up one after the other.
 _ROW = 1 << 14
@@ -21,11 +21,11 @@ def total_norm(optimizer: Optimizer) -> Tensor:
     gradients = [p.grad for p in stepped if p.grad is not None]
     if not gradients:
         return torch.zeros((), device=stepped[0].device if stepped else None)
-    norm = torch.nn.utils.get_total_norm([part for gradient in gradients for part in parts(gradient)])
+    norm = torch.nn.utils.get_total_norm([part for gradient in gradients for part in split_for_norm(gradient)])
     return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
 
-def parts(gradient: Tensor) -> list[Tensor]:
+def split_for_norm(gradient: Tensor) -> list[Tensor]:
     """Returns tensors with the same joint 2-norm as a gradient, for which torch computes it precisely.
 
     torch (2.11 to 2.15) adds up a CPU tensor's squares in the order of its elements: for 16 million elements in single
@@ -38,7 +38,7 @@ def parts(gradient: Tensor) -> list[Tensor]:
     return [torch.linalg.vector_norm(flat[: rows * _ROW].view(rows, _ROW), dim=1), flat[rows * _ROW :]]
 
 
-def divides_state(strategy: Any) -> bool:
+def shards_state(strategy: Any) -> bool:
     """Returns whether a strategy of dlo shards optimizer state, gradients or parameters."""
     return (contract_of(strategy).zero_stage or 0) > 0
 

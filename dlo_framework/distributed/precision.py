@@ -35,7 +35,7 @@ class ShardedScaler(ShardedGradScaler):
     """Gradient scaler with one loss scale for all ranks, also for gradients in CPU memory and a scale on a device."""
 
     @classmethod
-    def like(cls, scaler: torch.amp.GradScaler, device: str) -> ShardedScaler:
+    def from_scaler(cls, scaler: torch.amp.GradScaler, device: str) -> ShardedScaler:
         """Returns a scaler with another scaler's settings."""
         return cls(
             device,
@@ -63,7 +63,7 @@ class ShardedMixedPrecision(ShardedClipping, MixedPrecision):
     """Mixed precision (bf16 or fp16 by autocast) with clipping over all ranks."""
 
 
-def sharded(plugin: Precision, gradient_norm: Any) -> Precision:
+def with_sharded_clipping(plugin: Precision, gradient_norm: Any) -> Precision:
     """Returns a precision plugin for sharded gradients that otherwise behaves as the given one.
 
     With fp16, all ranks have one loss scale, and skip a step together if gradients overflow on any of them.
@@ -78,7 +78,7 @@ def sharded(plugin: Precision, gradient_norm: Any) -> Precision:
     if isinstance(plugin, MixedPrecision):
         scaler: Any = plugin.scaler
         if scaler is not None and not isinstance(scaler, ShardedGradScaler):
-            scaler = ShardedScaler.like(scaler, plugin.device)
+            scaler = ShardedScaler.from_scaler(scaler, plugin.device)
         half: Any = plugin.precision
         result = ShardedMixedPrecision(half, plugin.device, scaler)
     else:

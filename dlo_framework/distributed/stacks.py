@@ -142,7 +142,7 @@ def is_saving(frame: FrameType | None) -> bool:
     return False
 
 
-class Sampler:
+class StackSampler:
     """Samples the main thread's position, and measures how long it has waited in one collective."""
 
     def __init__(self) -> None:

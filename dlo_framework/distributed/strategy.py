@@ -24,13 +24,13 @@ from torch.optim import LBFGS, Optimizer
 from torch.utils.hooks import RemovableHandle
 from torchmetrics import Metric
 
-from dlo_framework.distributed.canonical import CanonicalStrategy
+from dlo_framework.distributed.checkpointing import CanonicalStrategy
 from dlo_framework.distributed.collectives import broadcast_values
 from dlo_framework.distributed.launcher import WatchedRanks
 from dlo_framework.distributed.norms import total_norm
-from dlo_framework.distributed.precision import sharded
+from dlo_framework.distributed.precision import with_sharded_clipping
 from dlo_framework.distributed.stacks import hook_frame, hook_of, own_line
-from dlo_framework.distributed.unused import unused_message, unused_numbers
+from dlo_framework.distributed.unused_parameters import unused_message, unused_numbers
 from dlo_framework.errors import DloError
 
 #: Time limit of a collective; a rank that hangs ends the run after it.
@@ -128,7 +128,7 @@ class ShardedStrategy(CanonicalStrategy, WatchedRanks):
         super().__init__(timeout=timedelta(minutes=timeout_minutes), **kwargs)
         self._guards: list[RemovableHandle] = []
 
-    def counted(self, batch: Any) -> Any:
+    def attach_counts(self, batch: Any) -> Any:
         """Returns a batch that is still on the CPU, with the counts that the strategy needs attached to it.
 
         Counting before the transfer avoids a wait for the device.
@@ -156,7 +156,9 @@ class ShardedStrategy(CanonicalStrategy, WatchedRanks):
 
     @precision_plugin.setter
     def precision_plugin(self, precision_plugin: Precision | None) -> None:
-        self._precision_plugin = None if precision_plugin is None else sharded(precision_plugin, self.gradient_norm)
+        self._precision_plugin = (
+            None if precision_plugin is None else with_sharded_clipping(precision_plugin, self.gradient_norm)
+        )
 
     @property
     def restore_checkpoint_after_setup(self) -> bool:
@@ -179,7 +181,7 @@ class ShardedStrategy(CanonicalStrategy, WatchedRanks):
             self.model = self._layer_sync.apply(self.model)
         self.model = self.precision_plugin.convert_module(self.model)
         self.shard(trainer)
-        self.bring_the_rest()
+        self.move_metrics()
         self.setup_precision_plugin()
         self.guard_forwards(trainer)
         self.barrier("sharded")
@@ -236,7 +238,7 @@ class ShardedStrategy(CanonicalStrategy, WatchedRanks):
                 " optimizer in each call of configure_optimizers"
             )
 
-    def bring_the_rest(self) -> None:
+    def move_metrics(self) -> None:
         """Moves the module's metrics to the device, and sets its ``device`` property.
 
         ``Module.to`` would do so, but is not called on a model whose tensors are moved one by one.

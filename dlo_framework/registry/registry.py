@@ -19,8 +19,8 @@ from collections.abc import Iterable
 from types import ModuleType
 
 from dlo_framework.errors import DloError, did_you_mean
-from dlo_framework.registry.entries import GROUP_PREFIX, KINDS, Plugin, read_entry_points
-from dlo_framework.registry.policy import ALLOWED_ROOTS, DENIED_PATHS, check_class_path
+from dlo_framework.registry.entry_points import GROUP_PREFIX, KINDS, Plugin, read_entry_points
+from dlo_framework.registry.import_policy import ALLOWED_ROOTS, DENIED_PATHS, check_class_path
 from dlo_framework.registry.user_modules import import_user_module
 
 BASES = {
@@ -188,7 +188,7 @@ class Registry:
 
         Raises:
             DloError: if the path is outside of the loaded plug-ins, the modules under ``plugins:`` and
-                :data:`dlo_framework.registry.policy.ALLOWED_ROOTS`.
+                :data:`dlo_framework.registry.import_policy.ALLOWED_ROOTS`.
         """
         check_class_path(path, self.allowed_import_paths())
 

@@ -20,7 +20,7 @@ from pathlib import Path
 from types import ModuleType
 
 from dlo_framework.errors import DloError, did_you_mean
-from dlo_framework.registry.source import find_spec
+from dlo_framework.registry.class_source import find_spec
 
 #: Number of folders above a file to try as the root of its name.
 _LONGEST_NAME = 4

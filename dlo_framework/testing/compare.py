@@ -59,7 +59,7 @@ def compare(
     Args:
         name: Name of the case.
         one: Record of the one process.
-        ranks: Record of all ranks; see :func:`dlo_framework.testing.record.merge`.
+        ranks: Record of all ranks; see :func:`dlo_framework.testing.record.merge_records`.
         rtol: Relative difference to allow for losses, norms and metrics.
         tensor_rtol: Relative difference to allow for tensors; None for ten times ``rtol``, in half precision fifty.
         controls: Records of the one process with other rounding, from another order of the samples in each batch.

@@ -13,10 +13,10 @@ from lightning.pytorch.strategies import Strategy
 from dlo_framework.distributed.strategy import register_data_parallel
 from dlo_framework.testing.compare import default_rtol
 from dlo_framework.testing.comparison import Comparison
-from dlo_framework.testing.record import Record, merge
+from dlo_framework.testing.record import Record, merge_records
 from dlo_framework.testing.report import report
 from dlo_framework.testing.spawn import RankFailed, run_distributed
-from dlo_framework.testing.training import Setting, leave_group, quiet, record_training
+from dlo_framework.testing.training import Setting, leave_group, record_training, silence_lightning
 from dlo_framework.testing.verdict import verdict
 
 Build = Callable[..., tuple[LightningModule, Any]]
@@ -205,7 +205,7 @@ def _train_wanted(
         for number, run in enumerate(runs):
             of_ranks = [answer[number] for answer in answers]
             if run.setting.ranks is not None:
-                records.append((run, merge(of_ranks)))
+                records.append((run, merge_records(of_ranks)))
                 places[run.number] = records[-1][1].place[1]
             else:
                 records.append((run, next(record for record in of_ranks if record is not None)))
@@ -237,7 +237,7 @@ def _train_all(
     Returns:
         Records of this rank by run; None for a run of one process that another rank has trained.
     """
-    quiet()
+    silence_lightning()
     register_data_parallel()  # So that "ddp" is the same strategy as in `dlo fit`.
     found: list[Record | None] = [None] * len(jobs)
     places = {run.number: place for run, place in jobs}

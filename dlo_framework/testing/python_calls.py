@@ -11,7 +11,7 @@ def count_python_calls(function: Callable[[], object]) -> int:
     """Returns how many Python functions a function calls in this thread, itself and those of autograd's hooks included.
 
     Args:
-        function: Called once, without arguments.
+        function: Function that is called once, without arguments.
     """
     calls = 0
 

@@ -14,12 +14,12 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
 from dlo_framework.checkpoint import Shard
-from dlo_framework.contract import contract_of
 from dlo_framework.data import data_parallel_coordinates
-from dlo_framework.distributed.canonical import CanonicalStrategy
+from dlo_framework.distributed.checkpointing import CanonicalStrategy
 from dlo_framework.resume import random_state
+from dlo_framework.strategy_contract import contract_of
+from dlo_framework.testing.full_state import checksum, checksums, gather_full_tensors, gather_full_weights
 from dlo_framework.testing.randomness import switch_off_dropout
-from dlo_framework.testing.state import checksum, checksums, gather_whole, whole_weights
 from dlo_framework.watch.monitor import batch_loss, samples_of
 
 #: Key under which Adam and its variants keep the running mean of squared gradients.
@@ -73,7 +73,7 @@ class Record:
     notes: list[str] = field(default_factory=list)
 
 
-def merge(records: list[Record]) -> Record:
+def merge_records(records: list[Record]) -> Record:
     """Merges the ranks' records into one.
 
     Losses are the mean over the data-parallel ranks; ranks of one replica have the same loss, or each that of its slice
@@ -137,7 +137,7 @@ class Recorder(Callback):
         kinds = nn.modules.batchnorm._BatchNorm
         layers = [module for module in pl_module.modules() if isinstance(module, kinds)]
         self.record.batch_norms = sum(layer.training and not isinstance(layer, nn.SyncBatchNorm) for layer in layers)
-        self._begin = whole_weights(trainer)
+        self._begin = gather_full_weights(trainer)
         self.record.initial = checksums(self._begin)
         if self.nudge:
             nudge(pl_module, self.nudge)
@@ -185,7 +185,7 @@ class Recorder(Callback):
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Records the final weights and the optimizers' state."""
-        self.record.weights = whole_weights(trainer)
+        self.record.weights = gather_full_weights(trainer)
         self.record.moved = {
             name: float(torch.linalg.vector_norm(weight.double() - self._begin[name].double()))
             for name, weight in self.record.weights.items()
@@ -221,7 +221,7 @@ def optimizer_tensors(trainer: Trainer, strategy: CanonicalStrategy) -> dict[str
         for name, values in strategy.optimizer_state(optimizer)["state"].items():
             state |= {f"{key} of {name}": value for key, value in values.items() if isinstance(value, Shard)}
     if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
-        return gather_whole(state)
+        return gather_full_tensors(state)
     return {name: value.detach().cpu().clone() for name, value in state.items()}
 
 

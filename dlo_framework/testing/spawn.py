@@ -22,8 +22,8 @@ from types import FunctionType
 from typing import Any
 
 from dlo_framework.errors import DloError
-from dlo_framework.testing import rank as rank_module
-from dlo_framework.testing.rank import Answer, Job, Streams
+from dlo_framework.testing import rank_main as rank_module
+from dlo_framework.testing.rank_main import Answer, Job, Streams
 
 #: Seconds that the ranks have to exit once each has answered.
 _GRACE = 10.0

@@ -238,7 +238,7 @@ def _as_list(value: Any) -> list[Any]:
     return list(value) if isinstance(value, list | tuple) else [value]
 
 
-def quiet() -> None:
+def silence_lightning() -> None:
     """Silences Lightning's messages about devices and speed, which are of no use in a comparison."""
     import warnings
 

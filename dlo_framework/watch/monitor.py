@@ -9,8 +9,8 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.loggers import TensorBoardLogger
 
-from dlo_framework.contract import contract_of
 from dlo_framework.distributed.norms import gradient_norm
+from dlo_framework.strategy_contract import contract_of
 from dlo_framework.watch.clock import StepClock
 from dlo_framework.watch.flops import FlopCounter, SampleShape, peak_flops
 from dlo_framework.watch.memory import memory_now, memory_peak, reset_memory_peak

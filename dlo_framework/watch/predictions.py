@@ -13,10 +13,10 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_warn
 from torch.utils.data import DistributedSampler
 
-from dlo_framework.contract import contract_of
-from dlo_framework.distributed.control import control_group
-from dlo_framework.errors import DloError, agree
-from dlo_framework.whole_file import whole_file
+from dlo_framework.atomic_file import open_atomic
+from dlo_framework.distributed.control_group import control_group
+from dlo_framework.errors import DloError, mark_agreed
+from dlo_framework.strategy_contract import contract_of
 
 
 class SavePredictions(Callback):
@@ -45,7 +45,7 @@ class SavePredictions(Callback):
         problem = _why_not_writable(self.path) if trainer.is_global_zero else None
         problem = trainer.strategy.broadcast(problem)
         if problem is not None:
-            raise agree(DloError(f"cannot write the predictions {self.path}: {problem}; set another --run.dir"))
+            raise mark_agreed(DloError(f"cannot write the predictions {self.path}: {problem}; set another --run.dir"))
 
     def on_predict_batch_end(
         self,
@@ -61,8 +61,8 @@ class SavePredictions(Callback):
 
     def on_predict_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Writes the file on rank 0, and prints its path."""
-        shares, self._batches = gather(self._batches, data_rank(trainer), control_group(trainer)), []
-        batches = in_order(shares)
+        shares, self._batches = gather_batches(self._batches, data_rank(trainer), control_group(trainer)), []
+        batches = interleave_batches(shares)
         if not trainer.is_global_zero or not batches:
             return
         if len(shares) > 1 and deals_samples(trainer):
@@ -84,7 +84,7 @@ def data_rank(trainer: Trainer) -> int:
     return contract_of(trainer.strategy).data_share()[0]
 
 
-def gather(batches: list[Any], share: int, group: dist.ProcessGroup | None) -> list[list[Any]]:
+def gather_batches(batches: list[Any], share: int, group: dist.ProcessGroup | None) -> list[list[Any]]:
     """Gathers the batches of all data-parallel ranks on rank 0, in their order; other ranks get an empty list.
 
     Of ranks with the same data-parallel rank, the batches of the first are used.
@@ -106,7 +106,7 @@ def gather(batches: list[Any], share: int, group: dist.ProcessGroup | None) -> l
     return [of_shares[number] for number in sorted(of_shares)]
 
 
-def in_order(ranks: list[list[Any]]) -> list[Any]:
+def interleave_batches(ranks: list[list[Any]]) -> list[Any]:
     """Returns the batches of all ranks as one list: the first batch of each rank, then the second of each, and so on.
 
     Outputs of a rank without a sample in a batch (None, or no rows) are left out.
@@ -158,7 +158,7 @@ def _write(found: Any, path: Path) -> None:
         DloError: if the file cannot be written.
     """
     try:
-        with whole_file(path) as partial:
+        with open_atomic(path) as partial:
             torch.save(found, partial)
     except (OSError, RuntimeError) as error:  # torch's writer (2.11 to 2.15) raises the latter where a disk is full.
         reason = getattr(error, "strerror", None) or str(error).splitlines()[0]

@@ -18,9 +18,9 @@ from torch.autograd.graph import Node, saved_tensors_hooks
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from dlo_framework.contract import contract_of
-from dlo_framework.distributed.canonical import clean
-from dlo_framework.distributed.held import memory_of, optimizer_bytes, optimizer_states
+from dlo_framework.distributed.checkpointing import plain_name
+from dlo_framework.distributed.local_memory import memory_of, optimizer_bytes, optimizer_states
+from dlo_framework.strategy_contract import contract_of
 from dlo_framework.watch.flops import is_compiled
 
 #: Optimizer step at which a run is measured: before the first step optimizers have no state.
@@ -92,7 +92,7 @@ class StateReport(Callback):
         self._activations: float | None = None
         self._gradients = 0.0
         self._hooks: saved_tensors_hooks | None = None
-        self._watched = Saved(())
+        self._watched = SavedTensorCounter(())
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Clears an earlier run's measurement."""
@@ -103,7 +103,7 @@ class StateReport(Callback):
         """Starts to count the tensors that a pipeline's step saves, whose backward runs before its loss is returned."""
         pipelined = contract_of(trainer.strategy).pipelined is not None
         if pipelined and self._hooks is None and self._measures(trainer, pl_module):
-            self._watched = Saved(pl_module.parameters())
+            self._watched = SavedTensorCounter(pl_module.parameters())
             self._hooks = saved_tensors_hooks(self._watched.note, lambda tensor: tensor)
             self._hooks.__enter__()
 
@@ -158,7 +158,7 @@ class StateReport(Callback):
         return {**asdict(self.found), "formula": formula}
 
 
-class Saved:
+class SavedTensorCounter:
     """Counter of the bytes of tensors saved for a backward on this rank, without parameters.
 
     Args:
@@ -188,7 +188,7 @@ def saved_bytes(loss: Tensor, parameters: Iterable[Tensor]) -> float | None:
 
     It walks the graph's nodes. Hooks on saved tensors would be simpler, but torch.func refuses to run under any.
     """
-    found = Saved(parameters)
+    found = SavedTensorCounter(parameters)
     for node in _nodes(loss):
         for name in _saved_attributes(type(node)):
             entry = getattr(node, name)
@@ -246,9 +246,9 @@ def _formula(trainer: Trainer, module: LightningModule) -> StateBytes | None:
     stage = strategy.zero_stage
     if stage is None:
         return None
-    named = [(clean(name), parameter) for name, parameter in module.named_parameters()]
+    named = [(plain_name(name), parameter) for name, parameter in module.named_parameters()]
     trained = [parameter for _, parameter in named if parameter.requires_grad]
-    psi = sum(strategy.whole_size(name, parameter) for name, parameter in named if parameter.requires_grad)
+    psi = sum(strategy.full_size(name, parameter) for name, parameter in named if parameter.requires_grad)
     states = [
         sum(1 for value in state.values() if isinstance(value, Tensor) and value.ndim > 0)
         for optimizer in trainer.strategy.optimizers
@@ -256,7 +256,7 @@ def _formula(trainer: Trainer, module: LightningModule) -> StateBytes | None:
     ]
     kept = max(states, default=0)
     ranks = strategy.shard_size or trainer.world_size
-    frozen = sum(strategy.whole_size(name, parameter) for name, parameter in named if not parameter.requires_grad)
+    frozen = sum(strategy.full_size(name, parameter) for name, parameter in named if not parameter.requires_grad)
     masters = strategy.has_master_weights
     element = 4 if masters else max((p.element_size() for p in trained), default=4)
     return paper_bytes(psi, ranks, stage, frozen=frozen, element=element, states=kept, masters=masters)

@@ -14,15 +14,15 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from dlo_framework import runs
-from dlo_framework.amounts import human
+from dlo_framework.atomic_file import write_atomic
 from dlo_framework.checkpoint import locate, note_resumption, resumptions
-from dlo_framework.checkpoint.kept import RUN_FOLDER, Best, follow
-from dlo_framework.contract import contract_of
+from dlo_framework.checkpoint.best import RUN_FOLDER, Best, relocate_paths
 from dlo_framework.resume import KEY
+from dlo_framework.strategy_contract import contract_of
+from dlo_framework.units import format_bytes
 from dlo_framework.versions import versions
 from dlo_framework.watch.monitor import RunMonitor, is_tensorboard
 from dlo_framework.watch.state_bytes import StateReport
-from dlo_framework.whole_file import write_whole
 
 
 class RunRecord(Callback):
@@ -73,7 +73,7 @@ class RunRecord(Callback):
         path = Path(trainer.ckpt_path) if trainer.ckpt_path and trainer.state.fn == "fit" else None
         if path is not None and path.parent.resolve() == (self.folder / runs.CHECKPOINTS).resolve():
             self._goes_on_from = path
-            follow(checkpoint, self._place)
+            relocate_paths(checkpoint, self._place)
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Writes ``config.yaml``, and logs the config to TensorBoard."""
@@ -130,7 +130,7 @@ class RunRecord(Callback):
         if not trainer.is_global_zero:
             return None
         summary = self.summary(trainer, status)
-        write_whole(self.folder / runs.SUMMARY, json.dumps(summary, indent=2) + "\n")
+        write_atomic(self.folder / runs.SUMMARY, json.dumps(summary, indent=2) + "\n")
         return summary
 
     def summary(self, trainer: Trainer, status: str) -> dict[str, Any]:
@@ -190,7 +190,7 @@ def print_table(folder: Path, summary: dict[str, Any]) -> None:
     if summary["corrupt_samples"]:
         rows["corrupt samples"] = f"{summary['corrupt_samples']:,} skipped"
     rows["time"] = f"{summary['seconds']:.0f} s, {summary['training_seconds']:.0f} s of it in training steps"
-    rows["peak memory"] = human(summary["peak_memory_bytes"])
+    rows["peak memory"] = format_bytes(summary["peak_memory_bytes"])
     if summary["state_bytes"]:
         rows |= _state_rows(summary["state_bytes"])
     rows["strategy"] = f"{summary['strategy']} on {summary['world_size']} rank(s), {summary['precision']}"
@@ -208,8 +208,8 @@ def _state_rows(state: dict[str, Any]) -> dict[str, str]:
     for name in ("parameters", "gradients", "optimizer", "activations"):
         if state[name] is not None:
             expected = (state["formula"] or {}).get(name)
-            beside = f" (formula: {human(expected)})" if expected is not None else ""
-            rows[f"  {name}"] = human(state[name]) + beside
+            beside = f" (formula: {format_bytes(expected)})" if expected is not None else ""
+            rows[f"  {name}"] = format_bytes(state[name]) + beside
     return rows
 
 

@@ -14,7 +14,7 @@ from PIL import Image, ImageDraw, ImageFont
 from sklearn.datasets import load_sample_images
 from torch import Tensor
 
-from dlo_plugins.mixing import Plan, clipped_boxes, corrected, mix_images, mix_targets, to_device
+from dlo_plugins.mixing import MixPlan, clipped_boxes, correct_lambda, mix_images, mix_targets, to_device
 
 FILE = Path(__file__).parents[1] / "images" / "batch-mix.jpg"
 HEIGHT, WIDTH, GAP, CAPTION = 200, 300, 12, 28  # in pixels
@@ -29,12 +29,12 @@ def photographs() -> Tensor:
     return torch.stack([torch.from_numpy(np.array(photo)).permute(2, 0, 1).float() for photo in small])
 
 
-def plans() -> dict[str, Plan]:
+def plans() -> dict[str, MixPlan]:
     """Returns each technique's plan for the same lambda."""
     partner, lam, weight = np.array([1, 0]), np.full(2, LAM), np.full(2, 1 - LAM)
     boxes = clipped_boxes(lam, *(np.full(2, place) for place in CENTRE), HEIGHT, WIDTH)
-    cut_lam, cut_weight = corrected(lam, weight, np.array([True, True]), boxes, HEIGHT * WIDTH)
-    return {"MixUp": Plan(partner, lam, weight, None), "CutMix": Plan(partner, cut_lam, cut_weight, boxes)}
+    cut_lam, cut_weight = correct_lambda(lam, weight, np.array([True, True]), boxes, HEIGHT * WIDTH)
+    return {"MixUp": MixPlan(partner, lam, weight, None), "CutMix": MixPlan(partner, cut_lam, cut_weight, boxes)}
 
 
 def draw() -> Image.Image:

@@ -12,11 +12,11 @@ import matplotlib.pyplot as plt
 
 from dlo_framework.data import Position
 from dlo_plugins.batch_plan import LRDecay, grown_size, scheduled_size, window
-from dlo_plugins.points import parse_point
+from dlo_plugins.run_position import parse_position
 
 FILE = Path(__file__).parents[1] / "images" / "dynamic-batch-size.svg"
 EPOCHS, SAMPLES, FIRST, LIMIT = 60, 1000, 64, 128
-STEPS = {parse_point(point, "picture"): size for point, size in {0: 64, "50%": 128, "80%": 256}.items()}
+STEPS = {parse_position(point, "picture"): size for point, size in {0: 64, "50%": 128, "80%": 256}.items()}
 DECAY = LRDecay(factor=0.5, at=["30%", "50%", "65%", "80%", "90%"], max_batch_size=512)
 
 

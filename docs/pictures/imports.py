@@ -21,8 +21,11 @@ PACKAGES = {"dlo_framework": "dlo_framework", "dlo_plugins": "plugins/dlo_plugin
 #: layers. A single module may also import from its own layer; a folder may not.
 LAYERS: dict[str, tuple[tuple[str, tuple[str, ...]], ...]] = {
     "dlo_framework": (
-        ("utilities", ("_version", "versions", "errors", "amounts", "whole_file")),
-        ("description", ("plan", "mesh", "cuts", "applier", "contract", "model_sizes", "batch_transform")),
+        ("utilities", ("_version", "versions", "errors", "units", "atomic_file")),
+        (
+            "description",
+            ("plan", "mesh", "tensor_slice", "applier", "strategy_contract", "model_sizes", "batch_transform"),
+        ),
         ("data and state", ("registry/", "data/", "checkpoint/")),
         ("run", ("task", "progress", "accumulation", "resume", "snapshot", "runs", "run_lock")),
         ("ranks", ("distributed/",)),
@@ -38,8 +41,8 @@ LAYERS: dict[str, tuple[tuple[str, tuple[str, ...]], ...]] = {
         (
             "techniques",
             (
-                *("mixing", "resizing", "points", "batch_plan", "batch_search", "lr_suggest", "noise_meter"),
-                *("scaled_rates", "compile_log", "compile_parts", "__init__"),
+                *("mixing", "resizing", "run_position", "batch_plan", "batch_search", "lr_suggest", "noise_meter"),
+                *("scaled_rates", "compile_log", "module_compilation", "__init__"),
                 *("compression/", "context/", "tensor/", "zero/", "pipeline/"),
             ),
         ),
@@ -54,9 +57,9 @@ LAYERS: dict[str, tuple[tuple[str, tuple[str, ...]], ...]] = {
 
 #: Imports inside functions that go up, with the reason.
 UPWARD = {
-    ("dlo_framework.testing.command", "dlo_framework.cli.main"): "a forked process becomes `dlo`",
-    ("dlo_plugins.deepspeed.translate", "dlo_plugins.strategies.mesh"): "the JSON closest to a strategy",
-    ("dlo_plugins.deepspeed.translate", "dlo_plugins.strategies.zero"): "the JSON closest to a strategy",
+    ("dlo_framework.testing.dlo_process", "dlo_framework.cli.main"): "a forked process becomes `dlo`",
+    ("dlo_plugins.deepspeed.json_translation", "dlo_plugins.strategies.mesh"): "the JSON closest to a strategy",
+    ("dlo_plugins.deepspeed.json_translation", "dlo_plugins.strategies.zero"): "the JSON closest to a strategy",
 }
 
 

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from dlo_framework.cuts import equal_cut
 from dlo_framework.mesh import MeshSpec
-from dlo_plugins.context.layout import chunks_of
+from dlo_framework.tensor_slice import make_equal_slice
+from dlo_plugins.context.sequence_layout import chunks_of
 
 IMAGES = Path(__file__).parents[1] / "images"
 COLOURS = ("#3f6ad8", "#d9822b", "#2e8b57", "#a05195")  # of ranks, or of each rank's initial shard
@@ -60,12 +60,12 @@ def data() -> Picture:
         for rank in range(4):
             x = left + rank * (wide + gap)
             place = spec.coordinates(rank)
-            for first, count in equal_cut(0, 4, spec.dp_shard, place.dp_shard).runs:
+            for first, count in make_equal_slice(0, 4, spec.dp_shard, place.dp_shard).runs:
                 for quarter in range(first, first + count):
                     picture.box(x, 24 + quarter * band, wide, band - 1, COLOURS[quarter])
             picture.box(x, 24, wide, 4 * band - 1)
             picture.text(x + wide / 2, 24 + 4 * band + 14, f"rank {rank}")
-            for first, count in equal_cut(0, 8, 4, spec.data_rank(rank)).runs:
+            for first, count in make_equal_slice(0, 8, 4, spec.data_rank(rank)).runs:
                 picture.text(x + wide / 2, 24 + 4 * band + 30, f"{first} to {first + count - 1}")
     picture.text(52, 24 + 2 * band + 3, "state", "end")
     picture.text(52, 24 + 4 * band + 30, "samples", "end")
@@ -116,7 +116,7 @@ def _mlp(picture: Picture, top: float, title: str, split: int | None, enter: str
         for rank in range(RANKS):
             y = top + 42 + rank * ROW + (ROW - rows) / 2 - 4
             partial = caption == "partial sum"
-            for first, count in equal_cut(dim or 0, (rows, columns)[dim or 0], RANKS, rank).runs:
+            for first, count in make_equal_slice(dim or 0, (rows, columns)[dim or 0], RANKS, rank).runs:
                 across, down = (columns, count) if dim == 0 else (count, rows)
                 at = (x, y + first) if dim == 0 else (x + first, y)
                 full = (x, y, columns, rows)

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from dlo_plugins.pipeline.picture import COLOURS, NAMES
-from dlo_plugins.pipeline.schedules import FAMILIES, make_schedule
-from dlo_plugins.pipeline.simulate import Costs, simulate
+from dlo_plugins.pipeline.pipeline_schedules import FAMILIES, make_schedule
+from dlo_plugins.pipeline.simulation import StageCosts, simulate
+from dlo_plugins.pipeline.timeline_plot import COLOURS, NAMES
 
 FILE = Path(__file__).parents[1] / "images" / "pipeline-schedules.svg"
 RANKS, MICRO_BATCHES = 4, 8
@@ -21,7 +21,7 @@ def draw() -> str:
     for name in FAMILIES:
         schedule = make_schedule(name, RANKS, MICRO_BATCHES)
         chunks = schedule.placement.stages_per_rank
-        timeline = simulate(schedule, Costs.equal(schedule.placement.stages, *[1 / chunks] * 3))
+        timeline = simulate(schedule, StageCosts.equal(schedule.placement.stages, *[1 / chunks] * 3))
         stages = f"{chunks} stages per rank" if chunks > 1 else "one stage per rank"
         body.append(f'<text x="{LEFT}" y="{top + 20}">{name}, {stages}: bubble {timeline.bubble:.0%}</text>')
         for rank, row in enumerate(timeline.rows):

@@ -11,18 +11,18 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
 from dlo_framework.data import Position
-from dlo_plugins.points import parse_point
-from dlo_plugins.resizing import Growth, Steps
+from dlo_plugins.resizing import GrowingSize, StepSizes
+from dlo_plugins.run_position import parse_position
 
 FILE = Path(__file__).parents[1] / "images" / "progressive-resizing.svg"
 EPOCHS, SAMPLES = 100, 1000
 LAST = 224
 
-START, MIDDLE, MOST, END = (parse_point(point, "picture") for point in (0, "50%", "80%", "100%"))
+START, MIDDLE, MOST, END = (parse_position(point, "picture") for point in (0, "50%", "80%", "100%"))
 SCHEDULES = {
-    'sizes: {0: 128, "50%": 160, "80%": 224}': ("#3f6ad8", Steps({START: 128, MIDDLE: 160, MOST: 224})),
-    "start_size: 128": ("#d9822b", Growth(128, LAST, MIDDLE, MOST, 16)),
-    "start_size: 128, begin: 0, end: 100%, stages: 4": ("#2e8b57", Growth(128, LAST, START, END, 16, 4)),
+    'sizes: {0: 128, "50%": 160, "80%": 224}': ("#3f6ad8", StepSizes({START: 128, MIDDLE: 160, MOST: 224})),
+    "start_size: 128": ("#d9822b", GrowingSize(128, LAST, MIDDLE, MOST, 16)),
+    "start_size: 128, begin: 0, end: 100%, stages: 4": ("#2e8b57", GrowingSize(128, LAST, START, END, 16, 4)),
 }
 
 

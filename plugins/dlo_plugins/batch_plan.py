@@ -11,7 +11,7 @@ from torch import Tensor
 
 from dlo_framework.data import Position, Window
 from dlo_framework.errors import DloError
-from dlo_plugins.points import Point, parse_point, value_at
+from dlo_plugins.run_position import RunPosition, parse_position, value_at
 
 Number = TypeVar("Number", float, Tensor)
 LRRule = Literal["none", "sqrt", "linear"]
@@ -49,9 +49,9 @@ class LRDecay:
             raise DloError(f"decay_to_growth: 'every' must be a number of epochs above 0, got {self.every}; 2 is usual")
         self.points()
 
-    def points(self) -> list[Point]:
+    def points(self) -> list[RunPosition]:
         """Returns the points of a step schedule."""
-        return [parse_point(point, "decay_to_growth.at") for point in self.at or []]
+        return [parse_position(point, "decay_to_growth.at") for point in self.at or []]
 
     def decays(self, at: Position, max_epochs: float) -> int:
         """Returns the number of decays before a batch that begins at ``at``."""
@@ -138,7 +138,7 @@ def noise_and_signal(small: Number, large: Number, sizes: tuple[float, float]) -
     return noise, signal
 
 
-def scheduled_size(steps: Mapping[Point, int], first: int, at: Position, max_epochs: float) -> int:
+def scheduled_size(steps: Mapping[RunPosition, int], first: int, at: Position, max_epochs: float) -> int:
     """Returns the batch size of an explicit schedule: ``first`` before its first point."""
     found = value_at(steps, at, max_epochs)
     return first if found is None else found

@@ -78,7 +78,7 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and any(message in str(error) for message in _MESSAGES)
 
 
-class Budget:
+class ActivationBudget:
     """Limit on the bytes that a forward pass saves for the backward pass, for a device that reports no memory limit.
 
     As a context, it adds up the tensors that autograd saves: each storage once, parameters excluded.
@@ -122,7 +122,7 @@ def _same(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
-class Pool:
+class BatchPool:
     """Batches of any size, made from the loader's batches.
 
     Args:

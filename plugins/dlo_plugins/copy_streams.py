@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 
-class Copied:
+class CopyHandle:
     """Handle of a copy that has been started.
 
     Args:
@@ -33,7 +33,7 @@ class Copied:
         if self._event is not None:
             self._event.synchronize()
 
-    def followed(self) -> AbstractContextManager[Any]:
+    def stream_context(self) -> AbstractContextManager[Any]:
         """Returns a context whose kernels run after the copy, concurrently with the current stream."""
         found: AbstractContextManager[Any] = contextlib.nullcontext()
         return found if self._stream is None else self._module.stream(self._stream)
@@ -50,7 +50,7 @@ class CopyStream:
         self._device, self._module = device, torch.get_device_module(device)
         self._stream: Any = self._module.Stream(device)
 
-    def copy(self, target: Tensor, source: Tensor) -> Copied:
+    def copy(self, target: Tensor, source: Tensor) -> CopyHandle:
         """Starts a copy, which runs after all work that the current stream has so far.
 
         Until the copy has been waited for, write to neither tensor, and do not read the target.
@@ -65,16 +65,16 @@ class CopyStream:
         for tensor in (target, source):
             if tensor.device.type != "cpu":
                 tensor.record_stream(self._stream)
-        return Copied(self._stream, self._module)
+        return CopyHandle(self._stream, self._module)
 
 
-class InOrder:
+class SyncCopies:
     """Synchronous replacement for a CopyStream on a CPU."""
 
-    def copy(self, target: Tensor, source: Tensor) -> Copied:
+    def copy(self, target: Tensor, source: Tensor) -> CopyHandle:
         """Copies the source to the target before it returns."""
         target.copy_(source)
-        return Copied()
+        return CopyHandle()
 
 
 class CopyStreams(NamedTuple):
@@ -85,19 +85,19 @@ class CopyStreams(NamedTuple):
         down: Stream of copies to the CPU.
     """
 
-    up: CopyStream | InOrder
-    down: CopyStream | InOrder
+    up: CopyStream | SyncCopies
+    down: CopyStream | SyncCopies
 
 
 @functools.cache
 def copy_streams(device: torch.device) -> CopyStreams:
     """Returns the side streams of a device, the same ones at each call."""
     if device.type == "cpu":
-        return CopyStreams(InOrder(), InOrder())
+        return CopyStreams(SyncCopies(), SyncCopies())
     return CopyStreams(CopyStream(device), CopyStream(device))
 
 
-def host_tensor(like: Tensor, device: torch.device) -> Tensor:
+def empty_host_tensor(like: Tensor, device: torch.device) -> Tensor:
     """Returns an uninitialised tensor in the CPU's memory, page-locked for an accelerator.
 
     Args:

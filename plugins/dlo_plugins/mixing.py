@@ -30,7 +30,7 @@ MODES: tuple[Mode, ...] = ("batch", "pair", "elem")
 
 
 @dataclasses.dataclass(frozen=True)
-class Recipe:
+class MixRecipe:
     """Distribution of the plans; see :class:`dlo_plugins.callbacks.batch_mix.BatchMix` for the fields.
 
     Raises:
@@ -80,7 +80,7 @@ class Recipe:
         return self.cutmix_alpha > 0 or self.cutmix_minmax is not None
 
 
-class Plan(NamedTuple):
+class MixPlan(NamedTuple):
     """Plan that mixes each image of a batch with its partner.
 
     Inside its box an image becomes ``(1 - weight) * own + weight * partner``. For CutMix the box is smaller than the
@@ -130,7 +130,7 @@ def minmax_boxes(
     return np.stack([starts[0], starts[0] + sides[0], starts[1], starts[1] + sides[1]], axis=1)
 
 
-def draw_plan(recipe: Recipe, size: int, height: int, width: int, random: np.random.Generator) -> Plan:
+def draw_plan(recipe: MixRecipe, size: int, height: int, width: int, random: np.random.Generator) -> MixPlan:
     """Returns the plan of a group of images: each is mixed with the image at the mirrored position in the group.
 
     Args:
@@ -156,13 +156,13 @@ def draw_plan(recipe: Recipe, size: int, height: int, width: int, random: np.ran
             centre_y, centre_x = random.integers(0, height, size=count), random.integers(0, width, size=count)
             drawn = clipped_boxes(lam, centre_y, centre_x, height, width)
         boxes = np.where(is_cut[:, None], drawn, np.array([0, height, 0, width]))
-        lam, weight = corrected(lam, weight, is_cut & is_on, boxes, height * width)
+        lam, weight = correct_lambda(lam, weight, is_cut & is_on, boxes, height * width)
         boxes = boxes[which]
     alone = places == places[::-1]
-    return Plan(places[::-1], np.where(alone, 1.0, lam[which]), np.where(alone, 0.0, weight[which]), boxes)
+    return MixPlan(places[::-1], np.where(alone, 1.0, lam[which]), np.where(alone, 0.0, weight[which]), boxes)
 
 
-def corrected(
+def correct_lambda(
     lam: np.ndarray, weight: np.ndarray, is_cut: np.ndarray, boxes: np.ndarray, area: int
 ) -> tuple[np.ndarray, np.ndarray]:
     """Returns (lam, weight), both [N]; for CutMix, lambda is the fraction of the pixels outside the box."""
@@ -170,7 +170,7 @@ def corrected(
     return np.where(is_cut, left, lam), np.where(is_cut, 1.0, weight)
 
 
-def join_plans(plans: Sequence[Plan]) -> Plan:
+def join_plans(plans: Sequence[MixPlan]) -> MixPlan:
     """Returns the plan of a batch from the plans of its groups."""
     if len(plans) == 1:
         return plans[0]
@@ -178,11 +178,11 @@ def join_plans(plans: Sequence[Plan]) -> Plan:
     partner = np.concatenate([plan.partner + start for plan, start in zip(plans, starts, strict=True)])
     lam, weight = (np.concatenate([plan[field] for plan in plans]) for field in (1, 2))
     boxes = [plan.boxes for plan in plans if plan.boxes is not None]
-    return Plan(partner, lam, weight, np.concatenate(boxes) if boxes else None)
+    return MixPlan(partner, lam, weight, np.concatenate(boxes) if boxes else None)
 
 
 class DevicePlan(NamedTuple):
-    """:class:`Plan` as tensors [B] on one device, boxes [B, 4]; ``other`` is ``1 - lam``."""
+    """:class:`MixPlan` as tensors [B] on one device, boxes [B, 4]; ``other`` is ``1 - lam``."""
 
     partner: Tensor
     lam: Tensor
@@ -191,7 +191,7 @@ class DevicePlan(NamedTuple):
     boxes: Tensor | None
 
 
-def to_device(plan: Plan, device: torch.device) -> DevicePlan:
+def to_device(plan: MixPlan, device: torch.device) -> DevicePlan:
     """Returns the plan on a device, by one asynchronous copy."""
     columns = [plan.partner, plan.lam, 1 - plan.lam, plan.weight]
     columns += [] if plan.boxes is None else list(plan.boxes.T)
@@ -226,7 +226,7 @@ def mix_targets(soft: Tensor, plan: DevicePlan) -> Tensor:
     return soft * plan.lam[:, None] + soft[plan.partner] * plan.other[:, None]
 
 
-def mix_images(images: Tensor, plan: Plan, on_device: DevicePlan, *, in_place: bool) -> Tensor:
+def mix_images(images: Tensor, plan: MixPlan, on_device: DevicePlan, *, in_place: bool) -> Tensor:
     """Returns the mixed images, by the fastest method for their device.
 
     Args:
@@ -256,7 +256,7 @@ def mix_by_mask(images: Tensor, plan: DevicePlan) -> Tensor:
     return torch.lerp(images, partners, weight.to(images.dtype), out=partners)
 
 
-def mix_pairs_(images: Tensor, plan: Plan) -> Tensor:
+def mix_pairs_(images: Tensor, plan: MixPlan) -> Tensor:
     """Mixes images in place, pair by pair, and returns them: a pair fits in the cache of a CPU, a batch does not."""
     boxes, weight = plan.boxes, plan.weight.tolist()
     pairs = [(one, other) for one, other in enumerate(plan.partner.tolist()) if one < other]

@@ -17,20 +17,20 @@ from torch.nn import functional as F
 
 from dlo_framework.data import Position
 from dlo_framework.errors import DloError
-from dlo_plugins.points import Point, value_at
+from dlo_plugins.run_position import RunPosition, value_at
 
 _EPSILON = 1e-9  # relative; a rounding error must not delay a step of growth by a batch
 
 
 @dataclass(frozen=True)
-class Steps:
+class StepSizes:
     """Schedule of sizes that begin at given points.
 
     Attributes:
         sizes: Height and width in pixels from each point on, in any order.
     """
 
-    sizes: dict[Point, int]
+    sizes: dict[RunPosition, int]
 
     def size_at(self, at: Position, max_epochs: float) -> int:
         """Returns the size of a batch that begins at ``at``."""
@@ -46,13 +46,13 @@ class Steps:
         """Returns the last size, in a run with epochs of ``size`` samples."""
         return self.sizes[max(self.sizes, key=lambda point: point.epochs(size, max_epochs))]
 
-    def points(self) -> list[Point]:
+    def points(self) -> list[RunPosition]:
         """Returns the points that the schedule names."""
         return list(self.sizes)
 
 
 @dataclass(frozen=True)
-class Growth:
+class GrowingSize:
     """Schedule of a size that grows from one point to another, and is constant before and after.
 
     Attributes:
@@ -67,8 +67,8 @@ class Growth:
 
     start: int
     end: int
-    begin: Point
-    finish: Point
+    begin: RunPosition
+    finish: RunPosition
     multiple: int
     stages: int | None = None
 
@@ -96,7 +96,7 @@ class Growth:
         """Returns the last size."""
         return self.end
 
-    def points(self) -> list[Point]:
+    def points(self) -> list[RunPosition]:
         """Returns the points that the schedule names."""
         return [self.begin, self.finish]
 
@@ -142,7 +142,7 @@ def images_of(batch: Any, image_key: str) -> Tensor:
     )
 
 
-def with_images(batch: Any, images: Tensor, image_key: str) -> Any:
+def replace_images(batch: Any, images: Tensor, image_key: str) -> Any:
     """Returns a copy of the batch with other images."""
     if isinstance(batch, dict):
         changed = dict(batch)

@@ -22,7 +22,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from dlo_framework.errors import DloError, did_you_mean
 from dlo_framework.progress import check_end, epochs_seen, fraction_at, fraction_seen, steps_per_epoch
-from dlo_framework.registry.policy import ALLOWED_ROOTS, check_class_path
+from dlo_framework.registry.import_policy import ALLOWED_ROOTS, check_class_path
 
 Shape = Literal["cosine", "linear"]
 

@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from dlo_plugins.context.fused import CPU_FLASH
+
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
 
@@ -109,7 +111,7 @@ def test_packed_batches_are_full_of_documents(load):
     assert int((batch["labels"] != -100).sum()) == int(batch["tokens_in_step"]) == 3 * 512 - int(begins.sum())
     data = language.Packed(None)
     data.on_after_batch_transfer(data.on_before_batch_transfer(batch, 0), 0)
-    assert language.counted.documents_of(batch["position_ids"]).number == int(begins.sum())
+    assert language.batch_counts.count_documents(batch["position_ids"]).number == int(begins.sum())
 
 
 @pytest.mark.slow
@@ -154,7 +156,7 @@ def test_kernels_of_the_ring_are_timed_and_agree(load):
     for is_causal in (False, True):
         expected = ring._sdpa(q, k, v, grad, is_causal)
         for found in (
-            ring._fused(ring.CpuFlash(), q, k, v, grad, is_causal),
+            ring._fused(CPU_FLASH, q, k, v, grad, is_causal),
             ring._written(q, k, v, grad, is_causal),
         ):
             torch.testing.assert_close(found, expected)

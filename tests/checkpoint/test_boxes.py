@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dlo_framework.checkpoint.boxes import byte_range, part_of, pieces, tiles, whole
+from dlo_framework.checkpoint.boxes import byte_range, full_box, is_tiling, slice_view, split_box
 from dlo_framework.checkpoint.shards import Box, FlatShard, flat_slice_boxes, held_boxes, overlap
 
 SHAPES = st.lists(st.integers(1, 5), max_size=4).map(tuple)
@@ -38,7 +38,7 @@ def counted(shape, boxes):
     """Number of boxes that cover each element."""
     counts = torch.zeros(shape, dtype=torch.int64)
     for box in boxes:
-        part_of(counts, whole(shape), box).add_(1)
+        slice_view(counts, full_box(shape), box).add_(1)
     return counts
 
 
@@ -50,10 +50,10 @@ def test_flat_slices_tile_a_tensor_and_hold_its_elements_in_order(case):
     for start, stop in itertools.pairwise(edges):
         boxes = flat_slice_boxes(shape, start, stop)
         assert len(boxes) <= max(1, 2 * len(shape) - 1)
-        parts = [part_of(tensor, whole(shape), box).reshape(-1) for box in boxes]
+        parts = [slice_view(tensor, full_box(shape), box).reshape(-1) for box in boxes]
         assert torch.cat([torch.empty(0, dtype=torch.int64), *parts]).tolist() == list(range(start, stop))
         everything += boxes
-    assert tiles(shape, everything)
+    assert is_tiling(shape, everything)
 
 
 @given(flat_parts())
@@ -69,7 +69,7 @@ def test_the_boxes_of_a_flat_shard_are_its_own_memory(case):
 @given(shape_and_boxes(3))
 def test_tiles_is_every_element_once(case):
     shape, boxes = case
-    assert tiles(shape, boxes) == bool((counted(shape, boxes) == 1).all())
+    assert is_tiling(shape, boxes) == bool((counted(shape, boxes) == 1).all())
 
 
 @given(flat_parts(), st.data())
@@ -77,30 +77,30 @@ def test_a_tiling_with_a_box_moved_taken_or_doubled_is_none(case, data):
     shape, edges = case
     boxes = [box for a, b in itertools.pairwise(edges) for box in flat_slice_boxes(shape, a, b)]
     index = data.draw(st.integers(0, len(boxes) - 1))
-    assert not tiles(shape, boxes[:index] + boxes[index + 1 :])
-    assert not tiles(shape, [*boxes, boxes[index]])
+    assert not is_tiling(shape, boxes[:index] + boxes[index + 1 :])
+    assert not is_tiling(shape, [*boxes, boxes[index]])
 
 
 def test_a_gap_and_an_overlap_of_equal_size_do_not_cancel():
     boxes = [Box((0, 0), (1, 4)), Box((0, 0), (1, 4))]
     assert sum(box.numel for box in boxes) == 8
-    assert not tiles((2, 4), boxes)
+    assert not is_tiling((2, 4), boxes)
 
 
 def test_an_empty_tensor_is_tiled_by_nothing():
-    assert tiles((0, 3), [])
-    assert not tiles((), [])
-    assert tiles((), [Box((), ())])
+    assert is_tiling((0, 3), [])
+    assert not is_tiling((), [])
+    assert is_tiling((), [Box((), ())])
 
 
 @given(shape_and_boxes(1), st.integers(1, 100))
 def test_pieces_are_the_box_in_order_and_none_is_too_large(case, most):
     shape, (box,) = case
     tensor = torch.arange(math.prod(shape)).reshape(shape)
-    parts = list(pieces(box, 4, most))
+    parts = list(split_box(box, 4, most))
     assert all(part.numel * 4 <= max(most, 4) for part in parts)
-    values = [part_of(tensor, whole(shape), part).reshape(-1) for part in parts]
-    expected = part_of(tensor, whole(shape), box).reshape(-1)
+    values = [slice_view(tensor, full_box(shape), part).reshape(-1) for part in parts]
+    expected = slice_view(tensor, full_box(shape), box).reshape(-1)
     assert torch.cat([torch.empty(0, dtype=torch.int64), *values]).tolist() == expected.tolist()
 
 
@@ -117,6 +117,6 @@ def test_a_byte_range_holds_the_part_and_begins_and_ends_with_it(case, element):
     shape, (part,) = case
     if part.numel == 0:
         return
-    begin, end = byte_range(whole(shape), part, element)
-    held = part_of(torch.arange(math.prod(shape)).reshape(shape), whole(shape), part)
+    begin, end = byte_range(full_box(shape), part, element)
+    held = slice_view(torch.arange(math.prod(shape)).reshape(shape), full_box(shape), part)
     assert (begin, end) == (int(held.min()) * element, (int(held.max()) + 1) * element)

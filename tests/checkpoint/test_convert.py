@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from dlo_framework.checkpoint import FlatShard, load, save, verify
 from dlo_framework.checkpoint.convert import export_weights, import_lightning, model_weights
-from dlo_framework.checkpoint.importing import match_by_shape
+from dlo_framework.checkpoint.optimizer_names import match_by_shape
 from dlo_framework.cli.main import main
 from dlo_framework.errors import DloError
 

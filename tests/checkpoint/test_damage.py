@@ -10,7 +10,7 @@ import torch
 
 from dlo_framework import runs
 from dlo_framework.checkpoint import (
-    SavedTensors,
+    LazyStateDict,
     check,
     load,
     manifest,
@@ -22,7 +22,7 @@ from dlo_framework.checkpoint import (
     verify,
 )
 from dlo_framework.checkpoint.shards import Box
-from dlo_framework.checkpoint.verify import damage
+from dlo_framework.checkpoint.verify import find_damage
 from dlo_framework.errors import DloError
 
 
@@ -77,7 +77,7 @@ def test_ranks_that_share_the_hashing_look_at_every_file_once(folder):
     for name in ("shard-00000.safetensors", "state.pt"):
         flip(path / name, 300)
         for ranks in (1, 2, 3):
-            found = [damage(path, "hash", rank, ranks) for rank in range(ranks)]
+            found = [find_damage(path, "hash", rank, ranks) for rank in range(ranks)]
             (problem,) = (text for text in found if text is not None)
             assert name in problem
         flip(path / name, 300)
@@ -323,7 +323,7 @@ def test_a_state_that_would_execute_is_refused_and_nothing_is_executed(folder, t
 def test_the_mapping_is_a_readers_own_to_change(folder):
     run = load(folder / "step-5.ckpt")
     state = run["state_dict"]
-    assert isinstance(state, SavedTensors)
+    assert isinstance(state, LazyStateDict)
     assert state.shape("w") == (1000,)
     assert state.dtype("b") == torch.bfloat16
     taken = state.pop("w")

@@ -13,12 +13,12 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from dlo_framework.checkpoint import FlatShard, load, save
-from dlo_framework.checkpoint.boxes import whole
+from dlo_framework.checkpoint.boxes import full_box
 from dlo_framework.checkpoint.dtypes import AS_BYTES, SAFETENSORS_CODES, dtype_name
-from dlo_framework.checkpoint.holdings import Holding, pack_inventory
-from dlo_framework.checkpoint.nest import extract_tensors, insert_value, read_mark
-from dlo_framework.checkpoint.plan import SMALL_BYTES, make_global_plan
-from dlo_framework.checkpoint.tensor_file import HashedFile, TensorFile, layout, read_header
+from dlo_framework.checkpoint.global_plan import SMALL_BYTES, make_global_plan
+from dlo_framework.checkpoint.inventory import InventoryEntry, pack_inventory
+from dlo_framework.checkpoint.state_tree import extract_tensors, insert_value, read_mark
+from dlo_framework.checkpoint.tensor_file import HashedFile, TensorFile, make_header, read_header
 from dlo_framework.errors import DloError
 
 TYPES = [getattr(torch, name) for name in (*SAFETENSORS_CODES, *AS_BYTES) if name != "float4_e2m1fn_x2"]
@@ -57,7 +57,9 @@ def test_other_types_are_refused():
 def test_safetensors_reads_what_is_written_and_the_hash_is_the_files(tmp_path):
     names = [name for name in SAFETENSORS_CODES if name != "complex64"]
     tensors = sorted((some(getattr(torch, name)) for name in names), key=lambda tensor: -tensor.dtype.itemsize)
-    head, stored = layout([(str(n), dtype_name(t.dtype), tuple(t.shape)) for n, t in enumerate(tensors)], {"a": "b"})
+    head, stored = make_header(
+        [(str(n), dtype_name(t.dtype), tuple(t.shape)) for n, t in enumerate(tensors)], {"a": "b"}
+    )
     with HashedFile(tmp_path / "x.safetensors") as file:
         file.write(head)
         for tensor in tensors:
@@ -85,7 +87,7 @@ def test_what_safetensors_writes_is_read_aligned_or_not(tmp_path):
         stored, _ = read_header(file)
         for name, tensor in (("a", some(torch.float32)), ("b", some(torch.int8, (3,)))):
             assert bits(TensorFile(file).tensor(stored[name])) == bits(tensor)
-            target, box = torch.empty_like(tensor), whole(tuple(tensor.shape))
+            target, box = torch.empty_like(tensor), full_box(tuple(tensor.shape))
             TensorFile(file).copy_part(stored[name], box, box, target)
             assert bits(target) == bits(tensor)
 
@@ -194,7 +196,7 @@ def test_boxes_are_divided_once_and_evenly(tensors):
     """Each tensor is on some of four ranks in full; no rank writes more than its share and one box."""
     holdings = [
         [
-            Holding(("state_dict", str(n)), ("model", str(n)), "uint8", (size,), (((0,), (size,)),))
+            InventoryEntry(("state_dict", str(n)), ("model", str(n)), "uint8", (size,), (((0,), (size,)),))
             for n, (size, who) in enumerate(tensors)
             if rank in who
         ]

@@ -10,23 +10,23 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dlo_framework.checkpoint import FlatShard, load, planning, read_manifest, save
-from dlo_framework.checkpoint.agreement import through_first, together
+from dlo_framework.checkpoint import FlatShard, load, read_manifest, save, save_planner
+from dlo_framework.checkpoint.agreement import gather_then_scatter, run_on_all_ranks
 from dlo_framework.checkpoint.chunks import Runs, SavedTensor
 from dlo_framework.checkpoint.dtypes import dtype_of
-from dlo_framework.checkpoint.holdings import Holding, pack_inventory
+from dlo_framework.checkpoint.global_plan import make_file_plan, make_global_plan
+from dlo_framework.checkpoint.inventory import InventoryEntry, pack_inventory
 from dlo_framework.checkpoint.manifest import Manifest, to_text
-from dlo_framework.checkpoint.plan import make_file_plan, make_global_plan
 from dlo_framework.checkpoint.shards import Box, overlap
-from dlo_framework.checkpoint.tensor_file import layout
+from dlo_framework.checkpoint.tensor_file import make_header
 from dlo_framework.errors import DloError, is_agreed
 from dlo_framework.testing import run_distributed
 
 TENSORS = 200
 
 
-def held(name: str, dtype: str, shape: tuple[int, ...], *boxes: Box) -> Holding:
-    return Holding(
+def held(name: str, dtype: str, shape: tuple[int, ...], *boxes: Box) -> InventoryEntry:
+    return InventoryEntry(
         ("state_dict", name), ("model", name), dtype, shape, tuple((box.offsets, box.sizes) for box in boxes)
     )
 
@@ -38,21 +38,21 @@ def rows(rank: int, ranks: int, shape: tuple[int, ...]) -> list[Box]:
     return [Box((low, *(0 for _ in shape[1:])), (high - low, *shape[1:]))] if high > low else []
 
 
-def sharded(rank: int, ranks: int) -> list[Holding]:
+def sharded(rank: int, ranks: int) -> list[InventoryEntry]:
     """A model whose tensors the ranks shard evenly, all but one, and Adam's steps, which every rank holds."""
     shapes = {f"layer.{n}": (1024, 64) for n in range(20)} | {"norm": (1024,), "odd": (1030, 3)}
     weights = [held(name, "float32", shape, *rows(rank, ranks, shape)) for name, shape in shapes.items()]
     return weights + [held(f"{name}.step", "float32", (), Box((), ())) for name in shapes]
 
 
-def manifest_of(holdings: list[list[Holding]]) -> Manifest:
+def manifest_of(holdings: list[list[InventoryEntry]]) -> Manifest:
     """The manifest of a save, without writing it."""
     plan = make_global_plan([pack_inventory(of_rank) for of_rank in holdings])
     manifest, starts = Manifest(1, 0, len(holdings), 0.0, {}), {}
     for rank, (of_rank, mask, size) in enumerate(zip(holdings, plan.masks, plan.sizes, strict=True)):
         file = make_file_plan(rank, of_rank, mask, size)
         if file is not None:
-            starts[rank] = len(layout(file.entries, {})[0])
+            starts[rank] = len(make_header(file.entries, {})[0])
             manifest.files[file.name] = {"bytes": starts[rank] + size, "sha256": "0" * 64, "data": starts[rank]}
     for (group, name), tensor in plan.tensors.items():
         runs = Runs(tensor.runs, dtype_of(tensor.dtype).itemsize, starts)
@@ -78,7 +78,7 @@ def test_what_the_manifest_says_of_a_tensor_does_not_grow_with_the_ranks(tmp_pat
 def test_boxes_of_a_mesh_are_runs_along_the_axis_that_most_ranks_shard():
     """Eight slices along the columns, each sharded along the rows."""
 
-    def of(rank: int, ranks: int) -> list[Holding]:
+    def of(rank: int, ranks: int) -> list[InventoryEntry]:
         (box,) = rows(rank // 8, ranks // 8, (1024, 64))
         return [held("w", "float32", (1024, 64), Box((box.offsets[0], rank % 8 * 8), (box.sizes[0], 8)))]
 
@@ -106,10 +106,10 @@ def test_what_a_rank_tells_does_not_grow_with_the_ranks_and_few_bytes_tell_it():
 
 
 @st.composite
-def layouts(draw) -> list[list[Holding]]:
+def layouts(draw) -> list[list[InventoryEntry]]:
     """Tensors in grids of boxes, even or not, some of them on several ranks, of up to six."""
     ranks = draw(st.integers(1, 6))
-    holdings: list[list[Holding]] = [[] for _ in range(ranks)]
+    holdings: list[list[InventoryEntry]] = [[] for _ in range(ranks)]
     for number in range(draw(st.integers(0, 6))):
         shape = tuple(draw(st.lists(st.integers(0, 9), max_size=3)))
         cuts = [sorted({0, size, *draw(st.lists(st.integers(0, size), max_size=3))}) for size in shape]
@@ -140,7 +140,7 @@ def test_each_box_lies_where_its_writer_puts_it_and_is_found_there(holdings):
         if file is None:
             assert plan.sizes[rank] == 0
             continue
-        stored = layout(file.entries, {})[1]
+        stored = make_header(file.entries, {})[1]
         assert max(place.end for place in stored.values()) == manifest.files[file.name]["bytes"]
         for (key, box), (entry, _, _) in zip(file.boxes, file.entries, strict=True):
             assert (key, box) not in expected, "written twice"
@@ -155,7 +155,7 @@ def test_each_box_lies_where_its_writer_puts_it_and_is_found_there(holdings):
     for tensor in manifest.tensors.get("model", {}).values():
         for part in [Box(tuple(s // 3 for s in tensor.shape), tuple(s - s // 3 for s in tensor.shape))]:
             over = [(chunk, shared) for chunk in tensor.chunks if (shared := overlap(chunk.box, part)) is not None]
-            assert list(tensor.over(part)) == over
+            assert list(tensor.overlapping(part)) == over
 
 
 class Calls:
@@ -169,7 +169,7 @@ class Calls:
             dist.gather_object,
             dist.scatter_object_list,
             dist.all_gather_object,
-            planning.make_global_plan,
+            save_planner.make_global_plan,
         )
 
         def gather_object(value, *arguments, **named):
@@ -189,7 +189,7 @@ class Calls:
             return plan(told)
 
         dist.gather_object, dist.scatter_object_list = gather_object, scatter_object_list
-        dist.all_gather_object, planning.make_global_plan = all_gather_object, divided
+        dist.all_gather_object, save_planner.make_global_plan = all_gather_object, divided
 
     def taken(self) -> dict:
         result = {"sent": self.sent, "got": self.got, "plans": self.plans}
@@ -241,12 +241,12 @@ def failing(rank: int, group) -> list[str]:
         return [sum(values)] * len(values)
 
     found = [
-        failure_of(lambda: through_first(group, at(1, ValueError("boom")), everyone)),
-        failure_of(lambda: through_first(group, at(2, DloError("bad input")), everyone)),
-        failure_of(lambda: through_first(group, at(-1, ValueError()), refuse)),
-        failure_of(lambda: together(group, at(1, ValueError("boom")))),
+        failure_of(lambda: gather_then_scatter(group, at(1, ValueError("boom")), everyone)),
+        failure_of(lambda: gather_then_scatter(group, at(2, DloError("bad input")), everyone)),
+        failure_of(lambda: gather_then_scatter(group, at(-1, ValueError()), refuse)),
+        failure_of(lambda: run_on_all_ranks(group, at(1, ValueError("boom")))),
     ]
-    assert through_first(group, at(-1, ValueError()), everyone) == 3
+    assert gather_then_scatter(group, at(-1, ValueError()), everyone) == 3
     return found
 
 
@@ -256,17 +256,17 @@ def save_often(rank: int, world_size: int, folder) -> dict:
     for name, extra in (("first", False), ("second", False), ("one more", rank == 1), ("again", rank == 1)):
         save(a_run(10.0 * (len(found) + 1), rank, world_size, extra), folder / name, group=group)
         found[name] = calls.taken()
-    divided = planning.make_global_plan
-    planning.make_global_plan = lambda told: 1 / 0
+    divided = save_planner.make_global_plan
+    save_planner.make_global_plan = lambda told: 1 / 0
     found["no plan"] = failure_of(lambda: save(a_run(1.0, rank, world_size, True), folder / "no plan", group=group))
-    planning.make_global_plan = divided
+    save_planner.make_global_plan = divided
     # Each plan is forgotten by one rank: all make a new one.
     if rank == 2:
-        planning._cached_plans.clear()
+        save_planner._cached_plans.clear()
     save(a_run(60.0, rank, world_size), folder / "forgotten", group=group)
     found["forgotten"] = calls.taken()
     found["failing"] = failing(rank, group)
-    found["plans kept whole"] = sum(known.plan is not None for known in planning._cached_plans.values())
+    found["plans kept whole"] = sum(known.plan is not None for known in save_planner._cached_plans.values())
     return found
 
 

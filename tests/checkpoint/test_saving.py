@@ -205,7 +205,9 @@ def test_what_several_ranks_hold_is_written_once_and_divided(found, folder):
 def test_an_error_on_one_rank_is_raised_on_all_and_nothing_is_left(found, folder):
     for of_rank in found:
         messages = of_rank["failing"]
-        assert messages["unsafe"].startswith("DloError: rank 0: checkpoint['mine']['f'] is a builtins.function")
+        assert messages["unsafe"].startswith(
+            "DloError: rank 0: checkpoint['mine']['f'] must be plain data, got a builtins.function"
+        )
         assert messages["gap"].startswith("RuntimeError: rank 0: AssertionError: the boxes that ranks hold of ('mod")
         assert messages["blocked"].startswith("DloError: rank 1: cannot write the checkpoint")
     assert [path.name for path in (folder / "failing").iterdir()] == ["good.ckpt"]

@@ -23,8 +23,8 @@ from dlo_framework.defaults import add_default_callbacks
 from dlo_framework.distributed.strategy import register_data_parallel, use_canonical_checkpoints
 from dlo_framework.ema import WeightEMA
 from dlo_framework.errors import DloError
-from dlo_framework.testing.record import Record, Recorder, merge
-from dlo_framework.testing.training import leave_group, quiet
+from dlo_framework.testing.record import Record, Recorder, merge_records
+from dlo_framework.testing.training import leave_group, silence_lightning
 from dlo_plugins.appliers.activation_checkpoint import ActivationCheckpoint
 from dlo_plugins.appliers.compile_blocks import CompileBlocks
 from dlo_plugins.callbacks.batch_mix import BatchMix
@@ -226,7 +226,7 @@ def run_cell(folder: Path, task: str, beside: str, make: Callable[[], Any] | Non
 
 def run_cells(rank: int, world_size: int, folder: Path, task: str, strategy: str, names: list[str]) -> list[Found]:
     """Runs a strategy's cells one after the other; on one rank those of one process."""
-    quiet()
+    silence_lightning()
     register_data_parallel()
     make = STRATEGIES[strategy] if strategy else None
     found = [run_cell(folder, task, name, make, world_size) for name in names]
@@ -270,7 +270,7 @@ def judge(name: str, ranks: list[Found], alone: Found) -> str:
     if refusals != {""}:
         return f"refused: {refusals.pop()}" if len(refusals) == 1 else f"broken: some ranks say {sorted(refusals)}"
     rtol = BESIDE[name].rtol if name else 1e-5
-    both, one = merge([cell.record for cell in ranks]), alone.record
+    both, one = merge_records([cell.record for cell in ranks]), alone.record
     if not one.steps or len(both.steps) != len(one.steps):
         return f"broken: {len(both.steps)} steps, {len(one.steps)} in one process {alone.refusal or alone.error}"
     pairs = list(zip(both.steps, one.steps, strict=True))

@@ -16,10 +16,10 @@ from dlo_framework.distributed.collectives import Communicator
 from dlo_framework.distributed.strategy import DataParallelStrategy
 from dlo_framework.errors import DloError
 from dlo_framework.testing import run_distributed
-from dlo_framework.testing.state import whole_weights
-from dlo_plugins.fsdp.comms import ComplexReduceScatter
-from dlo_plugins.fsdp.policy import unit_policy
-from dlo_plugins.mesh.engine import ParallelState
+from dlo_framework.testing.full_state import gather_full_weights
+from dlo_plugins.fsdp.fsdp_collectives import ComplexReduceScatter
+from dlo_plugins.fsdp.precision_policy import unit_policy
+from dlo_plugins.mesh.mesh_engine import ParallelState
 from dlo_plugins.strategies.fsdp import FSDPStrategy
 from dlo_plugins.strategies.zero import ZeroStrategy
 from support.fsdp_nets import WIDTH, Module, alone, differ, found_by, mine, of, trainer
@@ -67,7 +67,7 @@ def _each(rank: int, world: int, folder: Path) -> dict[str, float]:
     for name, strategy in STRATEGIES.items():
         run = trainer(world, strategy())
         run.fit(Spectral(), mine(rank, world))
-        found[name] = differ(whole_weights(run), expected)
+        found[name] = differ(gather_full_weights(run), expected)
     return found if rank == 0 else {}
 
 

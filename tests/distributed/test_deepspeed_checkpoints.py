@@ -12,7 +12,7 @@ from dlo_framework.cli.checkpoint_command import main
 from dlo_framework.distributed.strategy import register_data_parallel
 from dlo_framework.errors import DloError
 from dlo_framework.testing import run_distributed
-from dlo_framework.testing.training import leave_group, quiet
+from dlo_framework.testing.training import leave_group, silence_lightning
 from dlo_tasks.imagenet.digits import DigitsData
 from support.checkpoints import check_same, tensors
 from support.deepspeed_nets import SAVED, STEPS, STRATEGIES, Model, ds, runs, train, trainer
@@ -89,11 +89,11 @@ class Both(Callback):
     def on_train_end(self, trainer, pl_module) -> None:
         trainer.save_checkpoint(self.folder / "dlo")
         engine = trainer.strategy.engine
-        if engine.masters is not None:
-            engine.masters.conceal()
+        if engine.master_weights is not None:
+            engine.master_weights.hide_partitions()
         engine.deepspeed.save_checkpoint(str(self.folder / "theirs"))
-        if engine.masters is not None:
-            engine.masters.expose()
+        if engine.master_weights is not None:
+            engine.master_weights.expose_partitions()
 
 
 FOLDERS = {
@@ -106,7 +106,7 @@ FOLDERS = {
 
 
 def _both(rank: int, world_size: int, folder: Path) -> None:
-    quiet()
+    silence_lightning()
     register_data_parallel()
     for name, strategy in FOLDERS.items():
         seed_everything(7, workers=True, verbose=False)

@@ -9,7 +9,7 @@ from lightning.pytorch import Callback, seed_everything
 
 from dlo_framework.distributed.strategy import register_data_parallel
 from dlo_framework.testing import run_distributed
-from dlo_framework.testing.training import leave_group, quiet
+from dlo_framework.testing.training import leave_group, silence_lightning
 from dlo_plugins.strategies.deepspeed import DeepSpeedBridge
 from dlo_tasks.imagenet.digits import DigitsData
 from support.deepspeed_nets import Model, trainer
@@ -60,7 +60,7 @@ class Record(Callback):
 
 def train(rank: int, world_size: int, folder: Path) -> tuple[list[float], list[float]]:
     """Returns losses and rates: under the JSON on several ranks, under the task's own on one."""
-    quiet()
+    silence_lightning()
     register_data_parallel()
     seed_everything(3, workers=True, verbose=False)
     record, strategy = Record(), "auto" if world_size == 1 else DeepSpeedBridge(config=JSON)

@@ -15,7 +15,7 @@ from dlo_framework.ema import WeightEMA
 from dlo_framework.errors import DloError
 from dlo_framework.finite import FiniteLoss
 from dlo_framework.testing import run_distributed
-from dlo_framework.testing.training import leave_group, quiet
+from dlo_framework.testing.training import leave_group, silence_lightning
 from dlo_framework.watch.state_bytes import StateReport
 from dlo_plugins.callbacks.compile import Compile
 from dlo_plugins.callbacks.gradients import AdaptiveGradientClipping
@@ -47,7 +47,7 @@ SCENES: dict[str, Any] = {
 
 def scene(rank: int, world_size: int, folder: Path, jobs: list[tuple[str, str]]) -> dict[tuple[str, str], Any]:
     """Returns validation losses; leaves a checkpoint a scene in the folder."""
-    quiet()
+    silence_lightning()
     register_data_parallel()
     found = {}
     for name, which in jobs:
@@ -102,7 +102,7 @@ def test_each_stage_is(tmp_path: Path) -> None:
 
 def _twice(rank: int, world_size: int, folder: Path, names: list[str]) -> dict[str, Any]:
     """Trains, validates and trains again with one trainer; then a new one evaluates what was saved."""
-    quiet()
+    silence_lightning()
     register_data_parallel()
     found = {}
     for name in names:
@@ -211,7 +211,7 @@ REFUSED: list[tuple[Any, str, Any]] = [
     (partial(ByHand, told=False), "deepspeed2", "must run one synchronised backward pass per optimizer step"),
     (OwnClipping, "deepspeed3", "must clip by norm to 0.0, as DeepSpeed does"),
     (Model, "deepspeed2", (lambda: AdaptiveGradientClipping(0.1), "AdaptiveGradientClipping")),
-    (Model, "deepspeed2", (Compile, "DeepSpeedBridge wraps")),
+    (Model, "deepspeed2", (Compile, "must leave modules unwrapped")),
     *(
         (Model, name, (Unfreeze, "requires_grad of blocks.1.0.bias, blocks.1.0.weight"))
         for name in ("deepspeed2", "deepspeed3_cut")
@@ -220,7 +220,7 @@ REFUSED: list[tuple[Any, str, Any]] = [
 
 
 def _refused(rank: int, world_size: int) -> list[str]:
-    quiet()
+    silence_lightning()
     found = []
     for module, name, what in REFUSED:
         callbacks = [what[0]()] if isinstance(what, tuple) else []

@@ -15,9 +15,9 @@ from torch.distributed.tensor import DTensor
 from dlo_framework.errors import DloError
 from dlo_framework.plan import ParallelPlan
 from dlo_framework.testing import run_distributed
-from dlo_framework.testing.state import whole_weights
+from dlo_framework.testing.full_state import gather_full_weights
 from dlo_plugins.appliers.fully_shard import FullyShard
-from dlo_plugins.fsdp.policy import default_param_dtype
+from dlo_plugins.fsdp.precision_policy import default_param_dtype
 from dlo_plugins.strategies.fsdp import FSDPStrategy
 from support.fsdp_nets import (
     STEPS,
@@ -125,7 +125,7 @@ def adversaries_alone() -> dict[str, Tensor]:
 def _tied(rank: int, world: int, folder: Path) -> Any:
     run, module = trainer(world, FSDPStrategy()), TiedModule()
     run.fit(module, mine(rank, world))
-    weights = whole_weights(run)
+    weights = gather_full_weights(run)
     units = run.strategy.engine.sharding.units
     return (differ(weights, alone(TiedModule())), units, int(weights["net.calls"])) if rank == 0 else None
 
@@ -134,7 +134,7 @@ def _unused(rank: int, world: int, folder: Path) -> Any:
     run, module = trainer(world, FSDPStrategy(find_unused=True)), UnusedModule()
     module.part = rank
     run.fit(module, mine(rank, world))
-    weights = whole_weights(run)
+    weights = gather_full_weights(run)
     return differ(weights, alone(UnusedModule(), parts=world)) if rank == 0 else 0.0
 
 
@@ -149,7 +149,7 @@ def _named(rank: int, world: int, folder: Path) -> Any:
 def _manual(rank: int, world: int, folder: Path) -> Any:
     run, module = trainer(world, FSDPStrategy()), Adversaries()
     run.fit(module, mine(rank, world))
-    weights = whole_weights(run)
+    weights = gather_full_weights(run)
     return differ(weights, adversaries_alone()) if rank == 0 else 0.0, len(run.strategy.engine.sharding.roots)
 
 
@@ -170,7 +170,7 @@ def _evaluation(rank: int, world: int, folder: Path) -> Any:
     again.fit(module, loader)
     twice = Module()
     twice.load_state_dict(expected)
-    weights = whole_weights(again)
+    weights = gather_full_weights(again)
     return {
         "evaluations": [float(loss) for loss in losses],
         "found": found,
@@ -190,7 +190,7 @@ def _other_options(rank: int, world: int, folder: Path) -> Any:
 def _clipped_by_value(rank: int, world: int, folder: Path) -> Any:
     run, module = trainer(world, FSDPStrategy(), gradient_clip_val=0.01, gradient_clip_algorithm="value"), Module()
     run.fit(module, mine(rank, world))
-    weights = whole_weights(run)
+    weights = gather_full_weights(run)
     return differ(weights, alone(Module(), clip=0.01)) if rank == 0 else 0.0
 
 
@@ -244,7 +244,7 @@ def _one_rank(rank: int, world: int) -> dict[str, Any]:
         run = trainer(world, FSDPStrategy(**options), precision=precision)
         run.fit(module, mine(rank, world))
         sharded = all(isinstance(parameter, DTensor) for parameter in module.parameters())
-        found[name] = seen, sharded, differ(whole_weights(run), alone(Module()))
+        found[name] = seen, sharded, differ(gather_full_weights(run), alone(Module()))
     return found
 
 

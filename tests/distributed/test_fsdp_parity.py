@@ -16,7 +16,7 @@ from timm.optim import Lamb
 from torch import Tensor, nn
 
 from dlo_framework.testing import run_distributed
-from dlo_framework.testing.state import whole_weights
+from dlo_framework.testing.full_state import gather_full_weights
 
 WIDTH, CLASSES, BATCH = 12, 5, 8
 
@@ -132,7 +132,7 @@ class Seen(Callback):
             self.norms.append(float(trainer.strategy.gradient_norm(optimizer)))
 
     def on_train_end(self, trainer: Trainer, module: Any) -> None:
-        self.weights = whole_weights(trainer)
+        self.weights = gather_full_weights(trainer)
 
 
 def batches(count: int) -> list[tuple[Tensor, Tensor]]:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from dlo_framework.distributed.strategy import DataParallelStrategy
 from dlo_framework.resume import ExactResume
 from dlo_framework.testing import run_distributed
-from dlo_framework.testing.state import whole_weights
+from dlo_framework.testing.full_state import gather_full_weights
 from dlo_plugins.callbacks.compile import Compile
 from dlo_plugins.strategies.fsdp import FSDPStrategy
 from support.fsdp_nets import (
@@ -44,7 +44,7 @@ class Scaled(Module):
         self.scales = [*getattr(self, "scales", []), self.trainer.precision_plugin.scaler.get_scale()]
         self.seen = [
             *getattr(self, "seen", []),
-            sum(float(t.double().sum()) for t in self.trainer.strategy.held_tensors()),
+            sum(float(t.double().sum()) for t in self.trainer.strategy.local_tensors()),
         ]
 
 
@@ -53,7 +53,7 @@ def _scaled(rank: int, world: int, folder: Path) -> Any:
     half = MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu"))
     run, module = trainer(world, FSDPStrategy(), plugins=[half]), Scaled()
     run.fit(module, mine(rank, world))
-    finite = all(bool(torch.isfinite(t).all()) for t in run.strategy.held_tensors())
+    finite = all(bool(torch.isfinite(t).all()) for t in run.strategy.local_tensors())
     return module.scales, module.seen, finite
 
 
@@ -79,15 +79,15 @@ def _meta(rank: int, world: int, folder: Path) -> Any:
             torch.rand(3)
         run.validate(module, mine(rank, world), verbose=False)
         found.append(module.was_meta)
-        weights.append(whole_weights(run))
+        weights.append(gather_full_weights(run))
         if number == 0:
             run.fit(module, mine(rank, world))
             run.save_checkpoint(folder / "meta.ckpt")
-            trained = whole_weights(run)
+            trained = gather_full_weights(run)
     torch.manual_seed(12)
     run, module = trainer(world, FSDPStrategy(meta_init=True)), Meta()
     run.validate(module, mine(rank, world), ckpt_path=folder / "meta.ckpt", verbose=False)
-    loaded = whole_weights(run)
+    loaded = gather_full_weights(run)
     return found, weights, (differ(loaded, trained) if rank == 0 else 0.0), {n: w.std() for n, w in weights[0].items()}
 
 
@@ -97,7 +97,7 @@ def _compiled(rank: int, world: int, folder: Path) -> Any:
         compiling = Compile(scope="blocks", backend="aot_eager")
         run = trainer(world, FSDPStrategy(**options), callbacks=[compiling])
         run.fit(Module(), mine(rank, world))
-        weights = whole_weights(run)
+        weights = gather_full_weights(run)
         found[name] = (differ(weights, alone(Module())) if rank == 0 else 0.0), compiling.tally.graphs
     return found
 
@@ -122,7 +122,7 @@ def _accumulated(rank: int, world: int, folder: Path) -> Any:
             callbacks = [ExactResume(), *([Save(path, 4)] if resume is None else [])]
             run = trainer(world, FSDPStrategy(**options), accumulate_grad_batches=4, callbacks=callbacks)
             run.fit(Module(), mine(rank, world, 8), ckpt_path=resume)
-            weights.append(whole_weights(run))
+            weights.append(gather_full_weights(run))
         found[name] = differ(*weights) if rank == 0 else 0.0, run.global_step
     return found
 
@@ -182,7 +182,7 @@ def _stumbles(rank: int, world: int, folder: Path) -> Any:
         for module in (Module(), Stumbles(places)):
             run = trainer(world, FSDPStrategy(**options), precision=precision, accumulate_grad_batches=accumulate)
             run.fit(module, mine(rank, world))
-            weights.append(whole_weights(run))
+            weights.append(gather_full_weights(run))
         assert module.stumbled == list(places.values())
         if rank == 0:
             found[name] = differ(weights[1], weights[0])
@@ -214,7 +214,7 @@ def _resumed(rank: int, world: int, folder: Path) -> Any:
         path = folder / f"{cls.__name__}.ckpt"
         run = trainer(world, FSDPStrategy(), callbacks=[Save(path, 3)])
         run.fit(cls(), mine(rank, world, 8))
-        expected = whole_weights(run)
+        expected = gather_full_weights(run)
         back = folder / f"{cls.__name__}-ddp.ckpt"
         for name, make, source in (
             ("fsdp", FSDPStrategy, path),
@@ -224,7 +224,7 @@ def _resumed(rank: int, world: int, folder: Path) -> Any:
         ):
             other = trainer(world, make(), callbacks=[Save(back, 5)] if name == "ddp" else [])
             other.fit(cls(), mine(rank, world, 8), ckpt_path=source)
-            weights = whole_weights(other)
+            weights = gather_full_weights(other)
             found[f"{cls.__name__}, {name}"] = differ(weights, expected) if rank == 0 else 0.0
     return found
 

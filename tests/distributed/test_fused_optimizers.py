@@ -9,12 +9,12 @@ import pytest
 import torch
 from torch import nn
 
-from dlo_framework.distributed.fused import prefer_fused
+from dlo_framework.distributed.fused_optimizers import prefer_fused
 from dlo_framework.distributed.strategy import DataParallelStrategy, use_canonical_checkpoints
 from dlo_framework.resume import ExactResume
 from dlo_framework.testing import run_distributed
-from dlo_framework.testing.state import whole_weights
-from dlo_framework.testing.training import quiet
+from dlo_framework.testing.full_state import gather_full_weights
+from dlo_framework.testing.training import silence_lightning
 from dlo_plugins.strategies.fsdp import FSDPStrategy
 from dlo_plugins.strategies.zero import ZeroStrategy
 from support.fsdp_nets import Module, differ, mine, trainer
@@ -120,7 +120,7 @@ def _clipped(folder: Path) -> dict[str, Any]:
         both = []
         for kind in (Fused, Module):
             run = _run(make(), kind(), precision="bf16-mixed", gradient_clip_val=0.1)
-            both.append(whole_weights(run))
+            both.append(gather_full_weights(run))
         found[name] = differ(*both)
     return found
 
@@ -128,7 +128,7 @@ def _clipped(folder: Path) -> dict[str, Any]:
 def _resumed(folder: Path) -> dict[str, Any]:
     """Returns how runs that go on from each other's checkpoints step, and how far they are from one that was whole."""
     found = {}
-    whole = whole_weights(_run("auto", Module()))
+    whole = gather_full_weights(_run("auto", Module()))
     for first, second in (("one device", "zero2"), ("zero2", "one device"), ("zero3", "fsdp"), ("fsdp", "zero2")):
         saved = trainer(1, STRATEGIES[first](), max_steps=2, callbacks=[ExactResume()])
         use_canonical_checkpoints(saved)
@@ -136,12 +136,12 @@ def _resumed(folder: Path) -> dict[str, Any]:
         saved.save_checkpoint(folder / f"{first}-{second}")
         run = _run(STRATEGIES[second](), Module(), resume=folder / f"{first}-{second}")
         fused = {bool(group["fused"]) for group in run.strategy.optimizers[0].param_groups}
-        found[f"{first} to {second}"] = fused, differ(whole_weights(run), whole)
+        found[f"{first} to {second}"] = fused, differ(gather_full_weights(run), whole)
     return found
 
 
 def _one_rank(rank: int, world_size: int, folder: Path) -> Any:
-    quiet()
+    silence_lightning()
     return _clipped(folder), _resumed(folder)
 
 

@@ -16,7 +16,7 @@ from dlo_framework.testing import run_distributed
 from dlo_framework.testing.training import leave_group
 from dlo_plugins.callbacks.gradient_compression import GradientCompression
 from dlo_plugins.callbacks.one_cycle import OneCycle
-from dlo_plugins.compression.all_reduce import CompressedAllReduce
+from dlo_plugins.compression.compressed_all_reduce import CompressedAllReduce
 from dlo_plugins.strategies.zero import ZeroStrategy
 from support.compression_by_definition import average_in_one_process
 from support.compression_nets import FREEZE, Net, fit, same, same_on_all_ranks, train, weights

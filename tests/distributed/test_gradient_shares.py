@@ -15,14 +15,14 @@ import torch
 from lightning.pytorch import Callback
 from torch import Tensor, nn
 
-from dlo_framework.distributed.held import local
+from dlo_framework.distributed.local_memory import local_tensor
 from dlo_framework.distributed.strategy import use_canonical_checkpoints
 from dlo_framework.plan import ParallelPlan
 from dlo_framework.resume import ExactResume
 from dlo_framework.task import Task
 from dlo_framework.testing import run_distributed
-from dlo_framework.testing.state import whole_weights
-from dlo_framework.testing.training import quiet
+from dlo_framework.testing.full_state import gather_full_weights
+from dlo_framework.testing.training import silence_lightning
 from dlo_plugins.appliers.fully_shard import FullyShard
 from dlo_plugins.strategies.mesh import MeshStrategy
 from dlo_tasks.llm.causal_lm import CausalLM
@@ -66,7 +66,7 @@ def fit(
     run = trainer(world, strategy, accumulate_grad_batches=window, callbacks=callbacks)
     use_canonical_checkpoints(run)
     run.fit(task, Batches(batches[rank::data]), ckpt_path=resume)
-    return whole_weights(run)
+    return gather_full_weights(run)
 
 
 # --- a language model: an embedding tied to the head, and norms of queries and keys that each rank of tp has whole ----
@@ -204,7 +204,7 @@ def _tied(rank: int, world: int, folder: Path) -> dict[str, tuple[dict[str, Tens
         path, task = folder / f"tied {number}", Tied()
         whole = fit(Tied(), pictures(case), make(), save=path)
         resumed = fit(task, pictures(case), make(), resume=path)
-        found[case] = whole, resumed, local(task.model.embed.weight).clone()
+        found[case] = whole, resumed, local_tensor(task.model.embed.weight).clone()
     return found
 
 
@@ -212,7 +212,7 @@ def _tied(rank: int, world: int, folder: Path) -> dict[str, tuple[dict[str, Tens
 
 
 def _ranks(rank: int, world: int, folder: Path) -> dict[str, Any]:
-    quiet()
+    silence_lightning()
     return found_by((_resumed, _by_hand, _tied), rank, world, folder)
 
 

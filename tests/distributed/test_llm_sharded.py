@@ -14,8 +14,8 @@ from dlo_framework.checkpoint import load
 from dlo_framework.distributed.strategy import register_data_parallel, use_canonical_checkpoints
 from dlo_framework.errors import DloError
 from dlo_framework.testing import run_distributed
-from dlo_framework.testing.state import whole_weights
-from dlo_framework.testing.training import leave_group, quiet
+from dlo_framework.testing.full_state import gather_full_weights
+from dlo_framework.testing.training import leave_group, silence_lightning
 from dlo_framework.watch.predictions import SavePredictions
 from dlo_plugins.strategies.fsdp import FSDPStrategy
 from dlo_plugins.strategies.mesh import MeshStrategy
@@ -25,7 +25,7 @@ from dlo_tasks.llm.adapters import Lora
 from dlo_tasks.llm.causal_lm import CausalLM
 from dlo_tasks.llm.corpus import embedded_tokenizer
 from dlo_tasks.llm.export import write_folder
-from dlo_tasks.llm.generation import Sampling, left_padded
+from dlo_tasks.llm.generation import Sampling, pad_left
 
 SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
 CONFIG: dict[str, Any] = {"model_type": "qwen3", **SIZES, "num_key_value_heads": 2, "head_dim": 8}
@@ -66,7 +66,7 @@ class Words(LightningDataModule):
 
     def predict_dataloader(self) -> DataLoader:
         rows = [self.tokenizer(text)["input_ids"] for text in ("class ", "def test_x", "import torch", "f")]
-        ids, mask = left_padded(rows, 0, torch.device("cpu"))
+        ids, mask = pad_left(rows, 0, torch.device("cpu"))
         index = torch.arange(4)
         mine = slice(self.rank * 4 // self.world_size, (self.rank + 1) * 4 // self.world_size)
         return self._loader([{"input_ids": ids[mine], "attention_mask": mask[mine], "index": index[mine]}])
@@ -107,7 +107,7 @@ class Noted(CausalLM):
 
 
 def _start(rank: int, world_size: int, folder: Path, cases: list[tuple[str, dict[str, Any]]]) -> list[Any]:
-    quiet()
+    silence_lightning()
     found = []
     for mesh, arguments in cases:
         seed_everything(1, workers=True, verbose=False)
@@ -120,7 +120,7 @@ def _start(rank: int, world_size: int, folder: Path, cases: list[tuple[str, dict
         trainer = trainer_of(strategy, world_size, folder)
         (measures,) = trainer.validate(task, datamodule=Words(folder, *place), verbose=False)
         left = sum("reset_parameters" in vars(module) for module in task.model.modules())
-        found.append((measures["val_loss"], whole_weights(trainer), left, task.built_on))
+        found.append((measures["val_loss"], gather_full_weights(trainer), left, task.built_on))
     leave_group()
     return found
 
@@ -180,7 +180,7 @@ def test_random_weights_on_ranks_are_drawn_as_the_family_draws_them(tmp_path: Pa
 def test_weights_that_are_stored_under_other_names_are_refused(tmp_path: Path) -> None:
     config = AutoConfig.for_model("llama", vocab_size=50, **SIZES)
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
-    saved = sharded_weights.open_folder(tmp_path)
+    saved = sharded_weights.open_safetensors(tmp_path)
     assert sharded_weights._stored_name(["model.layers.0.self_attn.q_proj.base_layer.weight"], saved, "model")
     with pytest.raises(DloError, match=r"weights must include model.embed.weight, .* may store it under another name"):
         sharded_weights._stored_name(["model.embed.weight"], saved, "model")
@@ -190,7 +190,7 @@ def test_weights_that_are_stored_under_other_names_are_refused(tmp_path: Path) -
 
 
 def _write(rank: int, world_size: int, folder: Path, model: str, strategies: list[str]) -> dict[str, Any]:
-    quiet()
+    silence_lightning()
     register_data_parallel()
     made = {"ddp": lambda: "ddp", "fsdp": FSDPStrategy, "zero3": lambda: ZeroStrategy(3), "alone": lambda: "auto"}
     found = {}
@@ -211,7 +211,7 @@ def _write(rank: int, world_size: int, folder: Path, model: str, strategies: lis
 
 
 def _write_on_meshes(rank: int, world_size: int, folder: Path, model: str, meshes: list[dict[str, Any]]) -> list[Any]:
-    quiet()
+    silence_lightning()
     found = []
     for number, axes in enumerate(meshes):
         task = CausalLM(model=model, prompts=["def test", "x"], sampling=Sampling(max_new_tokens=12))

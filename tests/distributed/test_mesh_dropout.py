@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from dlo_framework import ParallelPlan, Task
 from dlo_framework.distributed.strategy import register_data_parallel
 from dlo_framework.testing import run_distributed
-from dlo_framework.testing.training import leave_group, quiet
+from dlo_framework.testing.training import leave_group, silence_lightning
 from dlo_framework.watch.monitor import batch_loss
 from dlo_plugins.strategies.mesh import MeshStrategy
 from dlo_tasks.imagenet.digits import DigitsData
@@ -94,7 +94,7 @@ def _last_loss(strategy: Any, world_size: int, seed: int, rate: float) -> float:
 
 
 def _runs(rank: int, world_size: int, meshes: dict[str, dict[str, Any]]) -> dict[str, list[float]]:
-    quiet()
+    silence_lightning()
     register_data_parallel()
     make = {name: partial(MeshStrategy, **axes) for name, axes in meshes.items()} or {"alone": lambda: "auto"}
     found = {

@@ -20,8 +20,8 @@ from dlo_framework.distributed.strategy import use_canonical_checkpoints
 from dlo_framework.ema import WeightEMA
 from dlo_framework.errors import DloError
 from dlo_framework.testing import run_distributed
-from dlo_framework.testing.state import whole_weights
-from dlo_framework.testing.training import leave_group, quiet
+from dlo_framework.testing.full_state import gather_full_weights
+from dlo_framework.testing.training import leave_group, silence_lightning
 from dlo_plugins.strategies.mesh import MeshStrategy
 from support import fsdp_nets
 
@@ -131,7 +131,7 @@ def statistics_of(world_size: int, strategy: Any, kind: str, folder: Path) -> tu
     run = trainer(world_size, strategy, callbacks=[WeightEMA(0.5)])
     run.fit(Classify(kind), batches(8), batches(8))
     run.save_checkpoint(folder / f"{kind}-{world_size}.ckpt")
-    return {name: float(value) for name, value in run.callback_metrics.items()}, whole_weights(run)
+    return {name: float(value) for name, value in run.callback_metrics.items()}, gather_full_weights(run)
 
 
 def losses_of(world_size: int, strategy: Any, loader: DataLoader[Any]) -> dict[str, Tensor]:
@@ -142,11 +142,11 @@ def losses_of(world_size: int, strategy: Any, loader: DataLoader[Any]) -> dict[s
             task.model.set_submodule(name, nn.Identity())
     run = trainer(world_size, strategy, limit_val_batches=0)
     run.fit(task, loader)
-    return whole_weights(run)
+    return gather_full_weights(run)
 
 
 def on_ranks(rank: int, world_size: int, folder: str) -> Any:
-    quiet()
+    silence_lightning()
     found: dict[str, Any] = {}
     for kind in KINDS:
         found[kind] = statistics_of(world_size, pipeline(micro_batches=1), kind, Path(folder))

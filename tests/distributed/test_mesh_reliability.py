@@ -13,8 +13,8 @@ from torch import Tensor
 from dlo_framework.defaults import add_default_callbacks
 from dlo_framework.finite import FiniteLoss
 from dlo_framework.testing import run_distributed
-from dlo_framework.testing.state import whole_weights
-from dlo_framework.testing.training import leave_group, quiet
+from dlo_framework.testing.full_state import gather_full_weights
+from dlo_framework.testing.training import leave_group, silence_lightning
 from dlo_framework.watch.monitor import batch_loss
 from dlo_plugins.callbacks.batch_mix import BatchMix
 from dlo_plugins.strategies.mesh import MeshStrategy
@@ -97,7 +97,7 @@ def _fit(folder: Path, name: str, save: Path | None, resume: Path | None) -> lis
 
 
 def _resumes(rank: int, world_size: int, folder: Path, names: list[str]) -> dict[str, Any]:
-    quiet()
+    silence_lightning()
     found = {}
     for name in names:
         home = folder / name
@@ -124,13 +124,13 @@ def test_a_run_that_is_stopped_anywhere_goes_on_bit_for_bit(tmp_path: Path, name
 
 
 def _nan(rank: int, world_size: int, folder: Path) -> tuple[int, int, bool, float]:
-    quiet()
+    silence_lightning()
     seed_everything(4, workers=True, verbose=False)
     finite = FiniteLoss(on_nan="skip")
     trainer = _trainer(folder, MeshStrategy(**MESHES["pp x dp"]), finite)
     task = Classifier(nan_at=3)
     trainer.fit(task, datamodule=DigitsData(image_size=16, batch_size=8))
-    weights = whole_weights(trainer)
+    weights = gather_full_weights(trainer)
     answer = finite.skipped, trainer.global_step, all(bool(torch.isfinite(w).all()) for w in weights.values())
     loss = float(trainer.callback_metrics["val_loss"])
     leave_group()

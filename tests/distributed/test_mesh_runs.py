@@ -17,8 +17,8 @@ from dlo_framework.ema import WeightEMA
 from dlo_framework.errors import DloError
 from dlo_framework.resume import ExactResume
 from dlo_framework.testing import run_distributed
-from dlo_framework.testing.state import whole_weights
-from dlo_framework.testing.training import leave_group, quiet
+from dlo_framework.testing.full_state import gather_full_weights
+from dlo_framework.testing.training import leave_group, silence_lightning
 from dlo_plugins.callbacks.pipeline_timeline import PipelineTimeline
 from dlo_plugins.strategies.mesh import MeshStrategy
 from dlo_plugins.strategies.zero import ZeroStrategy
@@ -105,7 +105,7 @@ def fit(world_size: int, name: str, folder: Path, steps: int, save: Path | None,
 
 
 def _chain(rank: int, world_size: int, folder: Path, chain: tuple[str, ...]) -> list[list[float]]:
-    quiet()
+    silence_lightning()
     found, before = [], None
     for number, name in enumerate(chain):
         after = folder / f"{number}.ckpt"
@@ -151,11 +151,11 @@ def _averaged(world_size: int, name: str, folder: Path) -> dict[str, Tensor]:
     more = {"accumulate_grad_batches": 2, "gradient_clip_val": 0.5, "callbacks": [WeightEMA(decay=0.9)]}
     run = trainer(world_size, name, max_steps=3, **more)
     run.fit(language_model(), datamodule=text(folder))
-    return whole_weights(run)
+    return gather_full_weights(run)
 
 
 def _two(rank: int, world_size: int, folder: Path) -> Any:
-    quiet()
+    silence_lightning()
     names = ("pp", "tp", "cp", "dp")
     found = {name: _measures(world_size, name, folder) for name in names}
     averages = {name: _averaged(world_size, name, folder) for name in CUTS_LAYERS}
@@ -197,7 +197,7 @@ def test_averaged_weights_of_accumulated_and_clipped_steps_are_those_of_one_proc
 
 
 def _bytes(rank: int, world_size: int, folder: Path) -> Any:
-    quiet()
+    silence_lightning()
     found = {}
     for axes in BYTES:
         seed_everything(7, workers=True, verbose=False)
@@ -241,7 +241,7 @@ def test_each_rank_holds_its_share_of_the_state(folder) -> None:
 
 
 def _drawn(rank: int, world_size: int, folder: Path) -> Any:
-    quiet()
+    silence_lightning()
     seed_everything(7, workers=True, verbose=False)
     run = trainer(
         world_size,

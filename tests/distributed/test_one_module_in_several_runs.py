@@ -16,7 +16,7 @@ from dlo_framework import DloError
 from dlo_framework.checkpoint import load
 from dlo_framework.distributed.strategy import DataParallelStrategy, use_canonical_checkpoints
 from dlo_framework.testing import run_distributed
-from dlo_framework.testing.state import whole_weights
+from dlo_framework.testing.full_state import gather_full_weights
 from dlo_plugins.strategies.deepspeed import DeepSpeedBridge
 from dlo_plugins.strategies.fsdp import FSDPStrategy
 from dlo_plugins.strategies.zero import ZeroStrategy
@@ -84,7 +84,7 @@ def _in_turn(rank: int, world: int) -> dict[str, Any]:
             run = trainer(world, MAKE[name]())
             run.fit(module, mine(rank, world))
             kept += [run] if pair != "zero1 ddp" else []
-        found[pair] = module.losses, whole_weights(run)
+        found[pair] = module.losses, gather_full_weights(run)
     return found
 
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from dlo_framework.distributed.strategy import DataParallelStrategy
 from dlo_framework.errors import DloError
 from dlo_framework.testing import run_distributed
-from dlo_framework.testing.state import whole_weights
+from dlo_framework.testing.full_state import gather_full_weights
 from dlo_plugins.strategies.fsdp import FSDPStrategy
 from dlo_plugins.strategies.zero import ZeroStrategy
 from support.fsdp_nets import WIDTH, data, differ, found_by, mine, of, trainer
@@ -112,7 +112,7 @@ def _each(rank: int, world: int, folder: Path) -> dict[str, float]:
             # A validation after each second step: Lightning calls the module's own zero_grad before it.
             run, module = trainer(world, strategy(), limit_val_batches=1, val_check_interval=2), kind()
             run.fit(module, mine(rank, world), mine(rank, world))
-            weights = whole_weights(run)
+            weights = gather_full_weights(run)
             found[f"{kind.__name__} {name}"] = differ(weights, expected) if rank == 0 else 0.0
     return found
 

@@ -16,11 +16,11 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.nn.parallel import DistributedDataParallel
 
 from dlo_framework.distributed.collectives import Communicator
-from dlo_framework.distributed.held import local
-from dlo_framework.distributed.units import find_units
+from dlo_framework.distributed.local_memory import local_tensor
+from dlo_framework.distributed.model_units import find_units
 from dlo_framework.testing import run_distributed
 from dlo_framework.testing.python_calls import count_python_calls
-from dlo_plugins.zero.engine import ZeroEngine, ZeroOptions
+from dlo_plugins.zero.zero_engine import ZeroEngine, ZeroOptions
 
 CPU = torch.device("cpu")
 #: Calls of Python functions, the engine's and torch's, that a bucket may take in a step beside DDP's own.
@@ -129,7 +129,10 @@ def _locals(rank: int, world_size: int) -> dict[str, int]:
     mesh = init_device_mesh("cpu", (world_size,))
     gradient = DTensor.from_local(torch.ones(2, 2), mesh, [Shard(0)])
     with torch.no_grad():
-        return {"dlo": count_python_calls(lambda: local(gradient)), "torch": count_python_calls(gradient.to_local)}
+        return {
+            "dlo": count_python_calls(lambda: local_tensor(gradient)),
+            "torch": count_python_calls(gradient.to_local),
+        }
 
 
 def _exchanges(rank: int, world_size: int) -> list[int]:

@@ -82,7 +82,7 @@ def fit(make, train, *callbacks, world_size: int, validate=None, norm: bool = Fa
 
 def outcome(trainer, error: str) -> dict:
     """Returns what is compared between ranks: weights (this rank's part of them), the optimizer's steps, the error."""
-    held = [tensor.clone() for tensor in trainer.strategy.held_tensors()]
+    held = [tensor.clone() for tensor in trainer.strategy.local_tensors()]
     steps = {float(state["step"]) for optimizer in trainer.optimizers for state in optimizer.state.values()}
     return {"weights": held, "steps": steps, "error": error, "global_step": trainer.global_step}
 

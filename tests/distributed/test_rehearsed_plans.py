@@ -24,7 +24,7 @@ from dlo_framework.errors import DloError
 from dlo_framework.task import Task
 from dlo_framework.testing import RankFailed, run_distributed
 from dlo_framework.testing.spawn import process_context
-from dlo_framework.testing.training import leave_group, quiet
+from dlo_framework.testing.training import leave_group, silence_lightning
 from dlo_plugins.strategies.mesh import MeshStrategy
 from dlo_tasks.imagenet.classifier import ImageClassifier
 from dlo_tasks.llm.causal_lm import CausalLM
@@ -159,7 +159,7 @@ def train(kind: str, name: str, strategy: Any, devices: int) -> list[float]:
 def check(job: tuple[str, str, list[str]]) -> tuple[dict[str, str], list[float]]:
     """Returns what the check says of a model on each mesh, `refused: why` or "", and its losses on one process."""
     kind, name, meshes = job
-    quiet()
+    silence_lightning()
     try:
         alone = train(kind, name, "auto", 1)
     except Exception as error:  # It does not train on one process either: nobody's plan is at fault.
@@ -181,7 +181,7 @@ def _said(error: BaseException) -> str:
 
 def _train_all(rank: int, world_size: int, kind: str, jobs: list[tuple[str, str]], folder: str) -> None:
     """Trains on ranks until one fails, and writes what each has found to a file: one that fails ends the others."""
-    quiet()
+    silence_lightning()
     for name, mesh in jobs:
         losses, error = [], ""
         try:

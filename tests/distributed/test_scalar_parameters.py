@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from dlo_framework.distributed.strategy import DataParallelStrategy
 from dlo_framework.errors import DloError
 from dlo_framework.testing import run_distributed
-from dlo_framework.testing.state import whole_weights
+from dlo_framework.testing.full_state import gather_full_weights
 from dlo_plugins.strategies.fsdp import FSDPStrategy
 from dlo_plugins.strategies.zero import ZeroStrategy
 from support.fsdp_nets import Block, Module, alone, differ, found_by, mine, of, trainer
@@ -83,7 +83,7 @@ def _summed(rank: int, world: int, folder: Path) -> dict[str, float]:
             run = trainer(world, STRATEGIES[name](), max_epochs=epochs)
             run.fit(Summed(), mine(rank, world), ckpt_path=path)
             run.save_checkpoint(folder / f"{name}.ckpt")
-        weights = whole_weights(run)
+        weights = gather_full_weights(run)
         found[f"{first}, then {then}"] = differ(weights, expected) if rank == 0 else 0.0
         held = sum(value.numel() for o in run.optimizers for state in o.state.values() for value in state.values())
         found[f"{then}, elements of state"] = held
@@ -99,7 +99,7 @@ def _each(rank: int, world: int, folder: Path) -> dict[str, float]:
         for then in STRATEGIES:
             run = trainer(world, STRATEGIES[then](), max_epochs=2)
             run.fit(Tempered(), mine(rank, world), ckpt_path=folder / f"{first}.ckpt")
-            weights = whole_weights(run)
+            weights = gather_full_weights(run)
             found[f"{first}, then {then}"] = differ(weights, expected) if rank == 0 else 0.0
     return found
 

@@ -12,7 +12,7 @@ from torch import nn
 
 from dlo_framework.distributed.strategy import DataParallelStrategy
 from dlo_framework.testing import run_distributed
-from dlo_framework.testing.state import whole_weights
+from dlo_framework.testing.full_state import gather_full_weights
 from dlo_plugins.strategies.deepspeed import DeepSpeedBridge
 from dlo_plugins.strategies.fsdp import FSDPStrategy
 from dlo_plugins.strategies.zero import ZeroStrategy
@@ -68,7 +68,7 @@ def _validated(rank: int, world: int, folder: Path) -> dict[str, tuple[float, fl
         run.fit(module, mine(rank, world), mine(rank, world))
         in_run = float(run.callback_metrics["val"])
         alone = Normed().eval()
-        weights = whole_weights(run)
+        weights = gather_full_weights(run)
         if rank == 0:
             alone.load_state_dict(weights)
             with torch.no_grad():

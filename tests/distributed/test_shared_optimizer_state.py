@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
-from dlo_framework.distributed.held import optimizer_bytes
+from dlo_framework.distributed.local_memory import optimizer_bytes
 from dlo_framework.distributed.strategy import DataParallelStrategy
 from dlo_framework.testing import run_distributed
-from dlo_framework.testing.state import whole_weights
+from dlo_framework.testing.full_state import gather_full_weights
 from dlo_framework.watch.state_bytes import StateReport
 from support.fsdp_nets import Module, alone, differ, found_by, mine, of, trainer
 
@@ -35,7 +35,7 @@ def _redundancy(rank: int, world: int, folder: Path) -> Any:
     report, module = StateReport(), Shared()
     run = trainer(world, DataParallelStrategy(), max_epochs=2, callbacks=[report])
     run.fit(module, mine(rank, world))
-    weights, held = whole_weights(run), optimizer_bytes(run.optimizers)
+    weights, held = gather_full_weights(run), optimizer_bytes(run.optimizers)
     half = trainer(world, DataParallelStrategy())
     half.fit(Shared(), mine(rank, world))
     half.save_checkpoint(folder / "half.ckpt")
@@ -43,7 +43,7 @@ def _redundancy(rank: int, world: int, folder: Path) -> Any:
     for name, make in (("its own", Shared), ("AdamW", Whole)):
         resumed = trainer(world, DataParallelStrategy(), max_epochs=2)
         resumed.fit(make(), mine(rank, world), ckpt_path=folder / "half.ckpt")
-        gathered = whole_weights(resumed)
+        gathered = gather_full_weights(resumed)
         found[name] = resumed.global_step, differ(gathered, weights) if rank == 0 else 0.0
     reference = alone(Whole(), epochs=2) if rank == 0 else weights
     return held, report.found.optimizer, found, differ(weights, reference) if rank == 0 else 0.0

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from dlo_framework.finite import _message
 from dlo_framework.testing import run_distributed
-from dlo_framework.testing.training import quiet
+from dlo_framework.testing.training import silence_lightning
 from dlo_plugins.strategies.fsdp import FSDPStrategy
 from dlo_plugins.strategies.zero import ZeroStrategy
 from support.fsdp_nets import Module, mine, trainer
@@ -159,7 +159,7 @@ def _masters(rank: int, world_size: int) -> dict[str, list[float]]:
 
 
 def _both_ways(rank: int, world_size: int) -> dict[str, Any]:
-    quiet()
+    silence_lightning()
     found = {}
     for name, make in STRATEGIES.items():
         # Outside units' forward FSDP2 leaves DTensors, which do not mix with tensors.

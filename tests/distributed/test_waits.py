@@ -19,7 +19,7 @@ from dlo_plugins.strategies.fsdp import FSDPStrategy
 from dlo_plugins.strategies.mesh import MeshStrategy
 from dlo_plugins.strategies.zero import ZeroStrategy
 from dlo_tasks.imagenet.classifier import ImageClassifier
-from dlo_tasks.llm import counted, vocabulary_loss
+from dlo_tasks.llm import batch_counts, vocabulary_loss
 from dlo_tasks.llm.causal_lm import CausalLM
 from support.token_batches import GROUPED, LENGTH, VOCABULARY, Batches, Tokens
 from support.waits import WaitsOfSteps
@@ -32,11 +32,11 @@ class Packed(Tokens):
     """Rows of two documents each, counted as TextData counts them."""
 
     def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
-        self.counts = counted.count(batch)
+        self.counts = batch_counts.count_rows(batch)
         return batch
 
     def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
-        counted.leave(batch, self.counts)
+        batch_counts.attach_counts(batch, self.counts)
         return batch
 
 
@@ -128,6 +128,8 @@ SCHEDULE = "item in transport.py:receive_object"
 
 #: Where the loss scaler of 16-mixed learns on the host whether gradients have overflown, to leave out the step.
 SCALER = "grad_scaler.py:_maybe_opt_step"
+#: How torch's sharded scaler updates a scale on a CPU; on an accelerator it calls an operator.
+SCALE_ON_CPU = "sharded_grad_scaler.py:_amp_update_scale_cpu_"
 
 
 def scaled(rank: int, world_size: int, names: list[str], subjects: list[str]) -> dict[str, Any]:
@@ -137,7 +139,7 @@ def scaled(rank: int, world_size: int, names: list[str], subjects: list[str]) ->
         for subject in subjects:
             strategy = ON_TWO[name]() if world_size > 1 else "auto"
             half = MixedPrecision("16-mixed", "cpu")  # Lightning makes it bf16 on a CPU where it chooses it.
-            counter = counter_of(subject, strategy, world_size, (*ALLOWED, SCALER), half)
+            counter = counter_of(subject, strategy, world_size, (*ALLOWED, SCALER, SCALE_ON_CPU), half)
             found[f"{name}: {subject}"] = counter.steps, counter.let[SCALER]
     return found
 

@@ -12,13 +12,13 @@ from types import SimpleNamespace
 
 import pytest
 
-from dlo_framework.distributed import descriptors
+from dlo_framework.distributed import open_files
 from dlo_framework.distributed.failure import Failure, is_lost_connection
-from dlo_framework.distributed.grace import Grace
+from dlo_framework.distributed.grace import GracePeriod
+from dlo_framework.distributed.heartbeat import Address, RankMonitor
 from dlo_framework.distributed.launcher import LAUNCHER, RankLauncher
 from dlo_framework.distributed.signals import SignalListener, means_stop
-from dlo_framework.distributed.stacks import Position, Sampler, position_of
-from dlo_framework.distributed.watch import Address, Watch
+from dlo_framework.distributed.stacks import Position, StackSampler, position_of
 from dlo_framework.stop import GracefulStop
 
 LIMIT = 1.0
@@ -29,7 +29,7 @@ def ranks(world_size: int, limit: float = 60.0, places: list[int] | None = None)
     """Yields the watches of all ranks, as threads of this process, and what each was told."""
     told: list[list[Failure]] = [[] for _ in range(world_size)]
     watches = [
-        Watch(
+        RankMonitor(
             rank,
             world_size,
             limit=limit,
@@ -156,7 +156,7 @@ def test_errors_of_a_connection_are_told_from_others():
 
 
 def test_a_failure_travels_as_one_line():
-    failure = Failure.of(KeyError("a\nb"), 3, 4)
+    failure = Failure.from_error(KeyError("a\nb"), 3, 4)
     assert "\n" not in failure.to_text()
     assert Failure.from_text(failure.to_text()) == failure
     with pytest.raises(ValueError, match="not a failure"):
@@ -177,17 +177,17 @@ def files_at_most(count: int):
 def test_the_soft_limit_of_open_files_is_raised_where_the_ranks_need_it():
     opened = len(os.listdir("/dev/fd"))
     for world_size, raised in ((2, False), (100, True)):
-        with files_at_most(opened + descriptors.RESERVE + 20) as (_, hard):
-            watch = Watch(0, world_size, limit=60, on_failure=lambda failure: None)
+        with files_at_most(opened + open_files.RESERVE + 20) as (_, hard):
+            watch = RankMonitor(0, world_size, limit=60, on_failure=lambda failure: None)
             assert isinstance(watch.serve(one_host=True, name="localhost"), Address)
             assert (resource.getrlimit(resource.RLIMIT_NOFILE)[0] == hard) is raised
             watch.end(orderly=True)
 
 
 def test_more_ranks_than_files_are_allowed_are_not_watched_and_the_run_says_so(monkeypatch, capsys):
-    monkeypatch.setattr(descriptors.resource, "getrlimit", lambda _: (256, 1024))
-    monkeypatch.setattr(descriptors.resource, "setrlimit", lambda _, limits: None)
-    monkeypatch.setattr(descriptors, "_open_files", lambda: 44)
+    monkeypatch.setattr(open_files.resource, "getrlimit", lambda _: (256, 1024))
+    monkeypatch.setattr(open_files.resource, "setrlimit", lambda _, limits: None)
+    monkeypatch.setattr(open_files, "_open_files", lambda: 44)
     launcher = RankLauncher.__new__(RankLauncher)
     launcher._watch, launcher._trainer, launcher.grace, told = None, None, 60.0, []
     strategy = SimpleNamespace(
@@ -234,9 +234,9 @@ def open_one() -> int | None:
 
 def test_where_no_more_files_may_be_open_ranks_are_accepted_later_and_nothing_spins(monkeypatch):
     tries = []
-    accept = Watch._accept
-    monkeypatch.setattr(Watch, "_accept", lambda self: (tries.append(1), accept(self)))
-    watch = Watch(0, 2, limit=60, on_failure=lambda failure: None)
+    accept = RankMonitor._accept
+    monkeypatch.setattr(RankMonitor, "_accept", lambda self: (tries.append(1), accept(self)))
+    watch = RankMonitor(0, 2, limit=60, on_failure=lambda failure: None)
     address = watch.serve(one_host=True, name="localhost")
     late = socket.socket()
     gc.collect()  # What other tests have left open would be closed meanwhile, and make room.
@@ -258,7 +258,7 @@ def test_where_no_more_files_may_be_open_ranks_are_accepted_later_and_nothing_sp
 def test_a_rank_that_rank_0_never_accepted_ends_no_run():
     told = []
     with socket.create_server(("127.0.0.1", 0)) as full:
-        watch = Watch(1, 2, limit=LIMIT, on_failure=told.append)
+        watch = RankMonitor(1, 2, limit=LIMIT, on_failure=told.append)
         assert watch.join(Address(("127.0.0.1",), full.getsockname()[1], "token"))
         wait_until(lambda: not watch._peers)
         waiting = full.accept()[0]
@@ -284,7 +284,7 @@ def test_one_that_gave_up_waiting_to_be_accepted_is_neither_missed_nor_done():
 # --- where ranks are -------------------------------------------------------------------------------------------
 
 
-class Waiting(Sampler):
+class Waiting(StackSampler):
     """A rank that has waited in a hook for so many seconds."""
 
     def __init__(self, hook: str, seconds: float = 9.0) -> None:
@@ -325,7 +325,7 @@ def test_ranks_that_wait_in_one_hook_or_of_which_one_works_are_left_alone():
             assert watches[0].first is None
 
 
-def meet(watches: list[Watch], calls: dict[int, str]) -> dict[int, str]:
+def meet(watches: list[RankMonitor], calls: dict[int, str]) -> dict[int, str]:
     """Lets ranks come to calls at once; returns what each is answered."""
     found: dict[int, str] = {}
     threads = [
@@ -356,23 +356,23 @@ def test_a_call_that_takes_all_ranks_waits_for_them_and_names_those_that_do_not_
 
 
 def test_a_run_that_was_asked_to_stop_is_ended_once_it_does_not_move():
-    grace = Grace(10)
+    grace = GracePeriod(10)
     assert not any(grace.is_over(1.0, 0) for _ in range(100))  # Nobody asked.
-    grace = Grace(10)
+    grace = GracePeriod(10)
     assert not any(grace.is_over(1.0, moves) for moves in range(30))
     grace.ask(signal.SIGTERM, 3)
     grace.ask(signal.SIGINT, 1)
     assert (grace.signum, grace.rank) == (signal.SIGTERM, 3)
     assert not any(grace.is_over(1.0, 30 + moves) for moves in range(30))  # It saves, or validates.
     assert [grace.is_over(1.0, 60) for _ in range(11)] == [False] * 9 + [True] * 2
-    slow = Grace(10)
+    slow = GracePeriod(10)
     assert not any(slow.is_over(1.0, moves // 30) for moves in range(90))
     slow.ask(signal.SIGTERM)
     assert [slow.is_over(20.0, 3) for _ in range(4)] == [False, False, True, True]  # Twice its longest batch.
-    started = Grace(10)
+    started = GracePeriod(10)
     assert not any(started.is_over(1.0, moves // 50) for moves in range(99))
     assert started.limit == 10  # The time until the first batch does not count.
-    stuck = Grace(1000)
+    stuck = GracePeriod(1000)
     stuck.ask(signal.SIGTERM)
     assert [stuck.is_over(5.0, 0, waiting=20.0) for _ in range(3)] == [False, True, True]
 
@@ -427,7 +427,7 @@ def test_whoever_was_told_of_signals_before_goes_on_to_be_told():
 def test_a_thread_that_computes_or_sleeps_does_not_wait_for_ranks():
     found = []
     done = threading.Event()
-    sampler = Sampler()
+    sampler = StackSampler()
 
     def sample():
         time.sleep(0.2)

@@ -10,11 +10,11 @@ import torch.distributed as dist
 from torch import nn
 
 from dlo_framework.distributed.collectives import Communicator
-from dlo_framework.distributed.initialise import Initialiser
+from dlo_framework.distributed.meta_init import Initialiser
 from dlo_framework.testing import RankFailed, run_distributed
 from dlo_framework.watch.state_bytes import paper_bytes
-from dlo_plugins.zero.engine import ZeroEngine, ZeroOptions
-from dlo_plugins.zero.group import FlatGroup
+from dlo_plugins.zero.flat_group import FlatGroup
+from dlo_plugins.zero.zero_engine import ZeroEngine, ZeroOptions
 
 CPU = torch.device("cpu")
 DEPTH, WIDTH = 4, 64
@@ -67,7 +67,7 @@ def step(
         engine.before_backward(automatic=True)
         loss.backward()
         engine.after_backward(automatic=True)
-    held = engine.bytes_held()
+    held = engine.count_state_bytes()
     assert held.pop("masters") == 0
     optimizer.step()
     optimizer.zero_grad()

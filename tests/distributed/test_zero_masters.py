@@ -17,11 +17,11 @@ from dlo_framework.distributed.collectives import Communicator
 from dlo_framework.distributed.strategy import use_canonical_checkpoints
 from dlo_framework.errors import DloError
 from dlo_framework.testing import run_distributed
-from dlo_framework.testing.state import whole_weights
-from dlo_framework.testing.training import quiet
+from dlo_framework.testing.full_state import gather_full_weights
+from dlo_framework.testing.training import silence_lightning
 from dlo_framework.watch.state_bytes import paper_bytes
 from dlo_plugins.strategies.zero import ZeroStrategy
-from dlo_plugins.zero.engine import ZeroEngine, ZeroOptions
+from dlo_plugins.zero.zero_engine import ZeroEngine, ZeroOptions
 from support.fsdp_nets import Module, differ, mine, trainer
 
 DEVICE, CPU = torch.device("cpu", 0), torch.device("cpu")
@@ -55,7 +55,7 @@ def test_a_rank_of_64_holds_what_the_paper_s_formula_says(rank_0_of_64: None, st
         engine.before_backward(automatic=True)
         loss.backward()
         engine.after_backward(automatic=True)
-        held = engine.bytes_held()
+        held = engine.count_state_bytes()
         optimizer.step()
         optimizer.zero_grad()
     held["optimizer"] = held.pop("masters") + sum(
@@ -135,7 +135,7 @@ def _fit(rank: int, world: int, module: Module, strategy: Any, **options: Any) -
 
 def _train(rank: int, world: int, folder: Path) -> dict[str, Any]:
     """Returns, of each case, losses, weights, their dtypes and how a run that is resumed differs."""
-    quiet()
+    silence_lightning()
     found = {}
     for name, (kind, stage, offload) in CASES.items():
         seen: set[torch.dtype] = set()
@@ -145,11 +145,11 @@ def _train(rank: int, world: int, folder: Path) -> dict[str, Any]:
 
         window = {"accumulate_grad_batches": 2, "max_epochs": 2}
         plain = kind()
-        exact = whole_weights(_fit(rank, world, plain, make(), **window))
+        exact = gather_full_weights(_fit(rank, world, plain, make(), **window))
         halves = kind()
         halves.net.head.register_forward_pre_hook(lambda head, _, seen=seen: seen.add(head.weight.dtype))
         run = _fit(rank, world, halves, make(param_dtype="bfloat16"), **window)
-        weights = whole_weights(run)
+        weights = gather_full_weights(run)
         run.save_checkpoint(folder / name)
         module = kind()
         again = trainer(

@@ -13,7 +13,7 @@ from dlo_framework.distributed.collectives import Communicator
 from dlo_framework.snapshot import take_snapshot
 from dlo_framework.testing import run_distributed
 from dlo_plugins.strategies.zero import ZeroStrategy
-from dlo_plugins.zero.engine import ZeroEngine, ZeroOptions
+from dlo_plugins.zero.zero_engine import ZeroEngine, ZeroOptions
 from support.fsdp_nets import Module, mine, trainer
 
 #: Two names of one memory: what is on the first passes for an accelerator's.
@@ -73,7 +73,7 @@ def _trained(rank: int, world_size: int) -> dict[Any, Any]:
             _step(rank, model, optimizer, engine, 2, twice=kind == "pieces")
             copies = sum(group.copy_bytes for group in engine.groups)
             shards = sum(group.shard.nbytes for group in engine.groups if group.trains)
-            held = engine.bytes_held()["parameters"] - sum(group.shard.nbytes for group in engine.groups)
+            held = engine.count_state_bytes()["parameters"] - sum(group.shard.nbytes for group in engine.groups)
             engine.dissolve()
             found[kind, offload] = places, copies, shards, held, [p.tolist() for p in model.parameters()]
     return found

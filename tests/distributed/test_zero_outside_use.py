@@ -10,11 +10,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from dlo_framework.distributed.held import memory_of
+from dlo_framework.distributed.local_memory import memory_of
 from dlo_framework.testing import run_distributed
-from dlo_framework.testing.state import whole_weights
+from dlo_framework.testing.full_state import gather_full_weights
 from dlo_plugins.strategies.zero import ZeroStrategy
-from dlo_plugins.zero.outside import OutsideUse, is_compiled
+from dlo_plugins.zero.outside_use import OutsideUse, is_compiled
 from support.fsdp_nets import WIDTH, Module, alone, differ, found_by, mine, of, trainer
 
 
@@ -64,7 +64,7 @@ def _each(rank: int, world: int, folder: Path) -> dict[str, Any]:
         said = [str(warning.message) for warning in told if "ZeRO stage 3" in str(warning.message)]
         kept = [unit.name for unit in run.strategy.engine.gathering.units if unit.kept]
         resting = sum(group.full.untyped_storage().nbytes() for group in run.strategy.engine.groups)
-        weights = whole_weights(run)
+        weights = gather_full_weights(run)
         found[kind.__name__] = (differ(weights, alone(kind(), epochs=2)) if rank == 0 else 0.0, kept, said, resting)
     return found
 

@@ -20,7 +20,7 @@ from dlo_framework.distributed.strategy import DataParallelStrategy
 from dlo_framework.testing import run_distributed
 from dlo_plugins.strategies.fsdp import FSDPStrategy
 from dlo_plugins.strategies.zero import ZeroStrategy
-from dlo_plugins.zero.engine import ZeroEngine, ZeroOptions
+from dlo_plugins.zero.zero_engine import ZeroEngine, ZeroOptions
 from support.fsdp_nets import Module, found_by, mine, of, trainer
 
 PARTS = 4
@@ -112,8 +112,9 @@ class Amid(Callback):
 
     def on_train_batch_end(self, trainer: Trainer, module: Any, *_: Any) -> None:
         if self.found is None:
-            usage = getattr(trainer.strategy, "_usage", None)  # FSDP's whole gradients are on parameters of its own.
-            wholes = dict(module.named_parameters()) if usage is None else usage.gathered
+            fit = trainer.strategy.engine._state if isinstance(trainer.strategy, FSDPStrategy) else None
+            # FSDP's full gradients are on parameters of its own.
+            wholes = dict(module.named_parameters()) if fit is None else fit.usage.gathered
             self.own = {n: None if p.grad is None else p.grad.clone() for n, p in wholes.items()}
             self.found = trainer.strategy.accumulated_gradients()
 

@@ -16,7 +16,7 @@ from dlo_framework.distributed.strategy import register_data_parallel, use_canon
 from dlo_framework.ema import WeightEMA
 from dlo_framework.errors import DloError
 from dlo_framework.testing import run_distributed
-from dlo_framework.testing.training import leave_group, quiet
+from dlo_framework.testing.training import leave_group, silence_lightning
 from dlo_plugins.callbacks.compile import Compile
 from dlo_plugins.callbacks.gradients import AdaptiveGradientClipping
 from dlo_plugins.callbacks.lr_finder import LRFinder
@@ -121,7 +121,7 @@ SCENES += [("net", "compile"), ("recompute", "compile")]
 
 
 def _runs(rank: int, world_size: int, folder: Path, stages: tuple[int, ...], scenes: list[tuple[str, str]]) -> Any:
-    quiet()
+    silence_lightning()
     register_data_parallel()
     losses = {}
     for stage in stages:
@@ -182,7 +182,7 @@ class Finetuning(BaseFinetuning):
 
 
 def _refused(rank: int, world_size: int, folder: Path) -> list[str]:
-    quiet()
+    silence_lightning()
     found = []
     cases = [(2, AdaptiveGradientClipping(0.1)), (1, Finetuning()), *((stage, Unfreeze()) for stage in STAGES)]
     for stage, callback in cases:

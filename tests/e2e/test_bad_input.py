@@ -17,8 +17,8 @@ import pytest
 import torch
 
 from dlo_framework import runs
+from dlo_framework.cli.config_scan import read_config
 from dlo_framework.cli.main import main
-from dlo_framework.cli.scan import read_config
 from dlo_framework.errors import DloError
 
 CONFIG = """

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
-from dlo_framework.accumulation import AccumulationTail, tail
+from dlo_framework.accumulation import AccumulationTail, find_window
 from dlo_framework.checkpoint import SafeCheckpointIO
 from dlo_framework.data import ResumableDataModule
 from dlo_framework.defaults import add_default_callbacks
@@ -120,10 +120,10 @@ def true_means(batches: list[list[torch.Tensor]]) -> list[float]:
 
 @given(st.integers(1, 9), st.integers(1, 40))
 def test_windows_cover_an_epoch_once(size, batches):
-    windows = sorted({tail(batch, size, batches) for batch in range(batches)})
+    windows = sorted({find_window(batch, size, batches) for batch in range(batches)})
     assert [batch for start, length in windows for batch in range(start, start + length)] == list(range(batches))
     assert all(length == size for _, length in windows[:-1])
-    assert tail(batches - 1, size, float("inf"))[1] == size
+    assert find_window(batches - 1, size, float("inf"))[1] == size
 
 
 def test_the_last_gradient_is_the_mean_of_its_two_batches():

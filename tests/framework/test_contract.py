@@ -9,8 +9,8 @@ from lightning.pytorch import LightningModule
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy, Strategy
 from torch import nn
 
-from dlo_framework.contract import ForeignStrategy, StrategyContract, contract_of
 from dlo_framework.distributed.strategy import SingleProcessStrategy
+from dlo_framework.strategy_contract import ForeignStrategy, StrategyContract, contract_of
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -32,7 +32,7 @@ def test_no_strategy_is_asked_by_getattr() -> None:
     found = {}
     for folder in ("dlo_framework", "plugins/dlo_plugins", "tasks/dlo_tasks"):
         for path in (ROOT / folder).rglob("*.py"):
-            if path.name != "contract.py" and (asked := questions_behind_its_back(path.read_text())):
+            if path.name != "strategy_contract.py" and (asked := questions_behind_its_back(path.read_text())):
                 found[path.relative_to(ROOT).as_posix()] = asked
     assert found == {}
     seen = questions_behind_its_back("getattr(trainer.strategy, 'refresh', None)\nhasattr(strategy, 'describe')\n")
@@ -52,7 +52,7 @@ def test_lightnings_own_strategy_answers_as_dlos_does(kind: type[Strategy]) -> N
     strategy, module = with_module(kind())
     contract = contract_of(strategy)
     assert contract is contract_of(strategy)
-    held = contract.held_tensors()
+    held = contract.local_tensors()
     assert [id(t) for t in held] == [id(t) for t in [*module.parameters(), *module.buffers()]]
     module.layer.weight.grad = torch.ones(3, 2)
     gradients = contract.accumulated_gradients()
@@ -67,12 +67,12 @@ def test_lightnings_own_strategy_answers_as_dlos_does(kind: type[Strategy]) -> N
     contract.check_predict(module)
     assert contract.data_share() == (0, 1)
     assert contract.data_group is None
-    assert contract.whole_size("layer.weight", module.layer.weight) == 6
+    assert contract.full_size("layer.weight", module.layer.weight) == 6
     assert contract.describe(module) is None
     assert not contract.is_saving
     assert not contract.forward_needs_all_ranks
     assert not contract.watch_losses(lambda loss: None)
-    with contract.whole_sequences():
+    with contract.full_sequences():
         pass
 
 
@@ -86,11 +86,11 @@ def test_a_foreign_strategy_is_wrapped_once_and_let_go_with_it() -> None:
     assert contract.collective_timeout == strategy._timeout
     del strategy
     with pytest.raises(AssertionError, match="is gone"):
-        contract.held_tensors()
+        contract.local_tensors()
 
 
 def test_each_question_has_a_docstring_or_a_comment() -> None:
-    lines = Path(ROOT / "dlo_framework" / "contract.py").read_text().splitlines()
+    lines = Path(ROOT / "dlo_framework" / "strategy_contract.py").read_text().splitlines()
     for name in (name for name in vars(StrategyContract) if not name.startswith("_")):
         member = vars(StrategyContract)[name]
         if callable(member) or isinstance(member, property):

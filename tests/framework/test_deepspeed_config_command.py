@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from dlo_framework.cli.launched import translate_launcher_args
+from dlo_framework.cli.launcher_args import translate_launcher_args
 from dlo_framework.cli.main import main
 from dlo_framework.errors import DloError
 

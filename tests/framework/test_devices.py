@@ -16,9 +16,9 @@ from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torchmetrics.aggregation import SumMetric
 
 from dlo_framework.distributed.norms import total_norm
-from dlo_framework.distributed.precision import ShardedScaler, sharded
+from dlo_framework.distributed.precision import ShardedScaler, with_sharded_clipping
 from dlo_framework.distributed.strategy import ShardedStrategy
-from dlo_plugins.compression.hooks import average_tensors
+from dlo_plugins.compression.ddp_hooks import average_tensors
 from dlo_plugins.strategies.zero import ZeroStrategy
 
 
@@ -35,7 +35,7 @@ def test_metrics_and_what_a_module_says_of_its_device_come_along(monkeypatch: py
     strategy = ZeroStrategy(stage=3)
     strategy._lightning_module = module
     monkeypatch.setattr(ShardedStrategy, "root_device", torch.device("meta"))
-    strategy.bring_the_rest()
+    strategy.move_metrics()
     assert module.device.type == module.measures["seen"].sum_value.device.type == "meta"
 
 
@@ -78,7 +78,7 @@ def test_the_scale_is_brought_to_gradients_in_cpu_memory_before_they_are_divided
 
 def test_a_loss_scale_of_ones_own_keeps_its_settings(one_rank) -> None:
     own = torch.amp.GradScaler("cpu", init_scale=8.0, growth_factor=3.0, backoff_factor=0.25, growth_interval=2)
-    plugin: Any = sharded(MixedPrecision("16-mixed", "cpu", own), total_norm)
+    plugin: Any = with_sharded_clipping(MixedPrecision("16-mixed", "cpu", own), total_norm)
     scaler, parameter = plugin.scaler, nn.Parameter(torch.ones(2))
     optimizer = torch.optim.SGD([parameter], lr=1.0)
     scales = []

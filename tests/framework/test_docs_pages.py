@@ -15,8 +15,8 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.demos.boring_classes import BoringModel
 
 from dlo_framework.cli.main import OTHER_COMMANDS, RUN_COMMANDS
-from dlo_framework.cli.messages import list_parameters
-from dlo_framework.cli.shipped import list_shipped_configs
+from dlo_framework.cli.parse_errors import list_parameters
+from dlo_framework.cli.shipped_configs import list_shipped_configs
 from dlo_framework.defaults import add_default_callbacks
 from dlo_framework.registry import GROUP_PREFIX, KINDS
 

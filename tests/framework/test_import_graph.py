@@ -81,10 +81,10 @@ def test_an_import_up_or_aside_is_seen(graph):
     edge = graph.Edge
     assert graph.goes_up(edge("dlo_framework.errors", "dlo_framework.plan", "module"))
     assert graph.goes_up(edge("dlo_framework.checkpoint.canonical", "dlo_framework.data.loader", "module"))
-    assert graph.goes_up(edge("dlo_plugins.zero.engine", "dlo_plugins.fsdp.sharding", "module"))
-    assert not graph.goes_up(edge("dlo_plugins.fsdp.sharding", "dlo_plugins.zero.engine", "module"))
+    assert graph.goes_up(edge("dlo_plugins.zero.zero_engine", "dlo_plugins.fsdp.sharding", "module"))
+    assert not graph.goes_up(edge("dlo_plugins.fsdp.sharding", "dlo_plugins.zero.zero_engine", "module"))
     assert not graph.goes_up(edge("dlo_framework.snapshot", "dlo_framework.resume", "module"))
-    assert not graph.goes_up(edge("dlo_plugins.zero.engine", "dlo_framework.errors", "module"))
+    assert not graph.goes_up(edge("dlo_plugins.zero.zero_engine", "dlo_framework.errors", "module"))
 
 
 def test_each_layer_names_what_there_is(graph):

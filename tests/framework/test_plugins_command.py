@@ -10,7 +10,7 @@ import yaml
 from dlo_framework.cli.plugins_command import main
 from dlo_framework.cli.snippet import format_yaml_snippet, format_yaml_value
 from dlo_framework.errors import DloError
-from dlo_framework.registry.source import Parameter
+from dlo_framework.registry.class_source import Parameter
 
 
 @pytest.fixture

@@ -83,7 +83,7 @@ def test_what_a_distributed_sampler_has_dealt_comes_in_the_order_of_the_data(tmp
     """Lightning's sampler for predictions gives each of three ranks every third sample, and repeats none."""
     dealt = [torch.arange(float(size))[rank::3] for rank in range(3)]
     shares = [[part[:, None].expand(-1, width) for part in samples.split(2)] for samples in dealt]
-    monkeypatch.setattr(predictions, "gather", lambda *_: shares)
+    monkeypatch.setattr(predictions, "gather_batches", lambda *_: shares)
     loader = DataLoader(range(size), sampler=UnrepeatedDistributedSampler(range(size), num_replicas=3, rank=0))
     trainer = SimpleNamespace(
         predict_dataloaders=loader, is_global_zero=True, strategy=SingleDeviceStrategy(), global_rank=0

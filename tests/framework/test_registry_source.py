@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from dlo_framework.registry.source import SourceNotFoundError, find_spec, plain, read_class, read_summary
+from dlo_framework.registry.class_source import SourceNotFoundError, find_spec, plain, read_class, read_summary
 
 FILES = {
     "ps_pkg/__init__.py": "raise RuntimeError('imported')\nfrom .inner import Thing as Renamed\nfrom .star import *\n",

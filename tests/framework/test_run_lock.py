@@ -27,7 +27,7 @@ def elsewhere(tmp_path, monkeypatch):
 
 
 def _hold(run, ready, done):
-    run_lock.hold(run)
+    run_lock.lock_run(run)
     ready.set()
     done.wait(60)
     os._exit(9)  # As a killed process: nothing is released.
@@ -40,14 +40,14 @@ def test_a_run_that_another_process_trains_is_refused_until_that_has_died(tmp_pa
     other.start()
     assert ready.wait(60)
     with pytest.raises(DloError, match=f"process {other.pid} on .* trains it; wait until it has ended"):
-        run_lock.hold(tmp_path)
+        run_lock.lock_run(tmp_path)
     with pytest.raises(DloError, match="one job at a time"):
         run_lock.check_free(tmp_path)
     done.set()
     other.join(60)
     assert [path.name for path in tmp_path.iterdir()] == ["run.lock.0"]
-    lock = run_lock.hold(tmp_path)
-    assert run_lock.hold(tmp_path) is lock
+    lock = run_lock.lock_run(tmp_path)
+    assert run_lock.lock_run(tmp_path) is lock
     assert [path.name for path in tmp_path.iterdir()] == ["run.lock.1"]
     lock.release()
     assert list(tmp_path.iterdir()) == []
@@ -64,7 +64,7 @@ def test_one_that_was_slow_to_take_a_dead_ones_lock_sees_who_came_between(tmp_pa
     assert ready.wait(60)  # It holds run.lock.0, while this process still checks run.lock.4.
     monkeypatch.setattr(run_lock, "_newest", lambda run: newest)
     with pytest.raises(DloError, match="one job at a time"):
-        run_lock.hold(tmp_path)
+        run_lock.lock_run(tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["run.lock.0"]
     done.set()
     other.join(60)
@@ -72,9 +72,9 @@ def test_one_that_was_slow_to_take_a_dead_ones_lock_sees_who_came_between(tmp_pa
 
 def test_another_hosts_process_that_is_silent_is_dead(tmp_path, elsewhere):
     elsewhere(age=100.0)
-    run_lock.hold(tmp_path).release()
+    run_lock.lock_run(tmp_path).release()
     elsewhere(age=0.5)  # It waits for a touch, in vain.
-    run_lock.hold(tmp_path).release()
+    run_lock.lock_run(tmp_path).release()
     assert list(tmp_path.iterdir()) == []
 
 
@@ -82,7 +82,7 @@ def test_another_hosts_process_that_touches_its_lock_lives(tmp_path, elsewhere, 
     path = elsewhere(age=0.0)
     threading.Timer(1.2, lambda: os.utime(path)).start()
     with pytest.raises(DloError, match=r"process 1 on node7 \(SLURM job 311\) trains it"):
-        run_lock.hold(tmp_path)
+        run_lock.lock_run(tmp_path)
     assert "waiting up to 2 s" in capsys.readouterr().err
 
 
@@ -94,7 +94,7 @@ def test_of_many_that_take_a_dead_ones_lock_at_once_one_gets_it(tmp_path, elsewh
     def take():
         start.wait(60)
         try:
-            run_lock.hold(tmp_path)
+            run_lock.lock_run(tmp_path)
             results.put(os.getpid())
             time.sleep(3)
         except DloError:
@@ -115,7 +115,7 @@ def test_a_lock_is_touched_and_one_that_was_taken_over_ends_its_process(tmp_path
     monkeypatch.setattr(run_lock, "BEAT", 0.1)
     ended = threading.Event()
     monkeypatch.setattr(run_lock.os, "_exit", lambda code: (ended.set(), time.sleep(100)))
-    lock = run_lock.hold(tmp_path)
+    lock = run_lock.lock_run(tmp_path)
     path = tmp_path / "run.lock.0"
     os.utime(path, (0, 0))
     until = time.monotonic() + 20
@@ -132,7 +132,7 @@ def test_two_jobs_that_start_the_same_run_at_once_leave_one(tmp_path, elsewhere)
     for run in (first, second):
         run.mkdir()
     elsewhere(age=0.0).rename(second / "run.lock.0")
-    lock = run_lock.hold(first)
+    lock = run_lock.lock_run(first)
     touch = threading.Timer(
         1.0, lambda: (second / "run.lock.0").unlink()
     )  # It has seen this one's and releases its own.

@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from dlo_framework import runs
-from dlo_framework.amounts import human
 from dlo_framework.checkpoint import load, note_resumption, save
 from dlo_framework.errors import DloError
+from dlo_framework.units import format_bytes
 
 
 @pytest.fixture(autouse=True)
@@ -152,4 +152,4 @@ def test_a_folder_that_cannot_be_made_is_told(tmp_path):
     ("count", "text"), [(0, "0 B"), (999, "999 B"), (1500, "1.5 kB"), (3.1e9, "3.1 GB"), (2e15, "2000.0 TB")]
 )
 def test_bytes_as_people_read_them(count, text):
-    assert human(count) == text
+    assert format_bytes(count) == text

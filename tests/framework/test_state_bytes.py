@@ -9,7 +9,7 @@ import torch
 from timm.optim.lookahead import Lookahead
 from torch.utils.checkpoint import checkpoint
 
-from dlo_framework.distributed.held import optimizer_bytes
+from dlo_framework.distributed.local_memory import optimizer_bytes
 from support.monitored import Net, fit
 
 

@@ -5,8 +5,8 @@ import os
 
 import pytest
 
+from dlo_framework.atomic_file import open_atomic, write_atomic
 from dlo_framework.errors import DloError
-from dlo_framework.whole_file import whole_file, write_whole
 
 
 def names(folder) -> list[str]:
@@ -15,12 +15,12 @@ def names(folder) -> list[str]:
 
 def test_it_takes_its_place_at_the_end(tmp_path):
     path = tmp_path / "made" / "x.json"
-    write_whole(path, "first")
-    with whole_file(path) as partial:
+    write_atomic(path, "first")
+    with open_atomic(path) as partial:
         partial.write_text("second")
         assert path.read_text() == "first"
     assert path.read_text() == "second"
-    write_whole(path, b"third \xc3\xa9")
+    write_atomic(path, b"third \xc3\xa9")
     assert path.read_text(encoding="utf-8") == "third é"
     assert names(path.parent) == ["x.json"]
 
@@ -30,7 +30,7 @@ def test_an_error_leaves_what_was_there_and_nothing_else(tmp_path):
     path.write_text("first")
 
     def write_half() -> None:
-        with whole_file(path) as partial:
+        with open_atomic(path) as partial:
             partial.write_text("sec")
             raise KeyboardInterrupt
 
@@ -42,7 +42,7 @@ def test_an_error_leaves_what_was_there_and_nothing_else(tmp_path):
 
 def test_several_may_write_it_at_once(tmp_path):
     path = tmp_path / "cache"
-    with whole_file(path, shared=True) as one, whole_file(path, shared=True) as other:
+    with open_atomic(path, shared=True) as one, open_atomic(path, shared=True) as other:
         assert one != other
         one.write_text("outer")
         other.write_text("inner")
@@ -53,13 +53,13 @@ def test_several_may_write_it_at_once(tmp_path):
 @pytest.mark.parametrize("call", ["fsync", "replace"])
 def test_what_cannot_be_written_is_told_and_the_file_stays(tmp_path, monkeypatch, call):
     path = tmp_path / "x.json"
-    write_whole(path, "first")
+    write_atomic(path, "first")
 
     def refuse(*_):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(os, call, refuse)
     with pytest.raises(DloError, match=r"cannot write .*x\.json: No space left on device"):
-        write_whole(path, "second")
+        write_atomic(path, "second")
     assert path.read_text() == "first"
     assert names(tmp_path) == ["x.json"]

@@ -6,7 +6,7 @@ import torch
 
 from dlo_plugins.mixing import (
     MODES,
-    Recipe,
+    MixRecipe,
     draw_plan,
     join_plans,
     mix_images,
@@ -46,7 +46,7 @@ def plan_of(mode: str, size: int = 16):
     """Of two groups, the second one odd."""
     random = np.random.default_rng(0)
     return join_plans(
-        [draw_plan(Recipe(mode=mode), part, 24, 32, random) for part in (size // 2 + 1, size - size // 2 - 1)]
+        [draw_plan(MixRecipe(mode=mode), part, 24, 32, random) for part in (size // 2 + 1, size - size // 2 - 1)]
     )
 
 

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from dlo_plugins.compression.all_reduce import CompressedAllReduce
+from dlo_plugins.compression.compressed_all_reduce import CompressedAllReduce
 from dlo_plugins.compression.one_bit_adam import OneBitAdam
 from dlo_plugins.compression.one_bit_lamb import OneBitLamb
 from dlo_plugins.compression.sign_compression import decompress, pack_signs, subtract_compressed_

@@ -8,7 +8,7 @@ from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor, nn
 
 from dlo_framework.testing import run_distributed
-from dlo_framework.testing.state import whole_weights
+from dlo_framework.testing.full_state import gather_full_weights
 from dlo_plugins.strategies.fsdp import FSDPStrategy
 
 pytestmark = [
@@ -70,7 +70,7 @@ def _train(rank: int, world: int) -> dict[str, Any]:
         )
         module = Module()
         trainer.fit(module, torch.utils.data.DataLoader(data(), batch_size=None))
-        found[name] = whole_weights(trainer), next(iter(trainer.strategy.optimizers[0].state)).device.type
+        found[name] = gather_full_weights(trainer), next(iter(trainer.strategy.optimizers[0].state)).device.type
     return found
 
 

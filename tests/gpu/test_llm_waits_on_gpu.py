@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from dlo_tasks.llm import counted, families
+from dlo_tasks.llm import batch_counts, families
 from dlo_tasks.llm.causal_lm import CausalLM
 from support.token_batches import GROUPED, packed_rows
 
@@ -20,13 +20,13 @@ def test_of_what_was_counted_nothing_is_asked_of_the_device():
     batch = packed_rows(4, torch.Generator().manual_seed(3)) | {"tokens_in_step": torch.tensor(50)}
     moved = {name: tensor.cuda() for name, tensor in batch.items()}
     expected = task.loss(task.forward(**task.inputs(moved)[1]), moved)
-    documents = families.lengths_of_documents(moved["position_ids"])
-    counted.leave(moved, counted.count(batch))
+    documents = families.flash_arguments(moved["position_ids"])
+    batch_counts.attach_counts(moved, batch_counts.count_rows(batch))
     hidden = task.forward(**task.inputs(moved)[1])
     torch.cuda.set_sync_debug_mode("error")
     try:
         loss = task.loss(hidden, moved)
-        found = families.lengths_of_documents(moved["position_ids"])
+        found = families.flash_arguments(moved["position_ids"])
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert loss.item() == pytest.approx(expected.item(), rel=1e-6)

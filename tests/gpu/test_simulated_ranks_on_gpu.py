@@ -10,7 +10,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from dlo_framework.distributed.collectives import Communicator
 from dlo_framework.testing import run_distributed
-from dlo_plugins.zero.engine import ZeroEngine, ZeroOptions
+from dlo_plugins.zero.zero_engine import ZeroEngine, ZeroOptions
 
 pytestmark = [
     pytest.mark.gpu,

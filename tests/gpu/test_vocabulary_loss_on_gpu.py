@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from dlo_tasks.llm.vocabulary_loss import NO_TARGET, VocabularyHead, measure, summed_loss
+from dlo_tasks.llm.vocabulary_loss import IGNORE_INDEX, VocabularyHead, summed_loss, token_losses_and_hits
 
 pytestmark = [
     pytest.mark.gpu,
@@ -22,7 +22,7 @@ def make(dtype: torch.dtype) -> tuple[nn.Linear, torch.Tensor, torch.Tensor]:
     head = nn.Linear(WIDTH, VOCABULARY, bias=False, device="cuda", dtype=dtype)
     hidden = torch.randn(TOKENS, WIDTH, device="cuda", dtype=dtype, requires_grad=True)
     targets = torch.randint(VOCABULARY, (TOKENS,), device="cuda")
-    targets[::4] = NO_TARGET
+    targets[::4] = IGNORE_INDEX
     return head, hidden, targets
 
 
@@ -32,7 +32,7 @@ def test_a_kernel_is_the_plain_loss(kernel, dtype):
     if kernel == "liger" and importlib.util.find_spec("liger_kernel") is None:
         pytest.skip("liger-kernel is not installed")
     head, hidden, targets = make(dtype)
-    plain = F.cross_entropy(head(hidden).float(), targets, ignore_index=NO_TARGET, reduction="sum")
+    plain = F.cross_entropy(head(hidden).float(), targets, ignore_index=IGNORE_INDEX, reduction="sum")
     wanted = torch.autograd.grad(plain, [hidden, head.weight])
     for chunk in (None, 100):
         loss = summed_loss(VocabularyHead(head), hidden, targets, chunk, kernel=kernel)
@@ -51,6 +51,6 @@ def test_the_device_is_not_waited_for(count):
     torch.cuda.set_sync_debug_mode("error")
     try:
         summed_loss(VocabularyHead(head), hidden, targets, count=count).backward()
-        measure(VocabularyHead(head), hidden, targets)
+        token_losses_and_hits(VocabularyHead(head), hidden, targets)
     finally:
         torch.cuda.set_sync_debug_mode("default")

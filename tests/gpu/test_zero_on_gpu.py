@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import nn
 
 from dlo_framework.distributed.collectives import Communicator
-from dlo_plugins.zero.engine import ZeroEngine, ZeroOptions
+from dlo_plugins.zero.zero_engine import ZeroEngine, ZeroOptions
 
 pytestmark = pytest.mark.gpu
 

@@ -18,7 +18,7 @@ from dlo_plugins.batch_plan import (
     scheduled_size,
     window,
 )
-from dlo_plugins.points import check_max_epochs, parse_point
+from dlo_plugins.run_position import check_max_epochs, parse_position
 
 
 @pytest.mark.parametrize(
@@ -26,7 +26,7 @@ from dlo_plugins.points import check_max_epochs, parse_point
     [(3, 3.0), ("3", 3.0), ("1.5 epochs", 1.5), ("50%", 4.0), ("500 samples", 5.0), ("1_000 samples", 10.0), (0, 0.0)],
 )
 def test_points_in_a_run_of_eight_epochs_of_a_hundred_samples(text, epochs):
-    point = parse_point(text, "x")
+    point = parse_position(text, "x")
     assert point.epochs(100, 8) == epochs
     assert point.reached(Position(int(epochs), round(100 * (epochs % 1)), 100), 8)
     if epochs:
@@ -37,17 +37,17 @@ def test_points_in_a_run_of_eight_epochs_of_a_hundred_samples(text, epochs):
 @pytest.mark.parametrize("text", ["half", "-1", "50 %%", "3 days", "101%"])
 def test_what_is_no_point_is_refused(text):
     with pytest.raises(DloError, match=r"^x: a point"):
-        parse_point(text, "x")
+        parse_position(text, "x")
 
 
 def test_a_percentage_of_a_run_without_an_end_is_refused():
     with pytest.raises(DloError, match=r"trainer\.max_epochs must be set"):
-        check_max_epochs([parse_point("50%", "x")], -1, "x")
-    assert check_max_epochs([parse_point(3, "x")], -1, "x") == math.inf
+        check_max_epochs([parse_position("50%", "x")], -1, "x")
+    assert check_max_epochs([parse_position(3, "x")], -1, "x") == math.inf
 
 
 def test_an_explicit_schedule_holds_from_each_point_on():
-    steps = {parse_point(point, "x"): size for point, size in {"50%": 512, "800 samples": 1024}.items()}
+    steps = {parse_position(point, "x"): size for point, size in {"50%": 512, "800 samples": 1024}.items()}
     sizes = [scheduled_size(steps, 256, Position(epoch, 0, 100), 10) for epoch in range(10)]
     assert sizes == [256] * 5 + [512] * 3 + [1024] * 2
 

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from dlo_framework.errors import DloError
 from dlo_plugins.batch_search import (
-    Budget,
-    Pool,
+    ActivationBudget,
+    BatchPool,
     concat_batches,
     count_samples,
     find_largest,
@@ -83,7 +83,7 @@ def test_the_budget_counts_what_is_kept_for_the_backward_pass():
     needed = 10 * (4 + 8) * 4
 
     def keeps(limit):
-        with Budget(limit, module):
+        with ActivationBudget(limit, module):
             return module(torch.randn(10, 4)).sum()
 
     keeps(needed).backward()
@@ -102,7 +102,7 @@ def test_batches_of_any_size_are_made_of_the_loaders():
         return {"x": [numbers, Pair(numbers * 2, numbers * 3)], "names": [f"{n}" for n in numbers], "scale": 0.5}
 
     count = iter(range(3, 30, 3))
-    pool = Pool(lambda: batch(next(count)), batch(0))
+    pool = BatchPool(lambda: batch(next(count)), batch(0))
     assert count_samples(pool.batch(2)) == 2
     made = pool.batch(7)
     assert made["x"][0].tolist() == list(range(7))

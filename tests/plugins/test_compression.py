@@ -10,8 +10,8 @@ from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as torch_p
 
 from dlo_framework.errors import DloError
 from dlo_plugins.callbacks.gradient_compression import GradientCompression
-from dlo_plugins.compression.all_reduce import all_reduce_bytes
-from dlo_plugins.compression.layout import Layout
+from dlo_plugins.compression.block_layout import BlockLayout
+from dlo_plugins.compression.compressed_all_reduce import all_reduce_bytes
 from dlo_plugins.compression.powersgd import PowerSGD
 from dlo_plugins.compression.sign_compression import (
     block_scales,
@@ -28,7 +28,7 @@ values = st.integers(1, 12).flatmap(
     )  # zeros of both signs among them
 )
 layouts = st.builds(
-    Layout,
+    BlockLayout,
     st.lists(st.integers(0, 70), min_size=1, max_size=6).map(tuple),
     st.sampled_from([8, 16, 64]),
     st.integers(1, 5),
@@ -115,7 +115,7 @@ def test_what_was_received_and_is_left_over_is_what_was_to_be_sent(layout, steps
 
 
 def test_errors_stay_bounded_and_the_mean_over_steps_becomes_exact():
-    layout = Layout((512,), 64, 4)
+    layout = BlockLayout((512,), 64, 4)
     generator = torch.Generator().manual_seed(1)
     inputs = [torch.randn(512, generator=generator) for _ in range(4)]
     workers, servers = [torch.zeros(512)] * 4, [torch.zeros(128)] * 4
@@ -130,7 +130,7 @@ def test_errors_stay_bounded_and_the_mean_over_steps_becomes_exact():
 
 
 def test_zeros_are_sent_as_zeros():
-    layout = Layout((64, 64), 64, 1)
+    layout = BlockLayout((64, 64), 64, 1)
     inputs = [torch.cat([torch.randn(64), torch.zeros(64)])]
     mean, *_ = average_in_one_process(inputs, [torch.zeros(128)], [torch.zeros(128)], layout)
     assert not mean[64:].any()

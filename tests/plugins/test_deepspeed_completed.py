@@ -7,19 +7,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dlo_framework.errors import DloError
-from dlo_plugins.deepspeed.batch import MICRO, STEPS, TRAIN
-from dlo_plugins.deepspeed.config import TrainerFacts, resolve, with_trainer
-from dlo_plugins.deepspeed.paths import get
+from dlo_plugins.deepspeed.batch_settings import MICRO, STEPS, TRAIN
+from dlo_plugins.deepspeed.config import TrainerSettings, fill_from_trainer, merge_options
+from dlo_plugins.deepspeed.nested_paths import get
 from support.deepspeed_configs import CONFIGS, RANKS
 
-PLAIN = TrainerFacts("32-true", 1, None, None, None, 2)
+PLAIN = TrainerSettings("32-true", 1, None, None, None, 2)
 
 
 def contradiction(config, **facts):
     values = {"precision": "32-true", "accumulation": 1, "clip_val": None, "clip_algorithm": None}
     values |= {"micro_batch_size": None, "world_size": 2} | facts
     with pytest.raises(DloError) as caught:
-        with_trainer(resolve({}, config), TrainerFacts(**values))
+        fill_from_trainer(merge_options({}, config), TrainerSettings(**values))
     return str(caught.value)
 
 
@@ -27,7 +27,7 @@ def contradiction(config, **facts):
 
 
 def test_what_is_absent_or_auto_comes_from_the_trainer():
-    facts = TrainerFacts("bf16-mixed", 4, 0.5, "norm", 8, 2)
+    facts = TrainerSettings("bf16-mixed", 4, 0.5, "norm", 8, 2)
     want = {
         "train_batch_size": 64,
         "train_micro_batch_size_per_gpu": 8,
@@ -36,22 +36,22 @@ def test_what_is_absent_or_auto_comes_from_the_trainer():
         "bf16": {"enabled": True},
         "zero_optimization": {"stage": 0},
     }
-    assert with_trainer(resolve({}, {}), facts) == want
+    assert fill_from_trainer(merge_options({}, {}), facts) == want
     auto: dict[str, object] = dict.fromkeys(want, "auto") | {"bf16": {"enabled": "auto"}, "fp16": {"enabled": "auto"}}
     auto["zero_optimization"] = {"stage": "auto"}
-    assert with_trainer(resolve({}, auto), facts) == want
-    off = with_trainer(resolve({}, {"fp16": {"enabled": "auto", "loss_scale": 0}}), facts)
+    assert fill_from_trainer(merge_options({}, auto), facts) == want
+    off = fill_from_trainer(merge_options({}, {"fp16": {"enabled": "auto", "loss_scale": 0}}), facts)
     assert off["fp16"] == {"enabled": False, "loss_scale": 0}
 
 
 def test_without_clipping_in_either_place_deepspeeds_own_default_is_off():
     """DeepSpeed 0.19 clips to a norm of 1 where its configuration says nothing."""
-    assert with_trainer(resolve({}), PLAIN)["gradient_clipping"] == 0.0
+    assert fill_from_trainer(merge_options({}), PLAIN)["gradient_clipping"] == 0.0
 
 
 def test_what_only_the_json_sets_is_taken():
     config = {"gradient_clipping": 1.0, "train_batch_size": 16, "gradient_accumulation_steps": 1}
-    found = with_trainer(resolve({}, config), PLAIN)
+    found = fill_from_trainer(merge_options({}, config), PLAIN)
     assert (found["gradient_clipping"], found["train_micro_batch_size_per_gpu"]) == (1.0, 8)
 
 
@@ -130,21 +130,21 @@ def test_a_contradiction_names_both_and_the_fix(config, facts, parts):
 
 def facts_for(config):
     """Returns what a Trainer would say that agrees with a configuration."""
-    resolved = resolve({}, config)
+    resolved = merge_options({}, config)
     precision = {"fp16": "16-mixed", "bf16": "bf16-mixed"}
     chosen = next((precision[key] for key in precision if get(resolved, f"{key}.enabled") is True), "32-true")
     train, micro = resolved.get("train_batch_size"), resolved.get("train_micro_batch_size_per_gpu")
     steps = resolved.get("gradient_accumulation_steps")
     if not isinstance(steps, int):
         steps = train // (micro * RANKS) if isinstance(train, int) and isinstance(micro, int) else 1
-    return TrainerFacts(chosen, steps, None, None, None, RANKS)
+    return TrainerSettings(chosen, steps, None, None, None, RANKS)
 
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_deepspeed_itself_takes_every_sample_completed(name):
     from deepspeed.runtime.config import DeepSpeedConfig
 
-    completed = with_trainer(resolve({}, CONFIGS[name]), facts_for(CONFIGS[name]))
+    completed = fill_from_trainer(merge_options({}, CONFIGS[name]), facts_for(CONFIGS[name]))
     json.dumps(completed)
     theirs = DeepSpeedConfig(dict(completed) | {"train_batch_size": completed["train_batch_size"] // RANKS})
     assert theirs.zero_optimization_stage == (get(completed, "zero_optimization.stage") or 0)
@@ -162,7 +162,7 @@ def test_deepspeed_itself_takes_every_sample_completed(name):
 )
 def test_any_part_of_the_batch_sizes_gives_the_others_as_deepspeed_derives_them(micro, steps, ranks, said):
     whole = {TRAIN: micro * steps * ranks, MICRO: micro, STEPS: steps}
-    config = resolve({}, {key: whole[key] for key in said})
+    config = merge_options({}, {key: whole[key] for key in said})
     for known in (micro, None) if {TRAIN, MICRO} & said else (micro,):
-        found = with_trainer(config, TrainerFacts("32-true", steps, None, None, known, ranks))
+        found = fill_from_trainer(config, TrainerSettings("32-true", steps, None, None, known, ranks))
         assert {key: found[key] for key in whole} == whole

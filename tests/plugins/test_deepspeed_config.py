@@ -6,16 +6,16 @@ import warnings
 import pytest
 
 from dlo_framework.errors import DloError
-from dlo_plugins.deepspeed.config import TrainerFacts, resolve, with_trainer
-from dlo_plugins.deepspeed.paths import get
-from dlo_plugins.deepspeed.requirements import warn_of_checkpointing
+from dlo_plugins.deepspeed.config import TrainerSettings, fill_from_trainer, merge_options
+from dlo_plugins.deepspeed.machine_requirements import warn_unused_checkpointing
+from dlo_plugins.deepspeed.nested_paths import get
 from dlo_plugins.deepspeed.schema import known_keys
 from support.deepspeed_configs import CONFIGS
 
 
 def refused(*arguments, **options):
     with pytest.raises(DloError) as caught:
-        resolve(*arguments, **options)
+        merge_options(*arguments, **options)
     return str(caught.value)
 
 
@@ -23,12 +23,12 @@ def refused(*arguments, **options):
 
 
 def test_without_a_json_the_stage_is_two():
-    assert resolve({}) == {"zero_optimization": {"stage": 2}}
+    assert merge_options({}) == {"zero_optimization": {"stage": 2}}
 
 
 def test_with_a_json_the_stage_is_the_jsons_even_where_it_says_none():
-    assert resolve({}, {"gradient_clipping": 1.0}) == {"gradient_clipping": 1.0}
-    assert get(resolve({"stage": 1}, {"gradient_clipping": 1.0}), "zero_optimization.stage") == 1
+    assert merge_options({}, {"gradient_clipping": 1.0}) == {"gradient_clipping": 1.0}
+    assert get(merge_options({"stage": 1}, {"gradient_clipping": 1.0}), "zero_optimization.stage") == 1
 
 
 def test_each_typed_option_stands_where_deepspeed_reads_it():
@@ -48,7 +48,7 @@ def test_each_typed_option_stands_where_deepspeed_reads_it():
         "comms_logger": True,
         "timeout_minutes": 3.0,
     }
-    assert resolve(options) == {
+    assert merge_options(options) == {
         "zero_optimization": {
             "stage": 3,
             "offload_optimizer": {"device": "nvme", "nvme_path": "/disk"},
@@ -68,10 +68,10 @@ def test_each_typed_option_stands_where_deepspeed_reads_it():
 
 def test_equal_values_in_both_places_pass_and_other_ones_name_both():
     json_config = {"zero_optimization": {"stage": 3}}
-    assert resolve({"stage": 3}, json_config) == json_config
+    assert merge_options({"stage": 3}, json_config) == json_config
     message = refused({"stage": 2}, json_config)
     assert "zero_optimization.stage must equal the strategy's option stage 2, got 3" in message
-    assert resolve({"stage": 2}, {"zero_optimization": {"stage": "auto"}})["zero_optimization"]["stage"] == 2
+    assert merge_options({"stage": 2}, {"zero_optimization": {"stage": "auto"}})["zero_optimization"]["stage"] == 2
 
 
 def test_two_options_that_say_the_same_must_agree():
@@ -79,15 +79,15 @@ def test_two_options_that_say_the_same_must_agree():
         "partition_activations": True,
         "activation_checkpointing": {"partition_activations": True, "profile": True},
     }
-    assert resolve(options)["activation_checkpointing"] == {"partition_activations": True, "profile": True}
+    assert merge_options(options)["activation_checkpointing"] == {"partition_activations": True, "profile": True}
     options["partition_activations"] = False
     assert "from partition_activations and True from activation_checkpointing" in refused(options)
 
 
 def test_what_was_given_is_left_as_it_was():
     given_config = copy.deepcopy(CONFIGS["old spellings"])
-    resolved = resolve({"hpz": 1}, given_config)
-    with_trainer(resolved, TrainerFacts("bf16-mixed", 1, None, None, None, 2))
+    resolved = merge_options({"hpz": 1}, given_config)
+    fill_from_trainer(resolved, TrainerSettings("bf16-mixed", 1, None, None, None, 2))
     assert given_config == CONFIGS["old spellings"]
     assert "gradient_clipping" not in resolved
 
@@ -139,8 +139,8 @@ def test_what_deepspeed_itself_refuses_is_refused_before_it_starts(config, rule)
 def test_a_file_is_read_as_deepspeed_reads_it(tmp_path):
     path = tmp_path / "ds.json"
     path.write_text('{\n  # a comment of Hjson\n  "zero_optimization": {"stage": 3},\n  "gradient_clipping": 1.0,\n}\n')
-    assert resolve({}, path) == {"zero_optimization": {"stage": 3}, "gradient_clipping": 1.0}
-    assert resolve({}, path).source == str(path)
+    assert merge_options({}, path) == {"zero_optimization": {"stage": 3}, "gradient_clipping": 1.0}
+    assert merge_options({}, path).source == str(path)
 
 
 def test_a_file_that_does_not_parse_names_line_and_column(tmp_path):
@@ -176,10 +176,10 @@ def test_a_template_that_is_not_filled_in_is_refused_with_its_key(tmp_path, valu
 def test_options_of_activation_checkpointing_that_no_task_uses_are_said():
     section = {"partition_activations": True, "cpu_checkpointing": True, "profile": True}
     with pytest.warns(UserWarning, match="partition_activations must be off, got true, .* set cpu_checkpointing"):
-        warn_of_checkpointing({"activation_checkpointing": section})
+        warn_unused_checkpointing({"activation_checkpointing": section})
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        warn_of_checkpointing({"activation_checkpointing": {"cpu_checkpointing": True, "profile": True}})
+        warn_unused_checkpointing({"activation_checkpointing": {"cpu_checkpointing": True, "profile": True}})
 
 
 def test_a_file_that_is_missing_names_its_neighbour(tmp_path):
@@ -290,19 +290,21 @@ def test_old_spellings_mean_what_deepspeed_takes_them_for():
     from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 
     given_section = CONFIGS["old spellings"]["zero_optimization"]
-    resolved = resolve({}, CONFIGS["old spellings"])
+    resolved = merge_options({}, CONFIGS["old spellings"])
     ours, theirs = (DeepSpeedZeroConfig(**section) for section in (resolved["zero_optimization"], given_section))
     assert (ours.stage, ours.offload_optimizer.device) == (theirs.stage, theirs.offload_optimizer.device) == (3, "cpu")
     assert ours.gather_16bit_weights_on_model_save is theirs.gather_16bit_weights_on_model_save is True
     assert resolved["bf16"] == {"enabled": True}
     assert "bfloat16" not in resolved
-    assert resolve({}, {"zero_optimization": True}) == {"zero_optimization": {"stage": 1}}
-    assert resolve({}, {"zero_optimization": {"stage": 2, "cpu_offload": False}}) == {"zero_optimization": {"stage": 2}}
+    assert merge_options({}, {"zero_optimization": True}) == {"zero_optimization": {"stage": 1}}
+    assert merge_options({}, {"zero_optimization": {"stage": 2, "cpu_offload": False}}) == {
+        "zero_optimization": {"stage": 2}
+    }
 
 
 def test_an_old_spelling_and_an_option_can_contradict_each_other():
     config = {"zero_optimization": {"stage": 3, "cpu_offload": True}}
-    assert resolve({"offload_optimizer": "cpu"}, config)
+    assert merge_options({"offload_optimizer": "cpu"}, config)
     assert "option offload_optimizer nvme, got cpu" in refused({"offload_optimizer": "nvme", "nvme_path": "/d"}, config)
     config["zero_optimization"]["offload_optimizer"] = {"device": "nvme"}
     assert "leave out cpu_offload" in refused({}, config)

@@ -4,7 +4,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dlo_framework.checkpoint.deepspeed_layout import CutLayout, FlatLayout
+from dlo_framework.checkpoint.deepspeed_layout import Stage3Layout, Stage12Layout
 
 SIZES = st.lists(st.integers(1, 40), min_size=1, max_size=8)
 RANKS = st.integers(1, 9)
@@ -16,7 +16,7 @@ def partitions_of(layout, numels: list[int], ranks: int, length: int) -> list[to
     found = []
     for rank in range(ranks):
         flat = torch.full((length,), -1)
-        for piece in layout.pieces(rank):
+        for piece in layout.slices(rank):
             first = starts[piece.parameter] + piece.start
             place = flat[piece.offset : piece.offset + piece.length]
             assert (place == -1).all(), "two pieces in one place"
@@ -27,7 +27,7 @@ def partitions_of(layout, numels: list[int], ranks: int, length: int) -> list[to
 
 @given(SIZES, RANKS, st.sampled_from([1, 4, 8]))
 def test_a_flat_buffer_is_cut_into_equal_segments(numels: list[int], ranks: int, aligned: int) -> None:
-    layout = FlatLayout(tuple(numels), ranks, aligned)
+    layout = Stage12Layout(tuple(numels), ranks, aligned)
     found = torch.cat(partitions_of(layout, numels, ranks, layout.segment))
     # As DeepSpeed's flatten_dense_tensors_aligned has it: gaps behind all but the last, then up to the alignment.
     runs, at = [], 0
@@ -44,7 +44,7 @@ def test_a_flat_buffer_is_cut_into_equal_segments(numels: list[int], ranks: int,
 
 @given(SIZES, RANKS)
 def test_each_parameter_is_cut_by_itself(numels: list[int], ranks: int) -> None:
-    layout = CutLayout(tuple(numels), ranks)
+    layout = Stage3Layout(tuple(numels), ranks)
     found = partitions_of(layout, numels, ranks, sum(layout.segments))
     starts = torch.tensor([0, *numels]).cumsum(0).tolist()
     for rank, flat in enumerate(found):

@@ -9,9 +9,9 @@ import torch
 from lightning.pytorch import Trainer
 
 from dlo_framework.errors import DloError
-from dlo_plugins.deepspeed import requirements
-from dlo_plugins.deepspeed.config import TrainerFacts, resolve, with_trainer
-from dlo_plugins.deepspeed.requirements import (
+from dlo_plugins.deepspeed import machine_requirements
+from dlo_plugins.deepspeed.config import TrainerSettings, fill_from_trainer, merge_options
+from dlo_plugins.deepspeed.machine_requirements import (
     ASYNC_IO,
     PIN_MEMORY,
     QUANTIZER,
@@ -21,14 +21,14 @@ from dlo_plugins.deepspeed.requirements import (
     check_locks,
     is_built,
     is_stale,
-    ops_of,
+    list_ops,
 )
 from dlo_plugins.strategies.deepspeed import DeepSpeedBridge
 
 
 def available(options, config=None, device="cpu", ranks=4):
-    facts = TrainerFacts("32-true", 1, None, None, 2, ranks)
-    return check_available(with_trainer(resolve(options, config), facts), device)
+    facts = TrainerSettings("32-true", 1, None, None, 2, ranks)
+    return check_available(fill_from_trainer(merge_options(options, config), facts), device)
 
 
 def refusal(*arguments, **options):
@@ -46,7 +46,9 @@ def nothing_built(monkeypatch, tmp_path):
 
 @pytest.fixture
 def has_libaio(monkeypatch):
-    monkeypatch.setattr(requirements, "_builder", lambda op: type("Builder", (), {"is_compatible": lambda **_: True}))
+    monkeypatch.setattr(
+        machine_requirements, "_builder", lambda op: type("Builder", (), {"is_compatible": lambda **_: True})
+    )
 
 
 # --- what the device has not --------------------------------------------------------------------------------
@@ -67,8 +69,8 @@ def test_half_precision_on_a_cpu_that_has_none_is_refused_with_the_trainer(monke
 def test_a_torch_without_onednn_has_no_fp16_on_the_cpu(monkeypatch):
     monkeypatch.setattr(torch.ops, "mkldnn", SimpleNamespace())
     with pytest.raises(DloError, match="on a CPU without fp16 instructions"):
-        requirements.check_device({}, "cpu", "fp16")
-    requirements.check_device({}, "cpu", "bf16")
+        machine_requirements.check_device({}, "cpu", "fp16")
+    machine_requirements.check_device({}, "cpu", "bf16")
 
 
 # --- what contradicts itself -------------------------------------------------------------------------------
@@ -122,7 +124,7 @@ def test_a_torch_without_onednn_has_no_fp16_on_the_cpu(monkeypatch):
 )
 def test_what_does_not_go_together_is_refused_as_the_strategy_is_built(options, config, parts):
     with pytest.raises(DloError) as caught:
-        resolve(options, config)
+        merge_options(options, config)
     assert all(part in str(caught.value) for part in parts), caught.value
 
 
@@ -194,14 +196,14 @@ def test_without_a_compiler_that_is_what_is_missing(tmp_path, nothing_built, mon
 
 def test_without_ninja_that_is_what_is_missing(monkeypatch, tmp_path):
     monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
-    monkeypatch.setattr(requirements.shutil, "which", lambda name, path=None: None if name == "ninja" else name)
+    monkeypatch.setattr(machine_requirements.shutil, "which", lambda name, path=None: None if name == "ninja" else name)
     with pytest.raises(DloError, match="needs ninja, not found here: pip install ninja"):
         check_compiler([PIN_MEMORY], "ds.json")
 
 
 def test_a_build_to_come_is_told_with_its_length(tmp_path, nothing_built, has_libaio, monkeypatch):
     told = []
-    monkeypatch.setattr(requirements, "rank_zero_info", told.append)
+    monkeypatch.setattr(machine_requirements, "rank_zero_info", told.append)
     options = {"stage": 3, "offload_optimizer": "nvme", "nvme_path": str(tmp_path)}
     available(options)
     assert "compiles pin_memory and async_io, which takes about 1.5 minutes" in told[0]
@@ -214,10 +216,13 @@ def test_a_build_to_come_is_told_with_its_length(tmp_path, nothing_built, has_li
 
 
 def test_operators_are_needed_by_nvme_and_by_quantised_communication():
-    assert ops_of({}) == []
-    assert ops_of(resolve({"stage": 3, "offload_parameters": "cpu"})) == []
-    assert ops_of(resolve({"stage": 3, "offload_parameters": "nvme", "nvme_path": "/d"})) == [PIN_MEMORY, ASYNC_IO]
-    assert ops_of(resolve({"stage": 3}, {"zero_optimization": {"zero_quantized_weights": True}})) == [QUANTIZER]
+    assert list_ops({}) == []
+    assert list_ops(merge_options({"stage": 3, "offload_parameters": "cpu"})) == []
+    assert list_ops(merge_options({"stage": 3, "offload_parameters": "nvme", "nvme_path": "/d"})) == [
+        PIN_MEMORY,
+        ASYNC_IO,
+    ]
+    assert list_ops(merge_options({"stage": 3}, {"zero_optimization": {"zero_quantized_weights": True}})) == [QUANTIZER]
 
 
 def test_operators_are_named_as_deepspeed_names_them():
@@ -273,11 +278,11 @@ def test_a_killed_builds_lock_is_named_where_torch_would_wait_for_it(nothing_bui
     lock = folder / "lock"
     lock.write_text("")
     os.utime(lock, (0, 0))
-    monkeypatch.setattr(requirements, "waits_for_lock_files", lambda: True)
+    monkeypatch.setattr(machine_requirements, "waits_for_lock_files", lambda: True)
     assert not is_built(ASYNC_IO)
     with pytest.raises(DloError, match=f"rm {lock}"):
         check_locks([ASYNC_IO])
-    monkeypatch.setattr(requirements, "waits_for_lock_files", lambda: False)
+    monkeypatch.setattr(machine_requirements, "waits_for_lock_files", lambda: False)
     assert is_built(ASYNC_IO)
     check_locks([ASYNC_IO])
 
@@ -288,5 +293,5 @@ def test_whether_torch_waits_for_lock_files_is_what_its_builder_takes():
     from torch.utils import cpp_extension
 
     source = inspect.getsource(cpp_extension._jit_compile)
-    assert requirements.waits_for_lock_files() is ("FileBaton(" in source)
-    assert ("FileLock(" in source) is not requirements.waits_for_lock_files()
+    assert machine_requirements.waits_for_lock_files() is ("FileBaton(" in source)
+    assert ("FileLock(" in source) is not machine_requirements.waits_for_lock_files()

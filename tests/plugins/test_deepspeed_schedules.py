@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dlo_framework.errors import DloError
-from dlo_plugins.deepspeed.config import lengths_of, optimizer_of, resolve, scheduler_of
+from dlo_plugins.deepspeed.config import build_scheduler, compute_lengths, make_optimizer_args, merge_options
 
 STEPS = 60
 
@@ -32,7 +32,7 @@ def compare(name, params, groups=1):
 
     theirs, ours = adam(groups), adam(groups)
     expected = rates(theirs, getattr(lr_schedules, name)(theirs, **copy.deepcopy(params)))
-    scheduler = scheduler_of(resolve({}, {"scheduler": {"type": name, "params": params}}), ours)
+    scheduler = build_scheduler(merge_options({}, {"scheduler": {"type": name, "params": params}}), ours)
     assert isinstance(scheduler, torch.optim.lr_scheduler.LRScheduler)
     assert rates(ours, scheduler) == expected
 
@@ -108,42 +108,42 @@ def test_warm_ups_of_any_length_are_deepspeeds(name, warm, total, kind):
 
 def test_a_schedule_goes_on_where_it_was_saved():
     params = {"total_num_steps": 40, "warmup_num_steps": 10}
-    config = resolve({}, {"scheduler": {"type": "WarmupDecayLR", "params": params}})
+    config = merge_options({}, {"scheduler": {"type": "WarmupDecayLR", "params": params}})
     whole = adam()
-    expected = rates(whole, scheduler_of(config, whole))
+    expected = rates(whole, build_scheduler(config, whole))
     first, second = adam(), adam()
-    scheduler = scheduler_of(config, first)
+    scheduler = build_scheduler(config, first)
     for _ in range(17):
         first.step()
         scheduler.step()
     state, optimizer_state = copy.deepcopy(scheduler.state_dict()), first.state_dict()
-    resumed = scheduler_of(config, second)
+    resumed = build_scheduler(config, second)
     second.load_state_dict(optimizer_state)
     resumed.load_state_dict(state)
     assert rates(second, resumed)[: STEPS - 17] == expected[17:]
 
 
 def test_torchs_own_schedulers_are_taken_too():
-    config = resolve({}, {"scheduler": {"type": "StepLR", "params": {"step_size": 2}}})
-    assert isinstance(scheduler_of(config, adam()), torch.optim.lr_scheduler.StepLR)
-    assert scheduler_of(resolve({}), adam()) is None
+    config = merge_options({}, {"scheduler": {"type": "StepLR", "params": {"step_size": 2}}})
+    assert isinstance(build_scheduler(config, adam()), torch.optim.lr_scheduler.StepLR)
+    assert build_scheduler(merge_options({}), adam()) is None
 
 
 def test_auto_is_filled_from_the_run():
     params = {"total_num_steps": "auto", "warmup_max_lr": "auto", "warmup_min_lr": "auto", "warmup_num_steps": 10}
-    config = resolve({}, {"scheduler": {"type": "WarmupDecayLR", "params": params}})
+    config = merge_options({}, {"scheduler": {"type": "WarmupDecayLR", "params": params}})
     ours, theirs = adam(2), adam(2)
-    given_steps = scheduler_of(config, ours, total_steps=50)
+    given_steps = build_scheduler(config, ours, total_steps=50)
     explicit = {"total_num_steps": 50, "warmup_max_lr": [0.1, 0.05], "warmup_num_steps": 10}
-    same = scheduler_of(resolve({}, {"scheduler": {"type": "WarmupDecayLR", "params": explicit}}), theirs)
+    same = build_scheduler(merge_options({}, {"scheduler": {"type": "WarmupDecayLR", "params": explicit}}), theirs)
     assert rates(ours, given_steps) == rates(theirs, same)
     with pytest.raises(DloError, match="the run has no known end"):
-        scheduler_of(config, adam())
+        build_scheduler(config, adam())
     config["scheduler"]["params"]["warmup_num_steps"] = "auto"
     with pytest.raises(DloError, match="the task sets no warm-up"):
-        scheduler_of(config, adam(), 50)
-    assert scheduler_of(config, adam(), 50, 20).arguments["warmup_num_steps"] == 20
-    assert scheduler_of(config, adam(), 50, 0).arguments["warmup_num_steps"] == 1  # DeepSpeed has none shorter.
+        build_scheduler(config, adam(), 50)
+    assert build_scheduler(config, adam(), 50, 20).arguments["warmup_num_steps"] == 20
+    assert build_scheduler(config, adam(), 50, 0).arguments["warmup_num_steps"] == 1  # DeepSpeed has none shorter.
 
 
 class Run:
@@ -159,10 +159,10 @@ class Run:
 def test_the_lengths_of_a_run_are_asked_for_where_the_json_leaves_them_open(own, steps):
     task = type("Task", (), own)()
     params = {"total_num_steps": "auto", "warmup_num_steps": "auto"}
-    config = resolve({}, {"scheduler": {"type": "WarmupDecayLR", "params": params}})
-    assert lengths_of(config, task, Run()) == {"total_steps": 40, "warmup_steps": steps}
+    config = merge_options({}, {"scheduler": {"type": "WarmupDecayLR", "params": params}})
+    assert compute_lengths(config, task, Run()) == {"total_steps": 40, "warmup_steps": steps}
     given_both = {"scheduler": {"type": "WarmupDecayLR", "params": {"total_num_steps": 9, "warmup_num_steps": 2}}}
-    assert lengths_of(resolve({}, given_both), task, None) == {}
+    assert compute_lengths(merge_options({}, given_both), task, None) == {}
 
 
 @pytest.mark.parametrize(
@@ -180,25 +180,25 @@ def test_the_lengths_of_a_run_are_asked_for_where_the_json_leaves_them_open(own,
 )
 def test_a_schedule_that_is_not_one_is_refused(section, message):
     with pytest.raises(DloError) as caught:
-        resolve({}, {"scheduler": section})
+        merge_options({}, {"scheduler": section})
     assert message in str(caught.value)
 
 
 def test_a_value_for_each_group_asks_for_as_many_groups():
-    config = resolve({}, {"scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": [0.1, 0.2]}}})
+    config = merge_options({}, {"scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": [0.1, 0.2]}}})
     with pytest.raises(DloError, match="1 parameter groups, got 2 values"):
-        scheduler_of(config, adam())
+        build_scheduler(config, adam())
 
 
 # --- the optimizer -----------------------------------------------------------------------------------------
 
 
 def made(section, own=None):
-    return optimizer_of(resolve({"stage": 0}, {"optimizer": section}), own)
+    return make_optimizer_args(merge_options({"stage": 0}, {"optimizer": section}), own)
 
 
 def test_without_a_section_the_tasks_own_optimizer_is_used():
-    assert optimizer_of(resolve({})) is None
+    assert make_optimizer_args(merge_options({})) is None
 
 
 def test_deepspeeds_adam_is_adamw_unless_it_is_told_not_to_be():
@@ -248,7 +248,7 @@ def test_lamb_is_the_papers_and_asks_for_whole_parameters():
     # Adam's first step is the sign, of norm 2; the weights' norm is 4: a ratio of 2.
     torch.testing.assert_close(parameter.detach(), torch.full((4,), 2.0 - 0.01 * 2.0))
     with pytest.raises(DloError, match="got Lamb, which needs their norms"):
-        resolve({"stage": 1}, {"optimizer": {"type": "Lamb"}})
+        merge_options({"stage": 1}, {"optimizer": {"type": "Lamb"}})
 
 
 def test_auto_is_filled_from_the_tasks_optimizer():

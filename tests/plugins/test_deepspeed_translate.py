@@ -6,11 +6,17 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from dlo_framework.errors import DloError
-from dlo_plugins.deepspeed.config import resolve, with_trainer
-from dlo_plugins.deepspeed.paths import get
+from dlo_plugins.deepspeed.config import fill_from_trainer, merge_options
+from dlo_plugins.deepspeed.json_trainer_options import (
+    get_open_settings,
+    get_trainer_options,
+    infer_json_ranks,
+    normalize_precision,
+    read_settings,
+)
+from dlo_plugins.deepspeed.json_translation import make_nearest_config, to_config, to_options, to_yaml
+from dlo_plugins.deepspeed.nested_paths import get
 from dlo_plugins.deepspeed.task_options import task_options
-from dlo_plugins.deepspeed.trainer_settings import facts_of, left_open, ranks_in, settings_of, unified_precision
-from dlo_plugins.deepspeed.translate import nearest_config, to_config, to_options, to_yaml
 from dlo_plugins.strategies.deepspeed import DeepSpeedBridge
 from dlo_plugins.strategies.fsdp import FSDPStrategy
 from dlo_plugins.strategies.mesh import MeshStrategy
@@ -29,13 +35,13 @@ def mixtures(draw):
 
 def there_and_back(config):
     """Returns a configuration as its run completes it, directly, and from the YAML that it becomes."""
-    resolved = resolve({}, config)
+    resolved = merge_options({}, config)
     trainer = yaml.safe_load(yaml.safe_dump(to_config(resolved, RANKS)))
     strategy = trainer.pop("strategy")
     assert strategy["class_path"] == "DeepSpeedBridge"
     again = DeepSpeedBridge(**strategy["init_args"])
-    facts = facts_of(trainer, RANKS)
-    return with_trainer(resolved, facts), with_trainer(again.asked, facts)
+    facts = read_settings(trainer, RANKS)
+    return fill_from_trainer(resolved, facts), fill_from_trainer(again.asked, facts)
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -48,8 +54,8 @@ def test_a_json_as_yaml_is_the_same_json(name):
 @given(mixtures())
 def test_any_json_as_yaml_is_the_same_json(config):
     try:
-        resolved = resolve({}, config)
-        with_trainer(resolved, facts_of(settings_of(resolved, RANKS), RANKS))
+        resolved = merge_options({}, config)
+        fill_from_trainer(resolved, read_settings(get_trainer_options(resolved, RANKS), RANKS))
     except DloError:
         assume(False)  # Sections of two samples may contradict each other.
     direct, back = there_and_back(config)
@@ -60,15 +66,15 @@ def test_any_json_as_yaml_is_the_same_json(config):
 @given(mixtures())
 def test_options_and_what_is_left_make_the_json_again(config):
     try:
-        resolved = resolve({}, config)
+        resolved = merge_options({}, config)
     except DloError:
         assume(False)
     options, rest = to_options(resolved)
-    assert resolve(options, rest) == resolved
+    assert merge_options(options, rest) == resolved
 
 
 def test_typed_options_are_taken_out_of_the_json():
-    options, rest = to_options(resolve({}, CONFIGS["an NVMe disk"]))
+    options, rest = to_options(merge_options({}, CONFIGS["an NVMe disk"]))
     assert options == {
         "stage": 3,
         "offload_optimizer": "nvme",
@@ -83,7 +89,7 @@ def test_typed_options_are_taken_out_of_the_json():
             "offload_param": {"device": "nvme", "nvme_path": "/b"},
         }
     }
-    options, rest = to_options(resolve({}, different))
+    options, rest = to_options(merge_options({}, different))
     assert "nvme_path" not in options
     assert get(rest, "zero_optimization.offload_param.nvme_path") == "/b"
 
@@ -96,7 +102,7 @@ def test_the_trainers_part_stands_under_the_trainers_names():
         "gradient_clipping": 0.5,
         "bf16": {"enabled": True},
     }
-    trainer = to_config(resolve({}, config))
+    trainer = to_config(merge_options({}, config))
     strategy = trainer.pop("strategy")
     assert trainer == {
         "devices": 8,
@@ -106,8 +112,8 @@ def test_the_trainers_part_stands_under_the_trainers_names():
     }
     assert strategy["init_args"] == {"config": {"train_batch_size": 64, "train_micro_batch_size_per_gpu": 4}}
     del config["gradient_accumulation_steps"]
-    assert to_config(resolve({}, config), ranks=4)["accumulate_grad_batches"] == 4
-    assert ranks_in(config) is None
+    assert to_config(merge_options({}, config), ranks=4)["accumulate_grad_batches"] == 4
+    assert infer_json_ranks(config) is None
 
 
 def test_the_yaml_says_in_comments_what_it_has_no_place_for(tmp_path):
@@ -170,7 +176,7 @@ def test_deepspeeds_own_clipping_is_what_the_comment_says():
     ],
 )
 def test_a_tasks_options_are_timms_optimizer_and_the_tasks_schedule(sections, options):
-    found, _ = task_options(resolve({"stage": 0}, sections))
+    found, _ = task_options(merge_options({"stage": 0}, sections))
     assert found.keys() == options.keys()
     for key, value in options.items():
         assert found[key] == (pytest.approx(value) if isinstance(value, float) else value)
@@ -186,7 +192,7 @@ def test_a_tasks_options_fit_the_tasks():
     from dlo_tasks.llm.causal_lm import CausalLM
 
     for config in CONFIGS.values():
-        found, _ = task_options(resolve({}, config))
+        found, _ = task_options(merge_options({}, config))
         for task in (CausalLM, ImageClassifier):
             assert found.keys() <= set(inspect.signature(task.__init__).parameters)
         assert found.get("optimizer", "adamw") in list_optimizers()
@@ -208,35 +214,35 @@ def test_zero_and_fsdp_have_a_stage(strategy, section):
     strategy._num_nodes = 1
     strategy.parallel_devices = [0, 1]
     want = {key: {"device": value} if value == "cpu" else value for key, value in section.items()}
-    assert nearest_config(strategy) == {"zero_optimization": want}
+    assert make_nearest_config(strategy) == {"zero_optimization": want}
 
 
 def test_what_deepspeeds_json_has_nothing_like_is_refused():
     strategy = MeshStrategy(tp=2)
     strategy.parallel_devices = [0, 1, 2, 3]
     with pytest.raises(DloError, match="tp must be 1"):
-        nearest_config(strategy)
+        make_nearest_config(strategy)
 
 
 # --- what a Trainer leaves open ----------------------------------------------------------------------------
 
 
 def test_a_json_fills_what_the_trainer_leaves_open():
-    asked = resolve({}, {"bf16": {"enabled": True}, "gradient_accumulation_steps": 4, "gradient_clipping": 0.5})
+    asked = merge_options({}, {"bf16": {"enabled": True}, "gradient_accumulation_steps": 4, "gradient_clipping": 0.5})
     open_trainer = {"precision": None, "accumulate_grad_batches": 1, "gradient_clip_val": None, "devices": 2}
-    assert left_open(asked, open_trainer) == {
+    assert get_open_settings(asked, open_trainer) == {
         "precision": "bf16-mixed",
         "accumulate_grad_batches": 4,
         "gradient_clip_val": 0.5,
     }
     same = open_trainer | {"precision": "bf16-mixed", "accumulate_grad_batches": 4, "gradient_clip_val": 0.5}
-    assert left_open(asked, same) == {}
-    assert left_open(resolve({}), open_trainer) == {}
+    assert get_open_settings(asked, same) == {}
+    assert get_open_settings(merge_options({}), open_trainer) == {}
 
 
 def test_the_accumulation_follows_from_batch_sizes_and_devices():
-    asked = resolve({}, {"train_batch_size": 64, "train_micro_batch_size_per_gpu": 8})
-    assert left_open(asked, {"devices": 2, "num_nodes": 2, "accumulate_grad_batches": 1}) == {
+    asked = merge_options({}, {"train_batch_size": 64, "train_micro_batch_size_per_gpu": 8})
+    assert get_open_settings(asked, {"devices": 2, "num_nodes": 2, "accumulate_grad_batches": 1}) == {
         "accumulate_grad_batches": 2
     }
 
@@ -254,24 +260,24 @@ def test_the_accumulation_follows_from_batch_sizes_and_devices():
     ],
 )
 def test_what_the_trainer_says_otherwise_is_a_contradiction_before_it_is_built(given_trainer, message):
-    asked = resolve({}, {"bf16": {"enabled": True}, "gradient_accumulation_steps": 4, "gradient_clipping": 0.5})
+    asked = merge_options({}, {"bf16": {"enabled": True}, "gradient_accumulation_steps": 4, "gradient_clipping": 0.5})
     with pytest.raises(DloError) as caught:
-        left_open(asked, {"accumulate_grad_batches": 1, "devices": 2} | given_trainer)
+        get_open_settings(asked, {"accumulate_grad_batches": 1, "devices": 2} | given_trainer)
     assert message in str(caught.value)
 
 
 def test_precisions_have_lightnings_own_names():
     """Breaks when Lightning moves the function that knows them."""
     given_names = {None: "32-true", "32": "32-true", "bf16-mixed": "bf16-mixed", "16-true": "16-true"}
-    assert {name: unified_precision(name) for name in given_names} == given_names
+    assert {name: normalize_precision(name) for name in given_names} == given_names
 
 
 def test_the_data_are_asked_too_where_the_ranks_are_known():
     from dlo_framework.data import ResumableDataModule
 
-    asked = resolve({}, {"train_micro_batch_size_per_gpu": 8})
+    asked = merge_options({}, {"train_micro_batch_size_per_gpu": 8})
     data = ResumableDataModule(batch_size=8)
     with pytest.raises(DloError, match=r"set --data\.batch_size 16"):
-        left_open(asked, {"devices": 2, "accumulate_grad_batches": 1}, data)
-    assert left_open(asked, {"devices": "auto", "accumulate_grad_batches": 1}, data) == {}
-    assert left_open(asked, {"devices": 1, "accumulate_grad_batches": 1}, data) == {}
+        get_open_settings(asked, {"devices": 2, "accumulate_grad_batches": 1}, data)
+    assert get_open_settings(asked, {"devices": "auto", "accumulate_grad_batches": 1}, data) == {}
+    assert get_open_settings(asked, {"devices": 1, "accumulate_grad_batches": 1}, data) == {}

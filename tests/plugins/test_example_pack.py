@@ -33,7 +33,7 @@ def test_it_is_listed_with_its_distribution(example_pack: Path) -> None:
     records = json.loads(run(example_pack, "-m", "dlo_framework", "plugins", "--json"))
     (record,) = [record for record in records if record["name"] == "WeightNormLogger"]
     assert (record["kind"], record["distribution"], record["version"]) == ("callback", "dlo-example-pack", "1.0.0")
-    assert record["description"] == "Logs the L2 norm of the weights, as a whole and part by part."
+    assert record["description"] == "Logs the L2 norm of the weights, in total and per submodule."
     assert record["conflict"] is None
 
 

@@ -18,18 +18,18 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves
 
-from dlo_framework.cuts import Layout
-from dlo_framework.distributed.initialise import Initialiser, check_initialisable, on_meta
+from dlo_framework.distributed.meta_init import Initialiser, check_initialisable, on_meta
 from dlo_framework.errors import DloError
 from dlo_framework.registry import Registry
+from dlo_framework.tensor_slice import Layout
 from dlo_plugins.appliers.fully_shard import FullyShard
-from dlo_plugins.fsdp.mesh import check_reshard, mesh_sizes
-from dlo_plugins.fsdp.pieces import row_range
-from dlo_plugins.fsdp.policy import mixed_precision
+from dlo_plugins.fsdp.data_mesh import check_reshard, mesh_sizes
+from dlo_plugins.fsdp.precision_policy import mixed_precision
 from dlo_plugins.fsdp.recompute import recompute
+from dlo_plugins.fsdp.row_shards import row_range
 from dlo_plugins.fsdp.sharding import find_roots, match_units, separable_units
-from dlo_plugins.fsdp.usage import Usage
-from dlo_plugins.mesh.engine import MeshEngine, ParallelState
+from dlo_plugins.fsdp.used_params import UsedParams
+from dlo_plugins.mesh.mesh_engine import MeshEngine, ParallelState
 from dlo_plugins.strategies.fsdp import FSDPStrategy
 
 # --- the mesh -------------------------------------------------------------------------------------------------
@@ -356,13 +356,13 @@ def test_where_nothing_is_sharded_parameters_are_watched_though_the_whole_is_nev
     found.unwatch = None
     for is_sharded, expected in ((False, {"0.weight", "0.bias", "1.weight"}), (True, set())):
         found.is_sharded = is_sharded
-        usage = Usage(found)
+        usage = UsedParams(found)
         usage.announced = True
         model[1](model[0](torch.ones(1, 2))).sum().backward()
         assert usage.used == expected
     model[1].bias.requires_grad = True
     found.is_sharded = False
-    usage, earlier = Usage(found), usage
+    usage, earlier = UsedParams(found), usage
     usage.announced, earlier.announced, earlier.used = True, False, set()
     model(torch.ones(1, 2)).sum().backward()
     assert usage.used == set(found.parameters)

@@ -13,9 +13,9 @@ from transformers import DynamicCache
 
 from dlo_framework.errors import DloError
 from dlo_framework.task import Task
-from dlo_plugins.mesh.parts import concat_batches
-from dlo_plugins.mesh.pipelined import PipelinedTask
-from dlo_plugins.pipeline.engine import Pipeline
+from dlo_plugins.mesh.batches import concat_batches
+from dlo_plugins.mesh.pipelined_task import PipelinedTask
+from dlo_plugins.pipeline.pipeline_engine import Pipeline
 from support.waits import Waits
 
 

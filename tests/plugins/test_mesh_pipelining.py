@@ -13,8 +13,8 @@ from lightning.pytorch import Trainer
 from dlo_framework.cli.main import main
 from dlo_framework.errors import DloError
 from dlo_framework.mesh import MeshSpec
-from dlo_plugins.mesh.pipelining import Pipelining, forward_costs
-from dlo_plugins.pipeline.balance import balanced_split
+from dlo_plugins.mesh.pipeline_options import PipelineOptions, forward_costs
+from dlo_plugins.pipeline.balance import balance_stages
 from dlo_plugins.pipeline.costs import parameter_costs
 from dlo_plugins.strategies.mesh import MeshStrategy
 from dlo_tasks.imagenet.classifier import ImageClassifier
@@ -30,7 +30,7 @@ def causal(vocab_size: int = 100, **more: Any) -> CausalLM:
 
 def split(task: Any, ranks: int = 2, datamodule: Any = None, **options: Any) -> Any:
     task = task.on_meta()
-    return Pipelining(**options).choose_split(task, task.parallel_plan(), ranks, datamodule)
+    return PipelineOptions(**options).choose_split(task, task.parallel_plan(), ranks, datamodule)
 
 
 def test_blocks_of_one_size_are_shared_out_with_the_head_counted() -> None:
@@ -58,7 +58,7 @@ def test_a_convolutional_net_goes_by_its_pictures_and_not_by_its_weights() -> No
     twin = task.on_meta()
     plan = twin.parallel_plan()
     by_work, by_weights = split(task), parameter_costs(twin.model, plan)
-    assert by_work != balanced_split(by_weights.blocks, 2, by_weights.stem, by_weights.head)
+    assert by_work != balance_stages(by_weights.blocks, 2, by_weights.stem, by_weights.head)
     built = ImageClassifier("coatnet_nano_rw_224", num_classes=10, image_size=32)
     built.configure_model()
     assert forward_costs(built, plan, None) == forward_costs(twin, plan, None)
@@ -109,6 +109,6 @@ def test_parameters_outside_of_the_model_are_refused() -> None:
     twin = task.on_meta()
     spec = MeshSpec(pp=2, dp_shard=1)
     with pytest.raises(DloError, match=r"got 'temperature' of ImageClassifier; make it a part of"):
-        Pipelining().check(twin, twin.parallel_plan(), spec, None)
+        PipelineOptions().check(twin, twin.parallel_plan(), spec, None)
     twin.temperature.requires_grad = False
-    Pipelining().check(twin, twin.parallel_plan(), spec, None)
+    PipelineOptions().check(twin, twin.parallel_plan(), spec, None)

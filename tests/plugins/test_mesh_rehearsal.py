@@ -22,7 +22,7 @@ from dlo_framework.testing.training import leave_group
 from dlo_plugins.appliers.fully_shard import FullyShard
 from dlo_plugins.callbacks.one_cycle import OneCycle
 from dlo_plugins.fake_kernels import grouped_mm
-from dlo_plugins.mesh.pipelining import forward_costs
+from dlo_plugins.mesh.pipeline_options import forward_costs
 from dlo_plugins.strategies import mesh_rehearsal
 from dlo_plugins.strategies.mesh import MeshStrategy
 from dlo_plugins.tensor.coverage import Coverage
@@ -456,17 +456,17 @@ def test_what_tensor_parallelism_leaves_in_full_is_said_with_its_share() -> None
     described = strategy_of(2, tp=2).describe(causal("mixtral"))
     assert described.coverage is not None
     held = [rank.held.parameters for rank in described.ranks]
-    share = described.coverage.share
+    share = described.coverage.sharded_fraction
     assert held[0] / described.whole.parameters == pytest.approx(1 - share / 2, abs=0.01)
     text = described.text()
     assert f"tp     divides {share:.1%} of" in text
     assert "model.layers.*.mlp.experts (" in text
     assert f"1/2 of {share:.0%}" in text
-    assert described.to_json()["tensor_parallel"]["divided"] == described.coverage.divided
+    assert described.to_json()["tensor_parallel"]["divided"] == described.coverage.sharded
     dense = strategy_of(2, tp=2).describe(causal("llama")).text()
     assert "  1/2  " in dense
     assert "1/2 of" not in dense
-    assert Coverage(100, 100).sentence() == "divides 100% of 100 parameters"
+    assert Coverage(100, 100).describe() == "divides 100% of 100 parameters"
 
 
 # --- appliers of phase SHARD ------------------------------------------------------------------------------------

@@ -11,12 +11,12 @@ import torch.distributed as dist
 from dlo_framework import Task
 from dlo_framework.errors import DloError
 from dlo_framework.mesh import MeshSpec
-from dlo_plugins.mesh.drawing import MeshDescription, collapse_ranges, describe, groups_along
-from dlo_plugins.mesh.holdings import Held, chunk_length
-from dlo_plugins.mesh.traffic import Traffic, TrafficCount, extrapolate
+from dlo_plugins.mesh.mesh_description import MeshDescription, collapse_ranges, describe_mesh, groups_along
+from dlo_plugins.mesh.state_bytes_per_rank import RankStateBytes, chunk_length
+from dlo_plugins.mesh.traffic import Traffic, TrafficCounter, extrapolate
 from dlo_plugins.strategies import mesh_simulation as simulation
 from dlo_plugins.strategies.mesh import MeshStrategy
-from dlo_plugins.strategies.mesh_simulation import SimulatedRank, simulate
+from dlo_plugins.strategies.mesh_simulation import SimulatedRank, simulate_ranks
 from dlo_tasks.llm.causal_lm import CausalLM
 from support.token_batches import GROUPED, LENGTH, VOCABULARY
 
@@ -36,7 +36,7 @@ def batch(device: str = "meta", rows: int = ROWS) -> dict[str, torch.Tensor]:
 
 def described(of: Task, spec: MeshSpec, **options: Any) -> MeshDescription:
     on_meta = of.on_meta()
-    return describe(on_meta, on_meta.parallel_plan(), spec, **options)
+    return describe_mesh(on_meta, on_meta.parallel_plan(), spec, **options)
 
 
 def table(rank: SimulatedRank) -> dict[tuple[str, str], tuple[int, int]]:
@@ -83,7 +83,7 @@ def _simulated_meshes() -> None:
     spec = MeshSpec(pp=2, dp_replicate=2, dp_shard=3, cp=2, tp=2)
     drawn = described(uneven, spec)
     ranks = [0, 1, 5, 11, spec.world_size - 1]
-    for found in simulate(uneven, MeshStrategy(), spec, ranks):
+    for found in simulate_ranks(uneven, MeshStrategy(), spec, ranks):
         assert drawn.ranks[found.rank].held == found.held, found
         assert drawn.ranks[found.rank].place == found.place
         assert found.traffic == ()
@@ -109,7 +109,7 @@ def test_all_ranks_of_a_copy_hold_the_model_once() -> None:
 
 def test_a_step_passes_what_megatron_and_ring_attention_say() -> None:
     parts, spec = 4, MeshSpec(pp=2, dp_shard=2, cp=2, tp=2)
-    first, last = simulate(task(), MeshStrategy(micro_batches=parts), spec, [0, 15], batch())
+    first, last = simulate_ranks(task(), MeshStrategy(micro_batches=parts), spec, [0, 15], batch())
     tokens, blocks = ROWS * LENGTH // 2, LAYERS // 2  # cp halves the sequence, pp the blocks.
     activations = tokens * WIDTH
     assert table(first)["tp", "all_reduce"] == (parts * (4 * blocks + 1), activations * (4 * blocks + 1))
@@ -128,7 +128,7 @@ def test_a_step_passes_what_megatron_and_ring_attention_say() -> None:
 
 def test_sequence_parallelism_turns_all_reduces_into_pairs() -> None:
     strategy = MeshStrategy(sequence_parallel=True)
-    (found,) = simulate(task(), strategy, MeshSpec(dp_shard=1, tp=2), [1], batch())
+    (found,) = simulate_ranks(task(), strategy, MeshSpec(dp_shard=1, tp=2), [1], batch())
     activations = ROWS * LENGTH * WIDTH
     assert table(found)["tp", "reduce_scatter"] == (4 * LAYERS, 4 * LAYERS * activations)
     # Two more a layer: backward gathers the inputs of attention and of MLP again.
@@ -138,11 +138,11 @@ def test_sequence_parallelism_turns_all_reduces_into_pairs() -> None:
 @pytest.mark.parametrize("schedule", ["1F1B", "DualPipeV"])
 def test_many_micro_batches_are_counted_by_two_steps(schedule: str, monkeypatch: pytest.MonkeyPatch) -> None:
     strategy, spec = MeshStrategy(micro_batches=8, schedule=schedule), MeshSpec(pp=2, dp_shard=2)
-    counted = simulate(task(), strategy, spec, [3], batch(rows=8))
+    counted = simulate_ranks(task(), strategy, spec, [3], batch(rows=8))
     monkeypatch.setattr(
         simulation, "fewest_micro_batches", lambda pipelining, spec: pipelining.count_micro_batches(spec.pp)
     )
-    assert counted == simulate(task(), strategy, spec, [3], batch(rows=8))
+    assert counted == simulate_ranks(task(), strategy, spec, [3], batch(rows=8))
     assert table(counted[0])["pp", "send"][0] % 8 == 0
 
 
@@ -150,16 +150,16 @@ def test_half_precision_halves_what_it_computes_in() -> None:
     from lightning.pytorch.plugins.precision import HalfPrecision, MixedPrecision
 
     spec, wide = MeshSpec(dp_shard=2, tp=2), MeshStrategy()
-    (single,) = simulate(task(), wide, spec, [0], batch())
+    (single,) = simulate_ranks(task(), wide, spec, [0], batch())
     mixed, half = MeshStrategy(), MeshStrategy()
     mixed._precision_plugin = MixedPrecision("bf16-mixed", "cpu")
     half._precision_plugin = HalfPrecision("bf16-true")
-    (found,) = simulate(task(), mixed, spec, [0], batch())
+    (found,) = simulate_ranks(task(), mixed, spec, [0], batch())
     assert found.held == single.held
     assert _bytes(found, "tp") < _bytes(single, "tp")
     assert _bytes(found, "dp_shard") == _bytes(single, "dp_shard")
-    (found,) = simulate(task(), half, spec, [0], batch())
-    assert found.held == Held(*(size // 2 for size in vars(single.held).values()))
+    (found,) = simulate_ranks(task(), half, spec, [0], batch())
+    assert found.held == RankStateBytes(*(size // 2 for size in vars(single.held).values()))
 
 
 def _bytes(rank: SimulatedRank, axis: str) -> int:
@@ -171,17 +171,17 @@ def _bytes(rank: SimulatedRank, axis: str) -> int:
 
 def test_a_rank_simulates_nothing() -> None:
     with simulation.fake_world(0, 2), pytest.raises(DloError, match="run it in its own process"):
-        simulate(task(), MeshStrategy(), MeshSpec(tp=2, dp_shard=1), [0])
+        simulate_ranks(task(), MeshStrategy(), MeshSpec(tp=2, dp_shard=1), [0])
 
 
 def test_an_error_leaves_no_group() -> None:
     with pytest.raises(DloError, match="set tp=2"):
-        simulate(task(), MeshStrategy(), MeshSpec(tp=8, dp_shard=1), [0])
+        simulate_ranks(task(), MeshStrategy(), MeshSpec(tp=8, dp_shard=1), [0])
     assert not dist.is_initialized()
 
 
 def test_counting_names_what_it_does_not_know() -> None:
-    with simulation.fake_world(0, 4), TrafficCount(lambda name: "world") as count:
+    with simulation.fake_world(0, 4), TrafficCounter(lambda name: "world") as count:
         dist.all_reduce(torch.zeros(3))
         parts = [torch.zeros(2) for _ in range(4)]
         dist.all_gather(parts, torch.zeros(2))

@@ -11,10 +11,10 @@ from timm.data.mixup import Mixup, cutmix_bbox_and_lam, mixup_target, rand_bbox
 from dlo_framework.errors import DloError
 from dlo_plugins.mixing import (
     MODES,
-    Plan,
-    Recipe,
+    MixPlan,
+    MixRecipe,
     clipped_boxes,
-    corrected,
+    correct_lambda,
     draw_plan,
     join_plans,
     mix_by_mask,
@@ -46,12 +46,12 @@ def by_mask(images, plan):
     return mix_by_mask(images, to_device(plan, CPU))
 
 
-def mirrored(lam: list[float], is_cut: list[bool], boxes: list[tuple[int, ...]]) -> Plan:
+def mirrored(lam: list[float], is_cut: list[bool], boxes: list[tuple[int, ...]]) -> MixPlan:
     """A plan from what timm calls its parameters."""
     is_cut, boxes = np.array(is_cut), np.array(boxes)
     boxes = np.where(is_cut[:, None], boxes, [0, HEIGHT, 0, WIDTH])
-    lam, weight = corrected(np.array(lam), 1 - np.array(lam), is_cut, boxes, HEIGHT * WIDTH)
-    return Plan(np.arange(len(lam))[::-1], lam, weight, boxes)
+    lam, weight = correct_lambda(np.array(lam), 1 - np.array(lam), is_cut, boxes, HEIGHT * WIDTH)
+    return MixPlan(np.arange(len(lam))[::-1], lam, weight, boxes)
 
 
 # --- beside timm -------------------------------------------------------------------------------------------------
@@ -147,7 +147,7 @@ def test_the_distribution_is_timms(name):
     """Moments within 4.5 standard errors; lambda, areas and edges by the Kolmogorov-Smirnov test."""
     recipe = RECIPES[name]
     lam, is_cut, boxes = timms_parameters(recipe)
-    ours = draw_plan(Recipe(**recipe, mode="elem"), DRAWS, HEIGHT, WIDTH, np.random.default_rng(0))
+    ours = draw_plan(MixRecipe(**recipe, mode="elem"), DRAWS, HEIGHT, WIDTH, np.random.default_rng(0))
     # A box without an area, and one that is all of the image, say nothing of which of the two was drawn.
     cut = np.zeros(DRAWS, bool) if ours.boxes is None else (ours.weight == 1)
     assert abs(cut.mean() - is_cut.mean()) < 4.5 * np.sqrt(2 * 0.25 / DRAWS)
@@ -179,7 +179,7 @@ def test_targets_and_pixels_have_timms_mean(mode):
     for _ in range(count):
         mixed, soft = theirs(images.clone(), targets)
         expected.append(torch.cat([mixed.mean((1, 2, 3)), soft.flatten()]))
-        plan = draw_plan(Recipe(**BOTH, mode=mode), 4, 8, 8, random)
+        plan = draw_plan(MixRecipe(**BOTH, mode=mode), 4, 8, 8, random)
         soft = mix_targets(soft_targets(targets, 4, 0.1), to_device(plan, CPU))
         found.append(torch.cat([by_pairs(images, plan).mean((1, 2, 3)), soft.flatten()]))
     found, expected = torch.stack(found), torch.stack(expected)
@@ -189,9 +189,9 @@ def test_targets_and_pixels_have_timms_mean(mode):
 
 
 def test_pair_and_batch_draw_what_elem_draws_but_share_it():
-    batches = [draw_plan(Recipe(**BOTH), 6, HEIGHT, WIDTH, np.random.default_rng(i)) for i in range(1500)]
-    pairs = draw_plan(Recipe(**BOTH, mode="pair"), 3000, HEIGHT, WIDTH, np.random.default_rng(0))
-    elems = draw_plan(Recipe(**BOTH, mode="elem"), 3000, HEIGHT, WIDTH, np.random.default_rng(1))
+    batches = [draw_plan(MixRecipe(**BOTH), 6, HEIGHT, WIDTH, np.random.default_rng(i)) for i in range(1500)]
+    pairs = draw_plan(MixRecipe(**BOTH, mode="pair"), 3000, HEIGHT, WIDTH, np.random.default_rng(0))
+    elems = draw_plan(MixRecipe(**BOTH, mode="elem"), 3000, HEIGHT, WIDTH, np.random.default_rng(1))
     for plan in batches:
         assert len(set(plan.lam)) == len(set(map(tuple, plan.boxes))) == 1
     assert (pairs.lam == pairs.lam[::-1]).all()
@@ -215,7 +215,7 @@ def test_pair_and_batch_draw_what_elem_draws_but_share_it():
 )
 def test_lambda_is_the_share_of_the_own_image_and_of_the_own_target(mode, name, size, shape, seed):
     """Each image is 1 in a channel of its own, so that the mean of the channels tells who is in it by how much."""
-    plan = draw_plan(Recipe(**RECIPES[name], mode=mode), size, *shape, np.random.default_rng(seed))
+    plan = draw_plan(MixRecipe(**RECIPES[name], mode=mode), size, *shape, np.random.default_rng(seed))
     images = torch.eye(size).view(size, size, 1, 1).expand(size, size, *shape)
     soft = mix_targets(torch.eye(size), to_device(plan, CPU))
     for how in (by_pairs, by_mask):
@@ -234,7 +234,7 @@ def test_lambda_is_the_share_of_the_own_image_and_of_the_own_target(mode, name, 
 def test_masks_and_slices_give_the_same(name, mode, size):
     images, _ = batch(size)
     for seed in range(10):
-        plan = draw_plan(Recipe(**RECIPES[name], mode=mode), size, HEIGHT, WIDTH, np.random.default_rng(seed))
+        plan = draw_plan(MixRecipe(**RECIPES[name], mode=mode), size, HEIGHT, WIDTH, np.random.default_rng(seed))
         found, expected = by_mask(images, plan), by_pairs(images, plan)
         if name in ("cutmix", "minmax"):
             assert torch.equal(found, expected)
@@ -247,7 +247,7 @@ def test_the_middle_of_an_odd_batch_and_a_single_image_are_left_alone(how):
     for size, middle in ((1, 0), (7, 3)):
         images, targets = batch(size)
         for mode in MODES:
-            plan = draw_plan(Recipe(**BOTH, mode=mode), size, HEIGHT, WIDTH, np.random.default_rng(1))
+            plan = draw_plan(MixRecipe(**BOTH, mode=mode), size, HEIGHT, WIDTH, np.random.default_rng(1))
             found = how(images, plan)
             assert torch.equal(found[middle], images[middle])
             soft = mix_targets(soft_targets(targets, CLASSES, 0.0), to_device(plan, CPU))
@@ -261,7 +261,7 @@ def test_the_middle_of_an_odd_batch_and_a_single_image_are_left_alone(how):
 def test_precision_and_memory_format_are_kept(how, layout, dtype):
     images, _ = batch(layout=layout, dtype=dtype)
     for mode in MODES:
-        plan = draw_plan(Recipe(**BOTH, mode=mode), 6, HEIGHT, WIDTH, np.random.default_rng(5))
+        plan = draw_plan(MixRecipe(**BOTH, mode=mode), 6, HEIGHT, WIDTH, np.random.default_rng(5))
         found, exact = how(images, plan), by_pairs(images.double(), plan)
         assert found.dtype == dtype
         assert found.is_contiguous(memory_format=layout)
@@ -272,7 +272,7 @@ def test_precision_and_memory_format_are_kept(how, layout, dtype):
 
 def test_images_are_written_to_only_where_they_may_be():
     images, _ = batch()
-    plan = draw_plan(Recipe(**BOTH), 6, HEIGHT, WIDTH, np.random.default_rng(0))
+    plan = draw_plan(MixRecipe(**BOTH), 6, HEIGHT, WIDTH, np.random.default_rng(0))
     before, expected = images.clone(), by_pairs(images, plan)
     assert torch.equal(mix_images(images, plan, to_device(plan, CPU), in_place=False), expected)
     assert torch.equal(images, before)
@@ -289,28 +289,28 @@ def test_images_are_written_to_only_where_they_may_be():
 def test_pixels_that_are_not_mixed_are_not_touched_by_infinities():
     images, _ = batch(4)
     images[3] = torch.inf
-    plan = Plan(np.arange(4)[::-1], np.array([1.0, 0.5, 0.5, 0.5]), np.array([0.0, 0.5, 0.5, 0.5]), None)
+    plan = MixPlan(np.arange(4)[::-1], np.array([1.0, 0.5, 0.5, 0.5]), np.array([0.0, 0.5, 0.5, 0.5]), None)
     assert torch.equal(by_pairs(images, plan)[0], images[0])
 
 
 def test_groups_are_mixed_as_batches_of_their_own():
     images, _ = batch(9)
     sizes = [4, 4, 1]
-    plans = [draw_plan(Recipe(**BOTH), size, HEIGHT, WIDTH, np.random.default_rng(size)) for size in sizes]
+    plans = [draw_plan(MixRecipe(**BOTH), size, HEIGHT, WIDTH, np.random.default_rng(size)) for size in sizes]
     expected = torch.cat([by_pairs(part, plan) for part, plan in zip(images.split(sizes), plans, strict=True)])
     torch.testing.assert_close(by_pairs(images, join_plans(plans)), expected)
     torch.testing.assert_close(by_mask(images, join_plans(plans)), expected)
-    rows = [draw_plan(Recipe(**MIXUP), size, 1, 1, np.random.default_rng(size)) for size in sizes]
+    rows = [draw_plan(MixRecipe(**MIXUP), size, 1, 1, np.random.default_rng(size)) for size in sizes]
     assert join_plans(rows).boxes is None
 
 
 @pytest.mark.parametrize("how", [by_pairs, by_mask])
 def test_mixup_takes_inputs_of_any_shape(how):
-    plan = draw_plan(Recipe(**MIXUP), 4, 1, 1, np.random.default_rng(0))
+    plan = draw_plan(MixRecipe(**MIXUP), 4, 1, 1, np.random.default_rng(0))
     rows = torch.eye(4)
     torch.testing.assert_close(how(rows, plan), mix_targets(rows, to_device(plan, CPU)))
     videos = torch.randn(4, 3, 2, HEIGHT, WIDTH)
-    plan = draw_plan(Recipe(**CUTMIX, mode="elem"), 4, HEIGHT, WIDTH, np.random.default_rng(0))
+    plan = draw_plan(MixRecipe(**CUTMIX, mode="elem"), 4, HEIGHT, WIDTH, np.random.default_rng(0))
     frames = torch.stack([how(videos[:, :, frame], plan) for frame in range(2)], dim=2)
     assert torch.equal(how(videos, plan), frames)
 
@@ -345,4 +345,4 @@ def test_soft_targets_are_smoothed_as_in_timm():
 )
 def test_bad_recipes_are_refused(arguments, message):
     with pytest.raises(DloError, match=message):
-        Recipe(**arguments)
+        MixRecipe(**arguments)

@@ -11,17 +11,17 @@ from PIL import Image
 
 from dlo_framework.data import Position
 from dlo_framework.errors import DloError
-from dlo_plugins.points import parse_point
 from dlo_plugins.resizing import (
-    Growth,
-    Steps,
+    GrowingSize,
+    StepSizes,
     check_multiples,
     images_of,
+    replace_images,
     resize_images,
     resized_sides,
     round_down,
-    with_images,
 )
+from dlo_plugins.run_position import parse_position
 
 SAMPLES = 1000  # of an epoch
 
@@ -31,12 +31,12 @@ def at(epochs: float) -> Position:
     return Position(epoch, round((epochs - epoch) * SAMPLES), SAMPLES)
 
 
-def steps(sizes) -> Steps:
-    return Steps({parse_point(point, "test"): size for point, size in sizes.items()})
+def steps(sizes) -> StepSizes:
+    return StepSizes({parse_position(point, "test"): size for point, size in sizes.items()})
 
 
-def growth(start, end, begin, finish, multiple=32, stages=None) -> Growth:
-    return Growth(start, end, parse_point(begin, "test"), parse_point(finish, "test"), multiple, stages)
+def growth(start, end, begin, finish, multiple=32, stages=None) -> GrowingSize:
+    return GrowingSize(start, end, parse_position(begin, "test"), parse_position(finish, "test"), multiple, stages)
 
 
 def test_a_step_holds_from_its_point_on():
@@ -148,7 +148,7 @@ def test_the_images_of_a_batch_are_found_and_replaced(kind):
         "dict": {"image": images, "target": targets},
     }[kind]
     assert images_of(batch, "image") is images
-    changed = with_images(batch, other, "image")
+    changed = replace_images(batch, other, "image")
     assert type(changed) is type(batch)
     assert images_of(changed, "image") is other
     assert images_of(batch, "image") is images

@@ -12,7 +12,7 @@ from lightning.pytorch.demos.boring_classes import BoringModel
 
 from dlo_framework.watch.state_bytes import paper_bytes
 from dlo_plugins.strategies.zero import _may_read_weights
-from dlo_plugins.zero.partition import FlatPartition, balance
+from dlo_plugins.zero.flat_partition import FlatPartition, assign_balanced
 
 SIZES = st.lists(st.integers(1, 50), min_size=1, max_size=12)
 RANKS = st.integers(1, 9)
@@ -65,7 +65,7 @@ def loads(numels: list[int], owners: list[int], ranks: int) -> list[int]:
 
 @given(SIZES, RANKS)
 def test_whole_tensors_are_dealt_out_evenly(numels: list[int], ranks: int) -> None:
-    owners = balance(numels, ranks)
+    owners = assign_balanced(numels, ranks)
     assert len(owners) == len(numels)
     found = loads(numels, owners, ranks)
     assert sum(found) == sum(numels)
@@ -76,7 +76,7 @@ def test_whole_tensors_are_dealt_out_evenly(numels: list[int], ranks: int) -> No
 def test_the_largest_load_is_within_a_third_of_the_best_there_is(numels: list[int], ranks: int) -> None:
     every = itertools.product(range(ranks), repeat=len(numels))
     best = min(max(loads(numels, list(owners), ranks)) for owners in every)
-    assert max(loads(numels, balance(numels, ranks), ranks)) <= 4 / 3 * best
+    assert max(loads(numels, assign_balanced(numels, ranks), ranks)) <= 4 / 3 * best
 
 
 def test_the_paper_s_own_figures() -> None:

@@ -5,7 +5,7 @@ import timm.optim
 import torch
 from torch import nn
 
-from dlo_plugins.zero.probe import kind_of
+from dlo_plugins.zero.optimizer_probe import probe_optimizer
 
 
 def parameters() -> list[nn.Parameter]:
@@ -28,7 +28,7 @@ def parameters() -> list[nn.Parameter]:
     ],
 )
 def test_known_optimizers(make, kind: str) -> None:
-    assert kind_of(make(parameters())) == kind
+    assert probe_optimizer(make(parameters())) == kind
 
 
 class AskingForAClosure(torch.optim.AdamW):
@@ -41,7 +41,7 @@ class AskingForAClosure(torch.optim.AdamW):
 
 
 def test_an_optimizer_that_asks_for_a_closure_gets_one() -> None:
-    assert kind_of(AskingForAClosure(parameters())) == "elementwise"
+    assert probe_optimizer(AskingForAClosure(parameters())) == "elementwise"
 
 
 class Own(torch.optim.SGD):
@@ -63,23 +63,23 @@ class Own(torch.optim.SGD):
 @pytest.mark.parametrize(("whole", "kind"), [(True, "tensor"), (False, "elementwise")])
 def test_an_optimizers_own_attributes_and_one_that_it_wraps(whole: bool, kind: str) -> None:
     own = Own(parameters(), whole)
-    assert kind_of(own) == kind
+    assert probe_optimizer(own) == kind
     assert (own.seen, float(own.scale)) == ({"steps": 0}, 1)
     around = timm.optim.Lookahead(own, alpha=0.5, k=2)
-    assert kind_of(around) == kind
+    assert probe_optimizer(around) == kind
     assert around.param_groups is own.param_groups
     assert (own.seen, own.param_groups[0]["lookahead_step"], dict(own.state)) == ({"steps": 0}, 0, {})
 
 
 def test_a_flag_that_takes_a_mean_over_the_tensor_changes_the_kind() -> None:
-    assert kind_of(timm.optim.create_optimizer_v2(parameters(), "lion")) == "elementwise"
-    assert kind_of(timm.optim.create_optimizer_v2(parameters(), "clion")) == "tensor"
+    assert probe_optimizer(timm.optim.create_optimizer_v2(parameters(), "lion")) == "elementwise"
+    assert probe_optimizer(timm.optim.create_optimizer_v2(parameters(), "clion")) == "tensor"
 
 
 def test_one_group_of_several_decides() -> None:
     first, second = parameters()
     optimizer = timm.optim.Lion([{"params": [first]}, {"params": [second], "caution": True}])
-    assert kind_of(optimizer) == "tensor"
+    assert probe_optimizer(optimizer) == "tensor"
 
 
 def test_nothing_of_the_optimizer_changes() -> None:
@@ -89,7 +89,7 @@ def test_nothing_of_the_optimizer_changes() -> None:
     schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 0.1)
     calls: list[int] = []
     optimizer.register_step_post_hook(lambda *_: calls.append(1))
-    assert kind_of(optimizer) == "elementwise"
+    assert probe_optimizer(optimizer) == "elementwise"
     assert not optimizer.state
     assert not calls
     assert optimizer.param_groups[0]["params"] is not None

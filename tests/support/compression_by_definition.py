@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from dlo_plugins.compression.layout import Layout
+from dlo_plugins.compression.block_layout import BlockLayout
 from dlo_plugins.compression.sign_compression import block_scales, decompress, pack_signs
 
 
@@ -13,7 +13,7 @@ def compress(values: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def average_in_one_process(
-    inputs: list[Tensor], worker_errors: list[Tensor], server_errors: list[Tensor], layout: Layout
+    inputs: list[Tensor], worker_errors: list[Tensor], server_errors: list[Tensor], layout: BlockLayout
 ) -> tuple[Tensor, list[Tensor], list[Tensor]]:
     """Returns the mean, and the new worker and server errors, by the definition: every rank's part in turn.
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from dlo_framework.distributed.collectives import Communicator
 from dlo_plugins.copy_streams import CopyStreams
-from dlo_plugins.zero import group
+from dlo_plugins.zero import flat_group
 
 
 class LateWork:
@@ -42,7 +42,7 @@ class LateWork:
 
 
 class LateCopied(LateWork):
-    """A copy that has been started; see :class:`dlo_plugins.copy_streams.Copied`."""
+    """A copy that has been started; see :class:`dlo_plugins.copy_streams.CopyHandle`."""
 
     launching: LateCopied | None = None
     blocked = 0  # how often the host has waited for a copy that was not done
@@ -53,7 +53,7 @@ class LateCopied(LateWork):
         self.wait()
 
     @contextlib.contextmanager
-    def followed(self) -> Iterator[None]:
+    def stream_context(self) -> Iterator[None]:
         """What is started inside runs after the copy."""
         LateCopied.launching = self
         try:
@@ -112,7 +112,7 @@ def late() -> Iterator[dict[str, int]]:
 
         return mock.patch.object(Communicator, name, start)
 
-    with of("reduce_scatter"), of("all_gather"), mock.patch.object(group, "copy_streams", late_streams):
+    with of("reduce_scatter"), of("all_gather"), mock.patch.object(flat_group, "copy_streams", late_streams):
         yield started
 
 

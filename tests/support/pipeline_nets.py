@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dlo_framework.plan import ParallelPlan
-from dlo_plugins.pipeline.actions import Action, Kind
+from dlo_plugins.pipeline.actions import Action, ActionKind
 
 
 @dataclass
@@ -111,7 +111,7 @@ def sequential(micro_batches: int) -> Case:
 def picture(name: str, micro_batches: int, size: int = 32, **options: Any) -> Case:
     import timm
 
-    from dlo_tasks.imagenet.plans import plan_for
+    from dlo_tasks.imagenet.timm_plans import plan_for
 
     model = timm.create_model(name, num_classes=7, **options)
     batches = [(torch.randn(3, 3, size, size), torch.randint(7, (3,))) for _ in range(micro_batches)]
@@ -142,8 +142,8 @@ def resnet(micro_batches: int) -> Case:
 def language(model_type: str, micro_batches: int, packed: bool = False, **options: Any) -> Case:
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    from dlo_tasks.llm.models import hidden_states
-    from dlo_tasks.llm.plans import plan_for
+    from dlo_tasks.llm.language_models import hidden_states
+    from dlo_tasks.llm.language_plans import plan_for
 
     sizes = {
         "vocab_size": 61, "hidden_size": 24, "intermediate_size": 48, "num_hidden_layers": 6, "num_attention_heads": 4,
@@ -204,9 +204,9 @@ def most_in_flight(order: Iterable[Action]) -> int:
     """
     held, most = 0, 0
     for action in order:
-        if action.kind is Kind.FORWARD:
+        if action.kind is ActionKind.FORWARD:
             held += 1
-        elif action.kind in (Kind.BACKWARD, Kind.WEIGHT):
+        elif action.kind in (ActionKind.BACKWARD, ActionKind.WEIGHT):
             held -= 1
         most = max(most, held)
     return most

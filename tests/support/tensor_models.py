@@ -10,13 +10,13 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from dlo_framework.cuts import layout_of
 from dlo_framework.plan import ParallelPlan
+from dlo_framework.tensor_slice import get_layout
 from dlo_plugins.appliers.tensor_parallel import TensorParallel
-from dlo_tasks.imagenet.plans import plan_for as plan_for_images
-from dlo_tasks.llm.models import head_of, hidden_states
-from dlo_tasks.llm.plans import plan_for as plan_for_text
-from dlo_tasks.llm.vocabulary_loss import NO_TARGET, summed_loss
+from dlo_tasks.imagenet.timm_plans import plan_for as plan_for_images
+from dlo_tasks.llm.language_models import find_head, hidden_states
+from dlo_tasks.llm.language_plans import plan_for as plan_for_text
+from dlo_tasks.llm.vocabulary_loss import IGNORE_INDEX, summed_loss
 
 SIZES: dict[str, Any] = {
     "vocab_size": 61,
@@ -64,14 +64,14 @@ def tokens(length: int = 9, rows: int = 2) -> tuple[Tensor, Tensor]:
     ids = torch.randint(0, SIZES["vocab_size"], (rows, length), generator=generator)
     ids[0, 1] = SIZES["pad_token_id"]  # Its embedding gets no gradient.
     labels = ids.roll(-1, dims=1)
-    labels[:, ::4] = NO_TARGET
+    labels[:, ::4] = IGNORE_INDEX
     return ids, labels
 
 
 def text_loss(model: Any, length: int = 9) -> Tensor:
     ids, labels = tokens(length)
     hidden = hidden_states(model, input_ids=ids)
-    return summed_loss(head_of(model), hidden.flatten(0, 1), labels.flatten(), chunk=5)
+    return summed_loss(find_head(model), hidden.flatten(0, 1), labels.flatten(), chunk=5)
 
 
 def image_loss(model: Any, size: int = 16) -> Tensor:
@@ -100,10 +100,10 @@ def whole_weights(model: nn.Module) -> dict[str, Tensor]:
 def whole(
     model: nn.Module, name: str, part: Tensor, partial: bool = True, group: dist.ProcessGroup | None = None
 ) -> Tensor:
-    layout = layout_of(model)
-    if name in layout.cuts:
-        found = torch.zeros(layout.cuts[name].whole_shape(part.shape), dtype=part.dtype)
-        made = layout.cuts[name]
+    layout = get_layout(model)
+    if name in layout.slices:
+        found = torch.zeros(layout.slices[name].full_shape(part.shape), dtype=part.dtype)
+        made = layout.slices[name]
         for at, of_whole, count in made.overlaps(0, made.length):
             found.narrow(made.dim, of_whole, count).copy_(part.narrow(made.dim, at, count))
     elif partial and name in layout.partial:
@@ -117,7 +117,7 @@ def whole(
 def sum_partial(model: nn.Module) -> None:
     """Does what a strategy does before a step."""
     for name, parameter in model.named_parameters():
-        if name in layout_of(model).partial and parameter.grad is not None:
+        if name in get_layout(model).partial and parameter.grad is not None:
             dist.all_reduce(parameter.grad)
 
 

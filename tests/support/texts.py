@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from dlo_tasks.llm.batches import IGNORED
-from dlo_tasks.llm.step_tokens import Accumulation, TextBatchSampler
+from dlo_tasks.llm.batches import IGNORE_INDEX
+from dlo_tasks.llm.step_tokens import AccumulationPlan, TextBatchSampler
 
 TEXT = "the loss of a packed document equals its loss alone and no window sees another one twice"
 WORDS = TEXT.split()
@@ -52,7 +52,7 @@ def sampler(world_size=1, rank=0, accumulate=1, size=40, lengths=None, **options
         size,
         targets=targets,
         lengths=lengths,
-        accumulation=lambda: Accumulation(accumulate, float("inf")),
+        accumulation=lambda: AccumulationPlan(accumulate, float("inf")),
         **{"batch_size": 8 // world_size, "shuffle": True, "drop_last": True, "rank": rank, "world_size": world_size}
         | options,
     )
@@ -65,7 +65,7 @@ def documents_in(batch: dict[str, torch.Tensor]) -> list[tuple[list[int], list[i
         starts = [*torch.where(positions == 0)[0].tolist(), len(ids)]
         for first, past in pairwise(starts):
             assert positions[first:past].tolist() == list(range(past - first))
-            real = (labels[first:past] != IGNORED).nonzero()
+            real = (labels[first:past] != IGNORE_INDEX).nonzero()
             if len(real):
                 past = first + int(real[-1]) + 1
                 found.append((ids[first:past].tolist(), labels[first:past].tolist()))

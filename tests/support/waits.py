@@ -205,7 +205,12 @@ class WaitsOfSteps(Callback):
     """
 
     #: Where batches are made and moved: on the CPU of every machine, and by copies that wait for none.
-    _LOADING = ("fetchers.py:__next__", "apply_func.py:move_data_to_device", "counted.py:count", "visibility.py:count")
+    _LOADING = (
+        "fetchers.py:__next__",
+        "apply_func.py:move_data_to_device",
+        "batch_counts.py:count_rows",
+        "visibility.py:count_ends",
+    )
 
     def __init__(self, allowed: tuple[str, ...] = ()) -> None:
         self.waits = Waits((*self._LOADING, *allowed))

@@ -9,7 +9,7 @@ from torchmetrics.classification import MulticlassAccuracy, MulticlassConfusionM
 from dlo_framework.data import VOID
 from dlo_framework.errors import DloError
 from dlo_tasks.imagenet import losses
-from dlo_tasks.imagenet.measures import Confusion, SampleMean
+from dlo_tasks.imagenet.sample_metrics import Confusion, SampleMean
 
 
 @pytest.fixture

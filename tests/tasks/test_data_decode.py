@@ -14,7 +14,7 @@ from PIL import Image
 from sklearn.datasets import load_sample_images
 
 from dlo_tasks.imagenet import decode
-from dlo_tasks.imagenet.decode import Box, CorruptImage, decode_crop, read_jpeg_header, resize_into
+from dlo_tasks.imagenet.decode import Box, CorruptImageError, decode_crop, read_jpeg_header, resize_into
 
 PHOTOS = [Image.fromarray(photo) for photo in load_sample_images().images]  # 640 x 427
 WHOLE = lambda h, w: Box(0, 0, h, w)
@@ -167,7 +167,7 @@ def bomb_jpeg() -> bytes:
     ids=["jpeg cut", "png cut", "jpeg header", "empty", "html", "no frame", "png bomb", "jpeg bomb"],
 )
 def test_corrupt_files_are_named_so(libraries, data: bytes, reason: str) -> None:
-    with pytest.raises(CorruptImage, match=reason):
+    with pytest.raises(CorruptImageError, match=reason):
         decode_crop(data, WHOLE, 224, exact=False)
 
 
@@ -176,11 +176,11 @@ def test_any_cut_of_a_file_is_either_refused_or_as_large_as_it_says() -> None:
     for length in range(0, len(data), 7):
         try:
             pixels, _ = decode_crop(data[:length], WHOLE, 32, exact=True)
-        except CorruptImage:
+        except CorruptImageError:
             continue
         assert pixels.shape == (48, 64, 3)
 
 
 def test_the_error_travels_between_processes() -> None:
-    error = pickle.loads(pickle.dumps(CorruptImage("corrupt image x.jpg")))
-    assert (type(error), str(error)) == (CorruptImage, "corrupt image x.jpg")
+    error = pickle.loads(pickle.dumps(CorruptImageError("corrupt image x.jpg")))
+    assert (type(error), str(error)) == (CorruptImageError, "corrupt image x.jpg")

@@ -18,10 +18,10 @@ from torchvision.datasets import ImageFolder
 
 from dlo_framework.data import VOID, Draw
 from dlo_framework.errors import DloError
-from dlo_tasks.imagenet.decode import CorruptImage
+from dlo_tasks.imagenet.decode import CorruptImageError
 from dlo_tasks.imagenet.folder import ImageFolderData
 from dlo_tasks.imagenet.folder_sources import ShardSource
-from dlo_tasks.imagenet.shards import build_index, load_index
+from dlo_tasks.imagenet.tar_shards import build_index, load_index
 
 PHOTOS = load_sample_images().images
 CLASSES = ["china", "flower"]
@@ -160,7 +160,7 @@ def test_repeated_augmentation_gives_different_views_of_one_image(tmp_path: Path
 def test_a_corrupt_image_is_named_and_the_run_stops(tmp_path: Path, workers: int) -> None:
     bad = write_folders(tmp_path) / "train" / "flower" / "03.jpg"
     bad.write_bytes(jpeg(3)[:2000])
-    with pytest.raises(CorruptImage) as caught:
+    with pytest.raises(CorruptImageError) as caught:
         list(data(tmp_path, num_workers=workers).train_dataloader())
     assert str(caught.value) == f"corrupt image {bad} (index 7, rank 0): truncated; set on_corrupt=skip"
 

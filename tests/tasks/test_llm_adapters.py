@@ -36,7 +36,7 @@ def trained(model: nn.Module) -> set[str]:
 def test_every_projection_of_the_blocks_is_adapted_and_nothing_else_trains(family: str, count: int) -> None:
     model = make(family)
     before = model(input_ids=IDS).logits
-    adapters.adapt(model, model.get_output_embeddings(), Lora(rank=3), torch.float32)
+    adapters.add_adapters(model, model.get_output_embeddings(), Lora(rank=3), torch.float32)
     assert torch.equal(model(input_ids=IDS).logits, before)  # B begins as zero
     assert len(adapters.adapter_layers(model)) == 2 * count
     assert all(".lora_" in name for name in trained(model))
@@ -47,14 +47,14 @@ def test_every_projection_of_the_blocks_is_adapted_and_nothing_else_trains(famil
 
 def test_targets_are_those_that_are_named_the_head_too() -> None:
     model = make()
-    adapters.adapt(model, model.lm_head, Lora(targets=["layers.0.self_attn.q_proj", "lm_head"]), torch.float32)
+    adapters.add_adapters(model, model.lm_head, Lora(targets=["layers.0.self_attn.q_proj", "lm_head"]), torch.float32)
     assert set(adapters.adapter_layers(model)) == {"model.layers.0.self_attn.q_proj", "lm_head"}
 
 
 def test_an_unknown_target_is_refused_with_the_nearest_name() -> None:
     model = make()
     with pytest.raises(DloError, match=r"lora.targets must be among q_proj, .*, got q_porj; did you mean 'q_proj'\?"):
-        adapters.adapt(model, model.lm_head, Lora(targets=["v_proj", "q_porj"]), torch.float32)
+        adapters.add_adapters(model, model.lm_head, Lora(targets=["v_proj", "q_porj"]), torch.float32)
     task = CausalLM(config={"model_type": "llama", **SIZES}, lora=Lora(targets=["w_q"]))
     with pytest.raises(DloError, match=r"lora.targets must be among .*, got w_q"):
         task.check(None)
@@ -62,7 +62,7 @@ def test_an_unknown_target_is_refused_with_the_nearest_name() -> None:
 
 def test_merged_weights_are_what_the_adapters_made_of_them() -> None:
     model = make("gpt2")
-    adapters.adapt(model, model.lm_head, Lora(rank=2, alpha=8), torch.float32)
+    adapters.add_adapters(model, model.lm_head, Lora(rank=2, alpha=8), torch.float32)
     names = set(make("gpt2").state_dict())
     for name, parameter in model.named_parameters():
         if ".lora_" in name:
@@ -71,7 +71,7 @@ def test_merged_weights_are_what_the_adapters_made_of_them() -> None:
     layer = model.transformer.h[0].mlp.c_fc
     delta = (8 / 2) * layer.lora_B["default"].weight @ layer.lora_A["default"].weight
     wanted = layer.base_layer.weight + delta.T
-    adapters.merge(model)
+    adapters.merge_adapters(model)
     torch.testing.assert_close(model(input_ids=IDS).logits, expected, rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(model.transformer.h[0].mlp.c_fc.weight, wanted)
     assert set(model.state_dict()) == names
@@ -92,14 +92,14 @@ def test_adapters_may_be_wider_than_the_weights_they_stand_beside() -> None:
 def test_frozen_parts_are_named_by_patterns() -> None:
     model = make(tie_word_embeddings=True)
     every = trained(model)
-    adapters.freeze(model, ["lm_head", "model.layers.*.self_attn"])
+    adapters.freeze_parameters(model, ["lm_head", "model.layers.*.self_attn"])
     assert trained(model) == {name for name in every if "embed" not in name and "self_attn" not in name}
     with pytest.raises(
         DloError, match=r"freeze must match parameters of the model, got 'model.layer'; did you mean 'model.layers"
     ):
-        adapters.freeze(model, ["model.layer"])
+        adapters.freeze_parameters(model, ["model.layer"])
     with pytest.raises(DloError, match="freeze must leave a parameter to train"):
-        adapters.freeze(model, ["model", "lm_head"])
+        adapters.freeze_parameters(model, ["model", "lm_head"])
 
 
 @pytest.mark.parametrize("values", [{"rank": 0}, {"alpha": -1.0}, {"dropout": 1.0}, {"targets": []}])

@@ -11,8 +11,8 @@ from torch.utils.data import DataLoader
 
 from dlo_framework.errors import DloError
 from dlo_framework.testing import run_distributed
-from dlo_framework.testing.state import whole_weights
-from dlo_framework.testing.training import leave_group, quiet
+from dlo_framework.testing.full_state import gather_full_weights
+from dlo_framework.testing.training import leave_group, silence_lightning
 from dlo_plugins.callbacks.compile import Compile
 from dlo_plugins.strategies.fsdp import FSDPStrategy
 from dlo_plugins.strategies.mesh import MeshStrategy
@@ -122,11 +122,11 @@ def _fitted(folder: Path, strategy: Any, devices: int, balanced: bool = True, **
     )
     task = task_of(output_router_logits=balanced, recompute=True, optimizer="sgd", lr=0.1, schedule="constant")
     trainer.fit(task, datamodule=Tokens())
-    return whole_weights(trainer)
+    return gather_full_weights(trainer)
 
 
 def _on_ranks(rank: int, world_size: int, folder: Path) -> list[dict[str, Tensor]]:
-    quiet()
+    silence_lightning()
     strategies = [FSDPStrategy(), ZeroStrategy(3), MeshStrategy(tp=2, dp_shard=1)]
     found = [_fitted(folder, strategy, world_size) for strategy in strategies]
     leave_group()
@@ -154,7 +154,7 @@ def test_axes_that_divide_blocks_or_sequences_are_refused(axes: dict[str, Any], 
     strategy = MeshStrategy(dp_shard=1, **axes)
     strategy.parallel_devices = [torch.device("cpu")] * 2
     task = CausalLM(config={"model_type": "mixtral", **SIZES, **FAMILIES["mixtral"]})
-    with pytest.raises(DloError, match=rf"routers' logits.* {named} divides among ranks; use the other axes"):
+    with pytest.raises(DloError, match=rf"routers' logits.*, got {named}, which divides them; use the other axes"):
         strategy.check_model(task)
 
 

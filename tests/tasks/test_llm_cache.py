@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from dlo_framework.errors import DloError
-from dlo_tasks.llm.token_cache import BadCache, Document, TokenStore, verify, write_store
+from dlo_tasks.llm.token_cache import DamagedTokenCache, Document, TokenStore, verify_checksum, write_store
 
 
 def document(ids, learned=None, digest=1, file=0, row=1):
@@ -38,7 +38,7 @@ def test_what_is_written_is_read(path):
     assert (store.files.tolist(), store.rows.tolist()) == ([0, 0, 1], [1, 2, 7])
     assert len(store) == 3
     assert not store.all_learned
-    verify(path)
+    verify_checksum(path)
     assert os.listdir(path.parent) == ["tokens.bin"]
 
 
@@ -80,7 +80,9 @@ def test_a_store_that_is_sent_to_a_worker_maps_the_file_again(path):
 def test_a_truncated_cache_is_refused(path):
     size = path.stat().st_size
     os.truncate(path, size - 1)
-    with pytest.raises(BadCache, match=rf"tokens.bin: the token cache is truncated: {size - 1} of {size} bytes"):
+    with pytest.raises(
+        DamagedTokenCache, match=rf"tokens.bin: the token cache is truncated: {size - 1} of {size} bytes"
+    ):
         TokenStore(path)
 
 
@@ -91,8 +93,8 @@ def test_a_changed_byte_is_found(path, place, message):
     content = bytearray(path.read_bytes())
     content[place] ^= 1
     path.write_bytes(content)
-    with pytest.raises(BadCache, match=message):
-        verify(path)
+    with pytest.raises(DamagedTokenCache, match=message):
+        verify_checksum(path)
 
 
 def test_an_interrupted_write_leaves_nothing(tmp_path):

@@ -12,8 +12,8 @@ import yaml
 from lightning.pytorch import Trainer
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from dlo_tasks.llm import models
-from dlo_tasks.llm.adapters import Lora, adapt
+from dlo_tasks.llm import language_models
+from dlo_tasks.llm.adapters import Lora, add_adapters
 from dlo_tasks.llm.causal_lm import CausalLM
 from dlo_tasks.llm.generation import Sampling
 from dlo_tasks.llm.text_data import TextData
@@ -90,8 +90,8 @@ def test_a_recipe_is_accepted_by_its_classes(name: str, monkeypatch: pytest.Monk
     given = config["model"]["init_args"]
     assert set(config["trainer"]) <= set(inspect.signature(Trainer).parameters)
     if "model" in given:  # The hub is out of reach of tests.
-        made = models.read_config(None, tiny)
-        monkeypatch.setattr(models, "read_config", lambda model, config: made)
+        made = language_models.read_config(None, tiny)
+        monkeypatch.setattr(language_models, "read_config", lambda model, config: made)
         assert given["model"] in SIZES
     if given.get("optimizer") == "OneBitAdam":
         importlib.import_module("dlo_plugins.compression.one_bit_adam")  # As the run's callback does.
@@ -124,7 +124,7 @@ def test_adapters_take_what_the_header_says() -> None:
     assert float(billions) == pytest.approx(parameters(model) / 1e9, abs=0.005)
     assert float(frozen) == pytest.approx(2 * parameters(model) / 1e9, abs=0.05)
     with torch.device("meta"):
-        adapt(model, model.lm_head, Lora(**given["lora"]), torch.float32)
+        add_adapters(model, model.lm_head, Lora(**given["lora"]), torch.float32)
     assert float(millions) == pytest.approx(parameters(model) / 1e6, abs=0.05)
     assert float(state) == pytest.approx(16 * parameters(model) / 1e9, abs=0.05)
 

@@ -11,7 +11,7 @@ import torch
 from lightning.pytorch import Callback, Trainer
 from torch import Tensor
 
-from dlo_tasks.llm import counted, families
+from dlo_tasks.llm import batch_counts, families
 from dlo_tasks.llm.causal_lm import CausalLM
 from support.token_batches import GROUPED, packed_rows
 from support.waits import Waits
@@ -31,7 +31,7 @@ def batch(**more: Any) -> dict[str, Tensor]:
 
 
 def as_moved(found: dict[str, Tensor]) -> dict[str, Tensor]:
-    counted.leave(found, counted.count(found))
+    batch_counts.attach_counts(found, batch_counts.count_rows(found))
     return found
 
 
@@ -56,13 +56,13 @@ def test_a_loss_whose_targets_are_counted_asks_for_nothing_and_is_the_same(targe
 def test_documents_that_are_counted_are_not_asked_for_and_others_once() -> None:
     positions = PLACES.clone()
     with Waits() as waits:
-        expected = families.lengths_of_documents(positions)
+        expected = families.flash_arguments(positions)
     assert waits.calls == ["tolist"]
     assert expected["cu_seq_lens_q"].tolist() == [0, 3, 8, 14, 16]
     assert expected["max_length_q"] == 6
     as_moved({"position_ids": positions})
     with Waits() as waits:
-        found = families.lengths_of_documents(positions)
+        found = families.flash_arguments(positions)
     assert waits.calls == []
     assert torch.equal(found["cu_seq_lens_k"], expected["cu_seq_lens_k"])
     assert found["max_length_k"] == 6
@@ -71,18 +71,18 @@ def test_documents_that_are_counted_are_not_asked_for_and_others_once() -> None:
 def test_counts_are_of_these_very_tensors_as_they_were() -> None:
     found = as_moved(batch())
     number = int((found["labels"] != -100).sum())
-    assert counted.targets_of(found["labels"]) == number
+    assert batch_counts.read_target_count(found["labels"]) == number
     other = found["labels"].t().contiguous().t()  # of the same shape, in another order
     for part in (found["labels"][:, :4], found["labels"].T, found["labels"].flatten(), found["labels"][::2], other[:2]):
-        assert counted.targets_of(part) is None
-    assert counted.targets_of(found["labels"].clone()) is None
-    assert counted.documents_of(PLACES) == (4, 6, 1)
-    assert counted.documents_of(torch.tensor([[5, 6, 7, 8], [2, 3, 9, 10]])) == (3, 4, 0)
+        assert batch_counts.read_target_count(part) is None
+    assert batch_counts.read_target_count(found["labels"].clone()) is None
+    assert batch_counts.count_documents(PLACES) == (4, 6, 1)
+    assert batch_counts.count_documents(torch.tensor([[5, 6, 7, 8], [2, 3, 9, 10]])) == (3, 4, 0)
     found["labels"][found["labels"] != -100] = -100
-    assert counted.targets_of(found["labels"]) is None
+    assert batch_counts.read_target_count(found["labels"]) is None
     assert task().training_step(found, 0)["loss"] == 0
     with torch.inference_mode():  # Where tensors do not note that they are written to.
-        assert counted.targets_of(as_moved(batch())["labels"].clone()) is None
+        assert batch_counts.read_target_count(as_moved(batch())["labels"].clone()) is None
 
 
 @pytest.mark.parametrize("is_view", [False, True])
@@ -97,18 +97,18 @@ def test_rows_of_a_batch_are_known_too(is_view: bool) -> None:
     labels, positions = found["labels"], found["position_ids"]
     for first, past in ((0, 2), (1, 4), (3, 4), (0, 4)):
         with Waits() as waits:
-            number = counted.targets_of(labels[first:past])
-            documents = counted.documents_of(positions[first:past])
+            number = batch_counts.read_target_count(labels[first:past])
+            documents = batch_counts.count_documents(positions[first:past])
         assert waits.calls == []
         assert number == int((labels[first:past] != -100).sum())
-        assert documents == counted.documents_of(positions[first:past].clone())
+        assert documents == batch_counts.count_documents(positions[first:past].clone())
     labels[0] = -100
-    assert counted.targets_of(labels[2:]) is None  # written to since
+    assert batch_counts.read_target_count(labels[2:]) is None  # written to since
 
 
 def test_batches_of_no_text_are_left_alone() -> None:
     for other in ((torch.zeros(2, 3), torch.zeros(2)), {"input_ids": torch.zeros(2, 3)}, torch.zeros(2)):
-        assert counted.count(other) == {}
+        assert batch_counts.count_rows(other) == {}
 
 
 class Noting(Callback):
@@ -119,8 +119,10 @@ class Noting(Callback):
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
         labels = batch["labels"]
-        self.pairs.append((counted.targets_of(labels), int((labels != -100).sum())))
-        assert counted.documents_of(batch["position_ids"]) == counted.documents_of(copy.deepcopy(batch["position_ids"]))
+        self.pairs.append((batch_counts.read_target_count(labels), int((labels != -100).sum())))
+        assert batch_counts.count_documents(batch["position_ids"]) == batch_counts.count_documents(
+            copy.deepcopy(batch["position_ids"])
+        )
 
 
 def test_the_datamodule_counts_what_it_gives_out(make, tmp_path) -> None:

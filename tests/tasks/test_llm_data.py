@@ -13,8 +13,8 @@ from torch.nn import functional as F
 from dlo_framework.accumulation import AccumulationTail
 from dlo_framework.errors import DloError
 from dlo_framework.resume import ExactResume
-from dlo_tasks.llm.batches import IGNORED
-from dlo_tasks.llm.tokenizer import filler_id
+from dlo_tasks.llm.batches import IGNORE_INDEX
+from dlo_tasks.llm.tokenizer import find_filler_id
 from support.texts import CHATML, WORDS, documents_in, lines, sampler, sentences
 
 # --- what a batch holds --------------------------------------------------------------------------------------
@@ -48,7 +48,7 @@ def test_windows_are_full_and_their_padding_is_no_document(make):
         "tokens_in_step": (),
     }
     assert all(values.dtype == torch.int64 for values in batch.values())
-    unused = batch["labels"] == IGNORED
+    unused = batch["labels"] == IGNORE_INDEX
     assert set(batch["input_ids"][unused].tolist()) <= {data.tokenizer.pad_token_id}
     assert data.statistics["train"].fill > 0.97
 
@@ -58,10 +58,10 @@ def test_padded_batches_are_as_long_as_their_longest_and_run_on(make):
     data.setup("fit")
     widths, used, made = set(), 0, 0
     for batch in data.train_dataloader():
-        used += int((batch["labels"] != IGNORED).sum())
+        used += int((batch["labels"] != IGNORE_INDEX).sum())
         made += batch["labels"].numel()
         width = batch["input_ids"].shape[1]
-        longest = int((batch["labels"] != IGNORED).sum(1).max())
+        longest = int((batch["labels"] != IGNORE_INDEX).sum(1).max())
         assert longest <= width < longest + 8 or width == 48
         assert torch.equal(batch["position_ids"], torch.arange(width).expand(4, width))
         assert "attention_mask" not in batch  # padding stands behind all that is real
@@ -108,7 +108,7 @@ def test_only_answers_are_labels_of_chats_and_pairs(make, tmp_path):
     data = make(train_files=str(file), chat_template=str(tmp_path / "chat.jinja"), batch_size=1)
     data.setup("fit")
     (batch,) = data.train_dataloader()
-    labels = batch["labels"][batch["labels"] != IGNORED]
+    labels = batch["labels"][batch["labels"] != IGNORE_INDEX]
     assert data.tokenizer.decode(labels) in (
         "equals</> document<|endoftext|>",
         " document<|endoftext|>equals</>",
@@ -123,7 +123,7 @@ def test_validation_visits_each_window_once(make):
     data.setup("fit")
     loader = data.val_dataloader()
     batches = list(loader)
-    assert sum(int((batch["labels"] != IGNORED).sum()) for batch in batches) == data.statistics["val"].targets
+    assert sum(int((batch["labels"] != IGNORE_INDEX).sum()) for batch in batches) == data.statistics["val"].targets
     assert "tokens_in_step" not in batches[0]
 
 
@@ -152,7 +152,7 @@ def test_the_loss_of_a_packed_document_is_its_loss_alone(make, llama):
     documents = documents_in(batch)
     assert len(documents) > 4 * 2
     packed = F.cross_entropy(logits_of(llama, batch).flatten(0, 1), batch["labels"].flatten(), reduction="none")
-    packed = packed[batch["labels"].flatten() != IGNORED]
+    packed = packed[batch["labels"].flatten() != IGNORE_INDEX]
     alone = []
     for ids, labels in documents:
         with torch.no_grad():
@@ -183,7 +183,7 @@ def test_no_document_of_a_window_is_padding_alone(make):
     for batch in data.train_dataloader():
         for ids, positions in zip(batch["input_ids"], batch["position_ids"], strict=True):
             starts = [*torch.where(positions == 0)[0].tolist(), len(ids)]
-            filler = filler_id(data.tokenizer)
+            filler = find_filler_id(data.tokenizer)
             padded += bool(ids[-1] == filler)
             assert all((ids[first:past] != filler).any() for first, past in pairwise(starts))
     assert padded
@@ -204,7 +204,7 @@ class Recorder(LightningModule):
     def training_step(self, batch, batch_idx):
         if len(self.seen) == self.stop_at:
             raise RuntimeError("power cut")
-        count = int((batch["labels"] != IGNORED).sum())
+        count = int((batch["labels"] != IGNORE_INDEX).sum())
         sum_of = int(
             (batch["input_ids"] * torch.arange(1, batch["input_ids"].numel() + 1).view_as(batch["input_ids"])).sum()
         )

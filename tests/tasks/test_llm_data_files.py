@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from dlo_framework.errors import DloError
-from dlo_tasks.llm.build import cached_tokens
 from dlo_tasks.llm.records import content_hash
 from dlo_tasks.llm.text_data import TextData
+from dlo_tasks.llm.token_build import cached_tokens
 from dlo_tasks.llm.tokenizer import fingerprint
 from support.texts import documents_in, lines, sentences, word_tokenizer
 
@@ -47,11 +47,11 @@ def test_a_split_without_documents_is_refused(make):
 
 def tokenised(monkeypatch) -> list[int]:
     """Counts how often files are tokenised from now on."""
-    from dlo_tasks.llm import build
+    from dlo_tasks.llm import token_build
 
     calls: list[int] = []
-    original = build.write_store
-    monkeypatch.setattr(build, "write_store", lambda *args: (calls.append(1), original(*args)))
+    original = token_build.write_store
+    monkeypatch.setattr(token_build, "write_store", lambda *args: (calls.append(1), original(*args)))
     return calls
 
 

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 from dlo_framework.data import data_parallel_coordinates
 from dlo_framework.testing import Case, assert_parity
-from dlo_tasks.llm import build as building
+from dlo_tasks.llm import token_build as building
 from dlo_tasks.llm.text_data import TextData
 
 WORDS = ["the", "loss", "of", "a", "token", "is", "the", "same", "on", "any", "number", "of", "ranks"]

@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import AutoConfig
 
 from dlo_framework.errors import DloError
-from dlo_tasks.llm import families, models
+from dlo_tasks.llm import families, language_models
 from dlo_tasks.llm.causal_lm import CausalLM
 
 NAMES = ("num_hidden_layers", "num_attention_heads")
@@ -44,17 +44,21 @@ def test_families_that_are_known_pass_what_others_are_tried_with(family: str, mo
     settings |= {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
     settings |= {} if family.startswith("gpt") else {"num_key_value_heads": 2}
     settings |= {"gemma2": {"final_logit_softcapping": 2.0}, "granite": {"logits_scaling": 3.0}}.get(family, {})
-    model = models.build(None, models.read_config(None, settings), dtype=torch.float32, attention=None)
-    assert families.try_family(model)
+    model = language_models.build_model(
+        None, language_models.read_config(None, settings), dtype=torch.float32, attention=None
+    )
+    assert families.probe_traits(model)
 
 
 def test_a_known_family_is_not_tried_and_others_are(monkeypatch: pytest.MonkeyPatch) -> None:
-    config = models.read_config(None, {"model_type": "llama", **LLAMA, "vocab_size": 300})
-    model = models.build(None, config, dtype=torch.float32, attention=None)
+    config = language_models.read_config(None, {"model_type": "llama", **LLAMA, "vocab_size": 300})
+    model = language_models.build_model(None, config, dtype=torch.float32, attention=None)
     monkeypatch.setattr(families, "KNOWN", frozenset())
-    assert families.try_family(model)
-    monkeypatch.setattr(models, "head_of", lambda model: models.VocabularyHead(model.lm_head, scale=0.9))
-    assert families.try_family(model) == families.ORDINARY._replace(projects=False)
+    assert families.probe_traits(model)
+    monkeypatch.setattr(
+        language_models, "find_head", lambda model: language_models.VocabularyHead(model.lm_head, scale=0.9)
+    )
+    assert families.probe_traits(model) == families.KNOWN_TRAITS._replace(has_linear_head=False)
 
 
 def test_families_that_compute_norms_in_single_precision_are_taken_in_double() -> None:
@@ -73,8 +77,8 @@ def test_families_that_compute_norms_in_single_precision_are_taken_in_double() -
     ):
         config = AutoConfig.for_model(family, **sizes)
         torch.manual_seed(0)
-        model = models.build(None, config, dtype=torch.float64, attention=None)
-        assert families.try_family(model), family
+        model = language_models.build_model(None, config, dtype=torch.float64, attention=None)
+        assert families.probe_traits(model), family
 
 
 # --- flash attention -------------------------------------------------------------------------------------------
@@ -147,7 +151,7 @@ def test_flash_kernels_give_packed_rows_the_loss_of_sdpa(family: str, places: li
 
 def flash_task_of(monkeypatch: pytest.MonkeyPatch, family: str, **sizes: Any) -> CausalLM:
     """A task that is built as if flash attention could be."""
-    build = models.build
+    build = language_models.build_model
 
     def built(*args: Any, **options: Any) -> Any:
         model = build(*args, **options)
@@ -155,7 +159,7 @@ def flash_task_of(monkeypatch: pytest.MonkeyPatch, family: str, **sizes: Any) ->
             model.config._attn_implementation = "flash_attention_2"
         return model
 
-    monkeypatch.setattr(models, "build", built)
+    monkeypatch.setattr(language_models, "build_model", built)
     return task_of(family, **sizes)
 
 
@@ -165,7 +169,7 @@ def test_families_that_are_known_tell_flash_attention_of_documents(family: str, 
     special = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
     task = flash_task_of(monkeypatch, family, **special)
     assert families.is_flash(task.model)  # type: ignore[arg-type]
-    assert task._traits.packs
+    assert task._traits.isolates_documents
 
 
 def test_a_family_whose_flash_attention_is_its_own_refuses_packed_documents(monkeypatch: Any) -> None:
@@ -191,13 +195,15 @@ OTHERS: dict[str, tuple[dict[str, Any], bool]] = {
 def test_a_model_without_memory_is_judged_as_one_with_it(family: str) -> None:
     more, packs = OTHERS[family]
     sizes = {"vocab_size": 60, "hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4}
-    config = models.read_config(None, {"model_type": family, **sizes, **more})
+    config = language_models.read_config(None, {"model_type": family, **sizes, **more})
     for device in ("cpu", "meta"):
         state = torch.get_rng_state()
         with torch.device(device):
-            model = models.build(None, config, dtype=torch.bfloat16 if device == "meta" else None, attention=None)
+            model = language_models.build_model(
+                None, config, dtype=torch.bfloat16 if device == "meta" else None, attention=None
+            )
             state = torch.get_rng_state()
-            assert families.try_family(model).packs is packs
+            assert families.probe_traits(model).isolates_documents is packs
         assert torch.equal(torch.get_rng_state(), state)
         assert next(model.parameters()).device.type == device
 
@@ -206,7 +212,7 @@ def test_a_twin_has_a_block_of_each_kind_and_next_to_no_memory() -> None:
     sizes = {**LLAMA, "vocab_size": 100_000, "hidden_size": 4096, "intermediate_size": 16_384, "num_hidden_layers": 20}
     config = AutoConfig.for_model("gemma3_text", **{k: v for k, v in sizes.items() if k != "model_type"})
     with torch.device("meta"):
-        model = models.build(None, config, dtype=torch.bfloat16, attention=None)
+        model = language_models.build_model(None, config, dtype=torch.bfloat16, attention=None)
     twin = families._twin(model)
     kinds = {config.layer_types[number] for number in range(len(twin.model.layers))}
     assert kinds == {"sliding_attention", "full_attention"}
@@ -232,6 +238,6 @@ def test_a_model_that_is_its_own_base_is_called_without_its_head() -> None:
 
 
 def test_hidden_states_that_cannot_be_the_heads_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(models, "hidden_states", lambda model, **_: None)
+    monkeypatch.setattr(language_models, "hidden_states", lambda model, **_: None)
     with pytest.raises(DloError, match=r"^model must be of a supported family, got OlmoForCausalLM, which fails"):
         task_of("olmo")

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig
 
-from dlo_tasks.llm import models
-from dlo_tasks.llm.generation import Sampling, complete
+from dlo_tasks.llm import language_models
+from dlo_tasks.llm.generation import Sampling, complete_ids
 
 LLAMA = {"model_type": "llama", "vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
 LLAMA |= {"num_attention_heads": 2, "max_position_embeddings": 128, "eos_token_id": None}
@@ -20,7 +20,9 @@ IDS = torch.tensor([[5, 9, 33, 2, 7]])
 @pytest.fixture
 def model() -> Any:
     torch.manual_seed(0)
-    model = models.build(None, models.read_config(None, LLAMA), dtype=torch.float32, attention=None)
+    model = language_models.build_model(
+        None, language_models.read_config(None, LLAMA), dtype=torch.float32, attention=None
+    )
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.mul_(3)  # so that the likeliest token is not the last one again
@@ -29,7 +31,7 @@ def model() -> Any:
 
 def written(model: Any, **sampling: Any) -> Tensor:
     options = Sampling(**{"max_new_tokens": 12, **sampling})
-    return complete(model, IDS, torch.ones_like(IDS), options, None, False)
+    return complete_ids(model, IDS, torch.ones_like(IDS), options, None, False)
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from dlo_framework.errors import DloError
 from dlo_tasks.llm import vocabulary_loss
-from dlo_tasks.llm.vocabulary_loss import NO_TARGET, Kernel, VocabularyHead, measure, summed_loss, whole_loss
+from dlo_tasks.llm.vocabulary_loss import (
+    IGNORE_INDEX,
+    Kernel,
+    VocabularyHead,
+    full_logits_loss,
+    summed_loss,
+    token_losses_and_hits,
+)
 
 WIDTH, VOCABULARY, TOKENS = 16, 50, 23
 
@@ -22,7 +29,7 @@ def make(bias: bool = False, dtype: torch.dtype = torch.float64) -> tuple[nn.Lin
     projection = nn.Linear(WIDTH, VOCABULARY, bias=bias, dtype=dtype)
     hidden = (3 * torch.randn(TOKENS, WIDTH, dtype=dtype)).requires_grad_()
     targets = torch.randint(VOCABULARY, (TOKENS,))
-    targets[::4] = NO_TARGET
+    targets[::4] = IGNORE_INDEX
     return projection, hidden, targets
 
 
@@ -37,7 +44,7 @@ def test_chunks_are_the_whole(chunk: int, bias: bool, softcap: float | None) -> 
     projection, hidden, targets = make(bias)
     head = VocabularyHead(projection, softcap=softcap)
     assert head.fuses
-    expected, found = whole_loss(head, hidden, targets), summed_loss(head, hidden, targets, chunk)
+    expected, found = full_logits_loss(head, hidden, targets), summed_loss(head, hidden, targets, chunk)
     torch.testing.assert_close(found.double(), expected.double(), rtol=1e-6, atol=0)
     wanted = gradients(expected, hidden, *projection.parameters())
     for one, other in zip(gradients(found, hidden, *projection.parameters()), wanted, strict=True):
@@ -62,7 +69,7 @@ def test_a_head_that_is_no_plain_product_is_called_for_each_chunk(scale: float, 
     adapted = Adapted(projection)
     head = VocabularyHead(adapted, scale, softcap)
     assert not head.fuses
-    expected, found = whole_loss(head, hidden, targets), summed_loss(head, hidden, targets, 5)
+    expected, found = full_logits_loss(head, hidden, targets), summed_loss(head, hidden, targets, 5)
     torch.testing.assert_close(found, expected)
     wanted = gradients(expected, hidden, *adapted.parameters())
     for one, other in zip(gradients(found, hidden, *adapted.parameters()), wanted, strict=True):
@@ -73,8 +80,8 @@ def test_a_head_whose_weight_comes_with_the_call_is_called_once_and_never_read()
     projection, hidden, targets = make()
     weight = projection.weight.detach().clone()
     head, calls = VocabularyHead(projection), []
-    expected = whole_loss(head, hidden, targets)
-    measured = measure(head, hidden, targets)
+    expected = full_logits_loss(head, hidden, targets)
+    measured = token_losses_and_hits(head, hidden, targets)
     storage = projection.weight.untyped_storage()
     size = storage.nbytes()
 
@@ -88,7 +95,7 @@ def test_a_head_whose_weight_comes_with_the_call_is_called_once_and_never_read()
     projection.register_forward_pre_hook(gather)
     found = summed_loss(head, hidden, targets, 5)
     storage.resize_(0)
-    again = measure(head, hidden, targets)
+    again = token_losses_and_hits(head, hidden, targets)
     assert len(calls) == 2
     torch.testing.assert_close(found, expected)
     assert all(torch.equal(one, other) for one, other in zip(again, measured, strict=True))
@@ -106,7 +113,7 @@ def test_what_is_frozen_has_no_gradient(frozen: str) -> None:
 def test_without_targets_the_loss_and_its_gradients_are_zero() -> None:
     projection, hidden, targets = make()
     for head in (VocabularyHead(projection), VocabularyHead(projection, scale=0.5)):
-        loss = summed_loss(head, hidden, torch.full_like(targets, NO_TARGET))
+        loss = summed_loss(head, hidden, torch.full_like(targets, IGNORE_INDEX))
         assert loss == 0
         (slope,) = torch.autograd.grad(loss, [hidden])
         assert not slope.any()
@@ -127,13 +134,15 @@ def test_under_autocast_the_product_is_in_half_precision_and_the_sums_are_not() 
     projection, hidden, targets = make(dtype=torch.float32)
     head = VocabularyHead(projection)
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        found, expected = summed_loss(head, hidden, targets, 5), whole_loss(head, hidden, targets)
+        found, expected = summed_loss(head, hidden, targets, 5), full_logits_loss(head, hidden, targets)
     assert found.dtype == torch.float32
     assert found.item() == pytest.approx(expected.item(), rel=1e-3)
-    assert found.item() != whole_loss(head, hidden, targets).item()
+    assert found.item() != full_logits_loss(head, hidden, targets).item()
     slopes = gradients(found, hidden, projection.weight)
     assert [slope.dtype for slope in slopes] == [torch.float32] * 2
-    for one, other in zip(slopes, gradients(whole_loss(head, hidden, targets), hidden, projection.weight), strict=True):
+    for one, other in zip(
+        slopes, gradients(full_logits_loss(head, hidden, targets), hidden, projection.weight), strict=True
+    ):
         assert (one - other).norm() < 0.02 * other.norm()
 
 
@@ -143,7 +152,7 @@ def test_half_precision_weights_add_up_in_single_precision() -> None:
     summed_loss(VocabularyHead(projection), many, goals, 4).backward()
     exact = nn.Linear(WIDTH, VOCABULARY, bias=False)
     exact.weight.data = projection.weight.data.float()
-    whole_loss(VocabularyHead(exact), many.float(), goals).backward()
+    full_logits_loss(VocabularyHead(exact), many.float(), goals).backward()
     assert projection.weight.grad is not None
     assert exact.weight.grad is not None
     error = (projection.weight.grad.float() - exact.weight.grad).norm() / exact.weight.grad.norm()
@@ -174,20 +183,20 @@ def test_logits_of_all_tokens_are_never_there() -> None:
             summed_loss(head, hidden, targets).backward()
         assert largest.elements <= 256 * 300
         with Largest() as largest:
-            measure(head, hidden, targets)
+            token_losses_and_hits(head, hidden, targets)
         assert largest.elements <= 256 * 300
     with Largest() as largest:
-        whole_loss(VocabularyHead(projection), hidden, targets).backward()
+        full_logits_loss(VocabularyHead(projection), hidden, targets).backward()
     assert largest.elements == 4000 * 300
 
 
 def test_measures_are_each_tokens_own() -> None:
     projection, hidden, targets = make()
-    losses, hits = measure(VocabularyHead(projection, softcap=2.0), hidden, targets)
+    losses, hits = token_losses_and_hits(VocabularyHead(projection, softcap=2.0), hidden, targets)
     logits = 2 * torch.tanh(projection(hidden) / 2)
     expected = F.cross_entropy(logits, targets, reduction="none")
     torch.testing.assert_close(losses, expected.float())
-    assert hits.tolist() == ((logits.argmax(1) == targets) & (targets != NO_TARGET)).tolist()
+    assert hits.tolist() == ((logits.argmax(1) == targets) & (targets != IGNORE_INDEX)).tolist()
     assert hits.any()
 
 
@@ -223,18 +232,19 @@ def test_the_loss_of_an_accelerator_is_the_loss(kernel: Kernel, counted: bool, d
     for chunk, bias, softcap in itertools.product([None, 5, 23], [False, True], [None, 2.0]):
         projection, hidden, targets = make(bias, dtype)
         head = VocabularyHead(projection, softcap=softcap)
-        count = int((targets != NO_TARGET).sum()) if counted else None
-        expected = whole_loss(head, hidden, targets)
+        count = int((targets != IGNORE_INDEX).sum()) if counted else None
+        expected = full_logits_loss(head, hidden, targets)
         found = summed_loss(head, hidden, targets, chunk, count, kernel)
         torch.testing.assert_close(found.double(), expected.double(), rtol=1e-6, atol=0)
         wanted = gradients(expected, hidden, *projection.parameters())
         for one, other in zip(gradients(found, hidden, *projection.parameters()), wanted, strict=True):
             exact = dtype == torch.float64 and softcap is None
             tolerance = {"rtol": 1e-12, "atol": 1e-12} if exact else {"rtol": 2e-5, "atol": 2e-5}
-            # `whole_loss` itself computes in single precision: in double precision it is compared with torch's own.
+            # `full_logits_loss` itself computes in single precision: in double precision it is compared with torch's
+            # own.
             if exact:
                 logits = F.linear(hidden, *projection.parameters())
-                plain = 3 * F.cross_entropy(logits, targets, ignore_index=NO_TARGET, reduction="sum")
+                plain = 3 * F.cross_entropy(logits, targets, ignore_index=IGNORE_INDEX, reduction="sum")
                 names = [hidden, *projection.parameters()]
                 other = torch.autograd.grad(plain, names)[next(i for i, w in enumerate(wanted) if w is other)]
             torch.testing.assert_close(one, other, **tolerance)
@@ -247,7 +257,7 @@ def test_in_half_precision_the_kernel_of_an_accelerator_sums_in_single(kernel: K
     many, goals = hidden.detach().repeat(40, 1), targets.repeat(40)
     exact = nn.Linear(WIDTH, VOCABULARY, bias=False)
     exact.weight.data = projection.weight.data.float()
-    whole_loss(VocabularyHead(exact), many.float(), goals).backward()
+    full_logits_loss(VocabularyHead(exact), many.float(), goals).backward()
     found = summed_loss(VocabularyHead(projection), many, goals, 8, kernel=kernel)
     found.backward()
     assert found.dtype == torch.float32
@@ -299,7 +309,7 @@ WAITS = {"_local_scalar_dense", "nonzero", "equal", "is_nonzero", "masked_select
 @pytest.mark.parametrize("counted", [True, False])
 def test_an_accelerator_is_never_waited_for(counted: bool) -> None:
     projection, hidden, targets = make(dtype=torch.bfloat16)
-    count = int((targets != NO_TARGET).sum()) if counted else None
+    count = int((targets != IGNORE_INDEX).sum()) if counted else None
     with Counts() as found:
         summed_loss(VocabularyHead(projection), hidden, targets, 8, count, "rows").backward()
     assert not WAITS & set(found.names)
@@ -331,10 +341,10 @@ def test_chunks_of_an_accelerator_are_cut_by_a_budget_of_logits(monkeypatch: pyt
 
 def test_measures_of_an_accelerator_wait_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     projection, hidden, targets = make(dtype=torch.float32)
-    expected = measure(VocabularyHead(projection), hidden, targets)
+    expected = token_losses_and_hits(VocabularyHead(projection), hidden, targets)
     monkeypatch.setattr(vocabulary_loss, "_on_host", lambda device: False)
     with Counts() as found:
-        losses, hits = measure(VocabularyHead(projection), hidden, targets)
+        losses, hits = token_losses_and_hits(VocabularyHead(projection), hidden, targets)
     assert not WAITS & set(found.names)
     torch.testing.assert_close(losses, expected[0])
     assert torch.equal(hits, expected[1])
@@ -368,7 +378,7 @@ def test_ligers_kernel_needs_its_package_and_a_gpu(monkeypatch: pytest.MonkeyPat
 def test_the_compiled_kernel_is_the_loss() -> None:
     projection, hidden, targets = make(dtype=torch.float32)
     head = VocabularyHead(projection, softcap=2.0)
-    expected, found = whole_loss(head, hidden, targets), summed_loss(head, hidden, targets, 8, kernel="compiled")
+    expected, found = full_logits_loss(head, hidden, targets), summed_loss(head, hidden, targets, 8, kernel="compiled")
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=0)
     wanted = gradients(expected, hidden, projection.weight)
     for one, other in zip(gradients(found, hidden, projection.weight), wanted, strict=True):

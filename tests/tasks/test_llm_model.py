@@ -22,11 +22,11 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from dlo_framework.errors import DloError
 from dlo_plugins.callbacks.compile import Compile
-from dlo_tasks.llm import models
+from dlo_tasks.llm import language_models
 from dlo_tasks.llm.adapters import Lora
 from dlo_tasks.llm.causal_lm import CausalLM
-from dlo_tasks.llm.evaluation import bytes_of_tokens
-from dlo_tasks.llm.generation import Sampling, complete, end_tokens, left_padded
+from dlo_tasks.llm.evaluation import count_token_bytes
+from dlo_tasks.llm.generation import Sampling, complete_ids, end_tokens, pad_left
 from support.texts import word_tokenizer
 
 TEXT = "def add(a, b):\n    return a + b\n\n\ndef größer(x):\n    return x > 0  # ≥ wäre 1\n"
@@ -77,7 +77,7 @@ class Text(LightningDataModule):
 
     def predict_dataloader(self) -> DataLoader:
         rows = [self.tokenizer(prompt)["input_ids"] for prompt in ("def ", "    return a")]
-        ids, mask = left_padded([*rows, rows[0]], 0, torch.device("cpu"))
+        ids, mask = pad_left([*rows, rows[0]], 0, torch.device("cpu"))
         batch = {"input_ids": ids, "attention_mask": mask, "index": torch.tensor([1, 0, -1])}
         return DataLoader([batch], batch_size=None)  # type: ignore[arg-type]
 
@@ -98,7 +98,7 @@ def saved(tmp_path: Path) -> Path:
     folder = tmp_path / "model"
     tokenizer = make_tokenizer()
     torch.manual_seed(1)
-    config = models.read_config(None, {**LLAMA, "vocab_size": len(tokenizer)})
+    config = language_models.read_config(None, {**LLAMA, "vocab_size": len(tokenizer)})
     AutoModelForCausalLM.from_config(config).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
@@ -146,12 +146,12 @@ def test_measures_are_means_over_tokens_and_over_bytes(tmp_path: Path) -> None:
 
 def test_the_bytes_of_a_texts_tokens_add_up_to_its_bytes() -> None:
     tokenizer = make_tokenizer()
-    counts = bytes_of_tokens(tokenizer, len(tokenizer) + 5)
+    counts = count_token_bytes(tokenizer, len(tokenizer) + 5)
     assert int(counts[tokenizer(TEXT)["input_ids"]].sum()) == len(TEXT.encode())
     assert counts[tokenizer.eos_token_id] == 0
     words = Tokenizer(token_models.BPE(vocab={"▁größer": 0, "<0x0A>": 1, "▁": 2}, merges=[]))
     words.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
-    assert bytes_of_tokens(PreTrainedTokenizerFast(tokenizer_object=words), 3).tolist() == [9, 1, 1]
+    assert count_token_bytes(PreTrainedTokenizerFast(tokenizer_object=words), 3).tolist() == [9, 1, 1]
 
 
 def test_the_loss_is_the_mean_over_the_tokens_of_the_step() -> None:
@@ -215,16 +215,16 @@ def test_prompts_are_completed_in_batches_as_they_are_alone(tmp_path: Path, caps
 @pytest.mark.parametrize("of_model", [[7, 9], 9, None], ids=["a list", "one", "none"])
 @pytest.mark.parametrize("of_tokenizer", [8, None])
 def test_a_text_ends_where_its_tokenizer_or_its_model_ends_it(of_model: Any, of_tokenizer: int | None) -> None:
-    config = models.read_config(None, {**LLAMA, "vocab_size": 10, "eos_token_id": None, "pad_token_id": None})
+    config = language_models.read_config(None, {**LLAMA, "vocab_size": 10, "eos_token_id": None, "pad_token_id": None})
     torch.manual_seed(0)
-    model = models.build(None, config, dtype=torch.float32, attention=None)
+    model = language_models.build_model(None, config, dtype=torch.float32, attention=None)
     model.generation_config.eos_token_id = of_model
     tokenizer = None if of_tokenizer is None else SimpleNamespace(eos_token_id=of_tokenizer, pad_token_id=None)
     ends = {of_tokenizer, *(of_model if isinstance(of_model, list) else [of_model])} - {None}
     assert set(end_tokens(model, tokenizer)) == ends
     ids = torch.arange(10)[:, None].repeat(1, 2)
     sampling = Sampling(max_new_tokens=40, temperature=5.0)
-    rows = complete(model, ids, torch.ones_like(ids), sampling, tokenizer, False).tolist()
+    rows = complete_ids(model, ids, torch.ones_like(ids), sampling, tokenizer, False).tolist()
     firsts = [next((number for number, token in enumerate(row) if token in ends), None) for row in rows]
     for row, first in zip(rows, firsts, strict=True):
         rest = set() if first is None else set(row[first + 1 :])
@@ -273,12 +273,12 @@ def test_random_weights_take_vocabulary_and_special_tokens_from_the_data(tmp_pat
 def test_a_vocabulary_reaches_to_the_largest_id_where_ids_have_gaps() -> None:
     words = word_tokenizer({"<end>": 0, "a": 1, "b": 40})
     assert len(words) == 3
-    config = models.read_config(None, LLAMA)
-    models.fit_to_tokenizer(config, LLAMA, words)
+    config = language_models.read_config(None, LLAMA)
+    language_models.fit_to_tokenizer(config, LLAMA, words)
     assert config.vocab_size == 41
-    models.check_vocabulary(41, words, trained=True)
+    language_models.check_vocabulary(41, words, trained=True)
     with pytest.raises(DloError, match="must have a row for each token id, up to 40, got 40 rows"):
-        models.check_vocabulary(40, words, trained=True)
+        language_models.check_vocabulary(40, words, trained=True)
 
 
 def test_a_config_may_be_a_file(tmp_path: Path) -> None:

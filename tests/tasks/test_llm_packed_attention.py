@@ -13,9 +13,9 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dlo_framework.errors import DloError
-from dlo_tasks.llm import counted, families, models, packed_attention
+from dlo_tasks.llm import batch_counts, families, language_models, packed_attention
 from dlo_tasks.llm.causal_lm import CausalLM
-from dlo_tasks.llm.generation import Sampling, complete
+from dlo_tasks.llm.generation import Sampling, complete_ids
 from support.token_batches import FAMILIES, GROUPED, VOCABULARY
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
@@ -144,11 +144,11 @@ def test_no_dense_mask_is_made_and_the_device_is_not_waited_for(
 
     monkeypatch.setattr(packed_attention, "varlen_reference", varlen)
     monkeypatch.setattr(packed_attention, "_flex_attention", lambda device_type: flex)
-    monkeypatch.setattr(packed_attention, "kernel_for", lambda *_: kernel)
+    monkeypatch.setattr(packed_attention, "choose_kernel", lambda *_: kernel)
     length = 64
     positions = torch.arange(length).repeat(2, 2).view(2, -1)  # [2, 128]: two documents a row
     batch = batch_of(positions)
-    counted.leave(batch, counted.count(batch))
+    batch_counts.attach_counts(batch, batch_counts.count_rows(batch))
     task, dense = task_of("dlo_varlen", family), task_of("sdpa", family)
     with Seen() as seen:
         task.forward(**task.inputs(batch)[1])
@@ -178,7 +178,7 @@ def random_positions(rows: int, length: int, most: int) -> Tensor:
 @pytest.mark.parametrize(("length", "most"), [(64, 9), (61, 30), (16, 4), (7, 3), (128, 1000)])
 def test_a_block_mask_is_that_of_the_dense_one(length: int, most: int) -> None:
     positions = random_positions(3, length, most)
-    begins = counted.begins_of(positions)
+    begins = batch_counts.mark_document_starts(positions)
     document = begins.cumsum(dim=1)
     for window, block in itertools.product([None, 1, 5, 20], [16, 8]):
 
@@ -212,7 +212,7 @@ def compare_losses(task: CausalLM, other: CausalLM, positions: Tensor) -> None:
 
 @pytest.mark.parametrize("family", ["llama", "mistral", "qwen3"])
 def test_flex_attention_is_the_dense_mask(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(packed_attention, "kernel_for", lambda *_: "flex")
+    monkeypatch.setattr(packed_attention, "choose_kernel", lambda *_: "flex")
     small = functools.partial(packed_attention.block_mask, block=16)
     monkeypatch.setattr(packed_attention, "block_mask", small)
     compare_losses(task_of("dlo_varlen", family), task_of("sdpa", family), random_positions(2, 64, 9))
@@ -225,7 +225,7 @@ def test_flex_attention_caps_scores(monkeypatch: pytest.MonkeyPatch) -> None:
         torch.manual_seed(0)
         tasks.append(CausalLM(config=config, attention=attention).eval())
         tasks[-1].configure_model()
-    monkeypatch.setattr(packed_attention, "kernel_for", lambda *_: "flex")
+    monkeypatch.setattr(packed_attention, "choose_kernel", lambda *_: "flex")
     compare_losses(*tasks, random_positions(2, 24, 9))
 
 
@@ -237,7 +237,7 @@ def test_soft_caps_train_without_a_second_document_and_on_a_cpu(kernel: str | No
         torch.manual_seed(0)
         tasks.append(CausalLM(config=config, attention=attention).eval())
         tasks[-1].configure_model()
-    monkeypatch.setattr(packed_attention, "kernel_for", lambda *_: kernel)
+    monkeypatch.setattr(packed_attention, "choose_kernel", lambda *_: kernel)
     compare_losses(*tasks, torch.arange(24).expand(2, 24))
     if kernel is None:
         compare_losses(*tasks, random_positions(2, 24, 9))
@@ -252,7 +252,9 @@ def test_known_families_pass_what_others_are_tried_with(family: str) -> None:
     settings |= {"attn_pdrop": 0.0} if family == "gpt2" else {"attention_dropout": 0.0}
     if family in ("mistral", "phi3"):
         settings["sliding_window"] = 4096
-    model = models.build(None, models.read_config(None, settings), dtype=torch.float32, attention=None)
+    model = language_models.build_model(
+        None, language_models.read_config(None, settings), dtype=torch.float32, attention=None
+    )
     assert families.matches_dense_mask(model)
 
 
@@ -261,28 +263,28 @@ def test_a_family_that_it_does_not_serve_keeps_its_own(monkeypatch: pytest.Monke
 
     def used(**settings: Any) -> str:
         sizes = {"vocab_size": 60, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
-        config = models.read_config(None, {**sizes, **settings})
-        model = models.build(None, config, dtype=torch.float32, attention=None)
-        families.use_packed_attention(model, GPU)
+        config = language_models.read_config(None, {**sizes, **settings})
+        model = language_models.build_model(None, config, dtype=torch.float32, attention=None)
+        families.enable_packed_attention(model, GPU)
         return str(model.config._attn_implementation)
 
     assert used(model_type="llama") == "dlo_varlen"
     assert used(model_type="smollm3", intermediate_size=48, pad_token_id=0) == "dlo_varlen"  # tried
     assert used(model_type="falcon") == "sdpa"  # its positions do not keep documents apart
     assert used(model_type="llama", attention_dropout=0.1) == "sdpa"
-    config = models.read_config(None, {"model_type": "llama", **GROUPED})
-    model = models.build(None, config, dtype=torch.float32, attention=None)
-    families.use_packed_attention(model, CPU)
+    config = language_models.read_config(None, {"model_type": "llama", **GROUPED})
+    model = language_models.build_model(None, config, dtype=torch.float32, attention=None)
+    families.enable_packed_attention(model, CPU)
     assert model.config._attn_implementation == "sdpa"
 
 
 def test_the_kernel_is_chosen_by_precision_width_and_device(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    llama = models.read_config(None, {"model_type": "llama", **GROUPED})
-    wide = models.read_config(None, {"model_type": "llama", **GROUPED, "head_dim": 512})
-    capped = models.read_config(None, {"model_type": "gemma2", **FAMILIES["gemma2"]})
-    dropped = models.read_config(None, {"model_type": "llama", **GROUPED, "attention_dropout": 0.1})
-    choose = packed_attention.kernel_for
+    llama = language_models.read_config(None, {"model_type": "llama", **GROUPED})
+    wide = language_models.read_config(None, {"model_type": "llama", **GROUPED, "head_dim": 512})
+    capped = language_models.read_config(None, {"model_type": "gemma2", **FAMILIES["gemma2"]})
+    dropped = language_models.read_config(None, {"model_type": "llama", **GROUPED, "attention_dropout": 0.1})
+    choose = packed_attention.choose_kernel
     assert choose(llama, torch.bfloat16, GPU) == "varlen"
     assert choose(llama, torch.float32, GPU) == choose(wide, torch.bfloat16, GPU) == "flex"
     assert choose(capped, torch.bfloat16, GPU) == "flex"
@@ -301,7 +303,7 @@ def test_padded_rows_and_generation_have_their_mask() -> None:
     torch.testing.assert_close(found[1], expected[1])
     torch.testing.assert_close(found[0, 3:], expected[0, 3:])
     sampling = Sampling(max_new_tokens=6, temperature=0.0)
-    written = [complete(task.model, ids, mask, sampling, None, False) for task in (ours, plain)]  # type: ignore[arg-type]
+    written = [complete_ids(task.model, ids, mask, sampling, None, False) for task in (ours, plain)]  # type: ignore[arg-type]
     assert all(torch.equal(one, other) for one, other in zip(*written, strict=True))
 
 

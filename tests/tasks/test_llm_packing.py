@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dlo_framework.errors import DloError
-from dlo_tasks.llm.packing import best_fit, count_targets, cut
-from dlo_tasks.llm.step_tokens import bucketed
+from dlo_tasks.llm.packing import count_targets, cut_documents, pack_best_fit
+from dlo_tasks.llm.step_tokens import bucket_by_length
 
 
 def one_by_one(lengths: list[int], capacity: int) -> list[int]:
@@ -33,7 +33,7 @@ def lengths_and_capacity(draw):
 @given(lengths_and_capacity())
 def test_packing_is_best_fit_decreasing(case):
     lengths, capacity = case
-    packed = best_fit(np.array(lengths, dtype=int), capacity)
+    packed = pack_best_fit(np.array(lengths, dtype=int), capacity)
     used = np.bincount(packed.window, lengths, packed.windows).astype(int) if lengths else np.zeros(0, int)
     assert sorted((capacity - used).tolist()) == one_by_one(lengths, capacity)
 
@@ -41,7 +41,7 @@ def test_packing_is_best_fit_decreasing(case):
 @given(lengths_and_capacity())
 def test_no_two_pieces_overlap_and_each_window_is_filled_from_its_start(case):
     lengths, capacity = case
-    packed = best_fit(np.array(lengths, dtype=int), capacity)
+    packed = pack_best_fit(np.array(lengths, dtype=int), capacity)
     taken = np.zeros((packed.windows, capacity), int)
     for window, offset, length in zip(packed.window, packed.offset, lengths, strict=True):
         taken[window, offset : offset + length] += 1
@@ -51,7 +51,7 @@ def test_no_two_pieces_overlap_and_each_window_is_filled_from_its_start(case):
 
 
 def test_equal_lengths_keep_their_order():
-    packed = best_fit(np.array([2, 3, 2, 3, 2]), 5)
+    packed = pack_best_fit(np.array([2, 3, 2, 3, 2]), 5)
     assert packed.windows == 3
     assert packed.window.tolist() == [0, 0, 1, 1, 2]
     assert packed.offset.tolist() == [3, 0, 3, 0, 0]
@@ -59,14 +59,14 @@ def test_equal_lengths_keep_their_order():
 
 def test_a_real_distribution_leaves_little_room():
     lengths = np.clip(np.random.default_rng(0).lognormal(5.5, 1.0, 20_000), 1, 2048).astype(int)
-    packed = best_fit(lengths, 2048)
+    packed = pack_best_fit(lengths, 2048)
     assert lengths.sum() / (packed.windows * 2048) > 0.995
 
 
 @pytest.mark.parametrize("lengths", [[0, 3], [3, 6]])
 def test_lengths_out_of_range_are_refused(lengths):
     with pytest.raises(DloError, match=r"lengths must be in 1\.\.5"):
-        best_fit(np.array(lengths), 5)
+        pack_best_fit(np.array(lengths), 5)
 
 
 BOUNDS = np.array([0, 1, 5, 16, 16, 20])  # documents of 1, 4, 11, 0 and 4 tokens: 0, 3, 10, none and 3 positions
@@ -74,7 +74,7 @@ ALL = np.arange(5)
 
 
 def cut_to(policy, documents=ALL, seq_len=4):
-    pieces = cut(BOUNDS, documents, seq_len, policy)
+    pieces = cut_documents(BOUNDS, documents, seq_len, policy)
     return list(zip(pieces.document.tolist(), pieces.start.tolist(), pieces.length.tolist(), strict=True)), pieces
 
 
@@ -108,7 +108,7 @@ def test_only_the_asked_documents_are_cut():
 def test_targets_are_counted_as_one_would(sizes, seq_len, policy, seed):
     bounds = np.concatenate([[0], np.cumsum(sizes)])
     learned = np.random.default_rng(seed).random(int(bounds[-1])) < 0.5
-    pieces = cut(bounds, np.arange(len(sizes)), seq_len, policy)
+    pieces = cut_documents(bounds, np.arange(len(sizes)), seq_len, policy)
     expected = [
         int(learned[start + 1 : start + length + 1].sum())
         for start, length in zip(pieces.start, pieces.length, strict=True)
@@ -120,7 +120,7 @@ def test_targets_are_counted_as_one_would(sizes, seq_len, policy, seed):
 
 def test_bucketed_batches_have_like_lengths_and_the_order_is_a_permutation():
     lengths = np.clip(np.random.default_rng(0).lognormal(4, 1, 1003), 1, 512).astype(int)
-    order = bucketed(lengths, 8, seed=3, epoch=1)
+    order = bucket_by_length(lengths, 8, seed=3, epoch=1)
     assert sorted(order.tolist()) == list(range(1003))
     assert order[1000:].tolist() == [1000, 1001, 1002]  # what fills no batch is what was drawn last
     batches = lengths[order[:1000]].reshape(-1, 8)
@@ -128,4 +128,4 @@ def test_bucketed_batches_have_like_lengths_and_the_order_is_a_permutation():
     padded, unsorted = (int(some.max(axis=1).sum()) * 8 / int(lengths[:1000].sum()) for some in (batches, plain))
     assert padded < 1.1 < 1.8 < unsorted
     assert not (np.diff(batches[:, 0]) >= 0).all()  # batches are not in the order of their lengths
-    assert not np.array_equal(order, bucketed(lengths, 8, seed=3, epoch=2))
+    assert not np.array_equal(order, bucket_by_length(lengths, 8, seed=3, epoch=2))

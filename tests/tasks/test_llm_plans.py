@@ -9,7 +9,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from dlo_framework.plan import Rule
 from dlo_tasks.llm import adapters
 from dlo_tasks.llm.adapters import Lora
-from dlo_tasks.llm.plans import plan_for
+from dlo_tasks.llm.language_plans import plan_for
 from support.causal_types import tiny
 
 SIZES: dict[str, Any] = {
@@ -132,7 +132,7 @@ def test_tied_embeddings_are_one_group() -> None:
 def test_the_plan_of_an_adapted_model_is_that_of_the_model() -> None:
     model = make("llama")
     before = plan_for(model)
-    adapters.adapt(model, model.lm_head, Lora(), torch.float32)
+    adapters.add_adapters(model, model.lm_head, Lora(), torch.float32)
     after = plan_for(model)
     after.validate(model)
     assert after == before

@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from dlo_framework.errors import DloError
-from dlo_tasks.llm import models
+from dlo_tasks.llm import language_models
 from dlo_tasks.llm.causal_lm import CausalLM
-from dlo_tasks.llm.generation import Sampling, complete
-from dlo_tasks.llm.positions import check_room, check_windows, positions_of, rows_of_positions
+from dlo_tasks.llm.generation import Sampling, complete_ids
+from dlo_tasks.llm.positions import check_generation_length, check_windows, max_positions, position_table_size
 from support.texts import word_tokenizer
 
 SIZES = {"vocab_size": 20, "num_hidden_layers": 1, "num_attention_heads": 2, "hidden_size": 8}
@@ -35,7 +35,9 @@ MAMBA = {"model_type": "mamba", "vocab_size": 20, "num_hidden_layers": 1, "hidde
 
 
 def built(config: dict[str, Any]) -> Any:
-    return models.build(None, models.read_config(None, config), dtype=torch.float32, attention=None).eval()
+    return language_models.build_model(
+        None, language_models.read_config(None, config), dtype=torch.float32, attention=None
+    ).eval()
 
 
 def check(config: dict[str, Any], seq_len: int | None, **options: Any) -> None:
@@ -45,7 +47,7 @@ def check(config: dict[str, Any], seq_len: int | None, **options: Any) -> None:
 @pytest.mark.parametrize("config", [GPT2, OPT, GPT_J, CODEGEN], ids=lambda config: config["model_type"])
 def test_a_model_with_a_table_of_positions_has_no_more_than_its_rows(config: dict[str, Any]) -> None:
     model = built(config)
-    assert rows_of_positions(model) == positions_of(model.config) == 16
+    assert position_table_size(model) == max_positions(model.config) == 16
     ids = torch.ones(1, 17, dtype=torch.long)
     model(input_ids=ids[:, :16], use_cache=False)
     with pytest.raises((IndexError, RuntimeError), match=r"out of (range|bounds)"):
@@ -59,8 +61,8 @@ def test_a_model_with_a_table_of_positions_has_no_more_than_its_rows(config: dic
 )
 def test_a_model_that_computes_its_positions_has_more(config: dict[str, Any]) -> None:
     model = built(config)
-    assert rows_of_positions(model) is None
-    assert positions_of(model.config) == (None if config is MAMBA else 16)
+    assert position_table_size(model) is None
+    assert max_positions(model.config) == (None if config is MAMBA else 16)
     model(input_ids=torch.ones(1, 24, dtype=torch.long), use_cache=False)
 
 
@@ -108,14 +110,14 @@ def test_what_is_written_has_to_fit_too() -> None:
     check(GPT2, 16, sampling=Sampling(max_new_tokens=17))
     check(LLAMA, 16, prompts=["a"], sampling=Sampling(max_new_tokens=17))
     model, ids = built(GPT2), torch.ones(1, 12, dtype=torch.long)
-    written = complete(model, ids, torch.ones_like(ids), Sampling(max_new_tokens=5), None, False)
+    written = complete_ids(model, ids, torch.ones_like(ids), Sampling(max_new_tokens=5), None, False)
     assert written.shape == (1, 5)  # The last token is not read again.
     with pytest.raises(
         DloError, match=r"at most 5 after a prompt of 12 .* got 6; set sampling\.max_new_tokens to at most 5$"
     ):
-        complete(model, ids, torch.ones_like(ids), Sampling(max_new_tokens=6), None, False)
+        complete_ids(model, ids, torch.ones_like(ids), Sampling(max_new_tokens=6), None, False)
     with pytest.raises(DloError, match=r"at most 0 after a prompt of 17 .*; shorten the prompt"):
-        check_room(model, 17, 1)
+        check_generation_length(model, 17, 1)
 
 
 def test_prompts_that_leave_no_room_are_refused_when_the_model_is_built() -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from dlo_framework.errors import DloError
-from dlo_tasks.llm.generation import Sampling, continuations
+from dlo_tasks.llm.generation import Sampling, complete_texts
 from dlo_tasks.llm.prompts import read_prompts
 from support.texts import CHATML, lines, word_tokenizer
 
@@ -103,6 +103,6 @@ def test_an_end_that_the_tokenizer_adds_itself_is_no_part_of_a_prompt(tmp_path, 
         seen.append(ids.tolist())
         return ids
 
-    monkeypatch.setattr(generation, "complete", complete)
-    continuations(SimpleNamespace(device=torch.device("cpu")), ["the loss"], Sampling(), tokenizer, False)  # type: ignore[arg-type]
+    monkeypatch.setattr(generation, "complete_ids", complete)
+    complete_texts(SimpleNamespace(device=torch.device("cpu")), ["the loss"], Sampling(), tokenizer, False)  # type: ignore[arg-type]
     assert seen == [[[1, 2]]]

@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 
 from dlo_framework.errors import DloError
-from dlo_tasks.llm.chat import NoSpans, assistant_spans, encode_conversation, encode_request
+from dlo_tasks.llm.chat import SpansNotFound, assistant_spans, encode_conversation, encode_request
 from dlo_tasks.llm.corpus import END, embedded_tokenizer
-from dlo_tasks.llm.encode import documents, encode_pairs, encode_texts
 from dlo_tasks.llm.prompts import read_prompts
-from dlo_tasks.llm.records import content_hash, expand, read_records
+from dlo_tasks.llm.records import content_hash, expand_patterns, read_records
+from dlo_tasks.llm.tokenization import encode_pairs, encode_texts, tokenize_records
 from dlo_tasks.llm.tokenizer import fingerprint, load_tokenizer
 
 CHATML = (
@@ -93,7 +93,7 @@ def test_globs_are_sorted_and_files_come_once(tmp_path):
     for name in ("b.txt", "a.txt", "deep/c.txt"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text("x")
-    found = expand([str(tmp_path / "b.txt"), str(tmp_path / "**/*.txt")], "train_files")
+    found = expand_patterns([str(tmp_path / "b.txt"), str(tmp_path / "**/*.txt")], "train_files")
     assert [file.name for file in found] == ["b.txt", "a.txt", "c.txt"]
 
 
@@ -111,12 +111,12 @@ def test_what_names_no_file_with_content_is_refused(tmp_path, pattern, message):
         write(tmp_path / "chats.jsonl", {"text": "a"})
     (tmp_path / "empty.txt").touch()
     with pytest.raises(DloError, match=message):
-        expand(str(tmp_path / pattern), "train_files")
+        expand_patterns(str(tmp_path / pattern), "train_files")
 
 
 def test_an_empty_list_is_refused():
     with pytest.raises(DloError, match="val_files must name at least one file, got an empty list"):
-        expand([], "val_files")
+        expand_patterns([], "val_files")
 
 
 def test_records_of_every_kind_are_read_in_order_with_their_places(tmp_path):
@@ -256,7 +256,7 @@ def test_an_end_that_the_tokenizer_adds_itself_comes_once_and_not_after_the_prom
 
 def test_documents_keep_the_order_of_mixed_records(tmp_path, tokenizer):
     file = write(tmp_path / "a.jsonl", {"messages": CHAT}, {"text": "b"}, {"prompt": "p", "completion": "c"})
-    found = list(documents(read_records([file]), tokenizer, [file]))
+    found = list(tokenize_records(read_records([file]), tokenizer, [file]))
     assert [document.row for document in found] == [1, 2, 3]
     assert [int(document.learned.sum()) > 0 for document in found] == [True] * 3
     assert tokenizer.decode(found[1].ids) == f"b{END}"
@@ -308,7 +308,7 @@ def test_blanks_that_end_an_answer_without_a_special_token_are_learned():
     ],
 )
 def test_a_rendering_that_does_not_tell_is_never_guessed_at(render):
-    with pytest.raises(NoSpans):
+    with pytest.raises(SpansNotFound):
         assistant_spans(render, CHAT, [])
 
 

@@ -11,9 +11,9 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from dlo_framework.errors import DloError
-from dlo_tasks.llm import models
+from dlo_tasks.llm import language_models
 from dlo_tasks.llm.causal_lm import CausalLM
-from dlo_tasks.llm.plans import plan_for
+from dlo_tasks.llm.language_plans import plan_for
 from support.causal_types import REFUSED, TYPES, tiny
 from support.texts import word_tokenizer
 
@@ -97,21 +97,21 @@ def test_a_type_trains_as_transformers_does_or_is_refused(kind: str) -> None:
     task = trained(kind)
     assert task.losses == pytest.approx(plain_losses(task), rel=1e-5)
     rows = task.model.get_input_embeddings().weight.shape[0]  # type: ignore[operator]
-    assert 64 <= models.vocabulary_of(task.model.config) <= rows  # type: ignore[arg-type]
+    assert 64 <= language_models.model_vocabulary_size(task.model.config) <= rows  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(("kind", "fix"), [("bert", "set config.is_decoder: true"), ("xlnet", "attn_type: uni")])
 @pytest.mark.filterwarnings("ignore")
 def test_a_model_that_sees_what_it_is_to_predict_is_refused(kind: str, fix: str) -> None:
     wrong = {"bert": {"is_decoder": False}, "xlnet": {"attn_type": "bi"}}[kind]
-    with pytest.raises(DloError, match=f"predict each token from those before it.*sees those that follow; .*{fix}"):
+    with pytest.raises(DloError, match=f"must be causal, got .*, whose tokens attend to later ones; .*{fix}"):
         trained(kind, **wrong)
 
 
 @pytest.mark.filterwarnings("ignore")
 def test_a_head_that_does_more_than_project_says_what_it_costs() -> None:
     task = CausalLM(config=tiny("bert") | {"vocab_size": 1000})
-    with pytest.warns(UserWarning, match=r"those of all tokens at once: 4\.0 kB a token"):
+    with pytest.warns(UserWarning, match=r"the logits of all tokens at once: 4\.0 kB per token"):
         task.configure_model()
     ids = torch.arange(8)[None]
     torch.testing.assert_close(task.eval()(input_ids=ids), task.model(input_ids=ids).logits)

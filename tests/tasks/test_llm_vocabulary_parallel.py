@@ -8,9 +8,16 @@ from torch import Tensor, nn
 
 from dlo_framework.distributed.collectives import Communicator
 from dlo_framework.testing import run_distributed
-from dlo_plugins.tensor.division import share
-from dlo_plugins.tensor.vocabulary import install
-from dlo_tasks.llm.vocabulary_loss import NO_TARGET, Kernel, VocabularyHead, measure, summed_loss, whole_loss
+from dlo_plugins.tensor.division import local_range
+from dlo_plugins.tensor.vocabulary import install_vocabulary
+from dlo_tasks.llm.vocabulary_loss import (
+    IGNORE_INDEX,
+    Kernel,
+    VocabularyHead,
+    full_logits_loss,
+    summed_loss,
+    token_losses_and_hits,
+)
 
 WIDTH, VOCABULARY, TOKENS = 16, 50, 23
 CASES: list[dict[str, Any]] = [
@@ -28,15 +35,15 @@ def make(bias: bool) -> tuple[nn.Linear, Tensor, Tensor]:
     torch.manual_seed(0)
     projection = nn.Linear(WIDTH, VOCABULARY, bias=bias)
     targets = torch.randint(VOCABULARY, (TOKENS,))
-    targets[::4] = NO_TARGET
+    targets[::4] = IGNORE_INDEX
     return projection, 3 * torch.randn(TOKENS, WIDTH), targets
 
 
 def split(whole: nn.Linear, communicator: Communicator) -> nn.Linear:
-    first, count = share(VOCABULARY, communicator.size, communicator.rank)
+    first, count = local_range(VOCABULARY, communicator.size, communicator.rank)
     part = nn.Linear(WIDTH, count, bias=whole.bias is not None)
     part.load_state_dict({name: tensor[first : first + count] for name, tensor in whole.state_dict().items()})
-    install(part, VOCABULARY, communicator)
+    install_vocabulary(part, VOCABULARY, communicator)
     return part
 
 
@@ -66,11 +73,11 @@ def _one_loss(
     part = split(whole, communicator)
     if hooked:
         part.register_forward_pre_hook(lambda module, args: None)
-    first, count = share(VOCABULARY, communicator.size, communicator.rank)
+    first, count = local_range(VOCABULARY, communicator.size, communicator.rank)
     heads = VocabularyHead(whole, scale, softcap), VocabularyHead(part, scale, softcap)
     assert heads[1].fuses == (scale == 1.0 and not hooked)
     inputs = [hidden.clone().requires_grad_() for _ in heads]
-    expected = whole_loss(heads[0], inputs[0], targets)
+    expected = full_logits_loss(heads[0], inputs[0], targets)
     found = summed_loss(heads[1], inputs[1], targets, chunk, kernel=kernel)
     close(found, expected)
     wanted = torch.autograd.grad(3 * expected, [inputs[0], *whole.parameters()])
@@ -84,8 +91,8 @@ def _measures(communicator: Communicator) -> None:
     whole, hidden, targets = make(bias=False)
     with torch.no_grad():  # Some targets are hit, on each rank.
         hidden[1::2] = 5 * whole.weight[targets[1::2].clamp(min=0)]
-    expected = measure(VocabularyHead(whole), hidden, targets)
-    found = measure(VocabularyHead(split(whole, communicator)), hidden, targets)
+    expected = token_losses_and_hits(VocabularyHead(whole), hidden, targets)
+    found = token_losses_and_hits(VocabularyHead(split(whole, communicator)), hidden, targets)
     close(found[0], expected[0])
     assert torch.equal(found[1], expected[1])
     assert 5 < int(found[1].sum()) < TOKENS
@@ -95,12 +102,14 @@ def _whole_logits(communicator: Communicator) -> None:
     """Called as any other module, as generation does, the head makes all logits; and gradients pass through them."""
     whole, hidden, targets = make(bias=True)
     part = split(whole, communicator)
-    first, count = share(VOCABULARY, communicator.size, communicator.rank)
+    first, count = local_range(VOCABULARY, communicator.size, communicator.rank)
     inputs = [hidden.view(1, TOKENS, WIDTH).clone().requires_grad_() for _ in range(2)]
     expected, found = whole(inputs[0]), part(inputs[1])
     close(found, expected)
     wanted, got = (
-        torch.autograd.grad(F.cross_entropy(logits[0], targets, ignore_index=NO_TARGET), [given, *module.parameters()])
+        torch.autograd.grad(
+            F.cross_entropy(logits[0], targets, ignore_index=IGNORE_INDEX), [given, *module.parameters()]
+        )
         for module, logits, given in zip((whole, part), (expected, found), inputs, strict=True)
     )
     close(got[0], wanted[0])

@@ -8,7 +8,7 @@ import torch
 
 from dlo_framework.testing.compare import compare, default_rtol, tensor_differences, without_gradient
 from dlo_framework.testing.comparison import relative, to_json
-from dlo_framework.testing.record import Record, Step, merge
+from dlo_framework.testing.record import Record, Step, merge_records
 from dlo_framework.testing.report import report
 from dlo_framework.testing.training import Setting
 from dlo_framework.testing.verdict import verdict
@@ -240,7 +240,7 @@ def test_the_record_of_all_ranks():
             [(None, 0, 4, None), (1.0, 0, 4, 5), (2.0, 1, 4, 3), (9.0, 1, 4, None)]
         )
     ]
-    whole = merge(ranks)
+    whole = merge_records(ranks)
     assert whole.steps == [Step((1.0 + (2.0 + 9.0) / 2) / 2, (3.0, 4.0, 5.0, 6.0), 8, 8)]
     assert (whole.place, whole.drew) == ((0, 2), 3)
 

@@ -10,9 +10,15 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from dlo_framework.checkpoint import FlatShard
-from dlo_framework.testing import run_distributed, state
+from dlo_framework.distributed.strategy import SingleProcessStrategy
+from dlo_framework.testing import full_state, run_distributed
+from dlo_framework.testing.full_state import checksum, gather_full_tensors, gather_full_weights
 from dlo_framework.testing.record import gradient_norm
-from dlo_framework.testing.state import checksum, gather_whole, whole_weights
+
+
+class OwnNorm(SingleProcessStrategy):
+    def gradient_norm(self, optimizer):
+        return torch.tensor(5.0)
 
 
 def whole() -> dict[str, torch.Tensor]:
@@ -38,10 +44,10 @@ def _spread(rank: int, world_size: int) -> tuple[dict, float, float]:
     }
     if rank == world_size - 1:
         mine["last_stage"] = tensors["last_stage"]
-    gathered = gather_whole(mine)
+    gathered = gather_full_tensors(mine)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(state, "_BUNDLE", 41)  # bytes: "plain" and "scalar" fit into one message, "flat" into none
-        again = gather_whole(mine)
+        patch.setattr(full_state, "_BUNDLE", 41)  # bytes: "plain" and "scalar" fit into one message, "flat" into none
+        again = gather_full_tensors(mine)
     assert again.keys() == gathered.keys()
     assert all(torch.equal(again[name], value) for name, value in gathered.items())
 
@@ -50,7 +56,7 @@ def _spread(rank: int, world_size: int) -> tuple[dict, float, float]:
     optimizer = torch.optim.SGD([plain, sharded], lr=0.1)
     trainer = Trainer(accelerator="cpu", devices=1, logger=False, enable_checkpointing=False)
     norm = float(gradient_norm(trainer, optimizer))
-    trainer.strategy.gradient_norm = lambda optimizer: torch.tensor(5.0)
+    trainer.strategy.__class__ = OwnNorm
     own = float(gradient_norm(trainer, optimizer))
     dist.barrier()
     return gathered, norm, own
@@ -73,7 +79,7 @@ def test_names_are_plain_and_tensors_are_copies():
     model.layer = torch.compile(model.layer, backend="eager")
     trainer = Trainer(accelerator="cpu", devices=1, logger=False, enable_checkpointing=False)
     trainer.strategy.connect(model)
-    weights = whole_weights(trainer)
+    weights = gather_full_weights(trainer)
     assert set(weights) == {"layer.weight", "layer.bias"}
     before = checksum(weights["layer.bias"])
     with torch.no_grad():

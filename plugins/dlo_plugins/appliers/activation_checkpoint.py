@@ -24,7 +24,7 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 from dlo_framework.applier import Applier, Phase
 from dlo_framework.errors import DloError
 from dlo_framework.plan import ParallelPlan
-from dlo_plugins.copy_streams import Copied, copy_streams, host_tensor
+from dlo_plugins.copy_streams import CopyHandle, copy_streams, empty_host_tensor
 from dlo_plugins.fsdp.recompute import recompute
 
 _MODES = ("full", "selective")
@@ -172,9 +172,9 @@ class _OnCpu:
 
     def __init__(self, tensor: Tensor, aside: _Aside) -> None:
         self._device, self._aside = tensor.device, aside
-        self._held = host_tensor(tensor, tensor.device)
+        self._held = empty_host_tensor(tensor, tensor.device)
         self._away = copy_streams(tensor.device).down.copy(self._held, tensor.detach())
-        self._back: tuple[Tensor, Copied] | None = None
+        self._back: tuple[Tensor, CopyHandle] | None = None
         aside.held.add(self)
 
     def fetch(self) -> None:

@@ -12,9 +12,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from dlo_framework.applier import Applier, Phase
 from dlo_framework.errors import DloError
 from dlo_framework.plan import ParallelPlan
-from dlo_plugins.context import interface
-from dlo_plugins.context.sequence import Method, SharedSequence
-from dlo_plugins.context.ulysses import heads_message
+from dlo_plugins.context import transformers_attention
+from dlo_plugins.context.shared_sequence import Method, SharedSequence
+from dlo_plugins.context.ulysses import heads_error
 
 _AXIS = "cp"
 _METHODS = ("ring", "ulysses")
@@ -65,11 +65,11 @@ class ContextParallel(Applier):
         """
         if cp == 1:
             return
-        interface.check_model(module, plan.attention_names(module))
-        for model in interface.outermost(module):
+        transformers_attention.check_model(module, plan.attention_names(module))
+        for model in transformers_attention.outermost(module):
             heads = getattr(model.config.get_text_config(), "num_attention_heads", None)
             if self.method == "ulysses" and heads is not None and (heads // tp) % cp:
-                raise DloError(heads_message(heads // tp, cp))
+                raise DloError(heads_error(heads // tp, cp))
 
     def apply(self, module: nn.Module, mesh: DeviceMesh, plan: ParallelPlan) -> None:
         """Makes the attention modules of `module` compute over sequences sharded over the mesh's `cp` ranks.
@@ -81,11 +81,11 @@ class ContextParallel(Applier):
         """
         if _AXIS not in (mesh.mesh_dim_names or ()) or mesh[_AXIS].size() == 1:
             return
-        models = interface.outermost(module)
+        models = transformers_attention.outermost(module)
         self._module = module
         self._original = next((model.config._attn_implementation or "sdpa" for model in models), "sdpa")
         self.sequence = SharedSequence(mesh[_AXIS].get_group(), self.method)
-        interface.share_attention(module, plan.attention_names(module), self.sequence)
+        transformers_attention.share_attention(module, plan.attention_names(module), self.sequence)
 
     def shard_batch(self, batch: dict[str, Any]) -> dict[str, Any]:
         """Returns this rank's shard of a batch that all ranks of the axis have.
@@ -102,9 +102,9 @@ class ContextParallel(Applier):
         """
         return batch if self.sequence is None else self.sequence.shard(batch)
 
-    def counted(self, batch: Any) -> Any:
+    def add_document_counts(self, batch: Any) -> Any:
         """Returns a CPU batch with counts added on the host, so that :meth:`shard_batch` needs no device wait."""
-        return batch if self.sequence is None else self.sequence.counted(batch)
+        return batch if self.sequence is None else self.sequence.with_counts(batch)
 
     def select_rows(self, first: int, count: int) -> None:
         """Selects the rows of the batch for the model's next forward, those of a pipeline's micro-batch.
@@ -130,10 +130,10 @@ class ContextParallel(Applier):
         return part if self.sequence is None else self.sequence.gather(part, dim)
 
     @contextlib.contextmanager
-    def local(self) -> Iterator[None]:
+    def use_full_sequences(self) -> Iterator[None]:
         """Makes the model run on full sequences inside the block, on each rank alone, for example to generate text."""
         if self._module is None:
             yield
             return
-        with interface.own_attention(self._module, self._original):
+        with transformers_attention.own_attention(self._module, self._original):
             yield

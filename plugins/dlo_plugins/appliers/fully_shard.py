@@ -14,7 +14,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
 from dlo_framework.applier import Applier, Phase
 from dlo_framework.errors import DloError
 from dlo_framework.plan import ParallelPlan
-from dlo_plugins.fsdp.policy import mixed_precision
+from dlo_plugins.fsdp.precision_policy import mixed_precision
 from dlo_plugins.fsdp.sharding import ShardOptions
 
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from dlo_framework.distributed.collectives import Communicator
     from dlo_framework.plan import ParallelPlan
     from dlo_plugins.tensor.coverage import Coverage
-    from dlo_plugins.tensor.sequence import Sequence
+    from dlo_plugins.tensor.sequence_parallel import ShardedSequence
 
 AXIS = "tp"
 
@@ -29,9 +29,9 @@ class TensorParallel(Applier):
 
     The model's :class:`ParallelPlan` has the rule of each layer. Attention and MLP each all-reduce their output in
     forward and their input's gradient in backward. Parameters are replaced by slices, which
-    :func:`dlo_framework.cuts.layout_of` describes. It also lists, as `partial`, the uncut parameters whose gradients
-    are partial sums: they must be summed over the axis before the optimizer steps. All ranks of the axis see the same
-    batches and start from the same seed.
+    :func:`dlo_framework.tensor_slice.get_layout` describes. It also lists, as `partial`, the uncut parameters whose
+    gradients are partial sums: they must be summed over the axis before the optimizer steps. All ranks of the axis
+    see the same batches and start from the same seed.
 
     Args:
         sequence_parallel: Whether each rank keeps a slice of the tokens between the cut projections, so that norms,
@@ -47,7 +47,7 @@ class TensorParallel(Applier):
     def __init__(self, sequence_parallel: bool = False) -> None:
         self.sequence_parallel = sequence_parallel
         self.communicator: Communicator | None = None
-        self._stream: Sequence | None = None
+        self._stream: ShardedSequence | None = None
 
     def apply(self, module: nn.Module, mesh: DeviceMesh, plan: ParallelPlan) -> None:
         """Cuts a model in place; it may be on the meta device.
@@ -61,34 +61,34 @@ class TensorParallel(Applier):
             DloError: The model cannot be cut over this number of ranks.
         """
         from dlo_framework.distributed.collectives import Communicator
-        from dlo_plugins.tensor import cutting, norms, regions, vocabulary
+        from dlo_plugins.tensor import parameter_sharding, regions, sharded_norms, vocabulary
         from dlo_plugins.tensor.local_random import LocalRandom
-        from dlo_plugins.tensor.sequence import Sequence
-        from dlo_plugins.tensor.survey import survey
+        from dlo_plugins.tensor.sequence_parallel import ShardedSequence
+        from dlo_plugins.tensor.tp_planner import make_tp_plan
 
         communicator = Communicator(mesh[AXIS].get_group())
         if communicator.size == 1:
             return
         self.communicator = communicator
-        found = survey(module, plan, communicator.size, self.sequence_parallel)
-        cutting.cut(module, found, communicator.size, communicator.rank)
+        found = make_tp_plan(module, plan, communicator.size, self.sequence_parallel)
+        parameter_sharding.shard_parameters(module, found, communicator.size, communicator.rank)
         random = LocalRandom(communicator.rank)
-        self._stream = stream = Sequence(communicator, random) if self.sequence_parallel else None
+        self._stream = stream = ShardedSequence(communicator, random) if self.sequence_parallel else None
         for name, region in found.regions.items():
             around = module.get_submodule(name)
             columns = [module.get_submodule(column) for column in region.columns]
             rows = [module.get_submodule(row) for row in region.rows]
-            regions.install(around, columns, rows, regions.Region(around, communicator, random, stream))
+            regions.install_region(around, columns, rows, regions.Region(around, communicator, random, stream))
             for norm in region.norms:
                 size = found.divisions[f"{norm}.weight"].pieces[0]
-                norms.install(module.get_submodule(norm), size, communicator)
+                sharded_norms.install_norm(module.get_submodule(norm), size, communicator)
         for name in found.vocabulary:
             size = sum(found.divisions[f"{name}.weight"].pieces)
-            vocabulary.install(module.get_submodule(name), size, communicator)
+            vocabulary.install_vocabulary(module.get_submodule(name), size, communicator)
         if stream is not None:
             stream.install(module, plan.block_names(module))
 
-    def part_stages(self, module: nn.Module, plan: ParallelPlan, starts: Collection[str]) -> None:
+    def gather_between_stages(self, module: nn.Module, plan: ParallelPlan, starts: Collection[str]) -> None:
         """Gathers the sequence between stages of a pipeline, where sequence parallelism would split it.
 
         Args:
@@ -97,7 +97,7 @@ class TensorParallel(Applier):
             starts: Names of the first blocks of all stages but the first.
         """
         if self._stream is not None:
-            self._stream.part_stages(module, plan.block_names(module), starts)
+            self._stream.gather_between_stages(module, plan.block_names(module), starts)
 
     def coverage(self, module: nn.Module, plan: ParallelPlan, tp: int) -> Coverage:
         """Returns the share of an uncut model that tensor parallelism over this number of ranks divides.
@@ -110,10 +110,10 @@ class TensorParallel(Applier):
         Raises:
             DloError: The model cannot be cut.
         """
-        from dlo_plugins.tensor.coverage import coverage_of
-        from dlo_plugins.tensor.survey import survey
+        from dlo_plugins.tensor.coverage import measure_coverage
+        from dlo_plugins.tensor.tp_planner import make_tp_plan
 
-        return coverage_of(module, survey(module, plan, tp, self.sequence_parallel).divisions)
+        return measure_coverage(module, make_tp_plan(module, plan, tp, self.sequence_parallel).divisions)
 
     def check(self, module: nn.Module, plan: ParallelPlan, tp: int) -> None:
         """Checks that a model can be cut, before any process starts.
@@ -126,7 +126,7 @@ class TensorParallel(Applier):
         Raises:
             DloError: The model cannot be cut; the message computes the nearest size that works.
         """
-        from dlo_plugins.tensor.survey import survey
+        from dlo_plugins.tensor.tp_planner import make_tp_plan
 
         if tp > 1:
-            survey(module, plan, tp, self.sequence_parallel)
+            make_tp_plan(module, plan, tp, self.sequence_parallel)

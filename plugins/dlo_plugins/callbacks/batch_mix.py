@@ -16,7 +16,16 @@ from dlo_framework.batch_transform import BatchTransform, batches_are_new
 from dlo_framework.data import data_parallel_coordinates
 from dlo_framework.errors import DloError, did_you_mean
 from dlo_framework.progress import epochs_of_run, steps_per_epoch
-from dlo_plugins.mixing import Plan, Recipe, draw_plan, join_plans, mix_images, mix_targets, soft_targets, to_device
+from dlo_plugins.mixing import (
+    MixPlan,
+    MixRecipe,
+    draw_plan,
+    join_plans,
+    mix_images,
+    mix_targets,
+    soft_targets,
+    to_device,
+)
 
 
 class BatchMix(BatchTransform):
@@ -86,7 +95,7 @@ class BatchMix(BatchTransform):
         target_key: int | str = 1,
         in_place: bool | None = None,
     ) -> None:
-        self.recipe = Recipe(mixup_alpha, cutmix_alpha, cutmix_minmax, prob, switch_prob, mode)
+        self.recipe = MixRecipe(mixup_alpha, cutmix_alpha, cutmix_minmax, prob, switch_prob, mode)
         self.label_smoothing, self.num_classes, self.multi_label = label_smoothing, num_classes, multi_label
         self.off_epochs, self.seed, self.group_size = off_epochs, seed, group_size
         self.image_key, self.target_key, self.in_place = image_key, target_key, in_place
@@ -220,7 +229,7 @@ class BatchMix(BatchTransform):
             epochs = min(epochs, trainer.current_epoch + left)
         return epochs
 
-    def plan(self, number: int, rank: int, shape: torch.Size) -> Plan:
+    def plan(self, number: int, rank: int, shape: torch.Size) -> MixPlan:
         """Returns the plan of one batch on one rank.
 
         It is a pure function of the seed, the arguments and the recipe. The generator of a group is seeded by (seed,

@@ -21,7 +21,7 @@ from dlo_framework.errors import DloError, did_you_mean
 from dlo_framework.watch.flops import FlopCounter, is_compiled
 from dlo_framework.watch.monitor import RunMonitor, batch_size
 from dlo_plugins.compile_log import CompileLog
-from dlo_plugins.compile_parts import (
+from dlo_plugins.module_compilation import (
     CUDA_GRAPHS,
     compile_in_place,
     compiled_call,

@@ -17,12 +17,12 @@ from torch.optim import Optimizer
 
 from dlo_framework.data import Position, ResumableDataModule, Window, data_parallel_coordinates
 from dlo_framework.data.sampler import Span, plan_epoch
-from dlo_framework.distributed.norms import divides_state
+from dlo_framework.distributed.norms import shards_state
 from dlo_framework.errors import DloError
 from dlo_framework.progress import AccumulationWindow, planned_batches, refresh_epoch_length
 from dlo_plugins.batch_plan import LRDecay, LRRule, NoiseScale, grown_size, lr_factor, scheduled_size, window
 from dlo_plugins.noise_meter import NoiseMeter
-from dlo_plugins.points import any_percentage, check_max_epochs, parse_point
+from dlo_plugins.run_position import any_percentage, check_max_epochs, parse_position
 from dlo_plugins.scaled_rates import restore_rates, scale_rates
 
 
@@ -77,7 +77,9 @@ class DynamicBatchSize(Callback):
             raise DloError(f"DynamicBatchSize: max_micro_batch must be at least 1, got {max_micro_batch}; leave it out")
         if lr_rule not in ("none", "sqrt", "linear"):
             raise DloError(f"DynamicBatchSize: lr_rule must be none, sqrt or linear, got {lr_rule!r}; leave it out")
-        self.steps = {parse_point(point, "DynamicBatchSize.schedule"): size for point, size in (schedule or {}).items()}
+        self.steps = {
+            parse_position(point, "DynamicBatchSize.schedule"): size for point, size in (schedule or {}).items()
+        }
         if schedule is not None and (not schedule or min(schedule.values()) < 1):
             raise DloError(
                 f"DynamicBatchSize: schedule must have batch sizes of at least 1, got {schedule}; set {{0: 256}}, for"
@@ -160,7 +162,7 @@ class DynamicBatchSize(Callback):
         _check_trainer(trainer, pl_module)
         self._reset(trainer)
         keeps_gradients = isinstance(trainer.strategy, DDPStrategy | SingleDeviceStrategy)
-        if self.noise is not None and (not keeps_gradients or divides_state(trainer.strategy)):
+        if self.noise is not None and (not keeps_gradients or shards_state(trainer.strategy)):
             raise DloError(
                 "DynamicBatchSize: strategy must keep each rank's own gradients for noise_scale, got"
                 f" {type(trainer.strategy).__name__}; set strategy ddp, or use a schedule"

@@ -15,15 +15,15 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from dlo_framework.distributed.canonical import clean
+from dlo_framework.distributed.checkpointing import plain_name
 from dlo_framework.distributed.norms import total_norm
-from dlo_framework.distributed.precision import sharded
+from dlo_framework.distributed.precision import with_sharded_clipping
 from dlo_framework.distributed.strategy import DataParallelStrategy
 from dlo_framework.ema import WeightEMA
-from dlo_framework.errors import DloError, agree, did_you_mean
+from dlo_framework.errors import DloError, did_you_mean, mark_agreed
 from dlo_framework.progress import optimizer_steps
-from dlo_plugins.compression.all_reduce import BLOCK, CompressedAllReduce
-from dlo_plugins.compression.hooks import (
+from dlo_plugins.compression.compressed_all_reduce import BLOCK, CompressedAllReduce
+from dlo_plugins.compression.ddp_hooks import (
     GradientHook,
     HalfHook,
     OneBitHook,
@@ -31,7 +31,7 @@ from dlo_plugins.compression.hooks import (
     PowerSGDHook,
     average_tensors,
 )
-from dlo_plugins.compression.memory import KEY, one_bit_state, powersgd_state, restore_one_bit, restore_powersgd
+from dlo_plugins.compression.error_memory import KEY, one_bit_state, powersgd_state, restore_one_bit, restore_powersgd
 from dlo_plugins.compression.one_bit import OneBitOptimizer
 from dlo_plugins.compression.one_bit_adam import OneBitAdam
 from dlo_plugins.compression.one_bit_lamb import OneBitLamb
@@ -125,7 +125,7 @@ class GradientCompression(Callback):
         if stage != "fit" or isinstance(trainer.strategy, SingleDeviceStrategy):
             return
         if not isinstance(trainer.strategy, DataParallelStrategy):
-            raise agree(
+            raise mark_agreed(
                 DloError(
                     "GradientCompression: strategy must be ddp, whose all-reduce it compresses, got"
                     f" {type(trainer.strategy).__name__}, which shards gradients or reduces them itself; set strategy"
@@ -133,7 +133,7 @@ class GradientCompression(Callback):
                 )
             )
         if self.method not in ("fp16", "bf16") and not pl_module.automatic_optimization:
-            raise agree(
+            raise mark_agreed(
                 DloError(
                     f"GradientCompression: optimization must be automatic for method {self.method}, got"
                     f" {type(pl_module).__name__}, which optimizes manually; set method: bf16"
@@ -141,14 +141,14 @@ class GradientCompression(Callback):
             )
         callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
         if self.method == "post_local_sgd" and any(isinstance(callback, WeightEMA) for callback in callbacks):
-            raise agree(
+            raise mark_agreed(
                 DloError(
                     "GradientCompression: method must not be post_local_sgd with WeightEMA, as ranks' weights differ"
                     " between averages, got both; leave one of the two out"
                 )
             )
         if trainer.world_size % self.node_size:
-            raise agree(
+            raise mark_agreed(
                 DloError(
                     f"GradientCompression: node_size must divide the {trainer.world_size} ranks, got {self.node_size};"
                     f" set {math.gcd(self.node_size, trainer.world_size)}"
@@ -165,7 +165,7 @@ class GradientCompression(Callback):
         model = trainer.strategy.model
         assert isinstance(model, DistributedDataParallel)
         if self.method in ("one_bit", "post_local_sgd") and len(trainer.optimizers) != 1:
-            raise agree(
+            raise mark_agreed(
                 DloError(
                     f"GradientCompression: {type(pl_module).__name__} must have one optimizer for method {self.method},"
                     f" got {len(trainer.optimizers)}; set method: bf16"
@@ -186,14 +186,14 @@ class GradientCompression(Callback):
         if self.method == "post_local_sgd":
             group = dist.new_subgroups(self.node_size)[0] if self.node_size > 1 else None
             return PostLocalHook(start, self._step, group)
-        names = {id(parameter): clean(name) for name, parameter in pl_module.named_parameters()}
+        names = {id(parameter): plain_name(name) for name, parameter in pl_module.named_parameters()}
         powersgd = PowerSGD(names, self.matrix_rank, start)
         return PowerSGDHook(powersgd, self._step, trainer.strategy.root_device)
 
     def _one_bit(self, trainer: Trainer) -> GradientHook:
         optimizer = trainer.optimizers[0]
         if not isinstance(optimizer, OneBitOptimizer):
-            raise agree(
+            raise mark_agreed(
                 DloError(
                     "GradientCompression: optimizer must be OneBitAdam or OneBitLamb for method one_bit, got"
                     f" {type(optimizer).__name__}; with dlo's tasks set `optimizer: OneBitAdam` and"
@@ -209,7 +209,7 @@ class GradientCompression(Callback):
         self.all_reduce = CompressedAllReduce(block=self.block)
         optimizer.communicator = self.all_reduce
         self._precision = trainer.strategy.precision_plugin
-        clipping: Any = sharded(self._precision, self._norm)
+        clipping: Any = with_sharded_clipping(self._precision, self._norm)
         trainer.strategy.precision_plugin = clipping
         return OneBitHook(optimizer)
 
@@ -239,7 +239,7 @@ class GradientCompression(Callback):
 
     def _save_mean(self, pl_module: LightningModule, checkpoint: dict[str, Any], device: torch.device) -> None:
         """Replaces weights and optimizer states in a checkpoint by the ranks' mean; the run's own do not change."""
-        trained = {clean(name) for name, parameter in pl_module.named_parameters() if parameter.requires_grad}
+        trained = {plain_name(name) for name, parameter in pl_module.named_parameters() if parameter.requires_grad}
         mappings = [checkpoint["state_dict"]]
         for optimizer in checkpoint.get("optimizer_states", ()):
             mappings += optimizer["state"].values()

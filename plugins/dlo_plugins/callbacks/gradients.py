@@ -22,7 +22,7 @@ from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy
 from torch import Tensor, nn
 
 from dlo_framework.data.hashing import hash64
-from dlo_framework.distributed.norms import divides_state
+from dlo_framework.distributed.norms import shards_state
 from dlo_framework.errors import DloError, did_you_mean
 from dlo_framework.plan import ParallelPlan
 from dlo_framework.task import Task
@@ -252,7 +252,7 @@ def last_linear(pl_module: LightningModule) -> str | None:
 
 def refuse_sharded(callback: str, trainer: Trainer, pl_module: LightningModule) -> None:
     """Raises a DloError if a rank holds only shards of parameters or their gradients."""
-    sharded = isinstance(trainer.strategy, FSDPStrategy | DeepSpeedStrategy) or divides_state(trainer.strategy)
+    sharded = isinstance(trainer.strategy, FSDPStrategy | DeepSpeedStrategy) or shards_state(trainer.strategy)
     if not sharded and torch.distributed.is_available():
         from torch.distributed.tensor import DTensor
 

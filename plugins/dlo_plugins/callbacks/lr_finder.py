@@ -18,10 +18,10 @@ import torch
 from lightning.pytorch import LightningModule, Trainer
 from tqdm import tqdm
 
+from dlo_framework.atomic_file import write_atomic
 from dlo_framework.errors import DloError, did_you_mean
 from dlo_framework.rehearsal import BeforeTraining, rehearse, run_folder
 from dlo_framework.watch.monitor import is_tensorboard
-from dlo_framework.whole_file import write_whole
 from dlo_plugins.lr_suggest import SUGGESTIONS, Sweep, rescale_rates, suggest, sweep_rates
 
 if TYPE_CHECKING:
@@ -141,8 +141,8 @@ class LRFinder(BeforeTraining):
         figure = draw_sweep(sweep, self.suggestions, self.suggestion)
         picture = io.BytesIO()
         figure.savefig(picture, format="png")
-        write_whole(folder / f"{NAME}.png", picture.getvalue())
-        write_whole(folder / f"{NAME}.json", self.to_json(sweep))
+        write_atomic(folder / f"{NAME}.png", picture.getvalue())
+        write_atomic(folder / f"{NAME}.json", self.to_json(sweep))
         for logger in trainer.loggers:
             if is_tensorboard(logger):
                 logger.experiment.add_image(NAME, figure_to_array(figure), trainer.global_step, dataformats="HWC")

@@ -20,13 +20,20 @@ from lightning.fabric.utilities.data import sized_len
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 
+from dlo_framework.atomic_file import write_atomic
 from dlo_framework.data import Position, data_parallel_coordinates
-from dlo_framework.distributed.norms import divides_state
+from dlo_framework.distributed.norms import shards_state
 from dlo_framework.errors import DloError
 from dlo_framework.rehearsal import BeforeTraining, Rehearsal, rehearse, run_folder
 from dlo_framework.snapshot import training_loaders
-from dlo_framework.whole_file import write_whole
-from dlo_plugins.batch_search import Budget, Pool, count_samples, find_largest, is_out_of_memory, keep_global_batch
+from dlo_plugins.batch_search import (
+    ActivationBudget,
+    BatchPool,
+    count_samples,
+    find_largest,
+    is_out_of_memory,
+    keep_global_batch,
+)
 
 FILE = "batch_size.json"
 #: Number of epochs of a run without a last epoch.
@@ -99,7 +106,7 @@ class MicroBatchFinder(BeforeTraining):
         if stage != "fit":
             return
         independent = isinstance(trainer.strategy, DDPStrategy | SingleDeviceStrategy)
-        if not independent or divides_state(trainer.strategy):
+        if not independent or shards_state(trainer.strategy):
             raise DloError(
                 "MicroBatchFinder: strategy must not communicate in forward and backward, where a rank that is out of"
                 f" memory would block the others, got {type(trainer.strategy).__name__}; search with"
@@ -157,7 +164,7 @@ class MicroBatchFinder(BeforeTraining):
             raise DloError(
                 "MicroBatchFinder: max_size must be set for a loader without a length, got none; set max_size"
             )
-        trial = Trial(rehearsal, Pool(rehearsal.next_batch, first), vote, self.memory_limit_bytes, epochs)
+        trial = Trial(rehearsal, BatchPool(rehearsal.next_batch, first), vote, self.memory_limit_bytes, epochs)
         trials = []
 
         def fits(size: int) -> bool:
@@ -181,7 +188,7 @@ class MicroBatchFinder(BeforeTraining):
             "accumulate_grad_batches": accumulate,
             "trials": [{"per_rank": size, "fits": outcome} for size, outcome in self.trials],
         }
-        write_whole(folder / FILE, json.dumps(content, indent=2) + "\n")
+        write_atomic(folder / FILE, json.dumps(content, indent=2) + "\n")
         lines = [
             f"\nlargest micro-batch: {self.per_rank} samples a rank, {self.per_rank * world_size} over all;"
             f" bound by {bound}, {len(self.trials)} sizes tried"
@@ -222,14 +229,14 @@ class Trial:
         rehearsal: Rehearsal that restores all state afterwards.
         pool: Source of the batches.
         vote: Vote by which the ranks agree.
-        limit: Limit in bytes as in :class:`~dlo_plugins.batch_search.Budget`.
+        limit: Limit in bytes as in :class:`~dlo_plugins.batch_search.ActivationBudget`.
         epochs: Number of epochs after which the batches are assumed to come.
     """
 
-    def __init__(self, rehearsal: Rehearsal, pool: Pool, vote: Vote, limit: int | None, epochs: int) -> None:
+    def __init__(self, rehearsal: Rehearsal, pool: BatchPool, vote: Vote, limit: int | None, epochs: int) -> None:
         self.rehearsal, self.pool, self.vote = rehearsal, pool, vote
         self.trainer = rehearsal.trainer
-        self.budget = Budget(limit, self.trainer.lightning_module)
+        self.budget = ActivationBudget(limit, self.trainer.lightning_module)
         batches = self.trainer.num_training_batches
         # Number of a batch, counted from the first epoch; never an epoch's last, whose step Lightning runs at once.
         self.number = 2 * int(batches) * epochs if math.isfinite(batches) else 0

@@ -9,14 +9,14 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
-from dlo_framework.contract import contract_of
 from dlo_framework.errors import DloError
+from dlo_framework.strategy_contract import contract_of
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-    from dlo_plugins.pipeline.engine import Pipeline
-    from dlo_plugins.pipeline.simulate import Timeline
+    from dlo_plugins.pipeline.pipeline_engine import Pipeline
+    from dlo_plugins.pipeline.simulation import Timeline
 
 
 class PipelineTimeline(Callback):
@@ -64,12 +64,12 @@ class PipelineTimeline(Callback):
             self._show(trainer, pipeline, timeline)
 
     def _show(self, trainer: Trainer, pipeline: Pipeline, timeline: Timeline) -> None:
-        from dlo_plugins.pipeline.picture import draw_comparison, ideal
-        from dlo_plugins.pipeline.schedules import make_schedule
+        from dlo_plugins.pipeline.pipeline_schedules import make_schedule
+        from dlo_plugins.pipeline.timeline_plot import draw_comparison, simulate_ideal
 
         parts = len({item.action.micro_batch for row in timeline.rows for item in row})
         schedule = make_schedule(pipeline.schedule, pipeline.placement.ranks, parts, pipeline.stages_per_rank)
-        theory = ideal(timeline, schedule)
+        theory = simulate_ideal(timeline, schedule)
         scalars = {"pipeline/bubble": timeline.bubble, "pipeline/bubble_of_theory": theory.bubble}
         figure = draw_comparison(timeline, schedule)
         path = Path(trainer.default_root_dir) / "pipeline.png"

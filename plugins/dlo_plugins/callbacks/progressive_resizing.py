@@ -18,16 +18,16 @@ from dlo_framework.data import Position, ResumableDataModule, data_parallel_coor
 from dlo_framework.errors import DloError
 from dlo_framework.model_sizes import accept_any_size, check_sizes, size_multiple
 from dlo_framework.task import batch_length
-from dlo_plugins.points import any_percentage, check_max_epochs, parse_point
 from dlo_plugins.resizing import (
-    Growth,
-    Steps,
+    GrowingSize,
+    StepSizes,
     check_multiples,
     images_of,
+    replace_images,
     resize_images,
     resized_sides,
-    with_images,
 )
+from dlo_plugins.run_position import any_percentage, check_max_epochs, parse_position
 
 _MULTIPLE = 32  # for a model that takes any size: the stride of most convolutional networks
 
@@ -94,8 +94,8 @@ class ProgressiveResizing(BatchTransform):
             raise DloError(f"ProgressiveResizing: multiple must be at least 1 pixel, got {multiple}; leave it out")
         self.start_size, self.end_size, self.stages = start_size, end_size, stages
         self.multiple, self.image_key = multiple, image_key
-        self.begin, self.end = parse_point(begin, "ProgressiveResizing"), parse_point(end, "ProgressiveResizing")
-        self.steps = {parse_point(point, "ProgressiveResizing"): size for point, size in (sizes or {}).items()}
+        self.begin, self.end = parse_position(begin, "ProgressiveResizing"), parse_position(end, "ProgressiveResizing")
+        self.steps = {parse_position(point, "ProgressiveResizing"): size for point, size in (sizes or {}).items()}
         self._points = [*self.steps] if self.steps else [self.begin, self.end]
         self.needs_max_epochs = any_percentage(self._points)
         if sizes is not None and all(point.value for point in self.steps):
@@ -103,7 +103,7 @@ class ProgressiveResizing(BatchTransform):
                 f"ProgressiveResizing: sizes must have the first size of the run under 0, got {sizes}; add 0: 160"
             )
         check_multiples([*self.steps.values(), start_size or 1, end_size or 1], 1, "ProgressiveResizing")
-        self._schedule: Steps | Growth | None = None
+        self._schedule: StepSizes | GrowingSize | None = None
         self._max_epochs = math.inf
         self._sized_by_data = False
         self._multiple = 1  # multiple in pixels for the sides of images that are not square
@@ -113,7 +113,7 @@ class ProgressiveResizing(BatchTransform):
     # --- the schedule --------------------------------------------------------------------------------------
 
     @property
-    def schedule(self) -> Steps | Growth:
+    def schedule(self) -> StepSizes | GrowingSize:
         """Schedule of the size; it exists from ``on_fit_start`` on."""
         assert self._schedule is not None, "used before on_fit_start"
         return self._schedule
@@ -151,7 +151,7 @@ class ProgressiveResizing(BatchTransform):
         sizes = self._schedule.all_sizes()
         check_sizes(pl_module, [(size, size) for size in sizes], (base or sizes[-1],) * 2)
 
-    def _make_schedule(self, pl_module: LightningModule, base: int | None) -> Steps | Growth:
+    def _make_schedule(self, pl_module: LightningModule, base: int | None) -> StepSizes | GrowingSize:
         accepted = size_multiple(pl_module)
         self._multiple = self.multiple or accepted or 1
         if self.multiple is not None and accepted is not None and self.multiple % accepted:
@@ -161,7 +161,7 @@ class ProgressiveResizing(BatchTransform):
             )
         if self.start_size is None:
             check_multiples(self.steps.values(), self._multiple, "ProgressiveResizing.sizes")
-            return Steps(self.steps)
+            return StepSizes(self.steps)
         last = self.end_size or base
         if last is None:
             raise DloError(
@@ -185,7 +185,7 @@ class ProgressiveResizing(BatchTransform):
                 f"ProgressiveResizing: end must be within the run's {self._max_epochs:g} epochs, got {end:g} epochs;"
                 " set end: '80%'"
             )
-        return Growth(self.start_size, last, self.begin, self.end, multiple, self.stages)
+        return GrowingSize(self.start_size, last, self.begin, self.end, multiple, self.stages)
 
     # --- training ------------------------------------------------------------------------------------------
 
@@ -199,7 +199,7 @@ class ProgressiveResizing(BatchTransform):
             self._begin(trainer, batch, min(height, width))
         size = self.size_at(self._position(trainer, trainer.fit_loop.epoch_loop.batch_progress.current.ready))
         sides = resized_sides(height, width, size, self._multiple)
-        return with_images(batch, resize_images(images, *sides), self.image_key)
+        return replace_images(batch, resize_images(images, *sides), self.image_key)
 
     def _begin(self, trainer: Trainer, batch: Any, given: int) -> None:
         """Checks the loader's images and length at the first batch."""

@@ -6,9 +6,8 @@ own, not the mean shape of its batch, so accuracy does not depend on the batch s
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from itertools import islice
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -61,6 +60,8 @@ class RectangularValidation(Callback):
             raise DloError(f"RectangularValidation: max_ratio must be at least 1, a square, got {max_ratio}; set 2")
         self.every_n_epochs, self.multiple, self.max_ratio = every_n_epochs, multiple, max_ratio
         self._loader: ResumableLoader | None = None
+        self._limited_loader: ResumableLoader | None = None
+        self._multiple = 0
 
     # --- before --------------------------------------------------------------------------------------------
 
@@ -97,15 +98,15 @@ class RectangularValidation(Callback):
         shapes = sorted(loader.batch_sampler.shapes, key=lambda sides: sides[1] / sides[0])  # type: ignore[attr-defined]
         base = getattr(datamodule, "image_size", shapes[0][0])
         check_sizes(pl_module, [shapes[0], shapes[-1]], (base, base))
-        self._loader = loader
+        self._loader, self._multiple = loader, multiple
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Drops the loader; the datamodule ends its workers."""
-        self._loader = None
+        self._loader = self._limited_loader = None
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Drops the loader, as Lightning calls no ``teardown`` then, and the next validation may have other data."""
-        self._loader = None
+        self._loader = self._limited_loader = None
 
     # --- validation ----------------------------------------------------------------------------------------
 
@@ -123,16 +124,31 @@ class RectangularValidation(Callback):
         last = dataloader_idx == len(batches) - 1 and batch_idx + 1 >= batches[-1]
         if not last or trainer.sanity_checking or not self._due(trainer):
             return
-        assert self._loader is not None
         random = random_state()
         try:
-            values = evaluate_loader(trainer, pl_module, self._loader)
+            values = evaluate_loader(trainer, pl_module, self._limited(trainer))
         finally:
             restore_random_state(random)
         for name, value in values.items():
             pl_module.log(
                 f"{name}{_SUFFIX}", value, on_step=False, on_epoch=True, sync_dist=True, add_dataloader_idx=False
             )
+
+    def _limited(self, trainer: Trainer) -> ResumableLoader:
+        """Returns the loader of as many samples as the square validation sees under ``limit_val_batches``.
+
+        Not of as many batches: their number depends on the ranks, and with it the samples would.
+        """
+        assert self._loader is not None
+        sampler: Any = self._loader.batch_sampler
+        samples = trainer.num_val_batches[-1] * sampler.batch_size * sampler.world_size
+        if samples >= len(sampler.shapes):
+            return self._loader
+        if self._limited_loader is None:
+            datamodule: Any = trainer.datamodule  # type: ignore[attr-defined]
+            self._limited_loader = datamodule.rectangular_val_dataloader(self._multiple, self.max_ratio, samples)
+        assert isinstance(self._limited_loader, ResumableLoader)
+        return self._limited_loader
 
     def _due(self, trainer: Trainer) -> bool:
         """Returns whether to validate on rectangles after this validation."""
@@ -157,7 +173,7 @@ def evaluate_loader(trainer: Trainer, pl_module: LightningModule, loader: Resuma
     step: Any = pl_module.validation_step
     takes_number = is_param_in_hook_signature(step, "batch_idx", min_args=2)
     with _fresh_metrics(pl_module), _own_results(trainer) as results:
-        for number, given in enumerate(_limited(trainer, loader)):
+        for number, given in enumerate(loader):
             batch = trainer.precision_plugin.convert_input(given)
             batch = pl_module._on_before_batch_transfer(batch, dataloader_idx=0)
             batch = call._call_strategy_hook(trainer, "batch_to_device", batch, dataloader_idx=0)
@@ -166,12 +182,6 @@ def evaluate_loader(trainer: Trainer, pl_module: LightningModule, loader: Resuma
             call._call_strategy_hook(trainer, "validation_step", *arguments)
         found = results.metrics(on_step=False)["callback"]
         return {name: value for name, value in found.items() if value.numel() == 1}
-
-
-def _limited(trainer: Trainer, loader: ResumableLoader) -> Iterable[Any]:
-    """Returns the loader's batches, as many as ``trainer.limit_val_batches`` allows."""
-    limit: int | float = trainer.limit_val_batches
-    return islice(loader, limit if isinstance(limit, int) else int(limit * len(loader)))
 
 
 @contextmanager

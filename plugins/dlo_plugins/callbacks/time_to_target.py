@@ -17,11 +17,11 @@ from typing import Any, Literal
 import numpy as np
 from lightning.pytorch import Callback, LightningModule, Trainer
 
+from dlo_framework.atomic_file import write_atomic
 from dlo_framework.errors import DloError, did_you_mean
 from dlo_framework.progress import epochs_seen
 from dlo_framework.rehearsal import run_folder
 from dlo_framework.watch.monitor import batch_size, data_parallel_size
-from dlo_framework.whole_file import write_whole
 from dlo_plugins.callbacks.compile import Compile
 
 Direction = Literal["max", "min"]
@@ -299,7 +299,7 @@ class TimeToTarget(Callback):
         self._log(trainer, "run_stop", None, "INTERVAL_END", {"status": status, **self._place()})
         self._open = False
         if trainer.is_global_zero and self._folder is not None:
-            write_whole(self._folder / RESULT, f"{json.dumps(result, indent=2)}\n")
+            write_atomic(self._folder / RESULT, f"{json.dumps(result, indent=2)}\n")
 
     def _log(
         self,

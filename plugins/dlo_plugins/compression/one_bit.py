@@ -16,7 +16,7 @@ from dlo_framework.errors import DloError
 
 
 class MomentumAverage(Protocol):
-    """Mean over the ranks; :class:`~dlo_plugins.compression.all_reduce.CompressedAllReduce` implements it."""
+    """Mean over the ranks, as :class:`~.compressed_all_reduce.CompressedAllReduce` computes it."""
 
     def average(self, tensors: list[Tensor]) -> None:
         """Replaces tensors in place by their mean, compressed or not, the same on all ranks."""

@@ -3,7 +3,7 @@
 - Seide, Fu, Droppo, Li, Yu, "1-Bit Stochastic Gradient Descent and Application to Data-Parallel Distributed Training of
   Speech DNNs", Interspeech 2014: signs with error feedback.
 - Tang et al., "1-bit Adam: Communication Efficient Large-Scale Training with Adam's Convergence Speed", 2021
-  (arXiv 2102.02888): the compressor behind :class:`~dlo_plugins.compression.all_reduce.CompressedAllReduce`.
+  (arXiv 2102.02888): the compressor behind :class:`~dlo_plugins.compression.compressed_all_reduce.CompressedAllReduce`.
 - Karimireddy, Rebjock, Stich, Jaggi, "Error Feedback Fixes SignSGD and other Gradient Compression Schemes", 2019
   (arXiv 1901.09847): why the scale is the mean absolute value.
 

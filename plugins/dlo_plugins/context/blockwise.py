@@ -1,11 +1,11 @@
-"""Attention of chunks to chunks: pairs of them are computed one by one, and put together by their log-sum-exps.
+"""Blockwise attention: computes pairs of chunks one by one and merges their outputs by their log-sum-exps.
 
 Blockwise Parallel Transformer. Liu & Abbeel, 2023, arXiv 2305.19370; the merge is that of FlashAttention (Dao et al.,
-2022, arXiv 2205.14135). Pairs of which nothing is seen are left out, which is what the causal order, windows and packed
-documents save.
+2022, arXiv 2205.14135). Pairs in which no query sees a key are skipped: the causal order, windows and packed documents
+save this work.
 
 Shapes: B rows, H heads of queries, K heads of keys and values, S positions of a chunk, D and E widths of keys and
-values. Tensors here hold some chunks one after another, [B, H, chunks * S, D].
+values. Tensors contain several chunks one after another, [B, H, chunks * S, D].
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ from itertools import groupby
 import torch
 from torch import Tensor
 
-from dlo_plugins.context import kernels
-from dlo_plugins.context.kernels import Dropout, Score
-from dlo_plugins.context.visibility import Documents, PairMask, Seen
+from dlo_plugins.context import block_attention
+from dlo_plugins.context.block_attention import Dropout, Score
+from dlo_plugins.context.visibility import Documents, PairMask, Visibility
 
 
 @dataclass(frozen=True)
 class Attention:
-    """What is to be computed, apart from the tensors.
+    """Parameters of an attention, apart from its tensors.
 
     Attributes:
-        documents: of the rows at hand.
-        score: how a score is made.
-        window: how many tokens a token sees, itself included; None for all before it.
-        dropout: of weights, its seed that of the first pair of chunks.
+        documents: Documents of the rows of the tensors.
+        score: Score function of a query and a key.
+        window: Number of tokens that a token sees, itself included; None for all before it.
+        dropout: Dropout of weights, with the seed of the first pair of chunks; None without dropout.
     """
 
     documents: Documents
@@ -40,36 +40,36 @@ class Attention:
     dropout: Dropout | None = None
 
     def dropout_of(self, query: int, key: int) -> Dropout | None:
-        """Returns the dropout of a pair of chunks."""
+        """Returns the dropout of a pair of chunks; None without dropout."""
         if self.dropout is None:
             return None
         return replace(self.dropout, seed=self.dropout.seed + query * self.documents.chunks + key)
 
 
-class Output:
-    """The attention's output as it grows, pair by pair.
+class MergedOutput:
+    """Output of an attention, to which blocks are added one by one.
 
     Args:
-        q: the queries, [B, H, chunks * S, D].
-        width: E.
+        q: Queries, [B, H, chunks * S, D].
+        width: Width of the values, E.
     """
 
     def __init__(self, q: Tensor, width: int) -> None:
         dtype = torch.promote_types(q.dtype, torch.float32)
         self.dtype = q.dtype
         rows, heads, positions = q.shape[:3]
-        # In memory [B, positions, H, E], which is how the output projection takes it.
+        # In memory [B, positions, H, E], as the output projection reads it.
         self.sum = q.new_zeros((rows, positions, heads, width), dtype=dtype).transpose(1, 2)
         self.lse = q.new_full(q.shape[:3], -math.inf, dtype=dtype)
         self._begun: set[tuple[int, int]] = set()
 
     def add(self, rows: slice, out: Tensor, lse: Tensor) -> None:
-        """Adds what some queries have seen elsewhere: their output there, and its log-sum-exp.
+        """Adds a block: the output of some queries over some keys, and its log-sum-exp.
 
         Args:
-            rows: of the queries; of two calls the same, or others altogether.
-            out: [B, H, rows, E].
-            lse: [B, H, rows]; minus infinity, with an output of zeros, for what has seen nothing.
+            rows: Slice of the queries; the slices of two calls must be equal or disjoint.
+            out: Output of these queries, [B, H, rows, E].
+            lse: Log-sum-exp, [B, H, rows]; minus infinity, with an output of zeros, for a query that sees no key.
         """
         total, known = self.sum[:, :, rows], self.lse[:, :, rows]
         if (rows.start, rows.stop) in self._begun:
@@ -85,41 +85,41 @@ class Output:
 
 
 def merge(total: Tensor, known: Tensor, out: Tensor, lse: Tensor) -> None:
-    """Adds a block to the output of others, in place: one pass over the outputs.
+    """Merges the output of a block into the output of other blocks, in place, in one pass over both.
 
     With weights `exp(known)` and `exp(lse)` the mean of both outputs is `total + w (out - total)`, and
-    `w = 1 / (1 + exp(known - lse))`. Nothing here breaks a graph that torch.compile traces.
+    `w = 1 / (1 + exp(known - lse))`. No operation here breaks a graph that torch.compile traces.
 
     Args:
-        total: [B, H, S, E] in float32 at least, changed.
-        known: its log-sum-exp [B, H, S], changed.
-        out: [B, H, S, E] of the block, in any precision.
-        lse: its log-sum-exp [B, H, S].
+        total: Output of the other blocks, [B, H, S, E], in at least float32; changed in place.
+        known: Log-sum-exp of `total`, [B, H, S]; changed in place.
+        out: Output of the block, [B, H, S, E], in any precision.
+        lse: Log-sum-exp of `out`, [B, H, S].
     """
     lse = lse.to(known.dtype)
-    # Where neither has seen anything both outputs are zeros, and any weight does.
+    # Where no key is seen in either, both outputs are zeros, and any weight gives zeros.
     weight = torch.sigmoid(lse - known).nan_to_num_(0.0)
     total.lerp_(out.to(total.dtype), weight[..., None])
     known.copy_(torch.logaddexp(known, lse))
 
 
 def attend(
-    what: Attention, out: Output, q: Tensor, queries: Sequence[int], k: Tensor, v: Tensor, keys: Sequence[int]
+    what: Attention, out: MergedOutput, q: Tensor, queries: Sequence[int], k: Tensor, v: Tensor, keys: Sequence[int]
 ) -> None:
-    """Adds to the output what some chunks of queries see of some chunks of keys.
+    """Adds the attention of some chunks of queries to some chunks of keys to the output.
 
     Args:
-        what: the attention.
-        out: of these queries; added to.
-        q: [B, H, chunks * S, D].
-        queries: numbers of their chunks.
-        k: [B, K, chunks * S, D].
-        v: [B, K, chunks * S, E].
-        keys: numbers of their chunks.
+        what: Attention to compute.
+        out: Output of these queries; added to.
+        q: Queries, [B, H, chunks * S, D].
+        queries: Numbers of the queries' chunks.
+        k: Keys, [B, K, chunks * S, D].
+        v: Values, [B, K, chunks * S, E].
+        keys: Numbers of the keys' chunks.
     """
     for rows, columns, causal, mask, dropout in _pairs(what, queries, keys, q.device):
         held = k[:, :, columns], v[:, :, columns]
-        part = kernels.forward(q[:, :, rows], *held, what.score, causal, mask, dropout)
+        part = block_attention.forward(q[:, :, rows], *held, what.score, causal, mask, dropout)
         out.add(rows, *part)
 
 
@@ -135,23 +135,23 @@ def attend_backward(
     keys: Sequence[int],
     into: tuple[Tensor, Tensor, Tensor],
 ) -> None:
-    """Adds the gradients of some chunks of queries and of keys that come of their seeing each other.
+    """Adds the gradients of the attention of some chunks of queries to some chunks of keys.
 
     Args:
-        what: the attention.
-        grad: gradient of the output, [B, H, chunks * S, E].
-        out: the whole output of these queries.
-        lse: the whole log-sum-exp of these queries, [B, H, chunks * S].
-        q: as in :func:`attend`, as are the following.
-        queries: same.
-        k: same.
-        v: same.
-        keys: same.
-        into: gradients of q, k and v, added to.
+        what: Attention of the forward.
+        grad: Gradient of the output, [B, H, chunks * S, E].
+        out: Output of these queries, merged over all blocks, [B, H, chunks * S, E].
+        lse: Log-sum-exp of these queries, merged over all blocks, [B, H, chunks * S].
+        q: Queries, as for :func:`attend`.
+        queries: Numbers of the queries' chunks.
+        k: Keys, as for :func:`attend`.
+        v: Values, as for :func:`attend`.
+        keys: Numbers of the keys' chunks.
+        into: Gradients of q, k and v; added to.
     """
     dq, dk, dv = into
     for rows, columns, causal, mask, dropout in _pairs(what, queries, keys, q.device):
-        part = kernels.backward(
+        part = block_attention.backward(
             grad[:, :, rows],
             q[:, :, rows],
             k[:, :, columns],
@@ -171,9 +171,9 @@ def attend_backward(
 def _pairs(
     what: Attention, queries: Sequence[int], keys: Sequence[int], device: torch.device
 ) -> Iterator[tuple[slice, slice, bool, PairMask | None, Dropout | None]]:
-    """Yields the pairs to compute: where queries and keys are, whether they are causal, their mask and dropout.
+    """Yields the blocks to compute: slices of queries and keys, whether the block is causal, its mask and dropout.
 
-    On the meta device there are none.
+    Yields nothing on the meta device.
     """
     if device.type == "meta":
         return
@@ -183,10 +183,10 @@ def _pairs(
         seen = [what.documents.seen(query, key, what.window) for key in keys]
         for kind, run in groupby(range(len(keys)), key=seen.__getitem__):
             places = list(run)
-            if kind is Seen.NOTHING:
+            if kind is Visibility.NOTHING:
                 continue
-            # Chunks that are wholly seen are one block; any other is a block of its own.
-            for first, last in [(places[0], places[-1])] if kind is Seen.ALL else [(to, to) for to in places]:
+            # Consecutive chunks that are fully seen form one block; any other chunk is a block of its own.
+            for first, last in [(places[0], places[-1])] if kind is Visibility.ALL else [(to, to) for to in places]:
                 columns = slice(first * size, (last + 1) * size)
-                mask = what.documents.mask(query, keys[first], what.window, device) if kind is Seen.SOME else None
-                yield rows, columns, kind is Seen.CAUSAL, mask, what.dropout_of(query, keys[first])
+                mask = what.documents.mask(query, keys[first], what.window, device) if kind is Visibility.SOME else None
+                yield rows, columns, kind is Visibility.CAUSAL, mask, what.dropout_of(query, keys[first])

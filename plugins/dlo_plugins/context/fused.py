@@ -1,11 +1,11 @@
-"""torch's fused attention kernels that return the log-sum-exp, in one table, behind one signature.
+"""Table of torch's fused attention kernels that return the log-sum-exp, with one signature for all.
 
-`scaled_dot_product_attention` chooses among them and keeps the log-sum-exp to itself, so they are called by name (torch
-2.11 to 2.15), as torch's own experimental ring attention does (`torch.distributed.tensor.experimental`). In backward
-they are given the output and the log-sum-exp of all blocks together, and return this block's part of the gradients
+`scaled_dot_product_attention` chooses among them but does not return the log-sum-exp, so they are called by name (torch
+2.11 to 2.15), as torch's own experimental ring attention does (`torch.distributed.tensor.experimental`). Backward gets
+the output and the log-sum-exp, merged over all blocks, and returns this block's contribution to the gradients
 (FlashAttention-2, Dao, 2023, arXiv 2307.08691, algorithm 2).
 
-Shapes are those of `kernels`. What they return for queries that see no key is of no meaning.
+Shapes are those of `block_attention`. Results for queries that see no key are undefined.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from torch import Tensor
 from dlo_plugins.context.visibility import PairMask
 
 _HALVES = (torch.bfloat16, torch.float16)
-#: The compute capabilities from which FlashAttention-2 runs, and from which cuDNN's attention is the faster of the two.
+#: Compute capabilities from which FlashAttention-2 runs, and from which cuDNN's attention is the faster of the two.
 _AMPERE, _HOPPER = (8, 0), (9, 0)
-#: Queries by which the memory-efficient kernel pads its log-sum-exp.
+#: Number of queries to a multiple of which the memory-efficient kernel pads its log-sum-exp.
 _LSE_BLOCK = 32
 
 _aten = torch.ops.aten
 
 
 class Block(NamedTuple):
-    """A block of attention: some queries and the keys that they see.
+    """Block of attention: some queries and the keys that they see.
 
     Attributes:
         q: Queries, [B, H, S, D].
@@ -39,7 +39,7 @@ class Block(NamedTuple):
         v: Values, [B, H, T, E]; [B, K, T, E] for a kernel that groups heads.
         scale: Factor of scores.
         causal: Whether a query sees only the keys of its own number and before.
-        mask: What is seen; None for all, or the causal part.
+        mask: Mask of the keys that are seen; None for all keys, or for the causal mask alone.
     """
 
     q: Tensor
@@ -51,11 +51,11 @@ class Block(NamedTuple):
 
     @property
     def lengths(self) -> tuple[None, None, int, int]:
-        """Cumulative lengths, of which there are none, as rows are of one length; and queries and keys of a row."""
+        """Lengths that kernels take: None for cumulative ones, as all rows have one length; queries; keys."""
         return None, None, self.q.shape[2], self.k.shape[2]
 
     def bias(self, heads: bool = False) -> Tensor | None:
-        """Returns what is added to scores: the mask as numbers, one for all heads or expanded to each."""
+        """Returns the mask as a bias of the scores, one for all heads or expanded to each; None without a mask."""
         if self.mask is None:
             return None
         found = self.mask.bias(self.q.dtype)
@@ -63,12 +63,12 @@ class Block(NamedTuple):
 
 
 class Result(NamedTuple):
-    """What backward needs beside a block.
+    """Tensors that backward needs besides a block.
 
     Attributes:
         grad: Gradient of the output, [B, H, S, E].
-        out: Output of all blocks together, [B, H, S, E].
-        lse: Log-sum-exp of all blocks together, [B, H, S].
+        out: Output, merged over all blocks, [B, H, S, E].
+        lse: Log-sum-exp, merged over all blocks, [B, H, S].
     """
 
     grad: Tensor
@@ -78,14 +78,14 @@ class Result(NamedTuple):
 
 @dataclass(frozen=True)
 class Kernel:
-    """A kernel of a block's attention.
+    """Kernel that computes the attention of a block.
 
     Attributes:
-        name: Its name.
-        fits: Returns whether it computes a block, given queries, values, and whether there is a mask.
-        forward: Returns the output and the log-sum-exp; what follows them is not read.
-        backward: Returns the gradients of q, k and v; what follows them is not read.
-        groups: Whether it shares heads of keys among those of queries by itself.
+        name: Name of the kernel.
+        fits: Function that returns whether the kernel computes a block, from queries, values and whether it is masked.
+        forward: Function that returns the output and the log-sum-exp; further results are ignored.
+        backward: Function that returns the gradients of q, k and v; further results are ignored.
+        groups: Whether the kernel itself shares heads of keys among heads of queries.
     """
 
     name: str
@@ -124,7 +124,7 @@ def _flash_forward(b: Block) -> Any:
 
 
 def _flash_backward(b: Block, r: Result) -> Any:
-    # Of the random state nothing is read without dropout.
+    # The random state is not read without dropout.
     state = (torch.empty(size, dtype=torch.uint64, device=b.q.device) for size in (2, 0))
     return _aten._scaled_dot_product_flash_attention_backward(
         r.grad, b.q, b.k, b.v, r.out, r.lse.contiguous(), *b.lengths, 0.0, b.causal, *state, scale=b.scale
@@ -132,7 +132,7 @@ def _flash_backward(b: Block, r: Result) -> Any:
 
 
 def _fits_cudnn(q: Tensor, v: Tensor, masked: bool) -> bool:
-    """Whether torch would take it for such a block, and it is the fastest."""
+    """Returns whether torch would use cuDNN for such a block, and cuDNN is the fastest."""
     if q.device.type != "cuda" or q.dtype not in _HALVES or masked or q.shape[-1] != v.shape[-1]:
         return False
     if torch.cuda.get_device_capability(q.device) < _HOPPER or not torch.backends.cuda.cudnn_sdp_enabled():
@@ -145,7 +145,7 @@ def _cudnn_forward(b: Block) -> Any:
     out, lse, *_ = _aten._scaled_dot_product_cudnn_attention(
         b.q, b.k, b.v, None, True, 0.0, b.causal, False, scale=b.scale
     )
-    return out, lse.squeeze(-1) if lse.ndim == b.q.ndim else lse  # It comes as [B, H, S, 1].
+    return out, lse.squeeze(-1) if lse.ndim == b.q.ndim else lse  # It may be [B, H, S, 1].
 
 
 def _cudnn_backward(b: Block, r: Result) -> Any:
@@ -169,7 +169,7 @@ def _efficient_forward(b: Block) -> Any:
 
 
 def _efficient_backward(b: Block, r: Result) -> Any:
-    # As the kernel's own forward leaves it: infinity, so that what lies behind the last query weighs nothing.
+    # Padded with infinity, as by the kernel's own forward, so that positions after the last query have no weight.
     lse = F.pad(r.lse, (0, -r.lse.shape[-1] % _LSE_BLOCK), value=math.inf).contiguous()
     needed = [True, True, True, False]
     return _aten._scaled_dot_product_efficient_attention_backward(
@@ -183,7 +183,7 @@ def _no_random_state(q: Tensor) -> tuple[Tensor, Tensor]:
     return torch.zeros((), dtype=torch.long, device=q.device), torch.zeros((), dtype=torch.long, device=q.device)
 
 
-#: FlashAttention on a CPU; takes masks.
+#: FlashAttention on a CPU: also masks.
 CPU_FLASH = Kernel("CpuFlash", _fits_cpu, _cpu_forward, _cpu_backward)
 #: cuDNN's attention: half precisions, no masks.
 CUDA_CUDNN = Kernel("CudaCudnn", _fits_cudnn, _cudnn_forward, _cudnn_backward)
@@ -191,7 +191,7 @@ CUDA_CUDNN = Kernel("CudaCudnn", _fits_cudnn, _cudnn_forward, _cudnn_backward)
 CUDA_FLASH = Kernel("CudaFlash", _fits_flash, _flash_forward, _flash_backward, groups=True)
 #: Memory-efficient attention on CUDA (Rabe & Staats, 2021, arXiv 2112.05682): also float32, and masks.
 CUDA_EFFICIENT = Kernel("CudaEfficient", _fits_efficient, _efficient_forward, _efficient_backward)
-#: The fastest first.
+#: All kernels, the fastest first.
 KERNELS = (CPU_FLASH, CUDA_CUDNN, CUDA_FLASH, CUDA_EFFICIENT)
 
 

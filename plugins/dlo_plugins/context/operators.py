@@ -1,11 +1,12 @@
-"""Attention over a shared sequence as operators of torch, which torch.compile takes into a block's graph as they are.
+"""Custom operators of attention over a sharded sequence, for the graphs of torch.compile.
 
-What happens inside them, transfers between ranks and the choice of kernels for pairs of chunks, is Python that no graph
-can hold. As operators with shapes of their own (`torch.library`) they break no graph, and what surrounds them is
-compiled in one. Code that is not compiled calls the same functions without them: torch's dispatch modes see inside.
+Messages between ranks and the choice of a kernel for each pair of chunks are Python that torch.compile cannot trace. A
+custom operator (`torch.library`) with fake kernels and an autograd formula is one node of the graph, so it does not
+break a block's graph. Eager code calls the same functions without the operators, so that dispatch modes (traffic,
+waits, selective recomputation) see the operations inside.
 
-A graph passes tensors and constants only, and is the same for all batches. So the documents of a batch are named by a
-ticket: an int64 tensor on the CPU, a number for each batch or micro-batch. Backward gets its forward's ticket.
+An operator gets only tensors and constants, and one graph serves all batches. So a ticket identifies the documents of a
+batch: an int64 scalar tensor on the CPU, a number for each batch or micro-batch. Backward gets its forward's ticket.
 
 Shapes: B rows, H heads of queries, K heads of keys and values, P positions of this rank (`ring_attention`) or of the
 full sequence (`full_attention`), D and E widths of keys and values.
@@ -22,8 +23,8 @@ import torch
 from torch import Tensor
 
 from dlo_framework.errors import DloError
+from dlo_plugins.context.block_attention import Dropout, Score
 from dlo_plugins.context.blockwise import Attention
-from dlo_plugins.context.kernels import Dropout, Score
 from dlo_plugins.context.ring import Ring, ring_backward, ring_forward
 from dlo_plugins.context.ulysses import full_backward, full_forward
 from dlo_plugins.context.visibility import Documents
@@ -31,7 +32,7 @@ from dlo_plugins.context.visibility import Documents
 
 @dataclass(eq=False)
 class _Issued:
-    """What a ticket stands for.
+    """Ring and documents of a ticket.
 
     Attributes:
         ring: Ranks that share the sequence.
@@ -47,11 +48,11 @@ _issued: weakref.WeakValueDictionary[int, _Issued] = weakref.WeakValueDictionary
 
 
 def issue(ring: Ring, documents: Documents | None) -> Tensor:
-    """Returns a ticket, an int64 scalar tensor on the CPU, which is good as long as the tensor exists.
+    """Returns a ticket, an int64 scalar tensor on the CPU, which is valid as long as the tensor exists.
 
     Args:
         ring: Ranks that share the sequence.
-        documents: Documents of a batch; None for a ticket that raises the error of a batch that is not shared.
+        documents: Documents of a batch; None before the first batch: operators raise an error then.
     """
     number = next(_numbers)
     ticket = torch.tensor(number, device="cpu")
@@ -60,7 +61,7 @@ def issue(ring: Ring, documents: Documents | None) -> Tensor:
 
 
 def documents_for(rows: int, queries: int, keys: int, ring: Ring, documents: Documents | None) -> Documents:
-    """Returns the documents, after a check that queries and keys are of their batch.
+    """Checks the shapes of queries and keys, and returns the documents of their batch.
 
     Args:
         rows: Rows of queries and keys, B.
@@ -70,7 +71,7 @@ def documents_for(rows: int, queries: int, keys: int, ring: Ring, documents: Doc
         documents: Documents of the batch under way; None if there is none.
 
     Raises:
-        DloError: If no batch has been shared, or the tensors are of another one.
+        DloError: If no batch has been sharded, or the shapes are not those of the sharded batch.
     """
     if documents is None:
         raise DloError(
@@ -89,7 +90,7 @@ def documents_for(rows: int, queries: int, keys: int, ring: Ring, documents: Doc
 
 
 def dropout_of(rate: float, seed: int, ring: Ring, documents: Documents) -> Dropout:
-    """Returns the dropout of this rank's weights: no two pairs of chunks, of any two ranks, share a seed."""
+    """Returns the dropout of this rank; each pair of chunks on each rank has its own seed."""
     return Dropout(rate, seed + ring.rank * documents.chunks**2)
 
 
@@ -104,11 +105,11 @@ def _attention(
     rate: float,
     is_full: bool,
 ) -> tuple[Attention, Ring]:
-    """Returns the attention that an operator's arguments ask for, and the ranks.
+    """Returns the attention of an operator's arguments, and the ring.
 
     Args:
-        q: See :func:`ring_attention`, as for the following.
-        k: Keys.
+        q: Queries, [B, H, P, D].
+        k: Keys, [B, K, P, D].
         ticket: Number of the batch.
         seed: Seed of dropout.
         scale: Factor of scores.
@@ -141,7 +142,7 @@ def ring_attention(
     window: int | None,
     dropout: float,
 ) -> tuple[Tensor, Tensor]:
-    """Computes :func:`~dlo_plugins.context.ring.ring_forward` of the batch that a ticket names.
+    """Computes :func:`~dlo_plugins.context.ring.ring_forward` for the batch of a ticket.
 
     Args:
         q: Queries, [B, H, P, D].
@@ -155,7 +156,7 @@ def ring_attention(
         dropout: Rate of weights that are dropped.
 
     Raises:
-        DloError: If no batch has been shared, or the tensors are of another one.
+        DloError: If no batch has been sharded, or the shapes are not those of the sharded batch.
     """
     what, ring = _attention(q, k, ticket, seed, scale, softcap, window, dropout, False)
     return ring_forward(q, k, v, what, ring)
@@ -178,7 +179,7 @@ def ring_attention_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Computes :func:`~dlo_plugins.context.ring.ring_backward`; arguments as in :func:`ring_attention`."""
     what, ring = _attention(q, k, ticket, seed, scale, softcap, window, dropout, False)
-    return _in_memory_of_their_own(ring_backward(grad, q, k, v, out, lse, what, ring))
+    return _unalias(ring_backward(grad, q, k, v, out, lse, what, ring))
 
 
 @torch.library.custom_op("dlo::full_attention", mutates_args=())
@@ -215,11 +216,11 @@ def full_attention_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Computes :func:`~dlo_plugins.context.ulysses.full_backward`; arguments as in :func:`ring_attention`."""
     what, _ = _attention(q, k, ticket, seed, scale, softcap, window, dropout, True)
-    return _in_memory_of_their_own(full_backward(grad, q, k, v, out, lse, what))
+    return _unalias(full_backward(grad, q, k, v, out, lse, what))
 
 
-def _in_memory_of_their_own(grads: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns gradients of which none shares memory with another, as torch asks of an operator's results."""
+def _unalias(grads: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns gradients that share no memory: a custom operator's results must not be aliases."""
     dq, dk, dv = grads
     if dk.untyped_storage().data_ptr() == dv.untyped_storage().data_ptr():
         dv = dv.clone()
@@ -227,14 +228,14 @@ def _in_memory_of_their_own(grads: tuple[Tensor, Tensor, Tensor]) -> tuple[Tenso
 
 
 def _like_forward(q: Tensor, k: Tensor, v: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
-    """Returns empty tensors as forward's: the output in memory [B, P, H, E]."""
+    """Returns empty tensors with the shapes, dtypes and strides of forward's results."""
     rows, heads, positions = q.shape[:3]
     out = q.new_empty((rows, positions, heads, v.shape[-1])).transpose(1, 2)
     return out, q.new_empty((rows, heads, positions), dtype=torch.promote_types(q.dtype, torch.float32))
 
 
 def _like_backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *others: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns empty tensors as backward's."""
+    """Returns empty tensors with the shapes, dtypes and strides of backward's results."""
     return torch.empty_like(q), k.new_empty(k.shape), v.new_empty(v.shape)
 
 

@@ -1,12 +1,13 @@
-"""Ring attention: keys and values go round the ranks, and each rank's queries see all of them.
+"""Ring attention: ranks pass keys and values around a ring, so that each rank's queries see those of all ranks.
 
 Ring Attention with Blockwise Transformers for Near-Infinite Context. Liu, Zaharia & Abbeel, 2023, arXiv 2310.01889.
-Departures: chunks are dealt out from head and tail (`layout`), so that causal attention gives all ranks the same work;
-pairs of which nothing is seen are not computed; and a rank's own part of its keys' gradients never travels: a backward
-pass takes 2 (n - 1) transfers of a rank's keys and values, where the paper's takes 2 n - 1.
+Departures: a rank has one chunk from the head and one from the tail (`sequence_layout`), so that causal attention is
+the same work on all ranks; pairs of chunks in which no query sees a key are skipped; and a rank does not send its own
+contribution to its keys' gradients: backward takes 2 (n - 1) transfers of a rank's keys and values, where the paper's
+takes 2 n - 1.
 
-Elements that a rank sends a layer, of n ranks, with P the elements of its keys and values: forward (n - 1) P, backward
-2 (n - 1) P, and with recomputation the forward's once more.
+Elements that a rank sends for each layer, with n ranks and P the elements of its keys and values: (n - 1) P in forward,
+2 (n - 1) P in backward, and (n - 1) P more with recomputation.
 """
 
 from __future__ import annotations
@@ -19,20 +20,20 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dlo_framework.distributed import collectives
-from dlo_plugins.context.blockwise import Attention, Output, attend, attend_backward
-from dlo_plugins.context.layout import chunks_of
+from dlo_plugins.context.blockwise import Attention, MergedOutput, attend, attend_backward
+from dlo_plugins.context.sequence_layout import chunks_of
 
-#: So that gloo keeps apart what is under way at once.
+#: Tags by which gloo separates transfers that run at the same time.
 _KEYS, _GRADIENTS = 1, 2
 
 
 class Transfer:
-    """What goes to the next rank, and comes from the one before, while something else is computed.
+    """Asynchronous transfer of one tensor to the next rank, and of another from the previous rank.
 
     Args:
-        ring: of the ranks.
-        sent: 1-D, contiguous; it is not to change until :meth:`wait`.
-        tag: tells it from others under way.
+        ring: Ring of the ranks.
+        sent: Tensor to send, 1-D and contiguous; it must not change until :meth:`wait`.
+        tag: Tag that separates this transfer from others that run at the same time.
     """
 
     def __init__(self, ring: Ring, sent: Tensor, tag: int) -> None:
@@ -40,7 +41,7 @@ class Transfer:
         self._ring, self._device, self._sent = ring, sent.device, sent.cpu() if by_host else sent
         self._received = torch.empty_like(self._sent)
         self._works: list[dist.Work] = []
-        if sent.is_meta:  # Nothing is there to be sent.
+        if sent.is_meta:  # A meta tensor has no data to send.
             return
         after, before = (ring.rank + 1) % ring.size, (ring.rank - 1) % ring.size
         pair = [
@@ -50,7 +51,7 @@ class Transfer:
         self._works = dist.batch_isend_irecv(pair)
 
     def wait(self) -> Tensor:
-        """Waits for both, and returns what has come."""
+        """Waits for both directions, and returns the received tensor."""
         for work in self._works:
             if self._ring.limit is None:
                 work.wait()
@@ -60,15 +61,15 @@ class Transfer:
 
 
 class Ring:
-    """The ranks that share a sequence.
+    """Ring of the ranks that share a sequence.
 
     Attributes:
-        group: their process group; None is the default one.
-        rank: this rank's number in it.
-        size: how many there are.
-        elements: sent to the next rank so far, of keys and values in forward, of those in backward, of gradients.
-        limit: how long a transfer may take; None leaves it to the group.
-        group_name: torch's name of the process group, by which its functional collectives find it.
+        group: Process group of the ranks; None for the default one.
+        rank: Number of this rank in the group.
+        size: Number of ranks.
+        elements: Numbers of elements sent so far: keys and values in forward and in backward, gradients, all-to-alls.
+        limit: Longest time of a transfer; None for the group's own limit.
+        group_name: Name by which torch's functional collectives find the process group.
     """
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
@@ -80,21 +81,21 @@ class Ring:
         self.limit = collectives.exchange_limit(group) if on_gloo else None
 
     def shift(self, sent: Tensor, tag: int, what: str) -> Transfer:
-        """Starts to pass a tensor on."""
+        """Starts a transfer of a tensor to the next rank, and counts its elements under the name `what`."""
         self.elements[what] += sent.numel()
         return Transfer(self, sent, tag)
 
     def chunks(self, back: int) -> tuple[int, int]:
-        """Returns the numbers of the chunks of the rank that is so many places back."""
+        """Returns the numbers of the two chunks of the rank that is `back` places before this one."""
         return chunks_of((self.rank - back) % self.size, self.size)
 
 
 class _Wire:
-    """Two tensors as one flat one, which is what travels.
+    """Conversion of keys and values to one flat tensor, which is sent, and back.
 
     Args:
-        k: the keys.
-        v: the values.
+        k: Keys, for their shape.
+        v: Values, for their shape.
     """
 
     def __init__(self, k: Tensor, v: Tensor) -> None:
@@ -114,12 +115,12 @@ def ring_forward(q: Tensor, k: Tensor, v: Tensor, what: Attention, ring: Ring) -
 
     Args:
         q: Queries of this rank's two chunks, [B, H, 2 S, D].
-        k: Keys of the same chunks, [B, K, 2 S, D].
-        v: Values of the same chunks, [B, K, 2 S, E].
-        what: The attention.
-        ring: The ranks.
+        k: Keys of this rank's two chunks, [B, K, 2 S, D].
+        v: Values of this rank's two chunks, [B, K, 2 S, E].
+        what: Attention to compute.
+        ring: Ring of the ranks.
     """
-    out, own, wire = Output(q, v.shape[-1]), ring.chunks(0), _Wire(k, v)
+    out, own, wire = MergedOutput(q, v.shape[-1]), ring.chunks(0), _Wire(k, v)
     at_hand = wire.join(k, v) if ring.size > 1 else None
     keys, values = k, v
     for step in range(ring.size):
@@ -138,7 +139,8 @@ def ring_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Returns the gradients of q, k and v.
 
-    The gradient of a rank's keys begins at the next rank, one step late, and grows on its way home.
+    The gradient of a rank's keys and values starts at the next rank, one step late; each rank adds its contribution and
+    sends the sum to the next rank, until it is back.
 
     Args:
         grad: Gradient of the output, [B, H, 2 S, E].
@@ -147,8 +149,8 @@ def ring_backward(
         v: Values, as for :func:`ring_forward`.
         out: Output of :func:`ring_forward`.
         lse: Log-sum-exp of :func:`ring_forward`.
-        what: The attention.
-        ring: The ranks.
+        what: Attention of the forward.
+        ring: Ring of the ranks.
     """
     own, wire, dtype = ring.chunks(0), _Wire(k, v), lse.dtype
     dq = torch.zeros_like(q, dtype=dtype)

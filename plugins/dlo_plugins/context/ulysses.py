@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dlo_framework.errors import DloError
-from dlo_plugins.context.blockwise import Attention, Output, attend, attend_backward
+from dlo_plugins.context.blockwise import Attention, MergedOutput, attend, attend_backward
 from dlo_plugins.context.ring import Ring
 from dlo_plugins.context.visibility import Documents
 
@@ -34,7 +34,7 @@ _CHUNK = 1024
 _OPS = torch.ops._c10d_functional
 
 
-def attend_by_heads(
+def ulysses_attention(
     q: Tensor, k: Tensor, v: Tensor, attention: Callable[[Tensor, Tensor, Tensor], Tensor], ring: Ring
 ) -> Tensor:
     """Returns the output of this rank's queries, [B, H, 2 S, E].
@@ -50,8 +50,8 @@ def attend_by_heads(
         DloError: If H is not divisible by the ranks.
     """
     if q.shape[1] % ring.size:
-        raise DloError(heads_message(q.shape[1], ring.size))
-    times = repeats(k.shape[1], ring.size)
+        raise DloError(heads_error(q.shape[1], ring.size))
+    times = kv_repeats(k.shape[1], ring.size)
     if times > 1:
         k, v = k.repeat_interleave(times, 1), v.repeat_interleave(times, 1)
     q, k, v = _ByHeads.apply(q, ring), _ByHeads.apply(k, ring), _ByHeads.apply(v, ring)
@@ -59,7 +59,7 @@ def attend_by_heads(
     return found
 
 
-def whole_chunks(length: int, most: int) -> int:
+def chunk_count(length: int, most: int) -> int:
     """Returns the number of chunks of the full sequence, for masks and skipped pairs of a good size.
 
     Args:
@@ -69,12 +69,12 @@ def whole_chunks(length: int, most: int) -> int:
     return max((n for n in range(1, most + 1) if most % n == 0 and length // n >= _CHUNK), default=1)
 
 
-def repeats(kv_heads: int, ranks: int) -> int:
+def kv_repeats(kv_heads: int, ranks: int) -> int:
     """Returns the number of repeats of each head of keys and values, so that they are divisible by the ranks."""
     return ranks // math.gcd(kv_heads, ranks)
 
 
-def heads_message(heads: int, ranks: int) -> str:
+def heads_error(heads: int, ranks: int) -> str:
     """Returns the message for heads of queries that are not divisible by the ranks."""
     works = [size for size in range(1, heads + 1) if heads % size == 0]
     near = min(works, key=lambda size: abs(size - ranks))
@@ -91,7 +91,7 @@ def full_forward(q: Tensor, k: Tensor, v: Tensor, what: Attention) -> tuple[Tens
     """
     what = _with_fewest_chunks(what)
     chunks = range(what.documents.chunks)
-    out = Output(q, v.shape[-1])
+    out = MergedOutput(q, v.shape[-1])
     attend(what, out, q, chunks, k, v, chunks)
     return out.value(), out.lse
 
@@ -136,25 +136,25 @@ class _ByHeads(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, ring: Ring) -> Tensor:
         ctx.ring = ring
-        return by_heads(x, ring)
+        return scatter_heads(x, ring)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return by_sequence(grad, ctx.ring), None
+        return gather_heads(grad, ctx.ring), None
 
 
 class _BySequence(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, ring: Ring) -> Tensor:
         ctx.ring = ring
-        return by_sequence(x, ring)
+        return gather_heads(x, ring)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return by_heads(grad, ctx.ring), None
+        return scatter_heads(grad, ctx.ring), None
 
 
-def by_heads(x: Tensor, ring: Ring) -> Tensor:
+def scatter_heads(x: Tensor, ring: Ring) -> Tensor:
     """Exchanges chunks of all heads for some heads of the full sequence: [B, H, 2 S, D] to [B, H / n, 2 n S, D]."""
     sent = torch.stack(x.chunk(ring.size, 1))  # [n, B, H / n, 2 S, D]
     received = _all_to_all(sent, ring)
@@ -162,8 +162,8 @@ def by_heads(x: Tensor, ring: Ring) -> Tensor:
     return torch.cat([*head, *reversed(tail.unbind())], 2)
 
 
-def by_sequence(x: Tensor, ring: Ring) -> Tensor:
-    """Exchanges some heads for chunks of all heads: [B, H / n, 2 n S, D] to [B, H, 2 S, D]; inverse of `by_heads`."""
+def gather_heads(x: Tensor, ring: Ring) -> Tensor:
+    """Exchanges heads for chunks of all heads: [B, H / n, 2 n S, D] to [B, H, 2 S, D]; `scatter_heads` undoes it."""
     pieces = x.chunk(2 * ring.size, 2)
     sent = torch.stack([torch.cat([pieces[r], pieces[2 * ring.size - 1 - r]], 2) for r in range(ring.size)])
     received = _all_to_all(sent, ring)  # [n, B, H / n, 2 S, D]

@@ -1,12 +1,15 @@
-"""Which tokens a token sees, chunk against chunk: those before it, of its document, in its window, that are no padding.
+"""Visibility of keys to queries, for pairs of chunks, and the masks of these pairs.
 
-All ranks have the whole batch at hand before it is cut, so each knows the documents of all chunks, and nothing about
-them has to travel with the keys. What is decided here once a step, from a few numbers a chunk: which pairs of chunks
-need no computing, which no mask, and which the causal one; the rest get a mask when they are first computed, of two
-chunks' size and not of the sequence's, which the layers that follow and backward share.
+A token sees itself and the tokens before it that are in its document and in its window, except padding.
 
-The host decides, so it has to know these numbers. It counts them before the batch is moved (:func:`count`), and they go
-to the device with the batch's tensors (:class:`CountedTensor`); of a batch that nobody has counted it asks the device.
+All ranks have the full batch before it is sharded, so each rank knows the documents of all chunks, and nothing about
+them is sent with the keys. Once a step, a few numbers for each chunk decide which pairs of chunks are skipped, which
+need no mask, and which need the causal mask. The other pairs get a mask when they are first computed. It has the size
+of two chunks, not of the sequence, and later layers and backward use it again.
+
+The host decides, so it needs these numbers. It counts them before the batch is moved (:func:`count_ends`), and the
+batch's tensors keep them when they are moved to the device (:class:`CountedTensor`). For a batch without counts, the
+device computes them, and the host waits.
 
 Shapes: B rows, L positions, C chunks of S = L / C positions.
 """
@@ -24,17 +27,17 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-#: Elements of all masks of a batch, at most, that are kept for the layers that follow: 2^28 take 256 MiB, and twice as
-#: much again as biases in half precision.
+#: Largest number of elements of a batch's masks that are kept for later layers: 2^28 take 256 MiB, and their biases in
+#: half precision another 512 MiB.
 KEPT_ELEMENTS = 2**28
-#: Elements by which the rows of a bias are aligned.
+#: Number of elements to a multiple of which the rows of a bias are aligned.
 _ALIGNED = 16
-#: Under this name a tensor keeps what has been counted of its batch.
+#: Name of the attribute in which a tensor keeps the counts of its batch.
 _NAME = "_dlo_chunk_ends"
 
 
-class Seen(enum.Enum):
-    """What the queries of one chunk see of the keys of another."""
+class Visibility(enum.Enum):
+    """Visibility of one chunk's keys to another chunk's queries."""
 
     NOTHING = "nothing"
     ALL = "all"
@@ -43,40 +46,40 @@ class Seen(enum.Enum):
 
 
 class PairMask:
-    """Which keys of one chunk each query of another sees, in the forms that kernels take; each is made once.
+    """Mask of one chunk's keys for another chunk's queries, in the forms that kernels take; each is made once.
 
     Args:
-        seen: bool [B or 1, 1, S, T], true for what is seen.
+        seen: Mask, bool [B or 1, 1, S, T], true for keys that are seen.
     """
 
     def __init__(self, seen: Tensor) -> None:
-        self.seen = seen
+        self.visible = seen
         self._biases: dict[torch.dtype, Tensor] = {}
 
     @functools.cached_property
     def blind(self) -> Tensor:
-        """Which queries see no key: bool [B or 1, 1, S]."""
-        return ~self.seen.any(-1)
+        """Mask of the queries that see no key, bool [B or 1, 1, S]."""
+        return ~self.visible.any(-1)
 
     def bias(self, dtype: torch.dtype) -> Tensor:
-        """Returns what is added to scores: 0 for what is seen, minus infinity for the rest.
+        """Returns the bias that is added to scores: 0 for keys that are seen, minus infinity for the others.
 
-        Its rows begin at multiples of 16 elements, as CUDA kernels want it.
+        Its rows begin at multiples of 16 elements, as CUDA kernels require.
         """
         if dtype not in self._biases:
-            *shape, keys = self.seen.shape
-            room = self.seen.new_zeros((*shape, -(-keys // _ALIGNED) * _ALIGNED), dtype=dtype)
-            self._biases[dtype] = room[..., :keys].masked_fill_(~self.seen, -math.inf)
+            *shape, keys = self.visible.shape
+            room = self.visible.new_zeros((*shape, -(-keys // _ALIGNED) * _ALIGNED), dtype=dtype)
+            self._biases[dtype] = room[..., :keys].masked_fill_(~self.visible, -math.inf)
         return self._biases[dtype]
 
 
 class ChunkEnds(NamedTuple):
-    """What the host has to know of the documents in a batch's chunks.
+    """Counts of a batch: the numbers that the host needs about the documents in each chunk.
 
     Attributes:
-        first_start: int64 [B, C] on the CPU, the index at which the document of each chunk's first token begins.
-        last_start: int64 [B, C] on the CPU, of its last token.
-        padded: bool [B, C] on the CPU, whether padding lies in the chunk.
+        first_start: Index at which the document of each chunk's first token begins, int64 [B, C] on the CPU.
+        last_start: Index at which the document of each chunk's last token begins, int64 [B, C] on the CPU.
+        padded: Whether each chunk has padding, bool [B, C] on the CPU.
     """
 
     first_start: Tensor
@@ -86,16 +89,16 @@ class ChunkEnds(NamedTuple):
 
 @dataclass
 class Documents:
-    """The documents of a batch, and where its padding is.
+    """Documents and padding of a batch.
 
     Attributes:
-        length: L, positions of the whole sequence.
-        chunks: C, into which they are cut.
-        starts: int64 [B, L], the index at which each token's document begins; None for one document a row.
-        real: bool [B, L], false for padding; None where there is none.
-        first_start: see :class:`ChunkEnds`; None for one document a row.
-        last_start: same.
-        padded: see :class:`ChunkEnds`; None where there is no padding.
+        length: Positions of the full sequence, L.
+        chunks: Number of chunks of the sequence, C.
+        starts: Index at which each token's document begins, int64 [B, L]; None for one document a row.
+        real: Mask of tokens, bool [B, L], false for padding; None without padding.
+        first_start: Index as in :class:`ChunkEnds`, [B, C]; None for one document a row.
+        last_start: Index as in :class:`ChunkEnds`, [B, C]; None for one document a row.
+        padded: Mask as in :class:`ChunkEnds`, [B, C]; None without padding.
     """
 
     length: int
@@ -105,13 +108,13 @@ class Documents:
     first_start: Tensor | None = None
     last_start: Tensor | None = None
     padded: Tensor | None = None
-    _known: dict[tuple[int, int, int | None], Seen] = field(default_factory=dict, repr=False)
+    _known: dict[tuple[int, int, int | None], Visibility] = field(default_factory=dict, repr=False)
     _rows: dict[tuple[int, int], Documents] = field(default_factory=dict, repr=False)
     _masks: dict[tuple[int, int, int | None, torch.device], PairMask] = field(default_factory=dict, repr=False)
 
     @property
     def size(self) -> int:
-        """Positions of a chunk."""
+        """Number of positions in a chunk, S."""
         return self.length // self.chunks
 
     @property
@@ -120,7 +123,7 @@ class Documents:
         return self.starts is None and self.real is None
 
     def rows(self, first: int, count: int) -> Documents:
-        """Returns the documents of some rows: those of a micro-batch; the same object for the same rows."""
+        """Returns the documents of a micro-batch's rows; the same object for the same rows."""
         if (first, count) in self._rows:
             return self._rows[first, count]
         cut = {
@@ -131,13 +134,13 @@ class Documents:
         self._rows[first, count] = found = replace(self, **cut, _known={}, _rows={}, _masks={})
         return found
 
-    def seen(self, query: int, key: int, window: int | None = None) -> Seen:
-        """Returns what one chunk's queries see of another chunk's keys.
+    def seen(self, query: int, key: int, window: int | None = None) -> Visibility:
+        """Returns the visibility of one chunk's keys to another chunk's queries.
 
         Args:
-            query: number of the chunk of the queries.
-            key: of that of the keys.
-            window: how many tokens a token sees, itself included; None for all before it.
+            query: Number of the queries' chunk.
+            key: Number of the keys' chunk.
+            window: Number of tokens that a token sees, itself included; None for all before it.
         """
         at = query, key, window
         if at not in self._known:
@@ -145,16 +148,15 @@ class Documents:
         return self._known[at]
 
     def mask(self, query: int, key: int, window: int | None, device: torch.device) -> PairMask:
-        """Returns which keys of one chunk each query of another sees, `[B or 1, 1, S, S]`.
+        """Returns the mask of one chunk's keys for another chunk's queries, `[B or 1, 1, S, S]`.
 
-        It is kept for the layers that follow and for backward, as long as all that are kept have no more than
-        :data:`KEPT_ELEMENTS`.
+        It is kept for later layers and backward, as long as all kept masks together have at most :data:`KEPT_ELEMENTS`.
         """
         at = query, key, window, device
         if at in self._masks:
             return self._masks[at]
         made = PairMask(self._seen_tokens(query, key, window, device))
-        if sum(mask.seen.numel() for mask in self._masks.values()) + made.seen.numel() <= KEPT_ELEMENTS:
+        if sum(mask.visible.numel() for mask in self._masks.values()) + made.visible.numel() <= KEPT_ELEMENTS:
             self._masks[at] = made
         return made
 
@@ -168,38 +170,38 @@ class Documents:
         if self.starts is not None:
             found = found & (k >= self.starts[:, query * size : (query + 1) * size, None])
         if self.real is not None:
-            # Padding sees itself, so that no row of the softmax is empty; nothing comes of it.
+            # Padding sees itself, so that no row of the softmax is empty; its output is not used.
             found = found & (self.real[:, None, key * size : (key + 1) * size] | (q == k))
         return found[:, None]
 
-    def _decide(self, query: int, key: int, window: int | None) -> Seen:
+    def _decide(self, query: int, key: int, window: int | None) -> Visibility:
         size = self.size
         q_first, q_last = query * size, (query + 1) * size - 1
         k_first, k_last = key * size, (key + 1) * size - 1
         if key > query or (window is not None and q_first - k_last >= window):
-            return Seen.NOTHING
+            return Visibility.NOTHING
         if self.first_start is not None and bool((self.first_start[:, query] > k_last).all()):
-            return Seen.NOTHING
+            return Visibility.NOTHING
         narrow = window is not None and q_last - k_first >= window
         split = self.last_start is not None and bool((self.last_start[:, query] > k_first).any())
         padded = self.padded is not None and bool(self.padded[:, key].any())
         if narrow or split or padded:
-            return Seen.SOME
-        return Seen.CAUSAL if key == query else Seen.ALL
+            return Visibility.SOME
+        return Visibility.CAUSAL if key == query else Visibility.ALL
 
 
-def documents_of(positions: Tensor, mask: Tensor | None, chunks: int, ends: ChunkEnds | None = None) -> Documents:
-    """Returns the documents of a batch; waits for the device once, unless it is told what the host has to know.
+def find_documents(positions: Tensor, mask: Tensor | None, chunks: int, ends: ChunkEnds | None = None) -> Documents:
+    """Returns the documents of a batch; waits for the device once if `ends` is None.
 
-    A document begins where positions begin again at 0. Without a mask, one also begins wherever a position does not
-    follow from the one before it, as transformers 5 has it (``masking_utils.find_packed_sequence_indices``). Without
-    values (meta and fake tensors), each row is one document.
+    A document begins where positions restart at 0. Without a mask, a document also begins where a position is not the
+    previous one plus 1, as in transformers 5 (``masking_utils.find_packed_sequence_indices``). Without values (meta and
+    fake tensors), each row is one document.
 
     Args:
-        positions: int64 [B, L].
-        mask: [B, L], 0 for padding.
-        chunks: into which the sequence is cut; they divide L.
-        ends: what :func:`count` has found for this batch; None where nobody has counted.
+        positions: Positions of the tokens, int64 [B, L].
+        mask: Attention mask, [B, L], 0 for padding; None without padding.
+        chunks: Number of chunks of the sequence, a divisor of L.
+        ends: Counts of this batch, from :func:`count_ends`; None to count here.
     """
     found = Documents(positions.shape[1], chunks)
     if positions.device.type == "meta" or isinstance(positions, FakeTensor):
@@ -214,38 +216,38 @@ def documents_of(positions: Tensor, mask: Tensor | None, chunks: int, ends: Chun
     return found
 
 
-def count(positions: Tensor, mask: Tensor | None, chunks: int) -> ChunkEnds:
-    """Returns what the host has to know of a batch that is still on the CPU; arguments as in :func:`documents_of`."""
+def count_ends(positions: Tensor, mask: Tensor | None, chunks: int) -> ChunkEnds:
+    """Returns the counts of a batch that is still on the CPU; arguments as in :func:`find_documents`."""
     assert positions.device.type == "cpu"
     return _ends(*_starts(positions, mask), chunks)
 
 
 class CountedTensor(Tensor):
-    """A tensor of a batch on the CPU, from which its copy on the device gets what has been counted of the batch.
+    """Tensor of a batch on the CPU whose copy on the device gets the counts of the batch.
 
-    In all else it is a plain tensor: whatever is computed of it is one.
+    Otherwise it acts as a plain tensor, and operations on it return plain tensors.
     """
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
     _ends: ChunkEnds
 
     @staticmethod
-    def of(tensor: Tensor, ends: ChunkEnds) -> CountedTensor:
+    def attach(tensor: Tensor, ends: ChunkEnds) -> CountedTensor:
         """Returns a tensor with the counts of its batch."""
         found = tensor.as_subclass(CountedTensor)
         found._ends = ends
         return found
 
     def to(self, *args: Any, **kwargs: Any) -> Tensor:
-        """Returns the tensor on a device, with the counts, as long as nobody writes to it."""
+        """Returns the tensor on a device, with the counts, which a write to it makes invalid."""
         moved = super().to(*args, **kwargs).as_subclass(Tensor)
-        if not moved.is_inference():  # Those do not note when they are written to.
+        if not moved.is_inference():  # Inference tensors have no version.
             setattr(moved, _NAME, (moved._version, self._ends))
         return moved
 
 
-def attached(tensors: Sequence[Tensor]) -> ChunkEnds | None:
-    """Returns the counts that are kept with all of these tensors, none of which has been written to since."""
+def read_counts(tensors: Sequence[Tensor]) -> ChunkEnds | None:
+    """Returns the counts that all of these tensors keep; None if they differ or a tensor has been written to since."""
     found = [getattr(tensor, _NAME, (None, None)) for tensor in tensors]
     same = all(
         version == tensor._version and ends is found[0][1]
@@ -255,7 +257,7 @@ def attached(tensors: Sequence[Tensor]) -> ChunkEnds | None:
 
 
 def _starts(positions: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Returns at which index each token's document begins, int64 [B, L], and which tokens are no padding, bool."""
+    """Returns the index at which each token's document begins, int64 [B, L], and a mask, bool, false for padding."""
     begins = positions == 0
     if mask is None:
         begins[:, 1:] |= positions.diff(dim=1) != 1

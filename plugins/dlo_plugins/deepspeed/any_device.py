@@ -39,7 +39,7 @@ class AnyDeviceDeepSpeed(DeepSpeedStrategy):
         super(DeepSpeedStrategy, self).setup_distributed()
         assert self.cluster_environment is not None
         self._set_node_environment_variables()
-        environment.join(dist.get_backend(), self.cluster_environment.main_port, self._timeout)
+        environment.join_process_group(dist.get_backend(), self.cluster_environment.main_port, self._timeout)
 
     def setup_optimizers(self, trainer: Trainer) -> None:
         """Builds the optimizers that the module configures."""

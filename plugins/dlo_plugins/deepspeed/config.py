@@ -1,8 +1,8 @@
 """DeepSpeed's configuration, merged from the bridge's typed options, a user's JSON, and the Trainer's settings.
 
-A value that two of them set must be equal; a value that one sets is used. :func:`resolve` runs when the strategy is
-built, before a process starts; :func:`with_trainer` once the Trainer is known; ``requirements.check_available`` on the
-machine of the run.
+A value that two of them set must be equal; a value that one sets is used. :func:`merge_options` runs when the
+strategy is built, before a process starts; :func:`fill_from_trainer` once the Trainer is known;
+``machine_requirements.check_available`` on the machine of the run.
 """
 
 from __future__ import annotations
@@ -14,27 +14,27 @@ from typing import Any
 
 from dlo_framework.errors import DloError
 from dlo_plugins.deepspeed import json_file
-from dlo_plugins.deepspeed.batch import with_batch_size
+from dlo_plugins.deepspeed.batch_settings import fill_batch_size
 from dlo_plugins.deepspeed.consistency import check_consistent
-from dlo_plugins.deepspeed.facts import TrainerFacts
-from dlo_plugins.deepspeed.optimizers import check_optimizer, optimizer_of
+from dlo_plugins.deepspeed.json_optimizers import check_optimizer, make_optimizer_args
+from dlo_plugins.deepspeed.json_precision import check_precision, fill_clipping, fill_precision
+from dlo_plugins.deepspeed.json_schedules import build_scheduler, check_scheduler, compute_lengths
+from dlo_plugins.deepspeed.nested_paths import get, get_stage, put
 from dlo_plugins.deepspeed.options import to_values
-from dlo_plugins.deepspeed.paths import get, put, stage_of
-from dlo_plugins.deepspeed.precision import check_precision, with_clipping, with_precision
-from dlo_plugins.deepspeed.removed import check_removed
-from dlo_plugins.deepspeed.schedules import check_scheduler, lengths_of, scheduler_of
+from dlo_plugins.deepspeed.removed_features import check_removed
 from dlo_plugins.deepspeed.schema import check_keys
-from dlo_plugins.deepspeed.values import check_values, check_whole
+from dlo_plugins.deepspeed.trainer_settings import TrainerSettings
+from dlo_plugins.deepspeed.value_checks import check_values, check_whole
 
 __all__ = [
     "DeepSpeedJson",
-    "TrainerFacts",
-    "lengths_of",
-    "optimizer_of",
-    "resolve",
-    "scheduler_of",
-    "source_of",
-    "with_trainer",
+    "TrainerSettings",
+    "build_scheduler",
+    "compute_lengths",
+    "fill_from_trainer",
+    "get_source",
+    "make_optimizer_args",
+    "merge_options",
 ]
 
 #: ZeRO stage if neither an option nor a JSON sets one; the stage that most DeepSpeed runs use.
@@ -56,16 +56,16 @@ class DeepSpeedJson(dict[str, Any]):
         return DeepSpeedJson(copy.deepcopy(dict(self), memo), self.source)
 
 
-def source_of(config: Mapping[str, Any]) -> str:
+def get_source(config: Mapping[str, Any]) -> str:
     """Returns the name that messages use for a configuration."""
     return getattr(config, "source", json_file.INLINE)
 
 
-def resolve(options: Mapping[str, Any], config: str | Path | Mapping[str, Any] | None = None) -> DeepSpeedJson:
+def merge_options(options: Mapping[str, Any], config: str | Path | Mapping[str, Any] | None = None) -> DeepSpeedJson:
     """Returns one DeepSpeed configuration from the bridge's typed options and a JSON.
 
-    Old spellings that DeepSpeed still accepts become the new ones. Values of ``"auto"`` stay, for :func:`with_trainer`.
-    If neither the options nor a JSON set a stage, it is 2.
+    Old spellings that DeepSpeed still accepts become the new ones. Values of ``"auto"`` stay, for
+    :func:`fill_from_trainer`. If neither the options nor a JSON set a stage, it is 2.
 
     Args:
         options: Arguments of DeepSpeedBridge by name; those that are None are not set.
@@ -75,10 +75,10 @@ def resolve(options: Mapping[str, Any], config: str | Path | Mapping[str, Any] |
         DloError: If a file does not parse, a key is unknown or removed, a value is invalid, options and JSON differ, or
             DeepSpeed cannot combine two settings.
     """
-    content, source = json_file.read(config)
+    content, source = json_file.read_json(config)
     check_removed(content, source)
     check_keys(content, source)
-    content = modernised(content, source)
+    content = replace_old_keys(content, source)
     result = DeepSpeedJson(content, source)
     for path, (option, value) in to_values(options, content).items():
         given = get(content, path, "auto")
@@ -99,31 +99,31 @@ def resolve(options: Mapping[str, Any], config: str | Path | Mapping[str, Any] |
     return result
 
 
-def with_trainer(config: Mapping[str, Any], facts: TrainerFacts) -> DeepSpeedJson:
+def fill_from_trainer(config: Mapping[str, Any], facts: TrainerSettings) -> DeepSpeedJson:
     """Returns a configuration completed with the Trainer's settings: batch size, accumulation, clipping, precision.
 
     ``"auto"`` and missing values are filled in from the Trainer. Without ``gradient_clipping`` in either, clipping is
     off (DeepSpeed's own default is a norm of 1.0). Without a stage it is 0, as in DeepSpeed.
 
     Args:
-        config: Configuration that :func:`resolve` returned.
+        config: Configuration that :func:`merge_options` returned.
         facts: Settings of the Trainer.
 
     Raises:
         DloError: If both set different values, or DeepSpeed does not support a setting.
     """
-    source = source_of(config)
+    source = get_source(config)
     result = DeepSpeedJson(copy.deepcopy(dict(config)), source)
-    with_batch_size(result, facts, source)
-    with_clipping(result, facts, source)
-    with_precision(result, facts, source)
-    put(result, "zero_optimization.stage", stage_of(result))
+    fill_batch_size(result, facts, source)
+    fill_clipping(result, facts, source)
+    fill_precision(result, facts, source)
+    put(result, "zero_optimization.stage", get_stage(result))
     for key in [key for key, value in result.items() if value == "auto"]:
         del result[key]  # DeepSpeed reads "auto" as the default inside sections, but not at the top level.
     return result
 
 
-def modernised(config: Mapping[str, Any], source: str) -> dict[str, Any]:
+def replace_old_keys(config: Mapping[str, Any], source: str) -> dict[str, Any]:
     """Returns a configuration with DeepSpeed's old spellings replaced by the new ones.
 
     Raises:

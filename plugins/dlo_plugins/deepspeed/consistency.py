@@ -1,7 +1,7 @@
 """Checks of a configuration for settings that DeepSpeed cannot combine, or that the bridge does not support.
 
-:func:`check_consistent` runs when the strategy is built, before processes start. ``requirements.py`` has the checks
-that depend on the machine.
+:func:`check_consistent` runs when the strategy is built, before processes start. ``machine_requirements.py`` has the
+checks that depend on the machine.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from dlo_framework.errors import DloError
-from dlo_plugins.deepspeed.paths import get, number, stage_of
+from dlo_plugins.deepspeed.nested_paths import get, get_stage, number
 
 _OPTIMIZER, _PARAMETERS = "zero_optimization.offload_optimizer", "zero_optimization.offload_param"
 _QUANTIZED = ("zero_quantized_weights", "zero_quantized_nontrainable_weights", "zero_quantized_gradients")
@@ -22,7 +22,7 @@ def check_consistent(config: Mapping[str, Any], source: str) -> None:
     Raises:
         DloError: For the first one, with the fix.
     """
-    stage = stage_of(config)
+    stage = get_stage(config)
     _check_offload(config, stage, source)
     _check_needs_stage_3(config, stage, source)
     _check_pipeline(config, stage, source)

@@ -66,7 +66,7 @@ def use_accelerator(device_type: str) -> None:
         )
 
 
-def join(backend: str, port: int, timeout: timedelta | None) -> None:
+def join_process_group(backend: str, port: int, timeout: timedelta | None) -> None:
     """Passes the existing process group to DeepSpeed; called on all ranks after they have joined it.
 
     Args:
@@ -77,13 +77,13 @@ def join(backend: str, port: int, timeout: timedelta | None) -> None:
     import deepspeed
 
     deepspeed.utils.logging.logger.setLevel(logging.WARNING)
-    without_shared_memory_op()
+    disable_shared_memory_op()
     _forget_old_groups()
     given: dict[str, Any] = {} if timeout is None else {"timeout": timeout}
     deepspeed.init_distributed(backend, auto_mpi_discovery=False, distributed_port=port, verbose=False, **given)
 
 
-def without_shared_memory_op() -> None:
+def disable_shared_memory_op() -> None:
     """Keeps DeepSpeed from compiling an operator that training on a CPU does not use.
 
     DeepSpeed (0.15 to 0.19) builds ``deepspeed_shm_comm``, an all-reduce for inference, when a CPU joins a process

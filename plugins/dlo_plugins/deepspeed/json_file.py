@@ -21,7 +21,7 @@ INLINE = "strategy.config"
 OPTIONS_ALONE = "trainer.strategy"
 
 
-def read(config: str | Path | Mapping[str, Any] | None) -> tuple[dict[str, Any], str]:
+def read_json(config: str | Path | Mapping[str, Any] | None) -> tuple[dict[str, Any], str]:
     """Returns a configuration and its name in messages: its file's path, :data:`INLINE`, or :data:`OPTIONS_ALONE`.
 
     Args:
@@ -48,7 +48,7 @@ def read(config: str | Path | Mapping[str, Any] | None) -> tuple[dict[str, Any],
         raise DloError(f"{source}: a DeepSpeed config must be a text file, got binary data") from error
     if not text.strip():
         raise DloError(f'{source}: the file is empty; start from {{"zero_optimization": {{"stage": 2}}}}')
-    content = parse(text, source)
+    content = parse_json(text, source)
     if not isinstance(content, dict):
         raise DloError(
             f'{source}: a DeepSpeed config must be a mapping, such as {{"zero_optimization": {{"stage": 2}}}}, got a'
@@ -92,7 +92,7 @@ def _suggest_file(path: Path) -> str:
     return did_you_mean(path.name, found) or f" in {path.parent.resolve()}"
 
 
-def parse(text: str, source: str) -> Any:
+def parse_json(text: str, source: str) -> Any:
     """Returns the content of a text in JSON or Hjson.
 
     Args:

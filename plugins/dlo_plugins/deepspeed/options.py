@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from dlo_framework.errors import DloError
-from dlo_plugins.deepspeed.paths import get
+from dlo_plugins.deepspeed.nested_paths import get
 
 _DTYPES = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from dlo_plugins.deepspeed.optimizers import optimizer_of
-from dlo_plugins.deepspeed.paths import get, without_auto
+from dlo_plugins.deepspeed.json_optimizers import make_optimizer_args
+from dlo_plugins.deepspeed.nested_paths import drop_auto, get
 
 #: timm's names of torch's classes where they differ; the tasks use timm's names.
 _NAMES = {"NAdam": "nadam", "RAdam": "radam", "RMSprop": "rmsprop"}
@@ -24,7 +24,7 @@ def task_options(config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
 
 
 def _optimizer(config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    found = optimizer_of(without_auto(config))
+    found = make_optimizer_args(drop_auto(config))
     if found is None:
         return {}, []
     cls, arguments = found
@@ -45,7 +45,7 @@ def _optimizer(config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
 
 def _schedule(config: Mapping[str, Any], lr: float | None) -> tuple[dict[str, Any], list[str]]:
     name, params = get(config, "scheduler.type"), get(config, "scheduler.params") or {}
-    steps, given = params.get("warmup_num_steps", 1000), without_auto(params)
+    steps, given = params.get("warmup_num_steps", 1000), drop_auto(params)
     warm = {} if steps == "auto" else {"warmup_steps": steps}
     notes = []
     if name in ("WarmupLR", "WarmupDecayLR", "WarmupCosineLR") and given.get("warmup_type", "log") == "log":

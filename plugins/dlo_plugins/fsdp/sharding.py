@@ -15,19 +15,19 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import DTensor
 
 from dlo_framework.checkpoint import held_boxes
-from dlo_framework.checkpoint.boxes import part_of
-from dlo_framework.checkpoint.boxes import whole as whole_box
-from dlo_framework.cuts import Layout
-from dlo_framework.distributed.canonical import clean
+from dlo_framework.checkpoint.boxes import full_box as whole_box
+from dlo_framework.checkpoint.boxes import slice_view
+from dlo_framework.distributed.checkpointing import plain_name
 from dlo_framework.distributed.collectives import Communicator, backend_of
 from dlo_framework.distributed.groups import MeshGroups
-from dlo_framework.distributed.held import local
-from dlo_framework.distributed.initialise import Initialiser
+from dlo_framework.distributed.local_memory import local_tensor
+from dlo_framework.distributed.meta_init import Initialiser
 from dlo_framework.errors import DloError, did_you_mean
 from dlo_framework.plan import ParallelPlan
-from dlo_plugins.fsdp.comms import ComplexReduceScatter, PairwiseAllGather, PairwiseReduceScatter
-from dlo_plugins.fsdp.mesh import REPLICATE, SHARD
-from dlo_plugins.fsdp.policy import unit_policy
+from dlo_framework.tensor_slice import Layout
+from dlo_plugins.fsdp.data_mesh import REPLICATE, SHARD
+from dlo_plugins.fsdp.fsdp_collectives import ComplexReduceScatter, PairwiseAllGather, PairwiseReduceScatter
+from dlo_plugins.fsdp.precision_policy import unit_policy
 from dlo_plugins.fsdp.recompute import recompute
 from dlo_plugins.fsdp.step_state import drop_step_state
 from dlo_plugins.fsdp.unused_params import reduce_unused_params
@@ -64,7 +64,7 @@ class ShardOptions:
         return self.offload or not dtypes <= {None, torch.float32}
 
 
-class Steps(nn.Module):
+class StepRoot(nn.Module):
     """Root of the sharding, whose forward calls a method of the module by name, so that every method gathers.
 
     Args:
@@ -81,7 +81,7 @@ class Steps(nn.Module):
         return call(*args, **kwargs)
 
 
-class Sharding:
+class ShardedModule:
     """Module whose parameters are sharded: DTensors, except during a unit's forward and backward.
 
     Where each rank holds another slice of the model, there is nothing to shard, and parameters stay plain tensors.
@@ -102,7 +102,7 @@ class Sharding:
         parameters: Parameters of which this rank holds the full tensor or a shard, by name; each once.
         roots: Outermost sharded modules.
         units: Names of the units.
-        unwatch: Function that removes the hooks of the last fit's :class:`~dlo_plugins.fsdp.usage.Usage`.
+        unwatch: Function that removes the hooks of the last fit's :class:`~dlo_plugins.fsdp.used_params.UsedParams`.
     """
 
     def __init__(
@@ -117,21 +117,21 @@ class Sharding:
     ) -> None:
         self.module, self.groups, self.device, self.options = module, groups, device, options
         self.layout = layout or Layout()
-        self.sharers, self.copy = Communicator(groups.sharers), Communicator(groups.copy)
-        self._data, self._tensor = Communicator(groups.data), Communicator(groups.group("tp"))
+        self.sharers, self.copy = Communicator(groups.shard_group), Communicator(groups.replica_group)
+        self._data, self._tensor = Communicator(groups.data_group), Communicator(groups.group("tp"))
         wanted = groups.has_data_parallelism or options.needs_fsdp
         self._mesh = groups.data_mesh(REPLICATE, SHARD) if wanted else None
-        self._elsewhere = _named(module, self.layout.elsewhere)
+        self._elsewhere = _named(module, self.layout.other_stages)
         self.units = separable_units(module, units)
         names = {id(submodule): name for name, submodule in module.named_modules()}
         blocks = [module.get_submodule(name) for name in self.units]
-        self.roots: list[Any] = [Steps(module)] if options.whole_steps else find_roots(module)
+        self.roots: list[Any] = [StepRoot(module)] if options.whole_steps else find_roots(module)
         if options.recompute:
             recompute(blocks)
         self._scalars = [parameter for parameter in self._params_here(module) if parameter.ndim == 0]
         initialise = Initialiser(device, seed, self.layout)
         for part in [*blocks, *(root for root in self.roots if not any(root is block for block in blocks))]:
-            named = part.module if isinstance(part, Steps) else part
+            named = part.module if isinstance(part, StepRoot) else part
             initialise(named, names[id(named)])
             self._shard(part)
         self._prefetch(blocks)
@@ -151,9 +151,9 @@ class Sharding:
         """Collects the module's parameters by name, after their dtype may have changed and replaced them."""
         self.reshard()
         self.parameters: dict[str, nn.Parameter] = {
-            clean(name): parameter
+            plain_name(name): parameter
             for name, parameter in self.module.named_parameters()
-            if clean(name) not in self.layout.elsewhere
+            if plain_name(name) not in self.layout.other_stages
         }
 
     def _shard(self, part: nn.Module) -> None:
@@ -188,7 +188,7 @@ class Sharding:
         """Returns the trainable parameters of FSDP2's group for a module; those of its units are sharded already."""
         own = {id(parameter) for parameter in part.parameters() if not isinstance(parameter, DTensor)}
         own -= {id(parameter) for parameter in ignored}
-        return {clean(n): p for n, p in self.module.named_parameters() if id(p) in own and p.requires_grad}
+        return {plain_name(n): p for n, p in self.module.named_parameters() if id(p) in own and p.requires_grad}
 
     def _broadcast_params(self, part: nn.Module) -> None:
         """Broadcasts the unsharded parameters and buffers from the first data-parallel rank to the others."""
@@ -268,7 +268,7 @@ class Sharding:
             gradients: Gradients by parameter name.
         """
         names = [name for name in self.parameters if name in self.layout.partial and name in gradients]
-        parts = [local(gradients[name]) for name in names]
+        parts = [local_tensor(gradients[name]) for name in names]
         if not parts:
             return
         joined = self._tensor.sum(torch.cat([part.reshape(-1) for part in parts]))
@@ -313,7 +313,7 @@ def local_shard(whole: Tensor, parameter: Tensor) -> Tensor:
     if not isinstance(parameter, DTensor):
         return whole
     boxes = [box for box, _ in held_boxes(parameter.detach())]
-    return part_of(whole, whole_box(whole.shape), boxes[0]) if boxes else torch.empty_like(local(parameter))
+    return slice_view(whole, whole_box(whole.shape), boxes[0]) if boxes else torch.empty_like(local_tensor(parameter))
 
 
 def separable_units(module: nn.Module, units: Iterable[str]) -> list[str]:
@@ -389,7 +389,7 @@ def find_roots(module: nn.Module) -> list[nn.Module]:
 
 def _named(module: nn.Module, names: set[str]) -> set[int]:
     """Returns the ids of a module's parameters and buffers with these names."""
-    return {id(tensor) for name, tensor in itertools.chain(*_tensors(module)) if clean(name) in names}
+    return {id(tensor) for name, tensor in itertools.chain(*_tensors(module)) if plain_name(name) in names}
 
 
 def _tensors(module: nn.Module) -> tuple[Iterator[tuple[str, Tensor]], Iterator[tuple[str, Tensor]]]:

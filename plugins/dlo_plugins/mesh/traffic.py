@@ -53,7 +53,7 @@ class Traffic:
     bytes: int
 
 
-class TrafficCount(TorchDispatchMode):
+class TrafficCounter(TorchDispatchMode):
     """Counts collectives and messages inside the block; tensors may be real or fake, but not compiled.
 
     Args:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 
-class Kind(enum.StrEnum):
+class ActionKind(enum.StrEnum):
     """Kind of computation that a stage runs for a micro-batch."""
 
     FORWARD = "F"
@@ -22,7 +22,7 @@ class Kind(enum.StrEnum):
 class Action(NamedTuple):
     """One computation of a rank: its kind, the stage and the micro-batch."""
 
-    kind: Kind
+    kind: ActionKind
     stage: int
     micro_batch: int
 
@@ -32,7 +32,7 @@ class Action(NamedTuple):
     @property
     def is_backward(self) -> bool:
         """Whether the action computes the input gradient, for which the previous stage waits."""
-        return self.kind in (Kind.BACKWARD, Kind.INPUT)
+        return self.kind in (ActionKind.BACKWARD, ActionKind.INPUT)
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dlo_framework.errors import DloError
 
 
-def balanced_split(costs: Sequence[float], stages: int, stem: float = 0.0, head: float = 0.0) -> list[int]:
+def balance_stages(costs: Sequence[float], stages: int, stem: float = 0.0, head: float = 0.0) -> list[int]:
     """Returns the number of blocks of each stage, by dynamic programming: exact, O(blocks^2 stages).
 
     Among the splits with the least maximum cost of a stage, it returns one with the least sum of squared costs, so that

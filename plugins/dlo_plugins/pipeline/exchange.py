@@ -11,15 +11,15 @@ import torch
 from torch import Tensor
 
 from dlo_framework.errors import DloError
-from dlo_plugins.pipeline.actions import Kind, Placement
-from dlo_plugins.pipeline.gates import Shapes
-from dlo_plugins.pipeline.layout import Layout
-from dlo_plugins.pipeline.schedules import Schedule
-from dlo_plugins.pipeline.transport import Inbox, Sends, Transport
+from dlo_plugins.pipeline.actions import ActionKind, Placement
+from dlo_plugins.pipeline.gates import StageShapes
+from dlo_plugins.pipeline.pipeline_schedules import Schedule
+from dlo_plugins.pipeline.tensor_layout import TensorLayout
+from dlo_plugins.pipeline.transport import ReceiveQueue, SendQueue, Transport
 
 
 @dataclasses.dataclass(frozen=True)
-class Item:
+class Message:
     """Message from one stage to another.
 
     Attributes:
@@ -58,12 +58,12 @@ class Exchange:
     def __init__(self, transport: Transport, placement: Placement, device: torch.device) -> None:
         self._transport, self._placement, self._device = transport, placement, device
         self._rank = transport.rank
-        self._known: dict[tuple[int, Any], tuple[Layout, Shapes]] = {}  # by boundary and signature
+        self._known: dict[tuple[int, Any], tuple[TensorLayout, StageShapes]] = {}  # by boundary and signature
         self._signatures: Sequence[Any] = ()
-        self._sends = Sends()
+        self._sends = SendQueue()
         self._positions: list[dict[tuple[bool, int, int], int]] = []
-        self._inboxes: dict[int, Inbox] = {}
-        self._local: dict[Item, Tensor] = {}
+        self._inboxes: dict[int, ReceiveQueue] = {}
+        self._local: dict[Message, Tensor] = {}
 
     def start(self, schedule: Schedule, signatures: Sequence[Any]) -> Exchange:
         """Begins a step.
@@ -73,50 +73,52 @@ class Exchange:
             signatures: Signatures of its micro-batches; hidden states of equal signatures have the same layout.
         """
         self._signatures = signatures
-        self._sends, self._local = Sends(), {}
+        self._sends, self._local = SendQueue(), {}
         self._positions = _positions(schedule)
-        expected: dict[int, list[Item]] = {}
+        expected: dict[int, list[Message]] = {}
         for source, order in enumerate(schedule.orders):
             for action in order if source != self._rank else ():
-                step = 1 if action.kind is Kind.FORWARD else -1 if action.is_backward else 0
+                step = 1 if action.kind is ActionKind.FORWARD else -1 if action.is_backward else 0
                 stage = action.stage + step
                 if step and 0 <= stage < self._placement.stages and self._placement.rank_of(stage) == self._rank:
-                    expected.setdefault(source, []).append(Item(step < 0, stage, action.micro_batch))
+                    expected.setdefault(source, []).append(Message(step < 0, stage, action.micro_batch))
         self._inboxes = {
-            source: Inbox(self._transport.link(source, incoming=True), items, self._buffer_for, self._store_header)
+            source: ReceiveQueue(
+                self._transport.link(source, incoming=True), items, self._buffer_for, self._store_header
+            )
             for source, items in expected.items()
         }
         return self
 
     def receive_hidden(self, stage: int, micro_batch: int) -> Tensor:
         """Returns the hidden state with which a stage begins, as a leaf."""
-        item = Item(False, stage, micro_batch)
+        item = Message(False, stage, micro_batch)
         found = self._receive(item, stage - 1)
         return found.detach().requires_grad_(self._layout(item).requires_grad)
 
     def receive_gradient(self, stage: int, micro_batch: int) -> Tensor:
         """Returns the gradient of the hidden state that a stage has sent."""
-        return self._receive(Item(True, stage, micro_batch), stage + 1)
+        return self._receive(Message(True, stage, micro_batch), stage + 1)
 
-    def get_shapes(self, stage: int, signature: Any) -> Shapes:
+    def get_shapes(self, stage: int, signature: Any) -> StageShapes:
         """Returns the shapes of earlier stages' outputs; they came with the first hidden state of a signature."""
         return self._known[stage, signature][1]
 
-    def learn(self, stage: int, signature: Any, hidden: Tensor, shapes: Shapes) -> None:
+    def set_layout(self, stage: int, signature: Any, hidden: Tensor, shapes: StageShapes) -> None:
         """Stores the layout of a stage's hidden state, so that it needs no header."""
-        self._known[stage, signature] = Layout.from_tensor(hidden), shapes
+        self._known[stage, signature] = TensorLayout.from_tensor(hidden), shapes
 
     def clear(self) -> None:
         """Clears all layouts; call it between steps, on all ranks."""
         self._known.clear()
 
-    def send_hidden(self, stage: int, micro_batch: int, hidden: Tensor, shapes: Shapes) -> None:
+    def send_hidden(self, stage: int, micro_batch: int, hidden: Tensor, shapes: StageShapes) -> None:
         """Sends a stage its hidden state.
 
         Raises:
             DloError: If its shape differs from that of earlier micro-batches with the same signature.
         """
-        item, layout = Item(False, stage, micro_batch), Layout.from_tensor(hidden)
+        item, layout = Message(False, stage, micro_batch), TensorLayout.from_tensor(hidden)
         key = stage, self._signatures[micro_batch]
         new = key not in self._known
         known = self._known.setdefault(key, (layout, shapes))[0]
@@ -130,14 +132,14 @@ class Exchange:
 
     def send_gradient(self, stage: int, micro_batch: int, gradient: Tensor) -> None:
         """Sends a stage the gradient of the hidden state that it has sent."""
-        self._send(Item(True, stage, micro_batch), gradient, None)
+        self._send(Message(True, stage, micro_batch), gradient, None)
 
     def finish(self) -> None:
         """Ends a step: waits until all messages have arrived."""
         self.most_in_flight = self._sends.most
         self._sends.finish()
 
-    def _send(self, item: Item, tensor: Tensor, header: Any) -> None:
+    def _send(self, item: Message, tensor: Tensor, header: Any) -> None:
         target = self._placement.rank_of(item.stage)
         if target == self._rank:
             self._local[item] = tensor
@@ -149,7 +151,7 @@ class Exchange:
         flat = self._layout(item).flatten(tensor)
         self._sends.add(target, place, link, [(link.send(flat), flat)])
 
-    def _receive(self, item: Item, sender: int) -> Tensor:
+    def _receive(self, item: Message, sender: int) -> Tensor:
         source = self._placement.rank_of(sender)
         if source == self._rank:
             return self._local.pop(item)
@@ -157,10 +159,10 @@ class Exchange:
         self._sends.release(source, self._positions[source][item.is_gradient, sender, item.micro_batch])
         return self._layout(item).unflatten(flat)
 
-    def _layout(self, item: Item) -> Layout:
+    def _layout(self, item: Message) -> TensorLayout:
         return self._known[item.boundary, self._signatures[item.micro_batch]][0]
 
-    def _buffer_for(self, item: Item) -> Tensor | Literal[False] | None:
+    def _buffer_for(self, item: Message) -> Tensor | Literal[False] | None:
         known = self._known.get((item.boundary, self._signatures[item.micro_batch]))
         if known is None:
             return None
@@ -168,7 +170,7 @@ class Exchange:
             return False
         return known[0].empty(self._device)
 
-    def _store_header(self, item: Item, header: Any) -> None:
+    def _store_header(self, item: Message, header: Any) -> None:
         self._known[item.boundary, self._signatures[item.micro_batch]] = header
 
 
@@ -179,7 +181,7 @@ def _positions(schedule: Schedule) -> list[dict[tuple[bool, int, int], int]]:
         {
             (action.is_backward, action.stage, action.micro_batch): place
             for place, action in enumerate(order)
-            if action.kind is not Kind.WEIGHT
+            if action.kind is not ActionKind.WEIGHT
         }
         for order in schedule.orders
     ]

@@ -8,8 +8,8 @@ model computes from them (masks, angles, positions), and only the hidden state i
 - the forward ends where the next stage's first block would be called: that block's first argument is sent.
 
 So the code between two blocks runs in the stage of the earlier block. If the forward uses anything else from earlier
-stages (for example in a skip connection around a block), it would use zeros in place of values: :mod:`.leaks` finds
-that.
+stages (for example in a skip connection around a block), it would use zeros in place of values: :mod:`.skip_check`
+finds that.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ import torch
 from torch import Tensor, nn
 
 from dlo_framework.errors import DloError
-from dlo_plugins.pipeline.cutting import Stages
-from dlo_plugins.pipeline.leaks import LeakCheck
+from dlo_plugins.pipeline.model_stages import Stages
+from dlo_plugins.pipeline.skip_check import SkipCheck
 
 
 @dataclass(frozen=True)
-class Shape:
+class TensorShape:
     """Shape and dtype of a tensor."""
 
     size: tuple[int, ...]
@@ -42,11 +42,11 @@ class Shape:
 
 
 @dataclass
-class Shapes:
+class StageShapes:
     """Shapes that the modules of earlier stages return, for micro-batches of one shape.
 
     Attributes:
-        returned: Output of each call in one forward, by module, with a :class:`Shape` for each tensor.
+        returned: Output of each call in one forward, by module, with a :class:`TensorShape` for each tensor.
     """
 
     returned: dict[str, list[Any]] = field(default_factory=dict)
@@ -60,7 +60,7 @@ class _StageEnd(Exception):
         self.hidden = hidden
 
 
-class Passage:
+class StageForward:
     """One forward of a stage.
 
     Args:
@@ -81,15 +81,15 @@ class Passage:
         stage: int,
         device: torch.device,
         received: Tensor | None,
-        shapes: Shapes,
+        shapes: StageShapes,
         record: bool,
-        check: LeakCheck | None,
+        check: SkipCheck | None,
     ) -> None:
         self.model, self.stages, self.stage, self.device = model, stages, stage, device
         self.received, self.shapes, self.record, self.check = received, shapes, record, check
         self.entered = -1  # Number of the block that was called last.
         #: Shapes that the modules of this stage and of earlier ones return; complete if `record` is set.
-        self.known = Shapes({name: list(calls) for name, calls in shapes.returned.items()})
+        self.known = StageShapes({name: list(calls) for name, calls in shapes.returned.items()})
 
     def run(self, forward: Callable[[], Any]) -> Any:
         """Returns the hidden state for the next stage; in the last stage, the output of `forward`.
@@ -139,7 +139,7 @@ class Passage:
         yield from ((name, self._exit) for name in self.stages.blocks[end:])
 
     def _zeros(self, name: str, parameter: Tensor) -> Tensor:
-        value = Shape(tuple(parameter.shape), parameter.dtype).zeros(self.device, dense=False)
+        value = TensorShape(tuple(parameter.shape), parameter.dtype).zeros(self.device, dense=False)
         if self.check is not None:
             self.check.mark(value, name)
         return value
@@ -150,7 +150,7 @@ class Passage:
 
         def placeholder(*args: Any, **kwargs: Any) -> Any:
             try:
-                value = _mapped(next(calls), Shape, lambda shape: shape.zeros(self.device, dense=True))
+                value = _mapped(next(calls), TensorShape, lambda shape: shape.zeros(self.device, dense=True))
             except StopIteration:
                 raise DloError(self._extra_call_message(name, is_block)) from None
             if is_block:
@@ -227,7 +227,7 @@ class Passage:
             self.check.place = name
 
     def _record_shape(self, name: str, returned: Any) -> None:
-        shape = _mapped(returned, Tensor, lambda tensor: Shape(tuple(tensor.shape), tensor.dtype))
+        shape = _mapped(returned, Tensor, lambda tensor: TensorShape(tuple(tensor.shape), tensor.dtype))
         self.known.returned.setdefault(name, []).append(shape)
 
 

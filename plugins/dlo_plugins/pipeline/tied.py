@@ -13,9 +13,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from dlo_framework.distributed.held import local
+from dlo_framework.distributed.local_memory import local_tensor
 from dlo_plugins.pipeline.actions import Placement
-from dlo_plugins.pipeline.cutting import Stages
+from dlo_plugins.pipeline.model_stages import Stages
 from dlo_plugins.pipeline.transport import Transport
 
 
@@ -74,7 +74,7 @@ class TiedWeights:
             self._sum(tied, parameter.grad)
 
     @torch.no_grad()
-    def sum(self, gradients: Mapping[str, Tensor]) -> None:
+    def sum_tensors(self, gradients: Mapping[str, Tensor]) -> None:
         """Sums gradients that are not in the parameters' `.grad`, in place.
 
         Args:
@@ -85,7 +85,7 @@ class TiedWeights:
             if tied.names[0] in gradients:
                 self._sum(tied, gradients[tied.names[0]])
 
-    def anywhere(self, names: Collection[str]) -> set[str]:
+    def named_on_any_rank(self, names: Collection[str]) -> set[str]:
         """Returns the tied weights of this rank that at least one rank names; all ranks of the pipeline call it.
 
         Args:
@@ -100,7 +100,9 @@ class TiedWeights:
         return found & {tied.names[0] for tied in self._held}
 
     def _sum(self, tied: TiedGroup, tensor: Tensor) -> None:
-        gradient = local(tensor)  # FSDP2's shards of a tied weight have the same bounds on all ranks that hold it.
+        gradient = local_tensor(
+            tensor
+        )  # FSDP2's shards of a tied weight have the same bounds on all ranks that hold it.
         first = tied.ranks[0]
         if self._transport.rank == first:
             for other in tied.ranks[1:]:

@@ -144,7 +144,7 @@ def group_index(rank: int, peer: int) -> int:
     return min(rank, peer) % 2 if abs(rank - peer) == 1 else 2
 
 
-class Sends:
+class SendQueue:
     """Sent tensors of a step that may not have arrived yet.
 
     gloo (torch 2.11 to 2.15) does not report the arrival of a message unless one waits for it. The peer's later
@@ -192,7 +192,7 @@ class Sends:
         self._under_way.clear()
 
 
-class Inbox:
+class ReceiveQueue:
     """Receives of a step from one other rank, in the order in which that rank sends.
 
     Args:

@@ -25,7 +25,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dlo_plugins.pipeline.precision import autocast_dtype, no_autocast
+from dlo_plugins.pipeline.autocast import autocast_dtype, no_autocast
 
 
 class WeightGradients:

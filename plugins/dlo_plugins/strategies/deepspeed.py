@@ -22,24 +22,31 @@ from torch.optim import Optimizer
 
 from dlo_framework.checkpoint import FlatShard, Shard
 from dlo_framework.data import ResumableDataModule
-from dlo_framework.distributed.canonical import OWNER, ShardOwner, clean, readable
+from dlo_framework.distributed.checkpointing import OWNER, ShardOwner, as_lazy_state_dict, plain_name
 from dlo_framework.distributed.collectives import broadcast_values
-from dlo_framework.distributed.held import memory_of
+from dlo_framework.distributed.local_memory import memory_of
 from dlo_framework.distributed.strategy import ShardedStrategy
 from dlo_framework.errors import DloError
 from dlo_framework.task import Task
 from dlo_plugins.appliers.activation_checkpoint import ActivationCheckpoint
 from dlo_plugins.deepspeed import environment
 from dlo_plugins.deepspeed.any_device import AnyDeviceDeepSpeed
-from dlo_plugins.deepspeed.config import TrainerFacts, lengths_of, optimizer_of, resolve, scheduler_of, with_trainer
-from dlo_plugins.deepspeed.engine import Engine
-from dlo_plugins.deepspeed.partitioned import held, segments, whole_shape
-from dlo_plugins.deepspeed.paths import get
-from dlo_plugins.deepspeed.precision import SECTIONS
-from dlo_plugins.deepspeed.requirements import check_available, check_device, warn_of_checkpointing
-from dlo_plugins.deepspeed.steps import EnginePrecision, ForwardInAutocast
-from dlo_plugins.deepspeed.translate import DeepSpeedTranslation
-from dlo_plugins.zero.probe import asks_for_closure
+from dlo_plugins.deepspeed.config import (
+    TrainerSettings,
+    build_scheduler,
+    compute_lengths,
+    fill_from_trainer,
+    make_optimizer_args,
+    merge_options,
+)
+from dlo_plugins.deepspeed.deepspeed_engine import DeepSpeedEngine
+from dlo_plugins.deepspeed.engine_precision import EnginePrecision, ForwardInAutocast
+from dlo_plugins.deepspeed.json_precision import SECTIONS
+from dlo_plugins.deepspeed.json_translation import DeepSpeedTranslation
+from dlo_plugins.deepspeed.machine_requirements import check_available, check_device, warn_unused_checkpointing
+from dlo_plugins.deepspeed.nested_paths import get
+from dlo_plugins.deepspeed.partitioned_params import full_shape, local_tensor, segments
+from dlo_plugins.zero.optimizer_probe import requires_closure
 
 Offload = Literal["cpu", "nvme"]
 
@@ -113,9 +120,9 @@ class DeepSpeedBridge(DeepSpeedTranslation, ShardedStrategy, AnyDeviceDeepSpeed)
         environment.check_installed()
         environment.adopt_launcher()
         #: Configuration from options and JSON, before the Trainer's settings are added.
-        self.asked = resolve(given, config)
+        self.asked = merge_options(given, config)
         super().__init__(timeout_minutes=timeout_minutes, config=self.asked)
-        self.engine: Engine | None = None
+        self.engine: DeepSpeedEngine | None = None
         self._forward_redirection = ForwardInAutocast(self._autocast)
         self._loading: dict[int, dict[str, Any]] = {}
 
@@ -168,15 +175,15 @@ class DeepSpeedBridge(DeepSpeedTranslation, ShardedStrategy, AnyDeviceDeepSpeed)
         Raises:
             DloError: Configuration and Trainer differ, or this machine lacks a requirement.
         """
-        self.config = with_trainer(self.asked, self._trainer_facts(trainer))
+        self.config = fill_from_trainer(self.asked, self._trainer_facts(trainer))
         self.config.setdefault("zero_optimization", {}).setdefault("stage", 0)
         check_available(self.config, self.root_device.type, self.world_size)
         super().setup(trainer)
 
-    def _trainer_facts(self, trainer: Trainer) -> TrainerFacts:
+    def _trainer_facts(self, trainer: Trainer) -> TrainerSettings:
         data: Any = getattr(trainer, "datamodule", None)
         known = isinstance(data, ResumableDataModule) and data.batch_size % self.world_size == 0
-        return TrainerFacts(
+        return TrainerSettings(
             precision=str(self.precision_plugin.precision),
             accumulation=int(trainer.accumulate_grad_batches),
             clip_val=trainer.gradient_clip_val,
@@ -191,7 +198,7 @@ class DeepSpeedBridge(DeepSpeedTranslation, ShardedStrategy, AnyDeviceDeepSpeed)
         kept = self._master_weights() if fitting else {}
         if fitting and self.engine is not None:
             engine, self.engine = self.engine, None
-            engine.dissolve()
+            engine.destroy()
         for buffer in module.buffers():
             buffer.data = buffer.data.to(self.root_device)
             broadcast_values(buffer.data)
@@ -201,7 +208,7 @@ class DeepSpeedBridge(DeepSpeedTranslation, ShardedStrategy, AnyDeviceDeepSpeed)
                 broadcast_values(parameter.data)
         if not fitting:
             if self.engine is None and self.stage == 3:
-                self.engine = Engine(module, None, self.config, self.root_device)
+                self.engine = DeepSpeedEngine(module, None, self.config, self.root_device)
                 module.__dict__[OWNER] = self._owner(self.engine)
             if self.engine is not None and self.stage == 3:
                 self.model = self.engine.deepspeed
@@ -214,7 +221,7 @@ class DeepSpeedBridge(DeepSpeedTranslation, ShardedStrategy, AnyDeviceDeepSpeed)
 
     def _master_weights(self, *, copied: bool = True) -> dict[str, FlatShard]:
         """Returns the master weights of an earlier fit, if the module's weights are in half precision."""
-        masters = self.engine.masters if self.engine is not None else None
+        masters = self.engine.master_weights if self.engine is not None else None
         if masters is None or not self.precision_plugin.precision.startswith(("16", "bf16")):
             return {}
         return {name: shard.clone() if copied else shard for name, shard in masters.shards().items()}
@@ -226,7 +233,7 @@ class DeepSpeedBridge(DeepSpeedTranslation, ShardedStrategy, AnyDeviceDeepSpeed)
         self._checkpoint_activations(self._module())
         config = {key: value for key, value in self.config.items() if key not in ("optimizer", "scheduler")}
         module = self._module()
-        self.engine = Engine(module, optimizer, config, self.root_device)
+        self.engine = DeepSpeedEngine(module, optimizer, config, self.root_device)
         module.__dict__[OWNER] = self._owner(self.engine)
         environment.limit_groups(self.engine.deepspeed, self._timeout)
         self._set_deepspeed_activation_checkpointing()
@@ -238,7 +245,7 @@ class DeepSpeedBridge(DeepSpeedTranslation, ShardedStrategy, AnyDeviceDeepSpeed)
         """Makes a task's blocks recompute, with their inputs on the CPU, if `cpu_checkpointing` is set."""
         if not isinstance(module, Task):
             return
-        warn_of_checkpointing(self.config)
+        warn_unused_checkpointing(self.config)
         if get(self.config, "activation_checkpointing.cpu_checkpointing") is True:
             if getattr(module, "recompute", False):
                 raise DloError(
@@ -255,12 +262,12 @@ class DeepSpeedBridge(DeepSpeedTranslation, ShardedStrategy, AnyDeviceDeepSpeed)
                 " one with several parameter groups, or use strategy zero2"
             )
         own = self.optimizers[0]
-        if asks_for_closure(own):
+        if requires_closure(own):
             raise DloError(
                 f"an optimizer under DeepSpeed must step without a closure, got {type(own).__name__};"
                 " give its step closure=None, or use strategy zero2"
             )
-        made = optimizer_of(self.config, own)
+        made = make_optimizer_args(self.config, own)
         if made is not None:
             if self.lr_scheduler_configs and "scheduler" not in self.config:
                 raise DloError(
@@ -269,19 +276,19 @@ class DeepSpeedBridge(DeepSpeedTranslation, ShardedStrategy, AnyDeviceDeepSpeed)
                 )
             kind, arguments = made
             own = kind([p for p in self._module().parameters() if p.requires_grad], **arguments)
-        schedule = scheduler_of(self.config, own, **lengths_of(self.config, self._module(), trainer))
+        schedule = build_scheduler(self.config, own, **compute_lengths(self.config, self._module(), trainer))
         if schedule is not None:
             self.lr_scheduler_configs = [LRSchedulerConfig(schedule, interval="step")]
         return own
 
-    def _owner(self, engine: Engine) -> ShardOwner:
-        return ShardOwner(self, self.world_size if self.stage == 3 else 1, engine.dissolve)
+    def _owner(self, engine: DeepSpeedEngine) -> ShardOwner:
+        return ShardOwner(self, self.world_size if self.stage == 3 else 1, engine.destroy)
 
     def forget_module(self) -> None:
         """Drops the engine, when another strategy takes the module over."""
         self.engine = None
 
-    def _started(self) -> Engine:
+    def _started(self) -> DeepSpeedEngine:
         assert self.engine is not None, "DeepSpeed's engine runs"
         return self.engine
 
@@ -321,45 +328,47 @@ class DeepSpeedBridge(DeepSpeedTranslation, ShardedStrategy, AnyDeviceDeepSpeed)
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """Returns the module's state by name, with this rank's shards of trained weights in single precision."""
         state = super().lightning_module_state_dict()
-        masters = self.engine.masters if self.engine is not None else None
+        masters = self.engine.master_weights if self.engine is not None else None
         shards = masters.shards() if masters is not None else {}
         cut = segments(self._module())
-        first_names = {id(p): clean(name) for name, p in self._module().named_parameters()}
+        first_names = {id(p): plain_name(name) for name, p in self._module().named_parameters()}
         for name, value in self._module().state_dict(keep_vars=True).items():
             first = first_names.get(id(value), "")
             if first in shards or first in cut:
-                state[clean(name)] = shards[first] if first in shards else cut[first]
+                state[plain_name(name)] = shards[first] if first in shards else cut[first]
         return state
 
-    def held_tensors(self) -> list[Tensor]:
+    def local_tensors(self) -> list[Tensor]:
         """Returns the tensors of this rank's partitions, of unpartitioned parameters, and of buffers."""
-        masters = self.engine.masters if self.engine is not None else None
+        masters = self.engine.master_weights if self.engine is not None else None
         if masters is None:
-            return super().held_tensors()
+            return super().local_tensors()
         module = self._module()
-        frozen = [held(p) for name, p in module.named_parameters() if masters.home(clean(name)) is None]
-        return [*(flat.tensor for flat in masters.flats), *frozen, *module.buffers()]
+        frozen = [
+            local_tensor(p) for name, p in module.named_parameters() if masters.find_partition(plain_name(name)) is None
+        ]
+        return [*(flat.tensor for flat in masters.partitions), *frozen, *module.buffers()]
 
     @property
     def zero_stage(self) -> int:  # type: ignore[override]
         """Stage of ZeRO."""
         return self.stage
 
-    def whole_size(self, name: str, parameter: Tensor) -> int:
+    def full_size(self, name: str, parameter: Tensor) -> int:
         """Returns the number of elements of a full parameter, of which this rank may have a shard."""
-        return whole_shape(parameter).numel()
+        return full_shape(parameter).numel()
 
     def state_bytes(self) -> dict[str, float]:
         """Returns the bytes of the parameters, gradients and optimizer state that this rank holds now."""
         measured = super().state_bytes()
-        masters = self.engine.masters if self.engine is not None else None
+        masters = self.engine.master_weights if self.engine is not None else None
         if masters is None:
             return measured
         parameters = list(self._module().parameters())
-        weights = [held(p) for p in parameters]
-        gradients = [p.grad for p in [*parameters, *(flat.tensor for flat in masters.flats)] if p.grad is not None]
+        weights = [local_tensor(p) for p in parameters]
+        gradients = [p.grad for p in [*parameters, *(flat.tensor for flat in masters.partitions)] if p.grad is not None]
         return {
-            "parameters": memory_of([*weights, *parameters, *(flat.tensor for flat in masters.flats)]),
+            "parameters": memory_of([*weights, *parameters, *(flat.tensor for flat in masters.partitions)]),
             "gradients": memory_of([*gradients, *masters.buffers()]),
             "optimizer": measured["optimizer"],
         }
@@ -367,39 +376,39 @@ class DeepSpeedBridge(DeepSpeedTranslation, ShardedStrategy, AnyDeviceDeepSpeed)
     def refresh(self) -> None:
         """Updates the parameters of all ranks from the partitions, after these were written from outside."""
         if self.engine is not None:
-            self.engine.publish()
+            self.engine.load_params()
 
     def accumulated_gradients(self) -> dict[str, Shard]:
         """Returns the gradients of an unfinished accumulation: full ones in stages 0 and 1, shards in 2 and 3."""
-        masters = self._started().masters
+        masters = self._started().master_weights
         if masters is None or self.stage < 2:
             return super().accumulated_gradients()
-        return dict(masters.gathered())
+        return dict(masters.grad_shards())
 
     def restore_gradients(self, saved: Mapping[str, Any]) -> None:
         """Restores an unfinished accumulation."""
-        masters = self._started().masters
+        masters = self._started().master_weights
         if masters is None or self.stage < 2:
             super().restore_gradients(saved)
             return
-        gradients = readable(saved)
-        for name, shard in masters.take_up(list(gradients)).items():
+        gradients = as_lazy_state_dict(saved)
+        for name, shard in masters.zero_grad_shards(list(gradients)).items():
             gradients.read_into(name, shard)
 
     def optimizer_tensors(self, optimizer: Optimizer) -> dict[str, Tensor]:
         """Returns the partition of each parameter of which this rank has elements, by name."""
-        masters = self._started().masters
+        masters = self._started().master_weights
         return super().optimizer_tensors(optimizer) if masters is None else masters.tensors()
 
     def group_names(self, optimizer: Optimizer) -> list[list[str]]:
         """Returns the parameter names of each parameter group, those of other ranks too."""
-        masters = self._started().masters
+        masters = self._started().master_weights
         return super().group_names(optimizer) if masters is None else masters.group_names
 
-    def canonical(self, name: str, tensor: Tensor, value: Tensor) -> Shard:
+    def as_shard(self, name: str, tensor: Tensor, value: Tensor) -> Shard:
         """Returns a state tensor as a shard of the tensor in the parameter's shape."""
-        masters = self._started().masters
-        flat = masters.home(name) if masters is not None else None
+        masters = self._started().master_weights
+        flat = masters.find_partition(name) if masters is not None else None
         return value if flat is None or value.shape != flat.tensor.shape else flat.shard(name, value)
 
     def _load_optimizer(self, optimizer: Optimizer, saved: Mapping[str, Any]) -> None:
@@ -409,11 +418,11 @@ class DeepSpeedBridge(DeepSpeedTranslation, ShardedStrategy, AnyDeviceDeepSpeed)
 
     def _read_state(self, name: str, tensor: Tensor, saved: Mapping[str, Any]) -> dict[str, Any]:
         """Returns the state of a parameter's partition, with this parameter's slice filled in."""
-        masters = self._started().masters
-        flat = masters.home(name) if masters is not None else None
+        masters = self._started().master_weights
+        flat = masters.find_partition(name) if masters is not None else None
         if flat is None:
             return super()._read_state(name, tensor, saved)
-        state, entries = self._loading.setdefault(id(tensor), {}), readable(saved)
+        state, entries = self._loading.setdefault(id(tensor), {}), as_lazy_state_dict(saved)
         shape = flat.shapes[flat.names.index(name)]
         for key in entries:
             if not entries.is_tensor(key):

@@ -11,7 +11,7 @@ from lightning.pytorch.strategies import FSDPStrategy as LightningFSDP
 
 from dlo_framework.mesh import MeshSpec
 from dlo_plugins.appliers.fully_shard import FullyShard
-from dlo_plugins.fsdp.mesh import mesh_sizes
+from dlo_plugins.fsdp.data_mesh import mesh_sizes
 from dlo_plugins.strategies.mesh import MeshStrategy
 
 

@@ -19,31 +19,31 @@ from torchmetrics import Metric
 
 from dlo_framework.applier import Applier, Phase
 from dlo_framework.checkpoint import Shard
-from dlo_framework.cuts import Layout, layout_of
-from dlo_framework.distributed.canonical import OWNER, ShardOwner
+from dlo_framework.distributed.checkpointing import OWNER, ShardOwner
 from dlo_framework.distributed.collectives import broadcast_values
 from dlo_framework.distributed.groups import MeshGroups
-from dlo_framework.distributed.held import local
-from dlo_framework.distributed.initialise import check_initialisable, on_meta
+from dlo_framework.distributed.local_memory import local_tensor
+from dlo_framework.distributed.meta_init import check_initialisable, on_meta
+from dlo_framework.distributed.model_units import find_units
 from dlo_framework.distributed.strategy import ShardedStrategy
-from dlo_framework.distributed.units import find_units
 from dlo_framework.errors import DloError
 from dlo_framework.mesh import MeshSpec
 from dlo_framework.plan import ParallelPlan
 from dlo_framework.runs import is_first_process
 from dlo_framework.task import Task
+from dlo_framework.tensor_slice import Layout, get_layout
+from dlo_plugins.appliers.applier_order import order_appliers
 from dlo_plugins.appliers.context_parallel import ContextParallel
 from dlo_plugins.appliers.fully_shard import FullyShard
-from dlo_plugins.appliers.order import order_appliers
 from dlo_plugins.appliers.tensor_parallel import TensorParallel
-from dlo_plugins.fsdp.mesh import check_reshard
-from dlo_plugins.fsdp.policy import default_param_dtype
-from dlo_plugins.fsdp.sharding import Sharding, ShardOptions, match_units
-from dlo_plugins.mesh.drawing import MeshDescription, describe, prepare_model
-from dlo_plugins.mesh.engine import MeshEngine, ParallelState
-from dlo_plugins.mesh.pipelined import PipelinedTask, check_inside, check_predict
-from dlo_plugins.mesh.pipelining import Pipelining
-from dlo_plugins.pipeline.assign import Split
+from dlo_plugins.fsdp.data_mesh import check_reshard
+from dlo_plugins.fsdp.precision_policy import default_param_dtype
+from dlo_plugins.fsdp.sharding import ShardedModule, ShardOptions, match_units
+from dlo_plugins.mesh.mesh_description import MeshDescription, describe_mesh, prepare_model
+from dlo_plugins.mesh.mesh_engine import MeshEngine, ParallelState
+from dlo_plugins.mesh.pipeline_options import PipelineOptions
+from dlo_plugins.mesh.pipelined_task import PipelinedTask, check_inside, check_predict
+from dlo_plugins.pipeline.stage_assignment import Split
 from dlo_plugins.strategies.mesh_rehearsal import rehearse_step
 from dlo_plugins.tensor.coverage import NEARLY_ALL
 
@@ -117,7 +117,7 @@ class MeshStrategy(ShardedStrategy):
         self.set_appliers(order_appliers(list(appliers or []), cp_method, sequence_parallel))
         self._groups: MeshGroups | None = None
         self.engine: MeshEngine | None = None
-        self.pipelining = Pipelining(schedule, micro_batches, stages_per_rank, split)
+        self.pipelining = PipelineOptions(schedule, micro_batches, stages_per_rank, split)
 
     @classmethod
     def register_strategies(cls, strategy_registry: Any) -> None:
@@ -201,7 +201,7 @@ class MeshStrategy(ShardedStrategy):
         precision, spec, pipelining = str(self.precision_plugin.precision), self.mesh_spec(), self.pipelining
         task, plan = prepare_model(module)
         pipelined: Any = task if spec.pp > 1 and plan is not None else None
-        return describe(
+        return describe_mesh(
             *(task, plan, spec),
             sequence_parallel=self._tensor.sequence_parallel,
             schedule=pipelining.schedule,
@@ -254,7 +254,7 @@ class MeshStrategy(ShardedStrategy):
         self._check_earlier(state, trains=fitting)
         state.sharding.collect_params()
         self._context = state.context or self._context
-        self.bring_the_rest()
+        self.move_metrics()
         if spec.tp > 1:  # These ranks have the same data, which metrics would count twice.
             for submodule in module.modules():
                 if isinstance(submodule, Metric):
@@ -262,7 +262,7 @@ class MeshStrategy(ShardedStrategy):
         if state.pipelined is not None:
             state.pipelined.micro_batches = self.pipelining.count_micro_batches(spec.pp)
             state.pipelined.share_metrics(spec)
-            state.pipelined.gathering = self.groups.data if spec.dp_shard > 1 else None
+            state.pipelined.gathering = self.groups.data_group if spec.dp_shard > 1 else None
         if self.engine is not None:
             self.engine.stop_recording()
         self.engine = MeshEngine(module, state, self.fully_shard, self.allow_unused)
@@ -273,10 +273,10 @@ class MeshStrategy(ShardedStrategy):
         is_plain = not (state.sharding.is_sharded or _cuts_model(spec))
         module.__dict__[OWNER] = ShardOwner(self, self.world_size, self.engine.stop_recording if is_plain else None)
 
-    def take_over(self, owner: ShardOwner, model: LightningModule) -> None:
+    def restore_full_parameters(self, owner: ShardOwner, model: LightningModule) -> None:
         """Keeps a module that another mesh strategy has sharded; :meth:`shard` checks that its options are the same."""
         if ParallelState.of(model) is None:
-            super().take_over(owner, model)
+            super().restore_full_parameters(owner, model)
 
     @property
     def groups(self) -> MeshGroups:
@@ -290,8 +290,8 @@ class MeshStrategy(ShardedStrategy):
         tp = self.mesh_spec().tp
         if tp > 1:
             found = self._tensor.coverage(task.model, self._checked_plan(task), tp)
-            if found.share < NEARLY_ALL:
-                rank_zero_info(f"tensor parallelism {found.sentence()}")
+            if found.sharded_fraction < NEARLY_ALL:
+                rank_zero_info(f"tensor parallelism {found.describe()}")
 
     def parallelize(self, trainer: Any, when_cut: Callable[[PipelinedTask], None] | None = None) -> ParallelState:
         """Applies every applier to the module, in the order of their phases; returns the result, noted on the module.
@@ -310,10 +310,10 @@ class MeshStrategy(ShardedStrategy):
             check_initialisable(module, loads_weights=trainer.ckpt_path is not None)
         plan: ParallelPlan | None = None
         if _cuts_model(spec) or self._rewrites:
-            plan, layout = self._checked_plan(module), layout_of(module.model)
+            plan, layout = self._checked_plan(module), get_layout(module.model)
             _move_to_device(module, self.root_device)
             mesh, split = self.groups.device_mesh(), self._split(module, plan)
-        sharding: Sharding | None = None
+        sharding: ShardedModule | None = None
         pipelined: PipelinedTask | None = None
         for applier in self.appliers:
             if spec.pp > 1 and pipelined is None and applier.phase > Phase.CONTEXT:
@@ -322,7 +322,7 @@ class MeshStrategy(ShardedStrategy):
                 if when_cut is not None:
                     when_cut(pipelined)
             if applier is self.fully_shard:
-                sharding = self._shard(module, seed, layout if plan is None else layout.under("model"))
+                sharding = self._shard(module, seed, layout if plan is None else layout.with_prefix("model"))
             elif plan is not None:
                 applier.apply(module.model, mesh, plan)
                 if sharding is None:
@@ -347,21 +347,23 @@ class MeshStrategy(ShardedStrategy):
 
     def _cut_into_stages(self, task: Any, plan: ParallelPlan, split: Split) -> PipelinedTask:
         """Cuts the model into the pipeline's stages; this rank keeps its own."""
-        layout = layout_of(task.model)
+        layout = get_layout(task.model)
         pipeline = self.pipelining.build(task, plan, self.groups.group("pp"), split, self.root_device)
         stages = pipeline.stages
-        self._tensor.part_stages(task.model, plan, [stages.blocks[first] for first in stages.first[1:-1]])
+        self._tensor.gather_between_stages(task.model, plan, [stages.blocks[first] for first in stages.first[1:-1]])
         names = [name for name, _ in _tensors(task.model)]
-        layout.elsewhere |= {name for name in names if not pipeline.holds(name)}
-        layout.repeated |= {name for name in names if pipeline.holds(name) and not pipeline.holds.first(name)}
+        layout.other_stages |= {name for name in names if not pipeline.ownership(name)}
+        layout.tied_copies |= {
+            name for name in names if pipeline.ownership(name) and not pipeline.ownership.is_first_holder(name)
+        }
         select = self._context.select_rows if self.mesh_spec().cp > 1 else None
         return PipelinedTask(task, pipeline, self.pipelining.count_micro_batches(self.mesh_spec().pp), select)
 
-    def _shard(self, module: Any, seed: int, layout: Layout) -> Sharding:
+    def _shard(self, module: Any, seed: int, layout: Layout) -> ShardedModule:
         units = find_units(module) if self.fully_shard.units is None else match_units(module, self.fully_shard.units)
-        units = [unit for unit in units if not any(name.startswith(f"{unit}.") for name in layout.elsewhere)]
+        units = [unit for unit in units if not any(name.startswith(f"{unit}.") for name in layout.other_stages)]
         options = self._options(module.automatic_optimization)
-        return Sharding(module, units, self.groups, self.root_device, options, seed, layout)
+        return ShardedModule(module, units, self.groups, self.root_device, options, seed, layout)
 
     def _plan_of(self, task: Any) -> Any:
         """Returns the method that makes a task's parallel plan.
@@ -489,20 +491,20 @@ class MeshStrategy(ShardedStrategy):
         state = super().lightning_module_state_dict()
         return state if self.engine is None else self.engine.shards(state)
 
-    def held_tensors(self) -> list[Tensor]:
+    def local_tensors(self) -> list[Tensor]:
         """Returns the memory of this rank's parameters and buffers."""
         self.refresh()
         held = [*self._module().parameters(), *self._module().buffers()]
-        return [local(tensor) for tensor in held if not tensor.is_meta]
+        return [local_tensor(tensor) for tensor in held if not tensor.is_meta]
 
     def refresh(self) -> None:
         """Frees the gathered parameters, after the shards were written from outside."""
         if self.engine is not None:
             self.engine.free_gathered()
 
-    def whole_size(self, name: str, parameter: Tensor) -> int:
+    def full_size(self, name: str, parameter: Tensor) -> int:
         """Returns the number of elements of the full tensor of a parameter that tensor parallelism may have cut."""
-        return self._running.whole_size(name, parameter)
+        return self._running.full_size(name, parameter)
 
     def state_bytes(self) -> dict[str, float]:
         """Returns the bytes of the parameters, gradients and optimizer state that this rank holds now."""
@@ -528,14 +530,14 @@ class MeshStrategy(ShardedStrategy):
         """Returns the parameter names of each parameter group, those of other ranks' shards too."""
         return self._running.group_names(optimizer)
 
-    def canonical(self, name: str, tensor: Tensor, value: Tensor) -> Shard:
+    def as_shard(self, name: str, tensor: Tensor, value: Tensor) -> Shard:
         """Returns a state tensor as a shard of the tensor in the parameter's shape."""
         return self._running.as_shard(name, value)
 
-    def room(self, name: str, tensor: Tensor, shape: torch.Size, dtype: torch.dtype) -> Shard:
+    def empty_shard(self, name: str, tensor: Tensor, shape: torch.Size, dtype: torch.dtype) -> Shard:
         """Returns an uninitialised shard of a state tensor for this rank."""
         found = self._running.empty_shard(name, shape, dtype)
-        return super().room(name, tensor, shape, dtype) if found is None else found
+        return super().empty_shard(name, tensor, shape, dtype) if found is None else found
 
     # --- what the ranks share ------------------------------------------------------------------------------
 
@@ -554,7 +556,7 @@ class MeshStrategy(ShardedStrategy):
     @property
     def data_group(self) -> dist.ProcessGroup:
         """Group of the ranks that see different data."""
-        return self.groups.data
+        return self.groups.data_group
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         """Reduces means and sums over the data-parallel ranks, unless a group is given; the others have the same value.
@@ -562,7 +564,7 @@ class MeshStrategy(ShardedStrategy):
         Other reductions, such as that of the largest memory, are over all ranks.
         """
         if group is None and isinstance(tensor, Tensor) and str(reduce_op).lower() in ("mean", "avg", "sum"):
-            group = self.groups.data
+            group = self.groups.data_group
         return super().reduce(tensor, group=group, reduce_op=reduce_op)
 
     def watch_losses(self, look: Callable[[Tensor], None]) -> bool:
@@ -579,18 +581,18 @@ class MeshStrategy(ShardedStrategy):
         if self.pipelined is not None:
             self.pipelined.share_buffers()
 
-    def counted(self, batch: Any) -> Any:
+    def attach_counts(self, batch: Any) -> Any:
         """Returns a batch with counts of its documents, for ranks that shard its sequences."""
-        return self._context.counted(batch)
+        return self._context.add_document_counts(batch)
 
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
         """Moves a batch to the device, with its counts; a batch that a callback has moved is left alone."""
-        return super().batch_to_device(self.counted(batch), device, dataloader_idx)
+        return super().batch_to_device(self.attach_counts(batch), device, dataloader_idx)
 
     @contextlib.contextmanager
-    def whole_sequences(self) -> Iterator[None]:
+    def full_sequences(self) -> Iterator[None]:
         """Makes each rank run the model on full sequences inside the block; cp ranks then write the same text."""
-        with self._context.local():
+        with self._context.use_full_sequences():
             yield
 
     def _shard_batch(self, batch: Any) -> Any:

@@ -21,14 +21,14 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_map
 
-from dlo_framework.distributed.unused import unused_message
+from dlo_framework.distributed.unused_parameters import unused_message
 from dlo_framework.errors import DloError
 from dlo_framework.mesh import Coordinates, MeshSpec
 from dlo_framework.plan import ParallelPlan, Rule
 from dlo_framework.task import Task, batch_length
 from dlo_plugins.fake_kernels import UNSUPPORTED
-from dlo_plugins.pipeline.assign import make_stages
-from dlo_plugins.pipeline.schedules import placement
+from dlo_plugins.pipeline.pipeline_schedules import make_placement
+from dlo_plugins.pipeline.stage_assignment import make_stages
 from dlo_plugins.strategies.mesh_simulation import (
     RankView,
     copy_modules,
@@ -226,7 +226,7 @@ def _distinct_ranks(task: Any, plan: ParallelPlan, pipelining: Any, spec: MeshSp
     """Returns one rank for each kind of ranks whose stages have the same kinds of blocks."""
     if spec.pp == 1:
         return [0]
-    where = placement(pipelining.schedule, spec.pp, pipelining.stages_per_rank)
+    where = make_placement(pipelining.schedule, spec.pp, pipelining.stages_per_rank)
     stages = make_stages(task.model, plan, where.stages, pipelining.split or "balanced")
     found: dict[Any, int] = {}
     for pp in range(spec.pp):
@@ -257,7 +257,7 @@ def _shortened(task: Any, strategy: Any, spec: MeshSpec) -> Any:
         if kind not in seen:
             seen.add(kind)
             kept = number + 1
-    stages = placement(pipelining.schedule, spec.pp, pipelining.stages_per_rank).stages if spec.pp > 1 else 1
+    stages = make_placement(pipelining.schedule, spec.pp, pipelining.stages_per_rank).stages if spec.pp > 1 else 1
     kept = max(kept, stages, 2)
     if kept >= len(blocks):
         return None

@@ -27,24 +27,24 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._pytree import tree_leaves, tree_map
 
 from dlo_framework.distributed.groups import MeshGroups
-from dlo_framework.distributed.held import local
-from dlo_framework.distributed.vocabulary import shard_of
+from dlo_framework.distributed.local_memory import local_tensor
+from dlo_framework.distributed.vocab_parallel import shard_of
 from dlo_framework.errors import DloError
 from dlo_framework.mesh import Coordinates, MeshSpec
 from dlo_framework.task import Task, batch_length
 from dlo_plugins.fake_kernels import FakeKernels
-from dlo_plugins.fsdp.sharding import Sharding
-from dlo_plugins.fsdp.usage import Usage
-from dlo_plugins.mesh.holdings import Held
-from dlo_plugins.mesh.parts import slice_batch
-from dlo_plugins.mesh.pipelined import PipelinedTask
-from dlo_plugins.mesh.pipelining import Pipelining
-from dlo_plugins.mesh.traffic import Traffic, TrafficCount, extrapolate
-from dlo_plugins.pipeline.engine import Pipeline
-from dlo_plugins.pipeline.gates import Passage, Shapes
-from dlo_plugins.pipeline.layout import signatures
-from dlo_plugins.pipeline.leaks import LeakCheck
-from dlo_plugins.pipeline.schedules import make_schedule
+from dlo_plugins.fsdp.sharding import ShardedModule
+from dlo_plugins.fsdp.used_params import UsedParams
+from dlo_plugins.mesh.batches import slice_batch
+from dlo_plugins.mesh.pipeline_options import PipelineOptions
+from dlo_plugins.mesh.pipelined_task import PipelinedTask
+from dlo_plugins.mesh.state_bytes_per_rank import RankStateBytes
+from dlo_plugins.mesh.traffic import Traffic, TrafficCounter, extrapolate
+from dlo_plugins.pipeline.gates import StageForward, StageShapes
+from dlo_plugins.pipeline.pipeline_engine import Pipeline
+from dlo_plugins.pipeline.pipeline_schedules import make_schedule
+from dlo_plugins.pipeline.skip_check import SkipCheck
+from dlo_plugins.pipeline.tensor_layout import batch_signatures
 
 #: Device of the fake tensors.
 _DEVICE = torch.device("cpu")
@@ -65,11 +65,13 @@ class SimulatedRank:
 
     rank: int
     place: Coordinates
-    held: Held
+    held: RankStateBytes
     traffic: tuple[Traffic, ...]
 
 
-def simulate(task: Task, strategy: Any, spec: MeshSpec, ranks: Sequence[int], batch: Any = None) -> list[SimulatedRank]:
+def simulate_ranks(
+    task: Task, strategy: Any, spec: MeshSpec, ranks: Sequence[int], batch: Any = None
+) -> list[SimulatedRank]:
     """Returns the bytes of chosen ranks of a mesh, and their communication in an optimizer step.
 
     A step is one batch: one forward and backward without a pipeline, one per micro-batch with a pipeline.
@@ -91,11 +93,11 @@ def simulate(task: Task, strategy: Any, spec: MeshSpec, ranks: Sequence[int], ba
     for rank in ranks:
         with simulated_rank(task, strategy, pipelining, spec, rank, batch) as view:
             traffic = () if batch is None else view.count_step_traffic()
-            found.append(SimulatedRank(rank, spec.coordinates(rank), held_bytes(view.sharding), traffic))
+            found.append(SimulatedRank(rank, spec.coordinates(rank), count_state_bytes(view.sharding), traffic))
     return found
 
 
-def fix_split(task: Task, strategy: Any, spec: MeshSpec, datamodule: Any) -> Pipelining:
+def fix_split(task: Task, strategy: Any, spec: MeshSpec, datamodule: Any) -> PipelineOptions:
     """Returns a strategy's pipelining with the blocks of each stage fixed, so that ranks need not count costs.
 
     Args:
@@ -104,7 +106,7 @@ def fix_split(task: Task, strategy: Any, spec: MeshSpec, datamodule: Any) -> Pip
         spec: Mesh, without -1.
         datamodule: Datamodule that may know the batch's shapes.
     """
-    pipelining: Pipelining = strategy.pipelining
+    pipelining: PipelineOptions = strategy.pipelining
     if spec.pp == 1:
         return pipelining
     split = pipelining.choose_split(task, task.parallel_plan(), spec.pp, datamodule)
@@ -115,7 +117,7 @@ def fix_split(task: Task, strategy: Any, spec: MeshSpec, datamodule: Any) -> Pip
 def simulated_rank(
     task: Task,
     strategy: Any,
-    pipelining: Pipelining,
+    pipelining: PipelineOptions,
     spec: MeshSpec,
     rank: int,
     batch: Any = None,
@@ -169,15 +171,15 @@ def fake_world(rank: int, world_size: int) -> Iterator[None]:
         sys.excepthook = hook
 
 
-def held_bytes(sharding: Sharding) -> Held:
+def count_state_bytes(sharding: ShardedModule) -> RankStateBytes:
     """Returns the bytes of a rank's state of a module that has been cut and sharded.
 
     Gradients are counted at a step's end, sharded as parameters are; the optimizer is Adam, with two moments.
     """
     parameters = list(sharding.parameters.values())
-    sizes = [(p.requires_grad, local(p).numel() * p.element_size()) for p in parameters]
+    sizes = [(p.requires_grad, local_tensor(p).numel() * p.element_size()) for p in parameters]
     trained = sum(size for is_trained, size in sizes if is_trained)
-    return Held(sum(size for _, size in sizes), trained, 2 * trained)
+    return RankStateBytes(sum(size for _, size in sizes), trained, 2 * trained)
 
 
 def substitute_loss(model: nn.Module, outputs: Any, batch: Any) -> Tensor:
@@ -216,9 +218,9 @@ class RankView:
     """
 
     task: Any
-    sharding: Sharding
+    sharding: ShardedModule
 
-    def __init__(self, strategy: Any, pipelining: Pipelining, spec: MeshSpec, batch: Any) -> None:
+    def __init__(self, strategy: Any, pipelining: PipelineOptions, spec: MeshSpec, batch: Any) -> None:
         self.spec, self.pipelining, self._batch = spec, pipelining, batch
         self.pipelined: PipelinedTask | None = None
         self.without_gradient: list[str] = []
@@ -245,7 +247,7 @@ class RankView:
             task.__dict__["loss"] = partial(substitute_loss, task.model)
         task.__dict__["micro_batch_weights"] = lambda parts: [1 / len(parts)] * len(parts)
         self.sharding = self._strategy.parallelize(_FreshTrainer(), self._when_cut).sharding
-        self._usage = Usage(self.sharding)
+        self._usage = UsedParams(self.sharding)
         self._usage.announced = True  # Each backward here belongs to a step.
 
     def _when_cut(self, pipelined: PipelinedTask) -> None:
@@ -288,13 +290,13 @@ class RankView:
         return self._count(self._batch)
 
     def _count(self, batch: Any) -> tuple[Traffic, ...]:
-        """Runs a batch as :class:`~dlo_plugins.mesh.engine.MeshEngine` does, and counts."""
+        """Runs a batch as :class:`~dlo_plugins.mesh.mesh_engine.MeshEngine` does, and counts."""
         task, sharding = self.task, self.sharding
         for parameter in sharding.parameters.values():
             parameter.grad = None
         self._usage.used.clear()
         batch = self._shard_batch(batch)
-        with TrafficCount(self._axis_of) as count:
+        with TrafficCounter(self._axis_of) as count:
             if self.pipelined is None:
                 loss = sharding.call(lambda: task.loss(_forward(task, batch), batch))
             else:
@@ -317,7 +319,7 @@ class RankView:
         return "all" if axes is None else " x ".join(axes)
 
 
-def fewest_micro_batches(pipelining: Pipelining, spec: MeshSpec) -> int:
+def fewest_micro_batches(pipelining: PipelineOptions, spec: MeshSpec) -> int:
     """Returns the smallest number of micro-batches that a schedule can run and that divides the wanted number."""
     wanted = pipelining.count_micro_batches(spec.pp)
     for number in (1, spec.pp, 2 * spec.pp):
@@ -353,16 +355,16 @@ def _forward(task: Any, batch: Any) -> Any:
 
 def _record_shapes(pipeline: Pipeline, parts: Sequence[Any], forward: Any) -> None:
     """Records the shapes of hidden states without other ranks, as :meth:`Pipeline.rehearse` does for meta tensors."""
-    known = signatures(parts, pipeline.model, pipeline.device)
+    known = batch_signatures(parts, pipeline.model, pipeline.device)
     needed = min(max(pipeline.own_stages) + 1, pipeline.stages.count - 1)
     for key, part in dict(zip(known, parts, strict=True)).items():
-        hidden, shapes = None, Shapes()
+        hidden, shapes = None, StageShapes()
         for stage in range(needed):
-            check = LeakCheck() if stage else None
-            passage = Passage(pipeline.model, pipeline.stages, stage, pipeline.device, hidden, shapes, True, check)
+            check = SkipCheck() if stage else None
+            passage = StageForward(pipeline.model, pipeline.stages, stage, pipeline.device, hidden, shapes, True, check)
             result = passage.run(partial(forward, part))
             pipeline._shapes[stage + 1, key] = shapes = passage.known
-            pipeline._exchange.learn(stage + 1, key, result, shapes)
+            pipeline._exchange.set_layout(stage + 1, key, result, shapes)
             hidden = result.detach().requires_grad_(result.requires_grad)
 
 

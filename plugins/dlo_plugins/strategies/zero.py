@@ -19,14 +19,14 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from dlo_framework.checkpoint import Shard
-from dlo_framework.distributed.canonical import OWNER, ShardOwner, clean, readable
+from dlo_framework.distributed.checkpointing import OWNER, ShardOwner, as_lazy_state_dict, plain_name
 from dlo_framework.distributed.collectives import Communicator
-from dlo_framework.distributed.initialise import Initialiser, check_initialisable, on_meta
+from dlo_framework.distributed.meta_init import Initialiser, check_initialisable, on_meta
+from dlo_framework.distributed.model_units import find_units
 from dlo_framework.distributed.strategy import ShardedStrategy
-from dlo_framework.distributed.units import find_units
 from dlo_framework.errors import DloError
-from dlo_plugins.fsdp.policy import default_param_dtype, parse_dtype
-from dlo_plugins.zero.engine import ZeroEngine, ZeroOptions
+from dlo_plugins.fsdp.precision_policy import default_param_dtype, parse_dtype
+from dlo_plugins.zero.zero_engine import ZeroEngine, ZeroOptions
 
 MIB = 2**20
 #: Autocast's dtype by the Trainer's precision.
@@ -304,14 +304,14 @@ class ZeroStrategy(ShardedStrategy):
         self.finish_step()
         if self.engine is None or not self.engine.holds_shards:
             return super().lightning_module_state_dict()
-        first_names = {id(p): clean(name) for name, p in self._module().named_parameters()}
+        first_names = {id(p): plain_name(name) for name, p in self._module().named_parameters()}
         with self._names():
             state = super().lightning_module_state_dict()
             whole = self._module().state_dict(keep_vars=True)
         for name, value in whole.items():
             piece = self.engine.shard(first_names[id(value)]) if id(value) in first_names else None
             if piece is not None:
-                state[clean(name)] = piece
+                state[plain_name(name)] = piece
         return state
 
     def state_names(self) -> set[str]:
@@ -324,11 +324,11 @@ class ZeroStrategy(ShardedStrategy):
         gathering = self.engine.gathering if self.engine is not None else None
         return gathering.allow_names() if gathering is not None else contextlib.nullcontext()
 
-    def held_tensors(self) -> list[Tensor]:
+    def local_tensors(self) -> list[Tensor]:
         """Returns the tensors of this rank's parameters, or of its shards, and of the buffers."""
         self.finish_step()
         if self.engine is None or not self.engine.holds_shards:
-            return super().held_tensors()
+            return super().local_tensors()
         grouped = {id(parameter) for group in self.engine.groups for parameter in group.parameters}
         held: list[Tensor] = []
         for group in self.engine.groups:
@@ -360,7 +360,7 @@ class ZeroStrategy(ShardedStrategy):
     def state_bytes(self) -> dict[str, float]:
         """Returns the bytes of the parameters, gradients and optimizer state that this rank holds now."""
         assert self.engine is not None
-        held = self.engine.bytes_held()
+        held = self.engine.count_state_bytes()
         if self.stage < 3:
             held["parameters"] += sum(p.nbytes for p in self._module().parameters() if not p.requires_grad)
         held["optimizer"] = held.pop("masters") + int(super().state_bytes()["optimizer"])
@@ -376,7 +376,7 @@ class ZeroStrategy(ShardedStrategy):
         assert self.engine is not None
         if self.engine.options.reduces_each:
             return dict(self.engine.gradient_shards())
-        trained = {clean(name): p for name, p in self._module().named_parameters() if p.requires_grad}
+        trained = {plain_name(name): p for name, p in self._module().named_parameters() if p.requires_grad}
         have = torch.tensor([p.grad is not None for p in trained.values()], dtype=torch.uint8, device=self.root_device)
         anywhere = self.engine.communicator.maximum(have).tolist()  # Ranks may have used different parameters.
         return {
@@ -391,7 +391,7 @@ class ZeroStrategy(ShardedStrategy):
         if not self.engine.options.reduces_each:
             super().restore_gradients(saved)
         else:
-            gradients = readable(saved)
+            gradients = as_lazy_state_dict(saved)
             for name, shard in self.engine.open_window(gradients).items():
                 gradients.read_into(name, shard)
 
@@ -403,11 +403,11 @@ class ZeroStrategy(ShardedStrategy):
         """Returns the parameter names of each parameter group, those of other ranks' shards too."""
         return self._share(optimizer).group_names
 
-    def canonical(self, name: str, tensor: Tensor, value: Tensor) -> Shard:
+    def as_shard(self, name: str, tensor: Tensor, value: Tensor) -> Shard:
         """Returns a state tensor as a shard of the tensor in the parameter's shape."""
         return self._share_of(name).as_shard(name, value)
 
-    def room(self, name: str, tensor: Tensor, shape: torch.Size, dtype: torch.dtype) -> Shard:
+    def empty_shard(self, name: str, tensor: Tensor, shape: torch.Size, dtype: torch.dtype) -> Shard:
         """Returns an uninitialised shard of a state tensor for this rank."""
         return self._share_of(name).empty_shard(name, shape, dtype)
 

@@ -1,9 +1,10 @@
 """The collectives of tensor and sequence parallelism, each with the one that its backward needs.
 
 Megatron-LM: Training Multi-Billion Parameter Language Models Using Model Parallelism. Shoeybi et al., 2019,
-arXiv 1909.08053: `f` is :func:`copy_in`, `g` is :func:`sum_out`.
+arXiv 1909.08053: `f` is :func:`copy_in`, `g` is :func:`reduce_from_region`.
 Reducing Activation Recomputation in Large Transformer Models. Korthikanti et al., 2022, arXiv 2205.05198: `g` is
-:func:`gather_in`, its conjugate :func:`scatter_out`. Departure: lengths that the ranks do not divide are padded.
+:func:`gather_to_region`, its conjugate :func:`reduce_scatter_from_region`. Departure: lengths that the ranks do not
+divide are padded.
 
 Shapes: B samples, L tokens, D width, T ranks, l = ceil(L / T) tokens of a rank.
 """
@@ -18,58 +19,58 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dlo_framework.distributed.collectives import Communicator
-from dlo_framework.distributed.vocabulary import copy_in
+from dlo_framework.distributed.vocab_parallel import copy_in
 
 __all__ = [
+    "all_reduce_both",
     "copy_in",
-    "gather_in",
-    "gather_out",
-    "own_part",
-    "scatter_out",
-    "split_in",
+    "gather_sequence",
+    "gather_to_region",
+    "local_shard",
+    "reduce_from_region",
+    "reduce_scatter_from_region",
+    "scatter_sequence",
     "start_gather",
     "start_scatter",
-    "sum_both",
-    "sum_out",
 ]
 
 
-def sum_out(tensor: Tensor, communicator: Communicator) -> Tensor:
-    """Returns the sum of the ranks' tensors; its gradient goes to each as it is."""
+def reduce_from_region(tensor: Tensor, communicator: Communicator) -> Tensor:
+    """Returns the sum of the ranks' tensors; backward passes the gradient to each rank unchanged."""
     found: Tensor = _SumOut.apply(tensor, communicator)
     return found
 
 
-def sum_both(tensor: Tensor, communicator: Communicator) -> Tensor:
+def all_reduce_both(tensor: Tensor, communicator: Communicator) -> Tensor:
     """Returns the sum of the ranks' tensors, of which each makes something else; backward sums too."""
-    return copy_in(sum_out(tensor, communicator), communicator)
+    return copy_in(reduce_from_region(tensor, communicator), communicator)
 
 
-def split_in(whole: Tensor, communicator: Communicator) -> Tensor:
+def scatter_sequence(whole: Tensor, communicator: Communicator) -> Tensor:
     """Returns this rank's `[B, l, D]` of `[B, L, D]`; backward gathers the parts' gradients."""
     found: Tensor = _SplitIn.apply(whole, communicator)
     return found
 
 
-def gather_out(part: Tensor, length: int, communicator: Communicator) -> Tensor:
+def gather_sequence(part: Tensor, length: int, communicator: Communicator) -> Tensor:
     """Returns `[B, L, D]` from the ranks' `[B, l, D]`; backward takes this rank's part, as all have the same whole."""
     found: Tensor = _GatherOut.apply(part, length, communicator)
     return found
 
 
-def gather_in(part: Tensor, length: int, communicator: Communicator) -> Tensor:
+def gather_to_region(part: Tensor, length: int, communicator: Communicator) -> Tensor:
     """Returns `[B, L, D]` from the ranks' `[B, l, D]`; backward sums the wholes' gradients and scatters the sum."""
     found: Tensor = _GatherIn.apply(part, length, communicator)
     return found
 
 
-def scatter_out(partial: Tensor, communicator: Communicator) -> Tensor:
+def reduce_scatter_from_region(partial: Tensor, communicator: Communicator) -> Tensor:
     """Sums the ranks' `[B, L, D]` and returns this rank's `[B, l, D]`; backward gathers the parts' gradients."""
     found: Tensor = _ScatterOut.apply(partial, communicator)
     return found
 
 
-def own_part(whole: Tensor, communicator: Communicator) -> Tensor:
+def local_shard(whole: Tensor, communicator: Communicator) -> Tensor:
     """Returns this rank's `[B, l, D]` of `[B, L, D]`, zeros where there are no more tokens."""
     return _parts(whole, communicator.size)[communicator.rank].contiguous()
 
@@ -115,7 +116,7 @@ class _SplitIn(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, whole: Tensor, communicator: Communicator) -> Tensor:
         ctx.length, ctx.communicator = whole.shape[1], communicator
-        return own_part(whole, communicator)
+        return local_shard(whole, communicator)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
@@ -130,7 +131,7 @@ class _GatherOut(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        return own_part(grads[0], ctx.communicator), None, None
+        return local_shard(grads[0], ctx.communicator), None, None
 
 
 class _GatherIn(torch.autograd.Function):

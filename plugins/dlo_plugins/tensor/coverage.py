@@ -6,6 +6,7 @@ import re
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from torch import nn
 
@@ -23,31 +24,35 @@ class Coverage:
 
     Attributes:
         total: Number of parameters.
-        divided: Number of parameters that are sharded over the ranks.
-        full: Number of parameters that each rank holds in full, by module; numbers in its name are `*`.
+        sharded: Number of parameters that are sharded over the ranks.
+        replicated: Number of parameters that each rank holds in full, by module; numbers in its name are `*`.
     """
 
     total: int
-    divided: int
-    full: Mapping[str, int] = field(default_factory=dict)
+    sharded: int
+    replicated: Mapping[str, int] = field(default_factory=dict)
 
     @property
-    def share(self) -> float:
+    def sharded_fraction(self) -> float:
         """Fraction of the parameters that is sharded."""
-        return self.divided / max(self.total, 1)
+        return self.sharded / max(self.total, 1)
 
-    def sentence(self) -> str:
+    def to_json(self) -> dict[str, Any]:
+        """Returns the counts as plain data, under the keys of ``dlo mesh --json``."""
+        return {"total": self.total, "divided": self.sharded, "full": dict(self.replicated)}
+
+    def describe(self) -> str:
         """Returns one line with the sharded fraction, and the modules without a rule."""
-        text = f"divides {_percent(self.share)} of {self.total:,} parameters"
-        if self.share >= NEARLY_ALL:
+        text = f"divides {_percent(self.sharded_fraction)} of {self.total:,} parameters"
+        if self.sharded_fraction >= NEARLY_ALL:
             return text
-        largest = sorted(self.full.items(), key=lambda item: -item[1])
+        largest = sorted(self.replicated.items(), key=lambda item: -item[1])
         named = [f"{name} ({_percent(count / self.total)})" for name, count in largest[:_NAMED]]
         more = f" and {len(largest) - _NAMED} more" if len(largest) > _NAMED else ""
         return f"{text}; in full on every rank, since the plan has no rule for them: {', '.join(named)}{more}"
 
 
-def coverage_of(module: nn.Module, divisions: Mapping[str, Division]) -> Coverage:
+def measure_coverage(module: nn.Module, divisions: Mapping[str, Division]) -> Coverage:
     """Returns the numbers of sharded and replicated parameters of a model.
 
     Args:

@@ -6,8 +6,8 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from dlo_framework.cuts import Cut
 from dlo_framework.errors import DloError
+from dlo_framework.tensor_slice import TensorSlice
 
 
 @dataclass(frozen=True)
@@ -23,24 +23,24 @@ class Division:
     dim: int
     pieces: tuple[int, ...]
 
-    def cut(self, ranks: int, rank: int) -> Cut:
+    def slice_for(self, ranks: int, rank: int) -> TensorSlice:
         """Returns a rank's slice."""
         runs, at = [], 0
         for size in self.pieces:
-            first, count = share(size, ranks, rank)
+            first, count = local_range(size, ranks, rank)
             runs.append((at + first, count))
             at += size
-        return Cut(self.dim, at, tuple(runs))
+        return TensorSlice(self.dim, at, tuple(runs))
 
 
-def share(size: int, ranks: int, rank: int) -> tuple[int, int]:
+def local_range(size: int, ranks: int, rank: int) -> tuple[int, int]:
     """Returns a rank's range of a size, `(first, count)`; if it is not divisible, the first ranks have one more."""
     least, more = divmod(size, ranks)
     return rank * least + min(rank, more), least + (rank < more)
 
 
 @dataclass(frozen=True)
-class Demand:
+class Divisibility:
     """Count that must be divisible by the number of ranks.
 
     Attributes:
@@ -54,7 +54,7 @@ class Demand:
     what: str
 
 
-def check_demands(demands: Iterable[Demand], tp: int) -> None:
+def check_divisibility(demands: Iterable[Divisibility], tp: int) -> None:
     """Checks that all counts are divisible by the number of ranks.
 
     Raises:

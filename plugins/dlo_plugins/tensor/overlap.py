@@ -1,19 +1,18 @@
-"""Collectives of column projections' backward, while their products are computed.
+"""Overlap of the collectives of column projections' backward with matrix products.
 
 Megatron-LM: Training Multi-Billion Parameter Language Models Using Model Parallelism. Shoeybi et al., 2019,
 arXiv 1909.08053. Reducing Activation Recomputation in Large Transformer Models. Korthikanti et al., 2022,
-arXiv 2205.05198, section 4.2.2. Their code does it layer by layer. Departure: several projections that share an input,
-such as queries, keys and values, share its collectives too, so the input's gradient is sent after the last of them.
+arXiv 2205.05198, section 4.2.2. Their code overlaps layer by layer. Departure: projections that share an input, such as
+queries, keys and values, also share its collectives, so the input gradient is sent after the last of them.
 
-Without sequence parallelism the sum of the input's gradient over the ranks (an all-reduce) runs beside the products of
-the weights' gradients. With it, forward saves this rank's tokens only, and backward has two collectives: it gathers the
-input again beside the products of the input's gradient, and scatters the sum of that gradient (a reduce-scatter) beside
-the products of the weights' gradients.
+Without sequence parallelism, the all-reduce of the input gradient overlaps with the weight gradients. With it, forward
+saves only this rank's tokens, and backward has two collectives: an all-gather of the input overlaps with the input
+gradient, and the reduce-scatter of the input gradient overlaps with the weight gradients.
 
 The activations enter together with the projections' weights (:func:`enter`, :func:`enter_gathered`). A projection's
-backward computes the input's gradient alone, and leaves the weight's for the backward of the entry, which autograd
-calls after all of them. All are the same products in the same dtypes as autograd's. torch.compile gets the plain form,
-whose schedule is its own.
+backward computes only the input gradient, and defers the weight gradient to the backward of the entry, which autograd
+calls after all of them. All products and dtypes are those of autograd. torch.compile gets the plain form, as it
+schedules the operations itself.
 
 Shapes: B samples, L tokens, D width, l = ceil(L / T) tokens of one of T ranks.
 """
@@ -34,11 +33,11 @@ from dlo_plugins.tensor.collectives import start_gather, start_scatter
 
 @dataclass
 class _Deferred:
-    """What projections' backward passes leave for that of their entry.
+    """Weight gradients that projections defer to the entry's backward.
 
     Attributes:
-        products: Functions that compute weights' gradients, by the number of their projection.
-        wait_for_input: Waits for the input that backward gathers; None before it is started.
+        products: Functions that compute weight gradients, each with the projection's number.
+        wait_for_input: Function that waits for the all-gather of the input; None before its start.
     """
 
     products: list[tuple[int, Callable[[], Tensor]]] = field(default_factory=list)
@@ -53,17 +52,17 @@ class _Deferred:
         return self._input
 
     def reset(self) -> None:
-        """Forgets what has been left, after a backward pass."""
+        """Clears the state after a backward pass."""
         self.products, self.wait_for_input, self._input = [], None, None
 
 
 @dataclass(frozen=True)
 class _Gathering:
-    """What gathers the input again.
+    """Arguments of the all-gather of the input in backward.
 
     Attributes:
-        part: This rank's tokens, [B, l, D], apart from the graph.
-        length: Tokens of all ranks, L.
+        part: Tokens of this rank, [B, l, D], detached.
+        length: Number of tokens of all ranks, L.
         communicator: Ranks that share the tokens.
     """
 
@@ -74,13 +73,13 @@ class _Gathering:
 
 @dataclass(frozen=True)
 class EnteredWeight:
-    """A projection's weight, as it has entered with the activations.
+    """Weight of a projection that has entered with the activations.
 
     Attributes:
-        view: View of the weight, behind the entry in the graph.
-        number: Number of the projection among those of its region.
-        deferred: What its backward leaves for that of the entry.
-        gathering: How backward gets the input; None where forward saves it.
+        view: View of the weight, after the entry in the graph.
+        number: Number of the projection in its region.
+        deferred: Weight gradients of the region.
+        gathering: All-gather of the input in backward; None if forward saves the input.
     """
 
     view: Tensor
@@ -186,7 +185,7 @@ class _EnterGathered(torch.autograd.Function):
 
 
 def _add_products(deferred: _Deferred, of_weights: list[Any]) -> None:
-    """Computes the weights' gradients that projections have left, and adds them to those that are known."""
+    """Computes deferred weight gradients, and adds them to the gradients from other uses of the weights."""
     try:
         for number, product in deferred.products:
             found, known = product(), of_weights[number]
@@ -240,7 +239,7 @@ class _ProjectGathered(torch.autograd.Function):
 def _backward(
     ctx: Any, grad: Tensor, weight: Tensor, get_input: Callable[[], Tensor], needs_bias: bool
 ) -> tuple[Tensor, None, Tensor | None]:
-    """Returns the gradients of a projection's input, weight (later) and bias; leaves the product of the weight's."""
+    """Returns the gradients of a projection's input and bias, and None for its weight, whose product it defers."""
     rows, dtype = grad.reshape(-1, grad.shape[-1]), weight.dtype
 
     def product() -> Tensor:

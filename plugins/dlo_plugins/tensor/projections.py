@@ -12,7 +12,7 @@ from dlo_framework.errors import DloError
 
 
 @dataclass(frozen=True)
-class Kind:
+class ProjectionKind:
     """Kind of projection module.
 
     Attributes:
@@ -28,13 +28,13 @@ class Kind:
     inputs: str
 
 
-_LINEAR = Kind(0, 1, "out_features", "in_features")
-_CONVOLUTION = Kind(0, 1, "out_channels", "in_channels")
+_LINEAR = ProjectionKind(0, 1, "out_features", "in_features")
+_CONVOLUTION = ProjectionKind(0, 1, "out_channels", "in_channels")
 #: transformers' Conv1D (GPT-2), a linear layer with a transposed weight.
-_CONV1D = Kind(1, 0, "nf", "nx")
+_CONV1D = ProjectionKind(1, 0, "nf", "nx")
 
 
-def projection_kind(name: str, module: nn.Module) -> Kind:
+def projection_kind(name: str, module: nn.Module) -> ProjectionKind:
     """Returns the kind of a projection.
 
     Raises:
@@ -57,7 +57,7 @@ def projection_kind(name: str, module: nn.Module) -> Kind:
     )
 
 
-def product(module: Any, x: Tensor) -> Tensor:
+def apply_without_bias(module: Any, x: Tensor) -> Tensor:
     """Returns a projection's output without its bias."""
     if isinstance(module, nn.Linear):
         return F.linear(x, module.weight)

@@ -22,10 +22,10 @@ from torch import Tensor, nn
 
 from dlo_framework.distributed.collectives import Communicator
 from dlo_plugins.tensor import overlap
-from dlo_plugins.tensor.collectives import copy_in, gather_in, scatter_out, sum_out
+from dlo_plugins.tensor.collectives import copy_in, gather_to_region, reduce_from_region, reduce_scatter_from_region
 from dlo_plugins.tensor.local_random import Dropouts, LocalRandom
-from dlo_plugins.tensor.projections import add_bias, product
-from dlo_plugins.tensor.sequence import Sequence, change_first_input
+from dlo_plugins.tensor.projections import add_bias, apply_without_bias
+from dlo_plugins.tensor.sequence_parallel import ShardedSequence, change_first_input
 
 _REGION = "tensor_region"
 
@@ -41,7 +41,7 @@ class Region:
     """
 
     def __init__(
-        self, module: nn.Module, communicator: Communicator, random: LocalRandom, sequence: Sequence | None
+        self, module: nn.Module, communicator: Communicator, random: LocalRandom, sequence: ShardedSequence | None
     ) -> None:
         self.communicator, self.random, self.sequence = communicator, random, sequence
         self._dropouts = Dropouts(module)
@@ -83,14 +83,14 @@ class Region:
         if self.gathers_again and all(overlap.can_defer(column, part) for column in self.columns):
             self._entered, self._weights = overlap.enter_gathered(part, length, self.columns, self.communicator)
             return self._entered
-        return gather_in(part, length, self.communicator)
+        return gather_to_region(part, length, self.communicator)
 
     def weight_of(self, column: nn.Module, x: Tensor) -> overlap.EnteredWeight | None:
         """Returns the entered weight of a column projection; None if its weight gradient is not deferred.
 
         Args:
             column: Column projection.
-            x: Its input. With sequence parallelism it may be another tensor than the gathered one.
+            x: Input of the projection. With sequence parallelism it may be another tensor than the gathered one.
         """
         return self._weights.get(column) if self.sequence is None or x is self._entered else None
 
@@ -98,8 +98,8 @@ class Region:
         """Leaves the region with a row projection's output, a partial sum on each rank."""
         self.end()
         if self.sequence is not None:
-            return scatter_out(partial, self.communicator)
-        return sum_out(partial, self.communicator)
+            return reduce_scatter_from_region(partial, self.communicator)
+        return reduce_from_region(partial, self.communicator)
 
     def end(self) -> None:
         """Clears the state of a forward."""
@@ -133,10 +133,10 @@ class RowProjection:
 
     def product(self, x: Tensor) -> Tensor:
         """Returns this rank's partial sum, without the bias."""
-        return product(self, x)
+        return apply_without_bias(self, x)
 
 
-def install(module: nn.Module, columns: list[nn.Module], rows: list[nn.Module], region: Region) -> None:
+def install_region(module: nn.Module, columns: list[nn.Module], rows: list[nn.Module], region: Region) -> None:
     """Makes a region of a module with sharded projections.
 
     The projections' classes are replaced by derived ones, as in torch's `fully_shard`, so that names, hooks and

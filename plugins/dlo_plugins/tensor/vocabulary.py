@@ -13,24 +13,24 @@ from typing import Any
 from torch import Tensor, nn
 
 from dlo_framework.distributed.collectives import Communicator
-from dlo_framework.distributed.vocabulary import VocabularyShard, set_shard, shard_of
-from dlo_plugins.tensor.collectives import sum_out
-from dlo_plugins.tensor.division import share
+from dlo_framework.distributed.vocab_parallel import VocabularyShard, set_shard, shard_of
+from dlo_plugins.tensor.collectives import reduce_from_region
+from dlo_plugins.tensor.division import local_range
 
 
-class SplitEmbedding:
+class ShardedEmbedding:
     """Mixin for the class of an embedding: each rank looks up its own tokens, and the ranks sum the results."""
 
     def forward(self, ids: Tensor) -> Tensor:
         """Returns the embeddings of all tokens, `[..., D]`, of ids `[...]`."""
         shard = shard_of(self)  # type: ignore[arg-type]
         assert shard is not None
-        columns, own = shard.place(ids)
+        columns, own = shard.locate_targets(ids)
         found: Tensor = super().forward(columns)  # type: ignore[misc]
-        return sum_out(found.masked_fill(~own[..., None], 0), shard.communicator)
+        return reduce_from_region(found.masked_fill(~own[..., None], 0), shard.communicator)
 
 
-class SplitHead:
+class ShardedHead:
     """Mixin for the class of an output projection; see :class:`VocabularyShard`."""
 
     def forward(self, hidden: Tensor, split: bool = False) -> Tensor:
@@ -42,7 +42,7 @@ class SplitHead:
         return shard.gather(super().forward(shard.enter(hidden)))  # type: ignore[misc]
 
 
-def install(module: nn.Module, size: int, communicator: Communicator) -> None:
+def install_vocabulary(module: nn.Module, size: int, communicator: Communicator) -> None:
     """Makes an embedding or an output projection with a sharded weight work on its shard of the vocabulary.
 
     Args:
@@ -50,7 +50,7 @@ def install(module: nn.Module, size: int, communicator: Communicator) -> None:
         size: Size of the full vocabulary.
         communicator: Communicator of the ranks that share it.
     """
-    first, count = share(size, communicator.size, communicator.rank)
+    first, count = local_range(size, communicator.size, communicator.rank)
     set_shard(module, VocabularyShard(communicator, first, count, size))
     if isinstance(module, nn.Embedding):
         module.num_embeddings = count
@@ -64,5 +64,5 @@ def install(module: nn.Module, size: int, communicator: Communicator) -> None:
 
 @functools.cache
 def _split_class(cls: Any) -> type[nn.Module]:
-    mixin: Any = SplitEmbedding if issubclass(cls, nn.Embedding) else SplitHead
+    mixin: Any = ShardedEmbedding if issubclass(cls, nn.Embedding) else ShardedHead
     return type(f"Split{cls.__name__}", (mixin, cls), {})

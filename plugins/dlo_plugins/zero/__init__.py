@@ -1,1 +1,1 @@
-"""ZeRO: the partition (`partition`), flat groups of parameters (`group`), optimizer shards (`shares`), the engine."""
+"""ZeRO: the partition, flat groups of parameters, optimizer shards, and the engine that runs them."""

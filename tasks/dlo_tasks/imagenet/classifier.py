@@ -16,9 +16,9 @@ from dlo_framework.errors import DloError
 from dlo_framework.plan import ParallelPlan
 from dlo_framework.task import Task
 from dlo_tasks import optim
-from dlo_tasks.imagenet import losses, models, show
-from dlo_tasks.imagenet.measures import Confusion, SampleMean
-from dlo_tasks.imagenet.plans import plan_for
+from dlo_tasks.imagenet import losses, tensorboard_images, timm_models
+from dlo_tasks.imagenet.sample_metrics import Confusion, SampleMean
+from dlo_tasks.imagenet.timm_plans import plan_for
 
 
 class ImageClassifier(Task):
@@ -105,7 +105,7 @@ class ImageClassifier(Task):
         self.warmup_lr, self.min_lr, self.ema_decay = warmup_lr, min_lr, ema_decay
         self._ema: WeightEMA | None = None
         self._checked = False
-        models.check_name(model, pretrained=pretrained)
+        timm_models.check_name(model, pretrained=pretrained)
         optim.check_optimizer(optimizer)
         self._check_values()
 
@@ -134,9 +134,9 @@ class ImageClassifier(Task):
         """
         self._read_data(datamodule)
         if self.image_size is not None:
-            models.check_image_size(self.model_name, self.model_args, self.image_size)
+            timm_models.check_image_size(self.model_name, self.model_args, self.image_size)
             evaluated = getattr(datamodule, "eval_image_size", None) or self.image_size
-            models.check_eval_size(self.model_name, self.model_args, self.image_size, evaluated)
+            timm_models.check_eval_size(self.model_name, self.model_args, self.image_size, evaluated)
         with torch.device("meta"):
             model = self._build(pretrained=False)
         self._optimizer(model)
@@ -186,7 +186,7 @@ class ImageClassifier(Task):
 
     def _build(self, *, pretrained: bool) -> nn.Module:
         assert self.num_classes is not None
-        model = models.build(
+        model = timm_models.build(
             self.model_name,
             self.model_args,
             num_classes=self.num_classes,
@@ -194,7 +194,7 @@ class ImageClassifier(Task):
             pretrained=pretrained,
         )
         if self.position_embedding == "sincos2d":
-            models.set_sincos_positions(model)
+            timm_models.set_sincos_positions(model)
         return model
 
     def configure_model(self) -> None:
@@ -208,7 +208,7 @@ class ImageClassifier(Task):
             self.model.to(memory_format=torch.channels_last)
 
     def parallel_plan(self) -> ParallelPlan:
-        """Returns the parallel plan of the timm model's family; see :mod:`dlo_tasks.imagenet.plans`."""
+        """Returns the parallel plan of the timm model's family; see :mod:`dlo_tasks.imagenet.timm_plans`."""
         return plan_for(self.model)
 
     def configure_callbacks(self) -> list[Callback]:
@@ -298,7 +298,7 @@ class ImageClassifier(Task):
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         """Shows a few images of the run's first batch, as the model gets them."""
         if self.log_images and batch_idx == 0 and self.trainer.global_step == 0:
-            show.show_images(self.trainer, batch, self.log_images, self.num_classes or 0)
+            tensorboard_images.show_images(self.trainer, batch, self.log_images, self.num_classes or 0)
 
     def on_validation_epoch_start(self) -> None:
         """Resets the confusion matrix."""
@@ -311,12 +311,12 @@ class ImageClassifier(Task):
     def on_validation_epoch_end(self) -> None:
         """Shows the confusion matrix of a separate validation run."""
         if self.trainer.state.fn == TrainerFn.VALIDATING:
-            show.show_confusion(self.trainer, self.confusion, "val")
+            tensorboard_images.show_confusion(self.trainer, self.confusion, "val")
 
     def on_test_epoch_end(self) -> None:
         """Shows the confusion matrix."""
-        show.show_confusion(self.trainer, self.confusion, "test")
+        tensorboard_images.show_confusion(self.trainer, self.confusion, "test")
 
     def on_train_end(self) -> None:
         """Shows the confusion matrix of the last validation."""
-        show.show_confusion(self.trainer, self.confusion, "val")
+        tensorboard_images.show_confusion(self.trainer, self.confusion, "val")

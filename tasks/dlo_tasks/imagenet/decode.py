@@ -33,7 +33,7 @@ _SCALES = (8, 4, 2)  # reductions for which libjpeg-turbo has vector instruction
 _SINGLE_SCAN_HUFFMAN = (0xC0, 0xC1)  # baseline and extended sequential frames
 
 
-class CorruptImage(DloError):
+class CorruptImageError(DloError):
     """Error for an image file that no decoder can read, or that exceeds the limit of pixels."""
 
 
@@ -144,7 +144,9 @@ def _check_pixels(height: int, width: int) -> None:
     """Raises CorruptImage for a decompression bomb before decoding it, by Pillow's limit (89 million pixels)."""
     limit = Image.MAX_IMAGE_PIXELS
     if limit is not None and height * width > limit:
-        raise CorruptImage(f"the image must have at most {limit} pixels, got {width} x {height} (decompression bomb?)")
+        raise CorruptImageError(
+            f"the image must have at most {limit} pixels, got {width} x {height} (decompression bomb?)"
+        )
 
 
 def _stop_after(data: bytes, header: JpegHeader, bottom: int, smooth: bool) -> bytes | bytearray:
@@ -204,13 +206,13 @@ def decode_pil(data: bytes) -> np.ndarray:
             with Image.open(io.BytesIO(data)) as image:
                 _check_pixels(image.height, image.width)
                 return np.array(image.convert("RGB"))
-    except CorruptImage:
+    except CorruptImageError:
         raise
     except Exception as error:  # Pillow's plug-ins raise nearly anything on a broken file
         reason = "truncated" if "truncated" in str(error).lower() else str(error) or type(error).__name__
         if isinstance(error, Image.UnidentifiedImageError):
             reason = "empty file" if not data else "not an image, or of an unknown format"
-        raise CorruptImage(reason) from error
+        raise CorruptImageError(reason) from error
 
 
 def decode_crop(data: bytes, choose: ChooseBox, size: int, exact: bool) -> tuple[np.ndarray, Box]:

@@ -191,18 +191,20 @@ class ImageFolderData(ImageData):
         """Returns the loader of the test images."""
         return self.test_dataloader()
 
-    def rectangular_val_dataloader(self, multiple: int, max_ratio: float) -> ResumableLoader:
+    def rectangular_val_dataloader(
+        self, multiple: int, max_ratio: float, samples: int | None = None
+    ) -> ResumableLoader:
         """Returns the loader of near-rectangular crops of ``val/`` for RectangularValidation; reads all files' headers.
 
         The shorter side is ``eval_image_size``, the longer one a multiple of ``multiple``, at most ``max_ratio`` times
-        as long. ``crop_pct`` works as for squares.
+        as long. ``crop_pct`` works as for squares. ``samples`` limits it to that many images, the first.
         """
         if self._val_sizes is None:
             self._val_sizes = read_sizes(self._source("val"), skip_corrupt=self.on_corrupt == "skip")
         return self.eval_loader(
             self._dataset("rectangular", "val", self._eval_view),
             name="rectangular",
-            make_sampler=rectangle_sampler(self._val_sizes, self.eval_image_size, multiple, max_ratio),
+            make_sampler=rectangle_sampler(self._val_sizes[:samples], self.eval_image_size, multiple, max_ratio),
         )
 
     def _eval_dataloader(self, name: str, split: str) -> ResumableLoader:

@@ -11,7 +11,7 @@ from torch.utils.data import get_worker_info
 from dlo_framework.data import CountedBatch, Draw, hash64
 from dlo_framework.errors import DloError
 from dlo_tasks.imagenet.augment import Transform, random_numbers, random_resized_box
-from dlo_tasks.imagenet.decode import Box, CorruptImage, decode_crop, resize_into
+from dlo_tasks.imagenet.decode import Box, CorruptImageError, decode_crop, resize_into
 from dlo_tasks.imagenet.folder_sources import ImageSource
 
 _REPLACEMENTS = 100  # corrupt samples in a row at which a run stops: the data are wrong
@@ -166,9 +166,9 @@ class ImageDataset:
             try:
                 self.view.render(self._read(index), draw, numbers, out)
                 return int(self.source.labels[index])
-            except CorruptImage as error:
+            except CorruptImageError as error:
                 if self.on_corrupt == "raise":
-                    raise CorruptImage(
+                    raise CorruptImageError(
                         f"corrupt image {self.source.name(index)} (index {index}, rank {self.rank}): {error}; "
                         "set on_corrupt=skip"
                     ) from error
@@ -187,7 +187,7 @@ class ImageDataset:
         try:
             return self.source.read(index)
         except OSError as error:
-            raise CorruptImage(f"cannot be read: {error.strerror or error}") from error
+            raise CorruptImageError(f"cannot be read: {error.strerror or error}") from error
 
 
 def _one_thread() -> None:

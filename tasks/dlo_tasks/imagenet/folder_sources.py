@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from dlo_framework.errors import DloError
-from dlo_tasks.imagenet.shards import IMAGE_SUFFIXES, find_shards, load_index
+from dlo_tasks.imagenet.tar_shards import IMAGE_SUFFIXES, find_shards, load_index
 
 HEAD = 1 << 16
 """Number of bytes that usually contain an image file's header; thumbnails and large colour profiles need more."""

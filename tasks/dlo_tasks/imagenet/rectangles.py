@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 
 from dlo_framework.data import Draw, ResumableBatchSampler
-from dlo_tasks.imagenet.decode import CorruptImage, read_size
+from dlo_tasks.imagenet.decode import CorruptImageError, read_size
 from dlo_tasks.imagenet.folder_sources import ImageSource
 
 _READERS = 16  # threads; on a network drive most of the time is spent waiting
@@ -54,7 +54,7 @@ def read_sizes(source: ImageSource, *, skip_corrupt: bool) -> list[Size]:
         except OSError:
             found = None
         if found is None and not skip_corrupt:
-            raise CorruptImage(f"corrupt image {source.name(index)} (index {index}); set on_corrupt=skip")
+            raise CorruptImageError(f"corrupt image {source.name(index)} (index {index}); set on_corrupt=skip")
         return found or (1, 1)
 
     with ThreadPoolExecutor(_READERS) as pool:

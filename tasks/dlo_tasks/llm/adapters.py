@@ -14,7 +14,7 @@ from torch import nn
 
 from dlo_framework.errors import DloError, did_you_mean
 from dlo_framework.plan import ParallelPlan, Rule
-from dlo_tasks.llm.models import require, text_config
+from dlo_tasks.llm.language_models import require_package, text_config
 
 #: peft's name of the only adapter.
 ADAPTER = "default"
@@ -62,7 +62,7 @@ class Lora:
             transposed: Whether weights are `[in, out]`, as in GPT-2.
             base: Folder or hub name of the base model.
         """
-        peft = require("peft")
+        peft = require_package("peft")
         return peft.LoraConfig(
             r=self.rank,
             lora_alpha=2 * self.rank if self.alpha is None else self.alpha,
@@ -104,7 +104,7 @@ def lora_targets(model: nn.Module, head: nn.Module, targets: Sequence[str] | Non
     return list(targets)
 
 
-def adapt(model: nn.Module, head: nn.Module, lora: Lora, dtype: torch.dtype) -> None:
+def add_adapters(model: nn.Module, head: nn.Module, lora: Lora, dtype: torch.dtype) -> None:
     """Adds adapters to a model's projections, in place, and freezes all other parameters.
 
     Args:
@@ -120,13 +120,13 @@ def adapt(model: nn.Module, head: nn.Module, lora: Lora, dtype: torch.dtype) -> 
 
     targets = lora_targets(model, head, lora.targets)
     transposed = any(isinstance(module, Conv1D) for module in projections(model).values())
-    require("peft").inject_adapter_in_model(lora.peft_config(targets, transposed=transposed), model, ADAPTER)
+    require_package("peft").inject_adapter_in_model(lora.peft_config(targets, transposed=transposed), model, ADAPTER)
     for parameter in model.parameters():
         if parameter.requires_grad:
             parameter.data = parameter.data.to(dtype)
 
 
-def freeze(model: nn.Module, patterns: Sequence[str]) -> None:
+def freeze_parameters(model: nn.Module, patterns: Sequence[str]) -> None:
     """Freezes modules and parameters by patterns, dotted names with `*` (see :mod:`dlo_framework.plan`).
 
     Raises:
@@ -147,7 +147,7 @@ def freeze(model: nn.Module, patterns: Sequence[str]) -> None:
         raise DloError(f"freeze must leave a parameter to train, got {list(patterns)}; remove a pattern")
 
 
-def freeze_beside_text(model: Any) -> None:
+def freeze_unused_by_text(model: Any) -> None:
     """Freezes the parameters that text does not reach, such as a vision tower, because they never get gradients."""
     if text_config(model.config) is model.config:
         return
@@ -159,7 +159,7 @@ def freeze_beside_text(model: Any) -> None:
                 parameter.requires_grad_(False)
 
 
-def recompute(model: Any) -> None:
+def enable_recompute(model: Any) -> None:
     """Enables recomputation: blocks keep only their inputs for backward, and recompute all other activations.
 
     transformers 5.23 calls it activation checkpointing, versions before it gradient checkpointing.
@@ -176,12 +176,12 @@ def _owns(pattern: str, name: str) -> bool:
 
 def adapter_layers(model: nn.Module) -> dict[str, Any]:
     """Returns a model's adapted modules by name."""
-    peft = require("peft")
+    peft = require_package("peft")
     kind = peft.tuners.tuners_utils.BaseTunerLayer
     return {name: module for name, module in model.named_modules() if isinstance(module, kind)}
 
 
-def merge(model: nn.Module) -> None:
+def merge_adapters(model: nn.Module) -> None:
     """Merges the adapters into the base weights and removes them, in place."""
     for name, layer in adapter_layers(model).items():
         layer.merge(safe_merge=True)

@@ -4,7 +4,7 @@ A training batch is a dict of int64 tensors [B, L]: ``input_ids``; ``labels``, t
 it is not a target; ``position_ids``, which restart at 0 with each document. Without an attention mask, transformers
 reads restarting positions as separate documents and makes the block-diagonal causal mask (transformers 5,
 ``masking_utils.find_packed_sequence_indices``). Flash kernels take no mask: see
-:func:`dlo_tasks.llm.families.lengths_of_documents`. Padding is on the right, where no earlier token of a causal model
+:func:`dlo_tasks.llm.families.flash_arguments`. Padding is on the right, where no earlier token of a causal model
 attends to it, so padded batches need no mask.
 """
 
@@ -16,10 +16,10 @@ import numpy as np
 import torch
 
 from dlo_framework.data import Draw
-from dlo_tasks.llm.packing import Packing, Pieces
+from dlo_tasks.llm.packing import DocumentChunks, WindowAssignment
 from dlo_tasks.llm.token_cache import TokenStore
 
-IGNORED = -100
+IGNORE_INDEX = -100
 """Label of a position without a target: the ``ignore_index`` of torch and transformers."""
 
 #: Multiple of padded lengths, for matrix units and few different shapes.
@@ -53,7 +53,13 @@ class PackedWindows:
     """
 
     def __init__(
-        self, store: TokenStore, pieces: Pieces, packing: Packing, seq_len: int, filler: int, targets: np.ndarray
+        self,
+        store: TokenStore,
+        pieces: DocumentChunks,
+        packing: WindowAssignment,
+        seq_len: int,
+        filler: int,
+        targets: np.ndarray,
     ) -> None:
         order = np.lexsort((packing.offset, packing.window))
         self._store, self._seq_len, self._filler = store, seq_len, filler
@@ -76,7 +82,7 @@ class PackedWindows:
         row = np.repeat(np.arange(len(draws)), past - first)
         begin = row * self._seq_len + self._offset[pieces]
         shape = len(draws), self._seq_len
-        batch = gather(self._store, self._start[pieces], self._length[pieces], begin, shape, self._filler)
+        batch = gather_pieces(self._store, self._start[pieces], self._length[pieces], begin, shape, self._filler)
         return _finish(batch, draws)
 
 
@@ -91,7 +97,9 @@ class PaddedSamples:
         targets: Number of targets of each piece, int64 [P].
     """
 
-    def __init__(self, store: TokenStore, pieces: Pieces, seq_len: int, filler: int, targets: np.ndarray) -> None:
+    def __init__(
+        self, store: TokenStore, pieces: DocumentChunks, seq_len: int, filler: int, targets: np.ndarray
+    ) -> None:
         self._store, self._seq_len, self._filler = store, seq_len, filler
         self._start, self.targets = pieces.start, targets
         #: Positions of each sample, int64 [P].
@@ -108,7 +116,7 @@ class PaddedSamples:
         longest = getattr(draws, "length", None) or int(length.max())
         width = min(-(-longest // MULTIPLE) * MULTIPLE, self._seq_len)
         begin = np.arange(len(draws)) * width
-        batch = gather(self._store, self._start[index], length, begin, (len(draws), width), self._filler)
+        batch = gather_pieces(self._store, self._start[index], length, begin, (len(draws), width), self._filler)
         return _finish(batch, draws)
 
 
@@ -139,7 +147,7 @@ class Prompts:
         return {"input_ids": ids, "attention_mask": mask, "index": index}
 
 
-def gather(
+def gather_pieces(
     store: TokenStore,
     start: np.ndarray,
     length: np.ndarray,
@@ -165,11 +173,11 @@ def gather(
     target = np.repeat(begin, length) + within
     size = shape[0] * shape[1]
     ids = np.full(size, filler, dtype=np.int64)
-    labels = np.full(size, IGNORED, dtype=np.int64)
+    labels = np.full(size, IGNORE_INDEX, dtype=np.int64)
     positions = _unused_positions(begin, shape)
     ids[target] = store.read(source)[0]
     following, learned = store.read(source + 1)
-    labels[target] = np.where(learned, following, IGNORED)
+    labels[target] = np.where(learned, following, IGNORE_INDEX)
     positions[target] = within
     flat = {"input_ids": ids, "labels": labels, "position_ids": positions}
     return {name: torch.from_numpy(values).view(shape) for name, values in flat.items()}

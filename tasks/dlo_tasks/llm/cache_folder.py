@@ -8,8 +8,8 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+from dlo_framework.atomic_file import PARTIAL, open_atomic
 from dlo_framework.errors import DloError
-from dlo_framework.whole_file import PARTIAL, whole_file
 
 
 def cache_folder(cache_dir: str | None) -> Path:
@@ -35,7 +35,7 @@ def cached_file(path: Path, what: str) -> Iterator[Path]:
         DloError: If the folder cannot be written to.
     """
     try:
-        with whole_file(path, shared=True) as partial:
+        with open_atomic(path, shared=True) as partial:
             _clear(path.parent)
             yield partial
     except OSError as error:

@@ -15,21 +15,30 @@ from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor, nn
 from torchmetrics import Metric
 
-from dlo_framework.amounts import human
-from dlo_framework.contract import contract_of
 from dlo_framework.data import gradient_ranks
-from dlo_framework.distributed.averages import mean_over_data
+from dlo_framework.distributed.data_parallel_mean import mean_over_data
 from dlo_framework.errors import DloError
 from dlo_framework.plan import ParallelPlan
+from dlo_framework.strategy_contract import contract_of
 from dlo_framework.task import Task
+from dlo_framework.units import format_bytes
 from dlo_tasks import optim
-from dlo_tasks.llm import adapters, counted, export, families, models, sharded_weights, show, vocabulary_loss
+from dlo_tasks.llm import (
+    adapters,
+    batch_counts,
+    export,
+    families,
+    language_models,
+    sample_output,
+    sharded_weights,
+    vocabulary_loss,
+)
 from dlo_tasks.llm.adapters import Lora
-from dlo_tasks.llm.balance import Balance, balance_of
-from dlo_tasks.llm.evaluation import BitsPerByte, Perplexity, TokenMean, bytes_of_tokens, widest
-from dlo_tasks.llm.generation import Sampling, complete, continuations
-from dlo_tasks.llm.plans import plan_for
-from dlo_tasks.llm.positions import check_prompts, check_windows, positions_of
+from dlo_tasks.llm.evaluation import BitsPerByte, Perplexity, TokenMean, count_token_bytes, sum_dtype
+from dlo_tasks.llm.generation import Sampling, complete_ids, complete_texts
+from dlo_tasks.llm.language_plans import plan_for
+from dlo_tasks.llm.load_balancing import LoadBalancing, find_load_balancing
+from dlo_tasks.llm.positions import check_prompts, check_windows, max_positions
 
 
 class CausalLM(Task):
@@ -121,7 +130,7 @@ class CausalLM(Task):
                 "freeze must be unset with lora, which freezes all of the model's own parameters; remove freeze"
             )
         self.model_name, self.model_dtype, self.attention = model, dtype, attention
-        self.config = models.read_config(model, config)
+        self.config = language_models.read_config(model, config)
         self.given = self.config.to_dict() if model is not None or not isinstance(config, dict) else dict(config)
         self.lora, self.frozen, self.recompute = lora, list(freeze or []), recompute
         vocabulary_loss.check_kernel(loss_kernel)
@@ -133,10 +142,10 @@ class CausalLM(Task):
         self.prompts, self.sampling = list(prompts or []), sampling or Sampling()
         self.tokenizer: Any = None
         self.samples: list[str] = []
-        self._traits = families.ORDINARY
-        self._balance: Balance | None = None
+        self._traits = families.KNOWN_TRAITS
+        self._balance: LoadBalancing | None = None
         #: Folder or hub name of the model's own tokenizer; None without one.
-        self.tokenizer_source = models.tokenizer_source(model)
+        self.tokenizer_source = language_models.tokenizer_source(model)
         optim.check_optimizer(optimizer)
         optim.check_rates(lr, min_lr=min_lr, warmup_lr=warmup_lr)
         optim.check_warmup(warmup_epochs, warmup_steps)
@@ -165,8 +174,8 @@ class CausalLM(Task):
         twin = copy.copy(self)
         twin._modules = dict(self._modules)
         with torch.device("meta"):
-            model = models.build(None, self.config, dtype=torch.float32, attention=self.attention)
-            twin._balance = balance_of(model)
+            model = language_models.build_model(None, self.config, dtype=torch.float32, attention=self.attention)
+            twin._balance = find_load_balancing(model)
             twin.model = self._adapted(model)
         return twin
 
@@ -183,14 +192,14 @@ class CausalLM(Task):
         vocabulary_loss.check_kernel(self.loss_kernel, None if self._trainer is None else self._root_device)
         self._fit_to_data()
         dtype = getattr(torch, self.model_dtype) if self.model_dtype else torch.get_default_dtype()
-        model = models.build(self.model_name, self.config, dtype=dtype, attention=self.attention)
+        model = language_models.build_model(self.model_name, self.config, dtype=dtype, attention=self.attention)
         if self.attention is None and self._trainer is not None:
-            families.use_packed_attention(model, self._root_device)
+            families.enable_packed_attention(model, self._root_device)
         check_prompts(model, self.prompts, self.tokenizer, self.sampling.max_new_tokens)
-        self._traits, self._balance = families.try_family(model), balance_of(model)
+        self._traits, self._balance = families.probe_traits(model), find_load_balancing(model)
         self._check_head(model)
         self.model = self._adapted(model)
-        sharded_weights.prepare(self.model, self.model_name)
+        sharded_weights.prepare_meta_init(self.model, self.model_name)
 
     @property
     def _root_device(self) -> torch.device:
@@ -207,16 +216,18 @@ class CausalLM(Task):
                 )
             return
         if self.model_name is None:
-            models.fit_to_tokenizer(self.config, self.given, self.tokenizer)
+            language_models.fit_to_tokenizer(self.config, self.given, self.tokenizer)
             # Saved in checkpoints: `load_from_checkpoint` then builds the same model without data.
             self.hparams["config"] = {**self.config.to_diff_dict(), "model_type": self.config.model_type}
-        models.check_vocabulary(models.vocabulary_of(self.config), self.tokenizer, trained=self.model_name is not None)
+        language_models.check_vocabulary(
+            language_models.model_vocabulary_size(self.config), self.tokenizer, trained=self.model_name is not None
+        )
 
     def _check_head(self, model: Any) -> None:
         """Warns of the memory cost of a head that is more than a projection; refuses it with a load-balancing loss."""
-        if self._traits.projects:
+        if self._traits.has_linear_head:
             return
-        name, vocabulary = type(model).__name__, models.vocabulary_of(self.config)
+        name, vocabulary = type(model).__name__, language_models.model_vocabulary_size(self.config)
         if self._balance is not None:
             raise DloError(
                 "config.output_router_logits must be false for models whose logits are more than a projection, a scale"
@@ -224,18 +235,18 @@ class CausalLM(Task):
             )
         rank_zero_warn(
             f"{name} computes its logits by more than a projection, a scale and a soft-cap; its loss needs the logits"
-            f" of all tokens at once: {human(4 * vocabulary)} per token, and the same again for their gradient"
+            f" of all tokens at once: {format_bytes(4 * vocabulary)} per token, and the same again for their gradient"
         )
 
     def _adapted(self, model: Any) -> Any:
         head = model.get_output_embeddings()
         if self.lora is not None:
-            adapters.adapt(model, head, self.lora, torch.get_default_dtype())
+            adapters.add_adapters(model, head, self.lora, torch.get_default_dtype())
         if self.frozen:
-            adapters.freeze(model, self.frozen)
-        adapters.freeze_beside_text(model)
+            adapters.freeze_parameters(model, self.frozen)
+        adapters.freeze_unused_by_text(model)
         if self.recompute:
-            adapters.recompute(model)
+            adapters.enable_recompute(model)
         return model
 
     def setup(self, stage: str) -> None:
@@ -247,7 +258,7 @@ class CausalLM(Task):
             self._bytes: Tensor | None = None
 
     def parallel_plan(self) -> ParallelPlan:
-        """Returns the parallel plan of the model's family; see :mod:`dlo_tasks.llm.plans`."""
+        """Returns the parallel plan of the model's family; see :mod:`dlo_tasks.llm.language_plans`."""
         return plan_for(self.model)  # type: ignore[arg-type]
 
     def _optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
@@ -272,13 +283,13 @@ class CausalLM(Task):
     @property
     def head(self) -> vocabulary_loss.VocabularyHead:
         """Head that turns the outputs of :meth:`forward` into logits; the identity where they are logits already."""
-        if not self._traits.projects:
+        if not self._traits.has_linear_head:
             return vocabulary_loss.VocabularyHead(nn.Identity())
-        return models.head_of(self.model)  # type: ignore[arg-type]
+        return language_models.find_head(self.model)  # type: ignore[arg-type]
 
     def example_batch(self, datamodule: LightningDataModule | None) -> dict[str, Tensor]:
         """Returns a batch of one row, as long as the data's windows."""
-        length = getattr(datamodule, "seq_len", None) or min(positions_of(self.config) or 512, 2048)
+        length = getattr(datamodule, "seq_len", None) or min(max_positions(self.config) or 512, 2048)
         row = torch.zeros(1, length, dtype=torch.long)
         positions = torch.arange(length)[None]
         return {"input_ids": row, "labels": row, "position_ids": positions, "tokens_in_step": torch.tensor(length)}
@@ -291,8 +302,8 @@ class CausalLM(Task):
         """
         names = ("input_ids", "position_ids", "attention_mask")
         found = {name: batch[name] for name in names if batch.get(name) is not None}
-        told = families.documents(self.model, found, packs=self._traits.packs)  # type: ignore[arg-type]
-        if not self._traits.counts_from_0:
+        told = families.document_arguments(self.model, found, packs=self._traits.isolates_documents)  # type: ignore[arg-type]
+        if not self._traits.positions_from_0:
             found.pop("position_ids", None)
         return (), found | told
 
@@ -302,13 +313,13 @@ class CausalLM(Task):
         For a model whose logits are more than a projection, a scale and a soft-cap, it returns the logits, `[B, L, V]`.
         In training with a load-balancing loss, it returns a pair: the hidden states and that loss, a scalar.
         """
-        if not self._traits.projects:
-            return models.logits(self.model, **inputs)  # type: ignore[arg-type]
+        if not self._traits.has_linear_head:
+            return language_models.logits(self.model, **inputs)  # type: ignore[arg-type]
         if self._balance is None:
-            return models.hidden_states(self.model, **inputs)  # type: ignore[arg-type]
+            return language_models.hidden_states(self.model, **inputs)  # type: ignore[arg-type]
         if self.stage == "train":
             return self._balance.hidden_states(self.model, inputs)  # type: ignore[arg-type]
-        return models.hidden_states(self.model, **inputs, output_router_logits=False)  # type: ignore[arg-type]
+        return language_models.hidden_states(self.model, **inputs, output_router_logits=False)  # type: ignore[arg-type]
 
     @property
     def looks_inside(self) -> bool:
@@ -317,7 +328,7 @@ class CausalLM(Task):
 
     def called(self) -> nn.Module:
         """Returns the module that :meth:`forward` calls: the base model, or the model where it computes the logits."""
-        return models.base_of(self.model) if self._traits.projects else self.model  # type: ignore[arg-type]
+        return language_models.find_base_model(self.model) if self._traits.has_linear_head else self.model  # type: ignore[arg-type]
 
     def loss(self, outputs: Tensor | tuple[Tensor, Tensor], batch: Any) -> Tensor:
         """Returns this micro-batch's part of the mean cross-entropy over all tokens of the optimizer step, a scalar.
@@ -327,19 +338,19 @@ class CausalLM(Task):
         """
         labels = batch["labels"]
         hidden, balance = outputs if isinstance(outputs, tuple) else (outputs, None)
-        count = counted.targets_of(labels)
+        count = batch_counts.read_target_count(labels)
         kernel = None if self.loss_kernel == "torch" else self.loss_kernel
         total = vocabulary_loss.summed_loss(
             self.head, hidden.flatten(0, 1), labels.flatten(), count=count, kernel=kernel
         )
         if balance is not None:
-            total = total + balance * (labels != vocabulary_loss.NO_TARGET).sum()
+            total = total + balance * (labels != vocabulary_loss.IGNORE_INDEX).sum()
         tokens = batch.get("tokens_in_step")
         if tokens is not None:
             ranks = gradient_ranks(self._trainer)
             micro_batches = int(self._trainer.accumulate_grad_batches) if self._trainer is not None else 1
             return total * (ranks * micro_batches) / tokens.clamp(min=1)
-        mean = mean_over_data(self._trainer, (labels != vocabulary_loss.NO_TARGET).sum().float())
+        mean = mean_over_data(self._trainer, (labels != vocabulary_loss.IGNORE_INDEX).sum().float())
         return total / mean.clamp(min=1)
 
     def micro_batch_weights(self, micro_batches: Sequence[Any]) -> list[float]:
@@ -351,9 +362,9 @@ class CausalLM(Task):
     def metrics(self, outputs: Tensor, batch: Any) -> dict[str, Metric | Tensor]:
         """Updates and returns the metrics of the stage."""
         labels = batch["labels"].flatten()
-        losses, hits = vocabulary_loss.measure(self.head, outputs.flatten(0, 1), labels)
-        is_target = labels != vocabulary_loss.NO_TARGET
-        total, tokens = losses.sum(dtype=widest()), is_target.sum()
+        losses, hits = vocabulary_loss.token_losses_and_hits(self.head, outputs.flatten(0, 1), labels)
+        is_target = labels != vocabulary_loss.IGNORE_INDEX
+        total, tokens = losses.sum(dtype=sum_dtype()), is_target.sum()
         values = {"loss": (total, tokens), "perplexity": (total, tokens), "accuracy": (hits.sum(), tokens)}
         if self.tokenizer is not None:
             number = (self._byte_counts(labels.device)[labels.clamp(min=0)] * is_target).sum()
@@ -368,7 +379,9 @@ class CausalLM(Task):
 
     def _byte_counts(self, device: torch.device) -> Tensor:
         if self._bytes is None or self._bytes.device != device:
-            self._bytes = bytes_of_tokens(self.tokenizer, models.vocabulary_of(self.config)).to(device)
+            self._bytes = count_token_bytes(self.tokenizer, language_models.model_vocabulary_size(self.config)).to(
+                device
+            )
         return self._bytes
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
@@ -376,7 +389,7 @@ class CausalLM(Task):
         super().validation_step(batch, batch_idx)
         if batch_idx == 0 and self.prompts and not self.trainer.sanity_checking:
             with self._whole_sequences():
-                self.samples = continuations(self.model, self.prompts, self.sampling, self.tokenizer, self._together)  # type: ignore[arg-type]
+                self.samples = complete_texts(self.model, self.prompts, self.sampling, self.tokenizer, self._together)  # type: ignore[arg-type]
 
     @property
     def _together(self) -> bool:
@@ -385,7 +398,7 @@ class CausalLM(Task):
 
     def _whole_sequences(self) -> contextlib.AbstractContextManager[None]:
         """Context in which the model takes full sequences, also where ranks hold parts of them in steps (cp, tp)."""
-        return contract_of(self.trainer.strategy).whole_sequences()
+        return contract_of(self.trainer.strategy).full_sequences()
 
     def predict_step(self, batch: Any, batch_idx: int) -> list[dict[str, Any]]:
         """Returns the completion of each prompt: `[{index, prompt, completion, tokens}]`, with texts and token ids.
@@ -400,7 +413,7 @@ class CausalLM(Task):
         ids, mask = batch["input_ids"], batch.get("attention_mask")
         mask = torch.ones_like(ids) if mask is None else mask
         with self._whole_sequences():
-            written = complete(self.model, ids, mask, self.sampling, self.tokenizer, self._together)  # type: ignore[arg-type]
+            written = complete_ids(self.model, ids, mask, self.sampling, self.tokenizer, self._together)  # type: ignore[arg-type]
         numbers = batch["index"].tolist() if "index" in batch else list(range(len(ids)))
         found: list[dict[str, Any]] = []
         for number, prompt, kept, row in zip(numbers, ids, mask, written, strict=True):
@@ -419,25 +432,25 @@ class CausalLM(Task):
         """Prints the first completions."""
         shown = [row for row in outputs[:3] if "completion" in row] if batch_idx == 0 else []
         if shown and self.trainer.is_global_zero:
-            show.print_samples([row["prompt"] for row in shown], [row["completion"] for row in shown])
+            sample_output.print_samples([row["prompt"] for row in shown], [row["completion"] for row in shown])
 
     # --- the run -------------------------------------------------------------------------------------------
 
     def on_fit_start(self) -> None:
         """Reads the weights of a model that was built on the meta device; each rank reads its own shards."""
-        sharded_weights.read(self, resumes=self.trainer.ckpt_path is not None)
+        sharded_weights.read_weights(self, resumes=self.trainer.ckpt_path is not None)
 
     on_validation_start = on_test_start = on_predict_start = on_fit_start
 
     def on_validation_epoch_end(self) -> None:
         """Writes the completed prompts to TensorBoard."""
         if self.samples:
-            show.show_samples(self.trainer, self.prompts, self.samples)
+            sample_output.log_samples(self.trainer, self.prompts, self.samples)
 
     def on_train_end(self) -> None:
         """Prints the last completed prompts."""
         if self.samples and self.trainer.is_global_zero:
-            show.print_samples(self.prompts, self.samples)
+            sample_output.print_samples(self.prompts, self.samples)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Adds to a checkpoint what an export needs beside the weights: config, tokenizer, adapters."""

@@ -18,7 +18,7 @@ _GENERATION = re.compile(r"\{%-?\s*generation\b")
 _MARK = "dloassistantcontentmark"
 
 
-class NoSpans(ValueError):
+class SpansNotFound(ValueError):
     """Raised if the spans of the assistant's answers cannot be derived from a template's renderings."""
 
 
@@ -45,13 +45,13 @@ def assistant_spans(render: Render, messages: Sequence[Message], special: Sequen
         if message["role"] != "assistant":
             continue
         if not number:
-            raise NoSpans("the assistant's message is the first")
+            raise SpansNotFound("the assistant's message is the first")
         before = render(messages[:number], True)
         if not whole.startswith(before):
-            raise NoSpans(f"the text before message {number + 1} is not a prefix of the conversation's text")
+            raise SpansNotFound(f"the text before message {number + 1} is not a prefix of the conversation's text")
         end = _end_of(render, messages, number, whole)
         if end < len(before):
-            raise NoSpans(f"message {number + 1} ends before it begins")
+            raise SpansNotFound(f"message {number + 1} ends before it begins")
         answer = whole[len(before) : end].rstrip()
         if special and answer.endswith(tuple(special)):
             end = len(before) + len(answer)
@@ -69,7 +69,7 @@ def _end_of(render: Render, messages: Sequence[Message], number: int, whole: str
         _, found_alone, closing = render(marked[: number + 1], False).rpartition(_MARK)
         if found and found_alone and after.startswith(closing) and whole.endswith(after):
             return len(whole) - len(after) + len(closing)
-    raise NoSpans(f"the end of message {number + 1} cannot be found")
+    raise SpansNotFound(f"the end of message {number + 1} cannot be found")
 
 
 def encode_conversation(
@@ -88,7 +88,7 @@ def encode_conversation(
     Raises:
         DloError: If the template is missing or refuses the conversation, or the assistant's tokens cannot be found.
     """
-    if _GENERATION.search(template_of(tokenizer, where)):
+    if _GENERATION.search(find_chat_template(tokenizer, where)):
         out = _apply(
             tokenizer, messages, tools, where, tokenize=True, return_dict=True, return_assistant_tokens_mask=True
         )
@@ -99,7 +99,7 @@ def encode_conversation(
 
     try:
         text, spans = assistant_spans(render, messages, tokenizer.all_special_tokens)
-    except NoSpans as error:
+    except SpansNotFound as error:
         raise DloError(
             f"{where}: chat template does not show which tokens the assistant wrote ({error}); set chat_template to one"
             " that encloses them in {% generation %} ... {% endgeneration %}"
@@ -114,12 +114,12 @@ def encode_conversation(
 
 def encode_request(tokenizer: Any, messages: list[Message], tools: Any, where: str) -> list[int]:
     """Returns the token ids of a conversation with the generation prompt."""
-    template_of(tokenizer, where)
+    find_chat_template(tokenizer, where)
     out = _apply(tokenizer, messages, tools, where, tokenize=True, return_dict=True, add_generation_prompt=True)
     return list(out["input_ids"])
 
 
-def template_of(tokenizer: Any, where: str) -> str:
+def find_chat_template(tokenizer: Any, where: str) -> str:
     """Returns a tokenizer's chat template.
 
     Raises:

@@ -17,8 +17,8 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from dlo_framework.errors import DloError
 from dlo_tasks.llm.cache_folder import cached_file
-from dlo_tasks.llm.records import content_hash, whole_text
-from dlo_tasks.llm.tokenizer import need_transformers
+from dlo_tasks.llm.records import content_hash, read_text
+from dlo_tasks.llm.tokenizer import require_transformers
 
 #: End-of-text token, and padding token.
 END, PADDING = "<|endoftext|>", "<|padding|>"
@@ -92,7 +92,7 @@ def embedded_tokenizer(files: Sequence[Path], vocab_size: int, folder: Path) -> 
         raise DloError(
             f"vocab_size must be at least {_SMALLEST} (256 bytes, two special tokens), got {vocab_size}; raise it"
         )
-    need_transformers()
+    require_transformers()
     path = folder / f"bpe-{vocab_size}-{_FORMAT}-{content_hash(files)[:24]}.json"
     if path.is_file():
         try:
@@ -129,4 +129,4 @@ def _train(files: Sequence[Path], vocab_size: int) -> str:
 
 def _texts(files: Sequence[Path]) -> Iterator[str]:
     for path in files:
-        yield whole_text(path)
+        yield read_text(path)

@@ -10,7 +10,7 @@ from torch import Tensor
 from torchmetrics import Metric
 
 
-def widest() -> torch.dtype:
+def sum_dtype() -> torch.dtype:
     """Returns the dtype of sums: float64, or float32 on an Apple GPU, which lacks float64."""
     return torch.float32 if torch.backends.mps.is_available() else torch.float64
 
@@ -24,7 +24,7 @@ class TokenMean(Metric):
 
     def __init__(self) -> None:
         super().__init__()
-        self.add_state("total", torch.tensor(0.0, dtype=widest()), dist_reduce_fx="sum")
+        self.add_state("total", torch.tensor(0.0, dtype=sum_dtype()), dist_reduce_fx="sum")
         self.add_state("count", torch.tensor(0, dtype=torch.long), dist_reduce_fx="sum")
 
     def update(self, total: Tensor, count: Tensor) -> None:
@@ -53,7 +53,7 @@ class BitsPerByte(TokenMean):
         return (self.total / self.count / math.log(2)).float()
 
 
-def bytes_of_tokens(tokenizer: Any, size: int) -> Tensor:
+def count_token_bytes(tokenizer: Any, size: int) -> Tensor:
     """Returns the number of text bytes of each token, int64 `[size]`; 0 for special tokens.
 
     Byte-level tokens have one character per byte. Other tokens are UTF-8, in which `▁` is a space and `<0x0A>` is one

@@ -11,7 +11,7 @@ import torch
 
 from dlo_framework.checkpoint.convert import PREFIX, model_weights
 from dlo_framework.errors import DloError
-from dlo_tasks.llm import adapters, models
+from dlo_tasks.llm import adapters, language_models
 from dlo_tasks.llm.adapters import Lora
 
 
@@ -78,7 +78,7 @@ def write_folder(checkpoint: dict[str, Any], folder: Path, dtype: torch.dtype | 
     if lora is not None and not lora.merge:
         return _write_adapter(model, lora, about["base"], folder)
     if lora is not None:
-        adapters.merge(model)
+        adapters.merge_adapters(model)
     model.save_pretrained(folder)
     count = sum(parameter.numel() for parameter in model.parameters())
     return f"a transformers folder: {type(model).__name__}, {count:,} parameters" + (", merged" if lora else "")
@@ -86,7 +86,7 @@ def write_folder(checkpoint: dict[str, Any], folder: Path, dtype: torch.dtype | 
 
 def _model(checkpoint: dict[str, Any], about: dict[str, Any], dtype: torch.dtype | None) -> Any:
     """Returns the model of a checkpoint, with its adapters, on the CPU."""
-    models.require("transformers")
+    language_models.require_package("transformers")
     from transformers import AutoConfig, GenerationConfig
 
     settings = json.loads(about["config"])
@@ -94,9 +94,9 @@ def _model(checkpoint: dict[str, Any], about: dict[str, Any], dtype: torch.dtype
     weights = model_weights(checkpoint, PREFIX)
     stored = weights.dtype(next(iter(weights)))
     with torch.device("meta"):
-        model = models.build(None, config, dtype=dtype or stored, attention=None)
+        model = language_models.build_model(None, config, dtype=dtype or stored, attention=None)
         if about["lora"] is not None:
-            adapters.adapt(model, model.get_output_embeddings(), Lora(**about["lora"]), dtype or stored)
+            adapters.add_adapters(model, model.get_output_embeddings(), Lora(**about["lora"]), dtype or stored)
     for module in model.modules():
         if any(buffer.is_meta for buffer in module.buffers(recurse=False)):
             module.to_empty(device="cpu", recurse=False)

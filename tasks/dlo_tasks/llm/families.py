@@ -15,15 +15,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dlo_framework.errors import DloError
-from dlo_tasks.llm import models, packed_attention
-from dlo_tasks.llm.counted import begins_of, documents_of
+from dlo_tasks.llm import language_models, packed_attention
+from dlo_tasks.llm.batch_counts import count_documents, mark_document_starts
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 #: Families that need no test: their logits are their head's output, scaled and soft-capped as in
-#: :func:`dlo_tasks.llm.models.head_of`, and documents with restarting positions do not attend to each other. Others are
-#: tested on a few tokens.
+#: :func:`dlo_tasks.llm.language_models.find_head`, and documents with restarting positions do not attend to each
+#: other. Others are tested on a few tokens.
 KNOWN = frozenset(
     {"cohere", "gemma", "gemma2", "gemma3_text", "gpt2", "gpt_neox", "granite"}
     | {"llama", "mistral", "olmo2", "phi3", "qwen2", "qwen3"}
@@ -44,12 +44,12 @@ class Traits(NamedTuple):
         projects: Whether logits are the head's output, scaled and soft-capped, so that they can be computed in chunks.
     """
 
-    packs: bool
-    counts_from_0: bool
-    projects: bool
+    isolates_documents: bool
+    positions_from_0: bool
+    has_linear_head: bool
 
 
-ORDINARY = Traits(packs=True, counts_from_0=True, projects=True)
+KNOWN_TRAITS = Traits(isolates_documents=True, positions_from_0=True, has_linear_head=True)
 
 
 def is_flash(model: PreTrainedModel) -> bool:
@@ -60,13 +60,13 @@ def is_flash(model: PreTrainedModel) -> bool:
     return "flash" in (model.config._attn_implementation or "")
 
 
-def documents(model: PreTrainedModel, inputs: Mapping[str, Tensor], *, packs: bool) -> dict[str, Any]:
+def document_arguments(model: PreTrainedModel, inputs: Mapping[str, Tensor], *, packs: bool) -> dict[str, Any]:
     """Returns keyword arguments that pass document boundaries to attention kernels that need them.
 
     Args:
         model: Model that is called.
         inputs: Inputs of the model: optional `position_ids [B, L]`, and `attention_mask` of padded rows.
-        packs: Whether restarting positions keep documents apart; see :func:`try_family`.
+        packs: Whether restarting positions keep documents apart; see :func:`probe_traits`.
 
     Raises:
         DloError: If documents would attend to each other.
@@ -75,7 +75,7 @@ def documents(model: PreTrainedModel, inputs: Mapping[str, Tensor], *, packs: bo
     if positions is None:
         return {}
     flash = is_flash(model)
-    if not packs and documents_of(positions).restart:
+    if not packs and count_documents(positions).restart:
         other = ", or attention: sdpa" if flash else ""
         raise DloError(
             f"data.init_args.packing must be none for {type(model).__name__}, which ignores restarting positions, got"
@@ -84,11 +84,11 @@ def documents(model: PreTrainedModel, inputs: Mapping[str, Tensor], *, packs: bo
     if "attention_mask" in inputs:
         return {}
     if packed_attention.is_packed_attention(model):
-        return packed_attention.arguments(model, positions)
-    return lengths_of_documents(positions) if flash else {}
+        return packed_attention.attention_arguments(model, positions)
+    return flash_arguments(positions) if flash else {}
 
 
-def use_packed_attention(model: PreTrainedModel, device: torch.device) -> None:
+def enable_packed_attention(model: PreTrainedModel, device: torch.device) -> None:
     """Switches a model from `sdpa` to packed attention without a dense mask, if the model and the device support it.
 
     Unknown families are compared with the dense mask first, on a twin with a sliding window of two tokens.
@@ -97,10 +97,10 @@ def use_packed_attention(model: PreTrainedModel, device: torch.device) -> None:
         model: Model to switch.
         device: Device of the run.
     """
-    config = models.text_config(model.config)
-    if model.config._attn_implementation != "sdpa" or not packed_attention.suits(config, device):
+    config = language_models.text_config(model.config)
+    if model.config._attn_implementation != "sdpa" or not packed_attention.is_supported(config, device):
         return
-    packed_attention.register()
+    packed_attention.register_attention()
     if model.config.model_type in KNOWN or matches_dense_mask(model):
         model.set_attn_implementation(packed_attention.NAME)
 
@@ -108,23 +108,23 @@ def use_packed_attention(model: PreTrainedModel, device: torch.device) -> None:
 @torch.no_grad()
 def matches_dense_mask(model: PreTrainedModel) -> bool:
     """Returns whether packed attention and a dense mask give equal outputs, for two rows on a twin."""
-    packed_attention.register()
+    packed_attention.register_attention()
     try:
         twin = _twin(model, window=2, attention="sdpa")
         tokens = _tokens(twin)
         rows = torch.tensor([tokens, tokens[::-1]])
         positions = torch.tensor([[0, 1, 0, 1, 2, 3], [0, 1, 2, 3, 4, 5]])
         twin.eval()
-        expected = models.hidden_states(twin, input_ids=rows, position_ids=positions)
+        expected = language_models.hidden_states(twin, input_ids=rows, position_ids=positions)
         twin.set_attn_implementation(packed_attention.NAME)
-        told = packed_attention.arguments(twin, positions)
-        found = models.hidden_states(twin, input_ids=rows, position_ids=positions, **told)
+        told = packed_attention.attention_arguments(twin, positions)
+        found = language_models.hidden_states(twin, input_ids=rows, position_ids=positions, **told)
         return "cu_seq_lens_q" in told and _near(found, expected)
     except (*_FAILURES, DloError):  # such as a family without transformers' attention interface
         return False
 
 
-def lengths_of_documents(position_ids: Tensor) -> dict[str, Any]:
+def flash_arguments(position_ids: Tensor) -> dict[str, Any]:
     """Returns keyword arguments with the document boundaries of packed rows, for flash kernels; {} without packing.
 
     Flash kernels take no mask. transformers (5.17 to 5.23) finds documents by their positions only in a batch of one
@@ -134,16 +134,16 @@ def lengths_of_documents(position_ids: Tensor) -> dict[str, Any]:
     Args:
         position_ids: Positions, `[B, L]`; a document begins with each row, and wherever they do not increase by one.
     """
-    number, longest, _ = documents_of(position_ids)
+    number, longest, _ = count_documents(position_ids)
     if number == len(position_ids):
         return {}
-    places = torch.nonzero_static(begins_of(position_ids).flatten(), size=number).flatten()
+    places = torch.nonzero_static(mark_document_starts(position_ids).flatten(), size=number).flatten()
     edges = F.pad(places, (0, 1), value=position_ids.numel()).to(torch.int32)
     return {"cu_seq_lens_q": edges, "cu_seq_lens_k": edges, "max_length_q": longest, "max_length_k": longest}
 
 
 @torch.no_grad()
-def try_family(model: PreTrainedModel) -> Traits:
+def probe_traits(model: PreTrainedModel) -> Traits:
     """Returns the properties of a model, tested on a few tokens for unknown families.
 
     Args:
@@ -153,7 +153,7 @@ def try_family(model: PreTrainedModel) -> Traits:
         DloError: If a token attends to later tokens, which it must predict, or the model cannot be tested.
     """
     if model.config.model_type in KNOWN and not getattr(model.config, "use_bidirectional_attention", None):
-        return ORDINARY
+        return KNOWN_TRAITS
     flash = is_flash(model)
     tried = _twin(model) if flash or next(model.parameters()).is_meta else model
     was_training = tried.training
@@ -162,23 +162,23 @@ def try_family(model: PreTrainedModel) -> Traits:
         with torch.device(tried.device):  # The caller may be under the meta device; test on the weights' device.
             _check_causal(tried)
             return Traits(
-                packs=_keeps_apart_by_lengths(tried) if flash else _keeps_apart(tried),
-                counts_from_0=_counts_from_0(tried),
-                projects=_projects(tried),
+                isolates_documents=_keeps_apart_by_lengths(tried) if flash else _keeps_apart(tried),
+                positions_from_0=_counts_from_0(tried),
+                has_linear_head=_projects(tried),
             )
     except DloError:
         raise
     except _FAILURES as error:
-        raise _unsupported(model, f"fails on a few tokens: {models.first_line(error)}") from error
+        raise _unsupported(model, f"fails on a few tokens: {language_models.first_line(error)}") from error
     finally:
         tried.train(was_training)
 
 
 def _tokens(model: PreTrainedModel) -> list[int]:
     """Returns six tokens without special ones: some families do not count padding."""
-    config = models.text_config(model.config)
+    config = language_models.text_config(model.config)
     special = [getattr(config, f"{name}_token_id", None) for name in ("pad", "bos", "eos")]
-    some = [number for number in range(min(16, models.vocabulary_of(config))) if number not in special]
+    some = [number for number in range(min(16, language_models.model_vocabulary_size(config))) if number not in special]
     a, b, c, d = (some * 4)[:4]
     return [a, b, c, d, c, b]
 
@@ -187,11 +187,11 @@ def _check_causal(model: PreTrainedModel) -> None:
     """Raises DloError if the logits of the first tokens depend on the last ones."""
     tokens = _tokens(model)
     rows = torch.tensor([tokens, [*tokens[:4], tokens[0], tokens[0]]], device=model.device)
-    first, other = models.logits(model, input_ids=rows)[:, :4].float()
+    first, other = language_models.logits(model, input_ids=rows)[:, :4].float()
     most = max(torch.finfo(model.dtype).eps, torch.finfo(torch.float32).eps) ** 0.75  # Rounding only.
     if (first - other).abs().max() <= most * other.abs().max():
         return
-    known = models.text_config(model.config).to_dict()
+    known = language_models.text_config(model.config).to_dict()
     fixes = {"is_decoder": True, "causal": True, "use_bidirectional_attention": False, "attn_type": "uni"}
     wrong = next((name for name, to in fixes.items() if known.get(name, to) != to), None)
     fix = wrong and f"set config.{wrong}: {str(fixes[wrong]).lower()}"
@@ -204,15 +204,15 @@ def _check_causal(model: PreTrainedModel) -> None:
 def _counts_from_0(model: PreTrainedModel) -> bool:
     tokens = torch.tensor([_tokens(model)], device=model.device)
     places = torch.arange(tokens.shape[1], device=model.device)[None]
-    own = models.hidden_states(model, input_ids=tokens)
-    return _near(models.hidden_states(model, input_ids=tokens, position_ids=places), own)
+    own = language_models.hidden_states(model, input_ids=tokens)
+    return _near(language_models.hidden_states(model, input_ids=tokens, position_ids=places), own)
 
 
 def _projects(model: PreTrainedModel) -> bool:
     tokens = torch.tensor([_tokens(model)], device=model.device)
-    found = models.hidden_states(model, input_ids=tokens)
-    logits = models.logits(model, input_ids=tokens)
-    head = models.head_of(model)
+    found = language_models.hidden_states(model, input_ids=tokens)
+    logits = language_models.logits(model, input_ids=tokens)
+    head = language_models.find_head(model)
     if found.shape[-1] != getattr(head.module, "in_features", found.shape[-1]):
         return False
     made = head.logits(found).to(model.dtype)
@@ -225,9 +225,9 @@ def _keeps_apart(model: PreTrainedModel, flash: bool = False) -> bool:
         [tokens, tokens[::-1]], device=model.device
     )  # Two rows: transformers treats one row differently for flash.
     positions = torch.tensor([[0, 1, 0, 1, 2, 3]] * 2, device=model.device)
-    told = lengths_of_documents(positions) if flash else {}
-    packed = models.hidden_states(model, input_ids=rows, position_ids=positions, **told)
-    return _near(packed[:, 2:], models.hidden_states(model, input_ids=rows[:, 2:]))
+    told = flash_arguments(positions) if flash else {}
+    packed = language_models.hidden_states(model, input_ids=rows, position_ids=positions, **told)
+    return _near(packed[:, 2:], language_models.hidden_states(model, input_ids=rows[:, 2:]))
 
 
 def _keeps_apart_by_lengths(twin: PreTrainedModel) -> bool:
@@ -272,13 +272,13 @@ def _twin(model: PreTrainedModel, window: int | None = None, attention: str | No
         attention: Attention implementation of transformers; by default the model's, or `eager` for flash kernels.
     """
     config = copy.deepcopy(model.config)
-    text = models.text_config(config)
+    text = language_models.text_config(config)
     if window is not None and getattr(text, "sliding_window", None) is not None:
         text.sliding_window = window
     kind = attention or ("eager" if is_flash(model) else config._attn_implementation)
     with torch.device("meta"):
-        twin: Any = models.build(None, config, dtype=torch.float32, attention=kind)
-    _, blocks = models.blocks_of(twin)
+        twin: Any = language_models.build_model(None, config, dtype=torch.float32, attention=kind)
+    _, blocks = language_models.find_blocks(twin)
     del blocks[_kinds_end(blocks, getattr(config, "layer_types", None)) :]
     with torch.device("cpu"), torch.random.fork_rng(devices=[]):
         for module in twin.modules():

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from dlo_framework.errors import DloError
-from dlo_tasks.llm.encode import encode_open
-from dlo_tasks.llm.positions import check_room
+from dlo_tasks.llm.positions import check_generation_length
+from dlo_tasks.llm.tokenization import encode_without_end
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -54,7 +54,7 @@ class Sampling:
             raise DloError(f"sampling.top_k must be at least 1, got {self.top_k}; remove it to sample from all tokens")
 
 
-def left_padded(rows: Sequence[Sequence[int]], pad: int, device: torch.device) -> tuple[Tensor, Tensor]:
+def pad_left(rows: Sequence[Sequence[int]], pad: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """Returns prompts as ids and attention mask, both `[B, L]`, padded on the left."""
     longest = max(map(len, rows))
     ids = [[pad] * (longest - len(row)) + list(row) for row in rows]
@@ -63,7 +63,7 @@ def left_padded(rows: Sequence[Sequence[int]], pad: int, device: torch.device) -
 
 
 @torch.no_grad()
-def complete(
+def complete_ids(
     model: PreTrainedModel,
     input_ids: Tensor,
     attention_mask: Tensor,
@@ -89,7 +89,7 @@ def complete(
     """
     from transformers import GenerationConfig
 
-    check_room(model, input_ids.shape[1], sampling.max_new_tokens)
+    check_generation_length(model, input_ids.shape[1], sampling.max_new_tokens)
     ends = end_tokens(model, tokenizer)
     pad = getattr(tokenizer, "pad_token_id", None)
     config = GenerationConfig(
@@ -142,21 +142,21 @@ def _drawing(sampling: Sampling) -> dict[str, Any]:
     return {"temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": sampling.top_k or 0}
 
 
-def continuations(
+def complete_texts(
     model: PreTrainedModel, prompts: Sequence[str], sampling: Sampling, tokenizer: Any, together: bool
 ) -> list[str]:
-    """Returns the completion of each prompt, as text; for the arguments see :func:`complete`.
+    """Returns the completion of each prompt, as text; for the arguments see :func:`complete_ids`.
 
     Raises:
         DloError: If a prompt has no tokens.
     """
-    rows = encode_open(tokenizer, list(prompts))
+    rows = encode_without_end(tokenizer, list(prompts))
     empty = next((prompt for prompt, row in zip(prompts, rows, strict=True) if not row), None)
     if empty is not None:
         raise DloError(f"prompts must have at least one token each, got {empty!r}; write at least one character")
     pad = tokenizer.pad_token_id
-    ids, mask = left_padded(rows, 0 if pad is None else pad, model.device)
-    written = complete(model, ids, mask, sampling, tokenizer, together)
+    ids, mask = pad_left(rows, 0 if pad is None else pad, model.device)
+    written = complete_ids(model, ids, mask, sampling, tokenizer, together)
     return [str(text) for text in tokenizer.batch_decode(written, skip_special_tokens=True)]
 
 

@@ -2,7 +2,7 @@
 
 transformers keeps packed documents apart with a mask `[B, 1, L, L]`: no flash kernel takes it, no block is skipped,
 keys and values are repeated, and the host waits for the device to detect documents. Here the attention modules get the
-starts of the documents (see :mod:`dlo_tasks.llm.counted`), for one of two kernels:
+starts of the documents (see :mod:`dlo_tasks.llm.batch_counts`), for one of two kernels:
 
 * `varlen`: :func:`torch.nn.attention.varlen.varlen_attn`, FlashAttention-2 (Dao, 2023, arXiv 2307.08691) on the
   concatenated tokens of all rows; half precision. On a CPU, in any precision, :func:`varlen_reference` replaces it.
@@ -30,7 +30,7 @@ from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from torch.nn.attention.varlen import varlen_attn
 
 from dlo_framework.errors import DloError
-from dlo_tasks.llm.counted import begins_of, documents_of
+from dlo_tasks.llm.batch_counts import count_documents, mark_document_starts
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -51,7 +51,7 @@ _GROUPS = "enable_gqa" in inspect.signature(varlen_attn).parameters
 Kernel = Literal["varlen", "flex"]
 
 
-def register() -> None:
+def register_attention() -> None:
     """Registers the implementation in transformers, with the masks of `sdpa`."""
     from transformers import AttentionInterface
     from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
@@ -65,7 +65,7 @@ def is_packed_attention(model: PreTrainedModel) -> bool:
     return bool(model.config._attn_implementation == NAME)
 
 
-def suits(config: Any, device: torch.device) -> bool:
+def is_supported(config: Any, device: torch.device) -> bool:
     """Returns whether a model with this config uses this implementation by default on a device.
 
     Args:
@@ -79,7 +79,7 @@ def suits(config: Any, device: torch.device) -> bool:
     return not chunked and kinds <= {"full_attention", "sliding_attention"}
 
 
-def kernel_for(config: Any, dtype: torch.dtype, device: torch.device) -> Kernel | None:
+def choose_kernel(config: Any, dtype: torch.dtype, device: torch.device) -> Kernel | None:
     """Returns the kernel for packed documents; None where only a dense mask works.
 
     Args:
@@ -98,7 +98,7 @@ def kernel_for(config: Any, dtype: torch.dtype, device: torch.device) -> Kernel 
     return "flex" if dtype in (*_HALVES, torch.float32) else None
 
 
-def arguments(model: PreTrainedModel, position_ids: Tensor) -> dict[str, Any]:
+def attention_arguments(model: PreTrainedModel, position_ids: Tensor) -> dict[str, Any]:
     """Returns keyword arguments that pass the documents of rows to a model's attention, and prevent a dense mask.
 
     transformers (5.17 to 5.23: `_preprocess_mask_arguments`) does not change an attention mask of four dims, such as
@@ -111,19 +111,19 @@ def arguments(model: PreTrainedModel, position_ids: Tensor) -> dict[str, Any]:
     if isinstance(position_ids, FakeTensor):  # No values, as in FLOP counting or shape checks.
         return {}
     config: Any = model.config.get_text_config(decoder=True)
-    kernel = kernel_for(config, _dtype_of(model, position_ids.device), position_ids.device)
+    kernel = choose_kernel(config, _dtype_of(model, position_ids.device), position_ids.device)
     if kernel is None:
         return {}
     rows, length = position_ids.shape
     window = getattr(config, "sliding_window", None)
     is_cut = isinstance(window, int) and window < length
-    number, longest, _ = documents_of(position_ids)
+    number, longest, _ = count_documents(position_ids)
     no_mask = position_ids.new_empty((0, 0, 0, 0))
     if number == rows and not is_cut and not getattr(config, "attn_logit_softcapping", None):
         return {"attention_mask": no_mask}  # One document per row: causal attention suffices.
     if kernel == "flex":
         return {"attention_mask": _block_masks(config, position_ids, window if is_cut else None)}
-    places = torch.nonzero_static(begins_of(position_ids).flatten(), size=number).flatten()
+    places = torch.nonzero_static(mark_document_starts(position_ids).flatten(), size=number).flatten()
     edges = F.pad(places, (0, 1), value=position_ids.numel()).to(torch.int32)
     lengths = {"cu_seq_lens_q": edges, "cu_seq_lens_k": edges, "max_length_q": longest, "max_length_k": longest}
     return {"attention_mask": no_mask, **lengths}
@@ -150,7 +150,7 @@ def attention_forward(
         query: Queries, `[B, H, L, D]`.
         key: Keys, `[B, K, L, D]`.
         value: Values, `[B, K, L, E]`.
-        attention_mask: Mask from :func:`arguments`, or a mask for `sdpa`.
+        attention_mask: Mask from :func:`attention_arguments`, or a mask for `sdpa`.
         dropout: Dropout rate of attention weights.
         scaling: Factor of scores; the width's inverse square root by default.
         sliding_window: Number of tokens that a token attends to, itself included; None for all before it.
@@ -266,7 +266,7 @@ def block_mask(position_ids: Tensor, window: int | None = None, block: int = BLO
     """
     length = position_ids.shape[1]
     places = torch.arange(length, device=position_ids.device)
-    first = torch.where(begins_of(position_ids), places, 0).cummax(dim=1).values
+    first = torch.where(mark_document_starts(position_ids), places, 0).cummax(dim=1).values
     if window is not None:
         first = torch.maximum(first, places - window + 1)
     count = -(-length // block)

@@ -22,7 +22,7 @@ LongSamples = Literal["truncate", "split", "drop", "error"]
 _AT_ONCE = 1 << 16
 
 
-class Pieces(NamedTuple):
+class DocumentChunks(NamedTuple):
     """Contiguous runs of positions, each within one document.
 
     A position is a token with a next token in the same document: a document of n tokens has n - 1 positions.
@@ -41,12 +41,12 @@ class Pieces(NamedTuple):
     too_long: int
     too_short: int
 
-    def only(self, keep: np.ndarray) -> Pieces:
+    def select(self, keep: np.ndarray) -> DocumentChunks:
         """Returns the pieces for which ``keep``, bool [P], is true."""
         return self._replace(start=self.start[keep], length=self.length[keep], document=self.document[keep])
 
 
-class Packing(NamedTuple):
+class WindowAssignment(NamedTuple):
     """Assignment of pieces to windows.
 
     Attributes:
@@ -60,7 +60,7 @@ class Packing(NamedTuple):
     windows: int
 
 
-def cut(bounds: np.ndarray, documents: np.ndarray, seq_len: int, long_samples: LongSamples) -> Pieces:
+def cut_documents(bounds: np.ndarray, documents: np.ndarray, seq_len: int, long_samples: LongSamples) -> DocumentChunks:
     """Returns the pieces of some documents, none longer than the window.
 
     Args:
@@ -79,7 +79,7 @@ def cut(bounds: np.ndarray, documents: np.ndarray, seq_len: int, long_samples: L
     too_long, too_short = int(long.sum()), int((length < 1).sum())
     if long_samples == "error" and too_long:
         number = int(documents[np.argmax(long)])
-        raise TooLong(number, int(length[np.argmax(long)]) + 1, seq_len, too_long)
+        raise DocumentTooLong(number, int(length[np.argmax(long)]) + 1, seq_len, too_long)
     keep = length >= 1
     if long_samples == "drop":
         keep &= ~long
@@ -92,10 +92,10 @@ def cut(bounds: np.ndarray, documents: np.ndarray, seq_len: int, long_samples: L
         start = np.repeat(start, parts) + skipped
         length = np.minimum(np.repeat(length, parts) - skipped, seq_len)
         document = np.repeat(document, parts)
-    return Pieces(start, length, document, too_long, too_short)
+    return DocumentChunks(start, length, document, too_long, too_short)
 
 
-class TooLong(DloError):
+class DocumentTooLong(DloError):
     """Raised if a document does not fit a window, and the policy is ``error``."""
 
     def __init__(self, document: int, tokens: int, seq_len: int, count: int, place: str | None = None) -> None:
@@ -106,12 +106,12 @@ class TooLong(DloError):
             " truncate, split or drop"
         )
 
-    def at(self, place: str) -> TooLong:
+    def with_location(self, place: str) -> DocumentTooLong:
         """Returns this error with the document's file and line."""
-        return TooLong(self.document, self.tokens, self.seq_len, self.count, place)
+        return DocumentTooLong(self.document, self.tokens, self.seq_len, self.count, place)
 
 
-def count_targets(learned: np.ndarray, pieces: Pieces) -> np.ndarray:
+def count_targets(learned: np.ndarray, pieces: DocumentChunks) -> np.ndarray:
     """Returns the number of targets of each piece, int64 [P].
 
     Args:
@@ -129,7 +129,7 @@ def count_targets(learned: np.ndarray, pieces: Pieces) -> np.ndarray:
     return counts
 
 
-def best_fit(lengths: np.ndarray, capacity: int) -> Packing:
+def pack_best_fit(lengths: np.ndarray, capacity: int) -> WindowAssignment:
     """Packs pieces by best-fit decreasing; equal lengths keep their order, so that the result is deterministic.
 
     Windows with the same free space are handled together: a length goes into all of them at once, as often as it fits.
@@ -179,7 +179,7 @@ def best_fit(lengths: np.ndarray, capacity: int) -> Packing:
             whole = placed // each
             _add_windows(by_space, levels, level - each * length, some[:whole])
             _add_windows(by_space, levels, level - (placed - whole * each) * length, some[whole:])
-    return Packing(window, offset, windows)
+    return WindowAssignment(window, offset, windows)
 
 
 def _take_windows(chunks: list[np.ndarray], count: int) -> tuple[np.ndarray, list[np.ndarray]]:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from dlo_framework.errors import DloError
-from dlo_tasks.llm.encode import encode_open
+from dlo_tasks.llm.tokenization import encode_without_end
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
@@ -22,16 +22,16 @@ _TABLE = re.compile(
 _NAME = "max_position_embeddings"
 
 
-def positions_of(config: PretrainedConfig) -> int | None:
+def max_positions(config: PretrainedConfig) -> int | None:
     """Returns the number of positions in a config; None if it has none."""
     number = getattr(config.get_text_config(decoder=True), _NAME, None)
     return number if isinstance(number, int) and number > 0 else None
 
 
-def rows_of_positions(model: PreTrainedModel) -> int | None:
+def position_table_size(model: PreTrainedModel) -> int | None:
     """Returns the size of a model's position table; None for a model that computes positions, as with RoPE."""
     tensors = [name for part in (model.named_parameters(), model.named_buffers()) for name, _ in part]
-    return positions_of(model.config) if any(map(_TABLE.search, tensors)) else None
+    return max_positions(model.config) if any(map(_TABLE.search, tensors)) else None
 
 
 def check_windows(model: PreTrainedModel, seq_len: Any, *, trained: bool) -> None:
@@ -47,18 +47,18 @@ def check_windows(model: PreTrainedModel, seq_len: Any, *, trained: bool) -> Non
     Raises:
         DloError: If its position table is shorter.
     """
-    number = positions_of(model.config)
+    number = max_positions(model.config)
     if number is None or not isinstance(seq_len, int) or seq_len <= number:
         return
     name = model.config.get_text_config(decoder=True).attribute_map.get(_NAME, _NAME)
     fix = f"set data.init_args.seq_len to at most {number}" + ("" if trained else f", or config.{name} to {seq_len}")
-    if rows_of_positions(model) is not None:
+    if position_table_size(model) is not None:
         raise DloError(f"seq_len must be at most the model's {number} positions ({name}), got {seq_len}; {fix}")
     if not _is_stretched(model.config):
         rank_zero_warn(f"seq_len {seq_len} exceeds the {number} positions that the model was made for ({name}); {fix}")
 
 
-def check_room(model: PreTrainedModel, prompt: int, new: int) -> None:
+def check_generation_length(model: PreTrainedModel, prompt: int, new: int) -> None:
     """Checks that a model has a position for each token of a prompt and its completion.
 
     Args:
@@ -69,7 +69,7 @@ def check_room(model: PreTrainedModel, prompt: int, new: int) -> None:
     Raises:
         DloError: If its position table is shorter.
     """
-    number = rows_of_positions(model)
+    number = position_table_size(model)
     if number is not None and prompt + new - 1 > number:
         room = number - prompt + 1
         fix = f"set sampling.max_new_tokens to at most {room}" if room > 0 else "shorten the prompt"
@@ -80,7 +80,7 @@ def check_room(model: PreTrainedModel, prompt: int, new: int) -> None:
 
 
 def check_prompts(model: PreTrainedModel, prompts: Sequence[str], tokenizer: Any, new: int) -> None:
-    """Checks that a model has enough positions for prompts and their completions; see :func:`check_room`.
+    """Checks that a model has enough positions for prompts and their completions; see :func:`check_generation_length`.
 
     Args:
         model: Model, possibly on the meta device.
@@ -92,8 +92,8 @@ def check_prompts(model: PreTrainedModel, prompts: Sequence[str], tokenizer: Any
         DloError: If its position table is shorter.
     """
     if prompts:
-        rows = [[0]] if tokenizer is None else encode_open(tokenizer, list(prompts))
-        check_room(model, max(map(len, rows)), new)
+        rows = [[0]] if tokenizer is None else encode_without_end(tokenizer, list(prompts))
+        check_generation_length(model, max(map(len, rows)), new)
 
 
 def _is_stretched(config: PretrainedConfig) -> bool:

@@ -8,8 +8,8 @@ from typing import Any
 
 from dlo_framework.errors import DloError
 from dlo_tasks.llm.chat import encode_request
-from dlo_tasks.llm.encode import encode_open
-from dlo_tasks.llm.records import conversation_of, read_rows, text_of, whole_text
+from dlo_tasks.llm.records import check_conversation, check_text, read_rows, read_text
+from dlo_tasks.llm.tokenization import encode_without_end
 
 
 def read_prompts(
@@ -51,7 +51,7 @@ def _rows(path: Path) -> Iterator[tuple[int, dict[str, Any] | str]]:
     if rows is not None:
         yield from rows
         return
-    lines = whole_text(path).split("\n")
+    lines = read_text(path).split("\n")
     yield from ((number, line) for number, line in enumerate(lines, 1) if line.strip())
 
 
@@ -60,17 +60,17 @@ def _prompt(
 ) -> tuple[Any, list[int]]:
     """Returns a row's prompt, as text or messages, and as token ids."""
     if isinstance(values, str):
-        return values, encode_open(tokenizer, [values])[0]
+        return values, encode_without_end(tokenizer, [values])[0]
     wanted, of_messages, of_tools = (columns.get(name, name) for name in ("prompt", "messages", "tools"))
     prompt = values.get(wanted)
     if isinstance(prompt, str) and prompt:
-        text = text_of(prompt, wanted, where)
-        return text, encode_open(tokenizer, [text])[0]
+        text = check_text(prompt, wanted, where)
+        return text, encode_without_end(tokenizer, [text])[0]
     asked = prompt or values.get(of_messages)
     if not isinstance(asked, list) or not asked:
         raise DloError(
             f"{where}: record must have {wanted!r} (a string) or {of_messages!r}, got"
             f" {', '.join(map(repr, values)) or 'no keys'}; rename a key, or set columns, such as {{prompt: question}}"
         )
-    messages, tools = conversation_of(asked, values.get(of_tools), where)
+    messages, tools = check_conversation(asked, values.get(of_tools), where)
     return messages, encode_request(tokenizer, messages, tools, where)

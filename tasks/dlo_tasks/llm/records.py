@@ -52,7 +52,7 @@ class Record(NamedTuple):
         return int.from_bytes(hashlib.blake2b(plain.encode(errors="surrogatepass"), digest_size=8).digest())
 
 
-def expand(patterns: str | Sequence[str], option: str) -> list[Path]:
+def expand_patterns(patterns: str | Sequence[str], option: str) -> list[Path]:
     """Returns the files that paths and globs (``**`` included) name, each once, those of a glob sorted by name.
 
     Args:
@@ -106,7 +106,7 @@ def content_hash(files: Sequence[Path]) -> str:
     return total.hexdigest()
 
 
-def place(files: Sequence[Path], file: int, row: int) -> str:
+def format_location(files: Sequence[Path], file: int, row: int) -> str:
     """Returns ``path:line``, or the path where a document is the full file."""
     return f"{files[file]}:{row}" if row else str(files[file])
 
@@ -128,7 +128,7 @@ def read_records(
     for number, path in enumerate(files):
         rows = read_rows(path, on_bytes)
         if rows is None:
-            yield Record("text", whole_text(path), None, number, 0)
+            yield Record("text", read_text(path), None, number, 0)
             on_bytes(path.stat().st_size)
             continue
         for row, values in rows:
@@ -148,7 +148,7 @@ def _kind_of_file(path: Path) -> str:
     return "lines" if suffix in _LINES else "parquet" if suffix in _PARQUET else "whole"
 
 
-def whole_text(path: Path) -> str:
+def read_text(path: Path) -> str:
     """Returns a UTF-8 file's text, without a byte order mark and with all line ends as ``\\n``.
 
     Raises:
@@ -221,13 +221,13 @@ def _record(values: dict[str, Any], columns: Mapping[str, str], file: int, row: 
         return values.get(columns.get(name, name))
 
     if of("messages") is not None:
-        messages, tools = conversation_of(of("messages"), of("tools"), where)
+        messages, tools = check_conversation(of("messages"), of("tools"), where)
         return Record("messages", messages, tools, file, row)
     if of("prompt") is not None and of("completion") is not None:
-        pair = text_of(of("prompt"), "prompt", where), text_of(of("completion"), "completion", where)
+        pair = check_text(of("prompt"), "prompt", where), check_text(of("completion"), "completion", where)
         return Record("pair", pair, None, file, row)
     if of("text") is not None:
-        return Record("text", text_of(of("text"), "text", where), None, file, row)
+        return Record("text", check_text(of("text"), "text", where), None, file, row)
     wanted = [columns.get(name, name) for name in ("messages", "prompt", "completion", "text")]
     hint = next((did_you_mean(name, wanted) for name in values if did_you_mean(name, wanted)), "")
     raise DloError(
@@ -236,7 +236,7 @@ def _record(values: dict[str, Any], columns: Mapping[str, str], file: int, row: 
     )
 
 
-def conversation_of(messages: Any, tools: Any, where: str) -> tuple[list[dict[str, Any]], Any]:
+def check_conversation(messages: Any, tools: Any, where: str) -> tuple[list[dict[str, Any]], Any]:
     """Returns a conversation's messages, checked, and its tools, or None without any.
 
     Args:
@@ -254,7 +254,7 @@ def conversation_of(messages: Any, tools: Any, where: str) -> tuple[list[dict[st
     return found, tools or None
 
 
-def text_of(value: Any, column: str, where: str) -> str:
+def check_text(value: Any, column: str, where: str) -> str:
     """Returns a record's text, checked.
 
     Raises:

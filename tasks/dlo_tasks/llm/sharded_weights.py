@@ -16,20 +16,20 @@ from typing import Any
 import torch
 from torch import nn
 
-from dlo_framework.checkpoint import SavedTensors
-from dlo_framework.checkpoint.boxes import whole
+from dlo_framework.checkpoint import LazyStateDict
+from dlo_framework.checkpoint.boxes import full_box
 from dlo_framework.checkpoint.chunks import Chunk, Key, SavedTensor
-from dlo_framework.checkpoint.saved import Source
+from dlo_framework.checkpoint.lazy_state import TensorReader
 from dlo_framework.checkpoint.tensor_file import read_header
-from dlo_framework.distributed.canonical import clean
+from dlo_framework.distributed.checkpointing import plain_name
 from dlo_framework.errors import DloError
-from dlo_tasks.llm import models
+from dlo_tasks.llm import language_models
 
 _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
 _SOURCE = "_dlo_weights_to_read"
 
 
-def prepare(model: Any, source: str | None) -> None:
+def prepare_meta_init(model: Any, source: str | None) -> None:
     """Prepares a model on the meta device for initialisation module by module; does nothing for other models.
 
     Args:
@@ -59,7 +59,7 @@ def _initialise(model: Any, module: Any, name: str) -> None:
 
 
 @torch.no_grad()
-def read(task: Any, *, resumes: bool) -> None:
+def read_weights(task: Any, *, resumes: bool) -> None:
     """Reads the weights of a model that was built on the meta device and is now sharded; only once.
 
     Args:
@@ -76,13 +76,13 @@ def read(task: Any, *, resumes: bool) -> None:
         module.__dict__.pop("reset_parameters", None)
     if source is None or resumes:
         return
-    saved = open_folder(local_folder(source))
+    saved = open_safetensors(local_folder(source))
     _take_new_names(saved, task.model)
     model = task.model
     names: dict[int, list[str]] = {}
     for part in (model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False)):
         for name, tensor in part:
-            names.setdefault(id(tensor), []).append(clean(name))
+            names.setdefault(id(tensor), []).append(plain_name(name))
     strategy = task.trainer.strategy
     held = strategy.lightning_module_state_dict()
     for own in names.values():
@@ -95,14 +95,14 @@ def read(task: Any, *, resumes: bool) -> None:
 
 def local_folder(source: str) -> Path:
     """Returns the folder of a model's files, downloaded if `source` is a hub name."""
-    if models.is_folder(source):
+    if language_models.is_folder(source):
         return Path(source).expanduser()
     from huggingface_hub import snapshot_download
 
     return Path(snapshot_download(source, allow_patterns=["*.safetensors", "*.json"]))
 
 
-def open_folder(folder: Path) -> SavedTensors:
+def open_safetensors(folder: Path) -> LazyStateDict:
     """Returns the tensors of a model's safetensors files, not read yet.
 
     Raises:
@@ -112,12 +112,14 @@ def open_folder(folder: Path) -> SavedTensors:
     for path in _files(folder):
         stored, _ = read_header(path)
         for name, place in stored.items():
-            chunks = [Chunk(whole(place.shape), path.name, place.begin, place.end)] if place.begin < place.end else []
+            chunks = (
+                [Chunk(full_box(place.shape), path.name, place.begin, place.end)] if place.begin < place.end else []
+            )
             tensors["model", name] = SavedTensor(place.dtype, place.shape, chunks)
-    return SavedTensors(Source(folder, tensors), {key[1]: key for key in tensors}, title=str(folder))
+    return LazyStateDict(TensorReader(folder, tensors), {key[1]: key for key in tensors}, title=str(folder))
 
 
-def _take_new_names(saved: SavedTensors, model: Any) -> None:
+def _take_new_names(saved: LazyStateDict, model: Any) -> None:
     """Renames stored tensors to the model's names, where transformers has changed them.
 
     transformers 5.17 to 5.23 keep the changes in `conversion_mapping`, which is not documented. Changes beyond a name
@@ -144,7 +146,7 @@ def _files(folder: Path) -> list[Path]:
     raise DloError(f"model must be a folder with {_SINGLE} or {_INDEX}, got {folder}; write it with save_pretrained")
 
 
-def _stored_name(names: list[str], saved: SavedTensors, base: str) -> str:
+def _stored_name(names: list[str], saved: LazyStateDict, base: str) -> str:
     """Returns the stored name of a parameter: tied ones have several names, and some files omit the base's prefix."""
     plain = [name.replace(".base_layer.", ".") for name in names]
     for name in [*plain, *_without(plain, base)]:

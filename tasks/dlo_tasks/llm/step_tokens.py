@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from dlo_framework.accumulation import tail
+from dlo_framework.accumulation import find_window
 from dlo_framework.data import Draw, ResumableBatchSampler, hash64
 from dlo_framework.data.sampler import InOrderBatchSampler
 from dlo_tasks.llm.batches import StepDraws
@@ -17,7 +17,7 @@ BUCKET = 50
 _BATCHES = 4  # stream of random numbers for the order of batches
 
 
-class Accumulation(NamedTuple):
+class AccumulationPlan(NamedTuple):
     """Gradient accumulation of the trainer.
 
     Attributes:
@@ -51,7 +51,7 @@ class TextBatchSampler(ResumableBatchSampler):
         *,
         targets: np.ndarray,
         lengths: np.ndarray | None,
-        accumulation: Callable[[], Accumulation],
+        accumulation: Callable[[], AccumulationPlan],
         **options: Any,
     ) -> None:
         super().__init__(size, **options)
@@ -86,7 +86,7 @@ class TextBatchSampler(ResumableBatchSampler):
             if begin < len(windows) and windows[begin][1] != size:  # DynamicBatchSize with noise_scale
                 return [None] * len(spans)
         else:
-            windows = [tail(number, size, min(batches, len(spans))) for number in range(len(spans))]
+            windows = [find_window(number, size, min(batches, len(spans))) for number in range(len(spans))]
         totals: list[int | None] = []
         for first, length in windows:
             last = min(first + max(length, 1), len(spans)) - 1
@@ -97,7 +97,7 @@ class TextBatchSampler(ResumableBatchSampler):
         indices, seeds = super()._epoch_draws()
         if self._lengths is None or not self.shuffle:
             return indices, seeds
-        order = bucketed(self._lengths[indices], self.global_batch_size, self.seed, self.epoch)
+        order = bucket_by_length(self._lengths[indices], self.global_batch_size, self.seed, self.epoch)
         return indices[order], seeds[order]
 
 
@@ -105,7 +105,7 @@ class InOrderTextBatchSampler(TextBatchSampler, InOrderBatchSampler):  # type: i
     """A :class:`TextBatchSampler` without shuffling, which Lightning recognises; see :class:`InOrderBatchSampler`."""
 
 
-def bucketed(lengths: np.ndarray, batch_size: int, seed: int, epoch: int) -> np.ndarray:
+def bucket_by_length(lengths: np.ndarray, batch_size: int, seed: int, epoch: int) -> np.ndarray:
     """Returns an order in which the samples of each batch have similar lengths.
 
     Args:

@@ -16,21 +16,21 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from dlo_framework.data import ResumableDataModule, ResumableLoader
-from dlo_framework.distributed.control import control_group
+from dlo_framework.distributed.control_group import control_group
 from dlo_framework.errors import DloError, did_you_mean
-from dlo_tasks.llm import counted
+from dlo_tasks.llm import batch_counts
 from dlo_tasks.llm.batches import PackedWindows, PaddedSamples, Prompts
-from dlo_tasks.llm.build import cached_tokens
 from dlo_tasks.llm.cache_folder import cache_folder
-from dlo_tasks.llm.chat import template_of
+from dlo_tasks.llm.chat import find_chat_template
 from dlo_tasks.llm.corpus import embedded_tokenizer, standard_library
-from dlo_tasks.llm.layout import PackingName, Statistics, lay_out, split_documents
 from dlo_tasks.llm.packing import LongSamples
 from dlo_tasks.llm.prompts import read_prompts
-from dlo_tasks.llm.records import expand, read_records
-from dlo_tasks.llm.step_tokens import Accumulation, InOrderTextBatchSampler, TextBatchSampler
+from dlo_tasks.llm.records import expand_patterns, read_records
+from dlo_tasks.llm.sample_layout import PackingName, Statistics, lay_out_samples, split_documents
+from dlo_tasks.llm.step_tokens import AccumulationPlan, InOrderTextBatchSampler, TextBatchSampler
+from dlo_tasks.llm.token_build import cached_tokens
 from dlo_tasks.llm.token_cache import TokenStore
-from dlo_tasks.llm.tokenizer import filler_id, load_tokenizer, with_template
+from dlo_tasks.llm.tokenizer import find_filler_id, load_tokenizer, set_chat_template
 
 _COLUMNS = ("messages", "tools", "prompt", "completion", "text")
 
@@ -153,7 +153,7 @@ class TextData(ResumableDataModule):
         self._loaded_from: str | None = None
         self._names: dict[str, str] | None = None  # of the caches, by split
         self._datasets: dict[str, Any] = {}
-        self._counts: dict[str, counted.Rows] = {}  # of the batch that is being moved
+        self._counts: dict[str, batch_counts.Rows] = {}  # of the batch that is being moved
 
     # --- before the run -------------------------------------------------------------------------------------
 
@@ -163,7 +163,7 @@ class TextData(ResumableDataModule):
             patterns = getattr(self, option)
             if patterns is None:
                 continue
-            files = expand(patterns, option)
+            files = expand_patterns(patterns, option)
             if option != "predict_files":
                 next(read_records(files, self.columns), None)
         if self.train_files is None:
@@ -190,17 +190,19 @@ class TextData(ResumableDataModule):
         """
         for option in ("train_files", "val_files"):
             patterns = getattr(self, option)
-            files = expand(patterns, option) if patterns is not None else []
+            files = expand_patterns(patterns, option) if patterns is not None else []
             first = next(read_records(files, self.columns), None) if files else None
             if first is not None and first.kind == "messages":
-                template_of(load_tokenizer(self._source or source, self.chat_template), f"{files[0]}:{first.row}")
+                find_chat_template(
+                    load_tokenizer(self._source or source, self.chat_template), f"{files[0]}:{first.row}"
+                )
 
     def _files(self, split: str) -> list[Path]:
         if split == "val":
-            return expand(self.val_files or [], "val_files")
+            return expand_patterns(self.val_files or [], "val_files")
         if self.train_files is None:
             return self._library
-        return expand(self.train_files, "train_files")
+        return expand_patterns(self.train_files, "train_files")
 
     def _splits(self, stage: str | None) -> list[str]:
         """Returns the splits whose files a stage reads."""
@@ -232,7 +234,7 @@ class TextData(ResumableDataModule):
                 self.tokenizer = load_tokenizer(source, self.chat_template)
             else:
                 trained = embedded_tokenizer(self._library, self.vocab_size, self.cache_dir)
-                self.tokenizer = with_template(trained, self.chat_template)
+                self.tokenizer = set_chat_template(trained, self.chat_template)
         return self.tokenizer
 
     @cached_property
@@ -246,9 +248,9 @@ class TextData(ResumableDataModule):
         self._load_tokenizer()
         if stage == "predict":
             self.check_predict()
-            files = expand(self.predict_files or [], "predict_files")
+            files = expand_patterns(self.predict_files or [], "predict_files")
             self.prompts, ids = read_prompts(files, self.tokenizer, self.columns)
-            self._datasets["predict"] = Prompts(ids, filler_id(self.tokenizer))
+            self._datasets["predict"] = Prompts(ids, find_filler_id(self.tokenizer))
             return
         names = self._agreed_names()
         wanted = ("train", "val") if stage == "fit" else ("val",)
@@ -288,14 +290,14 @@ class TextData(ResumableDataModule):
                     f"val_fraction must leave documents for {'validation' if split == 'val' else 'training'}, got"
                     f" {self.val_fraction} of {len(store)} documents; change it, or set val_files"
                 )
-        dataset, statistics = lay_out(
+        dataset, statistics = lay_out_samples(
             store,
             documents,
             self._files(origin),
             seq_len=self.seq_len,
             packing=self.packing,
             long_samples=self.long_samples,
-            filler=filler_id(self.tokenizer),
+            filler=find_filler_id(self.tokenizer),
             by_length=split == "val",
         )
         self._datasets[split], self.statistics[split] = dataset, statistics
@@ -328,14 +330,14 @@ class TextData(ResumableDataModule):
         return self.eval_loader(self._datasets["predict"], name="predict")
 
     def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
-        """Counts targets and documents while the batch is on the CPU; see :mod:`dlo_tasks.llm.counted`."""
-        self._counts = counted.count(batch)
+        """Counts targets and documents while the batch is on the CPU; see :mod:`dlo_tasks.llm.batch_counts`."""
+        self._counts = batch_counts.count_rows(batch)
         return batch
 
     def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
         """Attaches the counts to the batch's tensors."""
         counts, self._counts = self._counts, {}
-        counted.leave(batch, counts)
+        batch_counts.attach_counts(batch, counts)
         return batch
 
     def _held_out(self, name: str) -> Any:
@@ -376,16 +378,16 @@ class TextData(ResumableDataModule):
         return hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
 
 
-def _accumulation_of(module: LightningDataModule) -> Callable[[], Accumulation]:
+def _accumulation_of(module: LightningDataModule) -> Callable[[], AccumulationPlan]:
     """Returns a function that reads the trainer's accumulation; it holds only a weak reference to the datamodule."""
     reference = weakref.ref(module)
 
-    def read() -> Accumulation:
+    def read() -> AccumulationPlan:
         owner = reference()
         trainer: Trainer | None = owner.trainer if owner is not None else None
         if trainer is None:
-            return Accumulation(1, float("inf"))
+            return AccumulationPlan(1, float("inf"))
         batches = trainer.num_training_batches
-        return Accumulation(int(trainer.accumulate_grad_batches), batches or float("inf"))
+        return AccumulationPlan(int(trainer.accumulate_grad_batches), batches or float("inf"))
 
     return read

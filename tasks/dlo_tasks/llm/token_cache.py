@@ -59,7 +59,7 @@ class Document(NamedTuple):
     row: int
 
 
-class BadCache(DloError):
+class DamagedTokenCache(DloError):
     """Raised for a token cache that is truncated, damaged, or of another format."""
 
     def __init__(self, path: Path, what: str) -> None:
@@ -170,7 +170,7 @@ def write_store(path: Path, documents: Iterable[Document], vocab_size: int) -> N
         os.fsync(file.fileno())
 
 
-def verify(path: Path) -> None:
+def verify_checksum(path: Path) -> None:
     """Verifies the checksum of a cache file.
 
     Raises:
@@ -183,7 +183,7 @@ def verify(path: Path) -> None:
         while chunk := file.read(_CHUNK):
             crc = zlib.crc32(chunk, crc)
     if crc != expected:
-        raise BadCache(path, "is damaged: its checksum is wrong")
+        raise DamagedTokenCache(path, "is damaged: its checksum is wrong")
 
 
 class _Body:
@@ -203,13 +203,13 @@ def _read_header(path: Path) -> dict[str, Any]:
     with open(path, "rb") as file:
         head = file.read(_HEADER)
     if not head.startswith(_MAGIC):
-        raise BadCache(path, "is not of this format")
+        raise DamagedTokenCache(path, "is not of this format")
     if len(head) < _HEADER or hashlib.sha256(head[40:]).digest() != head[8:40]:
-        raise BadCache(path, "has a damaged header")
+        raise DamagedTokenCache(path, "has a damaged header")
     header: dict[str, Any] = json.loads(head[40:])
     size = path.stat().st_size
     if size != header["size"]:
-        raise BadCache(path, f"is truncated: {size} of {header['size']} bytes")
+        raise DamagedTokenCache(path, f"is truncated: {size} of {header['size']} bytes")
     return header
 
 

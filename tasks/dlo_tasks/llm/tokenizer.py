@@ -17,7 +17,7 @@ def has_tokenizer(folder: Path) -> bool:
     return any((folder / name).is_file() for name in _FILES)
 
 
-def need_transformers() -> None:
+def require_transformers() -> None:
     """Raises DloError if transformers is not installed."""
     try:
         import transformers  # noqa: F401
@@ -35,7 +35,7 @@ def load_tokenizer(source: str, chat_template: str | None = None) -> Any:
     Raises:
         DloError: If the tokenizer is missing, or has no fast implementation.
     """
-    need_transformers()
+    require_transformers()
     from transformers import AutoTokenizer
 
     folder = Path(source).expanduser()
@@ -57,10 +57,10 @@ def load_tokenizer(source: str, chat_template: str | None = None) -> Any:
             f"tokenizer must be a fast one (tokenizer.json), which returns tokens' offsets in the text, got"
             f" {source!r}; convert it with transformers, or set another"
         )
-    return with_template(tokenizer, chat_template)
+    return set_chat_template(tokenizer, chat_template)
 
 
-def with_template(tokenizer: Any, chat_template: str | None) -> Any:
+def set_chat_template(tokenizer: Any, chat_template: str | None) -> Any:
     """Returns the tokenizer with the chat template of a file; unchanged where ``chat_template`` is None.
 
     Raises:
@@ -94,7 +94,7 @@ def vocabulary_size(tokenizer: Any) -> int:
     return 1 + max(tokenizer.get_vocab().values(), default=-1)
 
 
-def filler_id(tokenizer: Any) -> int:
+def find_filler_id(tokenizer: Any) -> int:
     """Returns the id for unused positions: the padding token, else the end-of-text token, else 0."""
     found = [tokenizer.pad_token_id, tokenizer.eos_token_id, 0]
     return int(next(token for token in found if token is not None))

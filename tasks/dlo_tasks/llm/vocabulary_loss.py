@@ -8,7 +8,8 @@ Departures: tokens without a target are removed first, soft-capping (Gemma 2) is
 On a CPU a chunk fits the caches, with logits `[V, n]`. On an accelerator it is as large as a budget of logits allows,
 with logits `[n, V]`, so that few kernels are launched; the host never waits for the device.
 
-The vocabulary of a head may be split over ranks (tensor parallelism): see :mod:`dlo_framework.distributed.vocabulary`.
+The vocabulary of a head may be split over ranks (tensor parallelism): see
+:mod:`dlo_framework.distributed.vocab_parallel`.
 
 torch 2.15 has `torch.nn.functional.linear_cross_entropy`, which also works in chunks, without soft-capping;
 `benchmarks/vocabulary_loss.py` compares both.
@@ -31,11 +32,11 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
-from dlo_framework.distributed.vocabulary import VocabularyShard, exp_and_losses, shard_of
+from dlo_framework.distributed.vocab_parallel import VocabularyShard, exp_and_losses, shard_of
 from dlo_framework.errors import DloError
 
 #: Label of a token without a target, as in transformers and torch.
-NO_TARGET = -100
+IGNORE_INDEX = -100
 #: Maximum tokens and logits of a chunk on a CPU: large enough for efficient matrix products.
 CHUNK_TOKENS, CHUNK_LOGITS = 256, 2**25
 #: Maximum logits of a chunk on an accelerator: 2,048 tokens of a vocabulary of 131,072.
@@ -78,9 +79,9 @@ class VocabularyHead:
         logits.
         """
         if self.shard is None:
-            return F.cross_entropy(self.logits(hidden), targets, ignore_index=NO_TARGET, reduction="sum")
+            return F.cross_entropy(self.logits(hidden), targets, ignore_index=IGNORE_INDEX, reduction="sum")
         losses = self.shard.cross_entropy(self.own_logits(hidden), targets)
-        return losses.masked_fill(targets == NO_TARGET, 0).sum()
+        return losses.masked_fill(targets == IGNORE_INDEX, 0).sum()
 
     def own_logits(self, hidden: Tensor) -> Tensor:
         """Returns the logits of a few tokens over this rank's shard of the vocabulary, `[n, v]` in float32."""
@@ -153,7 +154,7 @@ def summed_loss(
     Args:
         head: Head of the model.
         hidden: Hidden states, `[N, D]`: the last block's normalised output.
-        targets: Target ids, `[N]`; :data:`NO_TARGET` for tokens without one.
+        targets: Target ids, `[N]`; :data:`IGNORE_INDEX` for tokens without one.
         chunk: Tokens per chunk; by default computed from the vocabulary size.
         count: Number of targets, if known. Otherwise a CPU counts them, and an accelerator computes the logits of all
             tokens, because reading the number would wait for the device.
@@ -166,7 +167,7 @@ def summed_loss(
     if isinstance(hidden, FakeTensor):  # No values or memory, as in FLOP counting.
         return head.summed(hidden, targets)
     if head.is_gathered:
-        return whole_loss(head, hidden, targets)
+        return full_logits_loss(head, hidden, targets)
     if head.shard is not None:
         hidden = head.shard.enter(hidden)
     kernel = kernel or default_kernel(hidden.device)
@@ -199,20 +200,20 @@ def _check_head(head: VocabularyHead, kernel: Kernel | None) -> None:
 
 
 @torch.no_grad()
-def measure(head: VocabularyHead, hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+def token_losses_and_hits(head: VocabularyHead, hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
     """Returns each token's cross-entropy, `[N]` in float32, and whether its target has the highest logit, `[N]`.
 
     Args:
         head: Head of the model.
         hidden: Hidden states, `[N, D]`.
-        targets: Target ids, `[N]`; :data:`NO_TARGET` has loss 0 and is never a hit.
+        targets: Target ids, `[N]`; :data:`IGNORE_INDEX` has loss 0 and is never a hit.
     """
     losses = torch.zeros(targets.shape, device=hidden.device)
     hits = torch.zeros(targets.shape, dtype=torch.bool, device=hidden.device)
     if head.is_gathered:
         chunks: Any = [slice(None)]
     elif _on_host(hidden.device):
-        chunks = torch.nonzero(targets != NO_TARGET).flatten().split(CHUNK_TOKENS)
+        chunks = torch.nonzero(targets != IGNORE_INDEX).flatten().split(CHUNK_TOKENS)
     else:  # Only the device knows the targets.
         rows = _chunk(_width(head), len(targets), "rows")
         chunks = [slice(start, start + rows) for start in range(0, len(targets), rows)]
@@ -220,13 +221,13 @@ def measure(head: VocabularyHead, hidden: Tensor, targets: Tensor) -> tuple[Tens
         of_these = targets[some]
         if head.shard is None:
             logits = head.logits(hidden[some])
-            losses[some] = F.cross_entropy(logits, of_these, ignore_index=NO_TARGET, reduction="none")
+            losses[some] = F.cross_entropy(logits, of_these, ignore_index=IGNORE_INDEX, reduction="none")
             best = logits.argmax(dim=1)
         else:
             logits = head.own_logits(hidden[some])
-            losses[some] = head.shard.cross_entropy(logits, of_these).masked_fill(of_these == NO_TARGET, 0)
-            best = head.shard.highest(logits)
-        hits[some] = (best == of_these) & (of_these != NO_TARGET)
+            losses[some] = head.shard.cross_entropy(logits, of_these).masked_fill(of_these == IGNORE_INDEX, 0)
+            best = head.shard.argmax(logits)
+        hits[some] = (best == of_these) & (of_these != IGNORE_INDEX)
     return losses, hits
 
 
@@ -239,7 +240,7 @@ def _with_targets(hidden: Tensor, targets: Tensor, count: int | None, *, waits: 
     """Removes the tokens without a target; keeps all if only the device knows them, unless the caller `waits`."""
     if count == len(targets) or (count is None and not waits):
         return hidden, targets
-    are = targets != NO_TARGET
+    are = targets != IGNORE_INDEX
     if count is None or are.device.type not in ("cpu", "cuda"):  # Others (MPS in torch 2.11) lack it.
         keep = torch.nonzero(are).flatten()
     else:
@@ -315,7 +316,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             buffer: Tensor | None = None
             for start in range(0, len(targets), rows):
                 h, t = hidden[start : start + rows].to(dtype), targets[start : start + rows, None]
-                ignored = None if complete else t == NO_TARGET
+                ignored = None if complete else t == IGNORE_INDEX
                 if kernel == "columns":
                     if buffer is None or buffer.shape[1] != len(h):
                         buffer = torch.empty(weight.shape[0], len(h), dtype=dtype, device=hidden.device)
@@ -461,7 +462,7 @@ def _losses_and_slope(
         total = values.sum(dim=1, keepdim=True)
         losses = total.log() + highest - at_target
     else:
-        columns, own = shard.place(targets)
+        columns, own = shard.locate_targets(targets)
         losses, total = exp_and_losses(values, columns, own, shard.communicator)
     if not need_slope:
         return losses, None
@@ -509,12 +510,12 @@ def _by_liger(linear: Any, hidden: Tensor, targets: Tensor, softcap: float | Non
     from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss
 
     loss = LigerFusedLinearCrossEntropyLoss(
-        ignore_index=NO_TARGET, reduction="sum", softcap=softcap, accum_dtype=torch.float32
+        ignore_index=IGNORE_INDEX, reduction="sum", softcap=softcap, accum_dtype=torch.float32
     )
     found: Tensor = loss(linear.weight, hidden, targets, linear.bias)
     return found
 
 
-def whole_loss(head: VocabularyHead, hidden: Tensor, targets: Tensor) -> Tensor:
+def full_logits_loss(head: VocabularyHead, hidden: Tensor, targets: Tensor) -> Tensor:
     """Returns the result of :func:`summed_loss`, computed from the logits of all tokens at once."""
     return head.summed(hidden if head.shard is None else head.shard.enter(hidden), targets)

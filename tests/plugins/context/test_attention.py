@@ -10,9 +10,9 @@ from torch import Tensor
 
 from dlo_framework.testing import run_distributed
 from dlo_plugins.context import ulysses
-from dlo_plugins.context.kernels import Score
-from dlo_plugins.context.layout import join_parts, take_chunks
-from dlo_plugins.context.sequence import SharedSequence
+from dlo_plugins.context.block_attention import Score
+from dlo_plugins.context.sequence_layout import concat_shards, shard_sequence
+from dlo_plugins.context.shared_sequence import SharedSequence
 
 B, H, D, LENGTH = 3, 4, 8, 45
 
@@ -79,10 +79,10 @@ def _worst_errors(rank: int, ranks: int, method: str) -> dict[str, float]:
             expected[0] = expected[0] * batch["attention_mask"][:, None, :, None]
 
         sequence.shard(batch)
-        mine = [take_chunks(x, rank, ranks, 2).to(dtype).requires_grad_() for x in (q, k, v)]
+        mine = [shard_sequence(x, rank, ranks, 2).to(dtype).requires_grad_() for x in (q, k, v)]
         part = sequence.attention(*mine, score, window)
-        part.backward(take_chunks(grad, rank, ranks, 2).to(dtype))
-        found = [join_parts(gathered(x, ranks), 2)[:, :, :LENGTH] for x in (part.detach(), *(x.grad for x in mine))]
+        part.backward(shard_sequence(grad, rank, ranks, 2).to(dtype))
+        found = [concat_shards(gathered(x, ranks), 2)[:, :, :LENGTH] for x in (part.detach(), *(x.grad for x in mine))]
         if "attention_mask" in batch:
             found[0] = found[0] * batch["attention_mask"][:, None, :, None]
         for got, wanted in zip(found, expected, strict=True):
@@ -118,7 +118,7 @@ def _dropout(rank: int, ranks: int, method: str) -> None:
     generator = torch.Generator().manual_seed(1)
     shapes = [(B, heads, length, D) for heads in (H, 2, 2, H)]
     q, k, v, grad = (
-        take_chunks(torch.randn(shape, generator=generator, dtype=torch.float64), rank, ranks, 2) for shape in shapes
+        shard_sequence(torch.randn(shape, generator=generator, dtype=torch.float64), rank, ranks, 2) for shape in shapes
     )
     v.requires_grad_()
     exact = sequence.attention(q, k, v, score, None)

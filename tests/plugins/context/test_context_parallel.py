@@ -17,7 +17,7 @@ from dlo_framework.testing import run_distributed
 from dlo_plugins.appliers.activation_checkpoint import ActivationCheckpoint
 from dlo_plugins.appliers.context_parallel import ContextParallel
 from dlo_plugins.fsdp.recompute import recompute
-from dlo_tasks.llm.plans import plan_for
+from dlo_tasks.llm.language_plans import plan_for
 
 LAYERS, WIDTH, HEADS, KV_HEADS, VOCABULARY = 3, 32, 4, 2, 50
 SIZES = {"hidden_size": WIDTH, "num_hidden_layers": LAYERS, "num_attention_heads": HEADS, "vocab_size": VOCABULARY}
@@ -160,7 +160,7 @@ def _other_uses(rank: int, ranks: int) -> None:
     whole = reference(batch["input_ids"]).logits
     with pytest.raises(DloError, match=r"got one that was not; pass it through\s+shard_batch"):
         model(batch["input_ids"])
-    with applier.local():  # as if nothing were shared, padding on the left included
+    with applier.use_full_sequences():  # as if nothing were shared, padding on the left included
         mask = torch.ones_like(batch["input_ids"])
         mask[0, :5] = 0
         ours, theirs = (m(batch["input_ids"], attention_mask=mask).logits for m in (model, reference))
@@ -186,7 +186,7 @@ def _other_uses(rank: int, ranks: int) -> None:
     assert applier.sequence is None
     assert applier.shard_batch(batch) is batch
     assert reference.config._attn_implementation == "sdpa"
-    with applier.local():
+    with applier.use_full_sequences():
         assert torch.equal(reference(batch["input_ids"]).logits, whole)
 
 

@@ -11,10 +11,10 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dlo_plugins.context import kernels
-from dlo_plugins.context.blockwise import Output, merge
+from dlo_plugins.context import block_attention
+from dlo_plugins.context.block_attention import Dropout, Score
+from dlo_plugins.context.blockwise import MergedOutput, merge
 from dlo_plugins.context.fused import CUDA_CUDNN, CUDA_EFFICIENT, CUDA_FLASH, Block, Result, kernel_for
-from dlo_plugins.context.kernels import Dropout, Score
 from dlo_plugins.context.visibility import PairMask
 
 B, H, K, D = 2, 4, 2, 8
@@ -40,7 +40,7 @@ def reference(q: Tensor, k: Tensor, v: Tensor, score: Score, mask: Tensor | None
 @pytest.mark.parametrize("view", ["all", "causal", "some"])
 def test_a_block_is_the_softmax_of_the_whole(kind: str, view: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if kind == "few scores":
-        monkeypatch.setattr(kernels, "_SCORES", 3 * B * H * 7)
+        monkeypatch.setattr(block_attention, "_SCORES", 3 * B * H * 7)
     score = Score(0.3, None if kind == "fused" else 1.5)
     q, k, v = inputs(7, 7, 12 if kind == "wide values" else D)
     assert (kernel_for(q, v, view == "some") is None) == (kind == "wide values")
@@ -56,15 +56,15 @@ def test_a_block_is_the_softmax_of_the_whole(kind: str, view: str, monkeypatch: 
     expected = torch.autograd.grad(out, (q, k, v), grad)
     with torch.no_grad():
         given = None if view == "causal" or mask is None else PairMask(mask)
-        found = kernels.forward(q, k, v, score, view == "causal", given)
-        grads = kernels.backward(grad, q, k, v, *found, score, view == "causal", given)
+        found = block_attention.forward(q, k, v, score, view == "causal", given)
+        grads = block_attention.backward(grad, q, k, v, *found, score, view == "causal", given)
     torch.testing.assert_close(found, (out, lse))
     torch.testing.assert_close(grads, expected)
 
 
 @pytest.mark.parametrize("scores", [2**24, 3 * B * H * 7])
 def test_dropout_is_the_same_in_forward_and_backward(scores: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernels, "_SCORES", scores)
+    monkeypatch.setattr(block_attention, "_SCORES", scores)
     q, k, v = (x.requires_grad_() for x in inputs(7, 7))
     mask = torch.ones(7, 7, dtype=torch.bool).tril()
     score, dropout = Score(0.3), Dropout(0.4, seed=5)
@@ -77,8 +77,8 @@ def test_dropout_is_the_same_in_forward_and_backward(scores: int, monkeypatch: p
     grad = torch.randn(out.shape, dtype=out.dtype, generator=torch.Generator().manual_seed(2))
     expected = torch.autograd.grad(out, (q, k, v), grad)
     with torch.no_grad():
-        found, lse = kernels.forward(q, k, v, score, True, None, dropout)
-        grads = kernels.backward(grad, q, k, v, found, lse, score, True, None, dropout)
+        found, lse = block_attention.forward(q, k, v, score, True, None, dropout)
+        grads = block_attention.backward(grad, q, k, v, found, lse, score, True, None, dropout)
     torch.testing.assert_close((found, lse), (out, scaled.logsumexp(-1)))
     torch.testing.assert_close(grads, expected)
 
@@ -93,16 +93,16 @@ def test_blocks_add_up_and_those_that_see_nothing_add_nothing(softcap: float | N
     out, lse = reference(q, k, v, score, mask)
     grad = torch.randn(out.shape, dtype=out.dtype, generator=torch.Generator().manual_seed(2))
     expected = torch.autograd.grad(out, (q, k, v), grad)
-    whole = Output(q, D)
+    whole = MergedOutput(q, D)
     blocks = [slice(0, 4), slice(4, 8), slice(8, 12)]
     with torch.no_grad():
         for at in blocks:
-            part = kernels.forward(q, k[:, :, at], v[:, :, at], score, False, PairMask(mask[..., at]))
+            part = block_attention.forward(q, k[:, :, at], v[:, :, at], score, False, PairMask(mask[..., at]))
             whole.add(slice(0, 5), *part)
         torch.testing.assert_close((whole.value(), whole.lse), (out, lse))
         dq = torch.zeros_like(q)
         for at in blocks:
-            part = kernels.backward(
+            part = block_attention.backward(
                 grad, q, k[:, :, at], v[:, :, at], whole.value(), whole.lse, score, False, PairMask(mask[..., at])
             )
             dq += part[0]
@@ -154,7 +154,7 @@ class Operators(TorchDispatchMode):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_half_precisions_are_summed_in_float32(dtype: torch.dtype) -> None:
     q, k, v = inputs(16, 16, dtype=dtype)
-    out, lse = kernels.forward(q, k, v, Score(0.3), True, None)
+    out, lse = block_attention.forward(q, k, v, Score(0.3), True, None)
     assert (out.dtype, lse.dtype) == (dtype, torch.float32)
     mask = torch.ones(16, 16, dtype=torch.bool).tril()[None, None]
     expected, _ = reference(q.double(), k.double(), v.double(), Score(0.3), mask)
@@ -207,15 +207,15 @@ def test_cuda_kernels_are_what_is_written_out(dtype: torch.dtype, view: str) -> 
     halves = CUDA_CUDNN if CUDA_CUDNN.fits(q, v, False) else CUDA_FLASH
     assert kernel is (CUDA_EFFICIENT if efficient else halves)
     causal, score = view == "causal", Score(0.3)
-    found = kernels.forward(q, k, v, score, causal, mask)
+    found = block_attention.forward(q, k, v, score, causal, mask)
     exact = tuple(x.double() for x in (q, k, v))
-    expected = kernels.forward(*exact, score, causal, mask)
+    expected = block_attention.forward(*exact, score, causal, mask)
     grad = torch.randn_like(found[0])
     # Log-sum-exps of more blocks than this one, and not those of the kernel's own forward.
     lse = torch.logaddexp(expected[1], torch.zeros_like(expected[1]))
     out = expected[0] * (expected[1] - lse).exp()[..., None]
-    grads = kernels.backward(grad, q, k, v, out.to(dtype), lse.float(), score, causal, mask)
-    exact_grads = kernels.backward(grad.double(), *exact, out, lse, score, causal, mask)
+    grads = block_attention.backward(grad, q, k, v, out.to(dtype), lse.float(), score, causal, mask)
+    exact_grads = block_attention.backward(grad.double(), *exact, out, lse, score, causal, mask)
     limit = 1e-5 if dtype == torch.float32 else 3e-2
     for got, wanted in zip((found[0], *grads), (expected[0], *exact_grads), strict=True):
         assert (got.double() - wanted).norm() / wanted.norm() < limit

@@ -4,27 +4,27 @@ import pytest
 import torch
 
 from dlo_framework.errors import DloError
-from dlo_plugins.context.layout import chunks_of, join_parts, prepare, take_chunks
-from dlo_plugins.context.visibility import Seen, documents_of
+from dlo_plugins.context.sequence_layout import chunks_of, concat_shards, pad_batch, shard_sequence
+from dlo_plugins.context.visibility import Visibility, find_documents
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 def test_parts_join_to_the_whole(ranks: int) -> None:
     whole = torch.arange(3 * 12 * ranks * 2).view(3, 12 * ranks, 2)
-    parts = [take_chunks(whole, rank, ranks) for rank in range(ranks)]
+    parts = [shard_sequence(whole, rank, ranks) for rank in range(ranks)]
     assert all(part.shape == (3, 12, 2) for part in parts)
-    assert torch.equal(join_parts(parts), whole)
+    assert torch.equal(concat_shards(parts), whole)
 
 
 def test_a_rank_holds_a_chunk_of_the_head_and_one_of_the_tail() -> None:
     assert [chunks_of(rank, 4) for rank in range(4)] == [(0, 7), (1, 6), (2, 5), (3, 4)]
-    assert take_chunks(torch.arange(8)[None], 1, 2).tolist() == [[2, 3, 4, 5]]
+    assert shard_sequence(torch.arange(8)[None], 1, 2).tolist() == [[2, 3, 4, 5]]
 
 
 @pytest.mark.parametrize("ranks", [2, 4, 8])
 def test_all_ranks_have_the_same_work(ranks: int) -> None:
-    documents = documents_of(torch.arange(16 * ranks)[None], None, 2 * ranks)
-    cost = {Seen.NOTHING: 0.0, Seen.CAUSAL: 0.5, Seen.ALL: 1.0}
+    documents = find_documents(torch.arange(16 * ranks)[None], None, 2 * ranks)
+    cost = {Visibility.NOTHING: 0.0, Visibility.CAUSAL: 0.5, Visibility.ALL: 1.0}
     work = [
         sum(cost[documents.seen(query, key)] for query in chunks_of(rank, ranks) for key in range(2 * ranks))
         for rank in range(ranks)
@@ -40,7 +40,7 @@ def test_a_length_that_does_not_fit_is_padded_with_what_has_no_target() -> None:
         "attention_mask": torch.ones(2, 5, dtype=torch.long),
         "tokens_in_step": torch.tensor(10),
     }
-    found = prepare(batch, 2)
+    found = pad_batch(batch, 2)
     assert found["labels"][0].tolist() == [7] * 5 + [-100] * 3
     assert found["position_ids"][1].tolist() == [0, 1, 2, 3, 4, 0, 1, 2]
     assert found["attention_mask"][1].tolist() == [1] * 5 + [0] * 3
@@ -51,12 +51,12 @@ def test_a_length_that_does_not_fit_is_padded_with_what_has_no_target() -> None:
 
 def test_positions_are_counted_where_there_are_none_and_spread_over_rows() -> None:
     ids = torch.zeros(2, 4, dtype=torch.long)
-    assert prepare({"input_ids": ids}, 2)["position_ids"].tolist() == [[0, 1, 2, 3]] * 2
+    assert pad_batch({"input_ids": ids}, 2)["position_ids"].tolist() == [[0, 1, 2, 3]] * 2
     shared = {"input_ids": ids, "position_ids": torch.tensor([[0, 1, 0, 1]])}
-    assert prepare(shared, 2)["position_ids"].tolist() == [[0, 1, 0, 1]] * 2
+    assert pad_batch(shared, 2)["position_ids"].tolist() == [[0, 1, 0, 1]] * 2
 
 
 @pytest.mark.parametrize("batch", [[torch.zeros(2, 4)], {"pixels": torch.zeros(2, 4)}, {"input_ids": torch.zeros(4)}])
 def test_other_batches_are_refused(batch: object) -> None:
     with pytest.raises(DloError, match=r"a batch must be a dict with `input_ids` \[B, L\]"):
-        prepare(batch, 2)
+        pad_batch(batch, 2)

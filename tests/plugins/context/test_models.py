@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from dlo_framework.testing import run_distributed
 from dlo_plugins.appliers.activation_checkpoint import ActivationCheckpoint
 from dlo_plugins.appliers.context_parallel import ContextParallel
-from dlo_tasks.llm.plans import plan_for
+from dlo_tasks.llm.language_plans import plan_for
 
 VOCABULARY, B, LENGTH = 97, 3, 43
 SIZES = {"vocab_size": VOCABULARY, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}

@@ -8,10 +8,18 @@ import torch
 from lightning.fabric.utilities import move_data_to_device
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from dlo_plugins.context import sequence, visibility
-from dlo_plugins.context.blockwise import Attention, Output, attend, attend_backward
-from dlo_plugins.context.kernels import Score
-from dlo_plugins.context.visibility import CountedTensor, Documents, PairMask, Seen, attached, count, documents_of
+from dlo_plugins.context import shared_sequence, visibility
+from dlo_plugins.context.block_attention import Score
+from dlo_plugins.context.blockwise import Attention, MergedOutput, attend, attend_backward
+from dlo_plugins.context.visibility import (
+    CountedTensor,
+    Documents,
+    PairMask,
+    Visibility,
+    count_ends,
+    find_documents,
+    read_counts,
+)
 from support.waits import Waits
 
 ROWS, LENGTH, CHUNKS = 3, 32, 8
@@ -62,30 +70,30 @@ def test_every_pair_of_chunks_is_as_the_whole_mask_has_it(kind: str, window: int
     positions = packed(generator) if "packed" in kind else torch.arange(LENGTH).repeat(ROWS, 1)
     mask = padding(generator) if "padded" in kind else None
     whole = whole_mask(positions, mask, window)
-    documents = documents_of(positions, mask, CHUNKS)
+    documents = find_documents(positions, mask, CHUNKS)
     causal = torch.ones(documents.size, documents.size, dtype=torch.bool).tril()
     for query in range(CHUNKS):
         for key in range(CHUNKS):
             expected = whole.unflatten(1, (CHUNKS, -1))[:, query].unflatten(2, (CHUNKS, -1))[:, :, key]
             seen = documents.seen(query, key, window)
-            if seen is Seen.NOTHING:
+            if seen is Visibility.NOTHING:
                 assert not expected.any()
-            elif seen is Seen.ALL:
+            elif seen is Visibility.ALL:
                 assert expected.all()
-            elif seen is Seen.CAUSAL:
+            elif seen is Visibility.CAUSAL:
                 assert (expected == causal).all()
-            found = documents.mask(query, key, window, positions.device).seen[:, 0]
+            found = documents.mask(query, key, window, positions.device).visible[:, 0]
             assert torch.equal(found.expand_as(expected), expected)
 
 
 def test_pairs_without_anything_to_see_are_found() -> None:
-    documents = documents_of(torch.arange(4).repeat(2, 8), None, CHUNKS)  # a document a chunk
+    documents = find_documents(torch.arange(4).repeat(2, 8), None, CHUNKS)  # a document a chunk
     kinds = {(q, k): documents.seen(q, k) for q in range(CHUNKS) for k in range(CHUNKS)}
-    assert all(kind is (Seen.CAUSAL if q == k else Seen.NOTHING) for (q, k), kind in kinds.items())
-    long = documents_of(torch.arange(LENGTH)[None], None, CHUNKS)
-    assert long.seen(5, 2) is Seen.ALL
-    assert long.seen(5, 4, 4) is Seen.SOME
-    assert long.seen(5, 3, 4) is Seen.NOTHING
+    assert all(kind is (Visibility.CAUSAL if q == k else Visibility.NOTHING) for (q, k), kind in kinds.items())
+    long = find_documents(torch.arange(LENGTH)[None], None, CHUNKS)
+    assert long.seen(5, 2) is Visibility.ALL
+    assert long.seen(5, 4, 4) is Visibility.SOME
+    assert long.seen(5, 3, 4) is Visibility.NOTHING
 
 
 def test_without_a_mask_documents_are_those_of_transformers() -> None:
@@ -93,7 +101,7 @@ def test_without_a_mask_documents_are_those_of_transformers() -> None:
 
     positions = torch.tensor([[0, 1, 2, 7, 8, 0, 0, 1], [3, 4, 5, 6, 7, 0, 1, 2]])
     theirs = find_packed_sequence_indices(positions)
-    starts = documents_of(positions, None, 2).starts
+    starts = find_documents(positions, None, 2).starts
     assert theirs is not None
     assert starts is not None
     assert torch.equal(starts[:, :, None] == starts[:, None], theirs[:, :, None] == theirs[:, None])
@@ -101,10 +109,10 @@ def test_without_a_mask_documents_are_those_of_transformers() -> None:
 
 def test_rows_of_a_micro_batch() -> None:
     positions = torch.stack([torch.arange(LENGTH), torch.arange(4).repeat(8)])
-    both = documents_of(positions, None, CHUNKS)
-    assert both.seen(3, 0) is Seen.SOME
-    assert both.rows(0, 1).seen(3, 0) is Seen.ALL
-    assert both.rows(1, 1).seen(3, 0) is Seen.NOTHING
+    both = find_documents(positions, None, CHUNKS)
+    assert both.seen(3, 0) is Visibility.SOME
+    assert both.rows(0, 1).seen(3, 0) is Visibility.ALL
+    assert both.rows(1, 1).seen(3, 0) is Visibility.NOTHING
 
 
 @pytest.mark.parametrize("kind", ["packed", "padded"])
@@ -113,51 +121,51 @@ def test_what_the_host_has_counted_it_does_not_ask_the_device_for(kind: str) -> 
     positions = packed(generator) if kind == "packed" else torch.arange(LENGTH).repeat(ROWS, 1)
     mask = padding(generator) if kind == "padded" else None
     given = [positions] if mask is None else [positions, mask]
-    assert attached(given) is None
-    given = moved(count(positions, mask, CHUNKS), *given)
+    assert read_counts(given) is None
+    given = moved(count_ends(positions, mask, CHUNKS), *given)
     positions, mask = given[0], None if mask is None else given[1]
     with Waits() as waits:
-        asked = documents_of(positions, mask, CHUNKS)
+        asked = find_documents(positions, mask, CHUNKS)
     assert "cpu" in waits.calls
-    ends = attached(given)
+    ends = read_counts(given)
     assert ends is not None
     visibility_host = [tensor.clone() for tensor in ends]
     with Waits() as waits:
-        documents = documents_of(positions, mask, CHUNKS, ends)
+        documents = find_documents(positions, mask, CHUNKS, ends)
     assert set(waits.calls) <= {"item"}  # of the counts, which are on the host
     for name in ("starts", "real", "first_start", "last_start", "padded"):
         one, other = getattr(asked, name), getattr(documents, name)
         assert (one is None and other is None) or torch.equal(one, other)
     assert all(torch.equal(one, other) for one, other in zip(ends, visibility_host, strict=True))
     positions[0, 0] = 7
-    assert attached(given) is None
+    assert read_counts(given) is None
 
 
 def test_counts_are_of_the_whole_batch() -> None:
     positions, mask = torch.arange(LENGTH)[None], torch.ones(1, LENGTH)
-    both = moved(count(positions, mask, CHUNKS), positions, mask)
-    assert attached(both) is not None
-    assert attached([both[0], mask.clone()]) is None
-    (alone,) = moved(count(positions, None, CHUNKS), positions)
-    assert attached([alone, both[1]]) is None
+    both = moved(count_ends(positions, mask, CHUNKS), positions, mask)
+    assert read_counts(both) is not None
+    assert read_counts([both[0], mask.clone()]) is None
+    (alone,) = moved(count_ends(positions, None, CHUNKS), positions)
+    assert read_counts([alone, both[1]]) is None
 
 
 def test_a_counted_tensor_is_plain_but_for_its_way_to_a_device() -> None:
     positions = torch.arange(LENGTH)[None]
-    told = CountedTensor.of(positions, count(positions, None, CHUNKS))
+    told = CountedTensor.attach(positions, count_ends(positions, None, CHUNKS))
     assert type(told + 1) is torch.Tensor
     assert type(told[:, 1:]) is torch.Tensor
     assert told.data_ptr() == positions.data_ptr()
-    assert attached([told.to("cpu")]) is told._ends
-    assert attached([told.clone()]) is None
+    assert read_counts([told.to("cpu")]) is told._ends
+    assert read_counts([told.clone()]) is None
     batch = {"input_ids": positions, "position_ids": told}
     (found,) = (move_data_to_device(batch, torch.device("cpu"))["position_ids"],)
     assert type(found) is torch.Tensor
-    assert attached([found]) is told._ends
+    assert read_counts([found]) is told._ends
 
 
 def moved(ends: Any, *tensors: torch.Tensor) -> list[torch.Tensor]:
-    return [CountedTensor.of(tensor, ends).to("cpu") for tensor in tensors]
+    return [CountedTensor.attach(tensor, ends).to("cpu") for tensor in tensors]
 
 
 def masks_made(documents: Documents, monkeypatch: pytest.MonkeyPatch) -> int:
@@ -167,7 +175,7 @@ def masks_made(documents: Documents, monkeypatch: pytest.MonkeyPatch) -> int:
     q = torch.randn(2, 2, LENGTH, 8)
     chunks = range(CHUNKS)
     for _ in range(2):
-        out = Output(q, 8)
+        out = MergedOutput(q, 8)
         what = Attention(documents, Score(0.3))
         attend(what, out, q, chunks, q, q, chunks)
         attend_backward(what, q, out.value(), out.lse, q, chunks, q, q, chunks, tuple(map(torch.zeros_like, (q, q, q))))
@@ -176,14 +184,14 @@ def masks_made(documents: Documents, monkeypatch: pytest.MonkeyPatch) -> int:
 
 def test_a_pairs_mask_is_made_once_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
     positions = torch.stack([torch.arange(LENGTH), torch.arange(6).repeat(6)[:LENGTH]])
-    documents = documents_of(positions, None, CHUNKS)
-    some = sum(documents.seen(q, k) is Seen.SOME for q in range(CHUNKS) for k in range(CHUNKS))
+    documents = find_documents(positions, None, CHUNKS)
+    some = sum(documents.seen(q, k) is Visibility.SOME for q in range(CHUNKS) for k in range(CHUNKS))
     assert some > 8
     assert masks_made(documents, monkeypatch) == some
     assert masks_made(documents.rows(0, 2), monkeypatch) == some
     assert masks_made(documents.rows(0, 2), monkeypatch) == 0
     monkeypatch.setattr(visibility, "KEPT_ELEMENTS", 2 * 4 * 4 * 3)  # room for three masks
-    few = documents_of(positions, None, CHUNKS)
+    few = find_documents(positions, None, CHUNKS)
     assert masks_made(few, monkeypatch) == 3 + 4 * (some - 3)
 
 
@@ -191,13 +199,13 @@ def test_a_pairs_mask_is_made_once_a_step(monkeypatch: pytest.MonkeyPatch) -> No
 def test_without_values_each_row_is_one_document(fake: bool) -> None:
     if fake:
         with FakeTensorMode():
-            documents = documents_of(torch.zeros(2, LENGTH, dtype=torch.long), None, CHUNKS)
+            documents = find_documents(torch.zeros(2, LENGTH, dtype=torch.long), None, CHUNKS)
     else:
-        documents = documents_of(torch.zeros(2, LENGTH, dtype=torch.long, device="meta"), None, CHUNKS)
+        documents = find_documents(torch.zeros(2, LENGTH, dtype=torch.long, device="meta"), None, CHUNKS)
     assert documents.plain
-    assert documents.seen(1, 0) is Seen.ALL
+    assert documents.seen(1, 0) is Visibility.ALL
 
 
 def test_another_kind_of_mapping_tells_its_documents_too() -> None:
     batch = OrderedDict(input_ids=torch.ones(1, 8), position_ids=torch.tensor([[0, 1, 2, 0, 1, 2, 3, 4]]))
-    assert len(sequence._describing(batch)) == 1
+    assert len(shared_sequence._document_tensors(batch)) == 1

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dlo_framework.errors import DloError
-from dlo_plugins.pipeline.balance import balanced_split
+from dlo_plugins.pipeline.balance import balance_stages
 from dlo_plugins.pipeline.costs import flop_costs, parameter_costs
 from support.pipeline_nets import coatnet, language, plain, resnet, vit
 
@@ -41,9 +41,9 @@ def squares(costs: list[float], counts: Any, stem: float, head: float) -> float:
 def test_no_split_has_a_cheaper_dearest_stage(costs: list[float], stages: int, stem: float, head: float) -> None:
     if stages > len(costs):
         with pytest.raises(DloError, match=f"to {len(costs)} or less"):
-            balanced_split(costs, stages, stem, head)
+            balance_stages(costs, stages, stem, head)
         return
-    counts = balanced_split(costs, stages, stem, head)
+    counts = balance_stages(costs, stages, stem, head)
     assert sum(counts) == len(costs)
     assert min(counts) >= 1
     every = itertools.product(range(1, len(costs) + 1), repeat=stages)
@@ -55,11 +55,11 @@ def test_no_split_has_a_cheaper_dearest_stage(costs: list[float], stages: int, s
 
 
 def test_stem_and_head_count() -> None:
-    assert balanced_split([1.0] * 8, 4) == [2, 2, 2, 2]
-    assert balanced_split([1.0] * 8, 4, stem=2.0, head=2.0) == [1, 3, 3, 1]
-    assert balanced_split([4.0, 1.0, 1.0, 1.0, 1.0], 2) == [1, 4]
+    assert balance_stages([1.0] * 8, 4) == [2, 2, 2, 2]
+    assert balance_stages([1.0] * 8, 4, stem=2.0, head=2.0) == [1, 3, 3, 1]
+    assert balance_stages([4.0, 1.0, 1.0, 1.0, 1.0], 2) == [1, 4]
     # Its squares are more than those of [1, 2, 3], whose dearest stage costs 11.
-    assert balanced_split([4.0, 0.0, 6.0, 8.0, 1.0, 2.0], 3) == [3, 1, 2]
+    assert balance_stages([4.0, 0.0, 6.0, 8.0, 1.0, 2.0], 3) == [3, 1, 2]
 
 
 def test_costs_by_parameters() -> None:

@@ -11,11 +11,11 @@ from torch import Tensor, nn
 from dlo_framework.errors import DloError
 from dlo_framework.plan import ParallelPlan
 from dlo_plugins.pipeline.actions import Placement
-from dlo_plugins.pipeline.assign import check, make_stages
-from dlo_plugins.pipeline.cutting import Stages, release_other_stages
-from dlo_plugins.pipeline.gates import Passage, Shapes
-from dlo_plugins.pipeline.layout import Layout
-from dlo_plugins.pipeline.leaks import LeakCheck
+from dlo_plugins.pipeline.gates import StageForward, StageShapes
+from dlo_plugins.pipeline.model_stages import Stages, release_other_stages
+from dlo_plugins.pipeline.skip_check import SkipCheck
+from dlo_plugins.pipeline.stage_assignment import check_pipeline, make_stages
+from dlo_plugins.pipeline.tensor_layout import TensorLayout
 from dlo_plugins.pipeline.tied import find_tied_groups
 from support.pipeline_nets import CASES, Case, language, plain, vit
 
@@ -24,12 +24,12 @@ CPU = torch.device("cpu")
 
 def run_stages(model: nn.Module, plan: ParallelPlan, counts: list[int], forward: Callable[[nn.Module], Any]) -> Any:
     """Runs the stages one after another, each with a model of its own that holds nothing else."""
-    hidden, shapes = None, Shapes()
+    hidden, shapes = None, StageShapes()
     for stage in range(len(counts)):
         own = copy.deepcopy(model)
         stages = Stages(own, plan, counts)
         release_other_stages(own, stages, [stage])
-        passage = Passage(own, stages, stage, CPU, hidden, shapes, True, LeakCheck() if stage else None)
+        passage = StageForward(own, stages, stage, CPU, hidden, shapes, True, SkipCheck() if stage else None)
         hidden, shapes = passage.run(lambda own=own: forward(own)), passage.known
     return hidden
 
@@ -208,9 +208,9 @@ def test_the_model_is_as_it_was_after_a_forward_and_after_an_error() -> None:
         model = Chain(kind)
         before = dict(model.named_modules())
         stages = Stages(model, CHAIN, [2, 2])
-        first = Passage(model, stages, 0, CPU, None, Shapes(), True, None)
+        first = StageForward(model, stages, 0, CPU, None, StageShapes(), True, None)
         hidden = first.run(lambda model=model: model(x))
-        second = Passage(model, stages, 1, CPU, hidden, first.known, False, LeakCheck())
+        second = StageForward(model, stages, 1, CPU, hidden, first.known, False, SkipCheck())
         if kind:
             with pytest.raises(DloError):
                 second.run(lambda model=model: model(x))
@@ -234,20 +234,20 @@ def test_the_model_is_as_it_was_after_a_forward_and_after_an_error() -> None:
 def test_what_does_not_fit_is_refused_with_a_fix(arguments: tuple[Any, ...], message: str) -> None:
     case = plain(1)
     with pytest.raises(DloError, match=message):
-        check(case.model, case.plan, *arguments)
+        check_pipeline(case.model, case.plan, *arguments)
 
 
 def test_what_fits_is_told() -> None:
     case: Case = plain(1)
-    assert check(case.model, case.plan, 2, "1F1B", 8, None, [4, 2]).first == [0, 4, 6]
-    assert check(case.model, case.plan, 3, "ZBV", 8).count == 6
+    assert check_pipeline(case.model, case.plan, 2, "1F1B", 8, None, [4, 2]).first == [0, 4, 6]
+    assert check_pipeline(case.model, case.plan, 3, "ZBV", 8).count == 6
 
 
 def test_layouts_keep_the_order_in_memory() -> None:
     picture = torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last)
     gaps = torch.randn(4, 6)[:, ::2]
     for tensor in (picture, picture.permute(2, 0, 1, 3), gaps, torch.randn(3, 1, 4).expand(3, 2, 4), torch.randn(())):
-        layout = Layout.from_tensor(tensor)
+        layout = TensorLayout.from_tensor(tensor)
         flat = layout.flatten(tensor)
         assert flat.is_contiguous()
         assert flat.shape == (tensor.numel(),)

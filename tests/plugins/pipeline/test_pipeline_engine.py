@@ -14,11 +14,11 @@ from torch import Tensor, nn
 
 from dlo_framework.errors import DloError
 from dlo_framework.testing import RankFailed, run_distributed
-from dlo_plugins.pipeline.actions import Action, Kind
-from dlo_plugins.pipeline.engine import Pipeline
-from dlo_plugins.pipeline.picture import draw_comparison, ideal
-from dlo_plugins.pipeline.schedules import FAMILIES, make_schedule
-from dlo_plugins.pipeline.spans import Measured
+from dlo_plugins.pipeline.actions import Action, ActionKind
+from dlo_plugins.pipeline.pipeline_engine import Pipeline
+from dlo_plugins.pipeline.pipeline_schedules import FAMILIES, make_schedule
+from dlo_plugins.pipeline.recorder import MeasuredCosts
+from dlo_plugins.pipeline.timeline_plot import draw_comparison, simulate_ideal
 from support.pipeline_nets import most_in_flight, plain
 
 NUMBER = 8
@@ -67,8 +67,10 @@ def _memory(rank: int, world_size: int) -> dict[str, tuple[int, int]]:
         case.step(pipeline)
         order = make_schedule(schedule, world_size, NUMBER).orders[rank]
         # Backward frees what the weight gradients do not need: of that an input gradient is the end.
-        ends = [action for action in order if action.kind is not Kind.WEIGHT]
-        whole = [Action(Kind.BACKWARD, *action[1:]) if action.kind is Kind.INPUT else action for action in ends]
+        ends = [action for action in order if action.kind is not ActionKind.WEIGHT]
+        whole = [
+            Action(ActionKind.BACKWARD, *action[1:]) if action.kind is ActionKind.INPUT else action for action in ends
+        ]
         found[schedule] = Watched.most, most_in_flight(whole)
     return found
 
@@ -128,7 +130,7 @@ def _callbacks(rank: int, world_size: int) -> None:
             assert own[-1] == ("ready", stage, True)
             last = [whole for name, _, whole in own if name == "before"]
             order = make_schedule(schedule, world_size, NUMBER).orders[rank]
-            split = [a for a in order if a.stage == stage][-1].kind is Kind.WEIGHT
+            split = [a for a in order if a.stage == stage][-1].kind is ActionKind.WEIGHT
             assert last == [False] * (NUMBER - 1) + [not split]
             assert complete[stage]
             for name, gradient in grads(stage).items():
@@ -153,11 +155,11 @@ def _recorded(rank: int, world_size: int, folder: Path) -> None:
         for row in timeline.rows:
             assert all(one.end <= other.start for one, other in itertools.pairwise(row))
             assert all(0 < item.start < item.end for item in row)
-        costs = Measured.of_step(timeline)
-        assert costs.mean(Kind.FORWARD) * known.placement.stages * NUMBER == pytest.approx(
-            sum(t.end - t.start for row in timeline.rows for t in row if t.action.kind is Kind.FORWARD)
+        costs = MeasuredCosts.from_timeline(timeline)
+        assert costs.mean(ActionKind.FORWARD) * known.placement.stages * NUMBER == pytest.approx(
+            sum(t.end - t.start for row in timeline.rows for t in row if t.action.kind is ActionKind.FORWARD)
         )
-        theory = ideal(timeline, known)
+        theory = simulate_ideal(timeline, known)
         assert theory.busy == pytest.approx(timeline.busy)
         assert timeline.makespan >= theory.makespan > max(theory.busy)
         if rank == 0:
@@ -223,7 +225,7 @@ def _many_ranks(rank: int, world_size: int) -> None:
             pipeline.rehearse(case.micro_batches, lambda batch, case=case: case.forward(case.model, batch))  # type: ignore[misc]
             case.step(pipeline)
             for name, parameter in case.model.named_parameters():
-                assert (parameter.grad is not None) == pipeline.holds(name), name
+                assert (parameter.grad is not None) == pipeline.ownership(name), name
         dist.destroy_process_group()
 
 
@@ -243,7 +245,7 @@ def _compiled(rank: int, world_size: int) -> int:
             case.model.get_submodule(name).compile(backend=counter)
     assert case.step(pipeline).item() == pytest.approx(case.alone(alone, [0.25] * 4))
     for (name, one), other in zip(case.model.named_parameters(), alone.parameters(), strict=True):
-        if pipeline.holds(name):
+        if pipeline.ownership(name):
             torch.testing.assert_close(one.grad, other.grad, rtol=1e-5, atol=1e-6)
     return counter.frame_count
 

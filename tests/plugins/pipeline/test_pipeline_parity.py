@@ -11,8 +11,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from dlo_framework.testing import run_distributed
-from dlo_plugins.pipeline.engine import Pipeline
-from dlo_plugins.pipeline.schedules import FAMILIES
+from dlo_plugins.pipeline.pipeline_engine import Pipeline
+from dlo_plugins.pipeline.pipeline_schedules import FAMILIES
 from support.pipeline_nets import CASES, Case, language, plain, vit
 
 
@@ -25,7 +25,7 @@ def check_step(
     torch.testing.assert_close(loss, expected_loss, rtol=1e-6, atol=0, msg=lambda text: f"{label}: loss: {text}")
     largest = max(parameter.grad.abs().max() for parameter in alone.parameters() if parameter.grad is not None)
     for (name, found), expected in zip(case.model.named_parameters(), alone.parameters(), strict=True):
-        if not pipeline.holds(name):
+        if not pipeline.ownership(name):
             assert found.is_meta
             assert found.grad is None
             continue
@@ -196,7 +196,7 @@ def _frozen(rank: int, world_size: int) -> None:
             case.alone(alone, [0.25] * 4)
             case.step(pipeline)
             for (name, one), other in zip(case.model.named_parameters(), alone.parameters(), strict=True):
-                if pipeline.holds(name):
+                if pipeline.ownership(name):
                     assert (one.grad is None) == (other.grad is None), name
                     if one.grad is not None:
                         torch.testing.assert_close(one.grad, other.grad, rtol=1e-6, atol=1e-7)
@@ -214,7 +214,7 @@ def _shared_by_three(rank: int, world_size: int) -> None:
     layers[3].up.weight = layers[5].up.weight = layers[1].up.weight
     alone = copy.deepcopy(case.model)
     pipeline = Pipeline(case.model, case.plan, dist.group.WORLD, split=[2, 2, 2])
-    assert all(pipeline.holds(name) and pipeline.holds.first(name) is (rank == 0) for name in names)
+    assert all(pipeline.ownership(name) and pipeline.ownership.is_first_holder(name) is (rank == 0) for name in names)
     check_step(case, pipeline, alone, [0.2, 0.3, 0.5], "shared by three")
 
 
@@ -230,7 +230,7 @@ def _tied(rank: int, world_size: int) -> None:
     case.micro_batches = batches[0]
     pipeline = Pipeline(case.model, case.plan, dist.group.WORLD)
     names = ("model.embed_tokens.weight", "lm_head.weight")
-    assert all(pipeline.holds(name) and pipeline.holds.first(name) is (rank == 0) for name in names)
+    assert all(pipeline.ownership(name) and pipeline.ownership.is_first_holder(name) is (rank == 0) for name in names)
     optimizer = torch.optim.AdamW([p for p in case.model.parameters() if not p.is_meta], lr=0.05)
     for _ in range(3):
         for last in (False, True):  # An accumulation over two steps of the pipeline.

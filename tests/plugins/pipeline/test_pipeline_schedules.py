@@ -7,19 +7,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dlo_framework.errors import DloError
-from dlo_plugins.pipeline.actions import Action, Kind, Placement
-from dlo_plugins.pipeline.schedules import (
+from dlo_plugins.pipeline.actions import Action, ActionKind, Placement
+from dlo_plugins.pipeline.pipeline_schedules import (
     FAMILIES,
     Schedule,
     forward_only,
+    make_placement,
     make_schedule,
-    placement,
     splits_backward,
 )
-from dlo_plugins.pipeline.simulate import Costs, Deadlock, dependencies, simulate, theoretical_bubble
+from dlo_plugins.pipeline.simulation import Deadlock, StageCosts, dependencies, simulate, theoretical_bubble
 from support.pipeline_nets import most_in_flight
 
-F, B, I, W = Kind.FORWARD, Kind.BACKWARD, Kind.INPUT, Kind.WEIGHT  # noqa: E741
+F, B, I, W = ActionKind.FORWARD, ActionKind.BACKWARD, ActionKind.INPUT, ActionKind.WEIGHT  # noqa: E741
 
 
 @st.composite
@@ -45,8 +45,8 @@ def test_every_action_runs_once_after_what_it_waits_for(
 ) -> None:
     stages = schedule.placement.stages
     forward, input, weight = zip(*costs[:stages], strict=True)
-    timeline = simulate(schedule, Costs(forward, input, weight, transfer))
-    ends: dict[tuple[Kind, int, int], float] = {}
+    timeline = simulate(schedule, StageCosts(forward, input, weight, transfer))
+    ends: dict[tuple[ActionKind, int, int], float] = {}
     for rank, row in enumerate(timeline.rows):
         at = 0.0
         for item in row:
@@ -83,13 +83,13 @@ def test_each_kind_runs_micro_batches_in_order(schedule: Schedule) -> None:
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 8])
 @pytest.mark.parametrize("name", FAMILIES)
 def test_equal_stages_wait_as_long_as_the_formula_says(name: str, ranks: int) -> None:
-    chunks = placement(name, ranks).stages_per_rank
+    chunks = make_placement(name, ranks).stages_per_rank
     for number in (2 * ranks, 4 * ranks):
         for whole in ((1.0, 1.0, 1.0), (1.0, 1.5, 0.5), (2.0, 2.0, 1.0)):
             if chunks == 2 and splits_backward(name) and len(set(whole)) > 1:
                 continue
             part = [cost / chunks for cost in whole]
-            timeline = simulate(make_schedule(name, ranks, number), Costs.equal(ranks * chunks, *part))
+            timeline = simulate(make_schedule(name, ranks, number), StageCosts.equal(ranks * chunks, *part))
             expected = number * sum(whole) + theoretical_bubble(name, ranks, number, whole, chunks)
             assert timeline.makespan == pytest.approx(expected), whole
             assert timeline.bubble == pytest.approx(1 - number * sum(whole) / expected)
@@ -135,7 +135,7 @@ def test_torch_has_the_same_orders() -> None:
 def test_evaluation_runs_any_number(ranks: int, chunks: int, number: int) -> None:
     for where in (Placement(ranks, chunks), Placement(ranks, 2, "v")):
         schedule = forward_only(where, number)
-        simulate(schedule, Costs.equal(where.stages))
+        simulate(schedule, StageCosts.equal(where.stages))
         counted = Counter((a.stage, a.micro_batch) for order in schedule.orders for a in order)
         assert counted == {(stage, n): 1 for stage in range(where.stages) for n in range(number)}
 
@@ -143,7 +143,7 @@ def test_evaluation_runs_any_number(ranks: int, chunks: int, number: int) -> Non
 def test_a_deadlock_is_found() -> None:
     orders = ((Action(B, 0, 0), Action(F, 0, 0)), (Action(F, 1, 0), Action(B, 1, 0)))
     with pytest.raises(Deadlock, match=r"rank 0 at B0\.0, rank 1 at F1\.0 wait for one another"):
-        simulate(Schedule("wrong", Placement(2), 1, orders), Costs.equal(2))
+        simulate(Schedule("wrong", Placement(2), 1, orders), StageCosts.equal(2))
 
 
 @pytest.mark.parametrize(

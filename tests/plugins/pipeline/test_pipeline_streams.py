@@ -15,12 +15,12 @@ import pytest
 import torch
 
 from dlo_plugins.pipeline import transport
-from dlo_plugins.pipeline.actions import Kind
+from dlo_plugins.pipeline.actions import ActionKind
 from dlo_plugins.pipeline.exchange import Exchange
-from dlo_plugins.pipeline.layout import Layout
-from dlo_plugins.pipeline.schedules import FAMILIES, Schedule, make_schedule
+from dlo_plugins.pipeline.pipeline_schedules import FAMILIES, Schedule, make_schedule
+from dlo_plugins.pipeline.tensor_layout import TensorLayout
 
-_LAYOUT = Layout.from_tensor(torch.zeros(2, requires_grad=True))
+_LAYOUT = TensorLayout.from_tensor(torch.zeros(2, requires_grad=True))
 
 
 class NotingLink(transport.Link):
@@ -72,12 +72,12 @@ def asked(schedule: Schedule, rank: int, monkeypatch: pytest.MonkeyPatch, *, kno
     exchange = Exchange(made, place, torch.device("cpu"))
     if known:
         for stage in range(place.stages):
-            exchange.learn(stage, 0, torch.zeros(2, requires_grad=True), ())
+            exchange.set_layout(stage, 0, torch.zeros(2, requires_grad=True), ())
     exchange.start(schedule, [0] * schedule.micro_batches)
     tensor = torch.zeros(2, requires_grad=True)
     for action in schedule.orders[rank]:
         stage, number = action.stage, action.micro_batch
-        if action.kind is Kind.FORWARD:
+        if action.kind is ActionKind.FORWARD:
             if stage:
                 exchange.receive_hidden(stage, number)
             if stage + 1 < place.stages:

@@ -13,13 +13,13 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from dlo_framework.cuts import layout_of
 from dlo_framework.errors import DloError
 from dlo_framework.plan import ParallelPlan
+from dlo_framework.tensor_slice import get_layout
 from dlo_framework.testing import run_distributed
 from dlo_plugins.appliers.activation_checkpoint import ActivationCheckpoint
 from dlo_plugins.appliers.tensor_parallel import TensorParallel
-from dlo_tasks.llm.models import hidden_states
+from dlo_tasks.llm.language_models import hidden_states
 from support.tensor_models import (
     VIT,
     assert_close,
@@ -127,7 +127,7 @@ def _stages(rank: int, world_size: int) -> None:
         model.get_submodule(name).register_forward_pre_hook(note)
     plan = plan_of(model)
     applier.apply(model, init_device_mesh("cpu", (world_size,), mesh_dim_names=("tp",)), plan)
-    applier.part_stages(model, plan, ["blocks.1"])
+    applier.gather_between_stages(model, plan, ["blocks.1"])
     torch.testing.assert_close(image_loss(model), alone)
     assert lengths == {"blocks.0.norm2": 9, "blocks.1": 17, "blocks.1.norm1": 9}
 
@@ -380,7 +380,7 @@ def _own(rank: int, world_size: int) -> None:
     plan.validate(shared)
     applier = TensorParallel()
     applier.apply(shared, init_device_mesh("cpu", (world_size,), mesh_dim_names=("tp",)), plan)
-    assert not layout_of(shared).partial
+    assert not get_layout(shared).partial
     ids = torch.randint(20, (3, 7))
     outputs = [model(ids) for model in (alone, shared)]
     torch.testing.assert_close(outputs[1], outputs[0], rtol=1e-5, atol=1e-5)

@@ -8,10 +8,10 @@ from torch.distributed.fsdp import fully_shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from dlo_framework.cuts import layout_of
+from dlo_framework.tensor_slice import get_layout
 from dlo_framework.testing import run_distributed
 from dlo_plugins.appliers.tensor_parallel import TensorParallel
-from dlo_tasks.llm.models import head_of
+from dlo_tasks.llm.language_models import find_head
 from support.tensor_models import (
     assert_close,
     language_model,
@@ -36,16 +36,16 @@ def _on_meta(rank: int, world_size: int) -> None:
         applier.check(model, plan_of(model), 8)
         applier.apply(model, init_device_mesh("cpu", (8,), mesh_dim_names=("tp",)), plan_of(model))
         assert applier.communicator is not None
-        layout = layout_of(model)
+        layout = get_layout(model)
         held = sum(p.numel() for p in model.parameters())
         norms = (2 * 3 + 1) * 4096
         assert held == (sum(size.numel() for size in whole_sizes.values()) - norms) / 8 + norms
         for name, p in model.named_parameters():
             assert p.is_meta
-            if name in layout.cuts:
-                assert layout.cuts[name].whole_shape(p.shape) == whole_sizes[name]
+            if name in layout.slices:
+                assert layout.slices[name].full_shape(p.shape) == whole_sizes[name]
         assert model.lm_head.weight.shape == (16_032, 4096)
-        assert layout.cuts["lm_head.weight"].runs == ((5 * 16_032, 16_032),)
+        assert layout.slices["lm_head.weight"].runs == ((5 * 16_032, 16_032),)
         with applier.communicator.counted() as passed, torch.device("meta"):
             mask = torch.ones(2, 1, 64, 64, dtype=torch.bool)  # transformers would make one from ids' values
             ids = torch.zeros(2, 64, dtype=torch.long)
@@ -79,8 +79,8 @@ def _sharded(rank: int, world_size: int) -> None:
             fully_shard(block, mesh=mesh["dp"])
         fully_shard(shared.lm_head, mesh=mesh["dp"])
         fully_shard(shared.model, mesh=mesh["dp"])
-        assert head_of(shared).is_gathered
-        assert head_of(shared).shard is not None
+        assert find_head(shared).is_gathered
+        assert find_head(shared).shard is not None
         text_loss(alone).backward()
         text_loss(shared).backward()
         wanted = {name: p.grad for name, p in alone.named_parameters()}

@@ -13,8 +13,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from dlo_framework.errors import DloError
 from dlo_framework.plan import ParallelPlan
 from dlo_plugins.appliers.tensor_parallel import TensorParallel
-from dlo_plugins.tensor.division import Demand, Division, check_demands
-from dlo_plugins.tensor.survey import survey
+from dlo_plugins.tensor.division import Divisibility, Division, check_divisibility
+from dlo_plugins.tensor.tp_planner import make_tp_plan
 from dlo_tasks.llm import adapters
 from dlo_tasks.llm.adapters import Lora
 from support.tensor_models import SIZES, VIT, plan_of
@@ -34,8 +34,8 @@ def pictures(name: str = "vit_tiny_patch16_224", **more: Any) -> nn.Module:
 def test_the_ranks_parts_are_the_whole(pieces: list[int], ranks: int) -> None:
     division = Division(1, tuple(pieces))
     whole = torch.arange(sum(pieces)).expand(2, -1)
-    cuts = [division.cut(ranks, rank) for rank in range(ranks)]
-    assert sorted(torch.cat([cut.take(whole)[0] for cut in cuts]).tolist()) == whole[0].tolist()
+    cuts = [division.slice_for(ranks, rank) for rank in range(ranks)]
+    assert sorted(torch.cat([cut.slice_tensor(whole)[0] for cut in cuts]).tolist()) == whole[0].tolist()
     for piece in range(len(pieces)):
         counts = [cut.runs[piece][1] for cut in cuts]
         assert max(counts) - min(counts) <= 1
@@ -68,7 +68,10 @@ def test_sizes_that_the_ranks_do_not_divide(model: nn.Module, tp: int, message: 
 
 def test_the_fix_suits_the_whole_model() -> None:
     with pytest.raises(DloError, match=r"set tp=6 \(sizes that fit all of the model: 1, 2, 3, 6\)"):
-        check_demands([Demand("a", 12, "heads"), Demand("b", 18, "output features"), Demand("c", 48, "heads")], 8)
+        check_divisibility(
+            [Divisibility("a", 12, "heads"), Divisibility("b", 18, "output features"), Divisibility("c", 48, "heads")],
+            8,
+        )
 
 
 def test_a_check_changes_nothing() -> None:
@@ -80,7 +83,7 @@ def test_a_check_changes_nothing() -> None:
 
 def test_adapted_projections_are_refused() -> None:
     model = on_meta("llama")
-    adapters.adapt(model, model.lm_head, Lora(), torch.float32)
+    adapters.add_adapters(model, model.lm_head, Lora(), torch.float32)
     with pytest.raises(DloError, match=r"'model.layers.0.self_attn.q_proj' must have no adapters .* set tp=1"):
         TensorParallel().check(model, plan_of(model), 2)
 
@@ -108,27 +111,27 @@ def plan(**more: str) -> ParallelPlan:
 
 def test_what_works_on_all_features_at_once_is_refused_where_each_rank_has_a_part() -> None:
     with pytest.raises(DloError, match=r"'blocks.0.mlp.norm.weight' must not span all features .* got shape \(32,\)"):
-        survey(Net(norm=True), plan(up="column", down="row"), 2)
+        make_tp_plan(Net(norm=True), plan(up="column", down="row"), 2)
 
 
 def test_what_works_on_the_input_has_to_be_said() -> None:
     with pytest.raises(DloError, match=r"'blocks.0.mlp.before.weight'.* if it works on the module's input"):
-        survey(Net(inside=True), plan(up="column", down="row"), 2)
-    found = survey(Net(inside=True), plan(up="column", down="row", before="sequence"), 2)
+        make_tp_plan(Net(inside=True), plan(up="column", down="row"), 2)
+    found = make_tp_plan(Net(inside=True), plan(up="column", down="row", before="sequence"), 2)
     assert not found.partial
 
 
 def test_rules_that_do_not_make_a_region_are_refused() -> None:
     with pytest.raises(DloError, match=r"'blocks.0.mlp.up' must have a row projection after it, got none"):
-        survey(Net(), plan(up="column"), 2)
+        make_tp_plan(Net(), plan(up="column"), 2)
     with pytest.raises(DloError, match=r"'blocks.0.mlp.down' must have a column projection in a module around it"):
-        survey(Net(), plan(down="row"), 2)
+        make_tp_plan(Net(), plan(down="row"), 2)
     with pytest.raises(DloError, match=r"'blocks.0.mlp.before' must be Linear, 1x1 Conv2d or Conv1D .* got LayerNorm"):
-        survey(Net(inside=True), plan(before="column", down="row"), 2)
+        make_tp_plan(Net(inside=True), plan(before="column", down="row"), 2)
     with pytest.raises(DloError, match=r"with the rule 'vocab' must be an Embedding or a Linear, got LayerNorm"):
-        survey(Net(inside=True), plan(before="vocab"), 2)
+        make_tp_plan(Net(inside=True), plan(before="vocab"), 2)
     with pytest.raises(DloError, match=r"Mlp must have an attribute with the width of its heads .* 'blocks.0.mlp.up'"):
-        survey(Net(), plan(up="heads", down="row"), 2)
+        make_tp_plan(Net(), plan(up="heads", down="row"), 2)
 
 
 def test_sequence_parallel_needs_tokens_in_a_row() -> None:
@@ -145,9 +148,9 @@ def test_sequence_parallel_needs_a_rule_for_what_it_splits() -> None:
     known = plan_of(vit)
     rules = {pattern: rule for pattern, rule in known.tensor.items() if "norm1" not in pattern}
     unsaid = ParallelPlan(blocks=known.blocks, tensor=rules)
-    survey(vit, unsaid, 2)
+    make_tp_plan(vit, unsaid, 2)
     with pytest.raises(DloError, match=r"'blocks.0.norm1.weight' must have the rule 'sequence'"):
-        survey(vit, unsaid, 2, sequence_parallel=True)
+        make_tp_plan(vit, unsaid, 2, sequence_parallel=True)
 
 
 def test_a_vocabulary_of_fewer_tokens_than_ranks() -> None:
@@ -158,12 +161,12 @@ def test_a_vocabulary_of_fewer_tokens_than_ranks() -> None:
 
 def test_which_gradients_are_parts() -> None:
     model = on_meta("qwen3")
-    assert survey(model, plan_of(model), 2).partial == {
+    assert make_tp_plan(model, plan_of(model), 2).partial == {
         f"model.layers.{layer}.self_attn.{norm}.weight" for layer in (0, 1) for norm in ("q_norm", "k_norm")
     }
-    more = survey(model, plan_of(model), 2, sequence_parallel=True).partial
+    more = make_tp_plan(model, plan_of(model), 2, sequence_parallel=True).partial
     assert "model.layers.1.post_attention_layernorm.weight" in more
     assert "model.norm.weight" not in more  # It sees all tokens.
     phi = on_meta("phi")
-    assert not survey(phi, plan_of(phi), 2).partial
-    assert "model.layers.0.mlp.fc2.bias" in survey(phi, plan_of(phi), 2, sequence_parallel=True).partial
+    assert not make_tp_plan(phi, plan_of(phi), 2).partial
+    assert "model.layers.0.mlp.fc2.bias" in make_tp_plan(phi, plan_of(phi), 2, sequence_parallel=True).partial

@@ -1,0 +1,268 @@
+"""Global plan of a save: rank 0 decides which rank writes each box.
+
+The number of boxes is that of the tensors times the ranks that shard them, millions in a large run. So they are columns
+of numbers here, one row for each box, and not objects.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import chain, pairwise
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dlo_framework.checkpoint.boxes import full_box, is_tiling
+from dlo_framework.checkpoint.chunks import Key, Run, next_box, shard_name
+from dlo_framework.checkpoint.dtypes import dtype_of
+from dlo_framework.checkpoint.inventory import InventoryEntry, PackedInventory, unpack
+from dlo_framework.checkpoint.shards import Box
+
+#: Largest box that the lowest of its ranks always writes: buffers that differ between ranks (statistics of a batch norm
+#: that is not synchronised) then come from one rank, as under plain data parallelism.
+SMALL_BYTES = 128 * 1024
+#: Approximate size of a box's entry in the header of a file, without its name.
+_ENTRY_BYTES = 128
+
+Numbers = NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class FilePlan:
+    """Plan of one rank's file.
+
+    Attributes:
+        name: Name of the file.
+        boxes: Tensor and box of each entry, in the order of the file.
+        entries: Name, dtype and shape of each entry, for the file's header.
+        bytes: Size of all tensors in the file, in bytes.
+    """
+
+    name: str
+    boxes: list[tuple[Key, Box]]
+    entries: list[tuple[str, str, tuple[int, ...]]]
+    bytes: int
+
+
+@dataclass(frozen=True)
+class PlannedTensor:
+    """Tensor of a plan, and the locations of its boxes.
+
+    Attributes:
+        path: Keys that lead to the tensor from the top of the checkpoint.
+        dtype: Torch's name of the element type.
+        shape: Shape of the full tensor.
+        runs: Runs whose boxes tile the tensor; the number of a run's shard is the rank that writes it.
+    """
+
+    path: tuple[str | int, ...]
+    dtype: str
+    shape: tuple[int, ...]
+    runs: list[Run]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Global plan of a save.
+
+    Attributes:
+        masks: Bit mask of each rank over the boxes it holds, in its own order: the boxes that it writes.
+        sizes: Size of the tensors in each rank's file, in bytes.
+        tensors: Tensors of the checkpoint, with their locations in the files.
+        bytes: Approximate size of all files, in bytes; the headers are estimated.
+    """
+
+    masks: list[bytes]
+    sizes: list[int]
+    tensors: dict[Key, PlannedTensor]
+    bytes: int
+
+
+def make_global_plan(told: Sequence[PackedInventory]) -> Plan:
+    """Assigns each box to one of the ranks that hold it, the one with the fewest bytes to write.
+
+    Args:
+        told: Packed inventory of each rank.
+    """
+    met = _Registry()
+    held = [met.take(one) for one in told]
+    boxes = sorted(met.boxes)
+    # From here on a box's number is its rank in the order of offsets and sizes.
+    place = np.empty(len(boxes), np.int64)
+    place[[met.boxes[box] for box in boxes]] = np.arange(len(boxes))
+    rank = np.repeat(np.arange(len(held)), [len(tensors) for tensors, _ in held])
+    tensor = np.concatenate([tensors for tensors, _ in held])
+    box = place[np.concatenate([numbers for _, numbers in held])]
+    element = np.array([dtype_of(dtype).itemsize for _, dtype, _ in met.tensors.values()], np.int64)
+    size = np.array([box.numel for box in boxes], np.int64)[box] * element[tensor]
+    # A box that several ranks hold is several rows and one item; items are in the order of tensors and boxes.
+    _, first, item, count = np.unique(
+        tensor * len(boxes) + box, return_index=True, return_inverse=True, return_counts=True
+    )
+    _check_tiling(met, boxes, tensor[first], box[first])
+    writer = _writers(rank, item, first, count, size[first])
+    writes = writer[item] == rank
+    begin, sizes = _offsets(np.flatnonzero(writes), rank, item, element[tensor], size, len(held))
+    bounds = np.searchsorted(rank, np.arange(len(held) + 1))
+    masks = [np.packbits(writes[low:high]).tobytes() for low, high in pairwise(bounds)]
+    runs = _runs(boxes, tensor[first], box[first], writer, begin, len(met.tensors))
+    names = np.array([len("/".join(key)) + _ENTRY_BYTES for key in met.tensors], np.int64)
+    return Plan(
+        masks,
+        sizes.tolist(),
+        {key: PlannedTensor(*known, of_key) for (key, known), of_key in zip(met.tensors.items(), runs, strict=True)},
+        int(sizes.sum() + names[tensor[first]].sum()),
+    )
+
+
+def make_file_plan(rank: int, holdings: Sequence[InventoryEntry], mask: bytes, size: int) -> FilePlan | None:
+    """Returns the plan of a rank's file; None if the rank writes nothing.
+
+    Args:
+        rank: Rank in the group.
+        holdings: Inventory of the rank, as it was sent to rank 0.
+        mask: Bit mask of the boxes that it writes; see :class:`Plan`.
+        size: Size of these boxes, in bytes.
+    """
+    held = [(holding, Box(*span)) for holding in holdings for span in holding.spans]
+    chosen = np.unpackbits(np.frombuffer(mask, np.uint8), count=len(held))
+    written = [held[number] for number in np.flatnonzero(chosen)]
+    if not written:
+        return None
+    # Larger elements first, so that each tensor is aligned; the sort is stable.
+    written.sort(key=lambda pair: -dtype_of(pair[0].dtype).itemsize)
+    entries = [(entry_name(of.key, box, of.shape), of.dtype, box.sizes) for of, box in written]
+    return FilePlan(shard_name(rank), [(of.key, box) for of, box in written], entries, size)
+
+
+def entry_name(key: Key, box: Box, shape: tuple[int, ...]) -> str:
+    """Returns a chunk's name in its file: ``model/head.weight``, or ``model/head.weight[0:512,0:384]`` for a slice."""
+    name = "/".join(key)
+    if box == full_box(shape):
+        return name
+    spans = (f"{offset}:{offset + size}" for offset, size in zip(box.offsets, box.sizes, strict=True))
+    return f"{name}[{','.join(spans)}]"
+
+
+class _Registry:
+    """Tensors and boxes of all ranks, numbered in order of appearance."""
+
+    def __init__(self) -> None:
+        self.tensors: dict[Key, tuple[tuple[str | int, ...], str, tuple[int, ...]]] = {}
+        self.boxes: dict[Box, int] = {}
+        self._numbers: dict[Key, int] = {}
+        self._lists: dict[bytes, Numbers] = {}
+
+    def take(self, told: PackedInventory) -> tuple[Numbers, Numbers]:
+        """Returns a rank's boxes in its order: the numbers of their tensors, and their own numbers."""
+        if told.tensors not in self._lists:
+            self._lists[told.tensors] = np.array([self._number(*one) for one in unpack(told.tensors)], np.int64)
+        lists, which = unpack(told.boxes)
+        numbered = [[self.boxes.setdefault(Box(*span), len(self.boxes)) for span in spans] for spans in lists]
+        counts = np.array([len(numbers) for numbers in numbered], np.int64)[np.array(which, np.int64)]
+        boxes = np.fromiter(chain.from_iterable(numbered[number] for number in which), np.int64)
+        return np.repeat(self._lists[told.tensors], counts), boxes
+
+    def _number(self, path: tuple[str | int, ...], key: Key, dtype: str, shape: tuple[int, ...]) -> int:
+        known = self.tensors.setdefault(key, (path, dtype, shape))
+        assert known[1:] == (dtype, shape), f"ranks hold {key} as {known[1]}{known[2]} and as {dtype}{shape}"
+        return self._numbers.setdefault(key, len(self._numbers))
+
+
+def _check_tiling(met: _Registry, boxes: list[Box], tensor: Numbers, box: Numbers) -> None:
+    """Checks that the items of each tensor tile it. Tensors that are sharded in the same way are checked once."""
+    bounds = np.searchsorted(tensor, np.arange(len(met.tensors) + 1)).tolist()
+    seen = set()
+    for (key, (_, _, shape)), (low, high) in zip(met.tensors.items(), pairwise(bounds), strict=True):
+        cut = (shape, box[low:high].tobytes())
+        if cut not in seen:
+            own = [boxes[number] for number in box[low:high]]
+            assert is_tiling(shape, own), (
+                f"the boxes that ranks hold of {key}, shape {shape}, do not tile it: {own[:8]}"
+            )
+            seen.add(cut)
+
+
+def _writers(rank: Numbers, item: Numbers, first: Numbers, count: Numbers, size: Numbers) -> Numbers:
+    """Returns the rank that writes each item.
+
+    Args:
+        rank: Rank of each row.
+        item: Item of each row.
+        first: First row of each item, which is its lowest rank's.
+        count: Number of rows of each item.
+        size: Size of each item, in bytes.
+    """
+    writer = rank[first]
+    shared = np.flatnonzero((count > 1) & (size > SMALL_BYTES))
+    if not len(shared):
+        return writer
+    load = np.zeros(int(rank.max()) + 1, np.int64)
+    alone = np.ones(len(first), bool)
+    alone[shared] = False
+    np.add.at(load, writer[alone], size[alone])
+    rows, ends = np.argsort(item, kind="stable"), np.cumsum(count)
+    # The largest first: the small ones then balance the load.
+    for number in shared[np.argsort(-size[shared], kind="stable")]:
+        holders = rank[rows[ends[number] - count[number] : ends[number]]]
+        writer[number] = holders[load[holders].argmin()]
+        load[writer[number]] += size[number]
+    return writer
+
+
+def _offsets(
+    written: Numbers, rank: Numbers, item: Numbers, element: Numbers, size: Numbers, ranks: int
+) -> tuple[Numbers, Numbers]:
+    """Returns each item's offset in its writer's file, and the bytes in each file; see :func:`make_file_plan`."""
+    order = written[np.lexsort((written, -element[written], rank[written]))]
+    sizes = np.zeros(ranks, np.int64)
+    np.add.at(sizes, rank[order], size[order])
+    before = np.cumsum(sizes) - sizes
+    begin = np.empty(len(written), np.int64)
+    begin[item[order]] = np.cumsum(size[order]) - size[order] - before[rank[order]]
+    return begin, sizes
+
+
+def _runs(
+    boxes: list[Box], tensor: Numbers, box: Numbers, writer: Numbers, begin: Numbers, tensors: int
+) -> list[list[Run]]:
+    """Joins each tensor's items to runs, along the dim where most of them are contiguous."""
+    dims = max((len(one.sizes) for one in boxes), default=0) or 1
+    numbers = {one: number for number, one in enumerate(boxes)}
+    joined = np.zeros((dims, tensors), np.int64)
+    orders = np.empty((dims, len(boxes)), np.int64)  # positions of the boxes, contiguous ones side by side
+    after = np.full((dims, len(boxes)), -1)
+    for dim in range(dims):
+        along = sorted((_sort_key(one, dim), number) for number, one in enumerate(boxes))
+        orders[dim, [number for _, number in along]] = np.arange(len(boxes))
+        after[dim] = [numbers.get(next_box(one, dim), -1) if dim < len(one.sizes) else -1 for one in boxes]
+        order = np.lexsort((orders[dim][box], tensor))
+        links = _links(after[dim][box[order]], tensor[order], box[order], writer[order], begin[order])
+        joined[dim] = np.bincount(tensor[order][:-1][links], minlength=tensors)
+    dim_of = joined.argmax(axis=0)[tensor]
+    order = np.lexsort((orders[dim_of, box], tensor))
+    tensor, box, writer, begin, dim_of = (column[order] for column in (tensor, box, writer, begin, dim_of))
+    links = _links(after[dim_of, box], tensor, box, writer, begin)
+    strides = np.diff(writer)
+    links[1:] &= ~links[:-1] | (strides[1:] == strides[:-1])
+    starts = np.concatenate([np.zeros(min(1, len(tensor)), np.int64), np.flatnonzero(~links) + 1])
+    lengths = np.diff(np.append(starts, len(tensor)))
+    strides = np.append(strides, 1)[starts]
+    found: list[list[Run]] = [[] for _ in range(tensors)]
+    columns = (tensor[starts], box[starts], writer[starts], begin[starts], lengths, dim_of[starts], strides)
+    for of, number, shard, at, length, *rest in zip(*(column.tolist() for column in columns), strict=True):
+        found[of].append(Run(boxes[number], shard, at, length, *(rest if length > 1 else ())))
+    return found
+
+
+def _links(after: Numbers, tensor: Numbers, box: Numbers, writer: Numbers, begin: Numbers) -> NDArray[np.bool_]:
+    """Returns, for each item but the last, whether the next one continues its run; ``after`` is the box that would."""
+    same = (np.diff(tensor) == 0) & (np.diff(begin) == 0) & (np.diff(writer) > 0)
+    return same & (after[:-1] == box[1:])
+
+
+def _sort_key(box: Box, dim: int) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
+    """Returns a sort key that makes boxes neighbours if they are contiguous along a dim."""
+    offsets = box.offsets
+    return (*offsets[:dim], *offsets[dim + 1 :]), box.sizes, offsets[dim : dim + 1]

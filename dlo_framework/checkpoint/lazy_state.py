@@ -1,0 +1,182 @@
+"""Lazy tensors of a checkpoint: only the slices that are needed are read, when they are needed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, MutableMapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dlo_framework.checkpoint.boxes import full_box, slice_view
+from dlo_framework.checkpoint.chunks import Key, SavedTensor
+from dlo_framework.checkpoint.dtypes import dtype_of
+from dlo_framework.checkpoint.shards import Box, Shard, held_boxes
+from dlo_framework.checkpoint.tensor_file import Stored, TensorFile
+from dlo_framework.errors import DloError, did_you_mean
+
+
+class TensorReader:
+    """Reader of the tensors in a folder.
+
+    Args:
+        folder: Folder of the files.
+        tensors: Tensors of the checkpoint, with their chunks.
+    """
+
+    def __init__(self, folder: Path, tensors: Mapping[Key, SavedTensor]) -> None:
+        self.folder = folder
+        self.tensors = tensors
+        self._files: dict[str, TensorFile] = {}
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leaves out the open files: a copy, such as one of a callback's state, opens them again."""
+        return {**self.__dict__, "_files": {}}
+
+    def read(self, group: str, name: str) -> Tensor:
+        """Returns a full tensor: the file's own pages if it is one chunk, else assembled."""
+        tensor = self.tensors[group, name]
+        if len(tensor.chunks) == 1:
+            chunk = tensor.chunks[0]
+            return self._file(chunk.file).tensor(Stored(tensor.dtype, tensor.shape, chunk.begin, chunk.end))
+        result = _empty(tensor)
+        self.read_part((group, name), full_box(tensor.shape), result)
+        return result
+
+    def read_part(self, key: Key, box: Box, target: Tensor) -> None:
+        """Reads the elements of ``box`` into ``target``, which has the shape of the box."""
+        tensor = self.tensors[key]
+        for chunk, shared in tensor.overlapping(box):
+            stored = Stored(tensor.dtype, chunk.box.sizes, chunk.begin, chunk.end)
+            self._file(chunk.file).copy_part(stored, chunk.box, shared, slice_view(target, box, shared))
+
+    def _file(self, name: str) -> TensorFile:
+        if name not in self._files:
+            self._files[name] = TensorFile(self.folder / name)
+        return self._files[name]
+
+
+class LazyStateDict(MutableMapping[str, Any]):
+    """Lazy mapping of a checkpoint: a model's weights, or one parameter's optimizer state.
+
+    A tensor is read on access. Assignments and deletions affect this mapping alone, not the file.
+
+    Args:
+        source: Reader of the tensors.
+        keys: Tensors of the mapping: {key here: (group, name)}.
+        others: Other entries of the mapping: tensors set by the caller, plain values.
+        title: Name of the mapping in errors.
+    """
+
+    def __init__(
+        self,
+        source: TensorReader,
+        keys: Mapping[str, Key],
+        others: Mapping[str, Any] | None = None,
+        title: str = "checkpoint",
+    ) -> None:
+        self._source = source
+        self._keys = dict(keys)
+        self._others = dict(others or {})
+        self._title = title
+        #: Versions of torch's modules, for ``load_state_dict``.
+        self._metadata: dict[str, Any] | None = None
+
+    def __getitem__(self, name: str) -> Any:
+        if name in self._others:
+            return self._others[name]
+        return self._source.read(*self._keys[name])
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        self._others[name] = value
+
+    def __delitem__(self, name: str) -> None:
+        if name not in self:
+            raise KeyError(name)
+        self._others.pop(name, None)
+        self._keys.pop(name, None)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._keys or name in self._others
+
+    def __iter__(self) -> Iterator[str]:
+        yield from self._keys
+        yield from (name for name in self._others if name not in self._keys)
+
+    def __len__(self) -> int:
+        return len(self._keys.keys() | self._others.keys())
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({len(self)} entries of {self._title})"
+
+    def copy(self) -> LazyStateDict:
+        """Returns a mapping of the same entries; changes to one do not affect the other."""
+        result = LazyStateDict(self._source, self._keys, self._others, self._title)
+        result._metadata = self._metadata
+        return result
+
+    def rename(self, old: str, new: str) -> None:
+        """Renames an entry without reading it (``pop`` reads)."""
+        if old not in self:
+            raise KeyError(old)
+        if old in self._others:
+            self._others[new] = self._others.pop(old)
+            self._keys.pop(old, None)
+        else:
+            self._others.pop(new, None)
+            self._keys[new] = self._keys.pop(old)
+
+    def is_tensor(self, name: str) -> bool:
+        """Returns whether an entry is a tensor, without reading it."""
+        return isinstance(self._others[name], Tensor) if name in self._others else name in self._keys
+
+    def shape(self, name: str) -> torch.Size:
+        """Returns a tensor's shape, without reading it."""
+        if name in self._others:
+            return torch.Size(self._others[name].shape)
+        return torch.Size(self._source.tensors[self._keys[name]].shape)
+
+    def dtype(self, name: str) -> torch.dtype:
+        """Returns a tensor's dtype, without reading it."""
+        if name in self._others:
+            return self._others[name].dtype
+        return dtype_of(self._source.tensors[self._keys[name]].dtype)
+
+    @torch.no_grad()
+    def read_into(self, name: str, target: Shard) -> None:
+        """Fills a rank's shard of a tensor: reads only its elements, and converts them to its dtype.
+
+        At most 64 MB are held beside the target.
+
+        Args:
+            name: Name of the tensor.
+            target: Tensor, DTensor or flat shard of the same full shape, on any device.
+
+        Raises:
+            DloError: if the tensor does not exist, or its shape differs.
+        """
+        if name not in self:
+            raise DloError(f"no '{name}' in {self._title}{did_you_mean(name, self)}")
+        if tuple(self.shape(name)) != tuple(target.shape):
+            raise DloError(
+                f"'{name}' must have the run's shape {tuple(target.shape)} in {self._title}, got"
+                f" {tuple(self.shape(name))}; load it into the model, and with the settings, that it was saved from"
+            )
+        for box, view in held_boxes(target):
+            if box.numel > 0:
+                self.read_part(name, box, view)
+
+    @torch.no_grad()
+    def read_part(self, name: str, box: Box, target: Tensor) -> None:
+        """Reads the elements of ``box`` of a tensor into ``target``, which has the shape of the box."""
+        if name in self._others:
+            value = self._others[name]
+            full = value.full_tensor() if hasattr(value, "full_tensor") else value
+            target.copy_(slice_view(full, full_box(tuple(full.shape)), box))
+        else:
+            self._source.read_part(self._keys[name], box, target)
+
+
+def _empty(tensor: SavedTensor) -> Tensor:
+    return torch.empty(tensor.shape, dtype=dtype_of(tensor.dtype))

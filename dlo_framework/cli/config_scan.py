@@ -1,0 +1,134 @@
+"""Scan of a command line and its configs for the names in them, before anything is imported.
+
+``dlo`` imports a plug-in only when a config names it. So, before the real parser is built, this module collects every
+string in the configs and on the command line, and the registry imports those that are names of plug-ins. A string that
+only looks like such a name costs an import and changes nothing else.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+import yaml
+
+from dlo_framework.cli.shipped_configs import resolve_config
+from dlo_framework.errors import DloError
+
+
+@dataclasses.dataclass(frozen=True)
+class ConfigScan:
+    """Content of a command line, as far as it can be known without importing anything.
+
+    Attributes:
+        argv: Arguments, with each config's name replaced by its path.
+        configs: Contents of the configs by path, in order.
+        plugins: Modules and files that the user wants imported.
+        strings: All strings of the configs and of the command line.
+    """
+
+    argv: list[str]
+    configs: dict[str, Any]
+    plugins: list[str]
+    strings: list[str]
+
+
+def scan(argv: list[str]) -> ConfigScan:
+    """Reads the arguments after ``dlo``, and the configs that they name.
+
+    Raises:
+        DloError: If a config is missing, is not YAML, or is not a mapping.
+    """
+    words: list[str] = []
+    configs: dict[str, Any] = {}
+    plugins: list[str] = []
+    strings: list[str] = []
+    for option, value in _iterate_options(argv):
+        if option in ("--config", "-c") and value is not None:
+            path = resolve_config(value)
+            configs[path] = read_config(path)
+            plugins += parse_plugin_list(configs[path].get("plugins"))
+            strings += collect_strings(configs[path])
+            words += [option, path]
+            continue
+        if option.rstrip("+") == "--plugins" and value is not None:
+            plugins += parse_plugin_list(yaml.safe_load(value))
+        words += [option] if value is None else [option, value] if option else [value]
+        strings += [value] if value is not None else []
+    return ConfigScan(
+        words, configs, plugins, strings + [text for text in strings for text in _collect_inline_strings(text)]
+    )
+
+
+def _iterate_options(argv: list[str]) -> Iterator[tuple[str, str | None]]:
+    """Yields (option, value); a bare word is ``("", word)``, an option that takes no value ``(option, None)``."""
+    position = 0
+    while position < len(argv):
+        word = argv[position]
+        position += 1
+        if not word.startswith("-"):
+            yield "", word
+        elif "=" in word:
+            option, value = word.split("=", 1)
+            yield option, value
+        elif position < len(argv) and not argv[position].startswith("-"):
+            yield word, argv[position]
+            position += 1
+        else:
+            yield word, None
+
+
+def read_config(path: str) -> dict[str, Any]:
+    """Reads one YAML config.
+
+    Raises:
+        DloError: If it cannot be read, is not YAML (the message has line and column), or is not a mapping.
+    """
+    try:
+        with open(path, encoding="utf-8") as file:
+            content = yaml.safe_load(file)
+    except UnicodeDecodeError as error:
+        raise DloError(f"{path}: a config must be a text file, got binary data") from error
+    except OSError as error:
+        raise DloError(f"cannot read the config {path}: {error.strerror}") from error
+    except yaml.YAMLError as error:
+        raise DloError(f"{path}: a config must be valid YAML: {' '.join(str(error).split())}") from error
+    if content is None:
+        raise DloError(f"{path}: the config is empty; `dlo configs quickstart` prints one to start from")
+    if not isinstance(content, dict):
+        raise DloError(f"{path}: a config must be a mapping of keys to values, got a {type(content).__name__}")
+    trainer = content.get("trainer", {})
+    if not isinstance(trainer, dict | None):
+        raise DloError(f"{path}: trainer must be a mapping, such as max_epochs: 3, got {trainer!r}")
+    return content
+
+
+def parse_plugin_list(value: Any) -> list[str]:
+    """Returns the value of ``plugins:`` as a list; it may be absent, one string, or several."""
+    if value is None:
+        return []
+    if isinstance(value, str):
+        return [value]
+    if isinstance(value, list) and all(isinstance(item, str) for item in value):
+        return value
+    raise DloError(f"plugins must be a list of modules and files, such as [my_pkg.mod, ./file.py], got {value!r}")
+
+
+def collect_strings(content: Any) -> list[str]:
+    """Returns all strings in nested mappings and lists, without the keys."""
+    if isinstance(content, dict):
+        return [text for value in content.values() for text in collect_strings(value)]
+    if isinstance(content, list):
+        return [text for value in content for text in collect_strings(value)]
+    return [content] if isinstance(content, str) else []
+
+
+def _collect_inline_strings(text: str) -> list[str]:
+    """Returns the strings inside a value that is YAML itself: ``--trainer.callbacks '[{class_path: X}]'``."""
+    if not text.lstrip().startswith(("{", "[")):
+        return []
+    try:
+        return collect_strings(yaml.safe_load(text))
+    except yaml.YAMLError:
+        return []  # The real parser reports the error.

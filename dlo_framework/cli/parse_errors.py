@@ -1,0 +1,279 @@
+"""Error messages for a config that jsonargparse refuses: file, key, value, and the nearest valid name.
+
+jsonargparse detects the error, but its text describes types. So, after it has refused, this module walks the configs
+again, checks them against the constructors' signatures, and reports the first fault that a user can act on. Faults that
+the walk does not cover, mostly wrong types, are taken from jsonargparse's text and printed on one line.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import re
+from collections.abc import Iterator
+from typing import Any
+
+from dlo_framework.cli.config_scan import ConfigScan
+from dlo_framework.cli.lightning_cli import ParseError
+from dlo_framework.errors import DloError, did_you_mean, dlo_error_in
+from dlo_framework.registry import Registry
+
+#: Kind of plug-in that the class under a key must be.
+#: What the class named under a key must be.
+KINDS = {
+    "model": "task",
+    "data": "data",
+    "trainer.callbacks": "callback",
+    "trainer.strategy": "strategy",
+}
+
+
+def explain_parse_error(error: ParseError, found: ConfigScan, registry: Registry) -> DloError:
+    """Returns the message for a command line or config that the parser refused."""
+    cause = dlo_error_in(error)
+    if cause is not None:
+        return cause
+    known = error.known_keys
+    for path, config in found.configs.items():
+        fault = next(_find_faults(config, known, registry), None)
+        if fault:
+            return DloError(f"{path}: {fault}")
+    keys, given = _find_key_and_value(str(error))
+    if keys in KINDS and given.isidentifier():
+        return registry.unknown(given, KINDS[keys], others=_list_imported_names(KINDS[keys]))
+    if keys in KINDS and re.fullmatch(r"[\w.]+", given):
+        fault = next(_find_class_faults(keys, given, given, registry), None)
+        if fault:
+            return DloError(fault)
+    nested = re.match(r"NestedArg\(key='([^']+)'", given)
+    if nested:
+        return DloError(_explain_unknown_argument(keys, nested.group(1), found, registry))
+    return DloError(_format_in_one_line(str(error), known))
+
+
+def _find_faults(config: dict[str, Any], known: list[str], registry: Registry) -> Iterator[str]:
+    for name in config:
+        if not any(key == name or key.startswith(f"{name}.") for key in known):
+            yield _explain_unknown_key(name, known)
+    trainer = config.get("trainer")
+    if isinstance(trainer, dict):
+        for name in trainer:
+            if f"trainer.{name}" not in known:
+                yield _explain_unknown_key(f"trainer.{name}", known)
+    for key, value in _iterate_values(config):
+        named = value.get("class_path") if isinstance(value, dict) else value if key in KINDS else None
+        if isinstance(named, str):
+            yield from _find_class_faults(key, named, value, registry)
+
+
+"""Yields (dotted key, value) for everything in nested mappings and lists; a list's items have the list's key."""
+
+
+def _iterate_values(content: Any, key: str = "") -> Iterator[tuple[str, Any]]:
+    """Yields (dotted key, value) of everything in a nest; a list's items have the list's key."""
+    if isinstance(content, dict):
+        if key:
+            yield key, content
+        for name, value in content.items():
+            yield from _iterate_values(value, f"{key}.{name}" if key else str(name))
+    elif isinstance(content, list):
+        for value in content:
+            yield from _iterate_values(value, key)
+    else:
+        yield key, content
+
+
+def _find_class_faults(key: str, class_path: str, value: Any, registry: Registry) -> Iterator[str]:
+    kind = KINDS.get(key)
+    if kind == "strategy" and isinstance(value, str):
+        return  # A name in Lightning's registry, which the trainer checks.
+    if kind == "strategy" and class_path in registry.names(kind):
+        plugin = registry.get(class_path, kind)
+        if class_path != plugin.name:
+            yield (
+                f"class_path must be a class, got '{class_path}', an alias of {plugin.name} with preset arguments;"
+                f" write {key.split('.')[-1]}: {class_path}, or class_path: {plugin.name} with init_args"
+            )
+    try:
+        cls = _find_class(class_path, kind, registry)
+    except DloError as error:
+        yield str(error)
+        return
+    base = _get_base_classes().get(kind or "")
+    if cls is not None and base is not None and not issubclass(cls, base):
+        yield f"{key} must be a {base.__name__}, got class_path '{class_path}', which does not derive from it"
+    if cls is None or not isinstance(value, dict):
+        return
+    for name in value:
+        if name not in ("class_path", "init_args", "dict_kwargs"):
+            yield f"unknown key '{key}.{name}'{did_you_mean(name, ['class_path', 'init_args'])}"
+    accepted = list_parameters(cls)
+    for name in value.get("init_args") or {}:
+        if accepted is not None and name not in accepted:
+            yield (
+                f"unknown key '{key}.init_args.{name}' of {cls.__name__}"
+                f"{did_you_mean(name, accepted) or ';'} it takes: {', '.join(accepted) or 'nothing'}"
+            )
+
+
+def _find_class(class_path: str, kind: str | None, registry: Registry) -> type | None:
+    """Returns the class that a class path names; None where this walk cannot resolve it.
+
+    Raises:
+        DloError: If the class does not exist, or a config may not name it.
+    """
+    if "." not in class_path:
+        if class_path in registry.names():
+            return registry.load(class_path, kind)
+        found = _find_imported_subclass(class_path, kind)
+        if found is None and kind is not None:
+            raise registry.unknown(class_path, kind)
+        return found
+    registry.allow_class_path(class_path)
+    module, name = class_path.rsplit(".", 1)
+    try:
+        home = importlib.import_module(module)
+    except ImportError as error:
+        raise DloError(f"class_path '{class_path}': cannot import {module}: {error}") from error
+    if not hasattr(home, name):
+        classes = [other for other, item in vars(home).items() if inspect.isclass(item)]
+        raise DloError(f"class_path '{class_path}': {module} has no {name}{did_you_mean(name, classes)}")
+    found = getattr(home, name)
+    return found if inspect.isclass(found) else None
+
+
+def _find_imported_subclass(name: str, kind: str | None) -> type | None:
+    """Returns an imported class by short name, Lightning's own ``ModelCheckpoint`` say, as jsonargparse does."""
+    return _list_imported_subclasses(kind).get(name)
+
+
+def _list_imported_names(kind: str) -> list[str]:
+    """Returns the short names of imported classes of a kind that a config may want: Lightning's own."""
+    found = _list_imported_subclasses(kind).items()
+    return [name for name, cls in found if cls.__module__.startswith("lightning.") and not name.startswith("_")]
+
+
+def _explain_unknown_argument(key: str, name: str, found: ConfigScan, registry: Registry) -> str:
+    """Returns the message for ``--model.init_args.lrr``, with the nearest argument of the class under the key."""
+    name = name.removeprefix("init_args.")
+    given = _find_class_path(key, found)
+    alias = next((plugin for plugin in registry.plugins() if given in plugin.names and given != plugin.name), None)
+    if alias is not None:
+        return (
+            f"'{key}.{name}' must follow a class, got the alias '{given}', which takes no options; name the class:"
+            f" --{key} {alias.name} --{key}.{name} ..."
+        )
+    cls = _find_class(given, KINDS.get(key), registry) if given else None
+    accepted = list_parameters(cls) if cls is not None else None
+    if cls is None or not accepted:
+        return f"unknown key '{key}.{name}'"
+    message = f"unknown key '{key}.{name}' of {cls.__name__}{did_you_mean(name, accepted) or ';'} it takes: "
+    message += ", ".join(accepted)
+    if any(isinstance(_get_value(config, key), list) for config in found.configs.values()):
+        message += f"; the command line sets the last of a list: set options of the others in the config, under {key}"
+    return message
+
+
+def _find_class_path(key: str, found: ConfigScan) -> str:
+    """Returns the class that the command line, or else the last config, names under a key; the last of a list."""
+    words = found.argv
+    for position in reversed(range(len(words) - 1)):
+        if words[position].rstrip("+") in (f"--{key}", f"--{key}.class_path"):
+            return words[position + 1]
+    for config in reversed(found.configs.values()):
+        value = _get_value(config, key)
+        value = value[-1] if isinstance(value, list) and value else value
+        value = value.get("class_path") if isinstance(value, dict) else value
+        if isinstance(value, str):
+            return value
+    return ""
+
+
+def _get_value(config: Any, key: str) -> Any:
+    """Returns what a config has under a dotted key; None where it has nothing."""
+    for name in key.split("."):
+        config = config.get(name) if isinstance(config, dict) else None
+    return config
+
+
+def _get_base_classes() -> dict[str, type]:
+    """Returns the class that those of a kind derive from."""
+    from lightning.pytorch import Callback, LightningDataModule, LightningModule
+    from lightning.pytorch.strategies import Strategy
+
+    return {"callback": Callback, "task": LightningModule, "data": LightningDataModule, "strategy": Strategy}
+
+
+def _list_imported_subclasses(kind: str | None) -> dict[str, type]:
+    """Returns the imported classes of a kind by short name."""
+    bases = _get_base_classes()
+    stack: list[type] = [bases[kind]] if kind in bases else []
+    seen: dict[str, type] = {}
+    while stack:
+        cls = stack.pop()
+        if cls.__name__ not in seen:
+            seen[cls.__name__] = cls
+            stack += cls.__subclasses__()
+    return seen
+
+
+def list_parameters(cls: type) -> list[str] | None:
+    """Returns the names that a class's constructor takes, inherited ones too; None where it takes any."""
+    names: list[str] = []
+    for base in inspect.getmro(cls):
+        if "__init__" not in vars(base):
+            continue
+        rest = False
+        for parameter in list(inspect.signature(base.__init__).parameters.values())[1:]:  # type: ignore[misc]
+            if parameter.kind is parameter.VAR_KEYWORD:
+                rest = True
+            elif parameter.kind is not parameter.VAR_POSITIONAL and parameter.name not in names:
+                names.append(parameter.name)
+        if not rest:
+            return names
+    return names or None
+
+
+def _explain_unknown_key(key: str, known: list[str]) -> str:
+    """Returns ``unknown key 'trainer.max_epoch'; did you mean 'max_epochs'?``."""
+    parent, _, name = key.rpartition(".")
+    prefix = f"{parent}." if parent else ""
+    siblings = {other.removeprefix(prefix).split(".")[0] for other in known if other.startswith(prefix)}
+    return f"unknown key '{key}'{did_you_mean(name, siblings)}"
+
+
+def _format_in_one_line(message: str, known: list[str]) -> str:
+    """Returns jsonargparse's text as one line: key, expected type, value."""
+    option = re.search(r"does not accept option '([^']+)'", message)
+    if option:
+        return _explain_unknown_key(option.group(1), known)
+    stray = re.search(r"unrecognized arguments: (\S+)", message)
+    if stray:
+        name = stray.group(1).split("=")[0]
+        return f"unknown option '{name}'{did_you_mean(name, [f'--{key}' for key in known])}"
+    missing = re.search(r"arguments? (?:is|are) required: (?:\w+\.)?(\w+)", message)
+    if missing:
+        name = missing.group(1)
+        return f"{name} must be set, got none; set it in a config (--config x.yaml) or by --{name} ClassName"
+    keys, given = _find_key_and_value(message)
+    expected = dict.fromkeys(re.findall(r"Expected an? (.+?)(?:\. Got value.*)?$", message, flags=re.MULTILINE))
+    if keys and expected and given:
+        types = " or ".join(_simplify_type(text) for text in expected if "NoneType" not in text) or "something else"
+        return f"{keys} must be {types}, got {given!r}"
+    return " ".join(message.split())
+
+
+def _find_key_and_value(message: str) -> tuple[str, str]:
+    """Returns the dotted key and the value that jsonargparse's text names; empty where it names none."""
+    keys = ".".join(re.findall(r'Parser key "([^"]+)"', message))
+    given = re.search(r"(?:Given value|Got value): (.*)", message)
+    return keys, given.group(1).strip() if given else ""
+
+
+def _simplify_type(text: str) -> str:
+    """Returns ``int`` for ``<class 'int'>``, and the choices of a ``typing.Literal``."""
+    choices = re.match(r"typing\.Literal\[(.*)\]", text)
+    if choices:
+        return choices.group(1)
+    found = re.search(r"<class '([^']+)'>", text)
+    return found.group(1) if found else text.strip()

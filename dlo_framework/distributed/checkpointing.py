@@ -1,0 +1,583 @@
+"""Canonical checkpoints of a strategy: `CanonicalStrategy` saves and loads model and optimizer state by name.
+
+Model tensors are saved under their names. Optimizer state is saved by parameter name and key (``blocks.0.weight`` /
+``exp_avg``), so that it means the same whatever tensors a strategy's optimizer steps, and in whatever order.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import MethodType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.core.optimizer import LightningOptimizer
+from lightning.pytorch.plugins.io import TorchCheckpointIO
+from lightning.pytorch.strategies import Strategy
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from dlo_framework.checkpoint import AsyncSaver, FlatShard, SafeCheckpointIO, Shard, SlicedShard, load, remove, save
+from dlo_framework.checkpoint.agreement import run_on_all_ranks
+from dlo_framework.checkpoint.convert import as_lightning
+from dlo_framework.checkpoint.lazy_state import LazyStateDict, TensorReader
+from dlo_framework.checkpoint.state_file import refuse_unreadable
+from dlo_framework.checkpoint.torch_file import local_path
+from dlo_framework.distributed.fused_optimizers import disable_fused_unscale, own_implementation, prefer_fused
+from dlo_framework.distributed.local_memory import memory_of, optimizer_bytes
+from dlo_framework.errors import DloError, did_you_mean
+from dlo_framework.strategy_contract import StrategyContract
+
+#: Formats in which checkpoints are written.
+FORMATS = ("canonical", "lightning")
+#: Attribute of a module that holds its :class:`ShardOwner`.
+OWNER = "_dlo_owner"
+#: Suffix of the names under which torch saves a module's ``get_extra_state``.
+EXTRA_STATE = "_extra_state"
+
+
+class ShardOwner:
+    """Record on a module of the strategy that has sharded its parameters; copies of the module do not have it.
+
+    Args:
+        strategy: Strategy that has sharded the module.
+        world_size: Number of ranks that the parameters are divided among; 1 where each rank has full parameters.
+        undo: Function that makes the parameters full tensors again, called on all ranks; None where there is none.
+    """
+
+    def __init__(self, strategy: Strategy, world_size: int, undo: Callable[[], None] | None) -> None:
+        self.strategy, self.name = weakref.ref(strategy), type(strategy).__name__
+        self.world_size, self.undo = world_size, undo
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> None:
+        """Leaves a copy of the module without an owner."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Leaves a pickled module without an owner."""
+        return (type(None), ())
+
+
+class CanonicalStrategy(Strategy, StrategyContract):
+    """Lightning strategy that writes and reads canonical checkpoints.
+
+    The defaults suit strategies whose optimizers step the module's own parameters, plain or DTensor. A strategy whose
+    optimizers step other tensors overrides :meth:`optimizer_tensors`, :meth:`as_shard` and :meth:`empty_shard`.
+    """
+
+    #: Whether checkpoints are written in the background while training goes on; the command line's
+    #: ``--run.async_checkpoints`` sets it.
+    async_checkpoints = False
+    #: ``as_shard``, or ``lightning``: a single file that rank 0 writes, as Lightning's own strategies do;
+    #: ``--run.checkpoint_format`` sets it.
+    checkpoint_format = "canonical"
+    #: Whether every rank holds the full state of module and optimizers, in the module's own tensors.
+    holds_full_state = False
+    _planning_group: dist.ProcessGroup | None = None
+    _saver: AsyncSaver | None = None
+
+    def connect(self, model: LightningModule) -> None:
+        """Connects a module; a module that another strategy's run has sharded gets its full parameters back first.
+
+        Raises:
+            DloError: if the full parameters cannot be restored.
+        """
+        owner: ShardOwner | None = model.__dict__.get(OWNER)
+        if owner is not None and owner.strategy() is not self:
+            self.restore_full_parameters(owner, model)
+            del model.__dict__[OWNER]
+        super().connect(model)
+
+    def restore_full_parameters(self, owner: ShardOwner, model: LightningModule) -> None:
+        """Restores the full parameters of a module that another strategy has sharded.
+
+        Args:
+            owner: Record of that strategy.
+            model: Sharded module.
+
+        Raises:
+            DloError: if the sharding cannot be undone, or is over another number of ranks than this strategy has.
+        """
+        ranks = getattr(self, "world_size", 1)
+        if owner.undo is None or owner.world_size not in (1, ranks):
+            raise DloError(
+                f"{type(model).__name__} must have full parameters for {type(self).__name__} on {ranks} ranks, got"
+                f" parameters that {owner.name} has divided among {owner.world_size}; load the module from a checkpoint"
+                " of that run (dlo_framework.load_from_checkpoint)"
+            )
+        owner.undo()
+        earlier = owner.strategy()
+        if isinstance(earlier, CanonicalStrategy):
+            earlier.forget_module()
+
+    def forget_module(self) -> None:
+        """Drops references to the module's parameters; called when another strategy has taken the module over."""
+
+    # --- the strategy's tensors ----------------------------------------------------------------------------
+
+    def optimizer_tensors(self, optimizer: Optimizer) -> dict[str, Tensor]:
+        """Returns the tensors that an optimizer steps on this rank, by parameter name, in the optimizer's order."""
+        assert self.lightning_module is not None
+        names = {id(parameter): plain_name(name) for name, parameter in self.lightning_module.named_parameters()}
+        return {
+            names.get(id(parameter), f"unnamed.{number}"): parameter
+            for number, parameter in enumerate(p for group in optimizer.param_groups for p in group["params"])
+        }
+
+    def as_shard(self, name: str, tensor: Tensor, value: Tensor) -> Shard:
+        """Returns a tensor of an optimizer's state as a shard of the canonical tensor.
+
+        Args:
+            name: Name of the parameter.
+            tensor: Tensor that the optimizer steps for the parameter.
+            value: State tensor.
+        """
+        return value
+
+    def empty_shard(self, name: str, tensor: Tensor, shape: torch.Size, dtype: torch.dtype) -> Shard:
+        """Returns an empty shard on this rank for a state tensor to be loaded.
+
+        Args:
+            name: Name of the parameter.
+            tensor: Tensor that the optimizer steps for the parameter.
+            shape: Shape of the full state tensor in the checkpoint.
+            dtype: Dtype of the state tensor in the checkpoint.
+        """
+        if isinstance(tensor, DTensor) and shape == tensor.shape:
+            return torch.empty_like(tensor, dtype=dtype, requires_grad=False)
+        return torch.empty(shape, dtype=dtype, device=tensor.device if shape == tensor.shape else "cpu")
+
+    def local_tensors(self) -> list[Tensor]:
+        """Returns this rank's local tensors of parameters and buffers, of which WeightEMA takes its average."""
+        assert self.lightning_module is not None
+        tensors = [*self.lightning_module.parameters(), *self.lightning_module.buffers()]
+        return [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors]
+
+    zero_stage = 0
+
+    @property
+    def shard_size(self) -> int:
+        """Number of ranks that the strategy divides state among."""
+        return self._world()
+
+    def state_bytes(self) -> dict[str, float]:
+        """Returns the bytes of parameters, gradients and optimizer state in this rank's memory now."""
+        assert self.lightning_module is not None
+        parameters = list(self.lightning_module.parameters())
+        return {
+            "parameters": memory_of(parameters),
+            "gradients": memory_of(p.grad for p in parameters if p.grad is not None),
+            "optimizer": optimizer_bytes(self.optimizers),
+        }
+
+    def setup_optimizers(self, trainer: Trainer) -> None:
+        """Builds the optimizers, and adds torch's step hooks to wrappers that skip the base constructor.
+
+        torch's AdamW, Adam and SGD use their fused step on CUDA, unless the user has chosen an implementation.
+        """
+        super().setup_optimizers(trainer)
+        for optimizer in self.optimizers:
+            add_step_hooks(optimizer)
+            disable_fused_unscale(optimizer)
+            prefer_fused(optimizer, self.lightning_module)
+
+    def accumulated_gradients(self) -> dict[str, Shard]:
+        """Returns the gradients of an unfinished accumulation by parameter name: the mean over the ranks.
+
+        Ranks may have used different parameters. Every rank returns each parameter that any rank has used.
+        """
+        assert self.lightning_module is not None
+        named = [(plain_name(name), p) for name, p in self.lightning_module.named_parameters() if p.requires_grad]
+        used = torch.tensor([p.grad is not None for _, p in named], dtype=torch.int32, device=self.root_device)
+        if self._world() > 1:
+            used = self.reduce(used, reduce_op="max")
+        return {
+            name: self.reduce(torch.zeros_like(p) if p.grad is None else p.grad.clone(), reduce_op="mean")
+            for (name, p), somewhere in zip(named, used.tolist(), strict=True)
+            if somewhere
+        }
+
+    def restore_gradients(self, saved: Mapping[str, Any]) -> None:
+        """Restores the gradients of an unfinished accumulation."""
+        assert self.lightning_module is not None
+        gradients = as_lazy_state_dict(saved)
+        for name, parameter in self.lightning_module.named_parameters():
+            if plain_name(name) in gradients:
+                parameter.grad = torch.empty_like(parameter, requires_grad=False)
+                gradients.read_into(plain_name(name), parameter.grad)
+
+    # --- saving --------------------------------------------------------------------------------------------
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """Returns this rank's tensors and shards of the module's state, by the module's own names."""
+        assert self.lightning_module is not None
+        return {plain_name(name): value for name, value in self.lightning_module.state_dict().items()}
+
+    def state_names(self) -> set[str]:
+        """Returns the names of the module's full state, that of other ranks included."""
+        assert self.lightning_module is not None
+        return {plain_name(name) for name in self.lightning_module.state_dict()}
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """Returns an optimizer's state by parameter name: ``{"state": {name: {key: value}}, "param_groups": [...]}``.
+
+        The state comes from the optimizer's own ``state_dict``, where a wrapper (Lookahead) exports it too. The
+        parameter groups name all their parameters, those without a shard on this rank included. State under keys that
+        are not parameters is in ``beside``.
+        """
+        if isinstance(optimizer, LightningOptimizer):
+            optimizer = optimizer.optimizer
+        packed, numbers = _packed(optimizer), _numbers(optimizer)
+        if "param_groups" not in packed:  # Lightning's, where `configure_optimizers` returns None.
+            return packed
+        state = {
+            name: {
+                key: self.as_shard(name, tensor, value) if isinstance(value, Tensor) else value
+                for key, value in packed["state"][numbers[id(tensor)]].items()
+            }
+            for name, tensor in self.optimizer_tensors(optimizer).items()
+            if numbers[id(tensor)] in packed["state"]
+        }
+        groups = [{key: value for key, value in group.items() if key != "params"} for group in packed["param_groups"]]
+        for group, names in zip(groups, self.group_names(optimizer), strict=True):
+            group["params"] = names
+        beside = {key: value for key, value in packed["state"].items() if not isinstance(key, int)}
+        return {"state": state, "param_groups": groups} | ({"beside": beside} if beside else {})
+
+    def group_names(self, optimizer: Optimizer) -> list[list[str]]:
+        """Returns the parameter names of each parameter group; the same on all ranks."""
+        names = {id(tensor): name for name, tensor in self.optimizer_tensors(optimizer).items()}
+        return [[names[id(parameter)] for parameter in group["params"]] for group in optimizer.param_groups]
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None) -> None:
+        """Writes a canonical checkpoint; called on all ranks.
+
+        With :attr:`async_checkpoints` the state is copied now and written in the background; an error is then raised
+        by the next save, or at the run's end.
+
+        Raises:
+            DloError: on all ranks, if any rank cannot write its shards; an older checkpoint at the path is kept. On a
+                path or options of other storage than file systems.
+        """
+        if self.checkpoint_format == "lightning":
+            self._save_single_file(checkpoint, self.broadcast(str(filepath)), storage_options)
+            return
+        path = local_path(self.broadcast(str(filepath)), storage_options)
+        if not self.async_checkpoints:
+            save(checkpoint, path, group=self.planning_group(), about=self.about())
+            return
+        if self._saver is None:
+            self._saver = AsyncSaver(self.planning_group())
+        self._saver.save(checkpoint, path, about=self.about())
+
+    def _save_single_file(self, checkpoint: dict[str, Any], path: str, storage_options: Any) -> None:
+        """Writes the full state from rank 0 as a single file, as Lightning's own strategies do."""
+
+        def work() -> None:
+            if self.is_global_zero:
+                content = as_lightning(checkpoint)
+                refuse_unreadable(content)
+                writer = self.checkpoint_io if self._has_own_io() else SafeCheckpointIO()
+                writer.save_checkpoint(content, path, storage_options=storage_options)
+
+        run_on_all_ranks(self.planning_group(), work)
+
+    @property
+    def is_saving(self) -> bool:
+        """Whether a checkpoint is being written in the background."""
+        return self._saver is not None and self._saver.is_busy
+
+    def remove_checkpoint(self, filepath: str | Path) -> None:
+        """Removes a checkpoint; with background saves, only once the saves after it are on disk."""
+        if not self.is_global_zero:
+            return
+        if self._saver is not None:
+            self._saver.remove(filepath)
+        else:
+            remove(filepath)
+
+    def finish_checkpoints(self) -> None:
+        """Waits until checkpoints saved in the background are on disk.
+
+        Raises:
+            DloError: if a checkpoint could not be written.
+        """
+        saver, self._saver = self._saver, None
+        if saver is not None:
+            saver.close()
+
+    def teardown(self) -> None:
+        """Ends the run once its checkpoints are on disk."""
+        self.finish_checkpoints()
+        super().teardown()
+
+    def about(self) -> dict[str, Any]:
+        """Returns the manifest's entries about the run, beside step and epoch."""
+        return {"strategy": type(self).__name__, "world_size": self._world()}
+
+    def planning_group(self) -> dist.ProcessGroup | None:
+        """Returns the gloo group over which ranks plan a save; None in a single process."""
+        if self._world() == 1:
+            return None
+        if self._planning_group is None:
+            group: Any = dist.new_group(backend="gloo", timeout=getattr(self, "_timeout", None))
+            self._planning_group = group
+        return self._planning_group
+
+    def _world(self) -> int:
+        return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+
+    # --- loading -------------------------------------------------------------------------------------------
+
+    def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
+        """Opens a canonical checkpoint, whose tensors are read lazily, or a Lightning file."""
+        self.finish_checkpoints()
+        path = self.broadcast(str(checkpoint_path))
+        if self.checkpoint_format == "lightning" and self._has_own_io():
+            return self.checkpoint_io.load_checkpoint(path)
+        return load(local_path(path), group=self.planning_group())
+
+    def setup_environment(self) -> None:
+        """Checks the Trainer's checkpoint plug-ins, then starts the run."""
+        self.check_checkpoints()
+        super().setup_environment()
+
+    def check_checkpoints(self) -> None:
+        """Checks that this strategy can write checkpoints of the chosen format.
+
+        Raises:
+            DloError: on a CheckpointIO that would not be called; on a single file of state that is sharded.
+        """
+        name = type(self).__name__
+        if self.checkpoint_format not in FORMATS:
+            raise DloError(
+                f"run.checkpoint_format must be one of {', '.join(FORMATS)}, got"
+                f" {self.checkpoint_format}{did_you_mean(self.checkpoint_format, FORMATS)}"
+            )
+        if self.checkpoint_format == "lightning" and not self.holds_full_state:
+            raise DloError(
+                f"run.checkpoint_format must be canonical under {name}, which shards the state, got lightning;"
+                " use strategy auto or ddp, or run `dlo checkpoint convert LAST.ckpt FILE.ckpt` afterwards"
+            )
+        if self.checkpoint_format == "lightning" and self.async_checkpoints:
+            raise DloError(
+                "run.async_checkpoints must be false with run.checkpoint_format lightning, got true; remove one of them"
+            )
+        if self.checkpoint_format == "canonical" and self._has_own_io():
+            raise DloError(
+                f"trainer.plugins must have no CheckpointIO with canonical checkpoints, which {name} writes itself, got"
+                f" {type(self.checkpoint_io).__name__}; remove it, or set run.checkpoint_format to lightning"
+            )
+
+    def _has_own_io(self) -> bool:
+        """Whether the user has configured a CheckpointIO."""
+        return type(self.checkpoint_io) not in (TorchCheckpointIO, SafeCheckpointIO)
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        """Loads this rank's tensors and shards of the module's state."""
+        if self.holds_full_state and self._loads_by_itself():
+            self._load_through_module(checkpoint["state_dict"], strict)
+            return
+        saved, held = as_lazy_state_dict(checkpoint["state_dict"]), self.lightning_module_state_dict()
+        extra = {name: module for name, module in self._with_extra_state().items() if name in saved}
+        held = {name: value for name, value in held.items() if name not in extra}
+        names = self.state_names()
+        missing, unexpected = names - saved.keys(), saved.keys() - names
+        resized = {
+            name
+            for name in held.keys() & saved.keys()
+            if isinstance(held[name], Shard) and held[name].shape != saved.shape(name)
+        }
+        if (strict and (missing or unexpected)) or resized:
+            raise DloError(
+                "the checkpoint's weights must be those of the config's model, got"
+                f" {_listed(missing)} missing, {_listed(unexpected)} unexpected, {_listed(resized)} of another shape;"
+                " load a checkpoint of this model, or change the config to the checkpoint's"
+            )
+        with torch.no_grad():
+            for name in held.keys() & saved.keys():
+                if isinstance(held[name], Shard):
+                    saved.read_into(name, held[name])
+        for name, module in extra.items():
+            module.set_extra_state(_own(saved[name]))
+        self.refresh()
+
+    def _loads_by_itself(self) -> bool:
+        """Whether the module overrides loading, by its ``load_state_dict`` or by hooks of its submodules."""
+        module = self.lightning_module
+        assert module is not None
+        own = "load_state_dict" in vars(module) or type(module).load_state_dict is not nn.Module.load_state_dict
+        hooks = ("_load_state_dict_pre_hooks", "_load_state_dict_post_hooks")
+        return own or any(getattr(part, name, None) for part in module.modules() for name in hooks)
+
+    def _load_through_module(self, saved: Mapping[str, Any], strict: bool) -> None:
+        """Loads the state through the module's ``load_state_dict``, under the module's own names."""
+        assert self.lightning_module is not None
+        names = {plain_name(name): name for name in self.lightning_module.state_dict()}
+        state = OrderedDict((names.get(name, name), saved[name]) for name in saved)
+        if getattr(saved, "_metadata", None):
+            state._metadata = saved._metadata  # type: ignore[attr-defined]
+        self.lightning_module.load_state_dict(state, strict=strict)
+
+    def _with_extra_state(self) -> dict[str, nn.Module]:
+        """Returns the modules with extra state (``get_extra_state``), by the name under which it is saved."""
+        assert self.lightning_module is not None
+        return {
+            plain_name(f"{name}.{EXTRA_STATE}" if name else EXTRA_STATE): module
+            for name, module in self.lightning_module.named_modules()
+            if type(module).set_extra_state is not nn.Module.set_extra_state
+        }
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        """Loads the optimizers' state and the hyperparameters of their parameter groups."""
+        states = checkpoint["optimizer_states"]
+        if states and len(states) != len(self.optimizers):
+            raise DloError(
+                f"configure_optimizers must return {len(states)} optimizers, as many as the checkpoint has, got"
+                f" {len(self.optimizers)}; start from the checkpoint's weights alone (`dlo checkpoint export`)"
+            )
+        for optimizer, saved in zip(self.optimizers, states, strict=False):
+            if not optimizer.param_groups:
+                optimizer.load_state_dict(dict(saved))
+            elif "param_groups" not in saved:
+                raise DloError(
+                    "the checkpoint must hold optimizer state, got one of a run without an optimizer; start from its"
+                    " weights alone (`dlo checkpoint export`)"
+                )
+            else:
+                self._load_optimizer(optimizer, saved)
+
+    def _load_optimizer(self, optimizer: Optimizer, saved: Mapping[str, Any]) -> None:
+        names = self.group_names(optimizer)
+        saved = _by_name(saved, names)
+        sources = {name: group for group in saved["param_groups"] for name in group["params"]}
+        numbers = _numbers(optimizer)
+        loaded: dict[Any, Any] = {
+            numbers[id(tensor)]: self._read_state(name, tensor, saved["state"][name])
+            for name, tensor in self.optimizer_tensors(optimizer).items()
+            if name in saved["state"]
+        }
+        groups = []
+        for group, group_names in zip(optimizer.param_groups, names, strict=True):
+            source = next((sources[name] for name in group_names if name in sources), None)
+            if source is None:
+                raise DloError(
+                    "the checkpoint's optimizer must have the run's parameter groups, got none for"
+                    f" {_listed(set(group_names))}: it is of another model, or other parameters were trained; start"
+                    " from its weights alone (`dlo checkpoint export`)"
+                )
+            settings = {key: value for key, value in source.items() if key != "params"} | own_implementation(group)
+            groups.append({**settings, "params": [numbers[id(parameter)] for parameter in group["params"]]})
+        optimizer.load_state_dict({"state": loaded | dict(saved.get("beside", {})), "param_groups": groups})
+
+    def _read_state(self, name: str, tensor: Tensor, saved: Mapping[str, Any]) -> dict[str, Any]:
+        """Reads one parameter's optimizer state on this rank."""
+        saved, state = as_lazy_state_dict(saved), {}
+        for key in saved:
+            if not saved.is_tensor(key):
+                state[key] = saved[key]
+                continue
+            shard = self.empty_shard(name, tensor, saved.shape(key), saved.dtype(key))
+            saved.read_into(key, shard)
+            state[key] = _data_of(shard)
+        return state
+
+
+def _numbers(optimizer: Optimizer) -> dict[int, int]:
+    """Returns each stepped tensor's number in the optimizer's ``state_dict``, by the tensor's id."""
+    stepped = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    return {id(parameter): number for number, parameter in enumerate(stepped)}
+
+
+def _packed(optimizer: Optimizer) -> dict[str, Any]:
+    """Returns an optimizer's ``state_dict``; of an optimizer that shards its state, this rank's shard.
+
+    torch's ZeroRedundancyOptimizer refuses ``state_dict`` until one rank has gathered all state.
+    """
+    if not hasattr(optimizer, "consolidate_state_dict"):
+        return optimizer.state_dict()
+    numbers, inner = _numbers(optimizer), getattr(optimizer, "optim", optimizer)
+    state = {numbers[id(tensor)]: values for tensor, values in inner.state.items()}
+    return {"state": state, "param_groups": [dict(group) for group in optimizer.param_groups]}
+
+
+def add_step_hooks(optimizer: Optimizer) -> None:
+    """Adds step hooks to an optimizer whose constructor does not call torch's, such as timm's Lookahead.
+
+    torch's (2.15) constructor wraps the class's ``step`` to call the hooks; without it hooks can be registered, and are
+    never called. This function wraps the instance's ``step``, which a scheduler may have wrapped before.
+    """
+    if getattr(optimizer.step, "hooked", False):
+        return
+    for hooks in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
+        vars(optimizer).setdefault(hooks, OrderedDict())
+    inner = optimizer.step
+
+    @functools.wraps(inner)
+    def step(_: Optimizer, *args: Any, **kwargs: Any) -> Any:
+        return inner(*args, **kwargs)
+
+    hooked: Any = Optimizer.profile_hook_step(step)
+    hooked.hooked = True
+    vars(optimizer)["step"] = MethodType(hooked, optimizer)
+
+
+def plain_name(name: str) -> str:
+    """Returns a tensor's name without the prefix that ``torch.compile(module)`` adds."""
+    return name.replace("_orig_mod.", "")
+
+
+def as_lazy_state_dict(mapping: Mapping[str, Any]) -> LazyStateDict:
+    """Returns a checkpoint's mapping as one that reads into shards; a single file's tensors are in memory already."""
+    return mapping if isinstance(mapping, LazyStateDict) else LazyStateDict(TensorReader(Path(), {}), {}, mapping)
+
+
+def _own(value: Any) -> Any:
+    """Returns a checkpoint's value as plain dicts and lists, with tensors cloned."""
+    if isinstance(value, Tensor):
+        return value.clone()
+    if isinstance(value, Mapping):
+        return {key: _own(value[key]) for key in value}
+    return [_own(item) for item in value] if type(value) is list else value
+
+
+def _data_of(shard: Shard) -> Tensor:
+    """Returns the tensor that holds a shard's elements."""
+    if isinstance(shard, SlicedShard):
+        return _data_of(shard.shard)
+    return shard.data if isinstance(shard, FlatShard) else shard
+
+
+def _by_name(saved: Mapping[str, Any], names: list[list[str]]) -> Mapping[str, Any]:
+    """Returns an optimizer's state keyed by parameter name; torch's is keyed by parameter number."""
+    groups = saved["param_groups"]
+    if not any(isinstance(number, int) for group in groups for number in group["params"]):
+        return saved
+    sizes, found = [len(group) for group in names], [len(group["params"]) for group in groups]
+    if sizes != found:
+        raise DloError(
+            f"the checkpoint's optimizer must have parameter groups of {sizes} parameters, as the run has, got {found}:"
+            " it is of another model, or other parameters were trained; start from its weights alone"
+            " (`dlo checkpoint export`)"
+        )
+    name_of = {
+        number: name
+        for group, group_names in zip(groups, names, strict=True)
+        for number, name in zip(group["params"], group_names, strict=True)
+    }
+    return {
+        "state": {name_of[key]: state for key, state in saved["state"].items() if key in name_of},
+        "param_groups": [{**g, "params": [name_of[number] for number in g["params"]]} for g in groups],
+        "beside": {key: state for key, state in saved["state"].items() if key not in name_of},
+    }
+
+
+def _listed(names: set[str]) -> str:
+    shown = sorted(names)[:3]
+    return f"{len(names)}" + (f" ({', '.join(shown)}{', ...' if len(names) > 3 else ''})" if names else "")

@@ -1,0 +1,571 @@
+"""Monitor of ranks by heartbeats: finds the first rank that fails, dies or goes silent, and reports it to all.
+
+Rank 0 keeps a connection to each other rank. Messages are lines of JSON: a heartbeat now and then, a failure, and a
+goodbye. A connection that ends without a goodbye means that the process has died; a rank whose heartbeats stop is
+frozen, or cut off. Rank 0 sends the first failure to all ranks, so that all end for the same reason and can name it.
+Errors of collectives do not name it: some come after minutes, others say that a connection was closed and not by whom.
+"""
+
+from __future__ import annotations
+
+import errno
+import hmac
+import json
+import os
+import secrets
+import selectors
+import signal
+import socket
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from dlo_framework.distributed.failure import Failure
+from dlo_framework.distributed.grace import GracePeriod
+from dlo_framework.distributed.open_files import raise_open_files_limit
+from dlo_framework.distributed.stacks import Position, StackSampler
+
+#: Seconds between two polls of the connections.
+_TICK = 0.2
+#: Most bytes of a line; a peer that sends a longer one is not a rank of this run.
+_LONGEST_LINE = 1 << 18
+#: Seconds that a rank which reports its failure waits for the answer, the first failure.
+_ANSWER = 3.0
+#: Seconds that a new connection has to send its rank and token.
+_GREETING = 30.0
+#: Errors of accepting a connection where no more files may be open, and the seconds until the next try.
+_FULL, _PAUSE = (errno.EMFILE, errno.ENFILE), 1.0
+#: Seconds that ranks have to report that they waited in vain, before those that do not report it are blamed.
+_ALSO_WAITED = 1.0
+#: Seconds that all ranks must wait for each other, in different hooks, before that counts as a deadlock.
+_STILL = 5.0
+#: Heartbeats over which they must wait: a single one may report a moment that has passed.
+_BEATS = 2
+
+
+#: Connections of this process, which a loader's workers must not keep open when it has died.
+_OPEN: weakref.WeakSet[socket.socket] = weakref.WeakSet()
+_FORKS: list[bool] = []  # not empty once the handler for forks is registered
+
+
+class Address(NamedTuple):
+    """Address where rank 0 listens, and the token by which it recognises its ranks."""
+
+    hosts: tuple[str, ...]
+    port: int
+    token: str
+
+
+@dataclass
+class _Peer:
+    """Other end of a connection."""
+
+    connection: socket.socket
+    rank: int | None  # None until it has sent its rank
+    received: bytes = b""
+    quiet: float = 0.0  # seconds since its last message
+    heard: bool = False  # whether it has sent any message
+    left: bool = False  # whether it has sent a goodbye
+    place: int = 0
+    moves: int = 0
+    still: float = 0.0  # seconds that it has waited for other ranks at one place
+    position: Position = field(default_factory=Position)
+    call: tuple[int, str] = (0, "")  # number and name of its last call of `meet`
+
+
+@dataclass
+class _Shared:
+    """State that the monitor's thread and other threads share, under the lock."""
+
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    first: Failure | None = None
+    over: bool = False
+
+
+class RankMonitor:
+    """Monitor of the other ranks, one a run, with a thread from :meth:`serve` or :meth:`join` to :meth:`end`.
+
+    Args:
+        rank: Rank of this process.
+        world_size: Number of ranks.
+        limit: Seconds of silence after which a rank counts as failed.
+        on_failure: Function that gets the first failure, unless this rank has reported it; called once, in the
+            monitor's thread.
+        exit_code: Function that returns the exit code of a rank's process, None where it is not known; called on
+            rank 0.
+        place: Function that returns the progress of this rank: twice the batches it has done, plus 1 within a batch.
+        moves: Function that returns a number which changes as long as this rank makes progress.
+        sampler: Sampler of the main thread's position; None to not sample it.
+        grace: Time that a run may go on without progress after a stop signal.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        world_size: int,
+        *,
+        limit: float,
+        on_failure: Callable[[Failure], None],
+        exit_code: Callable[[int], int | None] = lambda rank: None,
+        place: Callable[[], int] = lambda: 0,
+        moves: Callable[[], int] = lambda: 0,
+        sampler: StackSampler | None = None,
+        grace: GracePeriod | None = None,
+    ) -> None:
+        self.rank, self.world_size = rank, world_size
+        self._moves, self._sampler, self._grace = moves, sampler, grace or GracePeriod()
+        self._still, self._stuck, self._lonely = 0.0, 0.0, 0.0
+        self._call = (0, "")  # number of calls of `meet` so far, and the name of the last
+        self._meeting = threading.Lock()
+        self._answered = threading.Condition()
+        self._answer: tuple[int, str] = (0, "")
+        self._on_failure, self._exit_code, self._place = on_failure, exit_code, place
+        self._limit, self._interval = limit, min(1.0, limit / 5)
+        self._peers: list[_Peer] = []
+        self._left: set[int] = set()
+        self._selector = selectors.DefaultSelector()
+        self._listener: socket.socket | None = None
+        self._paused = 0.0  # seconds until connections are accepted again
+        self._token = ""
+        self._shared = _Shared()
+        self._known = threading.Event()
+        self._waited: dict[int, Failure] = {}  # on rank 0: failures of ranks that waited for others in vain
+        self._has_reported = False  # whether this rank has reported a failure
+        self._thread: threading.Thread | None = None
+
+    # --- start and end -------------------------------------------------------------------------------------
+
+    def serve(self, *, one_host: bool, name: str) -> Address | str:
+        """Starts the monitor on rank 0, unless too few files may be open there.
+
+        Args:
+            one_host: Whether all ranks are on this host; else other hosts may connect too.
+            name: Name under which other hosts reach this one.
+
+        Returns:
+            Address for the other ranks' :meth:`join`; where they cannot join, a text with the reason and the fix.
+        """
+        # Twice: the gloo group that plans checkpoints has a connection to each rank too.
+        short = raise_open_files_limit(2 * self.world_size)
+        if short is not None:
+            return (
+                f"rank 0 must be allowed {short[1]} open files to monitor {self.world_size - 1} other ranks, got"
+                f" {short[0]}; raise the limit before the run starts: ulimit -n {short[1]}"
+            )
+        self._token = secrets.token_hex(16)
+        self._listener = socket.create_server(("127.0.0.1" if one_host else "", 0), backlog=self.world_size)
+        self._selector.register(self._listener, selectors.EVENT_READ)
+        self._start()
+        hosts = ("127.0.0.1",) if one_host else tuple(dict.fromkeys((name, socket.getfqdn(), socket.gethostname())))
+        return Address(hosts, self._listener.getsockname()[1], self._token)
+
+    def join(self, address: Address) -> bool:
+        """Starts the monitor on another rank; returns whether it could connect to rank 0."""
+        for host in address.hosts:
+            try:
+                connection = socket.create_connection((host, address.port), timeout=10)
+            except OSError:
+                continue
+            self._add(connection, rank=0)
+            self._send(self._peers[0], {"rank": self.rank, "token": address.token})
+            self._start()
+            return True
+        return False
+
+    def end(self, *, orderly: bool) -> None:
+        """Stops the monitor; after an orderly end the other ranks do not count this one as failed."""
+        with self._shared.lock:
+            self._shared.over = True
+        if orderly:
+            for peer in list(self._peers):
+                self._send(peer, {"bye": True})
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join(timeout=5 * _TICK)
+        for peer in self._peers:
+            peer.connection.close()
+        if self._listener is not None:
+            self._listener.close()
+        self._selector.close()
+
+    def _start(self) -> None:
+        _close_in_forks()
+        self._thread = threading.Thread(target=self._run, name="rank-watch", daemon=True)
+        self._thread.start()
+
+    # --- for the main thread -------------------------------------------------------------------------------
+
+    @property
+    def first(self) -> Failure | None:
+        """First failure of any rank, as far as this rank knows."""
+        return self._shared.first
+
+    def fail(self, failure: Failure, *, waited: bool = False) -> Failure:
+        """Reports a failure to all ranks; returns the run's first failure, which may be another rank's.
+
+        Args:
+            failure: Failure of this rank, or of a rank that cannot report it.
+            waited: Whether the failure is that this rank waited for others in vain, so that one of those is to blame.
+        """
+        self._has_reported = True
+        if self.rank == 0 and waited:
+            self._waited.setdefault(0, failure)
+        elif self.rank == 0:
+            return self._decide(failure)
+        else:
+            for peer in list(self._peers):
+                self._send(peer, {"failed": failure.to_text(), "waited": waited})
+        self._known.wait(_ANSWER)
+        return self._shared.first or failure
+
+    def wait_for_first(self, seconds: float) -> Failure | None:
+        """Waits for the first failure of any rank, and returns it; None if there is none in time."""
+        self._known.wait(seconds)
+        return self._shared.first
+
+    def has_left(self, rank: int) -> bool:
+        """Returns whether a rank has sent its goodbye; known on rank 0."""
+        return rank in self._left
+
+    def set_grace(self, seconds: float) -> None:
+        """Sets the seconds that a run may go on without progress after a stop signal; rank 0's value counts."""
+        self._grace.seconds = seconds
+
+    def ask(self, signum: int) -> None:
+        """Reports that this rank got a stop signal: a run without progress is ended from now on."""
+        if self.rank == 0:
+            self._grace.ask(signum)
+        for peer in list(self._peers) if self.rank != 0 else []:
+            self._send(peer, {"asked": signum})
+
+    def meet(self, call: str) -> str:
+        """Waits until all ranks have made a call that they must make together.
+
+        Args:
+            call: Name of the call, the same on all ranks.
+
+        Returns:
+            Positions of the ranks that do not come; empty where all have come.
+        """
+        number = self._call[0] + 1
+        if self.rank == 0:
+            with self._meeting:
+                self._call = (number, call)
+            self._check_call(0.0)
+        else:
+            self._call = (number, call)
+            for peer in list(self._peers):
+                self._send(peer, {"meets": number, "call": call})
+        with self._answered:
+            while self._answer[0] < number and self._shared.first is None and not self._shared.over and self._peers:
+                self._answered.wait(0.5)
+            return self._answer[1] if self._answer[0] == number else ""
+
+    def _check_call(self, passed: float) -> None:
+        """Answers, on rank 0, the ranks that wait in :meth:`meet`, once all have come or some will not come."""
+        with self._meeting:
+            peers = [peer for peer in self._peers if peer.rank is not None]
+            calls = {self.rank: self._call} | {peer.rank: peer.call for peer in peers if peer.rank is not None}
+            number = max(called for called, _ in calls.values())
+            if number <= self._answer[0]:
+                return
+            here = {rank: words for rank, (called, words) in calls.items() if called == number}
+            absent = [rank for rank in range(self.world_size) if rank not in here]
+            if not absent:
+                missing = "; ".join(f"rank {rank} is in {words}" for rank, words in here.items())
+                missing = missing if len(set(here.values())) > 1 else ""
+            else:
+                missing = self._find_absent(absent, passed)
+                if not missing:
+                    return
+            answer = {"met": number, "missing": missing}
+            for peer in peers:
+                if peer.rank in here:
+                    self._send(peer, answer)
+            self._take_answer(answer)
+
+    def _find_absent(self, absent: list[int], passed: float) -> str:
+        """Returns the positions of ranks that wait for others elsewhere, or have left; empty if one may still come."""
+        places = {
+            peer.rank: str(peer.position) for peer in self._peers if peer.rank is not None and self._is_waiting(peer)
+        }
+        if self._still >= _STILL / 2:
+            places[self.rank] = str(self._sampler.position) if self._sampler is not None else ""
+        places |= dict.fromkeys(self._left, "at the end of the run")
+        self._lonely = self._lonely + passed if all(rank in places for rank in absent) else 0.0
+        if self._lonely < _BEATS * self._interval:
+            return ""
+        return "; ".join(f"rank {rank} is {places[rank]}" for rank in absent)
+
+    def _is_waiting(self, peer: _Peer) -> bool:
+        """Returns whether a rank waits for others now, by its last heartbeats."""
+        return peer.still >= _STILL / 2 and peer.quiet < 3 * self._interval
+
+    def _take_answer(self, answer: dict[str, Any]) -> None:
+        with self._answered:
+            self._answer = (int(answer["met"]), str(answer["missing"]))
+            self._answered.notify_all()
+
+    def _blame_rank(self) -> Failure:
+        """Returns, on rank 0, the failure of the rank that the others have waited for in vain.
+
+        It is the rank with the least progress; of several, one that has not waited itself.
+        """
+        places = {self.rank: self._place()} | {p.rank: p.place for p in self._peers if p.rank is not None}
+        last = min(places, key=lambda rank: (places[rank], rank in self._waited))
+        if last in self._waited and places[last] == max(places.values()):
+            return next(iter(self._waited.values()))  # All ranks wait: their collectives do not match.
+        text = f"it is still in batch {(places[last] + 1) // 2}; others have waited for it for {self._limit:g} s"
+        return Failure(last, self.world_size, text, stacks=True)
+
+    # --- the monitor's thread ------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        looked, since_beat, since_waited = time.monotonic(), 0.0, 0.0
+        while not self._shared.over:
+            for key, _ in self._selector.select(_TICK):
+                if key.fileobj is self._listener:
+                    self._accept()
+                else:
+                    self._read(key.data)
+            # Capped: after a suspension of the whole job, the time asleep must not count as the others' silence.
+            passed = min(time.monotonic() - looked, 2 * _TICK)
+            looked, since_beat = time.monotonic(), since_beat + passed
+            self._accept_again(passed)
+            if since_beat >= self._interval:
+                self._beat(since_beat)
+                since_beat = 0.0
+            self._count_silence(passed)
+            if self.rank == 0:
+                self._check_call(passed)
+                self._check_request(passed)
+            if self._waited and self._shared.first is None:
+                since_waited += passed
+                if since_waited >= _ALSO_WAITED:
+                    self._decide(self._blame_rank())
+
+    def _beat(self, passed: float) -> None:
+        """Sends this rank's progress and position to the others; on rank 0, checks for a deadlock."""
+        message: dict[str, Any] = {"at": self._place(), "moves": self._moves()}
+        if self._sampler is not None:
+            self._still = self._sampler.sample(passed)
+            message |= {"still": self._still, "in": self._sampler.position}
+        for peer in list(self._peers):
+            self._send(peer, message)
+        if self.rank == 0:
+            self._check_deadlock(passed)
+
+    def _all_wait(self) -> float:
+        """Returns the seconds that every rank has waited for others in one place; 0 if a rank does not wait."""
+        peers = [peer for peer in self._peers if peer.rank is not None]
+        if len(peers) < self.world_size - 1 or any(peer.quiet >= 3 * self._interval for peer in peers):
+            return 0.0
+        return min([self._still, *(peer.still for peer in peers)])
+
+    def _check_deadlock(self, passed: float) -> None:
+        """Ends the run if all ranks wait for others in different hooks: none of them can go on."""
+        if self._sampler is None:
+            return
+        positions = {self.rank: self._sampler.position}
+        positions |= {peer.rank: peer.position for peer in self._peers if peer.rank is not None}
+        hooks = [position.hook for position in positions.values()]
+        deadlock = self._all_wait() >= _STILL and len(set(hooks)) > 1
+        self._stuck = self._stuck + passed if deadlock else 0.0
+        if self._stuck < _BEATS * self._interval or self._shared.first is not None:
+            return
+        # Blame the rank that is alone in its hook; of two ranks, the one in a user's hook rather than in a step.
+        alone = min(
+            positions, key=lambda rank: (hooks.count(positions[rank].hook), not _is_aside(positions[rank].hook))
+        )
+        others = "; ".join(f"rank {rank} is {position}" for rank, position in positions.items() if rank != alone)
+        text = (
+            f"it is {positions[alone]}, while {others}: they wait for each other. Calls that need all ranks (forward of"
+            " a sharded model, save, reduce) must be made on all of them; take them out of conditions on the rank"
+        )
+        self._decide(Failure(alone, self.world_size, text, stacks=True))
+
+    def _check_request(self, passed: float) -> None:
+        """Ends a run that got a stop signal and has made no progress for too long."""
+        moves = self._moves() + sum(peer.moves for peer in self._peers)
+        if self._grace.is_over(passed, moves, self._all_wait()) and self._shared.first is None:
+            name = signal.Signals(self._grace.signum).name
+            code = 128 + (signal.SIGINT if self._grace.signum == signal.SIGINT else signal.SIGTERM)
+            text = f"{name} asked the run to stop, and no rank has finished a batch or saved since; ended where it was"
+            self._decide(Failure(self._grace.rank, self.world_size, text, exit_code=code, stacks=True))
+
+    def _accept(self) -> None:
+        assert self._listener is not None
+        try:
+            connection, _ = self._listener.accept()
+        except OSError as error:
+            if error.errno in _FULL:
+                # The connection stays in the queue, so that the selector would report it at once, again and again.
+                self._selector.unregister(self._listener)
+                self._paused = _PAUSE
+            return  # Another error: the other end has gone already.
+        self._add(connection, rank=None)
+
+    def _accept_again(self, passed: float) -> None:
+        """Accepts connections again, some time after too many files were open."""
+        if self._paused > 0 and self._listener is not None:
+            self._paused -= passed
+            if self._paused <= 0:
+                self._selector.register(self._listener, selectors.EVENT_READ)
+
+    def _add(self, connection: socket.socket, rank: int | None) -> None:
+        connection.settimeout(1.0)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        _OPEN.add(connection)
+        peer = _Peer(connection, rank)
+        self._peers.append(peer)
+        self._selector.register(connection, selectors.EVENT_READ, peer)
+
+    def _read(self, peer: _Peer) -> None:
+        try:
+            data = peer.connection.recv(1 << 16)
+        except TimeoutError:
+            return
+        except OSError:
+            data = b""
+        if not data:
+            self._handle_lost(peer)
+            return
+        peer.quiet, peer.heard = 0, True
+        *lines, peer.received = (peer.received + data).split(b"\n")
+        if len(peer.received) > _LONGEST_LINE:
+            self._drop(peer)
+            return
+        for line in lines:
+            try:
+                message = json.loads(line)
+                if not isinstance(message, dict):
+                    raise ValueError("not a message")
+                self._handle_message(peer, message)
+            except (ValueError, KeyError, TypeError):
+                self._drop(peer)
+                return
+
+    def _handle_message(self, peer: _Peer, message: dict[str, Any]) -> None:
+        if peer.rank is None:
+            if not hmac.compare_digest(str(message.get("token")), self._token):
+                self._drop(peer)
+                return
+            peer.rank = int(message["rank"])
+            self._send(peer, {"at": self._place(), "moves": self._moves()})  # Accepted: it monitors rank 0 from now.
+            if self._shared.first is not None:
+                self._send(peer, {"first": self._shared.first.to_text()})
+        elif "bye" in message:
+            peer.left = True
+            if peer.rank is not None and "runs" not in message:
+                self._left.add(peer.rank)
+        elif "failed" in message and self.rank == 0:
+            failure = Failure.from_text(message["failed"])
+            if message["waited"]:
+                self._waited.setdefault(peer.rank, failure)
+            else:
+                self._decide(failure)
+        elif "first" in message and self.rank != 0:
+            self._adopt_failure(Failure.from_text(message["first"]))
+        elif "asked" in message and self.rank == 0:
+            self._grace.ask(int(message["asked"]), peer.rank)
+        elif "meets" in message and self.rank == 0:
+            with self._meeting:
+                peer.call = (int(message["meets"]), str(message["call"]))
+            self._check_call(0.0)
+        elif "met" in message and self.rank != 0:
+            self._take_answer(message)
+        elif "at" in message:
+            peer.place, peer.moves = int(message["at"]), int(message["moves"])
+            if "still" in message:
+                peer.still, peer.position = float(message["still"]), Position(*map(str, message["in"]))
+
+    def _handle_lost(self, peer: _Peer) -> None:
+        self._drop(peer)
+        if peer.rank is None or peer.left or self._shared.over:
+            return
+        code = self._exit_code(peer.rank) if self.rank == 0 else None
+        self._report(Failure.from_exit_code(peer.rank, self.world_size, code))
+
+    def _count_silence(self, passed: float) -> None:
+        """Reports ranks that have been silent for too long as failed."""
+        for peer in list(self._peers):
+            peer.quiet += passed
+            if peer.quiet <= (self._limit if peer.rank is not None else min(self._limit, _GREETING)):
+                continue
+            if self.rank != 0 and not peer.heard:
+                # Rank 0 has not accepted this rank, for lack of open files, and may be well. If it accepts later, it
+                # must not take the end of the connection for the end of this rank.
+                self._send(peer, {"bye": True, "runs": True})
+                self._drop(peer)
+                continue
+            self._drop(peer)
+            if peer.rank is not None and not peer.left:
+                text = f"it sent no heartbeat for {self._limit:g} s (stopped? host or network down?)"
+                self._report(Failure(peer.rank, self.world_size, text, stacks=True, silent=True))
+
+    def _report(self, failure: Failure) -> None:
+        if self.rank == 0:
+            self._decide(failure)
+        else:
+            self._adopt_failure(failure)
+
+    def _decide(self, failure: Failure) -> Failure:
+        """Records, on rank 0, the first failure to come, and sends it to all ranks."""
+        with self._shared.lock:
+            new = self._shared.first is None
+            first = self._shared.first = self._shared.first or failure
+        if new:
+            for peer in list(self._peers):
+                if peer.rank is not None:
+                    self._send(peer, {"first": first.to_text()})
+            self._notify_here(first)
+        return first
+
+    def _adopt_failure(self, first: Failure) -> None:
+        with self._shared.lock:
+            new = self._shared.first is None
+            self._shared.first = self._shared.first or first
+        if new:
+            self._notify_here(first)
+
+    def _notify_here(self, first: Failure) -> None:
+        self._known.set()
+        with self._answered:
+            self._answered.notify_all()
+        if not self._shared.over and (first.rank != self.rank or not self._has_reported):
+            self._on_failure(first)
+
+    def _send(self, peer: _Peer, message: dict[str, Any]) -> None:
+        if peer.connection.fileno() < 0:
+            return
+        line = json.dumps(message).encode() + b"\n"
+        with self._shared.lock:
+            try:
+                peer.connection.sendall(line)
+            except OSError:
+                peer.received = b""  # The next read, or the silence, shows that it is gone.
+
+    def _drop(self, peer: _Peer) -> None:
+        if peer in self._peers:
+            self._selector.unregister(peer.connection)
+            self._peers.remove(peer)
+        peer.connection.close()
+
+
+def _is_aside(hook: str) -> bool:
+    """Returns whether a hook is one outside of the steps, such as users write: ``on_...``."""
+    return hook.startswith("on_") and not hook.partition(" of ")[2].endswith("Strategy")
+
+
+def _close_in_forks() -> None:
+    """Makes processes forked from this one close their copies of its connections."""
+
+    def close_all() -> None:
+        for connection in _OPEN:
+            connection.close()
+
+    if not _FORKS and hasattr(os, "register_at_fork"):
+        os.register_at_fork(after_in_child=close_all)
+        _FORKS.append(True)

@@ -1,0 +1,71 @@
+"""Memory of tensors on this rank: the local tensor of a DTensor, and the bytes of parameters and optimizer state."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+
+def local_tensor(tensor: Tensor) -> Tensor:
+    """Returns this rank's local tensor: the shard of a DTensor, any other tensor itself, detached."""
+    if isinstance(tensor, DTensor):
+        if not torch.is_grad_enabled():
+            return tensor.to_local().detach()
+        with torch.no_grad():  # Where autograd records, to_local is an operation that it records.
+            tensor = tensor.to_local()
+    return tensor.detach()
+
+
+def memory_of(tensors: Iterable[Tensor]) -> int:
+    """Returns the bytes of tensors on this rank; memory that several tensors share is counted once."""
+    bytes_at: dict[int, int] = {}
+    for tensor in tensors:
+        # Of the tensor itself, without detach: during a step ZeRO 3 takes a detach for a use of the values.
+        storage = (local_tensor(tensor) if isinstance(tensor, DTensor) else tensor).untyped_storage()
+        if storage.nbytes():
+            bytes_at[storage.data_ptr()] = storage.nbytes()
+    return sum(bytes_at.values())
+
+
+def optimizer_states(optimizer: Optimizer) -> list[Mapping[Any, Any]]:
+    """Returns an optimizer's per-parameter states on this rank, those of optimizers that it wraps (Lookahead) included.
+
+    It does not call ``state_dict``, which may export another state than that in memory, and may raise (that of
+    ZeroRedundancyOptimizer before its state is consolidated, and where DeepSpeed has replaced the parameters).
+    """
+    found: dict[int, Mapping[Any, Any]] = {}
+    for one in _with_wrapped(optimizer):
+        states = one.state.values() if isinstance(one.state, Mapping) else ()
+        found |= {id(state): state for state in states if isinstance(state, Mapping)}
+    return list(found.values())
+
+
+def _with_wrapped(optimizer: Optimizer) -> list[Optimizer]:
+    """Returns an optimizer and, recursively, the optimizers among its attributes, each once."""
+    found, waiting = {id(optimizer): optimizer}, [optimizer]
+    while waiting:
+        inner = {id(value): value for value in vars(waiting.pop()).values() if isinstance(value, Optimizer)}
+        waiting += [value for key, value in inner.items() if key not in found]
+        found |= inner
+    return list(found.values())
+
+
+def optimizer_bytes(optimizers: Iterable[Optimizer]) -> int:
+    """Returns the bytes of optimizers' state on this rank."""
+    return memory_of(
+        value for optimizer in optimizers for state in optimizer_states(optimizer) for value in _tensors(state)
+    )
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    """Yields the tensors in nested dicts, lists and tuples."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, Mapping | list | tuple):
+        for part in value.values() if isinstance(value, Mapping) else value:
+            yield from _tensors(part)

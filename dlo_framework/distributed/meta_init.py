@@ -1,0 +1,168 @@
+"""Initialisation of models built on the meta device, unit by unit as units are sharded.
+
+Each module's ``reset_parameters`` draws its random numbers from a seed made of the run's seed and the module's name. So
+the weights are the same on every rank, whatever the number of ranks and the order in which units are sharded.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dlo_framework.distributed.checkpointing import plain_name
+from dlo_framework.errors import DloError
+from dlo_framework.tensor_slice import Layout, TensorSlice
+
+
+def on_meta(module: nn.Module) -> bool:
+    """Returns whether any parameter or buffer of a module is on the meta device."""
+    return any(tensor.is_meta for tensor in itertools.chain(module.parameters(), module.buffers()))
+
+
+def own_tensors(module: nn.Module) -> Iterator[Tensor]:
+    """Yields a module's own parameters and buffers, without those of its submodules."""
+    yield from module.parameters(recurse=False)
+    yield from module.buffers(recurse=False)
+
+
+def check_initialisable(module: nn.Module, loads_weights: bool) -> None:
+    """Checks that all parameters and buffers on the meta device will get values.
+
+    Args:
+        module: Module to check with all its submodules.
+        loads_weights: Whether a checkpoint's weights will be loaded; then only buffers that checkpoints leave out need
+            to be initialised.
+
+    Raises:
+        DloError: with the names of tensors that would stay uninitialised.
+    """
+    lacking = []
+    for name, submodule in module.named_modules():
+        if _resets(submodule) or not any(tensor.is_meta for tensor in own_tensors(submodule)):
+            continue
+        absent = submodule._non_persistent_buffers_set if loads_weights else None
+        lacking += [
+            f"{name}.{key}" if name else key
+            for key, tensor in [
+                *submodule.named_parameters(recurse=False),
+                *submodule.named_buffers(recurse=False),
+            ]
+            if tensor.is_meta and (absent is None or key in absent)
+        ]
+    if lacking:
+        shown = ", ".join(lacking[:5]) + (f" and {len(lacking) - 5} more" if len(lacking) > 5 else "")
+        raise DloError(
+            f"tensors under meta_init must have a reset_parameters() that initialises them, got {shown} without; add"
+            " one to their modules, start from a checkpoint (--ckpt_path), or remove meta_init"
+        )
+
+
+class Initialiser:
+    """Allocates and initialises modules that are on the meta device, with the same values on all ranks.
+
+    Submodules come before their parents, as in a constructor: ``nn.MultiheadAttention`` sets its projection's bias
+    after the projection has. Each module, and each tensor that several modules share, is initialised once.
+
+    Args:
+        device: Device on which to allocate.
+        seed: Seed of the run.
+        layout: Layout of the model after tensor and pipeline parallelism. Sliced tensors are initialised in full shape
+            and sliced again; tensors of other stages stay on the meta device.
+    """
+
+    def __init__(self, device: torch.device, seed: int, layout: Layout | None = None) -> None:
+        self._device, self._seed, self._layout = device, seed, layout or Layout()
+        self._done: set[int] = set()
+        self._made: dict[int, Tensor] = {}
+        self._replaced: list[Tensor] = []  # Keeps them alive, so that no other tensor gets one of their ids.
+
+    def __call__(self, module: nn.Module, prefix: str) -> None:
+        """Initialises a module's tensors on the meta device.
+
+        Args:
+            module: Unit, or root module after its units.
+            prefix: Name of the module in the model.
+        """
+        order = [(name, part) for name, part in _children_first(module, prefix) if id(part) not in self._done]
+        fresh = [(name, submodule, self._lacking(name, submodule)) for name, submodule in order]
+        for name, submodule, lacking in fresh:
+            self._allocate(name, submodule, lacking)
+        for name, submodule, lacking in fresh:
+            if lacking and _resets(submodule):
+                with torch.random.fork_rng(devices=[self._device] if self._device.type == "cuda" else []):
+                    torch.manual_seed(module_seed(self._seed, name))
+                    with torch.no_grad():
+                        _reset(submodule)
+        for name, submodule, lacking in fresh:
+            for key in lacking:
+                _cut_again(submodule, key, self._layout.slices.get(_joined(name, key)))
+        self._done.update(id(submodule) for _, submodule in order)
+
+    def replacement_of(self, tensor: Any) -> Any:
+        """Returns the tensor that has replaced a meta tensor; any other tensor itself."""
+        return self._made.get(id(tensor), tensor)
+
+    def _lacking(self, name: str, module: nn.Module) -> list[str]:
+        """Returns the names of a module's own parameters and buffers to allocate."""
+        return [
+            key
+            for key, tensor in [*module._parameters.items(), *module._buffers.items()]
+            if tensor is not None and tensor.is_meta and _joined(name, key) not in self._layout.other_stages
+        ]
+
+    def _allocate(self, name: str, module: nn.Module, lacking: list[str]) -> None:
+        """Replaces a module's own meta tensors by full tensors; shared tensors stay shared.
+
+        They are filled with NaN, so that a weight that nothing initialised or loaded shows in the first loss.
+        """
+        for key in lacking:
+            entries: Any = module._parameters if key in module._parameters else module._buffers
+            tensor = entries[key]
+            if id(tensor) not in self._made:
+                cut = self._layout.slices.get(_joined(name, key))
+                shape = tensor.shape if cut is None else cut.full_shape(tensor.shape)
+                fill = torch.nan if tensor.is_floating_point() else 0
+                value = torch.full(shape, fill, dtype=tensor.dtype, device=self._device)
+                new = nn.Parameter(value, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else value
+                new.__dict__.update(tensor.__dict__)  # Attributes that parameter groups are made by.
+                self._made[id(tensor)] = new
+                self._replaced.append(tensor)
+            entries[key] = self._made[id(tensor)]
+
+
+def module_seed(seed: int, name: str) -> int:
+    """Returns the seed of a module's initial values."""
+    digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
+    return int.from_bytes(digest[:8], "little") >> 1
+
+
+def _cut_again(module: nn.Module, key: str, cut: TensorSlice | None) -> None:
+    tensor = module._parameters[key] if key in module._parameters else module._buffers[key]
+    assert tensor is not None
+    if cut is not None and tensor.shape[cut.dim] == cut.size != cut.length:
+        tensor.data = cut.slice_tensor(tensor.data)
+
+
+def _joined(name: str, key: str) -> str:
+    return plain_name(f"{name}.{key}" if name else key)
+
+
+def _children_first(module: nn.Module, prefix: str) -> Iterable[tuple[str, nn.Module]]:
+    for name, child in module.named_children():
+        yield from _children_first(child, f"{prefix}.{name}" if prefix else name)
+    yield prefix, module
+
+
+def _resets(module: nn.Module) -> bool:
+    return any(callable(getattr(module, name, None)) for name in ("reset_parameters", "_reset_parameters"))
+
+
+def _reset(module: nn.Module) -> None:
+    """Calls a module's own initialisation; torch's attention and transformer call theirs ``_reset_parameters``."""
+    method: Any = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
+    method()

@@ -1,0 +1,223 @@
+"""The contract of a strategy: every question that the framework asks one, with the answer of a strategy that has none.
+
+dlo's strategies implement it (:class:`~dlo_framework.distributed.checkpointing.CanonicalStrategy`). Lightning's own,
+and yours that derive from those, know nothing of it: :func:`contract_of` wraps each once in :class:`ForeignStrategy`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+from lightning.pytorch import Callback, LightningModule
+from lightning.pytorch.strategies import DDPStrategy, ParallelStrategy, Strategy
+from torch import Tensor
+from torch.optim import Optimizer
+
+
+class StrategyContract:
+    """Questions that callbacks, tasks, checkpoints and commands ask of a strategy.
+
+    The defaults are those of a strategy that leaves each rank a full copy of parameters, gradients and optimizer state
+    in the module's own tensors. `None` means "not known": the caller then works it out from those, or leaves it out.
+    """
+
+    # --- what is divided, and among whom -------------------------------------------------------------------
+
+    #: Stage of the ZeRO paper (arXiv 1910.02054) of what is sharded: 0 nothing, 1 optimizer state, 2 gradients too, 3
+    #: parameters too; None if unknown.
+    zero_stage: int | None = None
+    #: Whether parameters are in half precision, with sharded master weights in single precision.
+    has_master_weights = False
+    #: Whether a forward outside of a step must be called on all ranks: parameters may be gathered for it.
+    forward_needs_all_ranks = False
+    #: Pipelined task of a model that is cut into stages; None without a pipeline.
+    pipelined: Any = None
+    #: Process groups of a mesh (:class:`~dlo_framework.distributed.groups.MeshGroups`); None without one.
+    groups: Any = None
+    #: Causes in the strategy of a loss that is NaN, for an error message; empty if none are known.
+    nan_hint = ""
+
+    @property
+    def shard_size(self) -> int | None:
+        """Number of ranks among which one copy of the state is divided; None for all ranks of the run."""
+        return None
+
+    @property
+    def gradient_ranks(self) -> int | None:
+        """Number of ranks over which gradients are averaged; None for those with different samples."""
+        return None
+
+    @property
+    def data_group(self) -> dist.ProcessGroup | None:
+        """Group of the ranks that see different data, for a mean without a barrier; None to ask ``reduce``."""
+        if type(_strategy_of(self)).reduce is not DDPStrategy.reduce or not dist.is_initialized():
+            return None
+        return dist.group.WORLD
+
+    @property
+    def collective_timeout(self) -> timedelta | None:
+        """Time limit of a collective; None for torch's default."""
+        return getattr(_strategy_of(self), "_timeout", None)  # Lightning's name for it (2.6).
+
+    def data_share(self) -> tuple[int, int]:
+        """Returns this rank's share of the samples: its number, and the number of shares.
+
+        Ranks that together hold one copy of the model (tensor, pipeline and context parallelism) have the same share.
+        """
+        strategy = _strategy_of(self)
+        if not isinstance(strategy, ParallelStrategy):
+            return 0, 1
+        share = strategy.distributed_sampler_kwargs
+        return int(share["rank"]), int(share["num_replicas"])
+
+    # --- state of the run ----------------------------------------------------------------------------------
+
+    def local_tensors(self) -> list[Tensor]:
+        """Returns this rank's shards of parameters and buffers, of which an average of the weights is taken."""
+        module = _module_of(self)
+        return [*module.parameters(), *module.buffers()]
+
+    def refresh(self) -> None:
+        """Called after :meth:`local_tensors` have been written to from outside."""
+
+    def finish_step(self) -> None:
+        """Waits for communication and copies of the last step, before state is read or written; called on all ranks."""
+
+    def state_bytes(self) -> dict[str, float] | None:
+        """Returns the bytes on this rank of ``parameters``, ``gradients`` and ``optimizer`` state; None if unknown."""
+        return None
+
+    def full_size(self, name: str, parameter: Tensor) -> int:
+        """Returns the number of elements of a parameter's full tensor.
+
+        Args:
+            name: Name of the parameter.
+            parameter: Parameter of the module, which may be a slice or empty.
+        """
+        return parameter.numel()
+
+    def gradient_norm(self, optimizer: Optimizer) -> Tensor | None:
+        """Returns the 2-norm over all ranks of an optimizer's gradients, each element counted once; on all ranks.
+
+        None for the norm of the gradients in the module's own tensors.
+        """
+        return None
+
+    def accumulated_gradients(self) -> Mapping[str, Any]:
+        """Returns the gradients of an unfinished accumulation by parameter name, their mean over the ranks.
+
+        Tensors or shards, in the form that checkpoints take; called on all ranks.
+        """
+        gradients = ((name, parameter.grad) for name, parameter in _module_of(self).named_parameters())
+        reduce = _strategy_of(self).reduce
+        return {name: reduce(grad.clone(), reduce_op="mean").cpu() for name, grad in gradients if grad is not None}
+
+    def restore_gradients(self, saved: Mapping[str, Any]) -> None:
+        """Restores an unfinished accumulation.
+
+        Args:
+            saved: Gradients of a checkpoint, by parameter name.
+        """
+        parameters = dict(_module_of(self).named_parameters())
+        for name, gradient in saved.items():
+            parameters[name].grad = gradient.to(parameters[name].device)
+
+    @property
+    def is_saving(self) -> bool:
+        """Whether a checkpoint is being written in the background."""
+        return False
+
+    # --- before processes start ----------------------------------------------------------------------------
+
+    def check_model(
+        self, module: Any, datamodule: Any = None, *, trains: bool = True, callbacks: Sequence[Callback] = ()
+    ) -> None:
+        """Checks that the strategy can run a model, before any process starts.
+
+        Args:
+            module: LightningModule of the run.
+            datamodule: Datamodule of the run; None without one.
+            trains: Whether the run trains; evaluation needs no gradients.
+            callbacks: Callbacks of the run.
+
+        Raises:
+            DloError: if it cannot; the message computes the nearest options that work.
+        """
+
+    def check_predict(self, module: Any) -> None:
+        """Checks that a model can predict under the strategy, before any process starts.
+
+        Raises:
+            DloError: if it cannot.
+        """
+
+    def describe(self, module: Any, datamodule: Any = None) -> Any:
+        """Returns a description of each rank's shards for ``dlo mesh``; None for a strategy without a mesh.
+
+        Args:
+            module: LightningModule of the run.
+            datamodule: Datamodule of the run; None without one.
+        """
+        return None
+
+    # --- steps ---------------------------------------------------------------------------------------------
+
+    def watch_losses(self, look: Callable[[Tensor], None]) -> bool:
+        """Calls a function with each loss of the steps to come on the rank that computes it.
+
+        Args:
+            look: Function of a scalar on the device, in the graph; it must not wait for the device.
+
+        Returns:
+            Whether the strategy does; False where the loss that ``training_step`` returns is the first.
+        """
+        return False
+
+    def full_sequences(self) -> contextlib.AbstractContextManager[None]:
+        """Returns a context in which the model takes full sequences, also where ranks share those of the steps."""
+        return contextlib.nullcontext()
+
+
+class ForeignStrategy(StrategyContract):
+    """Adapter for a strategy that does not implement the contract.
+
+    Args:
+        strategy: Strategy of Lightning, or one derived from Lightning's.
+    """
+
+    def __init__(self, strategy: Strategy) -> None:
+        self._strategy = weakref.ref(strategy)
+
+    @property
+    def strategy(self) -> Strategy:
+        """The strategy that is wrapped."""
+        found = self._strategy()
+        assert found is not None, "the Trainer that has the strategy is gone"
+        return found
+
+
+_WRAPPED: weakref.WeakKeyDictionary[Strategy, ForeignStrategy] = weakref.WeakKeyDictionary()
+
+
+def contract_of(strategy: Strategy) -> StrategyContract:
+    """Returns a strategy's answers: the strategy itself if it implements the contract, else its adapter."""
+    if isinstance(strategy, StrategyContract):
+        return strategy
+    if strategy not in _WRAPPED:
+        _WRAPPED[strategy] = ForeignStrategy(strategy)
+    return _WRAPPED[strategy]
+
+
+def _strategy_of(contract: StrategyContract) -> Any:
+    return contract.strategy if isinstance(contract, ForeignStrategy) else contract
+
+
+def _module_of(contract: StrategyContract) -> LightningModule:
+    module = _strategy_of(contract).lightning_module
+    assert isinstance(module, LightningModule), "a strategy is asked after `connect` has given it its module"
+    return module

@@ -1,0 +1,137 @@
+"""Implements the compressed all-reduce of 1-bit Adam: one bit per element and direction, the same mean on all ranks.
+
+Tang et al., "1-bit Adam: Communication Efficient Large-Scale Training with Adam's Convergence Speed", 2021
+(arXiv 2102.02888), section 4 and figure 3. Each rank is the server of one chunk:
+
+1. Each rank adds its *worker error* to its values, compresses the sum, and keeps the loss as its new worker error;
+   chunks are sent to their servers (an all-to-all).
+2. Each server averages the chunks that it received, adds its *server error*, compresses again, and keeps the loss as
+   its new server error; the chunks are sent to all ranks (an all-gather).
+
+A later step sends what one step loses: over steps, the sum of the received values equals that of the sent ones, up to
+the errors. All ranks decode the same bytes, so that the mean is bit-equal on all of them.
+
+Signs and scales of a chunk are one message. For the compressor see
+:mod:`dlo_plugins.compression.sign_compression`.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from dlo_framework.distributed.collectives import Communicator
+from dlo_plugins.compression.block_layout import BlockLayout
+from dlo_plugins.compression.sign_compression import block_scales, decompress, pack_signs, subtract_compressed_
+
+#: Number of elements that share a scale.
+BLOCK = 256
+
+
+class CompressedAllReduce:
+    """Compressed mean of a fixed list of tensors over the ranks, with one bit per element.
+
+    Args:
+        group: Process group, gloo or NCCL; None for the default group.
+        block: Number of elements that share a scale, a multiple of 8.
+
+    Attributes:
+        layout: Layout of the tensors; None before the first mean.
+        worker_error: Values that this rank has not sent yet, [numel of the layout].
+        server_error: Values that this rank, as the server of its chunk, has not sent yet, [chunk].
+        bytes_sent: Number of bytes that this rank has sent so far.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None = None, block: int = BLOCK) -> None:
+        assert block % 8 == 0
+        self.communicator, self.block = Communicator(group), block
+        self.layout: BlockLayout | None = None
+        self.worker_error = self.server_error = torch.empty(0)
+        self.bytes_sent = 0
+
+    @property
+    def size(self) -> int:
+        """Number of ranks."""
+        return self.communicator.size
+
+    @torch.no_grad()
+    def average(self, tensors: list[Tensor]) -> None:
+        """Replaces tensors by their compressed mean over the ranks; all ranks must call it.
+
+        Args:
+            tensors: Floating-point tensors, with the same shapes in the same order each time.
+        """
+        layout = self._prepare(tensors)
+        rank, blocks = self.communicator.rank, layout.blocks
+        torch._foreach_add_(self._worker_views, tensors)
+        sent = self._compress(self.worker_error, self._counts, self._padding)
+        received = torch.empty_like(sent)
+        dist.all_to_all_single(received, sent, group=self.communicator.group)
+
+        for packed, scales in (self._split_message(message) for message in received.unbind()):
+            self.server_error.add_(decompress(packed, scales, self._scratch[: layout.chunk]), alpha=1 / self.size)
+        counts = self._counts[rank * blocks : (rank + 1) * blocks]
+        sent[rank] = self._compress(self.server_error, counts, self._own_padding)[0]
+        self.communicator.all_gather(sent.view(-1)).wait()
+
+        for number, message in enumerate(sent.unbind()):
+            decompress(
+                *self._split_message(message), self._scratch[number * layout.chunk : (number + 1) * layout.chunk]
+            )
+        torch._foreach_copy_(tensors, self._scratch_views)
+        self.bytes_sent += 2 * (self.size - 1) * sent[0].nbytes
+
+    def mean(self, value: Tensor) -> Tensor:
+        """Returns the mean of a scalar over the ranks."""
+        result = value.detach().clone()
+        dist.all_reduce(result, group=self.communicator.group)
+        self.bytes_sent += 2 * (self.size - 1) * result.nbytes // self.size
+        return result.div_(self.size)
+
+    def reset(self) -> None:
+        """Drops the errors and the layout."""
+        self.layout, self.worker_error, self.server_error = None, torch.empty(0), torch.empty(0)
+
+    def prepare(self, tensors: list[Tensor]) -> None:
+        """Allocates the errors, filled with zeros, if there are none yet."""
+        self._prepare(tensors)
+
+    def _prepare(self, tensors: list[Tensor]) -> BlockLayout:
+        sizes = tuple(tensor.numel() for tensor in tensors)
+        if self.layout is not None:
+            assert self.layout.sizes == sizes, "the tensors must be those of the first mean"
+            return self.layout
+        layout, device = BlockLayout(sizes, self.block, self.size), tensors[0].device
+        self.layout = layout
+        self.worker_error = torch.zeros(layout.numel, device=device)
+        self.server_error = torch.zeros(layout.chunk, device=device)
+        self._scratch = torch.empty(layout.numel, device=device)
+        self._worker_views = layout.views(self.worker_error, tensors)
+        self._scratch_views = layout.views(self._scratch, tensors)
+        padding, first = layout.padding(), self.communicator.rank * layout.chunk
+        own = padding[(padding >= first) & (padding < first + layout.chunk)] - first
+        self._counts, self._padding, self._own_padding = layout.counts().to(device), padding.to(device), own.to(device)
+        return layout
+
+    def _compress(self, values: Tensor, counts: Tensor, padding: Tensor) -> Tensor:
+        """Returns the messages of the chunks in ``values``, uint8 [chunks, bytes]; leaves the error in ``values``."""
+        assert self.layout is not None
+        chunks = values.numel() // self.layout.chunk
+        scales = block_scales(values, counts)
+        packed = pack_signs(values)
+        subtract_compressed_(values, scales, self._scratch[: values.numel()])
+        # A sign cannot be zero: padding was sent as nonzero values, which are not errors.
+        values.index_fill_(0, padding, 0.0)
+        return torch.cat([packed.view(chunks, -1), scales.view(chunks, -1).view(torch.uint8)], dim=1)
+
+    def _split_message(self, message: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns the packed signs and the scales in a message."""
+        assert self.layout is not None
+        bytes_of_signs = self.layout.chunk // 8
+        return message[:bytes_of_signs], message[bytes_of_signs:].clone().view(torch.float32)
+
+
+def all_reduce_bytes(nbytes: float, ranks: int) -> float:
+    """Returns the bytes that each rank sends in a plain all-reduce, a reduce-scatter and an all-gather."""
+    return 2 * nbytes * (ranks - 1) / ranks

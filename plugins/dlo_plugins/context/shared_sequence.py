@@ -1,0 +1,186 @@
+"""Shared sequence of a model's ranks: shards of the batch, the documents of the current one, and its attention."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from dlo_plugins.context import operators, sequence_layout
+from dlo_plugins.context.block_attention import Dropout, Score
+from dlo_plugins.context.blockwise import Attention
+from dlo_plugins.context.ring import Ring, RingAttention
+from dlo_plugins.context.ulysses import FullAttention, chunk_count, ulysses_attention
+from dlo_plugins.context.visibility import CountedTensor, Documents, count_ends, find_documents, read_counts
+
+_log = logging.getLogger(__name__)
+
+Method = Literal["ring", "ulysses"]
+#: Seeds of dropout are drawn from this many.
+SEEDS = 2**48
+
+
+class SharedSequence:
+    """Sequence that ranks share, for all attention modules of a model.
+
+    Args:
+        group: Process group of the ranks.
+        method: Method: `ring` or `ulysses`.
+
+    Attributes:
+        ring: Ring of the ranks; its `elements` count the sent elements.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None, method: Method = "ring") -> None:
+        self.method, self.ring = method, Ring(group)
+        self._batch: Documents | None = None
+        self._current: Documents | None = None
+        #: Tickets of the batch's rows: what compiled code knows of the documents (:mod:`operators`).
+        self._tickets: dict[tuple[int, int] | None, Tensor] = {}
+        self._ticket = operators.issue(self.ring, None)
+        self._has_padded = False
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> SharedSequence:
+        return self  # A copy of the model uses the same ranks; process groups cannot be copied.
+
+    def shard(self, batch: dict[str, Any]) -> dict[str, Any]:
+        """Returns this rank's shard of a batch, and keeps its documents for the attention until the next call.
+
+        Args:
+            batch: Batch, the same on all ranks: `input_ids` [B, L] and other tensors of this shape are sharded, the
+                rest does not change.
+
+        Raises:
+            DloError: If the batch has no `input_ids` [B, L], or its attention mask has another shape.
+        """
+        whole = sequence_layout.pad_batch(batch, self.ring.size)
+        ids = whole["input_ids"]
+        if ids.shape != batch["input_ids"].shape and not self._has_padded:
+            self._has_padded = True
+            _log.info(
+                "context parallelism: sequences of %d tokens are padded to %d, a multiple of 2 x cp; the padding has no"
+                " target and is masked",
+                batch["input_ids"].shape[1],
+                ids.shape[1],
+            )
+        mask = whole.get("attention_mask")
+        chunks = self._chunks(ids.shape[1])
+        described = _document_tensors(batch)
+        if described:
+            self._batch = find_documents(whole["position_ids"], mask, chunks, read_counts(described))
+        else:  # One document in each row; its tokens do not see the padding after it.
+            self._batch = Documents(ids.shape[1], chunks)
+        self._current = self._batch
+        self._ticket = operators.issue(self.ring, self._batch)
+        self._tickets = {None: self._ticket}
+        return {
+            name: sequence_layout.shard_sequence(value, self.ring.rank, self.ring.size)
+            if sequence_layout.in_sequence(value, ids)
+            else value
+            for name, value in whole.items()
+        }
+
+    def with_counts(self, batch: Any) -> Any:
+        """Returns a batch with the counts that :meth:`shard` would otherwise read from the device.
+
+        Args:
+            batch: Batch of the loader; one that is not on the CPU does not change.
+
+        Raises:
+            DloError: If :meth:`shard` would raise.
+        """
+        described = _document_tensors(batch)
+        if type(batch) is not dict:  # No other kind of mapping is copied here: `shard` counts then.
+            return batch
+        if not described or any(tensor.device.type != "cpu" or tensor.ndim != 2 for tensor in described):
+            return batch
+        names = ("input_ids", "position_ids", "attention_mask")
+        whole = sequence_layout.pad_batch(
+            {name: batch[name] for name in names if batch.get(name) is not None}, self.ring.size
+        )
+        chunks = self._chunks(whole["input_ids"].shape[1])
+        ends = count_ends(whole["position_ids"], whole.get("attention_mask"), chunks)
+        more = {
+            name: CountedTensor.attach(batch[name], ends) for name in names[1:] if isinstance(batch.get(name), Tensor)
+        }
+        return {**batch, **more}
+
+    def _chunks(self, length: int) -> int:
+        """Returns the number of chunks of a sequence."""
+        chunks = 2 * self.ring.size
+        return chunk_count(length, chunks) if self.method == "ulysses" else chunks
+
+    def select_rows(self, first: int, count: int) -> None:
+        """Selects the rows of the batch in a pipeline's next micro-batch.
+
+        Call it before each forward of a micro-batch, and before its backward if activations are recomputed.
+        """
+        assert self._batch is not None
+        self._current = self._batch.rows(first, count)
+        if (first, count) not in self._tickets:
+            self._tickets[first, count] = operators.issue(self.ring, self._current)
+        self._ticket = self._tickets[first, count]
+
+    def gather(self, part: Tensor, dim: int = 1) -> Tensor:
+        """Returns the full tensor from the ranks' shards, in the order of the sequence; without gradients."""
+        part = part.detach().contiguous()
+        parts = [torch.empty_like(part) for _ in range(self.ring.size)]
+        dist.all_gather(parts, part, group=self.ring.group)
+        return sequence_layout.concat_shards(parts, dim)
+
+    def attention(
+        self, q: Tensor, k: Tensor, v: Tensor, score: Score, window: int | None, dropout: float = 0.0
+    ) -> Tensor:
+        """Returns the output of this rank's queries, [B, H, L / ranks, E].
+
+        Args:
+            q: Queries of this rank, [B, H, L / ranks, D].
+            k: Keys of this rank, [B, K, L / ranks, D].
+            v: Values of this rank, [B, K, L / ranks, E].
+            score: Score function.
+            window: Number of tokens that a token sees, including itself; None for all before it.
+            dropout: Rate of weights that are dropped.
+
+        Raises:
+            DloError: If no batch has been sharded, or the shapes are not those of the sharded batch.
+        """
+        device, dtype = q.device.type, v.dtype
+        # Asked of meta tensors, which nobody compiles; torch 2.11 does not trace it.
+        has_autocast = torch.compiler.is_compiling() or torch.amp.is_autocast_available(device)
+        if has_autocast and torch.is_autocast_enabled(device):
+            dtype = torch.get_autocast_dtype(device)
+        q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
+        if torch.compiler.is_compiling():
+            return self._attention_in_graph(q, k, v, score, window, dropout)
+        documents = operators.documents_for(q.shape[0], q.shape[2], k.shape[2], self.ring, self._current)
+        what = Attention(documents, score, window, self._drawn(dropout, documents) if dropout else None)
+        if self.method == "ulysses":
+            return ulysses_attention(q, k, v, lambda q, k, v: FullAttention.apply(q, k, v, what), self.ring)
+        return RingAttention.apply(q, k, v, what, self.ring)
+
+    def _attention_in_graph(
+        self, q: Tensor, k: Tensor, v: Tensor, score: Score, window: int | None, dropout: float
+    ) -> Tensor:
+        """Computes :meth:`attention` by operators that torch.compile puts into its graph."""
+        seed = torch.randint(SEEDS, ()) if dropout else None
+        rest = self._ticket, seed, score.scale, score.softcap, window, dropout
+        if self.method == "ulysses":
+            return ulysses_attention(q, k, v, lambda q, k, v: operators.full_attention(q, k, v, *rest)[0], self.ring)
+        return operators.ring_attention(q, k, v, *rest)[0]
+
+    def _drawn(self, rate: float, documents: Documents) -> Dropout:
+        """Draws the seed of dropped weights from the common random numbers, which recomputation restores.
+
+        Each pair of chunks has another seed, also on ranks that have the same chunks of other heads.
+        """
+        return operators.dropout_of(rate, int(torch.randint(SEEDS, ())), self.ring, documents)
+
+
+def _document_tensors(batch: Any) -> list[Tensor]:
+    """Returns the tensors of a batch that describe its documents and padding."""
+    if not isinstance(batch, dict) or not isinstance(batch.get("input_ids"), Tensor):
+        return []
+    return [batch[name] for name in ("position_ids", "attention_mask") if isinstance(batch.get(name), Tensor)]

@@ -1,0 +1,289 @@
+"""Wrapper of DeepSpeed's engine: starts it on a module and its optimizer, steps it, and ends it."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from dlo_framework.distributed.checkpointing import plain_name
+from dlo_framework.distributed.norms import total_norm
+from dlo_framework.distributed.unused_parameters import check_backward_seen
+from dlo_framework.errors import DloError
+from dlo_plugins.deepspeed.environment import device_index
+from dlo_plugins.deepspeed.master_weights import MasterWeights
+from dlo_plugins.deepspeed.partitioned_params import gather_params, is_partitioned, partition_params
+from dlo_plugins.deepspeed.stage3_weights import Stage3Weights, gather_persistent
+from dlo_plugins.deepspeed.stage12_weights import Stage0Weights, Stage12Weights
+from dlo_plugins.zero.optimizer_probe import probe_optimizer
+
+#: Options that let DeepSpeed step torch's optimizers: :func:`_check_elementwise` has tried them, also with offload,
+#: for which DeepSpeed's own would first be compiled.
+_OWN_OPTIMIZER = {"zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False}
+
+
+class DeepSpeedEngine:
+    """DeepSpeed's engine under the strategy.
+
+    Args:
+        module: Module to train.
+        optimizer: Optimizer as configured on the module's parameters; None to evaluate only (under stage 3, whose
+            parameters have to be gathered for that too).
+        config: Complete DeepSpeed configuration.
+        device: Device of this rank.
+
+    Attributes:
+        deepspeed: DeepSpeed's engine.
+        optimizer: Torch optimizer that steps, with this rank's partitions in its groups.
+        masters: Master weights; None if the optimizer steps the parameters themselves (stage 0 in single precision).
+    """
+
+    def __init__(
+        self, module: nn.Module, optimizer: Optimizer | None, config: dict[str, Any], device: torch.device
+    ) -> None:
+        import deepspeed
+
+        self.module, self.stage, self.device = module, int(config["zero_optimization"]["stage"]), device
+        if optimizer is not None and (self.stage > 0 or _halves(config)):
+            _check_wraps_none(optimizer)
+        if optimizer is not None and self.stage > 0:
+            _check_elementwise(optimizer)
+        self.names = {id(parameter): plain_name(name) for name, parameter in module.named_parameters()}
+        config = {**config, **_OWN_OPTIMIZER}
+        before = _in_single_precision(module, device) if _halves(config) else {}
+        self._attributes = {id(p): dict(vars(p)) for p in module.parameters()}
+        if self.stage == 3:
+            partition_params(module, config)
+        logger = logging.getLogger("DeepSpeed")
+        level = logger.level
+        logger.setLevel(logging.ERROR)  # It warns about optimizers that are not DeepSpeed's.
+        self.deepspeed, *_ = deepspeed.initialize(
+            args=argparse.Namespace(device_rank=device_index(device)),
+            config=config,
+            model=module,
+            model_parameters=[parameter for parameter in module.parameters() if parameter.requires_grad],
+            optimizer=optimizer,
+            dist_init_required=False,
+        )
+        logger.setLevel(level)
+        _watch_outer_forward(self.deepspeed, module)
+        self.optimizer: Optimizer = self.deepspeed.basic_optimizer
+        self.trains = optimizer is not None
+        self.master_weights = self._masters() if self.trains else None
+        self._frozen = {plain_name(n): p for n, p in module.named_parameters() if not p.requires_grad}
+        self._sync = self._complete = False
+        self.sync = True
+        if isinstance(self.master_weights, Stage0Weights):
+            self.master_weights.undo_first_step()
+        if self.master_weights is not None and before:
+            self._restore(before)
+        if self.stage == 3:
+            self.load_params()  # DeepSpeed gathers the persistent parameters only from the first step on.
+
+    def _masters(self) -> MasterWeights | None:
+        kind = type(self.deepspeed.optimizer).__name__
+        if self.deepspeed.optimizer is self.deepspeed.basic_optimizer:
+            return None
+        if kind == "FP16_UnfusedOptimizer":
+            return Stage0Weights(self.deepspeed.optimizer, self.optimizer, self.names)
+        if kind.startswith("DeepSpeedZeroOptimizer"):
+            self.optimizer = self.deepspeed.optimizer.optimizer  # Adagrad is replaced by a new instance.
+            sort = Stage3Weights if self.stage == 3 else Stage12Weights
+            return sort(self.deepspeed.optimizer, self.optimizer, self.names)
+        raise DloError(
+            f"DeepSpeed's optimizer must be one whose partitions dlo can read, got {kind}; leave out"
+            " data_types.grad_accum_dtype, zenflow and super_offload, or use stage 2"
+        )
+
+    @torch.no_grad()
+    def _restore(self, weights: dict[str, Tensor]) -> None:
+        """Copies the weights before DeepSpeed rounded them to half precision into the partitions."""
+        assert self.master_weights is not None
+        for flat in self.master_weights.partitions:
+            for name, shard in flat.shards(flat.tensor).items():
+                whole = weights[name].view(-1)
+                shard.data.copy_(whole[shard.start : shard.start + shard.data.numel()])
+
+    # --- steps ---------------------------------------------------------------------------------------------
+
+    @property
+    def sync(self) -> bool:
+        """Whether the next backward is the last of its accumulation window, so that a step follows."""
+        return self._sync
+
+    @sync.setter
+    def sync(self, value: bool) -> None:
+        self._sync = value
+        self.deepspeed.set_gradient_accumulation_boundary(value)
+
+    def before_backward(self) -> None:
+        """Prepares the gradient buffers; called before each backward.
+
+        Raises:
+            DloError: If a parameter that was frozen at the start requires a gradient: DeepSpeed would not step it.
+        """
+        thawed = sorted(name for name, parameter in self._frozen.items() if parameter.requires_grad)
+        if thawed:
+            shown = ", ".join(thawed[:5]) + (f" and {len(thawed) - 5} more" if len(thawed) > 5 else "")
+            raise DloError(
+                f"requires_grad of {shown} must stay false after the start of a run under DeepSpeed, got true: it"
+                " partitions the trained parameters once; train it from the start in a parameter group with lr 0, or"
+                " start a second run from this one's checkpoint"
+            )
+        if self.master_weights is not None:
+            self.master_weights.start_window()
+
+    def after_backward(self) -> None:
+        """Exposes the reduced gradients to callbacks before a step; called after each backward.
+
+        Raises:
+            DloError: If manual optimization runs a second backward before a step.
+        """
+        if not self._sync:
+            return
+        if self._complete:
+            raise DloError(
+                "manual optimization must run one synchronised backward pass per optimizer step under DeepSpeed, got"
+                " two; run all but the last under optimizer.toggle_model(sync_grad=False), or add up their losses"
+            )
+        self._complete = True
+        if self.master_weights is not None:
+            self.master_weights.expose_grads()
+
+    def step(self) -> None:
+        """Steps, unless a callback has dropped the exposed gradients.
+
+        Raises:
+            DloError: If no announced backward ran before.
+        """
+        check_backward_seen(self._complete)
+        self._complete = False
+        if self.master_weights is None:
+            self.deepspeed.step()
+            return
+        if self.master_weights.dropped:
+            self.master_weights.drop_grads()
+            self.deepspeed.global_steps += 1
+            return
+        self.master_weights.hide_partitions()
+        try:
+            self.deepspeed.step()
+        finally:
+            self.master_weights.expose_partitions()
+        if not self.master_weights.offloaded:
+            for flat in self.master_weights.partitions:
+                flat.tensor.grad = None  # A step that was skipped for an overflow keeps it.
+
+    def loss_scale(self) -> float:
+        """Returns the factor by which the gradients are scaled."""
+        return float(getattr(self.deepspeed.optimizer, "loss_scale", 1.0) or 1.0)
+
+    def gradient_norm(self) -> Tensor:
+        """Returns the global 2-norm of the gradient over all ranks, before clipping."""
+        if self.master_weights is None:
+            return total_norm(self.optimizer) / self.loss_scale()
+        squared = self.master_weights.squared_norm().to(self.device)
+        if self.master_weights.sharded:
+            dist.all_reduce(squared)
+        return squared.sqrt() / self.loss_scale()
+
+    def load_params(self) -> None:
+        """Copies changed partitions into the parameters of all ranks."""
+        if self.master_weights is not None:
+            self.master_weights.load_params()
+        elif self.stage == 3:
+            self.gather_persistent()
+
+    def gather_persistent(self) -> None:
+        """Brings stage 3's parameters into their state between steps: small ones gathered, all others partitioned."""
+        zero = self.deepspeed.optimizer
+        gather_persistent(getattr(zero, "parameter_offload", zero))
+
+    # --- the end -------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def destroy(self) -> None:
+        """Ends the engine; the module's parameters are full tensors again and keep their values."""
+        engine = self.deepspeed
+        for name in ("module_forward_pre_hook", "module_forward_post_hook"):
+            hook = getattr(engine, name, None)
+            if hook is not None:
+                hook.remove()
+        engine.destroy()
+        if self.stage == 3:
+            gather_params(self.module, self._attributes)
+        else:
+            for parameter in self.module.parameters():
+                parameter.data = parameter.data.clone()
+
+
+def _watch_outer_forward(engine: Any, module: nn.Module) -> None:
+    """Makes the engine see a step's forward once, also where ``training_step`` calls the module itself.
+
+    DeepSpeed (0.17 to 0.19) hooks the module's forward: the inner call of ``self(batch)`` would start its timers a
+    second time, which is an error, and end stage 3's tracking of parameters that are used outside their module.
+    """
+    if not hasattr(engine, "module_forward_pre_hook"):
+        return  # Earlier versions do it in the engine's own forward.
+    depth = 0
+
+    def before(_: nn.Module, inputs: Any, named: Any) -> Any:
+        nonlocal depth
+        depth += 1
+        return engine._forward_prologue(inputs, named) if depth == 1 else None
+
+    def after(*_: Any) -> None:
+        nonlocal depth
+        depth -= 1
+        if depth == 0:
+            engine._forward_epilogue()
+
+    engine.module_forward_pre_hook.remove()
+    engine.module_forward_post_hook.remove()
+    engine.module_forward_pre_hook = module.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
+    engine.module_forward_post_hook = module.register_forward_hook(after, always_call=True)
+
+
+def _halves(config: dict[str, Any]) -> bool:
+    return any(config.get(section, {}).get("enabled") is True for section in ("fp16", "bf16"))
+
+
+def _in_single_precision(module: nn.Module, device: torch.device) -> dict[str, Tensor]:
+    """Returns CPU copies of the first rank's full trained weights, in fp32, before DeepSpeed rounds them."""
+    copies = {}
+    for name, parameter in module.named_parameters():
+        if parameter.requires_grad and parameter.dtype == torch.float32 and not is_partitioned(parameter):
+            value = parameter.detach().to(device, copy=True, memory_format=torch.contiguous_format)
+            dist.broadcast(value, 0)
+            copies[plain_name(name)] = value.cpu()
+    return copies
+
+
+def _check_wraps_none(optimizer: Optimizer) -> None:
+    """Raises a DloError for an optimizer that wraps another (Lookahead), because DeepSpeed sees only the outer one.
+
+    DeepSpeed (0.17 to 0.19) puts partitions into its parameter groups, and steps it once on zero gradients to create
+    its state.
+    """
+    wrapped = next((value for value in vars(optimizer).values() if isinstance(value, Optimizer)), None)
+    if wrapped is not None:
+        raise DloError(
+            f"optimizer must not wrap another under DeepSpeed, got {type(optimizer).__name__} around"
+            f" {type(wrapped).__name__}: DeepSpeed partitions only the outer one; use strategy zero1, zero2 or zero3,"
+            f" or {type(wrapped).__name__} alone"
+        )
+
+
+def _check_elementwise(optimizer: Optimizer) -> None:
+    """Raises a DloError for an optimizer that needs full tensors, which DeepSpeed's partitions do not have."""
+    if probe_optimizer(optimizer) != "elementwise":
+        raise DloError(
+            f"optimizer must be elementwise under DeepSpeed's ZeRO, whose flat partitions cut through parameters, got"
+            f" {type(optimizer).__name__}, which needs full tensors; use strategy zero1, zero2 or zero3, which"
+            " distribute full tensors, or stage 0"
+        )

@@ -1,0 +1,327 @@
+"""Checks of the machine for what a configuration needs: disks, libraries, compilers, and compiled operators."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import shutil
+import sys
+import sysconfig
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
+
+from dlo_framework.errors import DloError
+from dlo_plugins.deepspeed.batch_settings import MICRO, STEPS, TRAIN
+from dlo_plugins.deepspeed.config import get_source
+from dlo_plugins.deepspeed.consistency import offload_device
+from dlo_plugins.deepspeed.json_precision import get_precision_section
+from dlo_plugins.deepspeed.nested_paths import get, number
+
+_OFFLOADED = ("zero_optimization.offload_optimizer", "zero_optimization.offload_param")
+_QUANTIZED = ("zero_quantized_weights", "zero_quantized_nontrainable_weights", "zero_quantized_gradients")
+
+#: Age in seconds above which a lock file that no process has open is left from a killed build.
+_STALE_AFTER = 60.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Op:
+    """Operator of DeepSpeed that is compiled on first use.
+
+    Attributes:
+        name: DeepSpeed's name of the operator.
+        builder: Name of the class that builds it.
+        variable: Environment variable that makes ``pip install`` build the operator if it is 1.
+        minutes: Approximate build time in minutes.
+        cuda: Whether it needs CUDA's compiler too.
+    """
+
+    name: str
+    builder: str
+    variable: str
+    minutes: float
+    cuda: bool = False
+
+
+PIN_MEMORY = Op("pin_memory", "PinMemoryBuilder", "DS_BUILD_PIN_MEMORY", 0.5)
+ASYNC_IO = Op("async_io", "AsyncIOBuilder", "DS_BUILD_AIO", 1.0)
+QUANTIZER = Op("quantizer", "QuantizerBuilder", "DS_BUILD_QUANTIZER", 2.0, cuda=True)
+
+
+def check_available(config: Mapping[str, Any], device_type: str, world_size: int | None = None) -> None:
+    """Checks that this machine has what a configuration needs, and announces what will be compiled.
+
+    Args:
+        config: Configuration that ``with_trainer`` returned.
+        device_type: Type of device, ``cpu`` or ``cuda``.
+        world_size: Number of ranks; None derives it from the configuration's batch sizes.
+
+    Raises:
+        DloError: For the first missing requirement, with the fix.
+    """
+    source = get_source(config)
+    check_device(config, device_type, get_precision_section(config))
+    _check_hpz(config, world_size or infer_ranks(config), source)
+    for section in _OFFLOADED:
+        if offload_device(config, section) == "nvme":
+            check_nvme_path(get(config, f"{section}.nvme_path"), source)
+    needed = list_ops(config)
+    missing = [op for op in needed if not is_built(op)]
+    if any(op is ASYNC_IO for op in needed):
+        check_libaio(source, built=ASYNC_IO not in missing)
+    if missing:
+        check_compiler(missing, source)
+        check_locks(missing)
+        rank_zero_info(_notice(missing))
+
+
+def infer_ranks(config: Mapping[str, Any]) -> int | None:
+    """Returns the number of ranks that a configuration's batch sizes imply; None if they are incomplete."""
+    values = [config.get(key) for key in (TRAIN, MICRO, STEPS)]
+    train, micro, steps = (value if isinstance(value, int) and value > 0 else 0 for value in values)
+    return train // (micro * steps) if train and micro and steps else None
+
+
+def list_ops(config: Mapping[str, Any]) -> list[Op]:
+    """Returns the operators that DeepSpeed compiles for a configuration, in the order of their builds."""
+    ops = []
+    if any(offload_device(config, section) == "nvme" for section in _OFFLOADED):
+        ops += [PIN_MEMORY, ASYNC_IO]
+    if any(get(config, f"zero_optimization.{key}") is True for key in _QUANTIZED):
+        ops += [QUANTIZER]
+    return ops
+
+
+def check_device(config: Mapping[str, Any], device_type: str, precision: str | None) -> None:
+    """Checks that a type of device supports a configuration, without importing DeepSpeed.
+
+    Args:
+        config: Configuration that ``resolve`` or ``with_trainer`` returned.
+        device_type: Type of device, ``cpu`` or ``cuda``.
+        precision: Enabled section, `fp16` or `bf16`; None for neither.
+
+    Raises:
+        DloError: For the first unsupported setting.
+    """
+    if device_type != "cpu":
+        return
+    source = get_source(config)
+    if precision == "fp16" and not _cpu_has_fp16():
+        raise DloError(
+            f"{source}: precision must be bf16-mixed or 32-true on a CPU without fp16 instructions, got fp16"
+            " (trainer.precision 16-mixed or 16-true); set --trainer.precision bf16-mixed or 32-true, and"
+            ' "fp16": {"enabled": "auto"} in the JSON'
+        )
+    for key in _QUANTIZED:
+        if get(config, f"zero_optimization.{key}") is True:
+            raise DloError(
+                f"{source}: zero_optimization.{key} (ZeRO++) must be off on CPUs, got true: its kernels need CUDA;"
+                " leave it out"
+            )
+    if get(config, "aio.use_gds") is True:
+        raise DloError(f"{source}: aio.use_gds (GPUDirect Storage) must be off on CPUs, got true; leave it out")
+    if get(config, "compile.deepcompile") is True:
+        raise DloError(f"{source}: compile.deepcompile must be off on CPUs, got true: it needs CUDA; leave it out")
+
+
+def _cpu_has_fp16() -> bool:
+    """Returns whether this CPU computes in fp16, by the same call as DeepSpeed 0.19.
+
+    Reads a private function of torch 2.11 to 2.15, which has no public one, and none in builds without oneDNN.
+    """
+    supported = getattr(torch.ops.mkldnn, "_is_mkldnn_fp16_supported", None)
+    return supported is not None and bool(supported())
+
+
+def _check_hpz(config: Mapping[str, Any], world_size: int | None, source: str) -> None:
+    size = number(config, "zero_optimization.zero_hpz_partition_size", 1)
+    if size > 1 and world_size is not None and world_size % size:
+        fitting = [divisor for divisor in range(1, world_size + 1) if world_size % divisor == 0]
+        raise DloError(
+            f"{source}: hpz (zero_optimization.zero_hpz_partition_size) must divide the {world_size} ranks, got {size};"
+            f" set {' or '.join(map(str, fitting))}, best the number of ranks per node"
+        )
+
+
+def check_nvme_path(path: Any, source: str) -> None:
+    """Checks that a folder exists and is writable.
+
+    Raises:
+        DloError: If it is not.
+    """
+    folder = Path(str(path))
+    if not folder.is_dir():
+        state = "which is a file" if folder.exists() else "which does not exist"
+        raise DloError(
+            f"{source}: nvme_path must be a folder, got {folder}, {state}; create it on a local NVMe disk: mkdir -p"
+            f" {folder}"
+        )
+    try:
+        with tempfile.NamedTemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise DloError(
+            f"{source}: nvme_path must be writable, got {folder}: {error.strerror}; choose another folder"
+        ) from error
+
+
+def check_libaio(source: str, built: bool) -> None:
+    """Checks that libaio, which offload to NVMe reads and writes with, is installed.
+
+    Args:
+        source: Name of the configuration in messages.
+        built: Whether the operator that links it is built: then the library suffices, without its headers.
+
+    Raises:
+        DloError: If it is not installed.
+    """
+    if built or _builder(ASYNC_IO).is_compatible(verbose=False):
+        return
+    check_compiler([ASYNC_IO], source)  # DeepSpeed tests for the library by compiling a program.
+    raise DloError(
+        f"{source}: offload to NVMe needs libaio with its headers, which are not found; run apt install libaio-dev (dnf"
+        " install libaio-devel), or, if they are elsewhere, set CFLAGS=-I... and LDFLAGS=-L..., or use"
+        " offload_optimizer: cpu"
+    )
+
+
+def check_compiler(ops: list[Op], source: str) -> None:
+    """Checks that operators can be compiled on this machine.
+
+    Raises:
+        DloError: If a compiler or header is missing.
+    """
+    compiler = os.environ.get("CXX") or "c++"
+    missing = {} if shutil.which(compiler.split()[0]) else {compiler: "apt install g++"}
+    if not shutil.which("ninja") and not (Path(sys.executable).parent / "ninja").exists():
+        missing["ninja"] = "pip install ninja"
+    if any(op.cuda for op in ops) and not _nvcc():
+        missing["nvcc"] = "install the CUDA toolkit of torch's version, and set CUDA_HOME"
+    header = Path(sysconfig.get_paths()["include"]) / "Python.h"
+    if not header.exists():
+        missing["Python.h"] = "apt install python3-dev"
+    if missing:
+        names = ", ".join(op.name for op in ops)
+        raise DloError(
+            f"{source}: DeepSpeed compiles {names} on first use, which needs {' and '.join(missing)}, not found here:"
+            f" {'; '.join(missing.values())}; or install DeepSpeed with it built:"
+            f" {' '.join(f'{op.variable}=1' for op in ops)} pip install --no-build-isolation deepspeed"
+        )
+
+
+def _nvcc() -> str | None:
+    home = os.environ.get("CUDA_HOME")
+    return shutil.which("nvcc") or (shutil.which("nvcc", path=str(Path(home) / "bin")) if home else None)
+
+
+def check_locks(ops: list[Op]) -> None:
+    """Checks that no killed build has left a lock file that would block this one for ever.
+
+    torch up to about 2.13 waits for the file to vanish; later versions use a lock of the operating system.
+
+    Raises:
+        DloError: For a stale lock file, with its path.
+    """
+    if not waits_for_lock_files():
+        return
+    for op in ops:
+        lock = build_folder(op.name) / "lock"
+        if is_stale(lock):
+            raise DloError(
+                f"{lock} was left by a killed build of {op.name}, and DeepSpeed would wait for it for ever; remove it:"
+                f" rm {lock}"
+            )
+
+
+def waits_for_lock_files() -> bool:
+    """Returns whether torch's builds wait for a lock file to vanish: true where it has ``FileBaton`` (torch 2.11)."""
+    from torch.utils import cpp_extension
+
+    return hasattr(cpp_extension, "FileBaton")
+
+
+def is_stale(lock: Path, now: float | None = None) -> bool:
+    """Returns whether a lock file exists, is older than a minute, and is not open in any process.
+
+    Args:
+        lock: Path of the lock file.
+        now: Seconds since the epoch; None for the present.
+    """
+    try:
+        age = (time.time() if now is None else now) - lock.stat().st_mtime
+    except FileNotFoundError:
+        return False
+    return age > _STALE_AFTER and not any(os.path.samefile(lock, path) for path in _open_files(lock.name))
+
+
+def _open_files(name: str) -> Iterator[str]:
+    """Yields the open files with a given name of this user's processes."""
+    for link in Path("/proc").glob("[0-9]*/fd/*"):
+        try:
+            target = os.readlink(link)
+        except OSError:
+            continue  # It has ended, or is another user's, who cannot lock a file in this user's folder.
+        if target.endswith(f"/{name}") and os.path.exists(target):
+            yield target
+
+
+def build_folder(name: str) -> Path:
+    """Returns the folder in which torch builds an extension, without creating it.
+
+    Copies ``torch.utils.cpp_extension._get_build_directory``, private in torch 2.11 to 2.15, which creates it.
+    """
+    from torch.utils import cpp_extension
+
+    root = os.environ.get("TORCH_EXTENSIONS_DIR")
+    if root is None:
+        version = torch.version.cuda or torch.version.hip
+        device = f"cu{version.replace('.', '')}" if torch.version.cuda and version else "cpu"
+        python = f"py{sys.version_info.major}{sys.version_info.minor}{getattr(sys, 'abiflags', '')}"
+        root = os.path.join(cpp_extension.get_default_build_root(), f"{python}_{device}")
+    return Path(root) / name
+
+
+def is_built(op: Op) -> bool:
+    """Returns whether an operator is built: with DeepSpeed, or by an earlier run on this machine."""
+    from deepspeed.git_version_info import installed_ops
+
+    if installed_ops.get(op.name, False):
+        return True
+    folder = build_folder(op.name)
+    building = waits_for_lock_files() and (folder / "lock").exists()
+    return (folder / f"{op.name}.so").exists() and not building
+
+
+def _builder(op: Op) -> Any:
+    from deepspeed.accelerator import get_accelerator
+
+    return get_accelerator().create_op_builder(op.builder)
+
+
+def _notice(ops: list[Op]) -> str:
+    minutes = sum(op.minutes for op in ops)
+    names = " and ".join(op.name for op in ops)
+    variables = " ".join(f"{op.variable}=1" for op in ops)
+    return (
+        f"DeepSpeed now compiles {names}, which takes about {minutes:g} minutes, once per machine; to build beforehand:"
+        f" {variables} pip install --force-reinstall --no-build-isolation deepspeed"
+    )
+
+
+def warn_unused_checkpointing(config: Mapping[str, Any]) -> None:
+    """Warns about options of `activation_checkpointing` that have no effect on a task."""
+    names = ("partition_activations", "contiguous_memory_optimization")
+    asked = [name for name in names if get(config, f"activation_checkpointing.{name}") is True]
+    if asked:
+        rank_zero_warn(
+            f"activation_checkpointing: {' and '.join(asked)} must be off, got true, without effect: DeepSpeed divides"
+            " activations among model-parallel ranks, and DeepSpeedBridge has one; leave it out, or set"
+            " cpu_checkpointing, which keeps only the blocks' inputs, on the CPU; MeshStrategy divides activations by"
+            " tp with sequence_parallel"
+        )

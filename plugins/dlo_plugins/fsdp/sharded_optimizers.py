@@ -1,0 +1,191 @@
+"""Optimizer shards of a sharded module: creates them, sets their gradients and computes the gradient norm."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from dlo_framework.checkpoint import FlatShard, Shard, SlicedShard
+from dlo_framework.checkpoint.shards import attach_slice
+from dlo_framework.distributed.checkpointing import plain_name
+from dlo_framework.distributed.fused_optimizers import prefer_fused
+from dlo_framework.distributed.local_memory import local_tensor
+from dlo_framework.distributed.norms import split_for_norm
+from dlo_framework.errors import DloError
+from dlo_plugins.fsdp.row_shards import FullTensorRowShard, RowShard, make_groups
+from dlo_plugins.fsdp.sharding import ShardedModule
+from dlo_plugins.zero.optimizer_probe import probe_optimizer
+from dlo_plugins.zero.optimizer_shards import OptimizerShard
+
+
+class OptimizerShards:
+    """Optimizer shards of all optimizers, which replace the parameters in the optimizers' parameter groups.
+
+    An optimizer whose update depends on all tensors keeps the DTensors, and torch communicates in each of its
+    operations. Parameters that are added to an optimizer later stay DTensors too.
+
+    Args:
+        optimizers: Optimizers of the sharded module.
+        sharding: Sharding of the module.
+    """
+
+    def __init__(self, optimizers: list[Optimizer], sharding: ShardedModule) -> None:
+        self.sharding, self.communicator = sharding, sharding.sharers
+        self.optimizers = optimizers
+        self._names = {id(parameter): plain_name(name) for name, parameter in sharding.module.named_parameters()}
+        dtypes = {parameter.dtype.to_real() for parameter in sharding.parameters.values()}
+        self._wide = torch.float64 if torch.float64 in dtypes else torch.float32  # dtype in which norms are summed
+        self._shares = {id(optimizer): self._share(optimizer) for optimizer in optimizers}
+
+    def _share(self, optimizer: Optimizer) -> OptimizerShard | None:
+        kind = probe_optimizer(optimizer)
+        if kind == "all" and not hasattr(optimizer, "_get_clip_grad_norm"):
+            if self.sharding.options.offload and self.sharding.device.type != "cpu":
+                raise DloError(
+                    f"an optimizer under offload must update each tensor without the others, got"
+                    f" {type(optimizer).__name__}; leave offload out"
+                )
+            return None
+        if kind != "elementwise" and self.sharding.layout.slices:
+            raise DloError(
+                f"an optimizer under tensor parallelism must be elementwise, got {type(optimizer).__name__}, which"
+                " needs full tensors; use an elementwise optimizer such as AdamW, or tp: 1 with more dp_shard"
+            )
+        groups = make_groups(optimizer, self._local_names(), self.communicator, self.sharding.device)
+        share = (RowShard if kind == "elementwise" else FullTensorRowShard)(groups, self.communicator)
+        if kind == "all":
+            self._patch_global_norm(optimizer)
+        share.replace_params(optimizer, self._names)
+        prefer_fused(optimizer, on_cpu=self.sharding.options.offload and self.sharding.device.type != "cpu")
+        optimizer.register_step_post_hook(lambda *_: share.all_gather_params())
+        return share
+
+    def _local_names(self) -> dict[int, str]:
+        return {id(parameter): name for name, parameter in self.sharding.parameters.items()}
+
+    def _patch_global_norm(self, optimizer: Any) -> None:
+        """Makes an optimizer that clips by the global gradient norm compute that norm over all ranks.
+
+        A reach into timm (1.0), which computes the norm in ``Lamb._get_clip_grad_norm`` and nowhere else.
+        """
+
+        def clip_by_global_norm() -> Tensor | None:
+            most = optimizer.defaults["max_grad_norm"]
+            if most is None:
+                return None
+            home = next((tensor.device for tensor in _stepped(optimizer)), self.sharding.device)
+            return (self.gradient_norm(optimizer) / most).clamp_(min=1.0).to(home)
+
+        optimizer._get_clip_grad_norm = clip_by_global_norm
+
+    # --- gradients -----------------------------------------------------------------------------------------
+
+    def drop_gradients(self, wanted: Callable[[OptimizerShard], bool]) -> set[str]:
+        """Drops the parameters' gradients of the shards that ``wanted`` selects; returns the parameters' names."""
+        dropped: set[str] = set()
+        for share in self._shares.values():
+            if share is not None and wanted(share):
+                for parameter in _parameters(share):
+                    parameter.grad = None
+                dropped.update(name for group in share.groups for name in group.names)
+        return dropped
+
+    @staticmethod
+    def grads_dropped(share: OptimizerShard) -> bool:
+        """Returns whether ``zero_grad`` or a step has dropped the gradients that were set."""
+        return all(tensor.grad is None for tensor in _local_params(share))
+
+    @torch.no_grad()
+    def set_grads(self, used: Iterable[str]) -> None:
+        """Sets the gradients of the optimizers' tensors from those that backward has left on the parameters."""
+        used = set(used)
+        for share in self._shares.values():
+            if share is None:
+                continue
+            if not any(tensor.requires_grad for tensor in _local_params(share)):
+                for parameter in _parameters(share):  # The user has toggled another optimizer.
+                    parameter.grad = None
+                continue
+            share.set_grads(used)
+            for tensor in _local_params(share):
+                if tensor.numel() == 0 and tensor.grad is None:
+                    tensor.grad = torch.zeros_like(tensor)  # The loss scaler must find at least one gradient.
+
+    def gradient_norm(self, optimizer: Optimizer) -> Tensor:
+        """Returns the 2-norm over all ranks of an optimizer's gradients, each element counted once."""
+        gradients = [
+            part
+            for name, tensor in self.tensors(optimizer).items()
+            if tensor.grad is not None and self._counts(name, tensor)
+            for part in split_for_norm(local_tensor(tensor.grad))
+        ]
+        squared = torch.zeros((), device=self.sharding.device, dtype=self._wide)
+        if gradients:
+            norms = torch._foreach_norm(gradients)
+            squared += torch.stack([norm.to(squared) for norm in norms]).square().sum()
+        return self.sharding.copy.sum(squared).sqrt()
+
+    def _counts(self, name: str, tensor: Tensor) -> bool:
+        """Returns whether the norm counts this rank's shard of a gradient, of which another rank may have a copy."""
+        layout, place = self.sharding.layout, self.sharding.groups.coordinates
+        if name in layout.tied_copies or (place.tp and name not in layout.slices):
+            return False
+        # A scalar without a local parameter is replicated on every rank.
+        return not (id(tensor) in self._names and tensor.ndim == 0 and self.communicator.rank)
+
+    # --- state ---------------------------------------------------------------------------------------------
+
+    def tensors(self, optimizer: Optimizer) -> dict[str, Tensor]:
+        """Returns the tensors that an optimizer steps on this rank, by parameter name."""
+        share = self._shares[id(optimizer)]
+        found = dict(share.local_params) if share is not None else {}
+        for tensor in _stepped(optimizer):
+            if id(tensor) in self._names:
+                found[self._names[id(tensor)]] = tensor
+        return found
+
+    def group_names(self, optimizer: Optimizer) -> list[list[str]]:
+        """Returns the parameter names of each parameter group, those of other ranks' shards too."""
+        share = self._shares[id(optimizer)]
+        known = share.group_names if share is not None else []
+        added = optimizer.param_groups[len(known) :]
+        return known + [[self._names[id(parameter)] for parameter in group["params"]] for group in added]
+
+    def share_of(self, name: str) -> OptimizerShard | None:
+        """Returns the optimizer shard with a parameter; None for one that an optimizer steps as a DTensor."""
+        return next((share for share in self._shares.values() if share is not None and name in share.shapes), None)
+
+    def as_shard(self, name: str, value: Tensor) -> Shard:
+        """Returns a state tensor as a shard of the tensor in the parameter's shape."""
+        share = self.share_of(name)
+        found = value if share is None else share.as_shard(name, value)
+        # State in the parameter's shape is a flat shard under an elementwise optimizer; a step count is not.
+        if share is not None and not isinstance(found, FlatShard):
+            return found
+        return attach_slice(found, self.sharding.layout.slices.get(name))
+
+    def empty_shard(self, name: str, shape: torch.Size, dtype: torch.dtype) -> Shard | None:
+        """Returns an uninitialised shard of a state tensor; None for a parameter that is stepped as a DTensor."""
+        share, cut = self.share_of(name), self.sharding.layout.slices.get(name)
+        if share is None:
+            return None
+        if cut is None or len(shape) <= cut.dim or shape[cut.dim] != cut.size:
+            return share.empty_shard(name, shape, dtype)
+        found = share.empty_shard(name, cut.slice_shape(shape), dtype)
+        return SlicedShard(found, cut) if isinstance(found, FlatShard) else share.empty_shard(name, shape, dtype)
+
+
+def _local_params(share: OptimizerShard) -> list[Tensor]:
+    return list(share.local_params.values()) or [share.placeholder]
+
+
+def _parameters(share: OptimizerShard) -> list[nn.Parameter]:
+    return [parameter for group in share.groups for parameter in group.parameters]
+
+
+def _stepped(optimizer: Optimizer) -> list[Tensor]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]

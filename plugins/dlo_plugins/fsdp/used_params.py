@@ -1,0 +1,91 @@
+"""Records which parameters of a sharded module get gradients in backward."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dlo_framework.distributed.unused_parameters import check_backward_seen
+from dlo_plugins.fsdp.sharding import ShardedModule
+
+
+class UsedParams:
+    """Record of the parameters that got a gradient on this rank since ``used`` was cleared.
+
+    FSDP2 gathers into parameters of its own, which replace the sharded ones in their modules from a unit's forward to
+    the end of its backward. Each gets a hook when it is first seen. Where nothing is sharded, hooks are set from the
+    start, because a user's step may call submodules without ever calling the root.
+
+    Args:
+        sharding: Sharded module.
+
+    Attributes:
+        used: Names of parameters with a gradient.
+        announced: Whether this backward was started through the strategy.
+        gathered: Parameters that FSDP2 gathers into, by name.
+    """
+
+    def __init__(self, sharding: ShardedModule) -> None:
+        self._sharding = sharding
+        if sharding.unwatch is not None:
+            sharding.unwatch()
+        sharding.unwatch = self.remove
+        self.used: set[str] = set()
+        self.announced = False
+        self.gathered: dict[str, Tensor] = {}
+        self.handles: list[Any] = []
+        names = {id(parameter): name for name, parameter in sharding.parameters.items()}
+        claimed: set[int] = set()
+        for part in _innermost_first(sharding):
+            places = []
+            for submodule in part.modules():
+                if id(submodule) in claimed:
+                    continue
+                claimed.add(id(submodule))
+                own = [(key, p) for key, p in submodule._parameters.items() if p is not None and id(p) in names]
+                places += [(submodule, key, names[id(p)]) for key, p in own]
+            look = self._watch(places)
+            self.handles.append(part.register_forward_pre_hook(look))
+            if not sharding.is_sharded:
+                look()
+
+    def record_accumulated(self) -> None:
+        """Records parameters whose gradients a zero-bubble schedule has computed, for which no hook runs."""
+        self.used |= {name for name, full in self.gathered.items() if full.grad is not None}
+
+    def absent(self) -> list[str]:
+        """Returns the names of the trainable parameters without a gradient."""
+        trained = (name for name, parameter in self._sharding.parameters.items() if parameter.requires_grad)
+        return [name for name in trained if name not in self.used]
+
+    def remove(self) -> None:
+        """Removes the hooks."""
+        for handle in self.handles:
+            handle.remove()
+
+    def _watch(self, places: list[tuple[nn.Module, str, str]]) -> Callable[..., None]:
+        def look(*_: Any) -> None:
+            if not torch.is_grad_enabled():
+                return
+            for submodule, key, name in places:
+                parameter = submodule._parameters[key]
+                if parameter is not None and parameter.requires_grad and self.gathered.get(name) is not parameter:
+                    self.gathered[name] = parameter
+                    self.handles.append(parameter.register_post_accumulate_grad_hook(self._note(name)))
+
+        return look
+
+    def _note(self, name: str) -> Callable[[Tensor], None]:
+        def note(_: Tensor) -> None:
+            check_backward_seen(self.announced)
+            self.used.add(name)
+
+        return note
+
+
+def _innermost_first(sharding: ShardedModule) -> list[nn.Module]:
+    parts = [sharding.module.get_submodule(name) for name in sharding.units]
+    return [*parts, *(root for root in sharding.roots if not any(root is part for part in parts))]

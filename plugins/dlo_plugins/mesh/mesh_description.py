@@ -1,0 +1,325 @@
+"""Describes a mesh as text and JSON: the ranks' coordinates, groups and bytes of a model."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from dlo_framework.errors import DloError
+from dlo_framework.mesh import Coordinates, MeshSpec
+from dlo_framework.plan import ParallelPlan
+from dlo_framework.task import Task
+from dlo_framework.units import format_bytes
+from dlo_plugins.mesh.state_bytes_per_rank import RankStateBytes, StateBytesPerRank, stages_by_name
+from dlo_plugins.pipeline.pipeline_schedules import make_placement
+from dlo_plugins.pipeline.stage_assignment import Split, make_stages
+from dlo_plugins.tensor.coverage import NEARLY_ALL, Coverage, measure_coverage
+from dlo_plugins.tensor.tp_planner import make_tp_plan
+
+#: Maximum numbers of ranks, of groups of an axis and of ranks of a group that are shown in full.
+_RANKS, _GROUPS, _MEMBERS = 32, 8, 8
+
+
+@dataclass(frozen=True)
+class StageDescription:
+    """Stage of a pipeline.
+
+    Attributes:
+        stage: Number of the stage.
+        pp: Rank of the axis `pp` that has it.
+        blocks: Names of its blocks.
+        around: Names `stem` and `head`, if the stage has them.
+    """
+
+    stage: int
+    pp: int
+    blocks: tuple[str, ...]
+    around: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class RankDescription:
+    """Rank of a mesh.
+
+    Attributes:
+        rank: Number of the rank.
+        node: Number of its node.
+        place: Coordinates on the axes.
+        stages: Numbers of its stages.
+        held: Bytes of state on it.
+    """
+
+    rank: int
+    node: int
+    place: Coordinates
+    stages: tuple[int, ...]
+    held: RankStateBytes
+
+
+@dataclass(frozen=True)
+class MeshDescription:
+    """Mesh with a model on it.
+
+    Attributes:
+        spec: Sizes of the mesh.
+        nodes: Number of nodes, with the same number of ranks each.
+        model: Class name of the model.
+        parameters: Number of parameters of the model.
+        whole: Bytes of state in a single process.
+        schedule: Name of the pipeline's schedule and number of micro-batches; None without a pipeline.
+        stages: Stages of the pipeline; a single one without a pipeline.
+        groups: Groups of ranks along each axis of more than one rank.
+        ranks: All ranks.
+        coverage: Share of the model that tensor parallelism divides; None without it.
+    """
+
+    spec: MeshSpec
+    nodes: int
+    model: str
+    parameters: int
+    whole: RankStateBytes
+    schedule: tuple[str, int] | None
+    stages: tuple[StageDescription, ...]
+    groups: dict[str, tuple[tuple[int, ...], ...]]
+    ranks: tuple[RankDescription, ...]
+    coverage: Coverage | None = None
+
+    @property
+    def largest(self) -> RankDescription:
+        """Rank with the most bytes; the first of several."""
+        return max(self.ranks, key=lambda rank: (rank.held.total, -rank.rank))
+
+    def to_json(self) -> dict[str, Any]:
+        """Returns the description as JSON data; sizes are in bytes."""
+        return {
+            "mesh": self.spec.sizes,
+            "world_size": self.spec.world_size,
+            "nodes": self.nodes,
+            "model": {"class": self.model, "parameters": self.parameters, "bytes": asdict(self.whole)},
+            "schedule": self.schedule and {"name": self.schedule[0], "micro_batches": self.schedule[1]},
+            "tensor_parallel": self.coverage and self.coverage.to_json(),
+            "stages": [asdict(stage) for stage in self.stages],
+            "groups": self.groups,
+            "ranks": [
+                {
+                    "rank": rank.rank,
+                    "node": rank.node,
+                    "coordinates": rank.place._asdict(),
+                    "stages": rank.stages,
+                    "bytes": asdict(rank.held),
+                }
+                for rank in self.ranks
+            ],
+            "largest": self.largest.rank,
+        }
+
+    def text(self) -> str:
+        """Returns the description as text, with some of the ranks and groups of a large world."""
+        return "\n".join([*self._head(), "", *self._group_lines(), "", *self._stage_lines(), "", *self._rank_lines()])
+
+    def _head(self) -> list[str]:
+        spec = self.spec
+        nodes = f"{self.nodes} node" + (f"s of {spec.world_size // self.nodes}" if self.nodes > 1 else "")
+        lines = [
+            f"mesh   {spec}: {spec.world_size} rank{'s' * (spec.world_size > 1)} on {nodes}",
+            f"model  {self.model}, {self.parameters:,} parameters: {format_bytes(self.whole.parameters)}, and with"
+            f" gradients and Adam's state {format_bytes(self.whole.total)}",
+        ]
+        if self.schedule is not None:
+            lines.append(f"steps  {self.schedule[0]}, {self.schedule[1]} micro-batches")
+        if self.coverage is not None:
+            lines.append(f"tp     {self.coverage.describe()}")
+        return lines
+
+    def _group_lines(self) -> list[str]:
+        rows = [["axis", "groups", "ranks"]]
+        for axis, groups in self.groups.items():
+            shown = [f"[{_shortened([str(rank) for rank in group], _MEMBERS)}]" for group in groups]
+            rows.append([axis, f"{len(groups)} of {len(groups[0])}", _shortened(shown, _GROUPS)])
+        return _table(rows) if len(rows) > 1 else ["no groups: there is one rank"]
+
+    def _stage_lines(self) -> list[str]:
+        rows = [["stage", "pp", "blocks", "with"]]
+        rows += [[str(s.stage), str(s.pp), collapse_ranges(s.blocks), " and ".join(s.around)] for s in self.stages]
+        return _table(rows)
+
+    def _rank_lines(self) -> list[str]:
+        axes = [axis for axis, size in self.spec.sizes.items() if size > 1]
+        rows = [["rank", "node", *axes, "stages", "tensors", "shard", "parameters", "gradients", "Adam", "total"]]
+        last = -1
+        for rank in self._shown():
+            if rank.rank != last + 1:
+                rows.append(["..."])
+            last = rank.rank
+            rows.append(self._row(rank, axes))
+        most = self.largest
+        return [*_table(rows), f"the most: rank {most.rank}, {format_bytes(most.held.total)}"]
+
+    def _row(self, rank: RankDescription, axes: list[str]) -> list[str]:
+        spec, place, held = self.spec, rank.place, rank.held
+        shard = place.dp_shard * spec.cp + place.cp
+        return [
+            *(str(rank.rank), str(rank.node), *(str(getattr(place, axis)) for axis in axes)),
+            ",".join(map(str, rank.stages)),
+            self._tensors(place.tp),
+            f"{shard + 1}/{spec.dp_shard * spec.cp}" if spec.dp_shard * spec.cp > 1 else "whole",
+            *(format_bytes(size) for size in (held.parameters, held.gradients, held.optimizer, held.total)),
+        ]
+
+    def _tensors(self, tp: int) -> str:
+        """Returns the fraction of its stages' tensors that a rank of the axis `tp` has, as text."""
+        if self.coverage is None:
+            return "whole"
+        part = f"{tp + 1}/{self.spec.tp}"
+        return (
+            part if self.coverage.sharded_fraction >= NEARLY_ALL else f"{part} of {self.coverage.sharded_fraction:.0%}"
+        )
+
+    def _shown(self) -> list[RankDescription]:
+        """Returns all ranks of a small world, or the first, the last, and the first of each stage of a large one."""
+        if len(self.ranks) <= _RANKS:
+            return list(self.ranks)
+        a_stage = len(self.ranks) // self.spec.pp
+        firsts = range(0, len(self.ranks), a_stage)
+        wanted = {*range(4), *(firsts if len(firsts) <= _RANKS // 2 else (firsts[1], firsts[-1]))}
+        wanted |= {len(self.ranks) - 1, self.largest.rank}
+        return [self.ranks[number] for number in sorted(wanted)]
+
+
+def describe_mesh(
+    module: nn.Module,
+    plan: ParallelPlan | None,
+    spec: MeshSpec,
+    *,
+    prefix: str = "model",
+    sequence_parallel: bool = False,
+    schedule: str = "1F1B",
+    stages_per_rank: int | None = None,
+    split: Split = "balanced",
+    micro_batches: int = 1,
+    nodes: int = 1,
+    element_size: int | None = None,
+) -> MeshDescription:
+    """Returns a mesh's description.
+
+    Args:
+        module: Full module that trains; it may be on the meta device, and is not changed.
+        plan: Plan of its model; None for a module without one, which only data parallelism divides.
+        spec: Mesh, without -1.
+        prefix: Name of the model in the module.
+        sequence_parallel: Option of MeshStrategy, as are the next four.
+        schedule: Name of the pipeline's schedule.
+        stages_per_rank: Number of stages of a rank, for schedules that leave it open.
+        split: Number of blocks of each stage, or `balanced`.
+        micro_batches: Number of micro-batches of a step.
+        nodes: Number of nodes.
+        element_size: Bytes of a floating-point element; None for each parameter's own.
+
+    Raises:
+        DloError: The mesh cannot cut the model.
+    """
+    divisions, stages, by_name, where = {}, None, None, make_placement(schedule, spec.pp, stages_per_rank)
+    coverage: Coverage | None = None
+    model = module if plan is None else module.get_submodule(prefix)
+    if plan is not None and spec.tp > 1:
+        found = make_tp_plan(model, plan, spec.tp, sequence_parallel).divisions
+        divisions = {f"{prefix}.{name}": division for name, division in found.items()}
+        coverage = measure_coverage(model, found)
+    if plan is not None and spec.pp > 1:
+        stages = make_stages(model, plan, where.stages, split)
+        by_name = {f"{prefix}.{name}": of for name, of in stages_by_name(stages, model).items()}
+    holdings = StateBytesPerRank(module, spec, divisions, by_name, where if spec.pp > 1 else None, element_size)
+    blocks = [] if plan is None else plan.block_names(model)
+    described = [StageDescription(0, 0, tuple(blocks), ("stem", "head"))]
+    if stages is not None:
+        described = [
+            StageDescription(
+                number, where.rank_of(number), tuple(stages.blocks_of(number)), _around(number, where.stages)
+            )
+            for number in range(where.stages)
+        ]
+    known: dict[Coordinates, RankStateBytes] = {place: holdings.at(place) for place in holdings.places()}
+    ranks = []
+    for rank in range(spec.world_size):
+        place = spec.coordinates(rank)
+        held = known[place._replace(dp_replicate=0)]
+        own = tuple(where.stages_of(place.pp)) if spec.pp > 1 else (0,)
+        ranks.append(RankDescription(rank, rank * nodes // spec.world_size, place, own, held))
+    return MeshDescription(
+        spec=spec,
+        nodes=nodes,
+        model=type(model).__name__,
+        parameters=sum(parameter.numel() for parameter in module.parameters()),
+        whole=holdings.whole,
+        schedule=(schedule, micro_batches) if spec.pp > 1 else None,
+        stages=tuple(described),
+        groups={axis: groups_along(spec, axis) for axis, size in spec.sizes.items() if size > 1},
+        ranks=tuple(ranks),
+        coverage=coverage,
+    )
+
+
+def prepare_model(module: Any) -> tuple[nn.Module, ParallelPlan | None]:
+    """Returns a module with its model, on the meta device unless it has been built, and the model's plan."""
+    if isinstance(module, Task):
+        task = module.on_meta()
+        try:
+            return task, task.parallel_plan()
+        except DloError:  # The plan names no blocks; only pp, cp and tp need them, and were checked before.
+            return task, None
+    if next(module.parameters(), None) is None:
+        module = copy.deepcopy(module)
+        with torch.device("meta"):
+            module.configure_model()
+    return module, None
+
+
+def groups_along(spec: MeshSpec, axis: str) -> tuple[tuple[int, ...], ...]:
+    """Returns the groups of ranks that differ along one axis only."""
+    others = [range(size) for name, size in spec.sizes.items() if name != axis]
+    names = [name for name in spec.sizes if name != axis]
+    found = []
+    for fixed in itertools.product(*others):
+        place = dict(zip(names, fixed, strict=True))
+        found.append(tuple(spec.rank(Coordinates(**place, **{axis: at})) for at in range(spec.sizes[axis])))
+    return tuple(sorted(found))
+
+
+def collapse_ranges(names: Sequence[str]) -> str:
+    """Returns names with runs of consecutive numbers at their ends collapsed: `layers.0-3, norm`."""
+    runs: list[tuple[str, int, int] | str] = []
+    for name in names:
+        found = re.fullmatch(r"(.*?)(\d+)", name)
+        if found is None:
+            runs.append(name)
+            continue
+        stem, number = found.group(1), int(found.group(2))
+        last = runs[-1] if runs else ""
+        if isinstance(last, tuple) and last[0] == stem and last[2] + 1 == number:
+            runs[-1] = (stem, last[1], number)
+        else:
+            runs.append((stem, number, number))
+    shown = [run if isinstance(run, str) else f"{run[0]}{run[1]}" + f"-{run[2]}" * (run[1] < run[2]) for run in runs]
+    return ", ".join(shown)
+
+
+def _around(stage: int, stages: int) -> tuple[str, ...]:
+    return tuple(name for name, at in (("stem", 0), ("head", stages - 1)) if stage == at)
+
+
+def _shortened(items: Sequence[str], most: int) -> str:
+    return " ".join(items if len(items) <= most else [*items[: most - 2], "...", items[-1]])
+
+
+def _table(rows: Iterable[Sequence[str]]) -> list[str]:
+    rows = list(rows)
+    columns = range(max(len(row) for row in rows))
+    widths = [max(len(row[column]) for row in rows if column < len(row)) for column in columns]
+    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=False)).rstrip() for row in rows]

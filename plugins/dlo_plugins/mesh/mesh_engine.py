@@ -1,0 +1,375 @@
+"""The mesh engine: gathers parameters for a step, reduces its gradients, and sets those of the optimizer shards.
+
+One step, for each micro-batch of an accumulation:
+
+1. :meth:`MeshEngine.train` runs the task's training step with parameters gathered. Under a pipeline the schedule runs
+   forward and backward of all micro-batches there, because Lightning copies the loss before ``backward``.
+2. :meth:`MeshEngine.before_backward` opens the accumulation window, if none is open, and drops the last gradients.
+3. :meth:`MeshEngine.after_backward` sums partial and tied gradients at the window's end, and sets the gradients of the
+   tensors that the optimizers step.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule
+from lightning.pytorch.core.optimizer import LightningOptimizer
+from torch import Tensor
+from torch.optim import Optimizer
+
+from dlo_framework.checkpoint import Shard, SlicedShard
+from dlo_framework.checkpoint.shards import attach_slice
+from dlo_framework.distributed.checkpointing import as_lazy_state_dict
+from dlo_framework.distributed.local_memory import local_tensor, memory_of, optimizer_bytes
+from dlo_framework.distributed.unused_parameters import unused_message
+from dlo_framework.errors import DloError
+from dlo_plugins.appliers.context_parallel import ContextParallel
+from dlo_plugins.appliers.fully_shard import FullyShard
+from dlo_plugins.fsdp.sharded_optimizers import OptimizerShards
+from dlo_plugins.fsdp.sharding import ShardedModule, local_shard
+from dlo_plugins.fsdp.used_params import UsedParams
+from dlo_plugins.mesh.pipelined_task import PipelinedTask
+
+#: Prefix of the model's parameters in the task's names; the pipeline uses names without it.
+_MODEL = "model."
+#: Key of a module's :class:`ParallelState` in its ``__dict__``.
+_STATE = "_dlo_parallel"
+
+
+@dataclass
+class ParallelState:
+    """What a mesh has made of a module; the module keeps it for its next run, and for other strategies.
+
+    Attributes:
+        sharding: Sharding of the module.
+        context: Applier that shards its sequences; None if no axis cuts the model.
+        pipelined: Task with the pipeline's stages; None without a pipeline.
+        cut_options: Options of the strategy, by name, that cannot change after the model has been cut.
+    """
+
+    sharding: ShardedModule
+    context: ContextParallel | None = None
+    pipelined: PipelinedTask | None = None
+    cut_options: dict[str, Any] = field(default_factory=dict)
+
+    def attach(self, module: LightningModule) -> None:
+        """Notes the state on its module."""
+        module.__dict__[_STATE] = self
+
+    @staticmethod
+    def of(module: LightningModule) -> ParallelState | None:
+        """Returns a module's state; None for a module that no mesh has sharded."""
+        found = module.__dict__.get(_STATE)
+        assert found is None or isinstance(found, ParallelState)
+        return found
+
+
+@dataclass
+class _Fit:
+    """State of a fit.
+
+    Attributes:
+        shares: Shards that the optimizers step.
+        usage: Record of the parameters with gradients.
+        is_open: Whether gradients are being accumulated.
+        is_summed: Whether partial gradients have been summed since the last backward.
+    """
+
+    shares: OptimizerShards
+    usage: UsedParams
+    is_open: bool = False
+    is_summed: bool = False
+
+
+class MeshEngine:
+    """Runs the steps of a sharded module, and gives access to this rank's state of it.
+
+    Args:
+        module: LightningModule that has been sharded.
+        state: Result of the parallelization, kept on the module.
+        shard: Applier whose options ``find_unused`` and ``sync_every_micro_batch`` hold.
+        allow_unused: Fix in the message about parameters without a gradient.
+
+    Attributes:
+        sharding: Sharding of the module.
+        pipelined: Task with the pipeline's stages; None without a pipeline.
+    """
+
+    def __init__(self, module: LightningModule, state: ParallelState, shard: FullyShard, allow_unused: str) -> None:
+        self.module, self.sharding, self.pipelined = module, state.sharding, state.pipelined
+        self._shard, self._allow_unused = shard, allow_unused
+        self._ends_window = True  # Whether the running backward is the last of its accumulation.
+        self._state: _Fit | None = None
+
+    def begin_fit(self, optimizers: list[Optimizer]) -> None:
+        """Replaces the parameters in the optimizers by this rank's shards, and records the use of parameters."""
+        self._state = _Fit(OptimizerShards(optimizers, self.sharding), UsedParams(self.sharding))
+
+    def stop_recording(self) -> None:
+        """Stops recording the use of parameters; the module is as it was before :meth:`begin_fit`."""
+        if self._state is not None:
+            self._state.usage.remove()
+
+    @property
+    def _fit(self) -> _Fit:
+        assert self._state is not None, "begin_fit comes first"
+        return self._state
+
+    # --- steps ---------------------------------------------------------------------------------------------
+
+    def train(self, batch: Any, *args: Any, loss_scale: Callable[[], Tensor]) -> Any:
+        """Runs the module's training step with parameters gathered; under a pipeline, forward and backward.
+
+        Args:
+            batch: This rank's batch.
+            *args: Further arguments of ``training_step``.
+            loss_scale: Function that returns the factor of the loss in backward, for a pipeline.
+        """
+        if self.pipelined is None:
+            return self.sharding.call("training_step", batch, *args)
+        self._open_window()
+        self.sharding.set_sync(False)
+        self.sharding.set_keep_gathered(True)
+        found = self.sharding.call(self.pipelined.train, batch, loss_scale())
+        self._fit.usage.record_accumulated()
+        return found
+
+    def evaluate(self, step: str, batch: Any, *args: Any) -> Any:
+        """Runs ``validation_step`` or ``test_step`` with parameters gathered."""
+        if self.pipelined is not None:
+            return self.sharding.call(self.pipelined.evaluate, batch)
+        return self.sharding.call(step, batch, *args)
+
+    def predict(self, batch: Any, *args: Any) -> Any:
+        """Runs ``predict_step`` with parameters gathered."""
+        return self.sharding.call("predict_step" if self.pipelined is None else self.pipelined.predict, batch, *args)
+
+    @contextlib.contextmanager
+    def reset_on_error(self) -> Iterator[None]:
+        """Resets the engine if a step raises; a search for the largest batch catches the error."""
+        try:
+            yield
+        except BaseException:
+            self.sharding.reset()
+            if self._state is not None:
+                self._state.usage.used.clear()
+                self._state.is_open = False
+            raise
+
+    @contextlib.contextmanager
+    def accumulate(self) -> Iterator[None]:
+        """Marks micro-batches of an accumulation that no step follows."""
+        self._ends_window = False
+        try:
+            yield
+        finally:
+            self._ends_window = True
+
+    def before_backward(self) -> None:
+        """Opens an accumulation window, and sets whether this backward reduces gradients."""
+        self._open_window()
+        self.sharding.set_keep_gathered(False)
+        self.sharding.set_sync(self._ends_window or self._shard.sync_every_micro_batch)
+
+    def _open_window(self) -> None:
+        """Drops the gradients of the last step, to which FSDP would add; none of a window that is open."""
+        fit, automatic = self._fit, self.module.automatic_optimization
+        fit.usage.announced = True
+        is_open = fit.is_open
+        # Parameters with dropped gradients count as unused: in manual optimization another backward may come first.
+        fit.usage.used -= fit.shares.drop_gradients(
+            lambda share: not is_open or (not automatic and OptimizerShards.grads_dropped(share))
+        )
+        if fit.is_summed:
+            self._keep_one_sum()
+        fit.is_open, fit.is_summed = True, False
+
+    @torch.no_grad()
+    def _keep_one_sum(self) -> None:
+        """Keeps summed gradients on one rank and zeroes the others' copies, since they will be summed again.
+
+        In manual optimization a backward may add to them before a step.
+        """
+        for name, parameter in self.sharding.parameters.items():
+            if parameter.grad is not None and not self._restores_sum(name):
+                parameter.grad.zero_()
+
+    def _restores_sum(self, name: str) -> bool:
+        """Returns whether this rank, of those that sum a gradient, restores the saved sum."""
+        layout = self.sharding.layout
+        return name not in layout.tied_copies and not (name in layout.partial and self.sharding.groups.coordinates.tp)
+
+    def after_backward(self) -> None:
+        """Sums gradients that ranks have partial sums of, and sets those of the tensors that the optimizers step.
+
+        Raises:
+            DloError: Parameters have no gradient, and ``find_unused`` is off.
+        """
+        fit, automatic = self._fit, self.module.automatic_optimization
+        fit.usage.announced = False
+        if not (self._ends_window or self._shard.sync_every_micro_batch):
+            return
+        used = self._used(automatic)
+        self.sharding.average_scalars()
+        if self._ends_window:  # Summed once per accumulation: a second sum would count each rank's copy again.
+            self.sharding.reduce_partial_gradients()
+            if self.pipelined is not None:
+                self.pipelined.pipeline.tied.sum_gradients()
+            fit.is_summed = True
+        for name, parameter in self.sharding.parameters.items():
+            if name not in used:
+                parameter.grad = None
+        if self._ends_window:
+            fit.shares.set_grads(used)
+            fit.is_open = not automatic
+            if automatic:
+                fit.usage.used.clear()
+
+    def _used(self, automatic: bool) -> set[str]:
+        """Returns the parameters that any rank has used in this step.
+
+        Raises:
+            DloError: Parameters have no gradient, and ``find_unused`` is off.
+        """
+        usage = self._fit.usage
+        used = set(usage.used)
+        if self._shard.find_unused:
+            trained = [name for name, parameter in self.sharding.parameters.items() if parameter.requires_grad]
+            flags = self.sharding.any_rank([name in used for name in trained])
+            used = {name for name, flag in zip(trained, flags, strict=True) if flag}
+            used |= self._tied_on_any_rank(used)
+            usage.used |= used
+        elif automatic and self._ends_window and (absent := usage.absent()):
+            raise DloError(unused_message(absent, self._allow_unused))
+        return used
+
+    def _tied_on_any_rank(self, names: Iterable[str]) -> set[str]:
+        """Returns the parameters tied across stages that are among ``names`` on any of their ranks."""
+        if self.pipelined is None:
+            return set()
+        found = self.pipelined.pipeline.tied.named_on_any_rank({name.removeprefix(_MODEL) for name in names})
+        return {f"{_MODEL}{name}" for name in found}
+
+    def free_gathered(self) -> None:
+        """Frees the gathered parameters; the next use gathers the shards' values of then."""
+        self.sharding.reshard()
+
+    # --- state of module and optimizers --------------------------------------------------------------------
+
+    def shards(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        """Returns this rank's shards of a module's ``state_dict``, without tensors of other stages."""
+        cuts, elsewhere = self.sharding.layout.slices, self.sharding.layout.other_stages
+        return {name: attach_slice(value, cuts.get(name)) for name, value in state.items() if name not in elsewhere}
+
+    def full_size(self, name: str, parameter: Tensor) -> int:
+        """Returns the number of elements of the full tensor of a parameter that tensor parallelism may have cut."""
+        cut = self.sharding.layout.slices.get(name)
+        return parameter.numel() if cut is None else cut.full_shape(parameter.shape).numel()
+
+    def state_bytes(self, optimizers: list[Optimizer]) -> dict[str, float]:
+        """Returns the bytes of the parameters, gradients and optimizer state that this rank holds now."""
+        held: list[Tensor] = list(self.sharding.parameters.values())
+        if self._state is not None:
+            held += self._state.usage.gathered.values()
+            held += [tensor for optimizer in optimizers for tensor in self.optimizer_tensors(optimizer).values()]
+        return {
+            "parameters": memory_of(held),
+            "gradients": memory_of(tensor.grad for tensor in held if tensor.grad is not None),
+            "optimizer": optimizer_bytes(optimizers),
+        }
+
+    def gradient_norm(self, optimizer: Any) -> Tensor:
+        """Returns the 2-norm over all ranks of an optimizer's gradients, each element counted once."""
+        return self._fit.shares.gradient_norm(_unwrap(optimizer))
+
+    def optimizer_tensors(self, optimizer: Optimizer) -> dict[str, Tensor]:
+        """Returns the tensors that an optimizer steps on this rank, by parameter name."""
+        return self._fit.shares.tensors(optimizer)
+
+    def group_names(self, optimizer: Optimizer) -> list[list[str]]:
+        """Returns the parameter names of each parameter group, those of other ranks' shards too."""
+        return self._fit.shares.group_names(optimizer)
+
+    def as_shard(self, name: str, value: Tensor) -> Shard:
+        """Returns an optimizer's state tensor as a shard of the tensor in the parameter's shape."""
+        return self._fit.shares.as_shard(name, value)
+
+    def empty_shard(self, name: str, shape: torch.Size, dtype: torch.dtype) -> Shard | None:
+        """Returns an uninitialised shard of a state tensor; None for a parameter that is stepped as a DTensor."""
+        return self._fit.shares.empty_shard(name, shape, dtype)
+
+    # --- unfinished accumulations --------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def accumulated_gradients(self) -> dict[str, Shard]:
+        """Returns this rank's shards of the gradients of an unfinished accumulation, averaged over the ranks.
+
+        Partial sums, which the accumulation's end completes, are completed here in copies, because a checkpoint must
+        load on any mesh. The run continues with the partial sums.
+        """
+        found = self._averaged_gradients()
+        if self._fit.is_summed:
+            return found
+        tied = self._tied_on_any_rank(found)
+        for name in tied - found.keys():  # Only another stage has used it.
+            zeros = torch.zeros_like(self.sharding.parameters[name])
+            found[name] = attach_slice(zeros, self.sharding.layout.slices.get(name))
+        self.sharding.reduce_partial({name: _memory(gradient) for name, gradient in found.items()})
+        if self.pipelined is not None:
+            shares = {name.removeprefix(_MODEL): _memory(found[name]) for name in tied}
+            self.pipelined.pipeline.tied.sum_tensors(shares)
+        return found
+
+    def _averaged_gradients(self) -> dict[str, Shard]:
+        parameters, gathered = self.sharding.parameters, self._fit.usage.gathered
+        wholes = {name: whole.grad for name, whole in gathered.items() if whole is not parameters.get(name)}
+        # Ranks may have used different parameters, but must call the same reductions.
+        unreduced = self.sharding.any_rank([wholes.get(name) is not None for name in parameters])
+        reduced = self.sharding.any_rank([parameter.grad is not None for parameter in parameters.values()])
+        found: dict[str, Shard] = {}
+        for (name, parameter), adds, has in zip(parameters.items(), unreduced, reduced, strict=True):
+            if not adds and not has:
+                continue
+            part = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.detach().clone()
+            if adds:
+                whole = torch.zeros(parameter.shape, dtype=parameter.dtype, device=self.sharding.device)
+                gradient = wholes.get(name)
+                if gradient is not None:
+                    whole.copy_(gradient)
+                mine = local_shard(self.sharding.mean(whole), parameter)
+                local_tensor(part).add_(mine.to(local_tensor(part).device))  # With offload, the shard is in CPU memory.
+            elif parameter.ndim == 0:
+                part = self.sharding.mean(part)
+            found[name] = attach_slice(part, self.sharding.layout.slices.get(name))
+        return found
+
+    def restore_gradients(self, saved: Mapping[str, Any]) -> None:
+        """Restores an unfinished accumulation, to which the next micro-batches add their gradients.
+
+        Saved gradients are complete sums. Partial and tied gradients are summed again at the accumulation's end, so
+        only one of their ranks restores the saved value, and the others begin with zeros.
+        """
+        fit, gradients = self._fit, as_lazy_state_dict(saved)
+        for name, parameter in self.sharding.parameters.items():
+            if name in gradients:
+                parameter.grad = torch.zeros_like(parameter, requires_grad=False)
+                if self._restores_sum(name):
+                    gradients.read_into(name, attach_slice(parameter.grad, self.sharding.layout.slices.get(name)))
+                fit.usage.used.add(name)
+        fit.is_open, fit.is_summed = True, False
+
+
+def _unwrap(optimizer: Any) -> Optimizer:
+    return optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
+
+
+def _memory(gradient: Shard) -> Tensor:
+    """Returns the tensor of a gradient's shard."""
+    part = gradient.shard if isinstance(gradient, SlicedShard) else gradient
+    assert isinstance(part, Tensor)
+    return part

@@ -1,0 +1,322 @@
+"""Runs a task's steps through a pipeline: slices batches into micro-batches, and takes metrics from the last stage.
+
+All ranks of a pipeline get the same batch. The first stage uses its inputs, the last one its targets, and all stages
+use what forward computes from its arguments, such as positions and masks.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.fabric.utilities.apply_func import move_data_to_device
+from torch import Tensor, nn
+from torchmetrics import Metric
+from torchmetrics.utilities.distributed import gather_all_tensors
+
+from dlo_framework.distributed.collectives import broadcast_values
+from dlo_framework.errors import DloError
+from dlo_framework.mesh import MeshSpec
+from dlo_framework.task import Task, batch_length
+from dlo_plugins.mesh.batches import concat_batches, slice_batch
+from dlo_plugins.pipeline.pipeline_engine import Pipeline
+
+#: Shape of the tensors, without rows, and dtype of each list state of a metric.
+_Shapes = dict[str, tuple[tuple[int, ...], torch.dtype]]
+
+
+def _list_shapes(metric: Any) -> _Shapes:
+    states = {name: getattr(metric, name) for name in metric._defaults}
+    return {
+        name: ((0, *state[-1].shape[1:]), state[-1].dtype)
+        for name, state in states.items()
+        if isinstance(state, list) and state and isinstance(state[-1], Tensor)
+    }
+
+
+class _LastStageGather:
+    """Function for torchmetrics' ``dist_sync_fn`` that gathers a metric's state from ranks of the last stage only."""
+
+    def __init__(self, spec: MeshSpec, place: int) -> None:
+        self._spec, self._place = spec, place
+
+    def __call__(self, value: Tensor, group: Any = None) -> list[Tensor]:
+        """Returns the states of the last stage's ranks, in the order of ranks."""
+        states: list[Tensor] = gather_all_tensors(value, group)
+        ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
+        pairs = zip(ranks, states, strict=True)
+        return [state for rank, state in pairs if self._spec.coordinates(rank).pp == self._place]
+
+
+class PipelinedTask:
+    """Trains and evaluates a task through a pipeline.
+
+    Args:
+        task: Task whose model has been cut.
+        pipeline: Pipeline of the model.
+        micro_batches: Number of micro-batches of a training batch.
+        select: Callback before each forward, which gets the micro-batch's first row and number of rows.
+
+    Raises:
+        DloError: The task has its own training step, or parameters outside of its model.
+    """
+
+    def __init__(
+        self, task: Task, pipeline: Pipeline, micro_batches: int, select: Callable[[int, int], None] | None = None
+    ) -> None:
+        check_steps(task)
+        check_outside(task)
+        self.task, self.pipeline, self.micro_batches = task, pipeline, micro_batches
+        self._select = select
+        #: Group of the data-parallel ranks with which this rank gathers parameters.
+        self.gathering: dist.ProcessGroup | None = None
+        self._buffers = list(self._shared_buffers())
+        self._rows: dict[int, tuple[int, int]] = {}
+        self._spans: list[tuple[int, int]] = []
+        if select is not None:  # Recomputation in backward needs the rows too.
+            pipeline.before_backward = lambda stage, number, complete: select(*self._spans[number])
+
+    def train(self, batch: Any, seed: Tensor) -> dict[str, Tensor]:
+        """Runs forward and backward of a batch; returns `{"loss": loss}`, the same on all ranks.
+
+        Gradients are computed when it returns. The loss has a graph of one addition, so that a later backward on it
+        works and does nothing.
+
+        Args:
+            batch: Batch on the device.
+            seed: Factor of the loss for backward.
+
+        Raises:
+            DloError: The batch has fewer samples than the schedule can run.
+        """
+        parts = self.split_training_batch(batch)
+        weights = self.task.micro_batch_weights(parts)
+        total = self.pipeline.train_step(parts, self._forward, self.task.loss, weights, seed, sum_tied=False)
+        anchor = torch.zeros((), device=total.device, requires_grad=True)
+        return {"loss": total.float() + anchor}
+
+    def outputs(self, batch: Any) -> Any:
+        """Returns the model's outputs for a batch, on the last stage's rank; None elsewhere."""
+        parts = self._split(batch, self._evaluated_parts(batch_length(batch)))
+        found = self.pipeline.evaluate(parts, self._forward)
+        return None if found is None else concat_batches(found)
+
+    def _evaluated_parts(self, length: int) -> int:
+        """Returns the number of micro-batches of an evaluated batch: at most one for each rank of the pipeline.
+
+        Where each micro-batch gathers parameters, all ranks that gather use the number of the shortest batch.
+        """
+        parts = min(self.pipeline.placement.ranks, length)
+        if self.gathering is None:
+            return parts
+        least = torch.tensor(parts, device=self.pipeline.device)
+        dist.all_reduce(least, dist.ReduceOp.MIN, group=self.gathering)
+        return int(least)
+
+    def evaluate(self, batch: Any) -> None:
+        """Updates the metrics with a batch on the last stage's rank, and logs them on all ranks."""
+        outputs, before = self.outputs(batch), self._updates()
+        found = self.task.measured(outputs, batch) if self.pipeline.is_last else {}
+        updated = {
+            name: (count, _list_shapes(self.task.get_submodule(name)))
+            for name, count in self._updates().items()
+            if count != before[name]
+        }
+        message: list[Any] = [({name: self._encode_measure(value) for name, value in found.items()}, updated)]
+        dist.broadcast_object_list(message, group=self.pipeline.group, group_src=self._source)
+        if not self.pipeline.is_last:
+            values, updated = message[0]
+            found = {name: self._decode_measure(value) for name, value in values.items()}
+            self._count_as_updated(updated)
+        self.task.log_measured(found, batch)
+
+    @torch.no_grad()
+    def share_buffers(self) -> None:
+        """Broadcasts each buffer, such as a norm's statistics, from the stage that computes with it to all stages.
+
+        Checkpoints save the first stage's copy of tensors that all stages have.
+        """
+        for module, name, source in self._buffers:
+            buffer = module._buffers[name]
+            if buffer is not None:
+                broadcast_values(buffer, self.pipeline.group, source)
+
+    def _shared_buffers(self) -> Iterator[tuple[nn.Module, str, int]]:
+        """Yields the persistent buffers that all stages have, and the rank of the stage that computes with each.
+
+        They are collected once, while all stages have the same ones: a buffer that a loss adds later is in the last
+        stage only.
+        """
+        for prefix, module in self.task.named_modules():
+            for name in module._buffers:
+                if name in module._non_persistent_buffers_set:
+                    continue
+                inside, _, rest = f"{prefix}.{name}".partition(".")
+                stages, placement = self.pipeline.stages, self.pipeline.placement
+                stage = stages.writer_stage(rest) if inside == "model" else stages.count - 1
+                if stage is not None:
+                    yield module, name, placement.rank_of(stage)
+
+    def share_metrics(self, spec: MeshSpec) -> None:
+        """Makes metrics reduce over the last stage's ranks only.
+
+        The other ranks never update: they would not change a sum, but would change a mean.
+        """
+        counting = _LastStageGather(spec, self._source)
+        for module in self.task.modules():
+            if isinstance(module, Metric):
+                module.dist_sync_fn = counting  # torchmetrics (1.0 to 1.9) calls it with a state and a group.
+
+    def _updates(self) -> dict[str, int]:
+        """Returns the number of updates of each of the task's metrics, by name."""
+        metrics = ((name, module) for name, module in self.task.named_modules() if isinstance(module, Metric))
+        return {name: metric.update_count for name, metric in metrics}
+
+    def _count_as_updated(self, updates: dict[str, tuple[int, _Shapes]]) -> None:
+        """Marks metrics as updated, so that they compute again from the last stage's states.
+
+        A reach into torchmetrics (1.0 to 1.9), which has no method for it and reads these two attributes. List states
+        get a tensor without rows, because ranks can only gather tensors with the same number of dims.
+        """
+        for name, (count, shapes) in updates.items():
+            metric: Any = self.task.get_submodule(name)
+            metric._update_count, metric._computed = count, None
+            for state, (shape, dtype) in shapes.items():
+                if not getattr(metric, state):
+                    getattr(metric, state).append(torch.empty(shape, dtype=dtype, device=self.pipeline.device))
+
+    def predict(self, batch: Any, batch_idx: int) -> Any:
+        """Returns the task's predictions for a batch, the same on all ranks of the pipeline.
+
+        Outputs are broadcast through the CPU, because a tensor is unpickled to the device of the rank that sent it.
+
+        Raises:
+            DloError: The task runs the model by itself to predict.
+        """
+        check_predict(self.task)
+        outputs = self.outputs(batch)
+        message = [move_data_to_device(outputs, torch.device("cpu"))]
+        dist.broadcast_object_list(message, group=self.pipeline.group, group_src=self._source)
+        if not self.pipeline.is_last:
+            outputs = move_data_to_device(message[0], self.pipeline.device)
+        with self.task.given_outputs(outputs):
+            return self.task.predict_step(batch, batch_idx)
+
+    @property
+    def _source(self) -> int:
+        placement = self.pipeline.placement
+        return placement.rank_of(placement.stages - 1)
+
+    def _forward(self, part: Any) -> Any:
+        if self._select is not None:
+            self._select(*self._rows[id(part)])
+        args, kwargs = self.task.inputs(part)
+        return self.task.forward(*args, **kwargs)
+
+    def split_training_batch(self, batch: Any) -> list[Any]:
+        """Returns a batch's micro-batches: fewer than the option's where the batch is short, as an epoch's last may be.
+
+        Raises:
+            DloError: The schedule cannot run on fewer micro-batches.
+        """
+        length = batch_length(batch)
+        if length >= self.micro_batches:
+            return self._split(batch, self.micro_batches)
+        found = next((number for number in range(length, 0, -1) if self.pipeline.can_run(number)), None)
+        if found is None:
+            raise DloError(
+                f"a rank's batch must have at least one sample per micro-batch, got {length} samples, and"
+                f" {self.pipeline.schedule} on {self.pipeline.placement.ranks} ranks cannot run that few micro-batches;"
+                " set drop_last=True in the loader if the batch is an epoch's last, or else a larger batch_size or 1F1B"
+            )
+        return self._split(batch, found)
+
+    def _split(self, batch: Any, count: int) -> list[Any]:
+        length = batch_length(batch)
+        edges = [length * number // count for number in range(count + 1)]
+        spans = [(first, last - first) for first, last in itertools.pairwise(edges)]
+        parts = [slice_batch(batch, length, first, size) for first, size in spans]
+        self._rows = {id(part): span for part, span in zip(parts, spans, strict=True)}
+        self._spans = spans
+        return parts
+
+    def _encode_measure(self, value: Metric | Tensor) -> Any:
+        """Returns a measure in the form in which it is broadcast: a metric's name, or a tensor's value."""
+        if isinstance(value, Tensor):
+            return float(value)
+        name = next((name for name, module in self.task.named_modules() if module is value), None)
+        if name is None:
+            raise DloError(
+                "a task's metrics must be its attributes under pp > 1, so that all stages find them, got a"
+                f" {type(value).__name__} that is none; set it in setup()"
+            )
+        return name
+
+    def _decode_measure(self, message: Any) -> Metric | Tensor:
+        if isinstance(message, str):
+            metric = self.task.get_submodule(message)
+            assert isinstance(metric, Metric)
+            return metric
+        return torch.tensor(message, device=self.pipeline.device)
+
+
+def check_steps(task: Task) -> None:
+    """Checks that a task trains by its inputs() and loss(), which a pipeline runs.
+
+    Raises:
+        DloError: The task has its own training step.
+    """
+    if type(task).training_step is not Task.training_step:
+        raise DloError(
+            f"a task under pp > 1 must train by inputs() and loss(), got a training_step of {type(task).__name__};"
+            " move its code there, or use pp: 1"
+        )
+
+
+def check_outside(task: Task) -> None:
+    """Checks that all trainable parameters are in the model, of which a pipeline's stages consist.
+
+    Raises:
+        DloError: The task has trainable parameters outside of its model.
+    """
+    outside = [name for name, p in task.named_parameters() if p.requires_grad and not name.startswith("model.")]
+    if outside:
+        raise DloError(
+            f"trainable parameters under pp > 1 must be in the task's model, got '{outside[0]}'"
+            f"{f' and {len(outside) - 1} more' if outside[1:] else ''} of {type(task).__name__}; make it a part of the"
+            " model (of its head, if the loss uses it: return it with the outputs), or use pp: 1"
+        )
+
+
+def check_predict(task: Any) -> None:
+    """Checks that a task predicts from a single forward of its model, which a pipeline runs.
+
+    Raises:
+        DloError: The task runs the model repeatedly, as one that generates text does.
+    """
+    if getattr(task, "generates", False):
+        raise DloError(
+            f"a task must run its model once per batch under pp > 1, got {type(task).__name__}, which runs it for each"
+            " token that it writes; predict with pp: 1, or in one process: checkpoints load on any mesh"
+        )
+
+
+def check_inside(task: Any, spec: MeshSpec, sequence_parallel: bool) -> None:
+    """Checks that a task whose loss uses outputs of all blocks has all blocks, and full sequences, on each rank.
+
+    Raises:
+        DloError: The mesh divides blocks or sequences.
+    """
+    if not getattr(task, "looks_inside", False):
+        return
+    divided = [f"{axis}={size}" for axis, size in (("pp", spec.pp), ("cp", spec.cp)) if size > 1]
+    divided += ["sequence_parallel: true"] if sequence_parallel and spec.tp > 1 else []
+    if divided:
+        raise DloError(
+            f"a rank must have all blocks and full sequences for the loss of {type(task).__name__} (it uses the"
+            f" routers' logits, by output_router_logits: true), got {' and '.join(divided)}, which divides them; use"
+            " the other axes, or set output_router_logits: false"
+        )

@@ -1,0 +1,135 @@
+"""Computes the bytes of a model's state on each rank of a mesh, from shapes alone and without a process group."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from torch import nn
+
+from dlo_framework.mesh import Coordinates, MeshSpec
+from dlo_plugins.pipeline.actions import Placement
+from dlo_plugins.pipeline.model_stages import Stages
+from dlo_plugins.tensor.division import Division
+
+
+@dataclass(frozen=True)
+class RankStateBytes:
+    """Bytes of a model's state on one rank.
+
+    Attributes:
+        parameters: Bytes of parameters, trained and frozen.
+        gradients: Bytes of the trained parameters' gradients, as they are sharded at a step's end.
+        optimizer: Bytes of Adam's two moments of the trained parameters.
+    """
+
+    parameters: int
+    gradients: int
+    optimizer: int
+
+    @property
+    def total(self) -> int:
+        """Sum of the three."""
+        return self.parameters + self.gradients + self.optimizer
+
+
+class _Kind(NamedTuple):
+    """Parameters with the same shape, division and stages."""
+
+    shape: tuple[int, ...]
+    division: Division | None
+    element_size: int
+    is_trained: bool
+    stages: tuple[int, ...]
+
+
+class StateBytesPerRank:
+    """Bytes of a module's state on each rank of a mesh.
+
+    Args:
+        module: Full module, on any device, also on the meta device.
+        spec: Mesh, without -1.
+        divisions: Divisions of parameters over the axis `tp`, by name.
+        stages: Stages of the pipeline that need each parameter, by name; None without a pipeline.
+        placement: Placement of the stages on the ranks of `pp`.
+        element_size: Bytes of a floating-point element; None for each parameter's own.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        spec: MeshSpec,
+        divisions: dict[str, Division] | None = None,
+        stages: dict[str, tuple[int, ...]] | None = None,
+        placement: Placement | None = None,
+        element_size: int | None = None,
+    ) -> None:
+        self.spec, self._placement = spec, placement
+        divisions, everywhere = divisions or {}, tuple(range(placement.stages)) if placement else (0,)
+        self._kinds: Counter[_Kind] = Counter()
+        for name, parameter in module.named_parameters():
+            size = element_size if element_size and parameter.is_floating_point() else parameter.element_size()
+            held_by = everywhere if stages is None else stages.get(name, everywhere)
+            kind = _Kind(tuple(parameter.shape), divisions.get(name), size, parameter.requires_grad, held_by)
+            self._kinds[kind] += 1
+
+    @property
+    def whole(self) -> RankStateBytes:
+        """Bytes in a single process."""
+        sizes = [(kind, count * _elements(kind.shape) * kind.element_size) for kind, count in self._kinds.items()]
+        trained = sum(size for kind, size in sizes if kind.is_trained)
+        return RankStateBytes(sum(size for _, size in sizes), trained, 2 * trained)
+
+    def at(self, place: Coordinates) -> RankStateBytes:
+        """Returns the bytes on the rank at these coordinates."""
+        own = set(self._placement.stages_of(place.pp)) if self._placement else {0}
+        parameters = trained = 0
+        for kind, count in self._kinds.items():
+            if own.isdisjoint(kind.stages):
+                continue
+            size = count * kind.element_size * self._local_elements(kind, place)
+            parameters += size
+            trained += size * kind.is_trained
+        return RankStateBytes(parameters, trained, 2 * trained)
+
+    def largest(self) -> tuple[Coordinates, RankStateBytes]:
+        """Returns the coordinates and bytes of the rank with the most, the first of several."""
+        found = {place: self.at(place) for place in self.places()}
+        place = max(found, key=lambda place: found[place].total)
+        return place, found[place]
+
+    def places(self) -> Iterator[Coordinates]:
+        """Yields the coordinates of the ranks of one copy of the model."""
+        sizes = self.spec.sizes | {"dp_replicate": 1}
+        for place in itertools.product(*(range(size) for size in sizes.values())):
+            yield Coordinates(*place)
+
+    def _local_elements(self, kind: _Kind, place: Coordinates) -> int:
+        shape = list(kind.shape)
+        if kind.division is not None and self.spec.tp > 1:
+            shape[kind.division.dim] = kind.division.slice_for(self.spec.tp, place.tp).length
+        if shape:
+            sharers, number = self.spec.dp_shard * self.spec.cp, place.dp_shard * self.spec.cp + place.cp
+            shape[0] = chunk_length(shape[0], sharers, number)
+        return _elements(tuple(shape))
+
+
+def chunk_length(rows: int, ranks: int, rank: int) -> int:
+    """Returns the number of rows of a rank under FSDP2, as torch.chunk cuts: the last ranks may have fewer, or none."""
+    most = -(-rows // ranks)
+    return max(0, min(most, rows - rank * most))
+
+
+def stages_by_name(stages: Stages, model: nn.Module) -> dict[str, tuple[int, ...]]:
+    """Returns the stages that need each parameter of a model, by name."""
+    return {name: stages.stages_of(name) for name, _ in model.named_parameters()}
+
+
+def _elements(shape: tuple[int, ...]) -> int:
+    found = 1
+    for size in shape:
+        found *= size
+    return found

@@ -1,0 +1,382 @@
+"""The pipeline's engine: runs a schedule on a model that is cut into stages.
+
+It cuts any Python forward (:mod:`.gates`), accepts micro-batches of any shapes, and can record a timeline of what each
+rank computes. It knows neither Lightning nor optimizers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from dlo_framework.errors import DloError
+from dlo_framework.plan import ParallelPlan
+from dlo_plugins.pipeline.actions import Action, ActionKind
+from dlo_plugins.pipeline.autocast import no_autocast
+from dlo_plugins.pipeline.costs import PartCosts
+from dlo_plugins.pipeline.exchange import Exchange
+from dlo_plugins.pipeline.gates import StageForward, StageShapes
+from dlo_plugins.pipeline.model_stages import release_other_stages
+from dlo_plugins.pipeline.pipeline_schedules import (
+    Schedule,
+    forward_only,
+    make_placement,
+    make_schedule,
+    splits_backward,
+)
+from dlo_plugins.pipeline.recorder import Recorder, gather_timeline
+from dlo_plugins.pipeline.simulation import Timeline
+from dlo_plugins.pipeline.skip_check import SkipCheck
+from dlo_plugins.pipeline.stage_assignment import Split
+from dlo_plugins.pipeline.stage_assignment import make_stages as make_stages
+from dlo_plugins.pipeline.tensor_layout import batch_signatures
+from dlo_plugins.pipeline.tied import TiedWeights, find_tied_groups
+from dlo_plugins.pipeline.transport import Transport
+from dlo_plugins.pipeline.weight_grads import WeightGradients
+
+
+@dataclass
+class _Step:
+    """State of a step."""
+
+    micro_batches: Sequence[Any]
+    signatures: list[Any]
+    exchange: Exchange
+    forward: Callable[[Any], Any]
+    loss: Callable[[Any, Any], Tensor] | None = None
+    weights: Sequence[float] = ()
+    seed: Tensor | float = 1.0
+    #: By stage and micro-batch: the received hidden state, and the output at which backward begins.
+    saved: dict[tuple[int, int], tuple[Tensor | None, Tensor]] = field(default_factory=dict)
+    #: By stage and micro-batch: the weight gradients still to compute.
+    deferred: dict[tuple[int, int], deque[Callable[[], None]]] = field(default_factory=dict)
+    #: By stage: number of backwards (and weight gradients, where they are separate) still to come.
+    left: dict[int, int] = field(default_factory=dict)
+    outputs: dict[int, Any] = field(default_factory=dict)
+    total: Tensor | float = 0.0
+
+
+class Pipeline:
+    """Engine that trains and evaluates a model whose stages are on several ranks.
+
+    It cuts the model: parameters of other ranks' stages become meta tensors under their names. Build it after tensor
+    and context parallelism have rewritten the model, and before the model is wrapped or initialised. The blocks may
+    change later: recomputation, compile, FSDP2 on stem units, blocks and head (not on the model itself) all work.
+
+    Args:
+        model: A task's `model`, on any device; the meta device will do.
+        plan: Plan of the model; its names are relative to the model.
+        group: Process group of the pipeline's ranks, in the order of stages.
+        schedule: Name of the schedule: GPipe, 1F1B, Interleaved1F1B, ZBH1, ZBV or DualPipeV.
+        stages_per_rank: Number of stages that each rank holds under Interleaved1F1B; 2 by default.
+        split: Number of blocks of each stage, or `balanced` by cost.
+        costs: Costs that the balanced split uses; by default the numbers of parameters.
+        device: Device on which this rank computes.
+
+    Attributes:
+        stages: Stages of the model.
+        holds: Predicate for the names that this rank holds; `holds.first` for those of which it is the first holder.
+        placement: Placement of the stages on ranks.
+        before_backward: Callback before each backward, called with the stage, the micro-batch, and whether the stage's
+            gradients are complete after it. That is never true where weight gradients come later; use
+            `gradients_ready` there.
+        gradients_ready: Callback, called with a stage when its gradients of the step are complete.
+        loss_ready: Callback in training, called with each micro-batch's loss on the rank of the last stage.
+        record: Whether to record a timeline; if so, all ranks start each step together.
+        most_shapes: Number of micro-batch shapes that are kept. For each new shape, ranks send each other its layout
+            once.
+
+    Raises:
+        DloError: If the schedule or the split does not fit the model and the ranks.
+    """
+
+    most_shapes = 1024
+
+    def __init__(
+        self,
+        model: nn.Module,
+        plan: ParallelPlan,
+        group: dist.ProcessGroup,
+        *,
+        schedule: str = "1F1B",
+        stages_per_rank: int | None = None,
+        split: Split = "balanced",
+        costs: PartCosts | None = None,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        self.model, self.group, self.device = model, group, torch.device(device)
+        self.schedule, self.stages_per_rank = schedule, stages_per_rank
+        self.rank = dist.get_rank(group)
+        self.placement = make_placement(schedule, dist.get_world_size(group), stages_per_rank)
+        self.stages = make_stages(model, plan, self.placement.stages, split, costs)
+        self.own_stages = self.placement.stages_of(self.rank)
+        tied = find_tied_groups(model, self.stages, self.placement)
+        self.ownership = release_other_stages(model, self.stages, self.own_stages)
+        self._transport = Transport(group, self.device)
+        self._transport.connect([*self.placement.neighbours(), *(pair for shared in tied for pair in shared.pairs())])
+        self.tied = TiedWeights(model, tied, self._transport)
+        self._weight_gradients: WeightGradients | None = None
+        self.before_backward: Callable[[int, int, bool], None] | None = None
+        self.gradients_ready: Callable[[int], None] | None = None
+        self.loss_ready: Callable[[Tensor], None] | None = None
+        self.record = False
+        self._recorder = Recorder(self.device)
+        self._exchange = Exchange(self._transport, self.placement, self.device)
+        self._schedules: dict[int, Schedule] = {}
+        self._shapes: dict[tuple[int, Any], StageShapes] = {}
+        self._checked: set[tuple[int, bool]] = set()
+        self._seen: set[Any] = set()
+
+    @property
+    def is_last(self) -> bool:
+        """Whether this rank holds the last stage, which has outputs and losses."""
+        return self.placement.rank_of(self.placement.stages - 1) == self.rank
+
+    # --- steps ---------------------------------------------------------------------------------------------
+
+    def train_step(
+        self,
+        micro_batches: Sequence[Any],
+        forward: Callable[[Any], Any],
+        loss: Callable[[Any, Any], Tensor],
+        weights: Sequence[float] | None = None,
+        seed: Tensor | float = 1.0,
+        *,
+        sum_tied: bool = True,
+    ) -> Tensor:
+        """Runs forward and backward of all micro-batches, and adds gradients to the `.grad` of this rank's parameters.
+
+        Args:
+            micro_batches: Micro-batches on this rank's device, the same on all ranks of the pipeline.
+            forward: Function that calls the model, or some of its modules, on a micro-batch. Each stage runs it up to
+                the end of the stage.
+            loss: Function of the output of `forward` and the micro-batch that returns a scalar loss. Only the last
+                stage runs it.
+            weights: Weight of each micro-batch's loss; by default equal weights that sum to one.
+            seed: Factor on the losses for backward only, as a gradient scaler needs.
+            sum_tied: Whether to sum the gradients of tied weights over the ranks that hold them. If one optimizer step
+                accumulates over several calls, set it in the last call only.
+
+        Returns:
+            The weighted sum of the losses, without the seed; the same on all ranks of the pipeline.
+
+        Raises:
+            DloError: If the model's forward cannot be cut at the stages' boundaries, or the schedule cannot run this
+                number of micro-batches.
+        """
+        number = len(micro_batches)
+        schedule = self._schedule_for(number)
+        step = self._step(schedule, micro_batches, forward)
+        step.loss, step.seed = loss, seed
+        step.weights = [1.0 / number] * number if weights is None else weights
+        for action in schedule.orders[self.rank]:
+            if action.kind in (ActionKind.BACKWARD, ActionKind.WEIGHT):
+                step.left[action.stage] = step.left.get(action.stage, 0) + 1
+        self._prepare_weight_gradients()
+        if self.record:
+            self._recorder.begin(self.group)
+        for action in schedule.orders[self.rank]:
+            if action.kind is ActionKind.FORWARD:
+                self._forward(step, action)
+            elif action.is_backward:
+                self._backward(step, action)
+            else:
+                self._compute_weight_gradients(step, action)
+        step.exchange.finish()
+        if sum_tied:
+            self.tied.sum_gradients()
+        return self._broadcast_total(step.total)
+
+    def evaluate(self, micro_batches: Sequence[Any], forward: Callable[[Any], Any]) -> list[Any] | None:
+        """Runs the forward of any number of micro-batches, without gradients.
+
+        Args:
+            micro_batches: Micro-batches on this rank's device, the same on all ranks of the pipeline.
+            forward: Function that calls the model, or some of its modules, on a micro-batch.
+
+        Returns:
+            Output of `forward` for each micro-batch on the rank of the last stage; None on other ranks.
+        """
+        schedule = forward_only(self.placement, len(micro_batches))
+        with torch.no_grad():
+            step = self._step(schedule, micro_batches, forward)
+            if self.record:
+                self._recorder.begin(self.group)
+            for action in schedule.orders[self.rank]:
+                self._forward(step, action)
+            step.exchange.finish()
+        return [step.outputs[n] for n in range(len(micro_batches))] if self.is_last else None
+
+    def rehearse(self, micro_batches: Sequence[Any], forward: Callable[[Any], Any]) -> None:
+        """Computes the shapes of hidden states without other ranks, so that steps can run where no rank answers.
+
+        It needs a model on the meta device, whose steps compute no values (for example with torch's fake process
+        group).
+
+        Args:
+            micro_batches: Micro-batches on the meta device, in the shapes of the later steps.
+            forward: Function that calls the model, or some of its modules, on a micro-batch.
+
+        Raises:
+            DloError: If the model's forward cannot be cut at the stages' boundaries.
+        """
+        assert all(parameter.is_meta for parameter in self.model.parameters())
+        known = batch_signatures(micro_batches, self.model, self.device)
+        for key, micro_batch in dict(zip(known, micro_batches, strict=True)).items():
+            hidden, shapes = None, StageShapes()
+            for stage in range(self.stages.count - 1):
+                check = SkipCheck() if stage else None
+                passage = StageForward(self.model, self.stages, stage, self.device, hidden, shapes, True, check)
+                result = passage.run(partial(forward, micro_batch))
+                self._shapes[stage + 1, key] = shapes = passage.known
+                self._exchange.set_layout(stage + 1, key, result, shapes)
+                hidden = result.detach().requires_grad_(result.requires_grad)
+
+    def timeline(self) -> Timeline:
+        """Returns the timeline of all ranks in the last recorded step; a collective call."""
+        return gather_timeline(self._recorder.timed(), self.group)
+
+    # --- actions -------------------------------------------------------------------------------------------
+
+    def _forward(self, step: _Step, action: Action) -> None:
+        _, stage, number = action
+        received = step.exchange.receive_hidden(stage, number) if stage else None
+        with self._timed(action):
+            result = self._passage(step, stage, number, received)
+            if stage + 1 == self.stages.count:
+                if step.loss is None:
+                    step.outputs[number] = result
+                    return
+                result = step.loss(result, step.micro_batches[number])
+                if self.loss_ready is not None:
+                    self.loss_ready(result)
+                step.total = step.total + step.weights[number] * result.detach().double()
+        if stage + 1 < self.stages.count:
+            step.exchange.send_hidden(stage + 1, number, result, self._shapes[stage + 1, step.signatures[number]])
+        if step.loss is not None:
+            step.saved[stage, number] = received, result
+
+    def _passage(self, step: _Step, stage: int, number: int, received: Tensor | None) -> Any:
+        key = step.signatures[number]
+        if stage > 0 and (stage, key) not in self._shapes:
+            self._shapes[stage, key] = step.exchange.get_shapes(stage, key)
+        shapes = self._shapes[stage, key] if stage else StageShapes()
+        last = stage + 1 == self.stages.count
+        record = not last and (stage + 1, key) not in self._shapes
+        checked = (stage, self.model.training)
+        check = SkipCheck() if stage and checked not in self._checked else None
+        passage = StageForward(self.model, self.stages, stage, self.device, received, shapes, record, check)
+        result = passage.run(lambda: step.forward(step.micro_batches[number]))
+        self._checked.add(checked)
+        if record:
+            self._shapes[stage + 1, key] = passage.known
+        return result
+
+    def _backward(self, step: _Step, action: Action) -> None:
+        kind, stage, number = action
+        received, result = step.saved.pop((stage, number))
+        last_stage = stage + 1 == self.stages.count
+        gradient: Tensor | None
+        if last_stage:
+            gradient = torch.as_tensor(step.seed, dtype=result.dtype, device=result.device) * step.weights[number]
+        else:
+            gradient = step.exchange.receive_gradient(stage, number) if result.requires_grad else None
+        if kind is ActionKind.BACKWARD:
+            step.left[stage] -= 1
+        complete = kind is ActionKind.BACKWARD and not step.left[stage]
+        if self.before_backward is not None:
+            self.before_backward(stage, number, complete)
+        with self._timed(action), self._deferring(step, action), no_autocast(self.device.type):
+            if result.requires_grad:
+                torch.autograd.backward(result, gradient)
+        del result, gradient
+        if received is not None and received.requires_grad:
+            found, received.grad = received.grad, None
+            step.exchange.send_gradient(stage - 1, number, torch.zeros_like(received) if found is None else found)
+        if complete and self.gradients_ready is not None:
+            self.gradients_ready(stage)
+
+    def _compute_weight_gradients(self, step: _Step, action: Action) -> None:
+        _, stage, number = action
+        assert self._weight_gradients is not None
+        with self._timed(action), no_autocast(self.device.type):
+            self._weight_gradients.run(step.deferred.pop((stage, number)))
+        step.left[stage] -= 1
+        if not step.left[stage] and self.gradients_ready is not None:
+            self.gradients_ready(stage)
+
+    @contextlib.contextmanager
+    def _deferring(self, step: _Step, action: Action) -> Iterator[None]:
+        if action.kind is not ActionKind.INPUT:
+            yield
+            return
+        store = self._weight_gradients
+        assert store is not None
+        store.deferred = step.deferred[action.stage, action.micro_batch] = deque()
+        try:
+            yield
+        finally:
+            store.deferred = None
+
+    @contextlib.contextmanager
+    def _timed(self, action: Action) -> Iterator[None]:
+        if not self.record:
+            yield
+            return
+        start = self._recorder.now()
+        yield
+        self._recorder.add(action, start, self._recorder.now())
+
+    # --- helpers -------------------------------------------------------------------------------------------
+
+    def _step(self, schedule: Schedule, micro_batches: Sequence[Any], forward: Callable[[Any], Any]) -> _Step:
+        known = batch_signatures(micro_batches, self.model, self.device)
+        self._limit_shapes(known)
+        return _Step(micro_batches, known, self._exchange.start(schedule, known), forward)
+
+    def _limit_shapes(self, known: Sequence[Any]) -> None:
+        """Clears all shapes when there are too many: on all ranks in the same step, since they see the same batches."""
+        self._seen.update(known)
+        if len(self._seen) > self.most_shapes:
+            self._seen = set(known)
+            self._shapes.clear()
+            self._exchange.clear()
+
+    def can_run(self, number: int) -> bool:
+        """Returns whether the schedule can run a number of micro-batches."""
+        try:
+            self._schedule_for(number)
+        except DloError:
+            return False
+        return True
+
+    def _schedule_for(self, number: int) -> Schedule:
+        if number not in self._schedules:
+            ranks = self.placement.ranks
+            self._schedules[number] = make_schedule(self.schedule, ranks, number, self.stages_per_rank)
+        return self._schedules[number]
+
+    def _prepare_weight_gradients(self) -> None:
+        """Makes the layers defer weight gradients; at the first step, since blocks do not change after it."""
+        if self._weight_gradients is None and splits_backward(self.schedule):
+            self._weight_gradients = WeightGradients()
+            for stage in self.own_stages:
+                for name in self.stages.blocks_of(stage):
+                    self._weight_gradients.install(self.model.get_submodule(name))
+
+    def _broadcast_total(self, total: Tensor | float) -> Tensor:
+        # Other ranks receive the value. Zeros are made on the device; a Python number would be copied there.
+        value = torch.zeros((), dtype=torch.float64, device=self.device)
+        if isinstance(total, Tensor):
+            value += total.detach()
+        source = self.placement.rank_of(self.placement.stages - 1)
+        dist.broadcast(value, group=self.group, group_src=source)
+        return value

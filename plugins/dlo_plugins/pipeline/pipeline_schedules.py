@@ -1,0 +1,304 @@
+"""Pipeline schedules as pure data: the order of actions of each rank.
+
+GPipe: Efficient Training of Giant Neural Networks using Pipeline Parallelism. Huang et al., 2019, arXiv 1811.06965.
+1F1B: Memory-Efficient Pipeline-Parallel DNN Training. Narayanan et al., 2021, arXiv 2006.09503.
+Interleaved1F1B: Efficient Large-Scale Language Model Training on GPU Clusters. Narayanan et al., 2021, arXiv
+2104.04473.
+ZBH1: Zero Bubble Pipeline Parallelism. Qi, Wan, Huang & Lin, 2024, arXiv 2401.10241.
+ZBV: Pipeline Parallelism with Controllable Memory. Qi, Wan, Amar & Lin, 2024, arXiv 2405.15362.
+DualPipeV: DeepSeek-V3 Technical Report. 2024, arXiv 2412.19437, section 3.2.1, cut in half along its symmetry.
+
+Interleaved1F1B has two or more stages a rank, ZBV and DualPipeV have two, the others one.
+
+Departures: ZBV always uses the order that has no bubble where forward, input gradient and weight gradient take equally
+long, whatever the actual costs. In DualPipeV, the forward and the backward of different micro-batches, which the paper
+overlaps, run one after the other, as one device computes them no faster together. ZBH1 bounds the number of deferred
+weight gradients, not memory itself.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+from dlo_framework.errors import DloError, did_you_mean
+from dlo_plugins.pipeline.actions import Action, ActionKind, Placement
+
+F, B, I, W = ActionKind.FORWARD, ActionKind.BACKWARD, ActionKind.INPUT, ActionKind.WEIGHT  # noqa: E741
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """Schedule of a step: the actions of each rank.
+
+    Attributes:
+        name: Name of the schedule.
+        placement: Placement of the stages on ranks.
+        micro_batches: Number of micro-batches in a step.
+        orders: Actions of each rank, in the order in which it runs them.
+    """
+
+    name: str
+    placement: Placement
+    micro_batches: int
+    orders: tuple[tuple[Action, ...], ...]
+
+    @property
+    def splits_backward(self) -> bool:
+        """Whether weight gradients are separate actions, apart from input gradients."""
+        return any(action.kind is W for order in self.orders for action in order)
+
+
+@dataclass(frozen=True)
+class _Family:
+    """Function that makes a schedule's order for a rank, and the placement that it needs."""
+
+    order: Callable[[Placement, int, int], list[Action]]
+    stages_per_rank: int | None = 1
+    shape: Literal["loop", "v"] = "loop"
+    splits: bool = False
+
+
+def make_placement(name: str, ranks: int, stages_per_rank: int | None = None) -> Placement:
+    """Returns the placement of a schedule's stages on ranks.
+
+    Args:
+        name: Name of the schedule, in upper or lower case.
+        ranks: Number of ranks in the pipeline.
+        stages_per_rank: Number of stages that each rank holds, for schedules that leave it open; 2 by default there.
+
+    Raises:
+        DloError: If no such schedule exists, or it does not have this number of stages a rank.
+    """
+    known, family = _family(name)
+    fixed = family.stages_per_rank
+    if fixed is None:
+        if stages_per_rank is not None and stages_per_rank < 2:
+            raise DloError(
+                f"stages_per_rank must be 2 or more for {known}, got {stages_per_rank}; set stages_per_rank=2, or"
+                " schedule=1F1B"
+            )
+        return Placement(ranks, stages_per_rank or 2, family.shape)
+    if stages_per_rank not in (None, fixed):
+        raise DloError(
+            f"stages_per_rank must be {fixed} for {known}, got {stages_per_rank}; leave stages_per_rank out, or set"
+            " schedule=Interleaved1F1B"
+        )
+    return Placement(ranks, fixed, family.shape)
+
+
+def make_schedule(name: str, ranks: int, micro_batches: int, stages_per_rank: int | None = None) -> Schedule:
+    """Returns the schedule of a step.
+
+    Args:
+        name: Name of the schedule: GPipe, 1F1B, Interleaved1F1B, ZBH1, ZBV or DualPipeV.
+        ranks: Number of ranks in the pipeline.
+        micro_batches: Number of micro-batches in a step.
+        stages_per_rank: Number of stages that each rank holds under Interleaved1F1B; 2 by default.
+
+    Raises:
+        DloError: If no such schedule exists, or it cannot run these numbers; the message computes the nearest that it
+            can run.
+    """
+    where = make_placement(name, ranks, stages_per_rank)
+    known, family = _family(name)
+    _check_micro_batches(known, ranks, micro_batches)
+    orders = tuple(tuple(family.order(where, rank, micro_batches)) for rank in range(ranks))
+    return Schedule(known, where, micro_batches, orders)
+
+
+def splits_backward(name: str) -> bool:
+    """Returns whether a schedule computes weight gradients separately from input gradients."""
+    return _family(name)[1].splits
+
+
+def forward_only(where: Placement, micro_batches: int) -> Schedule:
+    """Returns the schedule of an evaluation: any number of micro-batches, in groups of as many as there are ranks."""
+    orders = []
+    for rank in range(where.ranks):
+        groups = [range(n, min(n + where.ranks, micro_batches)) for n in range(0, micro_batches, where.ranks)]
+        orders.append(
+            tuple(Action(F, stage, number) for group in groups for stage in where.stages_of(rank) for number in group)
+        )
+    return Schedule("evaluation", where, micro_batches, tuple(orders))
+
+
+def _family(name: str) -> tuple[str, _Family]:
+    found = next((known for known in FAMILIES if known.lower() == str(name).lower().replace("-", "")), None)
+    if found is None:
+        raise DloError(
+            f"unknown schedule '{name}'{did_you_mean(str(name), FAMILIES)}; available: {', '.join(FAMILIES)}"
+        )
+    return found, FAMILIES[found]
+
+
+def _check_micro_batches(name: str, ranks: int, number: int) -> None:
+    if number < 1:
+        raise DloError(f"micro_batches must be at least 1, got {number}; set {2 * ranks}")
+    if name == "Interleaved1F1B" and number % ranks:
+        near = [n for n in (number // ranks * ranks, -(-number // ranks) * ranks) if n]
+        raise DloError(
+            f"micro_batches must be a multiple of the pipeline's {ranks} ranks for Interleaved1F1B, got {number}; set"
+            f" {' or '.join(map(str, near))}, or schedule=1F1B"
+        )
+    if name == "DualPipeV" and number < 2 * ranks:
+        raise DloError(
+            f"micro_batches must be at least {2 * ranks}, the number of stages, for DualPipeV on {ranks} ranks, got"
+            f" {number}; set {2 * ranks}, or schedule=ZBV"
+        )
+
+
+def _gpipe(where: Placement, rank: int, number: int) -> list[Action]:
+    return [Action(F, rank, n) for n in range(number)] + [Action(B, rank, n) for n in range(number)]
+
+
+def _one_forward_one_backward(where: Placement, rank: int, number: int) -> list[Action]:
+    warm_up = min(number, where.ranks - rank - 1)
+    order = [Action(F, rank, n) for n in range(warm_up)]
+    for n in range(number):
+        if n + warm_up < number:
+            order.append(Action(F, rank, n + warm_up))
+        order.append(Action(B, rank, n))
+    return order
+
+
+def _interleaved(where: Placement, rank: int, number: int) -> list[Action]:
+    ranks, chunks = where.ranks, where.stages_per_rank
+    total = number * chunks
+
+    def step(kind: ActionKind, n: int) -> Action:
+        """Returns the rank's n-th forward or backward: a group of micro-batches runs in one chunk, then in the next."""
+        chunk = n // ranks % chunks
+        chunk = chunk if kind is F else chunks - 1 - chunk
+        return Action(kind, chunk * ranks + rank, n // (ranks * chunks) * ranks + n % ranks)
+
+    warm_up = min(total, 2 * (ranks - rank - 1) + (chunks - 1) * ranks)
+    order = [step(F, n) for n in range(warm_up)]
+    for n in range(total):
+        if n + warm_up < total:
+            order.append(step(F, n + warm_up))
+        order.append(step(B, n))
+    return order
+
+
+def _zb_h1(where: Placement, rank: int, number: int) -> list[Action]:
+    """1F1B in which rank r defers r weight gradients, and computes them where it would wait for other ranks."""
+    order: list[Action] = []
+    waiting: deque[int] = deque()
+    for action in _one_forward_one_backward(where, rank, number):
+        if action.kind is F:
+            order.append(action)
+            continue
+        order.append(Action(I, rank, action.micro_batch))
+        waiting.append(action.micro_batch)
+        if len(waiting) > rank:
+            order.append(Action(W, rank, waiting.popleft()))
+    return order + [Action(W, rank, n) for n in waiting]
+
+
+class _Writer:
+    """Writer of a rank's order for a V of two stages; each call adds the next micro-batch of a kind and a stage."""
+
+    def __init__(self, where: Placement, rank: int) -> None:
+        self.down, self.up = where.stages_of(rank)
+        self.order: list[Action] = []
+        self.done: dict[tuple[ActionKind, int], int] = defaultdict(int)
+        self.waiting: deque[tuple[int, int]] = deque()
+
+    def add(self, kind: ActionKind, stage: int) -> None:
+        counted = I if kind is B else kind  # A full backward counts as an input gradient.
+        number = self.done[counted, stage]
+        self.done[counted, stage] += 1
+        self.order.append(Action(kind, stage, number))
+        if kind is I:
+            self.waiting.append((stage, number))
+
+    def weight(self, stage: int | None = None) -> None:
+        """Adds the oldest deferred weight gradient, of a stage or of both; nothing if none is deferred."""
+        found = next((item for item in self.waiting if stage in (None, item[0])), None)
+        if found is not None:
+            self.waiting.remove(found)
+            self.order.append(Action(W, *found))
+
+    def both(self, stage: int) -> None:
+        self.add(I, stage)
+        self.weight(stage)
+
+
+def _zbv(where: Placement, rank: int, micro_batches: int) -> list[Action]:
+    ranks, write = where.ranks, _Writer(where, rank)
+    number = max(micro_batches, 2 * ranks - 1)  # Enough to fill the pipeline; the extra ones are dropped below.
+    down, up, done = write.down, write.up, write.done
+    for _ in range(2 * (ranks - rank) - 1):
+        write.add(F, down)
+    for _ in range(rank):
+        write.add(F, up)
+        write.add(F, down)
+    for _ in range(ranks - rank):
+        write.add(F, up)
+        write.both(up)
+    while done[F, up] < done[F, down] or done[F, down] < number:
+        if done[F, down] < number:
+            write.add(F, down)
+        write.both(down)
+        write.add(F, up)
+        write.both(up)
+    for _ in range(rank):
+        write.add(I, down)
+        write.add(I, up)
+    for _ in range(ranks - rank):
+        write.add(I, down)
+        write.weight(down)
+    for stage in (up, down):
+        while any(waiting == stage for waiting, _ in write.waiting):
+            write.weight(stage)
+    return [action for action in write.order if action.micro_batch < micro_batches]
+
+
+def _dualpipe_v(where: Placement, rank: int, number: int) -> list[Action]:
+    ranks, write = where.ranks, _Writer(where, rank)
+    down, up = write.down, write.up
+    for _ in range(2 * (ranks - rank - 1)):
+        write.add(F, down)
+    for _ in range(rank + 1):
+        write.add(F, down)
+        write.add(F, up)
+    for _ in range(ranks - rank - 1):
+        write.add(I, up)
+        write.weight()
+        write.add(F, up)
+    for _ in range(number - 2 * ranks + rank + 1):
+        write.add(F, down)
+        write.add(B, up)
+        write.add(F, up)
+        write.add(B, down)
+    for _ in range(ranks - rank - 1):
+        write.add(B, up)
+        write.add(F, up)
+        write.add(B, down)
+    split = False
+    for n in range(rank + 1):
+        # From the middle on, weight gradients are deferred: they fill the bubble at the end.
+        split = split or (n == (rank + 1) // 2 and rank % 2 == 1)
+        write.add(I if split else B, up)
+        split = split or (n == (rank + 1) // 2 and rank % 2 == 0)
+        write.add(I if split else B, down)
+    for _ in range(ranks - rank - 1):
+        write.weight()
+        write.add(I if split else B, down)
+    while write.waiting:
+        write.weight()
+    return write.order
+
+
+#: Schedules by name; `stages_per_rank` None leaves the number of stages to the user.
+FAMILIES = {
+    "GPipe": _Family(_gpipe),
+    "1F1B": _Family(_one_forward_one_backward),
+    "Interleaved1F1B": _Family(_interleaved, stages_per_rank=None),
+    "ZBH1": _Family(_zb_h1, splits=True),
+    "ZBV": _Family(_zbv, 2, "v", splits=True),
+    "DualPipeV": _Family(_dualpipe_v, 2, "v", splits=True),
+}

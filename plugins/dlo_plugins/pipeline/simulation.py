@@ -1,0 +1,190 @@
+"""Simulation of a schedule: its timeline from the costs of the actions and their dependencies."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from dlo_plugins.pipeline.actions import Action, ActionKind, Placement
+from dlo_plugins.pipeline.pipeline_schedules import Schedule
+
+
+class Deadlock(ValueError):
+    """Schedule in which ranks wait for each other in a cycle."""
+
+
+@dataclass(frozen=True)
+class StageCosts:
+    """Costs of a micro-batch in each stage, in seconds or any other unit.
+
+    Attributes:
+        forward: Cost of the forward of each stage.
+        input: Cost of the input gradient of each stage.
+        weight: Cost of the weight gradients of each stage; a full backward costs `input` plus `weight`.
+        transfer: Time to send a hidden state or its gradient to another rank; both ranks compute meanwhile.
+    """
+
+    forward: Sequence[float]
+    input: Sequence[float]
+    weight: Sequence[float]
+    transfer: float = 0.0
+
+    @classmethod
+    def equal(cls, stages: int, forward: float = 1.0, input: float = 1.0, weight: float = 1.0) -> StageCosts:
+        """Returns the same costs for all stages."""
+        return cls([forward] * stages, [input] * stages, [weight] * stages)
+
+    def cost_of(self, action: Action) -> float:
+        """Returns an action's cost."""
+        stage = action.stage
+        match action.kind:
+            case ActionKind.FORWARD:
+                return self.forward[stage]
+            case ActionKind.BACKWARD:
+                return self.input[stage] + self.weight[stage]
+            case ActionKind.INPUT:
+                return self.input[stage]
+        return self.weight[stage]
+
+
+class ActionCosts(Protocol):
+    """Protocol of the costs that :func:`simulate` takes."""
+
+    @property
+    def transfer(self) -> float:
+        """Time to send a hidden state or its gradient to another rank."""
+        ...
+
+    def cost_of(self, action: Action) -> float:
+        """Returns an action's cost."""
+        ...
+
+
+@dataclass(frozen=True)
+class TimedAction:
+    """Action with its start and end time."""
+
+    action: Action
+    start: float
+    end: float
+
+
+@dataclass
+class Timeline:
+    """Timeline of a step.
+
+    Attributes:
+        rows: Timed actions of each rank, in order.
+    """
+
+    rows: list[list[TimedAction]] = field(default_factory=list)
+
+    @property
+    def makespan(self) -> float:
+        """Time from the first start to the last end."""
+        timed = [item for row in self.rows for item in row]
+        return max(item.end for item in timed) - min(item.start for item in timed) if timed else 0.0
+
+    @property
+    def busy(self) -> list[float]:
+        """Time that each rank computes."""
+        return [sum(item.end - item.start for item in row) for row in self.rows]
+
+    @property
+    def bubble(self) -> float:
+        """Fraction of all ranks' time in which they wait, between 0 and 1."""
+        total = self.makespan * len(self.rows)
+        return 1.0 - sum(self.busy) / total if total else 0.0
+
+
+def dependencies(action: Action, stages: int) -> list[tuple[bool, int]]:
+    """Returns the actions of the same micro-batch that an action waits for, as `(is_backward, stage)`.
+
+    A backward waits for its stage's forward, and a weight gradient for its input gradient; both are in the order of the
+    same rank.
+    """
+    if action.kind is ActionKind.FORWARD:
+        return [(False, action.stage - 1)] if action.stage > 0 else []
+    if action.is_backward:
+        return [(False, action.stage)] + ([(True, action.stage + 1)] if action.stage + 1 < stages else [])
+    return [(True, action.stage)]
+
+
+def simulate(schedule: Schedule, costs: ActionCosts) -> Timeline:
+    """Returns the timeline of a schedule in which each rank runs each action of its order as early as possible.
+
+    Raises:
+        Deadlock: If no rank can continue; the message says what each rank waits for.
+    """
+    where = schedule.placement
+    ends: dict[tuple[bool, int, int], float] = {}
+    at = [0] * where.ranks
+    clock = [0.0] * where.ranks
+    timeline = Timeline([[] for _ in range(where.ranks)])
+    moved = True
+    while moved:
+        moved = False
+        for rank, order in enumerate(schedule.orders):
+            while at[rank] < len(order):
+                action = order[at[rank]]
+                ready = _ready(action, ends, where, costs.transfer)
+                if ready is None:
+                    break
+                start = max(clock[rank], ready)
+                clock[rank] = end = start + costs.cost_of(action)
+                if action.kind is not ActionKind.WEIGHT:
+                    ends[action.is_backward, action.stage, action.micro_batch] = end
+                timeline.rows[rank].append(TimedAction(action, start, end))
+                at[rank] += 1
+                moved = True
+    orders = zip(at, schedule.orders, strict=True)
+    stuck = [f"rank {rank} at {order[n]}" for rank, (n, order) in enumerate(orders) if n < len(order)]
+    if stuck:
+        raise Deadlock(f"schedule {schedule.name} has a deadlock: {', '.join(stuck)} wait for one another")
+    return timeline
+
+
+def _ready(
+    action: Action, ends: Mapping[tuple[bool, int, int], float], where: Placement, transfer: float
+) -> float | None:
+    ready = 0.0
+    for backward, stage in dependencies(action, where.stages):
+        end = ends.get((backward, stage, action.micro_batch))
+        if end is None:
+            return None
+        apart = where.rank_of(stage) != where.rank_of(action.stage)
+        ready = max(ready, end + transfer * apart)
+    return ready
+
+
+def theoretical_bubble(
+    name: str, ranks: int, micro_batches: int, costs: tuple[float, float, float] = (1.0, 1.0, 1.0), chunks: int = 1
+) -> float:
+    """Returns the time that a step takes beyond its work, by the papers' formulas, for equal stages.
+
+    The formulas of the two V schedules hold where the three costs are equal; the rest is the wait for the first
+    forward.
+
+    Args:
+        name: Name of the schedule.
+        ranks: Number of ranks in the pipeline.
+        micro_batches: Number of micro-batches in a step: at least `ranks` for the zero-bubble schedules, 2 `ranks` for
+            DualPipeV.
+        costs: Costs of a micro-batch on a rank, over all its stages: forward, input gradient, weight gradient.
+        chunks: Number of stages that each rank holds.
+
+    Raises:
+        KeyError: If the schedule has no formula.
+    """
+    forward, input, weight = costs
+    backward = input + weight
+    formulas = {
+        "GPipe": (ranks - 1) * (forward + backward),
+        "1F1B": (ranks - 1) * (forward + backward),
+        "Interleaved1F1B": (ranks - 1) * (forward + backward) / chunks,
+        "ZBH1": (ranks - 1) * (forward + input - weight),
+        "ZBV": (ranks - 1) * forward / 2,
+        "DualPipeV": (ranks - 1) * forward / 2,
+    }
+    return formulas[name]

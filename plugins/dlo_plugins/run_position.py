@@ -1,0 +1,93 @@
+"""Points of a run in a config: epochs, percentages of the run, or samples."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Literal, TypeVar
+
+from dlo_framework.data import Position
+from dlo_framework.errors import DloError
+
+Value = TypeVar("Value")
+
+_FORM = re.compile(r"(\d+(?:[._]\d+)*(?:e\d+)?)\s*(%|epochs?|samples?)?", re.IGNORECASE)
+
+
+@dataclass(frozen=True)
+class RunPosition:
+    """Point of a run.
+
+    Attributes:
+        value: Number of units before the point.
+        unit: Unit: ``epochs``, ``runs`` (the value is then a fraction, 0 to 1) or ``samples`` of all ranks.
+    """
+
+    value: float
+    unit: Literal["epochs", "runs", "samples"]
+
+    def reached(self, at: Position, max_epochs: float) -> bool:
+        """Returns whether a batch that begins at ``at`` is at this point or after it."""
+        return self.distance(at, max_epochs) >= 0
+
+    def distance(self, at: Position, max_epochs: float) -> float:
+        """Returns the distance from this point to ``at`` in the point's unit; negative before the point."""
+        if self.unit == "samples":
+            return at.epoch * at.size + at.samples - self.value
+        return at.epochs - self.value * (max_epochs if self.unit == "runs" else 1.0)
+
+    def epochs(self, size: int, max_epochs: float) -> float:
+        """Returns the point in epochs of ``size`` samples, in a run of ``max_epochs``."""
+        return self.value * {"epochs": 1.0, "runs": max_epochs, "samples": 1 / size}[self.unit]
+
+
+def parse_position(point: str | int | float, what: str) -> RunPosition:
+    """Returns the point for a config's value: ``3`` or ``"3 epochs"``, ``"50%"``, ``"500_000 samples"``.
+
+    Args:
+        point: Value of the config; a number without a unit counts epochs.
+        what: Name of the option, for the message.
+
+    Raises:
+        DloError: If it has another form, or is a percentage above 100.
+    """
+    found = _FORM.fullmatch(str(point).strip())
+    if found is None:
+        raise DloError(
+            f"{what}: a point must be like 3, '3 epochs', '50%' or '500000 samples', got {point!r}; write it so"
+        )
+    value, unit = float(found[1].replace("_", "")), (found[2] or "epochs").lower()
+    if unit == "%":
+        if value > 100:
+            raise DloError(f"{what}: a point must be within the run, got {point!r}; set '100%' or less")
+        return RunPosition(value / 100, "runs")
+    return RunPosition(value, "samples" if unit.startswith("sample") else "epochs")
+
+
+def any_percentage(points: Iterable[RunPosition]) -> bool:
+    """Returns whether any point is a percentage of the run."""
+    return any(point.unit == "runs" for point in points)
+
+
+def check_max_epochs(points: list[RunPosition], max_epochs: int | None, what: str) -> float:
+    """Returns the number of epochs of the run; infinite if ``trainer.max_epochs`` is not set and no point needs it.
+
+    Raises:
+        DloError: If a point is a percentage and ``trainer.max_epochs`` is not set.
+    """
+    if max_epochs is not None and max_epochs >= 0:
+        return float(max_epochs)
+    if any_percentage(points):
+        raise DloError(
+            f"{what}: trainer.max_epochs must be set for a point in percent, got {max_epochs}; set it, or use epochs or"
+            " samples"
+        )
+    return float("inf")
+
+
+def value_at(steps: Mapping[RunPosition, Value], at: Position, max_epochs: float) -> Value | None:
+    """Returns the value of the last point that ``at`` has reached, in the order of the run; None before the first."""
+    in_order = sorted(steps, key=lambda point: point.epochs(at.size, max_epochs))
+    reached = [point for point in in_order if point.reached(at, max_epochs)]
+    return steps[reached[-1]] if reached else None

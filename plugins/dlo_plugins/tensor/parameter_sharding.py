@@ -1,0 +1,51 @@
+"""Sharding of a model's parameters for tensor parallelism, recorded in the model's layout."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from dlo_framework.tensor_slice import get_layout
+from dlo_plugins.tensor.heads import set_local_config, set_local_heads
+from dlo_plugins.tensor.projections import projection_kind
+from dlo_plugins.tensor.tp_plan import TPPlan
+
+
+@torch.no_grad()
+def shard_parameters(module: nn.Module, found: TPPlan, ranks: int, rank: int) -> None:
+    """Replaces a model's parameters by this rank's shards; tied ones stay one parameter.
+
+    Args:
+        module: Model, on any device; the meta device will do.
+        found: Tensor-parallel plan.
+        ranks: Number of ranks on the axis.
+        rank: This rank's number on the axis.
+    """
+    layout = get_layout(module)
+    shards: dict[int, nn.Parameter] = {}
+    parameters = dict(module.named_parameters(remove_duplicate=False))
+    for name, division in found.divisions.items():
+        full, made = parameters[name], division.slice_for(ranks, rank)
+        layout.slices[name] = made
+        if id(full) not in shards:
+            shards[id(full)] = nn.Parameter(made.slice_tensor(full), requires_grad=full.requires_grad)
+            shards[id(full)].__dict__.update(full.__dict__)
+        owner, _, key = name.rpartition(".")
+        setattr(module.get_submodule(owner), key, shards[id(full)])
+    layout.partial |= found.partial
+    for around, region in found.regions.items():
+        for name in (*region.columns, *region.rows):
+            _set_features(name, module.get_submodule(name))
+        if region.heads:
+            attention = module.get_submodule(around)
+            set_local_heads(attention, region.heads, region.kv, region.width, ranks)
+            if region.counts_by_config:
+                set_local_config(attention, ranks)
+
+
+def _set_features(name: str, projection: nn.Module) -> None:
+    """Sets a projection's numbers of features to those of its weight."""
+    kind, weight = projection_kind(name, projection), projection.weight
+    assert isinstance(weight, Tensor)
+    setattr(projection, kind.outputs, weight.shape[kind.out_dim])
+    setattr(projection, kind.inputs, weight.shape[kind.in_dim])

@@ -1,0 +1,69 @@
+"""Tensor-parallel plan of a model: its regions, the divisions of its parameters, and the replicated ones.
+
+A *region* begins with projections that are sharded by their outputs (columns) and ends with one that is sharded by its
+inputs (row): inside it, each rank computes its own heads or hidden features. A region's module is the innermost one
+that contains both a row projection and a column projection.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from dlo_plugins.tensor.division import Divisibility, Division
+
+
+@dataclass
+class RegionPlan:
+    """Region of a model.
+
+    Attributes:
+        columns: Names of its column projections.
+        rows: Names of its row projections.
+        shared: Names of its replicated column projections: those of the one key/value head of multi-query attention.
+        norms: Names of its norms over all features of a column projection.
+        inputs: Numbers of input features of its column projections.
+        outputs: Numbers of output features of its column projections, over all ranks.
+        heads: Number of query heads over all ranks; 0 without attention.
+        kv: Number of key/value heads over all ranks, if known.
+        width: Number of features of a head.
+        counts_by_config: Whether the module reads its number of heads from the model's config.
+    """
+
+    columns: list[str] = field(default_factory=list)
+    rows: list[str] = field(default_factory=list)
+    shared: list[str] = field(default_factory=list)
+    norms: list[str] = field(default_factory=list)
+    inputs: set[int] = field(default_factory=set)
+    outputs: set[int] = field(default_factory=set)
+    heads: int = 0
+    kv: int | None = None
+    width: int = 0
+    counts_by_config: bool = False
+
+
+@dataclass
+class TPPlan:
+    """Tensor-parallel plan of a model.
+
+    Attributes:
+        divisions: Divisions of parameters, by name; a tied parameter has one under each of its names.
+        regions: Regions by the name of their module.
+        vocabulary: Names of embeddings and output projections that are split over the vocabulary.
+        partial: Names of replicated parameters whose gradient is a partial sum on each rank.
+        demands: Counts that must be divisible by the number of ranks.
+    """
+
+    divisions: dict[str, Division] = field(default_factory=dict)
+    regions: dict[str, RegionPlan] = field(default_factory=dict)
+    vocabulary: list[str] = field(default_factory=list)
+    partial: set[str] = field(default_factory=set)
+    divisibilities: list[Divisibility] = field(default_factory=list)
+
+
+def region_of(found: TPPlan, name: str) -> str | None:
+    """Returns the innermost region that contains a module or parameter."""
+    while name:
+        if name in found.regions:
+            return name
+        name = name.rpartition(".")[0]
+    return "" if "" in found.regions else None

@@ -1,0 +1,222 @@
+"""Tensor-parallel plan of a model, made from its parallel plan before parameters are sharded.
+
+Megatron-LM: Training Multi-Billion Parameter Language Models Using Model Parallelism. Shoeybi et al., 2019,
+arXiv 1909.08053.
+"""
+
+from __future__ import annotations
+
+from torch import nn
+
+from dlo_framework.errors import DloError
+from dlo_framework.plan import ParallelPlan, Rule
+from dlo_plugins.tensor.division import Divisibility, Division, check_divisibility
+from dlo_plugins.tensor.heads import head_width, kv_heads
+from dlo_plugins.tensor.projections import projection_kind
+from dlo_plugins.tensor.replicated import add_sequence_partial, check_sequence, find_partial
+from dlo_plugins.tensor.tp_plan import RegionPlan, TPPlan, region_of
+
+_COLUMNS = (
+    *(Rule.COLUMN, Rule.QKV, Rule.QKV_BY_HEAD, Rule.QKV_GROUPED),
+    *(Rule.GATE_UP, Rule.HEADS, Rule.KV_HEADS),
+)
+_CUTTING = (*_COLUMNS, Rule.ROW, Rule.VOCAB, Rule.COLUMN_NORM, Rule.LAST_DIM_HEADS)
+
+
+def make_tp_plan(module: nn.Module, plan: ParallelPlan, tp: int, sequence_parallel: bool = False) -> TPPlan:
+    """Returns the tensor-parallel plan of a model.
+
+    Args:
+        module: Model, on any device; the meta device will do.
+        plan: Parallel plan of the model.
+        tp: Number of ranks.
+        sequence_parallel: Whether to split activations between regions along the sequence.
+
+    Raises:
+        DloError: If the plan has no tensor rules, a module cannot be sharded, or a size is not divisible by the ranks.
+    """
+    found = TPPlan()
+    modules = {name: part for name, part in module.named_modules(remove_duplicate=False) if name}
+    ruled = _ruled(plan, modules)
+    if not any(rule in _CUTTING for rule in ruled.values()):
+        raise DloError(
+            f"a plan must have tensor rules for tensor parallelism, got none from {type(module).__name__}; set tp=1, or"
+            " ParallelPlan(tensor=...) with the projections' rules"
+        )
+    _find_regions(found, modules, ruled)
+    # Query heads first: a module may have an attribute for their number, and none for their width.
+    for name, rule in sorted(ruled.items(), key=lambda item: item[1] is Rule.KV_HEADS):
+        _divide_module(found, modules, name, rule)
+    _divide_parameters(found, module, plan)
+    _share_among_tied(found, module)
+    check_divisibility(found.divisibilities, tp)
+    _check_vocabulary(found, tp)
+    if not found.regions:
+        raise DloError(
+            f"tensor parallelism must shard layers, got a plan of {type(module).__name__} whose rules match only its"
+            f" vocabulary ({', '.join(ruled)}); set tp=1, or ParallelPlan(tensor=...) with the projections' rules"
+        )
+    find_partial(found, module, plan)
+    if sequence_parallel:
+        check_sequence(found, module, plan)
+        add_sequence_partial(found, module, plan)
+    return found
+
+
+def _ruled(plan: ParallelPlan, modules: dict[str, nn.Module]) -> dict[str, Rule]:
+    """Returns the outermost modules that sharding rules match, by name."""
+    ruled: dict[str, Rule] = {}
+    for name in modules:
+        rule = plan.rule_for(name)
+        if rule in _CUTTING and not any(name.startswith(other + ".") for other in ruled):
+            ruled[name] = rule
+    return ruled
+
+
+def _find_regions(found: TPPlan, modules: dict[str, nn.Module], ruled: dict[str, Rule]) -> None:
+    columns = [name for name, rule in ruled.items() if rule in _COLUMNS]
+    for row in (name for name, rule in ruled.items() if rule is Rule.ROW):
+        around = row
+        while around:
+            around = around.rpartition(".")[0]
+            if any(column.startswith(f"{around}." if around else "") for column in columns):
+                break
+        else:
+            raise DloError(
+                f"row projection '{row}' must have a column projection in a module around it, got none; add the rule"
+                " 'column' for the projection before it"
+            )
+        found.regions.setdefault(around, RegionPlan()).rows.append(row)
+    for column in columns:
+        region = region_of(found, column)
+        if region is None:
+            raise DloError(
+                f"column projection '{column}' must have a row projection after it, got none; add the rule 'row' for"
+                " the projection that follows it"
+            )
+        found.regions[region].columns.append(column)
+
+
+def _divide_module(found: TPPlan, modules: dict[str, nn.Module], name: str, rule: Rule) -> None:
+    part = modules[name]
+    if rule is Rule.VOCAB:
+        _divide_vocabulary(found, name, part)
+        return
+    if rule is Rule.COLUMN_NORM:
+        _divide_norm(found, name, part)
+        return
+    kind = projection_kind(name, part)
+    weight, bias = part.weight, part.bias
+    if rule is Rule.ROW:
+        assert isinstance(weight, nn.Parameter)
+        size = weight.shape[kind.in_dim]
+        found.divisions[f"{name}.weight"] = Division(kind.in_dim, (size,))
+        found.divisibilities.append(Divisibility(name, size, "input features"))
+        return
+    assert isinstance(weight, nn.Parameter)
+    size = weight.shape[kind.out_dim]
+    region_name = region_of(found, name)
+    assert region_name is not None
+    region = found.regions[region_name]
+    region.inputs.add(weight.shape[kind.in_dim])
+    region.outputs.add(size)
+    pieces = _pieces(found, modules, name, rule, size, region_name)
+    if name in region.shared:
+        return
+    found.divisions[f"{name}.weight"] = Division(kind.out_dim, pieces)
+    if bias is not None:
+        found.divisions[f"{name}.bias"] = Division(0, pieces)
+
+
+def _pieces(
+    found: TPPlan, modules: dict[str, nn.Module], name: str, rule: Rule, size: int, region_name: str
+) -> tuple[int, ...]:
+    """Returns the consecutive slices of a column projection's output, and records the counts that ranks divide."""
+    region = found.regions[region_name]
+    if rule in (Rule.COLUMN, Rule.GATE_UP):
+        halves = 1 if rule is Rule.COLUMN else 2
+        found.divisibilities.append(Divisibility(name, size // halves, "output features"))
+        return (size // halves,) * halves
+    asked = [modules[parent] for parent in (name.rpartition(".")[0], region_name) if parent in modules]
+    of_queries = size // 3 if rule in (Rule.QKV, Rule.QKV_BY_HEAD) else size
+    region.width = region.width or head_width(name, asked, of_queries)
+    width = region.width
+    if rule is Rule.KV_HEADS:
+        region.kv = size // width
+        if region.kv == 1:
+            region.shared.append(name)
+        else:
+            found.divisibilities.append(Divisibility(region_name, region.kv, "key/value heads"))
+        return (size,)
+    if rule is Rule.QKV_GROUPED:
+        region.kv, region.counts_by_config = kv_heads(name, asked), True
+        region.heads = size // width - 2 * region.kv
+        found.divisibilities.append(Divisibility(region_name, region.kv, "key/value heads"))
+        found.divisibilities.append(Divisibility(region_name, region.heads, "heads"))
+        return (region.heads * width, region.kv * width, region.kv * width)
+    region.heads = of_queries // width
+    found.divisibilities.append(Divisibility(region_name, region.heads, "heads"))
+    return (of_queries,) * 3 if rule is Rule.QKV else (size,)
+
+
+def _divide_vocabulary(found: TPPlan, name: str, part: nn.Module) -> None:
+    if not isinstance(part, nn.Embedding | nn.Linear) or hasattr(part, "base_layer"):
+        raise DloError(
+            f"module '{name}' with the rule 'vocab' must be an Embedding or a Linear, got {type(part).__name__}; remove"
+            " it from the plan's tensor rules"
+        )
+    size = part.weight.shape[0]
+    found.vocabulary.append(name)
+    for key, _ in part.named_parameters(recurse=False):
+        found.divisions[f"{name}.{key}"] = Division(0, (size,))
+
+
+def _check_vocabulary(found: TPPlan, tp: int) -> None:
+    for name in found.vocabulary:
+        size = sum(found.divisions[f"{name}.weight"].pieces)
+        if size < tp:
+            raise DloError(
+                f"tp must be at most the {size} tokens of '{name}', so that each rank has one, got {tp}; set tp={size}"
+            )
+
+
+def _divide_norm(found: TPPlan, name: str, part: nn.Module) -> None:
+    region = region_of(found, name)
+    parameters = dict(part.named_parameters(recurse=False))
+    if region is None or not type(part).__name__.endswith("RMSNorm") or list(parameters) != ["weight"]:
+        raise DloError(
+            f"module '{name}' with the rule 'column_norm' must be an RMS norm with a weight between sharded"
+            f" projections, got {type(part).__name__}; remove the projections around it from the plan's tensor rules"
+        )
+    size = parameters["weight"].shape[0]
+    found.regions[region].norms.append(name)
+    found.divisions[f"{name}.weight"] = Division(0, (size,))
+    found.divisibilities.append(Divisibility(name, size, "features"))
+
+
+def _divide_parameters(found: TPPlan, module: nn.Module, plan: ParallelPlan) -> None:
+    """Divides the parameters that a rule matches by their own name."""
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        rule = plan.rule_for(name)
+        owner = name.rpartition(".")[0]
+        if rule not in _CUTTING or name in found.divisions or plan.rule_for(owner) is rule:
+            continue
+        region = region_of(found, name)
+        if region is None or rule in (Rule.ROW, Rule.VOCAB, Rule.QKV, Rule.QKV_GROUPED, Rule.GATE_UP):
+            raise DloError(
+                f"rule '{rule}' must match a projection inside a region, got the parameter '{name}'; remove the rule"
+            )
+        dim = parameter.ndim - 1 if rule is Rule.LAST_DIM_HEADS else 0
+        found.divisions[name] = Division(dim, (parameter.shape[dim],))
+        found.divisibilities.append(Divisibility(name, parameter.shape[dim], "entries"))
+
+
+def _share_among_tied(found: TPPlan, module: nn.Module) -> None:
+    """Divides a tied parameter under all its names, once a rule divides it under one."""
+    by_tensor: dict[int, list[str]] = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        by_tensor.setdefault(id(parameter), []).append(name)
+    for names in by_tensor.values():
+        divisions = {found.divisions[name] for name in names if name in found.divisions}
+        if len(divisions) > 1 or (divisions and any(name not in found.divisions for name in names)):
+            raise DloError(f"tied parameters must have the same rule, got different ones for {names}; set one rule")

@@ -1,0 +1,375 @@
+"""Flat buffer of the parameters that ZeRO partitions, gathers and reduces together.
+
+The parameters of a group are views of one flat buffer, the *full buffer*; this rank owns one segment of it, the
+*shard*. In stages 1 and 2 the full buffer stays allocated, and the shard is a view of it. In stage 3 the shard has
+memory of its own, and the full buffer's storage is freed between uses. The parameters keep their shapes, and autograd's
+references to them stay valid, because the same storage is filled again. Between uses the parameters read as NaN and
+cannot be written, because reading freed memory would end the process.
+
+In stage 3 the shard may be on another device than the optimizer step. Then the step works on a copy of the shard. A
+copy in CPU memory is kept; a copy in device memory exists during the step only.
+
+The full buffer may be in half precision. Then the shard holds master weights in single precision, with memory of its
+own in all stages. Gradients are computed in half precision, and summed and kept in single precision.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor, nn
+
+from dlo_framework.checkpoint import FlatShard
+from dlo_framework.distributed.collectives import Communicator, Pending
+from dlo_framework.errors import DloError
+from dlo_plugins.copy_streams import CopyHandle, copy_streams, empty_host_tensor
+from dlo_plugins.zero.flat_partition import FlatPartition
+
+#: Alignment in bytes, which tensor cores and vector instructions require.
+_ALIGNMENT = 16
+
+
+class FlatGroup:
+    """Parameters of one dtype in a flat buffer.
+
+    Args:
+        named: Parameters by name; their data move into the buffer.
+        communicator: Communicator of the ranks that share them.
+        device: Device that computes.
+        keep_full: Whether each rank keeps the full buffer (stages 1 and 2).
+        step_device: Device of the step, of gradients and of optimizer state: ``device``, or the CPU where the
+            optimizer is offloaded.
+        shard_device: Device of the shard: ``step_device`` by default and in stages 1 and 2; the CPU where parameters
+            are offloaded.
+        gathered_dtype: Dtype of the full buffer; by default the parameters' dtype.
+        reduced_dtype: Dtype in which gradients are summed; by default the parameters' dtype.
+
+    Attributes:
+        dtype: Dtype of the shard, the gradient shard and the optimizer state: the parameters' original dtype.
+        shard: Segment of this rank, on ``shard_device``.
+        pieces: Views of the shard, one for each parameter of which this rank owns elements.
+        gradient: Segment of this rank of the mean gradients, on ``step_device``; None before the first reduction.
+        partition: Partition of the buffer over the ranks.
+    """
+
+    def __init__(
+        self,
+        named: dict[str, nn.Parameter],
+        communicator: Communicator,
+        device: torch.device,
+        *,
+        keep_full: bool,
+        step_device: torch.device,
+        shard_device: torch.device | None = None,
+        gathered_dtype: torch.dtype | None = None,
+        reduced_dtype: torch.dtype | None = None,
+    ) -> None:
+        self.names, self.parameters = list(named), list(named.values())
+        self.communicator, self.device, self.keep_full = communicator, device, keep_full
+        self.step_device, self.shard_device = step_device, shard_device or step_device
+        assert self.shard_device == step_device or not keep_full
+        self.dtype = self.parameters[0].dtype
+        numels = tuple(p.numel() for p in self.parameters)
+        self.gathered_dtype, self.reduced_dtype = gathered_dtype or self.dtype, reduced_dtype or self.dtype
+        #: Whether the shard is a copy in another dtype than the full buffer.
+        self.has_master_weights = self.gathered_dtype != self.dtype
+        smallest = min(dtype.itemsize for dtype in (self.dtype, self.gathered_dtype, self.reduced_dtype))
+        self.partition = FlatPartition(numels, communicator.size, align=max(1, _ALIGNMENT // smallest))
+        self._shapes = [parameter.shape for parameter in self.parameters]
+        self.trains = self.parameters[0].requires_grad
+        self.gradient: Tensor | None = None
+        self._arriving: list[tuple[Tensor, CopyHandle]] = []
+        self._gathering: Pending | None = None
+        self._hidden = False  # whether the parameters read as NaN until a gather has ended
+        self._copies = copy_streams(device)
+        self._from_shard: CopyHandle | None = None  # last copy up from the shard or from its stepped copy
+        self._to_shard: CopyHandle | None = None  # last copy from the stepped copy to the shard
+        self._fill_buffers()
+        self._stepped: Tensor | None = None
+        self._current = False  # whether the stepped copy has the shard's values
+        self.pieces = self._cut(self.shard)
+        runs = self.partition.pieces(communicator.rank)
+        self.owned = [piece.parameter for piece in runs]
+        self._runs = [(piece.offset, piece.offset + piece.length) for piece in runs]
+
+    @torch.no_grad()
+    def _fill_buffers(self) -> None:
+        """Makes the parameters views of the full buffer, with the first rank's values on all ranks."""
+        self.full = full = torch.zeros(self.partition.padded, dtype=self.dtype, device=self.device)
+        self._places = self.views(full)
+        for name, parameter, view in zip(self.names, self.parameters, self._places, strict=True):
+            if parameter.is_meta:
+                raise DloError(
+                    f"parameters under ZeRO must have values, got {name} on the meta device; set meta_init: true of"
+                    " ZeroStrategy, or build the module with its weights"
+                )
+            view.copy_(parameter.data)
+            parameter.data = view
+        if self.communicator.size > 1:
+            self.communicator.broadcast(full)
+        own = self.communicator.segment(full)
+        nothing = _placeholder(self.gathered_dtype, self.device)
+        self._placeholders = [nothing.expand(parameter.shape) for parameter in self.parameters]
+        self.shard = own if self.shares_memory else _copy_to(own, self.shard_device)
+        if self.has_master_weights:
+            self.full = full.to(self.gathered_dtype)
+            self._places = self.views(self.full)
+            self._point_to(self._places)
+        self._bytes = self.full.untyped_storage().nbytes()
+        self._staged: Tensor | None = None  # the shard in the gathered dtype, where the shard is in CPU memory
+        self._is_staged = False
+        if not self.keep_full:
+            self.free()
+
+    @property
+    def shares_memory(self) -> bool:
+        """Whether the shard is a view of the full buffer."""
+        return self.keep_full and self.step_device == self.device and not self.has_master_weights
+
+    @torch.no_grad()
+    def dissolve(self) -> None:
+        """Gives the parameters memory of their own with the shards' values; all ranks must call it."""
+        full = self.full
+        if self.has_master_weights:
+            self.finish_copies()
+            full = torch.empty(self.partition.padded, dtype=self.dtype, device=self.device)
+            self.communicator.segment(full).copy_(self.shard)
+            self.communicator.all_gather(full).wait()
+        else:
+            self.finish_gather()
+        for parameter, view in zip(self.parameters, self.views(full), strict=True):
+            parameter.data = view.clone()
+
+    def views(self, buffer: Tensor) -> list[Tensor]:
+        """Returns views of a buffer of the full length in the parameters' shapes."""
+        return self.cut(buffer)[0]
+
+    def cut(self, buffer: Tensor) -> tuple[list[Tensor], list[Tensor]]:
+        """Returns views of a buffer of the full length in the parameters' shapes, and the gaps between them."""
+        chunks = buffer.split_with_sizes(self.partition.lengths)
+        places = [chunks[n].view(shape) for n, shape in zip(self.partition.filled, self._shapes, strict=True)]
+        return places, [chunks[n] for n in self.partition.padding]
+
+    # --- parameters ----------------------------------------------------------------------------------------
+
+    @property
+    def gathered(self) -> bool:
+        """Whether the full buffer is allocated; its all-gather may still be running."""
+        return self.full.untyped_storage().nbytes() > 0
+
+    def start_gather(self) -> None:
+        """Allocates the full buffer and starts its all-gather, unless it is allocated."""
+        if self.gathered:
+            return
+        self.full.untyped_storage().resize_(self._bytes)
+        self._point_to(self._places)
+        self._start_all_gather()
+
+    def finish_gather(self) -> None:
+        """Waits until the parameters can be used."""
+        if self._gathering is None and self.keep_full:
+            return
+        self.start_gather()
+        if self._gathering is not None:
+            if self._from_shard is not None:
+                self._from_shard.wait()
+            self._gathering.wait()
+            self._gathering = None
+        if self._hidden:
+            self._point_to(self._places)
+            self._hidden = False
+
+    def hide_params(self) -> None:
+        """Makes the parameters read as NaN until :meth:`finish_gather`; they may still have the last step's values."""
+        if self._gathering is not None and self.communicator.size > 1:
+            self._point_to(self._placeholders)
+            self._hidden = True
+
+    def free(self) -> None:
+        """Frees the full buffer; the parameters read as NaN until the next gather."""
+        assert not self.keep_full
+        if self._gathering is not None:
+            self.finish_gather()  # Nothing used it, but it must not write to freed memory.
+        self.full.untyped_storage().resize_(0)
+        self._point_to(self._placeholders)
+
+    def _point_to(self, tensors: list[Tensor]) -> None:
+        for parameter, tensor in zip(self.parameters, tensors, strict=True):
+            parameter.data = tensor
+
+    def all_gather_params(self) -> None:
+        """Starts the all-gather of the shards' new values, if the full buffer is allocated.
+
+        :meth:`finish_gather` waits for it. A running all-gather is finished first, because the other ranks take part
+        in it.
+        """
+        self._is_staged = False
+        if self.gathered:
+            self.finish_gather()
+            self._start_all_gather()
+
+    def _start_all_gather(self) -> None:
+        own = self.communicator.segment(self.full)
+        sent = self.shard if self.shard_device == self.device else self._staged_shard()
+        if self._to_shard is not None:
+            self._to_shard.wait()
+            self._to_shard = None
+        if self.shard_device == self.device:
+            if not self.shares_memory:
+                own.copy_(sent)
+            self._gathering = self.communicator.all_gather(self.full)
+            return
+        # Overlapped: the next unit's parameters are copied from the CPU while this unit computes.
+        self._from_shard = self._copies.up.copy(own, sent)
+        with self._from_shard.stream_context():
+            self._gathering = self.communicator.all_gather(self.full)
+
+    def _staged_shard(self) -> Tensor:
+        """Returns the shard in the gathered dtype: a copy to a device that casts would block the host."""
+        if not self.has_master_weights:
+            return self.shard
+        if self._staged is None:
+            self._staged = empty_host_tensor(self.shard.to(self.gathered_dtype), self.device)
+        if not self._is_staged:
+            self.finish_copies()
+            self._staged.copy_(self.shard)
+            self._is_staged = True
+        return self._staged
+
+    # --- the step ------------------------------------------------------------------------------------------
+
+    @property
+    def steps_copy(self) -> bool:
+        """Whether the optimizer steps a copy of the shard."""
+        return self.step_device != self.shard_device
+
+    def _cut(self, segment: Tensor) -> list[FlatShard]:
+        """Returns views of this rank's segment, one for each parameter of which it owns elements."""
+        return [
+            FlatShard(
+                segment[piece.offset : piece.offset + piece.length].detach(),
+                self.parameters[piece.parameter].shape,
+                piece.start,
+            )
+            for piece in self.partition.pieces(self.communicator.rank)
+        ]
+
+    def stepped_pieces(self) -> list[FlatShard]:
+        """Returns the pieces that optimizers step, on ``step_device``: those of the shard, or of a copy of it."""
+        if not self.steps_copy:
+            return self.pieces
+        self._stepped = _copy_to(self.shard, self.step_device)
+        found = self._cut(self._stepped)
+        self._free_copy()
+        return found
+
+    @torch.no_grad()
+    def load_params(self) -> None:
+        """Loads the shard's values into the copy that is stepped, before a step.
+
+        First waits for the last step's copy from the CPU to the device, which may still read that memory.
+        """
+        if self.step_device != self.device and self._from_shard is not None:
+            self._from_shard.synchronize()
+            self._from_shard = None
+        if self._stepped is not None and not self._current:
+            self._stepped.untyped_storage().resize_(self._stepped.nbytes)
+            if self.step_device == self.device:
+                if self._to_shard is not None:
+                    self._to_shard.wait()
+                self._from_shard = self._copies.up.copy(self._stepped, self.shard)
+                self._from_shard.wait()
+            else:
+                self._copies.down.copy(self._stepped, self.shard).synchronize()
+            self._current = True
+
+    @torch.no_grad()
+    def store_step(self) -> None:
+        """Starts the copy of the stepped values to the shard, where the optimizer steps a copy."""
+        self._is_staged = False
+        if self._stepped is not None and self._current:
+            if self.step_device == self.device:
+                self._to_shard = self._copies.down.copy(self.shard, self._stepped)
+            else:
+                self._from_shard = self._to_shard = self._copies.up.copy(self.shard, self._stepped)
+            self._free_copy()
+
+    def finish_copies(self) -> None:
+        """Makes the host wait for the copies from and to the shard; then others may read and write it."""
+        for copied in (self._from_shard, self._to_shard):
+            if copied is not None:
+                copied.synchronize()
+        self._from_shard = self._to_shard = None
+
+    def _free_copy(self) -> None:
+        """Frees the stepped copy, if it is in device memory."""
+        assert self._stepped is not None
+        if self.step_device == self.device:
+            self._stepped.untyped_storage().resize_(0)
+            self._current = False
+        else:
+            self._current = True
+
+    def mark_changed(self) -> None:
+        """Marks the copies of the shard as out of date, after it was written from outside."""
+        self._current = self._is_staged = False
+
+    @property
+    def copy_bytes(self) -> int:
+        """Number of bytes of the stepped copy."""
+        return 0 if self._stepped is None else self._stepped.untyped_storage().nbytes()
+
+    # --- gradients -----------------------------------------------------------------------------------------
+
+    def add_gradient(self, segment: Tensor) -> CopyHandle | None:
+        """Adds a reduced segment to the gradient shard; :meth:`finish_gradient` completes it.
+
+        Returns:
+            Copy that still reads the segment, and must end before the segment is written; None where there is none.
+        """
+        if self.step_device == self.device:
+            if self.gradient is None:
+                self.gradient = segment.to(self.step_device, self.dtype, copy=True)
+            else:
+                self.gradient.add_(segment)
+            return None
+        # Overlapped: backward continues while the segment is copied to the CPU.
+        landed = empty_host_tensor(segment, self.device)
+        copied = self._copies.down.copy(landed, segment)
+        self._arriving.append((landed, copied))
+        return copied
+
+    def finish_gradient(self) -> None:
+        """Waits until the added segments are in the gradient shard."""
+        for landed, copied in self._arriving:
+            copied.synchronize()
+            if self.gradient is None:
+                self.gradient = landed.to(self.dtype)
+            else:
+                self.gradient.add_(landed)
+        self._arriving.clear()
+
+    def drop_gradient(self) -> None:
+        """Drops the gradient shard, and segments that are still being copied."""
+        self.gradient = None
+        self._arriving.clear()
+
+    def piece_gradients(self) -> list[Tensor]:
+        """Returns views of the gradient shard, one for each piece."""
+        assert self.gradient is not None
+        return [self.gradient[start:end] for start, end in self._runs]
+
+
+def _placeholder(dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Returns the value of a freed parameter: NaN, or the least integer where the dtype has no NaN."""
+    if dtype.is_floating_point or dtype.is_complex:
+        return torch.full((), math.nan, dtype=dtype, device=device)
+    return torch.full((), False if dtype == torch.bool else torch.iinfo(dtype).min, dtype=dtype, device=device)
+
+
+def _copy_to(segment: Tensor, device: torch.device) -> Tensor:
+    """Returns a copy of a segment on a device; in pinned memory where that is the CPU beside an accelerator."""
+    if device.type == "cpu" and segment.device.type != "cpu":
+        return empty_host_tensor(segment, segment.device).copy_(segment)
+    return segment.to(device, copy=True)

@@ -1,0 +1,295 @@
+"""Optimizer shards: the local tensors that this rank's optimizer steps in place of the parameters.
+
+An elementwise optimizer steps this rank's pieces of the parameters, which are views of the group's shard. An optimizer
+that needs full tensors steps those that the rank owns; they are assigned so that the ranks' loads are balanced. In both
+cases parameters and gradients stay cut into equal flat segments. Owners have full tensors during the step only; one
+all-to-all before and one after it exchange 1/N of the elements each.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections import defaultdict
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from dlo_framework.checkpoint import FlatShard
+from dlo_framework.distributed.collectives import Communicator
+from dlo_framework.distributed.local_memory import local_tensor
+from dlo_framework.errors import DloError
+from dlo_plugins.zero.flat_group import FlatGroup
+from dlo_plugins.zero.flat_partition import assign_balanced
+
+
+class OptimizerShard(ABC):
+    """Optimizer shard: this rank's part of one optimizer's parameters.
+
+    Args:
+        groups: Flat groups of the optimizer's parameters.
+        communicator: Communicator of the ranks.
+
+    Attributes:
+        local_params: Tensors that the optimizer steps, by parameter name, without parameters of other ranks.
+        group_names: Parameter names of each of the optimizer's parameter groups, all ranks' parameters included.
+        stepped: Whether the optimizer has taken a step with the gradients that were set.
+    """
+
+    def __init__(self, groups: list[FlatGroup], communicator: Communicator) -> None:
+        self.groups, self.communicator = groups, communicator
+        self.shapes = {
+            name: parameter.shape
+            for group in groups
+            for name, parameter in zip(group.names, group.parameters, strict=True)
+        }
+        self.local_params: dict[str, Tensor] = {}
+        self.group_names: list[list[str]] = []
+        self.stepped = False
+        self._grad_params: list[Tensor] = []
+
+    def replace_params(self, optimizer: Optimizer, names: dict[int, str]) -> None:
+        """Replaces the parameters in the optimizer's parameter groups by the local ones, in the same order.
+
+        A rank that owns nothing gets an empty placeholder, so that changes to the optimizer's parameters (such as
+        ``toggle_optimizer``, which switches their ``requires_grad``) are seen on every rank.
+
+        Args:
+            optimizer: Optimizer from ``configure_optimizers``; it has taken no step.
+            names: Names of the parameters by id.
+
+        Raises:
+            DloError: The optimizer's constructor has filled a state tensor with several values.
+        """
+        self.group_names = [[names[id(p)] for p in group["params"]] for group in optimizer.param_groups]
+        given = [p for group in optimizer.param_groups for p in group["params"]]
+        made = {names[id(p)]: optimizer.state.pop(p) for p in given if p in optimizer.state}
+        for group, members in zip(optimizer.param_groups, self.group_names, strict=True):
+            group["params"] = [self.local_params[name] for name in members if name in self.local_params]
+        for name, state in made.items():
+            if name in self.local_params:
+                optimizer.state[self.local_params[name]] = {
+                    key: self._local_state(optimizer, name, key, value) for key, value in state.items()
+                }
+        if not any(group["params"] for group in optimizer.param_groups):
+            home = self.groups[0].step_device if self.groups else None
+            self.placeholder = torch.empty(0, device=home, requires_grad=True)
+            optimizer.param_groups[0]["params"].append(self.placeholder)
+
+    def _local_state(self, optimizer: Optimizer, name: str, key: str, value: Any) -> Any:
+        """Returns the local shard of state that a constructor has made, as torch's Adagrad does."""
+        if not isinstance(value, Tensor) or value.ndim == 0:
+            return value
+        room = self.empty_shard(name, self.shapes[name], value.dtype)
+        part, made = room.data if isinstance(room, FlatShard) else room, local_tensor(value).flatten()
+        if part.numel() and not (made.numel() and bool((made == made[0]).all())):
+            raise DloError(
+                f"an optimizer's state must be made in its first step, or be one value a tensor, got {key!r} of"
+                f" {name!r} from {type(optimizer).__name__}'s constructor; make it in step()"
+            )
+        return part.copy_(made[0]) if part.numel() else part
+
+    def load_params(self) -> None:
+        """Loads the shards' values into the local parameters, where these are copies."""
+        for group in self.groups:
+            group.load_params()
+
+    @abstractmethod
+    def set_grads(self, used: Iterable[str]) -> None:
+        """Sets the gradients of the local parameters; unused parameters keep None."""
+
+    @abstractmethod
+    def all_gather_params(self) -> None:
+        """Copies the stepped values into the shards, and starts their all-gather."""
+
+    @abstractmethod
+    def as_shard(self, name: str, value: Tensor) -> Tensor | FlatShard:
+        """Returns a state tensor of a parameter as a shard of the full one, for checkpoints."""
+
+    @abstractmethod
+    def empty_shard(self, name: str, shape: torch.Size, dtype: torch.dtype) -> Tensor | FlatShard:
+        """Returns an uninitialised shard for a state tensor of a full shape."""
+
+    def _in_order_of_use(self) -> list[FlatGroup]:
+        """Returns the groups in the order of forward: buckets of stages 1 and 2 are in that of backward."""
+        return self.groups[::-1] if self.groups and self.groups[0].keep_full else self.groups
+
+    def record_grads(self) -> None:
+        """Records which local parameters have gradients now."""
+        self._grad_params = [tensor for tensor in self.local_params.values() if tensor.grad is not None]
+
+    def grads_dropped(self) -> bool:
+        """Returns whether ``zero_grad`` or a step has dropped the gradients; False where this rank had none."""
+        return bool(self._grad_params) and all(tensor.grad is None for tensor in self._grad_params)
+
+    def reset(self) -> None:
+        """Resets the record of gradients and steps, as a new accumulation begins."""
+        self.stepped, self._grad_params = False, []
+
+
+class ElementwiseShard(OptimizerShard):
+    """Optimizer shard of elementwise optimizers: this rank's pieces of the parameters."""
+
+    def __init__(self, groups: list[FlatGroup], communicator: Communicator) -> None:
+        super().__init__(groups, communicator)
+        self._pieces: dict[str, FlatShard] = {}
+        for group in groups:
+            for number, piece in zip(group.owned, group.stepped_pieces(), strict=True):
+                self._pieces[group.names[number]] = piece
+                # A scalar parameter stays a scalar, so that its optimizer state has the shape of a single process's.
+                data = piece.data if piece.shape else piece.data.view(())
+                self.local_params[group.names[number]] = data.requires_grad_()
+
+    def set_grads(self, used: Iterable[str]) -> None:
+        """Sets the gradients of the local parameters; unused parameters keep None."""
+        used = set(used)
+        self.load_params()
+        for group in self.groups:
+            if group.gradient is None:
+                continue
+            for number, gradient in zip(group.owned, group.piece_gradients(), strict=True):
+                if group.names[number] in used:
+                    local_param = self.local_params[group.names[number]]
+                    local_param.grad = gradient.view_as(local_param)
+
+    def all_gather_params(self) -> None:
+        """Copies the stepped values into the shards, and starts their all-gather."""
+        for group in self._in_order_of_use():
+            group.store_step()
+            group.all_gather_params()
+
+    def as_shard(self, name: str, value: Tensor) -> Tensor | FlatShard:
+        """Returns a state tensor of a parameter as a shard of the full one, for checkpoints."""
+        piece = self._pieces[name]
+        of_the_piece = value.ndim == 1 and value.shape == piece.data.shape
+        return FlatShard(value, piece.shape, piece.start) if of_the_piece else value
+
+    def empty_shard(self, name: str, shape: torch.Size, dtype: torch.dtype) -> Tensor | FlatShard:
+        """Returns an uninitialised shard for a state tensor of a full shape."""
+        piece = self._pieces[name]
+        if shape == piece.shape and shape.numel() > 0 and len(shape) > 0:
+            return FlatShard(torch.empty_like(piece.data, dtype=dtype, requires_grad=False), shape, piece.start)
+        return torch.empty(shape, dtype=dtype)
+
+
+class FullTensorShard(OptimizerShard):
+    """Optimizer shard of full tensors, for optimizers that need a tensor's norm, rows or singular values."""
+
+    def __init__(self, groups: list[FlatGroup], communicator: Communicator) -> None:
+        super().__init__(groups, communicator)
+        self._places = [(group, number) for group in groups for number in range(len(group.names))]
+        numels = [group.parameters[number].numel() for group, number in self._places]
+        self._owner = dict(zip(self._keys(), assign_balanced(numels, communicator.size), strict=True))
+        for group, number in self._places:
+            if self._owner[id(group), number] == communicator.rank:
+                whole = torch.empty(0, dtype=group.dtype, device=group.device)
+                # Not a view of the parameter: its memory is allocated before a step and freed after it.
+                self.local_params[group.names[number]] = whole.requires_grad_()
+
+    def _keys(self) -> list[tuple[int, int]]:
+        return [(id(group), number) for group, number in self._places]
+
+    @torch.no_grad()
+    def load_full_params(self) -> None:
+        """Loads the parameters' full values into the tensors that this rank owns."""
+        if all(group.keep_full and not group.has_master_weights for group in self.groups):
+            for group, number in self._places:
+                if group.names[number] in self.local_params:
+                    self.local_params[group.names[number]].data = (
+                        group.parameters[number].detach().to(group.step_device, copy=True)
+                    )
+            return
+        wholes = self._gather_owned({id(group): group.shard for group in self.groups})
+        for name, whole in wholes.items():
+            self.local_params[name].data = whole
+
+    @torch.no_grad()
+    def set_grads(self, used: Iterable[str]) -> None:
+        """Sets the gradients of the local parameters; unused parameters keep None."""
+        used = set(used)
+        self.load_params()
+        shards = {id(group): group.gradient for group in self.groups if group.gradient is not None}
+        self.load_full_params()
+        for name, whole in self._gather_owned(shards).items():
+            if name in used:
+                self.local_params[name].grad = whole
+
+    @torch.no_grad()
+    def all_gather_params(self) -> None:
+        """Copies the stepped values into the shards, and starts their all-gather."""
+        by_dtype: dict[torch.dtype, list[FlatGroup]] = defaultdict(list)
+        for group in self.groups:
+            by_dtype[group.dtype].append(group)
+        for dtype, groups in by_dtype.items():
+            sent: list[list[Tensor]] = [[] for _ in range(self.communicator.size)]
+            for rank, name, start, length in self._owned_runs(groups):
+                sent[rank].append(self.local_params[name].flatten()[start : start + length])
+            held = self._count_by_owner(groups)
+            received = self.communicator.exchange([_concat(parts, dtype, groups[0].device) for parts in sent], held)
+            at = [0] * self.communicator.size
+            for group in groups:
+                for piece in group.partition.pieces(self.communicator.rank):
+                    owner = self._owner[id(group), piece.parameter]
+                    values = received[owner][at[owner] : at[owner] + piece.length]
+                    group.shard[piece.offset : piece.offset + piece.length].copy_(values)
+                    at[owner] += piece.length
+        for group in self._in_order_of_use():
+            group.all_gather_params()
+        for tensor in self.local_params.values():
+            tensor.grad = None
+            tensor.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+
+    def _owned_runs(self, groups: list[FlatGroup]) -> Iterable[tuple[int, str, int, int]]:
+        """Yields the runs of this rank's tensors in each rank's segment, as rank, name, start and length."""
+        for rank in range(self.communicator.size):
+            for group in groups:
+                for piece in group.partition.pieces(rank):
+                    if self._owner[id(group), piece.parameter] == self.communicator.rank:
+                        yield rank, group.names[piece.parameter], piece.start, piece.length
+
+    def _count_by_owner(self, groups: list[FlatGroup]) -> list[int]:
+        """Returns the number of elements of each rank's tensors that are in this rank's segments."""
+        held = [0] * self.communicator.size
+        for group in groups:
+            for piece in group.partition.pieces(self.communicator.rank):
+                held[self._owner[id(group), piece.parameter]] += piece.length
+        return held
+
+    def _gather_owned(self, shards: dict[int, Tensor]) -> dict[str, Tensor]:
+        """Returns the full tensors that this rank owns, assembled from all ranks' segments."""
+        wholes: dict[str, Tensor] = {}
+        by_dtype: dict[torch.dtype, list[FlatGroup]] = defaultdict(list)
+        for group in self.groups:
+            if id(group) in shards:
+                by_dtype[group.dtype].append(group)
+        for dtype, groups in by_dtype.items():
+            sent: list[list[Tensor]] = [[] for _ in range(self.communicator.size)]
+            for group in groups:
+                for piece in group.partition.pieces(self.communicator.rank):
+                    segment = shards[id(group)][piece.offset : piece.offset + piece.length]
+                    sent[self._owner[id(group), piece.parameter]].append(segment.detach().to(group.device))
+            lengths = [0] * self.communicator.size
+            for rank, _, _, length in self._owned_runs(groups):
+                lengths[rank] += length
+            received = self.communicator.exchange([_concat(parts, dtype, groups[0].device) for parts in sent], lengths)
+            at = [0] * self.communicator.size
+            for rank, name, start, length in self._owned_runs(groups):
+                if name not in wholes:
+                    wholes[name] = torch.empty(self.shapes[name], dtype=dtype, device=groups[0].device)
+                wholes[name].view(-1)[start : start + length] = received[rank][at[rank] : at[rank] + length]
+                at[rank] += length
+        return {name: whole.to(self.groups[0].step_device) for name, whole in wholes.items()}
+
+    def as_shard(self, name: str, value: Tensor) -> Tensor | FlatShard:
+        """Returns a state tensor of a parameter as a shard of the full one, for checkpoints."""
+        return value
+
+    def empty_shard(self, name: str, shape: torch.Size, dtype: torch.dtype) -> Tensor | FlatShard:
+        """Returns an uninitialised shard for a state tensor of a full shape."""
+        return torch.empty(shape, dtype=dtype, device=self.groups[0].step_device)
+
+
+def _concat(parts: list[Tensor], dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.cat(parts).to(device) if parts else torch.empty(0, dtype=dtype, device=device)

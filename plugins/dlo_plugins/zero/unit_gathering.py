@@ -1,0 +1,227 @@
+"""Gathers the parameters of stage 3 one unit ahead of their use in forward and backward, and frees them after it.
+
+A unit is a module (a transformer block) whose parameters are gathered together. Parameters of no unit belong to the
+root and are gathered for a full step.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from lightning.pytorch.utilities import rank_zero_warn
+from torch import Tensor, nn
+from torch.autograd.graph import register_multi_grad_hook
+from torch.utils._pytree import tree_leaves
+
+from dlo_framework.errors import DloError
+from dlo_plugins.zero.flat_group import FlatGroup
+from dlo_plugins.zero.outside_use import OutsideUse, is_compiled
+
+
+class Unit:
+    """Module with the flat groups of its parameters.
+
+    Attributes:
+        name: Name of the module; empty for the root.
+        inside: Whether the module's forward is running.
+        kept: Whether the unit stays gathered for a full step, as the root does, since a step uses it outside its
+            forward.
+    """
+
+    def __init__(self, name: str, module: nn.Module, groups: list[FlatGroup]) -> None:
+        self.name, self.module, self.groups = name, module, groups
+        self.inside = self.kept = False
+
+    def start(self) -> None:
+        """Starts gathering the unit's parameters."""
+        for group in self.groups:
+            group.start_gather()
+
+    def finish(self) -> None:
+        """Waits until the unit's parameters can be used."""
+        for group in self.groups:
+            group.finish_gather()
+
+    def release(self, *, frozen_only: bool = False) -> None:
+        """Frees the unit's parameters before the step's end, unless the unit is kept."""
+        if not self.kept:
+            self.free(frozen_only=frozen_only)
+
+    def free(self, *, frozen_only: bool = False) -> None:
+        """Frees the unit's parameters."""
+        for group in self.groups:
+            if group.gathered and not (frozen_only and group.trains):
+                group.free()
+
+
+class UnitGatherer:
+    """Gathers and frees units as a step goes through them.
+
+    Args:
+        units: Units, the root first, then in the order of registration.
+        module: Root module.
+
+    Attributes:
+        in_backward: Whether a backward is running; a forward inside it is a recomputation.
+        handles: Handles of the hooks on the modules.
+    """
+
+    def __init__(self, units: list[Unit], module: nn.Module) -> None:
+        self.root, self.units = units[0], units[1:]
+        self.in_backward = False
+        self._order: list[Unit] = []  # units of the last forward in their order, for the prefetch
+        self._seen: list[Unit] = []
+        self._kept_groups = {id(group) for group in self.root.groups}
+        self._module = module
+        self._watched: set[str] = set()  # kinds of step that have been watched
+        self.handles = [module.register_forward_pre_hook(_outside_graphs(lambda *_: self.begin_step()))]
+        self._reads_names = False
+        groups = {id(parameter): group for unit in units for group in unit.groups for parameter in group.parameters}
+        for part in module.modules():
+            held = {id(groups[id(p)]): groups[id(p)] for p in part._parameters.values() if id(p) in groups}
+            if held:
+                self.handles.append(part.register_state_dict_pre_hook(self._check_state(list(held.values()))))
+        for unit in self.units:
+            before, after = _outside_graphs(self._before_forward(unit)), _outside_graphs(self._after_forward(unit))
+            self.handles.append(unit.module.register_forward_pre_hook(before, with_kwargs=True))
+            self.handles.append(unit.module.register_forward_hook(after))
+
+    def _check_state(self, groups: list[FlatGroup]) -> Any:
+        """Returns a hook that makes a submodule's ``state_dict`` raise while its parameters are freed."""
+
+        def check(*_: Any) -> None:
+            if not self._reads_names and not all(group.gathered for group in groups):
+                raise DloError(
+                    "state_dict under ZeRO stage 3 must be taken of a module whose parameters are gathered, got it"
+                    " outside of a step; take the weights from a checkpoint (trainer.save_checkpoint)"
+                )
+
+        return check
+
+    @contextlib.contextmanager
+    def allow_names(self) -> Iterator[None]:
+        """Allows ``state_dict`` inside the block, for its names and buffers."""
+        self._reads_names = True
+        try:
+            yield
+        finally:
+            self._reads_names = False
+
+    def begin_step(self) -> None:
+        """Begins a step: gathers the root and the kept units, until :meth:`release_all`."""
+        if not self.in_backward and self._seen:
+            self._order, self._seen = self._seen, []
+        whole_step = [self.root, *(unit for unit in self.units if unit.kept)]
+        for unit in whole_step:
+            unit.start()
+        if self._order:
+            self._order[0].start()
+        for unit in whole_step:
+            unit.finish()
+
+    @contextlib.contextmanager
+    def watch_step(self, kind: str) -> Iterator[None]:
+        """Watches the first step of a kind: units that it uses outside their forward are kept from then on.
+
+        All ranks take the same steps, so they gather the same units in the same order.
+
+        Args:
+            kind: Kind of step, such as "training".
+        """
+        if kind in self._watched or is_compiled(self._module):
+            yield
+            return
+        self._watched.add(kind)
+        homes = {id(p): unit for unit in self.units for group in unit.groups for p in group.parameters}
+        names: list[str] = []
+
+        def on_use(parameter: int) -> None:
+            unit = homes[parameter]
+            if not unit.inside and not unit.kept:
+                self._keep(unit)
+                names.append(unit.name)
+
+        with OutsideUse(set(homes), on_use):
+            yield
+        if names:
+            shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+            rank_zero_warn(
+                f"ZeRO stage 3 gathers the weights of {shown} for each full step, because the {kind} step uses them"
+                " outside these modules' own forward; that costs the memory that stage 3 saves"
+            )
+
+    def _keep(self, unit: Unit) -> None:
+        """Gathers a unit now, and for the full length of later steps."""
+        unit.kept = True
+        self._kept_groups |= {id(group) for group in unit.groups}
+        unit.finish()
+
+    def _before_forward(self, unit: Unit) -> Any:
+        def fetch(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            unit.finish()
+            unit.inside = True
+            if self.in_backward:
+                return
+            self._seen.append(unit)
+            following = self._next_unit(len(self._seen))
+            if following is not None:
+                following.start()
+            if torch.is_grad_enabled():
+                inputs = list(_differentiable((args, kwargs)))
+                if inputs:
+                    # Once the inputs have their gradients, the weights are not needed, frozen ones included.
+                    register_multi_grad_hook(inputs, lambda _: unit.release(frozen_only=True))
+
+        return fetch
+
+    def _after_forward(self, unit: Unit) -> Any:
+        def release(module: nn.Module, args: tuple[Any, ...], outputs: Any) -> None:
+            unit.inside = False
+            if self.in_backward:
+                return
+            found = list(_differentiable(outputs)) if torch.is_grad_enabled() else []
+            if not found:
+                unit.release()
+                return
+            seen = self._seen  # units of this forward; another forward may run before its backward
+            before = seen[-2] if len(seen) > 1 else None
+            register_multi_grad_hook(found, lambda _: self._before_backward(unit, before), mode="any")
+            # Backward begins with the last unit, which would be gathered again at once.
+            if len(seen) != len(self._order):
+                unit.release()
+
+        return release
+
+    def _before_backward(self, unit: Unit, before: Unit | None) -> None:
+        unit.finish()
+        if before is not None:
+            before.start()
+
+    def _next_unit(self, position: int) -> Unit | None:
+        return self._order[position] if position < len(self._order) else None
+
+    def release(self, group: FlatGroup) -> None:
+        """Frees a group whose gradients are being reduced; those of the root and of kept units stay for the step."""
+        if id(group) not in self._kept_groups and group.gathered:
+            group.free()
+
+    def release_all(self) -> None:
+        """Frees all units, at the end of a backward or an evaluation."""
+        for unit in (self.root, *self.units):
+            unit.inside = False  # A forward that raised leaves it set.
+            unit.free()
+        if self._seen:
+            self._order, self._seen = self._seen, []
+
+
+def _differentiable(nest: Any) -> Iterator[Tensor]:
+    """Yields the tensors in a nested structure that require a gradient."""
+    return (leaf for leaf in tree_leaves(nest) if isinstance(leaf, Tensor) and leaf.requires_grad)
+
+
+def _outside_graphs(hook: Any) -> Any:
+    """Returns a hook that torch.compile leaves out of its graphs, because it allocates and frees storage."""
+    return torch.compiler.disable(hook)

@@ -1,0 +1,188 @@
+"""timm models by name, with checks of name, arguments and image size before training starts."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from functools import lru_cache
+from itertools import pairwise
+from typing import Any
+
+import timm
+import torch
+from timm.models import parse_model_name
+from torch import Tensor, nn
+
+from dlo_framework.errors import DloError, did_you_mean
+from dlo_framework.model_sizes import accept_any_size, check_sizes, find_objection
+
+_HUBS = ("hf-hub", "hf_hub", "local-dir")
+
+
+def check_name(name: str, *, pretrained: bool) -> None:
+    """Checks that timm knows a model.
+
+    Raises:
+        DloError: If timm does not know the model (the message has the nearest name), or if it is on a hub, so that its
+            architecture would have to be downloaded, and `pretrained` is false.
+    """
+    source, identifier = parse_model_name(name)
+    if source in _HUBS:
+        if not pretrained:
+            raise DloError(f"pretrained must be true for a model on a hub, got false for '{name}'")
+        return
+    architecture, _, tag = str(identifier).partition(".")
+    if not timm.is_model(architecture):
+        names = timm.list_models()
+        raise DloError(
+            f"unknown timm model '{name}'{did_you_mean(architecture, names)}"
+            f" (python -c 'import timm; print(timm.list_models())' lists all {len(names)})"
+        )
+    weights = [full.partition(".") for full in timm.list_pretrained(architecture + "*")]
+    tags = [found for known, _, found in weights if known == architecture]
+    if tag and tag not in tags:
+        raise DloError(
+            f"timm has no weights '{tag}' of {architecture}{did_you_mean(tag, tags)}"
+            f" available: {', '.join(tags) or 'none'}"
+        )
+
+
+@lru_cache
+def takes_image_size(name: str) -> bool:
+    """Returns whether the model is built for one image size (`img_size`), as ViT is and ResNet is not."""
+    with torch.device("meta"):
+        model = timm.create_model(name)
+    return "img_size" in inspect.signature(type(model).__init__).parameters
+
+
+def check_image_size(name: str, args: dict[str, Any], image_size: int) -> None:
+    """Checks that the model divides an image of this size evenly.
+
+    timm itself accepts any size, and drops the pixels beyond the last full patch.
+
+    Raises:
+        DloError: If it does not; the message has the nearest sizes that fit.
+    """
+    with torch.device("meta"):
+        model = _create(name, {key: value for key, value in args.items() if key != "img_size"})
+    if "img_size" not in inspect.signature(type(model).__init__).parameters:
+        return
+    what, unit = "patch", _patch_size(model)
+    known = unit is not None
+    if unit is None:
+        what, unit = "the model's stride", _stride(model)
+    if image_size % unit:
+        down = image_size // unit * unit
+        sizes = " or ".join(str(size) for size in (down, down + unit) if size and (known or _fits(name, args, size)))
+        fix = f"; use {sizes}" if sizes else ""
+        raise DloError(f"image_size must be divisible by {what} {unit}, got {image_size}{fix}")
+    if unit == 1 and not _fits(name, args, image_size):
+        own = int((getattr(model, "pretrained_cfg", None) or {}).get("input_size", (3, 224, 224))[-1])
+        raise DloError(f"image_size must be {own} for {name}, built for that size only, got {image_size}; use {own}")
+
+
+def _stride(model: nn.Module) -> int:
+    """Returns a model's stride; 1 if its stages do not form a pyramid (CrossViT: two branches side by side)."""
+    reductions = [int(info["reduction"]) for info in getattr(model, "feature_info", None) or []]
+    pyramid = all(after % before == 0 for before, after in pairwise(reductions))
+    return reductions[-1] if reductions and pyramid else 1
+
+
+def _fits(name: str, args: dict[str, Any], image_size: int) -> bool:
+    """Returns whether a model that is built for an image size accepts images of that size."""
+    try:
+        with torch.device("meta"):
+            model = build(name, args, num_classes=2, image_size=image_size, pretrained=False)
+    except (AssertionError, RuntimeError, ValueError, ZeroDivisionError):
+        return False
+    return find_objection(model, (image_size, image_size)) is None
+
+
+def check_eval_size(name: str, args: dict[str, Any], image_size: int, eval_image_size: int) -> None:
+    """Checks that a model can be evaluated at another size than its training size.
+
+    Raises:
+        DloError: If it is built for one size and cannot be adapted to others, or not to this one.
+    """
+    if eval_image_size == image_size:
+        return
+    with torch.device("meta"):
+        model = build(name, args, num_classes=2, image_size=image_size, pretrained=False)
+    try:
+        check_sizes(model, [(eval_image_size, eval_image_size)], (image_size, image_size))
+    except DloError as error:
+        raise DloError(f"data.init_args.eval_image_size={eval_image_size}: {error}") from error
+
+
+def build(name: str, args: dict[str, Any], *, num_classes: int, image_size: int | None, pretrained: bool) -> nn.Module:
+    """Builds a timm model; downloads nothing unless `pretrained` is true.
+
+    A ViT and a CoAtNet accept images of other sizes too, see :mod:`dlo_framework.model_sizes`; their parameters have
+    the shapes for `image_size`.
+
+    Args:
+        name: Name of the model in timm, with or without a tag of weights.
+        args: Arguments of the model's constructor.
+        num_classes: Number of outputs of the classifier.
+        image_size: Height and width of the images in pixels; passed to models built for one size.
+        pretrained: Whether to download and load timm's weights.
+
+    Raises:
+        DloError: If the model does not have an argument.
+    """
+    sized = image_size is not None and "img_size" not in args and takes_image_size(name)
+    more = {"img_size": image_size} if sized else {}
+    model = _create(name, {**args, **more}, num_classes=num_classes, pretrained=pretrained)
+    accept_any_size(model)
+    return model
+
+
+def set_sincos_positions(model: nn.Module) -> None:
+    """Replaces a ViT's learned position embedding by fixed 2-D sines and cosines.
+
+    Source: MoCo v3 (Chen et al. 2021, arXiv 2104.02057) and big_vision's plain ViT baseline.
+
+    Raises:
+        DloError: If the model has no position embedding that covers exactly a grid of patches.
+    """
+    positions, patches = getattr(model, "pos_embed", None), getattr(model, "patch_embed", None)
+    grid = getattr(patches, "grid_size", None)
+    if not isinstance(positions, nn.Parameter) or grid is None or positions.shape[1] != grid[0] * grid[1]:
+        raise DloError(
+            "position_embedding: sincos2d must have a ViT whose position embedding covers exactly its patches, got"
+            f" {type(model).__name__}; for a timm ViT set model_args: {{class_token: false, global_pool: avg}}"
+        )
+    if not positions.is_meta:
+        with torch.no_grad():
+            positions.copy_(sincos_2d(grid[0], grid[1], positions.shape[2]))
+    positions.requires_grad_(False)
+
+
+def sincos_2d(height: int, width: int, dim: int, temperature: float = 10_000.0) -> Tensor:
+    """Returns a `[1, height * width, dim]` embedding: sin x, cos x, sin y, cos y, each with `dim / 4` channels."""
+    if dim % 4:
+        raise DloError(f"the width of a sincos2d embedding must be divisible by 4, got {dim}; use {dim // 4 * 4 + 4}")
+    y, x = torch.meshgrid(torch.arange(height).double(), torch.arange(width).double(), indexing="ij")
+    omega = temperature ** -(torch.arange(dim // 4).double() / max(1, dim // 4 - 1))
+    angles_x, angles_y = x.flatten()[:, None] * omega, y.flatten()[:, None] * omega  # [HW, dim / 4]
+    return torch.cat([angles_x.sin(), angles_x.cos(), angles_y.sin(), angles_y.cos()], 1)[None].float()
+
+
+def _patch_size(model: nn.Module) -> int | None:
+    size = getattr(getattr(model, "patch_embed", None), "patch_size", None)
+    return None if size is None else int(size[0] if isinstance(size, tuple | list) else size)
+
+
+def _create(name: str, args: dict[str, Any], **more: Any) -> nn.Module:
+    try:
+        model: nn.Module = timm.create_model(name, **args, **more)
+    except TypeError as error:
+        unknown = re.search(r"unexpected keyword argument '(\w+)'", str(error))
+        if unknown is None:
+            raise
+        with torch.device("meta"):
+            known = inspect.signature(type(timm.create_model(name)).__init__).parameters
+        raise DloError(
+            f"model_args must be arguments of {name}, got '{unknown[1]}'{did_you_mean(unknown[1], known)}"
+        ) from error
+    return model

@@ -1,0 +1,302 @@
+"""Builds transformers' causal language models from a folder, the hub, or a config with random weights.
+
+Weights are read from safetensors only; code that comes with a model is never run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from dlo_framework.errors import DloError, did_you_mean
+from dlo_framework.runs import is_first_process
+from dlo_tasks.llm import packed_attention
+from dlo_tasks.llm.tokenizer import has_tokenizer, vocabulary_size
+from dlo_tasks.llm.vocabulary_loss import VocabularyHead
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedModel
+
+_PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
+
+
+def require_package(package: str) -> Any:
+    """Imports and returns a package of the extra `llm`.
+
+    Raises:
+        DloError: If it is not installed.
+    """
+    import importlib
+
+    try:
+        return importlib.import_module(package)
+    except ModuleNotFoundError as error:
+        if error.name != package:
+            raise
+        raise DloError(f"CausalLM needs {package}, which is not installed; pip install 'dlo_framework[llm]'") from error
+
+
+def is_folder(model: str) -> bool:
+    """Returns whether `model` names a local folder, not a model of the hub (`owner/name`, or `name`)."""
+    return Path(model).expanduser().is_dir() or model.startswith((".", "/", "~")) or model.count("/") > 1
+
+
+def check_folder(model: str) -> None:
+    """Checks that a local folder has a model in safetensors.
+
+    Raises:
+        DloError: If it does not exist, has no config, or has its weights in pickles, which are never opened.
+    """
+    if not is_folder(model):
+        return
+    folder = Path(model).expanduser()
+    if not folder.is_dir():
+        near = [str(other) for other in folder.parent.glob("*/")] if folder.parent.is_dir() else []
+        raise DloError(
+            f"model must be a folder or a hub name (owner/name), got {folder}, which does not exist"
+            f"{did_you_mean(str(folder), near) or '; correct the path'}"
+        )
+    if not (folder / "config.json").is_file():
+        raise DloError(
+            f"model must be a folder with config.json, got {folder}; set it to one that save_pretrained wrote"
+        )
+    if any(folder.glob("*.safetensors")):
+        return
+    pickle = next((path for pattern in _PICKLES for path in sorted(folder.glob(pattern))), None)
+    if pickle is not None:
+        raise DloError(
+            f"model must have its weights in safetensors, got the pickle {pickle}, which can run code and was not"
+            " opened; if you trust it, convert it: model.save_pretrained(FOLDER)"
+        )
+    raise DloError(f"model must be a folder with *.safetensors, got {folder}; set it to one that save_pretrained wrote")
+
+
+def read_config(model: str | None, config: Mapping[str, Any] | str | None) -> PretrainedConfig:
+    """Returns the config of a model: from a folder or hub name, or from a dict or JSON file for random weights.
+
+    Raises:
+        DloError: If the config is missing, or its model type or a setting is unknown; with the nearest name.
+    """
+    require_package("transformers")
+    from transformers import AutoConfig
+
+    if model is not None:
+        check_folder(model)
+        try:
+            return AutoConfig.from_pretrained(_path(model), trust_remote_code=False)
+        except (OSError, ValueError) as error:
+            raise DloError(f"model: cannot read the config of {model}: {first_line(error)}") from error
+    assert config is not None
+    if isinstance(config, str):
+        try:
+            config = json.loads(Path(config).expanduser().read_text())
+        except (OSError, json.JSONDecodeError) as error:
+            raise DloError(f"config: cannot read {config}: {error}") from error
+    if not isinstance(config, Mapping):
+        raise DloError(
+            f"config must be a mapping, got {type(config).__name__}; write, for example,"
+            " {model_type: llama, hidden_size: 256}"
+        )
+    return _new_config(dict(config))
+
+
+def _new_config(settings: dict[str, Any]) -> PretrainedConfig:
+    from transformers import CONFIG_MAPPING, AutoConfig
+
+    kind = settings.pop("model_type", None)
+    if kind not in CONFIG_MAPPING:
+        hint = did_you_mean(str(kind), CONFIG_MAPPING)
+        raise DloError(
+            f"config.model_type must be a family of transformers, got {kind}{hint or '; llama, for example'}"
+        )
+    probe = AutoConfig.for_model(kind)
+    known = {*probe.to_dict(), *probe.attribute_map, "architectures", "dtype", "torch_dtype", "transformers_version"}
+    for name in settings:
+        if name not in known:
+            raise DloError(
+                f"config must have settings of {kind}, got '{name}'{did_you_mean(name, known) or '; remove it'}"
+            )
+    try:
+        return AutoConfig.for_model(kind, **settings)
+    except (ValueError, TypeError) as error:
+        raise DloError(f"config: {kind} takes no such settings: {first_line(error)}") from error
+    except Exception as error:  # transformers 5 checks settings with huggingface_hub's classes.
+        if type(error).__module__.startswith("huggingface_hub"):
+            raise DloError(f"config: {kind} takes no such settings: {error}") from error
+        raise
+
+
+def text_config(config: PretrainedConfig) -> Any:
+    """Returns the sub-config of the text model, or the config itself where it has none."""
+    found = config.get_text_config(decoder=True)
+    # For a flat encoder-decoder config transformers returns a copy, which is not the model's.
+    return found if any(found is part for part in vars(config).values()) else config
+
+
+def model_vocabulary_size(config: PretrainedConfig) -> int:
+    """Returns a model's vocabulary size."""
+    return int(text_config(config).vocab_size)
+
+
+def fit_to_tokenizer(config: PretrainedConfig, given: Mapping[str, Any], tokenizer: Any) -> None:
+    """Fills the unset vocabulary size and special tokens of a config from the data's tokenizer.
+
+    Args:
+        config: Config for random weights, changed in place.
+        given: Settings that the user has set.
+        tokenizer: Tokenizer of the data.
+    """
+    text = text_config(config)
+    part = next((name for name, value in vars(config).items() if value is text), None)
+    of_text: Mapping[str, Any] = given if part is None else given.get(part) or {}
+    if "vocab_size" not in of_text:
+        text.vocab_size = vocabulary_size(tokenizer)
+    for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
+        if name not in of_text:
+            setattr(text, name, getattr(tokenizer, name, None))
+
+
+def check_vocabulary(vocabulary: int, tokenizer: Any, *, trained: bool) -> None:
+    """Checks that every token of the data has a row in the model's embedding.
+
+    Args:
+        vocabulary: Rows of the embedding.
+        tokenizer: Tokenizer of the data.
+        trained: Whether the model has trained weights, so that its vocabulary cannot grow.
+
+    Raises:
+        DloError: If the tokenizer has ids without a row.
+    """
+    needed = vocabulary_size(tokenizer)
+    if needed > vocabulary:
+        fix = (
+            "use the model's own tokenizer (remove data.init_args.tokenizer)"
+            if trained
+            else f"set config.vocab_size={needed}, or remove it"
+        )
+        raise DloError(
+            f"vocabulary of the model must have a row for each token id, up to {needed - 1}, got {vocabulary} rows;"
+            f" {fix}"
+        )
+
+
+def build_model(
+    model: str | None, config: PretrainedConfig, *, dtype: torch.dtype, attention: str | None
+) -> PreTrainedModel:
+    """Returns a causal language model with its weights: random without `model`, none under the meta device.
+
+    Args:
+        model: Folder or hub name, or None.
+        config: Config of the model.
+        dtype: Dtype of the parameters.
+        attention: Attention implementation of transformers, such as `sdpa`. None selects `sdpa`, or `eager` where
+            attention scores are soft-capped (Gemma 2), which `sdpa` does not compute.
+
+    Raises:
+        DloError: If it cannot be built, or its weights are not safetensors.
+    """
+    from transformers import AutoModelForCausalLM
+
+    if attention == packed_attention.NAME:
+        packed_attention.register_attention()
+    kind = attention or ("eager" if getattr(text_config(config), "attn_logit_softcapping", None) else None)
+    options: dict[str, Any] = {"dtype": dtype, **({"attn_implementation": kind} if kind else {})}
+    if dtype == torch.float64:  # transformers' default for mixtures, grouped_mm, has no kernel for it (torch 2.15).
+        options["experts_implementation"] = "eager"
+    try:
+        if model is None or torch.get_default_device().type == "meta":
+            return AutoModelForCausalLM.from_config(config, trust_remote_code=False, **options)
+        with limit_progress_bars():
+            found = AutoModelForCausalLM.from_pretrained(
+                _path(model), config=config, use_safetensors=True, trust_remote_code=False, **options
+            )
+        return found.train()
+    except (OSError, ValueError, ImportError) as error:
+        what = model if model is not None else getattr(config, "model_type", "config")
+        raise DloError(f"cannot build a causal language model from {what}: {first_line(error)}") from error
+
+
+@contextlib.contextmanager
+def limit_progress_bars() -> Iterator[None]:
+    """Shows transformers' progress bars only on a terminal, and on one rank."""
+    from transformers.utils import logging
+
+    shown = logging.is_progress_bar_enabled()
+    if not (sys.stderr.isatty() and is_first_process()):
+        logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()
+
+
+def tokenizer_source(model: str | None) -> str | None:
+    """Returns the folder or hub name of a model's tokenizer; None without one."""
+    if model is None:
+        return None
+    if not is_folder(model):
+        return model
+    folder = Path(model).expanduser()
+    return str(folder) if has_tokenizer(folder) else None
+
+
+def find_head(model: PreTrainedModel) -> VocabularyHead:
+    """Returns the head that turns the base model's hidden states into logits."""
+    config = text_config(model.config)
+    scale = float(getattr(config, "logit_scale", None) or 1.0)  # Cohere
+    scale /= float(getattr(config, "logits_scaling", None) or 1.0)  # Granite
+    softcap = getattr(config, "final_logit_softcapping", None) or getattr(config, "logits_soft_cap", None)
+    return VocabularyHead(model.get_output_embeddings(), scale, softcap)  # Gemma 2; RecurrentGemma
+
+
+def hidden_states(model: PreTrainedModel, **inputs: Any) -> torch.Tensor:
+    """Returns the hidden states before the head, `[B, L, D]`, computed without a KV cache."""
+    found: torch.Tensor = find_base_model(model)(**inputs, use_cache=False)[0]
+    return found
+
+
+def logits(model: PreTrainedModel, **inputs: Any) -> torch.Tensor:
+    """Returns the model's own logits of all tokens, `[B, L, V]`, computed without a KV cache."""
+    found: torch.Tensor = model(**inputs, use_cache=False).logits
+    return found
+
+
+def find_base_model(model: PreTrainedModel) -> nn.Module:
+    """Returns the model without its head; also where `base_model` is the model itself, as in Llama 4's text model."""
+    from transformers import PreTrainedModel
+
+    for base in (model.base_model, model.get_decoder()):
+        if base is not model:
+            return base
+    return next((child for child in model.children() if isinstance(child, PreTrainedModel)), model)
+
+
+def find_blocks(model: nn.Module) -> tuple[str, nn.ModuleList]:
+    """Returns the name and the `ModuleList` of a model's blocks: the list with most parameters.
+
+    Raises:
+        DloError: If the model has no `ModuleList`.
+    """
+    lists = [(name, module) for name, module in model.named_modules() if isinstance(module, nn.ModuleList)]
+    if not lists:
+        raise DloError(
+            f"model must have its blocks in a ModuleList, got {type(model).__name__} without one; choose another family"
+        )
+    return max(lists, key=lambda item: sum(parameter.numel() for parameter in item[1].parameters()))
+
+
+def _path(model: str) -> str:
+    return str(Path(model).expanduser()) if is_folder(model) else model
+
+
+def first_line(error: BaseException) -> str:
+    """Returns the first line of an error's message, or its type name without a message."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
