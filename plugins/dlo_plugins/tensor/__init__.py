@@ -1,7 +1,11 @@
 """Tensor and sequence parallelism, which :class:`dlo_plugins.appliers.tensor_parallel.TensorParallel` applies.
 
-`survey` makes a tensor-parallel plan of a model, `cutting` shards the parameters, and `regions`, `norms`, `vocabulary`
-and `sequence` change how modules run, with the pairs of collectives in `collectives`. Departures from Megatron-LM
-(arXiv 1909.08053) and from sequence parallelism (arXiv 2205.05198): the modules are those of timm, transformers or the
-user; vocabularies and sequences need not be divisible by the ranks.
+`tp_planner` makes a tensor-parallel plan of a model, `parameter_sharding` shards the parameters, and `regions`,
+`sharded_norms`, `vocabulary` and `sequence_parallel` change how modules run, with the pairs of collectives in
+`collectives`. Departures from Megatron-LM (arXiv 1909.08053) and from sequence parallelism (arXiv 2205.05198): the
+modules are those of timm, transformers or the user; vocabularies and sequences need not be divisible by the ranks.
+
+Why not torch's ``parallelize_module``: it shards layers by rules, and leaves it to the model's code to compute with the
+slices. timm's attention reshapes to its full width, and raises (`tests/plugins/test_torch_counterparts.py`); here
+heads, fused projections, norms over sharded features and vocabularies are handled without a change of the model.
 """
