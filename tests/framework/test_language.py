@@ -1,0 +1,143 @@
+"""What a program can see of the language that the project is written in (CONTRIBUTING.md, "Language")."""
+
+import ast
+import re
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGES = {"dlo_framework": "dlo_framework", "dlo_plugins": "plugins/dlo_plugins", "dlo_tasks": "tasks/dlo_tasks"}
+CODE = [*PACKAGES.values(), "plugins/example_pack", "benchmarks"]
+
+#: First words that no description of an argument or attribute begins with: it begins with a noun phrase.
+NOT_A_NOUN = re.compile(
+    r"(about|after|along|among|amid|and|are|as|at|before|beside|between|but|by|called|for|from|had|has|have|how|if|in|into"
+    r"|is|its?|kept|likewise|of|on|or|over|per|see|so|taken|than|that|through|till|to|together|under|until|what|when"
+    r"|where|which|while|who|whom|whose|with|within|without)\b",
+    re.IGNORECASE,
+)
+
+#: Words and turns that have a plainer one, with it.
+PLAINER = {
+    r"\banew\b": "again",
+    r"\bamid\b": "in, during",
+    r"\blikewise\b": "also, or say it",
+    r"\bmend(s|ed|ing)?\b": "fix",
+    r"\bstand-ins?\b": "placeholder",
+    r"\bwitness(es|ed)?\b": "placeholder, reference",
+    r"\bhands? on\b": "passes, returns",
+    r"\bhanded on\b": "passed, returned",
+    r"\bwhat is held\b": "the shard, the local tensors",
+    r"\bwhat passes\b": "the traffic, the messages",
+    r"\bpart of it\b": "shard, slice",
+    r"\bso many\b": "that many, or the number",
+    r", say[.,:;)]": "for example",
+    r"\bas it is\b": "unchanged",
+    r"\b(is|are) no (?!longer\b|more\b|less\b|fewer\b|op\b)[a-z]+": "is not a, has no",
+    r"\b(a|any|each|every|no) \w+ of (DeepSpeed|Lightning|torch|transformers|timm|Megatron)'s\b": "a DeepSpeed ...",
+    r"\bbut was\b": "got",
+    r"\b(it|one|which|that|they|this|what|where|there) (stands|lies)\b": "is",
+}
+
+SECTION = re.compile(r"^(Args|Attributes|Returns|Yields|Raises|Example|Examples|Note|References|Source):\s*$")
+
+
+def described(docstring: str) -> Iterator[tuple[str, str]]:
+    """Yields the names and descriptions of a docstring's arguments and attributes (Google style)."""
+    lines = docstring.expandtabs().splitlines()
+    margin = min((len(line) - len(line.lstrip()) for line in lines[1:] if line.strip()), default=0)
+    inside, indent = False, None
+    for line in lines[1:]:
+        text = line[margin:]
+        if text and not text[0].isspace():
+            match = SECTION.match(text)
+            inside, indent = bool(match and match[1] in ("Args", "Attributes")), None
+            continue
+        if not inside or not text.strip():
+            continue
+        depth = len(text) - len(text.lstrip())
+        indent = depth if indent is None else indent
+        if depth == indent:
+            name, colon, description = text.strip().partition(":")
+            if colon:
+                yield name, description.strip()
+
+
+def wrong_arguments(source: str) -> Iterator[tuple[int, str]]:
+    """Yields the line and the text of each description of an argument that does not begin with a noun phrase."""
+    for node in ast.walk(ast.parse(source)):
+        if not isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            continue
+        for name, description in described(ast.get_docstring(node, clean=False) or ""):
+            if NOT_A_NOUN.match(description) or description[:1].islower():
+                yield getattr(node, "lineno", 1), f"{name}: {description}"
+
+
+def prose(path: Path) -> str:
+    """Returns a file's text without code blocks and names in backticks (Markdown), line by line as it was."""
+    text = path.read_text()
+    if path.suffix == ".md":
+        text = re.sub(r"```.*?```", lambda block: "\n" * block[0].count("\n"), text, flags=re.S)
+    return re.sub(r"`[^`\n]*`", "``", text)
+
+
+def plainer_words(path: Path) -> Iterator[tuple[int, str]]:
+    """Yields the line of each word that has a plainer one, with both."""
+    for number, line in enumerate(prose(path).splitlines(), 1):
+        for pattern, better in PLAINER.items():
+            match = re.search(pattern, line, flags=re.I)
+            if match:
+                yield number, f"{match[0]!r}: {better}"
+
+
+def doubled_names(folder: Path) -> dict[str, int]:
+    """Returns the names that more than one module of a package has, with their counts."""
+    names = Counter(path.stem for path in folder.rglob("*.py") if not path.stem.startswith("__"))
+    return {name: count for name, count in names.items() if count > 1}
+
+
+def code() -> list[Path]:
+    return sorted(path for folder in CODE for path in (ROOT / folder).rglob("*.py"))
+
+
+def pages() -> list[Path]:
+    return [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+
+
+def test_descriptions_of_arguments_begin_with_a_noun() -> None:
+    found = [
+        f"{path.relative_to(ROOT)}:{line}: {text}"
+        for path in code()
+        for line, text in wrong_arguments(path.read_text())
+    ]
+    assert found == []
+
+
+def test_plainer_words_are_used() -> None:
+    found = [
+        f"{path.relative_to(ROOT)}:{line}: {text}" for path in [*code(), *pages()] for line, text in plainer_words(path)
+    ]
+    assert found == []
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_each_module_of_a_package_has_a_name_of_its_own(package: str) -> None:
+    assert doubled_names(ROOT / PACKAGES[package]) == {}
+
+
+def test_the_check_sees_what_it_is_for(tmp_path: Path) -> None:
+    source = (
+        '"""Module."""\n\n\ndef f(a, b, c):\n    """Does it.\n\n    Args:\n        a: of the pipeline.\n'
+        '        b: Number of ranks,\n            of all.\n        c: dim.\n\n    Returns:\n        It.\n    """\n'
+    )
+    assert [text for _, text in wrong_arguments(source)] == ["a: of the pipeline.", "c: dim."]
+    page = tmp_path / "page.md"
+    page.write_text("It is fixed anew.\n\n```\nanew\n```\n\n`anew` is no longer used; this is no mesh.\n")
+    assert [line for line, _ in plainer_words(page)] == [1, 7]
+    for name in ("a/points.py", "b/points.py", "b/__init__.py", "c/__init__.py"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).touch()
+    assert doubled_names(tmp_path) == {"points": 2}
