@@ -72,6 +72,10 @@ def test_stages_are_one_process() -> None:
     assert_parity(build, cases, steps=4, rtol=1e-5)
 
 
+def test_stage_0_in_half_precision_has_the_gradient_norm_of_one_process() -> None:
+    assert_parity(build, [case(ds(0), "sgd", precision="bf16-mixed")], steps=2)
+
+
 @pytest.mark.slow
 def test_tasks_and_mixed_precision_are_one_process() -> None:
     cases = [case(ds(2), "vit"), case(ds(3), "coatnet"), case(ds(3, config=CUT_ALL), "llama")]

@@ -54,6 +54,9 @@ class Model(LightningModule):
         self.tied.weight = self.blocks[0][0].weight
         self.norm, self.head = nn.LayerNorm(27), nn.Linear(27, 10)
         self.frozen = nn.Linear(27, 27).requires_grad_(False)
+        for parameter in self.frozen.parameters():
+            # DeepSpeed rounds frozen weights to half precision, and keeps no master weights of them.
+            parameter.data = parameter.data.bfloat16().float()
         self.register_buffer("scale", torch.tensor(0.1))
         if adapters:  # Most of the model is frozen, a little beside it is trained.
             self.inward.requires_grad_(False)

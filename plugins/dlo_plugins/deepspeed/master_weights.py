@@ -67,8 +67,8 @@ class MasterWeights(ABC):
         names: Names of the parameters by id.
 
     Attributes:
-        flats: Partitions of this rank.
-        divided: Whether each rank has different slices of the parameters.
+        partitions: Partitions of this rank.
+        sharded: Whether each rank has different slices of the parameters.
         group_names: Names of all ranks' parameters in each of the optimizer's parameter groups, in its order.
     """
 

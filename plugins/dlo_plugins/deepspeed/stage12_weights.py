@@ -145,7 +145,7 @@ def _compact(zero: Any, number: int) -> bool:
 class Stage0Weights(MasterWeights):
     """Master weights of stage 0 in half precision: full copies in single precision on each rank."""
 
-    divided = False
+    sharded = False
 
     @torch.no_grad()
     def undo_first_step(self) -> None:
