@@ -313,6 +313,19 @@ def test_a_limit_of_validation_batches_leaves_it_the_images_that_the_square_vali
     assert float(fitted.callback_metrics["ratio_rect"]) == pytest.approx(expected, rel=1e-6)
 
 
+def test_a_limit_asks_for_a_loader_that_takes_it_before_the_run(gallery):
+    class Old(ImageFolderData):
+        def rectangular_val_dataloader(self, multiple, max_ratio):
+            return super().rectangular_val_dataloader(multiple, max_ratio)
+
+    def old() -> Old:
+        return Old(str(gallery), image_size=32, batch_size=4, num_workers=0)
+
+    with pytest.raises(DloError, match="must have a parameter samples under limit_val_batches, got Old's without"):
+        trainer(RectangularValidation(), limit_val_batches=1).fit(Plain(), old())
+    trainer(RectangularValidation(), max_epochs=1).fit(Plain(), old())
+
+
 def test_a_step_that_raises_leaves_everything_in_its_place(gallery):
     class Fails(Plain):
         def validation_step(self, batch):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from inspect import signature
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -73,6 +74,17 @@ class RectangularValidation(Callback):
             raise DloError(
                 "RectangularValidation: the datamodule must batch images by shape (rectangular_val_dataloader),"
                 f" got {got}; use ImageFolderData, or remove the callback"
+            )
+        limit = trainer.limit_val_batches  # 1.0 is all batches, and 1 is one.
+        limited = isinstance(limit, int) or limit < 1.0
+        if (
+            stage in ("fit", "validate")
+            and limited
+            and "samples" not in signature(datamodule.rectangular_val_dataloader).parameters
+        ):
+            raise DloError(
+                "RectangularValidation: rectangular_val_dataloader must have a parameter samples under"
+                f" limit_val_batches, got {type(datamodule).__name__}'s without; add it, or leave limit_val_batches out"
             )
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
