@@ -93,7 +93,7 @@ def test_a_stored_checkpoint_is_whole_and_holds_what_was_saved(name: str) -> Non
     assert content["lr_schedulers"][0]["step_size"] == 1
     found = sums_of(STORED / f"{name}.ckpt")
     assert found == pytest.approx(expected["sums"], rel=1e-12)
-    assert len(found) == 7 + 6 * 3
+    assert len(found) == 9 + 6 * 3
 
 
 def test_the_newest_of_the_stored_ones_is_found() -> None:
