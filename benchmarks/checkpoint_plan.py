@@ -21,14 +21,20 @@ from measuring.catalogue import parse_options
 from measuring.record import Record, Table
 from measuring.rounds import PROCESS, ratios, take_turns
 
-from dlo_framework.checkpoint import FlatShard, read_manifest
-from dlo_framework.checkpoint.chunks import Runs, SavedTensor, shard_name
-from dlo_framework.checkpoint.dtypes import dtype_of
-from dlo_framework.checkpoint.global_plan import Plan, make_file_plan, make_global_plan
-from dlo_framework.checkpoint.inventory import PackedInventory, local_inventory, pack_inventory
-from dlo_framework.checkpoint.manifest import MANIFEST, Manifest, to_text
-from dlo_framework.checkpoint.save_planner import SavePlanner
+from dlo_framework.checkpoint import read_manifest
+from dlo_framework.checkpoint.manifest import MANIFEST, Manifest, Runs, SavedTensor, shard_name, to_text
+from dlo_framework.checkpoint.save_plan import (
+    PackedInventory,
+    Plan,
+    local_inventory,
+    make_file_plan,
+    make_global_plan,
+    pack_inventory,
+)
+from dlo_framework.checkpoint.saving import SavePlanner
 from dlo_framework.checkpoint.state_tree import TensorLocation
+from dlo_framework.checkpoint.tensor_file import dtype_of
+from dlo_framework.shards import FlatShard
 
 WIDTH, INNER, VOCABULARY, KEYS = 8192, 28_672, 128_256, 1024
 LAYER = {

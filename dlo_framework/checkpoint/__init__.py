@@ -2,29 +2,21 @@
 
 from dlo_framework.checkpoint.background import AsyncSaver
 from dlo_framework.checkpoint.best import best_kept
-from dlo_framework.checkpoint.canonical import save
-from dlo_framework.checkpoint.folder import locate, recover, remove
+from dlo_framework.checkpoint.formats.torch_file import SafeCheckpointIO, refuse_unsafe, tensor_bytes
 from dlo_framework.checkpoint.history import note_resumption, resumptions, step_of
-from dlo_framework.checkpoint.lazy_state import LazyStateDict
+from dlo_framework.checkpoint.loading import LazyStateDict, check, load
 from dlo_framework.checkpoint.manifest import Manifest, read_manifest
-from dlo_framework.checkpoint.reading import check, load
-from dlo_framework.checkpoint.shards import Box, FlatShard, Shard, SlicedShard, flat_slice_boxes, held_boxes
-from dlo_framework.checkpoint.torch_file import SafeCheckpointIO, refuse_unsafe, tensor_bytes
+from dlo_framework.checkpoint.saving import save
+from dlo_framework.checkpoint.store import locate, recover, remove
 from dlo_framework.checkpoint.verify import newest_valid, verify
 
 __all__ = [
     "AsyncSaver",
-    "Box",
-    "FlatShard",
     "LazyStateDict",
     "Manifest",
     "SafeCheckpointIO",
-    "Shard",
-    "SlicedShard",
     "best_kept",
     "check",
-    "flat_slice_boxes",
-    "held_boxes",
     "load",
     "locate",
     "newest_valid",

@@ -19,8 +19,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from dlo_framework.checkpoint import folder
-from dlo_framework.checkpoint.canonical import Prepared, prepare, write
+from dlo_framework.checkpoint import store
+from dlo_framework.checkpoint.saving import Prepared, prepare, write
 from dlo_framework.checkpoint.tensor_file import HashedFile
 
 
@@ -63,7 +63,7 @@ class AsyncSaver:
         if self._pending:
             self._submit(self._remove, Path(path))
         else:
-            folder.remove(Path(path))
+            store.remove(Path(path))
 
     @property
     def is_busy(self) -> bool:
@@ -104,7 +104,7 @@ class AsyncSaver:
 
     def _remove(self, path: Path) -> None:
         if not self._failed:
-            folder.remove(path)
+            store.remove(path)
 
 
 def stage_on_host(prepared: Prepared) -> Prepared:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from dlo_framework.checkpoint.reading import load
+from dlo_framework.checkpoint.loading import load
 
 #: Key of a checkpoint for the folder of the run that saved it, with links resolved.
 RUN_FOLDER = "run_folder"

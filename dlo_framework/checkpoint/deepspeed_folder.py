@@ -23,11 +23,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dlo_framework.checkpoint.canonical import save
 from dlo_framework.checkpoint.deepspeed_layout import Stage3Layout, Stage12Layout
 from dlo_framework.checkpoint.flat_slices import FlatSlice
-from dlo_framework.checkpoint.optimizer_names import name_optimizer_states
-from dlo_framework.checkpoint.torch_file import make_read_error
+from dlo_framework.checkpoint.formats.lightning_file import name_optimizer_states
+from dlo_framework.checkpoint.formats.torch_file import make_read_error
+from dlo_framework.checkpoint.saving import save
 from dlo_framework.errors import DloError
 
 _MODEL = re.compile(r"(?:zero_pp_rank_(?P<rank>\d+)_)?mp_rank_(?P<part>\d+)_model_states\.pt")

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from dlo_framework.atomic_file import PARTIAL, write_atomic
-from dlo_framework.checkpoint import folder as folders
+from dlo_framework.checkpoint import store
 from dlo_framework.checkpoint.manifest import MANIFEST, STATE, read_manifest
 from dlo_framework.errors import DloError
 
@@ -58,7 +58,7 @@ def list_entries(folder: Path) -> list[Entry]:
 
 def read_entry(path: Path) -> Entry | None:
     """Reads a checkpoint's step, and none of its tensors."""
-    found = folders.locate(path)
+    found = store.locate(path)
     if found is None:
         return None
     try:
@@ -137,11 +137,11 @@ def _names(folder: Path) -> list[Path]:
     names: set[Path] = set()
     for entry in folder.iterdir() if folder.is_dir() else ():
         suffix = entry.suffix
-        if suffix in (PARTIAL, folders.OLD):
+        if suffix in (PARTIAL, store.OLD):
             target = entry.with_suffix("")
-            if not target.exists() and folders.locate(target) is not None:
+            if not target.exists() and store.locate(target) is not None:
                 names.add(target)
-        elif suffix != folders.REMOVED and (
+        elif suffix != store.REMOVED and (
             (entry.is_dir() and any((entry / name).exists() for name in (MANIFEST, STATE)))
             or (entry.is_file() and suffix == ".ckpt")
         ):

@@ -9,8 +9,8 @@ from typing import Any, TypeVar
 import torch
 from lightning.pytorch import LightningDataModule, LightningModule
 
-from dlo_framework.checkpoint import folder as folders
-from dlo_framework.checkpoint.reading import load
+from dlo_framework.checkpoint import store
+from dlo_framework.checkpoint.loading import load
 from dlo_framework.checkpoint.state_tree import plain_data
 
 M = TypeVar("M", LightningModule, LightningDataModule)
@@ -49,8 +49,8 @@ def load_from_checkpoint(
 
 def is_canonical(path: Any) -> bool:
     """Returns whether ``path`` is a canonical checkpoint, which is a folder."""
-    found = folders.locate(path) if isinstance(path, str | Path) else None
-    return found is not None and folders.is_folder_checkpoint(found)
+    found = store.locate(path) if isinstance(path, str | Path) else None
+    return found is not None and store.is_folder_checkpoint(found)
 
 
 def single_file(path: str | Path) -> io.BytesIO:

@@ -1,12 +1,18 @@
-"""Extraction of a checkpoint's tensors, and their insertion on loading.
+"""The tree of a checkpoint: extraction of its tensors, their insertion on loading, and the file of what remains.
 
 Lightning's checkpoint is a tree of mappings and sequences. The tensors that belong to the model and its optimizers (and
-any that is sharded) are extracted into *groups*; a *mark* replaces each, and the remaining tree is small and plain.
+any that is sharded) are extracted into *groups*; a *mark* replaces each. The remaining tree is small and plain:
+``state.pt`` holds it, which is read with ``weights_only=True``.
 """
 
 from __future__ import annotations
 
+import io
+import pickle
+import warnings
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -14,7 +20,10 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from dlo_framework.checkpoint.shards import FlatShard, Shard, SlicedShard
+from dlo_framework.checkpoint.formats.torch_file import make_read_error
+from dlo_framework.checkpoint.tensor_file import HashedFile
+from dlo_framework.errors import DloError
+from dlo_framework.shards import FlatShard, Shard, SlicedShard
 
 #: The key of a mark: ``{MARK: [group, name]}``.
 MARK = "$dlo.tensor"
@@ -23,7 +32,7 @@ METADATA = "$dlo.metadata"
 MODEL = "model"
 
 Step = str | int
-Path = tuple[Step, ...]
+KeyPath = tuple[Step, ...]
 
 
 class TensorLocation(NamedTuple):
@@ -35,7 +44,7 @@ class TensorLocation(NamedTuple):
         name: Name in the group: ``blocks.0.weight``, ``blocks.0.weight.exp_avg``.
     """
 
-    path: Path
+    path: KeyPath
     group: str
     name: str
 
@@ -49,7 +58,7 @@ def extract_tensors(checkpoint: Mapping[str, Any]) -> tuple[dict[str, Any], list
     names = frozenset(checkpoint.get("state_dict") or ())
     found: list[tuple[TensorLocation, Shard]] = []
 
-    def walk(node: Any, path: Path, of_model: bool) -> Any:
+    def walk(node: Any, path: KeyPath, of_model: bool) -> Any:
         if _is_stored(node, of_model):
             place = TensorLocation(path, *_group_and_name(path))
             found.append((place, node))
@@ -100,7 +109,7 @@ def add_marks(rest: dict[str, Any], places: Iterator[TensorLocation]) -> None:
         insert_value(rest, place.path, make_mark(place))
 
 
-def insert_value(rest: dict[str, Any], path: Path, value: Any) -> bool:
+def insert_value(rest: dict[str, Any], path: KeyPath, value: Any) -> bool:
     """Inserts ``value`` at ``path`` if the path is free, with the mappings that lead to it; returns whether it did.
 
     A list is never lengthened: lists that differ between ranks have no common form.
@@ -127,7 +136,7 @@ def optimizer_extras(rest: Mapping[str, Any]) -> dict[str, Any]:
 
     The ranks of a sharded run may hold the states of different parameters, so rank 0's alone is incomplete.
     """
-    values: list[tuple[Path, Any]] = []
+    values: list[tuple[KeyPath, Any]] = []
     groups: dict[tuple[int, int], list[Any]] = {}
     for number, optimizer in enumerate(rest.get("optimizer_states") or ()):
         for name, state in (optimizer.get("state") or {}).items():
@@ -183,7 +192,7 @@ def insert_tensors(
     return rest
 
 
-def _is_of_model_or_optimizer(path: Path) -> bool:
+def _is_of_model_or_optimizer(path: KeyPath) -> bool:
     return path == ("state_dict",) or (len(path) >= 3 and path[0] == "optimizer_states" and path[2] == "state")
 
 
@@ -214,10 +223,86 @@ def _has_mark(node: Any) -> bool:
     return isinstance(node, list | tuple) and any(_has_mark(item) for item in node)
 
 
-def _group_and_name(path: Path) -> tuple[str, str]:
+def _group_and_name(path: KeyPath) -> tuple[str, str]:
     words = [str(step) for step in path]
     if path[0] == "state_dict":
         return MODEL, ".".join(words[1:])
     if path[0] == "optimizer_states":
         return f"optimizer.{path[1]}", ".".join(words[3:])
     return ".".join(words[:-1]) or "checkpoint", words[-1]
+
+
+_PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.Size, torch.dtype, torch.device, Tensor)
+#: Lightning's keys for the arguments of a model and its data; dlo never reads them.
+_INFORMATIVE = ("hyper_parameters", "datamodule_hyper_parameters")
+
+
+def write_state(file: HashedFile, rest: dict[str, Any]) -> None:
+    """Writes the plain data."""
+    torch.save(rest, file)  # type: ignore[arg-type]  # torch only needs ``write`` and ``flush``.
+
+
+def read_state(path: Path) -> dict[str, Any]:
+    """Reads a file of :func:`write_state`.
+
+    Raises:
+        DloError: if it is damaged, or contains anything that would execute.
+    """
+    try:
+        content = torch.load(path, map_location="cpu", weights_only=True)
+    except (pickle.UnpicklingError, RuntimeError, EOFError, OSError, ValueError) as error:
+        raise make_read_error(path, error) from None
+    if not isinstance(content, dict):
+        raise DloError(f"{path} must hold a checkpoint's state, a dict, got a {type(content).__name__}")
+    return content
+
+
+def refuse_unreadable(rest: dict[str, Any]) -> None:
+    """Refuses values that could be written but not read with ``weights_only=True``.
+
+    Hyperparameters, which are only informative, are replaced by their text instead.
+
+    Raises:
+        DloError: if there is such a value; it names the entry.
+    """
+    for key in _INFORMATIVE:
+        values = rest.get(key)
+        for name, value in list(values.items()) if isinstance(values, dict) else ():
+            if next(_unreadable(value, ()), None) is not None:
+                text = f"the hyperparameter '{name}' is saved as text: a {type(value).__name__} is not plain data"
+                warnings.warn(text, stacklevel=2)
+                values[name] = repr(value)  # type: ignore[index]
+    for path, value in _unreadable(rest, ()):
+        where = "".join(f"[{step!r}]" for step in path)
+        kind = f"{type(value).__module__}.{type(value).__qualname__}"
+        raise DloError(
+            f"checkpoint{where} must be plain data, got a {kind}, which could not be read back safely; in the"
+            " state_dict or on_save_checkpoint that adds it, save numbers, text, tensors, and lists and dicts of them"
+        )
+
+
+def _unreadable(node: Any, path: tuple[Any, ...]) -> Iterator[tuple[tuple[Any, ...], Any]]:
+    """Yields path and value of each node that the restricted unpickler would refuse."""
+    if type(node) in _PLAIN:
+        return
+    if type(node) in (dict, OrderedDict):
+        for key, value in node.items():
+            if type(key) not in _PLAIN and not _can_read_back(key):
+                yield (*path, key), key
+            yield from _unreadable(value, (*path, key))
+    elif type(node) in (list, tuple):
+        for number, item in enumerate(node):
+            yield from _unreadable(item, (*path, number))
+    elif not _can_read_back(node):
+        yield path, node
+
+
+def _can_read_back(value: Any) -> bool:
+    file = io.BytesIO()
+    try:
+        torch.save(value, file)
+        file.seek(0)
+        torch.load(file, map_location="cpu", weights_only=True)
+    except Exception:  # Whatever its pickling or unpickling raises, it cannot be read back.
+        return False
+    return True

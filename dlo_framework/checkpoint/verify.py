@@ -11,8 +11,8 @@ from typing import Literal
 
 from torch.distributed import ProcessGroup
 
-from dlo_framework.checkpoint import folder as folders
-from dlo_framework.checkpoint.agreement import rank_of, run_on_all_ranks, size_of
+from dlo_framework.agreement import rank_of, run_on_all_ranks, size_of
+from dlo_framework.checkpoint import store
 from dlo_framework.checkpoint.history import list_entries, superseded
 from dlo_framework.checkpoint.manifest import Manifest, read_manifest
 from dlo_framework.checkpoint.tensor_file import read_header
@@ -50,7 +50,7 @@ def find_damage(path: Path, level: Level = "hash", rank: int = 0, world_size: in
         rank: Number of the share of the files that is hashed here.
         world_size: Number of shares.
     """
-    found = folders.locate(path)
+    found = store.locate(path)
     if found is None:
         return f"no checkpoint {path}"
     if found.is_file():

@@ -97,8 +97,9 @@ def _verify(path: Path, level: Any) -> int:
 
 
 def _convert(path: Path, target: Path) -> int:
-    from dlo_framework.checkpoint import convert, locate
+    from dlo_framework.checkpoint import locate
     from dlo_framework.checkpoint.deepspeed_folder import import_deepspeed, is_deepspeed_folder
+    from dlo_framework.checkpoint.formats import lightning_file, safetensors_file
 
     found = locate(path)
     if found is None:
@@ -115,16 +116,16 @@ def _convert(path: Path, target: Path) -> int:
                 f"PATH must be a checkpoint folder for a .safetensors TARGET, got the file {path}; convert it to a"
                 f" folder first, or export its weights alone with `dlo checkpoint export {path} {target}`"
             )
-        print(f"wrote {target} and {convert.to_single_file(path, target)}")
+        print(f"wrote {target} and {safetensors_file.to_single_file(path, target)}")
     elif path.suffix == ".safetensors" and found.is_file():
-        convert.from_single_file(path, target)
+        safetensors_file.from_single_file(path, target)
         print(f"wrote {target}")
     elif found.is_file():
-        for note in convert.import_lightning(path, target):
+        for note in lightning_file.import_lightning(path, target):
             print(f"note: {note}", file=sys.stderr)
         print(f"wrote {target}")
     elif target.suffix == ".ckpt":
-        convert.to_lightning(path, target)
+        lightning_file.to_lightning(path, target)
         print(f"wrote {target}, a Lightning checkpoint file")
     else:
         raise DloError(
@@ -137,7 +138,7 @@ def _convert(path: Path, target: Path) -> int:
 def _export(path: Path, target: Path, prefix: str | None, dtype: str | None) -> int:
     import torch
 
-    from dlo_framework.checkpoint.convert import TORCH_ENDINGS, export_weights
+    from dlo_framework.checkpoint.formats.model_weights import TORCH_ENDINGS, export_weights
 
     if target.suffix not in (".safetensors", *TORCH_ENDINGS):
         return _export_folder(path, target, prefix, getattr(torch, dtype) if dtype else None)
@@ -192,7 +193,7 @@ def _inspect(path: Path, *, as_json: bool) -> int:
 def _read_manifest(path: Path) -> Manifest:
     """Returns the manifest of a checkpoint folder, or one built from the content of a single file."""
     from dlo_framework.checkpoint import locate, read_manifest
-    from dlo_framework.checkpoint.torch_file import read_file
+    from dlo_framework.checkpoint.formats.torch_file import read_file
 
     found = locate(path)
     if found is None:
@@ -200,16 +201,16 @@ def _read_manifest(path: Path) -> Manifest:
     if found.is_dir():
         return read_manifest(found)
     if path.suffix == ".safetensors":
-        from dlo_framework.checkpoint.convert import manifest_of_file
+        from dlo_framework.checkpoint.formats.safetensors_file import manifest_of_file
 
         return manifest_of_file(found)
-    from dlo_framework.checkpoint.convert import manifest_of_lightning
+    from dlo_framework.checkpoint.formats.lightning_file import manifest_of_lightning
 
     return manifest_of_lightning(read_file(found, mmap=True), found)
 
 
 def _to_json(group: str, name: str, tensor: Any) -> dict[str, Any]:
-    from dlo_framework.checkpoint.dtypes import dtype_of
+    from dlo_framework.checkpoint.tensor_file import dtype_of
 
     size = math.prod(tensor.shape) * dtype_of(tensor.dtype).itemsize
     files = sorted({chunk.file for chunk in tensor.chunks})

@@ -24,15 +24,16 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from dlo_framework.checkpoint import AsyncSaver, FlatShard, SafeCheckpointIO, Shard, SlicedShard, load, remove, save
-from dlo_framework.checkpoint.agreement import run_on_all_ranks
-from dlo_framework.checkpoint.convert import as_lightning
-from dlo_framework.checkpoint.lazy_state import LazyStateDict, TensorReader
-from dlo_framework.checkpoint.state_file import refuse_unreadable
-from dlo_framework.checkpoint.torch_file import local_path
+from dlo_framework.agreement import run_on_all_ranks
+from dlo_framework.checkpoint import AsyncSaver, SafeCheckpointIO, load, remove, save
+from dlo_framework.checkpoint.formats.lightning_file import as_lightning
+from dlo_framework.checkpoint.formats.torch_file import local_path
+from dlo_framework.checkpoint.loading import LazyStateDict, TensorReader
+from dlo_framework.checkpoint.state_tree import refuse_unreadable
 from dlo_framework.distributed.fused_optimizers import disable_fused_unscale, own_implementation, prefer_fused
 from dlo_framework.distributed.local_memory import memory_of, optimizer_bytes
 from dlo_framework.errors import DloError, did_you_mean
+from dlo_framework.shards import FlatShard, Shard, SlicedShard
 from dlo_framework.strategy_contract import StrategyContract
 
 #: Formats in which checkpoints are written.

@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
-from dlo_framework.checkpoint import Shard
 from dlo_framework.data import data_parallel_coordinates
 from dlo_framework.distributed.checkpointing import CanonicalStrategy
 from dlo_framework.resume import random_state
+from dlo_framework.shards import Shard
 from dlo_framework.strategy_contract import contract_of
 from dlo_framework.testing.full_state import checksum, checksums, gather_full_tensors, gather_full_weights
 from dlo_framework.testing.randomness import switch_off_dropout

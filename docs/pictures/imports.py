@@ -21,10 +21,19 @@ PACKAGES = {"dlo_framework": "dlo_framework", "dlo_plugins": "plugins/dlo_plugin
 #: layers. A single module may also import from its own layer; a folder may not.
 LAYERS: dict[str, tuple[tuple[str, tuple[str, ...]], ...]] = {
     "dlo_framework": (
-        ("utilities", ("_version", "versions", "errors", "units", "atomic_file")),
+        ("utilities", ("_version", "versions", "errors", "units", "atomic_file", "agreement")),
         (
             "description",
-            ("plan", "mesh", "tensor_slice", "applier", "strategy_contract", "model_sizes", "batch_transform"),
+            (
+                "plan",
+                "mesh",
+                "tensor_slice",
+                "shards",
+                "applier",
+                "strategy_contract",
+                "model_sizes",
+                "batch_transform",
+            ),
         ),
         ("data and state", ("registry/", "data/", "checkpoint/")),
         ("run", ("task", "progress", "accumulation", "resume", "snapshot", "runs", "run_lock")),

@@ -7,8 +7,18 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dlo_framework.checkpoint.boxes import byte_range, full_box, is_tiling, slice_view, split_box
-from dlo_framework.checkpoint.shards import Box, FlatShard, flat_slice_boxes, held_boxes, overlap
+from dlo_framework.shards import (
+    Box,
+    FlatShard,
+    byte_range,
+    flat_slice_boxes,
+    full_box,
+    held_boxes,
+    is_tiling,
+    overlap,
+    slice_view,
+    split_box,
+)
 
 SHAPES = st.lists(st.integers(1, 5), max_size=4).map(tuple)
 

@@ -12,11 +12,12 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.demos.boring_classes import RandomDataset
 from safetensors.torch import load_file, save_file
 
-from dlo_framework.checkpoint import FlatShard, load, save, verify
-from dlo_framework.checkpoint.convert import export_weights, import_lightning, model_weights
-from dlo_framework.checkpoint.optimizer_names import match_by_shape
+from dlo_framework.checkpoint import load, save, verify
+from dlo_framework.checkpoint.formats.lightning_file import import_lightning, match_by_shape
+from dlo_framework.checkpoint.formats.model_weights import export_weights, model_weights
 from dlo_framework.cli.main import main
 from dlo_framework.errors import DloError
+from dlo_framework.shards import FlatShard
 
 
 class Small(LightningModule):

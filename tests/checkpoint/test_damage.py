@@ -21,9 +21,9 @@ from dlo_framework.checkpoint import (
     save,
     verify,
 )
-from dlo_framework.checkpoint.shards import Box
 from dlo_framework.checkpoint.verify import find_damage
 from dlo_framework.errors import DloError
+from dlo_framework.shards import Box
 
 
 def a_run(step: int) -> dict:

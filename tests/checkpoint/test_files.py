@@ -12,14 +12,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
-from dlo_framework.checkpoint import FlatShard, load, save
-from dlo_framework.checkpoint.boxes import full_box
-from dlo_framework.checkpoint.dtypes import AS_BYTES, SAFETENSORS_CODES, dtype_name
-from dlo_framework.checkpoint.global_plan import SMALL_BYTES, make_global_plan
-from dlo_framework.checkpoint.inventory import InventoryEntry, pack_inventory
+from dlo_framework.checkpoint import load, save
+from dlo_framework.checkpoint.save_plan import SMALL_BYTES, InventoryEntry, make_global_plan, pack_inventory
 from dlo_framework.checkpoint.state_tree import extract_tensors, insert_value, read_mark
-from dlo_framework.checkpoint.tensor_file import HashedFile, TensorFile, make_header, read_header
+from dlo_framework.checkpoint.tensor_file import (
+    AS_BYTES,
+    SAFETENSORS_CODES,
+    HashedFile,
+    TensorFile,
+    dtype_name,
+    make_header,
+    read_header,
+)
 from dlo_framework.errors import DloError
+from dlo_framework.shards import FlatShard, full_box
 
 TYPES = [getattr(torch, name) for name in (*SAFETENSORS_CODES, *AS_BYTES) if name != "float4_e2m1fn_x2"]
 

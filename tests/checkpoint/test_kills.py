@@ -12,7 +12,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from dlo_framework.checkpoint import FlatShard, load, newest_valid, recover, remove, save
+from dlo_framework.checkpoint import load, newest_valid, recover, remove, save
+from dlo_framework.shards import FlatShard
 from dlo_framework.testing import run_distributed
 
 LEFTOVERS = {".partial", ".old", ".removed"}

@@ -6,8 +6,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from dlo_framework.checkpoint import AsyncSaver, FlatShard, load, save
-from dlo_framework.checkpoint.convert import export_weights
+from dlo_framework.checkpoint import AsyncSaver, load, save
+from dlo_framework.checkpoint.formats.model_weights import export_weights
+from dlo_framework.shards import FlatShard
 from dlo_framework.testing import run_distributed
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")

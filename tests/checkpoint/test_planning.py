@@ -10,16 +10,13 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dlo_framework.checkpoint import FlatShard, load, read_manifest, save, save_planner
-from dlo_framework.checkpoint.agreement import gather_then_scatter, run_on_all_ranks
-from dlo_framework.checkpoint.chunks import Runs, SavedTensor
-from dlo_framework.checkpoint.dtypes import dtype_of
-from dlo_framework.checkpoint.global_plan import make_file_plan, make_global_plan
-from dlo_framework.checkpoint.inventory import InventoryEntry, pack_inventory
-from dlo_framework.checkpoint.manifest import Manifest, to_text
-from dlo_framework.checkpoint.shards import Box, overlap
-from dlo_framework.checkpoint.tensor_file import make_header
+from dlo_framework.agreement import gather_then_scatter, run_on_all_ranks
+from dlo_framework.checkpoint import load, read_manifest, save, saving
+from dlo_framework.checkpoint.manifest import Manifest, Runs, SavedTensor, to_text
+from dlo_framework.checkpoint.save_plan import InventoryEntry, make_file_plan, make_global_plan, pack_inventory
+from dlo_framework.checkpoint.tensor_file import dtype_of, make_header
 from dlo_framework.errors import DloError, is_agreed
+from dlo_framework.shards import Box, FlatShard, overlap
 from dlo_framework.testing import run_distributed
 
 TENSORS = 200
@@ -169,7 +166,7 @@ class Calls:
             dist.gather_object,
             dist.scatter_object_list,
             dist.all_gather_object,
-            save_planner.make_global_plan,
+            saving.make_global_plan,
         )
 
         def gather_object(value, *arguments, **named):
@@ -189,7 +186,7 @@ class Calls:
             return plan(told)
 
         dist.gather_object, dist.scatter_object_list = gather_object, scatter_object_list
-        dist.all_gather_object, save_planner.make_global_plan = all_gather_object, divided
+        dist.all_gather_object, saving.make_global_plan = all_gather_object, divided
 
     def taken(self) -> dict:
         result = {"sent": self.sent, "got": self.got, "plans": self.plans}
@@ -256,17 +253,17 @@ def save_often(rank: int, world_size: int, folder) -> dict:
     for name, extra in (("first", False), ("second", False), ("one more", rank == 1), ("again", rank == 1)):
         save(a_run(10.0 * (len(found) + 1), rank, world_size, extra), folder / name, group=group)
         found[name] = calls.taken()
-    divided = save_planner.make_global_plan
-    save_planner.make_global_plan = lambda told: 1 / 0
+    divided = saving.make_global_plan
+    saving.make_global_plan = lambda told: 1 / 0
     found["no plan"] = failure_of(lambda: save(a_run(1.0, rank, world_size, True), folder / "no plan", group=group))
-    save_planner.make_global_plan = divided
+    saving.make_global_plan = divided
     # Each plan is forgotten by one rank: all make a new one.
     if rank == 2:
-        save_planner._cached_plans.clear()
+        saving._cached_plans.clear()
     save(a_run(60.0, rank, world_size), folder / "forgotten", group=group)
     found["forgotten"] = calls.taken()
     found["failing"] = failing(rank, group)
-    found["plans kept whole"] = sum(known.plan is not None for known in save_planner._cached_plans.values())
+    found["plans kept whole"] = sum(known.plan is not None for known in saving._cached_plans.values())
     return found
 
 

@@ -11,7 +11,8 @@ from safetensors import safe_open
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-from dlo_framework.checkpoint import FlatShard, load, read_manifest, save, verify
+from dlo_framework.checkpoint import load, read_manifest, save, verify
+from dlo_framework.shards import FlatShard
 from dlo_framework.testing import run_distributed
 
 SHAPES = {

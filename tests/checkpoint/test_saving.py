@@ -22,15 +22,15 @@ from torch.distributed.tensor import Replicate, zeros
 
 from dlo_framework.checkpoint import (
     AsyncSaver,
-    FlatShard,
     SafeCheckpointIO,
     background,
-    canonical,
     load,
     newest_valid,
     save,
+    saving,
 )
 from dlo_framework.errors import DloError
+from dlo_framework.shards import FlatShard
 from dlo_framework.testing import run_distributed
 
 
@@ -49,15 +49,15 @@ def error_of(work) -> str:
 
 def blocked(rank: int):
     """Creates a folder at the path of rank 1's file: a disk that raises an error, on one rank."""
-    wait = canonical._wait_for
+    wait = saving._wait_for
 
     def block(partial, of_rank):
         wait(partial, of_rank)
         if of_rank == 1:
             (partial / "shard-00001.safetensors").mkdir()
 
-    canonical._wait_for = block
-    return lambda: setattr(canonical, "_wait_for", wait)
+    saving._wait_for = block
+    return lambda: setattr(saving, "_wait_for", wait)
 
 
 def replicated(rank: int, world_size: int, folder: Path) -> None:

@@ -5,7 +5,8 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from dlo_framework.checkpoint import AsyncSaver, FlatShard, load, save
+from dlo_framework.checkpoint import AsyncSaver, load, save
+from dlo_framework.shards import FlatShard
 from dlo_framework.testing import run_distributed
 
 pytestmark = [

@@ -9,8 +9,8 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from dlo_framework.checkpoint import FlatShard
 from dlo_framework.distributed.strategy import SingleProcessStrategy
+from dlo_framework.shards import FlatShard
 from dlo_framework.testing import full_state, run_distributed
 from dlo_framework.testing.full_state import checksum, gather_full_tensors, gather_full_weights
 from dlo_framework.testing.record import gradient_norm

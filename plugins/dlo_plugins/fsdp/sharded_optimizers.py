@@ -9,13 +9,12 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from dlo_framework.checkpoint import FlatShard, Shard, SlicedShard
-from dlo_framework.checkpoint.shards import attach_slice
 from dlo_framework.distributed.checkpointing import plain_name
 from dlo_framework.distributed.fused_optimizers import prefer_fused
 from dlo_framework.distributed.local_memory import local_tensor
 from dlo_framework.distributed.norms import split_for_norm
 from dlo_framework.errors import DloError
+from dlo_framework.shards import FlatShard, Shard, SlicedShard, attach_slice
 from dlo_plugins.fsdp.row_shards import FullTensorRowShard, RowShard, make_groups
 from dlo_plugins.fsdp.sharding import ShardedModule
 from dlo_plugins.zero.optimizer_probe import probe_optimizer

@@ -22,12 +22,11 @@ from lightning.pytorch.core.optimizer import LightningOptimizer
 from torch import Tensor
 from torch.optim import Optimizer
 
-from dlo_framework.checkpoint import Shard, SlicedShard
-from dlo_framework.checkpoint.shards import attach_slice
 from dlo_framework.distributed.checkpointing import as_lazy_state_dict
 from dlo_framework.distributed.local_memory import local_tensor, memory_of, optimizer_bytes
 from dlo_framework.distributed.unused_parameters import unused_message
 from dlo_framework.errors import DloError
+from dlo_framework.shards import Shard, SlicedShard, attach_slice
 from dlo_plugins.appliers.context_parallel import ContextParallel
 from dlo_plugins.appliers.fully_shard import FullyShard
 from dlo_plugins.fsdp.sharded_optimizers import OptimizerShards

@@ -20,13 +20,13 @@ from lightning.pytorch.utilities.types import LRSchedulerConfig
 from torch import Tensor
 from torch.optim import Optimizer
 
-from dlo_framework.checkpoint import FlatShard, Shard
 from dlo_framework.data import ResumableDataModule
 from dlo_framework.distributed.checkpointing import OWNER, ShardOwner, as_lazy_state_dict, plain_name
 from dlo_framework.distributed.collectives import broadcast_values
 from dlo_framework.distributed.local_memory import memory_of
 from dlo_framework.distributed.strategy import ShardedStrategy
 from dlo_framework.errors import DloError
+from dlo_framework.shards import FlatShard, Shard
 from dlo_framework.task import Task
 from dlo_plugins.appliers.activation_checkpoint import ActivationCheckpoint
 from dlo_plugins.deepspeed import environment

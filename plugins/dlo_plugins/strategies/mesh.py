@@ -18,7 +18,6 @@ from torch.optim import Optimizer
 from torchmetrics import Metric
 
 from dlo_framework.applier import Applier, Phase
-from dlo_framework.checkpoint import Shard
 from dlo_framework.distributed.checkpointing import OWNER, ShardOwner
 from dlo_framework.distributed.collectives import broadcast_values
 from dlo_framework.distributed.groups import MeshGroups
@@ -30,6 +29,7 @@ from dlo_framework.errors import DloError
 from dlo_framework.mesh import MeshSpec
 from dlo_framework.plan import ParallelPlan
 from dlo_framework.runs import is_first_process
+from dlo_framework.shards import Shard
 from dlo_framework.task import Task
 from dlo_framework.tensor_slice import Layout, get_layout
 from dlo_plugins.appliers.applier_order import order_appliers

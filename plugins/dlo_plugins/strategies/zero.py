@@ -18,13 +18,13 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from dlo_framework.checkpoint import Shard
 from dlo_framework.distributed.checkpointing import OWNER, ShardOwner, as_lazy_state_dict, plain_name
 from dlo_framework.distributed.collectives import Communicator
 from dlo_framework.distributed.meta_init import Initialiser, check_initialisable, on_meta
 from dlo_framework.distributed.model_units import find_units
 from dlo_framework.distributed.strategy import ShardedStrategy
 from dlo_framework.errors import DloError
+from dlo_framework.shards import Shard
 from dlo_plugins.fsdp.precision_policy import default_param_dtype, parse_dtype
 from dlo_plugins.zero.zero_engine import ZeroEngine, ZeroOptions
 

@@ -31,12 +31,12 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 
-from dlo_framework.checkpoint import FlatShard
 from dlo_framework.distributed.checkpointing import plain_name
 from dlo_framework.distributed.collectives import Communicator
 from dlo_framework.distributed.fused_optimizers import prefer_fused
 from dlo_framework.distributed.meta_init import Initialiser
 from dlo_framework.errors import DloError
+from dlo_framework.shards import FlatShard
 from dlo_plugins.zero.flat_group import FlatGroup
 from dlo_plugins.zero.gather_overlap import GatherOverlap
 from dlo_plugins.zero.gradient_reduction import GradientReducer

@@ -17,12 +17,12 @@ import torch
 from torch import nn
 
 from dlo_framework.checkpoint import LazyStateDict
-from dlo_framework.checkpoint.boxes import full_box
-from dlo_framework.checkpoint.chunks import Chunk, Key, SavedTensor
-from dlo_framework.checkpoint.lazy_state import TensorReader
+from dlo_framework.checkpoint.loading import TensorReader
+from dlo_framework.checkpoint.manifest import Chunk, Key, SavedTensor
 from dlo_framework.checkpoint.tensor_file import read_header
 from dlo_framework.distributed.checkpointing import plain_name
 from dlo_framework.errors import DloError
+from dlo_framework.shards import full_box
 from dlo_tasks.llm import language_models
 
 _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"

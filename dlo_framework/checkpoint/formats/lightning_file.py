@@ -1,11 +1,24 @@
-"""Assigns the optimizer states of Lightning's own checkpoints to the parameter names."""
+"""Converts between Lightning's single-file checkpoints and canonical ones.
+
+Lightning numbers the optimizer states; a canonical checkpoint names them by parameter.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor
+
+from dlo_framework.checkpoint.formats.safetensors_file import make_file_manifest, refuse_existing
+from dlo_framework.checkpoint.formats.torch_file import SafeCheckpointIO, read_file
+from dlo_framework.checkpoint.loading import load
+from dlo_framework.checkpoint.manifest import Manifest, SavedTensor
+from dlo_framework.checkpoint.saving import save
+from dlo_framework.checkpoint.state_tree import extract_tensors, plain_data
+from dlo_framework.checkpoint.tensor_file import dtype_name
+from dlo_framework.checkpoint.verify import verify
 
 Shape = tuple[int, ...]
 #: Number of assigned entries of each group.
@@ -13,6 +26,63 @@ Done = tuple[int, ...]
 _MOST_STATES = 20_000
 #: Names of the statistics of torch's batch norms: floating-point, but never in an optimizer.
 _BUFFERS = ("running_mean", "running_var")
+
+
+def import_lightning(source: Path, target: Path) -> list[str]:
+    """Converts Lightning's single-file checkpoint to a canonical one; nothing in it is executed.
+
+    Returns:
+        Warnings, one sentence for each part of the state that could not be converted.
+
+    Raises:
+        DloError: if the file is damaged or unsafe, or the target cannot be written.
+    """
+    refuse_existing(target)
+    verify(source)
+    checkpoint = read_file(source, mmap=True)
+    notes = name_optimizer_states(checkpoint)
+    save(checkpoint, target, about={"strategy": "imported", "imported_from": source.name})
+    return notes
+
+
+def to_lightning(source: Path, target: Path) -> None:
+    """Converts a canonical checkpoint to a single file that Lightning's own ``Trainer`` resumes from.
+
+    The optimizer states are numbered in the order of their groups, as in torch. The file is assembled in memory.
+
+    Raises:
+        DloError: if the source is damaged, or the target cannot be written.
+    """
+    refuse_existing(target)
+    SafeCheckpointIO().save_checkpoint(as_lightning(load(source)), target)
+
+
+def as_lightning(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns a checkpoint as Lightning's own strategies write it; all tensors must be full tensors.
+
+    Lazy mappings become dicts, and the optimizer states are numbered as in torch.
+    """
+    plain: dict[str, Any] = plain_data(checkpoint)
+    for optimizer in plain.get("optimizer_states") or ():
+        groups = optimizer.get("param_groups", [])
+        numbers = {name: number for number, name in enumerate(name for group in groups for name in group["params"])}
+        state = {numbers[name]: state for name, state in optimizer.get("state", {}).items() if name in numbers}
+        if groups:
+            optimizer["state"] = state | optimizer.pop("beside", {})
+        for group in groups:
+            group["params"] = [numbers[name] for name in group["params"]]
+    return plain
+
+
+def manifest_of_lightning(checkpoint: dict[str, Any], path: Path) -> Manifest:
+    """Returns the content of a loaded single-file checkpoint in the form of a checkpoint's manifest."""
+    manifest = make_file_manifest(path, weights_only="optimizer_states" not in checkpoint)
+    manifest.step, manifest.epoch = int(checkpoint.get("global_step", 0)), int(checkpoint.get("epoch", 0))
+    manifest.versions = {"lightning": str(checkpoint["pytorch-lightning_version"])}
+    for place, tensor in extract_tensors(checkpoint)[1]:
+        saved = SavedTensor(dtype_name(tensor.dtype), tuple(tensor.shape))
+        manifest.tensors.setdefault(place.group, {})[place.name] = saved
+    return manifest
 
 
 def name_optimizer_states(checkpoint: dict[str, Any]) -> list[str]:

@@ -19,7 +19,7 @@ import torch
 from lightning.pytorch.plugins.io import TorchCheckpointIO
 
 from dlo_framework.atomic_file import PARTIAL, sync_folder
-from dlo_framework.checkpoint.folder import publish_file
+from dlo_framework.checkpoint.store import publish_file
 from dlo_framework.errors import DloError
 from dlo_framework.units import format_bytes
 

@@ -1,0 +1,1 @@
+"""Checkpoint formats of other programs: what reads them, and what writes them."""

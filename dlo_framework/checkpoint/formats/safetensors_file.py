@@ -1,0 +1,164 @@
+"""Converts between canonical checkpoints and one safetensors file, with the rest of the state beside it."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from importlib import metadata
+from pathlib import Path
+from urllib.parse import quote, unquote
+
+import torch
+from torch import Tensor
+
+from dlo_framework.atomic_file import open_atomic
+from dlo_framework.checkpoint import store
+from dlo_framework.checkpoint.loading import LazyStateDict, TensorReader, assemble
+from dlo_framework.checkpoint.manifest import STATE, Chunk, Key, Manifest, SavedTensor, read_manifest
+from dlo_framework.checkpoint.saving import disk_errors, save
+from dlo_framework.checkpoint.state_tree import MODEL, read_state, write_state
+from dlo_framework.checkpoint.tensor_file import HashedFile, dtype_name, make_header, memory_of, read_header
+from dlo_framework.checkpoint.verify import sha256, verify
+from dlo_framework.errors import DloError
+from dlo_framework.shards import BUCKET_BYTES, Box, full_box, split_box
+
+#: Entry of the header that marks a full checkpoint in one file, as opposed to a model's weights.
+_KIND, _WHOLE = "dlo", "checkpoint"
+
+
+def to_single_file(source: Path, target: Path) -> Path:
+    """Writes a canonical checkpoint's tensors to one safetensors file, and the rest of its state beside it.
+
+    The tensors are named ``model/head.weight``, ``optimizer.0/head.weight.exp_avg``. One bucket is in memory at a time.
+
+    Returns:
+        The file of the remaining state: ``target`` with the ending ``.state.pt``.
+
+    Raises:
+        DloError: if the source is damaged, or a file cannot be written.
+    """
+    for path in (target, state_file_of(target)):
+        refuse_existing(path)
+    verify(source)
+    found = store.locate(source)
+    assert found is not None
+    manifest, rest = read_manifest(found), read_state(found / STATE)
+    tensors = {(group, name): tensor for group, named in manifest.tensors.items() for name, tensor in named.items()}
+    everything = LazyStateDict(TensorReader(found, tensors), {_flat(key): key for key in tensors}, title=str(source))
+    write_safetensors(everything, target, {_KIND: _WHOLE})
+    with _whole_file(state_file_of(target)) as file:
+        write_state(file, rest)
+    return state_file_of(target)
+
+
+def from_single_file(source: Path, target: Path) -> None:
+    """Converts a safetensors file to a canonical checkpoint.
+
+    A file of :func:`to_single_file` is restored as the checkpoint that it was. Any other file is read as a model's
+    weights, under the names in the file.
+
+    Raises:
+        DloError: if it is damaged or its state is missing, or the target cannot be written.
+    """
+    refuse_existing(target)
+    manifest, state = manifest_of_file(source), state_file_of(source)
+    if not manifest.weights_only:
+        if not state.is_file():
+            raise DloError(
+                f"{source} is a full checkpoint in one file, and {state.name} is not beside it; copy that there"
+            )
+        checkpoint = assemble(source.parent, manifest, read_state(state))
+    else:
+        tensors = {(MODEL, name): tensor for name, tensor in manifest.tensors.get(MODEL, {}).items()}
+        keys = {name: key for key in tensors for name in key[1:]}
+        weights = LazyStateDict(TensorReader(source.parent, tensors), keys, title=str(source))
+        checkpoint = {"state_dict": weights, "pytorch-lightning_version": metadata.version("lightning")}
+    save(checkpoint, target, about={"strategy": "imported", "imported_from": source.name})
+
+
+def manifest_of_file(path: Path) -> Manifest:
+    """Returns a safetensors file's content in the form of a checkpoint's manifest.
+
+    Raises:
+        DloError: if it is not a safetensors file, or damaged.
+    """
+    stored, about = read_header(path)
+    is_whole = about.get(_KIND) == _WHOLE
+    manifest = make_file_manifest(path, weights_only=not is_whole)
+    for name, place in stored.items():
+        group, own_name = _unflat(name) if is_whole else (MODEL, name)
+        chunks = [Chunk(full_box(place.shape), path.name, place.begin, place.end)] if place.begin < place.end else []
+        manifest.tensors.setdefault(group, {})[own_name] = SavedTensor(place.dtype, place.shape, chunks)
+    return manifest
+
+
+def make_file_manifest(path: Path, *, weights_only: bool) -> Manifest:
+    """Returns the manifest of a single file, without tensors."""
+    status = path.stat()
+    files = {path.name: {"bytes": status.st_size, "sha256": sha256(path)}}
+    return Manifest(0, 0, 1, status.st_mtime, {}, weights_only, {"file": path.name}, files=files)
+
+
+def _flat(key: Key) -> str:
+    """Returns a tensor's group and name as one string; a group may be a path with slashes in it."""
+    return f"{quote(key[0], safe='.')}/{key[1]}"
+
+
+def _unflat(name: str) -> Key:
+    group, _, own_name = name.partition("/")
+    return unquote(group), own_name
+
+
+def write_safetensors(
+    tensors: LazyStateDict, target: Path, about: dict[str, str], *, dtype: torch.dtype | None = None
+) -> None:
+    """Writes tensors to a safetensors file, one bucket at a time, atomically.
+
+    Args:
+        tensors: Mapping whose entries are all tensors.
+        target: File to write.
+        about: Text for the header's ``__metadata__``.
+        dtype: Type of the floating-point tensors in the file; None keeps their own.
+
+    Raises:
+        DloError: if it cannot be written.
+    """
+
+    def stored_type(name: str) -> torch.dtype:
+        own = tensors.dtype(name)
+        return dtype if dtype is not None and own.is_floating_point else own
+
+    names = sorted(tensors, key=lambda name: -stored_type(name).itemsize)
+    head, _ = make_header([(name, dtype_name(stored_type(name)), tuple(tensors.shape(name))) for name in names], about)
+    with _whole_file(target) as file:
+        file.write(head)
+        for name in names:
+            element = max(stored_type(name).itemsize, tensors.dtype(name).itemsize)
+            # Half a bucket: a slice is held twice, as the file's pages and as the bytes to write.
+            for piece in split_box(full_box(tuple(tensors.shape(name))), element, BUCKET_BYTES // 2):
+                file.write(memory_of(_read(tensors, name, piece, stored_type(name))))
+
+
+def _read(tensors: LazyStateDict, name: str, piece: Box, dtype: torch.dtype) -> Tensor:
+    target = torch.empty(piece.sizes, dtype=dtype)
+    tensors.read_part(name, piece, target)
+    return target
+
+
+def state_file_of(path: Path) -> Path:
+    """Returns the path of the state that is not tensors, beside a single safetensors file."""
+    return path.with_suffix(".state.pt")
+
+
+@contextlib.contextmanager
+def _whole_file(path: Path) -> Iterator[HashedFile]:
+    """Opens a new file that is renamed to ``path`` once it is complete and synced."""
+    # The inner one reports the free space while the partial file is still there.
+    with disk_errors(path), open_atomic(path) as partial, disk_errors(path), HashedFile(partial) as file:
+        yield file
+
+
+def refuse_existing(path: Path) -> None:
+    """Raises a DloError if there is something at the path of a file to write."""
+    if path.exists():
+        raise DloError(f"{path} exists; remove it, or choose another path")
