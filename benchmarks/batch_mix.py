@@ -33,7 +33,15 @@ from timm.data.mixup import Mixup
 from torch import Tensor
 from torchvision.transforms import v2
 
-from dlo_plugins.mixing import MODES, MixRecipe, draw_plan, mix_images, mix_targets, soft_targets, to_device
+from dlo_plugins.callbacks.batch_mix.mixing import (
+    MODES,
+    MixRecipe,
+    draw_plan,
+    mix_images,
+    mix_targets,
+    soft_targets,
+    to_device,
+)
 
 BATCH, CLASSES = 128, 1000
 MIXUP, CUTMIX = {"mixup_alpha": 1.0, "cutmix_alpha": 0.0}, {"mixup_alpha": 0.0, "cutmix_alpha": 1.0}

@@ -14,7 +14,14 @@ from PIL import Image, ImageDraw, ImageFont
 from sklearn.datasets import load_sample_images
 from torch import Tensor
 
-from dlo_plugins.mixing import MixPlan, clipped_boxes, correct_lambda, mix_images, mix_targets, to_device
+from dlo_plugins.callbacks.batch_mix.mixing import (
+    MixPlan,
+    clipped_boxes,
+    correct_lambda,
+    mix_images,
+    mix_targets,
+    to_device,
+)
 
 FILE = Path(__file__).parents[1] / "images" / "batch-mix.jpg"
 HEIGHT, WIDTH, GAP, CAPTION = 200, 300, 12, 28  # in pixels

@@ -45,16 +45,7 @@ LAYERS: dict[str, tuple[tuple[str, tuple[str, ...]], ...]] = {
         ("", ("__main__", "__init__")),
     ),
     "dlo_plugins": (
-        ("meta kernels", ("fake_kernels",)),
-        ("streams", ("copy_streams",)),
-        (
-            "techniques",
-            (
-                *("mixing", "resizing", "run_position", "batch_plan", "batch_search", "lr_suggest", "noise_meter"),
-                *("scaled_rates", "compile_log", "module_compilation", "__init__"),
-                *("compression/", "context/", "tensor/", "zero/", "pipeline/"),
-            ),
-        ),
+        ("techniques", ("__init__", "compression/", "context/", "tensor/", "zero/", "pipeline/")),
         ("FSDP, DeepSpeed", ("fsdp/", "deepspeed/")),
         ("appliers", ("appliers/",)),
         ("mesh", ("mesh/",)),

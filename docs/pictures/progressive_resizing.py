@@ -11,8 +11,8 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
 from dlo_framework.data import Position
-from dlo_plugins.resizing import GrowingSize, StepSizes
-from dlo_plugins.run_position import parse_position
+from dlo_plugins.callbacks.progressive_resizing.resizing import GrowingSize, StepSizes
+from dlo_plugins.callbacks.run_position import parse_position
 
 FILE = Path(__file__).parents[1] / "images" / "progressive-resizing.svg"
 EPOCHS, SAMPLES = 100, 1000

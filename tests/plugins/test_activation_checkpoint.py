@@ -9,11 +9,11 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy
 
+from dlo_framework.distributed.copy_streams import CopyStreams
 from dlo_framework.errors import DloError
 from dlo_framework.plan import ParallelPlan
 from dlo_plugins.appliers import activation_checkpoint
 from dlo_plugins.appliers.activation_checkpoint import _KEPT_NAMES, ActivationCheckpoint, _policy
-from dlo_plugins.copy_streams import CopyStreams
 from support.late import LateStream
 
 DEPTH, WIDTH = 4, 32

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from dlo_framework.data import Position, Window
 from dlo_framework.data.sampler import plan_epoch
 from dlo_framework.errors import DloError
-from dlo_plugins.batch_plan import (
+from dlo_plugins.callbacks.dynamic_batch_size.batch_plan import (
     LRDecay,
     NoiseEstimate,
     NoiseScale,
@@ -18,7 +18,7 @@ from dlo_plugins.batch_plan import (
     scheduled_size,
     window,
 )
-from dlo_plugins.run_position import check_max_epochs, parse_position
+from dlo_plugins.callbacks.run_position import check_max_epochs, parse_position
 
 
 @pytest.mark.parametrize(

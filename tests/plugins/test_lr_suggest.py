@@ -5,7 +5,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dlo_plugins.lr_suggest import Sweep, minimum, rescale_rates, slide, steep, suggest, sweep_rates, valley
+from dlo_plugins.callbacks.lr_finder.lr_suggest import (
+    Sweep,
+    minimum,
+    rescale_rates,
+    slide,
+    steep,
+    suggest,
+    sweep_rates,
+    valley,
+)
 
 
 def test_rates_grow_by_equal_factors_from_end_to_end():

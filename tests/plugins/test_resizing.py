@@ -11,7 +11,7 @@ from PIL import Image
 
 from dlo_framework.data import Position
 from dlo_framework.errors import DloError
-from dlo_plugins.resizing import (
+from dlo_plugins.callbacks.progressive_resizing.resizing import (
     GrowingSize,
     StepSizes,
     check_multiples,
@@ -21,7 +21,7 @@ from dlo_plugins.resizing import (
     resized_sides,
     round_down,
 )
-from dlo_plugins.run_position import parse_position
+from dlo_plugins.callbacks.run_position import parse_position
 
 SAMPLES = 1000  # of an epoch
 

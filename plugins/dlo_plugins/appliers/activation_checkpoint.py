@@ -22,9 +22,9 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 from dlo_framework.applier import Applier, Phase
+from dlo_framework.distributed.copy_streams import CopyHandle, copy_streams, empty_host_tensor
 from dlo_framework.errors import DloError
 from dlo_framework.plan import ParallelPlan
-from dlo_plugins.copy_streams import CopyHandle, copy_streams, empty_host_tensor
 from dlo_plugins.fsdp.recompute import recompute
 
 _MODES = ("full", "selective")

@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from dlo_framework.applier import Applier, Phase
 from dlo_framework.errors import DloError
 from dlo_framework.plan import ParallelPlan
-from dlo_plugins.module_compilation import CUDA_GRAPHS, compile_in_place
+from dlo_plugins.appliers.module_compilation import CUDA_GRAPHS, compile_in_place
 
 
 class CompileBlocks(Applier):

@@ -86,7 +86,7 @@ class PipelineTimeline(Callback):
 
 
 def _add_figure(logger: TensorBoardLogger, figure: Figure, step: int) -> None:
-    from dlo_plugins.callbacks.lr_finder import figure_to_array
+    from dlo_plugins.callbacks.lr_finder.lr_finder_callback import figure_to_array
 
     logger.experiment.add_image("pipeline/timeline", figure_to_array(figure), step, dataformats="HWC")
 

@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 
 from dlo_framework.plan import ParallelPlan
-from dlo_plugins.fake_kernels import FakeKernels
+from dlo_plugins.pipeline.fake_kernels import FakeKernels
 
 
 @dataclass(frozen=True)

@@ -32,7 +32,6 @@ from dlo_framework.distributed.vocab_parallel import shard_of
 from dlo_framework.errors import DloError
 from dlo_framework.mesh import Coordinates, MeshSpec
 from dlo_framework.task import Task, batch_length
-from dlo_plugins.fake_kernels import FakeKernels
 from dlo_plugins.fsdp.sharding import ShardedModule
 from dlo_plugins.fsdp.used_params import UsedParams
 from dlo_plugins.mesh.batches import slice_batch
@@ -40,6 +39,7 @@ from dlo_plugins.mesh.pipeline_options import PipelineOptions
 from dlo_plugins.mesh.pipelined_task import PipelinedTask
 from dlo_plugins.mesh.state_bytes_per_rank import RankStateBytes
 from dlo_plugins.mesh.traffic import Traffic, TrafficCounter, extrapolate
+from dlo_plugins.pipeline.fake_kernels import FakeKernels
 from dlo_plugins.pipeline.gates import StageForward, StageShapes
 from dlo_plugins.pipeline.pipeline_engine import Pipeline
 from dlo_plugins.pipeline.pipeline_schedules import make_schedule

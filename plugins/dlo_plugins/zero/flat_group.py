@@ -21,9 +21,9 @@ import torch
 from torch import Tensor, nn
 
 from dlo_framework.distributed.collectives import Communicator, Pending
+from dlo_framework.distributed.copy_streams import CopyHandle, copy_streams, empty_host_tensor
 from dlo_framework.errors import DloError
 from dlo_framework.shards import FlatShard
-from dlo_plugins.copy_streams import CopyHandle, copy_streams, empty_host_tensor
 from dlo_plugins.zero.flat_partition import FlatPartition
 
 #: Alignment in bytes, which tensor cores and vector instructions require.

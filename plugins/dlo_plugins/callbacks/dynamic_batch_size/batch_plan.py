@@ -11,7 +11,7 @@ from torch import Tensor
 
 from dlo_framework.data import Position, Window
 from dlo_framework.errors import DloError
-from dlo_plugins.run_position import RunPosition, parse_position, value_at
+from dlo_plugins.callbacks.run_position import RunPosition, parse_position, value_at
 
 Number = TypeVar("Number", float, Tensor)
 LRRule = Literal["none", "sqrt", "linear"]

@@ -20,10 +20,18 @@ from dlo_framework.data.sampler import Span, plan_epoch
 from dlo_framework.distributed.norms import shards_state
 from dlo_framework.errors import DloError
 from dlo_framework.progress import AccumulationWindow, planned_batches, refresh_epoch_length
-from dlo_plugins.batch_plan import LRDecay, LRRule, NoiseScale, grown_size, lr_factor, scheduled_size, window
-from dlo_plugins.noise_meter import NoiseMeter
-from dlo_plugins.run_position import any_percentage, check_max_epochs, parse_position
-from dlo_plugins.scaled_rates import restore_rates, scale_rates
+from dlo_plugins.callbacks.dynamic_batch_size.batch_plan import (
+    LRDecay,
+    LRRule,
+    NoiseScale,
+    grown_size,
+    lr_factor,
+    scheduled_size,
+    window,
+)
+from dlo_plugins.callbacks.dynamic_batch_size.noise_meter import NoiseMeter
+from dlo_plugins.callbacks.dynamic_batch_size.scaled_rates import restore_rates, scale_rates
+from dlo_plugins.callbacks.run_position import any_percentage, check_max_epochs, parse_position
 
 
 class DynamicBatchSize(Callback):

@@ -1,7 +1,7 @@
 """Learning-rate finder: a short sweep of learning rates before training, which suggests one of them.
 
 Leslie N. Smith, "Cyclical Learning Rates for Training Neural Networks", 2017 (arXiv 1506.01186), in fastai's form;
-:mod:`dlo_plugins.lr_suggest` has the mathematics.
+:mod:`dlo_plugins.callbacks.lr_finder.lr_suggest` has the mathematics.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from dlo_framework.atomic_file import write_atomic
 from dlo_framework.errors import DloError, did_you_mean
 from dlo_framework.rehearsal import BeforeTraining, rehearse, run_folder
 from dlo_framework.watch.monitor import is_tensorboard
-from dlo_plugins.lr_suggest import SUGGESTIONS, Sweep, rescale_rates, suggest, sweep_rates
+from dlo_plugins.callbacks.lr_finder.lr_suggest import SUGGESTIONS, Sweep, rescale_rates, suggest, sweep_rates
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -26,7 +26,7 @@ from dlo_framework.distributed.norms import shards_state
 from dlo_framework.errors import DloError
 from dlo_framework.rehearsal import BeforeTraining, Rehearsal, rehearse, run_folder
 from dlo_framework.snapshot import training_loaders
-from dlo_plugins.batch_search import (
+from dlo_plugins.callbacks.micro_batch_finder.batch_search import (
     ActivationBudget,
     BatchPool,
     count_samples,
@@ -229,7 +229,7 @@ class Trial:
         rehearsal: Rehearsal that restores all state afterwards.
         pool: Source of the batches.
         vote: Vote by which the ranks agree.
-        limit: Limit in bytes as in :class:`~dlo_plugins.batch_search.ActivationBudget`.
+        limit: Limit in bytes as in :class:`~dlo_plugins.callbacks.micro_batch_finder.batch_search.ActivationBudget`.
         epochs: Number of epochs after which the batches are assumed to come.
     """
 

@@ -20,8 +20,7 @@ from torch import nn
 from dlo_framework.errors import DloError, did_you_mean
 from dlo_framework.watch.flops import FlopCounter, is_compiled
 from dlo_framework.watch.monitor import RunMonitor, batch_size
-from dlo_plugins.compile_log import CompileLog
-from dlo_plugins.module_compilation import (
+from dlo_plugins.appliers.module_compilation import (
     CUDA_GRAPHS,
     compile_in_place,
     compiled_call,
@@ -29,6 +28,7 @@ from dlo_plugins.module_compilation import (
     moving_parameter,
     set_compiled_call,
 )
+from dlo_plugins.callbacks.compile.compile_log import CompileLog
 
 Mode = Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"]
 

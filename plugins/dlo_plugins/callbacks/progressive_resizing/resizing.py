@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 from dlo_framework.data import Position
 from dlo_framework.errors import DloError
-from dlo_plugins.run_position import RunPosition, value_at
+from dlo_plugins.callbacks.run_position import RunPosition, value_at
 
 _EPSILON = 1e-9  # relative; a rounding error must not delay a step of growth by a batch
 

@@ -8,7 +8,7 @@ import torch
 from lightning.pytorch import Trainer
 from torch import Tensor
 
-from dlo_plugins.batch_plan import NoiseEstimate, noise_and_signal
+from dlo_plugins.callbacks.dynamic_batch_size.batch_plan import NoiseEstimate, noise_and_signal
 
 
 class NoiseMeter:

@@ -18,7 +18,7 @@ from dlo_framework.data import Position, ResumableDataModule, data_parallel_coor
 from dlo_framework.errors import DloError
 from dlo_framework.model_sizes import accept_any_size, check_sizes, size_multiple
 from dlo_framework.task import batch_length
-from dlo_plugins.resizing import (
+from dlo_plugins.callbacks.progressive_resizing.resizing import (
     GrowingSize,
     StepSizes,
     check_multiples,
@@ -27,7 +27,7 @@ from dlo_plugins.resizing import (
     resize_images,
     resized_sides,
 )
-from dlo_plugins.run_position import any_percentage, check_max_epochs, parse_position
+from dlo_plugins.callbacks.run_position import any_percentage, check_max_epochs, parse_position
 
 _MULTIPLE = 32  # for a model that takes any size: the stride of most convolutional networks
 
