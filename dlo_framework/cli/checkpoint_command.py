@@ -98,16 +98,20 @@ def _verify(path: Path, level: Any) -> int:
 
 def _convert(path: Path, target: Path) -> int:
     from dlo_framework.checkpoint import locate
-    from dlo_framework.checkpoint.deepspeed_folder import import_deepspeed, is_deepspeed_folder
     from dlo_framework.checkpoint.formats import lightning_file, safetensors_file
+    from dlo_framework.checkpoint.formats.importers import find_importer
+    from dlo_framework.checkpoint.store import is_folder_checkpoint
 
     found = locate(path)
     if found is None:
         raise DloError(f"no checkpoint {path}")
-    if is_deepspeed_folder(found):
+    known = found.suffix == ".safetensors" if found.is_file() else is_folder_checkpoint(found)
+    importer = None if known else find_importer(found)
+    if importer is not None:
         if target.suffix == ".safetensors":
-            raise DloError(f"TARGET must be a folder for the DeepSpeed folder {path}, got {target}; remove the ending")
-        for note in import_deepspeed(found, target):
+            kind = f"{importer.name} {'file' if found.is_file() else 'folder'}"
+            raise DloError(f"TARGET must be a folder for the {kind} {path}, got {target}; remove the ending")
+        for note in importer.convert(found, target):
             print(f"note: {note}", file=sys.stderr)
         print(f"wrote {target}")
     elif target.suffix == ".safetensors":

@@ -7,7 +7,7 @@ import pytest
 import torch
 from lightning.pytorch import Callback, seed_everything
 
-from dlo_framework.checkpoint.deepspeed_folder import import_deepspeed, is_deepspeed_folder
+from dlo_framework.checkpoint.formats.importers import find_importer
 from dlo_framework.cli.checkpoint_command import main
 from dlo_framework.distributed.strategy import register_data_parallel
 from dlo_framework.errors import DloError
@@ -120,7 +120,7 @@ def test_deepspeeds_own_folders_become_checkpoints(tmp_path: Path, capsys: pytes
     run_distributed(_both, 3, tmp_path, backend=None)
     for name in FOLDERS:
         theirs = tmp_path / name / "theirs"
-        assert is_deepspeed_folder(theirs)
+        assert find_importer(theirs).name == "DeepSpeed"
         assert main(["convert", str(theirs), str(tmp_path / name / "made")]) == 0
         expected, found = tensors(tmp_path / name / "dlo"), tensors(tmp_path / name / "made")
         assert expected.keys() == found.keys(), name
@@ -128,6 +128,10 @@ def test_deepspeeds_own_folders_become_checkpoints(tmp_path: Path, capsys: pytes
             assert torch.equal(value, found[key].to(value.dtype)), (name, key)
     assert "restarts everything else" in capsys.readouterr().err
     assert len(train(1, "auto", resume=tmp_path / "2" / "made", max_steps=2)) == 2
+
+
+def import_folder(source: Path, target: Path) -> None:
+    find_importer(source).convert(source, target)
 
 
 def test_a_folder_that_is_unsafe_cut_or_not_whole_is_refused(tmp_path: Path) -> None:
@@ -140,10 +144,10 @@ def test_a_folder_that_is_unsafe_cut_or_not_whole_is_refused(tmp_path: Path) -> 
 
     unsafe = folder("unsafe", {"mp_rank_00_model_states.pt": {"module": {}, "hook": Both(tmp_path)}})
     with pytest.raises(DloError, match=r"refusing .*Both not allowed; nothing executed"):
-        import_deepspeed(unsafe, tmp_path / "out")
+        import_folder(unsafe, tmp_path / "out")
     cut = folder("cut", {"mp_rank_00_model_states.pt": {}, "mp_rank_01_model_states.pt": {}})
     with pytest.raises(DloError, match="tensor or pipeline parallelism has split"):
-        import_deepspeed(cut, tmp_path / "out")
+        import_folder(cut, tmp_path / "out")
     part = {"optimizer_state_dict": {"zero_stage": 2}}
     short = folder(
         "short",
@@ -153,9 +157,9 @@ def test_a_folder_that_is_unsafe_cut_or_not_whole_is_refused(tmp_path: Path) -> 
         },
     )
     with pytest.raises(DloError, match="files of 2 ranks, which saved it, got 1"):
-        import_deepspeed(short, tmp_path / "out")
+        import_folder(short, tmp_path / "out")
     (tmp_path / "gone").mkdir()
     (tmp_path / "gone" / "latest").write_text("step")
     with pytest.raises(DloError, match="names the folder step, which is not beside it"):
-        import_deepspeed(tmp_path / "gone", tmp_path / "out")
+        import_folder(tmp_path / "gone", tmp_path / "out")
     assert not (tmp_path / "out").exists()

@@ -1,6 +1,6 @@
 """Master weights that DeepSpeed's optimizer steps on this rank: flat partitions in single precision.
 
-DeepSpeed does not keep the parameters' names, so :mod:`dlo_framework.checkpoint.deepspeed_layout` finds them. This
+DeepSpeed does not keep the parameters' names, so :mod:`dlo_plugins.deepspeed.deepspeed_layout` finds them. This
 module has the common part; :mod:`dlo_plugins.deepspeed.stage12_weights` and
 :mod:`dlo_plugins.deepspeed.stage3_weights` read DeepSpeed's optimizers.
 """

@@ -13,9 +13,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from dlo_framework.checkpoint.deepspeed_layout import Stage3Layout
 from dlo_framework.distributed.checkpointing import plain_name
 from dlo_framework.shards import FlatShard
+from dlo_plugins.deepspeed.deepspeed_layout import Stage3Layout
 
 
 def is_partitioned(parameter: Tensor) -> bool:

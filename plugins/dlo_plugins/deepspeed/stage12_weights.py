@@ -14,9 +14,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dlo_framework.checkpoint.deepspeed_layout import Stage12Layout
 from dlo_framework.checkpoint.flat_slices import FlatSlice
 from dlo_framework.shards import FlatShard
+from dlo_plugins.deepspeed.deepspeed_layout import Stage12Layout
 from dlo_plugins.deepspeed.master_weights import FlatPartition, MasterWeights, check_length
 
 

@@ -13,9 +13,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dlo_framework.checkpoint.deepspeed_layout import Stage3Layout
 from dlo_framework.errors import DloError
 from dlo_framework.shards import FlatShard
+from dlo_plugins.deepspeed.deepspeed_layout import Stage3Layout
 from dlo_plugins.deepspeed.master_weights import FlatPartition, MasterWeights, check_length
 
 

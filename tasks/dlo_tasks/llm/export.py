@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from dlo_framework.checkpoint.formats.model_weights import PREFIX, model_weights
 
+from dlo_framework.checkpoint.formats.model_weights import PREFIX, model_weights
 from dlo_framework.errors import DloError
 from dlo_tasks.llm import adapters, language_models
 from dlo_tasks.llm.adapters import Lora

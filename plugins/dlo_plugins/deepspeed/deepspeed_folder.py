@@ -5,7 +5,7 @@
 - stages 0 to 2: ``mp_rank_00_model_states.pt``: the module's state, in the precision of the computation;
 - stage 3: ``zero_pp_rank_R_mp_rank_00_model_states.pt``, one a rank: buffers, and segments of frozen parameters;
 - stages 1 to 3: ``[bf16_]zero_pp_rank_R_mp_rank_00_optim_states.pt``, one a rank: flat partitions in fp32, and their
-  optimizer state, in the layout of :mod:`dlo_framework.checkpoint.deepspeed_layout`.
+  optimizer state, in the layout of :mod:`dlo_plugins.deepspeed.deepspeed_layout`.
 
 The layout is that of DeepSpeed 0.15 to 0.19.
 """
@@ -23,12 +23,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dlo_framework.checkpoint.deepspeed_layout import Stage3Layout, Stage12Layout
 from dlo_framework.checkpoint.flat_slices import FlatSlice
+from dlo_framework.checkpoint.formats.importers import CheckpointFormat, ForeignCheckpoint
 from dlo_framework.checkpoint.formats.lightning_file import name_optimizer_states
 from dlo_framework.checkpoint.formats.torch_file import make_read_error
-from dlo_framework.checkpoint.saving import save
 from dlo_framework.errors import DloError
+from dlo_plugins.deepspeed.deepspeed_layout import Stage3Layout, Stage12Layout
 
 _MODEL = re.compile(r"(?:zero_pp_rank_(?P<rank>\d+)_)?mp_rank_(?P<part>\d+)_model_states\.pt")
 _OPTIMIZER = re.compile(r"(?:[a-z0-9]+_)?zero_pp_rank_(?P<rank>\d+)_mp_rank_(?P<part>\d+)_optim_states\.pt")
@@ -60,58 +60,53 @@ _PLACEHOLDERS: list[tuple[type, str]] = [
 ]
 
 
-def is_deepspeed_folder(path: Path) -> bool:
-    """Returns whether DeepSpeed has saved a folder, or a folder inside it."""
-    return path.is_dir() and ((path / "latest").is_file() or any(_MODEL.fullmatch(f.name) for f in path.iterdir()))
+class DeepSpeedFormat(CheckpointFormat):
+    """Folder that DeepSpeed has saved, or a folder inside it."""
 
+    def recognises(self, path: Path) -> bool:
+        """Returns whether the path is such a folder."""
+        return path.is_dir() and ((path / "latest").is_file() or any(_MODEL.fullmatch(f.name) for f in path.iterdir()))
 
-def import_deepspeed(source: Path, target: Path) -> list[str]:
-    """Converts a folder that DeepSpeed has saved to a canonical checkpoint; nothing in it is executed.
+    def read(self, path: Path) -> ForeignCheckpoint:
+        """Reads a folder; nothing in it is executed.
 
-    Returns:
-        Warnings, one sentence for each part of the state that could not be converted.
-
-    Raises:
-        DloError: if a file is missing, damaged or unsafe, if tensor or pipeline parallelism has split the model, or if
-            the target cannot be written.
-    """
-    if target.exists():
-        raise DloError(f"{target} exists; remove it, or choose another path")
-    folder = _find_tagged_folder(source)
-    models, optimizers = _files(folder, _MODEL), _files(folder, _OPTIMIZER)
-    if not models:
-        raise DloError(f"{folder} holds no *_model_states.pt; choose a folder that DeepSpeed has saved")
-    states = [_read(path) for path in (models if len(optimizers) > 1 else models[:1])]
-    partitions = [_read(path)["optimizer_state_dict"] for path in optimizers]
-    first = states[0]
-    if partitions and len(partitions) != int(first.get("dp_world_size", len(partitions))):
-        raise DloError(
-            f"{folder} must hold the optimizer's files of {first['dp_world_size']} ranks, which saved it, got"
-            f" {len(partitions)}; copy the others there"
-        )
-    weights, optimizer = _weights(first), _full_optimizer(first)
-    if partitions:
-        masters, optimizer = _join_partitions(partitions, first)
-        weights |= masters | _frozen(states)
-    for name, holder in dict(first.get("shared_params") or {}).items():
-        weights[name] = weights[holder]
-    checkpoint = {key: value for key, value in first.items() if key not in _OWN}
-    checkpoint.setdefault("pytorch-lightning_version", metadata.version("lightning"))
-    checkpoint.setdefault("global_step", int(first.get("global_steps", 0)))
-    checkpoint.setdefault("epoch", 0)
-    checkpoint.setdefault("lr_schedulers", [])
-    checkpoint["state_dict"] = {_strip_wrappers(name): value for name, value in weights.items()}
-    checkpoint["optimizer_states"] = [optimizer] if optimizer is not None else []
-    notes = name_optimizer_states(checkpoint)
-    if first.get("lr_scheduler") is not None:
-        notes.append("the state of DeepSpeed's own learning-rate scheduler is dropped")
-    if "loops" not in first:
-        notes.append(
-            "it has no state of epochs, batches and Lightning's schedules: a run that resumes from it has weights and"
-            " optimizer, and restarts everything else"
-        )
-    save(checkpoint, target, about={"strategy": "imported", "imported_from": f"{source.name} (DeepSpeed)"})
-    return notes
+        Raises:
+            DloError: if a file is missing, damaged or unsafe, or if tensor or pipeline parallelism has split the model.
+        """
+        folder = _find_tagged_folder(path)
+        models, optimizers = _files(folder, _MODEL), _files(folder, _OPTIMIZER)
+        if not models:
+            raise DloError(f"{folder} holds no *_model_states.pt; choose a folder that DeepSpeed has saved")
+        states = [_read(path) for path in (models if len(optimizers) > 1 else models[:1])]
+        partitions = [_read(path)["optimizer_state_dict"] for path in optimizers]
+        first = states[0]
+        if partitions and len(partitions) != int(first.get("dp_world_size", len(partitions))):
+            raise DloError(
+                f"{folder} must hold the optimizer's files of {first['dp_world_size']} ranks, which saved it, got"
+                f" {len(partitions)}; copy the others there"
+            )
+        weights, optimizer = _weights(first), _full_optimizer(first)
+        if partitions:
+            masters, optimizer = _join_partitions(partitions, first)
+            weights |= masters | _frozen(states)
+        for name, holder in dict(first.get("shared_params") or {}).items():
+            weights[name] = weights[holder]
+        checkpoint = {key: value for key, value in first.items() if key not in _OWN}
+        checkpoint.setdefault("pytorch-lightning_version", metadata.version("lightning"))
+        checkpoint.setdefault("global_step", int(first.get("global_steps", 0)))
+        checkpoint.setdefault("epoch", 0)
+        checkpoint.setdefault("lr_schedulers", [])
+        checkpoint["state_dict"] = {_strip_wrappers(name): value for name, value in weights.items()}
+        checkpoint["optimizer_states"] = [optimizer] if optimizer is not None else []
+        notes = name_optimizer_states(checkpoint)
+        if first.get("lr_scheduler") is not None:
+            notes.append("the state of DeepSpeed's own learning-rate scheduler is dropped")
+        if "loops" not in first:
+            notes.append(
+                "it has no state of epochs, batches and Lightning's schedules: a run that resumes from it has weights"
+                " and optimizer, and restarts everything else"
+            )
+        return ForeignCheckpoint(checkpoint, notes)
 
 
 # --- files ---------------------------------------------------------------------------------------------------
