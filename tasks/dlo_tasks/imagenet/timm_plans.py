@@ -144,9 +144,9 @@ def twins_plan(model: Twins) -> ParallelPlan:
 
 def _present(model: nn.Module, names: tuple[str, ...]) -> tuple[str, ...]:
     """Returns those of the names that have a parameter or buffer in `model`."""
-    held = {name.split(".")[0] for name in model.state_dict()}
-    held |= {name.split(".")[0] for name, _ in model.named_buffers()}
-    return tuple(name for name in names if name in held)
+    tensors = (*model.named_parameters(remove_duplicate=False), *model.named_buffers())
+    present = {name.split(".")[0] for name, _ in tensors}
+    return tuple(name for name in names if name in present)
 
 
 def _matches(model: nn.Module, pattern: str) -> bool:
