@@ -33,6 +33,7 @@ LAYERS: dict[str, tuple[tuple[str, tuple[str, ...]], ...]] = {
                 "strategy_contract",
                 "model_sizes",
                 "batch_transform",
+                "recompute",
             ),
         ),
         ("data and state", ("registry/", "data/", "checkpoint/")),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import re
 from types import SimpleNamespace
@@ -20,12 +21,12 @@ from torch.utils._pytree import tree_leaves
 
 from dlo_framework.distributed.meta_init import Initialiser, check_initialisable, on_meta
 from dlo_framework.errors import DloError
+from dlo_framework.recompute import recompute
 from dlo_framework.registry import Registry
 from dlo_framework.tensor_slice import Layout
 from dlo_plugins.appliers.fully_shard import FullyShard
 from dlo_plugins.fsdp.data_mesh import check_reshard, mesh_sizes
 from dlo_plugins.fsdp.precision_policy import mixed_precision
-from dlo_plugins.fsdp.recompute import recompute
 from dlo_plugins.fsdp.row_shards import row_range
 from dlo_plugins.fsdp.sharding import find_roots, match_units, separable_units
 from dlo_plugins.fsdp.used_params import UsedParams
@@ -295,6 +296,23 @@ def test_recomputing_keeps_inputs_alone_and_gives_the_same_gradients() -> None:
     assert torch.equal(found[0][0], found[1][0])
     assert all(torch.equal(one, other) for one, other in zip(found[0][1], found[1][1], strict=True))
     assert [kept for *_, kept in found] == [True, False]
+
+
+def test_one_option_says_how_a_block_recomputes() -> None:
+    block = nn.Linear(4, 4)
+    recompute([block])
+    recompute([block])
+    with pytest.raises(DloError, match=r"recompute by one option.*got Linear that recomputes already; leave out"):
+        recompute([block], context_fn=_contexts)
+    selective = nn.Linear(4, 4)
+    for context_fn in (_contexts, _contexts, None):
+        recompute([selective], context_fn)
+    with pytest.raises(DloError, match="by one option"):
+        recompute([selective], holding=lambda inputs: contextlib.nullcontext())
+
+
+def _contexts() -> Any:
+    return contextlib.nullcontext(), contextlib.nullcontext()
 
 
 class Named(nn.Module):

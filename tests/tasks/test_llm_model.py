@@ -27,6 +27,7 @@ from dlo_tasks.llm.adapters import Lora
 from dlo_tasks.llm.causal_lm import CausalLM
 from dlo_tasks.llm.evaluation import count_token_bytes
 from dlo_tasks.llm.generation import Sampling, complete_ids, end_tokens, pad_left
+from support.causal_types import tiny
 from support.texts import word_tokenizer
 
 TEXT = "def add(a, b):\n    return a + b\n\n\ndef größer(x):\n    return x > 0  # ≥ wäre 1\n"
@@ -170,6 +171,28 @@ def test_the_loss_is_the_mean_over_the_tokens_of_the_step() -> None:
     assert loss({**last, "tokens_in_step": 4 * tokens}).item() == pytest.approx(alone.item() / 4)
     nothing = {**last, "labels": torch.full_like(last["labels"], -100), "tokens_in_step": torch.tensor(0)}
     assert loss(nothing) == 0
+
+
+@pytest.mark.parametrize("family", ["llama", "ctrl"])  # transformers itself has no recomputation for CTRL.
+def test_recomputation_keeps_less_and_gives_the_same_gradients(family: str) -> None:
+    found = []
+    for recomputed in (False, True):
+        seed_everything(0, verbose=False)
+        task = CausalLM(config=tiny(family, dropout=False), recompute=recomputed)
+        task.configure_model()
+        ids, kept = torch.randint(64, (2, 32), generator=torch.Generator().manual_seed(1)), 0
+
+        def keep(tensor: torch.Tensor) -> torch.Tensor:
+            nonlocal kept
+            kept += tensor.numel()
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            loss = task.training_step({"input_ids": ids, "labels": ids}, 0)["loss"]
+        loss.backward()
+        found.append((kept, [parameter.grad for parameter in task.parameters()]))
+    assert found[1][0] < 0.6 * found[0][0]
+    assert all(torch.equal(one, other) for one, other in zip(found[0][1], found[1][1], strict=True))  # type: ignore[arg-type]
 
 
 def test_compiled_blocks_learn_the_same(tmp_path: Path) -> None:

@@ -10,7 +10,6 @@ which costs next to nothing.
 
 from __future__ import annotations
 
-import functools
 import weakref
 from typing import Any, ClassVar, Literal
 
@@ -25,7 +24,7 @@ from dlo_framework.applier import Applier, Phase
 from dlo_framework.distributed.copy_streams import CopyHandle, copy_streams, empty_host_tensor
 from dlo_framework.errors import DloError
 from dlo_framework.plan import ParallelPlan
-from dlo_plugins.fsdp.recompute import recompute
+from dlo_framework.recompute import recompute
 
 _MODES = ("full", "selective")
 #: Device types whose tensors are not offloaded.
@@ -85,7 +84,7 @@ class ActivationCheckpoint(Applier):
             plan: Plan that names the blocks.
 
         Raises:
-            DloError: The plan has no blocks.
+            DloError: The plan has no blocks, or they recompute already in another way.
         """
         blocks = [module.get_submodule(name) for name in plan.block_names(module)]
         if not blocks:
@@ -93,10 +92,13 @@ class ActivationCheckpoint(Applier):
                 f"the parallel plan must name blocks for ActivationCheckpoint, got none of {type(module).__name__};"
                 " name them in Task.parallel_plan: ParallelPlan(blocks=(...))"
             )
-        context_fn = None
-        if self.mode == "selective":
-            context_fn = functools.partial(create_selective_checkpoint_contexts, _policy)
+        context_fn = _selective_contexts if self.mode == "selective" else None
         recompute(blocks[:: self.every], context_fn, _InputsOnCpu() if self.offload else None)
+
+
+def _selective_contexts() -> Any:
+    """Returns the contexts of a forward and of its recomputation that keep the outputs of selected operators."""
+    return create_selective_checkpoint_contexts(_policy)
 
 
 def _policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:

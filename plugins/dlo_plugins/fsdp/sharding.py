@@ -21,13 +21,13 @@ from dlo_framework.distributed.local_memory import local_tensor
 from dlo_framework.distributed.meta_init import Initialiser
 from dlo_framework.errors import DloError, did_you_mean
 from dlo_framework.plan import ParallelPlan
+from dlo_framework.recompute import recompute
 from dlo_framework.shards import full_box as whole_box
 from dlo_framework.shards import held_boxes, slice_view
 from dlo_framework.tensor_slice import Layout
 from dlo_plugins.fsdp.data_mesh import REPLICATE, SHARD
 from dlo_plugins.fsdp.fsdp_collectives import ComplexReduceScatter, PairwiseAllGather, PairwiseReduceScatter
 from dlo_plugins.fsdp.precision_policy import unit_policy
-from dlo_plugins.fsdp.recompute import recompute
 from dlo_plugins.fsdp.step_state import drop_step_state
 from dlo_plugins.fsdp.unused_params import reduce_unused_params
 

@@ -159,17 +159,6 @@ def freeze_unused_by_text(model: Any) -> None:
                 parameter.requires_grad_(False)
 
 
-def enable_recompute(model: Any) -> None:
-    """Enables recomputation: blocks keep only their inputs for backward, and recompute all other activations.
-
-    transformers 5.23 calls it activation checkpointing, versions before it gradient checkpointing.
-    """
-    if hasattr(model, "activation_checkpointing_enable"):
-        model.activation_checkpointing_enable(activation_checkpointing_kwargs={"use_reentrant": False})
-    else:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-
-
 def _owns(pattern: str, name: str) -> bool:
     return ParallelPlan(tensor={pattern: Rule.COLUMN}).rule_for(name) is Rule.COLUMN
 

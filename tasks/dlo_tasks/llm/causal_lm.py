@@ -19,6 +19,7 @@ from dlo_framework.data import gradient_ranks
 from dlo_framework.distributed.data_parallel_mean import mean_over_data
 from dlo_framework.errors import DloError
 from dlo_framework.plan import ParallelPlan
+from dlo_framework.recompute import recompute
 from dlo_framework.strategy_contract import contract_of
 from dlo_framework.task import Task
 from dlo_framework.units import format_bytes
@@ -246,7 +247,7 @@ class CausalLM(Task):
             adapters.freeze_parameters(model, self.frozen)
         adapters.freeze_unused_by_text(model)
         if self.recompute:
-            adapters.enable_recompute(model)
+            recompute(language_models.recomputed_layers(model))
         return model
 
     def setup(self, stage: str) -> None:

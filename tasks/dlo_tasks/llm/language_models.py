@@ -248,6 +248,14 @@ def tokenizer_source(model: str | None) -> str | None:
     return str(folder) if has_tokenizer(folder) else None
 
 
+def recomputed_layers(model: PreTrainedModel) -> list[nn.Module]:
+    """Returns the layers that recompute their activations: those that transformers marks, else the plan's blocks."""
+    from transformers.modeling_layers import GradientCheckpointingLayer
+
+    marked = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+    return marked or list(find_blocks(model)[1])
+
+
 def find_head(model: PreTrainedModel) -> VocabularyHead:
     """Returns the head that turns the base model's hidden states into logits."""
     config = text_config(model.config)

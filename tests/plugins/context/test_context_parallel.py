@@ -13,10 +13,10 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from dlo_framework.errors import DloError
 from dlo_framework.plan import ParallelPlan
+from dlo_framework.recompute import recompute
 from dlo_framework.testing import run_distributed
 from dlo_plugins.appliers.activation_checkpoint import ActivationCheckpoint
 from dlo_plugins.appliers.context_parallel import ContextParallel
-from dlo_plugins.fsdp.recompute import recompute
 from dlo_tasks.llm.language_plans import plan_for
 
 LAYERS, WIDTH, HEADS, KV_HEADS, VOCABULARY = 3, 32, 4, 2, 50

@@ -15,6 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from dlo_framework.errors import DloError
+
 
 class _Recomputed:
     """Forward of a module that keeps only its inputs for backward; recomputation draws the same random numbers.
@@ -31,7 +33,7 @@ class _Recomputed:
         context_fn: Callable[[], Any] | None = None,
         holding: Callable[[Any], contextlib.AbstractContextManager[Any]] | None = None,
     ) -> None:
-        self.forward = forward
+        self.forward, self.context_fn = forward, context_fn
         self.options: dict[str, Any] = {} if context_fn is None else {"context_fn": context_fn}
         self.holding = holding
         functools.update_wrapper(self, forward)
@@ -54,10 +56,11 @@ def recompute(
     context_fn: Callable[[], Any] | None = None,
     holding: Callable[[Any], contextlib.AbstractContextManager[Any]] | None = None,
 ) -> None:
-    """Makes modules recompute their activations in backward; a module that already does is left alone.
+    """Makes modules recompute their activations in backward; all recomputation of dlo is by this function.
 
-    ``forward`` is replaced on the object, so that names and types do not change, and hooks of the module, such as
-    FSDP's gathering, run outside.
+    A module that recomputes already is left alone, so that two options that ask for it agree. ``forward`` is replaced
+    on the object, so that names and types do not change, and hooks of the module, such as FSDP's gathering, run
+    outside.
 
     Args:
         modules: Modules whose activations are recomputed.
@@ -65,7 +68,16 @@ def recompute(
             none are.
         holding: Function that gets a module's inputs and returns a context in which they are saved elsewhere for
             backward.
+
+    Raises:
+        DloError: A module recomputes already, and not in the way that is asked for here.
     """
     for module in modules:
-        if not isinstance(module.__dict__.get("forward"), _Recomputed):
+        present = module.__dict__.get("forward")
+        if not isinstance(present, _Recomputed):
             module.forward = _Recomputed(module.forward, context_fn, holding)
+        elif (context_fn, type(holding)) not in ((None, type(None)), (present.context_fn, type(present.holding))):
+            raise DloError(
+                "blocks must recompute by one option where it is selective or offloads, got"
+                f" {type(module).__name__} that recomputes already; leave out recompute: true of the task or strategy"
+            )
