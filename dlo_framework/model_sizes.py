@@ -173,7 +173,7 @@ def check_sizes(module: nn.Module, sizes: Iterable[Size], base: Size) -> None:
         if why is not None:
             fix = "use a ViT, a CoAtNet or a convolutional network"
             if getattr(model, "dynamic_img_size", True) is False:
-                fix = "build it with dynamic_img_size: true (ImageClassifier: in model_args)"
+                fix = "build it with dynamic_img_size: true (of a task: in model_args)"
             raise DloError(
                 f"{_name(model)}: images must have the size that it was built for, {base[0]} x {base[1]} pixels, got"
                 f" {size[0]} x {size[1]} ({why}); {fix}, or set the size to {base[0]}"

@@ -67,7 +67,7 @@ def check_end(trainer: Trainer) -> None:
     if math.isinf(epochs_of_run(trainer)) and trainer.max_steps < 0:
         raise DloError(
             "trainer.max_epochs or trainer.max_steps must be set for a schedule, got neither; set one of them, or"
-            " remove the schedule (ImageClassifier: schedule: constant)"
+            " remove the schedule (of a task: schedule: constant)"
         )
 
 

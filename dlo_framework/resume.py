@@ -105,7 +105,7 @@ def _load_trained_weights(trainer: Trainer, pl_module: LightningModule, checkpoi
     trainer.strategy.load_model_state_dict(trained, strict=pl_module.strict_loading)
     rank_zero_info(
         "the checkpoint is of a run that averages its weights, which this one does not: training goes on from the"
-        " trained weights, and the average is dropped; to keep it, add WeightEMA (ImageClassifier: ema_decay)"
+        " trained weights, and the average is dropped; to keep it, add WeightEMA (of a task: ema_decay)"
     )
 
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import yaml
 
+from dlo_framework.cli.launcher_args import translate_options
 from dlo_framework.cli.shipped_configs import resolve_config
 from dlo_framework.errors import DloError
 
@@ -44,7 +45,7 @@ def scan(argv: list[str]) -> ConfigScan:
     configs: dict[str, Any] = {}
     plugins: list[str] = []
     strings: list[str] = []
-    for option, value in _iterate_options(argv):
+    for option, value in translate_options(_iterate_options(argv)):
         if option in ("--config", "-c") and value is not None:
             path = resolve_config(value)
             configs[path] = read_config(path)

@@ -1,32 +1,36 @@
-"""Translation of the arguments that launchers and DeepSpeed scripts add to a command line.
+"""Arguments that launchers and other tools' scripts add to a command line.
 
-DeepSpeed's launcher starts a script as ``dlo --local_rank=1 fit ...``, with the same number in the environment. Scripts
-for DeepSpeed take ``--deepspeed --deepspeed_config ds.json``, which ``deepspeed.add_config_arguments`` defines, so job
-files contain them.
+A launcher may start a script as ``dlo --local_rank=1 fit ...``, with the same number in the environment. Job files for
+other tools contain options of those tools; a plug-in translates them, by an entry point in the group
+``dlo_framework.options``. Its name is the option; its function takes the option's value, empty if there is none, and
+returns dlo's options by name::
+
+    dlo_framework.options =
+        other_config = my_package.options:use_other_config
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from importlib import metadata
 
 from dlo_framework.errors import DloError
+from dlo_framework.registry.entry_points import load_function
 
-#: Short name of the strategy that reads a DeepSpeed JSON.
-BRIDGE = "DeepSpeedBridge"
+GROUP = "dlo_framework.options"
 
 _LOCAL_RANK = ("--local_rank", "--local-rank")
-_SWITCH, _CONFIG = "--deepspeed", "--deepspeed_config"
 
 
-def translate_launcher_args(words: Sequence[str], environment: Mapping[str, str]) -> list[str]:
-    """Returns a command line without a launcher's arguments, and with DeepSpeed's arguments translated to dlo's.
+def remove_local_rank(words: Sequence[str], environment: Mapping[str, str]) -> list[str]:
+    """Returns a command line without a launcher's ``--local_rank``.
 
     Args:
         words: Arguments after ``dlo``.
         environment: Environment variables, in which launchers set the rank too.
 
     Raises:
-        DloError: If the local rank is missing from the environment or differs from it, or a config has no file.
+        DloError: If the local rank is missing from the environment or differs from it.
     """
     result: list[str] = []
     remaining = iter(words)
@@ -34,9 +38,7 @@ def translate_launcher_args(words: Sequence[str], environment: Mapping[str, str]
         name, _, value = word.partition("=")
         if name in _LOCAL_RANK:
             _check_rank(value or next(remaining, ""), environment)
-        elif name == _CONFIG:
-            result += _strategy(value or next(remaining, ""))
-        elif word != _SWITCH:
+        else:
             result.append(word)
     return result
 
@@ -46,13 +48,21 @@ def _check_rank(given: str, environment: Mapping[str, str]) -> None:
     if known is None:
         raise DloError(
             f"--local_rank must come from a launcher that sets LOCAL_RANK, got {given} without it; start dlo with"
-            " `deepspeed` or `torchrun`, or remove --local_rank and set --trainer.devices"
+            " `torchrun` or another launcher, or remove --local_rank and set --trainer.devices"
         )
     if given != known:
         raise DloError(f"--local_rank must equal LOCAL_RANK {known}, got {given}; remove --local_rank")
 
 
-def _strategy(file: str) -> Iterator[str]:
-    if not file or file.startswith("-"):
-        raise DloError(f"{_CONFIG} must be a DeepSpeed JSON, got {file or 'nothing'}; write {_CONFIG} ds.json")
-    yield from ("--trainer.strategy.class_path", BRIDGE, "--trainer.strategy.init_args.config", file)
+def translate_options(options: Iterable[tuple[str, str | None]]) -> Iterator[tuple[str, str | None]]:
+    """Yields (option, value) pairs, with the options that plug-ins translate replaced by dlo's own.
+
+    Raises:
+        DloError: If a plug-in's function cannot be imported, or refuses the value.
+    """
+    functions = {f"--{point.name}": point for point in metadata.entry_points(group=GROUP)}
+    for option, value in options:
+        if option in functions:
+            yield from load_function(functions[option], f"option '{option}'")(value or "").items()
+        else:
+            yield option, value

@@ -85,6 +85,8 @@ class DloCLI(LightningCLI):
 
     #: Text of ``--help`` for the command; None keeps Lightning's text on the trainer's method.
     description: str | None = None
+    #: Words that call the command, for usage lines; None for ``dlo`` and the trainer's method.
+    prog: str | None = None
 
     def __init__(self, found: ConfigScan) -> None:
         self.command = found.argv[0]
@@ -164,10 +166,12 @@ class DloCLI(LightningCLI):
         Raises:
             ParseError: If the parser refuses the arguments; holds the known keys.
         """
+        own = self._subcommand_parsers[self.command]
+        own.prog = self.prog or own.prog
         try:
             self.config = parser.parse_args(args)
         except ParseError as error:
-            error.known_keys = [action.dest for action in self._subcommand_parsers[self.command]._actions]
+            error.known_keys = [action.dest for action in own._actions]
             raise
 
     def _parse_ckpt_path(self) -> None:

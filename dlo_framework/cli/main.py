@@ -8,24 +8,9 @@ import signal
 import sys
 
 from dlo_framework._version import __version__
-from dlo_framework.cli.launcher_args import translate_launcher_args
-from dlo_framework.errors import DloError, did_you_mean, worker_message
-
-RUN_COMMANDS = {
-    "fit": "train a model, validating as it goes",
-    "validate": "evaluate a checkpoint on the validation data",
-    "test": "evaluate a checkpoint on the test data",
-    "predict": "run a checkpoint on data without targets",
-}
-OTHER_COMMANDS = {
-    "lr-find": "try learning rates before a training, and suggest one",
-    "checkpoint": "show, check, convert or export a checkpoint",
-    "mesh": "draw which rank holds which shards of a model, without starting a process",
-    "deepspeed-config": "translate a config to a DeepSpeed JSON, or a DeepSpeed JSON to a config",
-    "parity": "train on several ranks and as one process, and compare step by step",
-    "plugins": "list the plug-ins, show one, or write a new one",
-    "configs": "list the shipped configs, or print one",
-}
+from dlo_framework.cli.command_table import RUN_COMMANDS, format_commands, load_command
+from dlo_framework.cli.launcher_args import remove_local_rank
+from dlo_framework.errors import DloError, worker_message
 
 HELP = """usage: dlo COMMAND [options]
 
@@ -43,11 +28,9 @@ examples:
   dlo fit --config my.yaml --trainer.max_epochs 5
   dlo fit --config my.yaml --ckpt_path last
   dlo validate --config my.yaml --ckpt_path best
-  dlo lr-find --config my.yaml
-  dlo mesh --config my.yaml --ranks 16
   dlo parity --config my.yaml --devices 2 --trainer.strategy ddp
-  dlo deepspeed-config ds.json
-  dlo plugins show OneCycle"""
+  dlo plugins show WeightEMA
+{examples}"""
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -63,7 +46,7 @@ def main(argv: list[str] | None = None) -> int:
         faulthandler.enable()  # A crash in native code prints the Python line that led to it.
     words = sys.argv[1:] if argv is None else argv
     try:
-        return _dispatch(translate_launcher_args(words, os.environ))
+        return _dispatch(remove_local_rank(words, os.environ))
     except DloError as error:
         return _refuse(error)
     except KeyboardInterrupt:
@@ -81,45 +64,19 @@ def main(argv: list[str] | None = None) -> int:
 def _dispatch(words: list[str]) -> int:
     command = words[0] if words else "--help"
     if command in ("-h", "--help"):
-        commands = RUN_COMMANDS | OTHER_COMMANDS
-        width = max(map(len, commands))
-        print(HELP.format(commands="\n".join(f"  {name:<{width}}  {text}" for name, text in commands.items())))
+        commands, examples = format_commands()
+        print(HELP.format(commands=commands, examples=examples).rstrip())
         return 0
     if command == "--version":
         from dlo_framework.versions import format_versions
 
         print(format_versions())
         return 0
-    if command == "plugins":
-        from dlo_framework.cli import plugins_command
-
-        return plugins_command.main(words[1:])
-    if command == "checkpoint":
-        from dlo_framework.cli import checkpoint_command
-
-        return checkpoint_command.main(words[1:])
-    if command == "configs":
-        from dlo_framework.cli import configs_command
-
-        return configs_command.main(words[1:])
-    if command == "mesh":
-        from dlo_framework.cli import mesh_command
-
-        return mesh_command.main(words[1:])
-    if command == "deepspeed-config":
-        from dlo_framework.cli import deepspeed_config_command
-
-        return deepspeed_config_command.main(words[1:])
-    if command == "parity":
-        from dlo_framework.cli import parity_command
-
-        return parity_command.main(words[1:])
-    if command in RUN_COMMANDS or command == "lr-find":
+    if command in RUN_COMMANDS:
         from dlo_framework.cli.run import run
 
         return run(words)
-    known = [*RUN_COMMANDS, *OTHER_COMMANDS]
-    raise DloError(f"unknown command '{command}'{did_you_mean(command, known) or ';'} available: {', '.join(known)}")
+    return load_command(command)(words[1:]) or 0
 
 
 def _interrupted(*, own_process: bool) -> int:

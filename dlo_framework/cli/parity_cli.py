@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 from lightning.pytorch import Trainer, seed_everything
-from lightning.pytorch.cli import LightningArgumentParser
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from dlo_framework.cli.config_scan import ConfigScan
@@ -22,6 +21,8 @@ class ParityCLI(DloCLI):
         found: Scanned command line, with ``fit`` as its command.
     """
 
+    prog = "dlo parity"
+
     def __init__(self, found: ConfigScan) -> None:
         self._is_open = False
         silence_lightning()
@@ -31,11 +32,6 @@ class ParityCLI(DloCLI):
             raise DloError("parity: --ckpt_path must be unset; remove it: both runs start from the config's weights")
         check_strategy(config.trainer.strategy)
         self._is_open = True
-
-    def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
-        """Parses the arguments; usage lines name ``dlo parity``."""
-        self._subcommand_parsers[self.command].prog = "dlo parity"
-        super().parse_arguments(parser, args)
 
     def instantiate_classes(self) -> None:
         """Builds model and data when :meth:`train` or :meth:`check` calls it, not in the constructor."""

@@ -1,4 +1,4 @@
-"""``dlo fit | validate | test | predict``: Lightning's command line with dlo's plug-ins, run folder and errors."""
+"""``dlo fit | validate | test | predict``, and what commands with the same options share: process, plug-ins, errors."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ import os
 import re
 import sys
 import warnings
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from dlo_framework import runs
 from dlo_framework.cli.config_scan import ConfigScan, scan
@@ -18,15 +19,17 @@ from dlo_framework.errors import DloError, OrderlyEnd, is_agreed
 if TYPE_CHECKING:
     from dlo_framework.registry import Registry
 
-LR_FIND = "lr-find"
 _DRIVER = Path("/proc/driver/nvidia/version")
+
+#: Command line of Lightning's, or one derived from dlo's own.
+CLI = TypeVar("CLI")
 
 
 def run(argv: list[str]) -> int:
-    """Runs one command.
+    """Runs ``fit``, ``validate``, ``test`` or ``predict``.
 
     Args:
-        argv: Arguments after ``dlo``, the command first. ``lr-find`` takes those of ``fit``.
+        argv: Arguments after ``dlo``, the command first.
 
     Returns:
         Exit code.
@@ -34,34 +37,44 @@ def run(argv: list[str]) -> int:
     Raises:
         DloError: If the input is invalid, before processes start or data loads.
     """
-    sweep = argv[0] == LR_FIND
-    # Before the imports below, which take five seconds: a missing file is reported at once.
-    found = scan(["fit", *argv[1:]] if sweep else argv)
+
+    def build(found: ConfigScan) -> None:
+        from dlo_framework.cli.lightning_cli import DloCLI
+
+        DloCLI(found)
+
+    # Before the imports, which take five seconds: a missing file is reported at once.
+    return train(scan(argv), build)
+
+
+def train(found: ConfigScan, build: Callable[[ConfigScan], object]) -> int:
+    """Builds a command line that trains or evaluates in its constructor, as LightningCLI does.
+
+    Args:
+        found: Scanned command line.
+        build: Function that builds it; it imports torch and Lightning itself, because the process is prepared before.
+
+    Returns:
+        Exit code; 0 also after an :class:`~dlo_framework.errors.OrderlyEnd`.
+
+    Raises:
+        DloError: If the input is invalid.
+    """
     registry = prepare_process(found)
     try:
-        return _run(found, registry, sweep)
+        return _train(found, build, registry)
     except BaseException as error:
         _exit_with_ranks(error)
         raise
 
 
-def _run(found: ConfigScan, registry: Registry, sweep: bool) -> int:
+def _train(found: ConfigScan, build: Callable[[ConfigScan], object], registry: Registry) -> int:
     from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
-    from dlo_framework.cli.lightning_cli import DloCLI, ParseError
-    from dlo_framework.cli.lr_find import FINDER, LRFindCLI, SweepDone
-    from dlo_framework.cli.parse_errors import explain_parse_error
     from dlo_framework.stop import RunStopped
 
     try:
-        if sweep:
-            LRFindCLI(found, registry.load(FINDER, "callback"))
-        else:
-            DloCLI(found)
-    except SweepDone:
-        return 0
-    except ParseError as error:
-        raise explain_parse_error(error, found, registry) from None
+        _build(found, build, registry)
     except MisconfigurationException as error:
         raise DloError(str(error)) from error
     except RuntimeError as error:
@@ -77,7 +90,32 @@ def _run(found: ConfigScan, registry: Registry, sweep: bool) -> int:
         if runs.is_first_process():
             print(stopped, file=sys.stderr)
         return stopped.exit_code
+    except OrderlyEnd:
+        return 0
     return 0
+
+
+def build_cli(found: ConfigScan, build: Callable[[ConfigScan], CLI]) -> CLI:
+    """Returns a command line that only inspects the parts of a run, after its plug-ins are imported.
+
+    Args:
+        found: Scanned command line.
+        build: Function that builds it, as for :func:`train`.
+
+    Raises:
+        DloError: If the parser or a part refuses its options.
+    """
+    return _build(found, build, prepare_process(found))
+
+
+def _build(found: ConfigScan, build: Callable[[ConfigScan], CLI], registry: Registry) -> CLI:
+    from dlo_framework.cli.lightning_cli import ParseError
+    from dlo_framework.cli.parse_errors import explain_parse_error
+
+    try:
+        return build(found)
+    except ParseError as error:
+        raise explain_parse_error(error, found, registry) from None
 
 
 def _exit_with_ranks(error: BaseException) -> None:

@@ -16,6 +16,8 @@ import traceback
 from types import FrameType, TracebackType
 from typing import Any, NamedTuple
 
+from dlo_framework.registry.entry_points import own_packages
+
 #: Functions of Lightning (2.6) that call hooks, and the local variable in each with the hook's name.
 _CALLS_HOOKS = {
     "_call_callback_hooks": "hook_name",
@@ -96,7 +98,7 @@ def _is_librarys(frame: FrameType) -> bool:
 
 
 def _is_dlos(frame: FrameType) -> bool:
-    return _package(frame) in ("dlo_framework", "dlo_plugins", "dlo_tasks")
+    return _package(frame) in own_packages()
 
 
 def _package(frame: FrameType) -> str:

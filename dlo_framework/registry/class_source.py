@@ -117,12 +117,32 @@ def read_summary(target: str) -> str:
     return summary_of(ast.get_docstring(_find(target).node) or "")
 
 
+def read_function_doc(target: str) -> str:
+    """Returns a function's docstring, empty if it has none.
+
+    Args:
+        target: Function as ``module:function``, in the module that defines it.
+
+    Raises:
+        SourceNotFoundError: if the module, its source, or the function cannot be found.
+    """
+    module, _, name = target.partition(":")
+    for node in _find_module(module).statements():
+        if isinstance(node, ast.FunctionDef) and node.name == name:
+            return ast.get_docstring(node) or ""
+    raise SourceNotFoundError(f"no function {name} in {module}")
+
+
+def _find_module(name: str) -> _Module:
+    home = _Module.find(name)
+    if home is None:
+        raise SourceNotFoundError(f"no module {name}")
+    return home
+
+
 def _find(target: str) -> _Class:
     module, _, name = target.partition(":")
-    home = _Module.find(module)
-    if home is None:
-        raise SourceNotFoundError(f"no module {module}")
-    found = home.find_class(name)
+    found = _find_module(module).find_class(name)
     if found is None:
         raise SourceNotFoundError(f"no class {name} in {module}")
     return found

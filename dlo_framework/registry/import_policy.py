@@ -10,18 +10,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from dlo_framework.errors import DloError, nearest
+from dlo_framework.registry.entry_points import own_packages
 
-#: Packages whose classes a config may always name.
-ALLOWED_ROOTS = (
-    "torch",
-    "torchvision",
-    "lightning",
-    "timm",
-    "transformers",
-    "dlo_framework",
-    "dlo_plugins",
-    "dlo_tasks",
-)
+#: Libraries whose classes a config may always name.
+_LIBRARIES = ("torch", "torchvision", "lightning", "timm", "transformers")
 
 #: Paths in them that run, unpickle or download what an argument names; training needs none of them in YAML.
 DENIED_PATHS = (
@@ -40,6 +32,11 @@ DENIED_PATHS = (
 
 #: Packages with the same classes under names that Lightning's own type checks do not accept.
 _RENAMED = {"pytorch_lightning": "lightning.pytorch", "lightning_fabric": "lightning.fabric"}
+
+
+def allowed_roots() -> tuple[str, ...]:
+    """Returns the packages whose classes a config may always name: libraries, and dlo's own."""
+    return (*_LIBRARIES, *own_packages())
 
 
 def check_class_path(path: str, allowed: Iterable[str]) -> None:
@@ -67,14 +64,14 @@ def check_class_path(path: str, allowed: Iterable[str]) -> None:
         )
     raise DloError(
         f"class_path '{path}' is refused: a config may name plug-ins, modules listed under plugins:, and "
-        f"{', '.join(ALLOWED_ROOTS)}; {_suggest_fix(path, parts)}"
+        f"{', '.join(allowed_roots())}; {_suggest_fix(path, parts)}"
     )
 
 
 def _suggest_fix(path: str, parts: list[str]) -> str:
     if parts[0] in _RENAMED:
         return f"write '{'.'.join([_RENAMED[parts[0]], *parts[1:]])}'"
-    near = nearest(parts[0], ALLOWED_ROOTS)
+    near = nearest(parts[0], allowed_roots())
     if near:
         return f"did you mean '{'.'.join([near, *parts[1:]])}'?"
     return f"if you trust it, add 'plugins: [{path.rpartition('.')[0]}]' to the config"

@@ -20,7 +20,7 @@ from types import ModuleType
 
 from dlo_framework.errors import DloError, did_you_mean
 from dlo_framework.registry.entry_points import GROUP_PREFIX, KINDS, Plugin, read_entry_points
-from dlo_framework.registry.import_policy import ALLOWED_ROOTS, DENIED_PATHS, check_class_path
+from dlo_framework.registry.import_policy import DENIED_PATHS, allowed_roots, check_class_path
 from dlo_framework.registry.user_modules import import_user_module
 
 BASES = {
@@ -188,14 +188,14 @@ class Registry:
 
         Raises:
             DloError: if the path is outside of the loaded plug-ins, the modules under ``plugins:`` and
-                :data:`dlo_framework.registry.import_policy.ALLOWED_ROOTS`.
+                :func:`dlo_framework.registry.import_policy.allowed_roots`.
         """
         check_class_path(path, self.allowed_import_paths())
 
     def allowed_import_paths(self) -> list[str]:
         """Returns jsonargparse's ``import_path_allowlist``: libraries, loaded plug-ins, user modules."""
         homes = [home for plugin, cls in self._classes.items() for home in (plugin.module, cls.__module__)]
-        return list(dict.fromkeys([*ALLOWED_ROOTS, *self._user_modules, *homes]))
+        return list(dict.fromkeys([*allowed_roots(), *self._user_modules, *homes]))
 
     def denied_import_paths(self) -> list[str]:
         """Returns jsonargparse's ``import_path_denylist``: all paths that are not allowed, and the denied ones."""
@@ -250,7 +250,7 @@ def _public_classes(module: ModuleType) -> list[type]:
 
 def _names_allowed_base(cls: type) -> bool:
     """Returns whether a class derives from a class of an allowed library, such as a network or a dataset."""
-    return any(base.__module__.partition(".")[0] in ALLOWED_ROOTS for base in cls.__mro__[1:])
+    return any(base.__module__.partition(".")[0] in allowed_roots() for base in cls.__mro__[1:])
 
 
 def _register_strategy(plugin: Plugin, cls: type) -> None:

@@ -22,6 +22,7 @@ from types import FunctionType
 from typing import Any
 
 from dlo_framework.errors import DloError
+from dlo_framework.registry.entry_points import own_packages
 from dlo_framework.testing import rank_main as rank_module
 from dlo_framework.testing.rank_main import Answer, Job, Streams
 
@@ -40,7 +41,7 @@ _HEAVY = (
     "torch.distributed.tensor",
     "torch.utils.tensorboard",
 )
-_HEAVY_PACKAGES = ("dlo_framework", "dlo_plugins", "dlo_tasks", "pytest", "timm", "transformers")
+_HEAVY_LIBRARIES = ("pytest", "timm", "transformers")
 
 
 class RankFailed(RuntimeError):
@@ -148,7 +149,8 @@ def process_context() -> Any:
     if sys.platform != "linux" or torch.accelerator.is_available():
         return multiprocessing.get_context("spawn")
     context = multiprocessing.get_context("forkserver")
-    here = [name for name in sys.modules if name in _HEAVY or name.partition(".")[0] in _HEAVY_PACKAGES]
+    packages = {*own_packages(), *_HEAVY_LIBRARIES}
+    here = [name for name in sys.modules if name in _HEAVY or name.partition(".")[0] in packages]
     context.set_forkserver_preload(["torch.distributed", *here])
     return context
 

@@ -52,6 +52,7 @@ LAYERS: dict[str, tuple[tuple[str, tuple[str, ...]], ...]] = {
         ("mesh", ("mesh/",)),
         ("strategies", ("strategies/",)),
         ("callbacks", ("callbacks/",)),
+        ("commands", ("commands/",)),
     ),
     "dlo_tasks": (("shared", ("optim", "__init__")), ("tasks", ("imagenet/", "llm/"))),
 }

@@ -22,7 +22,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from dlo_framework.errors import DloError, did_you_mean
 from dlo_framework.progress import check_end, epochs_seen, fraction_at, fraction_seen, steps_per_epoch
-from dlo_framework.registry.import_policy import ALLOWED_ROOTS, check_class_path
+from dlo_framework.registry.import_policy import allowed_roots, check_class_path
 
 Shape = Literal["cosine", "linear"]
 
@@ -267,7 +267,7 @@ def optimizer_class(name: str) -> type[Optimizer] | None:
         return None if known else _imported().get(name)
     module, _, attribute = name.rpartition(".")
     if module not in sys.modules:
-        check_class_path(name, ALLOWED_ROOTS)  # An import runs code.
+        check_class_path(name, allowed_roots())  # An import runs code.
     try:
         found = getattr(importlib.import_module(module), attribute, None)
     except ImportError as error:

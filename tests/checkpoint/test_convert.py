@@ -189,7 +189,7 @@ def test_one_file_and_back(checkpoint, capsys):
 
 
 def main_or_raise(*words) -> int:
-    from dlo_framework.cli.checkpoint_command import main
+    from dlo_framework.cli.commands.checkpoint_command import main
 
     return main([str(word) for word in words])
 

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from dlo_framework.cli.launcher_args import translate_launcher_args
+from dlo_framework.cli.config_scan import scan
+from dlo_framework.cli.launcher_args import remove_local_rank
 from dlo_framework.cli.main import main
 from dlo_framework.errors import DloError
 
@@ -129,15 +130,16 @@ def test_what_is_given_decides_the_direction(capsys: pytest.CaptureFixture[str],
 
 
 @pytest.mark.parametrize(
-    "word", [["--local_rank=1"], ["--local-rank=1"], ["--local_rank", "1"], ["--local_rank=1", "--deepspeed"]]
+    "word", [["--local_rank=1"], ["--local-rank=1"], ["--local_rank", "1"], ["--deepspeed", "--local_rank=1"]]
 )
 def test_a_launchers_word_is_taken_away(word: list[str]) -> None:
-    assert translate_launcher_args([*word, "fit", "--config", "x"], {"LOCAL_RANK": "1"}) == ["fit", "--config", "x"]
+    words = remove_local_rank([*word, "fit", "--run.name", "x"], {"LOCAL_RANK": "1"})
+    assert scan(words).argv == ["fit", "--run.name", "x"]
 
 
 def test_deepspeeds_words_for_scripts_name_the_strategy_and_its_json() -> None:
     for words in (["--deepspeed_config", "ds.json"], ["--deepspeed_config=ds.json"]):
-        assert translate_launcher_args(["fit", "--deepspeed", *words], {}) == [
+        assert scan(["fit", "--deepspeed", *words]).argv == [
             *("fit", "--trainer.strategy.class_path", "DeepSpeedBridge"),
             *("--trainer.strategy.init_args.config", "ds.json"),
         ]
@@ -145,7 +147,7 @@ def test_deepspeeds_words_for_scripts_name_the_strategy_and_its_json() -> None:
 
 def test_other_words_stay() -> None:
     words = ["fit", "--config", "x.yaml", "--run.name=local_rank", "--trainer.devices", "2"]
-    assert translate_launcher_args(words, {}) == words
+    assert remove_local_rank(words, {}) == words
 
 
 @pytest.mark.parametrize(
@@ -159,4 +161,4 @@ def test_other_words_stay() -> None:
 )
 def test_words_that_do_not_fit_are_refused(words: list[str], environment: dict[str, str], message: str) -> None:
     with pytest.raises(DloError, match=message):
-        translate_launcher_args(words, environment)
+        scan(remove_local_rank(words, environment))

@@ -14,7 +14,7 @@ import yaml
 from lightning.pytorch import Trainer
 from lightning.pytorch.demos.boring_classes import BoringModel
 
-from dlo_framework.cli.main import OTHER_COMMANDS, RUN_COMMANDS
+from dlo_framework.cli.command_table import CORE_COMMANDS, RUN_COMMANDS, installed_commands
 from dlo_framework.cli.parse_errors import list_parameters
 from dlo_framework.cli.shipped_configs import list_shipped_configs
 from dlo_framework.defaults import add_default_callbacks
@@ -141,7 +141,7 @@ COMMANDS = [
 @pytest.mark.parametrize("command", COMMANDS, ids=identify(COMMANDS))
 def test_a_command_in_the_pages_names_what_there_is(command):
     words = shlex.split(command[1].partition(" > ")[0])[1:]
-    assert words[0] in {*RUN_COMMANDS, *OTHER_COMMANDS}
+    assert words[0] in {*RUN_COMMANDS, *CORE_COMMANDS, *installed_commands()}
     if words[0] == "plugins" and words[1:2] == ["new"]:
         assert words[2] in KINDS
     elif words[0] == "plugins" and words[1:2] == ["show"]:

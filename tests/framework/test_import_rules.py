@@ -1,12 +1,15 @@
 """Which package may import which, and what a light command may not pull in."""
 
 import ast
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+from dlo_framework.registry import Registry
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -47,16 +50,65 @@ def test_every_way_to_import_is_seen() -> None:
     assert sorted(imported(source)) == ["a", "b", "c"]
 
 
+def words_of(source: str) -> Iterator[str]:
+    """Yields the names and texts of a file's code: no comments, and no docstrings."""
+    tree = ast.parse(source)
+    documented = [node for node in ast.walk(tree) if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef)]
+    docstrings = {id(node.body[0].value) for node in documented if ast.get_docstring(node) is not None}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Name):
+            yield node.id
+        elif isinstance(node, ast.Attribute):
+            yield node.attr
+        elif isinstance(node, ast.alias):
+            yield node.name
+        elif isinstance(node, ast.ImportFrom):
+            yield node.module or ""
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in docstrings:
+            yield node.value
+
+
+def plugin_names() -> set[str]:
+    """Returns the class names of the built-in plug-ins and tasks, and the packages that they are in."""
+    found = [plugin for plugin in Registry().plugins() if plugin.distribution == "dlo_framework"]
+    found = [plugin for plugin in found if not plugin.module.startswith("dlo_framework.")]
+    return {plugin.name for plugin in found} | {plugin.module.partition(".")[0] for plugin in found}
+
+
+def test_the_core_names_no_plugin() -> None:
+    """Neither in code nor in messages; `deepspeed` is also a library, whose version the core records."""
+    names = re.compile(rf"\b({'|'.join(sorted(plugin_names()))})\b|(?i:deep_?speed)")
+    core = ROOT / "dlo_framework"
+    files = list(core.rglob("*.py"))
+    found = {
+        (file.relative_to(core).as_posix(), match.group())
+        for file in files
+        for word in words_of(file.read_text())
+        for match in names.finditer(word)
+    }
+    assert len(files) > 90
+    assert found - {("versions.py", "deepspeed")} == set()
+
+
+def test_every_name_of_a_plugin_is_seen() -> None:
+    assert {"OneCycle", "LRFinder", "MeshStrategy", "CausalLM", "dlo_plugins", "dlo_tasks"} <= plugin_names()
+    source = (
+        '"""OneCycle."""\nfrom a.b import c\n# LRFinder\ndef f():\n    """CausalLM."""\n'
+        '    return d.e, "set MeshStrategy"\n'
+    )
+    assert sorted(words_of(source)) == ["a.b", "c", "d", "e", "set MeshStrategy"]
+
+
 @pytest.mark.parametrize(
     "statement",
     [
         "import dlo_framework",
         "import dlo_framework.registry",
-        "import dlo_framework.cli.plugins_command",
-        "from dlo_framework.cli.plugins_command import main; main([])",
-        "from dlo_framework.cli.plugins_command import main; main(['show', 'OneCycle'])",
+        "import dlo_framework.cli.commands.plugins_command",
+        "from dlo_framework.cli.commands.plugins_command import main; main([])",
+        "from dlo_framework.cli.commands.plugins_command import main; main(['show', 'OneCycle'])",
         "from dlo_framework.cli.main import main; main(['--help'])",
-        "import dlo_framework.cli.checkpoint_command",
+        "import dlo_framework.cli.commands.checkpoint_command",
     ],
 )
 def test_light_commands_import_nothing_heavy(statement: str) -> None:

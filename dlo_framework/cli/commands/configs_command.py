@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import argparse
 from pathlib import Path
 
+from dlo_framework.cli.command_parser import CommandParser
 from dlo_framework.cli.shipped_configs import list_shipped_configs, resolve_config
 
 
 def main(argv: list[str]) -> int:
     """Lists the shipped configs, each with the first line of its opening comment, or prints the one that is named."""
-    parser = argparse.ArgumentParser(prog="dlo configs", description="List the shipped configs, or print one.")
+    parser = CommandParser("dlo configs", description="List the shipped configs, or print one.")
     parser.add_argument("name", nargs="?", help="print this config: dlo configs quickstart > my.yaml")
     name = parser.parse_args(argv).name
     if name:

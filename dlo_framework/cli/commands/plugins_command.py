@@ -2,26 +2,19 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
+from dlo_framework.cli.command_parser import CommandParser
 from dlo_framework.cli.snippet import format_yaml_snippet
 from dlo_framework.errors import DloError, did_you_mean
 from dlo_framework.registry import KINDS, Plugin, Registry
 from dlo_framework.registry.class_source import ClassSource, SourceNotFoundError, plain, read_class
 
 COMMANDS = ("show", "new")
-
-
-class _Parser(argparse.ArgumentParser):
-    """ArgumentParser that raises a :class:`DloError` for bad input."""
-
-    def error(self, message: str) -> NoReturn:
-        raise DloError(f"{message}; see '{self.prog} --help'")
 
 
 def main(argv: list[str]) -> int:
@@ -51,8 +44,8 @@ def main(argv: list[str]) -> int:
     return 0
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(prog="dlo plugins", description="List every installed plug-in, by kind.")
+def _parser() -> CommandParser:
+    parser = CommandParser("dlo plugins", description="List every installed plug-in, by kind.")
     parser.add_argument("--json", action="store_true", help="print JSON, for machines")
     commands = parser.add_subparsers(dest="command", title="commands", metavar="COMMAND")
     show = commands.add_parser(
@@ -60,7 +53,7 @@ def _parser() -> argparse.ArgumentParser:
         help="print one plug-in's parameters, defaults and docs, and its YAML",
         description="Show one plug-in.",
     )
-    show.add_argument("name", metavar="NAME", help="its short name, such as OneCycle")
+    show.add_argument("name", metavar="NAME", help="its short name, such as WeightEMA")
     show.add_argument("--json", action="store_true", help="print JSON, for machines")
     new = commands.add_parser("new", help="write a working plug-in with a test", description="Write a new plug-in.")
     new.add_argument("kind", metavar="KIND", help=", ".join(KINDS))

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 from lightning.pytorch import Trainer
-from lightning.pytorch.cli import LightningArgumentParser
 
 from dlo_framework.cli.config_scan import ConfigScan
 from dlo_framework.cli.lightning_cli import DloCLI, check_strategy
@@ -13,29 +12,24 @@ from dlo_framework.errors import DloError
 from dlo_framework.testing.training import silence_lightning
 
 
-class MeshCLI(DloCLI):
+class SimulatedRun(DloCLI):
     """``dlo fit`` up to its trainer, without callbacks, loggers and a run folder.
 
     Args:
         found: Scanned command line, with ``fit`` as its command.
         ranks: Number of ranks, in place of the trainer's devices x nodes; None keeps those.
-        word: Command that inspects the run, for messages.
+        prog: Words that call the command, for usage lines.
 
     Raises:
         DloError: If a part refuses its options; above all, if the mesh does not fit the ranks or the model.
     """
 
-    def __init__(self, found: ConfigScan, ranks: int | None, word: str = "mesh") -> None:
-        self._ranks, self._word = ranks, word
+    def __init__(self, found: ConfigScan, ranks: int | None, prog: str) -> None:
+        self._ranks, self.prog = ranks, prog
         #: Arguments of the trainer as the config has them.
         self.trainer_arguments: dict[str, Any] = {}
         silence_lightning()
         super().__init__(found)
-
-    def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
-        """Parses the arguments; usage lines name the command."""
-        self._subcommand_parsers[self.command].prog = f"dlo {self._word}"
-        super().parse_arguments(parser, args)
 
     def _parse_ckpt_path(self) -> None:
         """Does nothing: the inspected parts do not depend on a checkpoint."""
@@ -48,9 +42,7 @@ class MeshCLI(DloCLI):
         if callable(check_model):
             check_model(self.datamodule)  # A task may read its number of classes from the data.
         self.trainer_arguments = dict(config)
-        devices, nodes = count_ranks_and_nodes(
-            config.get("devices"), config.get("num_nodes") or 1, self._ranks, self._word
-        )
+        devices, nodes = count_ranks_and_nodes(config.get("devices"), config.get("num_nodes") or 1, self._ranks)
         kwargs |= {"accelerator": "cpu", "devices": devices, "num_nodes": nodes}
         kwargs |= {"callbacks": [], "logger": False, "enable_checkpointing": False, "profiler": None}
         if config.get("precision") in ("16-mixed", 16, "16"):
@@ -64,14 +56,13 @@ class MeshCLI(DloCLI):
         """Does nothing: Lightning (2.6) would start the command at the end of its constructor."""
 
 
-def count_ranks_and_nodes(devices: Any, nodes: int, ranks: int | None, word: str = "mesh") -> tuple[int, int]:
+def count_ranks_and_nodes(devices: Any, nodes: int, ranks: int | None) -> tuple[int, int]:
     """Returns the number of ranks of a node, and the number of nodes.
 
     Args:
         devices: Devices of the trainer's config: a number, a list of indices, or a name such as ``auto``.
         nodes: Number of nodes of the trainer's config.
         ranks: Number of ranks of all nodes, in place of both; the node size is kept where it divides ``ranks``.
-        word: Command that asks, for messages.
 
     Raises:
         DloError: If the number of devices depends on the machine and ``ranks`` is None.
@@ -84,7 +75,7 @@ def count_ranks_and_nodes(devices: Any, nodes: int, ranks: int | None, word: str
         return (number, ranks // number) if number and ranks % number == 0 else (ranks, 1)
     if number < 1:
         raise DloError(
-            f"{word}: trainer.devices must be a number to draw without the machine, got {devices}; set the ranks:"
+            f"trainer.devices must be a number to draw without the machine, got {devices}; set the ranks:"
             " --ranks 8, or --trainer.devices 8"
         )
     return number, nodes

@@ -1,4 +1,4 @@
-"""``dlo lr-find``: the learning-rate sweep of ``dlo fit`` without the training."""
+"""Command line of ``dlo fit`` for ``dlo lr-find``: the learning-rate sweep without the training."""
 
 from __future__ import annotations
 
@@ -7,18 +7,15 @@ from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import Checkpoint
-from lightning.pytorch.cli import LightningArgumentParser
 
 from dlo_framework import runs
-from dlo_framework.cli.config_scan import ConfigScan
 from dlo_framework.cli.lightning_cli import DloCLI
 from dlo_framework.defaults import EndCheckpoint
 from dlo_framework.errors import DloError, OrderlyEnd
 from dlo_framework.stop import GracefulStop
 from dlo_framework.watch.summary import RunRecord
+from dlo_plugins.callbacks.lr_finder import LRFinder
 
-#: Registered name of the plug-in that sweeps: the core does not import plug-ins.
-FINDER = "LRFinder"
 #: Folder among a config's runs that holds its sweeps.
 SWEEPS = "lr-find"
 
@@ -28,23 +25,10 @@ class SweepDone(OrderlyEnd):
 
 
 class LRFindCLI(DloCLI):
-    """``dlo fit`` with a sweep instead of training, without validation and checkpoints.
+    """``dlo fit`` with a sweep instead of training, without validation and checkpoints."""
 
-    Args:
-        found: Scanned command line, with ``fit`` as its command.
-        finder: Class of the plug-in that sweeps.
-    """
-
+    prog = "dlo lr-find"
     description = "Try learning rates before a training, and suggest one; the options are those of `dlo fit`."
-
-    def __init__(self, found: ConfigScan, finder: type) -> None:
-        self.finder = finder
-        super().__init__(found)
-
-    def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
-        """Parses the arguments; usage lines name ``dlo lr-find``."""
-        self._subcommand_parsers[self.command].prog = "dlo lr-find"
-        super().parse_arguments(parser, args)
 
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
         """Builds the trainer as ``dlo fit`` does.
@@ -68,9 +52,9 @@ class LRFindCLI(DloCLI):
         stop = [each for each in saves if isinstance(each, GracefulStop)]
         callbacks = [each for each in kwargs["callbacks"] if each not in saves and not isinstance(each, RunRecord)]
         record = next(callback for callback in kwargs["callbacks"] if isinstance(callback, RunRecord))
-        finders: list[Any] = [callback for callback in callbacks if isinstance(callback, self.finder)]
+        finders = [callback for callback in callbacks if isinstance(callback, LRFinder)]
         if not finders:
-            finders = [self.finder()]
+            finders = [LRFinder()]
             callbacks += finders
         for finder in finders:
             finder.apply = False

@@ -9,9 +9,11 @@ import json
 import os
 import sys
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
-from dlo_framework.cli.config_scan import ConfigScan, scan
+from dlo_framework.cli.command_parser import CommandParser
+from dlo_framework.cli.config_scan import ConfigScan
+from dlo_framework.cli.run import build_cli
 from dlo_framework.errors import DloError
 
 if TYPE_CHECKING:
@@ -32,19 +34,8 @@ _EPILOG = """All other options are those of `dlo fit`: --config, once or more, a
 exit codes: 0 the two agree, 1 they differ, 2 bad input"""
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise DloError(f"parity: {message}")
-
-
-def _parser() -> _Parser:
-    parser = _Parser(
-        prog="dlo parity",
-        description=_HELP,
-        epilog=_EPILOG,
-        allow_abbrev=False,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+def _parser() -> CommandParser:
+    parser = CommandParser("dlo parity", description=_HELP, epilog=_EPILOG)
     parser.add_argument("--devices", type=int, help="number of ranks (default: the config's trainer.devices, or 2)")
     parser.add_argument("--steps", type=int, default=20, help="optimizer steps (default: 20)")
     parser.add_argument("--rtol", type=float, help="allowed relative difference (default: 1e-5; half precisions: more)")
@@ -65,17 +56,14 @@ def main(argv: list[str]) -> int:
     Raises:
         DloError: If the input is invalid.
     """
-    options, words = _parser().parse_known_args(argv)
+    options, found = _parser().parse_with_run(argv)
     for name in ("steps", "devices", "rtol", "timeout"):
         value = getattr(options, name)
         if value is not None and value <= 0:
             raise DloError(f"parity: --{name} must be more than 0, got {value:g}")
-    found = scan(["fit", *words])
-    if not found.configs:
-        raise DloError("parity: --config must name a config, got none; add --config x.yaml")
-    cli = _parse_cli(found)
+    cli = build_cli(found, _parse)
     devices = options.devices or cli.devices()
-    comparison = _compare(cli, words, devices, options)
+    comparison = _compare(cli, found, devices, options)
     if options.json:
         from dlo_framework.testing.comparison import to_json
 
@@ -87,26 +75,14 @@ def main(argv: list[str]) -> int:
     return 0 if comparison.ok else 1
 
 
-def _parse_cli(found: ConfigScan) -> ParityCLI:
-    """Returns the parsed command line after its plug-ins are imported; nothing is built yet.
-
-    Raises:
-        DloError: If the parser refuses the command line.
-    """
-    from dlo_framework.cli.run import prepare_process
-
-    registry = prepare_process(found)
-    from dlo_framework.cli.lightning_cli import ParseError
+def _parse(found: ConfigScan) -> ParityCLI:
+    """Returns the parsed command line; nothing is built yet."""
     from dlo_framework.cli.parity_cli import ParityCLI
-    from dlo_framework.cli.parse_errors import explain_parse_error
 
-    try:
-        return ParityCLI(found)
-    except ParseError as error:
-        raise explain_parse_error(error, found, registry) from None
+    return ParityCLI(found)
 
 
-def _compare(cli: ParityCLI, words: list[str], devices: int, options: argparse.Namespace) -> Comparison:
+def _compare(cli: ParityCLI, found: ConfigScan, devices: int, options: argparse.Namespace) -> Comparison:
     """Trains on ranks and in this process, as often as the verdict asks for."""
     from dlo_framework.testing.compare import default_rtol
     from dlo_framework.testing.training import Setting
@@ -133,7 +109,7 @@ def _compare(cli: ParityCLI, words: list[str], devices: int, options: argparse.N
                     with _stdout_to_stderr():
                         records.append(cli.train(dataclasses.replace(setting, shares=shares)))
                 else:
-                    records.append(_train_ranks(words, setting, options.timeout))
+                    records.append(_train_ranks(found, setting, options.timeout))
                     shares = records[-1].place[1]
             except Exception as error:
                 if not setting.double:
@@ -154,7 +130,7 @@ def _describe_run(setting: Setting, strategy: str) -> str:
     return f"training {setting.steps} steps {where}{how} ..."
 
 
-def _train_ranks(words: list[str], setting: Setting, timeout: float) -> Record:
+def _train_ranks(found: ConfigScan, setting: Setting, timeout: float) -> Record:
     """Trains on several ranks and returns their merged record.
 
     Raises:
@@ -167,7 +143,7 @@ def _train_ranks(words: list[str], setting: Setting, timeout: float) -> Record:
     threads = max(1, (os.cpu_count() or 1) // setting.ranks)
     try:
         records = run_distributed(
-            _train_rank, setting.ranks, words, setting, timeout=timeout, backend=None, threads=threads
+            _train_rank, setting.ranks, found, setting, timeout=timeout, backend=None, threads=threads
         )
     except RankFailed as error:
         if error.user_error is not None:
@@ -176,10 +152,10 @@ def _train_ranks(words: list[str], setting: Setting, timeout: float) -> Record:
     return merge_records(records)
 
 
-def _train_rank(rank: int, world_size: int, words: list[str], setting: Any) -> Record:
+def _train_rank(rank: int, world_size: int, found: ConfigScan, setting: Any) -> Record:
     """Trains the config on one rank, with its stdout redirected to stderr: stdout is for the report only."""
     os.dup2(2, 1)
-    record = _parse_cli(scan(["fit", *words])).train(setting)
+    record = build_cli(found, _parse).train(setting)
     if rank != 0:
         record.weights, record.optimizer = {}, {}
     return record

@@ -1,16 +1,22 @@
-"""``dlo deepspeed-config``: translates a config to a DeepSpeed JSON, and a DeepSpeed JSON to a config."""
+"""``dlo deepspeed-config``, and the options of DeepSpeed's scripts.
+
+Scripts for DeepSpeed take ``--deepspeed --deepspeed_config ds.json``, which ``deepspeed.add_config_arguments`` defines,
+so job files contain them.
+"""
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING
 
+from dlo_framework.cli.command_parser import CommandParser
 from dlo_framework.cli.config_scan import ConfigScan, scan
-from dlo_framework.cli.launcher_args import BRIDGE
+from dlo_framework.cli.run import build_cli
 from dlo_framework.errors import DloError
-from dlo_framework.registry import Registry
+
+if TYPE_CHECKING:
+    from dlo_plugins.commands.simulated_run import SimulatedRun
 
 _HELP = """Translate between a config and a DeepSpeed JSON.
 
@@ -24,25 +30,11 @@ _EPILOG = """All other options are those of `dlo fit`: --config, once or more, a
 exit codes: 0, or 2 for bad input"""
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise DloError(f"deepspeed-config: {message}")
-
-
-def _parser() -> _Parser:
-    parser = _Parser(
-        prog="dlo deepspeed-config",
-        description=_HELP,
-        epilog=_EPILOG,
-        allow_abbrev=False,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("--ranks", type=int, help="number of ranks (default: from the config or the JSON)")
-    return parser
-
-
 def main(argv: list[str]) -> int:
-    """Runs ``dlo deepspeed-config``.
+    """Translate a config to a DeepSpeed JSON, or a DeepSpeed JSON to a config.
+
+    Example:
+        dlo deepspeed-config ds.json
 
     Args:
         argv: Arguments after ``deepspeed-config``.
@@ -53,12 +45,16 @@ def main(argv: list[str]) -> int:
     Raises:
         DloError: If the input is invalid.
     """
-    options, words = _parser().parse_known_args(argv)
+    parser = CommandParser("dlo deepspeed-config", description=_HELP, epilog=_EPILOG, allow_abbrev=False)
+    parser.add_argument("--ranks", type=int, help="number of ranks (default: from the config or the JSON)")
+    options, words = parser.parse_known_args(argv)
     if options.ranks is not None and options.ranks < 1:
         raise DloError(f"deepspeed-config: --ranks must be at least 1, got {options.ranks}")
     files = [word for word in words if word.endswith((".json", ".hjson"))]
     if len(words) == 1 and not words[0].startswith("-"):
-        print(_load_bridge().to_yaml(words[0], options.ranks), end="")
+        from dlo_plugins.strategies.deepspeed import DeepSpeedBridge
+
+        print(DeepSpeedBridge.to_yaml(words[0], options.ranks), end="")
         return 0
     found = scan(["fit", *words])
     if not found.configs:
@@ -77,24 +73,16 @@ def main(argv: list[str]) -> int:
     return 0
 
 
-def _load_bridge() -> Any:
-    """Returns the DeepSpeedBridge class, which translates in both directions."""
-    return Registry().load(BRIDGE, "strategy")
-
-
 def _to_json(found: ConfigScan, ranks: int | None) -> str:
-    from dlo_framework.cli.run import prepare_process
+    def build(found: ConfigScan) -> SimulatedRun:
+        from dlo_plugins.commands.simulated_run import SimulatedRun
 
-    registry = prepare_process(found)
-    from dlo_framework.cli.lightning_cli import ParseError
-    from dlo_framework.cli.mesh_cli import MeshCLI
-    from dlo_framework.cli.parse_errors import explain_parse_error
+        return SimulatedRun(found, ranks, "dlo deepspeed-config")
 
-    try:
-        cli = MeshCLI(found, ranks, "deepspeed-config")
-    except ParseError as error:
-        raise explain_parse_error(error, found, registry) from None
-    text: str = registry.load(BRIDGE, "strategy").to_json(cli.trainer, cli.trainer_arguments, cli.datamodule)  # type: ignore[attr-defined]
+    run = build_cli(found, build)
+    from dlo_plugins.strategies.deepspeed import DeepSpeedBridge
+
+    text = DeepSpeedBridge.to_json(run.trainer, run.trainer_arguments, run.datamodule)
     if json.loads(text)["train_batch_size"] == "auto":
         print(
             'batch sizes are "auto", which `dlo fit` fills in: the batch size of this data is not known yet; to use the'
@@ -102,3 +90,20 @@ def _to_json(found: ConfigScan, ranks: int | None) -> str:
             file=sys.stderr,
         )
     return text
+
+
+def use_json(file: str) -> dict[str, str]:
+    """Returns dlo's options for ``--deepspeed_config FILE``.
+
+    Raises:
+        DloError: If no file is given.
+    """
+    if not file:
+        raise DloError("--deepspeed_config must be a DeepSpeed JSON, got nothing; write --deepspeed_config ds.json")
+    strategy = "--trainer.strategy"
+    return {f"{strategy}.class_path": "DeepSpeedBridge", f"{strategy}.init_args.config": file}
+
+
+def drop_switch(value: str) -> dict[str, str]:
+    """Returns dlo's options for ``--deepspeed``, which has no further effect: none."""
+    return {"": value} if value else {}

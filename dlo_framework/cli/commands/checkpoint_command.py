@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import sys
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
+from dlo_framework.cli.command_parser import CommandParser
 from dlo_framework.errors import DloError, did_you_mean
 
 if TYPE_CHECKING:
@@ -17,13 +17,6 @@ if TYPE_CHECKING:
 
 COMMANDS = ("inspect", "verify", "convert", "export")
 DTYPES = ("float32", "float16", "bfloat16")
-
-
-class _Parser(argparse.ArgumentParser):
-    """ArgumentParser that raises a :class:`DloError` for bad input."""
-
-    def error(self, message: str) -> NoReturn:
-        raise DloError(f"{message}; see '{self.prog} --help'")
 
 
 def main(argv: list[str]) -> int:
@@ -53,11 +46,11 @@ def main(argv: list[str]) -> int:
     return _export(path, Path(given.target), given.prefix, given.dtype)
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(prog="dlo checkpoint", description="Show, check, convert or export a checkpoint.")
+def _parser() -> CommandParser:
+    parser = CommandParser("dlo checkpoint", description="Show, check, convert or export a checkpoint.")
     commands = parser.add_subparsers(dest="command", title="commands", metavar="COMMAND", required=True)
 
-    def command(name: str, text: str) -> argparse.ArgumentParser:
+    def command(name: str, text: str) -> CommandParser:
         added = commands.add_parser(name, help=text, description=f"{text[0].upper()}{text[1:]}.")
         added.add_argument("path", metavar="PATH", help="a checkpoint")
         return added

@@ -1,0 +1,92 @@
+"""Table of the commands of ``dlo``: the core's own, and those that installed packages add.
+
+A command is a function that takes the arguments after its name and returns the exit code, and one entry point in the
+group ``dlo_framework.commands``::
+
+    [options.entry_points]
+    dlo_framework.commands =
+        hello = my_package.hello:main
+
+``dlo --help`` reads the function's docstring from the source: the first paragraph describes the command, and lines that
+begin with ``dlo hello`` are its examples. The module is imported when the command runs, so that a broken or slow
+package costs the other commands nothing.
+"""
+
+from __future__ import annotations
+
+import importlib
+import re
+from collections.abc import Callable, Iterable
+from importlib import metadata
+
+from dlo_framework.errors import DloError, did_you_mean
+from dlo_framework.registry.class_source import SourceNotFoundError, read_function_doc, summary_of
+from dlo_framework.registry.entry_points import format_origin, load_function
+
+GROUP = "dlo_framework.commands"
+
+#: Commands that train or evaluate; :func:`dlo_framework.cli.run.run` runs them.
+RUN_COMMANDS = {
+    "fit": "train a model, validating as it goes",
+    "validate": "evaluate a checkpoint on the validation data",
+    "test": "evaluate a checkpoint on the test data",
+    "predict": "run a checkpoint on data without targets",
+}
+
+#: The core's other commands; ``checkpoint`` is ``main`` of the module ``commands.checkpoint_command``.
+CORE_COMMANDS = {
+    "checkpoint": "show, check, convert or export a checkpoint",
+    "parity": "train on several ranks and as one process, and compare step by step",
+    "plugins": "list the plug-ins, show one, or write a new one",
+    "configs": "list the shipped configs, or print one",
+}
+
+
+def installed_commands() -> dict[str, list[metadata.EntryPoint]]:
+    """Returns the commands of installed distributions by name; two of one name are a conflict."""
+    found: dict[str, list[metadata.EntryPoint]] = {}
+    for point in sorted(metadata.entry_points(group=GROUP), key=lambda point: point.name):
+        found.setdefault(point.name, []).append(point)
+    return found
+
+
+def load_command(name: str) -> Callable[[list[str]], int | None]:
+    """Imports a command of the core or of an installed distribution, and no other.
+
+    Raises:
+        DloError: If the command is unknown, two distributions have it, or its import fails.
+    """
+    if name in CORE_COMMANDS:
+        main: Callable[[list[str]], int] = importlib.import_module(f"{__package__}.commands.{name}_command").main
+        return main
+    installed = installed_commands()
+    if name not in installed:
+        known = [*RUN_COMMANDS, *CORE_COMMANDS, *installed]
+        raise DloError(f"unknown command '{name}'{did_you_mean(name, known) or ';'} available: {', '.join(known)}")
+    if len(installed[name]) > 1:
+        raise DloError(_format_conflict(name, map(format_origin, installed[name])))
+    return load_function(installed[name][0], f"command '{name}'")
+
+
+def _format_conflict(name: str, origins: Iterable[str]) -> str:
+    return f"command names must be unique, got '{name}' in {' and in '.join(sorted(origins))}; uninstall one"
+
+
+def format_commands() -> tuple[str, str]:
+    """Returns, for ``dlo --help``, the commands with their descriptions, and the examples of installed commands."""
+    summaries, examples, warnings = RUN_COMMANDS | CORE_COMMANDS, [], []
+    for name, points in installed_commands().items():
+        origins = [*(["dlo"] if name in summaries else []), *map(format_origin, points)]
+        if len(origins) > 1:
+            warnings.append(f"warning: {_format_conflict(name, origins)}")
+            continue
+        try:
+            doc = read_function_doc(points[0].value.replace(" ", ""))
+        except SourceNotFoundError as error:
+            doc = f"(not found: {error})"
+        summary = summary_of(doc).removesuffix(".")
+        summaries[name] = summary[:1].lower() + summary[1:]
+        examples += re.findall(rf"^\s*(dlo {re.escape(name)}\b.*)$", doc, re.MULTILINE)
+    width = max(map(len, summaries))
+    lines = [f"  {name:<{width}}  {text}" for name, text in summaries.items()]
+    return "\n".join([*lines, *warnings]), "\n".join(f"  {example}" for example in examples)

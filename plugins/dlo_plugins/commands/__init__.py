@@ -1,0 +1,1 @@
+"""Commands of ``dlo`` that come with the plug-ins, registered as entry points."""

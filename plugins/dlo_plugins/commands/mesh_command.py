@@ -1,0 +1,63 @@
+"""``dlo mesh``: draws the mesh of a config without starting a process."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING
+
+from dlo_framework.cli.command_parser import CommandParser
+from dlo_framework.cli.config_scan import ConfigScan
+from dlo_framework.cli.run import build_cli
+from dlo_framework.errors import DloError
+from dlo_framework.strategy_contract import contract_of
+
+if TYPE_CHECKING:
+    from dlo_plugins.commands.simulated_run import SimulatedRun
+
+_HELP = """Draw the mesh of a config: the coordinates of each rank on the axes, and its shards of the model.
+
+No process is started, and no weights or data are read: the model is built on the meta device."""
+
+_EPILOG = """All other options are those of `dlo fit`: --config, once or more, and any override, such as
+--trainer.strategy.init_args.tp 4.
+
+exit codes: 0, or 2 for bad input, such as a mesh that does not fit the model or the ranks"""
+
+
+def main(argv: list[str]) -> int:
+    """Draw which rank holds which shards of a model, without starting a process.
+
+    Example:
+        dlo mesh --config my.yaml --ranks 16
+
+    Args:
+        argv: Arguments after ``mesh``.
+
+    Returns:
+        Exit code, 0.
+
+    Raises:
+        DloError: If the input is invalid, the strategy has no mesh, or the mesh does not fit.
+    """
+    parser = CommandParser("dlo mesh", description=_HELP, epilog=_EPILOG)
+    parser.add_argument("--ranks", type=int, help="number of ranks (default: trainer.devices x trainer.num_nodes)")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    options, found = parser.parse_with_run(argv)
+    if options.ranks is not None and options.ranks < 1:
+        raise DloError(f"mesh: --ranks must be at least 1, got {options.ranks}")
+
+    def build(found: ConfigScan) -> SimulatedRun:
+        from dlo_plugins.commands.simulated_run import SimulatedRun
+
+        return SimulatedRun(found, options.ranks, "dlo mesh")
+
+    run = build_cli(found, build)
+    strategy = run.trainer.strategy
+    description = contract_of(strategy).describe(run.model, run.datamodule)
+    if description is None:
+        raise DloError(
+            f"mesh: strategy must be MeshStrategy or FSDPStrategy, got {type(strategy).__name__}; set"
+            " --trainer.strategy mesh, fsdp or hsdp"
+        )
+    print(json.dumps(description.to_json(), indent=1) if options.json else description.text())
+    return 0

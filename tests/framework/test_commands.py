@@ -1,0 +1,115 @@
+"""Commands and options that installed packages add: found, shown, run, and refused with what is wrong."""
+
+from pathlib import Path
+
+import pytest
+
+from dlo_framework.cli.config_scan import scan
+from dlo_framework.cli.main import main
+from dlo_framework.errors import DloError
+
+HELLO = '''
+from dlo_framework.cli.command_parser import CommandParser
+
+
+def main(argv):
+    """Greet someone.
+
+    Example:
+        dlo hello --name Ada
+    """
+    parser = CommandParser("dlo hello", description="Greet someone.")
+    parser.add_argument("--name", required=True)
+    print(f"hello {parser.parse_args(argv).name}")
+
+
+number = 3
+
+
+def translate(value):
+    return {"--run.name": value or "none"}
+
+
+'''
+
+
+def install(folder: Path, name: str, points: str) -> None:
+    """Writes the metadata of a distribution, and nothing else of it."""
+    info = folder / f"{name}-2.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 2.0\n")
+    (info / "entry_points.txt").write_text(points)
+
+
+@pytest.fixture
+def pack(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A distribution with commands of every kind: one that works, and one for each fault."""
+    (tmp_path / "cmd_hello.py").write_text(HELLO)
+    (tmp_path / "cmd_broken.py").write_text('import no_such_module\n\n\ndef main(argv):\n    """Break."""\n')
+    install(
+        tmp_path,
+        "cmd_pack",
+        "[dlo_framework.commands]\nhello = cmd_hello:main\nbroken = cmd_broken:main\ngone = cmd_gone:main\n"
+        "nothing = cmd_hello:nothing\nnumber = cmd_hello:number\ntwice = cmd_hello:main\nfit = cmd_hello:main\n"
+        "[dlo_framework.options]\nother_config = cmd_hello:translate\nbad = cmd_broken:main\n",
+    )
+    install(tmp_path, "cmd_rival", "[dlo_framework.commands]\ntwice = cmd_hello:main\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    return tmp_path
+
+
+def test_a_users_command_is_in_the_help_and_runs(pack: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--help"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert "hello greet someone" in [" ".join(line.split()) for line in lines]
+    assert "  dlo hello --name Ada" in lines
+    assert main(["hello", "--name", "Ada"]) == 0
+    assert capsys.readouterr().out == "hello Ada\n"
+    assert main(["hello"]) == 2
+    assert "the following arguments are required: --name; see 'dlo hello --help'" in capsys.readouterr().err
+
+
+def test_the_help_imports_no_command_and_names_what_is_missing(pack: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Reading the docstring of a module that fails to import, and of one that is gone."""
+    assert main(["--help"]) == 0
+    out = capsys.readouterr().out
+    lines = [" ".join(line.split()) for line in out.splitlines()]
+    assert "broken break" in lines
+    assert "gone (not found: no module cmd_gone)" in lines
+    conflict = "warning: command names must be unique, got '{}' in {}; uninstall one"
+    assert conflict.format("twice", "cmd_pack 2.0 and in cmd_rival 2.0") in out
+    assert conflict.format("fit", "cmd_pack 2.0 and in dlo") in out
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("broken", "command 'broken' (cmd_pack 2.0) failed to import: ModuleNotFoundError: No module named 'no_such_m"),
+        ("gone", "command 'gone' (cmd_pack 2.0) failed to import: ModuleNotFoundError: No module named 'cmd_gone'"),
+        ("nothing", "command 'nothing' (cmd_pack 2.0) failed to import: AttributeError: "),
+        ("number", "command 'number' (cmd_pack 2.0) must be a function, got cmd_hello:number, 3; fix its entry point"),
+        ("twice", "command names must be unique, got 'twice' in cmd_pack 2.0 and in cmd_rival 2.0; uninstall one"),
+        ("helo", "unknown command 'helo'; did you mean 'hello'? available: fit, "),
+        ("meshh", "unknown command 'meshh'; did you mean 'mesh'? available: fit, "),
+    ],
+)
+def test_a_command_that_cannot_run_is_named_with_its_cause(
+    pack: Path, name: str, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([name]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_broken_package_leaves_the_other_commands_alone(pack: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["configs", "quickstart"]) == 0
+    assert "trainer:" in capsys.readouterr().out
+    assert main(["mesh", "--ranks", "2"]) == 2
+    assert "mesh: --config must name a config, got none; add --config x.yaml" in capsys.readouterr().err
+    assert scan(["fit", "--run.dir", "x"]).argv == ["fit", "--run.dir", "x"]
+
+
+def test_a_users_option_becomes_dlos(pack: Path) -> None:
+    assert scan(["fit", "--other_config=a", "--run.dir", "x"]).argv == ["fit", "--run.name", "a", "--run.dir", "x"]
+    assert scan(["fit", "--other_config"]).strings == ["fit", "none"]
+    with pytest.raises(DloError, match=r"option '--bad' \(cmd_pack 2.0\) failed to import: ModuleNotFoundError"):
+        scan(["fit", "--bad"])
