@@ -46,8 +46,11 @@ LAYERS: dict[str, tuple[tuple[str, tuple[str, ...]], ...]] = {
         ("", ("__main__", "__init__")),
     ),
     "dlo_plugins": (
-        ("techniques", ("__init__", "compression/", "context/", "tensor/", "zero/", "pipeline/")),
-        ("FSDP, DeepSpeed", ("fsdp/", "deepspeed/")),
+        ("sharding", ("sharding/",)),
+        (
+            "techniques",
+            ("__init__", "compression/", "context/", "tensor/", "pipeline/", "zero/", "fsdp/", "deepspeed/"),
+        ),
         ("appliers", ("appliers/",)),
         ("mesh", ("mesh/",)),
         ("strategies", ("strategies/",)),

@@ -17,7 +17,7 @@ from dlo_framework.plan import ParallelPlan
 from dlo_framework.testing import run_distributed
 from dlo_framework.testing.full_state import gather_full_weights
 from dlo_plugins.appliers.fully_shard import FullyShard
-from dlo_plugins.fsdp.precision_policy import default_param_dtype
+from dlo_plugins.sharding.gathered_dtype import default_param_dtype
 from dlo_plugins.strategies.fsdp import FSDPStrategy
 from support.fsdp_nets import (
     STEPS,

@@ -82,7 +82,8 @@ def test_an_import_up_or_aside_is_seen(graph):
     assert graph.goes_up(edge("dlo_framework.errors", "dlo_framework.plan", "module"))
     assert graph.goes_up(edge("dlo_framework.checkpoint.saving", "dlo_framework.data.loader", "module"))
     assert graph.goes_up(edge("dlo_plugins.zero.zero_engine", "dlo_plugins.fsdp.sharding", "module"))
-    assert not graph.goes_up(edge("dlo_plugins.fsdp.sharding", "dlo_plugins.zero.zero_engine", "module"))
+    assert graph.goes_up(edge("dlo_plugins.fsdp.sharding", "dlo_plugins.zero.zero_engine", "module"))
+    assert not graph.goes_up(edge("dlo_plugins.fsdp.row_shards", "dlo_plugins.sharding.optimizer_shards", "module"))
     assert not graph.goes_up(edge("dlo_framework.snapshot", "dlo_framework.resume", "module"))
     assert not graph.goes_up(edge("dlo_plugins.zero.zero_engine", "dlo_framework.errors", "module"))
 

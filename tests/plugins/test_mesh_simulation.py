@@ -11,8 +11,9 @@ import torch.distributed as dist
 from dlo_framework import Task
 from dlo_framework.errors import DloError
 from dlo_framework.mesh import MeshSpec
+from dlo_plugins.fsdp.row_shards import row_range
 from dlo_plugins.mesh.mesh_description import MeshDescription, collapse_ranges, describe_mesh, groups_along
-from dlo_plugins.mesh.state_bytes_per_rank import RankStateBytes, chunk_length
+from dlo_plugins.mesh.state_bytes_per_rank import RankStateBytes
 from dlo_plugins.mesh.traffic import Traffic, TrafficCounter, extrapolate
 from dlo_plugins.strategies import mesh_simulation as simulation
 from dlo_plugins.strategies.mesh import MeshStrategy
@@ -50,7 +51,7 @@ def test_rows_are_cut_as_torch_cuts_them() -> None:
     for rows in range(12):
         for ranks in range(1, 8):
             cut = [len(part) for part in torch.empty(rows, 1).chunk(ranks)] if rows else []
-            found = [chunk_length(rows, ranks, rank) for rank in range(ranks)]
+            found = [row_range(torch.Size([rows]), ranks, rank)[1] for rank in range(ranks)]
             assert found == cut + [0] * (ranks - len(cut)), (rows, ranks)
 
 

@@ -20,7 +20,7 @@ from dlo_plugins.deepspeed.master_weights import MasterWeights
 from dlo_plugins.deepspeed.partitioned_params import gather_params, is_partitioned, partition_params
 from dlo_plugins.deepspeed.stage3_weights import Stage3Weights, gather_persistent
 from dlo_plugins.deepspeed.stage12_weights import Stage0Weights, Stage12Weights
-from dlo_plugins.zero.optimizer_probe import probe_optimizer
+from dlo_plugins.sharding.optimizer_probe import probe_optimizer
 
 #: Options that let DeepSpeed step torch's optimizers: :func:`_check_elementwise` has tried them, also with offload,
 #: for which DeepSpeed's own would first be compiled.

@@ -17,14 +17,11 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.fsdp import MixedPrecisionPolicy
-from torch.nn.modules.batchnorm import _BatchNorm
 
-from dlo_framework.errors import DloError, did_you_mean
-
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-_SHORT = {"fp32": "float32", "32": "float32", "bf16": "bfloat16", "fp16": "float16", "16": "float16"}
+from dlo_framework.errors import DloError
+from dlo_plugins.sharding.gathered_dtype import DTYPES, parse_dtype
 
 #: The dtypes in which parameters can be gathered, by the Trainer's precision.
 _COMPUTE = {
@@ -34,24 +31,6 @@ _COMPUTE = {
     "bf16-true": ("bfloat16",),
     "16-true": ("float16",),
 }
-
-
-def parse_dtype(option: str, name: str | None) -> torch.dtype | None:
-    """Returns the dtype that a config names.
-
-    Args:
-        option: Name of the option, for the message.
-        name: Name of the dtype, or None.
-
-    Raises:
-        DloError: The name is unknown.
-    """
-    if name is None:
-        return None
-    name = _SHORT.get(name, name).removeprefix("torch.")
-    if name not in DTYPES:
-        raise DloError(f"{option} must be one of {', '.join(DTYPES)}, got '{name}'{did_you_mean(name, DTYPES)}")
-    return DTYPES[name]
 
 
 def mixed_precision(
@@ -96,25 +75,6 @@ def mixed_precision(
     return MixedPrecisionPolicy(
         param_dtype=param, reduce_dtype=reduce, output_dtype=dtypes["output_dtype"], cast_forward_inputs=casts
     )
-
-
-def default_param_dtype(precision: str, device: torch.device, module: nn.Module | None = None) -> str | None:
-    """Returns the default dtype in which parameters are gathered; None for their own.
-
-    Args:
-        precision: Precision of the Trainer.
-        device: Device on which this rank computes.
-        module: Module that would be gathered in it, if the dtype is for all of its parameters. A module with batch norm
-            keeps single precision: batch norm rejects weights in half precision beside statistics in single precision.
-    """
-    if precision != "bf16-mixed" or device.type == "cpu":
-        return None
-    return None if module is not None and has_batch_norm(module) else "bfloat16"
-
-
-def has_batch_norm(module: nn.Module) -> bool:
-    """Returns whether any submodule is a batch norm."""
-    return any(isinstance(part, _BatchNorm) for part in module.modules())
 
 
 def unit_policy(policy: MixedPrecisionPolicy, trained: Mapping[str, Tensor], units: list[str]) -> MixedPrecisionPolicy:

@@ -3,15 +3,14 @@
 FSDP2's parameters are DTensors, which an optimizer can step. But each operation on them goes through Python, one tensor
 at a time (AdamW over 150 small tensors: 99 ms instead of 14 ms, torch 2.15 on a CPU). An optimizer that needs full
 tensors then communicates in each of its operations, if they are defined on DTensors at all: torch's Adafactor raises,
-and its Muon, which iterates in bf16, is half a percent off. So optimizers step plain tensors, in the two ways of ZeRO
-(:mod:`dlo_plugins.zero.optimizer_shards`): elementwise optimizers step the rank's rows in place; others step full
+and its Muon, which iterates in bf16, is half a percent off. So optimizers step plain tensors, in two ways
+(:mod:`dlo_plugins.sharding.optimizer_shards`): elementwise optimizers step the rank's rows in place; others step full
 tensors, which are assigned to the ranks that share a copy of the model.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +20,7 @@ from dlo_framework.checkpoint.flat_slices import FlatSlice
 from dlo_framework.distributed.collectives import Communicator
 from dlo_framework.distributed.local_memory import local_tensor
 from dlo_framework.shards import FlatShard
-from dlo_plugins.zero.optimizer_shards import ElementwiseShard, FullTensorShard
+from dlo_plugins.sharding.optimizer_shards import ElementwiseShard, concat
 
 
 class RowPartition:
@@ -62,7 +61,7 @@ def row_range(shape: torch.Size, ranks: int, rank: int) -> tuple[int, int]:
 
 
 class RowGroup:
-    """Parameters of one dtype, with the interface of a flat group that :mod:`dlo_plugins.zero.optimizer_shards` uses.
+    """Parameters of one dtype, by rows: a :class:`~dlo_plugins.sharding.optimizer_shards.ParamGroup`.
 
     Args:
         named: Sharded parameters by name.
@@ -74,7 +73,7 @@ class RowGroup:
         step_device: Device of the shards, where the optimizer steps.
     """
 
-    keep_full = False
+    keep_full = has_master_weights = False
 
     def __init__(self, named: dict[str, nn.Parameter], communicator: Communicator, device: torch.device) -> None:
         self.names, self.parameters = list(named), list(named.values())
@@ -94,7 +93,11 @@ class RowGroup:
         self._buffer: Tensor | None = None
 
     def load_params(self) -> None:
-        """Does nothing, because optimizers step the parameters' own memory."""
+        """Frees the flat copy, so that its next use has the parameters' present values."""
+        self._buffer = None
+
+    def store_step(self) -> None:
+        """Does nothing, because optimizers step the parameters' own memory, or the flat copy."""
 
     def stepped_pieces(self) -> list[FlatShard]:
         """Returns the pieces that optimizers step, the parameters' own memory."""
@@ -109,9 +112,9 @@ class RowGroup:
 
     @property
     def shard(self) -> Tensor:
-        """Flat copy of this rank's pieces, which :meth:`all_gather_params` writes back and :meth:`drop` frees."""
+        """Flat copy of this rank's pieces, which :meth:`all_gather_params` writes back and frees."""
         if self._buffer is None:
-            self._buffer = _concat([piece.data for piece in self.pieces], self.dtype, self.step_device)
+            self._buffer = concat([piece.data for piece in self.pieces], self.dtype, self.step_device)
         return self._buffer
 
     @property
@@ -123,25 +126,21 @@ class RowGroup:
             gradient if gradient.numel() else torch.zeros_like(piece.data)
             for piece, gradient in zip(self.pieces, self.piece_gradients(), strict=True)
         ]
-        return _concat(parts, self.dtype, self.step_device)
+        return concat(parts, self.dtype, self.step_device)
 
     @torch.no_grad()
     def all_gather_params(self) -> None:
-        """Writes the flat copy back to the parameters, and broadcasts scalars from the first rank."""
-        assert self._buffer is not None
-        for piece, held in zip(self.partition.pieces(self.communicator.rank), self.pieces, strict=True):
-            held.data.copy_(self._buffer[piece.offset : piece.offset + piece.length])
-        self.drop()
+        """Writes a flat copy back to the parameters, and broadcasts scalars, which the first rank has stepped."""
+        if self._buffer is not None:
+            for piece, held in zip(self.partition.pieces(self.communicator.rank), self.pieces, strict=True):
+                held.data.copy_(self._buffer[piece.offset : piece.offset + piece.length])
+            self._buffer = None
         for parameter in self.parameters:
             if parameter.ndim == 0:
                 self.communicator.broadcast(parameter.data)
 
-    def drop(self) -> None:
-        """Frees the flat copy."""
-        self._buffer = None
 
-
-class RowShard(ElementwiseShard):
+class RowShard(ElementwiseShard[RowGroup]):
     """Optimizer shard of elementwise optimizers: this rank's rows, stepped in place."""
 
     def set_grads(self, used: Iterable[str]) -> None:
@@ -156,32 +155,10 @@ class RowShard(ElementwiseShard):
                     local_param = self.local_params[group.names[number]]
                     local_param.grad = gradient.view_as(local_param) if gradient.numel() else None
 
-    def all_gather_params(self) -> None:
-        """Broadcasts scalars, which the first rank has stepped."""
-        for group in self.groups:
-            for parameter in group.parameters:
-                if parameter.ndim == 0:
-                    self.communicator.broadcast(parameter.data)
-
-
-class FullTensorRowShard(FullTensorShard):
-    """Optimizer shard of full tensors, for optimizers that need a tensor's norm, rows or singular values."""
-
-    def load_full_params(self) -> None:
-        """Loads the parameters' full values into the tensors that this rank owns."""
-        groups: Any = self.groups
-        for group in groups:
-            group.drop()
-        super().load_full_params()
-
-
-def _concat(parts: list[Tensor], dtype: torch.dtype, device: torch.device) -> Tensor:
-    return torch.cat([part.to(device) for part in parts]) if parts else torch.empty(0, dtype=dtype, device=device)
-
 
 def make_groups(
     optimizer: Optimizer, names: dict[int, str], communicator: Communicator, device: torch.device
-) -> list[Any]:
+) -> list[RowGroup]:
     """Returns an optimizer's parameters as one group per dtype, without integers, which no optimizer can step.
 
     Args:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -15,10 +14,10 @@ from dlo_framework.distributed.local_memory import local_tensor
 from dlo_framework.distributed.norms import split_for_norm
 from dlo_framework.errors import DloError
 from dlo_framework.shards import FlatShard, Shard, SlicedShard, attach_slice
-from dlo_plugins.fsdp.row_shards import FullTensorRowShard, RowShard, make_groups
+from dlo_plugins.fsdp.row_shards import RowGroup, RowShard, make_groups
 from dlo_plugins.fsdp.sharding import ShardedModule
-from dlo_plugins.zero.optimizer_probe import probe_optimizer
-from dlo_plugins.zero.optimizer_shards import OptimizerShard
+from dlo_plugins.sharding.optimizer_probe import probe_optimizer
+from dlo_plugins.sharding.optimizer_shards import FullTensorShard, OptimizerShard, patch_global_norm
 
 
 class OptimizerShards:
@@ -40,9 +39,9 @@ class OptimizerShards:
         self._wide = torch.float64 if torch.float64 in dtypes else torch.float32  # dtype in which norms are summed
         self._shares = {id(optimizer): self._share(optimizer) for optimizer in optimizers}
 
-    def _share(self, optimizer: Optimizer) -> OptimizerShard | None:
+    def _share(self, optimizer: Optimizer) -> OptimizerShard[RowGroup] | None:
         kind = probe_optimizer(optimizer)
-        if kind == "all" and not hasattr(optimizer, "_get_clip_grad_norm"):
+        if kind == "all" and not patch_global_norm(optimizer, lambda: self.gradient_norm(optimizer)):
             if self.sharding.options.offload and self.sharding.device.type != "cpu":
                 raise DloError(
                     f"an optimizer under offload must update each tensor without the others, got"
@@ -55,9 +54,7 @@ class OptimizerShards:
                 " needs full tensors; use an elementwise optimizer such as AdamW, or tp: 1 with more dp_shard"
             )
         groups = make_groups(optimizer, self._local_names(), self.communicator, self.sharding.device)
-        share = (RowShard if kind == "elementwise" else FullTensorRowShard)(groups, self.communicator)
-        if kind == "all":
-            self._patch_global_norm(optimizer)
+        share = (RowShard if kind == "elementwise" else FullTensorShard)(groups, self.communicator)
         share.replace_params(optimizer, self._names)
         prefer_fused(optimizer, on_cpu=self.sharding.options.offload and self.sharding.device.type != "cpu")
         optimizer.register_step_post_hook(lambda *_: share.all_gather_params())
@@ -66,24 +63,9 @@ class OptimizerShards:
     def _local_names(self) -> dict[int, str]:
         return {id(parameter): name for name, parameter in self.sharding.parameters.items()}
 
-    def _patch_global_norm(self, optimizer: Any) -> None:
-        """Makes an optimizer that clips by the global gradient norm compute that norm over all ranks.
-
-        A reach into timm (1.0), which computes the norm in ``Lamb._get_clip_grad_norm`` and nowhere else.
-        """
-
-        def clip_by_global_norm() -> Tensor | None:
-            most = optimizer.defaults["max_grad_norm"]
-            if most is None:
-                return None
-            home = next((tensor.device for tensor in _stepped(optimizer)), self.sharding.device)
-            return (self.gradient_norm(optimizer) / most).clamp_(min=1.0).to(home)
-
-        optimizer._get_clip_grad_norm = clip_by_global_norm
-
     # --- gradients -----------------------------------------------------------------------------------------
 
-    def drop_gradients(self, wanted: Callable[[OptimizerShard], bool]) -> set[str]:
+    def drop_gradients(self, wanted: Callable[[OptimizerShard[RowGroup]], bool]) -> set[str]:
         """Drops the parameters' gradients of the shards that ``wanted`` selects; returns the parameters' names."""
         dropped: set[str] = set()
         for share in self._shares.values():
@@ -94,9 +76,9 @@ class OptimizerShards:
         return dropped
 
     @staticmethod
-    def grads_dropped(share: OptimizerShard) -> bool:
+    def grads_dropped(share: OptimizerShard[RowGroup]) -> bool:
         """Returns whether ``zero_grad`` or a step has dropped the gradients that were set."""
-        return all(tensor.grad is None for tensor in _local_params(share))
+        return all(tensor.grad is None for tensor in share.stepped_tensors)
 
     @torch.no_grad()
     def set_grads(self, used: Iterable[str]) -> None:
@@ -105,12 +87,12 @@ class OptimizerShards:
         for share in self._shares.values():
             if share is None:
                 continue
-            if not any(tensor.requires_grad for tensor in _local_params(share)):
+            if not any(tensor.requires_grad for tensor in share.stepped_tensors):
                 for parameter in _parameters(share):  # The user has toggled another optimizer.
                     parameter.grad = None
                 continue
             share.set_grads(used)
-            for tensor in _local_params(share):
+            for tensor in share.stepped_tensors:
                 if tensor.numel() == 0 and tensor.grad is None:
                     tensor.grad = torch.zeros_like(tensor)  # The loss scaler must find at least one gradient.
 
@@ -154,7 +136,7 @@ class OptimizerShards:
         added = optimizer.param_groups[len(known) :]
         return known + [[self._names[id(parameter)] for parameter in group["params"]] for group in added]
 
-    def share_of(self, name: str) -> OptimizerShard | None:
+    def share_of(self, name: str) -> OptimizerShard[RowGroup] | None:
         """Returns the optimizer shard with a parameter; None for one that an optimizer steps as a DTensor."""
         return next((share for share in self._shares.values() if share is not None and name in share.shapes), None)
 
@@ -178,11 +160,7 @@ class OptimizerShards:
         return SlicedShard(found, cut) if isinstance(found, FlatShard) else share.empty_shard(name, shape, dtype)
 
 
-def _local_params(share: OptimizerShard) -> list[Tensor]:
-    return list(share.local_params.values()) or [share.placeholder]
-
-
-def _parameters(share: OptimizerShard) -> list[nn.Parameter]:
+def _parameters(share: OptimizerShard[RowGroup]) -> list[nn.Parameter]:
     return [parameter for group in share.groups for parameter in group.parameters]
 
 

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import torch
 from torch import nn
 
 from dlo_framework.mesh import Coordinates, MeshSpec
+from dlo_plugins.fsdp.row_shards import row_range
 from dlo_plugins.pipeline.actions import Placement
 from dlo_plugins.pipeline.model_stages import Stages
 from dlo_plugins.tensor.division import Division
@@ -79,7 +82,7 @@ class StateBytesPerRank:
     @property
     def whole(self) -> RankStateBytes:
         """Bytes in a single process."""
-        sizes = [(kind, count * _elements(kind.shape) * kind.element_size) for kind, count in self._kinds.items()]
+        sizes = [(kind, count * math.prod(kind.shape) * kind.element_size) for kind, count in self._kinds.items()]
         trained = sum(size for kind, size in sizes if kind.is_trained)
         return RankStateBytes(sum(size for _, size in sizes), trained, 2 * trained)
 
@@ -113,23 +116,10 @@ class StateBytesPerRank:
             shape[kind.division.dim] = kind.division.slice_for(self.spec.tp, place.tp).length
         if shape:
             sharers, number = self.spec.dp_shard * self.spec.cp, place.dp_shard * self.spec.cp + place.cp
-            shape[0] = chunk_length(shape[0], sharers, number)
-        return _elements(tuple(shape))
-
-
-def chunk_length(rows: int, ranks: int, rank: int) -> int:
-    """Returns the number of rows of a rank under FSDP2, as torch.chunk cuts: the last ranks may have fewer, or none."""
-    most = -(-rows // ranks)
-    return max(0, min(most, rows - rank * most))
+            return row_range(torch.Size(shape), sharers, number)[1]
+        return 1
 
 
 def stages_by_name(stages: Stages, model: nn.Module) -> dict[str, tuple[int, ...]]:
     """Returns the stages that need each parameter of a model, by name."""
     return {name: stages.stages_of(name) for name, _ in model.named_parameters()}
-
-
-def _elements(shape: tuple[int, ...]) -> int:
-    found = 1
-    for size in shape:
-        found *= size
-    return found

@@ -46,7 +46,7 @@ from dlo_plugins.deepspeed.json_translation import DeepSpeedTranslation
 from dlo_plugins.deepspeed.machine_requirements import check_available, check_device, warn_unused_checkpointing
 from dlo_plugins.deepspeed.nested_paths import get
 from dlo_plugins.deepspeed.partitioned_params import full_shape, local_tensor, segments
-from dlo_plugins.zero.optimizer_probe import requires_closure
+from dlo_plugins.sharding.optimizer_probe import requires_closure
 
 Offload = Literal["cpu", "nvme"]
 

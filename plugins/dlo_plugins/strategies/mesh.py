@@ -37,13 +37,13 @@ from dlo_plugins.appliers.context_parallel import ContextParallel
 from dlo_plugins.appliers.fully_shard import FullyShard
 from dlo_plugins.appliers.tensor_parallel import TensorParallel
 from dlo_plugins.fsdp.data_mesh import check_reshard
-from dlo_plugins.fsdp.precision_policy import default_param_dtype
 from dlo_plugins.fsdp.sharding import ShardedModule, ShardOptions, match_units
 from dlo_plugins.mesh.mesh_description import MeshDescription, describe_mesh, prepare_model
 from dlo_plugins.mesh.mesh_engine import MeshEngine, ParallelState
 from dlo_plugins.mesh.pipeline_options import PipelineOptions
 from dlo_plugins.mesh.pipelined_task import PipelinedTask, check_inside, check_predict
 from dlo_plugins.pipeline.stage_assignment import Split
+from dlo_plugins.sharding.gathered_dtype import default_param_dtype
 from dlo_plugins.strategies.mesh_rehearsal import rehearse_step
 from dlo_plugins.tensor.coverage import NEARLY_ALL
 

@@ -25,7 +25,7 @@ from dlo_framework.distributed.model_units import find_units
 from dlo_framework.distributed.strategy import ShardedStrategy
 from dlo_framework.errors import DloError
 from dlo_framework.shards import Shard
-from dlo_plugins.fsdp.precision_policy import default_param_dtype, parse_dtype
+from dlo_plugins.sharding.gathered_dtype import default_param_dtype, parse_dtype
 from dlo_plugins.zero.zero_engine import ZeroEngine, ZeroOptions
 
 MIB = 2**20

@@ -1,1 +1,1 @@
-"""ZeRO: the partition, flat groups of parameters, optimizer shards, and the engine that runs them."""
+"""ZeRO: flat groups of parameters, gathering, gradient reduction, and the engine that runs them."""

@@ -24,7 +24,7 @@ from dlo_framework.distributed.collectives import Communicator, Pending
 from dlo_framework.distributed.copy_streams import CopyHandle, copy_streams, empty_host_tensor
 from dlo_framework.errors import DloError
 from dlo_framework.shards import FlatShard
-from dlo_plugins.zero.flat_partition import FlatPartition
+from dlo_plugins.sharding.flat_partition import FlatPartition
 
 #: Alignment in bytes, which tensor cores and vector instructions require.
 _ALIGNMENT = 16

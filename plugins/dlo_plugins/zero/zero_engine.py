@@ -28,7 +28,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 
 from dlo_framework.distributed.checkpointing import plain_name
@@ -37,11 +36,17 @@ from dlo_framework.distributed.fused_optimizers import prefer_fused
 from dlo_framework.distributed.meta_init import Initialiser
 from dlo_framework.errors import DloError
 from dlo_framework.shards import FlatShard
+from dlo_plugins.sharding.gathered_dtype import find_batch_norms
+from dlo_plugins.sharding.optimizer_probe import probe_optimizer
+from dlo_plugins.sharding.optimizer_shards import (
+    ElementwiseShard,
+    FullTensorShard,
+    OptimizerShard,
+    patch_global_norm,
+)
 from dlo_plugins.zero.flat_group import FlatGroup
 from dlo_plugins.zero.gather_overlap import GatherOverlap
 from dlo_plugins.zero.gradient_reduction import GradientReducer
-from dlo_plugins.zero.optimizer_probe import probe_optimizer
-from dlo_plugins.zero.optimizer_shards import ElementwiseShard, FullTensorShard, OptimizerShard
 from dlo_plugins.zero.unit_gathering import Unit, UnitGatherer
 
 
@@ -129,9 +134,7 @@ class ZeroEngine:
 
     def _index_params(self, module: nn.Module, optimizers: list[Optimizer]) -> None:
         self._names = {id(parameter): plain_name(name) for name, parameter in module.named_parameters()}
-        # Batch norm kernels reject weights in half precision beside statistics in single precision.
-        norms = [part for part in module.modules() if isinstance(part, _BatchNorm)]
-        self._exact = {id(parameter) for norm in norms for parameter in norm.parameters()}
+        self._exact = {id(parameter) for norm in find_batch_norms(module) for parameter in norm.parameters()}
         self._stepped_by: dict[int, int] = {}
         for number, optimizer in enumerate(optimizers):
             for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
@@ -214,7 +217,7 @@ class ZeroEngine:
                 units.append(Unit(name, own, [self._group(named) for named in kinds.values()]))
         return units[::-1]
 
-    def _make_share(self, number: int, optimizer: Optimizer) -> OptimizerShard:
+    def _make_share(self, number: int, optimizer: Optimizer) -> OptimizerShard[FlatGroup]:
         groups = [g for g in self.groups if g.trains and self._stepped_by.get(id(g.parameters[0])) == number]
         if not groups:
             raise DloError(
@@ -223,8 +226,11 @@ class ZeroEngine:
             )
         kind = probe_optimizer(optimizer)
         share = (ElementwiseShard if kind == "elementwise" else FullTensorShard)(groups, self.communicator)
-        if kind == "all":
-            _patch_global_norm(optimizer, self, share)
+        if kind == "all" and not patch_global_norm(optimizer, lambda: self._gradient_norm(share)):
+            raise DloError(
+                "an optimizer under ZeRO must update each tensor without the others, got"
+                f" {type(optimizer).__name__}; use strategy ddp or fsdp with it"
+            )
         share.replace_params(optimizer, self._names)
         prefer_fused(optimizer, on_cpu=any(group.step_device != self.device for group in groups))
         optimizer.register_step_pre_hook(
@@ -232,6 +238,11 @@ class ZeroEngine:
         )
         optimizer.register_step_post_hook(lambda *_: self._after_step(share))
         return share
+
+    def _gradient_norm(self, share: OptimizerShard[FlatGroup]) -> Tensor:
+        local = [tensor.grad for tensor in share.local_params.values() if tensor.grad is not None]
+        norms = torch.stack(torch._foreach_norm(local)) if local else torch.zeros(1)
+        return self.communicator.sum(norms.square().sum().to(self.device)).sqrt()
 
     # --- one step ------------------------------------------------------------------------------------------
 
@@ -257,7 +268,7 @@ class ZeroEngine:
         self.reducer.skipped = {
             id(group)
             for share in self.shares
-            if not any(tensor.requires_grad for tensor in _stepped(share))
+            if not any(tensor.requires_grad for tensor in share.stepped_tensors)
             for group in share.groups
         }
         if self.arrivals:
@@ -285,7 +296,7 @@ class ZeroEngine:
                 share.set_grads(self.reducer.used)
                 share.record_grads()
 
-    def _after_step(self, share: OptimizerShard) -> None:
+    def _after_step(self, share: OptimizerShard[FlatGroup]) -> None:
         share.all_gather_params()
         if self.arrivals:
             self.arrivals.after_step()
@@ -425,38 +436,8 @@ def _bytes(tensor: Tensor) -> int:
     return min(tensor.untyped_storage().nbytes(), tensor.nbytes)
 
 
-def _stepped(share: OptimizerShard) -> list[Tensor]:
-    return list(share.local_params.values()) or [share.placeholder]
-
-
 def _replace_meta_params(optimizers: list[Optimizer], initialise: Initialiser) -> None:
     """Replaces the meta parameters of optimizers by the initialised ones."""
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             group["params"] = [initialise.replacement_of(parameter) for parameter in group["params"]]
-
-
-def _patch_global_norm(optimizer: Optimizer, engine: ZeroEngine, share: OptimizerShard) -> None:
-    """Makes an optimizer that clips by the global gradient norm compute that norm over all ranks.
-
-    A reach into timm (1.0), which computes the norm in ``Lamb._get_clip_grad_norm`` and nowhere else.
-
-    Raises:
-        DloError: The optimizer is another one that depends on all tensors.
-    """
-    if not hasattr(optimizer, "_get_clip_grad_norm"):
-        raise DloError(
-            "an optimizer under ZeRO must update each tensor without the others, got"
-            f" {type(optimizer).__name__}; use strategy ddp or fsdp with it"
-        )
-
-    def clip_by_global_norm() -> Tensor | None:
-        most = optimizer.defaults["max_grad_norm"]
-        if most is None:
-            return None
-        local = [tensor.grad for tensor in share.local_params.values() if tensor.grad is not None]
-        norms = torch.stack(torch._foreach_norm(local)) if local else torch.zeros(1)
-        squared = engine.communicator.sum(norms.square().sum().to(engine.device))
-        return (squared.sqrt() / most).clamp_(min=1.0).to(share.groups[0].step_device)
-
-    vars(optimizer)["_get_clip_grad_norm"] = clip_by_global_norm

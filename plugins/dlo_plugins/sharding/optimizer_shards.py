@@ -10,26 +10,88 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import defaultdict
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Callable, Iterable
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from dlo_framework.checkpoint.flat_slices import FlatSlice
 from dlo_framework.distributed.collectives import Communicator
 from dlo_framework.distributed.local_memory import local_tensor
 from dlo_framework.errors import DloError
 from dlo_framework.shards import FlatShard
-from dlo_plugins.zero.flat_group import FlatGroup
-from dlo_plugins.zero.flat_partition import assign_balanced
+from dlo_plugins.sharding.flat_partition import assign_balanced
 
 
-class OptimizerShard(ABC):
+class Partition(Protocol):
+    """Partition of the parameters of a group over ranks."""
+
+    def pieces(self, rank: int) -> list[FlatSlice]:
+        """Returns the pieces of parameters that a rank owns, in the order of its shard."""
+
+
+class ParamGroup(Protocol):
+    """Parameters of one dtype that are partitioned together: a flat group of ZeRO, or rows of FSDP.
+
+    Attributes:
+        names: Names of the parameters.
+        parameters: Parameters.
+        dtype: Dtype of the shard, the gradient and the optimizer state.
+        device: Device that computes.
+        step_device: Device of the step, of gradients and of optimizer state.
+        keep_full: Whether each rank has the full parameters between steps.
+        has_master_weights: Whether the shard is a copy of the parameters in another dtype.
+        partition: Partition over the ranks.
+        owned: Number of the parameter of each of this rank's pieces.
+    """
+
+    names: list[str]
+    parameters: list[nn.Parameter]
+    dtype: torch.dtype
+    device: torch.device
+    step_device: torch.device
+    keep_full: bool
+    has_master_weights: bool
+    owned: list[int]
+
+    @property
+    def partition(self) -> Partition:
+        """Partition over the ranks."""
+
+    @property
+    def shard(self) -> Tensor:
+        """Values of this rank's pieces, in one dim."""
+
+    @property
+    def gradient(self) -> Tensor | None:
+        """Gradients of this rank's pieces, in one dim; None where there are none."""
+
+    def load_params(self) -> None:
+        """Loads the parameters' values into what the optimizer steps, where that is a copy."""
+
+    def stepped_pieces(self) -> list[FlatShard]:
+        """Returns the pieces that optimizers step."""
+
+    def piece_gradients(self) -> list[Tensor]:
+        """Returns the gradient of each piece."""
+
+    def store_step(self) -> None:
+        """Stores the stepped values in the shard, where the optimizer steps a copy."""
+
+    def all_gather_params(self) -> None:
+        """Starts to give all ranks the shards' new values."""
+
+
+Group = TypeVar("Group", bound=ParamGroup)
+
+
+class OptimizerShard(ABC, Generic[Group]):
     """Optimizer shard: this rank's part of one optimizer's parameters.
 
     Args:
-        groups: Flat groups of the optimizer's parameters.
+        groups: Groups of the optimizer's parameters.
         communicator: Communicator of the ranks.
 
     Attributes:
@@ -38,7 +100,7 @@ class OptimizerShard(ABC):
         stepped: Whether the optimizer has taken a step with the gradients that were set.
     """
 
-    def __init__(self, groups: list[FlatGroup], communicator: Communicator) -> None:
+    def __init__(self, groups: list[Group], communicator: Communicator) -> None:
         self.groups, self.communicator = groups, communicator
         self.shapes = {
             name: parameter.shape
@@ -112,7 +174,12 @@ class OptimizerShard(ABC):
     def empty_shard(self, name: str, shape: torch.Size, dtype: torch.dtype) -> Tensor | FlatShard:
         """Returns an uninitialised shard for a state tensor of a full shape."""
 
-    def _in_order_of_use(self) -> list[FlatGroup]:
+    @property
+    def stepped_tensors(self) -> list[Tensor]:
+        """Tensors in the optimizer's parameter groups: the local parameters, or the placeholder."""
+        return list(self.local_params.values()) or [self.placeholder]
+
+    def _in_order_of_use(self) -> list[Group]:
         """Returns the groups in the order of forward: buckets of stages 1 and 2 are in that of backward."""
         return self.groups[::-1] if self.groups and self.groups[0].keep_full else self.groups
 
@@ -129,10 +196,10 @@ class OptimizerShard(ABC):
         self.stepped, self._grad_params = False, []
 
 
-class ElementwiseShard(OptimizerShard):
+class ElementwiseShard(OptimizerShard[Group]):
     """Optimizer shard of elementwise optimizers: this rank's pieces of the parameters."""
 
-    def __init__(self, groups: list[FlatGroup], communicator: Communicator) -> None:
+    def __init__(self, groups: list[Group], communicator: Communicator) -> None:
         super().__init__(groups, communicator)
         self._pieces: dict[str, FlatShard] = {}
         for group in groups:
@@ -174,10 +241,10 @@ class ElementwiseShard(OptimizerShard):
         return torch.empty(shape, dtype=dtype)
 
 
-class FullTensorShard(OptimizerShard):
+class FullTensorShard(OptimizerShard[Group]):
     """Optimizer shard of full tensors, for optimizers that need a tensor's norm, rows or singular values."""
 
-    def __init__(self, groups: list[FlatGroup], communicator: Communicator) -> None:
+    def __init__(self, groups: list[Group], communicator: Communicator) -> None:
         super().__init__(groups, communicator)
         self._places = [(group, number) for group in groups for number in range(len(group.names))]
         numels = [group.parameters[number].numel() for group, number in self._places]
@@ -219,7 +286,7 @@ class FullTensorShard(OptimizerShard):
     @torch.no_grad()
     def all_gather_params(self) -> None:
         """Copies the stepped values into the shards, and starts their all-gather."""
-        by_dtype: dict[torch.dtype, list[FlatGroup]] = defaultdict(list)
+        by_dtype: dict[torch.dtype, list[Group]] = defaultdict(list)
         for group in self.groups:
             by_dtype[group.dtype].append(group)
         for dtype, groups in by_dtype.items():
@@ -227,7 +294,7 @@ class FullTensorShard(OptimizerShard):
             for rank, name, start, length in self._owned_runs(groups):
                 sent[rank].append(self.local_params[name].flatten()[start : start + length])
             held = self._count_by_owner(groups)
-            received = self.communicator.exchange([_concat(parts, dtype, groups[0].device) for parts in sent], held)
+            received = self.communicator.exchange([concat(parts, dtype, groups[0].device) for parts in sent], held)
             at = [0] * self.communicator.size
             for group in groups:
                 for piece in group.partition.pieces(self.communicator.rank):
@@ -241,7 +308,7 @@ class FullTensorShard(OptimizerShard):
             tensor.grad = None
             tensor.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
 
-    def _owned_runs(self, groups: list[FlatGroup]) -> Iterable[tuple[int, str, int, int]]:
+    def _owned_runs(self, groups: list[Group]) -> Iterable[tuple[int, str, int, int]]:
         """Yields the runs of this rank's tensors in each rank's segment, as rank, name, start and length."""
         for rank in range(self.communicator.size):
             for group in groups:
@@ -249,7 +316,7 @@ class FullTensorShard(OptimizerShard):
                     if self._owner[id(group), piece.parameter] == self.communicator.rank:
                         yield rank, group.names[piece.parameter], piece.start, piece.length
 
-    def _count_by_owner(self, groups: list[FlatGroup]) -> list[int]:
+    def _count_by_owner(self, groups: list[Group]) -> list[int]:
         """Returns the number of elements of each rank's tensors that are in this rank's segments."""
         held = [0] * self.communicator.size
         for group in groups:
@@ -260,7 +327,7 @@ class FullTensorShard(OptimizerShard):
     def _gather_owned(self, shards: dict[int, Tensor]) -> dict[str, Tensor]:
         """Returns the full tensors that this rank owns, assembled from all ranks' segments."""
         wholes: dict[str, Tensor] = {}
-        by_dtype: dict[torch.dtype, list[FlatGroup]] = defaultdict(list)
+        by_dtype: dict[torch.dtype, list[Group]] = defaultdict(list)
         for group in self.groups:
             if id(group) in shards:
                 by_dtype[group.dtype].append(group)
@@ -273,7 +340,7 @@ class FullTensorShard(OptimizerShard):
             lengths = [0] * self.communicator.size
             for rank, _, _, length in self._owned_runs(groups):
                 lengths[rank] += length
-            received = self.communicator.exchange([_concat(parts, dtype, groups[0].device) for parts in sent], lengths)
+            received = self.communicator.exchange([concat(parts, dtype, groups[0].device) for parts in sent], lengths)
             at = [0] * self.communicator.size
             for rank, name, start, length in self._owned_runs(groups):
                 if name not in wholes:
@@ -291,5 +358,32 @@ class FullTensorShard(OptimizerShard):
         return torch.empty(shape, dtype=dtype, device=self.groups[0].step_device)
 
 
-def _concat(parts: list[Tensor], dtype: torch.dtype, device: torch.device) -> Tensor:
+def patch_global_norm(optimizer: Any, norm: Callable[[], Tensor]) -> bool:
+    """Makes an optimizer that clips by the global gradient norm compute that norm over all ranks.
+
+    A reach into timm (1.0), which computes the norm in ``Lamb._get_clip_grad_norm`` and nowhere else.
+
+    Args:
+        optimizer: Optimizer whose update of an element depends on all tensors.
+        norm: Function that returns the norm of its gradients over all ranks.
+
+    Returns:
+        Whether it clips by the global norm; False for one that depends on all tensors in another way.
+    """
+    if not hasattr(optimizer, "_get_clip_grad_norm"):
+        return False
+
+    def clip_by_global_norm() -> Tensor | None:
+        most = optimizer.defaults["max_grad_norm"]
+        if most is None:
+            return None
+        home = next(tensor.device for group in optimizer.param_groups for tensor in group["params"])
+        return (norm() / most).clamp_(min=1.0).to(home)
+
+    optimizer._get_clip_grad_norm = clip_by_global_norm
+    return True
+
+
+def concat(parts: list[Tensor], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Returns flat tensors as one on a device; an empty one if there are none."""
     return torch.cat(parts).to(device) if parts else torch.empty(0, dtype=dtype, device=device)
