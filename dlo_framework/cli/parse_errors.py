@@ -7,6 +7,7 @@ the walk does not cover, mostly wrong types, are taken from jsonargparse's text 
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import inspect
 import re
@@ -17,6 +18,7 @@ from dlo_framework.cli.config_scan import ConfigScan
 from dlo_framework.cli.lightning_cli import ParseError
 from dlo_framework.errors import DloError, did_you_mean, dlo_error_in
 from dlo_framework.registry import Registry
+from dlo_framework.registry.class_source import SourceNotFoundError, read_class
 
 #: Kind of plug-in that the class under a key must be.
 #: What the class named under a key must be.
@@ -218,7 +220,7 @@ def _list_imported_subclasses(kind: str | None) -> dict[str, type]:
 
 
 def list_parameters(cls: type) -> list[str] | None:
-    """Returns the names that a class's constructor takes, inherited ones too; None where it takes any."""
+    """Returns the names that a class's constructor takes, those that it passes on too; None where it takes any."""
     names: list[str] = []
     for base in inspect.getmro(cls):
         if "__init__" not in vars(base):
@@ -231,6 +233,10 @@ def list_parameters(cls: type) -> list[str] | None:
                 names.append(parameter.name)
         if not rest:
             return names
+        with contextlib.suppress(SourceNotFoundError):
+            source = read_class(f"{base.__module__}:{base.__qualname__}")
+            if source.parameters and not source.takes_any:
+                return list(dict.fromkeys([*names, *(parameter.name for parameter in source.parameters)]))
     return names or None
 
 

@@ -18,6 +18,7 @@ from pathlib import Path
 
 #: Number of imports or base classes to follow before a chain counts as circular.
 _LONGEST_CHAIN = 16
+_SUPER = "super().__init__"
 
 
 @dataclass(frozen=True)
@@ -32,7 +33,10 @@ class Parameter:
 
 @dataclass(frozen=True)
 class ClassSource:
-    """Class as read from its source; ``module`` is the module that defines it, not one that re-exports it."""
+    """Class as read from its source; ``module`` is the module that defines it, not one that re-exports it.
+
+    ``takes_any`` is whether its constructor takes keywords of which the source does not show where they go.
+    """
 
     name: str
     module: str
@@ -40,6 +44,7 @@ class ClassSource:
     line: int
     doc: str
     parameters: tuple[Parameter, ...]
+    takes_any: bool = False
 
 
 class SourceNotFoundError(LookupError):
@@ -270,6 +275,7 @@ class _Class:
             line=self.node.lineno,
             doc=ast.get_docstring(self.node) or "",
             parameters=tuple(self.parameters() or ()),
+            takes_any=self._takes_any(),
         )
 
     def nested(self, name: str) -> _Class | None:
@@ -284,17 +290,32 @@ class _Class:
 
     def parameters(self, chain: int = 0) -> list[Parameter] | None:
         """Returns the constructor's parameters; None if neither the class nor a base class has a constructor."""
-        init = next((n for n in self.node.body if isinstance(n, ast.FunctionDef) and n.name == "__init__"), None)
+        init = self._init()
         if init is None and self._is_dataclass():
             return self._documented(self._fields(chain))
         if init is None:
             return self._inherited(chain)
         own = self._documented(_signature(init), ast.get_docstring(init) or "")
-        fixed = _passed_on(init)
-        if fixed is None:
+        passed = _passed_on(init)
+        if passed is None:
             return own
+        callee, fixed = passed
         taken = {parameter.name for parameter in own} | fixed
-        return own + [p for p in self._inherited(chain) or [] if p.name not in taken]
+        return own + [p for p in self._parameters_of(callee, chain) or [] if p.name not in taken]
+
+    def _takes_any(self) -> bool:
+        init = self._init()
+        return init is not None and init.args.kwarg is not None and _passed_on(init) is None
+
+    def _init(self) -> ast.FunctionDef | None:
+        return next((n for n in self.node.body if isinstance(n, ast.FunctionDef) and n.name == "__init__"), None)
+
+    def _parameters_of(self, callee: str, chain: int) -> list[Parameter] | None:
+        """Returns the parameters of the constructor that a constructor calls: the base class's, or another class's."""
+        if callee == _SUPER:
+            return self._inherited(chain)
+        other = self.home.find_class(callee) if chain <= _LONGEST_CHAIN else None
+        return other.parameters(chain + 1) if other is not None else None
 
     def _inherited(self, chain: int) -> list[Parameter] | None:
         for base in self._bases(chain):
@@ -353,15 +374,20 @@ def _annotation(argument: ast.arg) -> str:
     return ast.unparse(node) if node is not None else ""
 
 
-def _passed_on(init: ast.FunctionDef) -> set[str] | None:
-    """Returns the keywords that ``super().__init__(a=1, **kwargs)`` sets; None without the ``**kwargs``."""
+def _passed_on(init: ast.FunctionDef) -> tuple[str, set[str]] | None:
+    """Returns where a constructor passes its ``**kwargs``: the callee, and the keywords that it sets itself.
+
+    The callee is ``super().__init__``, or a class that is called with them, as in ``Other(a=1, **kwargs)``. None for a
+    constructor without ``**kwargs``, or that passes them to neither.
+    """
     if init.args.kwarg is None:
         return None
     for node in ast.walk(init):
-        if isinstance(node, ast.Call) and ast.unparse(node.func) == "super().__init__":
+        if isinstance(node, ast.Call):
+            callee = ast.unparse(node.func)
             passed = [k.value.id for k in node.keywords if k.arg is None and isinstance(k.value, ast.Name)]
-            if init.args.kwarg.arg in passed:
-                return {k.arg for k in node.keywords if k.arg is not None}
+            if init.args.kwarg.arg in passed and (callee == _SUPER or callee.rpartition(".")[2][:1].isupper()):
+                return callee, {k.arg for k in node.keywords if k.arg is not None}
     return None
 
 

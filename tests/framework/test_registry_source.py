@@ -33,6 +33,15 @@ class Passing(ps_base.Base):
 
     class Nested:
         """Nested."""
+
+class Handing(Thing):
+    def __init__(self, own: int = 0, **options):
+        super().__init__(own)
+        self.other = ps_base.Base(fixed=1, **options)
+
+class Keeping(Thing):
+    def __init__(self, **options):
+        self.options = options
 ''',
     "ps_pkg/star.py": '''
 try:
@@ -113,6 +122,13 @@ def test_parameters_passed_on_are_the_bases_but_for_those_fixed() -> None:
         ("width", "int", None),
         ("rate", "", "0.001"),
     ]
+
+
+def test_parameters_passed_to_another_class_are_that_class_s() -> None:
+    handing, keeping = read_class("ps_pkg.inner:Handing"), read_class("ps_pkg.inner:Keeping")
+    assert [(p.name, p.default) for p in handing.parameters] == [("own", "0"), ("width", None), ("rate", "0.001")]
+    assert not handing.takes_any
+    assert keeping.takes_any
 
 
 def test_a_dataclass_has_its_fields() -> None:

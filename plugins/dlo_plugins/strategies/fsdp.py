@@ -30,28 +30,11 @@ class FSDPStrategy(MeshStrategy):
             remaining ranks.
         shard: Number of ranks that share one copy; -1 for all remaining ranks, `node` for those of a node, so that
             all-gathers stay inside it.
-        units: Names of the modules that are gathered together, or patterns such as `model.blocks.*`; by default the
-            model's blocks, or, where there are none, submodules of at most a sixteenth of the parameters.
-        reshard_after_forward: Whether units are freed between forward and backward: false saves the second all-gather
-            and keeps the full model; a number keeps them sharded over that number of ranks (such as those of a node)
-            until backward. By default all are freed except parameters outside the units, which backward needs first.
-        param_dtype: Dtype in which parameters are gathered and computed: `bfloat16` halves the all-gathers; `float16`.
-            By default `bfloat16` on accelerators under `bf16-mixed`, for models without batch norm; else `float32`,
-            their own, so that losses are those of a single process at the Trainer's precision.
-        reduce_dtype: Dtype in which gradients are summed; by default the parameters' own.
-        output_dtype: Dtype to which a unit's floating-point outputs are cast; by default they are not cast.
-        offload: Whether shards and optimizer state are in CPU memory, and the CPU steps.
         meta_init: Whether `configure_model` builds the model on the meta device, and each unit is allocated when it
             is sharded: for models larger than one device's memory. Each module's `reset_parameters` then initialises
             it, alike on any number of ranks; a model without these needs a checkpoint to start from.
-        recompute: Whether units keep only their inputs for backward, and recompute the rest.
-        forward_prefetch: Number of units that are gathered ahead in forward; 0 for FSDP's default, which overlaps one
-            on an accelerator.
-        backward_prefetch: Number of units that are gathered ahead in backward; by default FSDP's own, one.
-        find_unused: Whether parameters may have no gradient in a step. Otherwise that is an error that names them.
-        sync_every_micro_batch: Whether gradients are reduce-scattered after each micro-batch of an accumulation. By
-            default each rank accumulates full gradients until the last one: no communication, 4 psi bytes.
         timeout_minutes: Timeout of a collective in minutes, after which a rank aborts the run.
+        **options: Options of :class:`~dlo_plugins.appliers.fully_shard.FullyShard`, such as `units` and `offload`.
 
     Raises:
         DloError: Options contradict each other, or do not fit the ranks or the model.
@@ -63,33 +46,11 @@ class FSDPStrategy(MeshStrategy):
         self,
         replicate: int = 1,
         shard: int | Literal["node"] = -1,
-        units: list[str] | None = None,
-        reshard_after_forward: bool | int | None = None,
-        param_dtype: str | None = None,
-        reduce_dtype: str | None = None,
-        output_dtype: str | None = None,
-        offload: bool = False,
         meta_init: bool = False,
-        recompute: bool = False,
-        forward_prefetch: int = 0,
-        backward_prefetch: int | None = None,
-        find_unused: bool = False,
-        sync_every_micro_batch: bool = False,
         timeout_minutes: float = 10.0,
+        **options: Any,
     ) -> None:
-        sharding = FullyShard(
-            units=units,
-            reshard_after_forward=reshard_after_forward,
-            param_dtype=param_dtype,
-            reduce_dtype=reduce_dtype,
-            output_dtype=output_dtype,
-            offload=offload,
-            recompute=recompute,
-            forward_prefetch=forward_prefetch,
-            backward_prefetch=backward_prefetch,
-            find_unused=find_unused,
-            sync_every_micro_batch=sync_every_micro_batch,
-        )
+        sharding = FullyShard(**options)
         super().__init__(appliers=[sharding], meta_init=meta_init, timeout_minutes=timeout_minutes)
         self.axes = (replicate, shard)
 
