@@ -157,6 +157,10 @@ def test_a_file_that_is_no_parquet_is_refused(tmp_path):
         ('{"text": "a"', r"a\.jsonl:3: JSON is invalid, column 13: Expecting ',' delimiter"),
         ('["text"]', r"a\.jsonl:3: line must be a JSON object, got list"),
         ('{"test": "a"}', r"a\.jsonl:3: record must have 'messages', .* got 'test'; did you mean 'text'\?"),
+        (
+            '{"prompt": "a", "completon": "b"}',
+            r"a\.jsonl:3: record must have .* got 'prompt', 'completon'; did you mean 'completion'\?",
+        ),
         ('{"prompt": "a"}', r"a\.jsonl:3: record must have 'messages', 'prompt' and 'completion', or 'text', got"),
         ('{"text": 3}', r"a\.jsonl:3: text must be a string, got int: '3'"),
         ('{"messages": []}', r"a\.jsonl:3: messages must be a list with at least one message"),

@@ -229,7 +229,9 @@ def _record(values: dict[str, Any], columns: Mapping[str, str], file: int, row: 
     if of("text") is not None:
         return Record("text", check_text(of("text"), "text", where), None, file, row)
     wanted = [columns.get(name, name) for name in ("messages", "prompt", "completion", "text")]
-    hint = next((did_you_mean(name, wanted) for name in values if did_you_mean(name, wanted)), "")
+    missing = [name for name in wanted if name not in values]
+    hints = (did_you_mean(name, missing) for name in values if name not in wanted)
+    hint = next(filter(None, hints), "")
     raise DloError(
         f"{where}: record must have {wanted[0]!r}, {wanted[1]!r} and {wanted[2]!r}, or {wanted[3]!r}, got"
         f" {', '.join(map(repr, values)) or 'no keys'}{hint}; rename a key, or set columns, such as {{text: content}}"
