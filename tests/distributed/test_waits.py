@@ -69,7 +69,9 @@ def llm(data: type[Tokens], attention: str | None = None) -> Any:
 
 
 SUBJECTS: dict[str, Any] = {"vit": vit, "packed": partial(llm, Packed), "plain": partial(llm, Plain)}
-ALL = {**SUBJECTS, "varlen": partial(llm, Packed, "dlo_varlen")}
+#: As on an accelerator, where `dlo_varlen` is the default.
+VARLEN = {"varlen": partial(llm, Packed, "dlo_varlen"), "plain varlen": partial(llm, Plain, "dlo_varlen")}
+ALL = {**SUBJECTS, **VARLEN}
 
 
 def waits_of(subject: str, strategy: Any, allowed: tuple[str, ...]) -> list[list[str]]:
@@ -119,7 +121,7 @@ ON_TWO: dict[str, Any] = {
 
 #: What waits all the same.
 ALLOWED = (
-    # transformers (5.23) looks for packed documents in each forward that it makes a mask for.
+    # transformers (5.23) looks for packed documents in each forward that it makes a mask for, as `sdpa` has it.
     "masking_utils.py:find_packed_sequence_indices",
 )
 #: What a pipeline's schedule needs: the layout of hidden states, once for each shape of micro-batches.
@@ -160,9 +162,10 @@ def test_one_process_waits_for_nothing(subject: str) -> None:
     assert waits_of(subject, "auto", ALLOWED) == [[]] * (STEPS - 3)
 
 
-def test_packed_documents_as_they_are_on_an_accelerator_wait_for_nothing() -> None:
+@pytest.mark.parametrize("subject", VARLEN)
+def test_rows_as_they_are_on_an_accelerator_wait_for_nothing(subject: str) -> None:
     stand_in = ("packed_attention.py:varlen_reference",)  # of the kernel, which takes lengths from the device
-    assert waits_of("varlen", "auto", stand_in) == [[]] * (STEPS - 3)
+    assert waits_of(subject, "auto", stand_in) == [[]] * (STEPS - 3)
 
 
 def test_two_ranks_wait_for_nothing() -> None:

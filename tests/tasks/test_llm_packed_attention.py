@@ -72,6 +72,10 @@ def test_it_is_the_dense_mask(family: str) -> None:
         has_window = family in ("mistral", "qwen3")
         assert ("cu_seq_lens_q" in told) == (name != "one a row" or has_window), name
         compare(ours, dense, torch.tensor(places))
+    batch = batch_of(torch.tensor(PLACES["one a row"]))
+    del batch["position_ids"]
+    for found, expected in zip(loss_and_gradients(ours, batch), loss_and_gradients(dense, batch), strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-7)
 
 
 def test_recomputed_blocks_and_adapters_are_told_the_documents_too() -> None:

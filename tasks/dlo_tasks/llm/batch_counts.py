@@ -80,6 +80,14 @@ def count_documents(position_ids: Tensor) -> Documents:
     return Documents(sum(numbers), max(lengths), max(falls))
 
 
+def single_documents(tokens: Tensor) -> Tensor:
+    """Returns positions of rows `[B, L]` that are one document each, with attached counts."""
+    rows, length = tokens.shape
+    positions = torch.ones_like(tokens).cumsum(dim=1) - 1  # An arange would not be fake for fake tokens.
+    attach_counts({"position_ids": positions}, {"position_ids": [(1, length, 0)] * rows})
+    return positions
+
+
 def mark_document_starts(position_ids: Tensor) -> Tensor:
     """Returns whether a document begins at each position, bool `[B, L]`."""
     begins = torch.ones_like(position_ids, dtype=torch.bool)

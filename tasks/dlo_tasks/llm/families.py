@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from dlo_framework.errors import DloError
 from dlo_tasks.llm import language_models, packed_attention
-from dlo_tasks.llm.batch_counts import count_documents, mark_document_starts
+from dlo_tasks.llm.batch_counts import count_documents, mark_document_starts, single_documents
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -65,7 +65,8 @@ def document_arguments(model: PreTrainedModel, inputs: Mapping[str, Tensor], *, 
 
     Args:
         model: Model that is called.
-        inputs: Inputs of the model: optional `position_ids [B, L]`, and `attention_mask` of padded rows.
+        inputs: Inputs of the model: `input_ids [B, L]`, optional `position_ids [B, L]`, and `attention_mask` of padded
+            rows.
         packs: Whether restarting positions keep documents apart; see :func:`probe_traits`.
 
     Raises:
@@ -73,6 +74,8 @@ def document_arguments(model: PreTrainedModel, inputs: Mapping[str, Tensor], *, 
     """
     positions = inputs.get("position_ids")
     if positions is None:
+        if packed_attention.is_packed_attention(model) and "attention_mask" not in inputs:
+            return packed_attention.attention_arguments(model, single_documents(inputs["input_ids"]))
         return {}
     flash = is_flash(model)
     if not packs and count_documents(positions).restart:
