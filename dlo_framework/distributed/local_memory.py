@@ -14,10 +14,12 @@ from torch.optim import Optimizer
 def local_tensor(tensor: Tensor) -> Tensor:
     """Returns this rank's local tensor: the shard of a DTensor, any other tensor itself, detached."""
     if isinstance(tensor, DTensor):
-        if not torch.is_grad_enabled():
-            return tensor.to_local().detach()
-        with torch.no_grad():  # Where autograd records, to_local is an operation that it records.
-            tensor = tensor.to_local()
+        if torch.is_grad_enabled():
+            with torch.no_grad():  # Where autograd records, to_local is an operation that it records.
+                local = tensor.to_local()
+        else:
+            local = tensor.to_local()
+        return local.detach() if local.requires_grad else local  # A step calls this for each gradient.
     return tensor.detach()
 
 
