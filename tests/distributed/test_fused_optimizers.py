@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from dlo_framework.distributed.fused_optimizers import prefer_fused
 from dlo_framework.distributed.strategy import DataParallelStrategy, use_canonical_checkpoints
@@ -71,6 +72,15 @@ def test_what_a_user_chose_and_what_has_no_fused_step_stays(make: Any) -> None:
     before = [dict(group) for group in optimizer.param_groups]
     prefer_fused(optimizer, on_cpu=True)
     assert [group.get("fused") for group in optimizer.param_groups] == [group.get("fused") for group in before]
+
+
+def test_on_cuda_it_is_the_default() -> None:
+    with FakeTensorMode():
+        held = [nn.Parameter(torch.empty(3, device="cuda", dtype=dtype)) for dtype in (torch.float32, torch.bfloat16)]
+        for make in (torch.optim.AdamW, torch.optim.Adam, torch.optim.SGD):
+            optimizer = make(held, lr=0.1)
+            prefer_fused(optimizer)
+            assert optimizer.param_groups[0]["fused"] is True
 
 
 def test_in_the_cpu_s_memory_it_is_for_offloaded_shards_and_never_for_sparse_gradients() -> None:

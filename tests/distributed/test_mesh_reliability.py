@@ -123,10 +123,13 @@ def test_a_run_that_is_stopped_anywhere_goes_on_bit_for_bit(tmp_path: Path, name
                     assert all(map(torch.equal, losses, whole[stop:])), (name, stop)
 
 
-def _nan(rank: int, world_size: int, folder: Path) -> tuple[int, int, bool, float]:
+def _nan(rank: int, world_size: int, folder: Path) -> tuple[int, int, bool, float, int]:
+    """Returns steps that were skipped and taken, whether weights are finite, a loss, and losses that were looked at."""
     silence_lightning()
     seed_everything(4, workers=True, verbose=False)
-    finite = FiniteLoss(on_nan="skip")
+    finite, looked = FiniteLoss(on_nan="skip"), []
+    look = finite._flag.look
+    finite._flag.look = lambda loss: (looked.append(loss), look(loss))[1]  # type: ignore[method-assign]
     trainer = _trainer(folder, MeshStrategy(**MESHES["pp x dp"]), finite)
     task = Classifier(nan_at=3)
     trainer.fit(task, datamodule=DigitsData(image_size=16, batch_size=8))
@@ -134,12 +137,14 @@ def _nan(rank: int, world_size: int, folder: Path) -> tuple[int, int, bool, floa
     answer = finite.skipped, trainer.global_step, all(bool(torch.isfinite(w).all()) for w in weights.values())
     loss = float(trainer.callback_metrics["val_loss"])
     leave_group()
-    return (*answer, loss)
+    return *answer, loss, len(looked)
 
 
 def test_all_ranks_leave_out_a_step_that_is_nan_on_one(tmp_path: Path) -> None:
     answers = run_distributed(_nan, 4, tmp_path, timeout=200)
-    for skipped, steps, finite, loss in answers:
+    # The last stage's ranks look at each of two micro-batches' losses, before its backward; others see none.
+    assert sorted(looked for *_, looked in answers) == [0, 0, 2 * EPOCHS * BATCHES, 2 * EPOCHS * BATCHES]
+    for skipped, steps, finite, loss, _ in answers:
         assert skipped == EPOCHS  # One batch of each epoch.
         assert steps == EPOCHS * 3
         assert finite

@@ -16,9 +16,12 @@ from dlo_framework.finite import _message
 from dlo_framework.testing import run_distributed
 from dlo_framework.testing.training import silence_lightning
 from dlo_plugins.strategies.fsdp import FSDPStrategy
+from dlo_plugins.strategies.mesh import MeshStrategy
 from dlo_plugins.strategies.zero import ZeroStrategy
+from dlo_tasks.llm.causal_lm import CausalLM
 from support.fsdp_nets import Module, mine, trainer
-from support.late import LateCopied, late
+from support.late import LateCopied, late, late_along_axes
+from support.token_batches import GROUPED, Tokens
 
 #: Another name of the CPU's memory, which passes for an accelerator's: copies between the two go by the side streams.
 DEVICE = torch.device("cpu", 0)
@@ -168,6 +171,57 @@ def _both_ways(rank: int, world_size: int) -> dict[str, Any]:
             with late() as started:
                 found[f"{name}, {kind.__name__}"] = in_order, _losses(rank, world_size, make, kind()), started
     return found
+
+
+#: Strategies along the axes of a mesh, with what each starts before it waits.
+AXES: dict[str, tuple[dict[str, Any], set[str]]] = {
+    "tp": ({"tp": 2}, {"start_all_reduce"}),
+    "tp, sequence": (
+        {"tp": 2, "sequence_parallel": True},
+        {"start_all_reduce", "start_all_gather_parts", "start_reduce_scatter_parts"},
+    ),
+    "cp": ({"cp": 2}, {"transfers"}),
+    "pp": ({"pp": 2, "micro_batches": 2}, {"sends", "receives"}),
+    "pp, interleaved": (
+        {"pp": 2, "schedule": "Interleaved1F1B", "stages_per_rank": 2, "micro_batches": 4},
+        {"sends", "receives"},
+    ),
+}
+
+
+class Language(CausalLM):
+    """Notes the sum of this rank's weights before each backward."""
+
+    def on_before_zero_grad(self, optimizer: Any) -> None:
+        own = [p.detach().double().sum() for p in self.parameters() if not p.is_meta]
+        self.__dict__.setdefault("sums", []).append(float(torch.stack(own).sum()))
+
+
+def _along_axes(rank: int, world_size: int) -> dict[str, Any]:
+    """Returns sums of each step's weights in order and late, and what was started."""
+    silence_lightning()
+    found = {}
+    for name, (options, _) in AXES.items():
+
+        def weights(options: dict[str, Any] = options) -> list[float]:
+            torch.manual_seed(0)
+            task = Language(config={"model_type": "llama", **GROUPED, "num_hidden_layers": 4})
+            run = trainer(world_size, MeshStrategy(**options), max_steps=4)
+            run.fit(task, datamodule=Tokens(1, steps=4))
+            return task.sums
+
+        in_order = weights()
+        with late_along_axes() as started:
+            found[name] = in_order, weights(), {what for what, times in started.items() if times}
+    return found
+
+
+def test_weights_are_the_same_where_messages_along_the_axes_of_a_mesh_arrive_late() -> None:
+    for found in run_distributed(_along_axes, 2, timeout=280):
+        for name, (in_order, ran_late, started) in found.items():
+            assert len(set(in_order)) == len(in_order) > 2, name
+            assert ran_late == in_order, name
+            assert started >= AXES[name][1], (name, started)
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

@@ -3,6 +3,8 @@
 import contextlib
 import gc
 import os
+import subprocess
+import sys
 from types import SimpleNamespace
 from typing import Any
 
@@ -269,6 +271,19 @@ def test_the_allocator_grows_its_segments_unless_the_user_has_set_it_up(tmp_path
     monkeypatch.delenv("PYTORCH_CUDA_ALLOC_CONF")
     run.set_allocator(driver)
     assert run.os.environ["PYTORCH_ALLOC_CONF"] == "expandable_segments:True"
+
+
+def test_the_command_sets_the_allocator_up_before_torch_is_imported() -> None:
+    code = """
+import sys
+from dlo_framework.cli import main, run
+def note():
+    sys.exit("after torch" if "torch" in sys.modules else "before torch")
+run.set_allocator = note
+main.main(["fit", "--config", "quickstart"])
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.stderr.strip() == "before torch"
 
 
 def test_loading_processes_are_as_many_as_the_machine_has_cores_for(monkeypatch) -> None:

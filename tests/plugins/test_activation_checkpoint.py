@@ -170,6 +170,8 @@ def test_attention_that_drops_weights_is_computed_again_since_later_random_numbe
 def test_names_of_operators_that_are_kept_are_torchs() -> None:
     import torch.nn.attention.varlen
 
+    import dlo_plugins.context.operators  # noqa: F401  It defines two of them.
+
     for name in _KEPT_NAMES:
         namespace, op = name.split(".")
         assert hasattr(getattr(torch.ops, namespace), op), name

@@ -18,6 +18,8 @@ from torch import Tensor
 
 from dlo_framework.distributed.collectives import Communicator
 from dlo_framework.distributed.copy_streams import CopyStreams
+from dlo_plugins.context import ring
+from dlo_plugins.pipeline.transport import Link
 from dlo_plugins.zero import flat_group
 
 
@@ -113,6 +115,70 @@ def late() -> Iterator[dict[str, int]]:
         return mock.patch.object(Communicator, name, start)
 
     with of("reduce_scatter"), of("all_gather"), mock.patch.object(flat_group, "copy_streams", late_streams):
+        yield started
+
+
+#: Collectives of tensor parallelism that are started and waited for apart.
+_STARTED = ("start_all_reduce", "start_all_gather_parts", "start_reduce_scatter_parts")
+
+
+class LateMessage:
+    """Message of a pipeline that is there when it is waited for; one that is sent must not change until then.
+
+    Args:
+        work: Handle of the message.
+        tensor: Tensor that is sent, or that is received into.
+        buffer: Tensor that receives the values; None for a message that is sent.
+    """
+
+    def __init__(self, work: Any, tensor: Tensor, buffer: Tensor | None = None) -> None:
+        self._work, self._tensor, self._buffer = work, tensor, buffer
+        self._sent = tensor.detach().clone() if buffer is None else None
+
+    def wait(self, *limit: Any) -> None:
+        """Waits for the message."""
+        self._work.wait(*limit)
+        if self._sent is not None:
+            assert torch.equal(self._sent.nan_to_num(), self._tensor.detach().nan_to_num()), "written while it is sent"
+        elif self._buffer is not None:
+            self._tensor.copy_(self._buffer)
+
+
+@contextlib.contextmanager
+def late_along_axes() -> Iterator[dict[str, int]]:
+    """Has tensor, context and pipeline parallelism's messages run late inside the block; counts what was started."""
+    queue, started = deque[Any](), dict.fromkeys((*_STARTED, "transfers", "sends", "receives"), 0)
+    transfer, send, receive = ring.Transfer, Link.send, Link.receive
+
+    def of(name: str) -> Any:
+        original = getattr(Communicator, name)
+
+        def start(self: Communicator, tensor: Tensor) -> Callable[[], Tensor]:
+            started[name] += 1
+            return LateWork(queue, lambda: original(self, tensor)()).wait
+
+        return mock.patch.object(Communicator, name, start)
+
+    def start_transfer(*args: Any) -> LateWork:
+        started["transfers"] += 1
+        return LateWork(queue, lambda: transfer(*args).wait())
+
+    def send_late(self: Link, tensor: Tensor) -> Any:
+        started["sends"] += 1
+        return LateMessage(send(self, tensor), tensor)
+
+    def receive_late(self: Link, tensor: Tensor) -> Any:
+        started["receives"] += 1
+        buffer = torch.empty_like(tensor)
+        _spoil(tensor)
+        return LateMessage(receive(self, buffer), tensor, buffer)
+
+    with contextlib.ExitStack() as stack:
+        for name in _STARTED:
+            stack.enter_context(of(name))
+        stack.enter_context(mock.patch.object(ring, "Transfer", start_transfer))
+        stack.enter_context(mock.patch.object(Link, "send", send_late))
+        stack.enter_context(mock.patch.object(Link, "receive", receive_late))
         yield started
 
 

@@ -134,7 +134,7 @@ def test_two_blocks_are_merged_in_one_pass_that_compiles(dtype: torch.dtype) -> 
         torch.testing.assert_close(total.double(), whole, rtol=1e-6, atol=1e-6)
         torch.testing.assert_close(found.double(), both, rtol=1e-6, atol=1e-6)
     large = [name for name, size in operators.calls if size == total.numel()]
-    assert large == ["lerp_"] if dtype == torch.float32 else ["_to_copy", "lerp_"]
+    assert large == (["lerp_"] if dtype == torch.float32 else ["_to_copy", "lerp_"])
 
 
 class Operators(TorchDispatchMode):

@@ -6,6 +6,7 @@ import itertools
 import weakref
 from pathlib import Path
 from typing import Any, ClassVar
+from unittest import mock
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from dlo_plugins.pipeline.pipeline_engine import Pipeline
 from dlo_plugins.pipeline.pipeline_schedules import FAMILIES, make_schedule
 from dlo_plugins.pipeline.recorder import MeasuredCosts
 from dlo_plugins.pipeline.timeline_plot import draw_comparison, simulate_ideal
+from dlo_plugins.pipeline.transport import Transport
 from support.pipeline_nets import most_in_flight, plain
 
 NUMBER = 8
@@ -257,7 +259,9 @@ def test_compiled_blocks_run_compiled() -> None:
 
 def _losses(rank: int, world_size: int) -> list[str]:
     case = plain(NUMBER)
-    pipeline = Pipeline(case.model, case.plan, dist.group.WORLD, schedule="1F1B")
+    with mock.patch.object(Transport, "connect", autospec=True, side_effect=Transport.connect) as connect:
+        pipeline = Pipeline(case.model, case.plan, dist.group.WORLD, schedule="1F1B")
+    assert {tuple(sorted(pair)) for pair in connect.call_args.args[1]} == {(0, 1)}  # Not with the first message.
     seen: list[str] = []
     pipeline.loss_ready = lambda loss: seen.append(f"loss {loss.ndim}")
     pipeline.before_backward = lambda stage, number, complete: seen.append(f"backward {number}")
