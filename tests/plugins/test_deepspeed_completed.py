@@ -7,9 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dlo_framework.errors import DloError
-from dlo_plugins.deepspeed.batch_settings import MICRO, STEPS, TRAIN
-from dlo_plugins.deepspeed.config import TrainerSettings, fill_from_trainer, merge_options
-from dlo_plugins.deepspeed.nested_paths import get
+from dlo_plugins.deepspeed.config import merge_options
+from dlo_plugins.deepspeed.json_file import get
+from dlo_plugins.deepspeed.trainer_settings import MICRO, STEPS, TRAIN, TrainerSettings, fill_from_trainer
 from support.deepspeed_configs import CONFIGS, RANKS
 
 PLAIN = TrainerSettings("32-true", 1, None, None, None, 2)

@@ -6,10 +6,11 @@ import warnings
 import pytest
 
 from dlo_framework.errors import DloError
-from dlo_plugins.deepspeed.config import TrainerSettings, fill_from_trainer, merge_options
+from dlo_plugins.deepspeed.config import merge_options
+from dlo_plugins.deepspeed.json_file import get
 from dlo_plugins.deepspeed.machine_requirements import warn_unused_checkpointing
-from dlo_plugins.deepspeed.nested_paths import get
 from dlo_plugins.deepspeed.schema import known_keys
+from dlo_plugins.deepspeed.trainer_settings import TrainerSettings, fill_from_trainer
 from support.deepspeed_configs import CONFIGS
 
 

@@ -10,7 +10,7 @@ from lightning.pytorch import Trainer
 
 from dlo_framework.errors import DloError
 from dlo_plugins.deepspeed import machine_requirements
-from dlo_plugins.deepspeed.config import TrainerSettings, fill_from_trainer, merge_options
+from dlo_plugins.deepspeed.config import merge_options
 from dlo_plugins.deepspeed.machine_requirements import (
     ASYNC_IO,
     PIN_MEMORY,
@@ -23,6 +23,7 @@ from dlo_plugins.deepspeed.machine_requirements import (
     is_stale,
     list_ops,
 )
+from dlo_plugins.deepspeed.trainer_settings import TrainerSettings, fill_from_trainer
 from dlo_plugins.strategies.deepspeed import DeepSpeedBridge
 
 

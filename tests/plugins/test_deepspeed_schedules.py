@@ -6,7 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dlo_framework.errors import DloError
-from dlo_plugins.deepspeed.config import build_scheduler, compute_lengths, make_optimizer_args, merge_options
+from dlo_plugins.deepspeed.config import merge_options
+from dlo_plugins.deepspeed.optimizer_and_schedule import build_scheduler, compute_lengths, make_optimizer_args
 
 STEPS = 60
 

@@ -6,17 +6,17 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from dlo_framework.errors import DloError
-from dlo_plugins.deepspeed.config import fill_from_trainer, merge_options
-from dlo_plugins.deepspeed.json_trainer_options import (
+from dlo_plugins.deepspeed.config import merge_options
+from dlo_plugins.deepspeed.json_file import get
+from dlo_plugins.deepspeed.json_translation import make_nearest_config, task_options, to_config, to_options, to_yaml
+from dlo_plugins.deepspeed.trainer_settings import (
+    fill_from_trainer,
     get_open_settings,
     get_trainer_options,
-    infer_json_ranks,
+    infer_ranks,
     normalize_precision,
     read_settings,
 )
-from dlo_plugins.deepspeed.json_translation import make_nearest_config, to_config, to_options, to_yaml
-from dlo_plugins.deepspeed.nested_paths import get
-from dlo_plugins.deepspeed.task_options import task_options
 from dlo_plugins.strategies.deepspeed import DeepSpeedBridge
 from dlo_plugins.strategies.fsdp import FSDPStrategy
 from dlo_plugins.strategies.mesh import MeshStrategy
@@ -113,7 +113,7 @@ def test_the_trainers_part_stands_under_the_trainers_names():
     assert strategy["init_args"] == {"config": {"train_batch_size": 64, "train_micro_batch_size_per_gpu": 4}}
     del config["gradient_accumulation_steps"]
     assert to_config(merge_options({}, config), ranks=4)["accumulate_grad_batches"] == 4
-    assert infer_json_ranks(config) is None
+    assert infer_ranks(config) is None
 
 
 def test_the_yaml_says_in_comments_what_it_has_no_place_for(tmp_path):

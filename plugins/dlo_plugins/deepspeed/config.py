@@ -1,71 +1,41 @@
-"""DeepSpeed's configuration, merged from the bridge's typed options, a user's JSON, and the Trainer's settings.
+"""DeepSpeed's configuration, merged from the bridge's typed options and a user's JSON, and its contradictions.
 
 A value that two of them set must be equal; a value that one sets is used. :func:`merge_options` runs when the
-strategy is built, before a process starts; :func:`fill_from_trainer` once the Trainer is known;
+strategy is built, before a process starts; ``trainer_settings.fill_from_trainer`` once the Trainer is known;
 ``machine_requirements.check_available`` on the machine of the run.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from dlo_framework.errors import DloError
-from dlo_plugins.deepspeed import json_file
-from dlo_plugins.deepspeed.batch_settings import fill_batch_size
-from dlo_plugins.deepspeed.consistency import check_consistent
-from dlo_plugins.deepspeed.json_optimizers import check_optimizer, make_optimizer_args
-from dlo_plugins.deepspeed.json_precision import check_precision, fill_clipping, fill_precision
-from dlo_plugins.deepspeed.json_schedules import build_scheduler, check_scheduler, compute_lengths
-from dlo_plugins.deepspeed.nested_paths import get, get_stage, put
-from dlo_plugins.deepspeed.options import to_values
-from dlo_plugins.deepspeed.removed_features import check_removed
-from dlo_plugins.deepspeed.schema import check_keys
-from dlo_plugins.deepspeed.trainer_settings import TrainerSettings
-from dlo_plugins.deepspeed.value_checks import check_values, check_whole
-
-__all__ = [
-    "DeepSpeedJson",
-    "TrainerSettings",
-    "build_scheduler",
-    "compute_lengths",
-    "fill_from_trainer",
-    "get_source",
-    "make_optimizer_args",
-    "merge_options",
-]
+from dlo_plugins.deepspeed.json_file import DeepSpeedJson, get, get_stage, number, put, read_json
+from dlo_plugins.deepspeed.optimizer_and_schedule import check_optimizer, check_scheduler
+from dlo_plugins.deepspeed.schema import check_keys, check_removed, check_values, check_whole
 
 #: ZeRO stage if neither an option nor a JSON sets one; the stage that most DeepSpeed runs use.
 DEFAULT_STAGE = 2
 
+#: Sections that offload, by the bridge's option.
+OFFLOADED = {
+    "offload_optimizer": "zero_optimization.offload_optimizer",
+    "offload_parameters": "zero_optimization.offload_param",
+}
 
-class DeepSpeedJson(dict[str, Any]):
-    """A DeepSpeed configuration with the name that messages use for it.
-
-    Attributes:
-        source: Path of the file it was read from, or ``strategy.config``.
-    """
-
-    def __init__(self, content: Mapping[str, Any], source: str = json_file.INLINE) -> None:
-        super().__init__(content)
-        self.source = source
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> DeepSpeedJson:
-        return DeepSpeedJson(copy.deepcopy(dict(self), memo), self.source)
-
-
-def get_source(config: Mapping[str, Any]) -> str:
-    """Returns the name that messages use for a configuration."""
-    return getattr(config, "source", json_file.INLINE)
+#: Boolean keys of ZeRO++ that quantize.
+QUANTIZED = ("zero_quantized_weights", "zero_quantized_nontrainable_weights", "zero_quantized_gradients")
 
 
 def merge_options(options: Mapping[str, Any], config: str | Path | Mapping[str, Any] | None = None) -> DeepSpeedJson:
     """Returns one DeepSpeed configuration from the bridge's typed options and a JSON.
 
     Old spellings that DeepSpeed still accepts become the new ones. Values of ``"auto"`` stay, for
-    :func:`fill_from_trainer`. If neither the options nor a JSON set a stage, it is 2.
+    ``fill_from_trainer``. If neither the options nor a JSON set a stage, it is 2.
 
     Args:
         options: Arguments of DeepSpeedBridge by name; those that are None are not set.
@@ -75,7 +45,7 @@ def merge_options(options: Mapping[str, Any], config: str | Path | Mapping[str, 
         DloError: If a file does not parse, a key is unknown or removed, a value is invalid, options and JSON differ, or
             DeepSpeed cannot combine two settings.
     """
-    content, source = json_file.read_json(config)
+    content, source = read_json(config)
     check_removed(content, source)
     check_keys(content, source)
     content = replace_old_keys(content, source)
@@ -91,35 +61,10 @@ def merge_options(options: Mapping[str, Any], config: str | Path | Mapping[str, 
     if config is None and get(result, "zero_optimization.stage") is None:
         put(result, "zero_optimization.stage", DEFAULT_STAGE)
     check_values(result, source)
-    check_precision(result, source)
     check_consistent(result, source)
     check_optimizer(result, source)
     check_scheduler(result, source)
     check_whole(result, source)
-    return result
-
-
-def fill_from_trainer(config: Mapping[str, Any], facts: TrainerSettings) -> DeepSpeedJson:
-    """Returns a configuration completed with the Trainer's settings: batch size, accumulation, clipping, precision.
-
-    ``"auto"`` and missing values are filled in from the Trainer. Without ``gradient_clipping`` in either, clipping is
-    off (DeepSpeed's own default is a norm of 1.0). Without a stage it is 0, as in DeepSpeed.
-
-    Args:
-        config: Configuration that :func:`merge_options` returned.
-        facts: Settings of the Trainer.
-
-    Raises:
-        DloError: If both set different values, or DeepSpeed does not support a setting.
-    """
-    source = get_source(config)
-    result = DeepSpeedJson(copy.deepcopy(dict(config)), source)
-    fill_batch_size(result, facts, source)
-    fill_clipping(result, facts, source)
-    fill_precision(result, facts, source)
-    put(result, "zero_optimization.stage", get_stage(result))
-    for key in [key for key, value in result.items() if value == "auto"]:
-        del result[key]  # DeepSpeed reads "auto" as the default inside sections, but not at the top level.
     return result
 
 
@@ -165,3 +110,228 @@ def _rename(section: dict[str, Any], old: str, new: str, value: Any, where: str)
 
 def _shown(value: Any) -> str:
     return {True: "true", False: "false"}.get(value, str(value)) if isinstance(value, bool) else str(value)
+
+
+# --- typed options -----------------------------------------------------------------------------------------
+
+_DTYPES = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}
+
+
+def _profiler(value: bool | int) -> dict[str, Any]:
+    """Returns the section of the FLOPs profiler: on, off, or on at a step."""
+    if isinstance(value, bool):
+        return {"enabled": value}
+    if value < 1:
+        raise DloError(f"flops_profiler must be true, false or the step to profile, at least 1, got {value}")
+    return {"enabled": True, "profile_step": value}
+
+
+def _dtype(value: str) -> str:
+    short = _DTYPES.get(value, value)
+    if short not in _DTYPES.values():
+        raise DloError(f"communication_dtype must be fp32, fp16 or bf16, got {value}")
+    return short
+
+
+@dataclass(frozen=True)
+class Option:
+    """One typed option of the bridge.
+
+    Attributes:
+        path: Place of the option in the JSON.
+        to_json: Function that converts a value for the JSON; a mapping is merged into the section at `path`.
+    """
+
+    path: str
+    to_json: Callable[[Any], Any] = lambda value: value
+
+
+#: Options by the name of DeepSpeedBridge's argument. An argument of None keeps the JSON's value or DeepSpeed's default.
+OPTIONS: dict[str, Option] = {
+    "stage": Option("zero_optimization.stage"),
+    "offload_optimizer": Option("zero_optimization.offload_optimizer.device"),
+    "offload_parameters": Option("zero_optimization.offload_param.device"),
+    "overlap_comm": Option("zero_optimization.overlap_comm"),
+    "contiguous_gradients": Option("zero_optimization.contiguous_gradients"),
+    "reduce_bucket_size": Option("zero_optimization.reduce_bucket_size"),
+    "allgather_bucket_size": Option("zero_optimization.allgather_bucket_size"),
+    "round_robin_gradients": Option("zero_optimization.round_robin_gradients"),
+    "hpz": Option("zero_optimization.zero_hpz_partition_size"),
+    "communication_dtype": Option("communication_data_type", _dtype),
+    "partition_activations": Option("activation_checkpointing.partition_activations"),
+    "cpu_checkpointing": Option("activation_checkpointing.cpu_checkpointing"),
+    "activation_checkpointing": Option("activation_checkpointing"),
+    "flops_profiler": Option("flops_profiler", _profiler),
+    "comms_logger": Option("comms_logger", lambda value: {"enabled": value}),
+}
+
+#: Options of the bridge that are dlo's own, and the path that sections with NVMe offload share.
+_NOT_IN_JSON = ("timeout_minutes", "config", "nvme_path")
+
+
+def to_values(options: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, tuple[str, Any]]:
+    """Returns the JSON values that typed options set, as (option, value) by path.
+
+    Args:
+        options: Options by name; those that are None are left out.
+        config: JSON beside them; `nvme_path` is set in each section that offloads to NVMe.
+
+    Raises:
+        DloError: If a value is invalid, two options contradict each other, or nothing uses an NVMe path.
+    """
+    values: dict[str, tuple[str, Any]] = {}
+    for name, value in options.items():
+        if value is None or name in _NOT_IN_JSON:
+            continue
+        option = OPTIONS[name]
+        converted = option.to_json(value)
+        is_section = isinstance(converted, Mapping) and bool(converted)
+        found = {f"{option.path}.{key}": inner for key, inner in converted.items()} if is_section else {}
+        for path, inner in (found or {option.path: converted}).items():
+            other, known = values.get(path, (name, inner))
+            if known != inner:
+                raise DloError(
+                    f"{path} must have one value, got {known} from {other} and {inner} from {name}; leave out one"
+                )
+            values[path] = (name, inner)
+    if options.get("nvme_path") is not None:
+        values |= _nvme_paths(str(options["nvme_path"]), values, config)
+    return values
+
+
+def _nvme_paths(
+    path: str, values: Mapping[str, tuple[str, Any]], config: Mapping[str, Any]
+) -> dict[str, tuple[str, Any]]:
+    found = {}
+    for section in OFFLOADED.values():
+        device = values.get(f"{section}.device", ("", get(config, f"{section}.device")))[1]
+        if device == "nvme":
+            found[f"{section}.nvme_path"] = ("nvme_path", path)
+    if not found:
+        raise DloError(
+            f"nvme_path must be unset without offload to NVMe, got {path}; leave it out, or set offload_optimizer: nvme"
+            " or offload_parameters: nvme"
+        )
+    return found
+
+
+# --- combinations ------------------------------------------------------------------------------------------
+
+
+def check_consistent(config: Mapping[str, Any], source: str) -> None:
+    """Checks a configuration for contradictions, and for features of other launchers or strategies.
+
+    Raises:
+        DloError: For the first one, with the fix.
+    """
+    if all(get(config, f"{section}.enabled") is True for section in ("fp16", "bf16")):
+        raise DloError(f"{source}: one of fp16 and bf16 must be off, got both enabled; set enabled: false in one")
+    stage = get_stage(config)
+    _check_offload(config, stage, source)
+    _check_needs_stage_3(config, stage, source)
+    _check_pipeline(config, stage, source)
+    _check_left_to_others(config, source)
+    _check_own_optimizer(config, source)
+
+
+def offload_device(config: Mapping[str, Any], section: str) -> str | None:
+    """Returns the target that a section offloads to, ``cpu`` or ``nvme``; None if it does not offload."""
+    device = get(config, f"{section}.device")
+    return device if device in ("cpu", "nvme") else None
+
+
+def _check_offload(config: Mapping[str, Any], stage: int, source: str) -> None:
+    optimizer, parameters = (offload_device(config, section) for section in OFFLOADED.values())
+    if parameters is not None and stage < 3:
+        raise DloError(
+            f"{source}: stage must be 3 to offload parameters to {parameters}, got {stage}, in which each rank computes"
+            " with full parameters; set stage: 3, or offload only the optimizer (offload_optimizer: cpu)"
+        )
+    if optimizer is not None and stage < 1:
+        raise DloError(
+            f"{source}: stage must be 1, 2 or 3 to offload the optimizer to {optimizer}, got 0; set stage: 2"
+        )
+    if optimizer == "nvme" and stage < 3:
+        raise DloError(
+            f"{source}: stage must be 3 to offload the optimizer to NVMe, got {stage}; set stage: 3, or"
+            " offload_optimizer: cpu"
+        )
+    for option, section in OFFLOADED.items():
+        if offload_device(config, section) == "nvme" and not get(config, f"{section}.nvme_path"):
+            raise DloError(
+                f"{source}: nvme_path must be a folder on a local NVMe disk for {option}: nvme, got none; set"
+                f" nvme_path: /local_nvme, or {section}.nvme_path in the JSON"
+            )
+
+
+def _check_needs_stage_3(config: Mapping[str, Any], stage: int, source: str) -> None:
+    if stage == 3:
+        return
+    on = [key for key in QUANTIZED if get(config, f"zero_optimization.{key}") is True]
+    if number(config, "zero_optimization.zero_hpz_partition_size", 1) > 1:
+        on.insert(0, "zero_hpz_partition_size")
+    if on:
+        raise DloError(f"{source}: stage must be 3 for zero_optimization.{on[0]}, got {stage}; set stage: 3")
+
+
+def _check_pipeline(config: Mapping[str, Any], stage: int, source: str) -> None:
+    mesh = "--trainer.strategy.class_path MeshStrategy --trainer.strategy.init_args."
+    if "pipeline" in config:
+        conflict = f" (and pipeline needs stage 0 or 1, got {stage})" if stage > 1 else ""
+        raise DloError(
+            f"{source}: pipeline must be unset{conflict}: DeepSpeed's pipeline engine takes a model cut by"
+            f" deepspeed.pipe, and a task is not; leave it out, and use {mesh}pp 2"
+        )
+    for path, axis, what in (
+        ("tensor_parallel.autotp_size", "tp", "tensor parallelism"),
+        ("sequence_parallel_size", "cp", "sequence parallelism"),
+    ):
+        size = number(config, path, 1)
+        if size > 1:
+            raise DloError(
+                f"{source}: {path} must be 1, got {size}: the bridge leaves {what} to MeshStrategy; leave out the key,"
+                f" and set {mesh}{axis} {size}"
+            )
+    if "expert_parallel" in config or get(config, "hybrid_engine.enabled") is True:
+        key = "expert_parallel" if "expert_parallel" in config else "hybrid_engine"
+        raise DloError(f"{source}: {key} must be unset: it needs DeepSpeed's own model classes; leave it out")
+
+
+def _check_left_to_others(config: Mapping[str, Any], source: str) -> None:
+    if get(config, "autotuning.enabled") is True:
+        raise DloError(
+            f"{source}: autotuning.enabled must be false, got true: DeepSpeed's launcher tunes by restarting a script"
+            ' with other micro-batches in its JSON, and dlo reads them from the data; set "autotuning": {"enabled":'
+            " false}, and use the callback MicroBatchFinder"
+        )
+    if get(config, "data_efficiency.data_sampling.enabled") is True:
+        raise DloError(
+            f"{source}: data_efficiency.data_sampling must be off, got on: it works in DeepSpeed's own loader, and"
+            " dlo's data come from the Trainer's; leave it out, and use dlo's curricula (the callbacks"
+            " ProgressiveResizing and DynamicBatchSize)"
+        )
+    if get(config, "data_efficiency.data_routing.random_ltd.enabled") is True:
+        raise DloError(
+            f"{source}: data_efficiency.data_routing.random_ltd must be off, got on: it drops tokens in layers that"
+            " deepspeed's convert_to_random_ltd has wrapped, and a task has none; leave it out"
+        )
+
+
+def _check_own_optimizer(config: Mapping[str, Any], source: str) -> None:
+    """Checks that no option needs DeepSpeed's CPUAdam, which is compiled on first use: about 100 seconds."""
+    section = OFFLOADED["offload_optimizer"]
+    if get(config, "zero_force_ds_cpu_optimizer") is True and offload_device(config, section):
+        raise DloError(
+            f"{source}: zero_force_ds_cpu_optimizer must be false, got true: DeepSpeed's CPU optimizer is compiled on"
+            " first use; leave it out: dlo steps offloaded state with torch's optimizer, and saves its state by name"
+        )
+    own = (
+        (f"{section}.super_offload", get(config, f"{section}.super_offload") is True),
+        ("zero_optimization.zenflow", get(config, "zero_optimization.zenflow") is not None),
+    )
+    for path, on in own:
+        if on:
+            raise DloError(
+                f"{source}: {path} must be unset: it needs DeepSpeed's own CPU Adam, whose state other strategies"
+                " cannot read; leave it out, and keep offload_optimizer: cpu"
+            )

@@ -1,7 +1,11 @@
-"""Reader of DeepSpeed configurations (JSON or Hjson, as in DeepSpeed), with errors that name the place."""
+"""Reader of DeepSpeed configurations (JSON or Hjson, as in DeepSpeed), and access to them by nested paths.
+
+Errors name the place in the file. A path is written as ``zero_optimization.stage``.
+"""
 
 from __future__ import annotations
 
+import copy
 import importlib.util
 import json
 import re
@@ -21,6 +25,26 @@ INLINE = "strategy.config"
 OPTIONS_ALONE = "trainer.strategy"
 
 
+class DeepSpeedJson(dict[str, Any]):
+    """A DeepSpeed configuration with the name that messages use for it.
+
+    Attributes:
+        source: Path of the file it was read from, or ``strategy.config``.
+    """
+
+    def __init__(self, content: Mapping[str, Any], source: str = INLINE) -> None:
+        super().__init__(content)
+        self.source = source
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> DeepSpeedJson:
+        return DeepSpeedJson(copy.deepcopy(dict(self), memo), self.source)
+
+
+def get_source(config: Mapping[str, Any]) -> str:
+    """Returns the name that messages use for a configuration."""
+    return getattr(config, "source", INLINE)
+
+
 def read_json(config: str | Path | Mapping[str, Any] | None) -> tuple[dict[str, Any], str]:
     """Returns a configuration and its name in messages: its file's path, :data:`INLINE`, or :data:`OPTIONS_ALONE`.
 
@@ -35,7 +59,12 @@ def read_json(config: str | Path | Mapping[str, Any] | None) -> tuple[dict[str, 
     if config is None:
         return {}, OPTIONS_ALONE
     if isinstance(config, Mapping):
-        inline = json.loads(_as_json(config))
+        try:
+            inline = json.loads(json.dumps(config))
+        except TypeError as error:
+            raise DloError(
+                f"{INLINE}: a DeepSpeed config must have only numbers, strings, booleans, lists and mappings: {error}"
+            ) from error
         _check_filled(inline, INLINE)
         return inline, INLINE
     path = Path(config)
@@ -73,15 +102,6 @@ def _check_filled(content: Any, source: str, path: str = "") -> None:
         raise DloError(
             f"{source}: {path or 'a key'} must be a value, got {content!r}, {why}; write the value, such as 2 or true"
         )
-
-
-def _as_json(config: Mapping[str, Any]) -> str:
-    try:
-        return json.dumps(config)
-    except TypeError as error:
-        raise DloError(
-            f"{INLINE}: a DeepSpeed config must have only numbers, strings, booleans, lists and mappings: {error}"
-        ) from error
 
 
 def _suggest_file(path: Path) -> str:
@@ -133,3 +153,46 @@ def _without_repetition(pairs: list[tuple[str, Any]], source: str) -> dict[str, 
             raise DloError(f"{source}: key '{key}' must be unique, got {result[key]!r} and {value!r}; leave one out")
         result[key] = value
     return result
+
+
+# --- paths -------------------------------------------------------------------------------------------------
+
+
+def drop_auto(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns a configuration, or a section of one, without the values ``"auto"`` at any level."""
+    return {
+        key: drop_auto(value) if isinstance(value, Mapping) else copy.deepcopy(value)
+        for key, value in config.items()
+        if not (isinstance(value, str) and value == "auto")
+    }
+
+
+def get(config: Mapping[str, Any], path: str, default: Any = None) -> Any:
+    """Returns the value at a path such as ``zero_optimization.stage``."""
+    value: Any = config
+    for key in path.split("."):
+        if not isinstance(value, Mapping) or key not in value:
+            return default
+        value = value[key]
+    return value
+
+
+def number(config: Mapping[str, Any], path: str, default: int) -> int:
+    """Returns the integer at a path; the default if there is none, or it is ``"auto"``."""
+    value = get(config, path)
+    return value if isinstance(value, int) and not isinstance(value, bool) else default
+
+
+def get_stage(config: Mapping[str, Any]) -> int:
+    """Returns the ZeRO stage; 0, DeepSpeed's default, if there is none."""
+    return number(config, "zero_optimization.stage", 0)
+
+
+def put(config: dict[str, Any], path: str, value: Any) -> None:
+    """Sets the value at a path, and creates the sections above it."""
+    *parents, last = path.split(".")
+    for parent in parents:
+        if config.get(parent) is None:
+            config[parent] = {}
+        config = config[parent]
+    config[last] = value

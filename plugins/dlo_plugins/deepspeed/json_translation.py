@@ -13,19 +13,20 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import DDPStrategy, Strategy
 
 from dlo_framework.errors import DloError
-from dlo_plugins.deepspeed import json_file
-from dlo_plugins.deepspeed.batch_settings import MICRO, STEPS, TRAIN
-from dlo_plugins.deepspeed.config import DeepSpeedJson, fill_from_trainer, merge_options
-from dlo_plugins.deepspeed.json_precision import CLIPPING
-from dlo_plugins.deepspeed.json_trainer_options import (
+from dlo_plugins.deepspeed.config import OFFLOADED, OPTIONS, merge_options
+from dlo_plugins.deepspeed.json_file import DeepSpeedJson, drop_auto, get, put, read_json
+from dlo_plugins.deepspeed.optimizer_and_schedule import make_optimizer_args
+from dlo_plugins.deepspeed.trainer_settings import (
+    CLIPPING,
+    MICRO,
+    STEPS,
+    TRAIN,
+    fill_from_trainer,
     get_open_settings,
     get_trainer_options,
-    infer_json_ranks,
+    infer_ranks,
     read_settings,
 )
-from dlo_plugins.deepspeed.nested_paths import get, put
-from dlo_plugins.deepspeed.options import OPTIONS
-from dlo_plugins.deepspeed.task_options import task_options
 
 #: Keys of a JSON that have no effect under dlo, with the reason.
 _NO_EFFECT = {
@@ -33,8 +34,6 @@ _NO_EFFECT = {
     "datastates_ckpt": "dlo writes its own checkpoints; run.async_checkpoints: true writes them in the background",
     "dataloader_drop_last": "dlo's loaders drop the last incomplete training batch",
 }
-
-_OFFLOAD, _NVME = "zero_optimization.offload_{}", "nvme_path"
 
 
 class DeepSpeedTranslation:
@@ -78,9 +77,9 @@ class DeepSpeedTranslation:
             config, given = strategy.asked, {**given, **get_open_settings(strategy.asked, given, datamodule)}
         else:
             config = make_nearest_config(strategy)
-        facts = read_settings(given, ranks, datamodule)
-        result: dict[str, Any] = fill_from_trainer(config, facts)
-        if facts.micro_batch_size is None and all(config.get(key, "auto") == "auto" for key in (TRAIN, MICRO)):
+        settings = read_settings(given, ranks, datamodule)
+        result: dict[str, Any] = fill_from_trainer(config, settings)
+        if settings.micro_batch_size is None and all(config.get(key, "auto") == "auto" for key in (TRAIN, MICRO)):
             result = {**result, TRAIN: "auto", MICRO: "auto"}
         return json.dumps(result, indent=2)
 
@@ -124,16 +123,12 @@ def _take_switches(rest: dict[str, Any], options: dict[str, Any]) -> None:
 
 def _take_nvme_path(rest: dict[str, Any], options: dict[str, Any]) -> None:
     """Moves the common folder of all NVMe offloads from ``rest`` to ``options``."""
-    on_nvme = [
-        _OFFLOAD.format(section)
-        for section, name in (("optimizer", "offload_optimizer"), ("param", "offload_parameters"))
-        if options.get(name) == "nvme"
-    ]
-    paths = {get(rest, f"{section}.{_NVME}") for section in on_nvme}
-    if len(paths) == 1 and None not in paths:
-        options[_NVME] = paths.pop()
-        for section in on_nvme:
-            _drop(rest, f"{section}.{_NVME}")
+    on_nvme = [f"{section}.nvme_path" for name, section in OFFLOADED.items() if options.get(name) == "nvme"]
+    folders = {get(rest, path) for path in on_nvme}
+    if len(folders) == 1 and None not in folders:
+        options["nvme_path"] = folders.pop()
+        for path in on_nvme:
+            _drop(rest, path)
 
 
 def _drop(config: dict[str, Any], path: str) -> None:
@@ -152,7 +147,7 @@ def to_config(config: Mapping[str, Any], ranks: int | None = None) -> dict[str, 
         config: Configuration that ``merge_options`` returned.
         ranks: Number of ranks, if the configuration's batch sizes do not imply it.
     """
-    settings = get_trainer_options(config, ranks or infer_json_ranks(config))
+    settings = get_trainer_options(config, ranks or infer_ranks(config))
     options, rest = to_options(config)
     for path in (STEPS, CLIPPING, "fp16.enabled", "bf16.enabled"):
         # Each is the Trainer's now; a disabled section stays, and contradicts a Trainer that enables it.
@@ -160,7 +155,7 @@ def to_config(config: Mapping[str, Any], ranks: int | None = None) -> dict[str, 
             _drop(rest, path)
     for key in [key for key, value in rest.items() if value == "auto"]:
         del rest[key]
-    trainer: dict[str, Any] = {"devices": devices} if (devices := ranks or infer_json_ranks(config)) else {}
+    trainer: dict[str, Any] = {"devices": devices} if (devices := ranks or infer_ranks(config)) else {}
     arguments = {**options, **({"config": rest} if rest else {})}
     if "stage" not in options and not rest:
         arguments["stage"] = 0  # An empty JSON means stage 0; no JSON means stage 2.
@@ -180,7 +175,7 @@ def to_yaml(path: str | Path, ranks: int | None = None) -> str:
     Raises:
         DloError: If ``merge_options`` refuses the JSON.
     """
-    content, source = json_file.read_json(path)
+    content, source = read_json(path)
     config = merge_options({}, path)
     text = yaml.safe_dump({"trainer": to_config(config, ranks)}, sort_keys=False, default_flow_style=None, width=100)
     lines = [f"# {source}, for dlo fit: pass it after your task's config: --config task.yaml --config this.yaml.", text]
@@ -190,7 +185,7 @@ def to_yaml(path: str | Path, ranks: int | None = None) -> str:
 
 def _comments(config: Mapping[str, Any], content: Mapping[str, Any], ranks: int | None) -> list[str]:
     comments = []
-    world, micro = ranks or infer_json_ranks(config), config.get(MICRO)
+    world, micro = ranks or infer_ranks(config), config.get(MICRO)
     if isinstance(micro, int):
         batch = f"data.init_args.batch_size: {micro * world}" if world else f"{micro} x the ranks"
         comments.append(f"A rank's micro-batch is {micro}; dlo's batch_size counts all ranks: {batch}.")
@@ -238,7 +233,73 @@ def make_nearest_config(strategy: Strategy) -> DeepSpeedJson:
     else:
         put(config, "zero_optimization.stage", 0)
         offloaded = None
-    for section, names in (("optimizer", ("optimizer", "both")), ("param", ("parameters", "both"))):
-        if offloaded in names:
-            put(config, f"{_OFFLOAD.format(section)}.device", "cpu")
+    for option, section in OFFLOADED.items():
+        if offloaded in (option.removeprefix("offload_"), "both"):
+            put(config, f"{section}.device", "cpu")
     return merge_options({}, config)
+
+
+# --- nearest options of a task -----------------------------------------------------------------------------
+
+#: timm's names of torch's classes where they differ; the tasks use timm's names.
+_NAMES = {"NAdam": "nadam", "RAdam": "radam", "RMSprop": "rmsprop"}
+
+
+def task_options(config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """Returns the nearest `init_args` of CausalLM or ImageClassifier, and notes on how they differ.
+
+    Args:
+        config: Configuration that ``resolve`` returned.
+    """
+    options, notes = _optimizer(config)
+    schedule, more = _schedule(config, options.get("lr"))
+    return {**options, **schedule}, notes + more
+
+
+def _optimizer(config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    found = make_optimizer_args(drop_auto(config))
+    if found is None:
+        return {}, []
+    cls, arguments = found
+    open_ones = [key for key, value in (get(config, "optimizer.params") or {}).items() if value == "auto"]
+    left_out = (*open_ones, "foreach", "always_adapt")
+    arguments = {key: value for key, value in arguments.items() if key not in left_out}
+    name = _NAMES.get(cls.__name__, cls.__name__.lower())
+    if name == "sgd":  # timm's `sgd` has Nesterov momentum.
+        name = "sgd" if arguments.pop("nesterov", False) else "momentum"
+    arguments.pop("max_grad_norm", None)
+    options: dict[str, Any] = {"optimizer": name}
+    options |= {key: arguments.pop(key) for key in ("lr", "weight_decay") if key in arguments}
+    if arguments:
+        options["optimizer_args"] = {k: list(v) if isinstance(v, tuple) else v for k, v in arguments.items()}
+    notes = ["the tasks apply no weight decay to norms and biases"] if options.get("weight_decay") else []
+    return options, notes
+
+
+def _schedule(config: Mapping[str, Any], lr: float | None) -> tuple[dict[str, Any], list[str]]:
+    name, params = get(config, "scheduler.type"), get(config, "scheduler.params") or {}
+    steps, given = params.get("warmup_num_steps", 1000), drop_auto(params)
+    warm = {} if steps == "auto" else {"warmup_steps": steps}
+    notes = []
+    if name in ("WarmupLR", "WarmupDecayLR", "WarmupCosineLR") and given.get("warmup_type", "log") == "log":
+        notes.append(f"{name} warms up logarithmically, the tasks linearly")
+    if name == "WarmupDecayLR":
+        ends = {"warmup_lr": given["warmup_min_lr"]} if given.get("warmup_min_lr") else {}
+        peak = {"lr": given["warmup_max_lr"]} if isinstance(given.get("warmup_max_lr"), int | float) else {}
+        return {**peak, "schedule": "linear", **warm, **ends}, [*notes, *_end(given)]
+    if name == "WarmupCosineLR":
+        floor = {"min_lr": lr * given.get("cos_min_ratio", 0.0001)} if lr else {}
+        ends = {"warmup_lr": lr * given["warmup_min_ratio"]} if lr and given.get("warmup_min_ratio") else {}
+        return {"schedule": "cosine", **warm, **ends, **floor}, [*notes, *_end(given)]
+    if name == "WarmupLR":
+        return {"schedule": "constant"}, [*notes, "the constant schedule of the tasks has no warm-up"]
+    if name == "OneCycle":
+        return {"schedule": "constant"}, ["with the callback OneCycle, which decays along its own curve"]
+    if name == "LRRangeTest":
+        return {"schedule": "constant"}, ["`dlo lr-find` is the range test"]
+    return {}, [f"{name} has no counterpart"] if name else []
+
+
+def _end(given: Mapping[str, Any]) -> list[str]:
+    steps = given.get("total_num_steps")
+    return [f"the schedule ends with the run: trainer.max_steps: {steps}"] if isinstance(steps, int) else []

@@ -17,14 +17,9 @@ import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
 from dlo_framework.errors import DloError
-from dlo_plugins.deepspeed.batch_settings import MICRO, STEPS, TRAIN
-from dlo_plugins.deepspeed.config import get_source
-from dlo_plugins.deepspeed.consistency import offload_device
-from dlo_plugins.deepspeed.json_precision import get_precision_section
-from dlo_plugins.deepspeed.nested_paths import get, number
-
-_OFFLOADED = ("zero_optimization.offload_optimizer", "zero_optimization.offload_param")
-_QUANTIZED = ("zero_quantized_weights", "zero_quantized_nontrainable_weights", "zero_quantized_gradients")
+from dlo_plugins.deepspeed.config import OFFLOADED, QUANTIZED, offload_device
+from dlo_plugins.deepspeed.json_file import get, get_source, number
+from dlo_plugins.deepspeed.trainer_settings import get_precision_section, infer_ranks
 
 #: Age in seconds above which a lock file that no process has open is left from a killed build.
 _STALE_AFTER = 60.0
@@ -58,7 +53,7 @@ def check_available(config: Mapping[str, Any], device_type: str, world_size: int
     """Checks that this machine has what a configuration needs, and announces what will be compiled.
 
     Args:
-        config: Configuration that ``with_trainer`` returned.
+        config: Configuration that ``fill_from_trainer`` returned.
         device_type: Type of device, ``cpu`` or ``cuda``.
         world_size: Number of ranks; None derives it from the configuration's batch sizes.
 
@@ -68,7 +63,7 @@ def check_available(config: Mapping[str, Any], device_type: str, world_size: int
     source = get_source(config)
     check_device(config, device_type, get_precision_section(config))
     _check_hpz(config, world_size or infer_ranks(config), source)
-    for section in _OFFLOADED:
+    for section in OFFLOADED.values():
         if offload_device(config, section) == "nvme":
             check_nvme_path(get(config, f"{section}.nvme_path"), source)
     needed = list_ops(config)
@@ -81,19 +76,12 @@ def check_available(config: Mapping[str, Any], device_type: str, world_size: int
         rank_zero_info(_notice(missing))
 
 
-def infer_ranks(config: Mapping[str, Any]) -> int | None:
-    """Returns the number of ranks that a configuration's batch sizes imply; None if they are incomplete."""
-    values = [config.get(key) for key in (TRAIN, MICRO, STEPS)]
-    train, micro, steps = (value if isinstance(value, int) and value > 0 else 0 for value in values)
-    return train // (micro * steps) if train and micro and steps else None
-
-
 def list_ops(config: Mapping[str, Any]) -> list[Op]:
     """Returns the operators that DeepSpeed compiles for a configuration, in the order of their builds."""
     ops = []
-    if any(offload_device(config, section) == "nvme" for section in _OFFLOADED):
+    if any(offload_device(config, section) == "nvme" for section in OFFLOADED.values()):
         ops += [PIN_MEMORY, ASYNC_IO]
-    if any(get(config, f"zero_optimization.{key}") is True for key in _QUANTIZED):
+    if any(get(config, f"zero_optimization.{key}") is True for key in QUANTIZED):
         ops += [QUANTIZER]
     return ops
 
@@ -102,7 +90,7 @@ def check_device(config: Mapping[str, Any], device_type: str, precision: str | N
     """Checks that a type of device supports a configuration, without importing DeepSpeed.
 
     Args:
-        config: Configuration that ``resolve`` or ``with_trainer`` returned.
+        config: Configuration that ``merge_options`` or ``fill_from_trainer`` returned.
         device_type: Type of device, ``cpu`` or ``cuda``.
         precision: Enabled section, `fp16` or `bf16`; None for neither.
 
@@ -118,7 +106,7 @@ def check_device(config: Mapping[str, Any], device_type: str, precision: str | N
             " (trainer.precision 16-mixed or 16-true); set --trainer.precision bf16-mixed or 32-true, and"
             ' "fp16": {"enabled": "auto"} in the JSON'
         )
-    for key in _QUANTIZED:
+    for key in QUANTIZED:
         if get(config, f"zero_optimization.{key}") is True:
             raise DloError(
                 f"{source}: zero_optimization.{key} (ZeRO++) must be off on CPUs, got true: its kernels need CUDA;"

@@ -1,4 +1,4 @@
-"""Known keys of a DeepSpeed configuration, read from the installed DeepSpeed.
+"""Checks of a DeepSpeed configuration against the installed DeepSpeed: known and removed keys, and values.
 
 DeepSpeed refuses unknown keys in the sections for which it has pydantic models, and ignores them in all others and at
 the top level: there ``gradient_cliping`` silently trains without clipping.
@@ -7,6 +7,7 @@ the top level: there ``gradient_cliping`` silently trains without clipping.
 from __future__ import annotations
 
 import functools
+import re
 import sys
 import typing
 from collections.abc import Iterator, Mapping
@@ -16,6 +17,7 @@ import torch
 
 from dlo_framework.errors import DloError, did_you_mean
 from dlo_plugins.deepspeed.environment import check_installed, use_accelerator
+from dlo_plugins.deepspeed.json_file import drop_auto, get, put
 
 #: Tree of known keys; None is a plain value, ANY a section with arbitrary content.
 Schema = dict[str, Any]
@@ -39,6 +41,19 @@ _PLAIN: Schema = {
 
 #: Free-form sections: names that the user chooses, or arguments of a class that another key names.
 _FREE = ("optimizer.params", "scheduler.params", "datastates_ckpt", "expert_parallel", "autotuning.arg_mappings")
+
+#: Optimizer types of earlier versions, in lower case.
+_ONE_BIT = ("onebitadam", "onebitlamb", "zerooneadam")
+
+#: Replacement of each removed key, in dlo or DeepSpeed.
+_INSTEAD = {
+    "elasticity": "leave it out: dlo's checkpoints can be resumed on any number of ranks",
+    "amp": "leave it out: --trainer.precision 16-mixed or bf16-mixed",
+    "curriculum_learning": "move it to data_efficiency.data_sampling.curriculum_learning",
+    "progressive_layer_drop": "leave it out",
+    "nebula": "leave it out: --run.async_checkpoints true writes checkpoints in the background",
+    "sparse_attention": "leave it out: torch's scaled_dot_product_attention replaces it",
+}
 
 
 class Section(Protocol):
@@ -88,10 +103,10 @@ def known_keys() -> Schema:
     """
     tree = _asked_tree()
     for path, model in sections().items():
-        _put(tree, path, _fields(model))
+        put(tree, path, _fields(model))
     tree["bfloat16"] = tree["bf16"]  # its old name
     for path in _FREE:
-        _put(tree, path, ANY)
+        put(tree, path, ANY)
     for section, keys in removed_keys().items():
         for key in keys:
             (tree[section] if section else tree).pop(key, None)
@@ -203,15 +218,6 @@ def _is_mapping(annotation: Any) -> bool:
     return any((typing.get_origin(each) or each) is dict for each in types)
 
 
-def _put(tree: Schema, path: str, below: Schema) -> None:
-    *parents, last = path.split(".")
-    for parent in parents:
-        if tree.get(parent) is None:
-            tree[parent] = {}
-        tree = tree[parent]
-    tree[last] = below
-
-
 def check_keys(config: Mapping[str, Any], source: str) -> None:
     """Checks that DeepSpeed knows every key of a configuration.
 
@@ -252,3 +258,81 @@ def _paths(tree: Schema, parents: str = "") -> Iterator[str]:
         yield f"{parents}{key}"
         if below:
             yield from _paths(below, f"{parents}{key}.")
+
+
+def check_removed(config: Mapping[str, Any], source: str) -> None:
+    """Checks that a configuration has no key that DeepSpeed has removed.
+
+    Raises:
+        DloError: For the first one, with its replacement.
+    """
+    absent = object()
+    for section, keys in removed_keys().items():
+        for key in keys:
+            path = f"{section}.{key}" if section else key
+            if get(config, path, absent) is not absent:
+                raise DloError(f"{source}: DeepSpeed has removed '{path}'; {_INSTEAD.get(key, 'leave it out')}")
+    optimizer = config.get("optimizer")
+    name = optimizer.get("type") if isinstance(optimizer, Mapping) else None
+    if isinstance(name, str) and name.lower() in _ONE_BIT:
+        raise DloError(
+            f"{source}: DeepSpeed has removed the optimizer {name}; use your task's Adam (or Lamb) with the callback"
+            " GradientCompression, which compresses under any data-parallel strategy"
+        )
+
+
+def check_values(config: Mapping[str, Any], source: str) -> None:
+    """Checks the values of the sections for which DeepSpeed has pydantic models, and that sections are mappings.
+
+    ``"auto"`` means DeepSpeed's default, as in DeepSpeed itself.
+
+    Raises:
+        DloError: For the first invalid value, with its key and the rule.
+    """
+    for path, below in known_keys().items():
+        value = config.get(path)
+        if below is not None and value is not None and not isinstance(value, Mapping) and value is not False:
+            example = f'"{path}": {{"{next(iter(below), "key")}": ...}}'
+            raise DloError(f"{source}: {path} must be a section, such as {example}, got {value!r}")
+    for path, model in sections().items():
+        section = get(config, path)
+        if isinstance(section, Mapping):
+            _check_section(model, section, f"{source}: {path}")
+
+
+def _check_section(model: Any, section: Mapping[str, Any], where: str) -> None:
+    from pydantic import ValidationError
+
+    try:
+        model(**drop_auto(section))
+    except ValidationError as error:
+        first = error.errors()[0]
+        path = ".".join([where, *(str(key) for key in first["loc"])])
+        message = first["msg"].removeprefix("Value error, ").removeprefix("Assertion failed, ")
+        message = re.sub(r", (\w+) or \1$", r" or \1", message)  # DeepSpeed lists stage 3 twice.
+        given = f", got {first['input']!r}" if first["loc"] else ""
+        raise DloError(f"{path}: {message}{given}") from error
+    except AssertionError as error:  # an old spelling beside its new one
+        raise DloError(f"{where}: {error}; leave the old one out") from error
+
+
+def check_whole(config: Mapping[str, Any], source: str) -> None:
+    """Checks what DeepSpeed's own configuration class checks: top-level values, and combinations of sections.
+
+    Builds DeepSpeed 0.19.8's ``DeepSpeedConfig``, which checks in its constructor.
+
+    Args:
+        config: DeepSpeed configuration. Its batch sizes are left out, because they are checked where the ranks are
+            known, and so is ``aio``, which DeepSpeed checks against this machine, not the run's.
+        source: Name of the configuration in messages.
+
+    Raises:
+        DloError: In DeepSpeed's words.
+    """
+    module = import_config_module()
+    left_out = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "aio")
+    content = {key: value for key, value in drop_auto(config).items() if key not in left_out}
+    try:
+        module.DeepSpeedConfig({**content, "train_micro_batch_size_per_gpu": 1})
+    except (AssertionError, TypeError, ValueError, module.DeepSpeedConfigError) as error:
+        raise DloError(f"{source}: DeepSpeed refuses the config: {error}") from error

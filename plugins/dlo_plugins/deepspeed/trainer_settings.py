@@ -1,8 +1,29 @@
-"""Trainer settings that DeepSpeed's JSON has too."""
+"""Settings that both the Trainer and DeepSpeed's JSON have: batch size, accumulation, precision and clipping.
+
+DeepSpeed requires ``train_batch_size = train_micro_batch_size_per_gpu x gradient_accumulation_steps x ranks``, and
+derives missing values. dlo's `data.batch_size` is the global batch of one micro-step: DeepSpeed's micro-batch times the
+ranks, or its train batch divided by the accumulation.
+"""
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
+
+from dlo_framework.data import ResumableDataModule
+from dlo_framework.errors import DloError
+from dlo_plugins.deepspeed.json_file import DeepSpeedJson, get, get_source, get_stage, put
+
+TRAIN, MICRO, STEPS = "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"
+CLIPPING = "gradient_clipping"
+
+#: Section of the JSON that each of Lightning's precisions enables.
+SECTIONS = {"32-true": None, "16-mixed": "fp16", "16-true": "fp16", "bf16-mixed": "bf16", "bf16-true": "bf16"}
+
+#: Lightning's precision for each section of the JSON.
+PRECISIONS = {"fp16": "16-mixed", "bf16": "bf16-mixed"}
 
 
 @dataclass(frozen=True)
@@ -24,3 +45,270 @@ class TrainerSettings:
     clip_algorithm: str | None
     micro_batch_size: int | None
     world_size: int
+
+
+# --- a JSON, completed from the Trainer --------------------------------------------------------------------
+
+
+def fill_from_trainer(config: Mapping[str, Any], settings: TrainerSettings) -> DeepSpeedJson:
+    """Returns a configuration completed with the Trainer's settings: batch size, accumulation, clipping, precision.
+
+    ``"auto"`` and missing values are filled in from the Trainer. Without ``gradient_clipping`` in either, clipping is
+    off (DeepSpeed's own default is a norm of 1.0). Without a stage it is 0, as in DeepSpeed.
+
+    Args:
+        config: Configuration that ``merge_options`` returned.
+        settings: Settings of the Trainer.
+
+    Raises:
+        DloError: If both set different values, or DeepSpeed does not support a setting.
+    """
+    source = get_source(config)
+    result = DeepSpeedJson(copy.deepcopy(dict(config)), source)
+    fill_batch_size(result, settings, source)
+    fill_clipping(result, settings, source)
+    fill_precision(result, settings, source)
+    put(result, "zero_optimization.stage", get_stage(result))
+    for key in [key for key, value in result.items() if value == "auto"]:
+        del result[key]  # DeepSpeed reads "auto" as the default inside sections, but not at the top level.
+    return result
+
+
+def fill_batch_size(config: dict[str, Any], settings: TrainerSettings, source: str) -> None:
+    """Fills in the three batch settings, in place.
+
+    If neither the JSON nor the Trainer has the micro-batch, it is 1, as in Lightning: DeepSpeed uses it only for its
+    throughput log.
+
+    Raises:
+        DloError: If they contradict each other or the Trainer.
+    """
+    train, micro, steps = (_positive(config, key, source) for key in (TRAIN, MICRO, STEPS))
+    world = settings.world_size
+    if train is not None and micro is not None and train % (micro * world):
+        raise DloError(
+            f"{source}: {TRAIN} must be a multiple of {MICRO} {micro} x {world} ranks = {micro * world}, got {train};"
+            f" set {TRAIN} {_nearest_multiple(train, micro * world)}"
+        )
+    derived = ""
+    if steps is None and train is not None and micro is not None:
+        steps, derived = train // (micro * world), f" ({TRAIN} {train} / ({MICRO} {micro} x {world} ranks))"
+    if steps is not None and steps != settings.accumulation:
+        raise DloError(
+            f"{source}: {STEPS} must equal trainer.accumulate_grad_batches {settings.accumulation}, got {steps}"
+            f"{derived}; set --trainer.accumulate_grad_batches {steps}, or"
+            f' "{STEPS}": "auto" in the JSON'
+        )
+    key = MICRO if micro is not None else TRAIN
+    if micro is None and train is not None:
+        share = settings.accumulation * world
+        if train % share:
+            raise DloError(
+                f"{source}: {TRAIN} must be divisible by trainer.accumulate_grad_batches {settings.accumulation} x"
+                f" {world} ranks = {share}, got {train}; set {TRAIN} {_nearest_multiple(train, share)}"
+            )
+        micro = train // share
+    if micro is not None and settings.micro_batch_size not in (None, micro):
+        raise _other_batch(micro, key, config[key], settings, source)
+    micro = settings.micro_batch_size or micro or 1
+    product = micro * settings.accumulation * world
+    if train is not None and train != product:
+        raise DloError(
+            f"{source}: {TRAIN} must be {MICRO} {micro} x {STEPS} {settings.accumulation} x {world} ranks = {product},"
+            f" got {train}; set {TRAIN} {product}, or leave it out"
+        )
+    config.update({TRAIN: product, MICRO: micro, STEPS: settings.accumulation})
+
+
+def _positive(config: dict[str, Any], key: str, source: str) -> int | None:
+    value = config.get(key)
+    if value is None or value == "auto":
+        return None
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise DloError(f'{source}: {key} must be an integer of at least 1 or "auto", got {value!r}')
+    return value
+
+
+def _other_batch(micro: int, key: str, value: int, settings: TrainerSettings, source: str) -> DloError:
+    """Returns the error for data whose batch size differs from the JSON's; `key` is the JSON's key for it."""
+    assert settings.micro_batch_size is not None
+    world, loaded = settings.world_size, settings.micro_batch_size
+    means = f"{micro} samples per rank and micro-step"
+    if key == TRAIN:
+        means += f" ({world} ranks, trainer.accumulate_grad_batches {settings.accumulation})"
+    return DloError(
+        f"data.batch_size must be {micro * world} for {key} {value} of {source}, which means {means}, got"
+        f" {loaded * world} (the global batch: {loaded} per rank); set --data.batch_size {micro * world}, or"
+        f' "{key}": "auto" in the JSON'
+    )
+
+
+def _nearest_multiple(value: int, of: int) -> str:
+    below = value // of * of
+    return f"{below} or {below + of}" if below else str(of)
+
+
+def get_precision_section(config: Mapping[str, Any]) -> str | None:
+    """Returns the section that a JSON enables, `fp16` or `bf16`; None if it enables neither."""
+    return next((section for section in ("fp16", "bf16") if get(config, f"{section}.enabled") is True), None)
+
+
+def fill_precision(config: dict[str, Any], settings: TrainerSettings, source: str) -> None:
+    """Enables the section of the Trainer's precision, and disables the other one, in place.
+
+    Raises:
+        DloError: If the JSON contradicts it, or DeepSpeed does not support the precision.
+    """
+    if settings.precision not in SECTIONS:
+        raise DloError(
+            f"trainer.precision must be one of {', '.join(SECTIONS)} under DeepSpeed, got {settings.precision}"
+        )
+    wanted, asked = SECTIONS[settings.precision], get_precision_section(config)
+    if asked is not None and asked != wanted:
+        raise DloError(
+            f"{source}: {asked}.enabled must agree with trainer.precision {settings.precision}, got true; set"
+            f' --trainer.precision {PRECISIONS[asked]}, or "{asked}": {{"enabled": "auto"}} in the JSON'
+        )
+    if wanted is not None and get(config, f"{wanted}.enabled") is False:
+        raise DloError(
+            f"{source}: {wanted}.enabled must agree with trainer.precision {settings.precision}, got false; set"
+            f' --trainer.precision 32-true, or "{wanted}": {{"enabled": "auto"}} in the JSON'
+        )
+    for section in ("fp16", "bf16"):
+        if section == wanted:
+            config[section] = {**config.get(section, {}), "enabled": True}
+        elif section in config:
+            config[section] = {**config[section], "enabled": False}
+            if len(config[section]) == 1:
+                del config[section]
+
+
+def fill_clipping(config: dict[str, Any], settings: TrainerSettings, source: str) -> None:
+    """Sets ``gradient_clipping`` in place: to the Trainer's value, the JSON's, or 0, which is off.
+
+    Raises:
+        DloError: If the two differ, or clipping is by value.
+    """
+    given = config.get(CLIPPING)
+    given = None if given == "auto" else given
+    if given is not None and (isinstance(given, bool) or not isinstance(given, int | float) or given < 0):
+        raise DloError(f"{source}: {CLIPPING} must be a norm, or 0 for off, got {given!r}; set 1.0, or leave it out")
+    wanted = settings.clip_val
+    if (wanted or given) and settings.clip_algorithm == "value":
+        raise DloError(
+            "trainer.gradient_clip_algorithm must be norm under DeepSpeed, got value; set"
+            " --trainer.gradient_clip_algorithm norm, or use another strategy, such as zero2"
+        )
+    if given is not None and wanted is not None and float(given) != float(wanted):
+        raise DloError(
+            f"{source}: {CLIPPING} must equal trainer.gradient_clip_val {wanted}, got {given}; set it in one place:"
+            f' leave one of the two out, or "{CLIPPING}": "auto" in the JSON'
+        )
+    config[CLIPPING] = float(next((value for value in (wanted, given) if value is not None), 0.0))
+
+
+# --- the Trainer's options, from a JSON --------------------------------------------------------------------
+
+
+def get_trainer_options(config: Mapping[str, Any], ranks: int | None = None) -> dict[str, Any]:
+    """Returns the Trainer's options that a JSON sets, by Lightning's names.
+
+    Args:
+        config: Configuration that ``merge_options`` returned.
+        ranks: Number of ranks, from which DeepSpeed derives the accumulation if the JSON has only the two batch sizes.
+    """
+    found: dict[str, Any] = {}
+    section = get_precision_section(config)
+    if section is not None:
+        found["precision"] = PRECISIONS[section]
+    train, micro, steps = (_number(config.get(key)) for key in (TRAIN, MICRO, STEPS))
+    if steps is None and train is not None and micro is not None and ranks and train % (micro * ranks) == 0:
+        steps = train // (micro * ranks)
+    if steps is not None:
+        found["accumulate_grad_batches"] = steps
+    clipping = config.get(CLIPPING)
+    if isinstance(clipping, int | float):
+        found["gradient_clip_val"] = float(clipping)
+    return found
+
+
+def infer_ranks(config: Mapping[str, Any]) -> int | None:
+    """Returns the number of ranks that a configuration's three batch settings imply; None if one is missing."""
+    train, micro, steps = (_number(config.get(key)) for key in (TRAIN, MICRO, STEPS))
+    if train is None or micro is None or steps is None or train % (micro * steps):
+        return None
+    return train // (micro * steps)
+
+
+def _number(value: Any) -> int | None:
+    return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else None
+
+
+def get_open_settings(config: Mapping[str, Any], given: Mapping[str, Any], datamodule: Any = None) -> dict[str, Any]:
+    """Returns the JSON's settings that the Trainer leaves at its default, after a check that the two agree.
+
+    So a JSON works unchanged, and its values need no repetition. A setting is open if it has the Trainer's default;
+    Lightning does not distinguish `accumulate_grad_batches: 1` from unset.
+
+    Args:
+        config: Configuration that ``merge_options`` returned.
+        given: Arguments of the Trainer.
+        datamodule: Datamodule with a known batch size.
+
+    Raises:
+        DloError: If both set different values.
+    """
+    ranks = count_trainer_ranks(given)
+    found = get_trainer_options(config, ranks)
+    open_ones = {"precision": None, "accumulate_grad_batches": 1, "gradient_clip_val": None}
+    taken = {key: value for key, value in found.items() if given.get(key) == open_ones[key]}
+    fill_from_trainer(
+        config, read_settings({**given, **taken}, ranks or infer_ranks(config) or 1, datamodule if ranks else None)
+    )
+    return taken
+
+
+def read_settings(given: Mapping[str, Any], ranks: int, datamodule: Any = None) -> TrainerSettings:
+    """Returns the Trainer settings that a JSON has too, from the Trainer's arguments.
+
+    Args:
+        given: Arguments of the Trainer.
+        ranks: Number of ranks that see different data.
+        datamodule: Datamodule with a known batch size.
+
+    Raises:
+        DloError: If Lightning does not have the precision.
+    """
+    batch = datamodule.batch_size if isinstance(datamodule, ResumableDataModule) else 0
+    algorithm = given.get("gradient_clip_algorithm")
+    return TrainerSettings(
+        precision=normalize_precision(given.get("precision")),
+        accumulation=int(given.get("accumulate_grad_batches") or 1),
+        clip_val=given.get("gradient_clip_val"),
+        clip_algorithm=None if algorithm is None else str(getattr(algorithm, "value", algorithm)),
+        micro_batch_size=batch // ranks if batch and batch % ranks == 0 else None,
+        world_size=ranks,
+    )
+
+
+def normalize_precision(precision: Any) -> str:
+    """Returns Lightning's own name of a Trainer's precision: `32-true` for None, 32 and `32`.
+
+    Calls a private function of Lightning 2.6 in ``lightning.fabric.connector``, which has no public one.
+
+    Raises:
+        DloError: If Lightning does not have the precision.
+    """
+    from lightning.fabric.connector import _convert_precision_to_unified_args
+
+    try:
+        return str(_convert_precision_to_unified_args(precision) or "32-true")
+    except ValueError as error:
+        raise DloError(f"trainer.precision: {error}") from error
+
+
+def count_trainer_ranks(given: Mapping[str, Any]) -> int | None:
+    """Returns the number of ranks that a Trainer's arguments ask for; None if it depends on the machine."""
+    devices: Any = given.get("devices")
+    number = len(devices) if isinstance(devices, list | tuple) else int(devices) if str(devices).isdigit() else 0
+    return number * int(given.get("num_nodes") or 1) or None

@@ -31,21 +31,15 @@ from dlo_framework.task import Task
 from dlo_plugins.appliers.activation_checkpoint import ActivationCheckpoint
 from dlo_plugins.deepspeed import environment
 from dlo_plugins.deepspeed.any_device import AnyDeviceDeepSpeed
-from dlo_plugins.deepspeed.config import (
-    TrainerSettings,
-    build_scheduler,
-    compute_lengths,
-    fill_from_trainer,
-    make_optimizer_args,
-    merge_options,
-)
+from dlo_plugins.deepspeed.config import merge_options
 from dlo_plugins.deepspeed.deepspeed_engine import DeepSpeedEngine
 from dlo_plugins.deepspeed.engine_precision import EnginePrecision, ForwardInAutocast
-from dlo_plugins.deepspeed.json_precision import SECTIONS
+from dlo_plugins.deepspeed.json_file import get
 from dlo_plugins.deepspeed.json_translation import DeepSpeedTranslation
 from dlo_plugins.deepspeed.machine_requirements import check_available, check_device, warn_unused_checkpointing
-from dlo_plugins.deepspeed.nested_paths import get
+from dlo_plugins.deepspeed.optimizer_and_schedule import build_scheduler, compute_lengths, make_optimizer_args
 from dlo_plugins.deepspeed.partitioned_params import full_shape, local_tensor, segments
+from dlo_plugins.deepspeed.trainer_settings import SECTIONS, TrainerSettings, fill_from_trainer
 from dlo_plugins.sharding.optimizer_probe import requires_closure
 
 Offload = Literal["cpu", "nvme"]
@@ -114,9 +108,7 @@ class DeepSpeedBridge(DeepSpeedTranslation, ShardedStrategy, AnyDeviceDeepSpeed)
         config: str | Path | dict[str, Any] | None = None,
         timeout_minutes: float = 10.0,
     ) -> None:
-        given = dict(locals())
-        for other in ("self", "__class__", "config", "timeout_minutes"):
-            given.pop(other, None)
+        given = {name: value for name, value in locals().items() if name not in ("self", "__class__")}
         environment.check_installed()
         environment.adopt_launcher()
         #: Configuration from options and JSON, before the Trainer's settings are added.
