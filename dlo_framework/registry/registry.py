@@ -21,6 +21,7 @@ from types import ModuleType
 from dlo_framework.errors import DloError, did_you_mean
 from dlo_framework.registry.entry_points import GROUP_PREFIX, KINDS, Plugin, read_entry_points
 from dlo_framework.registry.import_policy import DENIED_PATHS, allowed_roots, check_class_path
+from dlo_framework.registry.named_functions import registering_modules
 from dlo_framework.registry.user_modules import import_user_module
 
 BASES = {
@@ -163,7 +164,8 @@ class Registry:
                 _register_strategy(plugin, cls)
             self._classes[plugin] = cls
             found.append(plugin)
-        if not found and not any(_names_allowed_base(cls) for cls in classes):
+        registers = any(name in registering_modules for name in (module.__name__, *(cls.__module__ for cls in classes)))
+        if not found and not registers and not any(_names_allowed_base(cls) for cls in classes):
             bases = ", ".join(BASES.values())
             raise DloError(f"plugins: '{spec}' must define a public subclass of one of {bases}, got none; add one")
         if module.__name__ not in self._user_modules:

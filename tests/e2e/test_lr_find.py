@@ -39,6 +39,31 @@ def test_it_sweeps_prints_and_leaves_a_curve_and_no_checkpoint(dlo):
     assert yaml.safe_load((folder / "config.yaml").read_text())["data"]["class_path"].endswith("DigitsData")
 
 
+SUGGESTION = """
+from dlo_plugins.callbacks.lr_finder.lr_suggest import SUGGESTIONS
+
+@SUGGESTIONS.register("Middle")
+def middle(rates, losses):
+    return rates[len(rates) // 2]
+"""
+
+
+def test_a_users_file_adds_a_suggestion_that_the_config_names(dlo):
+    (dlo.folder / "small.yaml").write_text(CONFIG)
+    (dlo.folder / "lr_middle.py").write_text(SUGGESTION)
+    named = "[{class_path: LRFinder, init_args: {num_steps: 20, suggestion: %s}}]"
+    arguments = ("lr-find", "--config", "small.yaml", "--plugins", "[./lr_middle.py]", "--trainer.callbacks")
+    out = dlo(*arguments, named % "Middle").stdout
+    found = report(dlo, "small/lr-find")
+    kept = [point["lr"] for point in found["points"]][2:-5]
+    assert found["suggestion"] == "Middle"
+    assert found["lr"] == kept[len(kept) // 2]
+    assert f"Middle   {found['lr']:.3g} <- suggested" in out
+    assert set(found["suggestions"]) == {"valley", "steep", "minimum", "slide", "Middle"}
+    error = dlo(*arguments, named % "Midle", code=2).stderr
+    assert "unknown LRFinder suggestion 'Midle'; did you mean 'Middle'?" in error
+
+
 @pytest.mark.slow
 def test_two_ranks_find_what_one_process_finds_and_train_as_it_does(dlo, curve):
     """The finder that the config names is the one that sweeps."""

@@ -12,22 +12,20 @@ import json
 import math
 import sys
 import time
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from tqdm import tqdm
 
 from dlo_framework.atomic_file import write_atomic
-from dlo_framework.errors import DloError, did_you_mean
+from dlo_framework.errors import DloError
 from dlo_framework.rehearsal import BeforeTraining, rehearse, run_folder
 from dlo_framework.watch.monitor import is_tensorboard
 from dlo_plugins.callbacks.lr_finder.lr_suggest import SUGGESTIONS, Sweep, rescale_rates, suggest, sweep_rates
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
-
-Suggestion = Literal["valley", "steep", "minimum", "slide"]
 
 NAME = "lr_find"
 #: Least number of steps that leaves enough points without both ends of the curve.
@@ -56,7 +54,8 @@ class LRFinder(BeforeTraining):
         max_lr: Last learning rate.
         num_steps: Number of optimizer steps between the two, by equal factors.
         suggestion: Method: ``valley`` (in the longest falling stretch), ``steep`` (where the loss falls fastest),
-            ``minimum`` (a tenth of the rate with the lowest loss) or ``slide`` (before the loss bends upwards).
+            ``minimum`` (a tenth of the rate with the lowest loss), ``slide`` (before the loss bends upwards), or one
+            that a file under ``plugins:`` or an installed package registers.
         beta: Weight of the past in the smoothed loss.
         stop_factor: Factor over its lowest value at which the smoothed loss ends the sweep; a NaN ends it too.
         apply: Whether to set the rate that was found; False only reports it.
@@ -72,14 +71,12 @@ class LRFinder(BeforeTraining):
         min_lr: float = 1e-7,
         max_lr: float = 10.0,
         num_steps: int = 100,
-        suggestion: Suggestion = "valley",
+        suggestion: str = "valley",
         beta: float = 0.98,
         stop_factor: float = 4.0,
         apply: bool = True,
     ) -> None:
-        if suggestion not in SUGGESTIONS:
-            hint = did_you_mean(suggestion, list(SUGGESTIONS)) or ";"
-            raise DloError(f"LRFinder: unknown suggestion '{suggestion}'{hint} available: {', '.join(SUGGESTIONS)}")
+        SUGGESTIONS.get(suggestion)
         if not 0 < min_lr < max_lr < math.inf:
             raise DloError(
                 f"LRFinder: min_lr must be above 0 and below max_lr, got {min_lr} and {max_lr}; the defaults are 1e-7"

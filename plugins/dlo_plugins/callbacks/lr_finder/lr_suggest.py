@@ -14,11 +14,20 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
+from dlo_framework.registry.named_functions import NamedFunctions
+
 
 def sweep_rates(min_lr: float, max_lr: float, steps: int) -> list[float]:
     """Returns ``steps`` learning rates from ``min_lr`` to ``max_lr``, each the same multiple of the one before."""
     ratio = math.log(max_lr / min_lr)
     return [min_lr * math.exp(ratio * step / (steps - 1)) for step in range(steps)]
+
+
+#: Function that suggests a rate from the rates of a curve, ascending, and the smoothed losses; None if it cannot.
+Suggest = Callable[[Sequence[float], Sequence[float]], float | None]
+
+#: Methods that suggest a rate, by the name that ``LRFinder.suggestion`` has; the first is the default.
+SUGGESTIONS: NamedFunctions[Suggest] = NamedFunctions("LRFinder suggestion", "dlo_framework.lr_suggestions")
 
 
 @dataclasses.dataclass
@@ -69,6 +78,7 @@ class Sweep:
         return rates[:end], losses[:end]
 
 
+@SUGGESTIONS.register("valley")
 def valley(rates: Sequence[float], losses: Sequence[float]) -> float | None:
     """Returns the rate in the middle of the longest falling stretch: at a third plus a sixth of its length.
 
@@ -87,17 +97,20 @@ def valley(rates: Sequence[float], losses: Sequence[float]) -> float | None:
     return rates[max(0, start + int(third) + int(third / 2))]
 
 
+@SUGGESTIONS.register("steep")
 def steep(rates: Sequence[float], losses: Sequence[float]) -> float:
     """Returns the rate with the steepest fall of the loss over the logarithm of the rate."""
     slopes = np.diff(np.asarray(losses)) / np.diff(np.log(rates))
     return rates[int(slopes.argmin())]
 
 
+@SUGGESTIONS.register("minimum")
 def minimum(rates: Sequence[float], losses: Sequence[float]) -> float:
     """Returns a tenth of the rate with the lowest loss."""
     return rates[int(np.argmin(losses))] / 10
 
 
+@SUGGESTIONS.register("slide")
 def slide(
     rates: Sequence[float], losses: Sequence[float], *, width: int = 15, threshold: float = 0.005
 ) -> float | None:
@@ -127,20 +140,9 @@ def slide(
     return rates[found]
 
 
-#: Methods that suggest a rate from a curve, by name; the first is the default.
-SUGGESTIONS: dict[str, Callable[[Sequence[float], Sequence[float]], float | None]] = {
-    "valley": valley,
-    "steep": steep,
-    "minimum": minimum,
-    "slide": slide,
-}
-
-
 def suggest(rates: Sequence[float], losses: Sequence[float]) -> dict[str, float | None]:
-    """Returns all suggestions for a curve, by name; None for those that the curve does not allow."""
-    if len(rates) < 2:
-        return dict.fromkeys(SUGGESTIONS)
-    return {name: method(rates, losses) for name, method in SUGGESTIONS.items()}
+    """Returns the suggestions of all imported methods for a curve; None for those that the curve does not allow."""
+    return {name: method(rates, losses) if len(rates) > 1 else None for name, method in SUGGESTIONS.loaded().items()}
 
 
 def rescale_rates(rates: Sequence[float], highest: float) -> list[float]:
