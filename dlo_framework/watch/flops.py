@@ -129,10 +129,8 @@ def _elements(shape: SampleShape) -> int:
 
 
 def is_compiled(module: torch.nn.Module) -> bool:
-    """Returns whether torch.compile has wrapped the module or any submodule."""
-    return any(
-        part._compiled_call_impl is not None or type(part).__name__ == "OptimizedModule" for part in module.modules()
-    )
+    """Returns whether torch.compile has compiled the module or any submodule, in place or in a wrapper."""
+    return any(part._compiled_call_impl is not None or "_orig_mod" in part._modules for part in module.modules())
 
 
 def peak_flops(trainer: Trainer) -> float | None:

@@ -13,8 +13,9 @@ from torch import Tensor, nn
 from dlo_framework.distributed.local_memory import memory_of
 from dlo_framework.testing import run_distributed
 from dlo_framework.testing.full_state import gather_full_weights
+from dlo_framework.watch.flops import is_compiled
 from dlo_plugins.strategies.zero import ZeroStrategy
-from dlo_plugins.zero.outside_use import OutsideUse, is_compiled
+from dlo_plugins.zero.outside_use import OutsideUse
 from support.fsdp_nets import WIDTH, Module, alone, differ, found_by, mine, of, trainer
 
 

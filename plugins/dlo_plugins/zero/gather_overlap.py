@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from dlo_framework.watch.flops import is_compiled
 from dlo_plugins.zero.flat_group import FlatGroup
-from dlo_plugins.zero.outside_use import OutsideUse, is_compiled
+from dlo_plugins.zero.outside_use import OutsideUse
 
 
 class GatherOverlap:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
@@ -49,8 +48,3 @@ def uses_values(function: Any) -> bool:
     if name == "__get__":
         return getattr(getattr(function, "__self__", None), "__name__", "") in _TENSORS
     return name not in _NOT_VALUES
-
-
-def is_compiled(module: nn.Module) -> bool:
-    """Returns whether ``torch.compile`` has compiled any submodule: under a mode it would compile a second time."""
-    return any(hasattr(part, "_orig_mod") or part._compiled_call_impl is not None for part in module.modules())

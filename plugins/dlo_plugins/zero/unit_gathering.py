@@ -17,8 +17,9 @@ from torch.autograd.graph import register_multi_grad_hook
 from torch.utils._pytree import tree_leaves
 
 from dlo_framework.errors import DloError
+from dlo_framework.watch.flops import is_compiled
 from dlo_plugins.zero.flat_group import FlatGroup
-from dlo_plugins.zero.outside_use import OutsideUse, is_compiled
+from dlo_plugins.zero.outside_use import OutsideUse
 
 
 class Unit:
