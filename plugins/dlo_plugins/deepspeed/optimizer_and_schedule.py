@@ -3,7 +3,7 @@
 DeepSpeed builds its own optimizers: FusedAdam on CUDA, and with offload a CPUAdam that is compiled on first use. dlo
 builds the optimizer itself, so that checkpoints have its state by name and every strategy can read it. The classes here
 compute the same step. The rates of a schedule are those of DeepSpeed's classes
-(``deepspeed.runtime.lr_schedules``, 0.19.8), which are no torch LRSchedulers and save only their step.
+(``deepspeed.runtime.lr_schedules``, 0.19.8), which are not LRSchedulers of torch and save only their step.
 """
 
 from __future__ import annotations
