@@ -18,6 +18,7 @@ from importlib import metadata
 from typing import Any, Generic, TypeVar
 
 from dlo_framework.errors import DloError, did_you_mean
+from dlo_framework.registry.entry_points import load_function
 
 Value = TypeVar("Value")
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -83,13 +84,7 @@ class NamedFunctions(Generic[Value]):
         """
         points = metadata.entry_points(group=self.group).select(name=name) if name not in self._values else ()
         for point in points:
-            try:
-                function = point.load()
-            except (Exception, SystemExit) as error:
-                origin = f"{point.dist.name} {point.dist.version}" if point.dist else "unknown"
-                raise DloError(
-                    f"{self.what} '{name}' ({origin}) failed to import: {type(error).__name__}: {error}"
-                ) from error
+            function = load_function(point, f"{self.what} '{name}'")
             if name not in self._values:  # The module may have registered it.
                 self.register(name)(function)
         if name not in self._values:
