@@ -11,7 +11,6 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from string import Template
 from typing import Any
 
 from markup import to_markdown
@@ -88,12 +87,10 @@ def kind_table() -> str:
 
 def scaffold(kind: str, name: str, *which: str) -> str:
     """Returns the plug-in that ``dlo plugins new KIND NAME`` writes, or its test for ``test``."""
-    from dlo_framework.cli.scaffold_templates import TEMPLATES
+    from dlo_framework.cli.scaffold import fill_templates
 
-    plugin, test = TEMPLATES[kind]
-    class_name = "".join(part.capitalize() for part in name.split("_"))
-    code = Template(test if which == ("test",) else plugin).substitute(name=name, class_name=class_name)
-    title = f"test_{name}.py" if which == ("test",) else f"{name}.py"
+    plugin, test = fill_templates(kind, name, "".join(part.capitalize() for part in name.split("_")))
+    code, title = (test, f"test_{name}.py") if which == ("test",) else (plugin, f"{name}.py")
     return f'```python title="{title}"\n{code.strip()}\n```'
 
 

@@ -1,14 +1,18 @@
-"""``dlo plugins new``: writes a working plug-in of a kind, with a test that passes."""
+"""``dlo plugins new``: writes a working plug-in of a kind, with a test that passes.
+
+The folder ``templates/`` has both files of each kind. They are examples to learn from: arguments are typed and
+documented (``dlo plugins show`` prints them), and the constructor checks their values, with the fix in the message.
+"""
 
 from __future__ import annotations
 
 import keyword
 import os
 import re
+from importlib import resources
 from pathlib import Path
 from string import Template
 
-from dlo_framework.cli.scaffold_templates import TEMPLATES
 from dlo_framework.cli.snippet import format_yaml_snippet
 from dlo_framework.errors import DloError, did_you_mean
 from dlo_framework.registry import KINDS, Registry
@@ -41,12 +45,19 @@ def write_plugin(kind: str, name: str, folder: Path, registry: Registry) -> str:
         raise DloError(f"NAME must differ from installed modules, got '{name}'; try '{name}_{kind}'")
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        for file, template in zip(files, TEMPLATES[kind], strict=True):
+        for file, text in zip(files, fill_templates(kind, name, class_name), strict=True):
             with open(file, "x", encoding="utf-8") as stream:
-                stream.write(Template(template).substitute(name=name, class_name=class_name))
+                stream.write(text)
     except OSError as error:
         raise DloError(f"cannot write to {folder}: {error.strerror}; --dir writes elsewhere") from error
     return _format_next_steps(kind, class_name, *files)
+
+
+def fill_templates(kind: str, name: str, class_name: str) -> list[str]:
+    """Returns the text of a plug-in, and of its test."""
+    folder = resources.files("dlo_framework.cli") / "templates"
+    texts = [(folder / f"{prefix}{kind}.py.tmpl").read_text(encoding="utf-8") for prefix in ("", "test_")]
+    return [Template(text).substitute(name=name, class_name=class_name) for text in texts]
 
 
 def _check_name(name: str, registry: Registry) -> str:

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from dlo_framework.registry import KINDS
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -61,6 +63,9 @@ def test_the_wheel_holds_the_packages_the_configs_and_the_types(wheel):
     shipped = {path.relative_to(ROOT).as_posix() for path in (ROOT / "configs").rglob("*.yaml")}
     assert len(shipped) >= 5
     assert {f"dlo_framework/{name}" for name in shipped} <= names
+    templates = [path.relative_to(ROOT).as_posix() for path in (ROOT / "dlo_framework").rglob("*.tmpl")]
+    assert len(templates) == 2 * len(KINDS)
+    assert set(templates) <= names
     every = {
         path.relative_to(ROOT / home).as_posix()
         for home, package in ((".", "dlo_framework"), ("plugins", "dlo_plugins"), ("tasks", "dlo_tasks"))
