@@ -20,8 +20,8 @@ from collections.abc import Callable, Iterable
 from importlib import metadata
 
 from dlo_framework.errors import DloError, did_you_mean
+from dlo_framework.extensions import format_origin, load_function
 from dlo_framework.registry.class_source import SourceNotFoundError, read_function_doc, summary_of
-from dlo_framework.registry.entry_points import format_origin, load_function
 
 GROUP = "dlo_framework.commands"
 
@@ -65,7 +65,7 @@ def load_command(name: str) -> Callable[[list[str]], int | None]:
         raise DloError(f"unknown command '{name}'{did_you_mean(name, known) or ';'} available: {', '.join(known)}")
     if len(installed[name]) > 1:
         raise DloError(_format_conflict(name, map(format_origin, installed[name])))
-    return load_function(installed[name][0], f"command '{name}'")
+    return load_function(installed[name][0], "command")
 
 
 def _format_conflict(name: str, origins: Iterable[str]) -> str:

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from importlib import metadata
 
 from dlo_framework.errors import DloError
-from dlo_framework.registry.entry_points import load_function
+from dlo_framework.extensions import load_function
 
 GROUP = "dlo_framework.options"
 
@@ -63,6 +63,6 @@ def translate_options(options: Iterable[tuple[str, str | None]]) -> Iterator[tup
     functions = {f"--{point.name}": point for point in metadata.entry_points(group=GROUP)}
     for option, value in options:
         if option in functions:
-            yield from load_function(functions[option], f"option '{option}'")(value or "").items()
+            yield from load_function(functions[option], "option")(value or "").items()
         else:
             yield option, value

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, cached_property
 from importlib import metadata
-from typing import Any
 
-from dlo_framework.errors import DloError, did_you_mean
+from dlo_framework.errors import did_you_mean
 from dlo_framework.registry.class_source import SourceNotFoundError, read_summary
 
 KINDS: tuple[str, ...] = ("strategy", "callback", "task", "data", "applier")
@@ -109,32 +107,6 @@ def own_packages() -> tuple[str, ...]:
     """Returns the packages of dlo's own distribution: the core, and those that contribute entry points to it."""
     points = metadata.distribution("dlo_framework").entry_points
     return tuple(sorted({point.value.partition(".")[0] for point in points}))
-
-
-def load_function(point: metadata.EntryPoint, label: str) -> Callable[..., Any]:
-    """Imports the function of an entry point.
-
-    Args:
-        point: Entry point.
-        label: Description of the entry point, for the error.
-
-    Raises:
-        DloError: If the import fails, with the distribution and the cause, or finds something else than a function.
-    """
-    label = f"{label} ({format_origin(point)})"
-    try:
-        found = point.load()
-    except (Exception, SystemExit) as error:
-        raise DloError(f"{label} failed to import: {type(error).__name__}: {error}") from error
-    if not callable(found):
-        raise DloError(f"{label} must be a function, got {point.value}, {found!r}; fix its entry point")
-    function: Callable[..., Any] = found
-    return function
-
-
-def format_origin(point: metadata.EntryPoint) -> str:
-    """Returns the distribution and version of an entry point."""
-    return " ".join(_origin_of(point)).rstrip()
 
 
 def _origin_of(point: metadata.EntryPoint) -> tuple[str, str]:

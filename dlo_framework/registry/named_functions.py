@@ -18,7 +18,7 @@ from importlib import metadata
 from typing import Any, Generic, TypeVar
 
 from dlo_framework.errors import DloError, did_you_mean
-from dlo_framework.registry.entry_points import load_function
+from dlo_framework.extensions import load_function
 
 Value = TypeVar("Value")
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -84,7 +84,7 @@ class NamedFunctions(Generic[Value]):
         """
         points = metadata.entry_points(group=self.group).select(name=name) if name not in self._values else ()
         for point in points:
-            function = load_function(point, f"{self.what} '{name}'")
+            function = load_function(point, self.what)
             if name not in self._values:  # The module may have registered it.
                 self.register(name)(function)
         if name not in self._values:

@@ -111,5 +111,5 @@ def test_a_broken_package_leaves_the_other_commands_alone(pack: Path, capsys: py
 def test_a_users_option_becomes_dlos(pack: Path) -> None:
     assert scan(["fit", "--other_config=a", "--run.dir", "x"]).argv == ["fit", "--run.name", "a", "--run.dir", "x"]
     assert scan(["fit", "--other_config"]).strings == ["fit", "none"]
-    with pytest.raises(DloError, match=r"option '--bad' \(cmd_pack 2.0\) failed to import: ModuleNotFoundError"):
+    with pytest.raises(DloError, match=r"option 'bad' \(cmd_pack 2.0\) failed to import: ModuleNotFoundError"):
         scan(["fit", "--bad"])

@@ -1,6 +1,7 @@
 """Models at other sizes than they were built for: the same parameters, timm's own numbers, and clear errors."""
 
 import copy
+import importlib
 
 import pytest
 import timm
@@ -10,7 +11,8 @@ from timm.layers.pos_embed_rel import RelPosBias, RelPosMlp
 from torch import nn
 
 from dlo_framework.errors import DloError
-from dlo_framework.model_sizes import accept_any_size, bias_at, check_sizes, expand_relative_bias, size_multiple
+from dlo_framework.model_sizes import accept_any_size, check_sizes, size_multiple
+from dlo_tasks.imagenet.timm_sizes import bias_at, expand_relative_bias
 
 TINY = {"img_size": 32, "patch_size": 8, "embed_dim": 32, "depth": 2, "num_heads": 2, "num_classes": 4}
 AVERAGED = {**TINY, "class_token": False, "global_pool": "avg"}
@@ -275,3 +277,53 @@ def test_images_have_three_channels_where_the_first_convolution_has_others():
     check_sizes(Frequencies(), [(16, 16)], (32, 32))
     with pytest.raises(DloError, match=r"got 4 x 4 .*([Kk]ernel size|too small)"):
         check_sizes(Frequencies(), [(4, 4)], (32, 32))
+
+
+LIBRARY = """
+from dlo_framework.model_sizes import ImageModels
+from torch import nn
+
+
+class Net(nn.Module):
+    free = False
+
+    def forward(self, images):
+        if not self.free and images.shape[-1] != 16:
+            raise ValueError("built for 16")
+        return images.mean((1, 2, 3))
+
+
+class Sizes(ImageModels):
+    def accept_any_size(self, part):
+        part.free = True
+
+    def size_multiples(self, part):
+        return [6]
+
+
+class NoSizes:
+    pass
+"""
+
+
+def test_a_users_library_says_how_its_models_take_other_sizes(tmp_path, monkeypatch):
+    (tmp_path / "ms_library.py").write_text(LIBRARY)
+    info = tmp_path / "ms_pack-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: ms_pack\nVersion: 1.0\n")
+    points = "ms_library = ms_library:Sizes\nms_wrong = ms_library:NoSizes\nms_gone = ms_gone:Sizes\n"
+    (info / "entry_points.txt").write_text(f"[dlo_framework.image_models]\n{points}")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    base = importlib.import_module("ms_library").Net
+    for cls in (base, type("Derived", (base,), {"__module__": "elsewhere"})):
+        model = Holder(cls(), "model")
+        with pytest.raises(DloError, match="multiples of 6 pixels, got 16"):
+            check_sizes(model, [(16, 16)], (16, 16))
+        with pytest.raises(DloError, match="built for 16"):
+            check_sizes(model, [(24, 24)], (16, 16))
+        accept_any_size(model)
+        check_sizes(model, [(24, 24)], (16, 16))
+    with pytest.raises(DloError, match=r"image models of 'ms_wrong' \(ms_pack 1.0\) must be a subclass of "):
+        accept_any_size(type("Wrong", (base,), {"__module__": "ms_wrong.nets"})())
+    with pytest.raises(DloError, match=r"image models of 'ms_gone' \(ms_pack 1.0\) failed to import: ModuleNotFound"):
+        size_multiple(type("Gone", (base,), {"__module__": "ms_gone"})())

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 from dlo_framework.checkpoint.formats.safetensors_file import refuse_existing
 from dlo_framework.checkpoint.saving import save
 from dlo_framework.errors import DloError
+from dlo_framework.extensions import load_instance
 
 #: Entry-point group of the importers.
 GROUP = "dlo_framework.checkpoint_formats"
@@ -86,27 +87,12 @@ def find_importer(path: Path) -> Importer | None:
     failed = None
     for point in sorted(metadata.entry_points(group=GROUP), key=lambda point: point.name):
         try:
-            found = Importer(point.name, _load_format(point))
+            made = load_instance(point, "checkpoint format", CheckpointFormat)  # type: ignore[type-abstract]
         except DloError as error:
             failed = failed or error
             continue
-        if found.format.recognises(path):
-            return found
+        if made.recognises(path):
+            return Importer(point.name, made)
     if failed is not None:
         raise failed
     return None
-
-
-def _load_format(point: metadata.EntryPoint) -> CheckpointFormat:
-    origin = f"{point.dist.name} {point.dist.version}" if point.dist is not None else "unknown"
-    label = f"checkpoint format '{point.name}' ({origin})"
-    try:
-        found = point.load()
-        made = found()
-    except (Exception, SystemExit) as error:
-        raise DloError(f"{label} failed to import: {type(error).__name__}: {error}") from error
-    if not isinstance(made, CheckpointFormat):
-        raise DloError(
-            f"{label} must be a subclass of {__name__}.CheckpointFormat, got {point.value}; fix its entry point"
-        )
-    return made

@@ -117,8 +117,8 @@ def check_eval_size(name: str, args: dict[str, Any], image_size: int, eval_image
 def build(name: str, args: dict[str, Any], *, num_classes: int, image_size: int | None, pretrained: bool) -> nn.Module:
     """Builds a timm model; downloads nothing unless `pretrained` is true.
 
-    A ViT and a CoAtNet accept images of other sizes too, see :mod:`dlo_framework.model_sizes`; their parameters have
-    the shapes for `image_size`.
+    A ViT and a CoAtNet accept images of other sizes too, see :mod:`dlo_tasks.imagenet.timm_sizes`; their parameters
+    have the shapes for `image_size`.
 
     Args:
         name: Name of the model in timm, with or without a tag of weights.

@@ -1,0 +1,59 @@
+"""Loads the entry points by which packages extend the core, with errors that name the distribution and the cause."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from importlib import metadata
+from typing import Any, TypeVar
+
+from dlo_framework.errors import DloError
+
+T = TypeVar("T")
+
+
+def load_function(point: metadata.EntryPoint, kind: str) -> Callable[..., Any]:
+    """Imports the function or class of an entry point.
+
+    Args:
+        point: Entry point.
+        kind: Kind of extension, for the error, such as ``command``.
+
+    Raises:
+        DloError: If the import fails, or finds neither a function nor a class.
+    """
+    try:
+        found = point.load()
+    except (Exception, SystemExit) as error:
+        raise DloError(f"{_label(point, kind)} failed to import: {type(error).__name__}: {error}") from error
+    if not callable(found):
+        raise DloError(f"{_label(point, kind)} must be a function, got {point.value}, {found!r}; fix its entry point")
+    function: Callable[..., Any] = found
+    return function
+
+
+def load_instance(point: metadata.EntryPoint, kind: str, base: type[T]) -> T:
+    """Imports the class of an entry point, and returns an instance, constructed without arguments.
+
+    Raises:
+        DloError: If the import or the constructor fails, or the instance is not one of ``base``.
+    """
+    function = load_function(point, kind)
+    try:
+        made = function()
+    except Exception as error:
+        raise DloError(f"{_label(point, kind)} failed to construct: {type(error).__name__}: {error}") from error
+    if not isinstance(made, base):
+        raise DloError(
+            f"{_label(point, kind)} must be a subclass of {base.__module__}.{base.__name__}, got {point.value}; fix its"
+            " entry point"
+        )
+    return made
+
+
+def format_origin(point: metadata.EntryPoint) -> str:
+    """Returns the distribution of an entry point, with its version."""
+    return f"{point.dist.name} {point.dist.version}" if point.dist is not None else "unknown"
+
+
+def _label(point: metadata.EntryPoint, kind: str) -> str:
+    return f"{kind} '{point.name}' ({format_origin(point)})"
