@@ -26,9 +26,9 @@ from measuring.rounds import ELAPSED, PROCESS
 from dlo_framework.mesh import MeshSpec
 from dlo_framework.units import format_bytes
 from dlo_plugins.mesh.mesh_description import MeshDescription, describe_mesh
+from dlo_plugins.mesh.mesh_simulation import SimulatedRank, simulate_ranks
 from dlo_plugins.mesh.traffic import Traffic
 from dlo_plugins.strategies.mesh import MeshStrategy
-from dlo_plugins.strategies.mesh_simulation import SimulatedRank, simulate_ranks
 from dlo_tasks.llm.causal_lm import CausalLM
 
 LLAMA = {
@@ -85,7 +85,10 @@ def run(name: str, model: dict[str, Any], sizes: dict[str, int], parts: int, len
     batch = {key: torch.empty(shape, dtype=torch.long, device="meta") for key in ("input_ids", "labels")}
     ranks = simulate_ranks(task, strategy, spec, [0, spec.world_size - 1], batch if traffic else None)
     for rank in ranks:  # The arithmetic of `dlo mesh`, against what the code that runs has made.
-        assert described.ranks[rank.rank].held == rank.held, (described.ranks[rank.rank].held, rank.held)
+        assert described.ranks[rank.rank].state_bytes == rank.state_bytes, (
+            described.ranks[rank.rank].state_bytes,
+            rank.state_bytes,
+        )
     took = ELAPSED.now() - start, PROCESS.now() - cpu
     return _show(name, spec, parts, described, ranks, took)
 
@@ -98,27 +101,30 @@ def _show(
     ranks: list[SimulatedRank],
     took: tuple[float, float],
 ) -> Found:
-    share = described.whole.total / (spec.pp * spec.dp_shard * spec.cp * spec.tp)
-    totals = [rank.held.total for rank in described.ranks]
+    share = described.unsharded.total / (spec.pp * spec.dp_shard * spec.cp * spec.tp)
+    totals = [rank.state_bytes.total for rank in described.ranks]
     mean, most = sum(totals) / len(totals), described.largest
-    shown = [format_bytes(size) for size in (described.whole.total, share, mean, most.held.total)]
+    shown = [format_bytes(size) for size in (described.unsharded.total, share, mean, most.state_bytes.total)]
     print(
         f"\n### {name}, {described.parameters:,} parameters: {spec}, {spec.world_size:,} ranks, {parts} micro-batches\n"
     )
     print(f"{took[0]:.1f} s ({took[1]:.1f} s of a core). Parameters, gradients and Adam's state: {shown[0]} in all;")
     print(f"even share {shown[1]}; mean of ranks {shown[2]} ({mean / share - 1:+.2%}); the most {shown[3]}")
-    print(f"({most.held.total / share - 1:+.2%}), rank {most.rank} with stage {most.stages[0]}.\n")
+    print(f"({most.state_bytes.total / share - 1:+.2%}), rank {most.rank} with stage {most.stages[0]}.\n")
     print("| rank | stage | parameters | gradients | Adam | collective | axis | a step | elements | bytes |")
     print("|---|---|---|---|---|---|---|---|---|---|")
     for rank in ranks:
-        held = [format_bytes(size) for size in (rank.held.parameters, rank.held.gradients, rank.held.optimizer)]
+        held = [
+            format_bytes(size)
+            for size in (rank.state_bytes.parameters, rank.state_bytes.gradients, rank.state_bytes.optimizer)
+        ]
         first = [str(rank.rank), str(rank.place.pp), *held]
         rows = [[t.kind, t.axis, f"{t.count:,}", f"{t.elements:,}", format_bytes(t.bytes)] for t in rank.traffic]
         for row in rows or [[""] * 5]:
             print("| " + " | ".join([*first, *row]) + " |")
             first = [""] * 5
     label = f"{name}, {spec}, {parts} micro-batches"
-    return Found(label, spec.world_size, share, mean, most.held.total, took[1], ranks[0].traffic)
+    return Found(label, spec.world_size, share, mean, most.state_bytes.total, took[1], ranks[0].traffic)
 
 
 def tables(found: list[Found]) -> list[Table]:

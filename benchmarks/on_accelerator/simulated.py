@@ -172,15 +172,15 @@ def _zero(stage: int, subject: Subject, net: nn.Module, device: torch.device) ->
 def _fsdp(subject: Subject, net: nn.Module, device: torch.device) -> Callable[[Any], None]:
     groups = MeshGroups(MeshSpec(dp_shard=RANKS), device.type)
     options = FullyShard().options("bf16-mixed", whole_steps=True, param_dtype="bfloat16")
-    sharding = ShardedModule(net, find_units(net), groups, device, options, seed=0)
+    sharded = ShardedModule(net, find_units(net), groups, device, options, seed=0)
     optimizer = _optimizer(net)
-    shares = OptimizerShards([optimizer], sharding)
-    names = set(sharding.parameters)
+    shares = OptimizerShards([optimizer], sharded)
+    names = set(sharded.parameters)
 
     def step(batch: Any) -> None:
         shares.drop_gradients(lambda share: True)
         with torch.autocast(device.type, HALF):
-            loss = sharding.call(lambda: subject.loss(net, batch))
+            loss = sharded.call(lambda: subject.loss(net, batch))
         loss.backward()
         shares.set_grads(names)
         optimizer.step()

@@ -75,9 +75,13 @@ def _scalars(rank: int, world: int, folder: Path) -> tuple[complex, float]:
     """What the ranks make of two scalars' gradients, one complex, the other too fine for single precision."""
     module, run = Spectral(), trainer(world, FSDPStrategy(units=UNITS))
     run.fit(module, mine(rank, world))
-    sharding, phase, temperature = ParallelState.of(module).sharding, module.net.filter.phase, module.net.temperature
+    sharded, phase, temperature = (
+        ParallelState.of(module).sharded,
+        module.net.filter.phase,
+        module.net.temperature,
+    )
     phase.grad, temperature.grad = torch.full_like(phase, 2 + 6j * rank), torch.full_like(temperature, 1 + rank * 2e-12)
-    sharding.average_scalars()
+    sharded.average_scalars()
     return complex(phase.grad), float(temperature.grad)
 
 

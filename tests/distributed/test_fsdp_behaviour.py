@@ -126,7 +126,7 @@ def _tied(rank: int, world: int, folder: Path) -> Any:
     run, module = trainer(world, FSDPStrategy()), TiedModule()
     run.fit(module, mine(rank, world))
     weights = gather_full_weights(run)
-    units = run.strategy.engine.sharding.units
+    units = run.strategy.engine.sharded.units
     return (differ(weights, alone(TiedModule())), units, int(weights["net.calls"])) if rank == 0 else None
 
 
@@ -150,7 +150,7 @@ def _manual(rank: int, world: int, folder: Path) -> Any:
     run, module = trainer(world, FSDPStrategy()), Adversaries()
     run.fit(module, mine(rank, world))
     weights = gather_full_weights(run)
-    return differ(weights, adversaries_alone()) if rank == 0 else 0.0, len(run.strategy.engine.sharding.roots)
+    return differ(weights, adversaries_alone()) if rank == 0 else 0.0, len(run.strategy.engine.sharded.roots)
 
 
 def _evaluation(rank: int, world: int, folder: Path) -> Any:

@@ -277,7 +277,7 @@ def _traffic(rank: int, world: int, folder: Path) -> Any:
         run.fit(module, mine(rank, world, 8))
         psi = sum(parameter.numel() for parameter in module.parameters())
         passed = {
-            what: count / psi / run.global_step for what, count in run.strategy.engine.sharding.sharers.elements.items()
+            what: count / psi / run.global_step for what, count in run.strategy.engine.sharded.sharers.elements.items()
         }
         found[name] = passed, {what: count / psi / 4 for what, count in module.held.items()}
     return found

@@ -12,12 +12,12 @@ from dlo_framework import Task
 from dlo_framework.errors import DloError
 from dlo_framework.mesh import MeshSpec
 from dlo_plugins.fsdp.row_shards import row_range
+from dlo_plugins.mesh import mesh_simulation as simulation
 from dlo_plugins.mesh.mesh_description import MeshDescription, collapse_ranges, describe_mesh, groups_along
+from dlo_plugins.mesh.mesh_simulation import SimulatedRank, simulate_ranks
 from dlo_plugins.mesh.state_bytes_per_rank import RankStateBytes
 from dlo_plugins.mesh.traffic import Traffic, TrafficCounter, extrapolate
-from dlo_plugins.strategies import mesh_simulation as simulation
 from dlo_plugins.strategies.mesh import MeshStrategy
-from dlo_plugins.strategies.mesh_simulation import SimulatedRank, simulate_ranks
 from dlo_tasks.llm.causal_lm import CausalLM
 from support.token_batches import GROUPED, LENGTH, VOCABULARY
 
@@ -85,7 +85,7 @@ def _simulated_meshes() -> None:
     drawn = described(uneven, spec)
     ranks = [0, 1, 5, 11, spec.world_size - 1]
     for found in simulate_ranks(uneven, MeshStrategy(), spec, ranks):
-        assert drawn.ranks[found.rank].held == found.held, found
+        assert drawn.ranks[found.rank].state_bytes == found.state_bytes, found
         assert drawn.ranks[found.rank].place == found.place
         assert found.traffic == ()
     assert not dist.is_initialized()
@@ -99,13 +99,15 @@ def test_what_a_rank_holds_is_what_the_arithmetic_says() -> None:
 def test_all_ranks_of_a_copy_hold_the_model_once() -> None:
     spec = MeshSpec(pp=2, dp_shard=2, tp=1)
     drawn = described(task(), spec)
-    assert sum(rank.held.parameters for rank in drawn.ranks) == drawn.whole.parameters == 4 * drawn.parameters
-    assert drawn.largest.held.total == max(rank.held.total for rank in drawn.ranks)
+    assert (
+        sum(rank.state_bytes.parameters for rank in drawn.ranks) == drawn.unsharded.parameters == 4 * drawn.parameters
+    )
+    assert drawn.largest.state_bytes.total == max(rank.state_bytes.total for rank in drawn.ranks)
     tied = described(task(tie_word_embeddings=True), spec)
     twice = VOCABULARY * WIDTH * 4  # First and last stage hold the embedding.
-    assert sum(rank.held.parameters for rank in tied.ranks) == tied.whole.parameters + twice
+    assert sum(rank.state_bytes.parameters for rank in tied.ranks) == tied.unsharded.parameters + twice
     half = described(task(), spec, element_size=2)
-    assert half.whole.parameters * 2 == drawn.whole.parameters
+    assert half.unsharded.parameters * 2 == drawn.unsharded.parameters
 
 
 def test_a_step_passes_what_megatron_and_ring_attention_say() -> None:
@@ -124,7 +126,7 @@ def test_a_step_passes_what_megatron_and_ring_attention_say() -> None:
             assert table(rank)["cp", kind] == (3 * parts * blocks, 3 * blocks * keys_values)
         # Each unit's gradients are reduced once, however many micro-batches there are.
         elements = table(rank)["dp_shard x cp", "reduce_scatter"][1]
-        assert elements == rank.held.parameters // 4 * 4
+        assert elements == rank.state_bytes.parameters // 4 * 4
 
 
 def test_sequence_parallelism_turns_all_reduces_into_pairs() -> None:
@@ -156,11 +158,11 @@ def test_half_precision_halves_what_it_computes_in() -> None:
     mixed._precision_plugin = MixedPrecision("bf16-mixed", "cpu")
     half._precision_plugin = HalfPrecision("bf16-true")
     (found,) = simulate_ranks(task(), mixed, spec, [0], batch())
-    assert found.held == single.held
+    assert found.state_bytes == single.state_bytes
     assert _bytes(found, "tp") < _bytes(single, "tp")
     assert _bytes(found, "dp_shard") == _bytes(single, "dp_shard")
     (found,) = simulate_ranks(task(), half, spec, [0], batch())
-    assert found.held == RankStateBytes(*(size // 2 for size in vars(single.held).values()))
+    assert found.state_bytes == RankStateBytes(*(size // 2 for size in vars(single.state_bytes).values()))
 
 
 def _bytes(rank: SimulatedRank, axis: str) -> int:

@@ -28,40 +28,40 @@ class OptimizerShards:
 
     Args:
         optimizers: Optimizers of the sharded module.
-        sharding: Sharding of the module.
+        sharded: Sharding of the module.
     """
 
-    def __init__(self, optimizers: list[Optimizer], sharding: ShardedModule) -> None:
-        self.sharding, self.communicator = sharding, sharding.sharers
+    def __init__(self, optimizers: list[Optimizer], sharded: ShardedModule) -> None:
+        self.sharded, self.communicator = sharded, sharded.sharers
         self.optimizers = optimizers
-        self._names = {id(parameter): plain_name(name) for name, parameter in sharding.module.named_parameters()}
-        dtypes = {parameter.dtype.to_real() for parameter in sharding.parameters.values()}
+        self._names = {id(parameter): plain_name(name) for name, parameter in sharded.module.named_parameters()}
+        dtypes = {parameter.dtype.to_real() for parameter in sharded.parameters.values()}
         self._wide = torch.float64 if torch.float64 in dtypes else torch.float32  # dtype in which norms are summed
         self._shares = {id(optimizer): self._share(optimizer) for optimizer in optimizers}
 
     def _share(self, optimizer: Optimizer) -> OptimizerShard[RowGroup] | None:
         kind = probe_optimizer(optimizer)
         if kind == "all" and not patch_global_norm(optimizer, lambda: self.gradient_norm(optimizer)):
-            if self.sharding.options.offload and self.sharding.device.type != "cpu":
+            if self.sharded.options.offload and self.sharded.device.type != "cpu":
                 raise DloError(
                     f"an optimizer under offload must update each tensor without the others, got"
                     f" {type(optimizer).__name__}; leave offload out"
                 )
             return None
-        if kind != "elementwise" and self.sharding.layout.slices:
+        if kind != "elementwise" and self.sharded.layout.slices:
             raise DloError(
                 f"an optimizer under tensor parallelism must be elementwise, got {type(optimizer).__name__}, which"
                 " needs full tensors; use an elementwise optimizer such as AdamW, or tp: 1 with more dp_shard"
             )
-        groups = make_groups(optimizer, self._local_names(), self.communicator, self.sharding.device)
+        groups = make_groups(optimizer, self._local_names(), self.communicator, self.sharded.device)
         share = (RowShard if kind == "elementwise" else FullTensorShard)(groups, self.communicator)
         share.replace_params(optimizer, self._names)
-        prefer_fused(optimizer, on_cpu=self.sharding.options.offload and self.sharding.device.type != "cpu")
+        prefer_fused(optimizer, on_cpu=self.sharded.options.offload and self.sharded.device.type != "cpu")
         optimizer.register_step_post_hook(lambda *_: share.all_gather_params())
         return share
 
     def _local_names(self) -> dict[int, str]:
-        return {id(parameter): name for name, parameter in self.sharding.parameters.items()}
+        return {id(parameter): name for name, parameter in self.sharded.parameters.items()}
 
     # --- gradients -----------------------------------------------------------------------------------------
 
@@ -104,15 +104,15 @@ class OptimizerShards:
             if tensor.grad is not None and self._counts(name, tensor)
             for part in split_for_norm(local_tensor(tensor.grad))
         ]
-        squared = torch.zeros((), device=self.sharding.device, dtype=self._wide)
+        squared = torch.zeros((), device=self.sharded.device, dtype=self._wide)
         if gradients:
             norms = torch._foreach_norm(gradients)
             squared += torch.stack([norm.to(squared) for norm in norms]).square().sum()
-        return self.sharding.copy.sum(squared).sqrt()
+        return self.sharded.copy.sum(squared).sqrt()
 
     def _counts(self, name: str, tensor: Tensor) -> bool:
         """Returns whether the norm counts this rank's shard of a gradient, of which another rank may have a copy."""
-        layout, place = self.sharding.layout, self.sharding.groups.coordinates
+        layout, place = self.sharded.layout, self.sharded.groups.coordinates
         if name in layout.tied_copies or (place.tp and name not in layout.slices):
             return False
         # A scalar without a local parameter is replicated on every rank.
@@ -147,11 +147,11 @@ class OptimizerShards:
         # State in the parameter's shape is a flat shard under an elementwise optimizer; a step count is not.
         if share is not None and not isinstance(found, FlatShard):
             return found
-        return attach_slice(found, self.sharding.layout.slices.get(name))
+        return attach_slice(found, self.sharded.layout.slices.get(name))
 
     def empty_shard(self, name: str, shape: torch.Size, dtype: torch.dtype) -> Shard | None:
         """Returns an uninitialised shard of a state tensor; None for a parameter that is stepped as a DTensor."""
-        share, cut = self.share_of(name), self.sharding.layout.slices.get(name)
+        share, cut = self.share_of(name), self.sharded.layout.slices.get(name)
         if share is None:
             return None
         if cut is None or len(shape) <= cut.dim or shape[cut.dim] != cut.size:

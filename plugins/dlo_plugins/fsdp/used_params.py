@@ -20,7 +20,7 @@ class UsedParams:
     start, because a user's step may call submodules without ever calling the root.
 
     Args:
-        sharding: Sharded module.
+        sharded: Sharded module.
 
     Attributes:
         used: Names of parameters with a gradient.
@@ -28,18 +28,18 @@ class UsedParams:
         gathered: Parameters that FSDP2 gathers into, by name.
     """
 
-    def __init__(self, sharding: ShardedModule) -> None:
-        self._sharding = sharding
-        if sharding.unwatch is not None:
-            sharding.unwatch()
-        sharding.unwatch = self.remove
+    def __init__(self, sharded: ShardedModule) -> None:
+        self._sharding = sharded
+        if sharded.unwatch is not None:
+            sharded.unwatch()
+        sharded.unwatch = self.remove
         self.used: set[str] = set()
         self.announced = False
         self.gathered: dict[str, Tensor] = {}
         self.handles: list[Any] = []
-        names = {id(parameter): name for name, parameter in sharding.parameters.items()}
+        names = {id(parameter): name for name, parameter in sharded.parameters.items()}
         claimed: set[int] = set()
-        for part in _innermost_first(sharding):
+        for part in _innermost_first(sharded):
             places = []
             for submodule in part.modules():
                 if id(submodule) in claimed:
@@ -49,7 +49,7 @@ class UsedParams:
                 places += [(submodule, key, names[id(p)]) for key, p in own]
             look = self._watch(places)
             self.handles.append(part.register_forward_pre_hook(look))
-            if not sharding.is_sharded:
+            if not sharded.is_sharded:
                 look()
 
     def record_accumulated(self) -> None:
@@ -86,6 +86,6 @@ class UsedParams:
         return note
 
 
-def _innermost_first(sharding: ShardedModule) -> list[nn.Module]:
-    parts = [sharding.module.get_submodule(name) for name in sharding.units]
-    return [*parts, *(root for root in sharding.roots if not any(root is part for part in parts))]
+def _innermost_first(sharded: ShardedModule) -> list[nn.Module]:
+    parts = [sharded.module.get_submodule(name) for name in sharded.units]
+    return [*parts, *(root for root in sharded.roots if not any(root is part for part in parts))]

@@ -53,14 +53,14 @@ class RankDescription:
         node: Number of its node.
         place: Coordinates on the axes.
         stages: Numbers of its stages.
-        held: Bytes of state on it.
+        state_bytes: Bytes of state on it.
     """
 
     rank: int
     node: int
     place: Coordinates
     stages: tuple[int, ...]
-    held: RankStateBytes
+    state_bytes: RankStateBytes
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ class MeshDescription:
         nodes: Number of nodes, with the same number of ranks each.
         model: Class name of the model.
         parameters: Number of parameters of the model.
-        whole: Bytes of state in a single process.
+        unsharded: Bytes of state in a single process.
         schedule: Name of the pipeline's schedule and number of micro-batches; None without a pipeline.
         stages: Stages of the pipeline; a single one without a pipeline.
         groups: Groups of ranks along each axis of more than one rank.
@@ -84,7 +84,7 @@ class MeshDescription:
     nodes: int
     model: str
     parameters: int
-    whole: RankStateBytes
+    unsharded: RankStateBytes
     schedule: tuple[str, int] | None
     stages: tuple[StageDescription, ...]
     groups: dict[str, tuple[tuple[int, ...], ...]]
@@ -94,7 +94,7 @@ class MeshDescription:
     @property
     def largest(self) -> RankDescription:
         """Rank with the most bytes; the first of several."""
-        return max(self.ranks, key=lambda rank: (rank.held.total, -rank.rank))
+        return max(self.ranks, key=lambda rank: (rank.state_bytes.total, -rank.rank))
 
     def to_json(self) -> dict[str, Any]:
         """Returns the description as JSON data; sizes are in bytes."""
@@ -102,7 +102,7 @@ class MeshDescription:
             "mesh": self.spec.sizes,
             "world_size": self.spec.world_size,
             "nodes": self.nodes,
-            "model": {"class": self.model, "parameters": self.parameters, "bytes": asdict(self.whole)},
+            "model": {"class": self.model, "parameters": self.parameters, "bytes": asdict(self.unsharded)},
             "schedule": self.schedule and {"name": self.schedule[0], "micro_batches": self.schedule[1]},
             "tensor_parallel": self.coverage and self.coverage.to_json(),
             "stages": [asdict(stage) for stage in self.stages],
@@ -113,7 +113,7 @@ class MeshDescription:
                     "node": rank.node,
                     "coordinates": rank.place._asdict(),
                     "stages": rank.stages,
-                    "bytes": asdict(rank.held),
+                    "bytes": asdict(rank.state_bytes),
                 }
                 for rank in self.ranks
             ],
@@ -129,8 +129,8 @@ class MeshDescription:
         nodes = f"{self.nodes} node" + (f"s of {spec.world_size // self.nodes}" if self.nodes > 1 else "")
         lines = [
             f"mesh   {spec}: {spec.world_size} rank{'s' * (spec.world_size > 1)} on {nodes}",
-            f"model  {self.model}, {self.parameters:,} parameters: {format_bytes(self.whole.parameters)}, and with"
-            f" gradients and Adam's state {format_bytes(self.whole.total)}",
+            f"model  {self.model}, {self.parameters:,} parameters: {format_bytes(self.unsharded.parameters)}, and with"
+            f" gradients and Adam's state {format_bytes(self.unsharded.total)}",
         ]
         if self.schedule is not None:
             lines.append(f"steps  {self.schedule[0]}, {self.schedule[1]} micro-batches")
@@ -160,10 +160,10 @@ class MeshDescription:
             last = rank.rank
             rows.append(self._row(rank, axes))
         most = self.largest
-        return [*_table(rows), f"the most: rank {most.rank}, {format_bytes(most.held.total)}"]
+        return [*_table(rows), f"the most: rank {most.rank}, {format_bytes(most.state_bytes.total)}"]
 
     def _row(self, rank: RankDescription, axes: list[str]) -> list[str]:
-        spec, place, held = self.spec, rank.place, rank.held
+        spec, place, held = self.spec, rank.place, rank.state_bytes
         shard = place.dp_shard * spec.cp + place.cp
         return [
             *(str(rank.rank), str(rank.node), *(str(getattr(place, axis)) for axis in axes)),
@@ -257,7 +257,7 @@ def describe_mesh(
         nodes=nodes,
         model=type(model).__name__,
         parameters=sum(parameter.numel() for parameter in module.parameters()),
-        whole=holdings.whole,
+        unsharded=holdings.unsharded,
         schedule=(schedule, micro_batches) if spec.pp > 1 else None,
         stages=tuple(described),
         groups={axis: groups_along(spec, axis) for axis, size in spec.sizes.items() if size > 1},

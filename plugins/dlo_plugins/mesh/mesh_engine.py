@@ -45,13 +45,13 @@ class ParallelState:
     """What a mesh has made of a module; the module keeps it for its next run, and for other strategies.
 
     Attributes:
-        sharding: Sharding of the module.
+        sharded: Sharding of the module.
         context: Applier that shards its sequences; None if no axis cuts the model.
         pipelined: Task with the pipeline's stages; None without a pipeline.
         cut_options: Options of the strategy, by name, that cannot change after the model has been cut.
     """
 
-    sharding: ShardedModule
+    sharded: ShardedModule
     context: ContextParallel | None = None
     pipelined: PipelinedTask | None = None
     cut_options: dict[str, Any] = field(default_factory=dict)
@@ -95,19 +95,19 @@ class MeshEngine:
         allow_unused: Fix in the message about parameters without a gradient.
 
     Attributes:
-        sharding: Sharding of the module.
+        sharded: Sharding of the module.
         pipelined: Task with the pipeline's stages; None without a pipeline.
     """
 
     def __init__(self, module: LightningModule, state: ParallelState, shard: FullyShard, allow_unused: str) -> None:
-        self.module, self.sharding, self.pipelined = module, state.sharding, state.pipelined
+        self.module, self.sharded, self.pipelined = module, state.sharded, state.pipelined
         self._shard, self._allow_unused = shard, allow_unused
         self._ends_window = True  # Whether the running backward is the last of its accumulation.
         self._state: _Fit | None = None
 
     def begin_fit(self, optimizers: list[Optimizer]) -> None:
         """Replaces the parameters in the optimizers by this rank's shards, and records the use of parameters."""
-        self._state = _Fit(OptimizerShards(optimizers, self.sharding), UsedParams(self.sharding))
+        self._state = _Fit(OptimizerShards(optimizers, self.sharded), UsedParams(self.sharded))
 
     def stop_recording(self) -> None:
         """Stops recording the use of parameters; the module is as it was before :meth:`begin_fit`."""
@@ -130,23 +130,23 @@ class MeshEngine:
             loss_scale: Function that returns the factor of the loss in backward, for a pipeline.
         """
         if self.pipelined is None:
-            return self.sharding.call("training_step", batch, *args)
+            return self.sharded.call("training_step", batch, *args)
         self._open_window()
-        self.sharding.set_sync(False)
-        self.sharding.set_keep_gathered(True)
-        found = self.sharding.call(self.pipelined.train, batch, loss_scale())
+        self.sharded.set_sync(False)
+        self.sharded.set_keep_gathered(True)
+        found = self.sharded.call(self.pipelined.train, batch, loss_scale())
         self._fit.usage.record_accumulated()
         return found
 
     def evaluate(self, step: str, batch: Any, *args: Any) -> Any:
         """Runs ``validation_step`` or ``test_step`` with parameters gathered."""
         if self.pipelined is not None:
-            return self.sharding.call(self.pipelined.evaluate, batch)
-        return self.sharding.call(step, batch, *args)
+            return self.sharded.call(self.pipelined.evaluate, batch)
+        return self.sharded.call(step, batch, *args)
 
     def predict(self, batch: Any, *args: Any) -> Any:
         """Runs ``predict_step`` with parameters gathered."""
-        return self.sharding.call("predict_step" if self.pipelined is None else self.pipelined.predict, batch, *args)
+        return self.sharded.call("predict_step" if self.pipelined is None else self.pipelined.predict, batch, *args)
 
     @contextlib.contextmanager
     def reset_on_error(self) -> Iterator[None]:
@@ -154,7 +154,7 @@ class MeshEngine:
         try:
             yield
         except BaseException:
-            self.sharding.reset()
+            self.sharded.reset()
             if self._state is not None:
                 self._state.usage.used.clear()
                 self._state.is_open = False
@@ -172,8 +172,8 @@ class MeshEngine:
     def before_backward(self) -> None:
         """Opens an accumulation window, and sets whether this backward reduces gradients."""
         self._open_window()
-        self.sharding.set_keep_gathered(False)
-        self.sharding.set_sync(self._ends_window or self._shard.sync_every_micro_batch)
+        self.sharded.set_keep_gathered(False)
+        self.sharded.set_sync(self._ends_window or self._shard.sync_every_micro_batch)
 
     def _open_window(self) -> None:
         """Drops the gradients of the last step, to which FSDP would add; none of a window that is open."""
@@ -194,14 +194,14 @@ class MeshEngine:
 
         In manual optimization a backward may add to them before a step.
         """
-        for name, parameter in self.sharding.parameters.items():
+        for name, parameter in self.sharded.parameters.items():
             if parameter.grad is not None and not self._restores_sum(name):
                 parameter.grad.zero_()
 
     def _restores_sum(self, name: str) -> bool:
         """Returns whether this rank, of those that sum a gradient, restores the saved sum."""
-        layout = self.sharding.layout
-        return name not in layout.tied_copies and not (name in layout.partial and self.sharding.groups.coordinates.tp)
+        layout = self.sharded.layout
+        return name not in layout.tied_copies and not (name in layout.partial and self.sharded.groups.coordinates.tp)
 
     def after_backward(self) -> None:
         """Sums gradients that ranks have partial sums of, and sets those of the tensors that the optimizers step.
@@ -214,13 +214,13 @@ class MeshEngine:
         if not (self._ends_window or self._shard.sync_every_micro_batch):
             return
         used = self._used(automatic)
-        self.sharding.average_scalars()
+        self.sharded.average_scalars()
         if self._ends_window:  # Summed once per accumulation: a second sum would count each rank's copy again.
-            self.sharding.reduce_partial_gradients()
+            self.sharded.reduce_partial_gradients()
             if self.pipelined is not None:
                 self.pipelined.pipeline.tied.sum_gradients()
             fit.is_summed = True
-        for name, parameter in self.sharding.parameters.items():
+        for name, parameter in self.sharded.parameters.items():
             if name not in used:
                 parameter.grad = None
         if self._ends_window:
@@ -238,8 +238,8 @@ class MeshEngine:
         usage = self._fit.usage
         used = set(usage.used)
         if self._shard.find_unused:
-            trained = [name for name, parameter in self.sharding.parameters.items() if parameter.requires_grad]
-            flags = self.sharding.any_rank([name in used for name in trained])
+            trained = [name for name, parameter in self.sharded.parameters.items() if parameter.requires_grad]
+            flags = self.sharded.any_rank([name in used for name in trained])
             used = {name for name, flag in zip(trained, flags, strict=True) if flag}
             used |= self._tied_on_any_rank(used)
             usage.used |= used
@@ -256,23 +256,23 @@ class MeshEngine:
 
     def free_gathered(self) -> None:
         """Frees the gathered parameters; the next use gathers the shards' values of then."""
-        self.sharding.reshard()
+        self.sharded.reshard()
 
     # --- state of module and optimizers --------------------------------------------------------------------
 
     def shards(self, state: Mapping[str, Any]) -> dict[str, Any]:
         """Returns this rank's shards of a module's ``state_dict``, without tensors of other stages."""
-        cuts, elsewhere = self.sharding.layout.slices, self.sharding.layout.other_stages
+        cuts, elsewhere = self.sharded.layout.slices, self.sharded.layout.other_stages
         return {name: attach_slice(value, cuts.get(name)) for name, value in state.items() if name not in elsewhere}
 
     def full_size(self, name: str, parameter: Tensor) -> int:
         """Returns the number of elements of the full tensor of a parameter that tensor parallelism may have cut."""
-        cut = self.sharding.layout.slices.get(name)
+        cut = self.sharded.layout.slices.get(name)
         return parameter.numel() if cut is None else cut.full_shape(parameter.shape).numel()
 
     def state_bytes(self, optimizers: list[Optimizer]) -> dict[str, float]:
         """Returns the bytes of the parameters, gradients and optimizer state that this rank holds now."""
-        held: list[Tensor] = list(self.sharding.parameters.values())
+        held: list[Tensor] = list(self.sharded.parameters.values())
         if self._state is not None:
             held += self._state.usage.gathered.values()
             held += [tensor for optimizer in optimizers for tensor in self.optimizer_tensors(optimizer).values()]
@@ -316,35 +316,35 @@ class MeshEngine:
             return found
         tied = self._tied_on_any_rank(found)
         for name in tied - found.keys():  # Only another stage has used it.
-            zeros = torch.zeros_like(self.sharding.parameters[name])
-            found[name] = attach_slice(zeros, self.sharding.layout.slices.get(name))
-        self.sharding.reduce_partial({name: _memory(gradient) for name, gradient in found.items()})
+            zeros = torch.zeros_like(self.sharded.parameters[name])
+            found[name] = attach_slice(zeros, self.sharded.layout.slices.get(name))
+        self.sharded.reduce_partial({name: _memory(gradient) for name, gradient in found.items()})
         if self.pipelined is not None:
             shares = {name.removeprefix(_MODEL): _memory(found[name]) for name in tied}
             self.pipelined.pipeline.tied.sum_tensors(shares)
         return found
 
     def _averaged_gradients(self) -> dict[str, Shard]:
-        parameters, gathered = self.sharding.parameters, self._fit.usage.gathered
+        parameters, gathered = self.sharded.parameters, self._fit.usage.gathered
         wholes = {name: whole.grad for name, whole in gathered.items() if whole is not parameters.get(name)}
         # Ranks may have used different parameters, but must call the same reductions.
-        unreduced = self.sharding.any_rank([wholes.get(name) is not None for name in parameters])
-        reduced = self.sharding.any_rank([parameter.grad is not None for parameter in parameters.values()])
+        unreduced = self.sharded.any_rank([wholes.get(name) is not None for name in parameters])
+        reduced = self.sharded.any_rank([parameter.grad is not None for parameter in parameters.values()])
         found: dict[str, Shard] = {}
         for (name, parameter), adds, has in zip(parameters.items(), unreduced, reduced, strict=True):
             if not adds and not has:
                 continue
             part = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.detach().clone()
             if adds:
-                whole = torch.zeros(parameter.shape, dtype=parameter.dtype, device=self.sharding.device)
+                whole = torch.zeros(parameter.shape, dtype=parameter.dtype, device=self.sharded.device)
                 gradient = wholes.get(name)
                 if gradient is not None:
                     whole.copy_(gradient)
-                mine = local_shard(self.sharding.mean(whole), parameter)
+                mine = local_shard(self.sharded.mean(whole), parameter)
                 local_tensor(part).add_(mine.to(local_tensor(part).device))  # With offload, the shard is in CPU memory.
             elif parameter.ndim == 0:
-                part = self.sharding.mean(part)
-            found[name] = attach_slice(part, self.sharding.layout.slices.get(name))
+                part = self.sharded.mean(part)
+            found[name] = attach_slice(part, self.sharded.layout.slices.get(name))
         return found
 
     def restore_gradients(self, saved: Mapping[str, Any]) -> None:
@@ -354,11 +354,11 @@ class MeshEngine:
         only one of their ranks restores the saved value, and the others begin with zeros.
         """
         fit, gradients = self._fit, as_lazy_state_dict(saved)
-        for name, parameter in self.sharding.parameters.items():
+        for name, parameter in self.sharded.parameters.items():
             if name in gradients:
                 parameter.grad = torch.zeros_like(parameter, requires_grad=False)
                 if self._restores_sum(name):
-                    gradients.read_into(name, attach_slice(parameter.grad, self.sharding.layout.slices.get(name)))
+                    gradients.read_into(name, attach_slice(parameter.grad, self.sharded.layout.slices.get(name)))
                 fit.usage.used.add(name)
         fit.is_open, fit.is_summed = True, False
 

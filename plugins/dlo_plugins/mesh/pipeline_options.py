@@ -20,7 +20,7 @@ from dlo_plugins.pipeline.balance import balance_stages
 from dlo_plugins.pipeline.costs import PartCosts, flop_costs
 from dlo_plugins.pipeline.pipeline_engine import Pipeline
 from dlo_plugins.pipeline.pipeline_schedules import make_placement, make_schedule
-from dlo_plugins.pipeline.stage_assignment import Split, make_stages
+from dlo_plugins.pipeline.stage_assignment import Split, check_pipeline
 
 
 @dataclass(frozen=True)
@@ -65,10 +65,11 @@ class PipelineOptions:
         """
         check_steps(task)
         check_outside(task)
-        stages = make_placement(self.schedule, spec.pp, self.stages_per_rank).stages
-        # The number of blocks needed does not depend on their costs, which each rank counts when it cuts.
-        make_stages(task.model, plan, stages, self.split or "balanced")
         batch, parts = getattr(datamodule, "batch_size", None), self.count_micro_batches(spec.pp)
+        # The number of blocks needed does not depend on their costs, which each rank counts when it cuts.
+        check_pipeline(
+            *(task.model, plan, spec.pp, self.schedule, parts, self.stages_per_rank, self.split or "balanced")
+        )
         if isinstance(batch, int) and batch // spec.data_size < parts:
             raise DloError(
                 f"batch_size must give each of {spec.data_size} pipelines at least {parts} samples, one per"

@@ -80,7 +80,7 @@ class StateBytesPerRank:
             self._kinds[kind] += 1
 
     @property
-    def whole(self) -> RankStateBytes:
+    def unsharded(self) -> RankStateBytes:
         """Bytes in a single process."""
         sizes = [(kind, count * math.prod(kind.shape) * kind.element_size) for kind, count in self._kinds.items()]
         trained = sum(size for kind, size in sizes if kind.is_trained)

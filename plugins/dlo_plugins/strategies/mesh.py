@@ -40,11 +40,11 @@ from dlo_plugins.fsdp.data_mesh import check_reshard
 from dlo_plugins.fsdp.sharding import ShardedModule, ShardOptions, match_units
 from dlo_plugins.mesh.mesh_description import MeshDescription, describe_mesh, prepare_model
 from dlo_plugins.mesh.mesh_engine import MeshEngine, ParallelState
+from dlo_plugins.mesh.mesh_rehearsal import rehearse_step
 from dlo_plugins.mesh.pipeline_options import PipelineOptions
 from dlo_plugins.mesh.pipelined_task import PipelinedTask, check_inside, check_predict
 from dlo_plugins.pipeline.stage_assignment import Split
 from dlo_plugins.sharding.gathered_dtype import default_param_dtype
-from dlo_plugins.strategies.mesh_rehearsal import rehearse_step
 from dlo_plugins.tensor.coverage import NEARLY_ALL
 
 #: Appliers of axes, which do nothing where the axis has one rank.
@@ -252,7 +252,7 @@ class MeshStrategy(ShardedStrategy):
             self._log_coverage(module)
             state = self.parallelize(trainer)
         self._check_earlier(state, trains=fitting)
-        state.sharding.collect_params()
+        state.sharded.collect_params()
         self._context = state.context or self._context
         self.move_metrics()
         if spec.tp > 1:  # These ranks have the same data, which metrics would count twice.
@@ -270,7 +270,7 @@ class MeshStrategy(ShardedStrategy):
             self._reset_optimizers_and_schedulers()
             self.setup_optimizers(trainer)
             self.engine.begin_fit(self.optimizers)
-        is_plain = not (state.sharding.is_sharded or _cuts_model(spec))
+        is_plain = not (state.sharded.is_sharded or _cuts_model(spec))
         module.__dict__[OWNER] = ShardOwner(self, self.world_size, self.engine.stop_recording if is_plain else None)
 
     def restore_full_parameters(self, owner: ShardOwner, model: LightningModule) -> None:
@@ -313,7 +313,7 @@ class MeshStrategy(ShardedStrategy):
             plan, layout = self._checked_plan(module), get_layout(module.model)
             _move_to_device(module, self.root_device)
             mesh, split = self.groups.device_mesh(), self._split(module, plan)
-        sharding: ShardedModule | None = None
+        sharded: ShardedModule | None = None
         pipelined: PipelinedTask | None = None
         for applier in self.appliers:
             if spec.pp > 1 and pipelined is None and applier.phase > Phase.CONTEXT:
@@ -322,13 +322,13 @@ class MeshStrategy(ShardedStrategy):
                 if when_cut is not None:
                     when_cut(pipelined)
             if applier is self.fully_shard:
-                sharding = self._shard(module, seed, layout if plan is None else layout.with_prefix("model"))
+                sharded = self._shard(module, seed, layout if plan is None else layout.with_prefix("model"))
             elif plan is not None:
                 applier.apply(module.model, mesh, plan)
-                if sharding is None:
+                if sharded is None:
                     _check_plain(module, applier)
-        assert sharding is not None
-        state = ParallelState(sharding, pipelined=pipelined)
+        assert sharded is not None
+        state = ParallelState(sharded, pipelined=pipelined)
         if plan is not None:
             state.context, state.cut_options = self._context, self._cut_options()
         state.attach(module)
@@ -398,7 +398,7 @@ class MeshStrategy(ShardedStrategy):
         Raises:
             DloError: They are not.
         """
-        known, name = state.sharding, type(state.sharding.module).__name__
+        known, name = state.sharded, type(state.sharded.module).__name__
         wanted = (self._options(self._module().automatic_optimization), self.mesh_spec())
         if wanted != (known.options, known.groups.spec) or known.device != self.root_device:
             raise DloError(
@@ -577,7 +577,7 @@ class MeshStrategy(ShardedStrategy):
     def share_buffers(self) -> None:
         """Broadcasts buffers over data-parallel ranks, and from the stage that computes with each to the others."""
         if self.engine is not None:  # Otherwise no run has begun, and a checkpoint saves the plain module.
-            self.engine.sharding.share_buffers()
+            self.engine.sharded.share_buffers()
         if self.pipelined is not None:
             self.pipelined.share_buffers()
 

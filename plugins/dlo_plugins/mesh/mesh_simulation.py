@@ -59,13 +59,13 @@ class SimulatedRank:
     Attributes:
         rank: Number of the rank.
         place: Coordinates on the mesh.
-        held: Bytes of its parameters, their gradients and Adam's two moments.
+        state_bytes: Bytes of its parameters, their gradients and Adam's two moments.
         traffic: Communication of one optimizer step; empty without a batch.
     """
 
     rank: int
     place: Coordinates
-    held: RankStateBytes
+    state_bytes: RankStateBytes
     traffic: tuple[Traffic, ...]
 
 
@@ -93,7 +93,7 @@ def simulate_ranks(
     for rank in ranks:
         with simulated_rank(task, strategy, pipelining, spec, rank, batch) as view:
             traffic = () if batch is None else view.count_step_traffic()
-            found.append(SimulatedRank(rank, spec.coordinates(rank), count_state_bytes(view.sharding), traffic))
+            found.append(SimulatedRank(rank, spec.coordinates(rank), count_state_bytes(view.sharded), traffic))
     return found
 
 
@@ -171,12 +171,12 @@ def fake_world(rank: int, world_size: int) -> Iterator[None]:
         sys.excepthook = hook
 
 
-def count_state_bytes(sharding: ShardedModule) -> RankStateBytes:
+def count_state_bytes(sharded: ShardedModule) -> RankStateBytes:
     """Returns the bytes of a rank's state of a module that has been cut and sharded.
 
     Gradients are counted at a step's end, sharded as parameters are; the optimizer is Adam, with two moments.
     """
-    parameters = list(sharding.parameters.values())
+    parameters = list(sharded.parameters.values())
     sizes = [(p.requires_grad, local_tensor(p).numel() * p.element_size()) for p in parameters]
     trained = sum(size for is_trained, size in sizes if is_trained)
     return RankStateBytes(sum(size for _, size in sizes), trained, 2 * trained)
@@ -212,13 +212,13 @@ class RankView:
 
     Attributes:
         task: Fake task, once it has been cut.
-        sharding: Sharding of the task, once it has been cut.
+        sharded: Sharding of the task, once it has been cut.
         pipelined: Pipelined task; None without a pipeline.
         without_gradient: Names of the trainable parameters without a gradient in the last step.
     """
 
     task: Any
-    sharding: ShardedModule
+    sharded: ShardedModule
 
     def __init__(self, strategy: Any, pipelining: PipelineOptions, spec: MeshSpec, batch: Any) -> None:
         self.spec, self.pipelining, self._batch = spec, pipelining, batch
@@ -246,8 +246,8 @@ class RankView:
         if not own_loss:
             task.__dict__["loss"] = partial(substitute_loss, task.model)
         task.__dict__["micro_batch_weights"] = lambda parts: [1 / len(parts)] * len(parts)
-        self.sharding = self._strategy.parallelize(_FreshTrainer(), self._when_cut).sharding
-        self._usage = UsedParams(self.sharding)
+        self.sharded = self._strategy.parallelize(_FreshTrainer(), self._when_cut).sharded
+        self._usage = UsedParams(self.sharded)
         self._usage.announced = True  # Each backward here belongs to a step.
 
     def _when_cut(self, pipelined: PipelinedTask) -> None:
@@ -291,25 +291,25 @@ class RankView:
 
     def _count(self, batch: Any) -> tuple[Traffic, ...]:
         """Runs a batch as :class:`~dlo_plugins.mesh.mesh_engine.MeshEngine` does, and counts."""
-        task, sharding = self.task, self.sharding
-        for parameter in sharding.parameters.values():
+        task, sharded = self.task, self.sharded
+        for parameter in sharded.parameters.values():
             parameter.grad = None
         self._usage.used.clear()
         batch = self._shard_batch(batch)
         with TrafficCounter(self._axis_of) as count:
             if self.pipelined is None:
-                loss = sharding.call(lambda: task.loss(_forward(task, batch), batch))
+                loss = sharded.call(lambda: task.loss(_forward(task, batch), batch))
             else:
-                sharding.set_sync(False)
-                sharding.set_keep_gathered(True)
-                loss = sharding.call(self.pipelined.train, batch, torch.ones(()))["loss"]
+                sharded.set_sync(False)
+                sharded.set_keep_gathered(True)
+                loss = sharded.call(self.pipelined.train, batch, torch.ones(()))["loss"]
                 self._usage.record_accumulated()
-            sharding.set_keep_gathered(False)
-            sharding.set_sync(True)
+            sharded.set_keep_gathered(False)
+            sharded.set_sync(True)
             loss.backward()
             self.without_gradient = self._usage.absent()
-            sharding.average_scalars()
-            sharding.reduce_partial_gradients()
+            sharded.average_scalars()
+            sharded.reduce_partial_gradients()
             if self.pipelined is not None:
                 self.pipelined.pipeline.tied.sum_gradients()
         return count.found

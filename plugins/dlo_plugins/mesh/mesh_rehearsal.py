@@ -26,16 +26,16 @@ from dlo_framework.errors import DloError
 from dlo_framework.mesh import Coordinates, MeshSpec
 from dlo_framework.plan import ParallelPlan, Rule
 from dlo_framework.task import Task, batch_length
-from dlo_plugins.pipeline.fake_kernels import UNSUPPORTED
-from dlo_plugins.pipeline.pipeline_schedules import make_placement
-from dlo_plugins.pipeline.stage_assignment import make_stages
-from dlo_plugins.strategies.mesh_simulation import (
+from dlo_plugins.mesh.mesh_simulation import (
     RankView,
     copy_modules,
     fewest_micro_batches,
     fix_split,
     simulated_rank,
 )
+from dlo_plugins.pipeline.fake_kernels import UNSUPPORTED
+from dlo_plugins.pipeline.pipeline_schedules import make_placement
+from dlo_plugins.pipeline.stage_assignment import make_stages
 
 #: Rows of a micro-batch: batch norm needs more than one value.
 _ROWS = 2
