@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from itertools import pairwise
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +15,7 @@ import torch
 from lightning.pytorch import Callback
 from torch import Tensor
 
+from dlo_framework.distributed.copy_streams import copy_streams
 from dlo_framework.finite import _message
 from dlo_framework.testing import run_distributed
 from dlo_framework.testing.training import silence_lightning
@@ -263,3 +267,37 @@ def test_parameters_arrive_while_forward_runs_unless_somebody_may_read_them() ->
         assert not any(after)
         for name, (before, _) in found.items():
             assert not any(before), name
+
+
+def test_copies_of_each_direction_have_a_stream_and_nothing_but_streams_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[str] = []
+
+    class Stream:
+        def __init__(self, device: Any = None, name: str = "") -> None:
+            self.device, self.name = device, name or f"side {next(numbers)}"
+
+        def wait_stream(self, other: Stream) -> None:
+            calls.append(f"{self.name} waits for {other.name}")
+
+        def wait_event(self, event: Any) -> None:
+            calls.append(f"{self.name} waits for {event.name}")
+
+        def record_event(self) -> Any:
+            return SimpleNamespace(name=f"a copy on {self.name}", synchronize=lambda: calls.append("host waits"))
+
+    @contextlib.contextmanager
+    def stream(on: Stream) -> Iterator[None]:
+        calls.append(f"{on.name} copies")
+        yield
+
+    numbers, main = itertools.count(1), Stream(name="main")
+    module = SimpleNamespace(Stream=Stream, current_stream=lambda device: main, stream=stream)
+    monkeypatch.setattr(torch, "get_device_module", lambda device: module)
+    streams = copy_streams.__wrapped__(torch.device("cuda"))
+    copied = [copier.copy(torch.zeros(2), torch.ones(2)) for copier in streams]
+    assert calls == ["side 1 waits for main", "side 1 copies", "side 2 waits for main", "side 2 copies"]
+    calls.clear()
+    copied[0].wait()
+    assert calls == ["main waits for a copy on side 1"]
+    copied[1].synchronize()
+    assert calls[1:] == ["host waits"]

@@ -339,6 +339,29 @@ def test_chunks_of_an_accelerator_are_cut_by_a_budget_of_logits(monkeypatch: pyt
     assert found.names.count("_log_softmax") == 3  # of 23 tokens
 
 
+def test_an_accelerator_has_rows_by_default_and_adds_to_the_weights_gradient_in_one_operation(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    kernels = [vocabulary_loss.default_kernel(torch.device(name)) for name in ("cpu", "cuda", "mps")]
+    assert kernels == ["columns", "rows", "rows"]
+    projection, hidden, targets = make(dtype=torch.bfloat16)
+    summed_loss(VocabularyHead(projection), hidden, targets, 8, kernel="rows").backward()
+    expected, projection.weight.grad = projection.weight.grad, None
+    plain, widths = torch.addmm, []
+
+    def addmm(total: Tensor, one: Tensor, other: Tensor, out_dtype: torch.dtype, out: Tensor) -> Tensor:
+        """As on CUDA: a CPU has no such product."""
+        widths.append((one.dtype, other.dtype, total.dtype, out_dtype))
+        return plain(total, one.to(out_dtype), other.to(out_dtype), out=out)
+
+    monkeypatch.setattr(vocabulary_loss, "_adds_wide", lambda device_type, dtype: True)
+    monkeypatch.setattr(torch, "addmm", addmm)
+    summed_loss(VocabularyHead(projection), hidden, targets, 8, kernel="rows").backward()
+    half = torch.bfloat16
+    assert widths == [(half, half, torch.float32, torch.float32)] * 3  # of 23 tokens
+    torch.testing.assert_close(projection.weight.grad, expected, rtol=2e-2, atol=1e-2)
+
+
 def test_measures_of_an_accelerator_wait_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     projection, hidden, targets = make(dtype=torch.float32)
     expected = token_losses_and_hits(VocabularyHead(projection), hidden, targets)

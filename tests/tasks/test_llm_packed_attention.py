@@ -16,7 +16,8 @@ from dlo_framework.errors import DloError
 from dlo_tasks.llm import batch_counts, families, language_models, packed_attention
 from dlo_tasks.llm.causal_lm import CausalLM
 from dlo_tasks.llm.generation import Sampling, complete_ids
-from support.token_batches import FAMILIES, GROUPED, VOCABULARY
+from support.fsdp_nets import trainer
+from support.token_batches import FAMILIES, GROUPED, VOCABULARY, Tokens
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 PLACES = {
@@ -280,6 +281,17 @@ def test_a_family_that_it_does_not_serve_keeps_its_own(monkeypatch: pytest.Monke
     model = language_models.build_model(None, config, dtype=torch.float32, attention=None)
     families.enable_packed_attention(model, CPU)
     assert model.config._attn_implementation == "sdpa"
+
+
+@pytest.mark.parametrize(("attention", "expected"), [(None, "dlo_varlen"), ("sdpa", "sdpa")])
+def test_a_run_on_cuda_has_it_unless_the_user_has_chosen(
+    attention: str | None, expected: str, monkeypatch: Any
+) -> None:
+    monkeypatch.setattr(torch.version, "cuda", "12.8")
+    monkeypatch.setattr(CausalLM, "_root_device", GPU)
+    task = CausalLM(config={"model_type": "llama", **GROUPED}, attention=attention)
+    trainer(1, "auto", accelerator="cpu", max_steps=1).fit(task, datamodule=Tokens(1, steps=1))
+    assert task.model.config._attn_implementation == expected
 
 
 def test_the_kernel_is_chosen_by_precision_width_and_device(monkeypatch: pytest.MonkeyPatch) -> None:
