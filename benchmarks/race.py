@@ -28,7 +28,8 @@ from measuring.catalogue import parse_options
 from measuring.record import Record, Table
 from measuring.rounds import PROCESS, ratios, take_turns
 
-from dlo_framework.watch.monitor import batch_size, data_parallel_size
+from dlo_framework.batches import batch_size
+from dlo_framework.watch.monitor import data_parallel_size
 
 ROOT = Path(__file__).resolve().parents[1]
 RACE = ROOT / "configs" / "digits" / "race.yaml"

@@ -19,6 +19,7 @@ from lightning.pytorch.trainer.states import RunningStage
 from torch import Tensor, nn
 from torchmetrics import Metric
 
+from dlo_framework.batches import batch_size
 from dlo_framework.checkpoint.model_loading import is_canonical, single_file
 from dlo_framework.data import step_samples
 from dlo_framework.plan import ParallelPlan
@@ -151,7 +152,7 @@ class Task(LightningModule, ABC):
         The weighted sum of the losses is the loss of the batch: the default's weights are the shares of the samples. A
         task whose loss is itself a share of the step's overrides it.
         """
-        counts = [batch_length(part) for part in micro_batches]
+        counts = [batch_size(part) for part in micro_batches]
         return [count / max(sum(counts), 1) for count in counts]
 
     def parallel_plan(self) -> ParallelPlan:
@@ -243,7 +244,7 @@ class Task(LightningModule, ABC):
         """Logs the metrics of a batch, once an epoch, as `val_<name>` or `test_<name>`, weighted by its samples."""
         samples = step_samples(self._trainer)
         if samples is None:
-            samples = batch_length(batch)
+            samples = batch_size(batch)
         for name, value in found.items():
             is_metric = isinstance(value, Metric)
             self.log(
@@ -255,17 +256,3 @@ class Task(LightningModule, ABC):
                 sync_dist=not is_metric,
                 batch_size=1 if is_metric else samples,
             )
-
-
-def batch_length(batch: Any) -> int:
-    """Returns the number of samples of a batch: the first dim of the first tensor in it that has one; else 1."""
-    return _length(batch) or 1
-
-
-def _length(batch: Any) -> int | None:
-    if isinstance(batch, Tensor):
-        return batch.shape[0] if batch.ndim else None
-    if not isinstance(batch, tuple | list | dict):
-        return None
-    found = (_length(value) for value in (batch.values() if isinstance(batch, dict) else batch))
-    return next((length for length in found if length is not None), None)

@@ -468,11 +468,7 @@ class CanonicalStrategy(Strategy, StrategyContract):
         for group, group_names in zip(optimizer.param_groups, names, strict=True):
             source = next((sources[name] for name in group_names if name in sources), None)
             if source is None:
-                raise DloError(
-                    "the checkpoint's optimizer must have the run's parameter groups, got none for"
-                    f" {_listed(set(group_names))}: it is of another model, or other parameters were trained; start"
-                    " from its weights alone (`dlo checkpoint export`)"
-                )
+                raise _other_model(f"the run's parameter groups, got none for {_listed(set(group_names))}")
             settings = {key: value for key, value in source.items() if key != "params"} | own_implementation(group)
             groups.append({**settings, "params": [numbers[id(parameter)] for parameter in group["params"]]})
         optimizer.load_state_dict({"state": loaded | dict(saved.get("beside", {})), "param_groups": groups})
@@ -555,6 +551,13 @@ def _data_of(shard: Shard) -> Tensor:
     return shard.data if isinstance(shard, FlatShard) else shard
 
 
+def _other_model(rule: str) -> DloError:
+    return DloError(
+        f"the checkpoint's optimizer must have {rule}: it is of another model, or other parameters were trained; start"
+        " from its weights alone (`dlo checkpoint export`)"
+    )
+
+
 def _by_name(saved: Mapping[str, Any], names: list[list[str]]) -> Mapping[str, Any]:
     """Returns an optimizer's state keyed by parameter name; torch's is keyed by parameter number."""
     groups = saved["param_groups"]
@@ -562,11 +565,7 @@ def _by_name(saved: Mapping[str, Any], names: list[list[str]]) -> Mapping[str, A
         return saved
     sizes, found = [len(group) for group in names], [len(group["params"]) for group in groups]
     if sizes != found:
-        raise DloError(
-            f"the checkpoint's optimizer must have parameter groups of {sizes} parameters, as the run has, got {found}:"
-            " it is of another model, or other parameters were trained; start from its weights alone"
-            " (`dlo checkpoint export`)"
-        )
+        raise _other_model(f"parameter groups of {sizes} parameters, as the run has, got {found}")
     name_of = {
         number: name
         for group, group_names in zip(groups, names, strict=True)

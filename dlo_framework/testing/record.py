@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
+from dlo_framework.batches import batch_size, leaves
 from dlo_framework.data import data_parallel_coordinates
 from dlo_framework.distributed.checkpointing import CanonicalStrategy
 from dlo_framework.resume import random_state
@@ -20,7 +21,7 @@ from dlo_framework.shards import Shard
 from dlo_framework.strategy_contract import contract_of
 from dlo_framework.testing.full_state import checksum, checksums, gather_full_tensors, gather_full_weights
 from dlo_framework.testing.randomness import switch_off_dropout
-from dlo_framework.watch.monitor import batch_loss, samples_of
+from dlo_framework.watch.monitor import batch_loss
 
 #: Key under which Adam and its variants keep the running mean of squared gradients.
 SQUARES = "exp_avg_sq"
@@ -145,10 +146,10 @@ class Recorder(Callback):
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Records the batch's digest, and the random state, to find whether the step draws random numbers."""
-        samples, _ = samples_of(batch)
+        samples = batch_size(batch)
         self._samples += samples
         self._digest += digest(batch, samples)
-        self._random = _flat_random_state()
+        self._random = list(leaves(random_state()))
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Any) -> None:
         """Records the gradient norm."""
@@ -160,7 +161,7 @@ class Recorder(Callback):
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Completes the record of a step, if the optimizer has made one."""
-        if self.record.drew is None and not _equal(self._random, _flat_random_state()):
+        if self.record.drew is None and not _equal(self._random, list(leaves(random_state()))):
             self.record.drew = len(self.record.steps)
         loss = batch_loss(trainer, outputs)
         if loss is not None:
@@ -261,30 +262,10 @@ def digest(batch: Any, samples: int) -> int:
         samples: Number of samples; each row of a tensor ``[samples, ...]`` counts, other tensors do not.
     """
     rows = [0] * samples
-    waiting = [batch]
-    while waiting:
-        item = waiting.pop()
-        if isinstance(item, Tensor) and item.ndim and len(item) == samples:
-            rows = [checksum(part, row) for row, part in zip(rows, item.detach().cpu(), strict=True)]
-        elif isinstance(item, dict):
-            waiting.extend(item.values())
-        elif isinstance(item, list | tuple):
-            waiting.extend(item)
+    for leaf in reversed(list(leaves(batch))):
+        if isinstance(leaf, Tensor) and leaf.ndim and len(leaf) == samples:
+            rows = [checksum(part, row) for row, part in zip(rows, leaf.detach().cpu(), strict=True)]
     return sum(rows)
-
-
-def _flat_random_state() -> list[Any]:
-    """Returns the random state of this process, as a flat list of values to compare."""
-    flat, waiting = [], [random_state()]
-    while waiting:
-        item: Any = waiting.pop()
-        if isinstance(item, dict):
-            waiting.extend(item.values())
-        elif isinstance(item, list | tuple):
-            waiting.extend(item)
-        else:
-            flat.append(item)
-    return flat
 
 
 def _equal(one: list[Any], other: list[Any]) -> bool:

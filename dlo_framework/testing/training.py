@@ -26,11 +26,11 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from dlo_framework.batch_transform import BatchTransform
+from dlo_framework.batches import batch_size, map_rows, rebuild
 from dlo_framework.distributed.strategy import use_canonical_checkpoints
 from dlo_framework.rehearsal import BeforeTraining
 from dlo_framework.testing.randomness import call_for_parity, prepare_data, prepare_loaders
 from dlo_framework.testing.record import Record, Recorder
-from dlo_framework.watch.monitor import samples_of
 
 #: Callbacks that watch, save or end a run, and those that act before it: none changes the result of a step.
 _LEFT_OUT = (
@@ -104,7 +104,7 @@ class Permuted(BatchTransform):
 
     def transform(self, trainer: Trainer, pl_module: LightningModule, batch: Any) -> Any:
         """Returns the batch with its samples in another order."""
-        order = list(range(samples_of(batch)[0]))
+        order = list(range(batch_size(batch)))
         order.reverse()
         if self.number > 1:
             self._random.shuffle(order)
@@ -113,17 +113,13 @@ class Permuted(BatchTransform):
 
 def permute(batch: Any, order: Sequence[int]) -> Any:
     """Returns a batch with its samples in another order, in every tensor and list whose length is theirs."""
-    if isinstance(batch, Tensor):
-        return batch[torch.tensor(order, device=batch.device)] if batch.ndim and len(batch) == len(order) else batch
-    if isinstance(batch, dict):
-        turned = {key: permute(value, order) for key, value in batch.items()}
-        return turned if type(batch) is dict else type(batch)(turned)
-    if isinstance(batch, list | tuple):
-        items = [permute(item, order) for item in batch]
-        if len(items) == len(order) and not any(isinstance(item, Tensor | dict | list | tuple) for item in items):
-            items = [items[number] for number in order]
-        return type(batch)(*items) if hasattr(batch, "_fields") else type(batch)(items)
-    return batch
+
+    def reorder(rows: Any) -> Any:
+        if isinstance(rows, Tensor):
+            return rows[torch.tensor(order, device=rows.device)]
+        return rebuild(rows, [rows[number] for number in order])
+
+    return map_rows(reorder, batch, len(order))
 
 
 class InDouble(TorchFunctionMode):

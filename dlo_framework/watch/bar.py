@@ -10,7 +10,8 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ProgressBar
 from tqdm import tqdm
 
-from dlo_framework.watch.monitor import batch_loss, batch_size, data_parallel_size
+from dlo_framework.batches import batch_size
+from dlo_framework.watch.monitor import batch_loss, data_parallel_size
 
 
 class RunBar(ProgressBar):

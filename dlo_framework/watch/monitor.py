@@ -9,6 +9,7 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.loggers import TensorBoardLogger
 
+from dlo_framework.batches import batch_size, sample_shapes
 from dlo_framework.distributed.norms import gradient_norm
 from dlo_framework.strategy_contract import contract_of
 from dlo_framework.watch.clock import StepClock
@@ -132,7 +133,7 @@ class RunMonitor(Callback):
         """Starts a count of FLOPs for a new shape, and restarts the clock after a validation and its checkpoint."""
         if self._paused:
             self._paused, self._started = False, time.perf_counter()
-        self._samples, self._shape = samples_of(batch)
+        self._samples, self._shape = batch_size(batch), sample_shapes(batch)
         if self.flops is not None and self._shape not in self.flops.counts:
             self.flops.start(pl_module, self._shape)
 
@@ -245,30 +246,6 @@ def batch_loss(trainer: Trainer, outputs: Any, accumulated: int | None = None) -
     if accumulated is None:
         accumulated = trainer.accumulate_grad_batches
     return loss * (accumulated if automatic else 1)
-
-
-def batch_size(batch: Any) -> int:
-    """Returns the number of samples in a batch: the length of the first tensor found in it, 1 if none."""
-    return samples_of(batch)[0]
-
-
-def samples_of(batch: Any) -> tuple[int, SampleShape]:
-    """Returns the number of samples in a batch, and the shape of one sample in each tensor.
-
-    Args:
-        batch: Nested structure of tensors ``[B, ...]``. The first tensor gives ``B``; without tensors it is 1.
-    """
-    waiting, shape, samples = [batch], [], 0
-    while waiting:
-        item = waiting.pop()
-        if isinstance(item, torch.Tensor):
-            shape.append(item.shape[1:])
-            samples = samples or (item.shape[0] if item.ndim else 1)
-        elif isinstance(item, dict):
-            waiting.extend(reversed(item.values()))
-        elif isinstance(item, list | tuple):
-            waiting.extend(reversed(item))
-    return samples or 1, tuple(shape)
 
 
 def data_parallel_size(trainer: Trainer) -> int:

@@ -25,6 +25,7 @@ LAYERS: dict[str, tuple[tuple[str, tuple[str, ...]], ...]] = {
         (
             "description",
             (
+                "batches",
                 "plan",
                 "mesh",
                 "tensor_slice",

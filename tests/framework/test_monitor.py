@@ -13,7 +13,7 @@ from dlo_framework.defaults import add_default_callbacks
 from dlo_framework.testing.python_calls import count_python_calls
 from dlo_framework.watch.clock import StepClock
 from dlo_framework.watch.flops import FlopCounter
-from dlo_framework.watch.monitor import RunMonitor, batch_size, optimizer_scalars, samples_of
+from dlo_framework.watch.monitor import RunMonitor, optimizer_scalars
 from support.monitored import Net, fit
 
 
@@ -211,21 +211,6 @@ def test_the_bars_last_loss_is_that_of_the_last_batch_of_a_short_window(tmp_path
     module, _ = fit(tmp_path, enable_progress_bar=True, accumulate_grad_batches=3)
     end = [line for line in capsys.readouterr().err.splitlines() if "batch 20" in line][-1]
     assert f"loss {module.losses[-1]:.4f}" in end
-
-
-def test_batch_size_looks_into_any_nest():
-    assert batch_size(torch.zeros(3, 2)) == 3
-    assert batch_size((torch.zeros(4, 2), torch.zeros(4))) == 4
-    assert batch_size({"name": "x", "tokens": torch.zeros(5, 7)}) == 5
-    assert batch_size([{"x": torch.zeros(6)}]) == 6
-    assert batch_size("text") == 1
-
-
-def test_samples_and_their_shape():
-    images, boxes = torch.zeros(4, 3, 8, 8), torch.zeros(4, 2)
-    assert samples_of((images, {"boxes": [boxes], "id": torch.zeros(4)})) == (4, ((3, 8, 8), (2,), ()))
-    assert samples_of([torch.tensor(1.0), images])[0] == 1
-    assert samples_of(None) == (1, ())
 
 
 def test_groups_that_differ_get_a_curve_each():

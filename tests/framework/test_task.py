@@ -6,7 +6,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics import MeanAbsoluteError
 
 from dlo_framework.errors import DloError
-from dlo_framework.task import Task, batch_length
+from dlo_framework.task import Task
 
 
 class Line(Task):
@@ -88,8 +88,6 @@ def test_inputs_of_tuples_dicts_and_bare_tensors():
     assert task.inputs((x, x))[0] == (x,)
     assert task.inputs(x) == ((x,), {})
     assert task.inputs({"x": x}) == ((), {"x": x})
-    assert batch_length(({"x": torch.zeros(5, 2)}, torch.zeros(3))) == 5
-    assert batch_length({"step": torch.tensor(3), "names": ["a", "b"], "x": [torch.zeros(4)]}) == 4
 
 
 def test_stage_without_a_trainer_follows_the_mode():

@@ -16,7 +16,6 @@ from dlo_plugins.callbacks.micro_batch_finder.batch_search import (
     find_largest,
     is_out_of_memory,
     keep_global_batch,
-    slice_batch,
 )
 
 
@@ -116,8 +115,7 @@ def test_batches_of_any_size_are_made_of_the_loaders():
 
 def test_a_batch_has_memory_of_its_own():
     batch = torch.ones(4)
-    part = slice_batch(batch, 2)
-    part.zero_()
+    BatchPool(lambda: batch, batch).batch(2).zero_()
     assert batch.tolist() == [1] * 4
 
 

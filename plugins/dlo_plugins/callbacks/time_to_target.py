@@ -18,10 +18,11 @@ import numpy as np
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from dlo_framework.atomic_file import write_atomic
+from dlo_framework.batches import batch_size
 from dlo_framework.errors import DloError, did_you_mean
 from dlo_framework.progress import epochs_seen
 from dlo_framework.rehearsal import run_folder
-from dlo_framework.watch.monitor import batch_size, data_parallel_size
+from dlo_framework.watch.monitor import data_parallel_size
 from dlo_plugins.callbacks.compile import Compile
 
 Direction = Literal["max", "min"]

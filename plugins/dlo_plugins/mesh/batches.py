@@ -11,26 +11,6 @@ from torch import Tensor
 from dlo_framework.errors import DloError
 
 
-def slice_batch(batch: Any, length: int, first: int, size: int) -> Any:
-    """Returns rows of a batch: those of each tensor whose first dim is the batch's; other entries are not sliced.
-
-    Args:
-        batch: Batch, a nested structure of tensors.
-        length: Number of rows of the batch.
-        first: Index of the first row.
-        size: Number of rows to return.
-    """
-    if isinstance(batch, Tensor):
-        return batch[first : first + size] if batch.ndim and len(batch) == length else batch
-    if isinstance(batch, dict):
-        return {key: slice_batch(value, length, first, size) for key, value in batch.items()}
-    if isinstance(batch, list | tuple) and not hasattr(batch, "_fields"):
-        return type(batch)(slice_batch(value, length, first, size) for value in batch)
-    if hasattr(batch, "_fields"):
-        return type(batch)(*(slice_batch(value, length, first, size) for value in batch))
-    return batch
-
-
 def concat_batches(parts: list[Any]) -> Any:
     """Returns the outputs of a batch from those of its parts: tensors are concatenated, scalar tensors stacked.
 

@@ -19,13 +19,13 @@ from lightning.pytorch import Callback
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._pytree import tree_map
 
+from dlo_framework.batches import batch_size, map_rows
 from dlo_framework.distributed.unused_parameters import unused_message
 from dlo_framework.errors import DloError
 from dlo_framework.mesh import Coordinates, MeshSpec
 from dlo_framework.plan import ParallelPlan, Rule
-from dlo_framework.task import Task, batch_length
+from dlo_framework.task import Task
 from dlo_plugins.mesh.mesh_simulation import (
     RankView,
     copy_modules,
@@ -285,14 +285,11 @@ def _is_setting(key: str, value: Any) -> bool:
 
 def _repeated(example: Any, rows: int) -> Any:
     """Returns an example batch whose first sample is repeated for this number of rows."""
-    length = batch_length(example)
 
-    def repeat(leaf: Any) -> Any:
-        if not isinstance(leaf, Tensor) or not leaf.ndim or len(leaf) != length:
-            return leaf
-        return leaf[:1].expand(rows, *leaf.shape[1:])
+    def repeat(values: Any) -> Any:
+        return values[:1].expand(rows, *values.shape[1:]) if isinstance(values, Tensor) else values
 
-    return tree_map(repeat, example)
+    return map_rows(repeat, example, batch_size(example))
 
 
 # --- message of a failure --------------------------------------------------------------------------------------

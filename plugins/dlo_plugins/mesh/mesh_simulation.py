@@ -26,15 +26,15 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._pytree import tree_leaves, tree_map
 
+from dlo_framework.batches import batch_size, slice_batch
 from dlo_framework.distributed.groups import MeshGroups
 from dlo_framework.distributed.local_memory import local_tensor
 from dlo_framework.distributed.vocab_parallel import shard_of
 from dlo_framework.errors import DloError
 from dlo_framework.mesh import Coordinates, MeshSpec
-from dlo_framework.task import Task, batch_length
+from dlo_framework.task import Task
 from dlo_plugins.fsdp.sharding import ShardedModule
 from dlo_plugins.fsdp.used_params import UsedParams
-from dlo_plugins.mesh.batches import slice_batch
 from dlo_plugins.mesh.pipeline_options import PipelineOptions
 from dlo_plugins.mesh.pipelined_task import PipelinedTask
 from dlo_plugins.mesh.state_bytes_per_rank import RankStateBytes
@@ -272,7 +272,7 @@ class RankView:
         )
         if self.pipelined is None or wanted % least or len(self.pipelined._split(self._batch, wanted)) != wanted:
             return self.step()
-        rows = batch_length(self._batch)
+        rows = batch_size(self._batch)
         if rows % wanted or wanted <= 2 * least:
             return self.step()
         fewest, twice = (self._count(self._first_rows(times * least, wanted)) for times in (1, 2))
@@ -282,8 +282,8 @@ class RankView:
         """Returns the rows of the batch's first micro-batches, and sets the pipeline's number of micro-batches."""
         assert self.pipelined is not None
         self.pipelined.micro_batches = parts
-        length = batch_length(self._batch)
-        return slice_batch(self._batch, length, 0, length // of * parts)
+        length = batch_size(self._batch)
+        return slice_batch(self._batch, 0, length // of * parts)
 
     def step(self) -> tuple[Traffic, ...]:
         """Runs forward and backward of the batch, and returns their communication."""

@@ -17,11 +17,12 @@ from torch import Tensor, nn
 from torchmetrics import Metric
 from torchmetrics.utilities.distributed import gather_all_tensors
 
+from dlo_framework.batches import batch_size, slice_batch
 from dlo_framework.distributed.collectives import broadcast_values
 from dlo_framework.errors import DloError
 from dlo_framework.mesh import MeshSpec
-from dlo_framework.task import Task, batch_length
-from dlo_plugins.mesh.batches import concat_batches, slice_batch
+from dlo_framework.task import Task
+from dlo_plugins.mesh.batches import concat_batches
 from dlo_plugins.pipeline.pipeline_engine import Pipeline
 
 #: Shape of the tensors, without rows, and dtype of each list state of a metric.
@@ -100,7 +101,7 @@ class PipelinedTask:
 
     def outputs(self, batch: Any) -> Any:
         """Returns the model's outputs for a batch, on the last stage's rank; None elsewhere."""
-        parts = self._split(batch, self._evaluated_parts(batch_length(batch)))
+        parts = self._split(batch, self._evaluated_parts(batch_size(batch)))
         found = self.pipeline.evaluate(parts, self._forward)
         return None if found is None else concat_batches(found)
 
@@ -222,7 +223,7 @@ class PipelinedTask:
         Raises:
             DloError: The schedule cannot run on fewer micro-batches.
         """
-        length = batch_length(batch)
+        length = batch_size(batch)
         if length >= self.micro_batches:
             return self._split(batch, self.micro_batches)
         found = next((number for number in range(length, 0, -1) if self.pipeline.can_run(number)), None)
@@ -235,10 +236,10 @@ class PipelinedTask:
         return self._split(batch, found)
 
     def _split(self, batch: Any, count: int) -> list[Any]:
-        length = batch_length(batch)
+        length = batch_size(batch)
         edges = [length * number // count for number in range(count + 1)]
         spans = [(first, last - first) for first, last in itertools.pairwise(edges)]
-        parts = [slice_batch(batch, length, first, size) for first, size in spans]
+        parts = [slice_batch(batch, first, size) for first, size in spans]
         self._rows = {id(part): span for part, span in zip(parts, spans, strict=True)}
         self._spans = spans
         return parts

@@ -17,9 +17,10 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy
 from torch import nn
 
+from dlo_framework.batches import batch_size
 from dlo_framework.errors import DloError, did_you_mean
 from dlo_framework.watch.flops import FlopCounter, is_compiled
-from dlo_framework.watch.monitor import RunMonitor, batch_size
+from dlo_framework.watch.monitor import RunMonitor
 from dlo_plugins.appliers.module_compilation import (
     CUDA_GRAPHS,
     compile_in_place,

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from dlo_framework.batches import find_batch_size, map_leaves, slice_batch
 from dlo_framework.errors import DloError
 
 
@@ -140,7 +141,10 @@ class BatchPool:
             while sum(map(count_samples, parts)) < size:
                 parts.append(self._next_batch())
             self._cached = concat_batches(parts)
-        return slice_batch(self._cached, size)
+        # A copy: a transform may write to the batch in place.
+        return map_leaves(
+            lambda leaf: leaf.clone() if isinstance(leaf, torch.Tensor) else leaf, slice_batch(self._cached, 0, size)
+        )
 
 
 def count_samples(batch: Any) -> int:
@@ -149,7 +153,7 @@ def count_samples(batch: Any) -> int:
     Raises:
         DloError: If the batch has no tensor.
     """
-    found = _length(batch)
+    found = find_batch_size(batch)
     if found is None:
         raise DloError(
             "MicroBatchFinder: a batch must be a tensor, or tuples, lists and dicts with a tensor in them, got a"
@@ -158,51 +162,24 @@ def count_samples(batch: Any) -> int:
     return found
 
 
-def _length(batch: Any) -> int | None:
-    if isinstance(batch, torch.Tensor):
-        return len(batch) if batch.ndim else None
-    parts = batch.values() if isinstance(batch, dict) else batch if isinstance(batch, list | tuple) else ()
-    return next((found for part in parts if (found := _length(part)) is not None), None)
-
-
 def concat_batches(batches: Sequence[Any]) -> Any:
     """Returns one batch with the samples of several batches of one structure; other entries are the first batch's.
 
     Raises:
         DloError: If their samples differ in shape.
     """
-    first = batches[0]
-    if isinstance(first, torch.Tensor):
-        if not first.ndim:
+
+    def concat(first: Any, *others: Any) -> Any:
+        if isinstance(first, list | tuple):  # Strings, paths or numbers: one item for each sample.
+            return type(first)(item for part in (first, *others) for item in part)
+        if not isinstance(first, torch.Tensor) or not first.ndim:
             return first
-        shapes = {batch.shape[1:] for batch in batches}
+        shapes = {part.shape[1:] for part in (first, *others)}
         if len(shapes) > 1:
             raise DloError(
                 f"MicroBatchFinder: samples of all batches must have one shape, got {', '.join(map(str, shapes))};"
                 " pad them to one shape, or remove the callback"
             )
-        return torch.cat(list(batches))
-    if isinstance(first, dict):
-        return type(first)({key: concat_batches([batch[key] for batch in batches]) for key in first})
-    if isinstance(first, tuple) and hasattr(first, "_fields"):
-        return type(first)(*(concat_batches(parts) for parts in zip(*batches, strict=True)))
-    if isinstance(first, list | tuple):
-        if _length(first) is None:  # Strings, paths or numbers: one item for each sample.
-            return type(first)(item for batch in batches for item in batch)
-        return type(first)(concat_batches(parts) for parts in zip(*batches, strict=True))
-    return first
+        return torch.cat([first, *others])
 
-
-def slice_batch(batch: Any, size: int) -> Any:
-    """Returns a copy of the first ``size`` samples of a batch."""
-    if isinstance(batch, torch.Tensor):
-        return batch[:size].clone() if batch.ndim else batch
-    if isinstance(batch, dict):
-        return type(batch)({key: slice_batch(value, size) for key, value in batch.items()})
-    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
-        return type(batch)(*(slice_batch(part, size) for part in batch))
-    if isinstance(batch, list | tuple):
-        if _length(batch) is None:
-            return batch[:size]
-        return type(batch)(slice_batch(part, size) for part in batch)
-    return batch
+    return map_leaves(concat, *batches)

@@ -14,10 +14,10 @@ from typing import Any
 from lightning.pytorch import LightningModule, Trainer
 
 from dlo_framework.batch_transform import BatchTransform
+from dlo_framework.batches import batch_size
 from dlo_framework.data import Position, ResumableDataModule, data_parallel_coordinates
 from dlo_framework.errors import DloError
 from dlo_framework.model_sizes import accept_any_size, check_sizes, size_multiple
-from dlo_framework.task import batch_length
 from dlo_plugins.callbacks.progressive_resizing.resizing import (
     GrowingSize,
     StepSizes,
@@ -215,7 +215,7 @@ class ProgressiveResizing(BatchTransform):
                 " set trainer.limit_train_batches to the number of batches that make up an epoch"
             )
         per_rank = getattr(trainer.train_dataloader, "batch_size", None)
-        per_rank = per_rank if isinstance(per_rank, int) else batch_length(batch)
+        per_rank = per_rank if isinstance(per_rank, int) else batch_size(batch)
         self._global_batch = per_rank * data_parallel_coordinates(trainer)[1]
 
     def _position(self, trainer: Trainer, batches: int) -> Position:
