@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import ast
-import json
-import re
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
+
+import yaml
 
 from dlo_framework.registry.class_source import Parameter
 
@@ -18,9 +18,6 @@ _PLACES = {
     "data": ("data:",),
     "applier": ("-",),
 }
-
-#: Words that YAML does not read as text.
-_NOT_TEXT = {"", "~", "null", "true", "false", "yes", "no", "on", "off", "y", "n"}
 
 
 def format_yaml_snippet(kind: str, name: str, parameters: Sequence[Parameter]) -> str:
@@ -58,31 +55,23 @@ def _format_argument(parameter: Parameter) -> str:
         return f"{parameter.name}: <{parameter.type or 'value'}>  # required"
     try:
         return f"{parameter.name}: {format_yaml_value(ast.literal_eval(parameter.default))}"
-    except (ValueError, TypeError, SyntaxError):
+    except (ValueError, SyntaxError, yaml.YAMLError):
         return f"# {parameter.name}: {parameter.default}"
+
+
+class _LiteralDumper(yaml.SafeDumper):
+    """SafeDumper that refuses sets and bytes, which need tags in YAML."""
+
+    yaml_representers: ClassVar = {
+        kind: function for kind, function in yaml.SafeDumper.yaml_representers.items() if kind not in (set, bytes)
+    }
 
 
 def format_yaml_value(value: Any) -> str:
     """Returns a Python literal as YAML on one line.
 
     Raises:
-        TypeError: If YAML has no such value, such as a set or bytes.
+        yaml.YAMLError: If plain YAML has no such value, such as a set or bytes.
     """
-    if value is None:
-        return "null"
-    if isinstance(value, bool):
-        return str(value).lower()
-    if isinstance(value, int):
-        return str(value)
-    if isinstance(value, float):
-        # YAML 1.1 takes 1e-05 for text: a float needs a point.
-        text = repr(value).replace("inf", ".inf").replace("nan", ".nan")
-        return text if "." in text else re.sub("e", ".0e", text)
-    if isinstance(value, str):
-        bare = re.fullmatch(r"[A-Za-z_][\w./-]*", value) and value.lower() not in _NOT_TEXT
-        return value if bare else json.dumps(value, ensure_ascii=False)
-    if isinstance(value, list | tuple):
-        return f"[{', '.join(map(format_yaml_value, value))}]"
-    if isinstance(value, dict):
-        return f"{{{', '.join(f'{format_yaml_value(k)}: {format_yaml_value(v)}' for k, v in value.items())}}}"
-    raise TypeError(f"YAML has no {type(value).__name__}")
+    style = {"default_flow_style": True, "sort_keys": False, "allow_unicode": True, "width": float("inf")}
+    return yaml.dump(value, Dumper=_LiteralDumper, **style).removesuffix("...\n").rstrip("\n")

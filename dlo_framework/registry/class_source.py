@@ -3,6 +3,9 @@
 ``dlo plugins`` lists a hundred plug-ins in a fraction of a second and runs none of their code: it finds the file of a
 module as Python would, parses it, and reads the docstring and the constructor. Imports and base classes are followed
 from file to file in the same way, so that re-exported classes and inherited constructors are found too.
+
+griffe (2.4) does the same for packages that it has loaded whole. For dlo's three packages and Lightning, whose classes
+plug-ins derive from, that is 1.8 s of CPU time; to read the files of the built-in plug-ins takes 0.13 s here.
 """
 
 from __future__ import annotations
@@ -210,48 +213,36 @@ class _Module:
 
     def find_class(self, name: str, chain: int = 0) -> _Class | None:
         """Finds a class by its (possibly dotted) name, following imports."""
-        first, _, rest = name.partition(".")
         if chain > _LONGEST_CHAIN:
             return None
+        first, _, rest = name.partition(".")
         for node in self.statements():
             if isinstance(node, ast.ClassDef) and node.name == first:
                 return _Class(self, node).nested(rest)
-            found = None
-            if isinstance(node, ast.ImportFrom):
-                found = self._follow_from(node, first, rest, chain)
-            elif isinstance(node, ast.Import) and rest:
-                found = self._follow_import(node, name, chain)
-            if found is not None:
-                return found
-        return None
-
-    def _follow_from(self, node: ast.ImportFrom, first: str, rest: str, chain: int) -> _Class | None:
-        source = self.absolute(node)
-        for alias in node.names:
-            if alias.name == "*":
-                wanted = f"{first}.{rest}" if rest else first
-            elif (alias.asname or alias.name) == first:
-                wanted = f"{alias.name}.{rest}" if rest else alias.name
-            else:
-                continue
-            home = _Module.find(source)
-            found = home.find_class(wanted, chain + 1) if home else None
-            if found is None and rest and alias.name != "*":  # `from a import module`, then `module.Class`.
-                home = _Module.find(f"{source}.{alias.name}")
-                found = home.find_class(rest, chain + 1) if home else None
-            if found is not None:
-                return found
-        return None
-
-    def _follow_import(self, node: ast.Import, name: str, chain: int) -> _Class | None:
-        for alias in node.names:
-            prefix = f"{alias.asname or alias.name}."
-            if name.startswith(prefix):
-                home = _Module.find(alias.name)
-                found = home.find_class(name.removeprefix(prefix), chain + 1) if home else None
+            for module, wanted in self._imported_from(node, name):
+                home = _Module.find(module)
+                found = home.find_class(wanted, chain + 1) if home else None
                 if found is not None:
                     return found
         return None
+
+    def _imported_from(self, node: ast.stmt, name: str) -> Iterator[tuple[str, str]]:
+        """Yields the modules from which a statement may import a name, with the name there."""
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                prefix = f"{alias.asname or alias.name}."
+                if name.startswith(prefix):
+                    yield alias.name, name.removeprefix(prefix)
+        elif isinstance(node, ast.ImportFrom):
+            source = self.absolute(node)
+            first, dot, rest = name.partition(".")
+            for alias in node.names:
+                if alias.name == "*":
+                    yield source, name
+                elif (alias.asname or alias.name) == first:
+                    yield source, f"{alias.name}{dot}{rest}"
+                    if rest:  # `from a import module`, then `module.Class`.
+                        yield f"{source}.{alias.name}", rest
 
 
 @functools.lru_cache(maxsize=64)
@@ -318,11 +309,8 @@ class _Class:
         return other.parameters(chain + 1) if other is not None else None
 
     def _inherited(self, chain: int) -> list[Parameter] | None:
-        for base in self._bases(chain):
-            found = base.parameters(chain + 1)
-            if found is not None:
-                return found
-        return None
+        found = (base.parameters(chain + 1) for base in self._bases(chain))
+        return next((parameters for parameters in found if parameters is not None), None)
 
     def _bases(self, chain: int) -> Iterator[_Class]:
         if chain > _LONGEST_CHAIN:
