@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from importlib import metadata
 
 from dlo_framework.errors import DloError
-from dlo_framework.extensions import load_function
+from dlo_framework.extensions import format_origin, load_function
 
 GROUP = "dlo_framework.options"
 
@@ -58,11 +58,15 @@ def translate_options(options: Iterable[tuple[str, str | None]]) -> Iterator[tup
     """Yields (option, value) pairs, with the options that plug-ins translate replaced by dlo's own.
 
     Raises:
-        DloError: If a plug-in's function cannot be imported, or refuses the value.
+        DloError: If two packages have an option, its function cannot be imported, or the function refuses the value.
     """
-    functions = {f"--{point.name}": point for point in metadata.entry_points(group=GROUP)}
+    points = metadata.entry_points(group=GROUP)
     for option, value in options:
-        if option in functions:
-            yield from load_function(functions[option], "option")(value or "").items()
+        found = [point for point in points if option == f"--{point.name}"]
+        if len(found) > 1:
+            origins = " and in ".join(sorted(map(format_origin, found)))
+            raise DloError(f"option names must be unique, got '{option}' in {origins}; uninstall one")
+        if found:
+            yield from load_function(found[0], "option")(value or "").items()
         else:
             yield option, value

@@ -21,7 +21,6 @@ from dlo_framework.registry import Registry
 from dlo_framework.registry.class_source import SourceNotFoundError, read_class
 
 #: Kind of plug-in that the class under a key must be.
-#: What the class named under a key must be.
 KINDS = {
     "model": "task",
     "data": "data",
@@ -66,9 +65,6 @@ def _find_faults(config: dict[str, Any], known: list[str], registry: Registry) -
         named = value.get("class_path") if isinstance(value, dict) else value if key in KINDS else None
         if isinstance(named, str):
             yield from _find_class_faults(key, named, value, registry)
-
-
-"""Yields (dotted key, value) for everything in nested mappings and lists; a list's items have the list's key."""
 
 
 def _iterate_values(content: Any, key: str = "") -> Iterator[tuple[str, Any]]:
@@ -127,7 +123,7 @@ def _find_class(class_path: str, kind: str | None, registry: Registry) -> type |
     if "." not in class_path:
         if class_path in registry.names():
             return registry.load(class_path, kind)
-        found = _find_imported_subclass(class_path, kind)
+        found = _list_imported_subclasses(kind).get(class_path)
         if found is None and kind is not None:
             raise registry.unknown(class_path, kind)
         return found
@@ -142,11 +138,6 @@ def _find_class(class_path: str, kind: str | None, registry: Registry) -> type |
         raise DloError(f"class_path '{class_path}': {module} has no {name}{did_you_mean(name, classes)}")
     found = getattr(home, name)
     return found if inspect.isclass(found) else None
-
-
-def _find_imported_subclass(name: str, kind: str | None) -> type | None:
-    """Returns an imported class by short name, Lightning's own ``ModelCheckpoint`` say, as jsonargparse does."""
-    return _list_imported_subclasses(kind).get(name)
 
 
 def _list_imported_names(kind: str) -> list[str]:
@@ -207,7 +198,7 @@ def _get_base_classes() -> dict[str, type]:
 
 
 def _list_imported_subclasses(kind: str | None) -> dict[str, type]:
-    """Returns the imported classes of a kind by short name."""
+    """Returns the imported classes of a kind by short name, which jsonargparse accepts too: ``ModelCheckpoint``."""
     bases = _get_base_classes()
     stack: list[type] = [bases[kind]] if kind in bases else []
     seen: dict[str, type] = {}

@@ -51,9 +51,14 @@ def pack(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         "cmd_pack",
         "[dlo_framework.commands]\nhello = cmd_hello:main\nbroken = cmd_broken:main\ngone = cmd_gone:main\n"
         "nothing = cmd_hello:nothing\nnumber = cmd_hello:number\ntwice = cmd_hello:main\nfit = cmd_hello:main\n"
-        "[dlo_framework.options]\nother_config = cmd_hello:translate\nbad = cmd_broken:main\n",
+        "[dlo_framework.options]\nother_config = cmd_hello:translate\nbad = cmd_broken:main\n"
+        "both = cmd_hello:translate\n",
     )
-    install(tmp_path, "cmd_rival", "[dlo_framework.commands]\ntwice = cmd_hello:main\n")
+    install(
+        tmp_path,
+        "cmd_rival",
+        "[dlo_framework.commands]\ntwice = cmd_hello:main\n[dlo_framework.options]\nboth = cmd_broken:main\n",
+    )
     monkeypatch.syspath_prepend(str(tmp_path))
     return tmp_path
 
@@ -113,3 +118,5 @@ def test_a_users_option_becomes_dlos(pack: Path) -> None:
     assert scan(["fit", "--other_config"]).strings == ["fit", "none"]
     with pytest.raises(DloError, match=r"option 'bad' \(cmd_pack 2.0\) failed to import: ModuleNotFoundError"):
         scan(["fit", "--bad"])
+    with pytest.raises(DloError, match=r"got '--both' in cmd_pack 2\.0 and in cmd_rival 2\.0; uninstall one"):
+        scan(["fit", "--both", "x"])

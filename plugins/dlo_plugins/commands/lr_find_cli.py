@@ -20,10 +20,6 @@ from dlo_plugins.callbacks.lr_finder import LRFinder
 SWEEPS = "lr-find"
 
 
-class SweepDone(OrderlyEnd):
-    """Exception that ends the run after the sweep."""
-
-
 class LRFindCLI(DloCLI):
     """``dlo fit`` with a sweep instead of training, without validation and checkpoints."""
 
@@ -75,5 +71,5 @@ class _End(Callback):
     """Ends the run at the start of the first epoch; the sweep ran in an earlier callback."""
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Raises :class:`SweepDone`: ``trainer.should_stop`` would still call the hooks of the epoch's end."""
-        raise SweepDone
+        """Raises an :class:`OrderlyEnd`: ``trainer.should_stop`` would still call the hooks of the epoch's end."""
+        raise OrderlyEnd("the sweep is done")
