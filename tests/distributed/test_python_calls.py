@@ -20,6 +20,8 @@ from dlo_framework.distributed.local_memory import local_tensor
 from dlo_framework.distributed.model_units import find_units
 from dlo_framework.testing import run_distributed
 from dlo_framework.testing.python_calls import count_python_calls
+from dlo_plugins.zero.flat_group import FlatGroup
+from dlo_plugins.zero.gradient_reduction import Reduction
 from dlo_plugins.zero.zero_engine import ZeroEngine, ZeroOptions
 
 CPU = torch.device("cpu")
@@ -41,8 +43,8 @@ def efficientnet() -> tuple[nn.Module, Any]:
     return model, torch.optim.SGD(model.parameters(), lr=0.01, foreach=True)
 
 
-def _counted(rank: int, world_size: int) -> dict[str, tuple[int, int]]:
-    """Returns calls of a step, and buckets, under DDP and each stage."""
+def _counted(rank: int, world_size: int) -> dict[str, tuple[int, int, int]]:
+    """Returns calls of a step, buckets, and how often a bucket is looked at or cut, under DDP and each stage."""
     x, found = torch.randn(2, 3, 32, 32), {}
     model, optimizer = efficientnet()
     wrapped = DistributedDataParallel(model)
@@ -54,7 +56,7 @@ def _counted(rank: int, world_size: int) -> dict[str, tuple[int, int]]:
 
     for _ in range(3):
         plain()
-    found["ddp"] = count_python_calls(plain), 0
+    found["ddp"] = count_python_calls(plain), 0, 0
     for stage, mega in ((1, 25), (2, 25), (2, 1), (3, 25)):
         model, optimizer = efficientnet()
         engine = engine_of(stage, model, optimizer, mega * 2**18)
@@ -69,7 +71,13 @@ def _counted(rank: int, world_size: int) -> dict[str, tuple[int, int]]:
 
         for _ in range(3):
             step()
-        found[f"zero{stage}, {mega} MiB"] = count_python_calls(step), len(engine.groups)
+        with (
+            mock.patch.object(FlatGroup, "cut", autospec=True, side_effect=FlatGroup.cut) as cut,
+            mock.patch.object(Reduction, "missing", autospec=True, side_effect=Reduction.missing) as look,
+        ):
+            step()
+        passes = cut.call_count + look.call_count
+        found[f"zero{stage}, {mega} MiB"] = count_python_calls(step), len(engine.groups), passes
     return found
 
 
@@ -165,10 +173,12 @@ def found() -> list[Any]:
 
 def test_a_step_calls_python_no_more_than_ddp_and_ten_times_a_bucket(found: list[Any]) -> None:
     counted = found[0]["_counted"]
-    ddp, _ = counted.pop("ddp")
-    for name, (calls, buckets) in counted.items():
+    ddp, *_ = counted.pop("ddp")
+    for name, (calls, buckets, passes) in counted.items():
         budget = A_UNIT if name.startswith("zero3") else A_BUCKET
         assert calls <= ddp + budget * buckets, (name, calls, ddp, buckets)
+        # Each goes through all parameters of a bucket: at both ends of it, and once for its views.
+        assert passes <= 3 * buckets, (name, passes, buckets)
 
 
 def test_gradients_that_come_in_any_order_are_all_reduced(found: list[Any]) -> None:
