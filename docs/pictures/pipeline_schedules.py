@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from dlo_plugins.pipeline.pipeline_schedules import FAMILIES, make_schedule
+from dlo_plugins.pipeline.pipeline_schedules import SCHEDULES, make_schedule
 from dlo_plugins.pipeline.simulation import StageCosts, simulate
 from dlo_plugins.pipeline.timeline_plot import COLOURS, NAMES
 
@@ -18,7 +18,7 @@ def draw() -> str:
     """Returns the picture of each schedule, where forward, input gradient and weight gradient take equal time."""
     body: list[str] = []
     top, width = 0, 0.0
-    for name in FAMILIES:
+    for name in SCHEDULES.loaded():
         schedule = make_schedule(name, RANKS, MICRO_BATCHES)
         chunks = schedule.placement.stages_per_rank
         timeline = simulate(schedule, StageCosts.equal(schedule.placement.stages, *[1 / chunks] * 3))

@@ -15,9 +15,10 @@ from torch import Tensor
 from dlo_framework.distributed.strategy import use_canonical_checkpoints
 from dlo_framework.ema import WeightEMA
 from dlo_framework.errors import DloError
+from dlo_framework.registry import Registry
 from dlo_framework.resume import ExactResume
 from dlo_framework.testing import run_distributed
-from dlo_framework.testing.full_state import gather_full_weights
+from dlo_framework.testing.full_state import checksums, gather_full_weights
 from dlo_framework.testing.training import leave_group, silence_lightning
 from dlo_plugins.callbacks.pipeline_timeline import PipelineTimeline
 from dlo_plugins.strategies.mesh import MeshStrategy
@@ -122,6 +123,40 @@ def test_a_run_goes_on_from_mesh_to_mesh_to_zero_to_one_process(tmp_path: Path, 
     links.append(fit(1, "one", tmp_path, STEPS * (len(chain) + 1), None, tmp_path / f"{len(chain) - 1}.ckpt"))
     assert [len(link) for link in links] == [STEPS] * len(links)
     assert [loss for link in links for loss in link] == pytest.approx(whole, rel=1e-6)
+
+
+SCHEDULE = """
+from dlo_plugins.pipeline.actions import Action, ActionKind
+from dlo_plugins.pipeline.pipeline_schedules import SCHEDULES
+
+
+@SCHEDULES.register("OneByOne")
+def one_by_one(placement, rank, micro_batches):
+    kinds = (ActionKind.FORWARD, ActionKind.BACKWARD)
+    return [Action(kind, rank, number) for number in range(micro_batches) for kind in kinds]
+"""
+
+
+def _own_schedule(rank: int, world_size: int, folder: Path) -> dict[str, tuple[list[float], dict[str, int]]]:
+    silence_lightning()
+    Registry().load_user_module(str(folder / "own_schedule.py"))
+    found = {}
+    for schedule in ("GPipe", "OneByOne"):
+        seed_everything(7, workers=True, verbose=False)
+        losses, strategy = Losses(None), MeshStrategy(pp=2, dp_shard=1, micro_batches=4, schedule=schedule)
+        run = trainer(world_size, "", strategy, max_steps=3, callbacks=[losses])
+        run.fit(language_model(), datamodule=text(folder))
+        found[schedule] = losses.found, checksums(gather_full_weights(run))
+    leave_group()
+    return found
+
+
+def test_a_schedule_of_a_user_s_file_trains_as_gpipe_does(tmp_path: Path) -> None:
+    (tmp_path / "own_schedule.py").write_text(SCHEDULE)
+    text(tmp_path).prepare_data()
+    found = run_distributed(_own_schedule, 2, tmp_path, backend=None)[0]
+    assert found["OneByOne"] == found["GPipe"]
+    assert found["GPipe"][0][-1] < found["GPipe"][0][0]
 
 
 # --- what else a run does, on two ranks -----------------------------------------------------------------------

@@ -20,6 +20,7 @@ from dlo_plugins.pipeline.balance import balance_stages
 from dlo_plugins.pipeline.costs import PartCosts, flop_costs
 from dlo_plugins.pipeline.pipeline_engine import Pipeline
 from dlo_plugins.pipeline.pipeline_schedules import make_placement, make_schedule
+from dlo_plugins.pipeline.simulation import StageCosts, simulate
 from dlo_plugins.pipeline.stage_assignment import Split, check_pipeline
 
 
@@ -49,7 +50,8 @@ class PipelineOptions:
         Raises:
             DloError: The schedule cannot; the message computes the fix.
         """
-        make_schedule(self.schedule, ranks, self.count_micro_batches(ranks), self.stages_per_rank)
+        schedule = make_schedule(self.schedule, ranks, self.count_micro_batches(ranks), self.stages_per_rank)
+        simulate(schedule, StageCosts.equal(schedule.placement.stages))  # Raises where ranks wait for one another.
 
     def check(self, task: Task, plan: ParallelPlan, spec: MeshSpec, datamodule: Any) -> None:
         """Checks that a task, its model and its data fit the pipeline.

@@ -75,8 +75,8 @@ class Pipeline:
         model: A task's `model`, on any device; the meta device will do.
         plan: Plan of the model; its names are relative to the model.
         group: Process group of the pipeline's ranks, in the order of stages.
-        schedule: Name of the schedule: GPipe, 1F1B, Interleaved1F1B, ZBH1, ZBV or DualPipeV.
-        stages_per_rank: Number of stages that each rank holds under Interleaved1F1B; 2 by default.
+        schedule: Name of the schedule; one of :data:`~dlo_plugins.pipeline.pipeline_schedules.SCHEDULES`.
+        stages_per_rank: Number of stages that each rank holds, for schedules that leave it open; 2 by default there.
         split: Number of blocks of each stage, or `balanced` by cost.
         costs: Costs that the balanced split uses; by default the numbers of parameters.
         device: Device on which this rank computes.

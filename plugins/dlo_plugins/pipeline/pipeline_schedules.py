@@ -14,16 +14,20 @@ Departures: ZBV always uses the order that has no bubble where forward, input gr
 long, whatever the actual costs. In DualPipeV, the forward and the backward of different micro-batches, which the paper
 overlaps, run one after the other, as one device computes them no faster together. ZBH1 bounds the number of deferred
 weight gradients, not memory itself.
+
+A schedule is a function that is registered in :data:`SCHEDULES`, in this file, in a user's file under ``plugins:``, or
+in an installed package with an entry point in the group ``dlo_framework.pipeline_schedules``.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict, deque
-from collections.abc import Callable
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from dlo_framework.errors import DloError, did_you_mean
+from dlo_framework.errors import DloError
+from dlo_framework.registry.named_functions import NamedFunctions
 from dlo_plugins.pipeline.actions import Action, ActionKind, Placement
 
 F, B, I, W = ActionKind.FORWARD, ActionKind.BACKWARD, ActionKind.INPUT, ActionKind.WEIGHT  # noqa: E741
@@ -52,13 +56,27 @@ class Schedule:
 
 
 @dataclass(frozen=True)
-class _Family:
-    """Function that makes a schedule's order for a rank, and the placement that it needs."""
+class ScheduleRule:
+    """Rule of a schedule for any number of ranks and micro-batches.
+
+    Attributes:
+        order: Function of the placement, a rank and the number of micro-batches that returns the rank's actions.
+        stages_per_rank: Number of stages that each rank holds; None leaves it to the user.
+        shape: Order in which ranks get the stages; see :class:`~dlo_plugins.pipeline.actions.Placement`.
+        splits_backward: Whether weight gradients are separate actions, apart from input gradients.
+        check: Function of the numbers of ranks and of micro-batches that raises a DloError for numbers that the
+            schedule cannot run; None where it can run any.
+    """
 
     order: Callable[[Placement, int, int], list[Action]]
     stages_per_rank: int | None = 1
     shape: Literal["loop", "v"] = "loop"
-    splits: bool = False
+    splits_backward: bool = False
+    check: Callable[[int, int], None] | None = None
+
+
+#: Schedules by the name that ``MeshStrategy.schedule`` has; options of ``register`` are those of :class:`ScheduleRule`.
+SCHEDULES: NamedFunctions[ScheduleRule] = NamedFunctions("schedule", "dlo_framework.pipeline_schedules", ScheduleRule)
 
 
 def make_placement(name: str, ranks: int, stages_per_rank: int | None = None) -> Placement:
@@ -72,46 +90,68 @@ def make_placement(name: str, ranks: int, stages_per_rank: int | None = None) ->
     Raises:
         DloError: If no such schedule exists, or it does not have this number of stages a rank.
     """
-    known, family = _family(name)
-    fixed = family.stages_per_rank
+    known, rule = _find_rule(name)
+    fixed = rule.stages_per_rank
     if fixed is None:
         if stages_per_rank is not None and stages_per_rank < 2:
             raise DloError(
                 f"stages_per_rank must be 2 or more for {known}, got {stages_per_rank}; set stages_per_rank=2, or"
                 " schedule=1F1B"
             )
-        return Placement(ranks, stages_per_rank or 2, family.shape)
+        return Placement(ranks, stages_per_rank or 2, rule.shape)
     if stages_per_rank not in (None, fixed):
         raise DloError(
             f"stages_per_rank must be {fixed} for {known}, got {stages_per_rank}; leave stages_per_rank out, or set"
             " schedule=Interleaved1F1B"
         )
-    return Placement(ranks, fixed, family.shape)
+    return Placement(ranks, fixed, rule.shape)
 
 
 def make_schedule(name: str, ranks: int, micro_batches: int, stages_per_rank: int | None = None) -> Schedule:
     """Returns the schedule of a step.
 
     Args:
-        name: Name of the schedule: GPipe, 1F1B, Interleaved1F1B, ZBH1, ZBV or DualPipeV.
+        name: Name of the schedule, in upper or lower case.
         ranks: Number of ranks in the pipeline.
         micro_batches: Number of micro-batches in a step.
-        stages_per_rank: Number of stages that each rank holds under Interleaved1F1B; 2 by default.
+        stages_per_rank: Number of stages that each rank holds, for schedules that leave it open; 2 by default there.
 
     Raises:
         DloError: If no such schedule exists, or it cannot run these numbers; the message computes the nearest that it
             can run.
     """
     where = make_placement(name, ranks, stages_per_rank)
-    known, family = _family(name)
-    _check_micro_batches(known, ranks, micro_batches)
-    orders = tuple(tuple(family.order(where, rank, micro_batches)) for rank in range(ranks))
+    known, rule = _find_rule(name)
+    if micro_batches < 1:
+        raise DloError(f"micro_batches must be at least 1, got {micro_batches}; set {2 * ranks}")
+    if rule.check is not None:
+        rule.check(ranks, micro_batches)
+    orders = tuple(tuple(rule.order(where, rank, micro_batches)) for rank in range(ranks))
+    for rank, order in enumerate(orders):
+        _check_complete(known, order, {(stage, n) for stage in where.stages_of(rank) for n in range(micro_batches)})
     return Schedule(known, where, micro_batches, orders)
+
+
+def _check_complete(name: str, order: Sequence[Action], wanted: set[tuple[int, int]]) -> None:
+    """Checks that a rank's order computes each of its stages for each micro-batch once, forward and backward."""
+    of_kind = {kind: Counter((a.stage, a.micro_batch) for a in order if a.kind is kind) for kind in ActionKind}
+    for computed, counts in (("forward", of_kind[F]), ("backward", of_kind[B] + of_kind[I])):
+        wrong = next((item for item in {*wanted, *counts} if counts[item] != (item in wanted)), None)
+        if wrong is not None:
+            raise DloError(
+                f"schedule {name} must run each micro-batch of a rank's stages {computed} once, got {counts[wrong]}"
+                f" times for stage {wrong[0]} and micro-batch {wrong[1]}; correct the rank's order"
+            )
+    if of_kind[I] != of_kind[W]:
+        raise DloError(
+            f"schedule {name} must run a weight gradient (W) for each input gradient (I), got"
+            f" {of_kind[W].total()} for {of_kind[I].total()}; add them, or use full backwards (B)"
+        )
 
 
 def splits_backward(name: str) -> bool:
     """Returns whether a schedule computes weight gradients separately from input gradients."""
-    return _family(name)[1].splits
+    return _find_rule(name)[1].splits_backward
 
 
 def forward_only(where: Placement, micro_batches: int) -> Schedule:
@@ -125,35 +165,19 @@ def forward_only(where: Placement, micro_batches: int) -> Schedule:
     return Schedule("evaluation", where, micro_batches, tuple(orders))
 
 
-def _family(name: str) -> tuple[str, _Family]:
-    found = next((known for known in FAMILIES if known.lower() == str(name).lower().replace("-", "")), None)
-    if found is None:
-        raise DloError(
-            f"unknown schedule '{name}'{did_you_mean(str(name), FAMILIES)}; available: {', '.join(FAMILIES)}"
-        )
-    return found, FAMILIES[found]
+def _find_rule(name: str) -> tuple[str, ScheduleRule]:
+    """Returns a schedule's own name and its rule; upper or lower case and hyphens make no difference."""
+    plain = str(name).lower().replace("-", "")
+    found = next((known for known in SCHEDULES.names() if known.lower().replace("-", "") == plain), str(name))
+    return found, SCHEDULES.get(found)
 
 
-def _check_micro_batches(name: str, ranks: int, number: int) -> None:
-    if number < 1:
-        raise DloError(f"micro_batches must be at least 1, got {number}; set {2 * ranks}")
-    if name == "Interleaved1F1B" and number % ranks:
-        near = [n for n in (number // ranks * ranks, -(-number // ranks) * ranks) if n]
-        raise DloError(
-            f"micro_batches must be a multiple of the pipeline's {ranks} ranks for Interleaved1F1B, got {number}; set"
-            f" {' or '.join(map(str, near))}, or schedule=1F1B"
-        )
-    if name == "DualPipeV" and number < 2 * ranks:
-        raise DloError(
-            f"micro_batches must be at least {2 * ranks}, the number of stages, for DualPipeV on {ranks} ranks, got"
-            f" {number}; set {2 * ranks}, or schedule=ZBV"
-        )
-
-
+@SCHEDULES.register("GPipe")
 def _gpipe(where: Placement, rank: int, number: int) -> list[Action]:
     return [Action(F, rank, n) for n in range(number)] + [Action(B, rank, n) for n in range(number)]
 
 
+@SCHEDULES.register("1F1B")
 def _one_forward_one_backward(where: Placement, rank: int, number: int) -> list[Action]:
     warm_up = min(number, where.ranks - rank - 1)
     order = [Action(F, rank, n) for n in range(warm_up)]
@@ -164,6 +188,16 @@ def _one_forward_one_backward(where: Placement, rank: int, number: int) -> list[
     return order
 
 
+def _check_interleaved(ranks: int, micro_batches: int) -> None:
+    if micro_batches % ranks:
+        near = [n for n in (micro_batches // ranks * ranks, -(-micro_batches // ranks) * ranks) if n]
+        raise DloError(
+            f"micro_batches must be a multiple of the pipeline's {ranks} ranks for Interleaved1F1B, got"
+            f" {micro_batches}; set {' or '.join(map(str, near))}, or schedule=1F1B"
+        )
+
+
+@SCHEDULES.register("Interleaved1F1B", stages_per_rank=None, check=_check_interleaved)
 def _interleaved(where: Placement, rank: int, number: int) -> list[Action]:
     ranks, chunks = where.ranks, where.stages_per_rank
     total = number * chunks
@@ -183,6 +217,7 @@ def _interleaved(where: Placement, rank: int, number: int) -> list[Action]:
     return order
 
 
+@SCHEDULES.register("ZBH1", splits_backward=True)
 def _zb_h1(where: Placement, rank: int, number: int) -> list[Action]:
     """1F1B in which rank r defers r weight gradients, and computes them where it would wait for other ranks."""
     order: list[Action] = []
@@ -227,6 +262,7 @@ class _Writer:
         self.weight(stage)
 
 
+@SCHEDULES.register("ZBV", stages_per_rank=2, shape="v", splits_backward=True)
 def _zbv(where: Placement, rank: int, micro_batches: int) -> list[Action]:
     ranks, write = where.ranks, _Writer(where, rank)
     number = max(micro_batches, 2 * ranks - 1)  # Enough to fill the pipeline; the extra ones are dropped below.
@@ -257,6 +293,15 @@ def _zbv(where: Placement, rank: int, micro_batches: int) -> list[Action]:
     return [action for action in write.order if action.micro_batch < micro_batches]
 
 
+def _check_dualpipe_v(ranks: int, micro_batches: int) -> None:
+    if micro_batches < 2 * ranks:
+        raise DloError(
+            f"micro_batches must be at least {2 * ranks}, the number of stages, for DualPipeV on {ranks} ranks, got"
+            f" {micro_batches}; set {2 * ranks}, or schedule=ZBV"
+        )
+
+
+@SCHEDULES.register("DualPipeV", stages_per_rank=2, shape="v", splits_backward=True, check=_check_dualpipe_v)
 def _dualpipe_v(where: Placement, rank: int, number: int) -> list[Action]:
     ranks, write = where.ranks, _Writer(where, rank)
     down, up = write.down, write.up
@@ -291,14 +336,3 @@ def _dualpipe_v(where: Placement, rank: int, number: int) -> list[Action]:
     while write.waiting:
         write.weight()
     return write.order
-
-
-#: Schedules by name; `stages_per_rank` None leaves the number of stages to the user.
-FAMILIES = {
-    "GPipe": _Family(_gpipe),
-    "1F1B": _Family(_one_forward_one_backward),
-    "Interleaved1F1B": _Family(_interleaved, stages_per_rank=None),
-    "ZBH1": _Family(_zb_h1, splits=True),
-    "ZBV": _Family(_zbv, 2, "v", splits=True),
-    "DualPipeV": _Family(_dualpipe_v, 2, "v", splits=True),
-}

@@ -6,11 +6,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from dlo_framework.errors import DloError
 from dlo_plugins.pipeline.actions import Action, ActionKind, Placement
 from dlo_plugins.pipeline.pipeline_schedules import Schedule
 
 
-class Deadlock(ValueError):
+class Deadlock(DloError):
     """Schedule in which ranks wait for each other in a cycle."""
 
 
@@ -141,7 +142,10 @@ def simulate(schedule: Schedule, costs: ActionCosts) -> Timeline:
     orders = zip(at, schedule.orders, strict=True)
     stuck = [f"rank {rank} at {order[n]}" for rank, (n, order) in enumerate(orders) if n < len(order)]
     if stuck:
-        raise Deadlock(f"schedule {schedule.name} has a deadlock: {', '.join(stuck)} wait for one another")
+        raise Deadlock(
+            f"ranks must not wait for each other in a cycle under schedule {schedule.name}, got {', '.join(stuck)} wait"
+            " for one another; order each rank's actions so that what they wait for comes first"
+        )
     return timeline
 
 

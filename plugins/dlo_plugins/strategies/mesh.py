@@ -67,7 +67,8 @@ class MeshStrategy(ShardedStrategy):
             -1, which any axis may be, for all remaining ranks.
         cp: Number of ranks that shard each sequence (causal language models).
         tp: Number of ranks that shard each layer.
-        schedule: Name of the pipeline's schedule: `GPipe`, `1F1B`, `Interleaved1F1B`, `ZBH1`, `ZBV` or `DualPipeV`.
+        schedule: Name of the pipeline's schedule: `GPipe`, `1F1B`, `Interleaved1F1B`, `ZBH1`, `ZBV`, `DualPipeV`, or
+            one that a file under `plugins:` or an installed package registers.
         micro_batches: Number of micro-batches of each rank's batch in the pipeline; by default four per rank of `pp`.
         stages_per_rank: Number of stages of a rank, for `Interleaved1F1B`; by default the schedule's.
         split: Number of blocks of each stage, such as `[5, 7]`; by default they are balanced by cost.

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from dlo_framework.testing import run_distributed
 from dlo_plugins.pipeline.pipeline_engine import Pipeline
-from dlo_plugins.pipeline.pipeline_schedules import FAMILIES
+from dlo_plugins.pipeline.pipeline_schedules import SCHEDULES
 from support.pipeline_nets import CASES, Case, language, plain, vit
 
 
@@ -57,18 +57,18 @@ THOROUGH = ("plain", "vit", "llama, tied")
     "name", [name if name in THOROUGH else pytest.param(name, marks=pytest.mark.slow) for name in CASES]
 )
 def test_each_model_trains_as_in_one_process(name: str) -> None:
-    run_distributed(_models, 2, [name], list(FAMILIES) if name in THOROUGH else ["1F1B", "ZBV"], timeout=120)
+    run_distributed(_models, 2, [name], list(SCHEDULES.loaded()) if name in THOROUGH else ["1F1B", "ZBV"], timeout=120)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in CASES if name not in THOROUGH])
 def test_each_model_trains_under_every_schedule(name: str) -> None:
-    run_distributed(_models, 2, [name], list(FAMILIES), timeout=120)
+    run_distributed(_models, 2, [name], list(SCHEDULES.loaded()), timeout=120)
 
 
 @pytest.mark.slow
 def test_on_four_ranks() -> None:
-    one_stage = [name for name, family in FAMILIES.items() if family.stages_per_rank == 1]
+    one_stage = [name for name, family in SCHEDULES.loaded().items() if family.stages_per_rank == 1]
     run_distributed(_models, 4, ["vit", "llama, tied"], one_stage, timeout=120)
 
 

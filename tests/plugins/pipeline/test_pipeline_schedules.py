@@ -1,16 +1,22 @@
 """Schedules as data: complete, in order, without deadlock, as fast and as sparing as their papers say."""
 
 from collections import Counter
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dlo_framework.errors import DloError
+from dlo_framework.registry import Registry
+from dlo_framework.registry.named_functions import NamedFunctions
+from dlo_plugins.mesh.pipeline_options import PipelineOptions
+from dlo_plugins.pipeline import pipeline_schedules
 from dlo_plugins.pipeline.actions import Action, ActionKind, Placement
 from dlo_plugins.pipeline.pipeline_schedules import (
-    FAMILIES,
+    SCHEDULES,
     Schedule,
+    ScheduleRule,
     forward_only,
     make_placement,
     make_schedule,
@@ -24,7 +30,7 @@ F, B, I, W = ActionKind.FORWARD, ActionKind.BACKWARD, ActionKind.INPUT, ActionKi
 
 @st.composite
 def schedules(draw: st.DrawFn) -> Schedule:
-    name = draw(st.sampled_from(list(FAMILIES)))
+    name = draw(st.sampled_from(list(SCHEDULES.loaded())))
     ranks = draw(st.integers(1, 6))
     chunks = draw(st.integers(2, 4)) if name == "Interleaved1F1B" else None
     number = draw(st.integers(1, 20))
@@ -81,7 +87,7 @@ def test_each_kind_runs_micro_batches_in_order(schedule: Schedule) -> None:
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 8])
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", SCHEDULES.loaded())
 def test_equal_stages_wait_as_long_as_the_formula_says(name: str, ranks: int) -> None:
     chunks = make_placement(name, ranks).stages_per_rank
     for number in (2 * ranks, 4 * ranks):
@@ -167,3 +173,46 @@ def test_what_cannot_be_is_refused(arguments: tuple[object, ...], message: str) 
 def test_names_in_any_case() -> None:
     assert make_schedule("gpipe", 2, 2).name == "GPipe"
     assert make_schedule("zb-v", 2, 2).name == "ZBV"
+
+
+# --- schedules of a user's own --------------------------------------------------------------------------------
+
+OWN = """
+from dlo_plugins.pipeline.actions import Action, ActionKind
+from dlo_plugins.pipeline.pipeline_schedules import SCHEDULES
+
+
+@SCHEDULES.register("OneByOne")
+def one_by_one(placement, rank, micro_batches):
+    kinds = (ActionKind.FORWARD, ActionKind.BACKWARD)
+    return [Action(kind, rank, number) for number in range(micro_batches) for kind in kinds]
+"""
+
+
+def test_a_user_s_file_adds_a_schedule(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for kept in ("_functions", "_values"):  # Other tests of this process do not see the schedule.
+        monkeypatch.setattr(SCHEDULES, kept, dict(vars(SCHEDULES)[kept]))
+    (tmp_path / "own_schedule.py").write_text(OWN)
+    assert Registry().load_user_module(str(tmp_path / "own_schedule.py")) == []
+    schedule = make_schedule("onebyone", 2, 2)
+    assert [" ".join(map(str, order)) for order in schedule.orders] == ["F0.0 B0.0 F0.1 B0.1", "F1.0 B1.0 F1.1 B1.1"]
+    with pytest.raises(DloError, match="unknown schedule 'OneBeOne'; did you mean 'OneByOne'"):
+        make_schedule("OneBeOne", 2, 2)
+
+
+@pytest.mark.parametrize(
+    ("actions", "message"),
+    [
+        ("F0 B0 F1", r"each micro-batch of a rank's stages backward once, got 0 times for stage 0 and micro-batch 1"),
+        ("F0 F0 B0 F1 B1", r"forward once, got 2 times for stage 0 and micro-batch 0; correct the rank's order"),
+        ("F0 I0 F1 I1 W0", r"a weight gradient \(W\) for each input gradient \(I\), got 1 for 2; add them"),
+        ("B0 F0 F1 B1", r"under schedule Wrong, got rank 0 at B0\.0 wait for one another; order each rank's actions"),
+    ],
+)
+def test_a_schedule_that_cannot_run_is_refused(actions: str, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    order = [Action(ActionKind(action[0]), 0, int(action[1])) for action in actions.split()]
+    wrong: NamedFunctions[ScheduleRule] = NamedFunctions("schedule", "no_group", ScheduleRule)
+    wrong.register("Wrong")(lambda placement, rank, micro_batches: order)
+    monkeypatch.setattr(pipeline_schedules, "SCHEDULES", wrong)
+    with pytest.raises(DloError, match=message):
+        PipelineOptions("Wrong", micro_batches=2).check_schedule(1)

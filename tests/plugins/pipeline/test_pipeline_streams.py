@@ -17,7 +17,7 @@ import torch
 from dlo_plugins.pipeline import transport
 from dlo_plugins.pipeline.actions import ActionKind
 from dlo_plugins.pipeline.exchange import Exchange
-from dlo_plugins.pipeline.pipeline_schedules import FAMILIES, Schedule, make_schedule
+from dlo_plugins.pipeline.pipeline_schedules import SCHEDULES, Schedule, make_schedule
 from dlo_plugins.pipeline.tensor_layout import TensorLayout
 
 _LAYOUT = TensorLayout.from_tensor(torch.zeros(2, requires_grad=True))
@@ -136,7 +136,7 @@ def stuck(programs: list[list[Any]]) -> list[tuple[int, Any]]:
 
 @pytest.mark.parametrize("known", [False, True], ids=["first step", "later steps"])
 @pytest.mark.parametrize("ranks", [2, 3, 4, 5, 8])
-@pytest.mark.parametrize("name", list(FAMILIES))
+@pytest.mark.parametrize("name", list(SCHEDULES.loaded()))
 def test_every_schedule_comes_to_its_end(name: str, ranks: int, known: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     for micro_batches in (2 * ranks, 4 * ranks):
         schedule = make_schedule(name, ranks, micro_batches)
