@@ -252,7 +252,7 @@ def recomputed_layers(model: PreTrainedModel) -> list[nn.Module]:
     """Returns the layers that recompute their activations: those that transformers marks, else the plan's blocks."""
     from transformers.modeling_layers import GradientCheckpointingLayer
 
-    marked = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+    marked: list[nn.Module] = [layer for layer in model.modules() if isinstance(layer, GradientCheckpointingLayer)]
     return marked or list(find_blocks(model)[1])
 
 
