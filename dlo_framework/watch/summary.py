@@ -6,12 +6,14 @@ import json
 import os
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import yaml
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.loggers import Logger
 
 from dlo_framework import runs
 from dlo_framework.atomic_file import write_atomic
@@ -76,7 +78,7 @@ class RunRecord(Callback):
             relocate_paths(checkpoint, self._place)
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Writes ``config.yaml``, and logs the config to TensorBoard."""
+        """Writes ``config.yaml``, and logs the config as hyperparameters."""
         place = (str(self.folder), os.path.realpath(self.folder))
         folder, self._place = trainer.strategy.broadcast(place)
         self.folder = Path(folder)
@@ -89,9 +91,12 @@ class RunRecord(Callback):
             path = self.folder / f"config.resumed-{resumed}.yaml"
         path.write_text(self.config)
         for logger in trainer.loggers:
+            options = _flat(yaml.safe_load(self.config) or {})
             if is_tensorboard(logger):
-                logger.hparams.update(_flat(yaml.safe_load(self.config) or {}))  # Logged with the model's own.
+                logger.hparams.update(options)  # Logged with the model's own.
                 logger.experiment.add_text("config", f"```yaml\n{self.config}\n```")
+            else:
+                logger.log_hyperparams(options)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Starts the run's clock, and records a resumption, now that the run has loaded its state."""
@@ -110,6 +115,7 @@ class RunRecord(Callback):
                     final = {f"final/{name}": value for name, value in summary["metrics"].items()}
                     logger.log_hyperparams(_flat(yaml.safe_load(self.config)), final, step=summary["steps"])
             print_table(self.folder, summary)
+            _print_curves(self.folder, trainer.loggers)
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Writes the summary of a run that failed; an error in doing so is printed, and does not hide the first one."""
@@ -198,8 +204,18 @@ def print_table(folder: Path, summary: dict[str, Any]) -> None:
     if summary["best_checkpoint"]:
         rows["best checkpoint"] = str(folder / summary["best_checkpoint"])
     width = max(map(len, rows)) + 2
-    print("\n" + "\n".join(f"{name:<{width}}{value}" for name, value in rows.items()))
-    print(f"\nlook at it:  tensorboard --logdir {folder.parent}", flush=True)
+    print("\n" + "\n".join(f"{name:<{width}}{value}" for name, value in rows.items()), flush=True)
+
+
+def _print_curves(folder: Path, loggers: Sequence[Logger]) -> None:
+    """Prints the command that shows TensorBoard's curves, or else the folder of another logger."""
+    board = next((logger for logger in loggers if is_tensorboard(logger)), None)
+    others = [str(place) for logger in loggers if (place := logger.log_dir)]
+    if board is not None:
+        own = Path(board.log_dir).resolve() == folder.resolve()
+        print(f"\nlook at it:  tensorboard --logdir {folder.parent if own else board.root_dir}", flush=True)
+    elif others:
+        print(f"\nlook at it:  {' '.join(others)}", flush=True)
 
 
 def _state_rows(state: dict[str, Any]) -> dict[str, str]:
@@ -214,7 +230,7 @@ def _state_rows(state: dict[str, Any]) -> dict[str, str]:
 
 
 def _flat(content: Any, prefix: str = "") -> dict[str, Any]:
-    """Returns nested mappings as one level of dotted keys, and lists as text, for TensorBoard's table."""
+    """Returns nested mappings as one level of dotted keys, and lists as text, for a table."""
     if not isinstance(content, dict):
         simple = content if isinstance(content, int | float | str | bool) else str(content)
         return {prefix: simple} if content is not None else {}

@@ -60,8 +60,8 @@ def test_a_users_file_adds_a_suggestion_that_the_config_names(dlo):
     assert found["lr"] == kept[len(kept) // 2]
     assert f"Middle   {found['lr']:.3g} <- suggested" in out
     assert set(found["suggestions"]) == {"valley", "steep", "minimum", "slide", "Middle"}
-    error = dlo(*arguments, named % "Midle", code=2).stderr
-    assert "unknown LRFinder suggestion 'Midle'; did you mean 'Middle'?" in error
+    error = dlo(*arguments, named % "Midddle", code=2).stderr
+    assert "unknown LRFinder suggestion 'Midddle'; did you mean 'Middle'?" in error
 
 
 @pytest.mark.slow

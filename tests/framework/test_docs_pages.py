@@ -27,7 +27,12 @@ TEXTS = [*PAGES, ROOT / "README.md", ROOT / "CONTRIBUTING.md"]
 
 #: Names that the pages make up for the reader's own files and classes.
 MADE_UP_CONFIGS = {"my.yaml", "tumours.yaml", "own_transformer.yaml", "x.yaml", "runs/quickstart/version_0/config.yaml"}
-MADE_UP_CLASSES = {"MyCallback": {}, "EpochClock": {"every"}, "WeightNormLogger": {"every_n_steps", "depth"}}
+MADE_UP_CLASSES = {
+    "LineLogger": {"path"},
+    "MyCallback": {},
+    "EpochClock": {"every"},
+    "WeightNormLogger": {"every_n_steps", "depth"},
+}
 
 
 def entry_points() -> dict[str, tuple[str, str]]:

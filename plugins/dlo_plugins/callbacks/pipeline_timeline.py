@@ -6,15 +6,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from dlo_framework.errors import DloError
 from dlo_framework.strategy_contract import contract_of
+from dlo_framework.watch.media import log_figure
 
 if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
     from dlo_plugins.pipeline.pipeline_engine import Pipeline
     from dlo_plugins.pipeline.simulation import Timeline
 
@@ -23,8 +21,8 @@ class PipelineTimeline(Callback):
     """Plots one measured step of a pipeline: the actions of each rank over time, and the time that ranks waited.
 
     The upper timeline is the measured step. The lower one has the same costs, but ranks wait only for the schedule. The
-    plot goes to TensorBoard (`pipeline/timeline`) and to `pipeline.png` in the run's folder. The fraction of time that
-    ranks waited goes to the loggers, as `pipeline/bubble` and `pipeline/bubble_of_theory`.
+    plot goes to the loggers of images (`pipeline/timeline`) and to `pipeline.png` in the run's folder. The fraction of
+    time that ranks waited goes to the loggers, as `pipeline/bubble` and `pipeline/bubble_of_theory`.
 
     Args:
         step: Number of the optimizer step to measure, from 0; the first steps are slow, as they allocate memory.
@@ -77,18 +75,11 @@ class PipelineTimeline(Callback):
         figure.savefig(path, dpi=120)
         for logger in trainer.loggers:
             logger.log_metrics(scalars, step=trainer.global_step)
-            if isinstance(logger, TensorBoardLogger):
-                _add_figure(logger, figure, trainer.global_step)
+        log_figure(trainer, "pipeline/timeline", figure)
         rank_zero_info(
             f"pipeline: {schedule.name}, {parts} micro-batches: ranks waited {timeline.bubble:.1%} of step {self.step},"
             f" by theory {theory.bubble:.1%}; plotted in {path}"
         )
-
-
-def _add_figure(logger: TensorBoardLogger, figure: Figure, step: int) -> None:
-    from dlo_plugins.callbacks.lr_finder.lr_finder_callback import figure_to_array
-
-    logger.experiment.add_image("pipeline/timeline", figure_to_array(figure), step, dataformats="HWC")
 
 
 def _pipeline(trainer: Trainer) -> Pipeline:

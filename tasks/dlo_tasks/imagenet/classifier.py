@@ -16,7 +16,7 @@ from dlo_framework.errors import DloError
 from dlo_framework.plan import ParallelPlan
 from dlo_framework.task import Task
 from dlo_tasks import optim
-from dlo_tasks.imagenet import losses, tensorboard_images, timm_models
+from dlo_tasks.imagenet import logged_images, losses, timm_models
 from dlo_tasks.imagenet.sample_metrics import Confusion, SampleMean
 from dlo_tasks.imagenet.timm_plans import plan_for
 
@@ -58,7 +58,7 @@ class ImageClassifier(Task):
             keeps none.
         channels_last: Whether images and convolutions use channels-last memory, which is faster for
             convolutional models in mixed precision on GPUs.
-        log_images: Number of training images to show in TensorBoard; 0 shows none.
+        log_images: Number of training images to log; 0 logs none.
 
     Raises:
         DloError: If a model, optimizer or argument is unknown, or values contradict each other.
@@ -298,7 +298,7 @@ class ImageClassifier(Task):
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         """Shows a few images of the run's first batch, as the model gets them."""
         if self.log_images and batch_idx == 0 and self.trainer.global_step == 0:
-            tensorboard_images.show_images(self.trainer, batch, self.log_images, self.num_classes or 0)
+            logged_images.show_images(self.trainer, batch, self.log_images, self.num_classes or 0)
 
     def on_validation_epoch_start(self) -> None:
         """Resets the confusion matrix."""
@@ -311,12 +311,12 @@ class ImageClassifier(Task):
     def on_validation_epoch_end(self) -> None:
         """Shows the confusion matrix of a separate validation run."""
         if self.trainer.state.fn == TrainerFn.VALIDATING:
-            tensorboard_images.show_confusion(self.trainer, self.confusion, "val")
+            logged_images.show_confusion(self.trainer, self.confusion, "val")
 
     def on_test_epoch_end(self) -> None:
         """Shows the confusion matrix."""
-        tensorboard_images.show_confusion(self.trainer, self.confusion, "test")
+        logged_images.show_confusion(self.trainer, self.confusion, "test")
 
     def on_train_end(self) -> None:
         """Shows the confusion matrix of the last validation."""
-        tensorboard_images.show_confusion(self.trainer, self.confusion, "val")
+        logged_images.show_confusion(self.trainer, self.confusion, "val")

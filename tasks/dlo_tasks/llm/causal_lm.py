@@ -23,6 +23,7 @@ from dlo_framework.recompute import recompute
 from dlo_framework.strategy_contract import contract_of
 from dlo_framework.task import Task
 from dlo_framework.units import format_bytes
+from dlo_framework.watch.media import log_text
 from dlo_tasks import optim
 from dlo_tasks.llm import (
     adapters,
@@ -30,13 +31,12 @@ from dlo_tasks.llm import (
     export,
     families,
     language_models,
-    sample_output,
     sharded_weights,
     vocabulary_loss,
 )
 from dlo_tasks.llm.adapters import Lora
 from dlo_tasks.llm.evaluation import BitsPerByte, Perplexity, TokenMean, count_token_bytes, sum_dtype
-from dlo_tasks.llm.generation import Sampling, complete_ids, complete_texts
+from dlo_tasks.llm.generation import Sampling, as_markdown, complete_ids, complete_texts, print_samples
 from dlo_tasks.llm.language_plans import plan_for
 from dlo_tasks.llm.load_balancing import LoadBalancing, find_load_balancing
 from dlo_tasks.llm.positions import check_prompts, check_windows, max_positions
@@ -433,7 +433,7 @@ class CausalLM(Task):
         """Prints the first completions."""
         shown = [row for row in outputs[:3] if "completion" in row] if batch_idx == 0 else []
         if shown and self.trainer.is_global_zero:
-            sample_output.print_samples([row["prompt"] for row in shown], [row["completion"] for row in shown])
+            print_samples([row["prompt"] for row in shown], [row["completion"] for row in shown])
 
     # --- the run -------------------------------------------------------------------------------------------
 
@@ -444,14 +444,14 @@ class CausalLM(Task):
     on_validation_start = on_test_start = on_predict_start = on_fit_start
 
     def on_validation_epoch_end(self) -> None:
-        """Writes the completed prompts to TensorBoard."""
+        """Logs the completed prompts."""
         if self.samples:
-            sample_output.log_samples(self.trainer, self.prompts, self.samples)
+            log_text(self.trainer, "samples", as_markdown(self.prompts, self.samples))
 
     def on_train_end(self) -> None:
         """Prints the last completed prompts."""
         if self.samples and self.trainer.is_global_zero:
-            sample_output.print_samples(self.prompts, self.samples)
+            print_samples(self.prompts, self.samples)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Adds to a checkpoint what an export needs beside the weights: config, tokenizer, adapters."""

@@ -161,8 +161,15 @@ def complete_texts(
 
 
 def as_markdown(prompts: Sequence[str], texts: Sequence[str]) -> str:
-    """Returns samples for TensorBoard: each prompt with its completion, as a code block."""
+    """Returns samples in Markdown: each prompt with its completion, as a code block."""
     return "\n\n".join(_indented(f"{prompt}⟶{text}") for prompt, text in zip(prompts, texts, strict=True))
+
+
+def print_samples(prompts: Sequence[str], texts: Sequence[str]) -> None:
+    """Prints prompts, each with its completion."""
+    print("\nsamples, each from its prompt on:")
+    for prompt, text in zip(prompts, texts, strict=True):
+        print(f"--- {prompt!r}\n{prompt}{text}")
 
 
 def _indented(text: str) -> str:

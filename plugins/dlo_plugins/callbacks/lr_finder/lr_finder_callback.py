@@ -21,7 +21,7 @@ from tqdm import tqdm
 from dlo_framework.atomic_file import write_atomic
 from dlo_framework.errors import DloError
 from dlo_framework.rehearsal import BeforeTraining, rehearse, run_folder
-from dlo_framework.watch.monitor import is_tensorboard
+from dlo_framework.watch.media import log_figure
 from dlo_plugins.callbacks.lr_finder.lr_suggest import SUGGESTIONS, Sweep, rescale_rates, suggest, sweep_rates
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ class LRFinder(BeforeTraining):
     the position in the data, and training begins as without a sweep, except for the rate. The groups keep their ratios;
     a scheduler follows, as does OneCycle. A resumed run does not sweep again.
 
-    The run's folder gets ``lr_find.png``, the curve with all suggestions (TensorBoard shows it too), and
+    The run's folder gets ``lr_find.png``, the curve with all suggestions (loggers of images show it too), and
     ``lr_find.json`` with its points. ``dlo lr-find`` runs only the sweep.
 
     Args:
@@ -140,9 +140,7 @@ class LRFinder(BeforeTraining):
         figure.savefig(picture, format="png")
         write_atomic(folder / f"{NAME}.png", picture.getvalue())
         write_atomic(folder / f"{NAME}.json", self.to_json(sweep))
-        for logger in trainer.loggers:
-            if is_tensorboard(logger):
-                logger.experiment.add_image(NAME, figure_to_array(figure), trainer.global_step, dataformats="HWC")
+        log_figure(trainer, NAME, figure)
         self._print(trainer, sweep, str(folder / f"{NAME}.png"))
 
     def _print(self, trainer: Trainer, sweep: Sweep, path: str) -> None:
@@ -275,15 +273,6 @@ def draw_sweep(sweep: Sweep, suggestions: dict[str, float | None], chosen: str) 
     axes.set_ylabel("training loss")
     axes.legend(loc="best")
     return figure
-
-
-def figure_to_array(figure: Figure) -> Any:
-    """Returns a figure as an array of bytes [height, width, 3]."""
-    import numpy as np
-
-    canvas: Any = figure.canvas
-    canvas.draw()
-    return np.asarray(canvas.buffer_rgba())[..., :3].copy()
 
 
 def _number(value: float) -> float | None:

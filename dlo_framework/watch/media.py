@@ -1,0 +1,78 @@
+"""Images and texts for the loggers of a run.
+
+Lightning has no common method for them. TensorBoard's writer has its own; ``WandbLogger`` has ``log_image`` and
+``log_text``, which a logger of your own may define too. For any other logger a message says once that it gets none.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from lightning.pytorch import Trainer
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from torch import Tensor
+
+from dlo_framework.watch.monitor import is_tensorboard
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+
+def log_image(trainer: Trainer, tag: str, make: Callable[[], Tensor]) -> None:
+    """Logs an image at the run's step; only on rank 0, so that all ranks may call it.
+
+    Args:
+        trainer: Trainer of the run.
+        tag: Name of the image.
+        make: Function that returns the image, ``[3, H, W]`` of uint8; called only if a logger takes images.
+    """
+    loggers = list(_taking(trainer, "log_image", tag))
+    image = make() if loggers else None
+    for logger in loggers:
+        assert image is not None
+        if is_tensorboard(logger):
+            logger.experiment.add_image(tag, image, trainer.global_step)
+        else:
+            logger.log_image(key=tag, images=[image.permute(1, 2, 0).cpu().numpy()], step=trainer.global_step)
+
+
+def log_figure(trainer: Trainer, tag: str, figure: Figure) -> None:
+    """Logs a figure of matplotlib's Agg backend as an image; see :func:`log_image`."""
+
+    def make() -> Tensor:
+        canvas: Any = figure.canvas
+        canvas.draw()
+        return torch.from_numpy(np.array(canvas.buffer_rgba())).permute(2, 0, 1)[:3]  # [H, W, RGBA] -> [RGB, H, W]
+
+    log_image(trainer, tag, make)
+
+
+def log_text(trainer: Trainer, tag: str, text: str) -> None:
+    """Logs a text in Markdown at the run's step; only on rank 0, so that all ranks may call it."""
+    for logger in _taking(trainer, "log_text", tag):
+        if is_tensorboard(logger):
+            logger.experiment.add_text(tag, text, trainer.global_step)
+        else:
+            logger.log_text(key=tag, columns=["text"], data=[[text]], step=trainer.global_step)
+
+
+def _taking(trainer: Trainer, method: str, tag: str) -> Iterator[Any]:
+    """Yields the loggers that take images or texts, by the name of their method; none on ranks other than 0."""
+    for logger in trainer.loggers if trainer.is_global_zero else ():
+        if is_tensorboard(logger) or callable(getattr(logger, method, None)):
+            yield logger
+        else:
+            _name_missing(type(logger).__name__, method, tag)
+
+
+@functools.cache
+def _name_missing(logger: str, method: str, tag: str) -> None:
+    kind = method.removeprefix("log_")
+    rank_zero_info(
+        f"{logger} takes no {kind}s, so {tag} is not logged there; add a TensorBoardLogger beside it, or define"
+        f" {method}(key, ...) as in WandbLogger in a logger of your own"
+    )

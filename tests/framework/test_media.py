@@ -1,0 +1,81 @@
+"""Images and texts go to TensorBoard, to loggers with WandbLogger's methods, and nowhere else without a word."""
+
+import inspect
+
+import numpy as np
+import pytest
+import torch
+from lightning.pytorch import Trainer
+from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger, WandbLogger
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from dlo_framework.watch import media
+
+
+class Board(Logger):
+    """A logger of a user's own, with WandbLogger's two methods."""
+
+    name, version = "board", 0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.images, self.texts = [], []
+
+    def log_metrics(self, metrics, step=None) -> None: ...
+
+    def log_hyperparams(self, params, *args, **kwargs) -> None: ...
+
+    def log_image(self, *args, **kwargs) -> None:
+        self.images.append(inspect.signature(WandbLogger.log_image).bind(self, *args, **kwargs).arguments)
+
+    def log_text(self, *args, **kwargs) -> None:
+        self.texts.append(inspect.signature(WandbLogger.log_text).bind(self, *args, **kwargs).arguments)
+
+
+@pytest.fixture
+def messages(monkeypatch) -> list[str]:
+    found: list[str] = []
+    monkeypatch.setattr(media, "rank_zero_info", found.append)
+    media._name_missing.cache_clear()
+    return found
+
+
+def test_an_image_and_a_text_reach_the_loggers_that_take_them(tmp_path, messages):
+    board, events = Board(), TensorBoardLogger(tmp_path, name="", version="")
+    trainer = Trainer(logger=[events, board, CSVLogger(tmp_path)], accelerator="cpu", default_root_dir=tmp_path)
+    image = torch.arange(3 * 4 * 5, dtype=torch.uint8).view(3, 4, 5)
+    for _ in range(2):
+        media.log_image(trainer, "seen", lambda: image)
+        media.log_text(trainer, "said", "a *text*")
+    assert (board.images[0]["key"], board.images[0]["step"]) == ("seen", 0)
+    assert np.array_equal(board.images[0]["images"][0], image.permute(1, 2, 0).numpy())
+    assert (board.texts[0]["key"], board.texts[0]["data"]) == ("said", [["a *text*"]])
+    events.experiment.flush()
+    written = EventAccumulator(str(tmp_path)).Reload()
+    assert (written.Images("seen")[0].width, written.Images("seen")[0].height) == (5, 4)
+    assert written.Tags()["tensors"] == ["said/text_summary"]
+    assert [message.partition(";")[0] for message in messages] == [
+        "CSVLogger takes no images, so seen is not logged there",
+        "CSVLogger takes no texts, so said is not logged there",
+    ]
+
+
+def test_an_image_that_no_logger_takes_is_not_made(tmp_path, messages):
+    def make() -> torch.Tensor:
+        raise AssertionError
+
+    media.log_image(Trainer(logger=CSVLogger(tmp_path), accelerator="cpu"), "seen", make)
+    media.log_image(Trainer(logger=False, accelerator="cpu"), "seen", make)
+    assert len(messages) == 1
+
+
+def test_a_figure_is_logged_as_it_is_drawn(tmp_path):
+    figure = Figure(figsize=(3, 2), dpi=10, facecolor=(1.0, 0.0, 0.0))
+    FigureCanvasAgg(figure)
+    board = Board()
+    media.log_figure(Trainer(logger=board, accelerator="cpu", default_root_dir=tmp_path), "drawn", figure)
+    (pixels,) = board.images[0]["images"]
+    assert pixels.shape == (20, 30, 3)
+    assert pixels[10, 15].tolist() == [255, 0, 0]
