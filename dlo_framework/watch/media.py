@@ -51,13 +51,19 @@ def log_figure(trainer: Trainer, tag: str, figure: Figure) -> None:
     log_image(trainer, tag, make)
 
 
-def log_text(trainer: Trainer, tag: str, text: str) -> None:
-    """Logs a text in Markdown at the run's step; only on rank 0, so that all ranks may call it."""
+def log_text(trainer: Trainer, tag: str, make: Callable[[], str]) -> None:
+    """Logs a text in Markdown at the run's step; only on rank 0, so that all ranks may call it.
+
+    Args:
+        trainer: Trainer of the run.
+        tag: Name of the text.
+        make: Function that returns the text; called only if a logger takes texts.
+    """
     for logger in _taking(trainer, "log_text", tag):
         if is_tensorboard(logger):
-            logger.experiment.add_text(tag, text, trainer.global_step)
+            logger.experiment.add_text(tag, make(), trainer.global_step)
         else:
-            logger.log_text(key=tag, columns=["text"], data=[[text]], step=trainer.global_step)
+            logger.log_text(key=tag, columns=["text"], data=[[make()]], step=trainer.global_step)
 
 
 def _taking(trainer: Trainer, method: str, tag: str) -> Iterator[Any]:

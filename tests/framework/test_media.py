@@ -48,7 +48,7 @@ def test_an_image_and_a_text_reach_the_loggers_that_take_them(tmp_path, messages
     image = torch.arange(3 * 4 * 5, dtype=torch.uint8).view(3, 4, 5)
     for _ in range(2):
         media.log_image(trainer, "seen", lambda: image)
-        media.log_text(trainer, "said", "a *text*")
+        media.log_text(trainer, "said", lambda: "a *text*")
     assert (board.images[0]["key"], board.images[0]["step"]) == ("seen", 0)
     assert np.array_equal(board.images[0]["images"][0], image.permute(1, 2, 0).numpy())
     assert (board.texts[0]["key"], board.texts[0]["data"]) == ("said", [["a *text*"]])

@@ -446,7 +446,7 @@ class CausalLM(Task):
     def on_validation_epoch_end(self) -> None:
         """Logs the completed prompts."""
         if self.samples:
-            log_text(self.trainer, "samples", as_markdown(self.prompts, self.samples))
+            log_text(self.trainer, "samples", lambda: as_markdown(self.prompts, self.samples))
 
     def on_train_end(self) -> None:
         """Prints the last completed prompts."""
