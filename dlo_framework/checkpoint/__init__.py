@@ -2,16 +2,18 @@
 
 from dlo_framework.checkpoint.background import AsyncSaver
 from dlo_framework.checkpoint.best import best_kept
-from dlo_framework.checkpoint.formats.torch_file import SafeCheckpointIO, refuse_unsafe, tensor_bytes
-from dlo_framework.checkpoint.history import note_resumption, resumptions, step_of
+from dlo_framework.checkpoint.formats.torch_file import SafeCheckpointIO, refuse_unsafe
+from dlo_framework.checkpoint.history import newest_valid, note_resumption, resumptions, step_of
 from dlo_framework.checkpoint.loading import LazyStateDict, check, load
-from dlo_framework.checkpoint.manifest import Manifest, read_manifest
+from dlo_framework.checkpoint.manifest import Manifest
 from dlo_framework.checkpoint.saving import save
-from dlo_framework.checkpoint.store import locate, recover, remove
-from dlo_framework.checkpoint.verify import newest_valid, verify
+from dlo_framework.checkpoint.state_tree import tensor_bytes
+from dlo_framework.checkpoint.store import CheckpointStore, locate, read_manifest, recover, remove
+from dlo_framework.checkpoint.verify import verify
 
 __all__ = [
     "AsyncSaver",
+    "CheckpointStore",
     "LazyStateDict",
     "Manifest",
     "SafeCheckpointIO",

@@ -19,9 +19,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from dlo_framework.checkpoint import store
 from dlo_framework.checkpoint.saving import Prepared, prepare, write
-from dlo_framework.checkpoint.tensor_file import HashedFile
+from dlo_framework.checkpoint.store import HashedFile, checkpoint_path, remove
 
 
 class AsyncSaver:
@@ -55,7 +54,7 @@ class AsyncSaver:
             DloError: if the disk is too full for it, or the previous save failed.
         """
         self.wait()
-        prepared = prepare(checkpoint, Path(path), group=self._group, about=about)
+        prepared = prepare(checkpoint, checkpoint_path(path), group=self._group, about=about)
         self._submit(self._write, stage_on_host(prepared), _snapshot(prepared.rest))
 
     def remove(self, path: str | Path) -> None:
@@ -63,7 +62,7 @@ class AsyncSaver:
         if self._pending:
             self._submit(self._remove, Path(path))
         else:
-            store.remove(Path(path))
+            remove(Path(path))
 
     @property
     def is_busy(self) -> bool:
@@ -104,7 +103,7 @@ class AsyncSaver:
 
     def _remove(self, path: Path) -> None:
         if not self._failed:
-            store.remove(path)
+            remove(path)
 
 
 def stage_on_host(prepared: Prepared) -> Prepared:

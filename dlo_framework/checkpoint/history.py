@@ -1,4 +1,4 @@
-"""Lists the checkpoints in a folder, and records which of them a resumed run has superseded.
+"""Lists the checkpoints in a folder, finds the newest valid one, and records which a resumed run has superseded.
 
 A run that has reached step 900 and resumes from step 500 takes another path from there. By their steps the superseded
 checkpoints are newer than all that it saves until it reaches 900 again. So each resumption is recorded beside the
@@ -13,6 +13,7 @@ import json
 import math
 import pickle
 import time
+import warnings
 import zipfile
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,9 +21,10 @@ from typing import Any
 
 import torch
 
-from dlo_framework.atomic_file import PARTIAL, write_atomic
-from dlo_framework.checkpoint import store
-from dlo_framework.checkpoint.manifest import MANIFEST, STATE, read_manifest
+from dlo_framework.atomic_file import PARTIAL
+from dlo_framework.checkpoint.manifest import MANIFEST, STATE
+from dlo_framework.checkpoint.store import OLD, REMOVED, locate, read_manifest, store_of, write_whole
+from dlo_framework.checkpoint.verify import Level, find_damage
 from dlo_framework.errors import DloError
 
 RESUMED = "resumed.jsonl"
@@ -58,15 +60,17 @@ def list_entries(folder: Path) -> list[Entry]:
 
 def read_entry(path: Path) -> Entry | None:
     """Reads a checkpoint's step, and none of its tensors."""
-    found = store.locate(path)
+    found = locate(path)
     if found is None:
         return None
     try:
-        if found.is_dir():
+        status = store_of(found).status(found)
+        assert status is not None
+        if status.is_folder:
             manifest = read_manifest(found)
             return Entry(path, manifest.step, manifest.time, manifest.weights_only)
         content = torch.load(found, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(found))
-        return Entry(path, int(content["global_step"]), found.stat().st_mtime, "optimizer_states" not in content)
+        return Entry(path, int(content["global_step"]), status.time, "optimizer_states" not in content)
     except (
         DloError,
         OSError,
@@ -80,6 +84,32 @@ def read_entry(path: Path) -> Entry | None:
         # At the head of the list, so that it is reported.
         reason = str(error) if isinstance(error, DloError) else f"damaged checkpoint: cannot read {found}"
         return Entry(path, math.inf, 0.0, False, reason)
+
+
+def newest_valid(
+    folder: str | Path, level: Level = "hash", *, weights_only: bool = False, but: Path | None = None
+) -> Path | None:
+    """Returns the newest valid checkpoint in ``folder``, by its step and then its time; None if there is none.
+
+    A damaged one is skipped with a warning that names the file. Those that the run has superseded by resuming from an
+    earlier one are skipped without a warning. After a kill the returned path
+    may not exist until its folder is renamed; :func:`load` finds it.
+
+    Args:
+        folder: Folder of the checkpoints, which are folders or single files.
+        level: Level of verification; see :func:`verify`.
+        weights_only: Whether to accept a checkpoint without optimizer state, from which no run can resume.
+        but: Path to exclude.
+    """
+    behind = superseded(Path(folder))
+    found = [entry for entry in list_entries(Path(folder)) if entry.path != but and not entry.is_in(behind)]
+    for entry in sorted(found, key=lambda entry: (entry.step, entry.time), reverse=True):
+        problem = entry.problem or (None if entry.weights_only > weights_only else find_damage(entry.path, level))
+        if problem is not None:
+            warnings.warn(f"skipping {entry.path}: {problem}", stacklevel=2)
+        elif entry.weights_only <= weights_only:
+            return entry.path
+    return None
 
 
 def step_of(path: str | Path) -> float:
@@ -120,13 +150,13 @@ def note_resumption(path: str | Path) -> None:
             gone[entry.path.name] = entry.time
     note = {"time": time.time(), "from": path.name, "step": start.step, "left_behind": gone}
     lines = [json.dumps(line) + "\n" for line in [*_notes(path.parent), note]]
-    write_atomic(path.parent / RESUMED, "".join(lines))
+    write_whole(path.parent / RESUMED, "".join(lines).encode())
 
 
 def _notes(folder: Path) -> list[dict[str, Any]]:
     found: list[Any] = []
-    with contextlib.suppress(FileNotFoundError, NotADirectoryError):
-        for line in (folder / RESUMED).read_text(encoding="utf-8").splitlines():
+    with contextlib.suppress(FileNotFoundError, NotADirectoryError), store_of(folder).open(folder / RESUMED) as file:
+        for line in file:
             with contextlib.suppress(ValueError):  # The file may have been edited by hand.
                 found.append(json.loads(line))
     return [note for note in found if isinstance(note, dict)]
@@ -135,15 +165,17 @@ def _notes(folder: Path) -> list[dict[str, Any]]:
 def _names(folder: Path) -> list[Path]:
     """Returns the checkpoints in a folder, including those that a killed save was about to rename."""
     names: set[Path] = set()
-    for entry in folder.iterdir() if folder.is_dir() else ():
-        suffix = entry.suffix
-        if suffix in (PARTIAL, store.OLD):
+    store = store_of(folder)
+    for name in store.list(folder):
+        entry, status = folder / name, store.status(folder / name)
+        if entry.suffix in (PARTIAL, OLD):
             target = entry.with_suffix("")
-            if not target.exists() and store.locate(target) is not None:
+            if locate(target) not in (None, target):
                 names.add(target)
-        elif suffix != store.REMOVED and (
-            (entry.is_dir() and any((entry / name).exists() for name in (MANIFEST, STATE)))
-            or (entry.is_file() and suffix == ".ckpt")
+        elif (
+            entry.suffix != REMOVED
+            and status is not None
+            and (not {MANIFEST, STATE}.isdisjoint(store.list(entry)) if status.is_folder else entry.suffix == ".ckpt")
         ):
             names.add(entry)
     return sorted(names)

@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
+import contextlib
+import math
+import mmap
 from collections.abc import Iterator, Mapping, MutableMapping
+from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from dlo_framework.agreement import rank_of, run_on_all_ranks
-from dlo_framework.checkpoint import store
-from dlo_framework.checkpoint.formats.torch_file import SafeCheckpointIO, local_path, refuse_unsafe
-from dlo_framework.checkpoint.manifest import STATE, Key, Manifest, SavedTensor, read_manifest
+from dlo_framework.checkpoint.formats.torch_file import SafeCheckpointIO, refuse_unsafe
+from dlo_framework.checkpoint.history import newest_valid
+from dlo_framework.checkpoint.manifest import STATE, Key, Manifest, SavedTensor
 from dlo_framework.checkpoint.state_tree import METADATA, insert_tensors, read_state
-from dlo_framework.checkpoint.tensor_file import Stored, TensorFile, dtype_of
-from dlo_framework.checkpoint.verify import Level, newest_valid, verify
+from dlo_framework.checkpoint.store import checkpoint_path, locate, store_of
+from dlo_framework.checkpoint.tensor_file import Stored, dtype_of
+from dlo_framework.checkpoint.verify import Level, OpenCheckpoint, open_checkpoint, verify
 from dlo_framework.errors import DloError, did_you_mean
-from dlo_framework.shards import Box, Shard, full_box, held_boxes, slice_view
+from dlo_framework.shards import BUCKET_BYTES, Box, Shard, byte_range, full_box, held_boxes, slice_view, split_box
 
 
 def load(path: str | Path, *, group: ProcessGroup | None = None, level: Level | None = "hash") -> dict[str, Any]:
@@ -36,16 +41,11 @@ def load(path: str | Path, *, group: ProcessGroup | None = None, level: Level | 
     Raises:
         DloError: on all ranks, if it is damaged; it names the file and the newest valid checkpoint.
     """
-    path = local_path(path)
-    if level is not None:
-        _refuse_damaged(path, level, group)
-    found = store.locate(path)
-    if found is None:
-        raise DloError(f"no checkpoint {path}")
-    if found.is_file():
-        return SafeCheckpointIO().load_checkpoint(found)
-    manifest = read_manifest(found)
-    return assemble(found, manifest, read_state(found / STATE))
+    path = checkpoint_path(path)
+    opened = open_checkpoint(path) if level is None else _verify_or_offer(path, level, group)
+    if opened.manifest is None:
+        return SafeCheckpointIO().load_checkpoint(opened.path)
+    return assemble(opened.path, opened.manifest, read_state(opened.path / STATE))
 
 
 def check(path: str | Path) -> None:
@@ -56,12 +56,12 @@ def check(path: str | Path) -> None:
     Raises:
         DloError: if it is refused; it names the file and the newest valid checkpoint.
     """
-    path = local_path(path)
-    found = store.locate(path)
+    path = checkpoint_path(path)
+    found = locate(path)
     if found is None:
         raise DloError(f"no checkpoint {path}; choose an existing path, or 'last' or 'best'")
-    if found.is_dir() and (found / STATE).exists():
-        _refuse_damaged(path, "size", None)
+    if store_of(found).status(found / STATE) is not None:
+        _verify_or_offer(path, "size", None)
         refuse_unsafe(found / STATE)
     else:
         refuse_unsafe(found)
@@ -91,9 +91,9 @@ def assemble(folder: Path, manifest: Manifest, rest: dict[str, Any]) -> dict[str
     return insert_tensors(rest, make, source.read)
 
 
-def _refuse_damaged(path: Path, level: Level, group: ProcessGroup | None) -> None:
+def _verify_or_offer(path: Path, level: Level, group: ProcessGroup | None) -> OpenCheckpoint:
     try:
-        verify(path, level, group=group)
+        return verify(path, level, group=group)
     except DloError as error:
         # The search hashes files too, so one rank does it.
         offers = run_on_all_ranks(group, lambda: _offer(path, level) if rank_of(group) == 0 else "")
@@ -106,7 +106,7 @@ def _offer(path: Path, level: Level) -> str:
 
 
 class TensorReader:
-    """Reader of the tensors in a folder.
+    """Reader of the tensors in a folder of any store.
 
     Args:
         folder: Folder of the files.
@@ -268,3 +268,113 @@ class LazyStateDict(MutableMapping[str, Any]):
 
 def _empty(tensor: SavedTensor) -> Tensor:
     return torch.empty(tensor.shape, dtype=dtype_of(tensor.dtype))
+
+
+class TensorFile:
+    """Safetensors file (or any file of row-major tensors): mapped into memory, or read by ranges where it cannot be.
+
+    Args:
+        path: Path of the file.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def tensor(self, stored: Stored) -> Tensor:
+        """Returns a tensor on the file's own pages; writing to it changes this process's copy alone."""
+        if self._mapped is not None:
+            return _map_tensor(self._mapped, stored)
+        with self._open() as file:
+            return _read_range(file, stored.begin, stored.end, dtype_of(stored.dtype)).view(stored.shape)
+
+    def copy_part(self, stored: Stored, box: Box, part: Box, target: Tensor) -> None:
+        """Copies ``part`` of a tensor into ``target``, at most a bucket at a time, converting its dtype.
+
+        Args:
+            stored: Location of the elements of ``box``.
+            box: Stored box, in coordinates of the full tensor.
+            part: Box to copy, in coordinates of the full tensor.
+            target: Tensor in the shape of ``part``, on any device.
+        """
+        size = dtype_of(stored.dtype).itemsize
+        # The larger of the two types: a conversion makes a copy in the target's.
+        pieces = split_box(part, max(size, target.element_size()))
+        if self._streaming is None:
+            with self._open() as file:
+                for piece in pieces:
+                    _copy_range(file, stored, box, piece, slice_view(target, part, piece))
+            return
+        source = _map_tensor(self._streaming, stored)
+        for piece in pieces:
+            slice_view(target, part, piece).copy_(slice_view(source, box, piece))
+            begin, end = byte_range(box, piece, size)
+            _release_pages(self._streaming, stored.begin + begin, stored.begin + end)
+
+    @cached_property
+    def _mapped(self) -> mmap.mmap | None:
+        return self._map()
+
+    @cached_property
+    def _streaming(self) -> mmap.mmap | None:
+        """A map of its own, whose pages are released after use."""
+        return self._map()
+
+    def _map(self) -> mmap.mmap | None:
+        try:
+            return store_of(self.path).map(self.path)
+        except (OSError, ValueError) as error:
+            raise DloError(f"cannot read {self.path}: {error}") from error
+
+    @contextlib.contextmanager
+    def _open(self) -> Iterator[BinaryIO]:
+        try:
+            with store_of(self.path).open(self.path) as file:
+                yield file
+        except OSError as error:
+            raise DloError(f"cannot read {self.path}: {error}") from error
+
+
+def _map_tensor(mapped: mmap.mmap, stored: Stored) -> Tensor:
+    dtype = dtype_of(stored.dtype)
+    if stored.begin == stored.end:
+        return torch.empty(stored.shape, dtype=dtype)
+    if stored.begin % dtype.itemsize:
+        # Files of other writers may be unaligned.
+        raw = bytearray(memoryview(mapped)[stored.begin : stored.end])
+        return torch.frombuffer(raw, dtype=dtype).view(stored.shape)
+    return torch.frombuffer(mapped, dtype=dtype, count=math.prod(stored.shape), offset=stored.begin).view(stored.shape)
+
+
+def _release_pages(mapped: mmap.mmap, begin: int, end: int) -> None:
+    """Releases pages that have been copied from the process's memory; the system may still cache them."""
+    page = mmap.PAGESIZE
+    if hasattr(mmap, "MADV_DONTNEED"):
+        start = begin // page * page
+        mapped.madvise(mmap.MADV_DONTNEED, start, min(-(-end // page) * page, len(mapped)) - start)
+
+
+def _copy_range(file: BinaryIO, stored: Stored, box: Box, piece: Box, target: Tensor) -> None:
+    """Reads the range that a slice spans, gaps included, in halves where it is longer than a bucket."""
+    dtype = dtype_of(stored.dtype)
+    begin, end = byte_range(box, piece, dtype.itemsize)
+    dim = next((dim for dim, size in enumerate(piece.sizes) if size > 1), None)
+    if end - begin > BUCKET_BYTES and dim is not None:
+        half = piece.sizes[dim] // 2
+        for first, count in ((0, half), (half, piece.sizes[dim] - half)):
+            offsets, sizes = list(piece.offsets), list(piece.sizes)
+            offsets[dim], sizes[dim] = offsets[dim] + first, count
+            _copy_range(file, stored, box, Box(tuple(offsets), tuple(sizes)), target.narrow(dim, first, count))
+        return
+    elements = _read_range(file, stored.begin + begin, stored.begin + end, dtype)
+    strides = [math.prod(box.sizes[dim + 1 :]) for dim in range(len(box.sizes))]
+    target.copy_(elements.as_strided(piece.sizes, strides))
+
+
+def _read_range(file: BinaryIO, begin: int, end: int, dtype: torch.dtype) -> Tensor:
+    if begin == end:
+        return torch.empty(0, dtype=dtype)
+    file.seek(begin)
+    raw = bytearray(file.read(end - begin))
+    if len(raw) < end - begin:
+        raise OSError(f"it ends after byte {begin + len(raw)}")
+    return torch.frombuffer(raw, dtype=dtype)

@@ -214,21 +214,20 @@ def to_text(manifest: Manifest) -> str:
     return "{\n" + ",\n".join(lines) + "\n}\n"
 
 
-def read_manifest(folder: Path) -> Manifest:
-    """Reads a checkpoint's manifest and checks that it is consistent.
+def parse_manifest(text: bytes, path: Path) -> Manifest:
+    """Returns the manifest in the content of a file, and checks that it is consistent.
+
+    Args:
+        text: Content of the file.
+        path: Path of the file, for errors.
 
     Raises:
-        DloError: if there is none, it is damaged, or it is of a later version.
+        DloError: if it is damaged, or of a later version.
     """
-    path = folder / MANIFEST
     try:
-        content = json.loads(path.read_bytes())
+        content = json.loads(text)
         own_hash = content.pop(_OWN_HASH)
         version = content["format"]
-    except FileNotFoundError:
-        raise DloError(f"{folder} is not a checkpoint: it has no {MANIFEST} (its save did not finish)") from None
-    except OSError as error:
-        raise DloError(f"cannot read {path}: {error.strerror}") from error
     except (ValueError, KeyError, AttributeError) as error:
         raise DloError(f"damaged checkpoint: {path} cannot be read ({error})") from None
     if isinstance(version, int) and version > FORMAT:

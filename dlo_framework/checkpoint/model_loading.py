@@ -9,9 +9,9 @@ from typing import Any, TypeVar
 import torch
 from lightning.pytorch import LightningDataModule, LightningModule
 
-from dlo_framework.checkpoint import store
 from dlo_framework.checkpoint.loading import load
 from dlo_framework.checkpoint.state_tree import plain_data
+from dlo_framework.checkpoint.store import is_folder_checkpoint, locate
 
 M = TypeVar("M", LightningModule, LightningDataModule)
 
@@ -49,8 +49,8 @@ def load_from_checkpoint(
 
 def is_canonical(path: Any) -> bool:
     """Returns whether ``path`` is a canonical checkpoint, which is a folder."""
-    found = store.locate(path) if isinstance(path, str | Path) else None
-    return found is not None and store.is_folder_checkpoint(found)
+    found = locate(path) if isinstance(path, str | Path) else None
+    return found is not None and is_folder_checkpoint(found)
 
 
 def single_file(path: str | Path) -> io.BytesIO:

@@ -38,15 +38,6 @@ from torch.distributed import ProcessGroup
 from dlo_framework._version import __version__
 from dlo_framework.agreement import gather_then_scatter, rank_of, run_on_all_ranks, size_of
 from dlo_framework.atomic_file import PARTIAL
-from dlo_framework.checkpoint import store
-from dlo_framework.checkpoint.formats.torch_file import (
-    NO_SPACE,
-    describe_shortage,
-    explain_refusal,
-    find_os_error,
-    free_bytes,
-    tensor_bytes,
-)
 from dlo_framework.checkpoint.manifest import MANIFEST, STATE, Key, Manifest, Runs, SavedTensor, shard_number, to_text
 from dlo_framework.checkpoint.save_plan import (
     FilePlan,
@@ -67,9 +58,21 @@ from dlo_framework.checkpoint.state_tree import (
     merge_extras,
     optimizer_extras,
     refuse_unreadable,
+    tensor_bytes,
     write_state,
 )
-from dlo_framework.checkpoint.tensor_file import HashedFile, dtype_of, make_header
+from dlo_framework.checkpoint.store import (
+    HashedFile,
+    checkpoint_path,
+    create_partial,
+    is_folder_checkpoint,
+    leftover_path,
+    publish,
+    remove_partial,
+    store_of,
+)
+from dlo_framework.checkpoint.tensor_file import dtype_of, make_header
+from dlo_framework.disk_space import NO_SPACE, describe_shortage, find_os_error
 from dlo_framework.errors import DloError
 from dlo_framework.shards import Box, Shard
 
@@ -122,7 +125,7 @@ def save(
     Raises:
         DloError: on all ranks, if the disk is too full or cannot be written, or a value could not be read back.
     """
-    prepared = prepare(checkpoint, Path(path), group=group, about=about)
+    prepared = prepare(checkpoint, checkpoint_path(path), group=group, about=about)
     write(prepared, group)
 
 
@@ -146,9 +149,9 @@ def write(
 ) -> None:
     """Writes a prepared save, on all ranks together. See :func:`save`."""
     path, rank = prepared.path, rank_of(group)
-    partial = store.leftover_path(path, PARTIAL)
+    partial = leftover_path(path, PARTIAL)
     try:
-        run_on_all_ranks(group, lambda: _guarded(prepared, lambda: store.create_partial(path)) if rank == 0 else None)
+        run_on_all_ranks(group, lambda: _guarded(prepared, lambda: create_partial(path)) if rank == 0 else None)
         gather_then_scatter(
             group,
             lambda: _guarded(prepared, lambda: _write_files(prepared, rank, partial, write_rest)),
@@ -156,7 +159,7 @@ def write(
         )
     except BaseException:
         if rank == 0:
-            store.remove_partial(path)
+            remove_partial(path)
         raise
 
 
@@ -202,9 +205,9 @@ def _finish(prepared: Prepared, records: list[dict[str, dict[str, Any]]]) -> lis
     for (group, name), tensor in plan.tensors.items():
         runs = Runs(tensor.runs, dtype_of(tensor.dtype).itemsize, starts)
         manifest.tensors.setdefault(group, {})[name] = SavedTensor(tensor.dtype, tensor.shape, runs)
-    with HashedFile(store.leftover_path(prepared.path, PARTIAL) / MANIFEST) as file:
+    with HashedFile(leftover_path(prepared.path, PARTIAL) / MANIFEST) as file:
         file.write(to_text(manifest).encode())
-    store.publish(prepared.path)
+    publish(prepared.path)
     return [None] * len(records)
 
 
@@ -217,7 +220,7 @@ def disk_errors(path: Path, need: int | None = None) -> Iterator[None]:
         refused = find_os_error(error)
         if refused is None:
             raise
-        reason = explain_refusal(refused, path.parent, need)
+        reason = store_of(path).explain_refusal(refused, path.parent, need)
         if refused.errno in NO_SPACE:
             raise make_no_space_error(path, reason) from error
         raise DloError(f"cannot write the checkpoint {path}: {reason}") from error
@@ -231,7 +234,7 @@ def _guarded(prepared: Prepared, work: Callable[[], T]) -> T:
 def _wait_for(partial: Path, rank: int) -> None:
     """Waits for the folder that rank 0 has created; raises a DloError if it does not appear here."""
     until = time.monotonic() + _VISIBLE_SECONDS
-    while not partial.is_dir():
+    while store_of(partial).status(partial) is None:
         if time.monotonic() > until:
             raise DloError(
                 f"a checkpoint's folder must be on a file system that all nodes share, got {partial}, which rank 0 has"
@@ -242,11 +245,13 @@ def _wait_for(partial: Path, rank: int) -> None:
 
 def make_no_space_error(path: Path, reason: str) -> DloError:
     """Returns the error of a full disk, with the reason and the checkpoint that is still intact."""
-    if path.exists():
+    store = store_of(path)
+    if store.status(path) is not None:
         previous = f"previous {path.name} intact"
     else:
-        others = [p for p in path.parent.glob("*") if store.is_folder_checkpoint(p)] if path.parent.is_dir() else []
-        newest = max(others, key=lambda other: other.stat().st_mtime, default=None)
+        others = [other for name in store.list(path.parent) if is_folder_checkpoint(other := path.parent / name)]
+        times = {other: status.time for other in others if (status := store.status(other)) is not None}
+        newest = max(times, key=times.__getitem__, default=None)
         previous = f"previous {newest.stem} intact" if newest is not None else "no earlier checkpoint there"
     return DloError(f"no space for the checkpoint {path}: {reason}; {previous}")
 
@@ -357,7 +362,12 @@ class SavePlanner:
         values = dict(self._extras["values"])
         supplied = [(path, values[path]) for path in part.supplies] if part is not None else []
         rest_bytes = tensor_bytes(self._rest) if self._rank == 0 else 0
-        return _Report(part.plan if part is not None else None, supplied, free_bytes(self._path.parent), rest_bytes)
+        return _Report(
+            part.plan if part is not None else None,
+            supplied,
+            store_of(self._path).free_bytes(self._path.parent),
+            rest_bytes,
+        )
 
     def _match_cached_plan(self, looks: list[_Report]) -> list[tuple[bool, int, int]]:
         """Returns for each rank, on rank 0, whether the cached plan matches every rank's inventory."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import io
 import pickle
+import re
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
@@ -20,10 +21,10 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from dlo_framework.checkpoint.formats.torch_file import make_read_error
-from dlo_framework.checkpoint.tensor_file import HashedFile
+from dlo_framework.checkpoint.store import HashedFile, store_of
 from dlo_framework.errors import DloError
 from dlo_framework.shards import FlatShard, Shard, SlicedShard
+from dlo_framework.units import format_bytes
 
 #: The key of a mark: ``{MARK: [group, name]}``.
 MARK = "$dlo.tensor"
@@ -249,7 +250,8 @@ def read_state(path: Path) -> dict[str, Any]:
         DloError: if it is damaged, or contains anything that would execute.
     """
     try:
-        content = torch.load(path, map_location="cpu", weights_only=True)
+        with store_of(path).open(path) as file:
+            content = torch.load(file, map_location="cpu", weights_only=True)
     except (pickle.UnpicklingError, RuntimeError, EOFError, OSError, ValueError) as error:
         raise make_read_error(path, error) from None
     if not isinstance(content, dict):
@@ -306,3 +308,40 @@ def _can_read_back(value: Any) -> bool:
     except Exception:  # Whatever its pickling or unpickling raises, it cannot be read back.
         return False
     return True
+
+
+def tensor_bytes(content: Any) -> int:
+    """Returns the bytes of all tensors in a tree of mappings and sequences, shared storage counted once."""
+    seen: dict[int, int] = {}
+
+    def walk(item: Any) -> None:
+        if isinstance(item, torch.Tensor):
+            if item.layout is torch.strided and item.device.type != "meta":
+                storage = item.untyped_storage()
+                seen[storage.data_ptr()] = storage.nbytes()
+        elif isinstance(item, dict):
+            for value in item.values():
+                walk(value)
+        elif isinstance(item, list | tuple):
+            for value in item:
+                walk(value)
+
+    walk(content)
+    return sum(seen.values())
+
+
+def make_refusal(path: Path, names: str) -> DloError:
+    """Returns the error of a file whose pickle names globals that are not plain data."""
+    return DloError(f"refusing {path}: pickle global {names} not allowed; nothing executed")
+
+
+def make_read_error(path: Path, error: Exception) -> DloError:
+    """Returns the error of a file that torch cannot or may not read: refused, or damaged."""
+    found = re.search(r"(?:GLOBAL|global) ([\w.]+)", str(error))
+    if isinstance(error, pickle.UnpicklingError) and found:
+        return make_refusal(path, found.group(1))
+    status = store_of(path).status(path)
+    size = f" ({format_bytes(status.bytes)})" if status is not None else ""
+    return DloError(
+        f"cannot read the checkpoint {path}{size}: it is damaged, truncated, or not a checkpoint; try an earlier one"
+    )

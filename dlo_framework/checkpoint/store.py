@@ -1,7 +1,15 @@
-"""Atomic replacement and removal of checkpoint folders: a kill at any moment leaves a complete one.
+"""Stores of checkpoints, and the atomic replacement and removal of checkpoint folders in any of them.
 
-A save writes ``X.partial/``, the manifest last, and syncs it. Then the previous ``X`` is renamed ``X.old``, the new
-folder is renamed ``X``, and the old one is removed. A removal renames to ``X.removed`` first. So after a kill there is
+Every file of a canonical checkpoint is reached through the :class:`CheckpointStore` of its path: the file system, or a
+store that a package registers for a scheme (``s3://bucket/run/last.ckpt``) by an entry point whose name is the scheme::
+
+    [options.entry_points]
+    dlo_framework.checkpoint_stores =
+        s3 = my_package.s3_store:S3Store
+
+A kill at any moment leaves a complete checkpoint. A save writes ``X.partial/``, the manifest last, and syncs it. Then
+the previous ``X`` is renamed ``X.old``, the new folder is renamed ``X``, and the old one is removed. A removal renames
+to ``X.removed`` first. So after a kill there is
 
 * ``X`` (complete), perhaps with a leftover beside it, or
 * no ``X``, but a finished ``X.partial`` and the previous ``X.old``; readers use the first, and the next run renames it.
@@ -10,21 +18,262 @@ folder is renamed ``X``, and the old one is removed. A removal renames to ``X.re
 from __future__ import annotations
 
 import contextlib
+import functools
+import hashlib
+import mmap
 import os
 import shutil
+import stat
+import sys
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from importlib import metadata
 from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple
+
+from torch import Tensor
 
 from dlo_framework.atomic_file import PARTIAL, sync_folder
-from dlo_framework.checkpoint.manifest import MANIFEST, read_manifest
+from dlo_framework.checkpoint.manifest import MANIFEST, Manifest, parse_manifest
+from dlo_framework.checkpoint.tensor_file import memory_of
+from dlo_framework.disk_space import explain_refusal, free_bytes
 from dlo_framework.errors import DloError
+from dlo_framework.extensions import load_instance
+from dlo_framework.shards import BUCKET_BYTES, full_box, slice_view, split_box
 
 OLD = ".old"
 REMOVED = ".removed"
+#: Entry-point group of the stores; an entry's name is the scheme of its paths.
+GROUP = "dlo_framework.checkpoint_stores"
+
+
+class FileStatus(NamedTuple):
+    """Status of a file or folder.
+
+    Attributes:
+        is_folder: Whether it is a folder.
+        bytes: Size of a file, in bytes.
+        time: Time of the last change, in seconds since 1970.
+    """
+
+    is_folder: bool
+    bytes: int
+    time: float
+
+
+class CheckpointStore(ABC):
+    """Storage of checkpoints; it is constructed without arguments, in every process.
+
+    Paths begin with the store's scheme, as pathlib keeps it: ``s3:/bucket/run/last.ckpt``. A save is safe against
+    kills if the store keeps four promises: what :meth:`create` has written is durable when its block ends;
+    :meth:`rename` is atomic, for files and for folders; after :meth:`sync` the names in a folder are durable; and every
+    process sees all of that at once. Failures are OSErrors, FileNotFoundError for a missing file.
+    """
+
+    @abstractmethod
+    def status(self, path: Path) -> FileStatus | None:
+        """Returns the status of a file or folder; None if there is none."""
+
+    @abstractmethod
+    def list(self, folder: Path) -> list[str]:
+        """Returns the names of the files and folders in a folder; empty where the folder does not exist."""
+
+    @abstractmethod
+    def open(self, path: Path) -> BinaryIO:
+        """Opens a file for reading; it can be sought, so that ranges are read."""
+
+    @abstractmethod
+    def create(self, path: Path) -> AbstractContextManager[BinaryIO]:
+        """Opens a new file for writing, replacing an existing one; it is durable when the block ends without error."""
+
+    @abstractmethod
+    def make_folder(self, path: Path) -> None:
+        """Creates a folder, and those that lead to it; raises FileExistsError if it exists."""
+
+    @abstractmethod
+    def rename(self, source: Path, target: Path) -> None:
+        """Renames a file or folder atomically; an existing file at the target is replaced."""
+
+    @abstractmethod
+    def remove(self, path: Path) -> None:
+        """Removes a file, or a folder with its content, if there is one; a kill may leave a part of a folder."""
+
+    @abstractmethod
+    def sync(self, folder: Path) -> None:
+        """Makes the names in a folder durable; nothing where :meth:`create` and :meth:`rename` have done so."""
+
+    def map(self, path: Path) -> mmap.mmap | None:
+        """Maps a file into memory, copied on write; None, the default, if tensors are to be read by ranges."""
+        return None
+
+    def free_bytes(self, folder: Path) -> int:
+        """Returns the bytes that fit into a folder, which need not exist; by default no limit is known."""
+        return sys.maxsize
+
+    def explain_refusal(self, error: OSError, folder: Path, need: int | None) -> str:
+        """Returns the reason of a failed write into a folder as text; ``need`` is the bytes of the whole checkpoint."""
+        return error.strerror or str(error)
+
+
+class LocalStore(CheckpointStore):
+    """File systems: local ones, and those that nodes share."""
+
+    def status(self, path: Path) -> FileStatus | None:
+        """Returns the status of what a path leads to, also by a link."""
+        try:
+            found = os.stat(path)
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        return FileStatus(stat.S_ISDIR(found.st_mode), found.st_size, found.st_mtime)
+
+    def list(self, folder: Path) -> list[str]:
+        """Returns the names in a folder."""
+        try:
+            return os.listdir(folder)
+        except (FileNotFoundError, NotADirectoryError):
+            return []
+
+    def open(self, path: Path) -> BinaryIO:
+        """Opens a file."""
+        return open(path, "rb")
+
+    @contextlib.contextmanager
+    def create(self, path: Path) -> Iterator[BinaryIO]:
+        """Opens a new file, and syncs it at the end."""
+        with open(path, "wb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+
+    def make_folder(self, path: Path) -> None:
+        """Creates a folder."""
+        path.mkdir(parents=True)
+
+    def rename(self, source: Path, target: Path) -> None:
+        """Renames a file, a folder or a link."""
+        source.rename(target)
+
+    def remove(self, path: Path) -> None:
+        """Removes a file, a folder or a link."""
+        if path.is_symlink() or path.is_file():
+            path.unlink(missing_ok=True)
+        elif path.exists():
+            shutil.rmtree(path, ignore_errors=True)
+            if path.exists():
+                shutil.rmtree(path)
+
+    def sync(self, folder: Path) -> None:
+        """Syncs a folder."""
+        sync_folder(folder)
+
+    def map(self, path: Path) -> mmap.mmap:
+        """Maps a file into memory."""
+        with open(path, "rb") as file:
+            # Copy on write: torch warns of memory that cannot be written. Without a reserve of memory for those copies
+            # a file may be larger than the machine's memory.
+            flags = mmap.MAP_PRIVATE | getattr(mmap, "MAP_NORESERVE", 0x4000 if sys.platform == "linux" else 0)
+            return mmap.mmap(file.fileno(), 0, flags=flags, prot=mmap.PROT_READ | mmap.PROT_WRITE)
+
+    def free_bytes(self, folder: Path) -> int:
+        """Returns the free bytes of the folder's disk."""
+        return free_bytes(folder)
+
+    def explain_refusal(self, error: OSError, folder: Path, need: int | None) -> str:
+        """Returns what the disk is short of."""
+        return explain_refusal(error, folder, need)
+
+
+#: File systems.
+LOCAL = LocalStore()
+
+
+def store_of(path: Path) -> CheckpointStore:
+    """Returns the store of a path: a registered one by the path's scheme, else the file system.
+
+    Raises:
+        DloError: if the store fails to import, with its distribution and the cause.
+    """
+    scheme = path.parts[0] if path.parts else ""
+    return (_registered(scheme[:-1]) or LOCAL) if scheme.endswith(":") else LOCAL
+
+
+def checkpoint_path(path: str | Path, storage_options: Any = None) -> Path:
+    """Returns the path of a checkpoint.
+
+    Raises:
+        DloError: for a URL without a registered store, or storage options.
+    """
+    if storage_options is not None:
+        raise DloError(
+            f"storage_options must be None, got {storage_options!r}; checkpoints are written to file systems alone, so"
+            " leave it out, and mount other storage or copy the checkpoints to it"
+        )
+    if isinstance(path, str) and "://" in path and _registered(path.partition("://")[0]) is None:
+        raise DloError(
+            f"a checkpoint's path must be on a file system, got {path}; mount the storage, or copy the checkpoint"
+        )
+    return Path(path)
+
+
+@functools.cache
+def _registered(scheme: str) -> CheckpointStore | None:
+    point = next(iter(metadata.entry_points(group=GROUP, name=scheme)), None)
+    if point is None:
+        return None
+    return load_instance(point, "checkpoint store", CheckpointStore)  # type: ignore[type-abstract]
+
+
+class HashedFile:
+    """New file in the store of its path, which is hashed while it is written, and durable when it is closed.
+
+    Args:
+        path: Path of the file; an existing one is overwritten.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._context = store_of(path).create(path)
+        self._hash = hashlib.sha256()
+        self.bytes = 0
+
+    def __enter__(self) -> HashedFile:
+        self._file = self._context.__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> bool | None:
+        return self._context.__exit__(*error)
+
+    def write(self, content: bytes | memoryview) -> int:
+        """Appends bytes."""
+        self._hash.update(content)
+        self._file.write(content)
+        size = memoryview(content).nbytes
+        self.bytes += size
+        return size
+
+    def flush(self) -> None:
+        """Flushes the buffer to the operating system."""
+        self._file.flush()
+
+    def write_tensor(self, tensor: Tensor, bucket_bytes: int = BUCKET_BYTES) -> None:
+        """Appends a tensor's elements, row-major; copies at most a bucket of them at a time."""
+        tensor = tensor.detach().resolve_conj().resolve_neg()
+        box = full_box(tuple(tensor.shape))
+        for part in split_box(box, tensor.element_size(), bucket_bytes):
+            self.write(memory_of(slice_view(tensor, box, part)))
+
+    @property
+    def sha256(self) -> str:
+        """The hash of the bytes written so far, as hexadecimal digits."""
+        return self._hash.hexdigest()
+
+
+# --- folders of checkpoints ----------------------------------------------------------------------------------
 
 
 def is_folder_checkpoint(path: Path) -> bool:
     """Returns whether ``path`` is a folder with a manifest; only :func:`verify` checks that it is complete."""
-    return (path / MANIFEST).is_file()
+    return store_of(path).status(path / MANIFEST) is not None
 
 
 def locate(path: str | Path) -> Path | None:
@@ -33,7 +282,7 @@ def locate(path: str | Path) -> Path | None:
     It is ``path`` itself, except after a kill between the two renames of a save.
     """
     path = Path(path)
-    if path.exists():
+    if store_of(path).status(path) is not None:
         return path
     for other in (leftover_path(path, PARTIAL), leftover_path(path, OLD)):
         if _is_finished(other):
@@ -46,52 +295,59 @@ def leftover_path(path: Path, suffix: str) -> Path:
     return path.with_name(path.name + suffix)
 
 
+def read_manifest(folder: Path) -> Manifest:
+    """Reads a checkpoint's manifest and checks that it is consistent.
+
+    Raises:
+        DloError: if there is none, it is damaged, or it is of a later version.
+    """
+    path = folder / MANIFEST
+    try:
+        with store_of(path).open(path) as file:
+            content = file.read()
+    except FileNotFoundError:
+        raise DloError(f"{folder} is not a checkpoint: it has no {MANIFEST} (its save did not finish)") from None
+    except OSError as error:
+        raise DloError(f"cannot read {path}: {error.strerror}") from error
+    return parse_manifest(content, path)
+
+
 def create_partial(path: Path) -> Path:
     """Creates the empty folder that a checkpoint is written to, and returns it. Call it on one rank."""
-    path.parent.mkdir(parents=True, exist_ok=True)
     recover_one(path)
     partial = leftover_path(path, PARTIAL)
-    partial.mkdir()
+    store_of(path).make_folder(partial)
     return partial
 
 
 def publish(path: Path) -> None:
     """Renames the finished ``path.partial`` to ``path``. Call it on one rank, after all its files have been synced."""
+    store = store_of(path)
     partial, old = leftover_path(path, PARTIAL), leftover_path(path, OLD)
-    sync_folder(partial)
-    if path.exists() or path.is_symlink():
-        path.rename(old)
-    partial.rename(path)
-    sync_folder(path.parent)
-    _delete(old)
-
-
-def publish_file(partial: Path, path: Path) -> None:
-    """Renames a finished single-file checkpoint to ``path``, which may be a folder. Call it on one rank."""
-    old = leftover_path(path, OLD)
-    if path.is_dir() and not path.is_symlink():
-        path.rename(old)
-    os.replace(partial, path)
-    _delete(old)
+    store.sync(partial)
+    with contextlib.suppress(FileNotFoundError):  # Most checkpoints have a new name.
+        store.rename(path, old)
+    store.rename(partial, path)
+    store.sync(path.parent)
+    store.remove(old)
 
 
 def remove_partial(path: Path) -> None:
     """Removes the files of a failed save; the previous checkpoint at ``path`` stays."""
-    _delete(leftover_path(path, PARTIAL))
+    store_of(path).remove(leftover_path(path, PARTIAL))
 
 
 def remove(path: str | Path) -> None:
     """Removes a checkpoint, folder or file, atomically: no partial one is ever visible under its name."""
     path = Path(path)
-    if path.is_symlink() or path.is_file():
-        path.unlink()
-        return
-    if not path.exists():
-        return
-    removed = leftover_path(path, REMOVED)
-    _delete(removed)
-    path.rename(removed)
-    _delete(removed)
+    store, removed = store_of(path), leftover_path(path, REMOVED)
+    status = store.status(path)
+    if status is not None and status.is_folder:
+        store.remove(removed)
+        store.rename(path, removed)
+        store.remove(removed)
+    else:
+        store.remove(path)
 
 
 def recover(folder: str | Path) -> None:
@@ -100,25 +356,40 @@ def recover(folder: str | Path) -> None:
     No other run may be saving to the folder: its unfinished checkpoint would be mistaken for a leftover.
     """
     folder = Path(folder)
-    if not folder.is_dir():
-        return
-    names = {entry.name for entry in folder.iterdir()}
+    names = sorted(store_of(folder).list(folder))
     for suffix in (PARTIAL, OLD, REMOVED):
-        for name in sorted(names):
+        for name in names:
             if name.endswith(suffix) and len(name) > len(suffix):
                 recover_one(folder / name.removesuffix(suffix))
 
 
 def recover_one(path: Path) -> None:
     """Finishes or removes the leftovers of one checkpoint."""
-    if not path.exists():
-        found = locate(path)
-        if found is not None:
-            with contextlib.suppress(FileNotFoundError):  # Another rank of the same start was faster.
-                found.rename(path)
-            sync_folder(path.parent)
+    store, found = store_of(path), locate(path)
+    if found is not None and found != path:
+        with contextlib.suppress(FileNotFoundError):  # Another rank of the same start was faster.
+            store.rename(found, path)
+        store.sync(path.parent)
     for suffix in (PARTIAL, OLD, REMOVED):
-        _delete(leftover_path(path, suffix))
+        store.remove(leftover_path(path, suffix))
+
+
+def write_whole(path: Path, content: bytes) -> None:
+    """Writes a small file atomically.
+
+    Raises:
+        DloError: if it cannot be written; the previous file is kept.
+    """
+    store, partial = store_of(path), leftover_path(path, PARTIAL)
+    try:
+        with store.create(partial) as file:
+            file.write(content)
+        store.rename(partial, path)
+        store.sync(path.parent)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            store.remove(partial)
+        raise DloError(f"cannot write {path}: {error.strerror}") from error
 
 
 def _is_finished(folder: Path) -> bool:
@@ -127,21 +398,13 @@ def _is_finished(folder: Path) -> bool:
     Its files were synced before the manifest was written; a full check follows when it is read. ``X.old`` may also be a
     single file, which was complete when it was renamed.
     """
-    if folder.is_file():
-        return folder.name.endswith(OLD)
-    if not is_folder_checkpoint(folder):
-        return False
+    store = store_of(folder)
+    status = store.status(folder)
+    if status is None or not status.is_folder:
+        return status is not None and folder.name.endswith(OLD)
     try:
-        manifest = read_manifest(folder)
-        return all((folder / name).stat().st_size == file["bytes"] for name, file in manifest.files.items())
+        recorded = read_manifest(folder).files
+        found = {name: store.status(folder / name) for name in recorded}
+        return all(file is not None and file.bytes == recorded[name]["bytes"] for name, file in found.items())
     except (DloError, OSError):
         return False
-
-
-def _delete(path: Path) -> None:
-    if path.is_symlink() or path.is_file():
-        path.unlink(missing_ok=True)
-    elif path.exists():
-        shutil.rmtree(path, ignore_errors=True)
-        if path.exists():
-            shutil.rmtree(path)

@@ -7,12 +7,8 @@ memory at once; this one holds one bucket of 64 MB at a time, and computes the S
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
-import mmap
-import os
-import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
@@ -23,7 +19,6 @@ import torch
 from torch import Tensor
 
 from dlo_framework.errors import DloError
-from dlo_framework.shards import BUCKET_BYTES, Box, byte_range, full_box, slice_view, split_box
 
 #: torch's name -> the code in a safetensors header. Types without a code are stored as their bytes.
 SAFETENSORS_CODES = {
@@ -146,128 +141,11 @@ def make_header(
     return len(text).to_bytes(8, "little") + text, placed
 
 
-class HashedFile:
-    """New file that is hashed while it is written, and synced to the disk when it is closed.
-
-    Args:
-        path: Path of the file; an existing one is overwritten.
-    """
-
-    def __init__(self, path: Path) -> None:
-        self._file = open(path, "wb")  # noqa: SIM115  Closed by __exit__.
-        self._hash = hashlib.sha256()
-        self.bytes = 0
-
-    def __enter__(self) -> HashedFile:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
-        try:
-            if kind is None:
-                self._file.flush()
-                os.fsync(self._file.fileno())
-        finally:
-            self._file.close()
-
-    def write(self, content: bytes | memoryview) -> int:
-        """Appends bytes."""
-        self._hash.update(content)
-        self._file.write(content)
-        size = memoryview(content).nbytes
-        self.bytes += size
-        return size
-
-    def flush(self) -> None:
-        """Flushes the buffer to the operating system."""
-        self._file.flush()
-
-    def write_tensor(self, tensor: Tensor, bucket_bytes: int = BUCKET_BYTES) -> None:
-        """Appends a tensor's elements, row-major; copies at most a bucket of them at a time."""
-        tensor = tensor.detach().resolve_conj().resolve_neg()
-        box = full_box(tuple(tensor.shape))
-        for part in split_box(box, tensor.element_size(), bucket_bytes):
-            self.write(memory_of(slice_view(tensor, box, part)))
-
-    @property
-    def sha256(self) -> str:
-        """The hash of the bytes written so far, as hexadecimal digits."""
-        return self._hash.hexdigest()
-
-
 def memory_of(tensor: Tensor) -> memoryview:
     """Returns a tensor's elements as bytes: its own memory if it is contiguous and on the CPU, else a copy."""
     flat = tensor.to("cpu").contiguous().reshape(-1)
     # mypy on Python 3.11 does not know that arrays are buffers.
     return memoryview(flat.view(torch.uint8).numpy()) if flat.numel() else memoryview(b"")  # type: ignore[arg-type]
-
-
-class TensorFile:
-    """Safetensors file (or any file of row-major tensors) that is mapped into memory.
-
-    Args:
-        path: Path of the file.
-    """
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self._mapped: mmap.mmap | None = None
-        self._streaming: mmap.mmap | None = None
-
-    def tensor(self, stored: Stored) -> Tensor:
-        """Returns a tensor on the file's own pages; writing to it changes this process's copy alone."""
-        if self._mapped is None:
-            self._mapped = self._map()
-        return _map_tensor(self._mapped, stored)
-
-    def copy_part(self, stored: Stored, box: Box, part: Box, target: Tensor) -> None:
-        """Copies ``part`` of a tensor into ``target``, at most a bucket at a time, converting its dtype.
-
-        Args:
-            stored: Location of the elements of ``box``.
-            box: Stored box, in coordinates of the full tensor.
-            part: Box to copy, in coordinates of the full tensor.
-            target: Tensor in the shape of ``part``, on any device.
-        """
-        if self._streaming is None:
-            self._streaming = self._map()
-        source = _map_tensor(self._streaming, stored)
-        # The larger of the two types: a conversion makes a copy in the target's.
-        element = max(source.element_size(), target.element_size())
-        for piece in split_box(part, element):
-            slice_view(target, part, piece).copy_(slice_view(source, box, piece))
-            begin, end = byte_range(box, piece, source.element_size())
-            self._release_pages(stored.begin + begin, stored.begin + end)
-
-    def _release_pages(self, begin: int, end: int) -> None:
-        """Releases pages that have been copied from the process's memory; the system may still cache them."""
-        assert self._streaming is not None
-        page = mmap.PAGESIZE
-        if hasattr(mmap, "MADV_DONTNEED"):
-            start = begin // page * page
-            self._streaming.madvise(
-                mmap.MADV_DONTNEED, start, min(-(-end // page) * page, len(self._streaming)) - start
-            )
-
-    def _map(self) -> mmap.mmap:
-        try:
-            with open(self.path, "rb") as file:
-                # Copy on write: torch warns of memory that cannot be written. Without a reserve of memory for those
-                # copies a file may be larger than the machine's memory.
-                flags = mmap.MAP_PRIVATE | getattr(mmap, "MAP_NORESERVE", 0x4000 if sys.platform == "linux" else 0)
-                return mmap.mmap(file.fileno(), 0, flags=flags, prot=mmap.PROT_READ | mmap.PROT_WRITE)
-        except (OSError, ValueError) as error:
-            raise DloError(f"cannot read {self.path}: {error}") from error
-
-
-def _map_tensor(mapped: mmap.mmap, stored: Stored) -> Tensor:
-    dtype = dtype_of(stored.dtype)
-    if stored.begin == stored.end:
-        return torch.empty(stored.shape, dtype=dtype)
-    if stored.begin % dtype.itemsize:
-        # Files of other writers may be unaligned.
-        raw = bytearray(memoryview(mapped)[stored.begin : stored.end])
-        return torch.frombuffer(raw, dtype=dtype).view(stored.shape)
-    return torch.frombuffer(mapped, dtype=dtype, count=math.prod(stored.shape), offset=stored.begin).view(stored.shape)
 
 
 def read_header(path: Path) -> tuple[dict[str, Stored], dict[str, str]]:

@@ -1,20 +1,17 @@
-"""Verifies that a checkpoint is as it was written, and finds the newest valid one."""
+"""Opens a checkpoint, and verifies that it is as it was written."""
 
 from __future__ import annotations
 
 import hashlib
-import os
-import warnings
 import zipfile
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from torch.distributed import ProcessGroup
 
 from dlo_framework.agreement import rank_of, run_on_all_ranks, size_of
-from dlo_framework.checkpoint import store
-from dlo_framework.checkpoint.history import list_entries, superseded
-from dlo_framework.checkpoint.manifest import Manifest, read_manifest
+from dlo_framework.checkpoint.manifest import Manifest
+from dlo_framework.checkpoint.store import locate, read_manifest, store_of
 from dlo_framework.checkpoint.tensor_file import read_header
 from dlo_framework.errors import DloError
 
@@ -24,8 +21,57 @@ Level = Literal["hash", "size"]
 _BLOCK = 4 * 2**20
 
 
-def verify(path: str | Path, level: Level = "hash", *, group: ProcessGroup | None = None) -> None:
-    """Verifies that a checkpoint is as it was written.
+class OpenCheckpoint(NamedTuple):
+    """Checkpoint that has been found; its manifest has been parsed and hashed, once for verification and reading.
+
+    Attributes:
+        path: Current path of its folder, or of Lightning's single file.
+        manifest: Manifest of the folder; None for a single file.
+    """
+
+    path: Path
+    manifest: Manifest | None
+
+    def find_damage(self, level: Level = "hash", rank: int = 0, world_size: int = 1) -> str | None:
+        """Returns the damage as a sentence; None if there is none.
+
+        Args:
+            level: Level of verification; see :func:`verify`.
+            rank: Number of the share of the files that is hashed here.
+            world_size: Number of shares.
+        """
+        if self.manifest is None:
+            return _damage_of_file(self.path, level) if rank == 0 else None
+        for name, file in self.manifest.files.items():
+            problem = _wrong_size(self.path / name, file["bytes"])
+            if problem:
+                return f"damaged checkpoint: {problem}"
+        for name in _shares(self.manifest, world_size)[rank] if level == "hash" else ():
+            path = self.path / name
+            try:
+                actual = sha256(path)
+            except OSError as error:
+                return f"damaged checkpoint: cannot read {path}: {error.strerror}"
+            if actual != self.manifest.files[name]["sha256"]:
+                return f"damaged checkpoint: the SHA-256 of {path} differs from the recorded one"
+        return None
+
+
+def open_checkpoint(path: Path) -> OpenCheckpoint:
+    """Finds a checkpoint and reads its manifest.
+
+    Raises:
+        DloError: if there is none, or its manifest is missing or damaged.
+    """
+    found = locate(path)
+    if found is None:
+        raise DloError(f"no checkpoint {path}")
+    status = store_of(found).status(found)
+    return OpenCheckpoint(found, read_manifest(found) if status is not None and status.is_folder else None)
+
+
+def verify(path: str | Path, level: Level = "hash", *, group: ProcessGroup | None = None) -> OpenCheckpoint:
+    """Verifies that a checkpoint is as it was written, and returns it.
 
     Args:
         path: Folder of a checkpoint, or a single file of Lightning's (whose zip entries have checksums).
@@ -35,79 +81,37 @@ def verify(path: str | Path, level: Level = "hash", *, group: ProcessGroup | Non
     Raises:
         DloError: on all ranks, if it is damaged; it names the damaged file.
     """
-    problems = run_on_all_ranks(group, lambda: find_damage(Path(path), level, rank_of(group), size_of(group)))
-    problem = next((problem for problem in problems if problem is not None), None)
+    opened: list[OpenCheckpoint] = []
+
+    def find() -> str | None:
+        try:
+            opened.append(open_checkpoint(Path(path)))
+            return opened[0].find_damage(level, rank_of(group), size_of(group))
+        except DloError as error:
+            return str(error)
+
+    problem = next((problem for problem in run_on_all_ranks(group, find) if problem is not None), None)
     if problem is not None:
         raise DloError(problem)
+    return opened[0]
 
 
 def find_damage(path: Path, level: Level = "hash", rank: int = 0, world_size: int = 1) -> str | None:
-    """Returns the damage of a checkpoint as a sentence; None if there is none.
-
-    Args:
-        path: Path of the checkpoint.
-        level: Level of verification; see :func:`verify`.
-        rank: Number of the share of the files that is hashed here.
-        world_size: Number of shares.
-    """
-    found = store.locate(path)
-    if found is None:
-        return f"no checkpoint {path}"
-    if found.is_file():
-        return _damage_of_file(found, level) if rank == 0 else None
+    """Returns the damage of a checkpoint as a sentence; see :meth:`OpenCheckpoint.find_damage`."""
     try:
-        manifest = read_manifest(found)
+        return open_checkpoint(path).find_damage(level, rank, world_size)
     except DloError as error:
         return str(error)
-    for name, file in manifest.files.items():
-        problem = _wrong_size(found / name, file["bytes"])
-        if problem:
-            return f"damaged checkpoint: {problem}"
-    if level == "hash":
-        for name in _shares(manifest, world_size)[rank]:
-            try:
-                actual = sha256(found / name)
-            except OSError as error:
-                return f"damaged checkpoint: cannot read {found / name}: {error.strerror}"
-            if actual != manifest.files[name]["sha256"]:
-                return f"damaged checkpoint: the SHA-256 of {found / name} differs from the recorded one"
-    return None
 
 
 def sha256(path: Path) -> str:
     """Returns the SHA-256 of a file's content, as hexadecimal digits."""
     result = hashlib.sha256()
-    with open(path, "rb", buffering=0) as file:
+    with store_of(path).open(path) as file:
         buffer = bytearray(_BLOCK)
-        while count := file.readinto(buffer):
+        while count := file.readinto(buffer):  # type: ignore[attr-defined]  # typeshed: no BinaryIO has it.
             result.update(memoryview(buffer)[:count])
     return result.hexdigest()
-
-
-def newest_valid(
-    folder: str | Path, level: Level = "hash", *, weights_only: bool = False, but: Path | None = None
-) -> Path | None:
-    """Returns the newest valid checkpoint in ``folder``, by its step and then its time; None if there is none.
-
-    A damaged one is skipped with a warning that names the file. Those that the run has superseded by resuming from an
-    earlier one (:mod:`dlo_framework.checkpoint.history`) are skipped without a warning. After a kill the returned path
-    may not exist until its folder is renamed; :func:`load` finds it.
-
-    Args:
-        folder: Folder of the checkpoints, which are folders or single files.
-        level: Level of verification; see :func:`verify`.
-        weights_only: Whether to accept a checkpoint without optimizer state, from which no run can resume.
-        but: Path to exclude.
-    """
-    behind = superseded(Path(folder))
-    found = [entry for entry in list_entries(Path(folder)) if entry.path != but and not entry.is_in(behind)]
-    for entry in sorted(found, key=lambda entry: (entry.step, entry.time), reverse=True):
-        problem = entry.problem or (None if entry.weights_only > weights_only else find_damage(entry.path, level))
-        if problem is not None:
-            warnings.warn(f"skipping {entry.path}: {problem}", stacklevel=2)
-        elif entry.weights_only <= weights_only:
-            return entry.path
-    return None
 
 
 def _damage_of_file(path: Path, level: Level) -> str | None:
@@ -132,10 +136,12 @@ def _damage_of_file(path: Path, level: Level) -> str | None:
 
 def _wrong_size(path: Path, size: int) -> str | None:
     try:
-        actual = os.stat(path).st_size
+        status = store_of(path).status(path)
     except OSError as error:
-        return f"{path} is missing" if isinstance(error, FileNotFoundError) else f"{path}: {error.strerror}"
-    return None if actual == size else f"{path} must have {size} bytes, got {actual}"
+        return f"{path}: {error.strerror}"
+    if status is None:
+        return f"{path} is missing"
+    return None if status.bytes == size else f"{path} must have {size} bytes, got {status.bytes}"
 
 
 def _shares(manifest: Manifest, world_size: int) -> list[list[str]]:

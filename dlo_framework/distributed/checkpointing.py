@@ -27,9 +27,9 @@ from torch.optim import Optimizer
 from dlo_framework.agreement import run_on_all_ranks
 from dlo_framework.checkpoint import AsyncSaver, SafeCheckpointIO, load, remove, save
 from dlo_framework.checkpoint.formats.lightning_file import as_lightning
-from dlo_framework.checkpoint.formats.torch_file import local_path
 from dlo_framework.checkpoint.loading import LazyStateDict, TensorReader
 from dlo_framework.checkpoint.state_tree import refuse_unreadable
+from dlo_framework.checkpoint.store import checkpoint_path
 from dlo_framework.distributed.fused_optimizers import disable_fused_unscale, own_implementation, prefer_fused
 from dlo_framework.distributed.local_memory import memory_of, optimizer_bytes
 from dlo_framework.errors import DloError, did_you_mean
@@ -269,7 +269,7 @@ class CanonicalStrategy(Strategy, StrategyContract):
         if self.checkpoint_format == "lightning":
             self._save_single_file(checkpoint, self.broadcast(str(filepath)), storage_options)
             return
-        path = local_path(self.broadcast(str(filepath)), storage_options)
+        path = checkpoint_path(self.broadcast(str(filepath)), storage_options)
         if not self.async_checkpoints:
             save(checkpoint, path, group=self.planning_group(), about=self.about())
             return
@@ -342,7 +342,7 @@ class CanonicalStrategy(Strategy, StrategyContract):
         path = self.broadcast(str(checkpoint_path))
         if self.checkpoint_format == "lightning" and self._has_own_io():
             return self.checkpoint_io.load_checkpoint(path)
-        return load(local_path(path), group=self.planning_group())
+        return load(path, group=self.planning_group())
 
     def setup_environment(self) -> None:
         """Checks the Trainer's checkpoint plug-ins, then starts the run."""

@@ -21,7 +21,10 @@ PACKAGES = {"dlo_framework": "dlo_framework", "dlo_plugins": "plugins/dlo_plugin
 #: layers. A single module may also import from its own layer; a folder may not.
 LAYERS: dict[str, tuple[tuple[str, tuple[str, ...]], ...]] = {
     "dlo_framework": (
-        ("utilities", ("_version", "versions", "errors", "extensions", "units", "atomic_file", "agreement")),
+        (
+            "utilities",
+            ("_version", "versions", "errors", "extensions", "units", "atomic_file", "disk_space", "agreement"),
+        ),
         (
             "description",
             (

@@ -13,13 +13,13 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from dlo_framework.checkpoint import load, save
+from dlo_framework.checkpoint.loading import TensorFile
 from dlo_framework.checkpoint.save_plan import SMALL_BYTES, InventoryEntry, make_global_plan, pack_inventory
 from dlo_framework.checkpoint.state_tree import extract_tensors, insert_value, read_mark
+from dlo_framework.checkpoint.store import HashedFile
 from dlo_framework.checkpoint.tensor_file import (
     AS_BYTES,
     SAFETENSORS_CODES,
-    HashedFile,
-    TensorFile,
     dtype_name,
     make_header,
     read_header,

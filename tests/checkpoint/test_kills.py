@@ -175,7 +175,7 @@ def test_a_kill_before_each_operation_leaves_a_whole_checkpoint(tmp_path):
     for resumed in run_distributed(kill_at_each_step_of_both, 1, tmp_path, backend=None)[0]:
         # Two saves and a removal have at least this many operations; from some moment on the new step exists, and
         # stays.
-        assert len(resumed) > 25
+        assert len(resumed) > 20
         assert resumed == sorted(resumed)
         assert set(resumed) == {1, 2}
 

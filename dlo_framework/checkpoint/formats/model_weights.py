@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 
-from dlo_framework.checkpoint import store
 from dlo_framework.checkpoint.formats.safetensors_file import refuse_existing, write_safetensors
 from dlo_framework.checkpoint.formats.torch_file import SafeCheckpointIO, read_file
 from dlo_framework.checkpoint.loading import LazyStateDict, TensorReader, load
@@ -68,10 +67,8 @@ def export_weights(
         DloError: if the source is damaged, or the target cannot be written.
     """
     refuse_existing(target)
-    verify(source)
-    found = store.locate(source)
-    assert found is not None
-    checkpoint = read_file(found, mmap=True) if found.is_file() else load(source, level=None)
+    opened = verify(source)
+    checkpoint = read_file(opened.path, mmap=True) if opened.manifest is None else load(source, level=None)
     weights = model_weights(checkpoint, prefix)
     if target.suffix in TORCH_ENDINGS:
         stored = {name: weights[name] for name in weights}

@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 
 from dlo_framework.atomic_file import open_atomic
-from dlo_framework.checkpoint import store
 from dlo_framework.checkpoint.loading import LazyStateDict, TensorReader, assemble
-from dlo_framework.checkpoint.manifest import STATE, Chunk, Key, Manifest, SavedTensor, read_manifest
+from dlo_framework.checkpoint.manifest import STATE, Chunk, Key, Manifest, SavedTensor
 from dlo_framework.checkpoint.saving import disk_errors, save
 from dlo_framework.checkpoint.state_tree import MODEL, read_state, write_state
-from dlo_framework.checkpoint.tensor_file import HashedFile, dtype_name, make_header, memory_of, read_header
+from dlo_framework.checkpoint.store import HashedFile
+from dlo_framework.checkpoint.tensor_file import dtype_name, make_header, memory_of, read_header
 from dlo_framework.checkpoint.verify import sha256, verify
 from dlo_framework.errors import DloError
 from dlo_framework.shards import BUCKET_BYTES, Box, full_box, split_box
@@ -39,10 +39,9 @@ def to_single_file(source: Path, target: Path) -> Path:
     """
     for path in (target, state_file_of(target)):
         refuse_existing(path)
-    verify(source)
-    found = store.locate(source)
-    assert found is not None
-    manifest, rest = read_manifest(found), read_state(found / STATE)
+    found, manifest = verify(source)
+    assert manifest is not None
+    rest = read_state(found / STATE)
     tensors = {(group, name): tensor for group, named in manifest.tensors.items() for name, tensor in named.items()}
     everything = LazyStateDict(TensorReader(found, tensors), {_flat(key): key for key in tensors}, title=str(source))
     write_safetensors(everything, target, {_KIND: _WHOLE})

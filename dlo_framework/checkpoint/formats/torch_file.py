@@ -7,10 +7,7 @@ path, synced and renamed; and only tensors and plain data are read.
 
 from __future__ import annotations
 
-import errno
-import os
 import pickle
-import re
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -18,13 +15,11 @@ from typing import Any
 import torch
 from lightning.pytorch.plugins.io import TorchCheckpointIO
 
-from dlo_framework.atomic_file import PARTIAL, sync_folder
-from dlo_framework.checkpoint.store import publish_file
+from dlo_framework.atomic_file import PARTIAL
+from dlo_framework.checkpoint.state_tree import make_read_error, make_refusal, tensor_bytes
+from dlo_framework.checkpoint.store import LOCAL, OLD, checkpoint_path, leftover_path, store_of
+from dlo_framework.disk_space import NO_SPACE, describe_shortage, explain_refusal, find_os_error, free_bytes
 from dlo_framework.errors import DloError
-from dlo_framework.units import format_bytes
-
-#: Errors of a full or limited disk.
-NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 class SafeCheckpointIO(TorchCheckpointIO):
@@ -37,19 +32,23 @@ class SafeCheckpointIO(TorchCheckpointIO):
             DloError: if the disk is too full, with the previous file at ``path`` intact; for a path or options of other
                 storage than a file system.
         """
-        target = local_path(path, storage_options)
+        target = checkpoint_path(path, storage_options)
+        if store_of(target) is not LOCAL:
+            raise DloError(f"a checkpoint in one file must be on a file system, got {path}; save canonical ones there")
         target.parent.mkdir(parents=True, exist_ok=True)
         need = tensor_bytes(checkpoint)
         free = free_bytes(target.parent)
         if free < need:
             raise _no_space(target, describe_shortage(target.parent, need, free))
-        partial = target.with_name(target.name + PARTIAL)
+        partial = leftover_path(target, PARTIAL)
         try:
-            with open(partial, "wb") as file:
+            with LOCAL.create(partial) as file:
                 torch.save(checkpoint, file)
-                file.flush()
-                os.fsync(file.fileno())
-            publish_file(partial, target)
+            old = leftover_path(target, OLD)
+            if target.is_dir() and not target.is_symlink():
+                target.rename(old)
+            LOCAL.rename(partial, target)
+            LOCAL.remove(old)
         except (OSError, RuntimeError) as error:
             refused = find_os_error(error)
             reason = explain_refusal(refused, target.parent, need) if refused is not None else ""
@@ -59,7 +58,7 @@ class SafeCheckpointIO(TorchCheckpointIO):
             if refused.errno in NO_SPACE:
                 raise _no_space(target, reason) from error
             raise DloError(f"cannot write the checkpoint {target}: {reason}") from error
-        sync_folder(target.parent)
+        LOCAL.sync(target.parent)
 
     def load_checkpoint(
         self, path: str | Path, map_location: Any = "cpu", weights_only: bool | None = None
@@ -70,24 +69,6 @@ class SafeCheckpointIO(TorchCheckpointIO):
             DloError: if the file is missing or damaged, or it contains anything that would execute.
         """
         return read_file(Path(path), map_location)
-
-
-def local_path(path: str | Path, storage_options: Any = None) -> Path:
-    """Returns a checkpoint's path on a file system.
-
-    Raises:
-        DloError: for a URL, or storage options.
-    """
-    if storage_options is not None:
-        raise DloError(
-            f"storage_options must be None, got {storage_options!r}; checkpoints are written to file systems alone, so"
-            " leave it out, and mount other storage or copy the checkpoints to it"
-        )
-    if isinstance(path, str) and "://" in path:
-        raise DloError(
-            f"a checkpoint's path must be on a file system, got {path}; mount the storage, or copy the checkpoint"
-        )
-    return Path(path)
 
 
 def read_file(path: Path, map_location: Any = "cpu", *, mmap: bool = False) -> dict[str, Any]:
@@ -120,115 +101,24 @@ def refuse_unsafe(path: Path) -> None:
     Raises:
         DloError: if it names a global that is not allowed, or is not a checkpoint.
     """
-    if path.is_dir():
-        if any((path / name).exists() for name in ("manifest.json", ".metadata", "meta.pt", "latest")):
+    store = store_of(path)
+    status = store.status(path)
+    if status is not None and status.is_folder:
+        if not {"manifest.json", ".metadata", "meta.pt", "latest"}.isdisjoint(store.list(path)):
             return  # A sharded checkpoint; its strategy verifies it.
         raise DloError(
             f"a checkpoint must be a file, or hold a manifest, got {path}; name a file in it, or 'last' or 'best'"
         )
     try:
-        unsafe = torch.serialization.get_unsafe_globals_in_checkpoint(path)
+        with store.open(path) as file:
+            unsafe = torch.serialization.get_unsafe_globals_in_checkpoint(file)
     except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError, IndexError, KeyError):
         unsafe = []  # Not torch's zip file: an older pickle, or damaged. Loading it is safe, and finds out.
         SafeCheckpointIO().load_checkpoint(path)
     if unsafe:
-        raise _refused(path, ", ".join(sorted(unsafe)))
-
-
-def tensor_bytes(content: Any) -> int:
-    """Returns the bytes of all tensors in a tree of mappings and sequences, shared storage counted once."""
-    seen: dict[int, int] = {}
-
-    def walk(item: Any) -> None:
-        if isinstance(item, torch.Tensor):
-            if item.layout is torch.strided and item.device.type != "meta":
-                storage = item.untyped_storage()
-                seen[storage.data_ptr()] = storage.nbytes()
-        elif isinstance(item, dict):
-            for value in item.values():
-                walk(value)
-        elif isinstance(item, list | tuple):
-            for value in item:
-                walk(value)
-
-    walk(content)
-    return sum(seen.values())
-
-
-def free_bytes(folder: Path) -> int:
-    """Returns the free bytes for ``folder``, or for its nearest existing parent."""
-    status = _file_system(folder)
-    return status.f_bavail * status.f_frsize
-
-
-def _file_system(folder: Path) -> os.statvfs_result:
-    while not folder.exists() and folder != folder.parent:
-        folder = folder.parent
-    return os.statvfs(folder)
-
-
-def find_os_error(error: BaseException | None) -> OSError | None:
-    """Returns the operating system's error; after one, torch's zip writer raises a RuntimeError of its own."""
-    while error is not None and not isinstance(error, OSError):
-        error = error.__context__
-    return error
-
-
-def describe_shortage(folder: Path, need: int | None, free: int) -> str:
-    """Returns the needed and free bytes as text."""
-    return f"{f'need {format_bytes(need)}, ' if need is not None else ''}{format_bytes(free)} free in {folder}"
-
-
-def explain_refusal(error: OSError, folder: Path, need: int | None) -> str:
-    """Returns the reason of a failed write as text: a disk may be short of other things than bytes.
-
-    Args:
-        error: Error of the operating system.
-        folder: Folder of the file, with the bytes written so far still there.
-        need: Bytes needed in total; None if unknown.
-    """
-    if error.errno == errno.EFBIG:
-        return f"{error.strerror}: files of this process are limited to {_largest_file()} (ulimit -f)"
-    if error.errno == errno.EDQUOT:
-        disk = f"{format_bytes(free_bytes(folder))} free there"
-        return f"{error.strerror}: this user's quota in {folder} is used up, with {disk}"
-    if error.errno != errno.ENOSPC:
-        return error.strerror or str(error)
-    status = _file_system(folder)
-    if status.f_files and not status.f_favail:
-        return f"the inodes of the disk of {folder} are used up; remove some files there"
-    free = free_bytes(folder)
-    short = need is None or free < need
-    return (
-        describe_shortage(folder, need, free)
-        if short
-        else f"{error.strerror}, though {describe_shortage(folder, need, free)}"
-    )
-
-
-def _largest_file() -> str:
-    import resource  # not on every system
-
-    limit = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
-    return "a smaller size" if limit == resource.RLIM_INFINITY else format_bytes(limit)
+        raise make_refusal(path, ", ".join(sorted(unsafe)))
 
 
 def _no_space(target: Path, reason: str) -> DloError:
     previous = f"previous {target.name} intact" if target.exists() else "earlier checkpoints intact"
     return DloError(f"no space for the checkpoint {target}: {reason}; {previous}")
-
-
-def _refused(path: Path, names: str) -> DloError:
-    return DloError(f"refusing {path}: pickle global {names} not allowed; nothing executed")
-
-
-def make_read_error(path: Path, error: Exception) -> DloError:
-    """Returns the error of a file that torch cannot or may not read: refused, or damaged."""
-    found = re.search(r"(?:GLOBAL|global) ([\w.]+)", str(error))
-    if isinstance(error, pickle.UnpicklingError) and found:
-        return _refused(path, found.group(1))
-    size = path.stat().st_size
-    return DloError(
-        f"cannot read the checkpoint {path} ({format_bytes(size)}): it is damaged, truncated, or not a checkpoint;"
-        " try an earlier one"
-    )

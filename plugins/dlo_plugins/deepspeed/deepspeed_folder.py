@@ -26,7 +26,7 @@ from torch import Tensor
 from dlo_framework.checkpoint.flat_slices import FlatSlice
 from dlo_framework.checkpoint.formats.importers import CheckpointFormat, ForeignCheckpoint
 from dlo_framework.checkpoint.formats.lightning_file import name_optimizer_states
-from dlo_framework.checkpoint.formats.torch_file import make_read_error
+from dlo_framework.checkpoint.state_tree import make_read_error
 from dlo_framework.errors import DloError
 from dlo_plugins.deepspeed.deepspeed_layout import Stage3Layout, Stage12Layout
 

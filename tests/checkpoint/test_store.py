@@ -1,0 +1,215 @@
+"""All files of a checkpoint are reached through the store of its path: here a remote one, in memory."""
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from dlo_framework.checkpoint import (
+    AsyncSaver,
+    check,
+    load,
+    loading,
+    locate,
+    manifest,
+    newest_valid,
+    note_resumption,
+    recover,
+    remove,
+    resumptions,
+    save,
+    step_of,
+    verify,
+)
+from dlo_framework.checkpoint import store as stores
+from dlo_framework.checkpoint.history import superseded
+from dlo_framework.checkpoint.store import LocalStore, store_of
+from dlo_framework.errors import DloError
+from dlo_framework.shards import FlatShard, full_box
+from support.memory_store import MemoryStore
+
+RUN = Path("mem:/bucket/run")
+
+
+@pytest.fixture
+def memory(tmp_path, monkeypatch):
+    """The registered store; the file system's is not to be used."""
+    register(tmp_path, monkeypatch, "mem = support.memory_store:MemoryStore")
+    monkeypatch.setattr(MemoryStore, "files", {})
+    monkeypatch.setattr(MemoryStore, "log", [])
+
+    def refuse(self, path, *others):
+        raise AssertionError(f"{path} is not on a file system")
+
+    for name in ("status", "list", "open", "create", "make_folder", "rename", "remove", "sync", "map"):
+        monkeypatch.setattr(LocalStore, name, refuse)
+    return MemoryStore
+
+
+def register(folder: Path, monkeypatch, entry: str) -> None:
+    info = folder / "site" / "store_pack-1.2.dist-info"
+    info.mkdir(parents=True)
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: store_pack\nVersion: 1.2\n")
+    (info / "entry_points.txt").write_text(f"[dlo_framework.checkpoint_stores]\n{entry}\n")
+    monkeypatch.syspath_prepend(str(folder / "site"))
+    stores._registered.cache_clear()
+
+
+@pytest.fixture(autouse=True)
+def _forget():
+    yield
+    stores._registered.cache_clear()
+
+
+def a_run(step: int) -> dict:
+    weights = {"w": torch.arange(600.0).view(20, 30) + step, "b": torch.ones(7, dtype=torch.bfloat16)}
+    moments = {"w": {"exp_avg": torch.full((20, 30), float(step)), "step": torch.tensor(step)}}
+    optimizer = {"state": moments, "param_groups": [{"params": ["w"], "lr": 0.1}]}
+    return {"global_step": step, "epoch": 0, "state_dict": weights, "optimizer_states": [optimizer], "n": step}
+
+
+def test_a_checkpoint_is_saved_verified_loaded_and_removed_in_another_store(memory):
+    save(a_run(5), RUN / "step-5.ckpt")
+    save(a_run(5), RUN / "last.ckpt")
+    save(a_run(9), RUN / "last.ckpt")
+    verify(RUN / "last.ckpt")
+    check(RUN / "last.ckpt")
+    found = load("mem://bucket/run/last.ckpt")
+    assert (found["global_step"], found["n"]) == (9, 9)
+    expected = a_run(9)["state_dict"]
+    assert torch.equal(found["state_dict"]["w"], expected["w"])
+    assert torch.equal(found["state_dict"]["b"], expected["b"])
+    assert found["optimizer_states"][0]["state"]["w"]["exp_avg"].unique().tolist() == [9]
+    shard = FlatShard(torch.empty(100), torch.Size([20, 30]), 37)
+    found["state_dict"].read_into("w", shard)
+    assert torch.equal(shard.data, expected["w"].flatten()[37:137])
+    half = torch.empty(20, 30, dtype=torch.float16)
+    found["state_dict"].read_into("w", half)
+    assert torch.equal(half, expected["w"].half())
+    remove(RUN / "step-5.ckpt")
+    assert memory().list(RUN) == ["last.ckpt"]
+
+
+def test_history_is_kept_in_another_store(memory):
+    for step in (5, 9):
+        save(a_run(step), RUN / f"step-{step}.ckpt")
+    assert newest_valid(RUN) == RUN / "step-9.ckpt"
+    note_resumption(RUN / "step-5.ckpt")
+    assert resumptions(RUN) == 1
+    assert list(superseded(RUN)) == ["step-9.ckpt"]
+    assert newest_valid(RUN) == RUN / "step-5.ckpt"
+    assert step_of(RUN / "step-5.ckpt") == 5
+    assert step_of(RUN / "step-7.ckpt") == -1
+
+
+def test_damage_in_another_store_is_named_and_the_newest_valid_one_is_offered(memory):
+    for step in (5, 9):
+        save(a_run(step), RUN / f"step-{step}.ckpt")
+    path = RUN / "step-9.ckpt" / "shard-00000.safetensors"
+    memory.files[path] = memory.files[path][:-1] + bytes([memory.files[path][-1] ^ 1])
+    with pytest.raises(DloError, match=r"SHA-256 of mem:/.*shard-00000.*; the newest valid one beside it is .*step-5"):
+        load(RUN / "step-9.ckpt")
+    del memory.files[path]
+    with pytest.warns(UserWarning, match=r"skipping mem:/.*step-9\.ckpt: .*shard-00000\.safetensors is missing"):
+        assert newest_valid(RUN) == RUN / "step-5.ckpt"
+
+
+def test_the_manifest_is_written_last_and_names_change_once_the_files_are_durable(memory):
+    save(a_run(5), RUN / "last.ckpt")
+    memory.log.clear()
+    save(a_run(9), RUN / "last.ckpt")
+    assert memory.log == [
+        ("make_folder", "last.ckpt.partial"),
+        ("create", "shard-00000.safetensors"),
+        ("create", "state.pt"),
+        ("create", "manifest.json"),
+        ("sync", "last.ckpt.partial"),
+        ("rename", "last.ckpt", "last.ckpt.old"),
+        ("rename", "last.ckpt.partial", "last.ckpt"),
+        ("sync", "run"),
+    ]
+
+
+def test_a_kill_between_the_renames_is_recovered_in_another_store(memory):
+    save(a_run(5), RUN / "last.ckpt")
+    save(a_run(9), RUN / "new.ckpt")
+    memory().rename(RUN / "last.ckpt", RUN / "last.ckpt.old")
+    memory().rename(RUN / "new.ckpt", RUN / "last.ckpt.partial")
+    assert locate(RUN / "last.ckpt") == RUN / "last.ckpt.partial"
+    assert load(RUN / "last.ckpt")["global_step"] == 9
+    recover(RUN)
+    assert memory().list(RUN) == ["last.ckpt"]
+    assert load(RUN / "last.ckpt")["global_step"] == 9
+
+
+def test_a_background_save_goes_to_another_store_too(memory):
+    saver = AsyncSaver()
+    saver.save(a_run(5), "mem://bucket/run/last.ckpt")
+    saver.close()
+    assert load(RUN / "last.ckpt")["global_step"] == 5
+
+
+def test_a_write_that_another_store_refuses_leaves_nothing(memory, monkeypatch):
+    save(a_run(5), RUN / "last.ckpt")
+    monkeypatch.setattr(MemoryStore, "sync", lambda self, folder: (_ for _ in ()).throw(OSError(5, "lost connection")))
+    with pytest.raises(DloError, match=r"cannot write the checkpoint mem:/bucket/run/last\.ckpt: lost connection"):
+        save(a_run(9), RUN / "last.ckpt")
+    assert memory().list(RUN) == ["last.ckpt"]
+    monkeypatch.setattr(MemoryStore, "free_bytes", lambda self, folder: 1000)
+    with pytest.raises(DloError, match=r"no space for .*, 1\.0 kB free in mem:/bucket/run; previous last\.ckpt intact"):
+        save(a_run(9), RUN / "last.ckpt")
+
+
+def test_slices_with_gaps_are_read_by_ranges_of_a_bucket_at_most(memory, monkeypatch):
+    lengths = []
+    read = loading._read_range
+
+    def counted(file, begin, end, dtype):
+        lengths.append(end - begin)
+        return read(file, begin, end, dtype)
+
+    monkeypatch.setattr(loading, "BUCKET_BYTES", 500)
+    monkeypatch.setattr(loading, "_read_range", counted)
+    save(a_run(5), RUN / "last.ckpt")
+    state, target = load(RUN / "last.ckpt")["state_dict"], torch.empty(20, 2)
+    state.read_part("w", full_box((20, 2)), target)
+    assert torch.equal(target, a_run(5)["state_dict"]["w"][:, :2])
+    assert len(lengths) > 3
+    assert max(lengths) <= 500
+
+
+def test_a_store_is_found_by_its_scheme_and_a_broken_one_is_named(tmp_path, monkeypatch):
+    register(tmp_path, monkeypatch, "bad = ck_bad_store:Store\nodd = ck_odd_store:Store")
+    (tmp_path / "site" / "ck_bad_store.py").write_text("raise RuntimeError('boom')")
+    (tmp_path / "site" / "ck_odd_store.py").write_text("class Store: ...")
+    assert type(store_of(tmp_path)) is LocalStore
+    with pytest.raises(DloError, match=r"'bad' \(store_pack 1\.2\) failed to import: RuntimeError: boom"):
+        load("bad://bucket/last.ckpt")
+    with pytest.raises(
+        DloError, match=r"'odd' \(store_pack 1\.2\) must be a subclass of dlo_framework.*CheckpointStore, got ck_odd"
+    ):
+        load("odd://bucket/last.ckpt")
+    with pytest.raises(DloError, match=r"must be on a file system, got s3://bucket/last\.ckpt"):
+        load("s3://bucket/last.ckpt")
+
+
+def test_the_manifest_is_parsed_and_hashed_once_a_load_and_hashed_once_a_save(tmp_path, monkeypatch):
+    calls = SimpleNamespace(parse=0, hash=0)
+    parse, hashed = manifest._parse, manifest._hash
+
+    def counted_parse(content):
+        calls.parse += 1
+        return parse(content)
+
+    def counted_hash(content):
+        calls.hash += 1
+        return hashed(content)
+
+    monkeypatch.setattr(manifest, "_parse", counted_parse)
+    monkeypatch.setattr(manifest, "_hash", counted_hash)
+    save(a_run(5), tmp_path / "last.ckpt")
+    assert (calls.parse, calls.hash) == (0, 1)
+    found = load(tmp_path / "last.ckpt")
+    assert torch.equal(found["state_dict"]["w"], a_run(5)["state_dict"]["w"])
+    assert (calls.parse, calls.hash) == (1, 2)
