@@ -23,12 +23,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dlo_framework.checkpoint.flat_slices import FlatSlice
 from dlo_framework.checkpoint.formats.importers import CheckpointFormat, ForeignCheckpoint
 from dlo_framework.checkpoint.formats.lightning_file import name_optimizer_states
 from dlo_framework.checkpoint.state_tree import make_read_error
 from dlo_framework.errors import DloError
 from dlo_plugins.deepspeed.deepspeed_layout import Stage3Layout, Stage12Layout
+from dlo_plugins.sharding.flat_slices import FlatSlice
 
 _MODEL = re.compile(r"(?:zero_pp_rank_(?P<rank>\d+)_)?mp_rank_(?P<part>\d+)_model_states\.pt")
 _OPTIMIZER = re.compile(r"(?:[a-z0-9]+_)?zero_pp_rank_(?P<rank>\d+)_mp_rank_(?P<part>\d+)_optim_states\.pt")

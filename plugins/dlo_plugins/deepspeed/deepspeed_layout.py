@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from dlo_framework.checkpoint.flat_slices import FlatSlice, find_flat_slices
+from dlo_plugins.sharding.flat_slices import FlatSlice, find_flat_slices
 
 #: Segments of stages 1 and 2 begin at a multiple of this number of elements: NCCL's 4 bytes in half precision.
 ALIGNMENT = 2

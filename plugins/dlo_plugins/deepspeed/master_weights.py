@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from dlo_framework.checkpoint.flat_slices import FlatSlice
 from dlo_framework.distributed.norms import split_for_norm
 from dlo_framework.errors import DloError
 from dlo_framework.shards import FlatShard
+from dlo_plugins.sharding.flat_slices import FlatSlice
 
 
 @dataclass(frozen=True)

@@ -14,10 +14,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dlo_framework.checkpoint.flat_slices import FlatSlice
 from dlo_framework.shards import FlatShard
 from dlo_plugins.deepspeed.deepspeed_layout import Stage12Layout
 from dlo_plugins.deepspeed.master_weights import FlatPartition, MasterWeights, check_length
+from dlo_plugins.sharding.flat_slices import FlatSlice
 
 
 class _Runs(list[Tensor]):

@@ -17,7 +17,7 @@ import itertools
 from dataclasses import dataclass
 from functools import cached_property
 
-from dlo_framework.checkpoint.flat_slices import FlatSlice, find_flat_slices
+from dlo_plugins.sharding.flat_slices import FlatSlice, find_flat_slices
 
 
 @dataclass(frozen=True)

@@ -17,12 +17,12 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from dlo_framework.checkpoint.flat_slices import FlatSlice
 from dlo_framework.distributed.collectives import Communicator
 from dlo_framework.distributed.local_memory import local_tensor
 from dlo_framework.errors import DloError
 from dlo_framework.shards import FlatShard
 from dlo_plugins.sharding.flat_partition import assign_balanced
+from dlo_plugins.sharding.flat_slices import FlatSlice
 
 
 class Partition(Protocol):
