@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from lightning.pytorch import Trainer, seed_everything
+from lightning.pytorch import seed_everything
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from dlo_framework.cli.config_scan import ConfigScan
@@ -56,7 +56,7 @@ class ParityCLI(DloCLI):
         options = dict(self._get(self.config_init, "trainer"))
         strategy = options["strategy"] if setting.ranks is not None else "auto"
         try:
-            return record_training(self.model, self.datamodule, options, setting, strategy, self._make_trainer)
+            return record_training(self.model, self.datamodule, options, setting, strategy, self._build_trainer)
         except MisconfigurationException as error:
             raise DloError(str(error)) from error
 
@@ -70,9 +70,6 @@ class ParityCLI(DloCLI):
         options = dict(self._get(self.config_init, "trainer"))
         setting = Setting(steps=1, seed=self.seed(), ranks=ranks)
         self._build_trainer(trainer_options(options, setting, options["strategy"]) | {"callbacks": None})
-
-    def _make_trainer(self, options: dict[str, Any]) -> Trainer:
-        return self._build_trainer(options)
 
     def seed(self) -> int:
         """Returns the config's seed, or the default seed where the config asks for none or a random one."""

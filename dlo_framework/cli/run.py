@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import re
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 from dlo_framework import runs
 from dlo_framework.cli.config_scan import ConfigScan, scan
@@ -21,38 +22,30 @@ if TYPE_CHECKING:
 
 _DRIVER = Path("/proc/driver/nvidia/version")
 
-#: Command line of Lightning's, or one derived from dlo's own.
-CLI = TypeVar("CLI")
-
 
 def run(argv: list[str]) -> int:
-    """Runs ``fit``, ``validate``, ``test`` or ``predict``.
-
-    Args:
-        argv: Arguments after ``dlo``, the command first.
-
-    Returns:
-        Exit code.
+    """Runs ``fit``, ``validate``, ``test`` or ``predict``, the first of the arguments; returns the exit code.
 
     Raises:
         DloError: If the input is invalid, before processes start or data loads.
     """
+    # Before the imports, which take five seconds: a missing file is reported at once.
+    found = scan(argv)
 
-    def build(found: ConfigScan) -> None:
+    def build() -> None:
         from dlo_framework.cli.lightning_cli import DloCLI
 
         DloCLI(found)
 
-    # Before the imports, which take five seconds: a missing file is reported at once.
-    return train(scan(argv), build)
+    return train(found, build)
 
 
-def train(found: ConfigScan, build: Callable[[ConfigScan], object]) -> int:
+def train(found: ConfigScan, build: Callable[[], None]) -> int:
     """Builds a command line that trains or evaluates in its constructor, as LightningCLI does.
 
     Args:
         found: Scanned command line.
-        build: Function that builds it; it imports torch and Lightning itself, because the process is prepared before.
+        build: Function that builds it, called in :func:`prepared_process`.
 
     Returns:
         Exit code; 0 also after an :class:`~dlo_framework.errors.OrderlyEnd`.
@@ -60,21 +53,21 @@ def train(found: ConfigScan, build: Callable[[ConfigScan], object]) -> int:
     Raises:
         DloError: If the input is invalid.
     """
-    registry = prepare_process(found)
     try:
-        return _train(found, build, registry)
+        with prepared_process(found):
+            return _train(build)
     except BaseException as error:
         _exit_with_ranks(error)
         raise
 
 
-def _train(found: ConfigScan, build: Callable[[ConfigScan], object], registry: Registry) -> int:
+def _train(build: Callable[[], None]) -> int:
     from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
     from dlo_framework.stop import RunStopped
 
     try:
-        _build(found, build, registry)
+        build()
     except MisconfigurationException as error:
         raise DloError(str(error)) from error
     except RuntimeError as error:
@@ -91,31 +84,8 @@ def _train(found: ConfigScan, build: Callable[[ConfigScan], object], registry: R
             print(stopped, file=sys.stderr)
         return stopped.exit_code
     except OrderlyEnd:
-        return 0
+        pass
     return 0
-
-
-def build_cli(found: ConfigScan, build: Callable[[ConfigScan], CLI]) -> CLI:
-    """Returns a command line that only inspects the parts of a run, after its plug-ins are imported.
-
-    Args:
-        found: Scanned command line.
-        build: Function that builds it, as for :func:`train`.
-
-    Raises:
-        DloError: If the parser or a part refuses its options.
-    """
-    return _build(found, build, prepare_process(found))
-
-
-def _build(found: ConfigScan, build: Callable[[ConfigScan], CLI], registry: Registry) -> CLI:
-    from dlo_framework.cli.lightning_cli import ParseError
-    from dlo_framework.cli.parse_errors import explain_parse_error
-
-    try:
-        return build(found)
-    except ParseError as error:
-        raise explain_parse_error(error, found, registry) from None
 
 
 def _exit_with_ranks(error: BaseException) -> None:
@@ -134,14 +104,28 @@ def _exit_with_ranks(error: BaseException) -> None:
     exit_process(failure.exit_code)
 
 
-def prepare_process(found: ConfigScan) -> Registry:
-    """Prepares this process for a run: sets warnings, allocator and environment, and imports the plug-ins."""
+@contextlib.contextmanager
+def prepared_process(found: ConfigScan) -> Iterator[None]:
+    """Sets warnings, allocator and environment, imports the plug-ins of a command line, and explains parse errors.
+
+    Modules that import torch or Lightning must be imported inside.
+
+    Raises:
+        DloError: If a plug-in cannot be imported, or the command line's parser refuses it.
+    """
     _silence_warnings()
     set_allocator()
     import lightning  # noqa: F401  It sets PYTORCH_NVML_BASED_CUDA_CHECK, which the next line may reset.
 
     _disable_nvml_check()
-    return _load_plugins(found)
+    registry = _load_plugins(found)
+    from dlo_framework.cli.lightning_cli import ParseError
+    from dlo_framework.cli.parse_errors import explain_parse_error
+
+    try:
+        yield
+    except ParseError as error:
+        raise explain_parse_error(error, found, registry) from None
 
 
 def summarize_mismatch(message: str) -> str:

@@ -73,5 +73,12 @@ def format_yaml_value(value: Any) -> str:
     Raises:
         yaml.YAMLError: If plain YAML has no such value, such as a set or bytes.
     """
-    style = {"default_flow_style": True, "sort_keys": False, "allow_unicode": True, "width": float("inf")}
-    return yaml.dump(value, Dumper=_LiteralDumper, **style).removesuffix("...\n").rstrip("\n")
+    text: str = yaml.dump(
+        value,
+        Dumper=_LiteralDumper,
+        default_flow_style=True,
+        sort_keys=False,
+        allow_unicode=True,
+        width=float("inf"),
+    )
+    return text.removesuffix("...\n").rstrip("\n")

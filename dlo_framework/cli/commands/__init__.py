@@ -1,1 +1,5 @@
-"""Commands of ``dlo`` that the core brings; each module has a ``main`` that takes the arguments after the command."""
+"""Commands of ``dlo`` that the core brings.
+
+The ``main`` of each takes the arguments after the command, and returns the exit code. It raises a DloError for invalid
+input.
+"""

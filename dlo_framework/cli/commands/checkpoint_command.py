@@ -20,17 +20,7 @@ DTYPES = ("float32", "float16", "bfloat16")
 
 
 def main(argv: list[str]) -> int:
-    """Runs ``dlo checkpoint``.
-
-    Args:
-        argv: Arguments after ``checkpoint``.
-
-    Returns:
-        Exit code: 0, or 1 if ``verify`` finds damage.
-
-    Raises:
-        DloError: If the input is invalid.
-    """
+    """Runs ``dlo checkpoint``; returns 1 if ``verify`` finds damage, else 0."""
     first = argv[0] if argv else "--help"
     if not first.startswith("-") and first not in COMMANDS:
         hint = did_you_mean(first, COMMANDS)

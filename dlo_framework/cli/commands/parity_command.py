@@ -8,12 +8,11 @@ import dataclasses
 import json
 import os
 import sys
-from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from dlo_framework.cli.command_parser import CommandParser
 from dlo_framework.cli.config_scan import ConfigScan
-from dlo_framework.cli.run import build_cli
+from dlo_framework.cli.run import prepared_process
 from dlo_framework.errors import DloError
 
 if TYPE_CHECKING:
@@ -45,23 +44,13 @@ def _parser() -> CommandParser:
 
 
 def main(argv: list[str]) -> int:
-    """Runs ``dlo parity``.
-
-    Args:
-        argv: Arguments after ``parity``.
-
-    Returns:
-        Exit code: 0 if the runs agree, else 1.
-
-    Raises:
-        DloError: If the input is invalid.
-    """
+    """Runs ``dlo parity``; returns 1 if the runs differ, else 0."""
     options, found = _parser().parse_with_run(argv)
     for name in ("steps", "devices", "rtol", "timeout"):
         value = getattr(options, name)
         if value is not None and value <= 0:
             raise DloError(f"parity: --{name} must be more than 0, got {value:g}")
-    cli = build_cli(found, _parse)
+    cli = _parse(found)
     devices = options.devices or cli.devices()
     comparison = _compare(cli, found, devices, options)
     if options.json:
@@ -77,9 +66,10 @@ def main(argv: list[str]) -> int:
 
 def _parse(found: ConfigScan) -> ParityCLI:
     """Returns the parsed command line; nothing is built yet."""
-    from dlo_framework.cli.parity_cli import ParityCLI
+    with prepared_process(found):
+        from dlo_framework.cli.parity_cli import ParityCLI
 
-    return ParityCLI(found)
+        return ParityCLI(found)
 
 
 def _compare(cli: ParityCLI, found: ConfigScan, devices: int, options: argparse.Namespace) -> Comparison:
@@ -88,7 +78,7 @@ def _compare(cli: ParityCLI, found: ConfigScan, devices: int, options: argparse.
     from dlo_framework.testing.training import Setting
     from dlo_framework.testing.verdict import verdict
 
-    with _stdout_to_stderr():
+    with contextlib.redirect_stdout(sys.stderr):
         cli.check(devices)
     runs = verdict(
         f"{cli.strategy_name()} on {devices} ranks",
@@ -103,10 +93,10 @@ def _compare(cli: ParityCLI, found: ConfigScan, devices: int, options: argparse.
             if records and isinstance(records[-1], str):  # The ranks refused double precision.
                 records.append(records[-1])
                 continue
-            _print_progress(_describe_run(setting, cli.strategy_name()))
+            print(f"parity: {_describe_run(setting, cli.strategy_name())}", file=sys.stderr, flush=True)
             try:
                 if setting.ranks is None:
-                    with _stdout_to_stderr():
+                    with contextlib.redirect_stdout(sys.stderr):
                         records.append(cli.train(dataclasses.replace(setting, shares=shares)))
                 else:
                     records.append(_train_ranks(found, setting, options.timeout))
@@ -155,17 +145,7 @@ def _train_ranks(found: ConfigScan, setting: Setting, timeout: float) -> Record:
 def _train_rank(rank: int, world_size: int, found: ConfigScan, setting: Any) -> Record:
     """Trains the config on one rank, with its stdout redirected to stderr: stdout is for the report only."""
     os.dup2(2, 1)
-    record = build_cli(found, _parse).train(setting)
+    record = _parse(found).train(setting)
     if rank != 0:
         record.weights, record.optimizer = {}, {}
     return record
-
-
-@contextlib.contextmanager
-def _stdout_to_stderr() -> Iterator[None]:
-    with contextlib.redirect_stdout(sys.stderr):
-        yield
-
-
-def _print_progress(line: str) -> None:
-    print(f"parity: {line}", file=sys.stderr, flush=True)

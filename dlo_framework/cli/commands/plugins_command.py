@@ -18,17 +18,7 @@ COMMANDS = ("show", "new")
 
 
 def main(argv: list[str]) -> int:
-    """Runs ``dlo plugins``.
-
-    Args:
-        argv: Arguments after ``plugins``.
-
-    Returns:
-        Exit code, 0.
-
-    Raises:
-        DloError: If the input is invalid.
-    """
+    """Runs ``dlo plugins``."""
     first = argv[0] if argv else ""
     if first and not first.startswith("-") and first not in COMMANDS:
         raise DloError(_unknown_command(first))
@@ -148,13 +138,14 @@ def _print_table(title: str, header: Sequence[str], rows: Sequence[Sequence[str]
     if sys.stdout.isatty():
         from rich import box
         from rich.console import Console
+        from rich.markup import escape
         from rich.table import Table
 
         table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD)
         for number, column in enumerate(header):
             table.add_column(column, style="cyan" if number == 0 else "", overflow="fold")
         for row in rows:
-            table.add_row(*(_escape(cell) for cell in row))
+            table.add_row(*map(escape, row))
         Console().print(table)
         return
     widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
@@ -163,9 +154,3 @@ def _print_table(title: str, header: Sequence[str], rows: Sequence[Sequence[str]
         cells = (cell.ljust(width) for cell, width in zip(row, widths, strict=True))
         print(f"  {'  '.join(cells)}".rstrip())
     print()
-
-
-def _escape(text: str) -> str:
-    from rich.markup import escape
-
-    return escape(text)

@@ -8,15 +8,11 @@ from __future__ import annotations
 
 import json
 import sys
-from typing import TYPE_CHECKING
 
 from dlo_framework.cli.command_parser import CommandParser
 from dlo_framework.cli.config_scan import ConfigScan, scan
-from dlo_framework.cli.run import build_cli
+from dlo_framework.cli.run import prepared_process
 from dlo_framework.errors import DloError
-
-if TYPE_CHECKING:
-    from dlo_plugins.commands.simulated_run import SimulatedRun
 
 _HELP = """Translate between a config and a DeepSpeed JSON.
 
@@ -35,15 +31,6 @@ def main(argv: list[str]) -> int:
 
     Example:
         dlo deepspeed-config ds.json
-
-    Args:
-        argv: Arguments after ``deepspeed-config``.
-
-    Returns:
-        Exit code, 0.
-
-    Raises:
-        DloError: If the input is invalid.
     """
     parser = CommandParser("dlo deepspeed-config", description=_HELP, epilog=_EPILOG, allow_abbrev=False)
     parser.add_argument("--ranks", type=int, help="number of ranks (default: from the config or the JSON)")
@@ -74,14 +61,11 @@ def main(argv: list[str]) -> int:
 
 
 def _to_json(found: ConfigScan, ranks: int | None) -> str:
-    def build(found: ConfigScan) -> SimulatedRun:
+    with prepared_process(found):
         from dlo_plugins.commands.simulated_run import SimulatedRun
+        from dlo_plugins.strategies.deepspeed import DeepSpeedBridge
 
-        return SimulatedRun(found, ranks, "dlo deepspeed-config")
-
-    run = build_cli(found, build)
-    from dlo_plugins.strategies.deepspeed import DeepSpeedBridge
-
+        run = SimulatedRun(found, ranks, "dlo deepspeed-config")
     text = DeepSpeedBridge.to_json(run.trainer, run.trainer_arguments, run.datamodule)
     if json.loads(text)["train_batch_size"] == "auto":
         print(

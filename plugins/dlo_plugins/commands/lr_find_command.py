@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dlo_framework.cli.config_scan import ConfigScan, scan
+from dlo_framework.cli.config_scan import scan
 from dlo_framework.cli.run import train
 
 
@@ -11,20 +11,12 @@ def main(argv: list[str]) -> int:
 
     Example:
         dlo lr-find --config my.yaml
-
-    Args:
-        argv: Arguments after ``lr-find``, those of ``dlo fit``.
-
-    Returns:
-        Exit code.
-
-    Raises:
-        DloError: If the input is invalid.
     """
+    found = scan(["fit", *argv])
 
-    def build(found: ConfigScan) -> None:
+    def build() -> None:
         from dlo_plugins.commands.lr_find_cli import LRFindCLI
 
         LRFindCLI(found)
 
-    return train(scan(["fit", *argv]), build)
+    return train(found, build)

@@ -3,16 +3,11 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING
 
 from dlo_framework.cli.command_parser import CommandParser
-from dlo_framework.cli.config_scan import ConfigScan
-from dlo_framework.cli.run import build_cli
+from dlo_framework.cli.run import prepared_process
 from dlo_framework.errors import DloError
 from dlo_framework.strategy_contract import contract_of
-
-if TYPE_CHECKING:
-    from dlo_plugins.commands.simulated_run import SimulatedRun
 
 _HELP = """Draw the mesh of a config: the coordinates of each rank on the axes, and its shards of the model.
 
@@ -30,12 +25,6 @@ def main(argv: list[str]) -> int:
     Example:
         dlo mesh --config my.yaml --ranks 16
 
-    Args:
-        argv: Arguments after ``mesh``.
-
-    Returns:
-        Exit code, 0.
-
     Raises:
         DloError: If the input is invalid, the strategy has no mesh, or the mesh does not fit.
     """
@@ -46,12 +35,10 @@ def main(argv: list[str]) -> int:
     if options.ranks is not None and options.ranks < 1:
         raise DloError(f"mesh: --ranks must be at least 1, got {options.ranks}")
 
-    def build(found: ConfigScan) -> SimulatedRun:
+    with prepared_process(found):
         from dlo_plugins.commands.simulated_run import SimulatedRun
 
-        return SimulatedRun(found, options.ranks, "dlo mesh")
-
-    run = build_cli(found, build)
+        run = SimulatedRun(found, options.ranks, "dlo mesh")
     strategy = run.trainer.strategy
     description = contract_of(strategy).describe(run.model, run.datamodule)
     if description is None:
