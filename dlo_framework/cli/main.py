@@ -9,7 +9,7 @@ import sys
 
 from dlo_framework._version import __version__
 from dlo_framework.cli.command_table import RUN_COMMANDS, format_commands, load_command
-from dlo_framework.cli.launcher_args import remove_local_rank
+from dlo_framework.cli.launcher_args import remove_local_rank, translate_options
 from dlo_framework.errors import DloError, worker_message
 
 HELP = """usage: dlo COMMAND [options]
@@ -76,6 +76,10 @@ def _dispatch(words: list[str]) -> int:
         from dlo_framework.cli.run import run
 
         return run(words)
+    if command.startswith("-"):  # Another tool's script may have its options before the command.
+        translated = [word for pair in translate_options([(command, None)]) for word in pair if word]
+        if translated != [command]:
+            return _dispatch([*words[1:], *translated])
     return load_command(command)(words[1:]) or 0
 
 

@@ -130,11 +130,17 @@ def test_what_is_given_decides_the_direction(capsys: pytest.CaptureFixture[str],
 
 
 @pytest.mark.parametrize(
-    "word", [["--local_rank=1"], ["--local-rank=1"], ["--local_rank", "1"], ["--deepspeed", "--local_rank=1"]]
+    "word", [["--local_rank=1"], ["--local-rank=1"], ["--local_rank", "1"], ["--local_rank=1", "--deepspeed"]]
 )
 def test_a_launchers_word_is_taken_away(word: list[str]) -> None:
     words = remove_local_rank([*word, "fit", "--run.name", "x"], {"LOCAL_RANK": "1"})
     assert scan(words).argv == ["fit", "--run.name", "x"]
+
+
+def test_deepspeeds_switch_may_come_before_the_command(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["deepspeed-config", "a.json", "--ranks", "0"]
+    assert "--ranks must be at least 1" in refused(capsys, "--deepspeed", *words)
+    assert "unknown command '--deepsped'" in refused(capsys, "--deepsped", *words)
 
 
 def test_deepspeeds_words_for_scripts_name_the_strategy_and_its_json() -> None:
