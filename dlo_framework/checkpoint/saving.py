@@ -64,11 +64,10 @@ from dlo_framework.checkpoint.state_tree import (
 from dlo_framework.checkpoint.store import (
     HashedFile,
     checkpoint_path,
-    create_partial,
     is_folder_checkpoint,
     leftover_path,
     publish,
-    remove_partial,
+    recover_one,
     store_of,
 )
 from dlo_framework.checkpoint.tensor_file import dtype_of, make_header
@@ -150,8 +149,14 @@ def write(
     """Writes a prepared save, on all ranks together. See :func:`save`."""
     path, rank = prepared.path, rank_of(group)
     partial = leftover_path(path, PARTIAL)
+
+    def create_folder() -> None:
+        if rank == 0:
+            recover_one(path)
+            store_of(path).make_folder(partial)
+
     try:
-        run_on_all_ranks(group, lambda: _guarded(prepared, lambda: create_partial(path)) if rank == 0 else None)
+        run_on_all_ranks(group, lambda: _guarded(prepared, create_folder))
         gather_then_scatter(
             group,
             lambda: _guarded(prepared, lambda: _write_files(prepared, rank, partial, write_rest)),
@@ -159,7 +164,7 @@ def write(
         )
     except BaseException:
         if rank == 0:
-            remove_partial(path)
+            store_of(path).remove(partial)
         raise
 
 

@@ -206,8 +206,8 @@ def checkpoint_path(path: str | Path, storage_options: Any = None) -> Path:
     """
     if storage_options is not None:
         raise DloError(
-            f"storage_options must be None, got {storage_options!r}; checkpoints are written to file systems alone, so"
-            " leave it out, and mount other storage or copy the checkpoints to it"
+            f"storage_options must be None, got {storage_options!r}; stores of checkpoints take none, so leave it"
+            " out, and mount other storage or copy the checkpoints to it"
         )
     if isinstance(path, str) and "://" in path and _registered(path.partition("://")[0]) is None:
         raise DloError(
@@ -312,14 +312,6 @@ def read_manifest(folder: Path) -> Manifest:
     return parse_manifest(content, path)
 
 
-def create_partial(path: Path) -> Path:
-    """Creates the empty folder that a checkpoint is written to, and returns it. Call it on one rank."""
-    recover_one(path)
-    partial = leftover_path(path, PARTIAL)
-    store_of(path).make_folder(partial)
-    return partial
-
-
 def publish(path: Path) -> None:
     """Renames the finished ``path.partial`` to ``path``. Call it on one rank, after all its files have been synced."""
     store = store_of(path)
@@ -330,11 +322,6 @@ def publish(path: Path) -> None:
     store.rename(partial, path)
     store.sync(path.parent)
     store.remove(old)
-
-
-def remove_partial(path: Path) -> None:
-    """Removes the files of a failed save; the previous checkpoint at ``path`` stays."""
-    store_of(path).remove(leftover_path(path, PARTIAL))
 
 
 def remove(path: str | Path) -> None:

@@ -27,7 +27,7 @@ from torch.optim import Optimizer
 from dlo_framework.agreement import run_on_all_ranks
 from dlo_framework.checkpoint import AsyncSaver, SafeCheckpointIO, load, remove, save
 from dlo_framework.checkpoint.formats.lightning_file import as_lightning
-from dlo_framework.checkpoint.loading import LazyStateDict, TensorReader
+from dlo_framework.checkpoint.loading import as_lazy_state_dict
 from dlo_framework.checkpoint.state_tree import refuse_unreadable
 from dlo_framework.checkpoint.store import checkpoint_path
 from dlo_framework.distributed.fused_optimizers import disable_fused_unscale, own_implementation, prefer_fused
@@ -528,11 +528,6 @@ def add_step_hooks(optimizer: Optimizer) -> None:
 def plain_name(name: str) -> str:
     """Returns a tensor's name without the prefix that ``torch.compile(module)`` adds."""
     return name.replace("_orig_mod.", "")
-
-
-def as_lazy_state_dict(mapping: Mapping[str, Any]) -> LazyStateDict:
-    """Returns a checkpoint's mapping as one that reads into shards; a single file's tensors are in memory already."""
-    return mapping if isinstance(mapping, LazyStateDict) else LazyStateDict(TensorReader(Path(), {}), {}, mapping)
 
 
 def _own(value: Any) -> Any:

@@ -6,8 +6,10 @@ import sys
 import pytest
 import torch
 
-from dlo_framework.checkpoint import SafeCheckpointIO, recover, refuse_unsafe, tensor_bytes
+from dlo_framework.checkpoint import SafeCheckpointIO, recover
 from dlo_framework.checkpoint.formats import torch_file
+from dlo_framework.checkpoint.formats.torch_file import refuse_unsafe
+from dlo_framework.checkpoint.state_tree import tensor_bytes
 from dlo_framework.errors import DloError
 
 RUN = {"state_dict": {}, "pytorch-lightning_version": "2.6.6"}

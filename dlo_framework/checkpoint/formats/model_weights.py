@@ -10,7 +10,7 @@ import torch
 
 from dlo_framework.checkpoint.formats.safetensors_file import refuse_existing, write_safetensors
 from dlo_framework.checkpoint.formats.torch_file import SafeCheckpointIO, read_file
-from dlo_framework.checkpoint.loading import LazyStateDict, TensorReader, load
+from dlo_framework.checkpoint.loading import LazyStateDict, as_lazy_state_dict, load
 from dlo_framework.checkpoint.verify import verify
 from dlo_framework.errors import DloError
 
@@ -34,7 +34,7 @@ def model_weights(checkpoint: Mapping[str, Any], prefix: str | None = None) -> L
         DloError: if no name begins with ``prefix``.
     """
     state = checkpoint["state_dict"]
-    weights = state.copy() if isinstance(state, LazyStateDict) else LazyStateDict(TensorReader(Path(), {}), {}, state)
+    weights = as_lazy_state_dict(state).copy()
     if prefix is None:
         prefix = PREFIX if any(name.startswith(PREFIX) for name in weights) else ""
     for name in list(weights):

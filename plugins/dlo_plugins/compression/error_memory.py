@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dlo_framework.distributed.checkpointing import as_lazy_state_dict
+from dlo_framework.checkpoint.loading import as_lazy_state_dict
 from dlo_framework.shards import FlatShard
 from dlo_plugins.compression.compressed_all_reduce import CompressedAllReduce
 from dlo_plugins.compression.one_bit import OneBitOptimizer

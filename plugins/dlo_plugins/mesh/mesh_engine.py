@@ -22,7 +22,7 @@ from lightning.pytorch.core.optimizer import LightningOptimizer
 from torch import Tensor
 from torch.optim import Optimizer
 
-from dlo_framework.distributed.checkpointing import as_lazy_state_dict
+from dlo_framework.checkpoint.loading import as_lazy_state_dict
 from dlo_framework.distributed.local_memory import local_tensor, memory_of, optimizer_bytes
 from dlo_framework.distributed.unused_parameters import unused_message
 from dlo_framework.errors import DloError

@@ -20,8 +20,9 @@ from lightning.pytorch.utilities.types import LRSchedulerConfig
 from torch import Tensor
 from torch.optim import Optimizer
 
+from dlo_framework.checkpoint.loading import as_lazy_state_dict
 from dlo_framework.data import ResumableDataModule
-from dlo_framework.distributed.checkpointing import OWNER, ShardOwner, as_lazy_state_dict, plain_name
+from dlo_framework.distributed.checkpointing import OWNER, ShardOwner, plain_name
 from dlo_framework.distributed.collectives import broadcast_values
 from dlo_framework.distributed.local_memory import memory_of
 from dlo_framework.distributed.strategy import ShardedStrategy

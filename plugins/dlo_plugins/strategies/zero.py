@@ -18,7 +18,8 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from dlo_framework.distributed.checkpointing import OWNER, ShardOwner, as_lazy_state_dict, plain_name
+from dlo_framework.checkpoint.loading import as_lazy_state_dict
+from dlo_framework.distributed.checkpointing import OWNER, ShardOwner, plain_name
 from dlo_framework.distributed.collectives import Communicator
 from dlo_framework.distributed.meta_init import Initialiser, check_initialisable, on_meta
 from dlo_framework.distributed.model_units import find_units
