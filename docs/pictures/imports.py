@@ -67,8 +67,6 @@ LAYERS: dict[str, tuple[tuple[str, tuple[str, ...]], ...]] = {
 #: Imports inside functions that go up, with the reason.
 UPWARD = {
     ("dlo_framework.testing.dlo_process", "dlo_framework.cli.main"): "a forked process becomes `dlo`",
-    ("dlo_plugins.deepspeed.json_translation", "dlo_plugins.strategies.mesh"): "the JSON closest to a strategy",
-    ("dlo_plugins.deepspeed.json_translation", "dlo_plugins.strategies.zero"): "the JSON closest to a strategy",
 }
 
 

@@ -6,9 +6,9 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from dlo_framework.errors import DloError
+from dlo_plugins.commands.deepspeed_translation import make_nearest_config, task_options, to_config, to_options, to_yaml
 from dlo_plugins.deepspeed.config import merge_options
 from dlo_plugins.deepspeed.json_file import get
-from dlo_plugins.deepspeed.json_translation import make_nearest_config, task_options, to_config, to_options, to_yaml
 from dlo_plugins.deepspeed.trainer_settings import (
     fill_from_trainer,
     get_open_settings,

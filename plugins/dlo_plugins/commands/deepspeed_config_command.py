@@ -39,9 +39,9 @@ def main(argv: list[str]) -> int:
         raise DloError(f"deepspeed-config: --ranks must be at least 1, got {options.ranks}")
     files = [word for word in words if word.endswith((".json", ".hjson"))]
     if len(words) == 1 and not words[0].startswith("-"):
-        from dlo_plugins.strategies.deepspeed import DeepSpeedBridge
+        from dlo_plugins.commands.deepspeed_translation import to_yaml
 
-        print(DeepSpeedBridge.to_yaml(words[0], options.ranks), end="")
+        print(to_yaml(words[0], options.ranks), end="")
         return 0
     found = scan(["fit", *words])
     if not found.configs:
@@ -62,11 +62,11 @@ def main(argv: list[str]) -> int:
 
 def _to_json(found: ConfigScan, ranks: int | None) -> str:
     with prepared_process(found):
+        from dlo_plugins.commands.deepspeed_translation import to_json
         from dlo_plugins.commands.simulated_run import SimulatedRun
-        from dlo_plugins.strategies.deepspeed import DeepSpeedBridge
 
         run = SimulatedRun(found, ranks, "dlo deepspeed-config")
-    text = DeepSpeedBridge.to_json(run.trainer, run.trainer_arguments, run.datamodule)
+    text = to_json(run.trainer, run.trainer_arguments, run.datamodule)
     if json.loads(text)["train_batch_size"] == "auto":
         print(
             'batch sizes are "auto", which `dlo fit` fills in: the batch size of this data is not known yet; to use the'

@@ -36,17 +36,16 @@ from dlo_plugins.deepspeed.config import merge_options
 from dlo_plugins.deepspeed.deepspeed_engine import DeepSpeedEngine
 from dlo_plugins.deepspeed.engine_precision import EnginePrecision, ForwardInAutocast
 from dlo_plugins.deepspeed.json_file import get
-from dlo_plugins.deepspeed.json_translation import DeepSpeedTranslation
 from dlo_plugins.deepspeed.machine_requirements import check_available, check_device, warn_unused_checkpointing
 from dlo_plugins.deepspeed.optimizer_and_schedule import build_scheduler, compute_lengths, make_optimizer_args
 from dlo_plugins.deepspeed.partitioned_params import full_shape, local_tensor, segments
-from dlo_plugins.deepspeed.trainer_settings import SECTIONS, TrainerSettings, fill_from_trainer
+from dlo_plugins.deepspeed.trainer_settings import SECTIONS, TrainerSettings, fill_from_trainer, get_open_settings
 from dlo_plugins.sharding.optimizer_probe import requires_closure
 
 Offload = Literal["cpu", "nvme"]
 
 
-class DeepSpeedBridge(DeepSpeedTranslation, ShardedStrategy, AnyDeviceDeepSpeed):
+class DeepSpeedBridge(ShardedStrategy, AnyDeviceDeepSpeed):
     """Trains with DeepSpeed: ZeRO stages 0 to 3 and offload to CPU or NVMe, on CUDA and on CPU.
 
     The optimizer, its schedule, accumulation and checkpoints are those of every other strategy: `zero3`, `fsdp` or a
@@ -128,6 +127,18 @@ class DeepSpeedBridge(DeepSpeedTranslation, ShardedStrategy, AnyDeviceDeepSpeed)
         presets["deepspeed_3_offload"] = {"stage": 3, "offload_optimizer": "cpu", "offload_parameters": "cpu"}
         for name, arguments in presets.items():
             strategy_registry.register(name, cls, description=f"DeepSpeed: {arguments}", override=True, **arguments)
+
+    def trainer_arguments(self, given: Mapping[str, Any], datamodule: Any = None) -> dict[str, Any]:
+        """Returns the Trainer's arguments that the JSON sets and the config leaves at the default; called by `dlo fit`.
+
+        Args:
+            given: Arguments of the Trainer by name.
+            datamodule: Datamodule of the run.
+
+        Raises:
+            DloError: If both set different values.
+        """
+        return get_open_settings(self.asked, given, datamodule)
 
     @property
     def stage(self) -> int:

@@ -22,11 +22,13 @@ from dlo_plugins.deepspeed.trainer_settings import (
     STEPS,
     TRAIN,
     fill_from_trainer,
-    get_open_settings,
     get_trainer_options,
     infer_ranks,
     read_settings,
 )
+from dlo_plugins.strategies.deepspeed import DeepSpeedBridge
+from dlo_plugins.strategies.mesh import MeshStrategy
+from dlo_plugins.strategies.zero import MIB, ZeroStrategy
 
 #: Keys of a JSON that have no effect under dlo, with the reason.
 _NO_EFFECT = {
@@ -34,54 +36,6 @@ _NO_EFFECT = {
     "datastates_ckpt": "dlo writes its own checkpoints; run.async_checkpoints: true writes them in the background",
     "dataloader_drop_last": "dlo's loaders drop the last incomplete training batch",
 }
-
-
-class DeepSpeedTranslation:
-    """Mixin of DeepSpeedBridge with its answers to `dlo deepspeed-config` and to a Trainer about to be built."""
-
-    #: Configuration from options and JSON, before the Trainer is known.
-    asked: DeepSpeedJson
-
-    def trainer_arguments(self, given: Mapping[str, Any], datamodule: Any = None) -> dict[str, Any]:
-        """Returns the Trainer's arguments that the JSON sets and the config leaves at the default; called by `dlo fit`.
-
-        Args:
-            given: Arguments of the Trainer by name.
-            datamodule: Datamodule of the run.
-
-        Raises:
-            DloError: If both set different values.
-        """
-        return get_open_settings(self.asked, given, datamodule)
-
-    @staticmethod
-    def to_yaml(path: str | Path, ranks: int | None = None) -> str:
-        """Returns the config of a run that a DeepSpeed JSON describes; see :func:`to_yaml`."""
-        return to_yaml(path, ranks)
-
-    @staticmethod
-    def to_json(trainer: Trainer, given: Mapping[str, Any], datamodule: Any = None) -> str:
-        """Returns the DeepSpeed JSON of a config, as text; unknown batch sizes are ``"auto"``.
-
-        Args:
-            trainer: Trainer built from the config.
-            given: Arguments of the Trainer in the config.
-            datamodule: Datamodule of the config; None without one.
-
-        Raises:
-            DloError: If the strategy has no DeepSpeed equivalent.
-        """
-        strategy = trainer.strategy
-        ranks = strategy.num_nodes * strategy.num_processes if isinstance(strategy, DDPStrategy) else 1
-        if isinstance(strategy, DeepSpeedTranslation):
-            config, given = strategy.asked, {**given, **get_open_settings(strategy.asked, given, datamodule)}
-        else:
-            config = make_nearest_config(strategy)
-        settings = read_settings(given, ranks, datamodule)
-        result: dict[str, Any] = fill_from_trainer(config, settings)
-        if settings.micro_batch_size is None and all(config.get(key, "auto") == "auto" for key in (TRAIN, MICRO)):
-            result = {**result, TRAIN: "auto", MICRO: "auto"}
-        return json.dumps(result, indent=2)
 
 
 # --- a JSON as YAML ----------------------------------------------------------------------------------------
@@ -204,15 +158,36 @@ def _comments(config: Mapping[str, Any], content: Mapping[str, Any], ranks: int 
 # --- YAML as a JSON ----------------------------------------------------------------------------------------
 
 
+def to_json(trainer: Trainer, given: Mapping[str, Any], datamodule: Any = None) -> str:
+    """Returns the DeepSpeed JSON of a config, as text; unknown batch sizes are ``"auto"``.
+
+    Args:
+        trainer: Trainer built from the config.
+        given: Arguments of the Trainer in the config.
+        datamodule: Datamodule of the config; None without one.
+
+    Raises:
+        DloError: If the strategy has no DeepSpeed equivalent.
+    """
+    strategy = trainer.strategy
+    ranks = strategy.num_nodes * strategy.num_processes if isinstance(strategy, DDPStrategy) else 1
+    if isinstance(strategy, DeepSpeedBridge):
+        config, given = strategy.asked, {**given, **strategy.trainer_arguments(given, datamodule)}
+    else:
+        config = make_nearest_config(strategy)
+    settings = read_settings(given, ranks, datamodule)
+    result: dict[str, Any] = fill_from_trainer(config, settings)
+    if settings.micro_batch_size is None and all(config.get(key, "auto") == "auto" for key in (TRAIN, MICRO)):
+        result = {**result, TRAIN: "auto", MICRO: "auto"}
+    return json.dumps(result, indent=2)
+
+
 def make_nearest_config(strategy: Strategy) -> DeepSpeedJson:
     """Returns the DeepSpeed configuration nearest to another strategy.
 
     Raises:
         DloError: If DeepSpeed has no equivalent.
     """
-    from dlo_plugins.strategies.mesh import MeshStrategy
-    from dlo_plugins.strategies.zero import MIB, ZeroStrategy
-
     config: dict[str, Any] = {}
     if isinstance(strategy, ZeroStrategy):
         put(config, "zero_optimization.stage", strategy.stage)
