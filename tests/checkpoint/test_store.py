@@ -23,6 +23,7 @@ from dlo_framework.checkpoint import (
     verify,
 )
 from dlo_framework.checkpoint import store as stores
+from dlo_framework.checkpoint.formats.safetensors_file import from_single_file
 from dlo_framework.checkpoint.history import superseded
 from dlo_framework.checkpoint.store import LocalStore, store_of
 from dlo_framework.errors import DloError
@@ -148,6 +149,12 @@ def test_a_background_save_goes_to_another_store_too(memory):
     saver.save(a_run(5), "mem://bucket/run/last.ckpt")
     saver.close()
     assert load(RUN / "last.ckpt")["global_step"] == 5
+
+
+def test_an_existing_checkpoint_in_another_store_is_not_overwritten_by_a_conversion(memory):
+    save(a_run(5), RUN / "last.ckpt")
+    with pytest.raises(DloError, match=r"mem:/bucket/run/last\.ckpt exists; remove it, or choose another path"):
+        from_single_file(Path("one.safetensors"), RUN / "last.ckpt")
 
 
 def test_a_write_that_another_store_refuses_leaves_nothing(memory, monkeypatch):

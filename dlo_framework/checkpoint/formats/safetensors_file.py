@@ -16,7 +16,7 @@ from dlo_framework.checkpoint.loading import LazyStateDict, TensorReader, assemb
 from dlo_framework.checkpoint.manifest import STATE, Chunk, Key, Manifest, SavedTensor
 from dlo_framework.checkpoint.saving import disk_errors, save
 from dlo_framework.checkpoint.state_tree import MODEL, read_state, write_state
-from dlo_framework.checkpoint.store import HashedFile
+from dlo_framework.checkpoint.store import HashedFile, store_of
 from dlo_framework.checkpoint.tensor_file import dtype_name, make_header, memory_of, read_header
 from dlo_framework.checkpoint.verify import sha256, verify
 from dlo_framework.errors import DloError
@@ -159,5 +159,5 @@ def _whole_file(path: Path) -> Iterator[HashedFile]:
 
 def refuse_existing(path: Path) -> None:
     """Raises a DloError if there is something at the path of a file to write."""
-    if path.exists():
+    if store_of(path).status(path) is not None:
         raise DloError(f"{path} exists; remove it, or choose another path")
