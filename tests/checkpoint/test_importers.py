@@ -88,6 +88,9 @@ def test_a_broken_importer_does_not_disturb_what_others_read(tmp_path, install, 
         source = tmp_path / "made" if target == "one.safetensors" else tmp_path / "one.safetensors"
         assert main(["checkpoint", "convert", str(source), str(tmp_path / target)]) == 0
     assert load(tmp_path / "again.ckpt")["state_dict"]["w"].tolist() == [1, 2, 3]
+    torch.save({"state_dict": {"w": torch.ones(2)}, "pytorch-lightning_version": "2.6.6"}, tmp_path / "lightning.ckpt")
+    assert main(["checkpoint", "convert", str(tmp_path / "lightning.ckpt"), str(tmp_path / "folder")]) == 0
+    assert "note: checkpoint format 'Broken' (broken_pack 1.2) failed to import" in capsys.readouterr().err
 
 
 def test_deepspeeds_folders_are_a_plug_ins(tmp_path) -> None:

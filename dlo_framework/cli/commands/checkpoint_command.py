@@ -89,7 +89,13 @@ def _convert(path: Path, target: Path) -> int:
     if found is None:
         raise DloError(f"no checkpoint {path}")
     known = found.suffix == ".safetensors" if found.is_file() else is_folder_checkpoint(found)
-    importer = None if known else find_importer(found)
+    importer = None
+    try:
+        importer = None if known else find_importer(found)
+    except DloError as error:  # A broken importer does not stop the conversion of Lightning's own files.
+        if found.suffix != ".ckpt":
+            raise
+        print(f"note: {error}", file=sys.stderr)
     if importer is not None:
         if target.suffix == ".safetensors":
             kind = f"{importer.name} {'file' if found.is_file() else 'folder'}"
