@@ -171,7 +171,7 @@ def _zero(stage: int, subject: Subject, net: nn.Module, device: torch.device) ->
 
 def _fsdp(subject: Subject, net: nn.Module, device: torch.device) -> Callable[[Any], None]:
     groups = MeshGroups(MeshSpec(dp_shard=RANKS), device.type)
-    options = FullyShard().options("bf16-mixed", whole_steps=True, param_dtype="bfloat16")
+    options = FullyShard(param_dtype="bfloat16").options("bf16-mixed", groups.spec, device, net)
     sharded = ShardedModule(net, find_units(net), groups, device, options, seed=0)
     optimizer = _optimizer(net)
     shares = OptimizerShards([optimizer], sharded)

@@ -19,7 +19,7 @@ from dlo_framework.testing import run_distributed
 from dlo_framework.testing.full_state import gather_full_weights
 from dlo_plugins.fsdp.fsdp_collectives import ComplexReduceScatter
 from dlo_plugins.fsdp.precision_policy import unit_policy
-from dlo_plugins.mesh.mesh_engine import ParallelState
+from dlo_plugins.mesh.parallelize import ParallelState
 from dlo_plugins.strategies.fsdp import FSDPStrategy
 from dlo_plugins.strategies.zero import ZeroStrategy
 from support.fsdp_nets import WIDTH, Module, alone, differ, found_by, mine, of, trainer

@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from dlo_framework.errors import DloError
+from dlo_framework.mesh import MeshSpec
 from dlo_framework.plan import ParallelPlan
 from dlo_framework.testing import run_distributed
 from dlo_framework.testing.full_state import gather_full_weights
@@ -273,8 +274,9 @@ def test_an_accelerator_gathers_halves_by_default_where_autocast_computes_in_the
     assert default_param_dtype("bf16-mixed", cuda, torch.nn.Sequential(torch.nn.BatchNorm1d(2))) is None
     assert default_param_dtype("bf16-mixed", cpu, plain) is None
     assert default_param_dtype("32-true", cuda, plain) is None
-    assert FullyShard().options("bf16-mixed", True, "bfloat16").policy.param_dtype == torch.bfloat16
-    assert FullyShard(param_dtype="float32").options("bf16-mixed", True, "bfloat16").policy.param_dtype == torch.float32
+    run = "bf16-mixed", MeshSpec(dp_shard=2), cuda, plain
+    assert FullyShard().options(*run).policy.param_dtype == torch.bfloat16
+    assert FullyShard(param_dtype="float32").options(*run).policy.param_dtype == torch.float32
 
 
 def test_a_strategy_gathers_halves_by_default_on_an_accelerator() -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, TypeVar
 
 from dlo_framework.applier import Applier
 from dlo_framework.errors import DloError
@@ -11,33 +13,55 @@ from dlo_plugins.appliers.fully_shard import FullyShard
 from dlo_plugins.appliers.tensor_parallel import TensorParallel
 
 
-def order_appliers(
-    given: list[Applier], cp_method: Literal["ring", "ulysses"], sequence_parallel: bool
-) -> list[Applier]:
-    """Returns the appliers of a run in the order of their phases: the user's, and the missing ones of the axes.
+@dataclass
+class MeshAppliers:
+    """Appliers of a run on a mesh.
 
-    Args:
-        given: Appliers of the user.
-        cp_method: Method of ContextParallel, unless the user gives that applier.
-        sequence_parallel: Option of TensorParallel, unless the user gives that applier.
-
-    Raises:
-        DloError: Two appliers have one class, or an object is not an applier.
+    Attributes:
+        tensor: Applier of the axis `tp`.
+        context: Applier of the axis `cp`.
+        shard: Applier of the data axes.
+        ordered: All appliers, in the order of their phases.
     """
-    for applier in given:
-        if not isinstance(applier, Applier):
-            raise DloError(
-                f"appliers must derive from dlo_framework.applier.Applier, got a {type(applier).__name__}; derive its"
-                " class from Applier"
-            )
-    kinds = [type(applier) for applier in given]
-    twice = next((kind for kind in kinds if kinds.count(kind) > 1), None)
-    if twice is not None:
-        raise DloError(f"appliers must have different classes, got {twice.__name__} twice; leave one out")
-    own = {
-        TensorParallel: lambda: TensorParallel(sequence_parallel=sequence_parallel),
-        ContextParallel: lambda: ContextParallel(method=cp_method),
-        FullyShard: FullyShard,
-    }
-    missing = [make() for kind, make in own.items() if not any(isinstance(applier, kind) for applier in given)]
-    return sorted([*given, *missing], key=lambda applier: applier.phase)
+
+    tensor: TensorParallel
+    context: ContextParallel
+    shard: FullyShard
+    ordered: list[Applier]
+
+    @classmethod
+    def from_options(
+        cls, given: Sequence[Applier], cp_method: Literal["ring", "ulysses"], sequence_parallel: bool
+    ) -> MeshAppliers:
+        """Returns the user's appliers, and those of the axes that the user has not given.
+
+        Args:
+            given: Appliers of the user.
+            cp_method: Method of ContextParallel, unless the user gives that applier.
+            sequence_parallel: Option of TensorParallel, unless the user gives that applier.
+
+        Raises:
+            DloError: Two appliers have one class, or an object is not an applier.
+        """
+        for applier in given:
+            if not isinstance(applier, Applier):
+                raise DloError(
+                    f"appliers must derive from dlo_framework.applier.Applier, got a {type(applier).__name__}; derive"
+                    " its class from Applier"
+                )
+        kinds = [type(applier) for applier in given]
+        twice = next((kind for kind in kinds if kinds.count(kind) > 1), None)
+        if twice is not None:
+            raise DloError(f"appliers must have different classes, got {twice.__name__} twice; leave one out")
+        tensor = _first(given, TensorParallel) or TensorParallel(sequence_parallel=sequence_parallel)
+        context = _first(given, ContextParallel) or ContextParallel(method=cp_method)
+        shard = _first(given, FullyShard) or FullyShard()
+        missing = [applier for applier in (tensor, context, shard) if applier not in given]
+        return cls(tensor, context, shard, sorted([*given, *missing], key=lambda applier: applier.phase))
+
+
+Kind = TypeVar("Kind", bound=Applier)
+
+
+def _first(appliers: Sequence[Applier], kind: type[Kind]) -> Kind | None:
+    return next((applier for applier in appliers if isinstance(applier, kind)), None)

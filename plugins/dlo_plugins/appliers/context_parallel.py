@@ -42,6 +42,7 @@ class ContextParallel(Applier):
     """
 
     phase: ClassVar[Phase] = Phase.CONTEXT
+    axis: ClassVar[str | None] = _AXIS
 
     def __init__(self, method: Method = "ring") -> None:
         if method not in _METHODS:

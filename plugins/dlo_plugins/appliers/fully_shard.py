@@ -7,15 +7,19 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
+import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
 
 from dlo_framework.applier import Applier, Phase
+from dlo_framework.distributed.model_units import find_units
 from dlo_framework.errors import DloError
+from dlo_framework.mesh import MeshSpec
 from dlo_framework.plan import ParallelPlan
 from dlo_plugins.fsdp.precision_policy import mixed_precision
-from dlo_plugins.fsdp.sharding import ShardOptions
+from dlo_plugins.fsdp.sharding import ShardedModule, ShardOptions, match_units
+from dlo_plugins.sharding.gathered_dtype import default_param_dtype
 
 
 class FullyShard(Applier):
@@ -48,6 +52,7 @@ class FullyShard(Applier):
     """
 
     phase: ClassVar[Phase] = Phase.SHARD
+    needs_plan: ClassVar[bool] = False
 
     def __init__(
         self,
@@ -71,21 +76,31 @@ class FullyShard(Applier):
         self.recompute, self.prefetch = recompute, (forward_prefetch, backward_prefetch)
         self.find_unused, self.sync_every_micro_batch = find_unused, sync_every_micro_batch
 
-    def options(self, precision: str, whole_steps: bool, param_dtype: str | None = None) -> ShardOptions:
-        """Returns the options of the sharding for a strategy.
+    def options(
+        self, precision: str, spec: MeshSpec, device: torch.device, module: nn.Module | None, whole_steps: bool = True
+    ) -> ShardOptions:
+        """Returns the options of the sharding on a mesh.
 
         Args:
             precision: Precision of the Trainer.
+            spec: Mesh.
+            device: Device on which this rank computes.
+            module: Module that is sharded; None before it is known.
             whole_steps: Whether steps gather parameters outside units; see
                 :class:`~dlo_plugins.fsdp.sharding.ShardOptions`.
-            param_dtype: Dtype in which parameters are gathered, unless the user has set one.
 
         Raises:
             DloError: The dtypes do not fit the precision.
         """
+        param_dtype, reshard = self.dtypes[0], self.reshard_after_forward
+        if param_dtype is None and spec.dp_replicate * spec.dp_shard * spec.cp > 1:
+            param_dtype = default_param_dtype(precision, device, module)
+        if reshard is None and spec.pp > 1:
+            # Otherwise each micro-batch would gather a stage's parameters again, in forward and in backward.
+            reshard = False
         return ShardOptions(
-            policy=mixed_precision(precision, self.dtypes[0] or param_dtype, *self.dtypes[1:]),
-            reshard_after_forward=self.reshard_after_forward,
+            policy=mixed_precision(precision, param_dtype, *self.dtypes[1:]),
+            reshard_after_forward=reshard,
             offload=self.offload,
             recompute=self.recompute,
             forward_prefetch=self.prefetch[0],
@@ -93,10 +108,18 @@ class FullyShard(Applier):
             whole_steps=whole_steps,
         )
 
+    def apply_to_run(self, run: Any) -> None:
+        """Shards a run's module unit by unit, with the task's steps as the root."""
+        module, layout = run.module, run.layout
+        units = find_units(module) if self.units is None else match_units(module, self.units)
+        units = [unit for unit in units if not any(name.startswith(f"{unit}.") for name in layout.other_stages)]
+        options = run.options.shard_options(module)
+        run.sharded = ShardedModule(module, units, run.groups, run.options.device, options, run.seed, layout)
+
     def apply(self, module: nn.Module, mesh: DeviceMesh, plan: ParallelPlan) -> None:
         """Shards a model's blocks and then its root, over the axis `dp_shard` and, if there is one, `dp_replicate`.
 
-        It is for your own strategies; dlo's use :meth:`options`, with the task's steps as the root.
+        It is for your own strategies; MeshStrategy calls :meth:`apply_to_run`.
         """
         names = [axis for axis in ("dp_replicate", "dp_shard") if axis in (mesh.mesh_dim_names or ())]
         policy = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda") if self.offload else OffloadPolicy()

@@ -43,6 +43,7 @@ class TensorParallel(Applier):
     """
 
     phase = Phase.TENSOR
+    axis = AXIS
 
     def __init__(self, sequence_parallel: bool = False) -> None:
         self.sequence_parallel = sequence_parallel

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
+from lightning.pytorch.core.optimizer import LightningOptimizer
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -96,8 +98,9 @@ class OptimizerShards:
                 if tensor.numel() == 0 and tensor.grad is None:
                     tensor.grad = torch.zeros_like(tensor)  # The loss scaler must find at least one gradient.
 
-    def gradient_norm(self, optimizer: Optimizer) -> Tensor:
+    def gradient_norm(self, optimizer: Any) -> Tensor:
         """Returns the 2-norm over all ranks of an optimizer's gradients, each element counted once."""
+        optimizer = optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
         gradients = [
             part
             for name, tensor in self.tensors(optimizer).items()

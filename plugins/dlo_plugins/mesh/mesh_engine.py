@@ -13,12 +13,11 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule
-from lightning.pytorch.core.optimizer import LightningOptimizer
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -27,45 +26,14 @@ from dlo_framework.distributed.local_memory import local_tensor, memory_of, opti
 from dlo_framework.distributed.unused_parameters import unused_message
 from dlo_framework.errors import DloError
 from dlo_framework.shards import Shard, SlicedShard, attach_slice
-from dlo_plugins.appliers.context_parallel import ContextParallel
 from dlo_plugins.appliers.fully_shard import FullyShard
 from dlo_plugins.fsdp.sharded_optimizers import OptimizerShards
-from dlo_plugins.fsdp.sharding import ShardedModule, local_shard
+from dlo_plugins.fsdp.sharding import local_shard
 from dlo_plugins.fsdp.used_params import UsedParams
-from dlo_plugins.mesh.pipelined_task import PipelinedTask
+from dlo_plugins.mesh.parallelize import ParallelState
 
 #: Prefix of the model's parameters in the task's names; the pipeline uses names without it.
 _MODEL = "model."
-#: Key of a module's :class:`ParallelState` in its ``__dict__``.
-_STATE = "_dlo_parallel"
-
-
-@dataclass
-class ParallelState:
-    """What a mesh has made of a module; the module keeps it for its next run, and for other strategies.
-
-    Attributes:
-        sharded: Sharding of the module.
-        context: Applier that shards its sequences; None if no axis cuts the model.
-        pipelined: Task with the pipeline's stages; None without a pipeline.
-        cut_options: Options of the strategy, by name, that cannot change after the model has been cut.
-    """
-
-    sharded: ShardedModule
-    context: ContextParallel | None = None
-    pipelined: PipelinedTask | None = None
-    cut_options: dict[str, Any] = field(default_factory=dict)
-
-    def attach(self, module: LightningModule) -> None:
-        """Notes the state on its module."""
-        module.__dict__[_STATE] = self
-
-    @staticmethod
-    def of(module: LightningModule) -> ParallelState | None:
-        """Returns a module's state; None for a module that no mesh has sharded."""
-        found = module.__dict__.get(_STATE)
-        assert found is None or isinstance(found, ParallelState)
-        return found
 
 
 @dataclass
@@ -275,32 +243,17 @@ class MeshEngine:
         held: list[Tensor] = list(self.sharded.parameters.values())
         if self._state is not None:
             held += self._state.usage.gathered.values()
-            held += [tensor for optimizer in optimizers for tensor in self.optimizer_tensors(optimizer).values()]
+            held += [tensor for optimizer in optimizers for tensor in self.shares.tensors(optimizer).values()]
         return {
             "parameters": memory_of(held),
             "gradients": memory_of(tensor.grad for tensor in held if tensor.grad is not None),
             "optimizer": optimizer_bytes(optimizers),
         }
 
-    def gradient_norm(self, optimizer: Any) -> Tensor:
-        """Returns the 2-norm over all ranks of an optimizer's gradients, each element counted once."""
-        return self._fit.shares.gradient_norm(_unwrap(optimizer))
-
-    def optimizer_tensors(self, optimizer: Optimizer) -> dict[str, Tensor]:
-        """Returns the tensors that an optimizer steps on this rank, by parameter name."""
-        return self._fit.shares.tensors(optimizer)
-
-    def group_names(self, optimizer: Optimizer) -> list[list[str]]:
-        """Returns the parameter names of each parameter group, those of other ranks' shards too."""
-        return self._fit.shares.group_names(optimizer)
-
-    def as_shard(self, name: str, value: Tensor) -> Shard:
-        """Returns an optimizer's state tensor as a shard of the tensor in the parameter's shape."""
-        return self._fit.shares.as_shard(name, value)
-
-    def empty_shard(self, name: str, shape: torch.Size, dtype: torch.dtype) -> Shard | None:
-        """Returns an uninitialised shard of a state tensor; None for a parameter that is stepped as a DTensor."""
-        return self._fit.shares.empty_shard(name, shape, dtype)
+    @property
+    def shares(self) -> OptimizerShards:
+        """Shards that the optimizers step."""
+        return self._fit.shares
 
     # --- unfinished accumulations --------------------------------------------------------------------------
 
@@ -361,10 +314,6 @@ class MeshEngine:
                     gradients.read_into(name, attach_slice(parameter.grad, self.sharded.layout.slices.get(name)))
                 fit.usage.used.add(name)
         fit.is_open, fit.is_summed = True, False
-
-
-def _unwrap(optimizer: Any) -> Optimizer:
-    return optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
 
 
 def _memory(gradient: Shard) -> Tensor:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -26,15 +26,18 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._pytree import tree_leaves, tree_map
 
+from dlo_framework.applier import Applier, Phase
 from dlo_framework.batches import batch_size, slice_batch
 from dlo_framework.distributed.groups import MeshGroups
 from dlo_framework.distributed.local_memory import local_tensor
 from dlo_framework.distributed.vocab_parallel import shard_of
 from dlo_framework.errors import DloError
 from dlo_framework.mesh import Coordinates, MeshSpec
+from dlo_framework.plan import ParallelPlan
 from dlo_framework.task import Task
 from dlo_plugins.fsdp.sharding import ShardedModule
 from dlo_plugins.fsdp.used_params import UsedParams
+from dlo_plugins.mesh.parallelize import MeshOptions, ParallelRun, parallelize
 from dlo_plugins.mesh.pipeline_options import PipelineOptions
 from dlo_plugins.mesh.pipelined_task import PipelinedTask
 from dlo_plugins.mesh.state_bytes_per_rank import RankStateBytes
@@ -151,7 +154,8 @@ def simulated_rank(
         FakeKernels(),
     ):
         _make_fake(own, _CONVERTED.get(precision))
-        view = RankView(strategy, pipelining, spec, _fake_batch(batch))
+        appliers = copy.deepcopy(strategy.appliers)
+        view = RankView(MeshOptions(spec, appliers, pipelining, precision, _DEVICE), _fake_batch(batch))
         with _autocast(precision):
             view.cut_and_shard(own, own_loss)
             yield view
@@ -202,12 +206,10 @@ def substitute_loss(model: nn.Module, outputs: Any, batch: Any) -> Tensor:
 
 
 class RankView:
-    """Rank of a fake world, with a strategy's copy and a fake task.
+    """Rank of a fake world, with a fake task.
 
     Args:
-        strategy: MeshStrategy; a copy of it is used.
-        pipelining: Options of its pipeline, with blocks assigned to stages.
-        spec: Mesh of the world.
+        options: Options of the run, with blocks assigned to stages.
         batch: Batch of fake tensors, or None.
 
     Attributes:
@@ -220,18 +222,11 @@ class RankView:
     task: Any
     sharded: ShardedModule
 
-    def __init__(self, strategy: Any, pipelining: PipelineOptions, spec: MeshSpec, batch: Any) -> None:
-        self.spec, self.pipelining, self._batch = spec, pipelining, batch
+    def __init__(self, options: MeshOptions, batch: Any) -> None:
+        self.options, self._batch = options, batch
         self.pipelined: PipelinedTask | None = None
         self.without_gradient: list[str] = []
-        self._groups = _FakeGroups(spec, _DEVICE.type)
-        self._strategy = copy.copy(strategy)
-        self._strategy.set_appliers(copy.deepcopy(strategy.appliers))
-        self._strategy.parallel_devices = [_DEVICE] * spec.world_size
-        self._strategy.cluster_environment = None
-        self._strategy.pipelining, self._strategy._groups = pipelining, self._groups
-        self._strategy.mesh_spec = lambda: spec
-        self._strategy.broadcast = lambda obj, src=0: obj  # The only rank has the object.
+        self._groups = _FakeGroups(options.spec, _DEVICE.type)
 
     @property
     def model(self) -> nn.Module:
@@ -242,15 +237,15 @@ class RankView:
     def cut_and_shard(self, task: Task, own_loss: bool = False) -> None:
         """Prepares a task as a run does before its first step."""
         self.task = task
-        self._strategy._lightning_module = self._strategy.model = task
         if not own_loss:
             task.__dict__["loss"] = partial(substitute_loss, task.model)
         task.__dict__["micro_batch_weights"] = lambda parts: [1 / len(parts)] * len(parts)
-        self.sharded = self._strategy.parallelize(_FreshTrainer(), self._when_cut).sharded
+        self.options.appliers.ordered.append(_WhenCut(self._record_stages))
+        self.sharded = parallelize(ParallelRun(task, self.options, self._groups, torch.initial_seed())).sharded
         self._usage = UsedParams(self.sharded)
         self._usage.announced = True  # Each backward here belongs to a step.
 
-    def _when_cut(self, pipelined: PipelinedTask) -> None:
+    def _record_stages(self, pipelined: PipelinedTask) -> None:
         self.pipelined = pipelined
         if self._batch is not None:
             parts = pipelined.split_training_batch(self._shard_batch(self._batch))
@@ -258,7 +253,7 @@ class RankView:
                 _record_shapes(pipelined.pipeline, parts, pipelined._forward)
 
     def _shard_batch(self, batch: Any) -> Any:
-        return self._strategy._shard_batch(batch)
+        return self.options.appliers.context.shard_batch(batch)
 
     def count_step_traffic(self) -> tuple[Traffic, ...]:
         """Returns the communication of forward and backward of the batch.
@@ -267,8 +262,8 @@ class RankView:
         steps with the fewest micro-batches that the schedule can run, and with twice as many.
         """
         wanted, least = (
-            self.pipelining.count_micro_batches(self.spec.pp),
-            fewest_micro_batches(self.pipelining, self.spec),
+            self.options.pipelining.count_micro_batches(self.options.spec.pp),
+            fewest_micro_batches(self.options.pipelining, self.options.spec),
         )
         if self.pipelined is None or wanted % least or len(self.pipelined._split(self._batch, wanted)) != wanted:
             return self.step()
@@ -330,10 +325,20 @@ def fewest_micro_batches(pipelining: PipelineOptions, spec: MeshSpec) -> int:
     return wanted
 
 
-class _FreshTrainer:
-    """Replacement of a Trainer for a run that starts from no checkpoint."""
+class _WhenCut(Applier):
+    """Calls a function with the pipelined task, after the model is cut into stages and before it is sharded."""
 
-    ckpt_path = None
+    phase, axis, needs_plan = Phase.STAGES, "pp", False
+
+    def __init__(self, callback: Callable[[PipelinedTask], None]) -> None:
+        self._callback = callback
+
+    def apply(self, module: nn.Module, mesh: DeviceMesh, plan: ParallelPlan) -> None:
+        """Leaves the model alone."""
+
+    def apply_to_run(self, run: Any) -> None:
+        """Calls the function."""
+        self._callback(run.pipelined)
 
 
 class _FakeGroups(MeshGroups):

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from lightning.fabric.utilities.apply_func import move_data_to_device
 
 from dlo_framework.errors import DloError
@@ -18,7 +17,6 @@ from dlo_framework.task import Task
 from dlo_plugins.mesh.pipelined_task import check_outside, check_steps
 from dlo_plugins.pipeline.balance import balance_stages
 from dlo_plugins.pipeline.costs import PartCosts, flop_costs
-from dlo_plugins.pipeline.pipeline_engine import Pipeline
 from dlo_plugins.pipeline.pipeline_schedules import make_placement, make_schedule
 from dlo_plugins.pipeline.simulation import StageCosts, simulate
 from dlo_plugins.pipeline.stage_assignment import Split, check_pipeline
@@ -95,19 +93,6 @@ class PipelineOptions:
             return "balanced"
         stages = make_placement(self.schedule, ranks, self.stages_per_rank).stages
         return balance_stages(costs.blocks, stages, costs.stem, costs.head)
-
-    def build(
-        self, task: Task, plan: ParallelPlan, group: dist.ProcessGroup, split: Split, device: torch.device
-    ) -> Pipeline:
-        """Cuts a task's model into stages, of which this rank keeps its own."""
-        model: Any = task.model
-        return Pipeline(
-            *(model, plan, group),
-            schedule=self.schedule,
-            stages_per_rank=self.stages_per_rank,
-            split=split,
-            device=device,
-        )
 
 
 def forward_costs(task: Task, plan: ParallelPlan, datamodule: Any) -> PartCosts | None:

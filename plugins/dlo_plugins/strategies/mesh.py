@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from typing import Any, Literal
 
 import torch
@@ -13,42 +12,27 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torchmetrics import Metric
 
-from dlo_framework.applier import Applier, Phase
+from dlo_framework.applier import Applier
 from dlo_framework.distributed.checkpointing import OWNER, ShardOwner
-from dlo_framework.distributed.collectives import broadcast_values
 from dlo_framework.distributed.groups import MeshGroups
 from dlo_framework.distributed.local_memory import local_tensor
-from dlo_framework.distributed.meta_init import check_initialisable, on_meta
-from dlo_framework.distributed.model_units import find_units
 from dlo_framework.distributed.strategy import ShardedStrategy
-from dlo_framework.errors import DloError
 from dlo_framework.mesh import MeshSpec
-from dlo_framework.plan import ParallelPlan
 from dlo_framework.runs import is_first_process
 from dlo_framework.shards import Shard
-from dlo_framework.task import Task
-from dlo_framework.tensor_slice import Layout, get_layout
-from dlo_plugins.appliers.applier_order import order_appliers
-from dlo_plugins.appliers.context_parallel import ContextParallel
+from dlo_plugins.appliers.applier_order import MeshAppliers
 from dlo_plugins.appliers.fully_shard import FullyShard
-from dlo_plugins.appliers.tensor_parallel import TensorParallel
 from dlo_plugins.fsdp.data_mesh import check_reshard
-from dlo_plugins.fsdp.sharding import ShardedModule, ShardOptions, match_units
 from dlo_plugins.mesh.mesh_description import MeshDescription, describe_mesh, prepare_model
-from dlo_plugins.mesh.mesh_engine import MeshEngine, ParallelState
+from dlo_plugins.mesh.mesh_engine import MeshEngine
 from dlo_plugins.mesh.mesh_rehearsal import rehearse_step
+from dlo_plugins.mesh.parallelize import MeshOptions, ParallelRun, ParallelState, parallelize
 from dlo_plugins.mesh.pipeline_options import PipelineOptions
-from dlo_plugins.mesh.pipelined_task import PipelinedTask, check_inside, check_predict
-from dlo_plugins.pipeline.stage_assignment import Split
-from dlo_plugins.sharding.gathered_dtype import default_param_dtype
+from dlo_plugins.mesh.pipelined_task import PipelinedTask, check_predict
 from dlo_plugins.tensor.coverage import NEARLY_ALL
-
-#: Appliers of axes, which do nothing where the axis has one rank.
-_OWN = (TensorParallel, ContextParallel)
 
 
 class MeshStrategy(ShardedStrategy):
@@ -115,7 +99,8 @@ class MeshStrategy(ShardedStrategy):
         if dp_shard == -1 and -1 in (pp, dp_replicate, cp, tp):
             axes["dp_shard"] = 1
         self.spec, self.meta_init = MeshSpec(**axes), meta_init
-        self.set_appliers(order_appliers(list(appliers or []), cp_method, sequence_parallel))
+        self.appliers = MeshAppliers.from_options(appliers or [], cp_method, sequence_parallel)
+        self._context = self.appliers.context  # of the module's first run, if an earlier run has cut it
         self._groups: MeshGroups | None = None
         self.engine: MeshEngine | None = None
         self.pipelining = PipelineOptions(schedule, micro_batches, stages_per_rank, split)
@@ -127,14 +112,15 @@ class MeshStrategy(ShardedStrategy):
 
     # --- before processes start ----------------------------------------------------------------------------
 
-    def set_appliers(self, appliers: Sequence[Applier]) -> None:
-        """Sets the appliers, ordered by phase; they include a TensorParallel, a ContextParallel and a FullyShard."""
-        self.appliers = list(appliers)
-        self.fully_shard = next(applier for applier in self.appliers if isinstance(applier, FullyShard))
-        self._context = next(applier for applier in self.appliers if isinstance(applier, ContextParallel))
-        self._tensor = next(applier for applier in self.appliers if isinstance(applier, TensorParallel))
-        #: Whether there are appliers beside those of the axes.
-        self._rewrites = any(not isinstance(applier, (*_OWN, FullyShard)) for applier in self.appliers)
+    @property
+    def fully_shard(self) -> FullyShard:
+        """Applier of the data axes, which the user may have given."""
+        return self.appliers.shard
+
+    def mesh_options(self) -> MeshOptions:
+        """Returns the options of this run, with the mesh's sizes known."""
+        precision = str(self.precision_plugin.precision)
+        return MeshOptions(self.mesh_spec(), self.appliers, self.pipelining, precision, self.root_device)
 
     def mesh_spec(self) -> MeshSpec:
         """Returns the mesh of this run.
@@ -148,7 +134,7 @@ class MeshStrategy(ShardedStrategy):
         """Checks the options against the Trainer's, before processes start."""
         spec = self.mesh_spec()
         check_reshard(self.fully_shard.reshard_after_forward, spec.dp_shard * spec.cp)
-        self._options(whole_steps=True)
+        self.mesh_options().shard_options(self.lightning_module)
         if spec.pp > 1:
             self.pipelining.check_schedule(spec.pp)
         if self.fully_shard.offload and self.root_device.type == "cuda" and self._process_group_backend is None:
@@ -169,20 +155,11 @@ class MeshStrategy(ShardedStrategy):
         Raises:
             DloError: The axes cannot cut the model; the message computes the nearest sizes that work.
         """
-        spec = self.mesh_spec()
-        if not _cuts_model(spec):
-            return
-        self._plan_of(module)
-        task = module.on_meta()
-        plan = task.parallel_plan()
-        plan.validate(task.model)
-        check_inside(task, spec, self._tensor.sequence_parallel)
-        self._tensor.check(task.model, plan, spec.tp)
-        self._context.check(task.model, plan, spec.cp, spec.tp)
-        if spec.pp > 1:
-            self.pipelining.check(task, plan, spec, datamodule)
-        if is_first_process():  # The others would repeat the same work.
-            rehearse_step(self, task, spec, datamodule, trains=trains, callbacks=callbacks)
+        options = self.mesh_options()
+        if options.cuts_model:
+            task = options.check(module, datamodule)
+            if is_first_process():  # The others would repeat the same work.
+                rehearse_step(self, task, options.spec, datamodule, trains=trains, callbacks=callbacks)
 
     def check_predict(self, module: Any) -> None:
         """Checks that a model on this mesh can predict, before any process starts.
@@ -204,7 +181,7 @@ class MeshStrategy(ShardedStrategy):
         pipelined: Any = task if spec.pp > 1 and plan is not None else None
         return describe_mesh(
             *(task, plan, spec),
-            sequence_parallel=self._tensor.sequence_parallel,
+            sequence_parallel=self.appliers.tensor.sequence_parallel,
             schedule=pipelining.schedule,
             stages_per_rank=pipelining.stages_per_rank,
             split=pipelining.choose_split(pipelined, plan, spec.pp, datamodule) if pipelined and plan else "balanced",
@@ -212,16 +189,6 @@ class MeshStrategy(ShardedStrategy):
             nodes=self.num_nodes,
             element_size={"bf16-true": 2, "16-true": 2, "64-true": 8}.get(precision),
         )
-
-    def _options(self, whole_steps: bool) -> ShardOptions:
-        precision, spec, default = str(self.precision_plugin.precision), self.mesh_spec(), None
-        if spec.dp_replicate * spec.dp_shard * spec.cp > 1:
-            default = default_param_dtype(precision, self.root_device, self.lightning_module)
-        options = self.fully_shard.options(precision, whole_steps, default)
-        if spec.pp > 1 and options.reshard_after_forward is None:
-            # Otherwise each micro-batch would gather a stage's parameters again, in forward and in backward.
-            return replace(options, reshard_after_forward=False)
-        return options
 
     # --- setting up ----------------------------------------------------------------------------------------
 
@@ -248,11 +215,13 @@ class MeshStrategy(ShardedStrategy):
     def shard(self, trainer: Trainer) -> None:
         """Cuts and shards the module and, while fitting, its optimizers' state."""
         module, spec, fitting = self._module(), self.mesh_spec(), trainer.state.fn == TrainerFn.FITTING
-        state = ParallelState.of(module)
+        state, options = ParallelState.of(module), self.mesh_options()
         if state is None:
             self._log_coverage(module)
-            state = self.parallelize(trainer)
-        self._check_earlier(state, trains=fitting)
+            run = ParallelRun(module, options, self.groups, self.broadcast(torch.initial_seed()))
+            state = parallelize(run, loads_weights=trainer.ckpt_path is not None)
+        state.check_unchanged(options, trains=fitting)
+        self._groups = state.sharded.groups
         state.sharded.collect_params()
         self._context = state.context or self._context
         self.move_metrics()
@@ -271,7 +240,7 @@ class MeshStrategy(ShardedStrategy):
             self._reset_optimizers_and_schedulers()
             self.setup_optimizers(trainer)
             self.engine.begin_fit(self.optimizers)
-        is_plain = not (state.sharded.is_sharded or _cuts_model(spec))
+        is_plain = not (state.sharded.is_sharded or options.cuts_model)
         module.__dict__[OWNER] = ShardOwner(self, self.world_size, self.engine.stop_recording if is_plain else None)
 
     def restore_full_parameters(self, owner: ShardOwner, model: LightningModule) -> None:
@@ -290,130 +259,9 @@ class MeshStrategy(ShardedStrategy):
         """Logs the share of the model that tensor parallelism divides, if more than norms are replicated."""
         tp = self.mesh_spec().tp
         if tp > 1:
-            found = self._tensor.coverage(task.model, self._checked_plan(task), tp)
+            found = self.appliers.tensor.coverage(task.model, self.mesh_options().checked_plan(task), tp)
             if found.sharded_fraction < NEARLY_ALL:
                 rank_zero_info(f"tensor parallelism {found.describe()}")
-
-    def parallelize(self, trainer: Any, when_cut: Callable[[PipelinedTask], None] | None = None) -> ParallelState:
-        """Applies every applier to the module, in the order of their phases; returns the result, noted on the module.
-
-        Args:
-            trainer: Trainer, which has the path of the checkpoint that the run starts from.
-            when_cut: Callback that gets the pipelined task after the model is cut into stages and before it is sharded.
-
-        Raises:
-            DloError: The model cannot be cut.
-        """
-        module: Any = self._module()
-        spec = self.mesh_spec()
-        seed, layout = self.broadcast(torch.initial_seed()), Layout()
-        if on_meta(module):
-            check_initialisable(module, loads_weights=trainer.ckpt_path is not None)
-        plan: ParallelPlan | None = None
-        if _cuts_model(spec) or self._rewrites:
-            plan, layout = self._checked_plan(module), get_layout(module.model)
-            _move_to_device(module, self.root_device)
-            mesh, split = self.groups.device_mesh(), self._split(module, plan)
-        sharded: ShardedModule | None = None
-        pipelined: PipelinedTask | None = None
-        for applier in self.appliers:
-            if spec.pp > 1 and pipelined is None and applier.phase > Phase.CONTEXT:
-                assert plan is not None
-                pipelined = self._cut_into_stages(module, plan, split)
-                if when_cut is not None:
-                    when_cut(pipelined)
-            if applier is self.fully_shard:
-                sharded = self._shard(module, seed, layout if plan is None else layout.with_prefix("model"))
-            elif plan is not None:
-                applier.apply(module.model, mesh, plan)
-                if sharded is None:
-                    _check_plain(module, applier)
-        assert sharded is not None
-        state = ParallelState(sharded, pipelined=pipelined)
-        if plan is not None:
-            state.context, state.cut_options = self._context, self._cut_options()
-        state.attach(module)
-        return state
-
-    def _checked_plan(self, task: Any) -> ParallelPlan:
-        plan: ParallelPlan = self._plan_of(task)()
-        plan.validate(task.model)
-        check_inside(task, self.mesh_spec(), self._tensor.sequence_parallel)
-        return plan
-
-    def _split(self, task: Any, plan: ParallelPlan) -> Split:
-        """Returns the number of blocks of each stage, by the costs of the full model, before any applier changes it."""
-        spec, datamodule = self.mesh_spec(), getattr(task._trainer, "datamodule", None)
-        return self.pipelining.choose_split(task, plan, spec.pp, datamodule) if spec.pp > 1 else "balanced"
-
-    def _cut_into_stages(self, task: Any, plan: ParallelPlan, split: Split) -> PipelinedTask:
-        """Cuts the model into the pipeline's stages; this rank keeps its own."""
-        layout = get_layout(task.model)
-        pipeline = self.pipelining.build(task, plan, self.groups.group("pp"), split, self.root_device)
-        stages = pipeline.stages
-        self._tensor.gather_between_stages(task.model, plan, [stages.blocks[first] for first in stages.first[1:-1]])
-        names = [name for name, _ in _tensors(task.model)]
-        layout.other_stages |= {name for name in names if not pipeline.ownership(name)}
-        layout.tied_copies |= {
-            name for name in names if pipeline.ownership(name) and not pipeline.ownership.is_first_holder(name)
-        }
-        select = self._context.select_rows if self.mesh_spec().cp > 1 else None
-        return PipelinedTask(task, pipeline, self.pipelining.count_micro_batches(self.mesh_spec().pp), select)
-
-    def _shard(self, module: Any, seed: int, layout: Layout) -> ShardedModule:
-        units = find_units(module) if self.fully_shard.units is None else match_units(module, self.fully_shard.units)
-        units = [unit for unit in units if not any(name.startswith(f"{unit}.") for name in layout.other_stages)]
-        options = self._options(module.automatic_optimization)
-        return ShardedModule(module, units, self.groups, self.root_device, options, seed, layout)
-
-    def _plan_of(self, task: Any) -> Any:
-        """Returns the method that makes a task's parallel plan.
-
-        Raises:
-            DloError: The module is a plain LightningModule, which has none.
-        """
-        if not isinstance(task, Task):
-            raise DloError(
-                f"a module with axes {self.mesh_spec()} or appliers must have a parallel plan, got"
-                f" {type(task).__name__} without one; make it a dlo_framework.Task (docs: your own task), or use"
-                " dp_shard and dp_replicate alone"
-            )
-        return task.parallel_plan
-
-    def _cut_options(self) -> dict[str, Any]:
-        """Returns the options, by name, that cannot change after the model has been cut."""
-        spec, pipelining = self.mesh_spec(), self.pipelining
-        found: dict[str, Any] = {}
-        if spec.pp > 1:
-            found |= {"schedule": pipelining.schedule, "split": pipelining.split}
-            found |= {"stages_per_rank": pipelining.stages_per_rank}
-        if spec.cp > 1:
-            found["cp_method"] = self._context.method
-        if spec.tp > 1:
-            found["sequence_parallel"] = self._tensor.sequence_parallel
-        return found
-
-    def _check_earlier(self, state: ParallelState, trains: bool) -> None:
-        """Checks that the options by which a module was sharded, in this run or an earlier one, are the strategy's.
-
-        Raises:
-            DloError: They are not.
-        """
-        known, name = state.sharded, type(state.sharded.module).__name__
-        wanted = (self._options(self._module().automatic_optimization), self.mesh_spec())
-        if wanted != (known.options, known.groups.spec) or known.device != self.root_device:
-            raise DloError(
-                f"options must be those of the earlier run that has sharded {name}, got others; build a new model for a"
-                " strategy with these"
-            )
-        cut_by, ours = state.cut_options, self._cut_options()
-        other = [key for key, value in ours.items() if key in cut_by and cut_by[key] != value]
-        if trains and other:
-            raise DloError(
-                f"{other[0]} must stay as {name} was cut by an earlier run with {other[0]}={cut_by[other[0]]}, got"
-                f" {other[0]}={ours[other[0]]}; build a new model for it"
-            )
-        self._groups = known.groups
 
     # --- steps ---------------------------------------------------------------------------------------------
 
@@ -513,7 +361,7 @@ class MeshStrategy(ShardedStrategy):
 
     def gradient_norm(self, optimizer: Optimizer) -> Tensor:
         """Returns the 2-norm over all ranks of an optimizer's gradients, each element counted once."""
-        return self._running.gradient_norm(optimizer)
+        return self._running.shares.gradient_norm(optimizer)
 
     def accumulated_gradients(self) -> dict[str, Shard]:
         """Returns this rank's shards of the gradients of an unfinished accumulation, averaged over the ranks."""
@@ -525,19 +373,19 @@ class MeshStrategy(ShardedStrategy):
 
     def optimizer_tensors(self, optimizer: Optimizer) -> dict[str, Tensor]:
         """Returns the tensors that an optimizer steps on this rank, by parameter name."""
-        return self._running.optimizer_tensors(optimizer)
+        return self._running.shares.tensors(optimizer)
 
     def group_names(self, optimizer: Optimizer) -> list[list[str]]:
         """Returns the parameter names of each parameter group, those of other ranks' shards too."""
-        return self._running.group_names(optimizer)
+        return self._running.shares.group_names(optimizer)
 
     def as_shard(self, name: str, tensor: Tensor, value: Tensor) -> Shard:
         """Returns a state tensor as a shard of the tensor in the parameter's shape."""
-        return self._running.as_shard(name, value)
+        return self._running.shares.as_shard(name, value)
 
     def empty_shard(self, name: str, tensor: Tensor, shape: torch.Size, dtype: torch.dtype) -> Shard:
         """Returns an uninitialised shard of a state tensor for this rank."""
-        found = self._running.empty_shard(name, shape, dtype)
+        found = self._running.shares.empty_shard(name, shape, dtype)
         return super().empty_shard(name, tensor, shape, dtype) if found is None else found
 
     # --- what the ranks share ------------------------------------------------------------------------------
@@ -611,36 +459,3 @@ class MeshStrategy(ShardedStrategy):
         sizes = self.mesh_spec().sizes
         shown = {axis: size for axis, size in sizes.items() if size > 1 or axis.startswith("dp_")}
         return {**super().about(), "mesh": shown}
-
-
-def _cuts_model(spec: MeshSpec) -> bool:
-    """Returns whether a mesh cuts the model's computation, and not only its state."""
-    return spec.pp * spec.cp * spec.tp > 1
-
-
-def _move_to_device(task: Any, device: torch.device) -> None:
-    """Moves a task's tensors to a device, with the first rank's values; a task on the meta device is left alone."""
-    if on_meta(task):
-        return
-    for tensor in [*task.parameters(), *task.buffers()]:
-        tensor.data = tensor.data.to(device)
-        broadcast_values(tensor.data)
-
-
-def _check_plain(module: nn.Module, applier: Applier) -> None:
-    """Checks that an applier that runs before FullyShard has left plain parameters.
-
-    Raises:
-        DloError: The applier has sharded a parameter itself.
-    """
-    name = next((name for name, parameter in module.named_parameters() if isinstance(parameter, DTensor)), None)
-    if name is not None:
-        raise DloError(
-            f"appliers must leave sharding to FullyShard, got a DTensor '{name}' from {type(applier).__name__}; derive"
-            " it from FullyShard and set its options, or leave it out"
-        )
-
-
-def _tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    yield from module.named_parameters(remove_duplicate=False)
-    yield from module.named_buffers(remove_duplicate=False)
