@@ -326,7 +326,7 @@ def _forward_guard(trainer_ref: weakref.ref[Trainer], module_ref: weakref.ref[Li
     """Returns a forward pre-hook that waits for all ranks before a forward outside of steps."""
     checked: list[tuple[Any, ...]] = [()]
 
-    def guard(part: nn.Module, args: Any) -> None:
+    def guard(part: nn.Module, _args: Any) -> None:
         if torch.compiler.is_compiling():
             return  # Compiled modules are called in steps.
         trainer, module = trainer_ref(), module_ref()

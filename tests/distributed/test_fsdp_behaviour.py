@@ -291,7 +291,7 @@ def test_a_strategy_gathers_halves_by_default_on_an_accelerator() -> None:
         (FSDPStrategy(), None),
     ):
         trainer(2, strategy, precision="bf16-mixed")
-        assert strategy._options(whole_steps=True).policy.param_dtype == expected
+        assert strategy.mesh_options().shard_options(None).policy.param_dtype == expected
 
 
 def test_the_applier_shards_a_model_by_itself(ranks: list[dict[str, Any]]) -> None:

@@ -42,12 +42,12 @@ from dlo_plugins.mesh.pipeline_options import PipelineOptions
 from dlo_plugins.mesh.pipelined_task import PipelinedTask
 from dlo_plugins.mesh.state_bytes_per_rank import RankStateBytes
 from dlo_plugins.mesh.traffic import Traffic, TrafficCounter, extrapolate
+from dlo_plugins.pipeline.exchange import batch_signatures
 from dlo_plugins.pipeline.fake_kernels import FakeKernels
 from dlo_plugins.pipeline.gates import StageForward, StageShapes
 from dlo_plugins.pipeline.pipeline_engine import Pipeline
 from dlo_plugins.pipeline.pipeline_schedules import make_schedule
 from dlo_plugins.pipeline.skip_check import SkipCheck
-from dlo_plugins.pipeline.tensor_layout import batch_signatures
 
 #: Device of the fake tensors.
 _DEVICE = torch.device("cpu")

@@ -22,7 +22,7 @@ from dlo_framework.plan import ParallelPlan
 from dlo_plugins.pipeline.actions import Action, ActionKind
 from dlo_plugins.pipeline.autocast import no_autocast
 from dlo_plugins.pipeline.costs import PartCosts
-from dlo_plugins.pipeline.exchange import Exchange
+from dlo_plugins.pipeline.exchange import Exchange, batch_signatures
 from dlo_plugins.pipeline.gates import StageForward, StageShapes
 from dlo_plugins.pipeline.model_stages import release_other_stages
 from dlo_plugins.pipeline.pipeline_schedules import (
@@ -37,7 +37,6 @@ from dlo_plugins.pipeline.simulation import Timeline
 from dlo_plugins.pipeline.skip_check import SkipCheck
 from dlo_plugins.pipeline.stage_assignment import Split
 from dlo_plugins.pipeline.stage_assignment import make_stages as make_stages
-from dlo_plugins.pipeline.tensor_layout import batch_signatures
 from dlo_plugins.pipeline.tied import TiedWeights, find_tied_groups
 from dlo_plugins.pipeline.transport import Transport
 from dlo_plugins.pipeline.weight_grads import WeightGradients
@@ -114,6 +113,7 @@ class Pipeline:
     ) -> None:
         self.model, self.group, self.device = model, group, torch.device(device)
         self.schedule, self.stages_per_rank = schedule, stages_per_rank
+        self._splits_backward = splits_backward(schedule)
         self.rank = dist.get_rank(group)
         self.placement = make_placement(schedule, dist.get_world_size(group), stages_per_rank)
         self.stages = make_stages(model, plan, self.placement.stages, split, costs)
@@ -366,7 +366,7 @@ class Pipeline:
 
     def _prepare_weight_gradients(self) -> None:
         """Makes the layers defer weight gradients; at the first step, since blocks do not change after it."""
-        if self._weight_gradients is None and splits_backward(self.schedule):
+        if self._weight_gradients is None and self._splits_backward:
             self._weight_gradients = WeightGradients()
             for stage in self.own_stages:
                 for name in self.stages.blocks_of(stage):

@@ -446,7 +446,7 @@ class MeshStrategy(ShardedStrategy):
 
     def _shard_batch(self, batch: Any) -> Any:
         """Returns this rank's shard of a batch that the ranks of one model share."""
-        return self._context.shard_batch(batch)
+        return batch if self._context.sequence is None else self._context.shard_batch(batch)
 
     @property
     def shard_size(self) -> int:

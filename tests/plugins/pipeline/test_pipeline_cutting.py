@@ -11,11 +11,11 @@ from torch import Tensor, nn
 from dlo_framework.errors import DloError
 from dlo_framework.plan import ParallelPlan
 from dlo_plugins.pipeline.actions import Placement
+from dlo_plugins.pipeline.exchange import TensorLayout
 from dlo_plugins.pipeline.gates import StageForward, StageShapes
 from dlo_plugins.pipeline.model_stages import Stages, release_other_stages
 from dlo_plugins.pipeline.skip_check import SkipCheck
 from dlo_plugins.pipeline.stage_assignment import check_pipeline, make_stages
-from dlo_plugins.pipeline.tensor_layout import TensorLayout
 from dlo_plugins.pipeline.tied import find_tied_groups
 from support.pipeline_nets import CASES, Case, language, plain, vit
 

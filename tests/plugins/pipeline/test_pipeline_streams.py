@@ -16,9 +16,8 @@ import torch
 
 from dlo_plugins.pipeline import transport
 from dlo_plugins.pipeline.actions import ActionKind
-from dlo_plugins.pipeline.exchange import Exchange
+from dlo_plugins.pipeline.exchange import Exchange, TensorLayout
 from dlo_plugins.pipeline.pipeline_schedules import SCHEDULES, Schedule, make_schedule
-from dlo_plugins.pipeline.tensor_layout import TensorLayout
 
 _LAYOUT = TensorLayout.from_tensor(torch.zeros(2, requires_grad=True))
 
