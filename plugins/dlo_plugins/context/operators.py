@@ -97,27 +97,15 @@ def dropout_of(rate: float, seed: int, ring: Ring, documents: Documents) -> Drop
 def _attention(
     q: Tensor,
     k: Tensor,
+    is_full: bool,
     ticket: Tensor,
     seed: Tensor | None,
     scale: float,
     softcap: float | None,
     window: int | None,
     rate: float,
-    is_full: bool,
 ) -> tuple[Attention, Ring]:
-    """Returns the attention of an operator's arguments, and the ring.
-
-    Args:
-        q: Queries, [B, H, P, D].
-        k: Keys, [B, K, P, D].
-        ticket: Number of the batch.
-        seed: Seed of dropout.
-        scale: Factor of scores.
-        softcap: Soft bound of scores.
-        window: Number of tokens that a token sees.
-        rate: Rate of weights that are dropped.
-        is_full: Whether queries and keys have the positions of all ranks.
-    """
+    """Returns the attention of an operator's arguments, and the ring; see :func:`_make_operator`."""
     issued = _issued.get(int(ticket))
     if issued is None:
         raise DloError(
@@ -130,93 +118,58 @@ def _attention(
     return Attention(documents, Score(scale, softcap), window, dropout), issued.ring
 
 
-@torch.library.custom_op("dlo::ring_attention", mutates_args=())
-def ring_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    ticket: Tensor,
-    seed: Tensor | None,
-    scale: float,
-    softcap: float | None,
-    window: int | None,
-    dropout: float,
-) -> tuple[Tensor, Tensor]:
-    """Computes :func:`~dlo_plugins.context.ring.ring_forward` for the batch of a ticket.
+_TENSORS = "Tensor q, Tensor k, Tensor v"
+_SETTINGS = "Tensor ticket, Tensor? seed, float scale, float? softcap, SymInt? window, float dropout"
+
+
+def _make_operator(name: str, is_full: bool) -> Any:
+    """Returns a custom operator of attention, with its backward's.
+
+    Its arguments:
+
+    - ``q``, ``k``, ``v``: queries [B, H, P, D], keys [B, K, P, D] and values [B, K, P, E].
+    - ``ticket``: number of the batch; see :func:`issue`.
+    - ``seed``: seed of dropout, an int64 scalar, the same on all ranks; None without dropout.
+    - ``scale``, ``softcap``: factor of scores, and their soft bound; None for none.
+    - ``window``: number of tokens that a token sees, itself included; None for all before it.
+    - ``dropout``: rate of weights that are dropped.
+
+    It raises a DloError if no batch has been sharded, or the shapes are not those of the sharded batch.
 
     Args:
-        q: Queries, [B, H, P, D].
-        k: Keys, [B, K, P, D].
-        v: Values, [B, K, P, E].
-        ticket: Number of the batch; see :func:`issue`.
-        seed: Seed of dropout, an int64 scalar, the same on all ranks; None without dropout.
-        scale: Factor of scores.
-        softcap: Soft bound of scores; None for none.
-        window: Number of tokens that a token sees, itself included; None for all before it.
-        dropout: Rate of weights that are dropped.
-
-    Raises:
-        DloError: If no batch has been sharded, or the shapes are not those of the sharded batch.
+        name: Name of the operator.
+        is_full: Whether queries and keys have the positions of all ranks, as :mod:`dlo_plugins.context.ulysses` gathers
+            them, instead of those of this rank, as :mod:`dlo_plugins.context.ring` sends them round.
     """
-    what, ring = _attention(q, k, ticket, seed, scale, softcap, window, dropout, False)
-    return ring_forward(q, k, v, what, ring)
 
+    def forward(q: Tensor, k: Tensor, v: Tensor, *settings: Any) -> tuple[Tensor, Tensor]:
+        what, ring = _attention(q, k, is_full, *settings)
+        return full_forward(q, k, v, what) if is_full else ring_forward(q, k, v, what, ring)
 
-@torch.library.custom_op("dlo::ring_attention_backward", mutates_args=())
-def ring_attention_backward(
-    grad: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    ticket: Tensor,
-    seed: Tensor | None,
-    scale: float,
-    softcap: float | None,
-    window: int | None,
-    dropout: float,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Computes :func:`~dlo_plugins.context.ring.ring_backward`; arguments as in :func:`ring_attention`."""
-    what, ring = _attention(q, k, ticket, seed, scale, softcap, window, dropout, False)
-    return _unalias(ring_backward(grad, q, k, v, out, lse, what, ring))
+    def backward(
+        grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *settings: Any
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        what, ring = _attention(q, k, is_full, *settings)
+        tensors = grad, q, k, v, out, lse
+        return _unalias(full_backward(*tensors, what) if is_full else ring_backward(*tensors, what, ring))
 
+    operator = torch.library.custom_op(
+        f"dlo::{name}", forward, mutates_args=(), schema=f"({_TENSORS}, {_SETTINGS}) -> (Tensor, Tensor)"
+    )
+    gradient = torch.library.custom_op(
+        f"dlo::{name}_backward",
+        backward,
+        mutates_args=(),
+        schema=f"(Tensor grad, {_TENSORS}, Tensor out, Tensor lse, {_SETTINGS}) -> (Tensor, Tensor, Tensor)",
+    )
 
-@torch.library.custom_op("dlo::full_attention", mutates_args=())
-def full_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    ticket: Tensor,
-    seed: Tensor | None,
-    scale: float,
-    softcap: float | None,
-    window: int | None,
-    dropout: float,
-) -> tuple[Tensor, Tensor]:
-    """Computes :func:`~dlo_plugins.context.ulysses.full_forward`; arguments as in :func:`ring_attention`."""
-    what, _ = _attention(q, k, ticket, seed, scale, softcap, window, dropout, True)
-    return full_forward(q, k, v, what)
+    def gradients(ctx: Any, grad: Tensor, of_lse: Tensor | None) -> tuple[Any, ...]:
+        return *gradient(grad, *ctx.saved_tensors, *ctx.rest), *[None] * 6
 
-
-@torch.library.custom_op("dlo::full_attention_backward", mutates_args=())
-def full_attention_backward(
-    grad: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    ticket: Tensor,
-    seed: Tensor | None,
-    scale: float,
-    softcap: float | None,
-    window: int | None,
-    dropout: float,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Computes :func:`~dlo_plugins.context.ulysses.full_backward`; arguments as in :func:`ring_attention`."""
-    what, _ = _attention(q, k, ticket, seed, scale, softcap, window, dropout, True)
-    return _unalias(full_backward(grad, q, k, v, out, lse, what))
+    operator.register_fake(_like_forward)
+    gradient.register_fake(_like_backward)
+    operator.register_autograd(gradients, setup_context=_save)
+    return operator
 
 
 def _unalias(grads: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
@@ -244,18 +197,5 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
     ctx.save_for_backward(q, k, v, *output, ticket, seed)
 
 
-def _ring_gradients(ctx: Any, grad: Tensor, of_lse: Tensor | None) -> tuple[Any, ...]:
-    return *ring_attention_backward(grad, *ctx.saved_tensors, *ctx.rest), *[None] * 6
-
-
-def _full_gradients(ctx: Any, grad: Tensor, of_lse: Tensor | None) -> tuple[Any, ...]:
-    return *full_attention_backward(grad, *ctx.saved_tensors, *ctx.rest), *[None] * 6
-
-
-for _forward, _backward, _gradients in (
-    (ring_attention, ring_attention_backward, _ring_gradients),
-    (full_attention, full_attention_backward, _full_gradients),
-):
-    _forward.register_fake(_like_forward)
-    _backward.register_fake(_like_backward)
-    _forward.register_autograd(_gradients, setup_context=_save)
+ring_attention = _make_operator("ring_attention", is_full=False)
+full_attention = _make_operator("full_attention", is_full=True)
