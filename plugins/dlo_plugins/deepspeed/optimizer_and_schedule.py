@@ -394,6 +394,12 @@ def _arguments(section: Any, source: str) -> tuple[str, dict[str, Any]]:
         value = arguments.get(key, 1)
         if value != "auto" and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
             raise DloError(f"{source}: scheduler.params.{key} must be an integer of at least 1, got {value!r}")
+    second = arguments.get("cycle_second_step_size")
+    if isinstance(second, int | float) and second < 0:
+        raise DloError(
+            f"{source}: scheduler.params.cycle_second_step_size must be at least 0, got {second!r}; leave it out for"
+            " the length of the first step"
+        )
     if arguments.get("warmup_type", "log") not in ("log", "linear", "auto"):
         kind = arguments["warmup_type"]
         raise DloError(f"{source}: scheduler.params.warmup_type must be log or linear, got {kind!r}")
