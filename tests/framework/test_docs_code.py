@@ -13,6 +13,8 @@ from types import ModuleType
 
 import pytest
 
+from support.named_sets import isolate_named_sets
+
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
 EXAMPLES = DOCS / "examples"
@@ -29,6 +31,7 @@ def python_blocks() -> dict[str, list[str]]:
 @pytest.mark.parametrize("page", python_blocks())
 def test_the_python_of_a_page_runs(page, monkeypatch):
     monkeypatch.syspath_prepend(EXAMPLES)
+    isolate_named_sets(monkeypatch)
     names: dict[str, object] = {"__name__": "page"}
     for code in python_blocks()[page]:
         exec(compile(code, page, "exec"), names)

@@ -23,6 +23,7 @@ from dlo_plugins.pipeline.pipeline_schedules import (
     splits_backward,
 )
 from dlo_plugins.pipeline.simulation import Deadlock, StageCosts, dependencies, simulate, theoretical_bubble
+from support.named_sets import isolate_named_sets
 from support.pipeline_nets import most_in_flight
 
 F, B, I, W = ActionKind.FORWARD, ActionKind.BACKWARD, ActionKind.INPUT, ActionKind.WEIGHT  # noqa: E741
@@ -190,8 +191,7 @@ def one_by_one(placement, rank, micro_batches):
 
 
 def test_a_user_s_file_adds_a_schedule(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for kept in ("_functions", "_values"):  # Other tests of this process do not see the schedule.
-        monkeypatch.setattr(SCHEDULES, kept, dict(vars(SCHEDULES)[kept]))
+    isolate_named_sets(monkeypatch)
     (tmp_path / "own_schedule.py").write_text(OWN)
     assert Registry().load_user_module(str(tmp_path / "own_schedule.py")) == []
     schedule = make_schedule("onebyone", 2, 2)

@@ -1,0 +1,15 @@
+"""Keeps the functions that a test registers from the other tests of its process."""
+
+from __future__ import annotations
+
+import pytest
+
+from dlo_plugins.callbacks.lr_finder.lr_suggest import SUGGESTIONS
+from dlo_plugins.pipeline.pipeline_schedules import SCHEDULES
+
+
+def isolate_named_sets(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gives the sets of schedules and suggestions back, as they are now, when the test ends."""
+    for functions in (SCHEDULES, SUGGESTIONS):
+        for name in ("_functions", "_values"):
+            monkeypatch.setattr(functions, name, dict(vars(functions)[name]))
