@@ -17,6 +17,7 @@ from dlo_framework.accelerator import AcceleratorSettings
 from dlo_framework.accumulation import AccumulationTail
 from dlo_framework.distributed.equal_batches import EqualBatches
 from dlo_framework.distributed.grace import GRACE
+from dlo_framework.errors import DloError
 from dlo_framework.finite import FiniteLoss
 from dlo_framework.resume import ExactResume, logged_metrics, same_metrics
 from dlo_framework.stop import GracefulStop
@@ -51,7 +52,14 @@ def add_default_callbacks(
         checkpoints: Whether to save any.
         stop_grace: Seconds without progress that a run which was asked to stop may take.
         cudnn_benchmark: Whether to let cuDNN measure its algorithms.
+
+    Raises:
+        DloError: The folder of the run, or that of a ModelCheckpoint, begins with a scheme, such as ``s3:``.
     """
+    _check_on_file_system("run.dir", run_folder)
+    for callback in callbacks:
+        if isinstance(callback, ModelCheckpoint) and callback.dirpath is not None:
+            _check_on_file_system(f"dirpath of {type(callback).__name__}", callback.dirpath)
     monitor = next((callback for callback in callbacks if isinstance(callback, RunMonitor)), RunMonitor())
     state = StateReport()
     # Before the user's: a callback that clips gradients, or adds noise to them, must get the corrected gradient.
@@ -84,6 +92,16 @@ def add_default_callbacks(
         defaults.append(GracefulStop(folder, stop_grace))
         first.append(EndCheckpoint(last))
     return [*first, *callbacks, *(callback for callback in defaults if callback not in callbacks)]
+
+
+def _check_on_file_system(option: str, path: str | Path) -> None:
+    """Checks that a folder of a run has no scheme, which would be taken for the name of a local folder."""
+    scheme = next((part for part in Path(path).parts if part.endswith(":")), None)
+    if scheme is not None:
+        raise DloError(
+            f"{option} must be on a file system, got {path} with the scheme {scheme}; mount the storage, or copy"
+            " finished checkpoints to it"
+        )
 
 
 def best_checkpoint(run_folder: Path, model: LightningModule) -> list[Callback]:

@@ -61,7 +61,7 @@ def load_command(name: str) -> Callable[[list[str]], int | None]:
         return main
     installed = installed_commands()
     if name not in installed:
-        known = [*RUN_COMMANDS, *CORE_COMMANDS, *installed]
+        known = list(dict.fromkeys([*RUN_COMMANDS, *CORE_COMMANDS, *installed]))
         raise DloError(f"unknown command '{name}'{did_you_mean(name, known) or ';'} available: {', '.join(known)}")
     if len(installed[name]) > 1:
         raise DloError(_format_conflict(name, map(format_origin, installed[name])))

@@ -5,6 +5,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.demos.boring_classes import BoringModel
 
 from dlo_framework.checkpoint import (
     AsyncSaver,
@@ -26,6 +28,7 @@ from dlo_framework.checkpoint import store as stores
 from dlo_framework.checkpoint.formats.safetensors_file import from_single_file
 from dlo_framework.checkpoint.history import superseded
 from dlo_framework.checkpoint.store import LocalStore, store_of
+from dlo_framework.defaults import add_default_callbacks
 from dlo_framework.errors import DloError
 from dlo_framework.shards import FlatShard, full_box
 from support.memory_store import MemoryStore
@@ -220,3 +223,23 @@ def test_the_manifest_is_parsed_and_hashed_once_a_load_and_hashed_once_a_save(tm
     found = load(tmp_path / "last.ckpt")
     assert torch.equal(found["state_dict"]["w"], a_run(5)["state_dict"]["w"])
     assert (calls.parse, calls.hash) == (1, 2)
+
+
+def test_a_local_checkpoint_is_copied_to_a_store_and_back(tmp_path, monkeypatch) -> None:
+    register(tmp_path, monkeypatch, "mem = support.memory_store:MemoryStore")
+    monkeypatch.setattr(MemoryStore, "files", {})
+    save({"state_dict": {"w": torch.arange(6.0).view(2, 3)}, "epoch": 3}, tmp_path / "last.ckpt")
+    save(load(tmp_path / "last.ckpt"), "mem://bucket/last.ckpt")
+    found = load("mem://bucket/last.ckpt")
+    assert found["epoch"] == 3
+    assert torch.equal(found["state_dict"]["w"], torch.arange(6.0).view(2, 3))
+
+
+@pytest.mark.parametrize("option", ["run.dir", "dirpath of ModelCheckpoint"])
+def test_a_run_s_folder_has_no_scheme(option, tmp_path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    remote = Path("mem:/bucket/run")
+    callbacks = [] if option == "run.dir" else [ModelCheckpoint(dirpath=remote)]
+    folder = remote if option == "run.dir" else tmp_path / "run"
+    with pytest.raises(DloError, match=f"{option} must be on a file system, got .* with the scheme mem:"):
+        add_default_callbacks(callbacks, run_folder=folder, model=BoringModel())

@@ -1,4 +1,5 @@
 import math
+from typing import Any
 
 import numpy as np
 import pytest
@@ -6,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dlo_plugins.callbacks.lr_finder.lr_suggest import (
+    SUGGESTIONS,
     Sweep,
     minimum,
     rescale_rates,
@@ -15,6 +17,7 @@ from dlo_plugins.callbacks.lr_finder.lr_suggest import (
     sweep_rates,
     valley,
 )
+from support.named_sets import isolate_named_sets
 
 
 def test_rates_grow_by_equal_factors_from_end_to_end():
@@ -162,3 +165,19 @@ def test_all_suggestions_of_a_typical_curve_lie_before_its_lowest_point():
 def test_rescaled_rates_keep_their_ratios():
     assert rescale_rates([0.1, 0.01], 1.0) == pytest.approx([1.0, 0.1])
     assert rescale_rates([0.0, 0.0], 2.0) == [2.0, 2.0]
+
+
+@pytest.mark.parametrize("found", [ValueError("boom"), math.nan, -1.0, "fast"])
+def test_a_wrong_suggestion_leaves_the_others(found: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    isolate_named_sets(monkeypatch)
+
+    @SUGGESTIONS.register("mine")
+    def mine(rates: Any, losses: Any) -> Any:
+        if isinstance(found, Exception):
+            raise found
+        return found
+
+    with pytest.warns(UserWarning, match="suggestion mine must return a positive rate or None, got"):
+        suggested = suggest([1e-3, 1e-2, 1e-1, 1.0], [3.0, 2.0, 1.0, 4.0])
+    assert suggested["mine"] is None
+    assert any(rate for rate in suggested.values())

@@ -126,10 +126,32 @@ def make_schedule(name: str, ranks: int, micro_batches: int, stages_per_rank: in
         raise DloError(f"micro_batches must be at least 1, got {micro_batches}; set {2 * ranks}")
     if rule.check is not None:
         rule.check(ranks, micro_batches)
-    orders = tuple(tuple(rule.order(where, rank, micro_batches)) for rank in range(ranks))
+    orders = tuple(_order(known, rule, where, rank, micro_batches) for rank in range(ranks))
     for rank, order in enumerate(orders):
         _check_complete(known, order, {(stage, n) for stage in where.stages_of(rank) for n in range(micro_batches)})
     return Schedule(known, where, micro_batches, orders)
+
+
+def _order(name: str, rule: ScheduleRule, where: Placement, rank: int, micro_batches: int) -> tuple[Action, ...]:
+    """Returns a rank's actions.
+
+    Raises:
+        DloError: The schedule's function raises, or returns no list of actions.
+    """
+    what = f"schedule {name} ({rule.order.__module__}.{rule.order.__qualname__})"
+    try:
+        found = tuple(rule.order(where, rank, micro_batches))
+    except DloError:
+        raise
+    except Exception as error:
+        raise DloError(
+            f"{what} must return a rank's actions for (placement, rank, micro_batches), got"
+            f" {type(error).__name__}: {error}; correct the function"
+        ) from error
+    other = next((action for action in found if not isinstance(action, Action)), None)
+    if other is not None:
+        raise DloError(f"{what} must return Actions, got {other!r}; return Action(kind, stage, micro_batch)")
+    return found
 
 
 def _check_complete(name: str, order: Sequence[Action], wanted: set[tuple[int, int]]) -> None:

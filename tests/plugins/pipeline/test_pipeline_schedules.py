@@ -2,6 +2,7 @@
 
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -198,6 +199,21 @@ def test_a_user_s_file_adds_a_schedule(tmp_path: Path, monkeypatch: pytest.Monke
     assert [" ".join(map(str, order)) for order in schedule.orders] == ["F0.0 B0.0 F0.1 B0.1", "F1.0 B1.0 F1.1 B1.1"]
     with pytest.raises(DloError, match="unknown schedule 'OneBeOne'; did you mean 'OneByOne'"):
         make_schedule("OneBeOne", 2, 2)
+
+
+@pytest.mark.parametrize(
+    ("order", "message"),
+    [
+        (lambda placement, rank: [], "must return a rank's actions for .* got TypeError: "),
+        (lambda placement, rank, micro_batches: None, "must return a rank's actions for .* got TypeError: 'NoneType'"),
+        (lambda placement, rank, micro_batches: ["F"], "must return Actions, got 'F'; return Action"),
+    ],
+)
+def test_a_user_s_wrong_function_is_named(order: Any, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    isolate_named_sets(monkeypatch)
+    SCHEDULES.register("Wrong")(order)
+    with pytest.raises(DloError, match=f"schedule Wrong .*{message}"):
+        make_schedule("Wrong", 2, 2)
 
 
 @pytest.mark.parametrize(

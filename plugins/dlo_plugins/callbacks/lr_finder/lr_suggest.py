@@ -13,6 +13,7 @@ import math
 from collections.abc import Callable, Sequence
 
 import numpy as np
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from dlo_framework.registry.named_functions import NamedFunctions
 
@@ -141,8 +142,25 @@ def slide(
 
 
 def suggest(rates: Sequence[float], losses: Sequence[float]) -> dict[str, float | None]:
-    """Returns the suggestions of all imported methods for a curve; None for those that the curve does not allow."""
-    return {name: method(rates, losses) if len(rates) > 1 else None for name, method in SUGGESTIONS.loaded().items()}
+    """Returns the suggestions of all imported methods for a curve; None for those that the curve does not allow.
+
+    A method that raises, or returns no rate, suggests nothing, with a warning: the others keep the sweep.
+    """
+    return {name: _call(name, method, rates, losses) for name, method in SUGGESTIONS.loaded().items()}
+
+
+def _call(name: str, method: Suggest, rates: Sequence[float], losses: Sequence[float]) -> float | None:
+    if len(rates) < 2:
+        return None
+    try:
+        found = method(rates, losses)
+        if found is None or (found > 0 and np.isfinite(found)):
+            return None if found is None else float(found)
+        problem = f"the rate {found}"
+    except Exception as error:
+        problem = f"{type(error).__name__}: {error}"
+    rank_zero_warn(f"suggestion {name} must return a positive rate or None, got {problem}; correct {method.__module__}")
+    return None
 
 
 def rescale_rates(rates: Sequence[float], highest: float) -> list[float]:
