@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from dlo_framework.errors import DloError
 from dlo_plugins.callbacks.lr_finder.lr_suggest import (
     SUGGESTIONS,
     Sweep,
@@ -181,3 +182,5 @@ def test_a_wrong_suggestion_leaves_the_others(found: Any, monkeypatch: pytest.Mo
         suggested = suggest([1e-3, 1e-2, 1e-1, 1.0], [3.0, 2.0, 1.0, 4.0])
     assert suggested["mine"] is None
     assert any(rate for rate in suggested.values())
+    with pytest.raises(DloError, match="suggestion mine must return a positive rate or None, got"):
+        suggest([1e-3, 1e-2, 1e-1, 1.0], [3.0, 2.0, 1.0, 4.0], chosen="mine")

@@ -107,7 +107,7 @@ class LRFinder(BeforeTraining):
     def before_training(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Sweeps, reports, and sets the rate."""
         sweep = self.sweep(trainer)
-        self.suggestions = suggest(*sweep.trimmed())
+        self.suggestions = suggest(*sweep.trimmed(), chosen=self.suggestion)
         self.lr = self.suggestions[self.suggestion]
         self._report(trainer, sweep)
         if self.lr is None:

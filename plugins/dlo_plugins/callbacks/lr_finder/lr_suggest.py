@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
+from dlo_framework.errors import DloError
 from dlo_framework.registry.named_functions import NamedFunctions
 
 
@@ -141,15 +142,23 @@ def slide(
     return rates[found]
 
 
-def suggest(rates: Sequence[float], losses: Sequence[float]) -> dict[str, float | None]:
+def suggest(rates: Sequence[float], losses: Sequence[float], chosen: str = "") -> dict[str, float | None]:
     """Returns the suggestions of all imported methods for a curve; None for those that the curve does not allow.
 
     A method that raises, or returns no rate, suggests nothing, with a warning: the others keep the sweep.
+
+    Args:
+        rates: Learning rates, ascending.
+        losses: Smoothed losses.
+        chosen: Name of the suggestion that the run takes.
+
+    Raises:
+        DloError: The chosen method raises, or returns no rate.
     """
-    return {name: _call(name, method, rates, losses) for name, method in SUGGESTIONS.loaded().items()}
+    return {name: _call(name, method, rates, losses, chosen) for name, method in SUGGESTIONS.loaded().items()}
 
 
-def _call(name: str, method: Suggest, rates: Sequence[float], losses: Sequence[float]) -> float | None:
+def _call(name: str, method: Suggest, rates: Sequence[float], losses: Sequence[float], chosen: str) -> float | None:
     if len(rates) < 2:
         return None
     try:
@@ -159,7 +168,10 @@ def _call(name: str, method: Suggest, rates: Sequence[float], losses: Sequence[f
         problem = f"the rate {found}"
     except Exception as error:
         problem = f"{type(error).__name__}: {error}"
-    rank_zero_warn(f"suggestion {name} must return a positive rate or None, got {problem}; correct {method.__module__}")
+    message = f"suggestion {name} must return a positive rate or None, got {problem}; correct {method.__module__}"
+    if name == chosen:
+        raise DloError(message)
+    rank_zero_warn(message)
     return None
 
 
