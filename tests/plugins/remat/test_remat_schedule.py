@@ -1,0 +1,164 @@
+"""Chains and schedules: validation, the operations of a step, their time and memory."""
+
+import dataclasses
+import random
+
+import pytest
+
+from dlo_framework.errors import DloError
+from dlo_plugins.remat.chain import Chain, Mode, Stage
+from dlo_plugins.remat.link import Link
+from dlo_plugins.remat.schedule import Keep, OperationKind, Recompute, Schedule, Transfer, check_nodes
+from dlo_plugins.remat.schedule_simulation import predict, simulate, simulate_nodes
+from support.remat_chains import equal_chain, random_chain, random_nodes, time_and_peak
+
+MODE = Mode("all", 10, 1.0, 2.0)
+
+
+def test_operations_come_in_the_order_of_a_step():
+    chain = equal_chain(3, MODE, 2)
+    inner = (Recompute(0, 0, (Keep(0),)), Keep(1))
+    schedule = predict(chain, (Recompute(0, 1, inner), Keep(2), Keep(3)))
+    assert [(o.kind.value, o.stage, o.run, o.drops_input) for o in schedule.operations] == [
+        ("run", 0, 0, False),
+        ("run", 1, 0, True),
+        ("save", 2, 0, False),
+        ("save", 3, 0, False),
+        ("backward", 3, 0, False),
+        ("backward", 2, 0, False),
+        ("run", 0, 1, False),
+        ("save", 1, 1, False),
+        ("backward", 1, 1, False),
+        ("save", 0, 2, False),
+        ("backward", 0, 2, False),
+    ]
+    assert {o.node for o in schedule.operations if o.stage < 2} == {0}
+    assert schedule.forwards == (3, 2, 1, 1)
+    assert schedule.time == 7 * 1.0 + 4 * 2.0
+
+
+def test_memory_over_time_of_a_schedule_by_hand():
+    """Two blocks of output 2 that keep 10, the first recomputed, and a loss."""
+    chain = equal_chain(2, dataclasses.replace(MODE, backward_peak=1), 2, forward_peak=5)
+    found = simulate(chain, predict(chain, (Recompute(0, 0, (Keep(0),)), Keep(1), Keep(2))))
+    # Columns: kind, stage, peak while it runs, bytes after it.
+    assert [(r.operation.kind.value, r.operation.stage, r.peak, r.memory) for r in found.operations] == [
+        ("run", 0, 2 + 2 + 5, 4),
+        ("save", 1, 4 + 10, 14),
+        ("save", 2, 14, 14),
+        ("backward", 2, 14 + 2, 16),  # The gradient of the second block's output is made.
+        ("backward", 1, 16 + 2 + 1, 4),  # Left: the first block's input, and the gradient of its output.
+        ("save", 0, 4 + 10, 14),
+        ("backward", 0, 14 + 2 + 1, 2),
+    ]
+    assert found.peak == 19
+    assert found.recomputed == 1.0
+    saved = [span for span in found.lifetimes if span.kind == "saved"]
+    assert [(s.stage, s.bytes, s.start, s.end) for s in saved] == [(1, 8, 1.0, 7.0), (0, 8, 7.0, 10.0)]
+
+
+def test_time_and_peak_are_those_of_the_papers_definitions():
+    rng = random.Random(0)
+    for _ in range(300):
+        chain = random_chain(rng, rng.randint(1, 7), modes=3, loss=rng.random() < 0.5)
+        nodes = random_nodes(rng, chain)
+        found = simulate_nodes(chain, nodes)
+        assert (found.time, found.peak) == time_and_peak(chain, nodes)
+        assert found.recomputed + chain_forward(chain, nodes) == pytest.approx(
+            sum(r.end - r.start for r in found.operations if r.operation.kind is not OperationKind.BACKWARD)
+        )
+
+
+def chain_forward(chain, nodes):
+    """Seconds of the first forwards of all stages."""
+    kept = {node.stage: node.mode for node in nodes if isinstance(node, Keep)}
+    return sum(stage.modes[kept.get(index, 0)].forward for index, stage in enumerate(chain.stages))
+
+
+def test_lifetimes_add_up_to_the_memory():
+    rng = random.Random(1)
+    for _ in range(50):
+        chain = random_chain(rng, rng.randint(1, 6), modes=2)
+        found = simulate_nodes(chain, random_nodes(rng, chain))
+        for row in found.operations[:-1]:
+            if row.start < row.end:
+                held = sum(s.bytes for s in found.lifetimes if s.start <= row.end < s.end)
+                started = sum(s.bytes for s in found.lifetimes if s.start == row.end)
+                assert row.memory == held - started
+
+
+def test_copies_run_beside_computation_in_the_order_of_issue():
+    chain = equal_chain(3, MODE, 2)  # Each block keeps 8 bytes besides input and output.
+    nodes = (Keep(0, offload=True), Keep(1, offload=True), Keep(2), Keep(3))
+    transfers = (Transfer(0, release=2, prefetch=1), Transfer(1, release=3, prefetch=3))
+    link = Link(to_host=4.0, to_device=5.0)
+    found = simulate_nodes(chain, nodes, transfers, link)
+    rows = {(r.operation.kind.value, r.operation.stage): (r.start, r.end, r.memory) for r in found.operations}
+    assert rows["offload", 0][:2] == (1.0, 3.0)  # 8 bytes: the chain's input is never copied.
+    assert rows["offload", 1][:2] == (3.0, 5.5)  # 10 bytes, after the copy before.
+    assert rows["release", 0] == (2.0, 3.0, 2 + 2 + 8 + 2)
+    assert rows["release", 1][:2] == (4.0, 5.5)
+    assert rows["save", 3][:2] == (5.5, 6.5)
+    assert rows["prefetch", 1][:2] == (6.5, 8.5)
+    assert rows["arrive", 1][:2] == (10.5, 10.5)
+    assert rows["prefetch", 0][:2] == (10.5, pytest.approx(12.1))
+    assert rows["backward", 0][:2] == (12.5, 14.5)
+    assert found.waited == 1.0 + 1.5
+    assert found.time == 14.5
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"saved": -1}, "saved of mode all of stage 0 (a) must be a finite number of at least 0, got -1"),
+        ({"forward": float("nan")}, "forward of mode all of stage 0 (a) must be a finite number"),
+        ({"backward": float("inf")}, "backward of mode all of stage 0 (a) must be a finite number"),
+        ({"saved": 1}, "saved of mode all of stage 0 (a) must include its output of 2 bytes, got 1"),
+    ],
+)
+def test_a_mode_that_cannot_be_is_refused(change, message):
+    with pytest.raises(DloError) as error:
+        Chain((Stage("a", 2, (dataclasses.replace(MODE, **change),)),), 0)
+    assert str(error.value).startswith(message)
+
+
+def test_a_chain_that_cannot_be_is_refused():
+    with pytest.raises(DloError, match="stages must have at least one stage, got none"):
+        Chain((), 0)
+    with pytest.raises(DloError, match=r"modes of stage 0 \(a\) must have at least one mode, got none"):
+        Chain((Stage("a", 0, ()),), 0)
+    with pytest.raises(DloError, match="input of chain must be a finite number of at least 0, got -3"):
+        Chain((Stage("a", 0, (MODE,)),), -3)
+    with pytest.raises(DloError, match="to_host must be a finite number of bytes per second above 0, got 0"):
+        Link(0, 1)
+
+
+K = Keep
+
+
+@pytest.mark.parametrize(
+    ("nodes", "message"),
+    [
+        ((K(0), K(2)), "nodes must cover stages 0 to 2 in order, got stages 2 to 2 where stage 1 is next"),
+        ((K(0), K(1)), "nodes must cover stages 0 to 2, got none for stage 2"),
+        ((), "nodes must cover stages 0 to 2, got none for stage 0"),
+        ((Recompute(0, 1, (K(0),)), K(2)), "nodes must cover stages 0 to 1, got none for stage 1"),
+        ((K(0), Recompute(1, 2, (K(1), K(2)))), "the last node of a sequence must be Keep, got Recompute of stages 1"),
+        ((K(0, mode=1), K(1), K(2)), "mode of stage 0 must be less than 1, got 1"),
+        ((Recompute(0, 1, (K(0, offload=True), K(1))), K(2)), "offload must be False inside a region, got True"),
+        ((K(0, offload=True), K(1), K(2)), "transfers must be of the offloaded nodes [0], in order, got []"),
+    ],
+)
+def test_nodes_that_are_no_schedule_are_refused(nodes, message):
+    with pytest.raises(DloError) as error:
+        simulate_nodes(equal_chain(2, MODE, 2), nodes)
+    assert str(error.value).startswith(message)
+
+
+def test_copies_that_cannot_be_are_refused():
+    chain = equal_chain(2, MODE, 2)
+    nodes = (K(0, offload=True), K(1), K(2))
+    with pytest.raises(DloError, match="release and prefetch of node 0 must be after its forward"):
+        check_nodes(chain, nodes, (Transfer(0, release=0, prefetch=2),))
+    with pytest.raises(DloError, match="link must be given for a schedule that offloads, got None"):
+        simulate(chain, Schedule(nodes, 0.0, 0, (Transfer(0, release=1, prefetch=2),)))
