@@ -9,6 +9,21 @@ from typing import Any, TypeVar
 from dlo_framework.errors import DloError
 
 T = TypeVar("T")
+_PREFIX = "dlo_framework."
+
+
+def list_extensions() -> list[metadata.EntryPoint]:
+    """Returns the entry points of all installed packages that extend dlo, other than plug-ins, by group and name.
+
+    These are commands and their options, checkpoint stores and formats, image models, LR suggestions and pipeline
+    schedules. Nothing is imported.
+    """
+    points = metadata.entry_points()
+    groups = [
+        group for group in points.groups if group.startswith(_PREFIX) and not group.startswith(f"{_PREFIX}plugins.")
+    ]
+    found = {point for group in groups for point in points.select(group=group)}
+    return sorted(found, key=lambda point: (point.group, point.name))
 
 
 def load_function(point: metadata.EntryPoint, kind: str) -> Callable[..., Any]:

@@ -211,7 +211,8 @@ def checkpoint_path(path: str | Path, storage_options: Any = None) -> Path:
         )
     if isinstance(path, str) and "://" in path and _registered(path.partition("://")[0]) is None:
         raise DloError(
-            f"a checkpoint's path must be on a file system, got {path}; mount the storage, or copy the checkpoint"
+            f"a checkpoint's path must be on a file system, or begin with the scheme of an installed store, got {path};"
+            " mount the storage, or copy the checkpoint"
         )
     return Path(path)
 

@@ -20,11 +20,12 @@ from dlo_framework.errors import DloError, did_you_mean, dlo_error_in
 from dlo_framework.registry import Registry
 from dlo_framework.registry.class_source import SourceNotFoundError, read_class
 
-#: Kind of plug-in that the class under a key must be.
+#: Kind of class that a key takes: that of a plug-in, or a logger.
 KINDS = {
     "model": "task",
     "data": "data",
     "trainer.callbacks": "callback",
+    "trainer.logger": "logger",
     "trainer.strategy": "strategy",
 }
 
@@ -121,11 +122,11 @@ def _find_class(class_path: str, kind: str | None, registry: Registry) -> type |
         DloError: If the class does not exist, or a config may not name it.
     """
     if "." not in class_path:
-        if class_path in registry.names():
+        if class_path in registry.names(kind):
             return registry.load(class_path, kind)
         found = _list_imported_subclasses(kind).get(class_path)
         if found is None and kind is not None:
-            raise registry.unknown(class_path, kind)
+            raise registry.unknown(class_path, kind, others=_list_imported_names(kind))
         return found
     registry.allow_class_path(class_path)
     module, name = class_path.rsplit(".", 1)
@@ -141,9 +142,10 @@ def _find_class(class_path: str, kind: str | None, registry: Registry) -> type |
 
 
 def _list_imported_names(kind: str) -> list[str]:
-    """Returns the short names of imported classes of a kind that a config may want: Lightning's own."""
+    """Returns the short names of imported classes of a kind that a config may want: Lightning's and users' own."""
     found = _list_imported_subclasses(kind).items()
-    return [name for name, cls in found if cls.__module__.startswith("lightning.") and not name.startswith("_")]
+    wanted = [(name, cls) for name, cls in found if not name.startswith("_") and not inspect.isabstract(cls)]
+    return [name for name, cls in wanted if not cls.__module__.startswith("dlo_")]
 
 
 def _explain_unknown_argument(key: str, name: str, found: ConfigScan, registry: Registry) -> str:
@@ -192,9 +194,16 @@ def _get_value(config: Any, key: str) -> Any:
 def _get_base_classes() -> dict[str, type]:
     """Returns the class that those of a kind derive from."""
     from lightning.pytorch import Callback, LightningDataModule, LightningModule
+    from lightning.pytorch.loggers import Logger
     from lightning.pytorch.strategies import Strategy
 
-    return {"callback": Callback, "task": LightningModule, "data": LightningDataModule, "strategy": Strategy}
+    return {
+        "callback": Callback,
+        "data": LightningDataModule,
+        "logger": Logger,
+        "strategy": Strategy,
+        "task": LightningModule,
+    }
 
 
 def _list_imported_subclasses(kind: str | None) -> dict[str, type]:

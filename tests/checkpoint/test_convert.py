@@ -297,6 +297,7 @@ def test_verify_has_the_exit_code_of_its_answer(checkpoint, capsys):
         (["inspet", "x"], "unknown command 'dlo checkpoint inspet'; did you mean 'inspect'?"),
         (["inspect"], "the following arguments are required: PATH; see 'dlo checkpoint inspect --help'"),
         (["inspect", "none.ckpt"], "no checkpoint none.ckpt"),
+        (["inspect", "none://run/last.ckpt"], "begin with the scheme of an installed store, got none://run/last.ckpt"),
         (["convert", "none.ckpt", "x"], "no checkpoint none.ckpt"),
         (
             ["convert", "{}", "other"],

@@ -141,6 +141,29 @@ def test_language_models_without_prompts_or_positions(refused, monkeypatch):
     )
 
 
+def test_keys_and_classes_of_loggers(refused):
+    Path("own_logger.py").write_text(
+        "from lightning.pytorch.loggers import CSVLogger\n"
+        "class OwnLogger(CSVLogger):\n"
+        "    def __init__(self, save_dir: str, colour: str = 'red'): super().__init__(save_dir)\n"
+    )
+    options = ["fit", "--config", "train.yaml", "--plugins", "[./own_logger.py]", "--config"]
+
+    def message(logger: str) -> str:
+        Path("logger.yaml").write_text(f"trainer: {{logger: {logger}}}\n")
+        return refused(*options, "logger.yaml")
+
+    assert (
+        "logger.yaml: unknown key 'trainer.logger.init_args.color' of OwnLogger; did you mean 'colour'? it takes:"
+        " save_dir, colour" in message("{class_path: OwnLogger, init_args: {color: blue}}")
+    )
+    assert "of CSVLogger; did you mean 'save_dir'?" in message("[{class_path: CSVLogger, init_args: {save_dr: x}}]")
+    found = message("{class_path: OwnLoger}")
+    assert "unknown logger 'OwnLoger'; did you mean 'OwnLogger'? available: " in found
+    assert "CSVLogger" in found
+    assert "'OneCycle' is a callback plug-in, not a logger; available: " in message("{class_path: OneCycle}")
+
+
 def test_values_of_the_wrong_type(refused):
     message = refused("fit", "--config", "train.yaml", "--model.init_args.lrr", "1")
     assert "unknown key 'model.lrr' of ImageClassifier; did you mean 'lr'? it takes: model," in message

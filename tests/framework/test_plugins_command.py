@@ -22,6 +22,7 @@ def pack(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (info / "entry_points.txt").write_text(
         "[dlo_framework.plugins.callback]\nPcCallback = pc_mod:PcCallback\nPcGone = pc_gone:PcGone\n"
         "[dlo_framework.plugins.strategy]\nPcStrategy = pc_mod:PcStrategy\npc_alias = pc_mod:PcStrategy\n"
+        "[dlo_framework.checkpoint_stores]\npc = pc_mod:PcStore\n"
         "[dlo_framework.plugins.callbacky]\nPcTypo = pc_mod:PcTypo\n"
     )
     (tmp_path / "pc_mod.py").write_text('''
@@ -61,6 +62,8 @@ def test_the_list_has_kind_description_and_origin(pack: None, capsys: pytest.Cap
     assert next(line for line in lines if "pc_alias" in line).split()[:2] == ["PcStrategy,", "pc_alias"]
     assert "(not found: no module pc_gone)" in next(line for line in lines if "PcGone" in line)
     assert any(line.startswith("warning: pc_pack 3.1: 'PcTypo' is in the unknown group") for line in lines)
+    store = lines.index("dlo_framework.checkpoint_stores (entry points)") + 1
+    assert lines[store].split() == ["pc", "pc_mod:PcStore", "pc_pack", "3.1"]
     assert any("OneCycle" in line and "dlo_framework" in line for line in lines)
 
 

@@ -386,3 +386,8 @@ def test_where_nothing_is_sharded_parameters_are_watched_though_the_whole_is_nev
     model(torch.ones(1, 2)).sum().backward()
     assert usage.used == set(found.parameters)
     assert earlier.used == set()  # It watches no longer.
+
+
+def test_a_decision_of_a_process_before_the_ranks_are_connected() -> None:
+    strategy = FSDPStrategy()
+    assert [strategy.reduce_boolean_decision(given) for given in (True, False)] == [True, False]

@@ -26,14 +26,16 @@ def main(argv: list[str]) -> int:
         hint = did_you_mean(first, COMMANDS)
         raise DloError(f"unknown command 'dlo checkpoint {first}'{hint or ';'} available: {', '.join(COMMANDS)}")
     given = _parser().parse_args(argv or ["--help"])
-    path = Path(given.path)
+    from dlo_framework.checkpoint.store import checkpoint_path
+
+    path = checkpoint_path(given.path)
     if given.command == "inspect":
         return _inspect(path, as_json=given.json)
     if given.command == "verify":
         return _verify(path, level="size" if given.quick else "hash")
     if given.command == "convert":
-        return _convert(path, Path(given.target))
-    return _export(path, Path(given.target), given.prefix, given.dtype)
+        return _convert(path, checkpoint_path(given.target))
+    return _export(path, checkpoint_path(given.target), given.prefix, given.dtype)
 
 
 def _parser() -> CommandParser:

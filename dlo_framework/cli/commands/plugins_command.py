@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import sys
 from collections.abc import Sequence
@@ -11,6 +12,7 @@ from typing import Any
 from dlo_framework.cli.command_parser import CommandParser
 from dlo_framework.cli.snippet import format_yaml_snippet
 from dlo_framework.errors import DloError, did_you_mean
+from dlo_framework.extensions import format_origin, list_extensions
 from dlo_framework.registry import KINDS, Plugin, Registry
 from dlo_framework.registry.class_source import ClassSource, SourceNotFoundError, plain, read_class
 
@@ -35,7 +37,7 @@ def main(argv: list[str]) -> int:
 
 
 def _parser() -> CommandParser:
-    parser = CommandParser("dlo plugins", description="List every installed plug-in, by kind.")
+    parser = CommandParser("dlo plugins", description="List every installed plug-in, by kind, and other extensions.")
     parser.add_argument("--json", action="store_true", help="print JSON, for machines")
     commands = parser.add_subparsers(dest="command", title="commands", metavar="COMMAND")
     show = commands.add_parser(
@@ -72,6 +74,10 @@ def _list(registry: Registry, *, as_json: bool) -> None:
     missing = [kind for kind in KINDS if kind not in kinds]
     if missing:
         print(f"no plug-ins of kind: {', '.join(missing)}\n")
+    extensions = itertools.groupby(list_extensions(), key=lambda point: point.group)
+    for group, points in extensions:
+        rows = [[point.name, point.value, format_origin(point)] for point in points]
+        _print_table(f"{group} (entry points)", ("name", "what it names", "from"), rows)
     conflicts = dict.fromkeys(conflict for plugin in plugins if (conflict := registry.conflict(plugin)))
     for problem in (*conflicts, *registry.problems):
         print(f"warning: {problem}")

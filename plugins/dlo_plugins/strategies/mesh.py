@@ -322,7 +322,9 @@ class MeshStrategy(ShardedStrategy):
         return scale if scaler is None else scaler.scale(scale)
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
-        """Returns a decision that all ranks agree on."""
+        """Returns a decision that all ranks agree on; this process's own before the ranks are connected."""
+        if not dist.is_initialized():
+            return decision
         vote = torch.tensor(int(decision), device=self.root_device)
         dist.all_reduce(vote)
         return bool(vote == self.world_size) if all else bool(vote)
