@@ -17,9 +17,9 @@ from measuring.record import Table
 from measuring.rounds import all_ratios, clock_of, take_turns
 from torch import Tensor
 
-from dlo_plugins.context.block_attention import Score, _torch_backward, _torch_forward
+from dlo_plugins.context.block_attention import _torch_backward, _torch_forward
 from dlo_plugins.context.blockwise import merge
-from dlo_plugins.context.fused import KERNELS, Block, Kernel, Result
+from dlo_plugins.context.fused import KERNELS, Block, Kernel, Result, Score
 
 
 def ring_tables(size_name: str, device: torch.device, rounds: int, backend: str) -> Iterator[Table]:
@@ -83,12 +83,12 @@ def _sdpa(q: Tensor, k: Tensor, v: Tensor, grad: Tensor, causal: bool) -> tuple[
 
 
 def _fused(kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, grad: Tensor, causal: bool) -> tuple[Tensor, ...]:
-    block = Block(q, k, v, q.shape[-1] ** -0.5, causal, None)
+    block = Block(q, k, v, Score(q.shape[-1] ** -0.5), causal)
     out, lse, *_ = kernel.forward(block)
     return out, *kernel.backward(block, Result(grad, out, lse))[:3]
 
 
 def _written(q: Tensor, k: Tensor, v: Tensor, grad: Tensor, causal: bool) -> tuple[Tensor, ...]:
-    score = Score(q.shape[-1] ** -0.5)
-    out, lse = _torch_forward(q, k, v, score, causal, None, None)
-    return out, *_torch_backward(grad, q, k, v, out, lse, score, causal, None, None)
+    block = Block(q, k, v, Score(q.shape[-1] ** -0.5), causal)
+    out, lse = _torch_forward(block)
+    return out, *_torch_backward(block, Result(grad, out, lse))

@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from dlo_plugins.context import block_attention
-from dlo_plugins.context.block_attention import Dropout, Score
-from dlo_plugins.context.visibility import Documents, PairMask, Visibility
+from dlo_plugins.context.fused import Block, Dropout, Result, Score
+from dlo_plugins.context.visibility import Documents, Visibility
 
 
 @dataclass(frozen=True)
@@ -117,10 +117,8 @@ def attend(
         v: Values, [B, K, chunks * S, E].
         keys: Numbers of the keys' chunks.
     """
-    for rows, columns, causal, mask, dropout in _pairs(what, queries, keys, q.device):
-        held = k[:, :, columns], v[:, :, columns]
-        part = block_attention.forward(q[:, :, rows], *held, what.score, causal, mask, dropout)
-        out.add(rows, *part)
+    for rows, _, block in _blocks(what, q, queries, k, v, keys):
+        out.add(rows, *block_attention.forward(block))
 
 
 def attend_backward(
@@ -150,32 +148,18 @@ def attend_backward(
         into: Gradients of q, k and v; added to.
     """
     dq, dk, dv = into
-    for rows, columns, causal, mask, dropout in _pairs(what, queries, keys, q.device):
-        part = block_attention.backward(
-            grad[:, :, rows],
-            q[:, :, rows],
-            k[:, :, columns],
-            v[:, :, columns],
-            out[:, :, rows],
-            lse[:, :, rows],
-            what.score,
-            causal,
-            mask,
-            dropout,
-        )
+    for rows, columns, block in _blocks(what, q, queries, k, v, keys):
+        part = block_attention.backward(block, Result(grad[:, :, rows], out[:, :, rows], lse[:, :, rows]))
         dq[:, :, rows] += part[0]
         dk[:, :, columns] += part[1]
         dv[:, :, columns] += part[2]
 
 
-def _pairs(
-    what: Attention, queries: Sequence[int], keys: Sequence[int], device: torch.device
-) -> Iterator[tuple[slice, slice, bool, PairMask | None, Dropout | None]]:
-    """Yields the blocks to compute: slices of queries and keys, whether the block is causal, its mask and dropout.
-
-    Yields nothing on the meta device.
-    """
-    if device.type == "meta":
+def _blocks(
+    what: Attention, q: Tensor, queries: Sequence[int], k: Tensor, v: Tensor, keys: Sequence[int]
+) -> Iterator[tuple[slice, slice, Block]]:
+    """Yields the blocks to compute, each with its slices of queries and keys; nothing on the meta device."""
+    if q.device.type == "meta":
         return
     size = what.documents.size
     for at, query in enumerate(queries):
@@ -188,5 +172,8 @@ def _pairs(
             # Consecutive chunks that are fully seen form one block; any other chunk is a block of its own.
             for first, last in [(places[0], places[-1])] if kind is Visibility.ALL else [(to, to) for to in places]:
                 columns = slice(first * size, (last + 1) * size)
-                mask = what.documents.mask(query, keys[first], what.window, device) if kind is Visibility.SOME else None
-                yield rows, columns, kind is Visibility.CAUSAL, mask, what.dropout_of(query, keys[first])
+                pair = query, keys[first]
+                mask = what.documents.mask(*pair, what.window, q.device) if kind is Visibility.SOME else None
+                tensors = q[:, :, rows], k[:, :, columns], v[:, :, columns]
+                is_causal = kind is Visibility.CAUSAL
+                yield rows, columns, Block(*tensors, what.score, is_causal, mask, what.dropout_of(*pair))

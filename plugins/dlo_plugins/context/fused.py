@@ -30,6 +30,41 @@ _LSE_BLOCK = 32
 _aten = torch.ops.aten
 
 
+@dataclass(frozen=True)
+class Score:
+    """Score function of a query and a key.
+
+    Attributes:
+        scale: Factor on their product.
+        softcap: Soft bound, `softcap * tanh(score / softcap)` (Gemma 2); None for no bound.
+    """
+
+    scale: float
+    softcap: float | None = None
+
+
+@dataclass(frozen=True)
+class Dropout:
+    """Dropout of attention weights, the same in forward and backward.
+
+    Attributes:
+        rate: Rate of dropped weights; the others are divided by `1 - rate`.
+        seed: Seed of the random numbers.
+    """
+
+    rate: float
+    seed: int
+
+    def generator(self, device: torch.device) -> torch.Generator:
+        """Returns a new generator for a block's random numbers."""
+        return torch.Generator(device).manual_seed(self.seed)
+
+    def factors(self, weights: Tensor, generator: torch.Generator) -> Tensor:
+        """Returns the factors on some weights, 0 or `1 / (1 - rate)`."""
+        drawn = torch.rand(weights.shape, generator=generator, device=weights.device)
+        return (drawn >= self.rate).to(weights.dtype) / (1 - self.rate)
+
+
 class Block(NamedTuple):
     """Block of attention: some queries and the keys that they see.
 
@@ -37,17 +72,24 @@ class Block(NamedTuple):
         q: Queries, [B, H, S, D].
         k: Keys, [B, H, T, D]; [B, K, T, D] for a kernel that groups heads.
         v: Values, [B, H, T, E]; [B, K, T, E] for a kernel that groups heads.
-        scale: Factor of scores.
-        causal: Whether a query sees only the keys of its own number and before.
-        mask: Mask of the keys that are seen; None for all keys, or for the causal mask alone.
+        score: Score function.
+        causal: Whether a query sees only the keys of its own number and before; S = T then.
+        mask: Mask `[B or 1, 1, S, T]` of the keys that are seen; None for all keys, or for the causal mask alone.
+        dropout: Dropout of this block's weights, which no kernel of this table computes; None without dropout.
     """
 
     q: Tensor
     k: Tensor
     v: Tensor
-    scale: float
-    causal: bool
-    mask: PairMask | None
+    score: Score
+    causal: bool = False
+    mask: PairMask | None = None
+    dropout: Dropout | None = None
+
+    @property
+    def scale(self) -> float:
+        """Factor of scores."""
+        return self.score.scale
 
     @property
     def lengths(self) -> tuple[None, None, int, int]:

@@ -23,8 +23,8 @@ import torch
 from torch import Tensor
 
 from dlo_framework.errors import DloError
-from dlo_plugins.context.block_attention import Dropout, Score
 from dlo_plugins.context.blockwise import Attention
+from dlo_plugins.context.fused import Dropout, Score
 from dlo_plugins.context.ring import Ring, ring_backward, ring_forward
 from dlo_plugins.context.ulysses import full_backward, full_forward
 from dlo_plugins.context.visibility import Documents

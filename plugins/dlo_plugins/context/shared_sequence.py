@@ -10,8 +10,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dlo_plugins.context import operators, sequence_layout
-from dlo_plugins.context.block_attention import Dropout, Score
 from dlo_plugins.context.blockwise import Attention
+from dlo_plugins.context.fused import Dropout, Score
 from dlo_plugins.context.ring import Ring, RingAttention
 from dlo_plugins.context.ulysses import FullAttention, chunk_count, ulysses_attention
 from dlo_plugins.context.visibility import CountedTensor, Documents, count_ends, find_documents, read_counts

@@ -14,7 +14,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from dlo_framework.errors import DloError
-from dlo_plugins.context.block_attention import Score
+from dlo_plugins.context.fused import Score
 from dlo_plugins.context.shared_sequence import SharedSequence
 
 #: Name of this implementation in transformers, which searches names for "sdpa" and "flash": it contains neither.

@@ -42,12 +42,8 @@ from dlo_plugins.mesh.pipeline_options import PipelineOptions
 from dlo_plugins.mesh.pipelined_task import PipelinedTask
 from dlo_plugins.mesh.state_bytes_per_rank import RankStateBytes
 from dlo_plugins.mesh.traffic import Traffic, TrafficCounter, extrapolate
-from dlo_plugins.pipeline.exchange import batch_signatures
 from dlo_plugins.pipeline.fake_kernels import FakeKernels
-from dlo_plugins.pipeline.gates import StageForward, StageShapes
-from dlo_plugins.pipeline.pipeline_engine import Pipeline
 from dlo_plugins.pipeline.pipeline_schedules import make_schedule
-from dlo_plugins.pipeline.skip_check import SkipCheck
 
 #: Device of the fake tensors.
 _DEVICE = torch.device("cpu")
@@ -250,7 +246,7 @@ class RankView:
         if self._batch is not None:
             parts = pipelined.split_training_batch(self._shard_batch(self._batch))
             with _materialised(pipelined.task.model):
-                _record_shapes(pipelined.pipeline, parts, pipelined._forward)
+                pipelined.pipeline.rehearse(parts, pipelined._forward)
 
     def _shard_batch(self, batch: Any) -> Any:
         return self.options.appliers.context.shard_batch(batch)
@@ -356,21 +352,6 @@ class _FakeGroups(MeshGroups):
 def _forward(task: Any, batch: Any) -> Any:
     args, kwargs = task.inputs(batch)
     return task.forward(*args, **kwargs)
-
-
-def _record_shapes(pipeline: Pipeline, parts: Sequence[Any], forward: Any) -> None:
-    """Records the shapes of hidden states without other ranks, as :meth:`Pipeline.rehearse` does for meta tensors."""
-    known = batch_signatures(parts, pipeline.model, pipeline.device)
-    needed = min(max(pipeline.own_stages) + 1, pipeline.stages.count - 1)
-    for key, part in dict(zip(known, parts, strict=True)).items():
-        hidden, shapes = None, StageShapes()
-        for stage in range(needed):
-            check = SkipCheck() if stage else None
-            passage = StageForward(pipeline.model, pipeline.stages, stage, pipeline.device, hidden, shapes, True, check)
-            result = passage.run(partial(forward, part))
-            pipeline._shapes[stage + 1, key] = shapes = passage.known
-            pipeline._exchange.set_layout(stage + 1, key, result, shapes)
-            hidden = result.detach().requires_grad_(result.requires_grad)
 
 
 def _entries(module: nn.Module) -> Iterator[tuple[dict[str, Any], str, Tensor]]:

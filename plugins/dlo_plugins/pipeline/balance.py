@@ -23,11 +23,7 @@ def balance_stages(costs: Sequence[float], stages: int, stem: float = 0.0, head:
         DloError: If there are fewer blocks than stages.
     """
     blocks = len(costs)
-    if stages > blocks:
-        raise DloError(
-            f"each stage must have at least one block, got {blocks} blocks for {stages} stages; set pp times"
-            f" stages_per_rank to {blocks} or less"
-        )
+    check_stages(blocks, stages)
     sums = [0.0]
     for cost in costs:
         sums.append(sums[-1] + cost)
@@ -42,6 +38,19 @@ def balance_stages(costs: Sequence[float], stages: int, stem: float = 0.0, head:
         return best + cost * cost if cost <= least else float("inf")
 
     return _best(blocks, stages, spread)[1]
+
+
+def check_stages(blocks: int, stages: int) -> None:
+    """Checks that there is a block for each stage.
+
+    Raises:
+        DloError: If there are fewer blocks than stages.
+    """
+    if stages > blocks:
+        raise DloError(
+            f"each stage must have at least one block, got {blocks} blocks for {stages} stages; set pp times"
+            f" stages_per_rank to {blocks} or less"
+        )
 
 
 def _best(blocks: int, stages: int, join: Callable[[float, int, int, int], float]) -> tuple[float, list[int]]:

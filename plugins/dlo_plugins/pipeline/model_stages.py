@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from dlo_framework.errors import DloError
 from dlo_framework.plan import ParallelPlan
+from dlo_plugins.pipeline.balance import check_stages
 
 
 class Stages:
@@ -158,11 +159,7 @@ def check_counts(counts: Sequence[int], blocks: int) -> None:
     Raises:
         DloError: If the counts do not add up to the number of blocks, or a stage has none.
     """
-    if len(counts) > blocks:
-        raise DloError(
-            f"each stage must have at least one block, got {blocks} blocks for {len(counts)} stages; set pp times"
-            f" stages_per_rank to {blocks} or less"
-        )
+    check_stages(blocks, len(counts))
     if any(count < 1 for count in counts) or sum(counts) != blocks:
         even = [blocks // len(counts) + (n < blocks % len(counts)) for n in range(len(counts))]
         raise DloError(

@@ -216,23 +216,23 @@ class Pipeline:
         return [step.outputs[n] for n in range(len(micro_batches))] if self.is_last else None
 
     def rehearse(self, micro_batches: Sequence[Any], forward: Callable[[Any], Any]) -> None:
-        """Computes the shapes of hidden states without other ranks, so that steps can run where no rank answers.
+        """Records the shapes of hidden states without other ranks, so that steps can run where no rank answers.
 
-        It needs a model on the meta device, whose steps compute no values (for example with torch's fake process
-        group).
+        Tensors compute no values: the model and the micro-batches are on the meta device, or fake, those of other
+        ranks' stages too (for example with torch's fake process group).
 
         Args:
-            micro_batches: Micro-batches on the meta device, in the shapes of the later steps.
+            micro_batches: Micro-batches in the shapes of the later steps.
             forward: Function that calls the model, or some of its modules, on a micro-batch.
 
         Raises:
             DloError: If the model's forward cannot be cut at the stages' boundaries.
         """
-        assert all(parameter.is_meta for parameter in self.model.parameters())
+        last = min(max(self.own_stages), self.stages.count - 2)
         known = batch_signatures(micro_batches, self.model, self.device)
         for key, micro_batch in dict(zip(known, micro_batches, strict=True)).items():
             hidden, shapes = None, StageShapes()
-            for stage in range(self.stages.count - 1):
+            for stage in range(last + 1):
                 check = SkipCheck() if stage else None
                 passage = StageForward(self.model, self.stages, stage, self.device, hidden, shapes, True, check)
                 result = passage.run(partial(forward, micro_batch))

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from dlo_framework.testing import run_distributed
 from dlo_plugins.context import ulysses
-from dlo_plugins.context.block_attention import Score
+from dlo_plugins.context.fused import Score
 from dlo_plugins.context.sequence_layout import concat_shards, shard_sequence
 from dlo_plugins.context.shared_sequence import SharedSequence
 

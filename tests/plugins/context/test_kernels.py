@@ -12,9 +12,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dlo_plugins.context import block_attention
-from dlo_plugins.context.block_attention import Dropout, Score
 from dlo_plugins.context.blockwise import MergedOutput, merge
-from dlo_plugins.context.fused import CUDA_CUDNN, CUDA_EFFICIENT, CUDA_FLASH, Block, Result, kernel_for
+from dlo_plugins.context.fused import CUDA_CUDNN, CUDA_EFFICIENT, CUDA_FLASH, Block, Dropout, Result, Score, kernel_for
 from dlo_plugins.context.visibility import PairMask
 
 B, H, K, D = 2, 4, 2, 8
@@ -56,8 +55,9 @@ def test_a_block_is_the_softmax_of_the_whole(kind: str, view: str, monkeypatch: 
     expected = torch.autograd.grad(out, (q, k, v), grad)
     with torch.no_grad():
         given = None if view == "causal" or mask is None else PairMask(mask)
-        found = block_attention.forward(q, k, v, score, view == "causal", given)
-        grads = block_attention.backward(grad, q, k, v, *found, score, view == "causal", given)
+        block = Block(q, k, v, score, view == "causal", given)
+        found = block_attention.forward(block)
+        grads = block_attention.backward(block, Result(grad, *found))
     torch.testing.assert_close(found, (out, lse))
     torch.testing.assert_close(grads, expected)
 
@@ -77,8 +77,9 @@ def test_dropout_is_the_same_in_forward_and_backward(scores: int, monkeypatch: p
     grad = torch.randn(out.shape, dtype=out.dtype, generator=torch.Generator().manual_seed(2))
     expected = torch.autograd.grad(out, (q, k, v), grad)
     with torch.no_grad():
-        found, lse = block_attention.forward(q, k, v, score, True, None, dropout)
-        grads = block_attention.backward(grad, q, k, v, found, lse, score, True, None, dropout)
+        block = Block(q, k, v, score, True, dropout=dropout)
+        found, lse = block_attention.forward(block)
+        grads = block_attention.backward(block, Result(grad, found, lse))
     torch.testing.assert_close((found, lse), (out, scaled.logsumexp(-1)))
     torch.testing.assert_close(grads, expected)
 
@@ -94,17 +95,16 @@ def test_blocks_add_up_and_those_that_see_nothing_add_nothing(softcap: float | N
     grad = torch.randn(out.shape, dtype=out.dtype, generator=torch.Generator().manual_seed(2))
     expected = torch.autograd.grad(out, (q, k, v), grad)
     whole = MergedOutput(q, D)
-    blocks = [slice(0, 4), slice(4, 8), slice(8, 12)]
+    slices = [slice(0, 4), slice(4, 8), slice(8, 12)]
+    blocks = [Block(q, k[:, :, at], v[:, :, at], score, mask=PairMask(mask[..., at])) for at in slices]
     with torch.no_grad():
-        for at in blocks:
-            part = block_attention.forward(q, k[:, :, at], v[:, :, at], score, False, PairMask(mask[..., at]))
+        for block in blocks:
+            part = block_attention.forward(block)
             whole.add(slice(0, 5), *part)
         torch.testing.assert_close((whole.value(), whole.lse), (out, lse))
         dq = torch.zeros_like(q)
-        for at in blocks:
-            part = block_attention.backward(
-                grad, q, k[:, :, at], v[:, :, at], whole.value(), whole.lse, score, False, PairMask(mask[..., at])
-            )
+        for at, block in zip(slices, blocks, strict=True):
+            part = block_attention.backward(block, Result(grad, whole.value(), whole.lse))
             dq += part[0]
             torch.testing.assert_close(part[1], expected[1][:, :, at])
             torch.testing.assert_close(part[2], expected[2][:, :, at])
@@ -154,7 +154,7 @@ class Operators(TorchDispatchMode):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_half_precisions_are_summed_in_float32(dtype: torch.dtype) -> None:
     q, k, v = inputs(16, 16, dtype=dtype)
-    out, lse = block_attention.forward(q, k, v, Score(0.3), True, None)
+    out, lse = block_attention.forward(Block(q, k, v, Score(0.3), True))
     assert (out.dtype, lse.dtype) == (dtype, torch.float32)
     mask = torch.ones(16, 16, dtype=torch.bool).tril()[None, None]
     expected, _ = reference(q.double(), k.double(), v.double(), Score(0.3), mask)
@@ -185,7 +185,7 @@ def test_cudnns_attention_is_asked_for_where_it_is_the_fastest(
         assert kernel_for(q, q, False) is (CUDA_CUDNN if cudnn else CUDA_FLASH)
         assert kernel_for(q, q, True) is CUDA_EFFICIENT
         for kernel, causal in itertools.product((CUDA_CUDNN, CUDA_FLASH, CUDA_EFFICIENT), (False, True)):
-            block = Block(q, q, q, 0.3, causal, None)
+            block = Block(q, q, q, Score(0.3), causal)
             out, lse, *_ = kernel.forward(block)
             assert (out.shape, lse.shape, lse.dtype) == (q.shape, q.shape[:3], torch.float32)
             grads = kernel.backward(block, Result(out, out, lse))[:3]
@@ -207,15 +207,16 @@ def test_cuda_kernels_are_what_is_written_out(dtype: torch.dtype, view: str) -> 
     halves = CUDA_CUDNN if CUDA_CUDNN.fits(q, v, False) else CUDA_FLASH
     assert kernel is (CUDA_EFFICIENT if efficient else halves)
     causal, score = view == "causal", Score(0.3)
-    found = block_attention.forward(q, k, v, score, causal, mask)
-    exact = tuple(x.double() for x in (q, k, v))
-    expected = block_attention.forward(*exact, score, causal, mask)
+    block = Block(q, k, v, score, causal, mask)
+    found = block_attention.forward(block)
+    exact = Block(q.double(), k.double(), v.double(), score, causal, mask)
+    expected = block_attention.forward(exact)
     grad = torch.randn_like(found[0])
     # Log-sum-exps of more blocks than this one, and not those of the kernel's own forward.
     lse = torch.logaddexp(expected[1], torch.zeros_like(expected[1]))
     out = expected[0] * (expected[1] - lse).exp()[..., None]
-    grads = block_attention.backward(grad, q, k, v, out.to(dtype), lse.float(), score, causal, mask)
-    exact_grads = block_attention.backward(grad.double(), *exact, out, lse, score, causal, mask)
+    grads = block_attention.backward(block, Result(grad, out.to(dtype), lse.float()))
+    exact_grads = block_attention.backward(exact, Result(grad.double(), out, lse))
     limit = 1e-5 if dtype == torch.float32 else 3e-2
     for got, wanted in zip((found[0], *grads), (expected[0], *exact_grads), strict=True):
         assert (got.double() - wanted).norm() / wanted.norm() < limit
