@@ -1,0 +1,245 @@
+"""Rotor against brute force over its schedules, and against the best of all schedules."""
+
+import dataclasses
+import math
+import random
+import re
+
+import pytest
+
+from dlo_framework.errors import DloError
+from dlo_plugins.remat.chain import Chain, Mode, Stage
+from dlo_plugins.remat.least_memory import LeastMemory
+from dlo_plugins.remat.rotor import keep_fastest, solve
+from dlo_plugins.remat.rotor_table import RotorTable, choose_slot
+from dlo_plugins.remat.schedule_simulation import simulate
+from support.remat_chains import equal_chain, random_chain, time_and_peak
+from support.remat_search import all_nodes, shortest_time
+
+
+def brute_force(chain):
+    """Returns time and peak of all persistent schedules of a chain."""
+    modes = tuple(len(stage.modes) for stage in chain.stages)
+    return [time_and_peak(chain, nodes) for nodes in all_nodes(modes)]
+
+
+def best_within(found, budget):
+    return min((time for time, peak in found if peak <= budget), default=math.inf)
+
+
+def check_against_brute_force(chain):
+    """Checks the table, the least budget and the schedules of every budget of a chain, in slots of a byte."""
+    found = brute_force(chain)
+    least, most = min(peak for _, peak in found), keep_fastest(chain).peak
+    assert LeastMemory(chain).budget == least
+    assert predicted_peak(chain) == least
+    table, last = RotorTable(chain, most, 1), len(chain) - 1
+    for budget in range(most + 1):
+        best = best_within(found, budget)
+        assert table.time(0, last, budget - chain.input) == best
+        if budget < least:
+            with pytest.raises(DloError, match=f"budget must be at least {least} bytes"):
+                solve(chain, budget)
+            continue
+        schedule = solve(chain, budget)
+        assert (schedule.time, schedule.peak) == time_and_peak(chain, schedule.nodes)
+        assert schedule.time == best
+        assert schedule.peak <= budget
+
+
+def predicted_peak(chain):
+    return time_and_peak(chain, LeastMemory(chain).nodes())[1]
+
+
+def chains(seed, count):
+    """Yields random chains of at most 6 stages; the longer ones have fewer modes."""
+    rng = random.Random(seed)
+    for _ in range(count):
+        length = rng.randint(1, 6)
+        yield random_chain(rng, length, modes=rng.randint(1, 2 if length < 5 else 1), loss=rng.random() < 0.8)
+
+
+def test_the_table_equals_brute_force():
+    for chain in chains(0, 150):
+        check_against_brute_force(chain)
+
+
+@pytest.mark.slow
+def test_the_table_equals_brute_force_on_a_thousand_chains():
+    for chain in chains(1, 1000):
+        check_against_brute_force(chain)
+
+
+def test_modes_of_different_numbers_equal_brute_force():
+    rng = random.Random(2)
+    for _ in range(10):
+        check_against_brute_force(random_chain(rng, 4, modes=4))
+
+
+def compare_with_all_schedules(seed, count, budgets):
+    """Returns the time over the best of all schedules, less 1, of random chains in random budgets in which any fits.
+
+    Budgets go from below the least to one in which everything is kept; the second value is the same for budgets in
+    which that is not so.
+    """
+    rng, gaps, tight = random.Random(seed), [], []
+    for _ in range(count):
+        length = rng.randint(3, 5)
+        chain = random_chain(rng, length, modes=rng.randint(1, 2) if length < 5 else 1)
+        low, high = LeastMemory(chain).budget - 3, keep_fastest(chain).peak + 2
+        for budget in {rng.randint(max(0, low), high) for _ in range(budgets)}:
+            best = shortest_time(chain, budget)
+            if math.isinf(best):
+                with pytest.raises(DloError):
+                    solve(chain, budget)
+                continue
+            schedule = solve(chain, budget)  # Feasible wherever any schedule is.
+            assert schedule.time >= best
+            gaps.append(schedule.time / best - 1)
+            if budget < high - 2:
+                tight.append(gaps[-1])
+    return gaps, tight
+
+
+def share_of_best(gaps):
+    return sum(gap == 0 for gap in gaps) / len(gaps)
+
+
+def test_most_schedules_are_the_best_of_all():
+    gaps, tight = compare_with_all_schedules(3, 40, 3)
+    assert len(gaps) > 60
+    assert share_of_best(gaps) >= 0.75  # Of a few chains; the thousand below are held to more.
+    assert sum(tight) / len(tight) < 0.05
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3000)
+def test_most_schedules_are_the_best_of_all_on_a_thousand_chains():
+    gaps, tight = compare_with_all_schedules(4, 1000, 3)
+    print(f"{len(gaps)} budgets: {share_of_best(gaps):.1%} best of all; {share_of_best(tight):.1%} of {len(tight)}")
+    print(f"slower by {sum(gaps) / sum(gap > 0 for gap in gaps):.1%} in the mean of the rest, {max(gaps):.1%} at most")
+    assert len(gaps) > 2000
+    assert share_of_best(gaps) >= 0.85
+
+
+def scaled(chain, rng, unit=10**6):
+    """Returns the chain with sizes that are no multiples of each other."""
+
+    def size(value):
+        return value * unit + rng.randrange(unit) * (value > 0)
+
+    stages = []
+    for stage in chain.stages:
+        output = size(stage.output)
+        modes = [
+            dataclasses.replace(
+                mode,
+                saved=output + size(mode.saved - stage.output),
+                forward_peak=size(mode.forward_peak),
+                backward_peak=size(mode.backward_peak),
+            )
+            for mode in stage.modes
+        ]
+        stages.append(
+            dataclasses.replace(stage, output=output, modes=tuple(modes), forward_peak=size(stage.forward_peak))
+        )
+    return Chain(tuple(stages), size(chain.input))
+
+
+@pytest.mark.parametrize("slots", [1, 7, 50, 500])
+def test_sizes_that_are_not_whole_slots_stay_within_the_budget(slots):
+    """And near the best: the loss is that of rounding."""
+    rng, losses = random.Random(5), []
+    for chain in chains(6, 25):
+        chain = scaled(chain, rng)
+        found = brute_force(chain)
+        least, most = min(peak for _, peak in found), max(peak for _, peak in found)
+        for budget in (least, least + 1, *(rng.randint(least, most) for _ in range(4)), 10**15):
+            schedule = solve(chain, budget, slots)
+            assert schedule.peak <= budget
+            assert (schedule.time, schedule.peak) == time_and_peak(chain, schedule.nodes)
+            losses.append(schedule.time / best_within(found, budget) - 1)
+        with pytest.raises(DloError, match=f"budget must be at least {least} bytes"):
+            solve(chain, least - 1, slots)
+    assert min(losses) >= 0
+    assert sum(losses) / len(losses) < {1: 0.5, 7: 0.1, 50: 0.02, 500: 0.002}[slots]
+
+
+def test_edges():
+    one = Chain((Stage("head", 0, (Mode("all", 5, 1.0, 2.0, backward_peak=2),)),), input=3)
+    assert solve(one, 13).peak == 13  # Input, its gradient, 5 kept, 2 transient.
+    with pytest.raises(
+        DloError, match=re.escape("budget must be at least 13 bytes (13 B) for activations of 1 stages, got 12")
+    ):
+        solve(one, 12)
+    nothing = equal_chain(4, Mode("all", 0, 1.0, 1.0), 0)
+    assert solve(nothing, 0).time == 10
+    with pytest.raises(DloError, match="budget must be at least 0 bytes"):
+        solve(nothing, -1)
+    with pytest.raises(DloError, match="slots must be at least 1, got 0"):
+        solve(equal_chain(4, Mode("all", 9, 1.0, 1.0), 1), 30, slots=0)
+    assert solve(nothing, 10**18).nodes == keep_fastest(nothing).nodes
+
+
+def test_subchains_are_those_of_chains_of_their_own():
+    """What a program that splits a chain into stages asks the table."""
+    rng = random.Random(7)
+    for _ in range(10):
+        chain = random_chain(rng, 6, modes=2)
+        table = RotorTable(chain, 60, 1)
+        for first in range(6):
+            for last in range(first, 6):
+                part = Chain(chain.stages[first : last + 1], chain.input_of(first))
+                own, end = RotorTable(part, 60, 1), last - first
+                assert table.times(first, last).tolist() == own.times(0, end).tolist()
+                assert table.time(first, last, 25) == own.time(0, end, 25)
+                assert table.time(first, last, 10**9) == table.time(first, last, 60) < math.inf
+                assert table.time(first, last, -1) == math.inf
+                assert table.nodes(first, last, 60)[0].first == first
+        with pytest.raises(ValueError, match="do not fit in -1 bytes"):
+            table.nodes(0, 5, -1)
+
+
+def test_equal_blocks_are_computed_once():
+    chain = equal_chain(60, Mode("all", 30, 1.0, 2.0), 3)
+    table = RotorTable(chain, 600, 1)
+    assert len(table._times) == 60 + 61  # Sub-chains without and with the head.
+    other = dataclasses.replace(chain, stages=tuple(dataclasses.replace(s, forward_peak=0) for s in chain.stages))
+    unequal = Chain(
+        tuple(
+            dataclasses.replace(s, modes=(dataclasses.replace(s.modes[0], forward=1.0 + i * 1e-9),))
+            for i, s in enumerate(other.stages)
+        ),
+        chain.input,
+    )
+    apart = RotorTable(unequal, 600, 1)
+    assert len(apart._times) == 61 * 62 // 2
+    assert apart.times(0, 60) == pytest.approx(table.times(0, 60), rel=1e-6)
+
+
+def test_slots_round_up_least():
+    chain = equal_chain(4, Mode("all", 3_000_000, 1.0, 1.0), 1_000_000)
+    assert choose_slot(chain, 100_000_000, 500) == 200_000  # All sizes are whole slots.
+    assert choose_slot(chain, 10, 500) == 1
+    slot = choose_slot(chain, 900_000_000, 500)  # At least 1.8 MB.
+    assert 900_000_000 // slot <= 500
+    assert slot == 3_000_000 or -(-3_000_000 // slot) * slot + -(-1_000_000 // slot) * slot < 6_000_000
+
+
+def test_a_large_chain_is_within_its_budget():
+    rng = random.Random(8)
+    stages = []
+    for index in range(80):
+        output = rng.randint(8, 12) * 2**20 + rng.randrange(1000)
+        mode = Mode("all", output * rng.randint(8, 18), rng.uniform(1, 2), rng.uniform(2, 4))
+        stages.append(Stage(f"block{index}", output * (index < 79), (mode,), forward_peak=3 * output))
+    chain = Chain(tuple(stages), 8 * 2**20)
+    fastest = keep_fastest(chain)
+    before = math.inf
+    for share in (0.15, 0.4, 0.8):
+        schedule = solve(chain, int(fastest.peak * share))
+        found = simulate(chain, schedule)
+        assert (found.time, found.peak) == (schedule.time, schedule.peak)
+        assert 0.97 * share * fastest.peak < schedule.peak <= share * fastest.peak
+        assert fastest.time < schedule.time < before
+        before = schedule.time
