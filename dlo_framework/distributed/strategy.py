@@ -20,6 +20,7 @@ from lightning.pytorch.strategies import SingleDeviceStrategy, StrategyRegistry
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import LBFGS, Optimizer
 from torch.utils.hooks import RemovableHandle
 from torchmetrics import Metric
@@ -80,11 +81,19 @@ class DataParallelStrategy(CanonicalStrategy, WatchedRanks):
         """Wraps the module, and notes the names of its trainable parameters, which torch numbers at this moment."""
         module = self.lightning_module
         assert module is not None
-        self._trained = [name for name, parameter in module.named_parameters() if parameter.requires_grad]
+        named = dict(module.named_parameters())
+        self._trained = [name for name, parameter in named.items() if parameter.requires_grad]
+        self._frozen = {name: parameter for name, parameter in named.items() if not parameter.requires_grad}
         super().configure_ddp()
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Runs the module's training step through torch's wrapper."""
+        """Runs the module's training step through torch's wrapper.
+
+        Raises:
+            DloError: if parameters have been unfrozen under a communication hook.
+        """
+        if any(parameter.requires_grad for parameter in self._frozen.values()):
+            self._wrap_again()
         with self._naming_unused():
             return super().training_step(*args, **kwargs)
 
@@ -92,6 +101,20 @@ class DataParallelStrategy(CanonicalStrategy, WatchedRanks):
         """Prepares torch's wrapper for a backward in manual optimization."""
         with self._naming_unused():
             super().pre_backward(closure_loss)
+
+    def _wrap_again(self) -> None:
+        """Wraps the module anew, since torch's wrapper averages only what was trainable when it was made."""
+        wrapper = self.model
+        assert isinstance(wrapper, DistributedDataParallel)
+        if wrapper._comm_hooks:
+            unfrozen = [name for name, parameter in self._frozen.items() if parameter.requires_grad]
+            raise DloError(
+                "parameters must train from the start of the run under a communication hook, such as"
+                f" GradientCompression's, got {', '.join(unfrozen)} unfrozen since; leave out the hook, or train them"
+                " from the start in a parameter group with lr 0"
+            )
+        self.model = wrapper.module
+        self.configure_ddp()
 
     @contextlib.contextmanager
     def _naming_unused(self) -> Iterator[None]:
@@ -173,9 +196,7 @@ class ShardedStrategy(CanonicalStrategy, WatchedRanks):
         """
         assert self.accelerator is not None
         assert self.model is not None
-        _refuse_finetuning(trainer)
-        if self.zero_stage == 3 and self.needs_all_ranks(self._module()):
-            _refuse_averages(trainer)
+        self.check_callbacks(trainer)
         self.accelerator.setup(trainer)
         if self._layer_sync and trainer.state.fn == TrainerFn.FITTING:
             self.model = self._layer_sync.apply(self.model)
@@ -185,6 +206,16 @@ class ShardedStrategy(CanonicalStrategy, WatchedRanks):
         self.setup_precision_plugin()
         self.guard_forwards(trainer)
         self.barrier("sharded")
+
+    def check_callbacks(self, trainer: Trainer) -> None:
+        """Checks that no callback needs full parameters that a rank does not have.
+
+        Raises:
+            DloError: if a callback unfreezes parameters during the run, or averages parameters that are sharded.
+        """
+        _refuse_finetuning(trainer)
+        if self.zero_stage == 3 and self.needs_all_ranks(self._module()):
+            _refuse_averages(trainer)
 
     def needs_all_ranks(self, module: nn.Module) -> bool:
         """Returns whether a forward of the LightningModule, or of a submodule, needs all ranks."""

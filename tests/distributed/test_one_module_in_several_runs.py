@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import itertools
 import pickle
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -71,6 +73,7 @@ MAKE: dict[str, Any] = {
     "deepspeed_3": lambda: DeepSpeedBridge(stage=3),
     "fsdp": FSDPStrategy,
 }
+AVERAGES = (partial(StochasticWeightAveraging, swa_lrs=0.01), EMAWeightAveraging)
 PAIRS = ["zero3 zero3", "zero1 ddp", "zero2 zero3", "zero3 ddp", "zero3 fsdp", "ddp zero3", "deepspeed_1 ddp"]
 PAIRS += ["deepspeed_3 zero3", "fsdp fsdp"]
 
@@ -109,9 +112,9 @@ def _around(rank: int, world: int, folder: Path) -> dict[str, Any]:
     trainer(world, FSDPStrategy()).fit(sharded, mine(rank, world))
     with pytest.raises(DloError, match="parameters that FSDPStrategy has divided"):
         trainer(world, ZeroStrategy(1)).fit(sharded, mine(rank, world))
-    for average in (StochasticWeightAveraging(swa_lrs=0.01), EMAWeightAveraging()):
-        with pytest.raises(DloError, match=r"under ZeroStrategy must be taken of each rank's shards, got .*Averaging"):
-            trainer(world, ZeroStrategy(3), callbacks=[average]).fit(Module(), mine(rank, world))
+    for name, average in itertools.product(("zero3", "fsdp"), AVERAGES):
+        with pytest.raises(DloError, match=r"under (Zero|FSDP)Strategy must be taken of each rank's shards, got .*Averaging"):
+            trainer(world, MAKE[name](), callbacks=[average()]).fit(Module(), mine(rank, world))
     for name in MAKE:
         early = trainer(world, MAKE[name]())
         early.strategy.connect(Module())

@@ -193,9 +193,14 @@ class MeshStrategy(ShardedStrategy):
     # --- setting up ----------------------------------------------------------------------------------------
 
     def setup(self, trainer: Trainer) -> None:
-        """Shards the module, unless an earlier run has done so, and builds the optimizers."""
+        """Shards the module, unless an earlier run has done so, and builds the optimizers.
+
+        Raises:
+            DloError: if a callback unfreezes parameters during the run, or averages parameters that are sharded.
+        """
         module = self._module()
         assert self.accelerator is not None
+        self.check_callbacks(trainer)
         self.accelerator.setup(trainer)
         if self._layer_sync and ParallelState.of(module) is None:
             self.model = self._layer_sync.apply(module)  # In evaluation too: a sharded module cannot be changed later.
