@@ -103,7 +103,7 @@ class DataParallelStrategy(CanonicalStrategy, WatchedRanks):
             super().pre_backward(closure_loss)
 
     def _wrap_again(self) -> None:
-        """Wraps the module anew, since torch's wrapper averages only what was trainable when it was made."""
+        """Wraps the module again, since torch's wrapper averages only what was trainable when it was made."""
         wrapper = self.model
         assert isinstance(wrapper, DistributedDataParallel)
         if wrapper._comm_hooks:
