@@ -214,8 +214,12 @@ class ShardedStrategy(CanonicalStrategy, WatchedRanks):
             DloError: if a callback unfreezes parameters during the run, or averages parameters that are sharded.
         """
         _refuse_finetuning(trainer)
-        if self.zero_stage == 3 and self.needs_all_ranks(self._module()):
+        if not self.keeps_plain_parameters(self._module()):
             _refuse_averages(trainer)
+
+    def keeps_plain_parameters(self, module: LightningModule) -> bool:
+        """Returns whether a module's parameters are plain, full tensors on each rank after setup."""
+        return self.zero_stage < 3 or not self.needs_all_ranks(module)
 
     def needs_all_ranks(self, module: nn.Module) -> bool:
         """Returns whether a forward of the LightningModule, or of a submodule, needs all ranks."""

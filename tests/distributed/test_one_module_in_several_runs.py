@@ -21,6 +21,7 @@ from dlo_framework.testing import run_distributed
 from dlo_framework.testing.full_state import gather_full_weights
 from dlo_plugins.strategies.deepspeed import DeepSpeedBridge
 from dlo_plugins.strategies.fsdp import FSDPStrategy
+from dlo_plugins.strategies.mesh import MeshStrategy
 from dlo_plugins.strategies.zero import ZeroStrategy
 from support.fsdp_nets import Module, mine, trainer
 
@@ -112,9 +113,10 @@ def _around(rank: int, world: int, folder: Path) -> dict[str, Any]:
     trainer(world, FSDPStrategy()).fit(sharded, mine(rank, world))
     with pytest.raises(DloError, match="parameters that FSDPStrategy has divided"):
         trainer(world, ZeroStrategy(1)).fit(sharded, mine(rank, world))
-    for name, average in itertools.product(("zero3", "fsdp"), AVERAGES):
-        with pytest.raises(DloError, match=r"under (Zero|FSDP)Strategy must be taken of each rank's shards, got .*Averaging"):
-            trainer(world, MAKE[name](), callbacks=[average()]).fit(Module(), mine(rank, world))
+    sharding = (MAKE["zero3"], FSDPStrategy, partial(MeshStrategy, dp_replicate=world))
+    for make, average in itertools.product(sharding, AVERAGES):
+        with pytest.raises(DloError, match=r"under \w+Strategy must be taken of each rank's shards, got .*Averaging"):
+            trainer(world, make(), callbacks=[average()]).fit(Module(), mine(rank, world))
     for name in MAKE:
         early = trainer(world, MAKE[name]())
         early.strategy.connect(Module())

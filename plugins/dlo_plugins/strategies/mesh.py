@@ -217,6 +217,10 @@ class MeshStrategy(ShardedStrategy):
             return False
         return spec.dp_shard * spec.cp * spec.tp * spec.pp > 1 and super().needs_all_ranks(module)
 
+    def keeps_plain_parameters(self, module: LightningModule) -> bool:
+        """Returns whether parameters are plain, full tensors: FSDP2 makes DTensors of those that several ranks have."""
+        return self.world_size == 1 and not self.mesh_options().shard_options(module).needs_fsdp
+
     def shard(self, trainer: Trainer) -> None:
         """Cuts and shards the module and, while fitting, its optimizers' state."""
         module, spec, fitting = self._module(), self.mesh_spec(), trainer.state.fn == TrainerFn.FITTING
