@@ -75,6 +75,23 @@ class RotorTable:
         """Returns the least seconds of the stages `first` to `last` within 0, 1, 2, ... slots: a view, [slots + 1]."""
         return self._times[self._rows[first, last]]
 
+    def times_at(self, firsts: np.ndarray, last: int, slots: np.ndarray) -> np.ndarray:
+        """Returns the least seconds of sub-chains that end with one stage, each within some slots: [sub-chains].
+
+        Args:
+            firsts: Indices of the first stages, [sub-chains].
+            last: Index of the last stage.
+            slots: Numbers of slots, [sub-chains].
+        """
+        return self._times[self._rows[firsts, last], slots]
+
+    def least_bytes(self, last: int) -> np.ndarray:
+        """Returns the bytes of the fewest slots with which each sub-chain runs that ends with a stage, [last + 1].
+
+        A sub-chain that does not fit in the table's memory gets more than that memory.
+        """
+        return self._least[self._rows[: last + 1, last]] * self.slot
+
     def slots_of(self, memory: int) -> int:
         """Returns the number of full slots in some bytes, at most those of the table, -1 for negative bytes."""
         return min(memory // self.slot, self.slots) if memory >= 0 else -1

@@ -264,3 +264,15 @@ def _check_sequence(chain: Chain, nodes: Sequence[Node], first: int, last: int) 
             f"the last node of a sequence must be Keep, got Recompute of stages {nodes[-1].first} to {last}; its"
             f" backward comes next, so keep stage {last}"
         )
+
+
+def shift_nodes(nodes: Sequence[Node], by: int) -> tuple[Node, ...]:
+    """Returns nodes of other stages: those whose indices are larger by a number."""
+    shifted: list[Node] = []
+    for node in nodes:
+        if isinstance(node, Keep):
+            shifted.append(Keep(node.stage + by, node.mode, node.offload))
+        else:
+            inner = shift_nodes(node.inner, by)
+            shifted.append(Recompute(node.first + by, node.last + by, inner, node.offload))
+    return tuple(shifted)

@@ -1,0 +1,230 @@
+"""Offloading against enumeration of all its schedules, and against an independent simulation of events."""
+
+import bisect
+import importlib
+import itertools
+import math
+import random
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from dlo_framework.errors import DloError
+from dlo_plugins.remat.chain import Chain, Mode, Stage
+from dlo_plugins.remat.least_memory import LeastMemory
+from dlo_plugins.remat.link import Link
+from dlo_plugins.remat.link_queue import LinkQueues
+from dlo_plugins.remat.offload import solve_offload
+from dlo_plugins.remat.offload_program import OffloadProgram
+from dlo_plugins.remat.rotor import keep_fastest, solve
+from dlo_plugins.remat.rotor_table import RotorTable
+from dlo_plugins.remat.schedule import Keep, Transfer
+from dlo_plugins.remat.schedule_simulation import predict, simulate
+from dlo_plugins.remat.transfer_plan import plan_transfers
+from support.remat_chains import equal_chain, random_chain, random_nodes
+from support.remat_events import all_offloaded, run_events
+
+BENCHMARKS = Path(__file__).parents[3] / "benchmarks"
+
+
+def random_link(rng):
+    return Link(rng.choice((0.25, 0.5, 1.0, 2.0)), rng.choice((0.25, 0.5, 1.0, 2.0)))
+
+
+def fits(chain, nodes, budget):
+    """Returns whether the nodes that stay on the device fit in a budget."""
+    try:
+        plan_transfers(chain, nodes, budget)
+    except DloError:
+        return False
+    return True
+
+
+def least_of(chain, nodes):
+    """Returns the least budget of nodes with copies."""
+    return bisect.bisect_left(range(200), True, key=lambda budget: fits(chain, nodes, budget))
+
+
+def test_the_simulator_agrees_with_events():
+    """Random nodes are offloaded; time is equal, and by time no more memory is in use than by order of issue."""
+    rng, waits = random.Random(0), 0
+    for _ in range(200):
+        chain = random_chain(rng, rng.randint(2, 8), modes=2, loss=rng.random() < 0.7)
+        nodes, link = random_nodes(rng, chain), random_link(rng)
+        nodes = (*(replace(node, offload=rng.random() < 0.7) for node in nodes[:-1]), nodes[-1])
+        budget = least_of(chain, nodes) + rng.randint(0, 6)
+        found = predict(chain, nodes, plan_transfers(chain, nodes, budget), link)
+        time, peak = run_events(chain, nodes, found.transfers, link)
+        assert found.time == pytest.approx(time, rel=1e-12)
+        assert peak <= found.peak <= budget
+        waits += simulate(chain, found, link).waited > 0
+    assert waits > 50
+
+
+def test_no_other_points_of_copies_are_faster():
+    rng, tried = random.Random(1), 0
+    for _ in range(60):
+        chain = random_chain(rng, 4)
+        nodes, link = rng.choice(all_offloaded(chain)), random_link(rng)
+        budget = least_of(chain, nodes) + rng.randint(0, 4)
+        found = predict(chain, nodes, plan_transfers(chain, nodes, budget), link)
+        moved = [index for index, node in enumerate(nodes) if node.offload]
+        count = len(nodes)
+        points = [itertools.product(range(index + 1, count + 1), range(index, count)) for index in moved]
+        for chosen in itertools.product(*points):
+            transfers = tuple(Transfer(index, *point) for index, point in zip(moved, chosen, strict=True))
+            other = predict(chain, nodes, transfers, link)
+            if other.peak <= budget:
+                tried += 1
+                assert found.time <= other.time + 1e-9
+    assert tried > 500
+
+
+def best_of_all(chain, budget, link):
+    """Returns the least time of all schedules with copies within a budget, by events."""
+    best = math.inf
+    for nodes in all_offloaded(chain):
+        try:
+            transfers = plan_transfers(chain, nodes, budget)
+        except DloError:
+            continue
+        time, peak = run_events(chain, nodes, transfers, link)
+        assert peak <= budget
+        best = min(best, time)
+    return best
+
+
+def check_against_enumeration(rng, count, longest):
+    """Compares the program with all schedules; returns the number of budgets, and of those in which it offloads."""
+    total = offloads = 0
+    for _ in range(count):
+        length = rng.randint(2, longest)
+        chain = random_chain(rng, length, modes=2 if length < 4 else 1, loss=rng.random() < 0.8)
+        link = random_link(rng)
+        least, most = LeastMemory(chain).budget, keep_fastest(chain).peak
+        budget = rng.randint(max(0, least - 2), max(least, most - 1))
+        best = best_of_all(chain, budget, link)
+        if math.isinf(best):
+            with pytest.raises(DloError, match="budget must be at least"):
+                solve_offload(chain, budget, link)
+            continue
+        schedule = solve_offload(chain, budget, link, places=6)
+        assert schedule.time == pytest.approx(best, rel=1e-9)
+        assert schedule.peak <= budget
+        assert run_events(chain, schedule.nodes, schedule.transfers, link)[0] == pytest.approx(schedule.time)
+        total += 1
+        offloads += any(node.offload for node in schedule.nodes)
+    return total, offloads
+
+
+def test_the_program_equals_enumeration():
+    total, offloads = check_against_enumeration(random.Random(2), 80, 4)
+    assert total > 40
+    assert offloads > 15
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3000)
+def test_the_program_equals_enumeration_of_six_stages():
+    total, offloads = check_against_enumeration(random.Random(3), 300, 6)
+    print(f"{total} budgets, offloading in {offloads}")
+    assert total > 150
+    assert offloads > 80
+
+
+def test_the_charge_is_the_simulated_time():
+    """Exact with a place for each bundle, an upper bound with fewer; and no states are lost in small chains."""
+    rng, merged = random.Random(4), 0
+    for _ in range(40):
+        chain = random_chain(rng, rng.randint(4, 8), modes=2)
+        link = random_link(rng)
+        budget = rng.randint(LeastMemory(chain).budget, keep_fastest(chain).peak)
+        table = RotorTable(chain, budget - chain.input, 1)
+        times = []
+        for places in (8, 2, 1):
+            charge, nodes = OffloadProgram(chain, budget, link, table, states=300, places=places).solve()
+            found = predict(chain, nodes, plan_transfers(chain, nodes, budget), link)
+            assert found.peak <= budget
+            assert found.time <= charge + 1e-9
+            times.append(charge)
+            if places == 8:
+                assert found.time == pytest.approx(charge)
+        assert times[0] <= min(times) + 1e-9
+        merged += times[2] > times[0] + 1e-9
+    assert merged > 0
+
+
+@pytest.mark.parametrize(("name", "rate"), [("vit", 12e9), ("resnet", 25e9)])
+def test_a_third_of_the_recomputation_goes(name, rate, monkeypatch):
+    """At three budgets, with a V100's compute: ViT's blocks on PCIe 3; ResNet's, with more bytes a FLOP, on PCIe 4."""
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    chains = importlib.import_module("measuring.activation_chains")
+    chain, link = chains.CHAINS[name](), Link(rate, rate)
+    fastest = keep_fastest(chain)
+    for share in (0.5, 0.65, 0.8):
+        budget = int(share * fastest.peak)
+        alone, schedule = solve(chain, budget), solve_offload(chain, budget, link, states=300)
+        assert schedule.peak <= budget
+        assert schedule.time - fastest.time <= 0.7 * (alone.time - fastest.time)
+
+
+def test_edges():
+    chain = equal_chain(4, Mode("all", 10, 1.0, 2.0), 2)
+    fast = Link(1e6, 1e6)
+    assert solve_offload(chain, 10**12, fast).nodes == keep_fastest(chain).nodes
+    budget = LeastMemory(chain).budget
+    assert solve_offload(chain, budget, fast).peak <= budget
+    with pytest.raises(DloError, match=f"budget must be at least {budget} bytes"):
+        solve_offload(chain, 3, fast)
+    with pytest.raises(DloError, match="budget must be at least"):
+        solve_offload(chain, -1, fast)
+    for key in ("states", "places"):
+        with pytest.raises(DloError, match=f"{key} must be at least 1, got 0"):
+            solve_offload(chain, 40, fast, **{key: 0})
+    # A link that is too slow for any copy leaves recomputation.
+    slow = solve_offload(chain, 40, Link(1e-9, 1e-9))
+    assert slow.time == solve(chain, 40).time
+    with pytest.raises(DloError, match=r"budget must be at least 46 bytes .* for these nodes, got 21"):
+        plan_transfers(chain, [Keep(stage) for stage in range(5)], 21)
+
+
+def test_a_budget_that_offloading_alone_makes_enough():
+    first = Stage("first", 1, (Mode("all", 5, 1.0, 7.0, 1, 0),), 1)
+    second = Stage("second", 1, (Mode("all", 1, 5.0, 1.0, 0, 1),), 1)
+    chain = Chain((first, second, Stage("head", 0, (Mode("all", 2, 6.0, 3.0, 1, 0),), 3)), 0)
+    with pytest.raises(DloError, match="budget must be at least 7 bytes"):
+        solve(chain, 6)
+    schedule = solve_offload(chain, 6, Link(1.0, 1.0))
+    assert schedule.peak == 6
+    assert schedule.time == best_of_all(chain, 6, Link(1.0, 1.0)) == 27
+
+
+def test_queues_of_a_link_are_those_by_definition():
+    """Bundles as a list of remaining bytes and sizes, one queue at a time; two of them where a queue is full."""
+    rng = random.Random(6)
+    for places in (1, 3, 8):
+        queue, bundles = LinkQueues.empty(places), []  # Of each bundle, bytes to copy and size.
+        for _ in range(300):
+            if rng.random() < 0.4:
+                size = rng.randint(1, 9)
+                queue = queue.append(np.array([size]))
+                bundles.append([size, size])
+                if len(bundles) > places:
+                    (left, oldest), *bundles = bundles
+                    bundles[0] = [left + bundles[0][0], oldest + bundles[0][1]]
+            else:
+                count = rng.randint(0, 6)
+                queue = queue.copy(np.array([count]))
+                while bundles and count:
+                    copied = min(count, bundles[0][0])
+                    bundles[0][0] -= copied
+                    count -= copied
+                    bundles = bundles[bundles[0][0] == 0 :]
+            assert queue.total == sum(left for left, _ in bundles)
+            assert queue.held[0] == sum(size for _, size in bundles)
+            free, needed, rest = rng.randint(0, 12), 0, list(bundles)
+            while sum(size for _, size in rest) > free:
+                needed += rest.pop(0)[0]
+            assert queue.bytes_until(np.array([free])) == needed
