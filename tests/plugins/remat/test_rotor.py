@@ -1,9 +1,12 @@
 """Rotor against brute force over its schedules, and against the best of all schedules."""
 
-import dataclasses
+import importlib
 import math
 import random
 import re
+import time
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -76,6 +79,14 @@ def test_modes_of_different_numbers_equal_brute_force():
         check_against_brute_force(random_chain(rng, 4, modes=4))
 
 
+def test_large_transient_bytes_of_regions_equal_brute_force():
+    """Where the forward that keeps nothing needs the most, each region needs memory for its own stages alone."""
+    rng = random.Random(9)
+    for chain in chains(9, 60):
+        stages = [replace(stage, forward_peak=rng.choice((0, 4, 8, 12))) for stage in chain.stages]
+        check_against_brute_force(Chain(tuple(stages), chain.input))
+
+
 def compare_with_all_schedules(seed, count, budgets):
     """Returns the time over the best of all schedules, less 1, of random chains in random budgets in which any fits.
 
@@ -132,7 +143,7 @@ def scaled(chain, rng, unit=10**6):
     for stage in chain.stages:
         output = size(stage.output)
         modes = [
-            dataclasses.replace(
+            replace(
                 mode,
                 saved=output + size(mode.saved - stage.output),
                 forward_peak=size(mode.forward_peak),
@@ -140,9 +151,7 @@ def scaled(chain, rng, unit=10**6):
             )
             for mode in stage.modes
         ]
-        stages.append(
-            dataclasses.replace(stage, output=output, modes=tuple(modes), forward_peak=size(stage.forward_peak))
-        )
+        stages.append(replace(stage, output=output, modes=tuple(modes), forward_peak=size(stage.forward_peak)))
     return Chain(tuple(stages), size(chain.input))
 
 
@@ -204,12 +213,9 @@ def test_equal_blocks_are_computed_once():
     chain = equal_chain(60, Mode("all", 30, 1.0, 2.0), 3)
     table = RotorTable(chain, 600, 1)
     assert len(table._times) == 60 + 61  # Sub-chains without and with the head.
-    other = dataclasses.replace(chain, stages=tuple(dataclasses.replace(s, forward_peak=0) for s in chain.stages))
+    other = replace(chain, stages=tuple(replace(s, forward_peak=0) for s in chain.stages))
     unequal = Chain(
-        tuple(
-            dataclasses.replace(s, modes=(dataclasses.replace(s.modes[0], forward=1.0 + i * 1e-9),))
-            for i, s in enumerate(other.stages)
-        ),
+        tuple(replace(s, modes=(replace(s.modes[0], forward=1.0 + i * 1e-9),)) for i, s in enumerate(other.stages)),
         chain.input,
     )
     apart = RotorTable(unequal, 600, 1)
@@ -243,3 +249,16 @@ def test_a_large_chain_is_within_its_budget():
         assert 0.97 * share * fastest.peak < schedule.peak <= share * fastest.peak
         assert fastest.time < schedule.time < before
         before = schedule.time
+
+
+@pytest.mark.slow
+def test_planning_takes_seconds_and_little_memory(monkeypatch):
+    """126 stages that all differ, in 500 slots: CPU time of one core, and the bytes that are allocated."""
+    monkeypatch.syspath_prepend(Path(__file__).parents[3] / "benchmarks")
+    planning = importlib.import_module("remat_planning")
+    for chain in planning.large_chains(126).values():
+        budget = int(0.4 * keep_fastest(chain).peak)
+        start = time.process_time()
+        assert solve(chain, budget, slots=500).peak <= budget
+        assert time.process_time() - start < 3
+        assert planning.peak_megabytes(lambda chain=chain, budget=budget: solve(chain, budget, slots=500)) < 500
