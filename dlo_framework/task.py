@@ -61,6 +61,8 @@ class Task(LightningModule, ABC):
     model: nn.Module
     #: Whether :meth:`predict_step` runs the model by itself, as often as needed, and not once on :meth:`inputs`.
     generates = False
+    #: Number of logits that :meth:`loss` keeps at once on an accelerator, for estimates of memory; None for all.
+    max_logits: int | None = None
     #: Model outputs computed elsewhere: see :meth:`given_outputs`.
     _given: tuple[Any] | None = None
 

@@ -59,6 +59,7 @@ LAYERS: dict[str, tuple[tuple[str, tuple[str, ...]], ...]] = {
         ("mesh", ("mesh/",)),
         ("strategies", ("strategies/",)),
         ("callbacks", ("callbacks/",)),
+        ("planner", ("planner/",)),
         ("commands", ("commands/",)),
     ),
     "dlo_tasks": (("shared", ("optim", "__init__")), ("tasks", ("imagenet/", "llm/"))),

@@ -149,9 +149,9 @@ def simulated_rank(
         FakeTensorMode(allow_non_fake_inputs=True),
         FakeKernels(),
     ):
-        _make_fake(own, _CONVERTED.get(precision))
+        make_fake(own, _CONVERTED.get(precision))
         appliers = copy.deepcopy(strategy.appliers)
-        view = RankView(MeshOptions(spec, appliers, pipelining, precision, _DEVICE), _fake_batch(batch))
+        view = RankView(MeshOptions(spec, appliers, pipelining, precision, _DEVICE), fake_batch(batch))
         with _autocast(precision):
             view.cut_and_shard(own, own_loss)
             yield view
@@ -375,7 +375,7 @@ def copy_modules(task: Task) -> Task:
     return copy.deepcopy(task, {id(tensor): tensor for _, _, tensor in _entries(task)})
 
 
-def _make_fake(module: nn.Module, dtype: torch.dtype | None) -> None:
+def make_fake(module: nn.Module, dtype: torch.dtype | None) -> None:
     """Replaces a module's tensors by fake ones; tied tensors stay tied."""
     made: dict[int, Tensor] = {}
     for entries, key, tensor in _entries(module):
@@ -395,7 +395,8 @@ def _materialised(module: nn.Module) -> Iterator[None]:
             entries[key] = tensor
 
 
-def _fake_batch(batch: Any) -> Any:
+def fake_batch(batch: Any) -> Any:
+    """Returns a batch whose tensors are fake."""
     return tree_map(lambda leaf: _fake_like(leaf) if isinstance(leaf, Tensor) else leaf, batch)
 
 

@@ -323,6 +323,11 @@ class CausalLM(Task):
         return language_models.hidden_states(self.model, **inputs, output_router_logits=False)  # type: ignore[arg-type]
 
     @property
+    def max_logits(self) -> int | None:  # type: ignore[override]
+        """Number of logits that the loss keeps at once on an accelerator; None for all."""
+        return vocabulary_loss.ACCELERATOR_LOGITS if self._traits.has_linear_head else None
+
+    @property
     def looks_inside(self) -> bool:
         """Whether the loss needs the router logits of all blocks and all tokens."""
         return self._balance is not None

@@ -1,0 +1,114 @@
+"""``dlo plan``: ranks the parallel plans of a config for some GPUs, without a GPU."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+from dlo_framework.cli.command_parser import CommandParser
+from dlo_framework.cli.config_scan import scan
+from dlo_framework.cli.run import prepared_process
+from dlo_framework.errors import DloError
+from dlo_plugins.planner.machine import load_machine
+from dlo_plugins.planner.plan_config import merge_configs, without_recomputation
+
+_HELP = """Find the parallel plan that trains a config's model fastest in a given memory.
+
+No process is started, no weights are read, and no GPU is needed: the model is profiled on fake tensors, and its times
+follow from the rates of a machine."""
+
+_EPILOG = """All other options are those of `dlo fit`: --config, once or more, and any override.
+
+exit codes: 0, or 2 for bad input, such as a memory that no plan fits"""
+
+
+def main(argv: list[str]) -> int:
+    """Rank the parallel plans of a config for some GPUs: time, memory and why.
+
+    Example:
+        dlo plan --config my.yaml --gpus 64 --nodes 8 --memory 80GB --machine h100
+
+    Raises:
+        DloError: If the input is invalid, the model cannot be profiled, or nothing fits.
+    """
+    parser = CommandParser("dlo plan", description=_HELP, epilog=_EPILOG)
+    parser.add_argument("--gpus", type=int, help="number of GPUs of all nodes (default: devices x num_nodes)")
+    parser.add_argument("--nodes", type=int, help="number of nodes (default: from the machine's ranks of a node)")
+    parser.add_argument("--memory", help="memory of a GPU, such as 80GB (default: the machine's)")
+    parser.add_argument("--machine", default="h100", help="a100, h100, h200, v100, cpu, or a file (default: h100)")
+    parser.add_argument("--batch", type=int, help="rows of a step on all GPUs (default: the config's)")
+    parser.add_argument("--fix", action="append", default=[], metavar="KEY=VALUE", help="fixed value, such as tp=8")
+    parser.add_argument("--top", type=int, default=5, help="number of plans (default: 5)")
+    parser.add_argument("--out", type=Path, help="folder for the plans' configs, plan_1.yaml and so on")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    options, found = parser.parse_with_run(argv)
+    check_options(options)
+
+    config = merge_configs(found)
+    gpus, nodes = count_gpus(config, options)
+    load_machine(options.machine)
+    single = ["--trainer.strategy", "auto", "--trainer.devices", "1", "--trainer.num_nodes", "1"]
+    profiled = scan([*found.argv, *single, *without_recomputation(config)])
+    with prepared_process(profiled):
+        from dlo_plugins.commands.simulated_run import SimulatedRun
+        from dlo_plugins.planner.plan_report import plan_run, report_json, report_text
+
+        run = SimulatedRun(profiled, 1, "dlo plan")
+        planned = plan_run(config, run.model, run.datamodule, gpus, nodes, options)
+    if options.out is not None:
+        planned.write(options.out)
+    print(json.dumps(report_json(planned), indent=1) if options.json else report_text(planned))
+    return 0
+
+
+def count_gpus(config: dict[str, Any], options: argparse.Namespace) -> tuple[int, int | None]:
+    """Returns the numbers of GPUs and of nodes: those of the options, or else of the config.
+
+    Raises:
+        DloError: Neither says how many GPUs there are.
+    """
+    if options.gpus is not None:
+        return options.gpus, options.nodes
+    trainer = config.get("trainer") or {}
+    devices, nodes = trainer.get("devices"), options.nodes or trainer.get("num_nodes") or 1
+    if not isinstance(devices, int) or devices < 1:
+        raise DloError(f"plan: --gpus must be set where trainer.devices has no number, got {devices}; set --gpus 8")
+    return devices * nodes, nodes
+
+
+def check_options(options: argparse.Namespace) -> None:
+    """Checks the command's own options.
+
+    Raises:
+        DloError: A number is below 1, or a text has another form; the message has the fix.
+    """
+    for name in ("gpus", "nodes", "batch", "top"):
+        value = getattr(options, name)
+        if value is not None and value < 1:
+            raise DloError(f"plan: --{name} must be at least 1, got {value}")
+    options.memory = None if options.memory is None else parse_bytes(options.memory)
+    pairs = [entry.partition("=") for entry in options.fix]
+    wrong = next((entry for entry, (_, equals, _) in zip(options.fix, pairs, strict=True) if not equals), None)
+    if wrong is not None:
+        raise DloError(f"plan: --fix must be KEY=VALUE, got {wrong}; such as --fix tp=8")
+    options.fix = {key: value for key, _, value in pairs}
+
+
+def parse_bytes(text: str) -> float:
+    """Returns the bytes of a text such as `80GB` or `79.6GiB`.
+
+    Raises:
+        DloError: It has another form.
+    """
+    found = re.fullmatch(r"\s*([0-9.]+)\s*([KMGT]?)(i?)B?\s*", text, re.IGNORECASE)
+    try:
+        number = float(found.group(1)) if found else 0.0
+    except ValueError:
+        number = 0.0
+    if found is None or number <= 0:
+        raise DloError(f"plan: --memory must be a positive size, got {text}; such as --memory 80GB")
+    power = " KMGT".index(found.group(2).upper() or " ")
+    return number * (1024 if found.group(3) else 1000) ** power

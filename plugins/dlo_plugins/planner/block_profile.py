@@ -1,0 +1,276 @@
+"""Profiles one block apart from the others, and what runs outside blocks: forward, backward, and what is saved."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._pytree import tree_leaves, tree_map
+
+from dlo_plugins.planner.kernel_fusion import fuse
+from dlo_plugins.planner.operation_recorder import Recorder, attention_core, selected, summarise
+from dlo_plugins.planner.recorded_operation import Operation, Record
+from dlo_plugins.planner.work import Amount, Part, Product, Recomputation, Work
+
+#: Matrix products of fused attention's backward: the scores again, and a gradient for each operand of the two products.
+_ATTENTION_BACKWARD = 5
+
+
+class _Saved:
+    """Storages that autograd keeps, by number."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        self._recorder = recorder
+        self.sizes: dict[int, int] = {}
+
+    def hooks(self) -> saved_tensors_hooks:
+        """Returns hooks that count, to be entered around a forward."""
+        return saved_tensors_hooks(self._pack, lambda tensor: tensor)
+
+    def _pack(self, tensor: Tensor) -> Tensor:
+        self.sizes[self._recorder.number(tensor)] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    def amount(self, left_out: set[int], only: set[int] | None = None) -> Amount:
+        """Returns the saved bytes.
+
+        Args:
+            left_out: Numbers of storages that are not counted.
+            only: Numbers of storages to which the count is limited.
+        """
+        found = [0.0, 0.0]
+        for number, size in self.sizes.items():
+            if number not in left_out and (only is None or number in only):
+                found[not self._recorder.classes.get(number, False)] += size
+        return Amount(*found)
+
+    def fused(self, operations: list[Operation], ends: set[int], left_out: set[int]) -> Amount:
+        """Returns the bytes that compiled code saves: backward recomputes what is internal to a kernel.
+
+        Args:
+            operations: Operations of the forward.
+            ends: Numbers of the storages that are outputs.
+            left_out: Numbers of storages that are not counted.
+        """
+        sizes = {number: (size, self._recorder.classes.get(number, False)) for number, size in self.sizes.items()}
+        return fuse(operations, ends).saved(sizes, left_out)
+
+
+def profile_block(
+    recorder: Recorder,
+    regions: Any,
+    name: str,
+    block: nn.Module,
+    forward: Callable[..., Any],
+    args: Any,
+    kwargs: Any,
+    rows: int,
+) -> tuple[Part, Any]:
+    """Returns a block's profile for one row, without its parameters, and its outputs.
+
+    Args:
+        recorder: Recorder, which records nothing else meanwhile.
+        regions: Regions that tensor parallelism divides.
+        name: Name of the block.
+        block: Block.
+        forward: Forward of the block.
+        args: Positional arguments.
+        kwargs: Keyword arguments.
+        rows: Rows of the micro-batch.
+    """
+    args, kwargs = tree_map(
+        lambda leaf: leaf.detach().requires_grad_(leaf.requires_grad) if isinstance(leaf, Tensor) else leaf,
+        (args, kwargs),
+    )
+    fixed = {recorder.number(tensor) for tensor in (*block.parameters(), *block.buffers())}
+    given = {recorder.number(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)}
+    saved, first = _Saved(recorder), Record()
+    recorder.forget()
+    regions.leave_block()
+    recorder.record = first
+    with saved.hooks(), torch.enable_grad():
+        outputs = forward(*args, **kwargs)
+    recorder.record = None
+    found = [leaf for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor)]
+    ends = {recorder.number(leaf) for leaf in found}
+    left_out = fixed | given | ends
+    output = Amount(0.0, float(sum(leaf.untyped_storage().nbytes() for leaf in found)))
+    forward_peak = first.peak
+    second, recorder.record = Record(), None
+    recorder.record = second
+    _backward(found, block)
+    recorder.record = None
+    modes = _modes(first.operations, saved, left_out, ends, rows)
+    work = summarise(first.operations, ends | set(saved.sizes))
+    peaks = [peak.plus(output, -1).plus(modes["none"].saved, -rows) for peak in (forward_peak, second.peak)]
+    transient = max((_positive(peak) for peak in peaks), key=lambda amount: amount.total)
+    inner = regions.regions_in(name)
+    inputs = sum(
+        x.untyped_storage().nbytes() for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor) and x.requires_grad
+    )
+    part = Part(
+        name, _per_row(work, rows), _per_row(_backward_work(first.operations, second.operations), rows), modes,
+        _times(output, 1 / rows), _times(transient, 1 / rows), Amount(), Amount(), len(inner), inputs / rows,
+    )  # fmt: skip
+    return part, tree_map(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, outputs)
+
+
+def _backward(outputs: list[Tensor], module: nn.Module) -> None:
+    """Runs backward; gradients of parameters are freed at once, as they are counted elsewhere."""
+    roots = [leaf for leaf in outputs if leaf.requires_grad]
+    if not roots:
+        return
+
+    def free(parameter: Tensor) -> None:
+        parameter.grad = None
+
+    handles = [p.register_post_accumulate_grad_hook(free) for p in module.parameters() if p.requires_grad]
+    try:
+        torch.autograd.backward(roots, [torch.empty_like(leaf) for leaf in roots])
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _modes(
+    operations: list[Operation], saved: _Saved, left_out: set[int], ends: set[int], rows: int
+) -> dict[str, Recomputation]:
+    """Returns the ways to keep a block's activations, for one row."""
+    sizes: dict[int, int] = {n: size for op in operations for n, size in op.writes.items()}
+    inside = {n: op.is_inside for op in operations for n in op.writes}
+    core, used = attention_core(operations), ends | set(saved.sizes)
+    of_core = {n for op in core for n in op.writes}
+    last = set(core[-1].writes) if core else set()
+
+    def keeping(every: int) -> Recomputation:
+        kept, repeated = selected(operations, every)
+        found = [0.0, 0.0]
+        for number in kept - ends:
+            found[not inside[number]] += sizes[number]
+        amount = _times(Amount(*found), 1 / rows)
+        return Recomputation(amount, amount, _per_row(summarise(repeated, used), rows))
+
+    return {
+        "none": Recomputation(
+            _times(saved.amount(left_out), 1 / rows), _times(saved.fused(operations, ends, left_out), 1 / rows)
+        ),
+        "selective": keeping(1),
+        "alternate": keeping(2),
+        "attention": Recomputation(
+            _times(saved.amount(left_out | (of_core - last)), 1 / rows),
+            _times(saved.fused(operations, ends, left_out | (of_core - last)), 1 / rows),
+            _per_row(summarise(core, used), rows),
+        ),
+        "full": Recomputation(Amount(), Amount(), _per_row(summarise(operations, used), rows), gathers_again=True),
+    }
+
+
+def _backward_work(forward: list[Operation], backward: list[Operation]) -> Work:
+    """Returns the work of a backward: products by the rules of differentiation, other operations as recorded.
+
+    Recorded operations do not know their modules: what tensor parallelism divides is taken as in forward.
+    """
+    products: dict[Product, int] = {}
+    for op in forward:
+        if op.product is not None:
+            if op.product.is_attention:
+                products[op.product] = products.get(op.product, 0) + _ATTENTION_BACKWARD
+            else:
+                for product in op.product.gradients():
+                    products[product] = products.get(product, 0) + 1
+    others = [op for op in backward if op.product is None]
+    recorded = summarise(backward, set())
+    own = summarise(forward, set())
+    fraction = own.moved.inside / own.moved.total if own.moved.total else 0.0
+    fused_fraction = own.fused.inside / own.fused.total if own.fused.total else 0.0
+    moved, fused = recorded.moved.total, recorded.fused.total
+    return Work(
+        tuple(products.items()),
+        Amount(moved * fraction, moved * (1 - fraction)),
+        Amount(fused * fused_fraction, fused * (1 - fused_fraction)),
+        len(others),
+        recorded.fused_kernels,
+    )
+
+
+class RestRecord:
+    """Record of what runs outside blocks, in a forward and a backward of the full model.
+
+    Args:
+        recorder: Recorder.
+    """
+
+    def __init__(self, recorder: Recorder) -> None:
+        self._recorder = recorder
+        self._records = {(name, way): Record() for name in ("stem", "head", "between") for way in (False, True)}
+        self._saved = {name: _Saved(recorder) for name in ("stem", "head", "between")}
+        self._name, self._is_backward = "stem", False
+        self._hooks: Any = None
+
+    def begin(self, name: str) -> None:
+        """Starts with the part before the first block."""
+        self._recorder.forget()
+        self.resume(name)
+
+    def pause(self) -> None:
+        """Stops to record."""
+        self._recorder.record = None
+        if self._hooks is not None:
+            self._hooks.__exit__(None, None, None)
+            self._hooks = None
+
+    def resume(self, name: str) -> None:
+        """Continues with another part."""
+        self.pause()
+        self._name = name
+        self._recorder.forget()
+        self._recorder.record = self._records[name, self._is_backward]
+        if not self._is_backward:
+            self._hooks = self._saved[name].hooks()
+            self._hooks.__enter__()
+
+    def begin_backward(self) -> None:
+        """Goes from forward to backward, which begins with the head."""
+        self.pause()
+        self._is_backward = True
+        self._recorder.record = self._records["head", True]
+
+    def end(self) -> None:
+        """Ends the record."""
+        self.pause()
+
+    def part(self, name: str, rows: int) -> Part:
+        """Returns the profile of the stem or the head for one row; what runs between blocks is added to the stem."""
+        names = (name, "between") if name == "stem" else (name,)
+        forward = [op for n in names for op in self._records[n, False].operations]
+        backward = [op for n in names for op in self._records[n, True].operations]
+        made = {n for op in forward for n in op.writes}
+        known = {n for part in names for n in self._saved[part].sizes} - made
+        saved, compiled = Amount(), Amount()
+        for n in names:
+            saved = saved.plus(self._saved[n].amount(known))
+            compiled = compiled.plus(self._saved[n].fused(forward, set(), known))
+        peak = max((self._records[n, way].peak for n in names for way in (False, True)), key=lambda a: a.total)
+        work = summarise(forward, set())
+        return Part(
+            name, _per_row(work, rows), _per_row(_backward_work(forward, backward), rows),
+            {"none": Recomputation(_times(saved, 1 / rows), _times(compiled, 1 / rows))},
+            Amount(), _times(peak, 1 / rows), Amount(), Amount(),
+        )  # fmt: skip
+
+
+def _positive(amount: Amount) -> Amount:
+    return Amount(max(amount.inside, 0.0), max(amount.outside, 0.0))
+
+
+def _times(amount: Amount, factor: float) -> Amount:
+    return Amount(amount.inside * factor, amount.outside * factor)
+
+
+def _per_row(work: Work, rows: int) -> Work:
+    """Returns the work of one of several rows."""
+    products = tuple((product._scaled(product.tokens, 1 / rows), count) for product, count in work.products)
+    return Work(products, _times(work.moved, 1 / rows), _times(work.fused, 1 / rows), work.kernels, work.fused_kernels)

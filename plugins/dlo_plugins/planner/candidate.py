@@ -1,0 +1,118 @@
+"""Candidate: a layout with its predicted time and memory; rejection: a layout with the number that rejects it."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+from dlo_framework.units import format_bytes
+from dlo_plugins.planner.layout import Layout
+from dlo_plugins.planner.rank_memory import RankMemory
+from dlo_plugins.planner.step_time import StepTime
+
+#: Measured over predicted step time of published runs, least and most; see docs/plugins/plan.md.
+INTERVAL = (0.95, 1.2)
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """Layout that fits in memory.
+
+    Attributes:
+        layout: Layout of the run.
+        split: Number of blocks of each stage.
+        time: Predicted time of a step.
+        memory: Predicted memory of the rank that needs most.
+        flops: Floating-point operations of a step, as MFU counts them.
+        peak: Floating-point operations a second of all ranks together.
+        tokens: Tokens of a step, or rows where these have no length.
+        reason: Sentence that compares it with the first.
+    """
+
+    layout: Layout
+    split: tuple[int, ...]
+    time: StepTime
+    memory: RankMemory
+    flops: float
+    peak: float
+    tokens: int
+    reason: str = ""
+
+    @property
+    def mfu(self) -> float:
+        """Model FLOPs utilisation."""
+        return self.flops / self.time.total / self.peak
+
+    @property
+    def throughput(self) -> float:
+        """Tokens or rows a second."""
+        return self.tokens / self.time.total
+
+    @property
+    def interval(self) -> tuple[float, float]:
+        """Seconds of a step, least and most."""
+        return self.time.total * INTERVAL[0], self.time.total * INTERVAL[1]
+
+    def to_json(self) -> dict[str, Any]:
+        """Returns the candidate as JSON data: seconds and bytes."""
+        return {
+            "layout": {**asdict(self.layout), "mesh": self.layout.mesh.sizes, "split": self.split},
+            "step_seconds": self.time.total,
+            "interval_seconds": self.interval,
+            "throughput": self.throughput,
+            "mfu": self.mfu,
+            "bubble": self.time.bubble / self.time.total,
+            "seconds": asdict(self.time),
+            "memory_bytes": {**asdict(self.memory), "total": self.memory.total},
+            "reason": self.reason,
+        }
+
+
+@dataclass(frozen=True)
+class Rejection:
+    """Layout that was not chosen.
+
+    Attributes:
+        layout: Layout.
+        kind: Resource that rejects it: `memory`, or `time`.
+        value: Bytes of the rank that needs most, or seconds of a step: at least this.
+        limit: Bytes of memory, or seconds of the slowest plan that was kept.
+    """
+
+    layout: Layout
+    kind: str
+    value: float
+    limit: float
+
+    def __str__(self) -> str:
+        if self.kind == "memory":
+            return f"{self.layout}: needs {format_bytes(self.value)}, more than {format_bytes(self.limit)}"
+        return f"{self.layout}: a step takes at least {self.value:.3g} s, {self.value / self.limit - 1:+.0%}"
+
+
+def explain(candidate: Candidate, best: Candidate) -> str:
+    """Returns the sentence that says why a candidate is where it is."""
+    if candidate is best:
+        largest = sorted(fields(StepTime), key=lambda part: -getattr(best.time, part.name))
+        lost = [part.name for part in largest if part.name != "compute" and getattr(best.time, part.name) > 0][:2]
+        words = " and ".join(f"{_WORDS[name]} ({getattr(best.time, name) / best.time.total:.0%})" for name in lost)
+        return f"the fastest that fits; it loses most to {words}" if lost else "the fastest that fits"
+    slower = candidate.time.total / best.time.total - 1
+    parts = {p.name: getattr(candidate.time, p.name) - getattr(best.time, p.name) for p in fields(StepTime)}
+    worst = max(parts, key=lambda name: parts[name])
+    share = parts[worst] / best.time.total
+    memory = candidate.memory.total - best.memory.total
+    less = f", with {format_bytes(-memory)} less memory" if memory < 0 else ""
+    return f"{slower:+.1%} than the first: {share:+.1%} by {_WORDS[worst]}{less}"
+
+
+_WORDS = {
+    "compute": "computation",
+    "recompute": "recomputation",
+    "tensor": "communication of tp",
+    "context": "communication of cp",
+    "gathering": "gathering of parameters",
+    "gradients": "reduction of gradients",
+    "bubble": "the pipeline's bubble",
+    "optimizer": "the optimizer's step",
+}

@@ -1,0 +1,100 @@
+"""Layout of a run: sizes of the axes, the schedule, micro-batches, sharding and recomputation."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from dlo_framework.mesh import MeshSpec
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Layout of a run that is to be costed.
+
+    Attributes:
+        mesh: Sizes of the axes.
+        micro_batch: Rows of a micro-batch on one data-parallel rank.
+        micro_batches: Number of micro-batches of a step.
+        schedule: Name of the pipeline's schedule.
+        stages_per_rank: Number of stages of a rank.
+        split: Number of blocks of each stage; None for the most even split.
+        zero: Stage of ZeRO over `dp_shard` x `cp`: 0 none, 1 optimizer, 2 and gradients, 3 and parameters.
+        reduce_each: Whether each micro-batch reduces its gradients, so that none accumulate in full.
+        sequence_parallel: Whether the ranks of `tp` share the tokens between the layers.
+        recompute: Mode of recomputation of the blocks: `none`, `selective`, `attention` or `full`.
+        every: Interval of the blocks that recompute: 1 for all of them.
+    """
+
+    mesh: MeshSpec = field(default_factory=lambda: MeshSpec(dp_shard=1))
+    micro_batch: int = 1
+    micro_batches: int = 1
+    schedule: str = "1F1B"
+    stages_per_rank: int = 1
+    split: tuple[int, ...] | None = None
+    zero: int = 3
+    reduce_each: bool = False
+    sequence_parallel: bool = True
+    recompute: str = "none"
+    every: int = 1
+
+    @property
+    def stages(self) -> int:
+        """Number of stages of the pipeline."""
+        return self.mesh.pp * self.stages_per_rank
+
+    @property
+    def stages_option(self) -> int | None:
+        """Number of stages of a rank as MeshStrategy takes it: None for the schedule's own."""
+        return self.stages_per_rank if self.stages_per_rank > 1 else None
+
+    @property
+    def sharers(self) -> int:
+        """Number of ranks that share one copy of the state."""
+        return self.mesh.dp_shard * self.mesh.cp
+
+    @property
+    def global_batch(self) -> int:
+        """Rows of a step on all ranks."""
+        return self.micro_batch * self.micro_batches * self.mesh.data_size
+
+    def __str__(self) -> str:
+        words = [str(self.mesh)]
+        if self.mesh.pp > 1:
+            words.append(self.schedule + (f" x{self.stages_per_rank}" if self.stages_per_rank > 1 else ""))
+        words.append(f"micro-batch {self.micro_batch} x {self.micro_batches}")
+        if self.sharers > 1:
+            words.append(f"ZeRO {self.zero}" + (", reduce each micro-batch" if self.reduce_each else ""))
+        if self.recompute != "none":
+            words.append(f"recompute {self.recompute}" + (f" every {self.every}" if self.every > 1 else ""))
+        return ", ".join(words)
+
+
+@dataclass(frozen=True)
+class StateFormat:
+    """Bytes of an element of a run's tensors.
+
+    Attributes:
+        compute: Name of the dtype of the products.
+        parameter: Bytes of a stored parameter.
+        gathered: Bytes of a parameter as computation uses it.
+        gradient: Bytes of a gradient that a step accumulates.
+        reduced: Bytes of a gradient while it is reduced.
+        state: Bytes of the optimizer's state for a parameter, master weights included.
+        fused: Whether neighbouring operations are one kernel, as in compiled code or by hand.
+        compiled: Whether backward repeats what is internal to a kernel, as in compiled code.
+        overlaps: Whether gradients are reduced while backward runs.
+        accumulates_in_products: Whether the product that computes a weight's gradient adds it to the step's.
+        frees_sent: Whether a stage of a pipeline frees its output once it is sent, as Megatron does and dlo does not.
+    """
+
+    compute: str = "bfloat16"
+    parameter: int = 4
+    gathered: int = 2
+    gradient: int = 4
+    reduced: int = 4
+    state: float = 8.0
+    fused: bool = False
+    compiled: bool = False
+    overlaps: bool = True
+    accumulates_in_products: bool = False
+    frees_sent: bool = False

@@ -1,0 +1,305 @@
+"""Profiles a task's model on fake tensors: the work, saved bytes and parameters of its stem, blocks and head.
+
+The model runs forward and backward once, without values or memory. Of the blocks, each kind runs once: a block with the
+same class, parameters, settings and inputs as an earlier one has the same work.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+import logging
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from lightning.pytorch.utilities.seed import isolate_rng
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._pytree import tree_leaves, tree_map
+
+from dlo_framework.batches import batch_size, map_rows
+from dlo_framework.errors import DloError
+from dlo_framework.plan import ParallelPlan
+from dlo_plugins.mesh.mesh_simulation import copy_modules, fake_batch, make_fake
+from dlo_plugins.pipeline.fake_kernels import FakeKernels
+from dlo_plugins.planner.block_profile import RestRecord, profile_block
+from dlo_plugins.planner.operation_recorder import FusedKernels, Recorder, running_modules
+from dlo_plugins.planner.regions_of_tp import TensorRegions
+from dlo_plugins.planner.work import Amount, Part
+
+#: Rows of the profiled micro-batch: batch norm needs more than one value.
+ROWS = 2
+#: Attributes that number a block: blocks that differ only in these are of one kind.
+_NUMBERS = ("idx", "index", "id", "number")
+
+
+@dataclass(frozen=True)
+class ModelProfile:
+    """Profile of a model, for a micro-batch of one row.
+
+    Attributes:
+        model: Class name of the model.
+        stem: Modules before the first block.
+        blocks: Blocks in order; blocks of one kind share their work.
+        head: Modules after the last block, and the loss.
+        tied: Parameters that the stem and the head share, which both have under a pipeline.
+        length: Tokens of a row; None where rows have no length.
+        tp: Sizes of the axis `tp` that divide the model.
+        pp: Largest size of the axis `pp`; 1 where the model cannot be cut into stages.
+        cp: Whether attention can be divided along the sequence.
+        optimizer_bytes: Bytes of the optimizer's state for each byte of a parameter.
+        max_logits: Number of logits that the loss keeps at once; None for all.
+        why_not: Reasons why an axis cannot be used, by its name.
+    """
+
+    model: str
+    stem: Part
+    blocks: tuple[Part, ...]
+    head: Part
+    tied: Amount
+    length: int | None
+    tp: tuple[int, ...]
+    pp: int
+    cp: bool
+    optimizer_bytes: float
+    max_logits: int | None
+    why_not: dict[str, str]
+
+    @property
+    def parts(self) -> tuple[Part, ...]:
+        """Stem, blocks and head."""
+        return (self.stem, *self.blocks, self.head)
+
+    @property
+    def parameters(self) -> int:
+        """Number of parameters."""
+        return int(sum(part.parameters.total for part in self.parts))
+
+    @property
+    def flops(self) -> float:
+        """Floating-point operations of training on one row, as MFU counts them: without recomputation."""
+        return sum(part.forward.flops + part.backward.flops for part in self.parts)
+
+
+def profile_model(
+    task: Any, batch: Any, plan: ParallelPlan | None, *, dtype: torch.dtype = torch.bfloat16, autocast: bool = False
+) -> ModelProfile:
+    """Returns the profile of a task.
+
+    Args:
+        task: Task or LightningModule with its model on the meta device; it is not changed.
+        batch: Batch of any number of rows; only shapes and dtypes are used.
+        plan: Plan of the task's model; None for a module without blocks.
+        dtype: Dtype in which parameters are used and activations computed.
+        autocast: Whether operations choose their dtype by torch's autocast.
+
+    Raises:
+        DloError: A step fails on fake tensors.
+    """
+    has_model = plan is not None and isinstance(getattr(task, "model", None), nn.Module)
+    own = copy_modules(task)
+    own.__dict__["_trainer"] = None
+    rows = max(batch_size(batch), 1)
+    level = _quiet()
+    try:
+        with isolate_rng(include_cuda=False), FakeTensorMode(allow_non_fake_inputs=True), FakeKernels():
+            make_fake(own, dtype)
+            repeated = fake_batch(_rows(batch, rows))
+            profiler = _Profiler(own, plan if has_model else None, own.model if has_model else own)
+            profiler.run(_cast(repeated, dtype), dtype if autocast else None)
+    except DloError:
+        raise
+    except Exception as error:
+        first = str(error).partition("\n")[0][:300] or type(error).__name__
+        raise DloError(
+            f"a training step must run without values to be planned, got {type(error).__name__}: {first}; remove what"
+            " depends on the values of tensors from the model's forward and the task's loss"
+        ) from error
+    finally:
+        logging.getLogger(FakeTensorMode.__module__).setLevel(level)
+    return profiler.profile(task, batch)
+
+
+def _quiet() -> int:
+    log = logging.getLogger(FakeTensorMode.__module__)
+    level = log.level
+    log.setLevel(logging.CRITICAL)  # torch prints the traceback of each operator that fails.
+    return level
+
+
+def _rows(batch: Any, rows: int) -> Any:
+    """Returns a batch whose first sample is repeated."""
+
+    def repeat(values: Any) -> Any:
+        return values[:1].expand(ROWS, *values.shape[1:]) if isinstance(values, Tensor) else values
+
+    return map_rows(repeat, batch, rows)
+
+
+def _cast(batch: Any, dtype: torch.dtype) -> Any:
+    return tree_map(
+        lambda leaf: (
+            leaf.to(dtype) if isinstance(leaf, Tensor) and leaf.is_floating_point() and leaf.ndim > 1 else leaf
+        ),
+        batch,
+    )
+
+
+class _Profiler:
+    """Runs a step of a fake task once, and profiles its parts.
+
+    Args:
+        task: Fake task.
+        plan: Plan of its model; None without blocks.
+        model: Model that the plan describes.
+    """
+
+    def __init__(self, task: Any, plan: ParallelPlan | None, model: nn.Module) -> None:
+        self.task, self.plan, self.model = task, plan, model
+        self.regions = TensorRegions(model, plan)
+        self.stack: list[nn.Module] = []
+        self.recorder = Recorder(lambda is_product: self.regions.classify(self.stack, is_product))
+        self.names = plan.block_names(model) if plan is not None else []
+        self.known: dict[Any, tuple[Part, Any]] = {}
+        self.blocks: list[Part] = []
+        self._rest: dict[str, Any] = {}
+
+    def run(self, batch: Any, autocast: torch.dtype | None) -> None:
+        """Runs forward and backward."""
+        rest = RestRecord(self.recorder)
+        with (
+            running_modules(self.model, self.stack),
+            self._replaced_blocks(rest),
+            FusedKernels(self.recorder),
+            self.recorder,
+            torch.autocast("cpu", dtype=autocast) if autocast else contextlib.nullcontext(),
+        ):
+            rest.begin("stem" if self.names else "head")
+            loss = self._loss(batch)
+            rest.begin_backward()
+            loss.backward()
+            rest.end()
+        self._rest = {"stem": rest.part("stem", ROWS), "head": rest.part("head", ROWS)}
+
+    def _loss(self, batch: Any) -> Tensor:
+        task = self.task
+        if self.plan is None or not hasattr(task, "inputs"):
+            found = task.training_step(batch, 0)
+            loss = found["loss"] if isinstance(found, dict) else found
+        else:
+            args, kwargs = task.inputs(batch)
+            loss = task.loss(task(*args, **kwargs), batch)
+        if not isinstance(loss, Tensor) or not loss.requires_grad:
+            raise DloError(
+                f"a training step must return a loss with a gradient to be planned, got {type(loss).__name__} from"
+                f" {type(task).__name__}; return the loss from training_step"
+            )
+        return loss
+
+    @contextlib.contextmanager
+    def _replaced_blocks(self, rest: Any) -> Iterator[None]:
+        """Replaces the forwards of the blocks inside the block: each kind runs once, apart from the others."""
+        blocks = [self.model.get_submodule(name) for name in self.names]
+        for number, (name, block) in enumerate(zip(self.names, blocks, strict=True)):
+            block.__dict__["forward"] = functools.partial(
+                self._pass, rest, name, block, block.forward, number == len(blocks) - 1, number == 0
+            )
+        try:
+            yield
+        finally:
+            for block in blocks:
+                block.__dict__.pop("forward", None)
+
+    def _pass(
+        self, rest: Any, name: str, block: nn.Module, forward: Callable[..., Any], last: bool, first: bool,
+        *args: Any, **kwargs: Any,
+    ) -> Any:  # fmt: skip
+        """Returns a block's outputs, after it has been profiled if it is the first of its kind."""
+        rest.pause()
+        key = (_kind(block), _signature((args, kwargs)))
+        if key not in self.known:
+            profiled = profile_block(self.recorder, self.regions, name, block, forward, args, kwargs, ROWS)
+            self.known[key] = profiled
+        part, like = self.known[key]
+        self.blocks.append(part)
+        inputs = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor) and x.requires_grad]
+        outputs = _BlockPass.apply(rest, last, first, like, *inputs)
+        rest.resume("head" if last else "between")
+        flat = list(outputs)
+        return tree_map(lambda leaf: flat.pop(0) if isinstance(leaf, Tensor) else leaf, like)
+
+    def profile(self, task: Any, batch: Any) -> ModelProfile:
+        """Returns the profile."""
+        counts, tied = self.regions.count_parameters(self.names)
+        blocks = tuple(
+            _with_parameters(part, *counts[name]) for part, name in zip(self.blocks, self.names, strict=True)
+        )
+        if len(self.blocks) != len(self.names):
+            raise DloError(
+                f"each block of the plan must run once in a forward, got {len(self.blocks)} calls of"
+                f" {len(self.names)} blocks; correct ParallelPlan(blocks=...)"
+            )
+        shared: dict[Any, Part] = {}
+        blocks = tuple(shared.setdefault((id(block.forward), block.parameters), block) for block in blocks)
+        stem, head = (_with_parameters(self._rest[name], *counts[name]) for name in ("stem", "head"))
+        ids = next(
+            (x for x in tree_leaves(batch) if isinstance(x, Tensor) and x.ndim == 2 and x.dtype == torch.long), None
+        )
+        is_sequence = self.plan is not None and bool(self.plan.attention) and ids is not None
+        return ModelProfile(
+            type(self.model).__name__, stem, blocks, head, tied,
+            int(ids.shape[1]) if is_sequence and ids is not None else None,
+            self.regions.sizes, len(self.names) if hasattr(task, "inputs") and self.names else 1, is_sequence,
+            2.0, getattr(task, "max_logits", None), dict(self.regions.why_not),
+        )  # fmt: skip
+
+
+class _BlockPass(torch.autograd.Function):
+    """Block that has been profiled: empty outputs and empty gradients, and signals to the record of the rest."""
+
+    @staticmethod
+    def forward(ctx: Any, rest: Any, last: bool, first: bool, like: Any, *inputs: Tensor) -> Any:
+        """Returns empty tensors like a block's outputs."""
+        ctx.rest, ctx.last, ctx.first, ctx.shapes = rest, last, first, [(x.shape, x.dtype) for x in inputs]
+        return tuple(torch.empty_like(leaf) for leaf in tree_leaves(like) if isinstance(leaf, Tensor))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        """Returns empty gradients of the inputs."""
+        ctx.rest.pause()
+        found = [torch.empty(shape, dtype=dtype) for shape, dtype in ctx.shapes]
+        ctx.rest.resume("stem" if ctx.first else "between")
+        return None, None, None, None, *found
+
+
+def _with_parameters(part: Part, parameters: Amount, trained: Amount) -> Part:
+    found = copy.copy(part)
+    object.__setattr__(found, "parameters", parameters)
+    object.__setattr__(found, "trained", trained)
+    return found
+
+
+def _kind(block: nn.Module) -> Any:
+    """Returns what blocks of one kind have in common: classes, shapes and plain settings of all their modules."""
+    found: list[Any] = []
+    for name, module in block.named_modules():
+        plain = sorted(
+            (key, value)
+            for key, value in vars(module).items()
+            if isinstance(value, int | float | str | bool) and not any(key.endswith(end) for end in _NUMBERS)
+        )
+        shapes = [(key, tuple(p.shape), p.requires_grad) for key, p in module.named_parameters(recurse=False)]
+        found.append((name, type(module), tuple(plain), tuple(shapes)))
+    return tuple(found)
+
+
+def _signature(inputs: Any) -> Any:
+    return tuple(
+        (tuple(leaf.shape), leaf.dtype, leaf.requires_grad)
+        if isinstance(leaf, Tensor)
+        else isinstance(leaf, type(None))
+        for leaf in tree_leaves(inputs)
+    )

@@ -1,0 +1,286 @@
+"""Records the operations of a forward and a backward on fake tensors: matrix products, bytes moved, bytes saved."""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from dlo_plugins.planner.kernel_fusion import fuse
+from dlo_plugins.planner.recorded_operation import Operation, Record
+from dlo_plugins.planner.work import Amount, Dim, Product, Work
+
+_aten = torch.ops.aten
+#: Operators that are matrix products.
+_PRODUCTS = {_aten.mm, _aten.addmm, _aten.bmm, _aten.baddbmm, _aten._grouped_mm, _aten.convolution}
+_GRADIENTS = {_aten.convolution_backward}
+#: Operators that move no bytes of their own.
+_FREE = {
+    _aten.detach,
+    _aten.alias,
+    _aten.empty,
+    _aten.empty_like,
+    _aten.new_empty,
+    _aten.empty_strided,
+    _aten.lift_fresh,
+}
+#: Operators whose outputs ActivationCheckpoint's mode `selective` keeps.
+_KEPT = {_aten.mm, _aten.addmm, _aten.convolution, _aten._grouped_mm}
+
+
+class Recorder(TorchDispatchMode):
+    """Mode that records operations; enter it inside a `FakeTensorMode`.
+
+    Args:
+        region_of: Function that returns, for the modules that are running, which dim of a product tensor parallelism
+            divides, and whether results are divided: None if they are where an operand is.
+
+    Attributes:
+        record: Record to which operations are added; None records nothing.
+    """
+
+    def __init__(self, region_of: Callable[[bool], tuple[Dim, bool | None]]) -> None:
+        super().__init__()
+        self.record: Record | None = None
+        self.classes: dict[int, bool] = {}
+        self._region_of = region_of
+        self._numbers: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+        self._next, self._live = 0, [0, 0]
+
+    def number(self, tensor: Tensor) -> int:
+        """Returns the number of a tensor's storage."""
+        storage = tensor.untyped_storage()
+        found = self._numbers.get(storage)
+        if found is None:
+            found = self._numbers[storage] = self._next
+            self._next += 1
+        return found
+
+    def add_product(self, product: Product, inputs: list[Tensor], output: Tensor) -> None:
+        """Adds a matrix product that runs as no operator of torch, such as intercepted attention."""
+        if self.record is not None:
+            inside = bool(self._region_of(False)[1])
+            self._allocate(output, inside)
+            reads = {self.number(tensor): _bytes(tensor) for tensor in inputs}
+            self.record.operations.append(
+                Operation(None, reads, {self.number(output): _bytes(output)}, inside, product)
+            )
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Runs one operator, and records it."""
+        result = func(*args, **(kwargs or {}))
+        if self.record is not None and func.namespace == "aten" and func.overloadpacket not in _FREE:
+            self._add(func, args, kwargs or {}, result)
+        return result
+
+    def _add(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
+        assert self.record is not None
+        inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        outputs = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
+        reads = {self.number(tensor): _bytes(tensor) for tensor in inputs}
+        is_view = func.is_view or (
+            not func._schema.is_mutable and outputs and all(self.number(tensor) in reads for tensor in outputs)
+        )
+        if is_view or not outputs:
+            return
+        is_product = func.overloadpacket in _PRODUCTS
+        role, known = self._region_of(is_product)
+        inside = any(self.classes.get(number, False) for number in reads) if known is None else known
+        for tensor in outputs:
+            if self.number(tensor) not in reads or func._schema.is_mutable:
+                self._allocate(tensor, inside)
+        product = None
+        if is_product:
+            product = _product(func.overloadpacket, args, outputs[0], role)
+        elif func.overloadpacket in _GRADIENTS:
+            return  # Made from the forward's products.
+        if func.overloadpacket is _aten.copy_ and len(inputs) > 1:
+            reads.pop(self.number(inputs[0]), None)
+        writes = {self.number(tensor): _bytes(tensor) for tensor in outputs}
+        self.record.operations.append(Operation(func.overloadpacket, reads, writes, inside, product))
+
+    def _allocate(self, tensor: Tensor, inside: bool) -> None:
+        storage, number = tensor.untyped_storage(), self.number(tensor)
+        if number in self.classes:
+            return
+        self.classes[number] = inside
+        size, at = storage.nbytes(), 0 if inside else 1
+        self._live[at] += size
+        weakref.finalize(storage, self._free, at, size)
+        if self.record is not None and sum(self._live) > self.record.peak.total:
+            self.record.peak = Amount(*map(float, self._live))
+
+    def _free(self, at: int, size: int) -> None:
+        self._live[at] -= size
+
+    def forget(self) -> None:
+        """Restarts the count of bytes that are alive."""
+        self._live = [0, 0]
+
+
+class FusedKernels(TorchFunctionMode):
+    """Mode in which attention and dropout are the kernels of an accelerator, also for fake tensors on a CPU.
+
+    Scaled dot-product attention is one kernel without stored scores; dropout keeps a mask of one byte an element.
+
+    Args:
+        recorder: Recorder that gets its two products.
+    """
+
+    def __init__(self, recorder: Recorder) -> None:
+        super().__init__()
+        self._recorder = recorder
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Runs one function of torch."""
+        kwargs = kwargs or {}
+        if func in (nn.functional.dropout, torch.dropout):
+            return _dropout(*args, **kwargs)
+        if func is not nn.functional.scaled_dot_product_attention:
+            return func(*args, **kwargs)
+        names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
+        given = dict(zip(names, args, strict=False)) | kwargs
+        query, key, value = given["query"], given["key"], given["value"]
+        length = query.shape[-2]
+        mask = given.get("attn_mask")
+        causal = bool(given.get("is_causal")) or (
+            mask is not None and length > 1 and mask.shape[-2:] == (length, length)
+        )
+        with torch._C.DisableTorchFunctionSubclass():
+            out: Tensor = _Attention.apply(query, key, value, self._recorder, causal)
+        return out
+
+
+class _Attention(torch.autograd.Function):
+    """Attention that saves its operands, its result and one value a query."""
+
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, recorder: Recorder, causal: bool) -> Tensor:
+        """Returns an empty result `[..., L, D]`."""
+        out = query.new_empty(*query.shape[:-1], value.shape[-1])
+        recorder.add_product(_scores(query, key, causal), [query, key, value], out)
+        lse = query.new_empty(query.shape[:-1], dtype=torch.float32)
+        recorder._allocate(lse, bool(recorder._region_of(False)[1]))
+        ctx.save_for_backward(query, key, value, out, lse)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        """Returns empty gradients."""
+        query, key, value, *_ = ctx.saved_tensors
+        return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value), None, None
+
+
+def _dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False, train: bool = True) -> Tensor:
+    """Returns torch's dropout by its fused kernel."""
+    if not (training and train) or p == 0.0:
+        return input
+    out: Tensor = torch.native_dropout(input, p, True)[0]
+    return out
+
+
+def _scores(query: Tensor, key: Tensor, causal: bool) -> Product:
+    batch, (length, width) = query.shape[:-2].numel(), query.shape[-2:]
+    return Product(
+        m=length, n=key.shape[-2], k=width, batch=batch, size=query.element_size(), divided="batch", tokens="batch",
+        fraction=0.5 if causal else 1.0, is_attention=True,
+    )  # fmt: skip
+
+
+def _product(packet: Any, args: Any, out: Tensor, role: Dim) -> Product | None:
+    """Returns the matrix product of an operator; None for one that is bound by memory."""
+    size = out.element_size()
+    if packet is _aten.convolution:
+        weight, groups = args[1], args[8]
+        inner = weight[0].numel()
+        if out.shape[1] == groups:
+            return None
+        return Product(out.numel() // out.shape[1], out.shape[1] // groups, inner, groups, size, role)
+    if packet is _aten._grouped_mm:
+        a, b = args[0], args[1]
+        groups = b.shape[0] if b.ndim == 3 else 1
+        return Product(a.shape[-2] / groups, b.shape[-1], a.shape[-1], groups, size, role)
+    a, b = (args[1], args[2]) if packet in (_aten.addmm, _aten.baddbmm) else (args[0], args[1])
+    if a.ndim == 2:
+        return Product(a.shape[0], b.shape[1], a.shape[1], 1, size, role)
+    return Product(a.shape[1], b.shape[2], a.shape[2], a.shape[0], size, role or "", tokens="batch")
+
+
+def _bytes(tensor: Tensor) -> int:
+    """Returns the bytes that reading a tensor moves; an expanded dim is read once."""
+    count = 1
+    for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
+        count *= size if stride else 1
+    return count * tensor.element_size() if tensor.numel() else 0
+
+
+def summarise(operations: list[Operation], kept: set[int]) -> Work:
+    """Returns the work of recorded operations.
+
+    Args:
+        operations: Operations in order.
+        kept: Numbers of the storages that are outputs.
+    """
+    products: Counter[Product] = Counter()
+    for op in operations:
+        if op.product is not None:
+            products[op.product] += 2 if op.product.is_attention else 1  # scores, and the values' mean
+    others = [op for op in operations if op.product is None]
+    moved = [0.0, 0.0]
+    for op in others:
+        moved[not op.is_inside] += op.moved
+    fusion = fuse(operations, kept)
+    return Work(tuple(products.items()), Amount(*moved), fusion.moved, len(others), fusion.kernels)
+
+
+def selected(operations: list[Operation], every: int = 1) -> tuple[set[int], list[Operation]]:
+    """Returns the storages that mode `selective` keeps, and the operations that it repeats.
+
+    Args:
+        operations: Operations of a forward.
+        every: Interval of the matrix products whose results are kept; fused attention's always are.
+    """
+    products = [op for op in operations if op.packet in _KEPT]
+    chosen = {id(op) for op in products[::every]} | {id(op) for op in operations if op.packet is None}
+    kept = {n for op in operations if id(op) in chosen for n in op.writes}
+    return kept, [op for op in operations if id(op) not in chosen]
+
+
+def attention_core(operations: list[Operation]) -> list[Operation]:
+    """Returns the operations from the scores to the values' mean: what the paper's selective mode repeats."""
+    batched = [n for n, op in enumerate(operations) if op.packet in (_aten.bmm, _aten.baddbmm)]
+    if batched:
+        core = operations[batched[0] : batched[-1] + 1]
+        made = {number for op in core for number in op.writes}
+        # A copy of the values is kept in place of the values.
+        return [op for op in core if op.packet is not _aten.clone or made.intersection(op.reads)]
+    return [op for op in operations if op.packet is None]
+
+
+@contextlib.contextmanager
+def running_modules(module: nn.Module, stack: list[nn.Module]) -> Iterator[None]:
+    """Keeps the submodules whose forward is running on a stack, inside the block."""
+
+    def enter(part: nn.Module, *_: Any) -> None:
+        stack.append(part)
+
+    def leave(*_: Any) -> None:
+        stack.pop()
+
+    handles = []
+    for part in module.modules():
+        handles.append(part.register_forward_pre_hook(enter))
+        handles.append(part.register_forward_hook(leave, always_call=True))
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()

@@ -1,0 +1,231 @@
+"""Plans a run from its config, and reports the plans as text, JSON and configs."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from dlo_framework.errors import DloError
+from dlo_framework.plan import ParallelPlan
+from dlo_framework.task import Task
+from dlo_plugins.planner.candidate import Candidate, Rejection
+from dlo_plugins.planner.layout import StateFormat
+from dlo_plugins.planner.machine import Machine, load_machine
+from dlo_plugins.planner.model_profile import ModelProfile, profile_model
+from dlo_plugins.planner.plan_config import read_batch, uses_applier, write_yaml
+from dlo_plugins.planner.plan_search import PlanSearch, Request, SearchResult, summarise_rejections
+from dlo_plugins.planner.rank_memory import RankMemory
+
+#: Bytes of a stored parameter, of one in use, of a gradient and of a reduced one, by the Trainer's precision.
+_PRECISIONS = {
+    "32-true": ("float32", 4, 4, 4, 4),
+    "bf16-mixed": ("bfloat16", 4, 2, 4, 4),
+    "16-mixed": ("float16", 4, 2, 4, 4),
+    "bf16-true": ("bfloat16", 2, 2, 2, 2),
+    "16-true": ("float16", 2, 2, 2, 2),
+}
+
+
+@dataclass(frozen=True)
+class PlannedRun:
+    """Plans of a run.
+
+    Attributes:
+        profile: Profile of its model.
+        machine: Machine.
+        request: Resources and wishes.
+        nodes: Number of nodes.
+        result: Result of the search.
+        config: Merged config of the user.
+    """
+
+    profile: ModelProfile
+    machine: Machine
+    request: Request
+    nodes: int
+    result: SearchResult
+    config: dict[str, Any]
+
+    def write(self, folder: Path) -> list[Path]:
+        """Writes each plan as a config, `plan_1.yaml` and so on, and returns the files.
+
+        Raises:
+            DloError: The folder cannot be written, or the config has no batch size to set.
+        """
+        texts = [write_yaml(c, self.config, self.nodes, n) for n, c in enumerate(self.result.candidates, 1)]
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            files = [folder / f"plan_{number}.yaml" for number in range(1, len(texts) + 1)]
+            for file, text in zip(files, texts, strict=True):
+                file.write_text(text)
+        except OSError as error:
+            raise DloError(f"plan: --out must be a folder that can be written, got {folder}: {error}") from error
+        return files
+
+
+def plan_run(
+    config: dict[str, Any], model: Any, datamodule: Any, gpus: int, nodes: int | None, options: argparse.Namespace
+) -> PlannedRun:
+    """Returns the plans of a run.
+
+    Args:
+        config: Merged config of the user.
+        model: Task or LightningModule of the config, without recomputation.
+        datamodule: Datamodule of the config, or None.
+        gpus: Number of GPUs of all nodes.
+        nodes: Number of nodes; None for as few as the machine allows.
+        options: Checked options of `dlo plan`.
+
+    Raises:
+        DloError: The model cannot be profiled, no layout is possible, or nothing fits.
+    """
+    machine = load_machine(options.machine)
+    trainer = config.get("trainer") or {}
+    nodes = nodes or -(-gpus // machine.ranks_per_node)
+    if gpus % nodes:
+        fix = f"set --gpus {gpus // nodes * nodes}" if gpus > nodes else f"set --nodes {gpus}"
+        raise DloError(f"plan: --gpus must be divisible by --nodes, got {gpus} and {nodes}; {fix}")
+    machine = replace(machine, ranks_per_node=gpus // nodes)
+    batch = options.batch or read_batch(config)
+    if batch is None:
+        raise DloError(
+            "plan: --batch must be the rows of a step where data.init_args.batch_size does not say, got none; set"
+            " --batch 256"
+        )
+    fused = uses_applier(config, "CompileBlocks") or uses_applier(config, "Compile")
+    state = state_format(str(trainer.get("precision") or "32-true"), fused=fused)
+    machine.rate(state.compute)
+    request = Request(gpus, options.memory or machine.memory, batch, options.fix, options.top)
+    profile = profile_run(model, datamodule, getattr(torch, state.compute))
+    return PlannedRun(profile, machine, request, nodes, PlanSearch(profile, machine, state, request).run(), config)
+
+
+def state_format(precision: str, *, fused: bool) -> StateFormat:
+    """Returns the bytes of a run's tensors on an accelerator; the optimizer is Adam, with two moments.
+
+    Raises:
+        DloError: The precision is another than 32-bit, bfloat16 or float16.
+    """
+    plain = {"32": "32-true", "bf16": "bf16-mixed", "16": "16-mixed"}.get(precision, precision)
+    if plain not in _PRECISIONS:
+        raise DloError(
+            f"trainer.precision must be one of {', '.join(_PRECISIONS)} to be planned, got {precision}; set bf16-mixed"
+        )
+    compute, parameter, gathered, gradient, reduced = _PRECISIONS[plain]
+    return StateFormat(compute, parameter, gathered, gradient, reduced, 2.0 * parameter, fused=fused, compiled=fused)
+
+
+def profile_run(model: Any, datamodule: Any, dtype: torch.dtype) -> ModelProfile:
+    """Returns the profile of a config's model.
+
+    A LightningModule other than a Task has no plan: only data parallelism and ZeRO divide it.
+
+    Raises:
+        DloError: The shapes of a batch are unknown, or a step fails on fake tensors.
+    """
+    if isinstance(model, Task):
+        model = model.on_meta()
+        batch = model.example_batch(datamodule)
+        batch = first_batch(datamodule) if batch is None else batch
+        return profile_model(model, batch, model.parallel_plan(), dtype=dtype)
+    if not any(True for _ in model.parameters()):
+        with torch.device("meta"):
+            model.configure_model()
+    plan = _inferred(model)
+    return profile_model(model, first_batch(datamodule), plan, dtype=dtype)
+
+
+def _inferred(model: nn.Module) -> ParallelPlan | None:
+    try:
+        return ParallelPlan.infer(model)
+    except DloError:
+        return None
+
+
+def first_batch(datamodule: Any) -> Any:
+    """Returns the first training batch of a datamodule, for its shapes.
+
+    Raises:
+        DloError: The config lacks a datamodule, or it cannot load its data here.
+    """
+    if datamodule is None:
+        raise DloError(
+            "data must be a datamodule where the task has no example_batch, got none; implement Task.example_batch, or"
+            " add data: to the config"
+        )
+    try:
+        datamodule.prepare_data()
+        datamodule.setup("fit")
+        return next(iter(datamodule.train_dataloader()))
+    except DloError:
+        raise
+    except Exception as error:
+        raise DloError(
+            f"data must load a batch here where the task has no example_batch, got {type(error).__name__}: {error};"
+            " implement Task.example_batch, which needs no data"
+        ) from error
+
+
+def report_json(planned: PlannedRun) -> dict[str, Any]:
+    """Returns the plans and the nearest rejections as JSON data."""
+    rejected = summarise_rejections(planned.result.rejections)
+    return {
+        "machine": planned.machine.name,
+        "gpus": planned.request.gpus,
+        "nodes": planned.nodes,
+        "memory": planned.request.memory,
+        "global_batch": planned.request.global_batch,
+        "parameters": planned.profile.parameters,
+        "layouts": planned.result.count,
+        "plans": [candidate.to_json() for candidate in planned.result.candidates],
+        "rejected": [
+            {"layout": str(r.layout), "kind": r.kind, "value": r.value, "limit": r.limit, "text": str(r)}
+            for r in rejected
+        ],
+    }
+
+
+def report_text(planned: PlannedRun) -> str:
+    """Returns the plans and the nearest rejections as text."""
+    request, profile = planned.request, planned.profile
+    unit = "tokens/s" if profile.length else "rows/s"
+    lines = [
+        f"{profile.model}, {profile.parameters:,} parameters, on {request.gpus} {planned.machine.name}"
+        f" with {request.memory / 1e9:.4g} GB, {planned.nodes} node{'s' * (planned.nodes > 1)}, {request.global_batch}"
+        " rows a step",
+        f"{planned.result.count:,} layouts, of which {len(planned.result.rejections):,} were rejected",
+        "",
+    ]
+    for number, candidate in enumerate(planned.result.candidates, 1):
+        lines += _candidate_lines(number, candidate, unit)
+    lines += ["", "rejected, the nearest:", *(f"  {rejection}" for rejection in _shown(planned))]
+    sizes = {f"tp={size}" for size in range(2, request.gpus + 1) if request.gpus % size == 0} | {"tp"}
+    lines += [f"  {why}" for key, why in profile.why_not.items() if key in sizes][:2]
+    return "\n".join(lines)
+
+
+def _shown(planned: PlannedRun) -> list[Rejection]:
+    best = planned.result.candidates[0].time.total
+    found = summarise_rejections(planned.result.rejections)
+    return [replace(r, limit=best) if r.kind == "time" and r.value > best else r for r in found]
+
+
+def _candidate_lines(number: int, candidate: Candidate, unit: str) -> list[str]:
+    time, memory = candidate.time, candidate.memory
+    low, high = candidate.interval
+    seconds = [f"{name} {value / time.total:.0%}" for name, value in vars(time).items() if value / time.total >= 0.005]
+    parts = [
+        f"{f.name} {getattr(memory, f.name) / 1e9:.1f}" for f in fields(RankMemory) if getattr(memory, f.name) > 5e7
+    ]
+    return [
+        f"{number}. {candidate.layout}",
+        f"   {time.total:.3g} s a step ({low:.3g} to {high:.3g}), {candidate.throughput:,.0f} {unit}, MFU"
+        f" {candidate.mfu:.1%}: {', '.join(seconds)}",
+        f"   {memory.total / 1e9:.1f} GB a rank: {', '.join(parts)}",
+        f"   {candidate.reason}",
+    ]

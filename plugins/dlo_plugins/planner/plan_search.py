@@ -1,0 +1,293 @@
+"""Searches the layouts of a run: the fastest that fit in memory, and why each of the others does not.
+
+Layouts are visited in the order of a lower bound of their time, computation without any communication. The search ends
+when the bound exceeds the time of the slowest plan that is kept, so that nothing faster is missed. Of the ways to
+recompute, the fastest that fits in memory is taken.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+
+from dlo_framework.errors import DloError, did_you_mean
+from dlo_framework.mesh import AXES, MeshSpec
+from dlo_framework.units import format_bytes
+from dlo_plugins.planner.candidate import Candidate, Rejection, explain
+from dlo_plugins.planner.layout import Layout, StateFormat
+from dlo_plugins.planner.machine import Machine
+from dlo_plugins.planner.model_profile import ModelProfile
+from dlo_plugins.planner.rank_memory import MemoryModel
+from dlo_plugins.planner.step_time import TimeModel
+
+#: Ways to recompute, from none to the one that needs least memory.
+_RECOMPUTE = (("none", 1), ("selective", 1), ("full", 4), ("full", 3), ("full", 2), ("full", 1))
+#: Schedules with the number of stages of a rank.
+_SCHEDULES = (("1F1B", 1), ("Interleaved1F1B", 2), ("Interleaved1F1B", 4), ("ZBV", 2))
+#: Keys of `fix`, beside the axes.
+_FIXABLE = (*AXES, "micro_batch", "schedule", "zero", "recompute")
+
+
+@dataclass(frozen=True)
+class Request:
+    """Resources and wishes.
+
+    Attributes:
+        gpus: Number of ranks.
+        memory: Bytes of a rank.
+        global_batch: Rows of a step on all ranks.
+        fix: Fixed values by key: an axis, `micro_batch`, `schedule`, `zero` or `recompute`.
+        top: Number of plans to return.
+    """
+
+    gpus: int
+    memory: float
+    global_batch: int
+    fix: Mapping[str, str] = field(default_factory=dict)
+    top: int = 5
+
+    def __post_init__(self) -> None:
+        for key in self.fix:
+            if key not in _FIXABLE:
+                raise DloError(
+                    f"--fix must name one of {', '.join(_FIXABLE)}, got {key}{did_you_mean(key, _FIXABLE)}; such as"
+                    " --fix tp=8"
+                )
+        for key in (*AXES, "micro_batch", "zero"):
+            if key in self.fix and not self.fix[key].isdigit():
+                raise DloError(f"--fix {key} must be a number, got {self.fix[key]!r}; such as --fix {key}=2")
+
+    def allows(self, key: str, value: object) -> bool:
+        """Returns whether a value agrees with what is fixed."""
+        return key not in self.fix or str(value).lower() == self.fix[key].lower()
+
+
+@dataclass
+class SearchResult:
+    """Result of a search.
+
+    Attributes:
+        candidates: Plans, the fastest first.
+        rejections: Layouts that were not chosen, with the number that rejects each.
+        count: Number of layouts that the request allows.
+    """
+
+    candidates: list[Candidate]
+    rejections: list[Rejection]
+    count: int
+
+
+class PlanSearch:
+    """Searches plans for a model on a machine.
+
+    Args:
+        profile: Profile of the model.
+        machine: Machine.
+        state: Bytes of the run's tensors.
+        request: Resources and wishes.
+    """
+
+    def __init__(self, profile: ModelProfile, machine: Machine, state: StateFormat, request: Request) -> None:
+        self.profile, self.machine, self.request = profile, machine, request
+        self.times = TimeModel(profile, machine, state)
+        self.memory = MemoryModel(self.times)
+        self._least: dict[tuple[int, ...], float] = {}
+
+    def run(self) -> SearchResult:
+        """Returns the fastest plans.
+
+        Raises:
+            DloError: No layout is possible, or none fits in memory; the message says what is nearest.
+        """
+        layouts = list(self._layouts())
+        if not layouts:
+            raise self._no_layout()
+        order = sorted(((self.least_time(layout), n) for n, layout in enumerate(layouts)))
+        kept: dict[tuple[object, ...], Candidate] = {}
+        rejections: list[Rejection] = []
+        for at, (bound, number) in enumerate(order):
+            limit = math.inf
+            if len(kept) == self.request.top:
+                limit = max(candidate.time.total for candidate in kept.values())
+            if bound > limit:
+                rejections += [Rejection(layouts[n], "time", least, limit) for least, n in order[at:]]
+                break
+            found = self._cheapest(layouts[number])
+            if isinstance(found, Candidate) and found.time.total <= limit:
+                found = self._simulated(found)
+            if isinstance(found, Rejection):
+                rejections.append(found)
+            elif found.time.total > limit:
+                rejections.append(Rejection(found.layout, "time", found.time.total, limit))
+            else:
+                rejections += self._insert(kept, found)
+        if not kept:
+            raise self._nothing_fits(rejections)
+        best = sorted(kept.values(), key=lambda candidate: candidate.time.total)
+        return SearchResult([replace(c, reason=explain(c, best[0])) for c in best], rejections, len(layouts))
+
+    def _insert(self, kept: dict[tuple[object, ...], Candidate], found: Candidate) -> list[Rejection]:
+        """Adds a plan to those that are kept, and returns those that leave.
+
+        Of plans that differ only in how data parallelism shards, the fastest is kept.
+        """
+        layout = found.layout
+        key = (layout.mesh.pp, layout.mesh.cp, layout.mesh.tp, layout.micro_batch, layout.schedule)
+        rejections = []
+        other = kept.get(key)
+        if other is not None and other.time.total <= found.time.total:
+            return [Rejection(layout, "time", found.time.total, other.time.total)]
+        if other is not None:
+            rejections.append(Rejection(other.layout, "time", other.time.total, found.time.total))
+        kept[key] = found
+        if len(kept) > self.request.top:
+            worst = max(kept, key=lambda name: kept[name].time.total)
+            out = kept.pop(worst)
+            limit = max(candidate.time.total for candidate in kept.values())
+            rejections.append(Rejection(out.layout, "time", out.time.total, limit))
+        return rejections
+
+    # --- layouts -------------------------------------------------------------------------------------------
+
+    def _layouts(self) -> Iterator[Layout]:
+        """Yields all layouts without recomputation that divide ranks, model and batch."""
+        request = self.request
+        for mesh in self._meshes():
+            if request.global_batch % mesh.data_size:
+                continue
+            rows = request.global_batch // mesh.data_size
+            for micro_batch in _divisors(rows):
+                if not request.allows("micro_batch", micro_batch):
+                    continue
+                count = rows // micro_batch
+                for schedule, chunks in self._schedules(mesh.pp, count):
+                    for zero in (2, 3) if mesh.dp_shard * mesh.cp > 1 else (0,):
+                        if not request.allows("zero", zero):
+                            continue
+                        for each in (False, True) if zero and mesh.pp == 1 and count > 1 else (False,):
+                            yield Layout(mesh, micro_batch, count, schedule, chunks, None, zero, each, mesh.tp > 1)
+
+    def _meshes(self) -> Iterator[MeshSpec]:
+        profile, request = self.profile, self.request
+        for tp in _divisors(request.gpus):
+            if tp not in profile.tp or not request.allows("tp", tp):
+                continue
+            for cp in _divisors(request.gpus // tp):
+                if not request.allows("cp", cp) or (cp > 1 and not self._divides_sequence(cp, tp)):
+                    continue
+                for pp in _divisors(request.gpus // tp // cp):
+                    if pp > profile.pp or not request.allows("pp", pp):
+                        continue
+                    rest = request.gpus // tp // cp // pp
+                    for shard in _divisors(rest):
+                        mesh = MeshSpec(pp=pp, dp_replicate=rest // shard, dp_shard=shard, cp=cp, tp=tp)
+                        if request.allows("dp_shard", shard) and request.allows("dp_replicate", rest // shard):
+                            yield mesh
+
+    def _divides_sequence(self, cp: int, tp: int) -> bool:
+        return self.profile.cp and self.profile.length is not None and self.profile.length % (2 * cp * tp) == 0
+
+    def _schedules(self, pp: int, count: int) -> Iterator[tuple[str, int]]:
+        if pp == 1:
+            yield "1F1B", 1
+            return
+        for name, chunks in _SCHEDULES:
+            fits = pp * chunks <= len(self.profile.blocks) and self.request.allows("schedule", name)
+            if fits and not (name == "Interleaved1F1B" and count % pp) and not (name == "ZBV" and count < 2 * pp):
+                yield name, chunks
+
+    # --- costs ---------------------------------------------------------------------------------------------
+
+    def least_time(self, layout: Layout) -> float:
+        """Returns a lower bound of a layout's time: computation and the communication of `tp`, without recomputation.
+
+        Where each rank of a pipeline has one stage, the r-th waits for a pass of the stages before it. The split of the
+        work T with the least time then has T / (1 - (1 - 1/m)^p), for m micro-batches on p ranks.
+        """
+        mesh, count = layout.mesh, layout.micro_batches
+        key = (mesh.tp, mesh.cp, layout.micro_batch)
+        if key not in self._least:
+            times = (self.times.part_time(part, layout, "none") for part in self.profile.parts)
+            self._least[key] = sum(t.forward + t.backward + t.tensor[0] + t.tensor[1] for t in times)
+        if layout.stages_per_rank > 1:
+            return self._least[key] * count / mesh.pp
+        return self._least[key] / (1 - (1 - 1 / count) ** mesh.pp)
+
+    def _cheapest(self, layout: Layout) -> Candidate | Rejection:
+        """Returns a layout with the fastest recomputation that fits in memory."""
+        value = self.memory.least_state(layout)
+        if value > self.request.memory:
+            return Rejection(layout, "memory", value, self.request.memory)
+        ways = [
+            replace(layout, recompute=mode, every=every)
+            for mode, every in _RECOMPUTE
+            if self.request.allows("recompute", mode) and (mode == "none" or self.profile.blocks)
+        ]
+        if not ways:
+            raise DloError(
+                "--fix recompute must be none, selective or full, got"
+                f" {self.request.fix.get('recompute')}; leave it out, or use --fix recompute=full"
+            )
+        least = self.memory.largest(ways[-1]).total
+        if least > self.request.memory:
+            return Rejection(ways[-1], "memory", least, self.request.memory)
+        fits = [way for way in ways if self.memory.largest(way).total <= self.request.memory]
+        if fits[0].recompute == "none":  # Nothing is faster than not to recompute.
+            return self._candidate(fits[0], exact=False)
+        return min((self._candidate(way, exact=False) for way in fits), key=lambda candidate: candidate.time.total)
+
+    def _candidate(self, layout: Layout, *, exact: bool) -> Candidate:
+        request, profile = self.request, self.profile
+        return Candidate(
+            layout, self.times.split(layout), self.times.step(layout, exact=exact), self.memory.largest(layout),
+            profile.flops * request.global_batch, self.machine.rate(self.times.state.compute) * request.gpus,
+            request.global_batch * (profile.length or 1),
+        )  # fmt: skip
+
+    def _simulated(self, candidate: Candidate) -> Candidate:
+        return self._candidate(candidate.layout, exact=True) if candidate.layout.mesh.pp > 1 else candidate
+
+    # --- errors --------------------------------------------------------------------------------------------
+
+    def _no_layout(self) -> DloError:
+        request = self.request
+        batches = [b for b in range(1, 4 * request.global_batch + 1) if b % request.gpus == 0][:2]
+        why = self.profile.why_not.get(f"tp={request.fix.get('tp')}") or self.profile.why_not.get("tp")
+        if why and "tp" in request.fix:
+            return DloError(why)
+        fixed = ", ".join(f"{key}={value}" for key, value in request.fix.items()) or "nothing"
+        fix = f"set --batch {' or '.join(map(str, batches))}" if batches else f"set --gpus {request.global_batch}"
+        return DloError(
+            f"axes must divide {request.gpus} ranks, a batch of {request.global_batch} and the model (tp in"
+            f" {', '.join(map(str, self.profile.tp))}, pp up to {self.profile.pp}), got no such axes with {fixed}"
+            f" fixed; {fix}, or fix less"
+        )
+
+    def _nothing_fits(self, rejections: list[Rejection]) -> DloError:
+        nearest = min(rejections, key=lambda rejection: rejection.value)
+        gpus = 2 ** math.ceil(math.log2(max(nearest.value / self.request.memory, 1.01))) * self.request.gpus
+        return DloError(
+            f"--memory must hold a plan, got {format_bytes(self.request.memory)}, and the nearest,"
+            f" {nearest.layout}, needs {format_bytes(nearest.value)}; set --memory"
+            f" {math.ceil(nearest.value / 1e9)}GB, or try --gpus {gpus}, a smaller --batch, or shorter sequences"
+        )
+
+
+def _divisors(number: int) -> list[int]:
+    """Returns all divisors in ascending order."""
+    small = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
+    return sorted({*small, *(number // n for n in small)})
+
+
+def summarise_rejections(rejections: list[Rejection], shown: int = 8) -> list[Rejection]:
+    """Returns, for the meshes that came nearest, the rejection that came nearest."""
+    best: dict[object, Rejection] = {}
+    for rejection in rejections:
+        key = (rejection.kind, tuple(rejection.layout.mesh.sizes.values()))
+        if key not in best or rejection.value / rejection.limit < best[key].value / best[key].limit:
+            best[key] = rejection
+    ordered = sorted(best.values(), key=lambda r: r.value / r.limit)
+    by_kind = [[r for r in ordered if r.kind == kind] for kind in ("memory", "time")]
+    return list(itertools.chain.from_iterable(rs[: shown // 2] for rs in by_kind))

@@ -1,0 +1,122 @@
+"""Finds what tensor parallelism divides in a model: its operations, by the modules that run, and its parameters."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from dlo_framework.errors import DloError
+from dlo_framework.plan import ParallelPlan
+from dlo_plugins.planner.work import Amount, Dim
+from dlo_plugins.tensor.division import check_divisibility
+from dlo_plugins.tensor.tp_plan import TPPlan, region_of
+from dlo_plugins.tensor.tp_planner import make_tp_plan
+
+
+class TensorRegions:
+    """Regions of a model that tensor parallelism divides.
+
+    Args:
+        model: Model, on any device.
+        plan: Plan of the model; None divides nothing.
+
+    Attributes:
+        sizes: Sizes of the axis `tp` that divide the model.
+        why_not: Reason why it cannot be divided, under the key `tp`.
+    """
+
+    def __init__(self, model: nn.Module, plan: ParallelPlan | None) -> None:
+        self._model, self._plan = model, plan
+        self.sizes: tuple[int, ...] = (1,)
+        self.why_not: dict[str, str] = {}
+        self._found: TPPlan | None = None
+        if plan is not None:
+            try:
+                self._found = make_tp_plan(model, plan, 1)
+                self.sizes = tuple(n for n in range(1, 129) if self._divides(n))
+            except DloError as error:
+                self.why_not["tp"] = str(error)
+        self._names = {id(module): name for name, module in model.named_modules()}
+        found = self._found or TPPlan()
+        self._columns = {name for region in found.regions.values() for name in region.columns}
+        self._rows = {name for region in found.regions.values() for name in region.rows}
+        self._vocabulary = set(found.vocabulary)
+        self._state: dict[str, str] = {}
+
+    def _divides(self, tp: int) -> bool:
+        assert self._found is not None
+        try:
+            check_divisibility(self._found.divisibilities, tp)
+        except DloError as error:
+            self.why_not.setdefault(f"tp={tp}", str(error))
+            return False
+        return True
+
+    def regions_in(self, name: str) -> list[Any]:
+        """Returns the regions inside a module."""
+        regions = (self._found or TPPlan()).regions
+        return [found for key, found in regions.items() if key == name or key.startswith(f"{name}.") or not name]
+
+    def classify(self, stack: list[nn.Module], is_product: bool) -> tuple[Dim, bool | None]:
+        """Returns the dim of a product that is divided, and whether the result is divided: None if its operands decide.
+
+        Args:
+            stack: Modules whose forward is running, the innermost last.
+            is_product: Whether the operation is a matrix product.
+        """
+        for module in reversed(stack):
+            name = self._names.get(id(module), "")
+            if name in self._vocabulary:
+                is_table = isinstance(module, nn.Embedding)
+                return ("", False) if is_table else ("n", True)
+            region = region_of(self._found, name) if self._found is not None and name else None
+            if name in self._columns:
+                self._state[region or ""] = "inside"
+                return "n", True
+            if name in self._rows:
+                self._state[region or ""] = "after"
+                return ("k", False) if is_product else ("", False)
+            if region is not None:
+                inside = self._state.get(region) == "inside"
+                return ("batch", True) if inside else ("", False)
+        return "", None
+
+    def leave_block(self) -> None:
+        """Forgets the regions that have run, before the next block."""
+        self._state.clear()
+
+    def count_parameters(self, blocks: list[str]) -> tuple[dict[str, tuple[Amount, Amount]], Amount]:
+        """Returns the numbers of all and of the trained parameters of each block, `stem` and `head`, and of tied ones.
+
+        Args:
+            blocks: Names of the blocks.
+        """
+        divisions = self._found.divisions if self._found is not None else {}
+        found: dict[str, tuple[list[float], list[float]]] = {
+            name: ([0.0, 0.0], [0.0, 0.0]) for name in (*blocks, "stem", "head")
+        }
+        tied = [0.0, 0.0]
+        owners: dict[int, str] = {}
+        known = set(blocks)
+        for name, parameter in self._model.named_parameters(remove_duplicate=False):
+            part = self._part_of(name, known)
+            at = 0 if name in divisions else 1
+            if id(parameter) in owners:
+                if owners[id(parameter)] != part:
+                    tied[at] += parameter.numel()
+                continue
+            owners[id(parameter)] = part
+            every, trained = found[part]
+            every[at] += parameter.numel()
+            trained[at] += parameter.numel() * parameter.requires_grad
+        return {name: (Amount(*every), Amount(*trained)) for name, (every, trained) in found.items()}, Amount(*tied)
+
+    def _part_of(self, name: str, blocks: set[str]) -> str:
+        parent = name
+        while parent:
+            if parent in blocks:
+                return parent
+            parent = parent.rpartition(".")[0]
+        owners = self._plan.owners(name) if self._plan is not None else []
+        return owners[0] if owners and owners[0] != "blocks" else "head"

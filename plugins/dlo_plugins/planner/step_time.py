@@ -1,0 +1,379 @@
+"""Predicts the time of a step: roofline of each operation, exposed communication, the pipeline's makespan, optimizer.
+
+Calculon: Isaev et al., SC 2023, is the closest model. Departures: operations come from a profile of the user's own
+model, matrix products have an efficiency by shape, and a pipeline is simulated action by action.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from dlo_plugins.pipeline.actions import Placement
+from dlo_plugins.pipeline.balance import balance_stages
+from dlo_plugins.pipeline.pipeline_schedules import make_placement, make_schedule, splits_backward
+from dlo_plugins.pipeline.simulation import StageCosts, simulate
+from dlo_plugins.planner.layout import Layout, StateFormat
+from dlo_plugins.planner.machine import Machine
+from dlo_plugins.planner.model_profile import ModelProfile
+from dlo_plugins.planner.work import Part, Share
+
+#: Parts of a stage, each with its mode of recomputation and how often it occurs.
+Stage = tuple[tuple[Part, str, int], ...]
+#: Bytes that clipping and an elementwise optimizer read and write for each byte of parameters, gradients and state:
+#: for Adam in single precision 4 for the norm, 8 to clip, 28 to step, of 16.
+_OPTIMIZER_TRAFFIC = 2.5
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """Predicted time of an optimizer step on the slowest rank, in seconds.
+
+    Attributes:
+        compute: Products and other kernels of forward and backward.
+        recompute: Work that backward repeats.
+        tensor: Exposed communication of tensor parallelism.
+        context: Exposed communication of context parallelism.
+        gathering: Exposed gathering of parameters.
+        gradients: Exposed reduction of gradients.
+        bubble: Wait for other stages of the pipeline, messages included.
+        optimizer: Optimizer step.
+    """
+
+    compute: float
+    recompute: float
+    tensor: float
+    context: float
+    gathering: float
+    gradients: float
+    bubble: float
+    optimizer: float
+
+    @property
+    def total(self) -> float:
+        """Time of the step."""
+        return sum(vars(self).values())
+
+
+@dataclass(frozen=True)
+class PartTime:
+    """Seconds of a micro-batch in a part of the model.
+
+    Attributes:
+        forward: Computation of forward.
+        backward: Computation of backward, without what it repeats.
+        repeated: Computation that backward repeats.
+        tensor: Communication of tensor parallelism in forward, in backward and in what backward repeats.
+        context: Communication of context parallelism beyond the attention that it overlaps, in forward and backward.
+    """
+
+    forward: float
+    backward: float
+    repeated: float
+    tensor: tuple[float, float, float]
+    context: tuple[float, float]
+
+
+class TimeModel:
+    """Predicts times of one model on one machine.
+
+    Args:
+        profile: Profile of the model.
+        machine: Machine.
+        state: Bytes of the run's tensors.
+    """
+
+    def __init__(self, profile: ModelProfile, machine: Machine, state: StateFormat) -> None:
+        self.profile, self.machine, self.state = profile, machine, state
+        self._parts: dict[tuple[object, ...], PartTime] = {}
+        self._splits: dict[tuple[object, ...], tuple[int, ...]] = {}
+        self._stages: dict[tuple[object, ...], tuple[Stage, ...]] = {}
+        self._placements: dict[tuple[object, ...], Placement] = {}
+        self._splits_backward: dict[str, bool] = {}
+
+    def part_time(self, part: Part, layout: Layout, mode: str) -> PartTime:
+        """Returns the times of a micro-batch in a part, which only depend on `tp`, `cp`, the rows and the mode."""
+        mesh = layout.mesh
+        key = (id(part.forward), mesh.tp, mesh.cp, layout.micro_batch, layout.sequence_parallel, mode)
+        if key not in self._parts:
+            self._parts[key] = self._compute_part(part, layout, mode)
+        return self._parts[key]
+
+    def _compute_part(self, part: Part, layout: Layout, mode: str) -> PartTime:
+        mesh = layout.mesh
+        share = Share(layout.micro_batch / mesh.cp, mesh.tp, layout.sequence_parallel and mesh.tp > 1)
+        seconds = functools.partial(
+            self.machine.work_seconds, share=share, dtype=self.state.compute, fused=self.state.fused
+        )
+        way = part.modes.get(mode, part.modes["none"])
+        size = part.gathered * layout.micro_batch / mesh.cp
+        once = part.collectives * self.machine.collective_seconds(size, mesh.tp, 1, reduces_and_gathers=True)
+        return PartTime(
+            seconds(part.forward),
+            seconds(part.backward, backward=True),
+            seconds(way.repeated),
+            (once, once, once if way.gathers_again else 0.0),
+            self._ring(part, layout),
+        )
+
+    def _ring(self, part: Part, layout: Layout) -> tuple[float, float]:
+        """Returns the exposed time of ring attention: keys and values pass all ranks of `cp` while attention runs."""
+        mesh = layout.mesh
+        if mesh.cp == 1:
+            return 0.0, 0.0
+        share = Share(layout.micro_batch / mesh.cp, mesh.tp, False)
+        found = [0.0, 0.0]
+        for backward, work in enumerate((part.forward, part.backward)):
+            for product, count in work.products:
+                if not product.is_attention:
+                    continue
+                own = product.on(share)
+                size = 2 * own.batch * own.n * own.k * own.size * (1 + backward)
+                rate, latency = self.machine.link_of(mesh.cp, mesh.tp)
+                sending = (mesh.cp - 1) * (latency + size / rate)
+                running = count * self.machine.product_seconds(own, self.state.compute, backward=bool(backward))
+                found[backward] += max(0.0, sending - running * (mesh.cp - 1) / mesh.cp)
+        return found[0], found[1]
+
+    def split(self, layout: Layout) -> tuple[int, ...]:
+        """Returns the number of blocks of each stage: the given one, or the one with the cheapest largest stage."""
+        if layout.split is not None:
+            return layout.split
+        if layout.stages == 1:
+            return (len(self.profile.blocks),)
+        key = (layout.stages, layout.mesh.tp, layout.recompute, layout.every)
+        if key not in self._splits:
+            # Costs of one row: the ratios of blocks hardly depend on the number of rows.
+            one = replace(layout, micro_batch=1, mesh=replace(layout.mesh, cp=1))
+            modes = [self.mode_of(layout, number) for number in range(len(self.profile.blocks))]
+            costs = [sum(self._seconds(part, one, mode)) for part, mode in zip(self.profile.blocks, modes, strict=True)]
+            ends = [sum(self._seconds(part, one, "none")) for part in (self.profile.stem, self.profile.head)]
+            self._splits[key] = split_blocks(costs, layout.stages, *ends)
+        return self._splits[key]
+
+    def _seconds(self, part: Part, layout: Layout, mode: str) -> tuple[float, float]:
+        """Returns the seconds of a micro-batch in forward and in backward, without gathering."""
+        found = self.part_time(part, layout, mode)
+        return (
+            found.forward + found.tensor[0] + found.context[0],
+            found.backward + found.repeated + found.tensor[1] + found.tensor[2] + found.context[1],
+        )
+
+    def mode_of(self, layout: Layout, number: int) -> str:
+        """Returns the mode of a block."""
+        return layout.recompute if number % layout.every == 0 else "none"
+
+    def stages(self, layout: Layout) -> tuple[Stage, ...]:
+        """Returns the parts of each stage, with their modes of recomputation and how often each occurs."""
+        split = self.split(layout)
+        key = (split, layout.recompute, layout.every)
+        if key not in self._stages:
+            self._stages[key] = self._make_stages(layout, split)
+        return self._stages[key]
+
+    def _make_stages(self, layout: Layout, split: tuple[int, ...]) -> tuple[Stage, ...]:
+        found: list[Stage] = []
+        at = 0
+        for number, count in enumerate(split):
+            parts: dict[tuple[int, str], tuple[Part, str, int]] = {}
+            if number == 0:
+                parts[-1, ""] = (self.profile.stem, "none", 1)
+            for block in range(at, at + count):
+                part, mode = self.profile.blocks[block], self.mode_of(layout, block)
+                known = parts.get((id(part), mode), (part, mode, 0))
+                parts[id(part), mode] = (part, mode, known[2] + 1)
+            if number == len(split) - 1:
+                parts[-2, ""] = (self.profile.head, "none", 1)
+            found.append(tuple(parts.values()))
+            at += count
+        known_stages: dict[Stage, Stage] = {}
+        return tuple(known_stages.setdefault(stage, stage) for stage in found)
+
+    def step(self, layout: Layout, *, exact: bool = True) -> StepTime:
+        """Returns the time of a step.
+
+        Args:
+            layout: Layout of the run.
+            exact: Whether a pipeline is simulated; otherwise its makespan is a lower bound.
+        """
+        stages = self.stages(layout)
+        known = {id(stage): self._stage_seconds(stage, layout) for stage in stages}
+        costs = [known[id(stage)] for stage in stages]
+        forward, backward = [cost[0] for cost in costs], [cost[1] for cost in costs]
+        own = self._slowest(layout, [cost[0] + cost[1] for cost in costs])
+        count = layout.micro_batches
+        busy = count * sum(forward[stage] + backward[stage] for stage in own)
+        makespan = busy
+        if layout.mesh.pp > 1:
+            makespan = self._simulated(layout, forward, backward) if exact else self._formula(layout, forward, backward)
+        parts = [(self.part_time(part, layout, mode), times) for stage in own for part, mode, times in stages[stage]]
+        sums = {
+            "compute": sum(n * (t.forward + t.backward) for t, n in parts) + sum(costs[stage][3] for stage in own),
+            "recompute": sum(n * t.repeated for t, n in parts),
+            "tensor": sum(n * sum(t.tensor) for t, n in parts),
+            "context": sum(n * sum(t.context) for t, n in parts),
+            "gathering": sum(costs[stage][2] for stage in own),
+        }
+        distinct = {id(stage): (stage, cost[1]) for stage, cost in zip(stages, costs, strict=True)}.values()
+        gradients = max(self._gradient_sync(layout, stage, seconds) for stage, seconds in distinct)
+        optimizer = max(self._optimizer(layout, stage) for stage, _ in distinct)
+        return StepTime(
+            **{name: count * value for name, value in sums.items()},
+            gradients=gradients * len(own), bubble=max(makespan - busy, 0.0), optimizer=optimizer * len(own),
+        )  # fmt: skip
+
+    def _stage_seconds(self, stage: Stage, layout: Layout) -> tuple[float, float, float, float]:
+        """Returns a micro-batch's seconds in a stage: forward, backward, and of both the gathering and accumulation."""
+        forward = backward = 0.0
+        for part, mode, times in stage:
+            seconds = self._seconds(part, layout, mode)
+            forward, backward = forward + times * seconds[0], backward + times * seconds[1]
+        gather = self._gathering(stage, layout)
+        added = self._accumulation(stage, layout)
+        return forward + gather[0], backward + gather[1] + added, sum(gather), added
+
+    def _slowest(self, layout: Layout, seconds: Sequence[float]) -> Sequence[int]:
+        """Returns the stages of the pipeline's rank that computes longest."""
+        if layout.mesh.pp == 1:
+            return [0]
+        where = self.placement(layout)
+        return max((where.stages_of(rank) for rank in range(where.ranks)), key=lambda own: sum(seconds[s] for s in own))
+
+    def _accumulation(self, stage: Stage, layout: Layout) -> float:
+        """Returns the time to add a micro-batch's gradients to those of the step; a single micro-batch adds nothing."""
+        if layout.micro_batches == 1 or self.state.accumulates_in_products:
+            return 0.0
+        moved = local_count(stage, layout.mesh.tp, trained=True) * (self.state.gathered + 2 * self.state.gradient)
+        return moved / (self.machine.bandwidth * self.machine.bandwidth_efficiency)
+
+    def placement(self, layout: Layout) -> Placement:
+        """Returns the placement of a layout's stages on the ranks of its pipeline."""
+        key = (layout.schedule, layout.mesh.pp, layout.stages_per_rank)
+        if key not in self._placements:
+            self._placements[key] = make_placement(layout.schedule, layout.mesh.pp, layout.stages_option)
+        return self._placements[key]
+
+    def transfer(self, layout: Layout) -> float:
+        """Returns the seconds of a message between stages: a block's output."""
+        block = self.profile.blocks[0]
+        size = block.output.total * layout.micro_batch / layout.mesh.cp
+        return self.machine.send_seconds(size, layout.mesh.world_size // layout.mesh.pp)
+
+    def _simulated(self, layout: Layout, forward: Sequence[float], backward: Sequence[float]) -> float:
+        schedule = make_schedule(layout.schedule, layout.mesh.pp, layout.micro_batches, layout.stages_option)
+        half = [time / 2 for time in backward]
+        return simulate(schedule, StageCosts(forward, half, half, self.transfer(layout))).makespan
+
+    def _formula(self, layout: Layout, forward: Sequence[float], backward: Sequence[float]) -> float:
+        """Returns a lower bound of the makespan, which equal stages of 1F1B and of its interleaved form reach.
+
+        A rank begins when its first stage's input arrives, and after its last backward the stages before have theirs;
+        where weight gradients are apart, only input gradients hold up the stages before.
+        """
+        where = self.placement(layout)
+        if layout.schedule not in self._splits_backward:
+            self._splits_backward[layout.schedule] = splits_backward(layout.schedule)
+        splits = self._splits_backward[layout.schedule]
+        passes = [f + b * (0.5 if splits else 1.0) for f, b in zip(forward, backward, strict=True)]
+        found = 0.0
+        for rank in range(where.ranks):
+            own = where.stages_of(rank)
+            busy = sum(forward[stage] + backward[stage] for stage in own)
+            found = max(found, layout.micro_batches * busy + sum(passes[: min(own)]))
+        return found
+
+    def _gathering(self, stage: Stage, layout: Layout) -> tuple[float, float]:
+        """Returns the exposed gathering of a stage's parameters in forward and in backward of a micro-batch.
+
+        ZeRO 3 gathers each unit while the unit before computes. ZeRO 2 keeps it until the step's end: it gathers once a
+        step, which is divided among the micro-batches here.
+        """
+        if layout.sharers == 1 or layout.zero < 2:
+            return 0.0, 0.0
+        found = [0.0, 0.0]
+        for part, mode, times in stage:
+            seconds = self._part_gathering(part, layout)
+            for at, running in enumerate(self._seconds(part, layout, mode)):
+                if at and layout.zero < 3:
+                    continue
+                found[at] += times * self._exposed(seconds, running)
+        if layout.zero < 3:
+            found = [time / layout.micro_batches for time in found]
+        return found[0], found[1]
+
+    def _part_gathering(self, part: Part, layout: Layout) -> float:
+        mesh = layout.mesh
+        local = part.parameters.inside / mesh.tp + part.parameters.outside
+        return self.machine.collective_seconds(local * self.state.gathered, layout.sharers, mesh.tp)
+
+    def _exposed(self, communication: float, computation: float) -> float:
+        """Returns the time by which communication lengthens computation that runs at the same time."""
+        slowed = (self.machine.overlap_slowdown - 1) * min(communication, computation)
+        return max(0.0, communication - computation) + slowed
+
+    def _gradient_sync(self, layout: Layout, stage: Stage, backward: float) -> float:
+        """Returns the exposed reduction of a stage's gradients, which overlaps the last micro-batch's backward."""
+        mesh = layout.mesh
+        trained = local_count(stage, mesh.tp, trained=True)
+        size = trained * self.state.reduced
+        replicas = mesh.dp_replicate
+        if layout.zero == 0:
+            seconds = self.machine.collective_seconds(
+                size, layout.sharers * replicas, mesh.tp, reduces_and_gathers=True
+            )
+            return self._exposed(seconds, backward) if self.state.overlaps else seconds
+        seconds = self.machine.collective_seconds(size, layout.sharers, mesh.tp)
+        if layout.zero == 1:
+            seconds += self.machine.collective_seconds(trained * self.state.gathered, layout.sharers, mesh.tp)
+        if replicas > 1:
+            seconds += self.machine.collective_seconds(
+                size / layout.sharers, replicas, mesh.tp * layout.sharers, reduces_and_gathers=True
+            )
+        exposed = self._exposed(seconds, backward) if self.state.overlaps else seconds
+        return exposed * (layout.micro_batches if layout.reduce_each else 1)
+
+    def _optimizer(self, layout: Layout, stage: Stage) -> float:
+        trained = local_count(stage, layout.mesh.tp, trained=True)
+        own = trained / layout.sharers if layout.zero else trained
+        size = own * (self.state.parameter + self.state.gradient + self.state.state)
+        return _OPTIMIZER_TRAFFIC * size / (self.machine.bandwidth * self.machine.bandwidth_efficiency)
+
+
+def local_count(stage: Stage, tp: int, *, trained: bool = False) -> float:
+    """Returns the number of parameters of a stage on a rank of the axis `tp`."""
+    amounts = [(part.trained if trained else part.parameters, times) for part, _, times in stage]
+    return sum(times * (amount.inside / tp + amount.outside) for amount, times in amounts)
+
+
+def split_blocks(costs: Sequence[float], stages: int, stem: float, head: float) -> tuple[int, ...]:
+    """Returns the number of blocks of each stage, with the least cost of the most expensive stage.
+
+    Equal blocks need no search: among the splits with the least maximum, stages in the middle get the most blocks, as
+    the first stages have the most micro-batches in flight.
+
+    Args:
+        costs: Costs of the blocks.
+        stages: Number of stages.
+        stem: Cost of what the first stage runs before its blocks.
+        head: Cost of what the last stage runs after its blocks.
+    """
+    if max(costs) - min(costs) > 1e-9 * max(costs):
+        return tuple(balance_stages(costs, stages, stem, head))
+    cost, blocks = costs[0], len(costs)
+    around = [stem, *[0.0] * (stages - 2), head]
+    limits = {count * cost + extra for count in range(1, blocks + 1) for extra in (0.0, stem, head)}
+    for limit in sorted(limits):
+        most = [int((limit - extra) / cost + 1e-9) for extra in around]
+        if min(most) >= 1 and sum(most) >= blocks:
+            return tuple(_reduce(most, sum(most) - blocks))
+    return tuple(balance_stages(costs, stages, stem, head))
+
+
+def _reduce(counts: list[int], excess: int) -> list[int]:
+    """Returns counts with an excess taken off the largest ones, the first stages before the others."""
+    while excess:
+        at = counts.index(max(counts))
+        counts[at] -= 1
+        excess -= 1
+    return counts

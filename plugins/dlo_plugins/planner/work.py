@@ -1,0 +1,220 @@
+"""Work of a part of a model: its matrix products, the bytes that its other operations move, and what it saves.
+
+All amounts are those of one micro-batch on one rank without parallelism. :class:`Share` says which part of them a rank
+of a mesh has, so that a model is profiled once for all meshes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, NamedTuple
+
+#: Dim of a matrix product.
+Dim = Literal["", "m", "n", "k", "batch"]
+
+_IN_INPUT_GRADIENT: dict[Dim, Dim] = {"": "", "batch": "batch", "m": "m", "n": "k", "k": "n"}
+_IN_WEIGHT_GRADIENT: dict[Dim, Dim] = {"": "", "batch": "batch", "m": "k", "n": "n", "k": "m"}
+
+
+class Share(NamedTuple):
+    """Share of a micro-batch's work that one rank has.
+
+    Attributes:
+        tokens: Rows of the micro-batch over the profiled rows, divided by `cp`.
+        tp: Number of ranks that share each layer.
+        sequence_parallel: Whether these ranks also share the tokens between the divided layers.
+    """
+
+    tokens: float = 1.0
+    tp: int = 1
+    sequence_parallel: bool = False
+
+    @property
+    def outside(self) -> int:
+        """Divisor of what tensor parallelism divides only with a sharded sequence."""
+        return self.tp if self.sequence_parallel else 1
+
+
+class Amount(NamedTuple):
+    """Bytes of activations.
+
+    Attributes:
+        inside: Bytes of what tensor parallelism divides: heads, hidden features, logits.
+        outside: Bytes of what it divides only with a sharded sequence.
+    """
+
+    inside: float = 0.0
+    outside: float = 0.0
+
+    def on(self, share: Share) -> float:
+        """Returns a rank's bytes."""
+        return share.tokens * (self.inside / share.tp + self.outside / share.outside)
+
+    def plus(self, other: Amount, times: float = 1.0) -> Amount:
+        """Returns the sum with a multiple of another amount."""
+        return Amount(self.inside + times * other.inside, self.outside + times * other.outside)
+
+    @property
+    def total(self) -> float:
+        """Bytes without parallelism."""
+        return self.inside + self.outside
+
+
+_NOTHING = Amount()
+
+
+@dataclass(frozen=True)
+class Product:
+    """Matrix product `[batch, m, k] @ [batch, k, n]`.
+
+    Attributes:
+        m: Rows of the result.
+        n: Columns of the result.
+        k: Dim that is summed over.
+        batch: Number of such products in one kernel.
+        size: Bytes of an element.
+        divided: Dim that tensor parallelism divides; empty for none.
+        tokens: Dim that grows with the number of tokens.
+        fraction: Fraction of the result that is computed; half under a causal mask that a kernel makes use of.
+        is_attention: Whether a fused attention kernel computes it, which keeps its scores on the chip.
+    """
+
+    m: float
+    n: float
+    k: float
+    batch: float = 1
+    size: int = 2
+    divided: Dim = ""
+    tokens: Dim = "m"
+    fraction: float = 1.0
+    is_attention: bool = False
+
+    @property
+    def flops(self) -> float:
+        """Floating-point operations."""
+        return 2.0 * self.batch * self.m * self.n * self.k * self.fraction
+
+    @property
+    def bytes(self) -> float:
+        """Bytes that it reads and writes at least once; none for scores that stay on the chip."""
+        return (
+            0.0 if self.is_attention else self.size * self.batch * (self.m * self.k + self.k * self.n + self.m * self.n)
+        )
+
+    def on(self, share: Share) -> Product:
+        """Returns a rank's product."""
+        found = self._scaled(self.tokens, share.tokens)
+        return found._scaled(self.divided, 1 / share.tp) if self.divided else found
+
+    def _scaled(self, dim: Dim, factor: float) -> Product:
+        if not dim:
+            return self
+        scaled: dict[str, Any] = {dim: getattr(self, dim) * factor}
+        return replace(self, **scaled)
+
+    def gradients(self) -> tuple[Product, Product]:
+        """Returns the products of its backward: the gradient of the left operand and that of the right one."""
+        left = replace(
+            self,
+            n=self.k,
+            k=self.n,
+            divided=_IN_INPUT_GRADIENT[self.divided],
+            tokens=_IN_INPUT_GRADIENT[self.tokens],
+        )
+        right = replace(
+            self,
+            m=self.k,
+            k=self.m,
+            divided=_IN_WEIGHT_GRADIENT[self.divided],
+            tokens=_IN_WEIGHT_GRADIENT[self.tokens],
+        )
+        return left, right
+
+
+@dataclass(frozen=True)
+class Work:
+    """Work of a forward or a backward.
+
+    Attributes:
+        products: Matrix products and how often each occurs.
+        moved: Bytes that the other operations read and write, each as a kernel of its own.
+        fused: The same bytes if neighbouring operations are one kernel, as in compiled code.
+        kernels: Number of kernels, each as its own.
+        fused_kernels: Number of kernels if neighbouring operations are one.
+    """
+
+    products: tuple[tuple[Product, int], ...] = ()
+    moved: Amount = _NOTHING
+    fused: Amount = _NOTHING
+    kernels: int = 0
+    fused_kernels: int = 0
+
+    @property
+    def flops(self) -> float:
+        """Floating-point operations of the matrix products, without parallelism."""
+        return sum(product.flops * count for product, count in self.products)
+
+    @classmethod
+    def sum(cls, parts: Iterable[Work]) -> Work:
+        """Returns the work of several parts."""
+        products: dict[Product, int] = {}
+        moved, fused, kernels, fused_kernels = Amount(), Amount(), 0, 0
+        for part in parts:
+            for product, count in part.products:
+                products[product] = products.get(product, 0) + count
+            moved, fused = moved.plus(part.moved), fused.plus(part.fused)
+            kernels, fused_kernels = kernels + part.kernels, fused_kernels + part.fused_kernels
+        return cls(tuple(products.items()), moved, fused, kernels, fused_kernels)
+
+
+@dataclass(frozen=True)
+class Recomputation:
+    """Way in which a block keeps its activations.
+
+    Attributes:
+        saved: Bytes that it keeps for backward, without its input and its output.
+        fused: The same bytes in compiled code, in which backward recomputes what is internal to a kernel.
+        repeated: Work that backward repeats.
+        gathers_again: Whether backward repeats tensor parallelism's collectives of forward.
+    """
+
+    saved: Amount
+    fused: Amount
+    repeated: Work = field(default_factory=Work)
+    gathers_again: bool = False
+
+    def kept(self, fused: bool) -> Amount:
+        """Returns the bytes that it keeps for backward."""
+        return self.fused if fused else self.saved
+
+
+@dataclass(frozen=True, eq=False)
+class Part:
+    """Part of a model: its stem, one of its blocks, or its head with the loss.
+
+    Attributes:
+        name: Name of the block, `stem` or `head`.
+        forward: Work of its forward.
+        backward: Work of its backward.
+        modes: Ways to keep its activations, by name: `none`; `selective`, which keeps results of matrix products, as
+            ActivationCheckpoint does; `alternate`, which keeps every second of them, as torchtitan does; `attention`,
+            which repeats unfused attention, as Megatron does; and `full`.
+        output: Bytes of its output.
+        transient: Most bytes in use at once in forward and backward, beyond input, output, and what `none` saves.
+        parameters: Numbers of parameters: divided by tensor parallelism, and not.
+        trained: Numbers of trained ones.
+        collectives: Number of divided regions; each sums its output in forward, and its input's gradient in backward.
+        gathered: Bytes of the input of all divided regions together.
+    """
+
+    name: str
+    forward: Work
+    backward: Work
+    modes: dict[str, Recomputation]
+    output: Amount
+    transient: Amount
+    parameters: Amount
+    trained: Amount
+    collectives: int = 0
+    gathered: float = 0.0

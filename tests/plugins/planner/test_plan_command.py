@@ -1,0 +1,91 @@
+"""``dlo plan``: plans of a config are ranked, written, and pass ``dlo mesh``; bad input has a fix."""
+
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+
+from dlo_framework.cli.main import main
+
+CONFIG = """
+trainer: {accelerator: cpu, devices: 2, max_steps: 2, strategy: {class_path: MeshStrategy, init_args: {tp: 2}}}
+model:
+  class_path: CausalLM
+  init_args:
+    config: {model_type: llama, hidden_size: 64, intermediate_size: 128, num_hidden_layers: 4, num_attention_heads: 4,
+             num_key_value_heads: 2, max_position_embeddings: 64, vocab_size: 512}
+    recompute: true
+data: {class_path: TextData, init_args: {seq_len: 64, batch_size: 16}}
+"""
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> str:
+    path = tmp_path / "mine.yaml"
+    path.write_text(CONFIG)
+    return str(path)
+
+
+def test_plans_are_ranked_written_and_pass_dlo_mesh(
+    config: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "plans"
+    words = ["plan", "--config", config, "--gpus", "4", "--machine", "cpu", "--json", "--top", "3", "--out", str(out)]
+    assert main(words) == 0
+    found = json.loads(capsys.readouterr().out)
+    times = [plan["step_seconds"] for plan in found["plans"]]
+    assert len(times) == 3
+    assert times == sorted(times)
+    assert found["global_batch"] == 16
+    for plan in found["plans"]:
+        assert sum(plan["seconds"].values()) == pytest.approx(plan["step_seconds"])
+        assert plan["interval_seconds"][0] < plan["step_seconds"] < plan["interval_seconds"][1]
+        parts = [size for name, size in plan["memory_bytes"].items() if name != "total"]
+        assert sum(parts) == pytest.approx(plan["memory_bytes"]["total"])
+        assert plan["reason"]
+    assert all(row["value"] >= row["limit"] for row in found["rejected"])
+    for number in (1, 2, 3):
+        file = out / f"plan_{number}.yaml"
+        content = yaml.safe_load(file.read_text())
+        trainer, rows = content["trainer"], content["data"]["init_args"]["batch_size"]
+        assert rows * trainer["accumulate_grad_batches"] == 16
+        assert (trainer["devices"], trainer["num_nodes"]) == (4, 1)
+        assert content["model"]["init_args"]["recompute"] is False
+        assert main(["mesh", "--config", str(file)]) == 0
+        capsys.readouterr()
+
+
+def test_a_pipeline_is_written_with_its_schedule_and_split(
+    config: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "plans"
+    words = ["plan", "--config", config, "--gpus", "4", "--machine", "cpu", "--top", "1", "--out", str(out)]
+    assert main([*words, "--fix", "pp=2", "--fix", "tp=2", "--fix", "recompute=selective"]) == 0
+    text = capsys.readouterr().out
+    assert "pp 2 x tp 2" in text
+    assert "recompute selective" in text
+    assert "MFU" in text
+    strategy = yaml.safe_load((out / "plan_1.yaml").read_text())["trainer"]["strategy"]["init_args"]
+    assert (strategy["pp"], strategy["tp"], sum(strategy["split"])) == (2, 2, 4)
+    assert strategy["appliers"][0] == {"class_path": "ActivationCheckpoint", "init_args": {"mode": "selective"}}
+    assert main(["mesh", "--config", str(out / "plan_1.yaml")]) == 0
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--gpus", "4", "--machine", "h10"], "did you mean 'h100'"),
+        (["--gpus", "0"], "--gpus must be at least 1, got 0"),
+        (["--gpus", "4", "--nodes", "3"], "--gpus must be divisible by --nodes, got 4 and 3; set --gpus 3"),
+        (["--gpus", "4", "--memory", "lots"], "--memory must be a positive size, got lots"),
+        (["--gpus", "4", "--fix", "tp"], "--fix must be KEY=VALUE, got tp"),
+        (["--gpus", "4", "--machine", "cpu", "--memory", "401MB"], "--memory must hold a plan"),
+        (["--gpus", "3", "--machine", "cpu", "--fix", "tp=3"], "tp must divide the 4 heads"),
+    ],
+)
+def test_bad_input_is_one_line_with_the_fix(
+    words: list[str], message: str, config: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["plan", "--config", config, *words]) == 2
+    assert message in capsys.readouterr().err

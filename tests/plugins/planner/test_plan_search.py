@@ -1,0 +1,124 @@
+"""Search: nothing faster is missed, and each rejection's number is true."""
+
+import math
+import random
+from dataclasses import replace
+
+import pytest
+
+from dlo_framework.errors import DloError
+from dlo_framework.mesh import MeshSpec
+from dlo_plugins.planner.layout import Layout, StateFormat
+from dlo_plugins.planner.machine import load_machine
+from dlo_plugins.planner.plan_search import _RECOMPUTE, PlanSearch, Request
+from dlo_plugins.planner.step_time import split_blocks
+from support.planner_models import llama
+
+
+def _search(gpus: int = 8, memory: float = 3.0e9, batch: int = 32, **fix: str) -> PlanSearch:
+    profile = llama(1024, 2816, 8, 8, 8, 1024, 8192)
+    machine = replace(load_machine("h100"), reserved=1e6, ranks_per_node=4)
+    return PlanSearch(profile, machine, StateFormat(), Request(gpus, memory, batch, fix, top=3))
+
+
+def _every_time(search: PlanSearch) -> list[tuple[float, Layout]]:
+    """Returns the time of each layout and way to recompute that fits in memory, each simulated."""
+    found = []
+    for layout in search._layouts():
+        for mode, every in _RECOMPUTE:
+            tried = replace(layout, recompute=mode, every=every)
+            if search.memory.largest(tried).total <= search.request.memory:
+                found.append((search.times.step(tried).total, tried))
+    return found
+
+
+def test_the_first_plan_is_the_fastest_of_all_layouts() -> None:
+    for memory in (2.0e9, 4.0e9):
+        search = _search(gpus=4, batch=8, memory=memory)
+        first = search.run().candidates[0]
+        least, layout = min(_every_time(search), key=lambda item: item[0])
+        assert first.time.total == pytest.approx(least, rel=1e-9), layout
+        assert first.memory.total <= memory
+
+
+def test_fifty_rejections_are_true() -> None:
+    search = _search(memory=0.7e9)
+    result = search.run()
+    assert len(result.rejections) + len(result.candidates) == result.count
+    limit = max(candidate.time.total for candidate in result.candidates)
+    of_kind = [[r for r in result.rejections if r.kind == kind] for kind in ("memory", "time")]
+    for rejection in [rejection for found in of_kind for rejection in random.Random(0).sample(found, 25)]:
+        assert rejection.value >= rejection.limit
+        ways = [replace(rejection.layout, recompute=mode, every=every) for mode, every in _RECOMPUTE]
+        if rejection.kind == "memory":
+            assert min(search.memory.largest(way).total for way in ways) >= rejection.value * (1 - 1e-9)
+            assert "needs" in str(rejection)
+        else:
+            fits = [way for way in ways if search.memory.largest(way).total <= search.request.memory]
+            exact = min((search.times.step(way).total for way in fits), default=math.inf)
+            assert exact >= rejection.value * (1 - 1e-9)
+            assert exact >= min(limit, rejection.limit) * (1 - 1e-9)
+
+
+def test_fixed_values_are_kept_and_refused_with_the_fix() -> None:
+    for candidate in _search(tp="2", pp="2").run().candidates:
+        assert (candidate.layout.mesh.tp, candidate.layout.mesh.pp) == (2, 2)
+        assert sum(candidate.split) == 8
+        assert candidate.layout.global_batch == 32
+    with pytest.raises(DloError, match="did you mean 'micro_batch'"):
+        _search(micro_batches="2")
+    with pytest.raises(DloError, match="--fix tp must be a number"):
+        _search(tp="two")
+    with pytest.raises(DloError, match="tp must divide the 8 heads"):
+        _search(gpus=3, batch=3, tp="3").run()
+    with pytest.raises(DloError, match=r"axes must divide 8 ranks, a batch of 7"):
+        _search(batch=7, dp_shard="8").run()
+
+
+def test_memory_that_nothing_fits_names_the_nearest() -> None:
+    with pytest.raises(DloError, match=r"--memory must hold a plan, got 10.* needs .*; set --memory \d+GB"):
+        _search(memory=1.0e7).run()
+
+
+def test_less_memory_is_never_faster() -> None:
+    times = [_search(memory=memory).run().candidates[0].time.total for memory in (1.5e9, 2.0e9, 4.0e9, 16.0e9)]
+    assert times == sorted(times, reverse=True)
+
+
+def test_zero_and_micro_batches_change_memory_as_they_should() -> None:
+    search = _search()
+    plain = Layout(MeshSpec(dp_replicate=8, dp_shard=1), 1, 4, zero=0)
+    sharded = replace(plain, mesh=MeshSpec(dp_shard=8), zero=3)
+    of = {layout: search.memory.largest(layout) for layout in (plain, sharded, replace(sharded, reduce_each=True))}
+    base, zero3, each = of.values()
+    assert zero3.parameters == base.parameters / 8
+    assert zero3.optimizer == base.optimizer / 8
+    assert each.gradients < zero3.gradients < base.gradients * 1.2
+    assert base.activations == zero3.activations
+
+
+def test_a_pipelines_first_stage_keeps_most_micro_batches() -> None:
+    search = _search()
+    layout = Layout(MeshSpec(pp=4, dp_shard=1, dp_replicate=2), 1, 16, "1F1B", 1, (2, 2, 2, 2), 0)
+    kept = [rank.activations for rank in search.memory.ranks(layout)]
+    assert kept == sorted(kept, reverse=True)
+    none = search.profile.blocks[0].modes["none"].saved.total + search.profile.blocks[0].output.total
+    assert kept[0] == pytest.approx(4 * 2 * none, rel=0.02)  # Four micro-batches of two blocks.
+
+
+def test_equal_blocks_are_split_as_the_dynamic_program_does() -> None:
+    from dlo_plugins.pipeline.balance import balance_stages
+
+    draw = random.Random(1)
+    for _ in range(200):
+        blocks = draw.randint(2, 24)
+        stages = draw.randint(2, blocks)
+        stem, head = draw.choice([0.0, 0.4, 1.0, 2.6]), draw.choice([0.0, 0.7, 1.0, 3.3])
+
+        def largest(split: list[int] | tuple[int, ...], stem: float = stem, head: float = head) -> float:
+            return max(n + stem * (i == 0) + head * (i == len(split) - 1) for i, n in enumerate(split))
+
+        found = split_blocks([1.0] * blocks, stages, stem, head)
+        assert sum(found) == blocks
+        assert min(found) >= 1
+        assert largest(found) == pytest.approx(largest(balance_stages([1.0] * blocks, stages, stem, head)))
