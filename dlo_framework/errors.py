@@ -6,7 +6,7 @@ The command line prints a :class:`DloError` without a traceback and exits with c
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 
 class DloError(ValueError):
@@ -64,3 +64,8 @@ def mark_agreed(error: Exception) -> Exception:
 def is_agreed(error: BaseException) -> bool:
     """Returns whether all ranks raise this error at the same point."""
     return isinstance(error, OrderlyEnd) or bool(getattr(error, "all_ranks_agree", False))
+
+
+def shown_names(names: Sequence[str]) -> str:
+    """Returns the first five names as text, and how many more there are."""
+    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")

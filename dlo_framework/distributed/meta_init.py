@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from dlo_framework.distributed.checkpointing import plain_name
-from dlo_framework.errors import DloError
+from dlo_framework.errors import DloError, shown_names
 from dlo_framework.tensor_slice import Layout, TensorSlice
 
 
@@ -55,10 +55,9 @@ def check_initialisable(module: nn.Module, loads_weights: bool) -> None:
             if tensor.is_meta and (absent is None or key in absent)
         ]
     if lacking:
-        shown = ", ".join(lacking[:5]) + (f" and {len(lacking) - 5} more" if len(lacking) > 5 else "")
         raise DloError(
-            f"tensors under meta_init must have a reset_parameters() that initialises them, got {shown} without; add"
-            " one to their modules, start from a checkpoint (--ckpt_path), or remove meta_init"
+            f"tensors under meta_init must have a reset_parameters() that initialises them, got {shown_names(lacking)}"
+            " without; add one to their modules, start from a checkpoint (--ckpt_path), or remove meta_init"
         )
 
 

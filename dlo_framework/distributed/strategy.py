@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from lightning.fabric.utilities.device_dtype_mixin import _update_properties
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.callbacks import BaseFinetuning, StochasticWeightAveraging, WeightAveraging
+from lightning.pytorch.callbacks import BaseFinetuning, ModelPruning, StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import SingleDeviceStrategy, StrategyRegistry
 from lightning.pytorch.trainer.states import TrainerFn
@@ -32,7 +32,7 @@ from dlo_framework.distributed.norms import total_norm
 from dlo_framework.distributed.precision import with_sharded_clipping
 from dlo_framework.distributed.stacks import hook_frame, hook_of, own_line
 from dlo_framework.distributed.unused_parameters import unused_message, unused_numbers
-from dlo_framework.errors import DloError
+from dlo_framework.errors import DloError, shown_names
 
 #: Time limit of a collective; a rank that hangs ends the run after it.
 TIMEOUT = timedelta(minutes=10)
@@ -109,9 +109,9 @@ class DataParallelStrategy(CanonicalStrategy, WatchedRanks):
         if wrapper._comm_hooks:
             unfrozen = [name for name, parameter in self._frozen.items() if parameter.requires_grad]
             raise DloError(
-                "parameters must train from the start of the run under a communication hook, such as"
-                f" GradientCompression's, got {', '.join(unfrozen)} unfrozen since; leave out the hook, or train them"
-                " from the start in a parameter group with lr 0"
+                "parameters must train from the start of the run where gradients are compressed by a communication hook,"
+                f" got {shown_names(unfrozen)} unfrozen since; leave out the compression, or train them from the start"
+                " in a parameter group with lr 0"
             )
         self.model = wrapper.module
         self.configure_ddp()
@@ -211,11 +211,12 @@ class ShardedStrategy(CanonicalStrategy, WatchedRanks):
         """Checks that no callback needs full parameters that a rank does not have.
 
         Raises:
-            DloError: if a callback unfreezes parameters during the run, or averages parameters that are sharded.
+            DloError: if a callback unfreezes parameters during the run, or averages or prunes those that are sharded.
         """
         _refuse_finetuning(trainer)
         if not self.keeps_plain_parameters(self._module()):
             _refuse_averages(trainer)
+            _refuse_pruning(trainer)
 
     def keeps_plain_parameters(self, module: LightningModule) -> bool:
         """Returns whether a module's parameters are plain, full tensors on each rank after setup."""
@@ -354,6 +355,16 @@ def _refuse_averages(trainer: Trainer) -> None:
             raise DloError(
                 f"an average of the weights under {type(trainer.strategy).__name__} must be taken of each rank's"
                 f" shards, got {type(callback).__name__}, which takes full parameters; use WeightEMA, or strategy ddp"
+            )
+
+
+def _refuse_pruning(trainer: Trainer) -> None:
+    """Refuses Lightning's pruning, which chooses and masks elements of full parameters between steps."""
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        if isinstance(callback, ModelPruning):
+            raise DloError(
+                f"parameters under {type(trainer.strategy).__name__} must not be pruned between steps, when they are"
+                f" sharded, got {type(callback).__name__}; use strategy ddp, zero1 or zero2"
             )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from dlo_framework.errors import DloError
+from dlo_framework.errors import DloError, shown_names
 
 
 def unused_message(names: Sequence[str], allow: str = "set find_unused: true in the strategy") -> str:
@@ -15,10 +15,9 @@ def unused_message(names: Sequence[str], allow: str = "set find_unused: true in 
         names: Names of the parameters.
         allow: Fix that allows such parameters, in the imperative.
     """
-    shown = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
     return (
-        f"every trainable parameter must get a gradient from the loss, got none for {shown}; set requires_grad"
-        f" to False in configure_model for parameters that are not trained, or {allow}"
+        f"every trainable parameter must get a gradient from the loss, got none for {shown_names(names)}; set"
+        f" requires_grad to False in configure_model for parameters that are not trained, or {allow}"
     )
 
 

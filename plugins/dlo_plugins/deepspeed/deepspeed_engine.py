@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from dlo_framework.distributed.checkpointing import plain_name
 from dlo_framework.distributed.norms import total_norm
 from dlo_framework.distributed.unused_parameters import check_backward_seen
-from dlo_framework.errors import DloError
+from dlo_framework.errors import DloError, shown_names
 from dlo_plugins.deepspeed.environment import device_index
 from dlo_plugins.deepspeed.master_weights import MasterWeights
 from dlo_plugins.deepspeed.partitioned_params import gather_params, is_partitioned, partition_params
@@ -129,11 +129,10 @@ class DeepSpeedEngine:
         """
         thawed = sorted(name for name, parameter in self._frozen.items() if parameter.requires_grad)
         if thawed:
-            shown = ", ".join(thawed[:5]) + (f" and {len(thawed) - 5} more" if len(thawed) > 5 else "")
             raise DloError(
-                f"requires_grad of {shown} must stay false after the start of a run under DeepSpeed, got true: it"
-                " partitions the trained parameters once; train it from the start in a parameter group with lr 0, or"
-                " start a second run from this one's checkpoint"
+                f"requires_grad of {shown_names(thawed)} must stay false after the start of a run under DeepSpeed, got"
+                " true: it partitions the trained parameters once; train it from the start in a parameter group with lr"
+                " 0, or start a second run from this one's checkpoint"
             )
         if self.master_weights is not None:
             self.master_weights.start_window()

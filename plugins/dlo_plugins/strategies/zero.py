@@ -219,7 +219,13 @@ class ZeroStrategy(ShardedStrategy):
     # --- a step --------------------------------------------------------------------------------------------
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Runs the module's training step, with its parameters gathered."""
+        """Runs the module's training step, with its parameters gathered.
+
+        Raises:
+            DloError: Someone has assigned to the ``data`` of a parameter since the last step.
+        """
+        if self.engine is not None:
+            self.engine.check_params()
         with self._step("training"):
             return super().training_step(*args, **kwargs)
 

@@ -194,6 +194,17 @@ class FlatGroup:
         self.full.untyped_storage().resize_(0)
         self._point_to(self._placeholders)
 
+    def replaced_params(self) -> list[str]:
+        """Returns the names of the parameters whose data are neither in the full buffer nor read as NaN.
+
+        Someone has assigned to their ``data``: training would go on with the buffer's values, and lose the assigned.
+        """
+        hidden = self._placeholders[0].data_ptr()
+        first = self.full.data_ptr()
+        places = range(first, first + self._bytes)
+        pointers = [parameter.data_ptr() for parameter in self.parameters]
+        return [name for name, at in zip(self.names, pointers, strict=True) if at and at != hidden and at not in places]
+
     def _point_to(self, tensors: list[Tensor]) -> None:
         for parameter, tensor in zip(self.parameters, tensors, strict=True):
             parameter.data = tensor

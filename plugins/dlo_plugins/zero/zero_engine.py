@@ -34,7 +34,7 @@ from dlo_framework.distributed.checkpointing import plain_name
 from dlo_framework.distributed.collectives import Communicator
 from dlo_framework.distributed.fused_optimizers import prefer_fused
 from dlo_framework.distributed.meta_init import Initialiser
-from dlo_framework.errors import DloError
+from dlo_framework.errors import DloError, shown_names
 from dlo_framework.shards import FlatShard
 from dlo_plugins.sharding.gathered_dtype import find_batch_norms
 from dlo_plugins.sharding.optimizer_probe import probe_optimizer
@@ -246,6 +246,21 @@ class ZeroEngine:
 
     # --- one step ------------------------------------------------------------------------------------------
 
+    def check_params(self) -> None:
+        """Checks that the parameters are those of the buffers; called before each training step.
+
+        Raises:
+            DloError: Someone has assigned to the ``data`` of a parameter since the last step.
+        """
+        for group in self.groups:
+            replaced = group.replaced_params()
+            if replaced:
+                raise DloError(
+                    f"parameters under ZeRO must be written in place between steps, got {shown_names(replaced)} with"
+                    " other memory, since their data were assigned; use `with torch.no_grad(): parameter.copy_(...)` in"
+                    " stages 1 and 2, or strategy ddp"
+                )
+
     def before_backward(self, automatic: bool) -> None:
         """Prepares the reduction; called before each backward.
 
@@ -425,10 +440,9 @@ def _has_closure(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
 
 def thawed_message(names: list[str]) -> str:
     """Returns the error message for parameters that were unfrozen during a run."""
-    shown = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
     return (
-        f"parameters under ZeRO must train from the start of the run, got {shown} unfrozen since; put it in a parameter"
-        " group with lr 0 from the start, or start a second run from this one's checkpoint"
+        f"parameters under ZeRO must train from the start of the run, got {shown_names(names)} unfrozen since;"
+        " put it in a parameter group with lr 0 from the start, or start a second run from this one's checkpoint"
     )
 
 

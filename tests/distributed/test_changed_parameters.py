@@ -1,4 +1,4 @@
-"""Parameters that are unfrozen during a run: they train as in one process, or the strategy refuses it by name."""
+"""Parameters that a callback unfreezes or writes during a run: as in one process, or the strategy refuses it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.callbacks import BaseFinetuning
+from lightning.pytorch.callbacks import BaseFinetuning, ModelPruning
 
 from dlo_framework.distributed.strategy import DataParallelStrategy
 from dlo_framework.errors import DloError
@@ -65,6 +65,11 @@ TRAINS: dict[str, Any] = {
 REFUSES = (lambda: ZeroStrategy(1), lambda: ZeroStrategy(3), lambda: DeepSpeedBridge(stage=1))
 
 
+def _weights(run: Trainer, module: LightningModule) -> dict[str, Any]:
+    """Returns the weights: under ddp each rank's own, else the gathered ones on the first rank."""
+    return module.state_dict() if isinstance(run.strategy, DataParallelStrategy) else gather_full_weights(run)
+
+
 def _unfreeze(rank: int, world: int) -> dict[str, Any]:
     found: dict[str, Any] = {"refused": []}
     for name, (kind, callback) in RUNS.items():
@@ -75,10 +80,7 @@ def _unfreeze(rank: int, world: int) -> dict[str, Any]:
         for strategy in TRAINS[name]:
             run, module = trainer(world, strategy(), max_epochs=2, callbacks=[callback()]), kind()
             run.fit(module, mine(rank, world))
-            if isinstance(run.strategy, DataParallelStrategy):  # Each rank's own weights, not the first rank's.
-                weights: dict[str, Any] = module.state_dict()
-            else:
-                weights = gather_full_weights(run) or expected
+            weights = _weights(run, module) or expected
             found[name].append(max(float((weights[key] - expected[key]).abs().max()) for key in expected))
     options = {"callbacks": [Unfreeze(), GradientCompression("fp16")]}
     for strategy, more in [*((strategy, {}) for strategy in REFUSES), (DataParallelStrategy, options)]:
@@ -89,6 +91,74 @@ def _unfreeze(rank: int, world: int) -> dict[str, Any]:
     return found
 
 
+class Clip(Callback):
+    """Bounds the weights after each step, as Wasserstein GANs' critics do; in place, or by assignment."""
+
+    def __init__(self, assigns: bool = False) -> None:
+        self.assigns = assigns
+
+    @torch.no_grad()
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
+        for parameter in pl_module.parameters():
+            if self.assigns:
+                parameter.data = parameter.data.clamp(-0.05, 0.05)
+            else:
+                parameter.clamp_(-0.05, 0.05)
+
+
+def _prune(module: Any, resets: bool = False) -> ModelPruning:
+    return ModelPruning(
+        "l1_unstructured",
+        [(module.net.head, "weight")],
+        amount=0.3,
+        make_pruning_permanent=False,
+        use_lottery_ticket_hypothesis=resets,
+    )
+
+
+WRITERS: dict[str, Any] = {"clip": lambda module: Clip(), "prune": _prune}
+ZERO12: tuple[Any, ...] = (lambda: ZeroStrategy(1), lambda: ZeroStrategy(2))
+WRITES: dict[str, Any] = {
+    "clip": (DataParallelStrategy, *ZERO12, FSDPStrategy, lambda: MeshStrategy(dp_replicate=2)),
+    "prune": (DataParallelStrategy, *ZERO12),
+}
+
+
+def _write(rank: int, world: int) -> dict[str, Any]:
+    found: dict[str, Any] = {"refused": []}
+    for name, callback in WRITERS.items():
+        alone = All()
+        trainer(1, "auto", max_epochs=2, callbacks=[callback(alone)]).fit(alone, mine(0, 1))
+        expected = {key: value.clone() for key, value in alone.state_dict().items()}
+        found[name] = []
+        for strategy in WRITES[name]:
+            module = All()
+            run = trainer(world, strategy(), max_epochs=2, callbacks=[callback(module)])
+            run.fit(module, mine(rank, world))
+            weights = _weights(run, module) or expected
+            found[name].append(max(float((weights[key] - expected[key]).abs().max()) for key in expected))
+    cases = [*((strategy, _prune) for strategy in (lambda: ZeroStrategy(3), FSDPStrategy))]
+    cases += [(lambda stage=stage: ZeroStrategy(stage), lambda module: Clip(assigns=True)) for stage in (1, 2, 3)]
+    cases.append((lambda: ZeroStrategy(1), lambda module: _prune(module, resets=True)))
+    for strategy, callback in cases:
+        module = All()
+        with pytest.raises(DloError) as error:
+            trainer(world, strategy(), max_epochs=2, callbacks=[callback(module)]).fit(module, mine(rank, world))
+        found["refused"].append(str(error.value))
+    return found
+
+
+def test_what_a_callback_writes_is_as_in_one_process_or_is_refused() -> None:
+    for found in run_distributed(_write, 2, timeout=200):
+        for name, strategies in WRITES.items():
+            assert found[name] == pytest.approx([0.0] * len(strategies), abs=1e-5), name
+        assert len(found["refused"]) == 6
+        for message in found["refused"][:2]:
+            assert "must not be pruned between steps, when they are sharded, got ModelPruning; use" in message
+        for message in found["refused"][2:]:
+            assert "must be written in place between steps, got net." in message
+
+
 def test_what_is_unfrozen_trains_as_in_one_process_or_is_refused() -> None:
     for found in run_distributed(_unfreeze, 2, timeout=200):
         for name, strategies in TRAINS.items():
@@ -97,4 +167,4 @@ def test_what_is_unfrozen_trains_as_in_one_process_or_is_refused() -> None:
         for message in found["refused"]:
             assert "net.stem.bias" in message
             assert "net.stem.weight" in message
-        assert "GradientCompression's" in found["refused"][-1]
+        assert "compressed by a communication hook" in found["refused"][-1]
