@@ -109,7 +109,7 @@ class DataParallelStrategy(CanonicalStrategy, WatchedRanks):
         if wrapper._comm_hooks:
             unfrozen = [name for name, parameter in self._frozen.items() if parameter.requires_grad]
             raise DloError(
-                "parameters must train from the start of the run where gradients are compressed by a communication hook,"
+                "parameters must train from the start of the run where a communication hook compresses gradients,"
                 f" got {shown_names(unfrozen)} unfrozen since; leave out the compression, or train them from the start"
                 " in a parameter group with lr 0"
             )

@@ -167,4 +167,4 @@ def test_what_is_unfrozen_trains_as_in_one_process_or_is_refused() -> None:
         for message in found["refused"]:
             assert "net.stem.bias" in message
             assert "net.stem.weight" in message
-        assert "compressed by a communication hook" in found["refused"][-1]
+        assert "where a communication hook compresses gradients" in found["refused"][-1]
