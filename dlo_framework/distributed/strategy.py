@@ -216,6 +216,7 @@ class ShardedStrategy(CanonicalStrategy, WatchedRanks):
         _refuse_finetuning(trainer)
         if not self.keeps_plain_parameters(self._module()):
             _refuse_averages(trainer)
+        if self.zero_stage == 3:  # On one rank too: pruning renames and assigns parameters that are watched.
             _refuse_pruning(trainer)
 
     def keeps_plain_parameters(self, module: LightningModule) -> bool:
@@ -363,8 +364,8 @@ def _refuse_pruning(trainer: Trainer) -> None:
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
         if isinstance(callback, ModelPruning):
             raise DloError(
-                f"parameters under {type(trainer.strategy).__name__} must not be pruned between steps, when they are"
-                f" sharded, got {type(callback).__name__}; use strategy ddp, zero1 or zero2"
+                f"parameters under {type(trainer.strategy).__name__} must not be pruned between steps, got"
+                f" {type(callback).__name__}; use strategy ddp, zero1 or zero2"
             )
 
 

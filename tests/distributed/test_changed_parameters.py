@@ -154,7 +154,7 @@ def test_what_a_callback_writes_is_as_in_one_process_or_is_refused() -> None:
             assert found[name] == pytest.approx([0.0] * len(strategies), abs=1e-5), name
         assert len(found["refused"]) == 6
         for message in found["refused"][:2]:
-            assert "must not be pruned between steps, when they are sharded, got ModelPruning; use" in message
+            assert "must not be pruned between steps, got ModelPruning; use" in message
         for message in found["refused"][2:]:
             assert "must be written in place between steps, got net." in message
 
