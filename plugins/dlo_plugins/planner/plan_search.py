@@ -125,7 +125,7 @@ class PlanSearch:
                 rejections += self._insert(kept, found)
         if not kept:
             raise self._nothing_fits(rejections)
-        best = sorted(kept.values(), key=lambda candidate: candidate.time.total)
+        best = sorted(kept.values(), key=lambda candidate: (round(candidate.time.total, 9), _axes(candidate.layout)))
         return SearchResult([replace(c, reason=explain(c, best[0])) for c in best], rejections, len(layouts))
 
     def _insert(self, kept: dict[tuple[object, ...], Candidate], found: Candidate) -> list[Rejection]:
@@ -273,6 +273,11 @@ class PlanSearch:
             f" {nearest.layout}, needs {format_bytes(nearest.value)}; set --memory"
             f" {math.ceil(nearest.value / 1e9)}GB, or try --gpus {gpus}, a smaller --batch, or shorter sequences"
         )
+
+
+def _axes(layout: Layout) -> int:
+    """Returns the number of axes of more than one rank; of equally fast plans, the simplest is first."""
+    return sum(size > 1 for size in layout.mesh.sizes.values())
 
 
 def _divisors(number: int) -> list[int]:
