@@ -10,6 +10,7 @@ import contextlib
 import copy
 import functools
 import logging
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -105,7 +106,13 @@ def profile_model(
     rows = max(batch_size(batch), 1)
     level = _quiet()
     try:
-        with isolate_rng(include_cuda=False), FakeTensorMode(allow_non_fake_inputs=True), FakeKernels():
+        with (
+            warnings.catch_warnings(),
+            isolate_rng(include_cuda=False),
+            FakeTensorMode(allow_non_fake_inputs=True),
+            FakeKernels(),
+        ):
+            warnings.simplefilter("ignore")  # Lightning's, of values that are logged without a trainer.
             make_fake(own, dtype)
             repeated = fake_batch(_rows(batch, rows))
             profiler = _Profiler(own, plan if has_model else None, own.model if has_model else own)

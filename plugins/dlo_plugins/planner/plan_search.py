@@ -257,6 +257,14 @@ class PlanSearch:
         why = self.profile.why_not.get(f"tp={request.fix.get('tp')}") or self.profile.why_not.get("tp")
         if why and "tp" in request.fix:
             return DloError(why)
+        wanted = {axis: int(request.fix[axis]) for axis in ("tp", "pp", "cp") if axis in request.fix}
+        most = {"tp": max(self.profile.tp), "pp": self.profile.pp, "cp": request.gpus if self.profile.cp else 1}
+        for axis, size in wanted.items():
+            if size > most[axis]:
+                return DloError(
+                    f"--fix {axis} must be at most {most[axis]} for {self.profile.model}, got {size}; leave it out, or"
+                    " describe in Task.parallel_plan how the model may be cut"
+                )
         fixed = ", ".join(f"{key}={value}" for key, value in request.fix.items()) or "nothing"
         fix = f"set --batch {' or '.join(map(str, batches))}" if batches else f"set --gpus {request.global_batch}"
         return DloError(

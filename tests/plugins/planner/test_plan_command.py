@@ -72,6 +72,51 @@ def test_a_pipeline_is_written_with_its_schedule_and_split(
     assert main(["mesh", "--config", str(out / "plan_1.yaml")]) == 0
 
 
+PLAIN = """
+import torch
+from lightning.pytorch import LightningDataModule, LightningModule
+from torch.utils.data import DataLoader, TensorDataset
+
+class Net(LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = torch.nn.Linear(32, 64), torch.nn.Linear(64, 4)
+    def training_step(self, batch, _):
+        loss = torch.nn.functional.cross_entropy(self.last(self.first(batch[0]).relu()), batch[1])
+        self.log("train_loss", loss)
+        return loss
+
+class Data(LightningDataModule):
+    def __init__(self, batch_size: int = 16):
+        super().__init__()
+        self.batch_size = batch_size
+    def train_dataloader(self):
+        return DataLoader(TensorDataset(torch.randn(64, 32), torch.randint(4, (64,))), self.batch_size)
+"""
+
+
+def test_a_plain_module_gets_data_parallel_plans_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "plain_plan_module.py").write_text(PLAIN)
+    config = {
+        "plugins": [str(tmp_path / "plain_plan_module.py")],
+        "trainer": {"accelerator": "cpu", "devices": 2},
+        "model": {"class_path": "plain_plan_module.Net"},
+        "data": {"class_path": "plain_plan_module.Data", "init_args": {"batch_size": 16}},
+    }
+    path, out = tmp_path / "plain.yaml", tmp_path / "plans"
+    path.write_text(yaml.safe_dump(config))
+    words = ["plan", "--config", str(path), "--gpus", "4", "--machine", "cpu", "--json"]
+    assert main([*words, "--top", "2", "--out", str(out)]) == 0
+    plans = json.loads(capsys.readouterr().out)["plans"]
+    for plan in plans:
+        sizes = plan["layout"]["mesh"]
+        assert (sizes["pp"], sizes["cp"], sizes["tp"], sizes["dp_replicate"] * sizes["dp_shard"]) == (1, 1, 1, 4)
+    assert main(["mesh", "--config", str(out / "plan_1.yaml")]) == 0
+    capsys.readouterr()
+    assert main([*words, "--fix", "pp=2"]) == 2
+    assert "--fix pp must be at most 1 for Net, got 2; leave it out" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
