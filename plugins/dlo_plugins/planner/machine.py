@@ -198,16 +198,14 @@ def load_machine(name: str) -> Machine:
     if name.endswith((".yaml", ".yml")):
         path = Path(name)
         if not path.is_file():
-            raise DloError(f"machine must be a file that exists, got {name}; write one: dlo plan --measure {name}")
+            raise DloError(f"machine must be a file that exists, got {name}; copy one of {_FOLDER}")
         text = path.read_text()
     elif name in machine_names():
         text = _FOLDER.joinpath(f"{name}.yaml").read_text()
     else:
         known = machine_names()
-        raise DloError(
-            f"machine must be one of {', '.join(known)}, or a file, got {name}{did_you_mean(name.lower(), known)}; set"
-            f" --machine {known[0]}"
-        )
+        hint = did_you_mean(name.lower(), known) or f"; set --machine {known[0]}"
+        raise DloError(f"machine must be one of {', '.join(known)}, or a file, got {name}{hint}")
     try:
         content = yaml.safe_load(text)
     except yaml.YAMLError as error:
