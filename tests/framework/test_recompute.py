@@ -1,0 +1,79 @@
+"""Recomputation: gradients and buffers are what they are without it, to the bit."""
+
+import copy
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from dlo_framework.recompute import recompute
+
+
+class Counted(nn.Module):
+    """Scales by a buffer that it has just changed, so that recomputation must begin from the value before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.register_buffer("scale", torch.ones(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.scale.mul_(1.5)
+        return torch.tanh(self.linear(x)) * self.scale.clone()
+
+
+class Replaced(Counted):
+    """Puts another tensor in place of its buffer."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.scale = self.scale * 1.5
+        return torch.tanh(self.linear(x)) * self.scale
+
+
+def blocks(kind: str) -> nn.Sequential:
+    torch.manual_seed(0)
+    if kind == "batch norm":
+        return nn.Sequential(
+            *(nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Dropout(0.2), nn.Tanh()) for _ in range(3))
+        )
+    return nn.Sequential(*((Counted if kind == "changed" else Replaced)() for _ in range(3)))
+
+
+def train(net: nn.Module, steps: int = 3) -> dict[str, Tensor]:
+    torch.manual_seed(1)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        net(torch.randn(4, 8)).square().sum().backward()
+        optimizer.step()
+    gradients = {f"{name}.grad": p.grad for name, p in net.named_parameters() if p.grad is not None}
+    return {**dict(net.state_dict()), **gradients}
+
+
+@pytest.mark.parametrize("kind", ["batch norm", "changed", "replaced"])
+def test_buffers_change_once_and_gradients_are_the_same(kind: str) -> None:
+    plain, recomputed = blocks(kind), blocks(kind)
+    recompute(recomputed)
+    expected, found = train(plain), train(recomputed)
+    assert expected.keys() == found.keys()
+    for name, value in expected.items():
+        assert torch.equal(value, found[name]), name
+
+
+def test_a_copy_of_a_recomputed_module_changes_its_own_buffers_once() -> None:
+    recomputed = blocks("batch norm")
+    recompute(recomputed)
+    train(recomputed, 1)
+    twin, plain = copy.deepcopy(recomputed), blocks("batch norm")
+    train(plain, 1)
+    expected, found = train(plain), train(twin)
+    assert all(torch.equal(value, found[name]) for name, value in expected.items())
+
+
+def test_buffers_that_begin_to_change_later_change_once() -> None:
+    plain, recomputed = blocks("batch norm"), blocks("batch norm")
+    recompute(recomputed)
+    for net in (plain.eval(), recomputed.eval()):
+        train(net, 1)
+    expected, found = train(plain.train()), train(recomputed.train())
+    assert all(torch.equal(value, found[name]) for name, value in expected.items())
