@@ -38,6 +38,12 @@ class BufferGuard:
         self._changing: set[_Place] | None = None
 
     @property
+    def copied_bytes(self) -> int:
+        """Bytes of one copy of the buffers that a forward changes; 0 before the first forward."""
+        buffers = self._buffers()
+        return sum(buffers[place].nbytes for place in self._changing or () if place in buffers)
+
+    @property
     def is_needed(self) -> bool:
         """Whether the modules have buffers."""
         return bool(self._owners)
@@ -184,3 +190,18 @@ def recompute(
                 "blocks must recompute by one option where it is selective or offloads, got"
                 f" {type(module).__name__} that recomputes already; leave out recompute: true of the task or strategy"
             )
+
+
+def recomputes(module: nn.Module) -> bool:
+    """Returns whether :func:`recompute` has made a module recompute its activations."""
+    return isinstance(module.__dict__.get("forward"), _Recomputed)
+
+
+def undo_recompute(modules: Iterable[nn.Module]) -> None:
+    """Makes modules that :func:`recompute` has changed keep their activations again."""
+    for module in modules:
+        present = module.__dict__.get("forward")
+        if isinstance(present, _Recomputed):
+            del module.__dict__["forward"]
+            if getattr(present.forward, "__func__", None) is not type(module).forward:
+                module.forward = present.forward

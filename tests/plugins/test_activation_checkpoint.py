@@ -13,7 +13,8 @@ from dlo_framework.distributed.copy_streams import CopyStreams
 from dlo_framework.errors import DloError
 from dlo_framework.plan import ParallelPlan
 from dlo_plugins.appliers import activation_checkpoint
-from dlo_plugins.appliers.activation_checkpoint import _KEPT_NAMES, ActivationCheckpoint, _policy
+from dlo_plugins.appliers.activation_checkpoint import ActivationCheckpoint
+from dlo_plugins.remat.selective_policy import _KEPT_NAMES, _policy
 from support.late import LateStream
 
 DEPTH, WIDTH = 4, 32

@@ -1,11 +1,7 @@
 """Recomputes activations as an applier: full or selective, of every n-th block, with inputs offloaded to the CPU.
 
-Training Deep Nets with Sublinear Memory Cost. Chen, Xu, Zhang & Guestrin, 2016, arXiv 1604.06174 (`full`). Reducing
-Activation Recomputation in Large Transformer Models. Korthikanti et al., 2022, arXiv 2205.05198 (`selective`):
-activations that take much memory and little arithmetic are recomputed, and outputs of matrix products are kept.
-Departures: the paper recomputes attention and keeps everything outside it. Here outputs of fused attention kernels,
-which store no scores, and outputs of collectives are kept; norms, activation functions and dropout are recomputed,
-which costs next to nothing.
+Training Deep Nets with Sublinear Memory Cost. Chen, Xu, Zhang & Guestrin, 2016, arXiv 1604.06174 (`full`). For
+`selective` see :mod:`dlo_plugins.remat.selective_policy`.
 """
 
 from __future__ import annotations
@@ -18,29 +14,17 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._pytree import tree_leaves
-from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 from dlo_framework.applier import Applier, Phase
 from dlo_framework.distributed.copy_streams import CopyHandle, copy_streams, empty_host_tensor
 from dlo_framework.errors import DloError
 from dlo_framework.plan import ParallelPlan
 from dlo_framework.recompute import recompute
+from dlo_plugins.remat.selective_policy import selective_contexts
 
 _MODES = ("full", "selective")
 #: Device types whose tensors are not offloaded.
 _STAYS = ("cpu", "meta")
-#: Operators whose outputs `selective` keeps: products of activations with weights; fused attention, which stores no
-#: scores; and collectives, which are not to run again. Products of activations with each other, such as unfused
-#: attention's, are recomputed. Operators are given by name, as torch 2.11 lacks some.
-_KEPT_NAMES = (
-    *("aten.mm", "aten.addmm", "aten.convolution", "aten._grouped_mm", "aten._scaled_mm"),
-    *("aten._scaled_dot_product_flash_attention", "aten._scaled_dot_product_flash_attention_for_cpu"),
-    *("aten._scaled_dot_product_efficient_attention", "aten._scaled_dot_product_cudnn_attention"),
-    *("aten._scaled_dot_product_fused_attention_overrideable", "aten._flash_attention_forward"),
-    *("torch_attn._varlen_attn", "_c10d_functional.all_reduce", "_c10d_functional.all_gather_into_tensor"),
-    *("_c10d_functional.reduce_scatter_tensor", "_c10d_functional.all_to_all_single", "_c10d_functional.wait_tensor"),
-    *("dlo.ring_attention", "dlo.full_attention"),  # In compiled blocks under context parallelism.
-)
 
 
 class ActivationCheckpoint(Applier):
@@ -92,28 +76,8 @@ class ActivationCheckpoint(Applier):
                 f"the parallel plan must name blocks for ActivationCheckpoint, got none of {type(module).__name__};"
                 " name them in Task.parallel_plan: ParallelPlan(blocks=(...))"
             )
-        context_fn = _selective_contexts if self.mode == "selective" else None
+        context_fn = selective_contexts if self.mode == "selective" else None
         recompute(blocks[:: self.every], context_fn, _InputsOnCpu() if self.offload else None)
-
-
-def _selective_contexts() -> Any:
-    """Returns the contexts of a forward and of its recomputation that keep the outputs of selected operators."""
-    return create_selective_checkpoint_contexts(_policy)
-
-
-def _policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    """Returns whether an operator's output is kept; compiled code may keep further outputs."""
-    is_kept = f"{op.namespace}.{op.overloadpacket.__name__}" in _KEPT_NAMES and not _drops(op, args, kwargs)
-    return CheckpointPolicy.MUST_SAVE if is_kept else CheckpointPolicy.PREFER_RECOMPUTE
-
-
-def _drops(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Returns whether an operator draws random numbers, so that skipping it would shift those of later ones."""
-    names = [argument.name for argument in op._schema.arguments]
-    if "dropout_p" not in names:
-        return False
-    at = names.index("dropout_p")
-    return bool(args[at] if at < len(args) else kwargs.get("dropout_p", 0.0))
 
 
 class _InputsOnCpu:

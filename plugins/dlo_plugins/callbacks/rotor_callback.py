@@ -1,0 +1,283 @@
+"""Recomputes activations by the fastest schedule within a memory budget (Rotor), under any strategy.
+
+Optimal checkpointing for heterogeneous chains: how to train deep neural networks with limited memory. Beaumont,
+Eyraud-Dubois, Herrmann, Joly & Shilova, 2019, arXiv 1911.13214.
+
+It is a callback, because every strategy has finished its work on the model when training starts: blocks are cut,
+compiled and sharded, and their calls gather what they need. So one mechanism serves all strategies, and the measured
+blocks are those that run.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from dlo_framework.agreement import gather_then_scatter
+from dlo_framework.errors import DloError
+from dlo_framework.plan import ParallelPlan
+from dlo_framework.recompute import recompute, undo_recompute
+from dlo_framework.strategy_contract import contract_of
+from dlo_framework.task import Task
+from dlo_framework.watch.media import log_figure
+from dlo_framework.watch.monitor import RunMonitor
+from dlo_plugins.callbacks.compile import Compile
+from dlo_plugins.callbacks.dynamic_batch_size import DynamicBatchSize
+from dlo_plugins.callbacks.progressive_resizing import ProgressiveResizing
+from dlo_plugins.remat.allocation_log import AllocationLog
+from dlo_plugins.remat.block_survey import BlockSurvey
+from dlo_plugins.remat.budget import Budget, free_memory
+from dlo_plugins.remat.planning import MeasuredChain, MeasuredRank, Plan, plan_ranks
+from dlo_plugins.remat.schedule import Keep
+from dlo_plugins.remat.scheduled_blocks import ScheduledBlocks
+from dlo_plugins.remat.selective_policy import selective_contexts
+
+
+class Rotor(Callback):
+    """Recomputes activations by the fastest schedule within a memory budget.
+
+    The first batches recompute each block, and measure bytes and times of the blocks, forward and backward. Then a
+    dynamic program chooses for each block whether to keep all of its activations, to keep the outputs of its matrix
+    products (`selective`), or to run it again in backward, alone or in regions of blocks, which may nest. Gradients,
+    random numbers and buffers are those of a run without it.
+
+    Args:
+        budget: Memory for the activations of a rank's step: a size such as `12GB`, a share such as `60%` of what they
+            take if all are kept, or `auto` for the memory that is left beside all else that a step needs. Parameters,
+            their gradients, optimizer state and the batch are not counted.
+        slots: Number of slots that the dynamic program divides the budget into.
+
+    Attributes:
+        plans: Schedules of this rank, one for each of its pipeline stages; empty until they are made.
+        executed: Blocks that run by the schedules.
+
+    Raises:
+        DloError: The budget is malformed or too small, the model has no plan with blocks, or its blocks recompute
+            already.
+    """
+
+    #: Why `dlo parity` trains without it: the compared process has other memory.
+    left_out_of_parity = "it changes the memory of a run, and nothing else in it"
+    #: Number of batches before the measured ones: a run monitor counts FLOPs in them.
+    wait = 2
+
+    def __init__(self, budget: str = "auto", slots: int = 500) -> None:
+        if slots < 10:
+            raise DloError(f"Rotor: slots must be at least 10, got {slots}; use 500")
+        self.budget, self.slots = Budget.parse(budget), slots
+        self.plans: list[Plan] = []
+        self.executed: list[ScheduledBlocks] = []
+        self._surveys: list[BlockSurvey] = []
+        self._recomputed: list[nn.Module] = []
+        self._log: AllocationLog | None = None
+        self._batches = self._measured_bytes = self._peak = 0
+
+    # --- on and off ----------------------------------------------------------------------------------------
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Checks the model, and begins to survey its blocks."""
+        callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
+        if any(isinstance(callback, Compile) and callback.scope == "model" for callback in callbacks):
+            raise DloError(
+                "Rotor: Compile must have scope: blocks, got scope: model, whose graph holds all blocks; set scope:"
+                " blocks"
+            )
+        self._begin_survey(trainer, pl_module)
+
+    def _begin_survey(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._remove()
+        self._batches = 0
+        model = pl_module.model if isinstance(pl_module, Task) else pl_module
+
+        def parameters() -> list[Tensor]:
+            return list(pl_module.parameters())
+
+        for names, is_last in _chains(trainer, pl_module):
+            blocks = [model.get_submodule(name) for name in names]
+            self._surveys.append(BlockSurvey(blocks, names, is_last, parameters))
+
+    def _remove(self) -> None:
+        """Makes the blocks run as they did before."""
+        self._end_log()
+        for survey in self._surveys:
+            survey.remove()
+        for executed in self.executed:
+            executed.remove()
+        undo_recompute(self._recomputed)
+        self._surveys, self.executed, self._recomputed = [], [], []
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Makes the blocks run as they did before."""
+        self._remove()
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """Makes the blocks run as they did before."""
+        self._remove()
+
+    # --- measuring -----------------------------------------------------------------------------------------
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        """Begins the measurement of a batch, if it is one of those."""
+        size = _batch_bytes(batch)
+        if not self._surveys:
+            self._check_size(trainer, pl_module, size)
+        if self._surveys and self._batches == self.wait:
+            self._measured_bytes = size
+            self._log = AllocationLog()
+            for survey in self._surveys:
+                survey.begin_bytes(self._log)
+            self._log.__enter__()
+        elif self._surveys and self._batches == self.wait + 1:
+            for survey in self._surveys:
+                survey.times_blocks = True
+            if trainer.strategy.root_device.type == "cuda":
+                torch.cuda.reset_peak_memory_stats(trainer.strategy.root_device)
+
+    def _check_size(self, trainer: Trainer, pl_module: LightningModule, size: int) -> None:
+        """Surveys again for a larger batch, if all ranks have larger ones at the same time."""
+        if size <= self._measured_bytes:
+            return
+        changing = DynamicBatchSize | ProgressiveResizing
+        if trainer.world_size == 1 or any(isinstance(one, changing) for one in trainer.callbacks):  # type: ignore[attr-defined]
+            self._begin_survey(trainer, pl_module)
+            return
+        rank_zero_warn(
+            f"Rotor: a batch of {size} bytes is larger than the measured one of {self._measured_bytes}, so that"
+            " activations may exceed the budget; sort or pad the samples to one size"
+        )
+        self._measured_bytes = size
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Ends the measurement of a batch; after the last one, plans."""
+        if not self._surveys:
+            return
+        self._batches += 1
+        if self._log is not None:
+            gradients = [p.grad for p in pl_module.parameters() if p.grad is not None]
+            self._peak = self._log.usage(0, without=self._log.numbers([*gradients, *pl_module.parameters()])).peak
+            for survey in self._surveys:
+                survey.end_bytes(gradients)
+            self._end_log()
+        elif self._batches >= self.wait + 2 and all(survey.is_complete for survey in self._surveys):
+            self._plan(trainer)
+
+    def _end_log(self) -> None:
+        if self._log is not None:
+            self._log.__exit__(None, None, None)
+            self._log = None
+
+    # --- planning ------------------------------------------------------------------------------------------
+
+    def _plan(self, trainer: Trainer) -> None:
+        in_flight = _in_flight(trainer, len(self._surveys))
+        device = trainer.strategy.root_device
+
+        def measure() -> MeasuredRank:
+            chains = [
+                MeasuredChain(survey.chain(), survey.stem, survey.refusal, count)
+                for survey, count in zip(self._surveys, in_flight, strict=True)
+            ]
+            local = max(1, trainer.world_size // max(1, trainer.num_nodes))
+            return MeasuredRank(tuple(chains), free_memory(device, self._peak, local))
+
+        group = dist.group.WORLD if trainer.world_size > 1 else None
+        self.plans = gather_then_scatter(group, measure, lambda ranks: plan_ranks(ranks, self.budget, self.slots))
+        surveys = self._surveys
+        self._remove()
+        for survey, plan in zip(surveys, self.plans, strict=True):
+            self._execute(survey, plan)
+        _count_flops_again(trainer)
+        for plan in self.plans:
+            rank_zero_info(f"Rotor: {plan.describe()}")
+        self._show(trainer)
+
+    def _execute(self, survey: BlockSurvey, plan: Plan) -> None:
+        nodes = plan.schedule.nodes
+        if not plan.measured.refusal:
+            self.executed.append(ScheduledBlocks(survey.blocks, survey.names, nodes))
+            return
+        for block, node in zip(survey.blocks, nodes, strict=False):
+            if isinstance(node, Keep) and node.mode == 0:
+                continue
+            recompute([block], selective_contexts if isinstance(node, Keep) else None)
+            self._recomputed.append(block)
+
+    def _show(self, trainer: Trainer) -> None:
+        """Logs the predictions, and draws the first schedule of rank 0."""
+        if not (trainer.is_global_zero and self.plans):
+            return
+        from dlo_plugins.remat.schedule_plot import draw_schedule
+
+        plan = self.plans[0]
+        scalars = {"rotor/predicted_bytes": float(plan.peak), "rotor/predicted_overhead": plan.overhead}
+        for logger in trainer.loggers:
+            logger.log_metrics(scalars, step=trainer.global_step)
+        figure = draw_schedule(plan.measured.chain, plan.schedule, plan.measured.stem, plan.budget)
+        path = Path(trainer.default_root_dir) / "rotor.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(path, dpi=120)
+        log_figure(trainer, "rotor/schedule", figure)
+
+
+def _chains(trainer: Trainer, pl_module: LightningModule) -> Iterator[tuple[list[str], bool]]:
+    """Yields the names of the blocks of each of this rank's chains, and whether the model's head follows them.
+
+    Raises:
+        DloError: The model has no plan with blocks.
+    """
+    pipelined = contract_of(trainer.strategy).pipelined
+    if pipelined is not None:
+        stages = pipelined.pipeline.stages
+        for stage in pipelined.pipeline.own_stages:
+            yield stages.blocks_of(stage), stage + 1 == stages.count
+        return
+    if isinstance(pl_module, Task):
+        names = pl_module.parallel_plan().block_names(pl_module.model)
+    else:
+        names = ParallelPlan.infer(pl_module).block_names(pl_module)
+    if not names:
+        raise DloError(
+            f"Rotor: the parallel plan must name blocks, got none of {type(pl_module).__name__}; name them in"
+            " Task.parallel_plan: ParallelPlan(blocks=(...))"
+        )
+    yield names, True
+
+
+def _in_flight(trainer: Trainer, chains: int) -> list[int]:
+    """Returns the largest number of micro-batches of each chain whose activations are kept at the same time."""
+    pipelined = contract_of(trainer.strategy).pipelined
+    if pipelined is None:
+        return [1] * chains
+    from dlo_plugins.pipeline.actions import ActionKind
+
+    pipeline = pipelined.pipeline
+    schedule = pipeline._schedule_for(pipelined.micro_batches)
+    ends = ActionKind.WEIGHT if schedule.splits_backward else ActionKind.BACKWARD
+    found = []
+    for stage in pipeline.own_stages:
+        steps = [action.kind for action in schedule.orders[pipeline.rank] if action.stage == stage]
+        changes = ((kind is ActionKind.FORWARD) - (kind in (ends, ActionKind.BACKWARD)) for kind in steps)
+        found.append(max(itertools.accumulate(changes), default=1))
+    return found
+
+
+def _batch_bytes(batch: Any) -> int:
+    return sum(leaf.nbytes for leaf in tree_leaves(batch) if isinstance(leaf, Tensor))
+
+
+def _count_flops_again(trainer: Trainer) -> None:
+    """Makes the run monitor count the FLOPs of a step again, as those of the surveyed steps differ."""
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        if isinstance(callback, RunMonitor) and callback.flops is not None and callback.flops.uncompile is None:
+            callback.flops.forget()

@@ -1,0 +1,140 @@
+"""Chains of a task's blocks on one rank of a strategy, on fake tensors: without memory for the model."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from dlo_framework.batches import batch_size, map_rows
+from dlo_framework.errors import DloError
+from dlo_framework.mesh import MeshSpec
+from dlo_framework.task import Task
+from dlo_plugins.mesh.mesh_simulation import RankView, fix_split, simulated_rank
+from dlo_plugins.remat.allocation_log import AllocationLog
+from dlo_plugins.remat.block_survey import BlockSurvey
+from dlo_plugins.remat.operator_costs import OperatorCosts
+from dlo_plugins.remat.planning import MeasuredChain, MeasuredRank
+from dlo_plugins.strategies.mesh import MeshStrategy
+
+
+def model_run(run: Any, rows: int | None) -> list[MeasuredRank]:
+    """Returns the chains of one rank of each place in the pipeline of a run's strategy.
+
+    A strategy without a mesh computes the full model on each rank.
+
+    Args:
+        run: Run with its `model`, `datamodule` and `trainer`, none of which has started.
+        rows: Samples of a rank's batch; None for those of the datamodule.
+
+    Raises:
+        DloError: The model is not a task with an example batch, or its step cannot run on fake tensors.
+    """
+    task, data, strategy = run.model, run.datamodule, run.trainer.strategy
+    if not isinstance(task, Task):
+        raise DloError(
+            f"remat: the model must be a dlo_framework.Task, whose inputs are known, got {type(task).__name__}; start a"
+            " run with the callback Rotor, which measures any model"
+        )
+    ranks = run.trainer.world_size
+    if isinstance(strategy, MeshStrategy):
+        spec = strategy.mesh_spec()
+        ranks //= spec.pp * spec.cp * spec.tp
+    else:
+        mesh, spec = MeshStrategy(dp_shard=1), MeshSpec(dp_shard=1)
+        mesh.precision_plugin = strategy.precision_plugin
+        strategy = mesh
+    task = task.on_meta()
+    example = task.example_batch(data)
+    if example is None:
+        raise DloError(
+            f"remat: the task must know the shape of a batch, got None from {type(task).__name__}.example_batch;"
+            " implement it"
+        )
+    if rows is None:
+        rows = max(1, int(getattr(data, "batch_size", ranks)) // ranks)
+    return model_ranks(task, strategy, spec, _repeat_rows(example, rows))
+
+
+def model_ranks(task: Task, strategy: Any, spec: MeshSpec, batch: Any) -> list[MeasuredRank]:
+    """Returns the chains of one rank of each place in the pipeline; bytes are exact, and times are modelled.
+
+    Args:
+        task: Task with its model on the meta device; it is not changed.
+        strategy: MeshStrategy with its appliers, schedule and precision.
+        spec: Mesh, without -1.
+        batch: Batch of one data-parallel rank, of which only shapes are used.
+
+    Raises:
+        DloError: The step of the model cannot run on fake tensors.
+    """
+    pipelining = fix_split(task, strategy, spec, None)
+    found = []
+    log = logging.getLogger(FakeTensorMode.__module__)
+    level = log.level
+    log.setLevel(logging.CRITICAL)  # torch prints the traceback of each operator that fails.
+    try:
+        for place in range(spec.pp):
+            rank = next(n for n in range(spec.world_size) if spec.coordinates(n).pp == place)
+            found.append(_model_rank(task, strategy, pipelining, spec, rank, batch))
+    finally:
+        log.setLevel(level)
+    return found
+
+
+def _model_rank(task: Task, strategy: Any, pipelining: Any, spec: MeshSpec, rank: int, batch: Any) -> MeasuredRank:
+    failure: Exception | None = None
+    for own_loss in (True, False):  # A loss that reads values cannot run; then another one of the outputs does.
+        try:
+            with simulated_rank(task, strategy, pipelining, spec, rank, batch, own_loss=own_loss) as view:
+                return MeasuredRank(_survey(view, task), 0)
+        except DloError:
+            raise
+        except Exception as error:
+            failure = error
+    raise DloError(
+        "remat: the step must run on fake tensors, which have no values, got"
+        f" {type(failure).__name__}: {str(failure).partition(chr(10))[0][:200]}; start a run with the callback Rotor,"
+        " which measures it"
+    ) from failure
+
+
+def _survey(view: RankView, task: Task) -> tuple[MeasuredChain, ...]:
+    costs = OperatorCosts()
+    surveys = []
+    for names, is_last in _own_blocks(view, task):
+        blocks = [view.model.get_submodule(name) for name in names]
+        parameters = lambda: list(view.task.parameters())
+        surveys.append(BlockSurvey(blocks, names, is_last, parameters, clock=lambda: costs.seconds))
+    log = AllocationLog()
+    for survey in surveys:
+        survey.begin_bytes(log)
+    with log:
+        view.step()
+        gradients = [p.grad for p in view.task.parameters() if p.grad is not None]
+        for survey in surveys:
+            survey.end_bytes(gradients)
+            survey.times_blocks = True
+    with costs:
+        view.step()
+    return tuple(MeasuredChain(survey.chain(), survey.stem) for survey in surveys)
+
+
+def _own_blocks(view: RankView, task: Task) -> list[tuple[list[str], bool]]:
+    if view.pipelined is None:
+        return [(task.parallel_plan().block_names(view.model), True)]
+    stages = view.pipelined.pipeline.stages
+    own: Sequence[int] = view.pipelined.pipeline.own_stages
+    return [(stages.blocks_of(stage), stage + 1 == stages.count) for stage in own]
+
+
+def _repeat_rows(example: Any, rows: int) -> Any:
+    """Returns an example batch with its first sample as each of a number of rows."""
+
+    def repeat(values: Any) -> Any:
+        return values[:1].expand(rows, *values.shape[1:]) if isinstance(values, Tensor) else values
+
+    return map_rows(repeat, example, batch_size(example))

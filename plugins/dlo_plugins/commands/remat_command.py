@@ -1,0 +1,77 @@
+"""``dlo remat``: prints the schedule that Rotor chooses within a memory budget, before a run."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from dlo_framework.cli.command_parser import CommandParser
+from dlo_framework.cli.run import prepared_process
+from dlo_framework.errors import DloError
+
+_HELP = """Print which blocks of a config's model are kept and which are recomputed within a memory budget.
+
+No process is started, and no memory for the model is needed: blocks run on tensors without values. Bytes are exact;
+times follow from FLOPs and bytes moved, and only their ratios count."""
+
+_EPILOG = """All other options are those of `dlo fit`: --config, once or more, and any override. With the
+callback Rotor, a run measures the times itself.
+
+exit codes: 0, or 2 for bad input, such as a budget in which no schedule fits"""
+
+
+def main(argv: list[str]) -> int:
+    """Print the schedule of recomputation within a memory budget, before a run.
+
+    Example:
+        dlo remat --config my.yaml --budget 12GB --png schedule.png
+
+    Raises:
+        DloError: If the input is invalid, or no schedule fits in the budget.
+    """
+    parser = CommandParser("dlo remat", description=_HELP, epilog=_EPILOG)
+    parser.add_argument("--budget", default="60%", help="memory for a rank's activations: 12GB, or 60%% of all kept")
+    parser.add_argument("--ranks", type=int, help="number of ranks (default: trainer.devices x trainer.num_nodes)")
+    parser.add_argument("--micro-batch", type=int, help="samples of a rank's batch (default: the datamodule's)")
+    parser.add_argument("--png", help="file for the picture of the first rank's schedule")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    options, found = parser.parse_with_run(argv)
+    for key in ("ranks", "micro_batch"):
+        value = getattr(options, key)
+        if value is not None and value < 1:
+            raise DloError(f"remat: --{key.replace('_', '-')} must be at least 1, got {value}; leave it out")
+
+    with prepared_process(found):
+        from dlo_plugins.commands.simulated_run import SimulatedRun
+        from dlo_plugins.remat.budget import Budget
+
+        budget = Budget.parse(options.budget)
+        if budget.is_auto:
+            raise DloError(
+                "remat: --budget must be a size or a share, got auto, which a run measures; give 12GB or 60%"
+            )
+        run = SimulatedRun(found, options.ranks, "dlo remat")
+    from dlo_plugins.commands.modelled_chains import model_run
+    from dlo_plugins.remat.planning import plan_ranks
+    from dlo_plugins.remat.schedule_table import describe_plan, to_json
+
+    plans = plan_ranks(model_run(run, options.micro_batch), budget)
+    if options.png:
+        _draw(plans[0][0], options.png)
+    if options.json:
+        print(json.dumps([[to_json(plan) for plan in own] for own in plans], indent=1))
+        return 0
+    for place, own in enumerate(plans):
+        for plan in own:
+            print((f"pipeline rank {place}: " if len(plans) > 1 else "") + describe_plan(plan))
+    return 0
+
+
+def _draw(plan: Any, path: str) -> None:
+    from dlo_plugins.remat.schedule_plot import draw_schedule
+
+    figure = draw_schedule(plan.measured.chain, plan.schedule, plan.measured.stem, plan.budget)
+    try:
+        figure.savefig(path, dpi=120)
+    except (OSError, ValueError) as error:
+        raise DloError(f"remat: --png must be a file that can be written, got {path} ({error}); name a .png") from error

@@ -1,0 +1,160 @@
+"""Plans the schedules of a run's chains from the surveys of all ranks, so that ranks with the same blocks agree.
+
+A rank has one chain, or one for each of its pipeline stages. Its budget is divided among the micro-batches of the
+chains that are in flight at the same time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from dlo_framework.units import format_bytes
+from dlo_plugins.remat.budget import Budget
+from dlo_plugins.remat.chain import Chain, Mode, Stage
+from dlo_plugins.remat.rotor import solve
+from dlo_plugins.remat.schedule import Keep, Recompute, Schedule
+from dlo_plugins.remat.schedule_simulation import predict
+from dlo_plugins.remat.unit_schedule import solve_units
+
+
+@dataclass(frozen=True)
+class MeasuredChain:
+    """Chain that a rank has measured.
+
+    Attributes:
+        chain: Chain of one micro-batch.
+        stem: Bytes that a micro-batch keeps before the first block, without the first block's input.
+        refusal: Why the blocks cannot run as regions; empty if they can.
+        in_flight: Largest number of micro-batches whose activations are kept at the same time.
+    """
+
+    chain: Chain
+    stem: int
+    refusal: str = ""
+    in_flight: int = 1
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names of the stages."""
+        return tuple(stage.name for stage in self.chain.stages)
+
+    @property
+    def kept_peak(self) -> int:
+        """Peak bytes of a micro-batch that keeps everything."""
+        return self.stem + predict(self.chain, [Keep(index) for index in range(len(self.chain))]).peak
+
+
+@dataclass(frozen=True)
+class MeasuredRank:
+    """Chains of a rank, and the memory that is left for their activations."""
+
+    chains: tuple[MeasuredChain, ...]
+    free: int
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Schedule of a measured chain.
+
+    Attributes:
+        measured: Chain, of which all ranks with the same blocks have the largest bytes.
+        schedule: Schedule of one micro-batch.
+        budget: Bytes for one micro-batch, with the stem.
+    """
+
+    measured: MeasuredChain
+    schedule: Schedule
+    budget: int
+
+    @property
+    def peak(self) -> int:
+        """Predicted peak bytes of a micro-batch, with the stem."""
+        return self.measured.stem + self.schedule.peak
+
+    @property
+    def overhead(self) -> float:
+        """Predicted time of recomputation as a share of the time of a step that keeps everything."""
+        kept = self.measured.chain.kept_time
+        return self.schedule.time / kept - 1 if kept else 0.0
+
+    def describe(self) -> str:
+        """Returns a line for the log."""
+        forwards = sum(self.schedule.forwards) - len(self.schedule.forwards)
+        kept = self.measured.kept_peak
+        text = (
+            f"{len(self.measured.chain) - 1} blocks, {forwards} forwards again, predicted overhead {self.overhead:.1%};"
+            f" activations {format_bytes(self.peak)} of {format_bytes(kept)}, budget {format_bytes(self.budget)}"
+        )
+        return f"{text}; each block by itself: {self.measured.refusal}" if self.measured.refusal else text
+
+
+def plan_ranks(ranks: Sequence[MeasuredRank], budget: Budget, slots: int = 500) -> list[list[Plan]]:
+    """Returns the plans of each rank's chains.
+
+    Args:
+        ranks: Chains of each rank.
+        budget: Budget of a rank.
+        slots: Number of slots that a budget is divided into.
+
+    Raises:
+        DloError: A chain does not fit in its budget; the message has the least budget that does.
+    """
+    merged: dict[tuple[str, ...], MeasuredChain] = {}
+    for rank in ranks:
+        for chain in rank.chains:
+            merged[chain.names] = _merge(merged.get(chain.names, chain), chain)
+    budgets: dict[tuple[str, ...], int] = {}
+    for rank in ranks:
+        own = [merged[chain.names] for chain in rank.chains]
+        for chain, share in zip(own, _divide(own, budget, rank.free), strict=True):
+            budgets[chain.names] = min(share, budgets.get(chain.names, share))
+    plans = {names: _plan(chain, budgets[names], slots) for names, chain in merged.items()}
+    return [[plans[chain.names] for chain in rank.chains] for rank in ranks]
+
+
+def _divide(chains: Sequence[MeasuredChain], budget: Budget, free: int) -> list[int]:
+    """Returns the bytes of one micro-batch of each chain, in proportion to what it takes if everything is kept."""
+    peaks = [chain.kept_peak for chain in chains]
+    total = sum(peak * chain.in_flight for peak, chain in zip(peaks, chains, strict=True))
+    if budget.share is not None:
+        return [int(peak * budget.share) for peak in peaks]
+    available = free if budget.bytes is None else budget.bytes
+    return [int(available * (peak / total)) if total else available for peak in peaks]
+
+
+def _plan(chain: MeasuredChain, budget: int, slots: int) -> Plan:
+    find = solve_units if chain.refusal else solve
+    return Plan(chain, find(chain.chain, max(0, budget - chain.stem), slots), budget)
+
+
+def _merge(one: MeasuredChain, other: MeasuredChain) -> MeasuredChain:
+    """Returns a chain with the larger bytes and times of two."""
+    stages = tuple(map(_merge_stages, one.chain.stages, other.chain.stages))
+    chain = Chain(stages, max(one.chain.input, other.chain.input))
+    return MeasuredChain(
+        chain, max(one.stem, other.stem), one.refusal or other.refusal, max(one.in_flight, other.in_flight)
+    )
+
+
+def _merge_stages(one: Stage, other: Stage) -> Stage:
+    modes = tuple(
+        Mode(a.name, *(max(getattr(a, key), getattr(b, key)) for key in _MODE_KEYS))
+        for a, b in zip(one.modes, other.modes, strict=True)
+    )
+    peak = max(one.forward_peak, other.forward_peak)
+    return replace(one, output=max(one.output, other.output), modes=modes, forward_peak=peak)
+
+
+_MODE_KEYS = ("saved", "forward", "backward", "forward_peak", "backward_peak")
+
+
+def kinds_of(chain: Chain, schedule: Schedule) -> list[str]:
+    """Returns for each stage what a schedule does with it in forward: a mode's name, or `recompute`."""
+    found: list[str] = []
+    for node in schedule.nodes:
+        if isinstance(node, Recompute):
+            found += ["recompute"] * (node.last - node.first + 1)
+        else:
+            found.append(chain.stages[node.stage].modes[node.mode].name)
+    return found

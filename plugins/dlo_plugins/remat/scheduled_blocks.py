@@ -1,0 +1,153 @@
+"""Runs the blocks of a model by a schedule: each region of it is a nested checkpoint without reentrance.
+
+The model calls its blocks itself. The first block's call of a region runs the full region, and the calls of the other
+blocks return its output. Each block runs with its hooks, such as the gathering of FSDP and ZeRO 3, once for each
+execution. A region inside a region is a checkpoint inside a checkpoint; torch's early stop may leave out the trailing
+operations of a recomputation.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from dlo_framework.errors import DloError
+from dlo_framework.recompute import BufferGuard, checkpointed
+from dlo_plugins.remat.block_calls import intercept_calls, own_call, restore_calls
+from dlo_plugins.remat.region_check import is_same, split_hidden, with_hidden
+from dlo_plugins.remat.schedule import Keep, Node, Recompute
+from dlo_plugins.remat.selective_policy import selective_contexts
+
+
+class ScheduledBlocks:
+    """Blocks that run by a schedule until :meth:`remove`.
+
+    Args:
+        blocks: Blocks, in the order in which the model calls them.
+        names: Names of the blocks.
+        nodes: Nodes of a schedule that cover the blocks; further stages, such as the head, are the model's own.
+
+    Attributes:
+        forwards: Number of executions of each block's forward in training since the last :meth:`reset_counts`.
+    """
+
+    def __init__(self, blocks: Sequence[nn.Module], names: Sequence[str], nodes: Sequence[Node]) -> None:
+        self._blocks, self._names = list(blocks), list(names)
+        self._node_of: dict[int, Node] = {}
+        for node in nodes:
+            self._node_of |= dict.fromkeys(range(node.first, min(node.last + 1, len(blocks))), node)
+        self._guards: dict[tuple[int, int], BufferGuard] = {}
+        self._keeps = True  # Whether this run of the blocks is the one whose activations backward uses.
+        self._passing: tuple[Node, Any, Any] | None = None  # region that has run, its output, its other arguments
+        self.forwards = [0] * len(blocks)
+        for index, block in enumerate(self._blocks):
+            intercept_calls(block, self._handler(index))
+
+    def remove(self) -> None:
+        """Makes the blocks run as they did before."""
+        for block in self._blocks:
+            restore_calls(block)
+
+    def reset_counts(self) -> None:
+        """Sets the numbers of executed forwards to 0."""
+        self.forwards = [0] * len(self._blocks)
+
+    def _handler(self, index: int) -> Callable[..., Any]:
+        def call(own: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            if not torch.is_grad_enabled():
+                return own(*args, **kwargs)
+            node = self._node_of[index]
+            hidden, rest = split_hidden(args, kwargs)
+            if index != node.first:
+                return self._pass_on(index, node, hidden, rest)
+            self._passing = None
+
+            def run(block: int, value: Any) -> Any:
+                new_args, new_kwargs = with_hidden(args, kwargs, value)
+                return own_call(self._blocks[block])(*new_args, **new_kwargs)
+
+            output = self._run(node, hidden, run)
+            if node.last > node.first:
+                self._passing = node, output, rest
+            return output
+
+        return call
+
+    def _pass_on(self, index: int, node: Node, hidden: Any, rest: Any) -> Any:
+        """Returns the output of the region that has run, which a later block of it gets as its input."""
+        passing = self._passing
+        leaves = tree_leaves(rest)
+        if passing is None or passing[0] is not node or hidden is not passing[1]:
+            raise DloError(
+                f"blocks of a region must pass their output on unchanged, got another input of '{self._names[index]}'"
+                " than in the step that was measured; remove what depends on values, or leave Rotor out"
+            )
+        known = tree_leaves(passing[2])
+        if len(leaves) != len(known) or not all(map(is_same, leaves, known)):
+            raise DloError(
+                f"blocks of a region must get the same other arguments, got others for '{self._names[index]}' than for"
+                f" '{self._names[node.first]}'; remove what depends on values, or leave Rotor out"
+            )
+        if index == node.last:
+            self._passing = None
+        return hidden
+
+    def _run(self, node: Node, hidden: Any, run: Callable[[int, Any], Any]) -> Any:
+        """Runs a node on a hidden state; returns the output of its last block."""
+        if isinstance(node, Keep):
+            if node.mode == 0:
+                return self._execute(node.stage, hidden, run)
+            context_fn = selective_contexts if self._keeps else None
+            self.forwards[node.stage] += 1
+            guard = self._guard(node.stage, node.stage)
+            return checkpointed(lambda value: run(node.stage, value), hidden, guard=guard, context_fn=context_fn)
+        return self._run_region(node, hidden, run)
+
+    def _run_region(self, region: Recompute, hidden: Any, run: Callable[[int, Any], Any]) -> Any:
+        def inside(value: Tensor) -> Tensor:
+            for node in region.inner:
+                value = self._run(node, value, run)
+            return value
+
+        with _without_weight_cache(hidden):
+            return checkpointed(
+                inside, hidden, guard=self._guard(region.first, region.last), context_fn=self._region_contexts
+            )
+
+    def _execute(self, index: int, hidden: Any, run: Callable[[int, Any], Any]) -> Any:
+        self.forwards[index] += 1
+        return run(index, hidden)
+
+    def _guard(self, first: int, last: int) -> BufferGuard:
+        key = first, last
+        if key not in self._guards:
+            self._guards[key] = BufferGuard(*self._blocks[first : last + 1])
+        return self._guards[key]
+
+    def _region_contexts(self) -> tuple[Any, Any]:
+        """Returns contexts of a region's run, which keeps nothing, and of its recomputation, whose nodes do."""
+        return self._keeping(False), self._keeping(True)
+
+    @contextlib.contextmanager
+    def _keeping(self, keeps: bool) -> Iterator[None]:
+        before, self._keeps = self._keeps, keeps
+        try:
+            yield
+        finally:
+            self._keeps = before
+
+
+@contextlib.contextmanager
+def _without_weight_cache(hidden: Any) -> Iterator[None]:
+    """Turns off autocast's cache of cast weights, which would keep a region's until the end of the forward."""
+    kind = hidden.device.type if isinstance(hidden, Tensor) else "cpu"
+    if not torch.is_autocast_enabled(kind) or not torch.is_autocast_cache_enabled():
+        yield
+        return
+    with torch.autocast(kind, dtype=torch.get_autocast_dtype(kind), cache_enabled=False):
+        yield

@@ -1,0 +1,93 @@
+"""Rotor on several ranks: gradients to the bit, and the planned forwards, under each strategy and model family."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from dlo_framework.distributed.strategy import register_data_parallel
+from dlo_framework.errors import DloError
+from dlo_framework.testing import run_distributed
+from dlo_framework.testing.training import leave_group, silence_lightning
+from dlo_plugins.strategies.deepspeed import DeepSpeedBridge
+from dlo_plugins.strategies.fsdp import FSDPStrategy
+from dlo_plugins.strategies.mesh import MeshStrategy
+from dlo_plugins.strategies.zero import ZeroStrategy
+from support.rotor_runs import assert_same, train
+
+PARTS = 4  # micro-batches
+STRATEGIES: dict[str, Callable[[], Any]] = {
+    "one process": lambda: "auto",
+    "fsdp": FSDPStrategy,
+    "zero3": lambda: ZeroStrategy(3),
+    "tp": lambda: MeshStrategy(tp=2, dp_shard=1),
+    "pp": lambda: MeshStrategy(pp=2, dp_shard=1, micro_batches=PARTS),
+    "ddp": lambda: "ddp",
+    "sequence parallel": lambda: MeshStrategy(tp=2, dp_shard=1, sequence_parallel=True),
+    "zero bubble": lambda: MeshStrategy(pp=2, dp_shard=1, micro_batches=PARTS, schedule="ZBH1"),
+    "interleaved": lambda: MeshStrategy(
+        pp=2, dp_shard=1, micro_batches=PARTS, schedule="Interleaved1F1B", stages_per_rank=2
+    ),
+    "cp": lambda: MeshStrategy(cp=2, dp_shard=1),
+    "deepspeed_3": lambda: DeepSpeedBridge(stage=3),
+}
+BUDGETS = ("100%", "90%", "80%", "70%", "60%", "55%", "50%", "45%")
+
+
+def compare(rank: int, world_size: int, kind: str, strategy: str, budgets: list[str]) -> list[str]:
+    """Trains without Rotor and with each budget; returns what was planned on this rank."""
+    silence_lightning()
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    register_data_parallel()
+    parts = PARTS if strategy in ("pp", "zero bubble", "interleaved") else 1
+    plain, found = train(kind, None, STRATEGIES[strategy](), world_size), []
+    for budget in budgets:
+        try:
+            seen = train(kind, budget, STRATEGIES[strategy](), world_size)
+        except DloError as error:
+            if "budget must be at least" not in str(error):
+                raise
+            found.append("does not fit")
+            break
+        assert seen.rotor is not None
+        assert_same(plain, seen, parts)
+        for plan in seen.rotor.plans:
+            assert plan.peak <= plan.budget
+            again = sum(plan.schedule.forwards) - len(plan.schedule.forwards)
+            found.append(f"{again} again, {plan.measured.refusal or 'regions'}")
+    leave_group()
+    return found
+
+
+@pytest.mark.parametrize("strategy", ["fsdp", "pp"])
+def test_two_ranks_train_as_without_rotor(strategy: str) -> None:
+    one, other = run_distributed(compare, 2, "vit", strategy, ["60%"], backend=None, timeout=300)
+    assert one[0].endswith("again, regions") == (strategy != "pp")  # A stage's messages read blocks' outputs.
+    assert not one[0].startswith("0 ")
+    assert len(other) == 1
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("strategy", ["one process", "fsdp", "zero3", "tp", "pp"])
+@pytest.mark.parametrize("kind", ["vit", "coatnet", "resnet", "llama"])
+def test_families_and_strategies(kind: str, strategy: str) -> None:
+    if kind == "resnet" and strategy == "tp":
+        pytest.skip("a ResNet has no rules of tensor parallelism")
+    ranks = 1 if strategy == "one process" else 2
+    for found in run_distributed(compare, ranks, kind, strategy, list(BUDGETS), backend=None, timeout=800):
+        if strategy != "pp":
+            assert all("regions" in text or text == "does not fit" for text in found), found
+        assert any(not text.startswith("0 ") for text in found[1:])
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("strategy", [*STRATEGIES][5:])
+def test_other_strategies(strategy: str) -> None:
+    kind = "llama" if strategy == "cp" else "vit"
+    for found in run_distributed(compare, 2, kind, strategy, ["70%", "50%"], backend=None, timeout=800):
+        assert any(not text.startswith("0 ") for text in found), found

@@ -1,0 +1,218 @@
+"""Short training runs with and without Rotor, whose gradients, buffers, forwards and memory tests compare."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningDataModule, Trainer, seed_everything
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from dlo_framework import Task
+from dlo_framework.distributed.local_memory import local_tensor
+from dlo_framework.plan import ParallelPlan
+from dlo_plugins.callbacks.rotor_callback import Rotor
+from dlo_plugins.remat.allocation_log import AllocationLog
+from dlo_tasks.imagenet.classifier import ImageClassifier
+from dlo_tasks.llm.causal_lm import CausalLM
+
+ROWS, STEPS = 128, 6
+
+
+class Block(nn.Module):
+    """Residual block with a batch norm, whose statistics a forward changes, and dropout."""
+
+    def __init__(self, width: int, inner: int) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(width, inner), nn.Linear(inner, width)
+        self.norm, self.dropout = nn.BatchNorm1d(inner), nn.Dropout(0.1)
+
+    def forward(self, x: Tensor, scale: float = 1.0) -> Tensor:
+        return x + scale * self.dropout(self.down(torch.tanh(self.norm(self.up(x)))))
+
+
+class Net(nn.Module):
+    """Blocks of different widths; `reads` makes the model use the output of a block between two blocks."""
+
+    def __init__(self, reads: bool = False) -> None:
+        super().__init__()
+        self.reads = reads
+        self.inward, self.head = nn.Linear(16, 32), nn.Linear(32, 4)
+        self.blocks = nn.ModuleList(Block(32, inner) for inner in (64, 128, 64, 192, 64, 128, 96, 160))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x, seen = self.inward(x), torch.zeros(())
+        for number, block in enumerate(self.blocks):
+            x = block(x, scale=0.5)
+            if self.reads and number == 2:
+                seen = x.mean()
+        return self.head(x) + seen
+
+
+class NetTask(Task):
+    """Task of the small model."""
+
+    def __init__(self, reads: bool = False) -> None:
+        super().__init__()
+        self.reads = reads
+
+    def configure_model(self) -> None:
+        if not self.has_model:
+            self.model = Net(self.reads)
+
+    def parallel_plan(self) -> ParallelPlan:
+        return ParallelPlan(blocks=("blocks.*",), stem=("inward",), head=("head",))
+
+    def example_batch(self, datamodule: Any) -> Any:
+        return torch.zeros(1, 16), torch.zeros(1, dtype=torch.long)
+
+    def loss(self, outputs: Any, batch: Any) -> Tensor:
+        return nn.functional.cross_entropy(outputs, batch[1])
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+VIT = {"img_size": 16, "patch_size": 4, "embed_dim": 32, "depth": 6, "num_heads": 4, "proj_drop_rate": 0.1}
+COATNET = {"img_size": 32, "embed_dim": (16, 16, 32, 32), "depths": (1, 2, 2, 1), "stem_width": 16}
+RESNET = {"layers": (1, 2, 2, 1), "channels": (8, 16, 16, 32)}
+LLAMA = {
+    **{"model_type": "llama", "vocab_size": 128, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 6},
+    **{"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 32, "attention_dropout": 0.1},
+}
+
+
+def make_task(kind: str) -> Any:
+    """Returns a task: of the small model, or a small model of a known family."""
+    if kind in ("net", "reads"):
+        return NetTask(reads=kind == "reads")
+    if kind == "llama":
+        return CausalLM(config=dict(LLAMA), lr=1e-3, schedule="constant")
+    names = {
+        "vit": ("vit_tiny_patch16_224", VIT),
+        "coatnet": ("coatnet_0_rw_224", COATNET),
+        "resnet": ("resnet26", RESNET),
+    }
+    name, args = names[kind]
+    return ImageClassifier(name, model_args=dict(args), num_classes=10, lr=1e-3, schedule="constant")
+
+
+class Batches(LightningDataModule):
+    """Random batches of a kind of task, the same in each run."""
+
+    def __init__(self, kind: str, rows: int = ROWS, steps: int = STEPS) -> None:
+        super().__init__()
+        self.kind, self.rows, self.steps, self.batch_size = kind, rows, steps, rows
+
+    def train_dataloader(self) -> Any:
+        make = torch.Generator().manual_seed(5)
+
+        def draw() -> Any:
+            if self.kind == "llama":
+                tokens = torch.randint(128, (self.rows, 16), generator=make)
+                return {"input_ids": tokens, "labels": tokens.clone()}
+            if self.kind in ("net", "reads"):
+                shape: tuple[int, ...] = (16,)
+            else:
+                shape = (3, 32, 32) if self.kind in ("coatnet", "resnet") else (3, 16, 16)
+            labels = torch.randint(4, (self.rows,), generator=make)
+            return torch.randn(self.rows, *shape, generator=make), labels
+
+        return DataLoader([draw() for _ in range(self.steps)], batch_size=None)  # type: ignore[arg-type]
+
+
+@dataclass
+class Seen(Callback):
+    """What a run did.
+
+    Attributes:
+        rotor: Rotor of the run; None without.
+        gradients: This rank's gradients at each optimizer step.
+        forwards: Executed forwards of each chain in the last step.
+        peak: Peak of activations in the last step.
+        buffers: Buffers at the end.
+    """
+
+    rotor: Rotor | None = None
+    gradients: list[Tensor] = field(default_factory=list)
+    forwards: list[list[int]] = field(default_factory=list)
+    peak: int = 0
+    buffers: dict[str, Tensor] = field(default_factory=dict)
+    _log: AllocationLog | None = None
+    measures: bool = False
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        for executed in self.rotor.executed if self.rotor else ():
+            executed.reset_counts()
+        if self.measures and batch_idx == STEPS - 1:
+            self._log = AllocationLog()
+            self._log.__enter__()
+
+    def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
+        if self._log is not None:
+            own = [p.grad for p in pl_module.parameters() if p.grad is not None]
+            self.peak = self._log.usage(0, without=self._log.numbers([*own, *pl_module.parameters()])).peak
+            self._log.__exit__(None, None, None)
+            self._log = None
+        stepped = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        self.gradients.append(torch.cat([local_tensor(gradient).flatten() for gradient in stepped]).clone())
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.forwards = [list(executed.forwards) for executed in (self.rotor.executed if self.rotor else ())]
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        self.buffers = {name: buffer.clone() for name, buffer in pl_module.named_buffers()}
+
+
+def train(
+    kind: str,
+    budget: str | None = None,
+    strategy: Any = "auto",
+    devices: int = 1,
+    measures: bool = False,
+    **options: Any,
+) -> Seen:
+    """Trains a small model for a few steps.
+
+    Args:
+        kind: Kind of the task.
+        budget: Budget of Rotor; None for a run without it.
+        strategy: Strategy of the run.
+        devices: Number of ranks.
+        measures: Whether to measure the memory of the last step.
+        **options: Further options of the trainer; `callbacks` come before Rotor.
+    """
+    seed_everything(3, workers=True, verbose=False)
+    rotor = None
+    if budget is not None:
+        rotor = Rotor(budget)
+        rotor.wait = 0
+    seen = Seen(rotor, measures=measures)
+    callbacks = [*options.pop("callbacks", []), seen, *([rotor] if rotor else [])]
+    settings: dict[str, Any] = {
+        **{"accelerator": "cpu", "devices": devices, "strategy": strategy, "max_steps": STEPS, "max_epochs": 1},
+        **{"enable_model_summary": False, "logger": False, "enable_checkpointing": False},
+        **{"enable_progress_bar": False, "limit_val_batches": 0, "use_distributed_sampler": False},
+    }
+    trainer = Trainer(**{**settings, "callbacks": callbacks, **options})
+    trainer.fit(make_task(kind), Batches(kind))
+    return seen
+
+
+def assert_same(plain: Seen, found: Seen, parts: int = 1) -> None:
+    """Checks that gradients and buffers are equal to the bit, and that the executed forwards are the planned ones.
+
+    Args:
+        plain: Run without Rotor.
+        found: Run with it.
+        parts: Number of micro-batches of a batch.
+    """
+    assert len(plain.gradients) == len(found.gradients) > 3
+    assert all(map(torch.equal, plain.gradients, found.gradients))
+    assert any(gradient.abs().max() > 0 for gradient in found.gradients)
+    assert all(torch.equal(value, found.buffers[name]) for name, value in plain.buffers.items())
+    assert found.rotor is not None
+    planned = [[parts * count for count in plan.schedule.forwards[:-1]] for plan in found.rotor.plans]
+    assert found.forwards == planned or any(plan.measured.refusal for plan in found.rotor.plans)
