@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,7 +19,7 @@ from dlo_plugins.remat.allocation_log import AllocationLog
 from dlo_tasks.imagenet.classifier import ImageClassifier
 from dlo_tasks.llm.causal_lm import CausalLM
 
-ROWS, STEPS = 128, 6
+ROWS, STEPS = 128, 8
 
 
 class Block(nn.Module):
@@ -76,7 +77,7 @@ class NetTask(Task):
 
 
 VIT = {"img_size": 16, "patch_size": 4, "embed_dim": 32, "depth": 6, "num_heads": 4, "proj_drop_rate": 0.1}
-COATNET = {"img_size": 32, "embed_dim": (16, 16, 32, 32), "depths": (1, 2, 2, 1), "stem_width": 16}
+COATNET = {"img_size": 32, "embed_dim": (32, 64, 128, 128), "depths": (1, 2, 2, 1), "stem_width": 16}
 RESNET = {"layers": (1, 2, 2, 1), "channels": (8, 16, 16, 32)}
 LLAMA = {
     **{"model_type": "llama", "vocab_size": 128, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 6},
@@ -163,7 +164,7 @@ class Seen(Callback):
         self.forwards = [list(executed.forwards) for executed in (self.rotor.executed if self.rotor else ())]
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-        self.buffers = {name: buffer.clone() for name, buffer in pl_module.named_buffers()}
+        self.buffers = {name: buffer.clone() for name, buffer in pl_module.named_buffers() if not buffer.is_meta}
 
 
 def train(
@@ -188,13 +189,13 @@ def train(
     rotor = None
     if budget is not None:
         rotor = Rotor(budget)
-        rotor.wait = 0
     seen = Seen(rotor, measures=measures)
     callbacks = [*options.pop("callbacks", []), seen, *([rotor] if rotor else [])]
     settings: dict[str, Any] = {
         **{"accelerator": "cpu", "devices": devices, "strategy": strategy, "max_steps": STEPS, "max_epochs": 1},
         **{"enable_model_summary": False, "logger": False, "enable_checkpointing": False},
         **{"enable_progress_bar": False, "limit_val_batches": 0, "use_distributed_sampler": False},
+        "default_root_dir": tempfile.mkdtemp(),
     }
     trainer = Trainer(**{**settings, "callbacks": callbacks, **options})
     trainer.fit(make_task(kind), Batches(kind))

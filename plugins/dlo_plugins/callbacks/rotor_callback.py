@@ -18,6 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.strategies import DeepSpeedStrategy
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
@@ -85,6 +86,11 @@ class Rotor(Callback):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Checks the model, and begins to survey its blocks."""
+        if isinstance(trainer.strategy, DeepSpeedStrategy) and contract_of(trainer.strategy).zero_stage == 3:
+            raise DloError(
+                "Rotor: strategy must leave a block's parameters in place while the block is measured, got DeepSpeed's"
+                " stage 3, which gathers them layer by layer; use zero3 or fsdp, or ActivationCheckpoint"
+            )
         callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
         if any(isinstance(callback, Compile) and callback.scope == "model" for callback in callbacks):
             raise DloError(
