@@ -106,7 +106,7 @@ class DataParallelStrategy(CanonicalStrategy, WatchedRanks):
         """Wraps the module again, since torch's wrapper averages only what was trainable when it was made."""
         wrapper = self.model
         assert isinstance(wrapper, DistributedDataParallel)
-        if wrapper._comm_hooks:
+        if wrapper._comm_hooks:  # torch (2.11 to 2.15) has no public name for them.
             unfrozen = [name for name, parameter in self._frozen.items() if parameter.requires_grad]
             raise DloError(
                 "parameters must train from the start of the run where a communication hook compresses gradients,"

@@ -55,7 +55,7 @@ def test_what_does_not_fit_is_refused_as_in_a_run(capsys: pytest.CaptureFixture[
         "set tp=2 (sizes that fit all of the model: 1, 2": [*MESH, "--ranks", "8", *options(tp=8)],
         "use tp=3 or run 4 or 8 processes": [*MESH, "--ranks", "6", *options(tp=4)],
         "--ranks must be at least 1": [*MESH, "--ranks", "0"],
-        "trainer.devices must be a number to draw without the machine, got auto": [*MESH, *options(tp=2)],
+        "trainer.devices must be a number where the run's machine is not at hand, got auto": [*MESH, *options(tp=2)],
         "MeshStrategy or FSDPStrategy, got DataParallelStrategy": [
             *MESH[:3],
             "--ranks",

@@ -1,10 +1,10 @@
-"""Recomputes activations by the fastest schedule within a memory budget (Rotor), under any strategy.
+"""Recomputes activations by the fastest schedule within a memory budget (Rotor).
 
 Optimal checkpointing for heterogeneous chains: how to train deep neural networks with limited memory. Beaumont,
 Eyraud-Dubois, Herrmann, Joly & Shilova, 2019, arXiv 1911.13214.
 
 It is a callback, because every strategy has finished its work on the model when training starts: blocks are cut,
-compiled and sharded, and their calls gather what they need. So one mechanism serves all strategies, and the measured
+compiled and sharded, and their calls gather what they need. So one mechanism serves the strategies, and the measured
 blocks are those that run.
 """
 

@@ -75,7 +75,7 @@ def count_ranks_and_nodes(devices: Any, nodes: int, ranks: int | None) -> tuple[
         return (number, ranks // number) if number and ranks % number == 0 else (ranks, 1)
     if number < 1:
         raise DloError(
-            f"trainer.devices must be a number to draw without the machine, got {devices}; set the ranks:"
+            f"trainer.devices must be a number where the run's machine is not at hand, got {devices}; set the ranks:"
             " --ranks 8, or --trainer.devices 8"
         )
     return number, nodes
