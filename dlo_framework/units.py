@@ -1,6 +1,10 @@
-"""Formats quantities for people."""
+"""Formats and parses quantities with units."""
 
 from __future__ import annotations
+
+import re
+
+from dlo_framework.errors import DloError
 
 
 def format_bytes(count: float) -> str:
@@ -10,3 +14,23 @@ def format_bytes(count: float) -> str:
             return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
         count /= 1000
     return f"{count:.1f} TB"
+
+
+def parse_bytes(text: str | float, key: str) -> int:
+    """Returns the number of bytes of a size: ``80GB``, ``79.6 GiB``, ``64k``, or a number of bytes.
+
+    Args:
+        text: Size. Units are decimal (kB, MB, GB, TB) or binary (KiB, MiB, GiB, TiB); case and the B do not count.
+        key: Name of the option, for the message.
+
+    Raises:
+        DloError: It is not a size of at least one byte.
+    """
+    found = re.fullmatch(r"(\d+\.?\d*|\.\d+)(e\d+)?\s*(?:([KMGT])(i?))?B?", str(text).strip(), re.IGNORECASE)
+    power = " KMGT".index((found.group(3) or " ").upper()) if found else 0
+    size = float(found.group(1) + (found.group(2) or "")) * (1024 if found.group(4) else 1000) ** power if found else 0
+    if not 1 <= size < 2**63:
+        raise DloError(
+            f"{key} must be a size of at least one byte, got {text}; give a number with a unit, such as 80GB"
+        )
+    return round(size)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import re
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +11,7 @@ from dlo_framework.cli.command_parser import CommandParser
 from dlo_framework.cli.config_scan import scan
 from dlo_framework.cli.run import prepared_process
 from dlo_framework.errors import DloError
+from dlo_framework.units import parse_bytes
 from dlo_plugins.planner.machine import load_machine
 from dlo_plugins.planner.plan_config import merge_configs, without_recomputation
 
@@ -89,26 +89,9 @@ def check_options(options: argparse.Namespace) -> None:
         value = getattr(options, name)
         if value is not None and value < 1:
             raise DloError(f"plan: --{name} must be at least 1, got {value}")
-    options.memory = None if options.memory is None else parse_bytes(options.memory)
+    options.memory = None if options.memory is None else parse_bytes(options.memory, "plan: --memory")
     pairs = [entry.partition("=") for entry in options.fix]
     wrong = next((entry for entry, (_, equals, _) in zip(options.fix, pairs, strict=True) if not equals), None)
     if wrong is not None:
         raise DloError(f"plan: --fix must be KEY=VALUE, got {wrong}; such as --fix tp=8")
     options.fix = {key: value for key, _, value in pairs}
-
-
-def parse_bytes(text: str) -> float:
-    """Returns the bytes of a text such as `80GB` or `79.6GiB`.
-
-    Raises:
-        DloError: It has another form.
-    """
-    found = re.fullmatch(r"\s*([0-9.]+)\s*([KMGT]?)(i?)B?\s*", text, re.IGNORECASE)
-    try:
-        number = float(found.group(1)) if found else 0.0
-    except ValueError:
-        number = 0.0
-    if found is None or number <= 0:
-        raise DloError(f"plan: --memory must be a positive size, got {text}; such as --memory 80GB")
-    power = " KMGT".index(found.group(2).upper() or " ")
-    return number * (1024 if found.group(3) else 1000) ** power

@@ -10,9 +10,8 @@ from pathlib import Path
 import torch
 
 from dlo_framework.errors import DloError
+from dlo_framework.units import parse_bytes
 
-_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
-_UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 #: Share of the memory that is used; fragmentation takes the rest.
 _USED = 0.92
 
@@ -44,21 +43,25 @@ class Budget:
         given = str(text).strip()
         if given == "auto":
             return cls()
-        found = re.fullmatch(r"(\d+(?:\.\d+)?(?:e\d+)?)\s*(%|[a-zA-Z]*)", given)
-        unit = found.group(2).upper() if found else "?"
-        number = float(found.group(1)) if found else 0.0
-        if unit == "%" and 0 < number <= 100:
-            return cls(share=number / 100)
-        if unit not in _UNITS or number <= 0:
-            raise DloError(
-                f"budget must be a size such as 12GB, a share such as 60%, or auto, got {text}; set one of these"
-            )
-        return cls(bytes=int(number * _UNITS[unit]))
+        number, sign, rest = given.partition("%")
+        try:
+            if not sign:
+                return cls(bytes=parse_bytes(given, "budget"))
+            if not rest and 0 < float(number) <= 100:
+                return cls(share=float(number) / 100)
+        except ValueError as error:
+            raise _malformed(text) from error
+        raise _malformed(text)
 
     @property
     def is_auto(self) -> bool:
         """Whether it is the memory that is left."""
         return self.bytes is None and self.share is None
+
+
+def _malformed(text: str | float) -> DloError:
+    rule = "a size such as 12GB, a share such as 60%, or auto"
+    return DloError(f"budget must be {rule}, got {text}; set one of these")
 
 
 def free_memory(device: torch.device, activations: int, local_ranks: int) -> int:
