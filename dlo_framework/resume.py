@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.callbacks import WeightAveraging
+from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader
@@ -54,6 +54,7 @@ class ExactResume(Callback):
         If the checkpoint holds averaged weights and this run does not average, loads the trained ones.
         """
         _load_trained_weights(trainer, pl_module, checkpoint)
+        _drop_replaced_schedule(trainer, checkpoint)
         if "loops" in checkpoint:
             _complete_epoch(trainer, checkpoint["loops"]["fit_loop"])
         self._loaded = checkpoint.get(KEY)
@@ -107,6 +108,21 @@ def _load_trained_weights(trainer: Trainer, pl_module: LightningModule, checkpoi
         "the checkpoint is of a run that averages its weights, which this one does not: training goes on from the"
         " trained weights, and the average is dropped; to keep it, add WeightEMA (of a task: ema_decay)"
     )
+
+
+def _drop_replaced_schedule(trainer: Trainer, checkpoint: dict[str, Any]) -> None:
+    """Drops the module's LR schedule where StochasticWeightAveraging had replaced it when the checkpoint was saved.
+
+    The callback does so in ``on_fit_start`` if its state is loaded by then. Strategies that load checkpoints after
+    their setup load it later, and the state of its schedule would be loaded into the module's.
+    """
+    if not trainer.strategy.restore_checkpoint_after_setup:
+        return
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        if isinstance(callback, StochasticWeightAveraging):
+            saved = checkpoint.get("callbacks", {}).get(callback.state_key, {})
+            if saved.get("scheduler_state") is not None:
+                trainer.strategy.lr_scheduler_configs.clear()
 
 
 def _set_loader_generators(trainer: Trainer) -> None:

@@ -21,6 +21,8 @@ from dlo_framework.distributed.strategy import (
     SingleProcessStrategy,
     use_canonical_checkpoints,
 )
+from dlo_framework.resume import ExactResume
+from dlo_plugins.strategies.zero import ZeroStrategy
 
 
 def loader():
@@ -219,18 +221,30 @@ def test_a_checkpoints_mappings_are_copied_and_pickled(tmp_path):
         assert torch.equal(state["net.0.weight"], first)
 
 
-def test_stochastic_weight_averaging_goes_on(tmp_path):
+class Scheduled(Net):
+    def configure_optimizers(self):
+        optimizer = super().configure_optimizers()
+        return [optimizer], [torch.optim.lr_scheduler.LambdaLR(optimizer, lambda epoch: 0.9**epoch)]
+
+
+@pytest.mark.parametrize(("model", "strategy"), [(Net, "auto"), (Scheduled, "auto"), (Scheduled, "zero1")])
+def test_stochastic_weight_averaging_goes_on(tmp_path, model, strategy):
     class Keep(StochasticWeightAveraging):
         def on_train_epoch_end(self, trainer, pl_module):
             super().on_train_epoch_end(trainer, pl_module)
             if trainer.current_epoch == 2:
                 trainer.save_checkpoint(tmp_path / "third.ckpt")
 
-    whole, resumed = Net(), Net()
-    made = trainer(tmp_path, [Keep(swa_lrs=0.01, swa_epoch_start=1)], max_epochs=5)
-    made.fit(whole, loader())
-    again = trainer(tmp_path, [Keep(swa_lrs=0.01, swa_epoch_start=1)], max_epochs=5)
-    again.fit(resumed, loader(), ckpt_path=tmp_path / "third.ckpt")
+    def fit(module, path=None):
+        chosen = ZeroStrategy(stage=1) if strategy == "zero1" else strategy
+        averaging = Keep(swa_lrs=0.01, swa_epoch_start=1)
+        trainer(tmp_path, [averaging, ExactResume()], max_epochs=5, strategy=chosen).fit(
+            module, loader(), ckpt_path=path
+        )
+
+    whole, resumed = model(), model()
+    fit(whole)
+    fit(resumed, tmp_path / "third.ckpt")
     for (name, one), other in zip(whole.named_parameters(), resumed.parameters(), strict=True):
         assert torch.allclose(one, other, atol=1e-6), name
 
