@@ -21,6 +21,10 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
 
+class NoBlocksError(DloError):
+    """No class of blocks repeats in a module, so that its plan cannot be inferred."""
+
+
 class Rule(enum.StrEnum):
     """Rule of tensor parallelism for a module or parameter (Shoeybi et al. 2019, arXiv 1909.08053)."""
 
@@ -96,14 +100,14 @@ class ParallelPlan:
         blocks. Parameters held directly by the blocks' parents count as stem.
 
         Raises:
-            DloError: if no class of blocks repeats so.
+            NoBlocksError: if no class of blocks repeats so.
         """
         for blocks in sorted(_repeated(module), key=len, reverse=True):
             sides = _sides(module, blocks)
             if sides is not None:
                 in_order = tuple(name for name, _ in module.named_modules() if name in blocks)
                 return cls(blocks=in_order, stem=sides[0], head=sides[1], tied=tied_groups(module))
-        raise DloError(
+        raise NoBlocksError(
             f"{type(module).__name__} must hold two or more consecutive blocks of one class in a ModuleList or"
             " Sequential, got none; name them in Task.parallel_plan: ParallelPlan(blocks=(...), stem=(...), head=(...))"
         )

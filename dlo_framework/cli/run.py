@@ -191,6 +191,7 @@ def set_allocator(driver: Path = _DRIVER) -> None:
 _SILENCED = (
     ".*pkg_resources is deprecated.*",
     ".*does not have many workers.*",
+    "Using `DistributedSampler` with the dataloaders.*",  # dlo's strategies repeat no sample.
     ".*LeafSpec.* is deprecated.*",
     "Checkpoint directory .* exists and is not empty",
     "The dirpath has changed from .*",

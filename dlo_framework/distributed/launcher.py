@@ -26,6 +26,7 @@ from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
 from lightning.pytorch.utilities.exceptions import _TunerExitException
 
+from dlo_framework.data.distributed_loader import without_repeats
 from dlo_framework.distributed.failure import (
     Failure,
     RankFailed,
@@ -367,6 +368,11 @@ class WatchedRanks(DDPStrategy):
     def timeout_seconds(self) -> float:
         """Returns the time limit of a collective, in seconds."""
         return self._timeout.total_seconds() if self._timeout is not None else float("inf")
+
+    def process_dataloader(self, dataloader: object) -> object:
+        """Returns a loader that, in evaluation, repeats no sample on any rank."""
+        module = self.lightning_module
+        return dataloader if module is None else without_repeats(dataloader, module.trainer)
 
     def _configure_launcher(self) -> None:
         assert self.cluster_environment is not None

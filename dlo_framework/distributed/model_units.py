@@ -6,8 +6,7 @@ from collections.abc import Iterator
 
 from torch import nn
 
-from dlo_framework.errors import DloError
-from dlo_framework.plan import ParallelPlan
+from dlo_framework.plan import NoBlocksError, ParallelPlan
 from dlo_framework.task import Task
 
 #: Largest share of a model's parameters in one unit, where neither a plan nor repetition names its blocks.
@@ -18,15 +17,16 @@ def find_units(module: nn.Module) -> list[str]:
     """Returns the names of a module's units, in the order of registration; units do not nest.
 
     A :class:`~dlo_framework.task.Task` names its blocks in its parallel plan. For any other module, the units are its
-    repeated blocks; where there are none, its largest submodules with at most a sixteenth of all parameters. A
-    submodule with both parameters of its own and children is not divided: its forward may use the children's
-    parameters without calling them (``nn.MultiheadAttention`` does).
+    repeated blocks. Where neither has blocks, they are the largest submodules with at most a sixteenth of all
+    parameters, since sharding, unlike a pipeline, needs no order of execution. A submodule with both parameters of its
+    own and children is not divided: its forward may use the children's parameters without calling them
+    (``nn.MultiheadAttention`` does).
     """
-    if isinstance(module, Task):
-        return [f"model.{name}" for name in module.parallel_plan().block_names(module.model)]
     try:
+        if isinstance(module, Task):
+            return [f"model.{name}" for name in module.parallel_plan().block_names(module.model)]
         return ParallelPlan.infer(module).block_names(module)
-    except DloError:
+    except NoBlocksError:
         most = SHARE * sum(parameter.numel() for parameter in module.parameters())
         return list(_by_size(module, "", most))
 

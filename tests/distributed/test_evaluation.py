@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,7 +17,7 @@ from dlo_plugins.strategies.deepspeed import DeepSpeedBridge
 from dlo_plugins.strategies.fsdp import FSDPStrategy
 from dlo_plugins.strategies.mesh import MeshStrategy
 from dlo_plugins.strategies.zero import ZeroStrategy
-from support.evaluated import KINDS, Samples, measured, trainer
+from support.evaluated import KINDS, PlainSamples, Samples, measured, trainer
 
 #: Those of plain data parallelism, on any number of ranks.
 STRATEGIES = {
@@ -77,6 +79,51 @@ def test_on_four_ranks_it_is_that_of_one() -> None:
     check(4, cases + on_meshes(kinds))
 
 
+#: Samples and batch sizes of a rank: shares that differ, one rank without a last batch, one without any sample.
+PLAIN_SIZES = [(9, 4), (5, 2), (3, 1), (1, 4)]
+PLAIN_DATA = {
+    "Lightning's sampler": PlainSamples,
+    "an own sampler": partial(PlainSamples, own_sampler=True),
+    "workers": partial(PlainSamples, num_workers=1, persistent_workers=True),
+}
+
+
+def _on_plain_loaders(rank: int, world: int, cases: list[Case], data: str) -> list[dict[str, float]]:
+    known = STRATEGIES | MESHES
+    return [measured(world, known[name](), *case, data=PLAIN_DATA[data]) for name, *case in cases]
+
+
+def check_plain(world: int, cases: list[Case], data: str) -> None:
+    by_rank = run_distributed(_on_plain_loaders, world, cases, data, timeout=900)
+    for number, case in enumerate(cases):
+        expected = measured(1, "auto", *case[1:], data=PlainSamples)
+        for found in by_rank:
+            assert found[number] == pytest.approx(expected, rel=2e-5, abs=1e-6), case
+
+
+@pytest.mark.parametrize("data", PLAIN_DATA)
+def test_torchs_loaders_repeat_no_sample_on_two_ranks(data: str) -> None:
+    kinds = ("mse", "classes", "plain")
+    pairs = [(name, kind) for name in ("ddp", "zero3", "fsdp") for kind in kinds]
+    if data == "workers":
+        pairs = [("zero3", "mse")]
+    check_plain(2, [(*pair, *PLAIN_SIZES[(i + k) % 4]) for i, pair in enumerate(pairs) for k in (0, 1)], data)
+
+
+def test_torchs_loaders_repeat_no_sample_on_a_mesh() -> None:
+    cases = [(mesh, "mse", *sizes) for mesh in ("pp", "tp") for sizes in PLAIN_SIZES[:3]]
+    check_plain(4, cases, "Lightning's sampler")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world", [2, 3, 4])
+def test_torchs_loaders_under_every_strategy(world: int) -> None:
+    kinds = ("mse", "classes", "dicts", "plain")
+    own = [name for name in STRATEGIES if name != "lightning's ddp"]
+    cases = [(name, kind, *sizes) for name in own for kind in kinds for sizes in PLAIN_SIZES]
+    check_plain(world, cases, "Lightning's sampler")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("world", [2, 3, 4])
 def test_every_kind_under_every_strategy(world: int) -> None:
@@ -87,12 +134,12 @@ def test_every_kind_under_every_strategy(world: int) -> None:
     check(world, cases)
 
 
-def _predicted(rank: int, world: int, cases: list[Case], folder: Path) -> list[int]:
+def _predicted(rank: int, world: int, cases: list[Case], folder: Path, data: Any = Samples) -> list[int]:
     counts = []
     for number, (name, kind, *sizes) in enumerate(cases):
         callback = SavePredictions(folder / f"{number}.pt")
         run = trainer(world, (STRATEGIES | MESHES)[name](), callbacks=[callback])
-        parts = run.predict(KINDS[kind].module(), Samples(KINDS[kind], *sizes))
+        parts = run.predict(KINDS[kind].module(), data(KINDS[kind], *sizes))
         counts.append(sum(len(part["sums"] if isinstance(part, dict) else part) for part in parts))
     return counts
 
@@ -109,3 +156,14 @@ def test_each_sample_is_predicted_once_and_in_order(world: int, tmp_path: Path) 
             found, one = torch.cat([part["sums"] for part in found]), [part["sums"] for part in one]
         torch.testing.assert_close(found, torch.cat(one), rtol=2e-5, atol=1e-5)
         assert sum(ranks[number] for ranks in counts) == samples * world // 2
+
+
+def test_ranks_with_fewer_batches_of_torchs_loader_predict_with_the_others(tmp_path: Path) -> None:
+    """Under zero3 a rank without a last batch would leave the others waiting in their forward."""
+    cases = [(name, "mse", *sizes) for name in ("ddp", "zero3", "fsdp") for sizes in PLAIN_SIZES[:3]]
+    counts = run_distributed(_predicted, 2, cases, tmp_path, PlainSamples)
+    for number, (_, kind, samples, batch_size) in enumerate(cases):
+        one = trainer(1, "auto").predict(KINDS[kind].module(), PlainSamples(KINDS[kind], samples, batch_size))
+        found = torch.load(tmp_path / f"{number}.pt", weights_only=True)
+        torch.testing.assert_close(found, torch.cat(one), rtol=2e-5, atol=1e-5)
+        assert sum(ranks[number] for ranks in counts) == samples

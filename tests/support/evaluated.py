@@ -6,10 +6,10 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils.data import TensorDataset
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 from torchmetrics import CatMetric, MeanSquaredError
 from torchmetrics.classification import MulticlassAUROC
 
@@ -239,6 +239,26 @@ class Samples(ResumableDataModule):
     test_dataloader = val_dataloader
 
 
+class PlainSamples(LightningDataModule):
+    """The same samples in torch's DataLoaders, whose batch size is each rank's.
+
+    Args:
+        own_sampler: Whether the DataLoader has a DistributedSampler of its own, so that Lightning inserts none.
+    """
+
+    def __init__(self, kind: Kind, samples: int, batch_size: int, own_sampler: bool = False, **options: Any) -> None:
+        super().__init__()
+        self.source, self.own_sampler = Samples(kind, samples, batch_size), own_sampler
+        self.options = {"batch_size": batch_size, **options}
+
+    def val_dataloader(self) -> DataLoader:
+        dataset = self.source.val_dataloader().dataset
+        sampler = DistributedSampler(dataset, shuffle=False) if self.own_sampler else None
+        return DataLoader(dataset, sampler=sampler, collate_fn=self.source.kind.collate, **self.options)
+
+    test_dataloader = predict_dataloader = val_dataloader
+
+
 def trainer(world: int, strategy: Any, **options: Any) -> Trainer:
     settings: dict[str, Any] = {
         "accelerator": "cpu",
@@ -254,8 +274,10 @@ def trainer(world: int, strategy: Any, **options: Any) -> Trainer:
     return Trainer(**(settings | options))
 
 
-def measured(world: int, strategy: Any, name: str, samples: int, batch_size: int) -> dict[str, float]:
+def measured(
+    world: int, strategy: Any, name: str, samples: int, batch_size: int, data: Any = Samples
+) -> dict[str, float]:
     """Returns what a validation logged."""
     run, kind = trainer(world, strategy), KINDS[name]
-    run.validate(kind.module(), Samples(kind, samples, batch_size), verbose=False)
+    run.validate(kind.module(), data(kind, samples, batch_size), verbose=False)
     return {key: float(value) for key, value in run.callback_metrics.items() if not key.endswith("_step")}
