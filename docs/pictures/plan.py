@@ -74,7 +74,9 @@ def main() -> None:
 
 def _name(layout: Layout) -> str:
     words = str(replace(layout, micro_batches=1)).replace(" x 1,", ",").replace(", reduce each micro-batch", "")
-    return words.replace(", micro-batch", "\nmicro-batch").replace(", recompute", "\nrecompute")
+    for word in ("micro-batch", "recompute", "Rotor"):
+        words = words.replace(f", {word}", f"\n{word}")
+    return words
 
 
 def _stack(axes: plt.Axes, names: list[str], rows: list[dict[str, float]]) -> None:

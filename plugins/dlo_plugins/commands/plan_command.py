@@ -8,12 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from dlo_framework.cli.command_parser import CommandParser
-from dlo_framework.cli.config_scan import scan
 from dlo_framework.cli.run import prepared_process
 from dlo_framework.errors import DloError
 from dlo_framework.units import parse_bytes
 from dlo_plugins.planner.machine import load_machine
-from dlo_plugins.planner.plan_config import merge_configs, without_recomputation
 
 _HELP = """Find the parallel plan that trains a config's model fastest in a given memory.
 
@@ -47,17 +45,14 @@ def main(argv: list[str]) -> int:
     options, found = parser.parse_with_run(argv)
     check_options(options)
 
-    config = merge_configs(found)
-    gpus, nodes = count_gpus(config, options)
     load_machine(options.machine)
-    single = ["--trainer.strategy", "auto", "--trainer.devices", "1", "--trainer.num_nodes", "1"]
-    profiled = scan([*found.argv, *single, *without_recomputation(config)])
-    with prepared_process(profiled):
-        from dlo_plugins.commands.simulated_run import SimulatedRun
+    with prepared_process(found):
+        from dlo_plugins.commands.unplanned_run import UnplannedRun
         from dlo_plugins.planner.plan_report import plan_run, report_json, report_text
 
-        run = SimulatedRun(profiled, 1, "dlo plan")
-        planned = plan_run(config, run.model, run.datamodule, gpus, nodes, options)
+        run = UnplannedRun(found, 1, "dlo plan")
+        gpus, nodes = count_gpus(run.user_config, options)
+        planned = plan_run(run.user_config, run.model, run.datamodule, gpus, nodes, options)
     if options.out is not None:
         planned.write(options.out)
     print(json.dumps(report_json(planned), indent=1) if options.json else report_text(planned))

@@ -190,8 +190,12 @@ def forward_only(where: Placement, micro_batches: int) -> Schedule:
 def _find_rule(name: str) -> tuple[str, ScheduleRule]:
     """Returns a schedule's own name and its rule; upper or lower case and hyphens make no difference."""
     plain = str(name).lower().replace("-", "")
-    found = next((known for known in SCHEDULES.names() if known.lower().replace("-", "") == plain), str(name))
-    return found, SCHEDULES.get(found)
+    # Installed packages are asked only for a name that no loaded schedule has: that reads all their metadata.
+    for names in (SCHEDULES.loaded, SCHEDULES.names):
+        for known in names():
+            if known.lower().replace("-", "") == plain:
+                return known, SCHEDULES.get(known)
+    return str(name), SCHEDULES.get(str(name))
 
 
 @SCHEDULES.register("GPipe")

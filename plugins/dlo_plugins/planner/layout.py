@@ -5,6 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from dlo_framework.mesh import MeshSpec
+from dlo_framework.units import format_bytes
+
+#: Bytes of an element, by the name of its dtype.
+SIZES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 @dataclass(frozen=True)
@@ -21,8 +25,10 @@ class Layout:
         zero: Stage of ZeRO over `dp_shard` x `cp`: 0 none, 1 optimizer, 2 and gradients, 3 and parameters.
         reduce_each: Whether each micro-batch reduces its gradients, so that none accumulate in full.
         sequence_parallel: Whether the ranks of `tp` share the tokens between the layers.
-        recompute: Mode of recomputation of the blocks: `none`, `selective`, `attention` or `full`.
+        recompute: Mode of recomputation of the blocks: `none`, `selective`, `attention` or `full`; or `rotor`, which
+            chooses for each block.
         every: Interval of the blocks that recompute: 1 for all of them.
+        budget: Bytes for a rank's activations under `rotor`.
     """
 
     mesh: MeshSpec = field(default_factory=lambda: MeshSpec(dp_shard=1))
@@ -36,6 +42,7 @@ class Layout:
     sequence_parallel: bool = True
     recompute: str = "none"
     every: int = 1
+    budget: int = 0
 
     @property
     def stages(self) -> int:
@@ -64,7 +71,9 @@ class Layout:
         words.append(f"micro-batch {self.micro_batch} x {self.micro_batches}")
         if self.sharers > 1:
             words.append(f"ZeRO {self.zero}" + (", reduce each micro-batch" if self.reduce_each else ""))
-        if self.recompute != "none":
+        if self.recompute == "rotor":
+            words.append(f"Rotor with {format_bytes(self.budget)}" if self.budget else "Rotor")
+        elif self.recompute != "none":
             words.append(f"recompute {self.recompute}" + (f" every {self.every}" if self.every > 1 else ""))
         return ", ".join(words)
 
@@ -79,6 +88,7 @@ class StateFormat:
         gathered: Bytes of a parameter as computation uses it.
         gradient: Bytes of a gradient that a step accumulates.
         reduced: Bytes of a gradient while it is reduced.
+        casts: Bytes of each parameter's cast that autograd keeps in a step, where autocast casts gathered parameters.
         state: Bytes of the optimizer's state for a parameter, master weights included.
         fused: Whether neighbouring operations are one kernel, as in compiled code or by hand.
         compiled: Whether backward repeats what is internal to a kernel, as in compiled code.
@@ -93,8 +103,22 @@ class StateFormat:
     gradient: int = 4
     reduced: int = 4
     state: float = 8.0
+    casts: int = 0
     fused: bool = False
     compiled: bool = False
     overlaps: bool = True
     accumulates_in_products: bool = False
     frees_sent: bool = False
+
+    @property
+    def dtypes(self) -> dict[str, str]:
+        """Dtypes in which parameters are gathered and gradients reduced, where these can be chosen: mixed precision."""
+        if self.parameter == SIZES[self.compute]:
+            return {}
+        names = {SIZES[self.compute]: self.compute, self.parameter: "float32"}
+        return {"param_dtype": names[self.gathered], "reduce_dtype": names[self.reduced]}
+
+    @property
+    def has_masters(self) -> bool:
+        """Whether stored parameters are master weights, beside others in half precision that computation uses."""
+        return self.parameter > self.gathered

@@ -79,7 +79,7 @@ class ModelProfile:
         """Number of parameters."""
         return int(sum(part.parameters.total for part in self.parts))
 
-    @property
+    @functools.cached_property
     def flops(self) -> float:
         """Floating-point operations of training on one row, as MFU counts them: without recomputation."""
         return sum(part.forward.flops + part.backward.flops for part in self.parts)

@@ -1,4 +1,4 @@
-"""Writes a candidate as a config: the user's configs and overrides, with the plan's strategy, batch and ranks."""
+"""Writes a candidate as a config: the user's config, with the plan's strategy, batch and ranks."""
 
 from __future__ import annotations
 
@@ -7,56 +7,14 @@ from typing import Any
 
 import yaml
 
-from dlo_framework.cli.config_scan import ConfigScan
 from dlo_framework.errors import DloError
 from dlo_plugins.planner.candidate import Candidate
+from dlo_plugins.planner.layout import StateFormat
 
 #: Appliers of a config that the plan replaces; others, such as CompileBlocks, stay.
 _REPLACED = ("ActivationCheckpoint", "FullyShard", "TensorParallel", "ContextParallel")
-
-
-def merge_configs(found: ConfigScan) -> dict[str, Any]:
-    """Returns the content of all configs of a command line, with its overrides of single keys."""
-    merged: dict[str, Any] = {}
-    for content in found.configs.values():
-        _merge(merged, copy.deepcopy(content))
-    for part in ("model", "data"):
-        if isinstance(merged.get(part), str):
-            merged[part] = {"class_path": merged[part]}
-    words = iter(found.argv[1:])
-    for word in words:
-        if not word.startswith("--"):
-            continue
-        key, has_value, value = word[2:].partition("=")
-        value = value if has_value else next(words, "")
-        if key not in ("config", "c", "plugins", "plugins+"):
-            _set(merged, key.split("."), yaml.safe_load(value))
-    return merged
-
-
-def _merge(into: dict[str, Any], content: dict[str, Any]) -> None:
-    for key, value in content.items():
-        own = into.get(key)
-        same_class = not isinstance(value, dict) or value.get("class_path") in (None, (own or {}).get("class_path"))
-        if isinstance(value, dict) and isinstance(own, dict) and same_class:
-            _merge(own, value)
-        else:
-            into[key] = value
-
-
-def _set(content: dict[str, Any], words: list[str], value: Any) -> None:
-    for word in words[:-1]:
-        inner = content.get(word)
-        if not isinstance(inner, dict):
-            inner = content[word] = {} if inner is None else {"class_path": inner}
-        content = inner
-    content[words[-1]] = value
-
-
-def without_recomputation(config: dict[str, Any]) -> list[str]:
-    """Returns the options of a command line that switch off the task's own recomputation, which a plan chooses."""
-    options = _init_args(config, "model")
-    return ["--model.init_args.recompute", "false"] if options.get("recompute") else []
+#: Options of a config's FullyShard that stay.
+_KEPT = ("units", "find_unused")
 
 
 def read_batch(config: dict[str, Any]) -> int | None:
@@ -74,13 +32,14 @@ def _init_args(config: dict[str, Any], part: str) -> dict[str, Any]:
     return options if isinstance(options, dict) else {}
 
 
-def candidate_config(candidate: Candidate, config: dict[str, Any], nodes: int) -> dict[str, Any]:
+def candidate_config(candidate: Candidate, config: dict[str, Any], nodes: int, state: StateFormat) -> dict[str, Any]:
     """Returns a config that runs a candidate.
 
     Args:
         candidate: Candidate.
-        config: Merged config of the user; it is not changed.
+        config: Config of the user; it is not changed.
         nodes: Number of nodes.
+        state: Bytes of the run's tensors.
 
     Raises:
         DloError: The config's datamodule has no `batch_size` to set.
@@ -89,7 +48,13 @@ def candidate_config(candidate: Candidate, config: dict[str, Any], nodes: int) -
     mesh = layout.mesh
     trainer = found.setdefault("trainer", {})
     before = trainer.get("strategy")
-    trainer |= {"devices": mesh.world_size // nodes, "num_nodes": nodes, "strategy": _strategy(candidate, before)}
+    strategy = _zero_strategy(state) if layout.zero == 1 else _mesh_strategy(candidate, before, state)
+    trainer |= {"devices": mesh.world_size // nodes, "num_nodes": nodes, "strategy": strategy}
+    callbacks = [entry for entry in _callbacks(found) if _class_name(entry) != "Rotor"]
+    if layout.recompute == "rotor":
+        callbacks.append({"class_path": "Rotor", "init_args": {"budget": f"{layout.budget // 1000}kB"}})
+    if callbacks or trainer.get("callbacks"):
+        trainer["callbacks"] = callbacks
     rows = layout.micro_batch * mesh.data_size
     if mesh.pp > 1:
         rows *= layout.micro_batches
@@ -106,15 +71,18 @@ def candidate_config(candidate: Candidate, config: dict[str, Any], nodes: int) -
     return found
 
 
-def _strategy(candidate: Candidate, before: Any) -> dict[str, Any]:
+def _zero_strategy(state: StateFormat) -> dict[str, Any]:
+    dtypes = state.dtypes if state.has_masters else {}
+    return {"class_path": "ZeroStrategy", "init_args": {"stage": 1, **dtypes}}
+
+
+def _mesh_strategy(candidate: Candidate, before: Any, state: StateFormat) -> dict[str, Any]:
     """Returns the strategy of a candidate; appliers of the config's own strategy that the plan does not choose stay."""
     layout = candidate.layout
     options: dict[str, Any] = {axis: size for axis, size in layout.mesh.sizes.items() if size > 1}
     options["dp_shard"] = layout.mesh.dp_shard
-    appliers: list[Any] = []
-    if isinstance(before, dict):
-        given = (before.get("init_args") or {}).get("appliers") or []
-        appliers = [entry for entry in given if _class_name(entry) not in _REPLACED]
+    given = _appliers(before)
+    appliers = [entry for entry in given if _class_name(entry) not in _REPLACED]
     if layout.mesh.pp > 1:
         options |= {
             "schedule": layout.schedule,
@@ -125,11 +93,13 @@ def _strategy(candidate: Candidate, before: Any) -> dict[str, Any]:
             options["stages_per_rank"] = layout.stages_option
     if layout.mesh.tp > 1:
         options["sequence_parallel"] = layout.sequence_parallel
-    if layout.recompute != "none":
+    if layout.recompute not in ("none", "rotor"):
         chosen = {"mode": layout.recompute} | ({"every": layout.every} if layout.every > 1 else {})
         appliers.append({"class_path": "ActivationCheckpoint", "init_args": chosen})
     if layout.zero:
-        sharding: dict[str, Any] = {"reshard_after_forward": layout.zero == 3}
+        own = next((entry for entry in given if _class_name(entry) == "FullyShard" and isinstance(entry, dict)), {})
+        kept = {key: value for key, value in (own.get("init_args") or {}).items() if key in _KEPT and value}
+        sharding: dict[str, Any] = {**kept, "reshard_after_forward": layout.zero == 3, **state.dtypes}
         if layout.reduce_each:
             sharding["sync_every_micro_batch"] = True
         appliers.append({"class_path": "FullyShard", "init_args": sharding})
@@ -143,16 +113,25 @@ def _class_name(entry: Any) -> str:
     return str(path).rpartition(".")[2]
 
 
-def uses_applier(config: dict[str, Any], name: str) -> bool:
-    """Returns whether a config's strategy has an applier, or a callback, of a class."""
-    trainer = config.get("trainer") or {}
-    strategy = trainer.get("strategy")
-    given = (strategy.get("init_args") or {}).get("appliers") or [] if isinstance(strategy, dict) else []
-    callbacks = trainer.get("callbacks") or []
-    return any(_class_name(entry) == name for entry in [*given, *(callbacks if isinstance(callbacks, list) else [])])
+def find_part(config: dict[str, Any], name: str) -> dict[str, Any] | None:
+    """Returns the options of a config's applier or callback of a class; None without one."""
+    strategy = (config.get("trainer") or {}).get("strategy")
+    for entry in [*_appliers(strategy), *_callbacks(config)]:
+        if _class_name(entry) == name:
+            return (entry.get("init_args") or {}) if isinstance(entry, dict) else {}
+    return None
 
 
-def write_yaml(candidate: Candidate, config: dict[str, Any], nodes: int, number: int) -> str:
+def _appliers(strategy: Any) -> list[Any]:
+    return (strategy.get("init_args") or {}).get("appliers") or [] if isinstance(strategy, dict) else []
+
+
+def _callbacks(config: dict[str, Any]) -> list[Any]:
+    given = (config.get("trainer") or {}).get("callbacks") or []
+    return given if isinstance(given, list) else [given]
+
+
+def write_yaml(candidate: Candidate, config: dict[str, Any], nodes: int, state: StateFormat, number: int) -> str:
     """Returns a candidate's config as text, with its prediction as a comment."""
     low, high = candidate.interval
     head = [
@@ -161,4 +140,4 @@ def write_yaml(candidate: Candidate, config: dict[str, Any], nodes: int, number:
         f" second, MFU {candidate.mfu:.1%}, {candidate.memory.total / 1e9:.1f} GB a rank",
         f"# why       {candidate.reason}",
     ]
-    return "\n".join([*head, yaml.safe_dump(candidate_config(candidate, config, nodes), sort_keys=False)])
+    return "\n".join([*head, yaml.safe_dump(candidate_config(candidate, config, nodes, state), sort_keys=False)])

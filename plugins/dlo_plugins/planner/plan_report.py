@@ -14,12 +14,13 @@ from dlo_framework.errors import DloError
 from dlo_framework.plan import ParallelPlan
 from dlo_framework.task import Task
 from dlo_plugins.planner.candidate import Candidate, Rejection
-from dlo_plugins.planner.layout import StateFormat
+from dlo_plugins.planner.layout import SIZES, StateFormat
 from dlo_plugins.planner.machine import Machine, load_machine
 from dlo_plugins.planner.model_profile import ModelProfile, profile_model
-from dlo_plugins.planner.plan_config import read_batch, uses_applier, write_yaml
+from dlo_plugins.planner.plan_config import find_part, read_batch, write_yaml
 from dlo_plugins.planner.plan_search import PlanSearch, Request, SearchResult, summarise_rejections
 from dlo_plugins.planner.rank_memory import RankMemory
+from dlo_plugins.sharding.gathered_dtype import find_batch_norms
 
 #: Bytes of a stored parameter, of one in use, of a gradient and of a reduced one, by the Trainer's precision.
 _PRECISIONS = {
@@ -41,7 +42,8 @@ class PlannedRun:
         request: Resources and wishes.
         nodes: Number of nodes.
         result: Result of the search.
-        config: Merged config of the user.
+        config: Config of the user.
+        state: Bytes of the run's tensors.
     """
 
     profile: ModelProfile
@@ -50,6 +52,7 @@ class PlannedRun:
     nodes: int
     result: SearchResult
     config: dict[str, Any]
+    state: StateFormat
 
     def write(self, folder: Path) -> list[Path]:
         """Writes each plan as a config, `plan_1.yaml` and so on, and returns the files.
@@ -57,7 +60,7 @@ class PlannedRun:
         Raises:
             DloError: The folder cannot be written, or the config has no batch size to set.
         """
-        texts = [write_yaml(c, self.config, self.nodes, n) for n, c in enumerate(self.result.candidates, 1)]
+        texts = [write_yaml(c, self.config, self.nodes, self.state, n) for n, c in enumerate(self.result.candidates, 1)]
         try:
             folder.mkdir(parents=True, exist_ok=True)
             files = [folder / f"plan_{number}.yaml" for number in range(1, len(texts) + 1)]
@@ -74,7 +77,7 @@ def plan_run(
     """Returns the plans of a run.
 
     Args:
-        config: Merged config of the user.
+        config: Config of the user.
         model: Task or LightningModule of the config, without recomputation.
         datamodule: Datamodule of the config, or None.
         gpus: Number of GPUs of all nodes.
@@ -97,19 +100,31 @@ def plan_run(
             "plan: --batch must be the rows of a step where data.init_args.batch_size does not say, got none; set"
             " --batch 256"
         )
-    fused = uses_applier(config, "CompileBlocks") or uses_applier(config, "Compile")
-    state = state_format(str(trainer.get("precision") or "32-true"), fused=fused)
+    whole = find_part(config, "Compile")
+    fused = whole is not None or find_part(config, "CompileBlocks") is not None
+    dtypes = {key: options.fix.get(key) for key in ("gather", "reduce")}
+    if dtypes["gather"] is None and find_batch_norms(model):
+        dtypes["gather"] = "float32"  # Batch norms refuse weights in half precision.
+    state = state_format(str(trainer.get("precision") or "32-true"), fused=fused, **dtypes)
     machine.rate(state.compute)
-    request = Request(gpus, options.memory or machine.memory, batch, options.fix, options.top)
+    rotor = whole is None or whole.get("scope") == "blocks"
+    request = Request(gpus, options.memory or machine.memory, batch, options.fix, options.top, rotor)
     profile = profile_run(model, datamodule, getattr(torch, state.compute))
-    return PlannedRun(profile, machine, request, nodes, PlanSearch(profile, machine, state, request).run(), config)
+    result = PlanSearch(profile, machine, state, request).run()
+    return PlannedRun(profile, machine, request, nodes, result, config, state)
 
 
-def state_format(precision: str, *, fused: bool) -> StateFormat:
+def state_format(precision: str, *, fused: bool, gather: str | None = None, reduce: str | None = None) -> StateFormat:
     """Returns the bytes of a run's tensors on an accelerator; the optimizer is Adam, with two moments.
 
+    Args:
+        precision: Precision of the Trainer.
+        fused: Whether the run compiles its model.
+        gather: Dtype in which parameters are gathered; None for that of the products.
+        reduce: Dtype in which gradients are reduced; None for that of the stored parameters.
+
     Raises:
-        DloError: The precision is another than 32-bit, bfloat16 or float16.
+        DloError: The precision is another than 32-bit, bfloat16 or float16, or has no such dtype.
     """
     plain = {"32": "32-true", "bf16": "bf16-mixed", "16": "16-mixed"}.get(precision, precision)
     if plain not in _PRECISIONS:
@@ -117,7 +132,18 @@ def state_format(precision: str, *, fused: bool) -> StateFormat:
             f"trainer.precision must be one of {', '.join(_PRECISIONS)} to be planned, got {precision}; set bf16-mixed"
         )
     compute, parameter, gathered, gradient, reduced = _PRECISIONS[plain]
-    return StateFormat(compute, parameter, gathered, gradient, reduced, 2.0 * parameter, fused=fused, compiled=fused)
+    own = dict.fromkeys(["float32", compute] if plain.endswith("mixed") else [compute])
+    for key, name in (("gather", gather), ("reduce", reduce)):
+        if name not in (None, *own):
+            raise DloError(
+                f"--fix {key} must be {' or '.join(own)} under precision {plain}, got {name}; leave it out, or set"
+                " another trainer.precision"
+            )
+    gathered, reduced = SIZES.get(gather or "", gathered), SIZES.get(reduce or "", reduced)
+    casts = SIZES[compute] if plain.endswith("mixed") and gathered > SIZES[compute] else 0
+    return StateFormat(
+        compute, parameter, gathered, gradient, reduced, 2.0 * parameter, casts, fused=fused, compiled=fused
+    )
 
 
 def profile_run(model: Any, datamodule: Any, dtype: torch.dtype) -> ModelProfile:

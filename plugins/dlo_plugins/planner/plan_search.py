@@ -19,7 +19,8 @@ from dlo_plugins.planner.candidate import Candidate, Rejection, explain
 from dlo_plugins.planner.layout import Layout, StateFormat
 from dlo_plugins.planner.machine import Machine
 from dlo_plugins.planner.model_profile import ModelProfile
-from dlo_plugins.planner.rank_memory import MemoryModel
+from dlo_plugins.planner.rank_memory import MemoryModel, RankMemory
+from dlo_plugins.planner.rotor_model import RotorModel, round_budget
 from dlo_plugins.planner.step_time import TimeModel
 
 #: Ways to recompute, from none to the one that needs least memory.
@@ -27,7 +28,9 @@ _RECOMPUTE = (("none", 1), ("selective", 1), ("full", 4), ("full", 3), ("full", 
 #: Schedules with the number of stages of a rank.
 _SCHEDULES = (("1F1B", 1), ("Interleaved1F1B", 2), ("Interleaved1F1B", 4), ("ZBV", 2))
 #: Keys of `fix`, beside the axes.
-_FIXABLE = (*AXES, "micro_batch", "schedule", "zero", "recompute")
+_FIXABLE = (*AXES, "micro_batch", "schedule", "zero", "recompute", "gather", "reduce")
+#: Values that `recompute` can be fixed at.
+_MODES = ("none", "selective", "full", "rotor")
 
 
 @dataclass(frozen=True)
@@ -38,8 +41,10 @@ class Request:
         gpus: Number of ranks.
         memory: Bytes of a rank.
         global_batch: Rows of a step on all ranks.
-        fix: Fixed values by key: an axis, `micro_batch`, `schedule`, `zero` or `recompute`.
+        fix: Fixed values by key: an axis, `micro_batch`, `schedule`, `zero` or `recompute`; and `gather` and `reduce`,
+            dtypes that the state has already.
         top: Number of plans to return.
+        rotor: Whether Rotor may be chosen.
     """
 
     gpus: int
@@ -47,6 +52,7 @@ class Request:
     global_batch: int
     fix: Mapping[str, str] = field(default_factory=dict)
     top: int = 5
+    rotor: bool = True
 
     def __post_init__(self) -> None:
         for key in self.fix:
@@ -55,6 +61,17 @@ class Request:
                     f"--fix must name one of {', '.join(_FIXABLE)}, got {key}{did_you_mean(key, _FIXABLE)}; such as"
                     " --fix tp=8"
                 )
+        mode = self.fix.get("recompute", "none").lower()
+        if mode not in _MODES:
+            raise DloError(
+                f"--fix recompute must be one of {', '.join(_MODES)}, got {mode}{did_you_mean(mode, _MODES)}; leave it"
+                " out, or use --fix recompute=full"
+            )
+        if mode == "rotor" and not self.rotor:
+            raise DloError(
+                "--fix recompute=rotor must come without a compiled model, got the callback Compile with scope: model;"
+                " set its scope: blocks"
+            )
         for key in (*AXES, "micro_batch", "zero"):
             if key in self.fix and not self.fix[key].isdigit():
                 raise DloError(f"--fix {key} must be a number, got {self.fix[key]!r}; such as --fix {key}=2")
@@ -93,6 +110,7 @@ class PlanSearch:
         self.profile, self.machine, self.request = profile, machine, request
         self.times = TimeModel(profile, machine, state)
         self.memory = MemoryModel(self.times)
+        self.rotor = RotorModel(self.times, self.memory)
         self._least: dict[tuple[int, ...], float] = {}
 
     def run(self) -> SearchResult:
@@ -114,7 +132,7 @@ class PlanSearch:
             if bound > limit:
                 rejections += [Rejection(layouts[n], "time", least, limit) for least, n in order[at:]]
                 break
-            found = self._cheapest(layouts[number])
+            found = self._cheapest(layouts[number], limit)
             if isinstance(found, Candidate) and found.time.total <= limit:
                 found = self._simulated(found)
             if isinstance(found, Rejection):
@@ -163,11 +181,23 @@ class PlanSearch:
                     continue
                 count = rows // micro_batch
                 for schedule, chunks in self._schedules(mesh.pp, count):
-                    for zero in (2, 3) if mesh.dp_shard * mesh.cp > 1 else (0,):
-                        if not request.allows("zero", zero):
-                            continue
-                        for each in (False, True) if zero and mesh.pp == 1 and count > 1 else (False,):
-                            yield Layout(mesh, micro_batch, count, schedule, chunks, None, zero, each, mesh.tp > 1)
+                    for zero, each in self._shardings(mesh, count):
+                        yield Layout(mesh, micro_batch, count, schedule, chunks, None, zero, each, mesh.tp > 1)
+
+    def _shardings(self, mesh: MeshSpec, micro_batches: int) -> Iterator[tuple[int, bool]]:
+        """Yields stages of ZeRO, and whether each micro-batch reduces its gradients.
+
+        Stage 1 is ZeroStrategy's, which has data parallelism alone, and communicates as much as stage 2: it is planned
+        only if it is asked for.
+        """
+        if self.request.fix.get("zero") == "1":
+            if mesh.dp_shard == mesh.world_size > 1:
+                yield 1, micro_batches > 1 and self.times.state.has_masters
+            return
+        for zero in (2, 3) if mesh.dp_shard * mesh.cp > 1 else (0,):
+            if self.request.allows("zero", zero):
+                several = zero and mesh.pp == 1 and micro_batches > 1
+                yield from ((zero, each) for each in ((False, True) if several else (False,)))
 
     def _meshes(self) -> Iterator[MeshSpec]:
         profile, request = self.profile, self.request
@@ -215,39 +245,81 @@ class PlanSearch:
             return self._least[key] * count / mesh.pp
         return self._least[key] / (1 - (1 - 1 / count) ** mesh.pp)
 
-    def _cheapest(self, layout: Layout) -> Candidate | Rejection:
-        """Returns a layout with the fastest recomputation that fits in memory."""
-        value = self.memory.least_state(layout)
-        if value > self.request.memory:
-            return Rejection(layout, "memory", value, self.request.memory)
-        ways = [
-            replace(layout, recompute=mode, every=every)
-            for mode, every in _RECOMPUTE
-            if self.request.allows("recompute", mode) and (mode == "none" or self.profile.blocks)
-        ]
-        if not ways:
-            raise DloError(
-                "--fix recompute must be none, selective or full, got"
-                f" {self.request.fix.get('recompute')}; leave it out, or use --fix recompute=full"
-            )
-        least = self.memory.largest(ways[-1]).total
-        if least > self.request.memory:
-            return Rejection(ways[-1], "memory", least, self.request.memory)
-        fits = [way for way in ways if self.memory.largest(way).total <= self.request.memory]
-        if fits[0].recompute == "none":  # Nothing is faster than not to recompute.
-            return self._candidate(fits[0], exact=False)
-        return min((self._candidate(way, exact=False) for way in fits), key=lambda candidate: candidate.time.total)
+    def _cheapest(self, layout: Layout, limit: float) -> Candidate | Rejection:
+        """Returns a layout with the fastest recomputation that fits in memory.
 
-    def _candidate(self, layout: Layout, *, exact: bool) -> Candidate:
+        Args:
+            layout: Layout without recomputation.
+            limit: Seconds of the slowest plan that is kept.
+        """
+        memory, allows = self.request.memory, self.request.allows
+        value = self.memory.least_state(layout)
+        if value > memory:
+            return Rejection(layout, "memory", value, memory)
+        found: list[Candidate] = []
+        least: list[tuple[float, Layout]] = []
+        for mode, every in _RECOMPUTE:
+            if not allows("recompute", mode) or (mode != "none" and not self._recomputes(layout)):
+                continue
+            way = replace(layout, recompute=mode, every=every)
+            needs = self.memory.largest(way)
+            least.append((needs.total, way))
+            if needs.total <= memory:
+                found.append(self._candidate(way, needs))
+                if mode == "none":  # Nothing is faster than not to recompute.
+                    return found[0]
+        if self.request.rotor and self.profile.blocks and allows("recompute", "rotor"):
+            shortest = min([limit, *(candidate.time.total for candidate in found)])
+            rotor = self._with_rotor(replace(layout, recompute="rotor"), shortest)
+            if isinstance(rotor, Candidate):
+                found.append(rotor)
+            elif rotor.kind == "time" and not found:
+                return rotor
+            else:
+                least.append((rotor.value, rotor.layout))
+        if found:
+            return min(found, key=lambda candidate: candidate.time.total)
+        if not least:
+            raise DloError(
+                f"--fix recompute must be none or rotor for {self.profile.model} and this strategy, got"
+                f" {self.request.fix.get('recompute')}; leave it out"
+            )
+        value, way = min(least, key=lambda item: item[0])
+        return Rejection(way, "memory", value, memory)
+
+    def _recomputes(self, layout: Layout) -> bool:
+        """Returns whether a layout's strategy can recompute blocks without Rotor: ZeroStrategy has no appliers."""
+        return bool(self.profile.blocks) and layout.zero != 1
+
+    def _with_rotor(self, layout: Layout, limit: float) -> Candidate | Rejection:
+        """Returns the layout with the largest budget that fits, unless it takes longer than a limit."""
+        memory = self.request.memory
+        least = self.rotor.least_memory(layout)
+        if least > memory:
+            return Rejection(layout, "memory", least, memory)
+        budget = round_budget(self.memory.available(layout, memory))
+        repeated = self.rotor.least_repeated(replace(layout, budget=budget))
+        seconds = self.times.step(layout, exact=False, repeated=repeated).total if max(repeated) < math.inf else 0.0
+        if seconds >= limit:
+            return Rejection(layout, "time", seconds, limit)
+        fitted = self.rotor.fit(layout, memory)
+        return self._candidate(fitted) if isinstance(fitted, Layout) else Rejection(layout, "memory", fitted, memory)
+
+    def _candidate(self, layout: Layout, memory: RankMemory | None = None, *, exact: bool = False) -> Candidate:
         request, profile = self.request, self.profile
+        plan = self.rotor.plan(layout) if layout.recompute == "rotor" else None
         return Candidate(
-            layout, self.times.split(layout), self.times.step(layout, exact=exact), self.memory.largest(layout),
+            layout, self.times.split(layout),
+            self.times.step(layout, exact=exact, repeated=plan.repeated if plan else ()),
+            memory or self.memory.largest(layout, plan.activations if plan else None),
             profile.flops * request.global_batch, self.machine.rate(self.times.state.compute) * request.gpus,
             request.global_batch * (profile.length or 1),
         )  # fmt: skip
 
     def _simulated(self, candidate: Candidate) -> Candidate:
-        return self._candidate(candidate.layout, exact=True) if candidate.layout.mesh.pp > 1 else candidate
+        if candidate.layout.mesh.pp == 1:
+            return candidate
+        return self._candidate(candidate.layout, candidate.memory, exact=True)
 
     # --- errors --------------------------------------------------------------------------------------------
 

@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
-from dlo_plugins.pipeline.actions import ActionKind
-from dlo_plugins.pipeline.pipeline_schedules import make_schedule
+from dlo_plugins.planner.in_flight import InFlight, count_in_flight
 from dlo_plugins.planner.layout import Layout
 from dlo_plugins.planner.step_time import Stage, TimeModel, local_count
-from dlo_plugins.planner.work import Share
+from dlo_plugins.planner.work import Part, Share
 
 
 @dataclass(frozen=True)
@@ -21,7 +20,8 @@ class RankMemory:
         gradients: Gradients, with those that a step accumulates before it reduces them.
         optimizer: State of the optimizer, master weights included.
         gathered: Parameters that are gathered for computation.
-        activations: Activations that forward keeps, of all micro-batches in flight.
+        activations: Activations that forward keeps, of all micro-batches in flight; under Rotor, all that its budget
+            counts.
         working: Activations of the block that runs, and of what it recomputes.
         loss: Logits and the loss's gradients, beyond what the blocks need when they run.
         overhead: Context of the device, and what the allocator takes beyond the tensors.
@@ -47,6 +47,49 @@ class RankMemory:
         return self.parameters + self.gradients + self.optimizer
 
 
+@dataclass(frozen=True)
+class StageBytes:
+    """Activations of a stage.
+
+    Attributes:
+        kept: Bytes that a micro-batch in flight keeps.
+        working: Bytes of the block that runs, beyond those.
+        loss: Bytes of logits and of the loss's gradients; 0 without the head.
+    """
+
+    kept: float
+    working: float
+    loss: float
+
+
+@dataclass(frozen=True)
+class RankGroup:
+    """Ranks of a pipeline with equal stages and as many micro-batches in flight.
+
+    Attributes:
+        ranks: Stages of each rank.
+        together: Micro-batches of each stage when a rank has most of them.
+        most: Largest number of micro-batches of each stage.
+    """
+
+    ranks: tuple[tuple[int, ...], ...]
+    together: tuple[int, ...]
+    most: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class RankActivations:
+    """Activations of Rotor's schedules on the ranks of the pipeline.
+
+    Attributes:
+        bytes: Bytes on a rank of each group.
+        region: Largest number of blocks that are recomputed together, whose parameters stay gathered meanwhile.
+    """
+
+    bytes: tuple[float, ...]
+    region: int
+
+
 class MemoryModel:
     """Predicts the memory of a model's ranks.
 
@@ -56,121 +99,176 @@ class MemoryModel:
 
     def __init__(self, times: TimeModel) -> None:
         self._times, self.state = times, times.state
-        self._live: dict[tuple[object, ...], list[dict[int, int]]] = {}
+        self._counts: dict[tuple[object, ...], tuple[float, float, float]] = {}
+        self._known: dict[tuple[object, ...], StageBytes] = {}
+        self._groups: dict[tuple[object, ...], tuple[RankGroup, ...]] = {}
+        self._even: dict[int, tuple[float, float]] = {}
 
-    def largest(self, layout: Layout) -> RankMemory:
-        """Returns the memory of the rank of the pipeline that needs most."""
-        return max(self.ranks(layout), key=lambda memory: memory.total)
+    def largest(self, layout: Layout, rotor: RankActivations | None = None) -> RankMemory:
+        """Returns the memory of the rank of the pipeline that needs most.
+
+        Args:
+            layout: Layout.
+            rotor: Activations under Rotor; None for the layout's own recomputation.
+        """
+        return max(self._of_groups(layout, rotor), key=lambda memory: memory.total)
 
     def least_state(self, layout: Layout) -> float:
         """Returns a lower bound of the largest rank's memory: an even share of the state, and what is reserved."""
         mesh, state = layout.mesh, self.state
-        profile = self._times.profile
-        local = sum(part.parameters.inside / mesh.tp + part.parameters.outside for part in profile.parts) / mesh.pp
-        trained = sum(part.trained.inside / mesh.tp + part.trained.outside for part in profile.parts) / mesh.pp
-        stored = layout.sharers if layout.zero >= 2 else 1
-        kept = local * state.parameter / stored + trained * (
-            state.gradient / stored + state.state / (layout.sharers if layout.zero else 1)
-        )
-        if layout.zero == 2 and layout.sharers > 1:
+        if mesh.tp not in self._even:
+            profile = self._times.profile
+            self._even[mesh.tp] = (
+                sum(part.parameters.inside / mesh.tp + part.parameters.outside for part in profile.parts),
+                sum(part.trained.inside / mesh.tp + part.trained.outside for part in profile.parts),
+            )
+        local, trained = (count / mesh.pp for count in self._even[mesh.tp])
+        stored, sharers = self._stored(layout), layout.sharers if layout.zero else 1
+        kept = local * state.parameter / stored + trained * (state.gradient / stored + state.state / sharers)
+        if stored > 1 and layout.zero < 3:
             kept += local * state.gathered
         machine = self._times.machine
         return kept * (1 + machine.fragmentation) + machine.reserved
 
-    def ranks(self, layout: Layout) -> list[RankMemory]:
-        """Returns the memory of each rank of the pipeline."""
-        stages = self._times.stages(layout)
-        if layout.mesh.pp == 1:
-            return [self._rank(layout, stages, [0], {0: 1})]
-        where = self._times.placement(layout)
-        known: dict[object, RankMemory] = {}
-        found = []
-        for rank, live in enumerate(self._in_flight(layout)):
-            own = where.stages_of(rank)
-            ends = tuple((id(stages[s]), live.get(s, 0), s == 0, s == layout.stages - 1) for s in own)
-            if ends not in known:
-                known[ends] = self._rank(layout, stages, own, live)
-            found.append(known[ends])
-        return found
+    def _stored(self, layout: Layout) -> int:
+        """Returns the number of ranks that share the stored parameters and the reduced gradients.
 
-    def _in_flight(self, layout: Layout) -> list[dict[int, int]]:
-        """Returns, for each rank and stage, the number of micro-batches in flight when the rank has most of them.
-
-        A stage keeps a micro-batch's activations from its forward until its backward, or until its weight gradient.
+        ZeRO 1 shares them too where they are master weights, beside full parameters in half precision.
         """
-        # A schedule's steady state repeats, so that more micro-batches keep no more in flight.
-        count = min(layout.micro_batches, 4 * layout.stages)
-        key = (layout.schedule, layout.mesh.pp, count, layout.stages_per_rank)
-        if key in self._live:
-            return self._live[key]
-        schedule = make_schedule(layout.schedule, layout.mesh.pp, count, layout.stages_option)
-        ends = ActionKind.WEIGHT if schedule.splits_backward else ActionKind.BACKWARD
+        shares = layout.zero >= 2 or (layout.zero == 1 and self.state.has_masters)
+        return layout.sharers if shares else 1
+
+    def ranks(self, layout: Layout, rotor: RankActivations | None = None) -> list[RankMemory]:
+        """Returns the memory of each rank of the pipeline."""
+        by_stage = {
+            stages: memory
+            for group, memory in zip(self.groups(layout), self._of_groups(layout, rotor), strict=True)
+            for stages in group.ranks
+        }
+        return [by_stage[flying.stages] for flying in count_in_flight(layout)]
+
+    def groups(self, layout: Layout) -> tuple[RankGroup, ...]:
+        """Returns the ranks of the pipeline, of which those of one group have equal stages."""
+        stages, flying = self._times.stages(layout), count_in_flight(layout)
+        key = id(stages), layout.schedule, layout.mesh.pp, layout.stages_per_rank, flying
+        if key not in self._groups:
+            found: dict[object, list[InFlight]] = {}
+            for rank in flying:
+                ends = (0 in rank.stages, layout.stages - 1 in rank.stages)
+                kinds = tuple(id(stages[stage]) for stage in rank.stages)
+                found.setdefault((ends, kinds, rank.together, rank.most), []).append(rank)
+            self._groups[key] = tuple(
+                RankGroup(tuple(rank.stages for rank in ranks), ranks[0].together, ranks[0].most)
+                for ranks in found.values()
+            )
+        return self._groups[key]
+
+    def _of_groups(self, layout: Layout, rotor: RankActivations | None) -> list[RankMemory]:
+        stages = self._times.stages(layout)
         found = []
-        for order in schedule.orders:
-            live: dict[int, int] = {}
-            most: dict[int, int] = {}
-            for action in order:
-                if action.kind is ActionKind.FORWARD:
-                    live[action.stage] = live.get(action.stage, 0) + 1
-                    if sum(live.values()) > sum(most.values()):
-                        most = dict(live)
-                elif action.kind in (ends, ActionKind.BACKWARD):
-                    live[action.stage] -= 1
-            found.append(most)
-        self._live[key] = found
+        for number, group in enumerate(self.groups(layout)):
+            own = group.ranks[0]
+            kept = self._activations(layout, stages, group) if rotor is None else (rotor.bytes[number], 0.0, 0.0)
+            found.append(self._sum(self._state(layout, stages, own, rotor.region if rotor else 1), kept))
         return found
 
-    def _rank(self, layout: Layout, stages: Sequence[Stage], own: Sequence[int], live: dict[int, int]) -> RankMemory:
-        mesh, state, machine = layout.mesh, self.state, self._times.machine
-        parts = tuple(item for stage in own for item in stages[stage])
-        units = sorted(local_count(((*item[:2], 1),), mesh.tp) for item in parts)[-2:]
-        total, trained = local_count(parts, mesh.tp), local_count(parts, mesh.tp, trained=True)
-        profile = self._times.profile
-        if mesh.pp > 1 and layout.stages - 1 in own and profile.tied.total:
-            tied = profile.tied.inside / mesh.tp + profile.tied.outside
-            total, trained = total + tied, trained + tied
-        share = layout.sharers
-        stored = share if layout.zero >= 2 else 1
+    def available(self, layout: Layout, memory: float, region: int = 1) -> float:
+        """Returns the bytes that the state leaves for activations on the rank that has the fewest.
+
+        Args:
+            layout: Layout.
+            memory: Bytes of a rank.
+            region: Number of blocks whose parameters are gathered at once, beside the next one's.
+        """
+        stages, machine = self._times.stages(layout), self._times.machine
+        tensors = (memory - machine.reserved) / (1 + machine.fragmentation)
+        groups = self.groups(layout)
+        return tensors - max(sum(self._state(layout, stages, group.ranks[0], region)) for group in groups)
+
+    def _sum(self, state: tuple[float, float, float, float], activations: tuple[float, float, float]) -> RankMemory:
+        machine = self._times.machine
+        excess = machine.fragmentation * (sum(state) + sum(activations))
+        return RankMemory(*state, *activations, machine.reserved + excess)
+
+    def _count(self, layout: Layout, stages: Sequence[Stage], own: Sequence[int]) -> tuple[float, float, float]:
+        """Returns a rank's numbers of all, of trained, and of the two largest units' parameters."""
+        mesh = layout.mesh
+        key = (mesh.tp, mesh.pp, *(id(stages[stage]) for stage in own))
+        if key not in self._counts:
+            parts = tuple(item for stage in own for item in stages[stage])
+            units = sorted((local_count(((*item[:2], 1),), mesh.tp) for item in parts), reverse=True)
+            total, trained = local_count(parts, mesh.tp), local_count(parts, mesh.tp, trained=True)
+            tied = self._times.profile.tied
+            if mesh.pp > 1 and layout.stages - 1 in own and tied.total:
+                total, trained = (count + tied.inside / mesh.tp + tied.outside for count in (total, trained))
+            several = len(parts) > 1 or parts[0][2] > 1
+            self._counts[key] = total, trained, sum(units[:2]) if several else total
+        return self._counts[key]
+
+    def _state(
+        self, layout: Layout, stages: Sequence[Stage], own: Sequence[int], region: int
+    ) -> tuple[float, float, float, float]:
+        """Returns the bytes of parameters, gradients, optimizer and gathered units of a rank."""
+        state, share = self.state, layout.sharers
+        total, trained, units = self._count(layout, stages, own)
+        stored = self._stored(layout)
         gathered = gradients = 0.0
-        if layout.zero >= 2 and share > 1:
-            unit = sum(units) if len(parts) > 1 or parts[0][2] > 1 else total
-            gathered = state.gathered * (total if layout.zero == 2 else unit)
+        if stored > 1:
+            if region > 1:
+                units += (region - 1) * max(
+                    local_count(((b, "", 1),), layout.mesh.tp) for b in self._blocks(stages, own)
+                )
+            gathered = state.gathered * (total if layout.zero < 3 else min(units, total))
             # Gradients of a step's micro-batches accumulate before they are reduced; a single one's by unit.
             accumulates = layout.micro_batches > 1 and not layout.reduce_each
-            gradients = state.reduced * trained if accumulates else state.gathered * unit
-        activations, working, loss = self._activations(layout, stages, own, live)
-        fixed = total * state.parameter / stored
-        optimizer = state.state * trained / (share if layout.zero else 1)
-        gradients += trained * state.gradient / stored
-        tensors = fixed + gradients + optimizer + gathered + activations + working + loss
-        return RankMemory(
-            fixed, gradients, optimizer, gathered, activations, working, loss,
-            machine.reserved + machine.fragmentation * tensors,
-        )  # fmt: skip
+            gradients = state.reduced * trained if accumulates else state.gathered * units
+        if state.casts:
+            gathered += state.casts * total
+        return (
+            total * state.parameter / stored,
+            gradients + trained * state.gradient / stored,
+            state.state * trained / (share if layout.zero else 1),
+            gathered,
+        )
 
-    def _activations(
-        self, layout: Layout, stages: Sequence[Stage], own: Sequence[int], live: dict[int, int]
-    ) -> tuple[float, float, float]:
-        """Returns the bytes that are kept, those of the block that runs, and those of the loss beyond that."""
-        mesh = layout.mesh
-        share = Share(layout.micro_batch / mesh.cp, mesh.tp, layout.sequence_parallel and mesh.tp > 1)
-        kept = working = loss = 0.0
-        for stage in own:
-            for part, name, times in stages[stage]:
+    def _blocks(self, stages: Sequence[Stage], own: Sequence[int]) -> Sequence[Part]:
+        ends = (self._times.profile.stem, self._times.profile.head)
+        return [part for stage in own for part, _, _ in stages[stage] if not any(part is end for end in ends)]
+
+    def stage_bytes(self, layout: Layout, stage: Stage) -> StageBytes:
+        """Returns the activations of a stage, without its input."""
+        share = self._times.share(layout)
+        key = (id(stage), share)
+        if key not in self._known:
+            kept = working = loss = 0.0
+            for part, name, times in stage:
                 way = part.modes.get(name, part.modes["none"])
                 everything, saved = (mode.kept(self.state.compiled).on(share) for mode in (part.modes["none"], way))
                 if part is self._times.profile.head:
-                    at_once = self._logits_fraction(layout)
-                    loss = at_once * (everything + part.transient.on(share))
+                    loss = self.loss_bytes(layout)
                     continue
-                kept += live.get(stage, 0) * times * (saved + part.output.on(share))
+                kept += times * (saved + part.output.on(share))
                 working = max(working, everything - saved + part.transient.on(share))
-            hidden = self._times.profile.blocks[0].output.on(share) if self._times.profile.blocks else 0.0
-            if stage:  # Its input, which the stage before has sent.
-                kept += live.get(stage, 0) * hidden
-            if self.state.frees_sent and stage < layout.stages - 1:
-                kept -= live.get(stage, 0) * hidden
-        return kept, working, max(0.0, loss - working)
+            self._known[key] = StageBytes(kept, working, loss)
+        return self._known[key]
+
+    def _activations(self, layout: Layout, stages: Sequence[Stage], group: RankGroup) -> tuple[float, float, float]:
+        """Returns the bytes that are kept, those of the block that runs, and those of the loss beyond that."""
+        own, hidden = group.ranks[0], self._times.hidden(layout)
+        found = [self.stage_bytes(layout, stages[stage]) for stage in own]
+        kept = 0.0
+        for stage, count, one in zip(own, group.together, found, strict=True):
+            # Each stage keeps its first block's input, and may free its output where it has been sent.
+            frees = self.state.frees_sent and stage < layout.stages - 1
+            kept += count * (one.kept + hidden * (not frees))
+        working = max(one.working for one in found)
+        return kept, working, max(0.0, max(one.loss for one in found) - working)
+
+    def loss_bytes(self, layout: Layout) -> float:
+        """Returns the bytes of a micro-batch's logits and of the loss's gradients."""
+        head, share = self._times.profile.head, self._times.share(layout)
+        everything = head.modes["none"].kept(self.state.compiled).on(share)
+        return self._logits_fraction(layout) * (everything + head.transient.on(share))
 
     def _logits_fraction(self, layout: Layout) -> float:
         """Returns the fraction of a micro-batch's logits that are in memory at once."""

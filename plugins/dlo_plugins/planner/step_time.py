@@ -11,16 +11,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from dlo_plugins.pipeline.actions import Placement
-from dlo_plugins.pipeline.balance import balance_stages
 from dlo_plugins.pipeline.pipeline_schedules import make_placement, make_schedule, splits_backward
 from dlo_plugins.pipeline.simulation import StageCosts, simulate
 from dlo_plugins.planner.layout import Layout, StateFormat
 from dlo_plugins.planner.machine import Machine
 from dlo_plugins.planner.model_profile import ModelProfile
+from dlo_plugins.planner.stage_split import split_blocks
 from dlo_plugins.planner.work import Part, Share
 
 #: Parts of a stage, each with its mode of recomputation and how often it occurs.
 Stage = tuple[tuple[Part, str, int], ...]
+#: Seconds of a micro-batch in a stage: forward, backward, and the parts of a step that they are made of.
+_Seconds = tuple[float, float, dict[str, float]]
 #: Bytes that clipping and an elementwise optimizer read and write for each byte of parameters, gradients and state:
 #: for Adam in single precision 4 for the norm, 8 to clip, 28 to step, of 16.
 _OPTIMIZER_TRAFFIC = 2.5
@@ -91,6 +93,18 @@ class TimeModel:
         self._stages: dict[tuple[object, ...], tuple[Stage, ...]] = {}
         self._placements: dict[tuple[object, ...], Placement] = {}
         self._splits_backward: dict[str, bool] = {}
+        self._stage_seconds: dict[tuple[object, ...], _Seconds] = {}
+        self._gathered: dict[tuple[object, ...], tuple[float, float]] = {}
+
+    def share(self, layout: Layout) -> Share:
+        """Returns the share of a micro-batch's activations that a rank has."""
+        mesh = layout.mesh
+        return Share(layout.micro_batch / mesh.cp, mesh.tp, layout.sequence_parallel and mesh.tp > 1)
+
+    def hidden(self, layout: Layout) -> float:
+        """Returns the bytes of a block's output on a rank; 0 for a model without blocks."""
+        blocks = self.profile.blocks
+        return blocks[0].output.on(self.share(layout)) if blocks else 0.0
 
     def part_time(self, part: Part, layout: Layout, mode: str) -> PartTime:
         """Returns the times of a micro-batch in a part, which only depend on `tp`, `cp`, the rows and the mode."""
@@ -101,8 +115,7 @@ class TimeModel:
         return self._parts[key]
 
     def _compute_part(self, part: Part, layout: Layout, mode: str) -> PartTime:
-        mesh = layout.mesh
-        share = Share(layout.micro_batch / mesh.cp, mesh.tp, layout.sequence_parallel and mesh.tp > 1)
+        mesh, share = layout.mesh, self.share(layout)
         seconds = functools.partial(
             self.machine.work_seconds, share=share, dtype=self.state.compute, fused=self.state.fused
         )
@@ -147,12 +160,12 @@ class TimeModel:
             # Costs of one row: the ratios of blocks hardly depend on the number of rows.
             one = replace(layout, micro_batch=1, mesh=replace(layout.mesh, cp=1))
             modes = [self.mode_of(layout, number) for number in range(len(self.profile.blocks))]
-            costs = [sum(self._seconds(part, one, mode)) for part, mode in zip(self.profile.blocks, modes, strict=True)]
-            ends = [sum(self._seconds(part, one, "none")) for part in (self.profile.stem, self.profile.head)]
+            costs = [sum(self.seconds(part, one, mode)) for part, mode in zip(self.profile.blocks, modes, strict=True)]
+            ends = [sum(self.seconds(part, one, "none")) for part in (self.profile.stem, self.profile.head)]
             self._splits[key] = split_blocks(costs, layout.stages, *ends)
         return self._splits[key]
 
-    def _seconds(self, part: Part, layout: Layout, mode: str) -> tuple[float, float]:
+    def seconds(self, part: Part, layout: Layout, mode: str) -> tuple[float, float]:
         """Returns the seconds of a micro-batch in forward and in backward, without gathering."""
         found = self.part_time(part, layout, mode)
         return (
@@ -190,48 +203,58 @@ class TimeModel:
         known_stages: dict[Stage, Stage] = {}
         return tuple(known_stages.setdefault(stage, stage) for stage in found)
 
-    def step(self, layout: Layout, *, exact: bool = True) -> StepTime:
+    def step(self, layout: Layout, *, exact: bool = True, repeated: Sequence[float] = ()) -> StepTime:
         """Returns the time of a step.
 
         Args:
             layout: Layout of the run.
             exact: Whether a pipeline is simulated; otherwise its makespan is a lower bound.
+            repeated: Seconds that backward recomputes under Rotor, for each stage and micro-batch.
         """
-        stages = self.stages(layout)
-        known = {id(stage): self._stage_seconds(stage, layout) for stage in stages}
+        stages, count = self.stages(layout), layout.micro_batches
+        known = {id(stage): self._costs(stage, layout) for stage in stages}
         costs = [known[id(stage)] for stage in stages]
-        forward, backward = [cost[0] for cost in costs], [cost[1] for cost in costs]
-        own = self._slowest(layout, [cost[0] + cost[1] for cost in costs])
-        count = layout.micro_batches
+        more = repeated or [0.0] * len(stages)
+        forward = [cost[0] for cost in costs]
+        backward = [cost[1] + extra for cost, extra in zip(costs, more, strict=True)]
+        own = self._slowest(layout, [f + b for f, b in zip(forward, backward, strict=True)])
         busy = count * sum(forward[stage] + backward[stage] for stage in own)
         makespan = busy
         if layout.mesh.pp > 1:
             makespan = self._simulated(layout, forward, backward) if exact else self._formula(layout, forward, backward)
-        parts = [(self.part_time(part, layout, mode), times) for stage in own for part, mode, times in stages[stage]]
-        sums = {
-            "compute": sum(n * (t.forward + t.backward) for t, n in parts) + sum(costs[stage][3] for stage in own),
-            "recompute": sum(n * t.repeated for t, n in parts),
-            "tensor": sum(n * sum(t.tensor) for t, n in parts),
-            "context": sum(n * sum(t.context) for t, n in parts),
-            "gathering": sum(costs[stage][2] for stage in own),
-        }
+        sums = {name: count * sum(costs[stage][2][name] for stage in own) for name in costs[0][2]}
+        sums["recompute"] += count * sum(more[stage] for stage in own)
         distinct = {id(stage): (stage, cost[1]) for stage, cost in zip(stages, costs, strict=True)}.values()
         gradients = max(self._gradient_sync(layout, stage, seconds) for stage, seconds in distinct)
         optimizer = max(self._optimizer(layout, stage) for stage, _ in distinct)
         return StepTime(
-            **{name: count * value for name, value in sums.items()},
-            gradients=gradients * len(own), bubble=max(makespan - busy, 0.0), optimizer=optimizer * len(own),
-        )  # fmt: skip
+            **sums, gradients=gradients * len(own), bubble=max(makespan - busy, 0.0), optimizer=optimizer * len(own)
+        )
 
-    def _stage_seconds(self, stage: Stage, layout: Layout) -> tuple[float, float, float, float]:
-        """Returns a micro-batch's seconds in a stage: forward, backward, and of both the gathering and accumulation."""
-        forward = backward = 0.0
-        for part, mode, times in stage:
-            seconds = self._seconds(part, layout, mode)
-            forward, backward = forward + times * seconds[0], backward + times * seconds[1]
-        gather = self._gathering(stage, layout)
-        added = self._accumulation(stage, layout)
-        return forward + gather[0], backward + gather[1] + added, sum(gather), added
+    def _costs(self, stage: Stage, layout: Layout) -> _Seconds:
+        """Returns a micro-batch's seconds in a stage, with gathering and the accumulation of gradients."""
+        forward, backward, parts = self._computation(stage, layout)
+        gather, added = self._gathering(stage, layout), self._accumulation(stage, layout)
+        parts = {**parts, "compute": parts["compute"] + added, "gathering": sum(gather)}
+        return forward + gather[0], backward + gather[1] + added, parts
+
+    def _computation(self, stage: Stage, layout: Layout) -> _Seconds:
+        """Returns a micro-batch's seconds in a stage, with the communication of `tp` and `cp`."""
+        key = (id(stage), layout.mesh.tp, layout.mesh.cp, layout.micro_batch, layout.sequence_parallel)
+        if key not in self._stage_seconds:
+            times = [(self.part_time(part, layout, mode), n) for part, mode, n in stage]
+            seconds = [(self.seconds(part, layout, mode), n) for part, mode, n in stage]
+            self._stage_seconds[key] = (
+                sum(n * one[0] for one, n in seconds),
+                sum(n * one[1] for one, n in seconds),
+                {
+                    "compute": sum(n * (t.forward + t.backward) for t, n in times),
+                    "recompute": sum(n * t.repeated for t, n in times),
+                    "tensor": sum(n * sum(t.tensor) for t, n in times),
+                    "context": sum(n * sum(t.context) for t, n in times),
+                },
+            )
+        return self._stage_seconds[key]
 
     def _slowest(self, layout: Layout, seconds: Sequence[float]) -> Sequence[int]:
         """Returns the stages of the pipeline's rank that computes longest."""
@@ -291,16 +314,18 @@ class TimeModel:
         """
         if layout.sharers == 1 or layout.zero < 2:
             return 0.0, 0.0
-        found = [0.0, 0.0]
-        for part, mode, times in stage:
-            seconds = self._part_gathering(part, layout)
-            for at, running in enumerate(self._seconds(part, layout, mode)):
-                if at and layout.zero < 3:
-                    continue
-                found[at] += times * self._exposed(seconds, running)
-        if layout.zero < 3:
-            found = [time / layout.micro_batches for time in found]
-        return found[0], found[1]
+        mesh, keeps = layout.mesh, layout.zero < 3
+        key = (id(stage), mesh.tp, mesh.cp, layout.micro_batch, layout.sequence_parallel, layout.sharers, keeps)
+        if key not in self._gathered:
+            found = [0.0, 0.0]
+            for part, mode, times in stage:
+                seconds = self._part_gathering(part, layout)
+                for at, running in enumerate(self.seconds(part, layout, mode)):
+                    if not (at and keeps):
+                        found[at] += times * self._exposed(seconds, running)
+            self._gathered[key] = found[0], found[1]
+        forward, backward = self._gathered[key]
+        return (forward / layout.micro_batches, backward / layout.micro_batches) if keeps else (forward, backward)
 
     def _part_gathering(self, part: Part, layout: Layout) -> float:
         mesh = layout.mesh
@@ -324,14 +349,17 @@ class TimeModel:
             )
             return self._exposed(seconds, backward) if self.state.overlaps else seconds
         seconds = self.machine.collective_seconds(size, layout.sharers, mesh.tp)
+        once = 0.0
         if layout.zero == 1:
-            seconds += self.machine.collective_seconds(trained * self.state.gathered, layout.sharers, mesh.tp)
+            once = self.machine.collective_seconds(trained * self.state.gathered, layout.sharers, mesh.tp)
         if replicas > 1:
             seconds += self.machine.collective_seconds(
                 size / layout.sharers, replicas, mesh.tp * layout.sharers, reduces_and_gathers=True
             )
-        exposed = self._exposed(seconds, backward) if self.state.overlaps else seconds
-        return exposed * (layout.micro_batches if layout.reduce_each else 1)
+        times = layout.micro_batches if layout.reduce_each else 1
+        if not self.state.overlaps:
+            return seconds * times + once
+        return self._exposed(seconds + once, backward) + (times - 1) * self._exposed(seconds, backward)
 
     def _optimizer(self, layout: Layout, stage: Stage) -> float:
         trained = local_count(stage, layout.mesh.tp, trained=True)
@@ -344,36 +372,3 @@ def local_count(stage: Stage, tp: int, *, trained: bool = False) -> float:
     """Returns the number of parameters of a stage on a rank of the axis `tp`."""
     amounts = [(part.trained if trained else part.parameters, times) for part, _, times in stage]
     return sum(times * (amount.inside / tp + amount.outside) for amount, times in amounts)
-
-
-def split_blocks(costs: Sequence[float], stages: int, stem: float, head: float) -> tuple[int, ...]:
-    """Returns the number of blocks of each stage, with the least cost of the most expensive stage.
-
-    Equal blocks need no search: among the splits with the least maximum, stages in the middle get the most blocks, as
-    the first stages have the most micro-batches in flight.
-
-    Args:
-        costs: Costs of the blocks.
-        stages: Number of stages.
-        stem: Cost of what the first stage runs before its blocks.
-        head: Cost of what the last stage runs after its blocks.
-    """
-    if max(costs) - min(costs) > 1e-9 * max(costs):
-        return tuple(balance_stages(costs, stages, stem, head))
-    cost, blocks = costs[0], len(costs)
-    around = [stem, *[0.0] * (stages - 2), head]
-    limits = {count * cost + extra for count in range(1, blocks + 1) for extra in (0.0, stem, head)}
-    for limit in sorted(limits):
-        most = [int((limit - extra) / cost + 1e-9) for extra in around]
-        if min(most) >= 1 and sum(most) >= blocks:
-            return tuple(_reduce(most, sum(most) - blocks))
-    return tuple(balance_stages(costs, stages, stem, head))
-
-
-def _reduce(counts: list[int], excess: int) -> list[int]:
-    """Returns counts with an excess taken off the largest ones, the first stages before the others."""
-    while excess:
-        at = counts.index(max(counts))
-        counts[at] -= 1
-        excess -= 1
-    return counts

@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -72,6 +73,30 @@ def test_a_pipeline_is_written_with_its_schedule_and_split(
     assert main(["mesh", "--config", str(out / "plan_1.yaml")]) == 0
 
 
+def test_rotor_zero_1_and_the_dtypes_of_gathers_are_written(
+    config: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def plan(*words: str) -> dict[str, Any]:
+        out = ["--gpus", "4", "--machine", "cpu", "--top", "1", "--out", str(tmp_path / "plans")]
+        assert main(["plan", "--config", config, *out, *words]) == 0
+        trainer: dict[str, Any] = yaml.safe_load((tmp_path / "plans" / "plan_1.yaml").read_text())["trainer"]
+        capsys.readouterr()
+        return trainer
+
+    mixed = ["--trainer.precision", "bf16-mixed", "--trainer.callbacks", "[{class_path: OneCycle}]"]
+    trainer = plan("--fix", "recompute=rotor", "--fix", "dp_shard=4", "--fix", "gather=float32", *mixed)
+    names = [entry["class_path"].rpartition(".")[2] for entry in trainer["callbacks"]]
+    assert names == ["OneCycle", "Rotor"]
+    assert trainer["callbacks"][1]["init_args"]["budget"].endswith("kB")
+    sharding = trainer["strategy"]["init_args"]["appliers"][0]
+    assert sharding["class_path"] == "FullyShard"
+    assert (sharding["init_args"]["param_dtype"], sharding["init_args"]["reduce_dtype"]) == ("float32", "float32")
+    assert main(["mesh", "--config", str(tmp_path / "plans" / "plan_1.yaml")]) == 0
+    assert plan("--fix", "zero=1")["strategy"] == {"class_path": "ZeroStrategy", "init_args": {"stage": 1}}
+    strategy = plan("--fix", "zero=1", "--fix", "reduce=bfloat16", *mixed)["strategy"]
+    assert strategy["init_args"] == {"stage": 1, "param_dtype": "bfloat16", "reduce_dtype": "bfloat16"}
+
+
 PLAIN = """
 import torch
 from lightning.pytorch import LightningDataModule, LightningModule
@@ -127,6 +152,11 @@ def test_a_plain_module_gets_data_parallel_plans_alone(tmp_path: Path, capsys: p
         (["--gpus", "4", "--fix", "tp"], "--fix must be KEY=VALUE, got tp"),
         (["--gpus", "4", "--machine", "cpu", "--memory", "401MB"], "--memory must hold a plan"),
         (["--gpus", "3", "--machine", "cpu", "--fix", "tp=3"], "tp must divide the 4 heads"),
+        (["--gpus", "4", "--machine", "cpu", "--fix", "gather=bfloat16"], "--fix gather must be float32"),
+        (
+            ["--gpus", "4", "--machine", "cpu", "--fix", "recompute=rotor", "--trainer.callbacks", "Compile"],
+            "set its scope: blocks",
+        ),
     ],
 )
 def test_bad_input_is_one_line_with_the_fix(

@@ -11,7 +11,7 @@ from dlo_framework.mesh import MeshSpec
 from dlo_plugins.planner.layout import Layout, StateFormat
 from dlo_plugins.planner.machine import load_machine
 from dlo_plugins.planner.plan_search import _RECOMPUTE, PlanSearch, Request
-from dlo_plugins.planner.step_time import split_blocks
+from dlo_plugins.planner.stage_split import split_blocks
 from support.planner_models import llama
 
 
@@ -29,16 +29,62 @@ def _every_time(search: PlanSearch) -> list[tuple[float, Layout]]:
             tried = replace(layout, recompute=mode, every=every)
             if search.memory.largest(tried).total <= search.request.memory:
                 found.append((search.times.step(tried).total, tried))
+        fitted = search.rotor.fit(replace(layout, recompute="rotor"), search.request.memory)
+        if isinstance(fitted, Layout):
+            plan = search.rotor.plan(fitted)
+            assert plan is not None
+            assert search.memory.largest(fitted, plan.activations).total <= search.request.memory
+            found.append((search.times.step(fitted, repeated=plan.repeated).total, fitted))
     return found
 
 
 def test_the_first_plan_is_the_fastest_of_all_layouts() -> None:
-    for memory in (2.0e9, 4.0e9):
+    chosen = set()
+    for memory in (1.2e9, 2.0e9, 4.0e9):
         search = _search(gpus=4, batch=8, memory=memory)
         first = search.run().candidates[0]
         least, layout = min(_every_time(search), key=lambda item: item[0])
         assert first.time.total == pytest.approx(least, rel=1e-9), layout
         assert first.memory.total <= memory
+        chosen.add(first.layout.recompute)
+    assert "rotor" in chosen
+
+
+def test_rotors_bounds_are_below_its_schedules() -> None:
+    search = _search(memory=1.5e9)
+    checked = 0
+    for layout in list(search._layouts())[::3]:
+        way = replace(layout, recompute="rotor")
+        fitted = search.rotor.fit(way, search.request.memory)
+        if not isinstance(fitted, Layout):
+            assert fitted >= search.request.memory
+            continue
+        plan = search.rotor.plan(fitted)
+        assert plan is not None
+        memory = search.memory.largest(fitted, plan.activations).total
+        assert search.rotor.least_memory(way) <= memory <= search.request.memory
+        least = search.rotor.least_repeated(fitted)
+        assert all(low <= exact + 1e-12 for low, exact in zip(least, plan.repeated, strict=True))
+        assert max(plan.activations.bytes) <= fitted.budget
+        checked += max(plan.repeated) > 0
+    assert checked > 20
+
+
+def test_rotor_is_never_slower_than_the_uniform_modes_without_a_pipeline() -> None:
+    search = _search(memory=1.3e9, pp="1", zero="2")
+    faster = 0
+    for layout in search._layouts():
+        ways = [replace(layout, recompute=mode, every=every) for mode, every in _RECOMPUTE]
+        fits = [search.times.step(way).total for way in ways if search.memory.largest(way).total <= 1.3e9]
+        fitted = search.rotor.fit(replace(layout, recompute="rotor"), 1.3e9)
+        if not fits or not isinstance(fitted, Layout):
+            continue
+        plan = search.rotor.plan(fitted)
+        assert plan is not None
+        seconds = search.times.step(fitted, repeated=plan.repeated).total
+        assert seconds <= min(fits) * 1.005
+        faster += seconds < min(fits) * 0.995
+    assert faster > 5
 
 
 def test_fifty_rejections_are_true() -> None:
@@ -52,10 +98,17 @@ def test_fifty_rejections_are_true() -> None:
         ways = [replace(rejection.layout, recompute=mode, every=every) for mode, every in _RECOMPUTE]
         if rejection.kind == "memory":
             assert min(search.memory.largest(way).total for way in ways) >= rejection.value * (1 - 1e-9)
+            fitted = search.rotor.fit(replace(rejection.layout, recompute="rotor"), search.request.memory)
+            assert not isinstance(fitted, Layout)
+            assert fitted >= search.request.memory
             assert "needs" in str(rejection)
         else:
             fits = [way for way in ways if search.memory.largest(way).total <= search.request.memory]
-            exact = min((search.times.step(way).total for way in fits), default=math.inf)
+            times = [search.times.step(way).total for way in fits]
+            fitted = search.rotor.fit(replace(rejection.layout, recompute="rotor"), search.request.memory)
+            if isinstance(fitted, Layout):
+                times.append(search._candidate(fitted, exact=True).time.total)
+            exact = min(times, default=math.inf)
             assert exact >= rejection.value * (1 - 1e-9)
             assert exact >= min(limit, rejection.limit) * (1 - 1e-9)
 
@@ -69,6 +122,8 @@ def test_fixed_values_are_kept_and_refused_with_the_fix() -> None:
         _search(micro_batches="2")
     with pytest.raises(DloError, match="--fix tp must be a number"):
         _search(tp="two")
+    with pytest.raises(DloError, match="--fix recompute must be one of none, selective, full, rotor, got rotors"):
+        _search(recompute="rotors")
     with pytest.raises(DloError, match="tp must divide the 8 heads"):
         _search(gpus=3, batch=3, tp="3").run()
     with pytest.raises(DloError, match=r"axes must divide 8 ranks, a batch of 7"):
@@ -83,6 +138,18 @@ def test_memory_that_nothing_fits_names_the_nearest() -> None:
 def test_less_memory_is_never_faster() -> None:
     times = [_search(memory=memory).run().candidates[0].time.total for memory in (1.5e9, 2.0e9, 4.0e9, 16.0e9)]
     assert times == sorted(times, reverse=True)
+
+
+def test_zero_1_keeps_full_parameters_and_takes_the_time_of_zero_2() -> None:
+    first = _search(zero="1").run().candidates[0]
+    second = _search(zero="2").run().candidates[0]
+    assert (first.layout.zero, first.layout.mesh.dp_shard) == (1, 8)
+    assert first.time.total == pytest.approx(second.time.total, rel=0.01)
+    plain = Layout(MeshSpec(dp_shard=8), 1, 4, zero=1)
+    search = PlanSearch(_search().profile, _search().machine, StateFormat(gathered=4), Request(8, 3e9, 32))
+    memory = search.memory.largest(plain)
+    assert memory.parameters == search.profile.parameters * 4
+    assert memory.optimizer == search.profile.parameters * 8 / 8
 
 
 def test_zero_and_micro_batches_change_memory_as_they_should() -> None:

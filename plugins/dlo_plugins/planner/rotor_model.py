@@ -1,0 +1,240 @@
+"""Predicts Rotor on the stages of a layout: their chains, the schedules within a budget, time and memory.
+
+The callback Rotor divides its budget as here (:mod:`dlo_plugins.remat.planning`), on chains that it measures.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from dlo_framework.errors import DloError
+from dlo_plugins.planner.layout import Layout
+from dlo_plugins.planner.rank_memory import MemoryModel, RankActivations, RankGroup
+from dlo_plugins.planner.step_time import TimeModel
+from dlo_plugins.planner.work import Part
+from dlo_plugins.remat.chain import Chain, Mode, Stage
+from dlo_plugins.remat.least_memory import LeastMemory
+from dlo_plugins.remat.planning import MeasuredChain
+from dlo_plugins.remat.rotor import solve
+from dlo_plugins.remat.schedule import Node, Recompute, Schedule
+
+#: Modes of a block, as the callback measures them.
+_MODES = ("none", "selective")
+#: Number of times that a budget is lowered for the parameters that a region gathers.
+_ATTEMPTS = 4
+
+
+@dataclass(frozen=True)
+class RotorPlan:
+    """Rotor's schedules of a layout.
+
+    Attributes:
+        repeated: Seconds that backward recomputes, for each stage and micro-batch.
+        activations: Activations of each rank.
+    """
+
+    repeated: tuple[float, ...]
+    activations: RankActivations
+
+
+@dataclass(frozen=True)
+class _StageChain:
+    """Chain of a stage, with what bounds its schedules.
+
+    Attributes:
+        measured: Chain as the callback measures it.
+        peak: Peak bytes if everything is kept.
+        least: Bytes that any schedule needs at least.
+        steps: Bytes that can be dropped, and their seconds a byte, the cheapest first.
+    """
+
+    measured: MeasuredChain
+    peak: int
+    least: int
+    steps: tuple[tuple[float, float], ...]
+
+    def least_seconds(self, budget: int) -> float:
+        """Returns a lower bound of a micro-batch's recomputation: bytes are dropped in fractions of blocks."""
+        chain = self.measured.chain
+        head = chain.stages[-1].modes[0]
+        room = budget - self.measured.stem - chain.input - head.backward_peak
+        need = float(sum(stage.modes[0].saved for stage in chain.stages) - room)
+        found = 0.0
+        for size, rate in self.steps:
+            if need <= size:
+                return found + max(need, 0.0) * rate
+            found, need = found + size * rate, need - size
+        return math.inf
+
+
+class RotorModel:
+    """Predicts Rotor in the layouts of one model on one machine.
+
+    Args:
+        times: Time model.
+        memory: Memory model.
+    """
+
+    def __init__(self, times: TimeModel, memory: MemoryModel) -> None:
+        self._times, self._memory = times, memory
+        self._chains: dict[tuple[object, ...], _StageChain] = {}
+        self._solved: dict[tuple[int, int], Schedule | None] = {}
+
+    def plan(self, layout: Layout) -> RotorPlan | None:
+        """Returns the schedules of a layout within its budget; None if a stage has none.
+
+        Args:
+            layout: Layout with a budget.
+        """
+        chains, repeated = self.chains(layout), [0.0] * layout.stages
+        totals, region = [], 1
+        for group in self._memory.groups(layout):
+            total = 0
+            for place, share in enumerate(self._shares(layout, chains, group)):
+                chain = chains[group.ranks[0][place]]
+                schedule = self._solve(chain, share)
+                if schedule is None:
+                    return None
+                for stages in group.ranks:
+                    repeated[stages[place]] = schedule.time - chain.measured.chain.kept_time
+                total += group.most[place] * (chain.measured.stem + schedule.peak)
+                region = max(region, longest_region(schedule.nodes))
+            totals.append(float(total))
+        return RotorPlan(tuple(repeated), RankActivations(tuple(totals), region))
+
+    def fit(self, layout: Layout, memory: float) -> Layout | float:
+        """Returns a layout with the largest budget that a memory allows; the bytes that it needs if none fits.
+
+        Args:
+            layout: Layout under `rotor`.
+            memory: Bytes of a rank.
+        """
+        region, total = 1, math.inf
+        for _ in range(_ATTEMPTS):
+            tried = replace(layout, budget=round_budget(self._memory.available(layout, memory, region)))
+            found = self.plan(tried)
+            if found is None:
+                return max(self._least(layout, region), memory)
+            total = self._memory.largest(tried, found.activations).total
+            if total <= memory:
+                return tried
+            region = found.activations.region
+        return total
+
+    def _least(self, layout: Layout, region: int) -> float:
+        """Returns the memory of the rank that needs most, with the least budget in which each stage has a schedule."""
+        chains, totals = self.chains(layout), []
+        for group in self._memory.groups(layout):
+            own = [chains[stage] for stage in group.ranks[0]]
+            peaks = sum(count * chain.peak for count, chain in zip(group.most, own, strict=True))
+            needs = [LeastMemory(chain.measured.chain).budget + chain.measured.stem for chain in own]
+            totals.append(max(need * peaks / chain.peak for need, chain in zip(needs, own, strict=True)))
+        return self._memory.largest(layout, RankActivations(tuple(totals), region)).total
+
+    def least_repeated(self, layout: Layout) -> list[float]:
+        """Returns a lower bound of each stage's recomputation in a micro-batch, within a layout's budget."""
+        chains, found = self.chains(layout), [0.0] * layout.stages
+        for group in self._memory.groups(layout):
+            for place, share in enumerate(self._shares(layout, chains, group)):
+                least = chains[group.ranks[0][place]].least_seconds(share)
+                for stages in group.ranks:
+                    found[stages[place]] = least
+        return found
+
+    def least_memory(self, layout: Layout) -> float:
+        """Returns a lower bound of the memory of the rank that needs most, under any budget."""
+        chains, totals = self.chains(layout), []
+        for group in self._memory.groups(layout):
+            own = zip(group.most, group.ranks[0], strict=True)
+            totals.append(float(sum(count * chains[stage].least for count, stage in own)))
+        return self._memory.largest(layout, RankActivations(tuple(totals), 1)).total
+
+    def _shares(self, layout: Layout, chains: Sequence[_StageChain], group: RankGroup) -> list[int]:
+        """Returns the bytes of a micro-batch in each stage of a rank, in proportion to what it takes in full."""
+        peaks = [chains[stage].peak for stage in group.ranks[0]]
+        total = sum(count * peak for count, peak in zip(group.most, peaks, strict=True))
+        return [int(layout.budget * (peak / total)) if total else layout.budget for peak in peaks]
+
+    def _solve(self, chain: _StageChain, budget: int) -> Schedule | None:
+        key = id(chain), budget
+        if key not in self._solved:
+            try:
+                self._solved[key] = solve(chain.measured.chain, max(0, budget - chain.measured.stem))
+            except DloError:  # The least budget is larger.
+                self._solved[key] = None
+        return self._solved[key]
+
+    def chains(self, layout: Layout) -> list[_StageChain]:
+        """Returns the chain of each stage of a layout, for one micro-batch."""
+        split, found, at = self._times.split(layout), [], 0
+        share = self._times.share(layout)
+        for number, count in enumerate(split):
+            blocks = self._times.profile.blocks[at : at + count]
+            ends = number == 0, number == len(split) - 1
+            key = (*map(id, blocks), ends, share)
+            if key not in self._chains:
+                self._chains[key] = self._make_chain(blocks, layout, *ends)
+            found.append(self._chains[key])
+            at += count
+        return found
+
+    def _make_chain(self, blocks: Sequence[Part], layout: Layout, is_first: bool, is_last: bool) -> _StageChain:
+        times, share = self._times, self._times.share(layout)
+        known = {id(part): self._stage(part, layout) for part in blocks}
+        stages = [known[id(part)] for part in blocks]
+        head = times.profile.head
+        peak, seconds = 0, (0.0, 0.0)
+        if is_last:
+            peak, seconds = math.ceil(self._memory.loss_bytes(layout)), times.seconds(head, layout, "none")
+        stages.append(Stage("head", 0, (Mode("all", 0, *seconds, 0, peak),)))
+        chain = Chain(tuple(stages), math.ceil(times.hidden(layout)))
+        stem = times.profile.stem.modes["none"].kept(times.state.compiled).on(share) if is_first else 0.0
+        measured = MeasuredChain(chain, math.ceil(stem))
+        needs = [peak] + [
+            chain.input_of(n) + stage.output + min(mode.saved + mode.backward_peak for mode in stage.modes)
+            for n, stage in enumerate(stages[:-1])
+        ]
+        steps = sorted((step for stage in stages[:-1] for step in _steps(stage)), key=lambda step: step[1])
+        return _StageChain(measured, measured.kept_peak, measured.stem + chain.input + max(needs), tuple(steps))
+
+    def _stage(self, part: Part, layout: Layout) -> Stage:
+        share, compiled = self._times.share(layout), self._times.state.compiled
+        output, transient = math.ceil(part.output.on(share)), math.ceil(part.transient.on(share))
+        inside = math.ceil(part.modes["none"].kept(compiled).on(share))
+        modes = []
+        for name in _MODES:
+            saved = math.ceil(part.modes[name].kept(compiled).on(share))
+            peak = inside - saved + transient
+            seconds = self._times.seconds(part, layout, name)
+            modes.append(Mode("all" if name == "none" else name, output + saved, *seconds, transient, peak))
+        return Stage(part.name, output, tuple(modes), inside + transient)
+
+
+def longest_region(nodes: Sequence[Node]) -> int:
+    """Returns the largest number of blocks that a schedule recomputes together; 1 without such regions."""
+    sizes = [
+        max(node.last - node.first + 1, longest_region(node.inner)) for node in nodes if isinstance(node, Recompute)
+    ]
+    return max([1, *sizes])
+
+
+def round_budget(size: float) -> int:
+    """Returns a budget in full kilobytes, as a config has it."""
+    return int(max(size, 0.0) // 1000) * 1000
+
+
+def _steps(stage: Stage) -> list[tuple[float, float]]:
+    """Returns the bytes that a block can drop and their seconds a byte: the lower hull of its choices."""
+    first = stage.modes[0]
+    points = [(mode.saved, mode.forward + mode.backward - first.forward - first.backward) for mode in stage.modes]
+    points.append((0, stage.forward))
+    at = points[0]
+    found: list[tuple[float, float]] = []
+    while at[0] > 0:
+        below = [point for point in points if point[0] < at[0]]
+        best = min(below, key=lambda point: ((point[1] - at[1]) / (at[0] - point[0]), point[0]))
+        found.append((at[0] - best[0], max(0.0, (best[1] - at[1]) / (at[0] - best[0]))))
+        at = best
+    return found
