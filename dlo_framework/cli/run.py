@@ -143,7 +143,7 @@ def _load_plugins(found: ConfigScan) -> Registry:
     """Imports the plug-ins that the command names, and sets which other classes a config may name."""
     import jsonargparse
 
-    from dlo_framework.cli.short_names import prefer_plugins
+    from dlo_framework.cli.short_names import expand_arguments, get_class_paths, prefer_plugins
     from dlo_framework.registry import Registry
 
     registry = Registry()
@@ -154,6 +154,7 @@ def _load_plugins(found: ConfigScan) -> Registry:
     for plugin in named:
         registry.load(plugin.name, plugin.kind)
     prefer_plugins(named)
+    found.argv[:] = expand_arguments(found.argv, get_class_paths(named))
     jsonargparse.set_parsing_settings(
         import_path_denylist=registry.denied_import_paths(),
         import_path_allowlist=registry.allowed_import_paths(),

@@ -19,7 +19,12 @@ from dlo_framework.distributed.heartbeat import Address, RankMonitor
 from dlo_framework.distributed.launcher import LAUNCHER, RankLauncher
 from dlo_framework.distributed.signals import SignalListener, means_stop
 from dlo_framework.distributed.stacks import Position, StackSampler, position_of
+from dlo_framework.distributed.strategy import DataParallelStrategy
 from dlo_framework.stop import GracefulStop
+from dlo_plugins.strategies.deepspeed import DeepSpeedBridge
+from dlo_plugins.strategies.fsdp import FSDPStrategy
+from dlo_plugins.strategies.mesh import MeshStrategy
+from dlo_plugins.strategies.zero import ZeroStrategy
 
 LIMIT = 1.0
 
@@ -422,6 +427,12 @@ def test_whoever_was_told_of_signals_before_goes_on_to_be_told():
         assert signal.set_wakeup_fd(first) == writer.fileno()
     reader.close()
     writer.close()
+
+
+@pytest.mark.parametrize("kind", [DataParallelStrategy, ZeroStrategy, FSDPStrategy, MeshStrategy, DeepSpeedBridge])
+def test_a_collective_may_take_ten_minutes_by_default(kind):
+    assert kind().timeout_seconds() == 600
+    assert kind(timeout_minutes=3).timeout_seconds() == 180
 
 
 def test_a_thread_that_computes_or_sleeps_does_not_wait_for_ranks():

@@ -2,7 +2,7 @@
 
 import pytest
 
-from dlo_framework.cli.short_names import expand_short_names, prefer_plugins
+from dlo_framework.cli.short_names import expand_arguments, expand_short_names, prefer_plugins
 from dlo_framework.registry import Plugin
 
 OURS = {"FSDPStrategy": "dlo_plugins.strategies.fsdp.FSDPStrategy"}
@@ -18,6 +18,16 @@ def test_short_names_are_written_in_full_under_class_path_alone():
     assert full["trainer"]["strategy"]["init_args"] == {"units": ["FSDPStrategy"]}
     assert full["callbacks"] == [{"class_path": "Other"}, {"class_path": OURS["FSDPStrategy"]}, "FSDPStrategy"]
     assert config["callbacks"][1] == {"class_path": "FSDPStrategy"}
+
+
+def test_short_names_on_the_command_line_are_those_of_plugins():
+    full = OURS["FSDPStrategy"]
+    argv = ["fit", "--trainer.strategy.class_path", "FSDPStrategy", "--trainer.strategy.class_path=FSDPStrategy"]
+    argv += ["--trainer.strategy", "FSDPStrategy", "--trainer.callbacks+=FSDPStrategy", "--run.name", "FSDPStrategy"]
+    found = expand_arguments(argv, OURS)
+    assert found[2:4] == [full, f"--trainer.strategy.class_path={full}"]
+    assert found[4:7] == ["--trainer.strategy", full, f"--trainer.callbacks+={full}"]
+    assert found[7:] == ["--run.name", "FSDPStrategy"], "other options have values of their own"
 
 
 def test_jsonargparse_reads_configs_so_until_other_plugins_are_preferred():
@@ -50,6 +60,13 @@ def test_the_command_takes_the_plugin_for_the_name(dlo, strategy, devices):
         assert not list(dlo.folder.glob("runs/*/version_*"))
     else:
         assert "FSDPStrategy on 1 rank(s)" in done.stdout
+
+
+@pytest.mark.parametrize("words", ["--trainer.strategy.class_path FSDPStrategy", "--trainer.strategy FSDPStrategy"])
+def test_the_command_line_takes_the_plugin_for_the_name(dlo, words):
+    options = ["--trainer.strategy.init_args.replicate", "3", "--trainer.devices", "2", "--trainer.accelerator", "cpu"]
+    error = dlo("fit", "--config", "quickstart", *words.split(), *options, code=2).stderr
+    assert "replicate must divide the world size 2, got 3; use replicate=2 or run 3 processes" in error
 
 
 def test_a_misspelt_alias_is_told_before_the_plugin_is_known(dlo):
