@@ -50,7 +50,7 @@ class CopyStream:
         self._device, self._module = device, torch.get_device_module(device)
         self._stream: Any = self._module.Stream(device)
 
-    def copy(self, target: Tensor, source: Tensor) -> CopyHandle:
+    def copy(self, target: Tensor, source: Tensor, records: bool = True) -> CopyHandle:
         """Starts a copy, which runs after all work that the current stream has so far.
 
         Until the copy has been waited for, write to neither tensor, and do not read the target.
@@ -58,12 +58,14 @@ class CopyStream:
         Args:
             target: Tensor of the source's shape.
             source: Tensor to copy. Tensors in the CPU's memory should be page-locked.
+            records: Whether the tensors may be freed before the copy has been waited for. Their memory is then used
+                again only once the host sees that the copy has ended.
         """
         self._stream.wait_stream(self._module.current_stream(self._device))
         with self._module.stream(self._stream):
             target.copy_(source, non_blocking=True)
         for tensor in (target, source):
-            if tensor.device.type != "cpu":
+            if records and tensor.device.type != "cpu":
                 tensor.record_stream(self._stream)
         return CopyHandle(self._stream, self._module)
 
@@ -71,7 +73,7 @@ class CopyStream:
 class SyncCopies:
     """Synchronous replacement for a CopyStream on a CPU."""
 
-    def copy(self, target: Tensor, source: Tensor) -> CopyHandle:
+    def copy(self, target: Tensor, source: Tensor, records: bool = True) -> CopyHandle:
         """Copies the source to the target before it returns."""
         target.copy_(source)
         return CopyHandle()

@@ -38,7 +38,9 @@ STRATEGIES: dict[str, Callable[[], Any]] = {
 BUDGETS = ("100%", "90%", "80%", "70%", "60%", "55%", "50%", "45%")
 
 
-def compare(rank: int, world_size: int, kind: str, strategy: str, budgets: list[str]) -> list[str]:
+def compare(
+    rank: int, world_size: int, kind: str, strategy: str, budgets: list[str], link: str | None = None
+) -> list[str]:
     """Trains without Rotor and with each budget; returns what was planned on this rank."""
     silence_lightning()
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
@@ -47,7 +49,7 @@ def compare(rank: int, world_size: int, kind: str, strategy: str, budgets: list[
     plain, found = train(kind, None, STRATEGIES[strategy](), world_size), []
     for budget in budgets:
         try:
-            seen = train(kind, budget, STRATEGIES[strategy](), world_size)
+            seen = train(kind, budget, STRATEGIES[strategy](), world_size, link=link)
         except DloError as error:
             if "budget must be at least" not in str(error):
                 raise
@@ -58,7 +60,8 @@ def compare(rank: int, world_size: int, kind: str, strategy: str, budgets: list[
         for plan in seen.rotor.plans:
             assert plan.peak <= plan.budget
             again = sum(plan.schedule.forwards) - len(plan.schedule.forwards)
-            found.append(f"{again} again, {plan.measured.refusal or 'regions'}")
+            offloaded = f", {len(plan.schedule.transfers)} offloaded" if link else ""
+            found.append(f"{again} again, {plan.measured.refusal or 'regions'}{offloaded}")
     leave_group()
     return found
 
@@ -82,6 +85,16 @@ def test_families_and_strategies(kind: str, strategy: str) -> None:
     for found in run_distributed(compare, ranks, kind, strategy, list(BUDGETS), backend=None, timeout=800):
         assert all("regions" in text or text == "does not fit" for text in found), found
         assert any(not text.startswith("0 ") for text in found[1:])
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("strategy", [*STRATEGIES][1:-1])
+def test_offloading_under_strategies(strategy: str) -> None:
+    """The link of 2 GB/s is fast beside these blocks, so that something is offloaded at each of two budgets."""
+    kind = "llama" if strategy == "cp" else "vit"
+    for found in run_distributed(compare, 2, kind, strategy, ["60%", "45%"], "2GB/s", backend=None, timeout=800):
+        assert any("regions" in text and not text.endswith(", 0 offloaded") for text in found), found
 
 
 @pytest.mark.slow

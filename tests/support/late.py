@@ -70,10 +70,10 @@ class LateStream:
     def __init__(self) -> None:
         self.queue: deque[Any] = deque()
 
-    def copy(self, target: Tensor, source: Tensor) -> LateCopied:
+    def copy(self, target: Tensor, source: Tensor, records: bool = True) -> LateCopied:
         """Starts a copy; a source that is freed meanwhile keeps its values, as `record_stream` has it."""
         target, source = target.detach(), source.detach()
-        kept = source.clone()
+        kept = source.clone() if records else source
         _spoil(target)
 
         def run() -> None:

@@ -173,6 +173,7 @@ def train(
     strategy: Any = "auto",
     devices: int = 1,
     measures: bool = False,
+    link: str | None = None,
     **options: Any,
 ) -> Seen:
     """Trains a small model for a few steps.
@@ -183,12 +184,13 @@ def train(
         strategy: Strategy of the run.
         devices: Number of ranks.
         measures: Whether to measure the memory of the last step.
+        link: Rate of the link to which Rotor offloads; None if it does not.
         **options: Further options of the trainer; `callbacks` come before Rotor.
     """
     seed_everything(3, workers=True, verbose=False)
     rotor = None
     if budget is not None:
-        rotor = Rotor(budget)
+        rotor = Rotor(budget) if link is None else Rotor(budget, offload=True, link=link)
     seen = Seen(rotor, measures=measures)
     callbacks = [*options.pop("callbacks", []), seen, *([rotor] if rotor else [])]
     settings: dict[str, Any] = {

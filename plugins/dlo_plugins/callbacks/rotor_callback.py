@@ -37,6 +37,8 @@ from dlo_plugins.callbacks.progressive_resizing import ProgressiveResizing
 from dlo_plugins.remat.allocation_log import AllocationLog
 from dlo_plugins.remat.block_survey import BlockSurvey
 from dlo_plugins.remat.budget import Budget, free_memory
+from dlo_plugins.remat.host_link import HostLink, SimulatedLink, StreamLink, measure_link, parse_link
+from dlo_plugins.remat.link import Link
 from dlo_plugins.remat.planning import MeasuredChain, MeasuredRank, Plan, plan_ranks
 from dlo_plugins.remat.schedule import Keep
 from dlo_plugins.remat.scheduled_blocks import ScheduledBlocks
@@ -55,6 +57,10 @@ class Rotor(Callback):
         budget: Memory for the activations of a rank's step: a size such as `12GB`, a share such as `60%` of what they
             take if all are kept, or `auto` for the memory that is left beside all else that a step needs. Parameters,
             their gradients, optimizer state and the batch are not counted.
+        offload: Whether activations may also be copied to the host between forward and backward, where that is faster
+            than to recompute them. Copies run beside computation, on two streams of an accelerator.
+        link: Rate of the copies in each direction, such as `25GB/s`, or `auto`, which measures it on an accelerator. On
+            a CPU a rate is needed: the copies are simulated, and take that long.
         slots: Number of slots that the dynamic program divides the budget into.
 
     Attributes:
@@ -62,8 +68,8 @@ class Rotor(Callback):
         executed: Blocks that run by the schedules.
 
     Raises:
-        DloError: The budget is malformed or too small, the model has no plan with blocks, or its blocks recompute
-            already.
+        DloError: The budget is malformed or too small, the model has no plan with blocks, its blocks recompute already,
+            or `offload` has no link.
     """
 
     #: Why `dlo parity` trains without it: the compared process has other memory.
@@ -71,10 +77,15 @@ class Rotor(Callback):
     #: Number of batches before the measured ones: a run monitor counts FLOPs in them.
     wait = 2
 
-    def __init__(self, budget: str = "auto", slots: int = 500) -> None:
+    def __init__(self, budget: str = "auto", offload: bool = False, link: str = "auto", slots: int = 500) -> None:
         if slots < 10:
             raise DloError(f"Rotor: slots must be at least 10, got {slots}; use 500")
         self.budget, self.slots = Budget.parse(budget), slots
+        self.offload, self.link = offload, parse_link(link)
+        if self.link is not None and not offload:
+            raise DloError(f"Rotor: link must come with offload: true, got {link} without; set offload: true")
+        #: Link that the copies run on; on a CPU, a simulated one.
+        self.host_link: HostLink | None = None
         self.plans: list[Plan] = []
         self.executed: list[ScheduledBlocks] = []
         self._surveys: list[BlockSurvey] = []
@@ -96,6 +107,12 @@ class Rotor(Callback):
             raise DloError(
                 "Rotor: Compile must have scope: blocks, got scope: model, whose graph holds all blocks; set scope:"
                 " blocks"
+            )
+        device = trainer.strategy.root_device
+        if self.offload and self.link is None and device.type == "cpu":
+            raise DloError(
+                "Rotor: offload must have a link on a CPU, where there is none to measure, got link: auto; set link:"
+                " 25GB/s, which is simulated, or leave offload out"
             )
         self._begin_survey(trainer, pl_module)
 
@@ -134,11 +151,13 @@ class Rotor(Callback):
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Begins the measurement of a batch, if it is one of those."""
         size = _batch_bytes(batch)
+        for executed in self.executed:
+            executed.begin_step()
         if not self._surveys:
             self._check_size(trainer, pl_module, size)
         if self._surveys and self._batches == self.wait:
             self._measured_bytes = size
-            self._log = AllocationLog()
+            self._log = AllocationLog(trainer.strategy.root_device)
             for survey in self._surveys:
                 survey.begin_bytes(self._log)
             self._log.__enter__()
@@ -147,6 +166,11 @@ class Rotor(Callback):
                 survey.times_blocks = True
             if trainer.strategy.root_device.type == "cuda":
                 torch.cuda.reset_peak_memory_stats(trainer.strategy.root_device)
+
+    def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
+        """Begins the copies back to the device that the head's backward runs beside."""
+        for executed in self.executed:
+            executed.begin_backward()
 
     def _check_size(self, trainer: Trainer, pl_module: LightningModule, size: int) -> None:
         """Surveys again for a larger batch, if all ranks have larger ones at the same time."""
@@ -195,23 +219,32 @@ class Rotor(Callback):
                 for survey, count in zip(self._surveys, in_flight, strict=True)
             ]
             local = max(1, trainer.world_size // max(1, trainer.num_nodes))
-            return MeasuredRank(tuple(chains), free_memory(device, self._peak, local))
+            link = self.link or (measure_link(device) if self.offload else None)
+            return MeasuredRank(tuple(chains), free_memory(device, self._peak, local), link)
 
         group = dist.group.WORLD if trainer.world_size > 1 else None
         self.plans = gather_then_scatter(group, measure, lambda ranks: plan_ranks(ranks, self.budget, self.slots))
         surveys = self._surveys
         self._remove()
+        if self.offload and self.plans:
+            self.host_link = self._make_link(device, self.plans[0].link)
         for survey, plan in zip(surveys, self.plans, strict=True):
-            self._execute(survey, plan)
+            self._execute(survey, plan, contract_of(trainer.strategy).pipelined is not None)
         _count_flops_again(trainer)
         for plan in self.plans:
             rank_zero_info(f"Rotor: {plan.describe()}")
         self._show(trainer)
 
-    def _execute(self, survey: BlockSurvey, plan: Plan) -> None:
+    def _make_link(self, device: torch.device, link: Link | None) -> HostLink:
+        """Returns the link of the copies; a test or a benchmark may give a simulated one another clock."""
+        assert link is not None
+        return SimulatedLink(link) if device.type == "cpu" else StreamLink(device)
+
+    def _execute(self, survey: BlockSurvey, plan: Plan, pipelined: bool) -> None:
         nodes = plan.schedule.nodes
         if not plan.measured.refusal:
-            self.executed.append(ScheduledBlocks(survey.blocks, survey.names, nodes))
+            blocks = ScheduledBlocks(survey.blocks, survey.names, plan.schedule, self.host_link, pipelined)
+            self.executed.append(blocks)
             return
         for block, node in zip(survey.blocks, nodes, strict=False):
             if isinstance(node, Keep) and node.mode == 0:
@@ -227,9 +260,11 @@ class Rotor(Callback):
 
         plan = self.plans[0]
         scalars = {"rotor/predicted_bytes": float(plan.peak), "rotor/predicted_overhead": plan.overhead}
+        if self.offload:
+            scalars["rotor/offloaded_bytes"] = float(plan.offloaded)
         for logger in trainer.loggers:
             logger.log_metrics(scalars, step=trainer.global_step)
-        figure = draw_schedule(plan.measured.chain, plan.schedule, plan.measured.stem, plan.budget)
+        figure = draw_schedule(plan.measured.chain, plan.schedule, plan.measured.stem, plan.budget, plan.link)
         path = Path(trainer.default_root_dir) / "rotor.png"
         path.parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(path, dpi=120)
@@ -268,7 +303,7 @@ def _in_flight(trainer: Trainer, chains: int) -> list[int]:
     from dlo_plugins.pipeline.actions import ActionKind
 
     pipeline = pipelined.pipeline
-    schedule = pipeline._schedule_for(pipelined.micro_batches)
+    schedule = pipeline.schedule_for(pipelined.micro_batches)
     ends = ActionKind.WEIGHT if schedule.splits_backward else ActionKind.BACKWARD
     found = []
     for stage in pipeline.own_stages:

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import json
+import math
+import sys
+from dataclasses import replace
 from typing import Any
 
 from dlo_framework.cli.command_parser import CommandParser
 from dlo_framework.cli.run import prepared_process
 from dlo_framework.errors import DloError
+from dlo_plugins.planner.plan_config import merge_configs
 
+_LINK = "50GB/s"
 _HELP = """Print which blocks of a config's model are kept and which are recomputed within a memory budget.
 
 No process is started, and no memory for the model is needed: blocks run on tensors without values. Bytes are exact;
@@ -31,7 +36,11 @@ def main(argv: list[str]) -> int:
     """
     parser = CommandParser("dlo remat", description=_HELP, epilog=_EPILOG)
     parser.add_argument("--budget", default="60%", help="memory for a rank's activations: 12GB, or 60%% of all kept")
-    parser.add_argument("--ranks", type=int, help="number of ranks (default: trainer.devices x trainer.num_nodes)")
+    parser.add_argument("--offload", action="store_true", help="also copy activations to the host")
+    parser.add_argument("--link", help="rate of these copies in each direction (default: 50GB/s, PCIe 5)")
+    parser.add_argument(
+        "--ranks", type=int, help="number of ranks (default: devices x num_nodes; for auto, those of the axes)"
+    )
     parser.add_argument("--micro-batch", type=int, help="samples of a rank's batch (default: the datamodule's)")
     parser.add_argument("--png", help="file for the picture of the first rank's schedule")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
@@ -44,18 +53,27 @@ def main(argv: list[str]) -> int:
     with prepared_process(found):
         from dlo_plugins.commands.simulated_run import SimulatedRun
         from dlo_plugins.remat.budget import Budget
+        from dlo_plugins.remat.host_link import parse_link
 
         budget = Budget.parse(options.budget)
         if budget.is_auto:
             raise DloError(
                 "remat: --budget must be a size or a share, got auto, which a run measures; give 12GB or 60%"
             )
-        run = SimulatedRun(found, options.ranks, "dlo remat")
+        if options.link is not None and not options.offload:
+            raise DloError(f"remat: --link must come with --offload, got {options.link} without; add --offload")
+        link = parse_link(options.link or _LINK)
+        if link is None:
+            raise DloError("remat: --link must be a rate, got auto, which a run measures; give 25GB/s")
+        run = SimulatedRun(found, options.ranks or _default_ranks(found), "dlo remat")
     from dlo_plugins.commands.modelled_chains import model_run
     from dlo_plugins.remat.planning import plan_ranks
     from dlo_plugins.remat.schedule_table import describe_plan, to_json
 
-    plans = plan_ranks(model_run(run, options.micro_batch), budget)
+    ranks = model_run(run, options.micro_batch)
+    if options.offload:
+        ranks = [replace(rank, link=link) for rank in ranks]
+    plans = plan_ranks(ranks, budget)
     if options.png:
         _draw(plans[0][0], options.png)
     if options.json:
@@ -67,10 +85,25 @@ def main(argv: list[str]) -> int:
     return 0
 
 
+def _default_ranks(found: Any) -> int | None:
+    """Returns the ranks that the strategy's axes need where the config leaves devices to the machine; else None."""
+    trainer = merge_configs(found).get("trainer") or {}
+    devices, strategy = trainer.get("devices", "auto"), trainer.get("strategy")
+    if devices not in ("auto", -1, "-1"):
+        return None
+    axes = (strategy.get("init_args") or {}) if isinstance(strategy, dict) else {}
+    sizes = [axes.get(axis, 1) for axis in ("pp", "dp_replicate", "dp_shard", "cp", "tp")]
+    ranks = math.prod(size for size in sizes if isinstance(size, int) and size > 0)
+    print(
+        f"trainer.devices is {devices}: planned for {ranks} rank{'s' * (ranks > 1)}; --ranks sets it", file=sys.stderr
+    )
+    return ranks
+
+
 def _draw(plan: Any, path: str) -> None:
     from dlo_plugins.remat.schedule_plot import draw_schedule
 
-    figure = draw_schedule(plan.measured.chain, plan.schedule, plan.measured.stem, plan.budget)
+    figure = draw_schedule(plan.measured.chain, plan.schedule, plan.measured.stem, plan.budget, plan.link)
     try:
         figure.savefig(path, dpi=120)
     except (OSError, ValueError) as error:

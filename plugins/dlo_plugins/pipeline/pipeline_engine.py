@@ -173,7 +173,7 @@ class Pipeline:
                 number of micro-batches.
         """
         number = len(micro_batches)
-        schedule = self._schedule_for(number)
+        schedule = self.schedule_for(number)
         step = self._step(schedule, micro_batches, forward)
         step.loss, step.seed = loss, seed
         step.weights = [1.0 / number] * number if weights is None else weights
@@ -353,12 +353,13 @@ class Pipeline:
     def can_run(self, number: int) -> bool:
         """Returns whether the schedule can run a number of micro-batches."""
         try:
-            self._schedule_for(number)
+            self.schedule_for(number)
         except DloError:
             return False
         return True
 
-    def _schedule_for(self, number: int) -> Schedule:
+    def schedule_for(self, number: int) -> Schedule:
+        """Returns the schedule of a number of micro-batches."""
         if number not in self._schedules:
             ranks = self.placement.ranks
             self._schedules[number] = make_schedule(self.schedule, ranks, number, self.stages_per_rank)

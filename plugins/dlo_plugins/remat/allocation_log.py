@@ -6,8 +6,9 @@ one operator, and the inside of compiled code, is not seen.
 
 from __future__ import annotations
 
+import contextlib
 import weakref
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,14 +31,36 @@ class Usage:
     final: int
 
 
-class AllocationLog(TorchDispatchMode):
-    """Mode that logs the allocation and release of storages, each with a number."""
+class _HostMemory:
+    """Number of contexts in which new storages are the host's."""
 
-    def __init__(self) -> None:
+    depth = 0
+
+
+@contextlib.contextmanager
+def host_memory() -> Iterator[None]:
+    """Makes logs leave out the storages that are allocated inside: they are the host's, also where it is the device."""
+    _HostMemory.depth += 1
+    try:
+        yield
+    finally:
+        _HostMemory.depth -= 1
+
+
+class AllocationLog(TorchDispatchMode):
+    """Mode that logs the allocation and release of storages, each with a number.
+
+    Args:
+        device: Device of the storages that are logged; None for all.
+    """
+
+    def __init__(self, device: torch.device | None = None) -> None:
         super().__init__()
+        self._device = device
         self._events: list[tuple[int, int]] = []  # number of the storage, bytes; negative for a release
         self._seen: dict[int, tuple[int, Any]] = {}  # number and weak reference by address; 0 for storages from before
         self._count = 0
+        self._in_backward: set[int] = set()  # numbers of the storages that a backward has allocated
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -55,13 +78,15 @@ class AllocationLog(TorchDispatchMode):
         return result
 
     def _note(self, tensor: Tensor, is_new: bool) -> None:
-        storage = _storage(tensor)
+        storage = tensor_storage(tensor)
         if storage is None or storage._cdata in self._seen:
             return
         address, size, number = storage._cdata, storage.nbytes(), 0
-        if is_new:
+        if is_new and not _HostMemory.depth and self._device in (None, storage.device):
             self._count = number = self._count + 1
             self._events.append((number, size))
+            if torch._C._current_graph_task_id() >= 0:  # as torch's checkpoint asks (2.11 to 2.15)
+                self._in_backward.add(number)
 
         def released(_: Any) -> None:
             del self._seen[address]
@@ -78,10 +103,31 @@ class AllocationLog(TorchDispatchMode):
         """Returns the numbers of the storages of tensors; those from before the log have none."""
         found = set()
         for tensor in tensors:
-            storage = _storage(tensor)
+            storage = tensor_storage(tensor)
             if storage is not None and storage._cdata in self._seen:
                 found.add(self._seen[storage._cdata][0])
         return found - {0}
+
+    def allocated_bytes(
+        self, storages: Iterable[torch.UntypedStorage], start: int, without: Collection[int] = ()
+    ) -> int:
+        """Returns the bytes of those of some storages that were allocated after a position, each counted once.
+
+        Args:
+            storages: Storages.
+            start: Position in the log.
+            without: Numbers of storages that are not counted.
+        """
+        born = {number for number, size in self._events[start:] if size >= 0} - {*without}
+        found = {s._cdata: s.nbytes() for s in storages if self._seen.get(s._cdata, (0, None))[0] in born}
+        return sum(found.values())
+
+    def left_by_backward(self, start: int, end: int) -> set[int]:
+        """Returns the numbers of the storages that a backward has allocated in a section, and not released in it."""
+        section = self._events[start:end]
+        return {number for number, size in section if size >= 0 and number in self._in_backward} - {
+            number for number, size in section if size < 0
+        }
 
     def usage(self, start: int, end: int | None = None, without: Collection[int] = ()) -> Usage:
         """Returns the memory of the storages that were allocated in a section.
@@ -122,7 +168,9 @@ class AllocationLog(TorchDispatchMode):
 
 def storage_bytes(tensors: Iterable[Tensor]) -> int:
     """Returns the bytes of tensors' storages, each counted once."""
-    storages = {storage._cdata: storage.nbytes() for tensor in tensors if (storage := _storage(tensor)) is not None}
+    storages = {
+        storage._cdata: storage.nbytes() for tensor in tensors if (storage := tensor_storage(tensor)) is not None
+    }
     return sum(storages.values())
 
 
@@ -130,7 +178,7 @@ def _tensors(value: Any) -> Iterable[Tensor]:
     return (leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor))
 
 
-def _storage(tensor: Tensor) -> torch.UntypedStorage | None:
+def tensor_storage(tensor: Tensor) -> torch.UntypedStorage | None:
     """Returns a tensor's storage; None for one without storage of its own, such as a DTensor."""
     if tensor.layout is not torch.strided:
         return None

@@ -9,30 +9,35 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_leaves, tree_map
 
 from dlo_framework.recompute import BufferGuard, checkpointed
-from dlo_plugins.remat.allocation_log import AllocationLog, storage_bytes
+from dlo_plugins.remat.allocation_log import AllocationLog, storage_bytes, tensor_storage
 from dlo_plugins.remat.selective_policy import selective_contexts
 
 #: Modes of a block that stays in a schedule: the names of :class:`~dlo_plugins.remat.chain.Mode`.
 MODES = ("all", "selective")
 _REPEATS = 3
+#: Share of a block's kept bytes that hooks must see: the rest are small, such as the state of random numbers.
+_MOVABLE_SHARE = 0.99
 
 
 @dataclass(frozen=True)
 class ModeBytes:
-    """Bytes of a block in one mode; see :class:`~dlo_plugins.remat.chain.Mode`."""
+    """Bytes of a block in one mode, and whether they can be copied; see :class:`~dlo_plugins.remat.chain.Mode`."""
 
     saved: int
     forward_peak: int
     backward_peak: int
+    movable: bool = False
 
 
 @dataclass(frozen=True)
@@ -111,10 +116,10 @@ class BlockRun:
         with self._isolated():
             start = log.mark()
             args, kwargs = tree_map(_detached, self._given)
-            with torch.no_grad():
-                torch.clear_autocast_cache()
-                outputs = self._forward(*args, **kwargs)
-                torch.clear_autocast_cache()
+            # With gradients, as in a region: some operators in place copy their input then.
+            torch.clear_autocast_cache()
+            outputs = checkpointed(self._forward, *args, **kwargs)
+            torch.clear_autocast_cache()
             output = storage_bytes(leaf for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor))
             plain = log.usage(start)
             del outputs, args, kwargs
@@ -122,16 +127,19 @@ class BlockRun:
         return BlockBytes(self.hidden, output, max(0, plain.peak - output), modes)
 
     def _count_mode(self, log: AllocationLog, mode: str, output: int) -> ModeBytes:
-        start = log.mark()
-        inputs, outputs = self.forward(mode)
+        start, packed = log.mark(), _PackedBytes()
+        with saved_tensors_hooks(packed.pack, _same) if mode == MODES[0] else contextlib.nullcontext():
+            inputs, outputs = self.forward(mode)
         kept = log.usage(start)
         saved = max(kept.final, output)
+        # Selective checkpoints keep tensors that no hook sees, and so do functions in attributes of their contexts.
+        movable = mode == MODES[0] and packed.count(log, start, outputs) >= _MOVABLE_SHARE * (saved - output)
         gradients = [torch.zeros_like(tensor) for tensor in outputs]
         found = self.backward(inputs, outputs, gradients)
         own = log.numbers(gradient for gradient in found[len(inputs) :] if gradient is not None)
         peak = log.usage(start, without=own).peak
         del found, gradients, inputs, outputs
-        return ModeBytes(saved, max(0, kept.peak - saved), max(0, peak - saved - output - self.hidden))
+        return ModeBytes(saved, max(0, kept.peak - saved), max(0, peak - saved - output - self.hidden), movable)
 
     def possible_modes(self) -> tuple[str, ...]:
         """Returns the modes in which the block can run: a block that writes into a kept output has only the first."""
@@ -187,6 +195,29 @@ class BlockRun:
                 for owner, buffers in owners:
                     owner._buffers.clear()
                     owner._buffers.update(buffers)
+
+
+class _PackedBytes:
+    """Bytes of the storages that autograd saves by tensors that hooks see."""
+
+    def __init__(self) -> None:
+        self._tensors: list[weakref.ref[torch.UntypedStorage]] = []
+
+    def pack(self, tensor: Tensor) -> Tensor:
+        """Counts a tensor that is saved."""
+        storage = tensor_storage(tensor)
+        if storage is not None:
+            self._tensors.append(weakref.ref(storage))
+        return tensor
+
+    def count(self, log: AllocationLog, start: int, outputs: Iterable[Tensor]) -> int:
+        """Returns the bytes of the storages that were allocated from a position in a log on, without the outputs'."""
+        storages = [storage for reference in self._tensors if (storage := reference()) is not None]
+        return log.allocated_bytes(storages, start, log.numbers(outputs))
+
+
+def _same(value: Any) -> Any:
+    return value
 
 
 def _detached(value: Any) -> Any:

@@ -63,7 +63,9 @@ class BlockSurvey:
         self._bytes: dict[int, BlockBytes] = {}
         self._times: dict[int, BlockTimes] = {}
         self._head: tuple[int, int] | None = None  # positions in the log
-        self._head_bytes, self._head_seconds, self._head_begins = 0, 0.0, 0.0
+        self._head_gradient: set[int] = set()  # number of the gradient of the head's input, in the log
+        self._head_bytes = self._head_left = 0
+        self._head_seconds = 0.0
         self._device = torch.device("cpu")
         known = next((n for n, b in zip(names, blocks, strict=True) if recomputes(b)), None)
         if known is not None:
@@ -142,7 +144,8 @@ class BlockSurvey:
             log, start = self.log, self.log.mark()
 
             def end(gradient: Tensor) -> None:
-                self._head = self._head or (start, log.mark())
+                if self._head is None:
+                    self._head, self._head_gradient = (start, log.mark()), log.numbers([gradient])
 
             self._head = None
             output.register_hook(end)
@@ -169,7 +172,11 @@ class BlockSurvey:
             gradients: Gradients of the parameters, which are not counted.
         """
         if self.log is not None and self._head is not None:
-            self._head_bytes = self.log.change(*self._head, without=self.log.numbers(gradients)).peak
+            # Buffers for gradients of parameters are no activations either, such as the buckets of a strategy.
+            buffers = self.log.left_by_backward(*self._head) | self.log.numbers(gradients)
+            self._head_left = self.log.usage(*self._head, without=buffers).final
+            found = self.log.change(*self._head, without=buffers - self._head_gradient)
+            self._head_bytes = max(0, found.peak - self._head_left)
         self.log = None
 
     def _now(self) -> float:
@@ -179,11 +186,13 @@ class BlockSurvey:
 
     @property
     def stem(self) -> int:
-        """Bytes that are kept beside the chain: before the first block, without its input, and copies of buffers.
+        """Bytes that are kept beside the chain.
 
-        A region copies the buffers that its blocks change, before its forward and for its recomputation.
+        They are what is kept before the first block, without its input; what is left of the head and the loss while the
+        blocks' backward runs, such as outputs; and copies of buffers, as a region copies those that its blocks change
+        before its forward and for its recomputation.
         """
-        return self._stem + 2 * sum(guard.copied_bytes for guard in self._guards)
+        return self._stem + self._head_left + 2 * sum(guard.copied_bytes for guard in self._guards)
 
     @property
     def is_complete(self) -> bool:
@@ -238,7 +247,7 @@ def make_chain(
                 *(mode, counted.saved),
                 max(spent.forward[n], spent.forward[0]),  # No mode is faster than keeping all: that is noise.
                 max(spent.backward[n], spent.backward[0]),
-                *(counted.forward_peak, counted.backward_peak),
+                *(counted.forward_peak, counted.backward_peak, counted.movable),
             )
             for n, (mode, counted) in enumerate(zip(MODES, size.modes, strict=False))
         )

@@ -19,6 +19,7 @@ class Mode:
         backward: Seconds of the backward, with what the mode recomputes.
         forward_peak: Transient bytes of the forward, above its input and `saved`.
         backward_peak: Transient bytes of the backward, above its input, `saved` and the gradients of input and output.
+        movable: Whether what it keeps can be copied to the host and back.
     """
 
     name: str
@@ -27,6 +28,7 @@ class Mode:
     backward: float
     forward_peak: int = 0
     backward_peak: int = 0
+    movable: bool = True
 
 
 @dataclass(frozen=True)
@@ -80,7 +82,7 @@ class Chain:
                 _check_number(where, key, getattr(stage, key))
             for mode in stage.modes:
                 for field in fields(mode):
-                    if field.name != "name":
+                    if field.name not in ("name", "movable"):
                         _check_number(f"mode {mode.name} of {where}", field.name, getattr(mode, field.name))
                 if mode.saved < stage.output:
                     raise DloError(

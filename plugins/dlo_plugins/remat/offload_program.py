@@ -146,7 +146,7 @@ class OffloadProgram:
             states = _with_nodes(before, numbers, stage, index, 0).take(fits)
             states = self._forward(states, free[fits], mode.forward)
             states = self._backward(states, states.arriving.bytes_until(free_later[fits]), mode.backward)
-            found += self._place(states, costs.bundle, stage)
+            found += self._place(states, costs.bundle, stage, mode.movable)
         return found
 
     def _regions(self, last: int) -> list[States]:
@@ -190,11 +190,11 @@ class OffloadProgram:
         time = states.seconds + waited / self.link.to_device + seconds
         return States(states.resident, states.pending, arriving, time, states.nodes)
 
-    def _place(self, states: States, bundle: Any, stage: int) -> list[States]:
+    def _place(self, states: States, bundle: Any, stage: int, movable: bool = True) -> list[States]:
         """Returns the states in which the last node's bundle stays on the device, and those in which it does not."""
         bundle = np.broadcast_to(bundle, len(states))
         stay = States(states.resident + bundle, states.pending, states.arriving, states.seconds, states.nodes)
-        if stage == len(self.chain) - 1:
+        if stage == len(self.chain) - 1 or not movable:
             return [stay]
         away, bundle = states.take(bundle > 0), bundle[bundle > 0]
         away.nodes[3] = 1

@@ -9,13 +9,20 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from dlo_framework.errors import DloError
 from dlo_framework.units import format_bytes
 from dlo_plugins.remat.budget import Budget
 from dlo_plugins.remat.chain import Chain, Mode, Stage
-from dlo_plugins.remat.rotor import solve
+from dlo_plugins.remat.link import Link
+from dlo_plugins.remat.node_costs import node_costs
+from dlo_plugins.remat.offload import solve_offload
+from dlo_plugins.remat.rotor import keep_fastest, solve
 from dlo_plugins.remat.schedule import Keep, Recompute, Schedule
 from dlo_plugins.remat.schedule_simulation import predict
 from dlo_plugins.remat.unit_schedule import solve_units
+
+#: Share of a budget that is left free, for what is allocated between the blocks and not measured with them.
+_MARGIN = 0.005
 
 
 @dataclass(frozen=True)
@@ -47,10 +54,17 @@ class MeasuredChain:
 
 @dataclass(frozen=True)
 class MeasuredRank:
-    """Chains of a rank, and the memory that is left for their activations."""
+    """Chains of a rank.
+
+    Attributes:
+        chains: Chain of each of its pipeline stages.
+        free: Bytes that are left for their activations.
+        link: Link to the host; None if nothing may be offloaded.
+    """
 
     chains: tuple[MeasuredChain, ...]
     free: int
+    link: Link | None = None
 
 
 @dataclass(frozen=True)
@@ -61,11 +75,13 @@ class Plan:
         measured: Chain, of which all ranks with the same blocks have the largest bytes.
         schedule: Schedule of one micro-batch.
         budget: Bytes for one micro-batch, with the stem.
+        link: Link of the schedule's copies; None if nothing may be offloaded.
     """
 
     measured: MeasuredChain
     schedule: Schedule
     budget: int
+    link: Link | None = None
 
     @property
     def peak(self) -> int:
@@ -86,7 +102,15 @@ class Plan:
             f"{len(self.measured.chain) - 1} blocks, {forwards} forwards again, predicted overhead {self.overhead:.1%};"
             f" activations {format_bytes(self.peak)} of {format_bytes(kept)}, budget {format_bytes(self.budget)}"
         )
+        if self.link is not None:
+            text += f"; {format_bytes(self.offloaded)} offloaded at {format_bytes(self.link.to_host)}/s"
         return f"{text}; each block by itself: {self.measured.refusal}" if self.measured.refusal else text
+
+    @property
+    def offloaded(self) -> int:
+        """Bytes that a micro-batch copies to the host, and back."""
+        nodes = self.schedule.nodes
+        return sum(node_costs(self.measured.chain, nodes[item.node]).bundle for item in self.schedule.transfers)
 
 
 def plan_ranks(ranks: Sequence[MeasuredRank], budget: Budget, slots: int = 500) -> list[list[Plan]]:
@@ -104,12 +128,14 @@ def plan_ranks(ranks: Sequence[MeasuredRank], budget: Budget, slots: int = 500) 
     for rank in ranks:
         for chain in rank.chains:
             merged[chain.names] = _merge(merged.get(chain.names, chain), chain)
+    links = [rank.link for rank in ranks if rank.link is not None]
+    link = Link(*(min(getattr(each, key) for each in links) for key in ("to_host", "to_device"))) if links else None
     budgets: dict[tuple[str, ...], int] = {}
     for rank in ranks:
         own = [merged[chain.names] for chain in rank.chains]
         for chain, share in zip(own, _divide(own, budget, rank.free), strict=True):
             budgets[chain.names] = min(share, budgets.get(chain.names, share))
-    plans = {names: _plan(chain, budgets[names], slots) for names, chain in merged.items()}
+    plans = {names: _plan(chain, budgets[names], slots, link) for names, chain in merged.items()}
     return [[plans[chain.names] for chain in rank.chains] for rank in ranks]
 
 
@@ -123,9 +149,21 @@ def _divide(chains: Sequence[MeasuredChain], budget: Budget, free: int) -> list[
     return [int(available * (peak / total)) if total else available for peak in peaks]
 
 
-def _plan(chain: MeasuredChain, budget: int, slots: int) -> Plan:
-    find = solve_units if chain.refusal else solve
-    return Plan(chain, find(chain.chain, max(0, budget - chain.stem), slots), budget)
+def _plan(measured: MeasuredChain, budget: int, slots: int, link: Link | None) -> Plan:
+    chain, available = measured.chain, max(0, budget - measured.stem)
+
+    def find(size: int) -> Plan:
+        if measured.refusal:
+            return Plan(measured, solve_units(chain, size, slots), budget, link)
+        schedule = solve(chain, size, slots) if link is None else solve_offload(chain, size, link, slots)
+        return Plan(measured, schedule, budget, link)
+
+    if keep_fastest(chain).peak <= available:
+        return find(available)
+    try:
+        return find(max(0, available - int(_MARGIN * budget)))
+    except DloError:  # The margin alone does not fit.
+        return find(available)
 
 
 def _merge(one: MeasuredChain, other: MeasuredChain) -> MeasuredChain:
@@ -139,7 +177,7 @@ def _merge(one: MeasuredChain, other: MeasuredChain) -> MeasuredChain:
 
 def _merge_stages(one: Stage, other: Stage) -> Stage:
     modes = tuple(
-        Mode(a.name, *(max(getattr(a, key), getattr(b, key)) for key in _MODE_KEYS))
+        Mode(a.name, *(max(getattr(a, key), getattr(b, key)) for key in _MODE_KEYS), a.movable and b.movable)
         for a, b in zip(one.modes, other.modes, strict=True)
     )
     peak = max(one.forward_peak, other.forward_peak)

@@ -257,6 +257,11 @@ def _check_sequence(chain: Chain, nodes: Sequence[Node], first: int, last: int) 
                 f"mode of stage {node.stage} must be less than {len(chain.stages[node.stage].modes)}, got {node.mode};"
                 " choose one of the stage's modes"
             )
+        elif node.offload and not chain.stages[node.stage].modes[node.mode].movable:
+            raise DloError(
+                f"offload of stage {node.stage} must be False in mode {chain.stages[node.stage].modes[node.mode].name},"
+                " got True; what that mode keeps cannot be copied"
+            )
     if expected != last + 1:
         raise DloError(f"nodes must cover stages {first} to {last}, got none for stage {expected}; add a node for it")
     if not isinstance(nodes[-1], Keep):

@@ -15,7 +15,7 @@ def describe_plan(plan: Plan) -> str:
         rows.append(
             (
                 row["stage"],
-                row["kind"],
+                row["kind"] + (", offloaded" if row["offloaded"] else ""),
                 str(row["forwards"]),
                 format_bytes(row["kept_bytes"]),
                 f"{row['forward'] * 1e3:.3g}",
@@ -39,6 +39,7 @@ def to_json(plan: Plan) -> dict[str, Any]:
         "peak_if_all_kept": plan.measured.kept_peak,
         "predicted_seconds": plan.schedule.time,
         "predicted_overhead": plan.overhead,
+        "offloaded_bytes": plan.offloaded,
         "stages": _rows(plan),
     }
 
@@ -51,12 +52,14 @@ def _rows(plan: Plan) -> list[dict[str, Any]]:
         mode = next((mode for mode in stage.modes if mode.name == kind), stage.modes[0])
         first = any(node.first == index for node in schedule.nodes)
         kept = mode.saved if kind != "recompute" else chain.input_of(index) if first else 0
+        offloaded = next((node.offload for node in schedule.nodes if node.first <= index <= node.last), False)
         rows.append(
             {
                 "stage": stage.name,
                 "kind": kind,
                 "forwards": forwards,
                 "kept_bytes": kept,
+                "offloaded": offloaded,
                 "forward": mode.forward,
                 "backward": mode.backward,
             }

@@ -19,8 +19,10 @@ from torch.utils._pytree import tree_leaves
 from dlo_framework.errors import DloError
 from dlo_framework.recompute import BufferGuard, checkpointed
 from dlo_plugins.remat.block_calls import intercept_calls, own_call, restore_calls
+from dlo_plugins.remat.host_link import HostLink
+from dlo_plugins.remat.offloaded_pass import OffloadedPass
 from dlo_plugins.remat.region_check import is_same, split_hidden, with_hidden
-from dlo_plugins.remat.schedule import Keep, Node, Recompute
+from dlo_plugins.remat.schedule import Keep, Node, Recompute, Schedule
 from dlo_plugins.remat.selective_policy import selective_contexts
 
 
@@ -30,17 +32,29 @@ class ScheduledBlocks:
     Args:
         blocks: Blocks, in the order in which the model calls them.
         names: Names of the blocks.
-        nodes: Nodes of a schedule that cover the blocks; further stages, such as the head, are the model's own.
+        schedule: Schedule that covers the blocks; further stages, such as the head, are the model's own.
+        link: Link of the schedule's copies; None for a schedule without.
+        releases_early: Whether the copies to the host end before the forward of the head, because several forwards run
+            before a backward.
 
     Attributes:
         forwards: Number of executions of each block's forward in training since the last :meth:`reset_counts`.
     """
 
-    def __init__(self, blocks: Sequence[nn.Module], names: Sequence[str], nodes: Sequence[Node]) -> None:
-        self._blocks, self._names = list(blocks), list(names)
-        self._node_of: dict[int, Node] = {}
-        for node in nodes:
-            self._node_of |= dict.fromkeys(range(node.first, min(node.last + 1, len(blocks))), node)
+    def __init__(
+        self,
+        blocks: Sequence[nn.Module],
+        names: Sequence[str],
+        schedule: Schedule,
+        link: HostLink | None = None,
+        releases_early: bool = False,
+    ) -> None:
+        self._blocks, self._names, self._schedule = list(blocks), list(names), schedule
+        self._link, self._releases_early = (link if schedule.transfers else None), releases_early
+        self._pass: OffloadedPass | None = None
+        self._number_of: dict[int, int] = {}  # Number of each block's node.
+        for number, node in enumerate(schedule.nodes):
+            self._number_of |= dict.fromkeys(range(node.first, min(node.last + 1, len(blocks))), number)
         self._guards: dict[tuple[int, int], BufferGuard] = {}
         self._keeps = True  # Whether this run of the blocks is the one whose activations backward uses.
         self._passing: tuple[Node, Any, Any] | None = None  # region that has run, its output, its other arguments
@@ -57,21 +71,35 @@ class ScheduledBlocks:
         """Sets the numbers of executed forwards to 0."""
         self.forwards = [0] * len(self._blocks)
 
+    def begin_step(self) -> None:
+        """Finishes the copies that the step before has left, if an error has ended it."""
+        self._pass = None
+        if self._link is not None:
+            self._link.finish_all()
+
+    def begin_backward(self) -> None:
+        """Begins the copies back to the device that have the head's backward to run beside."""
+        if self._pass is not None and not self._releases_early:
+            self._pass.begin_backward()
+
     def _handler(self, index: int) -> Callable[..., Any]:
         def call(own: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             if not torch.is_grad_enabled():
                 return own(*args, **kwargs)
-            node = self._node_of[index]
+            number = self._number_of[index]
+            node = self._schedule.nodes[number]
             hidden, rest = split_hidden(args, kwargs)
             if index != node.first:
                 return self._pass_on(index, node, hidden, rest)
             self._passing = None
 
+            others = with_hidden(args, kwargs, None)  # Backward keeps them, and must not keep the hidden state.
+
             def run(block: int, value: Any) -> Any:
-                new_args, new_kwargs = with_hidden(args, kwargs, value)
+                new_args, new_kwargs = with_hidden(*others, value)
                 return own_call(self._blocks[block])(*new_args, **new_kwargs)
 
-            output = self._run(node, hidden, run)
+            output = self._run(node, hidden, run) if self._link is None else self._offload(number, hidden, rest, run)
             if node.last > node.first:
                 self._passing = node, output, rest
             return output
@@ -96,6 +124,28 @@ class ScheduledBlocks:
         if index == node.last:
             self._passing = None
         return hidden
+
+    def _offload(self, number: int, hidden: Any, rest: Any, run: Callable[[int, Any], Any]) -> Any:
+        """Runs a node of a schedule with copies to the host."""
+        assert self._link is not None
+        nodes = self._schedule.nodes
+        if number == 0 or self._pass is None:
+            self._pass = OffloadedPass(nodes, self._schedule.transfers, self._link)
+        node, here = nodes[number], self._pass
+
+        def apart() -> Iterator[Tensor]:
+            for block in self._blocks[node.first : node.last + 1]:
+                yield from (*block.parameters(), *block.buffers())
+            yield from (leaf for leaf in tree_leaves(rest) if isinstance(leaf, Tensor))
+
+        here.before_forward(number)
+        cache = _without_weight_cache(hidden) if node.offload else contextlib.nullcontext()
+        with cache, here.saving(number, hidden, apart):
+            output = self._run(node, hidden, run)
+        here.after_forward(number, output)
+        if number + 2 == len(nodes):
+            here.before_forward(len(nodes) if self._releases_early else number + 1)
+        return output
 
     def _run(self, node: Node, hidden: Any, run: Callable[[int, Any], Any]) -> Any:
         """Runs a node on a hidden state; returns the output of its last block."""

@@ -1,0 +1,206 @@
+"""Offloading in runs: gradients to the bit, memory of the device within the budget, late copies, and errors."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+import torch
+
+from dlo_framework.distributed.copy_streams import CopyStreams
+from dlo_framework.errors import DloError
+from dlo_plugins.callbacks.rotor_callback import Rotor
+from dlo_plugins.remat import host_link
+from dlo_plugins.remat.allocation_log import AllocationLog
+from dlo_plugins.remat.chain import Chain, Mode, Stage
+from dlo_plugins.remat.host_link import LinkClock, SimulatedLink, StreamLink
+from dlo_plugins.remat.link import Link
+from dlo_plugins.remat.rotor import keep_fastest
+from dlo_plugins.remat.schedule import Keep, Recompute, Schedule
+from dlo_plugins.remat.schedule_plot import draw_schedule
+from dlo_plugins.remat.schedule_simulation import predict
+from dlo_plugins.remat.scheduled_blocks import ScheduledBlocks
+from dlo_plugins.remat.transfer_plan import plan_transfers
+from support.late import LateStream
+from support.rotor_runs import Seen, assert_same, train
+
+FAST = "100GB/s"  # beside these blocks, so that all that helps is offloaded
+
+
+@pytest.fixture(autouse=True, scope="module")
+def quiet() -> None:
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+
+
+@pytest.fixture(scope="module")
+def plain() -> Seen:
+    return train("net", measures=True)
+
+
+@pytest.mark.parametrize("budget", ["80%", "60%", "40%"])
+def test_steps_are_the_same_and_the_devices_memory_is_within_the_budget(budget: str, plain: Seen) -> None:
+    found = train("net", budget, measures=True, link=FAST)
+    assert_same(plain, found)
+    (plan,) = found.rotor.plans  # type: ignore[union-attr]
+    assert plan.offloaded > 0
+    assert f"offloaded at {FAST.replace('GB', '.0 GB')}" in plan.describe()
+    assert 0.9 * plan.peak <= found.peak <= plan.budget  # Copies of buffers, which not all schedules have, are 3% here.
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("kind", ["vit", "coatnet", "resnet", "llama"])
+def test_families(kind: str) -> None:
+    plain, offloads = train(kind, measures=True), 0
+    for budget in ("90%", "75%", "60%", "50%", "40%"):
+        try:
+            found = train(kind, budget, measures=True, link=FAST)
+        except DloError as error:
+            assert "budget must be at least" in str(error)  # noqa: PT017
+            break
+        assert_same(plain, found)
+        (plan,) = found.rotor.plans  # type: ignore[union-attr]
+        assert 0.95 * plan.peak <= found.peak <= plan.budget
+        offloads += plan.offloaded > 0
+    assert offloads >= (1 if kind == "resnet" else 2)  # This ResNet's stem is most of its memory.
+
+
+def test_with_accumulation_and_bf16() -> None:
+    options: dict[str, Any] = {"accumulate_grad_batches": 2, "precision": "bf16-mixed", "max_steps": -1}
+    one, other = train("net", None, **options), train("net", "60%", link=FAST, **options)
+    assert other.rotor.plans[0].offloaded > 0  # type: ignore[union-attr]
+    assert all(map(torch.equal, one.gradients, other.gradients))
+
+
+def test_what_streams_have_not_copied_is_not_read(plain: Seen, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Streams whose copies run when they are waited for, and whose targets have wrong values until then."""
+    streams = CopyStreams(LateStream(), LateStream())  # type: ignore[arg-type]
+    monkeypatch.setattr(host_link, "copy_streams", lambda device: streams)
+    monkeypatch.setattr(Rotor, "_make_link", lambda self, device, link: StreamLink(device))
+    found = train("net", "50%", measures=True, link=FAST)
+    assert found.rotor.plans[0].offloaded > 0  # type: ignore[union-attr]
+    assert_same(plain, found)
+
+
+class Square(torch.nn.Module):
+    """Block that saves its output and its input, and may change its input in place."""
+
+    def __init__(self, spoils: bool = False) -> None:
+        super().__init__()
+        self.weight, self.spoils = torch.nn.Parameter(torch.ones(64)), spoils
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out = torch.tanh(x * self.weight)
+        if self.spoils:
+            x.add_(1.0)
+        return out
+
+
+def offloaded_blocks(blocks: list[Any], link: Any) -> ScheduledBlocks:
+    stages = [Stage(f"{n}", 256, (Mode("all", 1024, 1.0, 2.0),)) for n in range(len(blocks))]
+    chain = Chain((*stages, Stage("head", 0, (Mode("all", 0, 0.1, 0.1),))), 256)
+    nodes = [Keep(n, offload=0 < n < 3) for n in range(len(blocks))] + [Keep(len(blocks))]
+    schedule = predict(chain, nodes, plan_transfers(chain, nodes, keep_fastest(chain).peak), link.link)
+    return ScheduledBlocks(blocks, [f"{n}" for n in range(len(blocks))], schedule, link)
+
+
+def test_a_saved_tensor_that_changes_in_place_is_an_error_as_without_offloading() -> None:
+    blocks = [Square(), Square(), Square(spoils=True), Square()]
+    link = SimulatedLink(Link(1e9, 1e9), LinkClock(virtual=True))
+
+    def step() -> None:
+        x = torch.ones(1, 64, requires_grad=True)
+        for block in blocks:
+            x = block(x)
+        x.sum().backward()
+
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        step()
+    executed = offloaded_blocks(blocks, link)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        step()
+    executed.begin_step()
+    blocks[2].spoils = False
+    step()
+    executed.remove()
+
+
+def test_outputs_that_a_block_saves_leave_with_the_next_blocks_input() -> None:
+    """Each tanh saves its output, which is the next block's input: one storage, which is copied once."""
+    blocks = [Square() for _ in range(4)]
+    link = SimulatedLink(Link(1e9, 1e9), LinkClock(virtual=True))
+    executed = offloaded_blocks(blocks, link)
+    stored: list[int] = []
+    original = link.store
+    link.store = lambda source: stored.append(source.nbytes) or original(source)  # type: ignore[method-assign]
+    log = AllocationLog()
+    x = first = torch.ones(1, 64, requires_grad=True)
+    with log:
+        for block in blocks:
+            x = block(x)
+        executed.begin_backward()
+        assert log.usage(0).final < 4 * 512
+        x.sum().backward()
+    assert stored == [256, 256]  # The blocks have nothing else: x * weight is not saved.
+    expected = torch.ones(1, 64, requires_grad=True)
+    y = expected
+    executed.remove()
+    for block in blocks:
+        y = block(y)
+    y.sum().backward()
+    assert torch.equal(first.grad, expected.grad)  # type: ignore[arg-type]
+
+
+def test_a_simulated_link_takes_bytes_over_rate_in_each_direction() -> None:
+    clock = LinkClock(virtual=True)
+    link = SimulatedLink(Link(1e3, 2e3), clock)
+    source = torch.arange(1000, dtype=torch.uint8)
+    begin = clock.now()
+    first, second = link.store(source), link.store(source)
+    there = first.finish()
+    assert clock.now() - begin == pytest.approx(1.0, abs=0.05)
+    back = link.load(there, torch.device("cpu"))
+    second.finish()
+    assert clock.now() - begin == pytest.approx(2.0, abs=0.05)
+    assert torch.equal(back.finish(), source)
+    assert clock.now() - begin == pytest.approx(2.0, abs=0.05)  # It took 0.5 s, beside the second copy.
+    assert clock.waited == pytest.approx(2.0, abs=0.1)
+
+
+def test_a_copy_that_an_error_has_left_ends_before_the_next_step() -> None:
+    link = SimulatedLink(Link(1e9, 1e9), LinkClock(virtual=True))
+    link.store(torch.ones(10))
+    assert len(link._running) == 1
+    link.finish_all()
+    assert not link._running
+
+
+def test_the_picture_has_the_copies() -> None:
+    stages = [Stage(f"{n}", 10, (Mode("all", 100, 1.0, 2.0),)) for n in range(4)]
+    chain = Chain((*stages, Stage("head", 0, (Mode("all", 0, 0.1, 0.1),))), 10)
+    nodes = (Keep(0), Keep(1, offload=True), Recompute(2, 2, (Keep(2),), offload=True), Keep(3), Keep(4))
+    link = Link(50.0, 50.0)
+    schedule: Schedule = predict(chain, nodes, plan_transfers(chain, nodes, 500), link)
+    upper, lower = draw_schedule(chain, schedule, 0, 500, link).axes
+    assert [tick.get_text() for tick in upper.get_yticklabels()][-2:] == ["to host", "to device"]
+    assert max(lower.get_lines()[0].get_ydata()) == pytest.approx((100 + 10) / 1e6)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"link": "12GB/s"}, "Rotor: link must come with offload: true, got 12GB/s without; set offload: true"),
+        ({"offload": True, "link": "fast"}, "link must be a rate such as 25GB/s, or auto, got fast; set one of these"),
+        ({"offload": True, "link": "0"}, "link must be a rate such as 25GB/s, or auto, got 0"),
+    ],
+)
+def test_malformed_options(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(DloError, match=message):
+        Rotor("60%", **options)
+
+
+def test_offloading_without_a_link_names_the_fix() -> None:
+    message = r"Rotor: offload must have a link on a CPU, .*; set link: 25GB/s, which is simulated"
+    with pytest.raises(DloError, match=message):
+        train("net", "60%", link="auto")
