@@ -15,20 +15,20 @@ import argparse
 import dataclasses
 import random
 import tracemalloc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 from measuring.activation_chains import CHAINS
 from measuring.catalogue import parse_options
 from measuring.record import Record, Table
 from measuring.rounds import PROCESS
+from measuring.uniform_recomputation import uniform_schedules
 
 from dlo_framework.errors import DloError
 from dlo_plugins.remat.chain import Chain
 from dlo_plugins.remat.link import Link
 from dlo_plugins.remat.offload import solve_offload
 from dlo_plugins.remat.rotor import keep_fastest, solve
-from dlo_plugins.remat.schedule import Keep, Node, Recompute, Schedule
-from dlo_plugins.remat.schedule_simulation import predict
+from dlo_plugins.remat.schedule import Schedule
 
 LINKS = {"vit": Link(12e9, 12e9), "resnet": Link(25e9, 25e9)}  # PCIe 3, PCIe 4.
 SECONDS_BAR, MEGABYTES_BAR = 3.0, 500.0
@@ -85,22 +85,6 @@ def planning_tables(options: argparse.Namespace) -> list[Table]:
             seconds.add(label, [PROCESS.seconds(run) for _ in range(rounds)], bar=bar, ours=True)
             memory.add(label, [peak_megabytes(run)], bar=MEGABYTES_BAR if run is rotor else None, ours=True)
     return [seconds, memory]
-
-
-def uniform_schedules(chain: Chain) -> Iterator[Schedule]:
-    """Yields the schedules that recompute every nth block, all but every nth, or segments of n blocks, for all n."""
-    blocks = len(chain) - 1
-    for count in range(1, blocks + 1):
-        for nodes in (
-            [_region(index, index) if index % count == 0 else Keep(index) for index in range(blocks)],
-            [Keep(index) if index % count == 0 else _region(index, index) for index in range(blocks)],
-            [_region(index, min(index + count, blocks) - 1) for index in range(0, blocks, count)],
-        ):
-            yield predict(chain, [*nodes, Keep(blocks)])
-
-
-def _region(first: int, last: int) -> Node:
-    return Recompute(first, last, tuple(Keep(index) for index in range(first, last + 1)))
 
 
 def plan_tables(name: str, options: argparse.Namespace) -> list[Table]:

@@ -89,9 +89,10 @@ def test_families_and_strategies(kind: str, strategy: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("strategy", [*STRATEGIES][1:-1])
+@pytest.mark.parametrize("strategy", [name for name in [*STRATEGIES][1:-1] if name != "interleaved"])
 def test_offloading_under_strategies(strategy: str) -> None:
-    """The link of 2 GB/s is fast beside these blocks, so that something is offloaded at each of two budgets."""
+    """The link of 2 GB/s is fast beside these blocks, so that something is offloaded. Interleaved
+    stages of one block have nothing to compute beside a copy."""
     kind = "llama" if strategy == "cp" else "vit"
     for found in run_distributed(compare, 2, kind, strategy, ["60%", "45%"], "2GB/s", backend=None, timeout=800):
         assert any("regions" in text and not text.endswith(", 0 offloaded") for text in found), found

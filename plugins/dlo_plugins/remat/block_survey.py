@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from dlo_framework.errors import DloError
 from dlo_framework.recompute import BufferGuard, checkpointed, recomputes
-from dlo_plugins.remat.allocation_log import AllocationLog
+from dlo_plugins.remat.allocation_log import AllocationLog, tensor_storage
 from dlo_plugins.remat.block_calls import intercept_calls, restore_calls
 from dlo_plugins.remat.block_measurement import MODES, BlockBytes, BlockRun, BlockTimes
 from dlo_plugins.remat.chain import Chain, Mode, Stage
@@ -62,6 +62,9 @@ class BlockSurvey:
         self._check = RegionCheck(self.names)
         self._bytes: dict[int, BlockBytes] = {}
         self._times: dict[int, BlockTimes] = {}
+        self._gathered: dict[int, int] = {}  # bytes of a block's parameters that are gathered for its forward
+        self._gathering: dict[int, float] = {}  # seconds of a block's call before its forward: of its hooks
+        self._called = 0.0
         self._head: tuple[int, int] | None = None  # positions in the log
         self._head_gradient: set[int] = set()  # number of the gradient of the head's input, in the log
         self._head_bytes = self._head_left = 0
@@ -74,6 +77,7 @@ class BlockSurvey:
                 " ActivationCheckpoint, and recompute: true of the task and the strategy"
             )
         self._guards = [BufferGuard(block) for block in self.blocks]
+        self._resident = {key for block in self.blocks for key in _storages(block.parameters())}
         self._own_forwards = [block.__dict__.get("forward") for block in self.blocks]
         for index, block in enumerate(self.blocks):
             intercept_calls(block, self._handler(index))
@@ -101,6 +105,8 @@ class BlockSurvey:
                 return own(*args, **kwargs)
             if self._clock is None:
                 args, kwargs = self._check.enter(index, args, kwargs)
+            if self.times_blocks and index not in self._times:
+                self._called = self._now()
             # Compiled code is measured uncompiled: its inside cannot be seen.
             compiled = self.blocks[index].__dict__.pop("_compiled_call_impl", None)
             try:
@@ -126,7 +132,10 @@ class BlockSurvey:
                 if index == 0:
                     self._stem = self._kept(self.log, run.hidden)
                 self._bytes[index] = run.count_bytes(self.log)
+                own = _storages(block.parameters())
+                self._gathered[index] = sum(size for key, size in own.items() if key not in self._resident)
             elif self.times_blocks and index in self._bytes and index not in self._times:
+                self._gathering[index] = self._now() - self._called
                 self._times[index] = run.measure_seconds(len(self._bytes[index].modes))
             return checkpointed(forward, *args, guard=guard, **kwargs)
 
@@ -210,26 +219,40 @@ class BlockSurvey:
             self._smooth_times(),
             self._head_bytes,
             self._head_seconds,
+            [self._gathered[index] for index in range(len(self.blocks))],
         )
 
     def _smooth_times(self) -> list[BlockTimes]:
-        """Returns the times of the blocks; equal blocks get the medians of theirs, as noise would favour some."""
+        """Returns the times of the blocks; equal blocks get the medians of theirs, as noise would favour some.
+
+        A block's forward has what its call waits for before it, such as the gathering of its parameters, in each run.
+        """
         groups: dict[Any, list[int]] = {}
         for index, block in enumerate(self.blocks):
             shapes = tuple(parameter.shape for parameter in block.parameters())
             groups.setdefault((type(block).__qualname__, shapes, self._bytes[index]), []).append(index)
-        found = dict(self._times)
+        found, gathering = dict(self._times), {}
         for members in groups.values():
             forward, backward = (
                 tuple(map(statistics.median, zip(*(getattr(self._times[n], key) for n in members), strict=True)))
                 for key in ("forward", "backward")
             )
             found |= dict.fromkeys(members, BlockTimes(forward, backward))
+            waits = statistics.median(self._gathering[n] if self._gathered[n] else 0.0 for n in members)
+            gathering |= dict.fromkeys(members, waits)
+        for index, waited in gathering.items():
+            forward = tuple(seconds + waited for seconds in found[index].forward)
+            found[index] = BlockTimes(forward, found[index].backward)
         return [found[index] for index in range(len(self.blocks))]
 
 
 def make_chain(
-    names: Sequence[str], sizes: Sequence[BlockBytes], times: Sequence[BlockTimes], head: int, head_seconds: float
+    names: Sequence[str],
+    sizes: Sequence[BlockBytes],
+    times: Sequence[BlockTimes],
+    head: int,
+    head_seconds: float,
+    gathered: Sequence[int],
 ) -> Chain:
     """Returns the chain of measured blocks and a head.
 
@@ -239,22 +262,32 @@ def make_chain(
         times: Seconds of the blocks.
         head: Largest memory of the head's forward and backward, with the gradient of its input.
         head_seconds: Seconds of the head's forward and backward.
+        gathered: Bytes of the blocks' parameters that are gathered for their forwards.
     """
     stages = []
-    for name, size, spent in zip(names, sizes, times, strict=True):
+    for name, size, spent, parameters in zip(names, sizes, times, gathered, strict=True):
         modes = tuple(
             Mode(
-                *(mode, counted.saved),
+                mode,
+                counted.saved,
                 max(spent.forward[n], spent.forward[0]),  # No mode is faster than keeping all: that is noise.
                 max(spent.backward[n], spent.backward[0]),
-                *(counted.forward_peak, counted.backward_peak, counted.movable),
+                counted.forward_peak,
+                counted.backward_peak,
+                counted.movable,
             )
             for n, (mode, counted) in enumerate(zip(MODES, size.modes, strict=False))
         )
-        stages.append(Stage(name, size.output, modes, size.forward_peak))
+        stages.append(Stage(name, size.output, modes, size.forward_peak, parameters))
     peak = max(0, head - (sizes[-1].output if sizes else 0))
     stages.append(Stage("head", 0, (Mode("all", 0, head_seconds / 3, head_seconds * 2 / 3, 0, peak),)))
     return Chain(tuple(stages), sizes[0].input if sizes else 0)
+
+
+def _storages(tensors: Iterable[Tensor]) -> dict[int, int]:
+    """Returns the bytes of tensors' storages by address; those of DTensors, which are shards, are left out."""
+    found = (tensor_storage(tensor) for tensor in tensors)
+    return {storage._cdata: storage.nbytes() for storage in found if storage is not None}
 
 
 def _has_foreign_hook(block: nn.Module) -> bool:

@@ -41,12 +41,15 @@ class Stage:
         modes: Ways in which the stage runs with gradients; the first keeps everything.
         forward_peak: Transient bytes of a forward that keeps nothing, above its input and output. Such a forward takes
             the first mode's `forward` seconds.
+        gathered: Bytes of the stage's parameters that a sharding strategy gathers for its forward. In backward they
+            stay gathered from a recomputation to the stage's own backward.
     """
 
     name: str
     output: int
     modes: tuple[Mode, ...]
     forward_peak: int = 0
+    gathered: int = 0
 
     @property
     def forward(self) -> float:
@@ -78,7 +81,7 @@ class Chain:
             where = f"stage {index} ({stage.name})"
             if not stage.modes:
                 raise DloError(f"modes of {where} must have at least one mode, got none; give the one that keeps all")
-            for key in ("output", "forward_peak"):
+            for key in ("output", "forward_peak", "gathered"):
                 _check_number(where, key, getattr(stage, key))
             for mode in stage.modes:
                 for field in fields(mode):

@@ -65,7 +65,7 @@ class StoredStorage:
         if self._copy is not None:
             self._here, self._copy = self._copy.finish(), None
 
-    def view(self, link: HostLink, dtype: torch.dtype, size: Any, stride: Any, offset: int) -> Tensor:
+    def view(self, link: HostLink, dtype: torch.dtype, size: Any, stride: Any, offset: Any) -> Tensor:
         """Returns a tensor of the storage on the device, to which it is copied first where it is not there."""
         self.start_load(link)
         self.arrive()
@@ -232,7 +232,7 @@ class OffloadedPass:
 
 
 def _bytes_of(storage: torch.UntypedStorage) -> Tensor:
-    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)  # type: ignore[arg-type]
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 
 def _unpack(held: Tensor | PackedTensor) -> Tensor:

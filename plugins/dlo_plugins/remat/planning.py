@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from dlo_framework.errors import DloError
 from dlo_framework.units import format_bytes
 from dlo_plugins.remat.budget import Budget
-from dlo_plugins.remat.chain import Chain, Mode, Stage
+from dlo_plugins.remat.chain import Chain, Stage
 from dlo_plugins.remat.link import Link
 from dlo_plugins.remat.node_costs import node_costs
 from dlo_plugins.remat.offload import solve_offload
@@ -177,11 +177,14 @@ def _merge(one: MeasuredChain, other: MeasuredChain) -> MeasuredChain:
 
 def _merge_stages(one: Stage, other: Stage) -> Stage:
     modes = tuple(
-        Mode(a.name, *(max(getattr(a, key), getattr(b, key)) for key in _MODE_KEYS), a.movable and b.movable)
+        replace(
+            a, movable=a.movable and b.movable, **{key: max(getattr(a, key), getattr(b, key)) for key in _MODE_KEYS}
+        )
         for a, b in zip(one.modes, other.modes, strict=True)
     )
     peak = max(one.forward_peak, other.forward_peak)
-    return replace(one, output=max(one.output, other.output), modes=modes, forward_peak=peak)
+    gathered = max(one.gathered, other.gathered)
+    return replace(one, output=max(one.output, other.output), modes=modes, forward_peak=peak, gathered=gathered)
 
 
 _MODE_KEYS = ("saved", "forward", "backward", "forward_peak", "backward_peak")

@@ -45,12 +45,30 @@ def solve(chain: Chain, budget: int, slots: int = 500) -> Schedule:
 
     # A schedule within the budget's slots is within the budget; beyond, more slots need more bytes, almost always.
     low, high = max(int(np.argmax(finite)), available // slot), table.slots
+    if finite.any() and schedule(low).peak > budget:  # By parameters that stay gathered, which the table leaves out.
+        low, high = int(np.argmax(finite)), low
     if not finite.any() or schedule(low).peak > budget:
-        return predict(chain, LeastMemory(chain).nodes())
+        return _least_schedule(chain, budget)
     while low < high:
         middle = (low + high + 1) // 2
         low, high = (middle, high) if schedule(middle).peak <= budget else (low, middle - 1)
     return schedule(low)
+
+
+def _least_schedule(chain: Chain, budget: int) -> Schedule:
+    """Returns the schedule in the least memory.
+
+    Raises:
+        DloError: It does not fit, with the parameters that stay gathered in its regions.
+    """
+    found = predict(chain, LeastMemory(chain).nodes())
+    if found.peak > budget:
+        raise DloError(
+            f"budget must be at least {found.peak} bytes ({format_bytes(found.peak)}) for activations of"
+            f" {len(chain)} stages and parameters that regions keep gathered, got {budget} ({format_bytes(budget)});"
+            " raise it to that, or make the micro-batch smaller"
+        )
+    return found
 
 
 def check_budget(chain: Chain, budget: int) -> None:

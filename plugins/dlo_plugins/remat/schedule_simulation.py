@@ -50,7 +50,7 @@ class Lifetime:
 
     Attributes:
         kind: `input` of a stage, `saved` for a stage's backward besides input and output, or `gradient` of the input of
-            a stage. The number of stages stands for the chain's output.
+            a stage, where the number of stages stands for the chain's output; or `gathered` parameters of a stage.
         stage: Index of the stage.
         bytes: Size.
         start: Second of its allocation.
@@ -184,12 +184,16 @@ class _Device:
         peak = self.memory + (mode.forward_peak if saves else stage.forward_peak)
         if operation.drops_input:
             self.free(("input", operation.stage))
+        if operation.run > 0 and ("gathered", operation.stage) not in self.alive:
+            self.allocate(("gathered", operation.stage), stage.gathered)
         self.record(operation, start, peak)
 
     def backward(self, operation: Operation) -> None:
         index = operation.stage
         mode = self.chain.stages[index].modes[operation.mode]
         start, self.clock = self.clock, self.clock + mode.backward
+        if ("gathered", index) in self.alive:  # Backward gathers them in any schedule.
+            self.free(("gathered", index))
         self.allocate(("gradient", index), self.chain.input_of(index), start)
         peak = self.memory + mode.backward_peak
         self.needed.remove(index)

@@ -15,7 +15,8 @@ from dlo_plugins.remat.chain import Chain, Mode, Stage
 from dlo_plugins.remat.least_memory import LeastMemory
 from dlo_plugins.remat.rotor import keep_fastest, solve
 from dlo_plugins.remat.rotor_table import RotorTable, choose_slot
-from dlo_plugins.remat.schedule_simulation import simulate
+from dlo_plugins.remat.schedule import Keep, Recompute
+from dlo_plugins.remat.schedule_simulation import predict, simulate
 from support.remat_chains import equal_chain, random_chain, time_and_peak
 from support.remat_search import all_nodes, shortest_time
 
@@ -262,3 +263,32 @@ def test_planning_takes_seconds_and_little_memory(monkeypatch):
         assert solve(chain, budget, slots=500).peak <= budget
         assert time.process_time() - start < 3
         assert planning.peak_megabytes(lambda chain=chain, budget=budget: solve(chain, budget, slots=500)) < 500
+
+
+def test_parameters_that_stay_gathered_count():
+    """A region's parameters are there from a stage's recomputation until its own backward: the budget has them."""
+    stages = tuple(Stage(f"{n}", 1, (Mode("all", 20, 1.0, 2.0),), gathered=30) for n in range(8))
+    chain = Chain((*stages, Stage("head", 0, (Mode("all", 0, 0.5, 1.0),))), 1)
+    without = Chain(tuple(replace(stage, gathered=0) for stage in chain.stages), 1)
+    nodes = (Recompute(0, 2, (Keep(0), Keep(1), Keep(2))), *(Keep(n) for n in range(3, 9)))
+    # In the backward of the region's last stage, the parameters of its other two stages are still there.
+    found = [
+        max(item.peak for item in simulate(one, predict(one, nodes)).operations if item.operation.run and kind(item))
+        for one in (chain, without)
+    ]
+    assert found[0] == found[1] + 60
+    slower = 0
+    for budget in range(26, 170, 4):
+        try:
+            schedule, free = solve(chain, budget, 50), solve(without, budget, 50)
+        except DloError as error:
+            assert "budget must be at least" in str(error)  # noqa: PT017
+            continue
+        assert schedule.peak <= budget
+        assert schedule.time >= free.time
+        slower += predict(chain, free.nodes).peak > budget
+    assert slower > 0
+
+
+def kind(item):
+    return item.operation.kind.value == "backward"
