@@ -181,7 +181,7 @@ class BlockSurvey:
             gradients: Gradients of the parameters, which are not counted.
         """
         if self.log is not None and self._head is not None:
-            # Buffers for gradients of parameters are no activations either, such as the buckets of a strategy.
+            # Buffers for gradients of parameters do not count either, such as the buckets of a strategy.
             buffers = self.log.left_by_backward(*self._head) | self.log.numbers(gradients)
             self._head_left = self.log.usage(*self._head, without=buffers).final
             found = self.log.change(*self._head, without=buffers - self._head_gradient)

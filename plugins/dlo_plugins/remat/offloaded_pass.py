@@ -79,7 +79,7 @@ class PackedTensor:
 
     Args:
         tensor: Tensor.
-        stored: Its storage.
+        stored: Storage of the tensor.
         link: Link of the storage's copies.
     """
 
@@ -184,7 +184,7 @@ class OffloadedPass:
 
         Args:
             index: Number of the node.
-            hidden: Its input.
+            hidden: Input of the node.
             apart: Function that returns the tensors that stay on the device: parameters, buffers, other arguments.
         """
         node = self._nodes[index]
