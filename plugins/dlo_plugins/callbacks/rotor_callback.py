@@ -29,6 +29,7 @@ from dlo_framework.plan import ParallelPlan
 from dlo_framework.recompute import recompute, undo_recompute
 from dlo_framework.strategy_contract import contract_of
 from dlo_framework.task import Task
+from dlo_framework.units import format_bytes
 from dlo_framework.watch.media import log_figure
 from dlo_framework.watch.monitor import RunMonitor
 from dlo_plugins.callbacks.compile import Compile
@@ -66,6 +67,7 @@ class Rotor(Callback):
     Attributes:
         plans: Schedules of this rank, one for each of its pipeline stages; empty until they are made.
         executed: Blocks that run by the schedules.
+        measured: Peak bytes of this rank's activations in the first batch that runs by the schedules; 0 until then.
 
     Raises:
         DloError: The budget is malformed or too small, the model has no plan with blocks, its blocks recompute already,
@@ -91,7 +93,7 @@ class Rotor(Callback):
         self._surveys: list[BlockSurvey] = []
         self._recomputed: list[nn.Module] = []
         self._log: AllocationLog | None = None
-        self._batches = self._measured_bytes = self._peak = 0
+        self._batches = self._measured_bytes = self._peak = self.measured = 0
 
     # --- on and off ----------------------------------------------------------------------------------------
 
@@ -118,7 +120,7 @@ class Rotor(Callback):
 
     def _begin_survey(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._remove()
-        self._batches = 0
+        self._batches = self.measured = 0
         model = pl_module.model if isinstance(pl_module, Task) else pl_module
 
         def parameters() -> list[Tensor]:
@@ -155,12 +157,13 @@ class Rotor(Callback):
             executed.begin_step()
         if not self._surveys:
             self._check_size(trainer, pl_module, size)
+        if not self._surveys and self.plans and not self.measured:
+            self._begin_log(trainer)
         if self._surveys and self._batches == self.wait:
             self._measured_bytes = size
-            self._log = AllocationLog(trainer.strategy.root_device)
+            log = self._begin_log(trainer)
             for survey in self._surveys:
-                survey.begin_bytes(self._log)
-            self._log.__enter__()
+                survey.begin_bytes(log)
         elif self._surveys and self._batches == self.wait + 1:
             for survey in self._surveys:
                 survey.times_blocks = True
@@ -190,17 +193,29 @@ class Rotor(Callback):
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Ends the measurement of a batch; after the last one, plans."""
-        if not self._surveys:
-            return
-        self._batches += 1
+        peak = 0
         if self._log is not None:
             gradients = [p.grad for p in pl_module.parameters() if p.grad is not None]
-            self._peak = self._log.usage(0, without=self._log.numbers([*gradients, *pl_module.parameters()])).peak
+            others = self._log.numbers([*gradients, *pl_module.parameters()]) | self._log.left_by_backward(0)
+            peak = self._log.usage(0, without=others).peak
             for survey in self._surveys:
                 survey.end_bytes(gradients)
             self._end_log()
+        if not self._surveys:
+            if peak:
+                self.measured = peak
+                self._show(trainer)
+            return
+        self._batches += 1
+        if peak:
+            self._peak = peak
         elif self._batches >= self.wait + 2 and all(survey.is_complete for survey in self._surveys):
             self._plan(trainer)
+
+    def _begin_log(self, trainer: Trainer) -> AllocationLog:
+        self._log = AllocationLog(trainer.strategy.root_device)
+        self._log.__enter__()
+        return self._log
 
     def _end_log(self) -> None:
         if self._log is not None:
@@ -253,18 +268,26 @@ class Rotor(Callback):
             self._recomputed.append(block)
 
     def _show(self, trainer: Trainer) -> None:
-        """Logs the predictions, and draws the first schedule of rank 0."""
+        """Logs what is predicted and measured, and draws the first schedule of rank 0."""
         if not (trainer.is_global_zero and self.plans):
             return
         from dlo_plugins.remat.schedule_plot import draw_schedule
 
         plan = self.plans[0]
-        scalars = {"rotor/predicted_bytes": float(plan.peak), "rotor/predicted_overhead": plan.overhead}
+        predicted = sum(each.peak * each.measured.in_flight for each in self.plans)
+        scalars = {"rotor/predicted_bytes": float(predicted), "rotor/predicted_overhead": plan.overhead}
         if self.offload:
             scalars["rotor/offloaded_bytes"] = float(plan.offloaded)
+        if self.measured:
+            scalars["rotor/measured_bytes"] = float(self.measured)
+            amounts = format_bytes(self.measured), format_bytes(predicted)
+            rank_zero_info(f"Rotor: activations of a step take {amounts[0]}, predicted {amounts[1]}")
         for logger in trainer.loggers:
             logger.log_metrics(scalars, step=trainer.global_step)
-        figure = draw_schedule(plan.measured.chain, plan.schedule, plan.measured.stem, plan.budget, plan.link)
+        figure = draw_schedule(
+            *(plan.measured.chain, plan.schedule, plan.measured.stem, plan.budget, plan.link),
+            measured=self.measured if len(self.plans) == plan.measured.in_flight == 1 else 0,
+        )
         path = Path(trainer.default_root_dir) / "rotor.png"
         path.parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(path, dpi=120)

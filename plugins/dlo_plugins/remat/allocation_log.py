@@ -122,7 +122,7 @@ class AllocationLog(TorchDispatchMode):
         found = {s._cdata: s.nbytes() for s in storages if self._seen.get(s._cdata, (0, None))[0] in born}
         return sum(found.values())
 
-    def left_by_backward(self, start: int, end: int) -> set[int]:
+    def left_by_backward(self, start: int, end: int | None = None) -> set[int]:
         """Returns the numbers of the storages that a backward has allocated in a section, and not released in it."""
         section = self._events[start:end]
         return {number for number, size in section if size >= 0 and number in self._in_backward} - {

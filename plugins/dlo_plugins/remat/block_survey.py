@@ -231,7 +231,8 @@ class BlockSurvey:
         for index, block in enumerate(self.blocks):
             shapes = tuple(parameter.shape for parameter in block.parameters())
             groups.setdefault((type(block).__qualname__, shapes, self._bytes[index]), []).append(index)
-        found, gathering = dict(self._times), {}
+        found = dict(self._times)
+        gathering: dict[int, float] = {}
         for members in groups.values():
             forward, backward = (
                 tuple(map(statistics.median, zip(*(getattr(self._times[n], key) for n in members), strict=True)))

@@ -14,12 +14,11 @@ from dlo_framework.units import format_bytes
 from dlo_plugins.remat.budget import Budget
 from dlo_plugins.remat.chain import Chain, Stage
 from dlo_plugins.remat.link import Link
-from dlo_plugins.remat.node_costs import node_costs
 from dlo_plugins.remat.offload import solve_offload
-from dlo_plugins.remat.rotor import keep_fastest, solve
+from dlo_plugins.remat.rotor import keep_fastest, solve, solve_units
 from dlo_plugins.remat.schedule import Keep, Recompute, Schedule
 from dlo_plugins.remat.schedule_simulation import predict
-from dlo_plugins.remat.unit_schedule import solve_units
+from dlo_plugins.remat.transfer_plan import node_costs
 
 #: Share of a budget that is left free, for what is allocated between the blocks and not measured with them.
 _MARGIN = 0.005

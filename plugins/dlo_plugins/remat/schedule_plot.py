@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 
 from dlo_plugins.remat.chain import Chain
 from dlo_plugins.remat.link import Link
-from dlo_plugins.remat.node_costs import node_costs
 from dlo_plugins.remat.schedule import OperationKind, Schedule
 from dlo_plugins.remat.schedule_simulation import Simulation, simulate
+from dlo_plugins.remat.transfer_plan import node_costs
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -31,7 +31,12 @@ _WAITS = (OperationKind.RELEASE, OperationKind.ARRIVE)
 
 
 def draw_schedule(
-    chain: Chain, schedule: Schedule, stem: int = 0, budget: int | None = None, link: Link | None = None
+    chain: Chain,
+    schedule: Schedule,
+    stem: int = 0,
+    budget: int | None = None,
+    link: Link | None = None,
+    measured: int = 0,
 ) -> Figure:
     """Returns a figure of a schedule: the operations of each stage over time, and the memory over time.
 
@@ -43,6 +48,7 @@ def draw_schedule(
         stem: Bytes that the step keeps beside the chain.
         budget: Budget in bytes, with the stem; None draws no line.
         link: Link of the schedule's copies.
+        measured: Peak bytes that a step has taken; 0 draws no line.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -83,6 +89,8 @@ def draw_schedule(
         lower.step([each * scale for each in times], [each / 1e6 for each in held], where="post", label="on the host")
     if budget is not None:
         lower.axhline(budget / 1e6, color="#e45756", linestyle="--", label="budget")
+    if measured:
+        lower.axhline(measured / 1e6, color="#54a24b", linestyle=":", label="measured peak")
     if budget is not None or schedule.transfers:
         lower.legend(frameon=False)
     lower.set_xlabel("time of forward and backward (ms)")

@@ -15,9 +15,8 @@ from dlo_framework.errors import DloError
 from dlo_plugins.remat.chain import Chain, Mode, Stage
 from dlo_plugins.remat.least_memory import LeastMemory
 from dlo_plugins.remat.link import Link
-from dlo_plugins.remat.link_queue import LinkQueues
 from dlo_plugins.remat.offload import solve_offload
-from dlo_plugins.remat.offload_program import OffloadProgram
+from dlo_plugins.remat.offload_program import LinkQueues, OffloadProgram
 from dlo_plugins.remat.rotor import keep_fastest, solve
 from dlo_plugins.remat.rotor_table import RotorTable
 from dlo_plugins.remat.schedule import Keep, Transfer

@@ -40,6 +40,8 @@ def test_steps_are_the_same_and_memory_is_within_the_budget(budget: str, plain: 
     plan = plan_of(found)
     assert found.peak <= plan.peak <= plan.budget
     assert found.peak >= 0.95 * plan.peak
+    assert found.rotor is not None
+    assert found.rotor.measured == pytest.approx(found.peak, rel=0.01)
     assert (budget == "100%") == (sum(plan.schedule.forwards) == len(plan.schedule.forwards))
     if budget == "100%":
         assert found.peak == plain.peak
