@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import json
-import math
-import sys
 from dataclasses import replace
 from typing import Any
 
 from dlo_framework.cli.command_parser import CommandParser
 from dlo_framework.cli.run import prepared_process
 from dlo_framework.errors import DloError
-from dlo_plugins.planner.plan_config import merge_configs
 
 _LINK = "50GB/s"
 _HELP = """Print which blocks of a config's model are kept and which are recomputed within a memory budget.
@@ -65,7 +62,7 @@ def main(argv: list[str]) -> int:
         link = parse_link(options.link or _LINK)
         if link is None:
             raise DloError("remat: --link must be a rate, got auto, which a run measures; give 25GB/s")
-        run = SimulatedRun(found, options.ranks or _default_ranks(found), "dlo remat")
+        run = SimulatedRun(found, options.ranks, "dlo remat", infers_ranks=True)
     from dlo_plugins.commands.modelled_chains import model_run
     from dlo_plugins.remat.planning import plan_ranks
     from dlo_plugins.remat.schedule_table import describe_plan, to_json
@@ -83,21 +80,6 @@ def main(argv: list[str]) -> int:
         for plan in own:
             print((f"pipeline rank {place}: " if len(plans) > 1 else "") + describe_plan(plan))
     return 0
-
-
-def _default_ranks(found: Any) -> int | None:
-    """Returns the ranks that the strategy's axes need where the config leaves devices to the machine; else None."""
-    trainer = merge_configs(found).get("trainer") or {}
-    devices, strategy = trainer.get("devices", "auto"), trainer.get("strategy")
-    if devices not in ("auto", -1, "-1"):
-        return None
-    axes = (strategy.get("init_args") or {}) if isinstance(strategy, dict) else {}
-    sizes = [axes.get(axis, 1) for axis in ("pp", "dp_replicate", "dp_shard", "cp", "tp")]
-    ranks = math.prod(size for size in sizes if isinstance(size, int) and size > 0)
-    print(
-        f"trainer.devices is {devices}: planned for {ranks} rank{'s' * (ranks > 1)}; --ranks sets it", file=sys.stderr
-    )
-    return ranks
 
 
 def _draw(plan: Any, path: str) -> None:

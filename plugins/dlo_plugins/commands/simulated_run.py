@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
+import math
+import sys
 from typing import Any
 
 from lightning.pytorch import Trainer
@@ -9,6 +12,7 @@ from lightning.pytorch import Trainer
 from dlo_framework.cli.config_scan import ConfigScan
 from dlo_framework.cli.lightning_cli import DloCLI, check_strategy
 from dlo_framework.errors import DloError
+from dlo_framework.mesh import MeshSpec
 from dlo_framework.testing.training import silence_lightning
 
 
@@ -19,13 +23,15 @@ class SimulatedRun(DloCLI):
         found: Scanned command line, with ``fit`` as its command.
         ranks: Number of ranks, in place of the trainer's devices x nodes; None keeps those.
         prog: Words that call the command, for usage lines.
+        infers_ranks: Whether a run whose devices depend on the machine has the ranks of its mesh's axes, and one rank
+            without a mesh; otherwise it is an error.
 
     Raises:
         DloError: If a part refuses its options; above all, if the mesh does not fit the ranks or the model.
     """
 
-    def __init__(self, found: ConfigScan, ranks: int | None, prog: str) -> None:
-        self._ranks, self.prog = ranks, prog
+    def __init__(self, found: ConfigScan, ranks: int | None, prog: str, infers_ranks: bool = False) -> None:
+        self._ranks, self.prog, self._infers_ranks = ranks, prog, infers_ranks
         #: Arguments of the trainer as the config has them.
         self.trainer_arguments: dict[str, Any] = {}
         silence_lightning()
@@ -42,6 +48,9 @@ class SimulatedRun(DloCLI):
         if callable(check_model):
             check_model(self.datamodule)  # A task may read its number of classes from the data.
         self.trainer_arguments = dict(config)
+        if self._ranks is None and self._infers_ranks and config.get("devices") in ("auto", -1, "-1"):
+            self._ranks = _ranks_of_axes(config.get("strategy"))
+            print(f"{self.prog}: devices is {config.get('devices')}; ranks: {self._ranks} (--ranks)", file=sys.stderr)
         devices, nodes = count_ranks_and_nodes(config.get("devices"), config.get("num_nodes") or 1, self._ranks)
         kwargs |= {"accelerator": "cpu", "devices": devices, "num_nodes": nodes}
         kwargs |= {"callbacks": [], "logger": False, "enable_checkpointing": False, "profiler": None}
@@ -54,6 +63,12 @@ class SimulatedRun(DloCLI):
 
     def _run_subcommand(self, subcommand: str) -> None:
         """Does nothing: Lightning (2.6) would start the command at the end of its constructor."""
+
+
+def _ranks_of_axes(strategy: Any) -> int:
+    """Returns the product of the axes of a strategy's mesh, those of any size as 1; 1 for a strategy without a mesh."""
+    spec = getattr(strategy, "spec", None)
+    return math.prod(max(1, size) for size in dataclasses.astuple(spec)) if isinstance(spec, MeshSpec) else 1
 
 
 def count_ranks_and_nodes(devices: Any, nodes: int, ranks: int | None) -> tuple[int, int]:
