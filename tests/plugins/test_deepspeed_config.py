@@ -174,6 +174,13 @@ def test_a_template_that_is_not_filled_in_is_refused_with_its_key(tmp_path, valu
     assert f"{path}: zero_optimization.stage must be a value, got {shown}; write the value" in refused({}, path)
 
 
+@pytest.mark.parametrize("key", ["train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"])
+@pytest.mark.parametrize("value", ["fill_me_in", 2.5, 0, True])
+def test_a_batch_size_that_is_no_number_of_samples_is_refused_before_a_trainer_is_known(key, value):
+    message = f'{key} must be an integer of at least 1 or "auto", got {value!r}'
+    assert message in refused({}, {key: value, "zero_optimization": {"stage": 2}})
+
+
 def test_options_of_activation_checkpointing_that_no_task_uses_are_said():
     section = {"partition_activations": True, "cpu_checkpointing": True, "profile": True}
     with pytest.warns(UserWarning, match="partition_activations must be off, got true, .* set cpu_checkpointing"):

@@ -127,6 +127,9 @@ def test_the_yaml_says_in_comments_what_it_has_no_place_for(tmp_path):
     assert "checkpoint has no effect here" in text
     assert "gradient_clipping" not in text.split("config:")[0]
     assert yaml.safe_load(text)["trainer"]["accumulate_grad_batches"] == 4
+    path.write_text('{"activation_checkpointing": {"partition_activations": true, "cpu_checkpointing": true}}')
+    assert "# activation_checkpointing.partition_activations has no effect here: it divides" in to_yaml(path)
+    assert "cpu_checkpointing has no effect" not in to_yaml(path)
     path.write_text("{}")
     text = to_yaml(path)
     assert "DeepSpeed 0.19 clips to 1.0" in text

@@ -15,6 +15,7 @@ from lightning.pytorch.strategies import DDPStrategy, Strategy
 from dlo_framework.errors import DloError
 from dlo_plugins.deepspeed.config import OFFLOADED, OPTIONS, merge_options
 from dlo_plugins.deepspeed.json_file import DeepSpeedJson, drop_auto, get, put, read_json
+from dlo_plugins.deepspeed.machine_requirements import unused_checkpointing
 from dlo_plugins.deepspeed.optimizer_and_schedule import make_optimizer_args
 from dlo_plugins.deepspeed.trainer_settings import (
     CLIPPING,
@@ -152,6 +153,11 @@ def _comments(config: Mapping[str, Any], content: Mapping[str, Any], ranks: int 
         shown = yaml.safe_dump(options, default_flow_style=True, sort_keys=False, width=10**6).strip()
         comments.append(f"Nearest options of a task, in place of optimizer and scheduler: model.init_args: {shown}")
         comments += [f"  but {note}" for note in notes]
+    comments += [
+        f"activation_checkpointing.{name} has no effect here: it divides activations among model-parallel ranks, and"
+        " DeepSpeedBridge has one."
+        for name in unused_checkpointing(config)
+    ]
     return comments + [f"{key} has no effect here: {why}." for key, why in _NO_EFFECT.items() if key in config]
 
 

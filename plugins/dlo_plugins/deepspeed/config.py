@@ -17,6 +17,7 @@ from dlo_framework.errors import DloError
 from dlo_plugins.deepspeed.json_file import DeepSpeedJson, get, get_stage, number, put, read_json
 from dlo_plugins.deepspeed.optimizer_and_schedule import check_optimizer, check_scheduler
 from dlo_plugins.deepspeed.schema import check_keys, check_removed, check_values, check_whole
+from dlo_plugins.deepspeed.trainer_settings import check_batch_sizes
 
 #: ZeRO stage if neither an option nor a JSON sets one; the stage that most DeepSpeed runs use.
 DEFAULT_STAGE = 2
@@ -61,6 +62,7 @@ def merge_options(options: Mapping[str, Any], config: str | Path | Mapping[str, 
     if config is None and get(result, "zero_optimization.stage") is None:
         put(result, "zero_optimization.stage", DEFAULT_STAGE)
     check_values(result, source)
+    check_batch_sizes(result, source)
     check_consistent(result, source)
     check_optimizer(result, source)
     check_scheduler(result, source)

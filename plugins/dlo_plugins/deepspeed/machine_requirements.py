@@ -302,10 +302,15 @@ def _notice(ops: list[Op]) -> str:
     )
 
 
+def unused_checkpointing(config: Mapping[str, Any]) -> list[str]:
+    """Returns the options of `activation_checkpointing` that are on and have no effect on a task."""
+    names = ("partition_activations", "contiguous_memory_optimization")
+    return [name for name in names if get(config, f"activation_checkpointing.{name}") is True]
+
+
 def warn_unused_checkpointing(config: Mapping[str, Any]) -> None:
     """Warns about options of `activation_checkpointing` that have no effect on a task."""
-    names = ("partition_activations", "contiguous_memory_optimization")
-    asked = [name for name in names if get(config, f"activation_checkpointing.{name}") is True]
+    asked = unused_checkpointing(config)
     if asked:
         rank_zero_warn(
             f"activation_checkpointing: {' and '.join(asked)} must be off, got true, without effect: DeepSpeed divides"

@@ -120,7 +120,17 @@ def fill_batch_size(config: dict[str, Any], settings: TrainerSettings, source: s
     config.update({TRAIN: product, MICRO: micro, STEPS: settings.accumulation})
 
 
-def _positive(config: dict[str, Any], key: str, source: str) -> int | None:
+def check_batch_sizes(config: Mapping[str, Any], source: str) -> None:
+    """Checks that the three batch settings are numbers of samples, or are left to the Trainer.
+
+    Raises:
+        DloError: For the first that is not.
+    """
+    for key in (TRAIN, MICRO, STEPS):
+        _positive(config, key, source)
+
+
+def _positive(config: Mapping[str, Any], key: str, source: str) -> int | None:
     value = config.get(key)
     if value is None or value == "auto":
         return None
