@@ -18,13 +18,15 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
 
 from dlo_framework.data.evaluation import count_samples
+from dlo_framework.strategy_contract import contract_of
 
 
 def without_repeats(loader: Any, trainer: Trainer) -> Any:
     """Returns a loader that evaluates each sample once, in equally many batches on all ranks.
 
-    Loaders of training are returned unchanged, and so are all but a DataLoader over torch's DistributedSampler, whether
-    Lightning or the user has inserted it, of a number of samples that the ranks do not divide.
+    Loaders of training are returned unchanged, and so are those of predictions where a forward needs no other rank, and
+    all but a DataLoader over torch's DistributedSampler, whether Lightning or the user has inserted it, of a number of
+    samples that the ranks do not divide.
 
     Args:
         loader: Loader as Lightning has prepared it.
@@ -35,6 +37,8 @@ def without_repeats(loader: Any, trainer: Trainer) -> Any:
         return loader
     batches: Any = loader.batch_sampler
     in_prediction = isinstance(batches, _IndexBatchSamplerWrapper)  # Lightning (2.6) notes the indices.
+    if in_prediction and not contract_of(trainer.strategy).forward_needs_all_ranks:
+        return loader  # Lightning's sampler repeats no sample there, and a rank with a batch less keeps nobody waiting.
     dealt = batches._batch_sampler if in_prediction else batches
     sampler = getattr(dealt, "sampler", loader.sampler)
     total = len(sampler.dataset) if isinstance(sampler, DistributedSampler) else 0  # type: ignore[arg-type]
@@ -107,9 +111,17 @@ class DistributedEvalLoader:
         for batch in self.loader:
             samples = min(left, self.share.batch_size)
             left -= samples
+            if not samples:
+                self._forget_last_indices()
             trainer = self._trainer()
             if (trainer is not None and count_samples(trainer, samples)) or samples:
                 yield batch
+
+    def _forget_last_indices(self) -> None:
+        """Removes the index of a batch that does not count from those that a prediction writer gets."""
+        noted = getattr(self.loader.batch_sampler, "seen_batch_indices", None)
+        if noted:
+            noted[-1] = []
 
     @property
     def _iterator(self) -> Any:

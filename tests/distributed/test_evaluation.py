@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch.callbacks import BasePredictionWriter
 
 from dlo_framework.distributed.strategy import DataParallelStrategy
 from dlo_framework.testing import run_distributed
@@ -156,6 +157,29 @@ def test_each_sample_is_predicted_once_and_in_order(world: int, tmp_path: Path) 
             found, one = torch.cat([part["sums"] for part in found]), [part["sums"] for part in one]
         torch.testing.assert_close(found, torch.cat(one), rtol=2e-5, atol=1e-5)
         assert sum(ranks[number] for ranks in counts) == samples * world // 2
+
+
+class Indices(BasePredictionWriter):
+    """Keeps the indices of the samples that predictions are of."""
+
+    def write_on_epoch_end(self, trainer: Any, pl_module: Any, predictions: Any, batch_indices: Any) -> None:
+        self.found = [index for batch in batch_indices[0] for index in batch]
+
+
+def _indices(rank: int, world: int, names: list[str], size: tuple[int, int]) -> list[list[int]]:
+    found = []
+    for name in names:
+        writer = Indices("epoch")
+        run = trainer(world, STRATEGIES[name](), callbacks=[writer])
+        run.predict(KINDS["mse"].module(), PlainSamples(KINDS["mse"], *size))
+        found.append(writer.found)
+    return found
+
+
+def test_a_prediction_writer_gets_each_index_of_torchs_loader_once() -> None:
+    by_rank = run_distributed(_indices, 2, ["ddp", "zero3"], (5, 2))
+    for found in zip(*by_rank, strict=True):
+        assert sorted(index for indices in found for index in indices) == list(range(5))
 
 
 def test_ranks_with_fewer_batches_of_torchs_loader_predict_with_the_others(tmp_path: Path) -> None:
