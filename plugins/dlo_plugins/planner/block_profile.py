@@ -11,7 +11,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_leaves, tree_map
 
 from dlo_plugins.planner.kernel_fusion import fuse
-from dlo_plugins.planner.operation_recorder import Recorder, attention_core, selected, summarise
+from dlo_plugins.planner.operation_recorder import Recorder, attention_core, needed, selected, summarise
 from dlo_plugins.planner.recorded_operation import Operation, Record
 from dlo_plugins.planner.work import Amount, Part, Product, Recomputation, Work
 
@@ -147,11 +147,17 @@ def _modes(
 
     def keeping(every: int) -> Recomputation:
         kept, repeated = selected(operations, every)
+        kept -= ends
+        return Recomputation(
+            amount(kept), amount(needed(operations, set(saved.sizes) - ends, kept)),
+            _per_row(summarise(repeated, used), rows),
+        )  # fmt: skip
+
+    def amount(numbers: set[int]) -> Amount:
         found = [0.0, 0.0]
-        for number in kept - ends:
+        for number in numbers:
             found[not inside[number]] += sizes[number]
-        amount = _times(Amount(*found), 1 / rows)
-        return Recomputation(amount, amount, _per_row(summarise(repeated, used), rows))
+        return _times(Amount(*found), 1 / rows)
 
     return {
         "none": Recomputation(

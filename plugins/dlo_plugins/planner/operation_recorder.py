@@ -254,6 +254,29 @@ def selected(operations: list[Operation], every: int = 1) -> tuple[set[int], lis
     return kept, [op for op in operations if id(op) not in chosen]
 
 
+def needed(operations: list[Operation], saved: set[int], kept: set[int]) -> set[int]:
+    """Returns the kept storages from which compiled code computes what backward reads.
+
+    Eager code keeps the result of each chosen product. Compiled code leaves out those that backward does not need, such
+    as that of a block's last product, which is only added to the residual.
+
+    Args:
+        operations: Operations of a forward.
+        saved: Numbers of the storages that backward reads.
+        kept: Numbers of the storages that may be kept.
+    """
+    makers = {number: op for op in operations for number in op.writes}
+    pending, seen = list(saved), set[int]()
+    while pending:
+        number = pending.pop()
+        if number in seen:
+            continue
+        seen.add(number)
+        if number not in kept and number in makers:
+            pending += makers[number].reads
+    return seen & kept
+
+
 def attention_core(operations: list[Operation]) -> list[Operation]:
     """Returns the operations from the scores to the values' mean: what the paper's selective mode repeats."""
     batched = [n for n, op in enumerate(operations) if op.packet in (_aten.bmm, _aten.baddbmm)]
