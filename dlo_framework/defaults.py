@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -56,10 +57,8 @@ def add_default_callbacks(
     Raises:
         DloError: The folder of the run, or that of a ModelCheckpoint, begins with a scheme, such as ``s3:``.
     """
-    _check_on_file_system("run.dir", run_folder)
-    for callback in callbacks:
-        if isinstance(callback, ModelCheckpoint) and callback.dirpath is not None:
-            _check_on_file_system(f"dirpath of {type(callback).__name__}", callback.dirpath)
+    check_on_file_system("run.dir", run_folder)
+    check_checkpoint_folders(callbacks)
     monitor = next((callback for callback in callbacks if isinstance(callback, RunMonitor)), RunMonitor())
     state = StateReport()
     # Before the user's: a callback that clips gradients, or adds noise to them, must get the corrected gradient.
@@ -94,8 +93,27 @@ def add_default_callbacks(
     return [*first, *callbacks, *(callback for callback in defaults if callback not in callbacks)]
 
 
-def _check_on_file_system(option: str, path: str | Path) -> None:
-    """Checks that a folder of a run has no scheme, which would be taken for the name of a local folder."""
+def check_checkpoint_folders(callbacks: Iterable[Callback]) -> None:
+    """Checks that the folder of each ModelCheckpoint is on a file system.
+
+    Raises:
+        DloError: The folder begins with a scheme, such as ``s3:``.
+    """
+    for callback in callbacks:
+        if isinstance(callback, ModelCheckpoint) and callback.dirpath is not None:
+            check_on_file_system(f"dirpath of {type(callback).__name__}", callback.dirpath)
+
+
+def check_on_file_system(option: str, path: str | Path) -> None:
+    """Checks that a folder of a run has no scheme, which would be taken for the name of a local folder.
+
+    Args:
+        option: Option that sets the folder, for the error.
+        path: Folder.
+
+    Raises:
+        DloError: The path has a scheme, such as ``s3:``.
+    """
     scheme = next((part for part in Path(path).parts if part.endswith(":")), None)
     if scheme is not None:
         raise DloError(

@@ -23,7 +23,7 @@ import torch
 
 from dlo_framework.atomic_file import PARTIAL
 from dlo_framework.checkpoint.manifest import MANIFEST, STATE
-from dlo_framework.checkpoint.store import OLD, REMOVED, locate, read_manifest, store_of, write_whole
+from dlo_framework.checkpoint.store import OLD, REMOVED, locate, read_manifest, refuse_remote, store_of, write_whole
 from dlo_framework.checkpoint.verify import Level, find_damage
 from dlo_framework.errors import DloError
 
@@ -69,6 +69,7 @@ def read_entry(path: Path) -> Entry | None:
         if status.is_folder:
             manifest = read_manifest(found)
             return Entry(path, manifest.step, manifest.time, manifest.weights_only)
+        refuse_remote(found)
         content = torch.load(found, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(found))
         return Entry(path, int(content["global_step"]), status.time, "optimizer_states" not in content)
     except (

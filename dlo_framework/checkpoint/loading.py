@@ -19,7 +19,7 @@ from dlo_framework.checkpoint.formats.torch_file import SafeCheckpointIO, refuse
 from dlo_framework.checkpoint.history import newest_valid
 from dlo_framework.checkpoint.manifest import STATE, Key, Manifest, SavedTensor
 from dlo_framework.checkpoint.state_tree import METADATA, insert_tensors, read_state
-from dlo_framework.checkpoint.store import checkpoint_path, locate, store_of
+from dlo_framework.checkpoint.store import checkpoint_path, is_folder, locate, refuse_remote, store_of
 from dlo_framework.checkpoint.tensor_file import Stored, dtype_of
 from dlo_framework.checkpoint.verify import Level, OpenCheckpoint, open_checkpoint, verify
 from dlo_framework.errors import DloError, did_you_mean
@@ -64,6 +64,8 @@ def check(path: str | Path) -> None:
         _verify_or_offer(path, "size", None)
         refuse_unsafe(found / STATE)
     else:
+        if not is_folder(found):
+            refuse_remote(found)
         refuse_unsafe(found)
 
 

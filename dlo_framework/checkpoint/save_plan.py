@@ -20,6 +20,7 @@ from torch import Tensor
 from dlo_framework.checkpoint.manifest import Key, Run, next_box, shard_name
 from dlo_framework.checkpoint.state_tree import TensorLocation
 from dlo_framework.checkpoint.tensor_file import dtype_name, dtype_of
+from dlo_framework.errors import DloError
 from dlo_framework.shards import Box, Shard, full_box, held_boxes, is_tiling
 
 Spans = tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]
@@ -158,6 +159,9 @@ def make_global_plan(told: Sequence[PackedInventory]) -> Plan:
 
     Args:
         told: Packed inventory of each rank.
+
+    Raises:
+        DloError: if the ranks' boxes of a tensor do not cover each of its elements once.
     """
     met = _Registry()
     held = [met.take(one) for one in told]
@@ -174,7 +178,7 @@ def make_global_plan(told: Sequence[PackedInventory]) -> Plan:
     _, first, item, count = np.unique(
         tensor * len(boxes) + box, return_index=True, return_inverse=True, return_counts=True
     )
-    _check_tiling(met, boxes, tensor[first], box[first])
+    _check_tiling(met, boxes, tensor[first], box[first], len(held))
     writer = _writers(rank, item, first, count, size[first])
     writes = writer[item] == rank
     begin, sizes = _offsets(np.flatnonzero(writes), rank, item, element[tensor], size, len(held))
@@ -244,7 +248,7 @@ class _Registry:
         return self._numbers.setdefault(key, len(self._numbers))
 
 
-def _check_tiling(met: _Registry, boxes: list[Box], tensor: Numbers, box: Numbers) -> None:
+def _check_tiling(met: _Registry, boxes: list[Box], tensor: Numbers, box: Numbers, ranks: int) -> None:
     """Checks that the items of each tensor tile it. Tensors that are sharded in the same way are checked once."""
     bounds = np.searchsorted(tensor, np.arange(len(met.tensors) + 1)).tolist()
     seen = set()
@@ -252,10 +256,21 @@ def _check_tiling(met: _Registry, boxes: list[Box], tensor: Numbers, box: Number
         cut = (shape, box[low:high].tobytes())
         if cut not in seen:
             own = [boxes[number] for number in box[low:high]]
-            assert is_tiling(shape, own), (
-                f"the boxes that ranks hold of {key}, shape {shape}, do not tile it: {own[:8]}"
-            )
+            if not is_tiling(shape, own):
+                raise DloError(_tiling_message(key, shape, own, ranks))
             seen.add(cut)
+
+
+def _tiling_message(key: Key, shape: tuple[int, ...], own: list[Box], ranks: int) -> str:
+    shards = ", ".join(f"offsets {box.offsets} sizes {box.sizes}" for box in own[:8]) or "none"
+    if ranks == 1:
+        fix = "save() on every rank with group=, the process group of all ranks that hold shards"
+    else:
+        fix = "give each element to one rank, or the same shard to several"
+    return (
+        f"the shards of {'/'.join(key)} on {ranks} rank{'s' * (ranks > 1)} must cover its shape {shape} once, got"
+        f" {shards}; {fix}"
+    )
 
 
 def _writers(rank: Numbers, item: Numbers, first: Numbers, count: Numbers, size: Numbers) -> Numbers:

@@ -89,7 +89,7 @@ class Prepared:
 
     Attributes:
         path: Folder of the checkpoint.
-        agreed: Plan of the files that this rank and the others write.
+        plan: Plan of the files that this rank and the others write.
         elements: Tensors of the boxes that this rank writes, in the run's memory or copies.
         rest: State without the tensors of model and optimizer, on rank 0; None on other ranks.
         about: Plain data for the manifest.
@@ -122,7 +122,8 @@ def save(
         about: Plain data for the manifest: the strategy, the mesh, the config.
 
     Raises:
-        DloError: on all ranks, if the disk is too full or cannot be written, or a value could not be read back.
+        DloError: on all ranks, if the disk is too full or cannot be written, a value could not be read back, or the
+            shards of the group's ranks do not cover a tensor, as without ``group`` in a run of several ranks.
     """
     prepared = prepare(checkpoint, checkpoint_path(path), group=group, about=about)
     write(prepared, group)

@@ -217,6 +217,19 @@ def checkpoint_path(path: str | Path, storage_options: Any = None) -> Path:
     return Path(path)
 
 
+def refuse_remote(path: Path, what: str = "a checkpoint in one file") -> None:
+    """Refuses a path in a registered store for what only a file system holds.
+
+    Raises:
+        DloError: if the path is in a registered store.
+    """
+    if store_of(path) is not LOCAL:
+        raise DloError(
+            f"{what} must be on a file system, got {path}; a store holds checkpoint folders alone, so choose a local"
+            " path"
+        )
+
+
 @functools.cache
 def _registered(scheme: str) -> CheckpointStore | None:
     point = next(iter(metadata.entry_points(group=GROUP, name=scheme)), None)
@@ -270,6 +283,12 @@ class HashedFile:
 
 
 # --- folders of checkpoints ----------------------------------------------------------------------------------
+
+
+def is_folder(path: Path) -> bool:
+    """Returns whether there is a folder at ``path``, in its store."""
+    status = store_of(path).status(path)
+    return status is not None and status.is_folder
 
 
 def is_folder_checkpoint(path: Path) -> bool:
@@ -329,8 +348,7 @@ def remove(path: str | Path) -> None:
     """Removes a checkpoint, folder or file, atomically: no partial one is ever visible under its name."""
     path = Path(path)
     store, removed = store_of(path), leftover_path(path, REMOVED)
-    status = store.status(path)
-    if status is not None and status.is_folder:
+    if is_folder(path):
         store.remove(removed)
         store.rename(path, removed)
         store.remove(removed)

@@ -11,7 +11,7 @@ from torch.distributed import ProcessGroup
 
 from dlo_framework.agreement import rank_of, run_on_all_ranks, size_of
 from dlo_framework.checkpoint.manifest import Manifest
-from dlo_framework.checkpoint.store import locate, read_manifest, store_of
+from dlo_framework.checkpoint.store import is_folder, locate, read_manifest, refuse_remote, store_of
 from dlo_framework.checkpoint.tensor_file import read_header
 from dlo_framework.errors import DloError
 
@@ -61,13 +61,15 @@ def open_checkpoint(path: Path) -> OpenCheckpoint:
     """Finds a checkpoint and reads its manifest.
 
     Raises:
-        DloError: if there is none, or its manifest is missing or damaged.
+        DloError: if there is none, its manifest is missing or damaged, or it is a single file in another store.
     """
     found = locate(path)
     if found is None:
         raise DloError(f"no checkpoint {path}")
-    status = store_of(found).status(found)
-    return OpenCheckpoint(found, read_manifest(found) if status is not None and status.is_folder else None)
+    if is_folder(found):
+        return OpenCheckpoint(found, read_manifest(found))
+    refuse_remote(found)
+    return OpenCheckpoint(found, None)
 
 
 def verify(path: str | Path, level: Level = "hash", *, group: ProcessGroup | None = None) -> OpenCheckpoint:

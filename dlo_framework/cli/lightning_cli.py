@@ -19,8 +19,9 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from dlo_framework import run_lock, runs
 from dlo_framework.checkpoint import SafeCheckpointIO, check, recover
 from dlo_framework.checkpoint.history import read_entry
+from dlo_framework.checkpoint.store import LOCAL, store_of
 from dlo_framework.cli.config_scan import ConfigScan
-from dlo_framework.defaults import add_default_callbacks
+from dlo_framework.defaults import add_default_callbacks, check_checkpoint_folders, check_on_file_system
 from dlo_framework.distributed.checkpointing import CanonicalStrategy
 from dlo_framework.distributed.grace import GRACE
 from dlo_framework.distributed.strategy import register_data_parallel, use_canonical_checkpoints
@@ -206,10 +207,17 @@ class DloCLI(LightningCLI):
             )
 
     def _runs(self) -> Path:
-        """Returns the folder of this config's runs: ``runs/quickstart``."""
+        """Returns the folder of this config's runs: ``runs/quickstart``.
+
+        Raises:
+            DloError: If the folder begins with a scheme, such as ``s3:``.
+        """
         config = self.config[self.command]
         name = config.run.name or (Path(self.config_paths[-1]).stem if self.config_paths else "default")
-        return Path(config.run.dir or config.trainer.default_root_dir or "runs") / name
+        folder = Path(config.run.dir or config.trainer.default_root_dir or "runs") / name
+        rooted = config.trainer.default_root_dir and not config.run.dir
+        check_on_file_system("trainer.default_root_dir" if rooted else "run.dir", folder)
+        return folder
 
     def before_instantiate_classes(self) -> None:
         """Registers :meth:`_build_strategy` as the builder of strategies."""
@@ -253,6 +261,7 @@ class DloCLI(LightningCLI):
             if self.command == "predict":
                 kwargs["callbacks"] = [*callbacks, SavePredictions(self._predictions())]
             return self._build_trainer(kwargs)
+        check_checkpoint_folders(callbacks)
         self.run_folder = self._resumed_run() or self._new_run()
         if runs.is_first_process():
             self._lock_run(self.run_folder)
@@ -320,7 +329,8 @@ class DloCLI(LightningCLI):
         """Returns the path for predictions: in the checkpoint's run folder, unless the config names another."""
         config = self.config[self.command]
         path = Path(config.ckpt_path) if config.ckpt_path else None
-        run = path.parent.parent if path is not None and path.parent.name == runs.CHECKPOINTS else None
+        is_in_run = path is not None and path.parent.name == runs.CHECKPOINTS and store_of(path) is LOCAL
+        run = path.parent.parent if path is not None and is_in_run else None
         if run is None or (config.run.dir and not self._is_own(run)):
             run = self._runs()
         return run / f"predictions-{path.stem if path is not None else 'untrained'}.pt"

@@ -331,8 +331,12 @@ def test_ranks_that_disagree_on_a_tensor_and_boxes_that_are_not_all_of_it_are_to
         make_global_plan([pack_inventory([whole]), pack_inventory([whole._replace(dtype="bfloat16")])])
     for part in (Box((0,), (3,)), None):
         holding = held("w", "float32", (4,), *([part] if part else []))
+        told = pack_inventory([holding])
+        got = r"offsets \(0,\) sizes \(3,\)" if part else "none"
+        with pytest.raises(DloError, match=rf"on 1 rank must cover its shape \(4,\) once, got {got}; .* with group="):
+            make_global_plan([told])
         with pytest.raises(
-            AssertionError, match=r"the boxes that ranks hold of \('model', 'w'\), shape \(4,\), do not"
+            DloError, match=rf"shards of model/w on 2 ranks .* got {got}; give each element to one rank"
         ):
-            make_global_plan([pack_inventory([holding])])
+            make_global_plan([told, told])
     assert prod(make_global_plan([pack_inventory([])]).sizes) == 0

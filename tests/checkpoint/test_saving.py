@@ -208,10 +208,16 @@ def test_an_error_on_one_rank_is_raised_on_all_and_nothing_is_left(found, folder
         assert messages["unsafe"].startswith(
             "DloError: rank 0: checkpoint['mine']['f'] must be plain data, got a builtins.function"
         )
-        assert messages["gap"].startswith("RuntimeError: rank 0: AssertionError: the boxes that ranks hold of ('mod")
+        assert messages["gap"].startswith("DloError: rank 0: the shards of model/w on 2 ranks must cover its")
         assert messages["blocked"].startswith("DloError: rank 1: cannot write the checkpoint")
     assert [path.name for path in (folder / "failing").iterdir()] == ["good.ckpt"]
     assert load(folder / "failing" / "good.ckpt")["state_dict"]["w"].tolist() == [1.0] * 4
+
+
+def test_shards_that_are_saved_without_their_group_are_refused_and_nothing_is_left(tmp_path):
+    with pytest.raises(DloError, match=r"model/w on 1 rank must cover .*; save\(\) on every rank with group="):
+        save({"state_dict": flat(1.0, 0, 2)}, tmp_path / "last.ckpt")
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_full_disk_is_told_on_all_ranks_and_the_previous_checkpoint_stays(found, small_disk):

@@ -1,10 +1,13 @@
 """All files of a checkpoint are reached through the store of its path: here a remote one, in memory."""
 
+import json
+import re
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+from jsonargparse import Namespace
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.demos.boring_classes import BoringModel
 
@@ -28,6 +31,8 @@ from dlo_framework.checkpoint import store as stores
 from dlo_framework.checkpoint.formats.safetensors_file import from_single_file
 from dlo_framework.checkpoint.history import superseded
 from dlo_framework.checkpoint.store import LocalStore, store_of
+from dlo_framework.cli.lightning_cli import DloCLI
+from dlo_framework.cli.main import main
 from dlo_framework.defaults import add_default_callbacks
 from dlo_framework.errors import DloError
 from dlo_framework.shards import FlatShard, full_box
@@ -160,6 +165,71 @@ def test_an_existing_checkpoint_in_another_store_is_not_overwritten_by_a_convers
         from_single_file(Path("one.safetensors"), RUN / "last.ckpt")
 
 
+def test_the_commands_read_a_checkpoint_of_another_store(tmp_path, monkeypatch, capsys):
+    register(tmp_path, monkeypatch, "mem = support.memory_store:MemoryStore")
+    monkeypatch.setattr(MemoryStore, "files", {})
+    save({**a_run(9), "pytorch-lightning_version": "2.6.6"}, RUN / "last.ckpt")
+    path = "mem://bucket/run/last.ckpt"
+    assert main(["checkpoint", "inspect", path]) == 0
+    assert "w          20 x 30  float32   2.4 kB" in capsys.readouterr().out
+    assert main(["checkpoint", "inspect", path, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["step"] == 9
+    for words in (["verify"], ["verify", "--quick"]):
+        assert main(["checkpoint", words[0], path, *words[1:]]) == 0
+    targets = {"convert": ("one.safetensors", "theirs.ckpt"), "export": ("w.safetensors", "w.pt")}
+    for command, names in targets.items():
+        for name in names:
+            assert main(["checkpoint", command, path, str(tmp_path / name)]) == 0
+            assert (tmp_path / name).is_file()
+    assert main(["checkpoint", "convert", str(tmp_path / "one.safetensors"), "mem://bucket/run/back.ckpt"]) == 0
+    assert main(["checkpoint", "convert", str(tmp_path / "theirs.ckpt"), "mem://bucket/run/third.ckpt"]) == 0
+    for name in ("back.ckpt", "third.ckpt"):
+        assert torch.equal(load(RUN / name)["state_dict"]["w"], a_run(9)["state_dict"]["w"])
+    assert main(["checkpoint", "inspect", "mem://bucket/run/none.ckpt"]) == 2
+    assert "no checkpoint mem:/bucket/run/none.ckpt" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["inspect", "mem://bucket/run/one.ckpt"],
+        ["verify", "mem://bucket/run/one.ckpt"],
+        ["convert", "mem://bucket/run/one.ckpt", "ours.ckpt"],
+        ["convert", "mem://bucket/run/other", "ours.ckpt"],
+        ["export", "mem://bucket/run/one.ckpt", "w.safetensors"],
+        ["convert", "mem://bucket/run/last.ckpt", "mem://bucket/run/one.safetensors"],
+        ["convert", "mem://bucket/run/last.ckpt", "mem://bucket/run/theirs.ckpt"],
+        ["export", "mem://bucket/run/last.ckpt", "mem://bucket/run/w.safetensors"],
+        ["export", "mem://bucket/run/last.ckpt", "mem://bucket/run/folder"],
+    ],
+)
+def test_the_commands_refuse_what_another_store_does_not_hold_and_leave_nothing(words, tmp_path, monkeypatch, capsys):
+    register(tmp_path, monkeypatch, "mem = support.memory_store:MemoryStore")
+    monkeypatch.setattr(MemoryStore, "files", {})
+    monkeypatch.chdir(tmp_path)
+    save(a_run(9), RUN / "last.ckpt")
+    MemoryStore().make_folder(RUN / "other")
+    MemoryStore.files[RUN / "one.ckpt"] = b"PK"
+    before = sorted(MemoryStore.files)
+    assert main(["checkpoint", *words]) == 2
+    message = capsys.readouterr().err
+    assert re.search(r"must be on a file system, got mem:/.*; a store holds checkpoint folders", message), message
+    assert sorted(MemoryStore.files) == before
+    assert [path.name for path in tmp_path.iterdir()] == ["site"]
+
+
+def test_a_single_file_in_another_store_is_refused_before_a_run_and_skipped_in_the_history(memory):
+    save(a_run(5), RUN / "step-5.ckpt")
+    memory.files[RUN / "one.ckpt"] = b"PK"
+    for read in (check, load):
+        with pytest.raises(DloError, match=r"a checkpoint in one file must be on a file system, got mem:/.*one\.ckpt"):
+            read(RUN / "one.ckpt")
+    with pytest.warns(
+        UserWarning, match=r"skipping mem:/.*one\.ckpt: a checkpoint in one file must be on a file system"
+    ):
+        assert newest_valid(RUN) == RUN / "step-5.ckpt"
+
+
 def test_a_write_that_another_store_refuses_leaves_nothing(memory, monkeypatch):
     save(a_run(5), RUN / "last.ckpt")
     monkeypatch.setattr(MemoryStore, "sync", lambda self, folder: (_ for _ in ()).throw(OSError(5, "lost connection")))
@@ -243,3 +313,13 @@ def test_a_run_s_folder_has_no_scheme(option, tmp_path, monkeypatch) -> None:
     folder = remote if option == "run.dir" else tmp_path / "run"
     with pytest.raises(DloError, match=f"{option} must be on a file system, got .* with the scheme mem:"):
         add_default_callbacks(callbacks, run_folder=folder, model=BoringModel())
+
+
+def test_predictions_from_another_store_are_written_to_the_runs_of_the_config(memory) -> None:
+    cli = DloCLI.__new__(DloCLI)
+    cli.command = "predict"
+    run, trainer = Namespace(dir=None, name="digits"), Namespace(default_root_dir=None)
+    for folder, expected in ((RUN, "runs/digits"), (Path("kept/version_3"), "kept/version_3")):
+        path = str(folder / "checkpoints" / "last.ckpt")
+        cli.config = Namespace(predict=Namespace(ckpt_path=path, run=run, trainer=trainer))
+        assert cli._predictions() == Path(expected) / "predictions-last.pt"

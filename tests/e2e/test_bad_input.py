@@ -356,6 +356,23 @@ def test_no_space_in_the_run_folder(refused, tmp_path):
         subprocess.run(["umount", full], check=True)
 
 
+@pytest.mark.parametrize(
+    ("given", "option"),
+    [
+        (["--run.dir", "s3://bucket/runs"], "run.dir"),
+        (["--trainer.default_root_dir", "s3://bucket/runs"], "trainer.default_root_dir"),
+        (
+            ["--trainer.callbacks", "[{class_path: ModelCheckpoint, init_args: {dirpath: 'memory://bucket/best'}}]"],
+            "dirpath of ModelCheckpoint",
+        ),
+    ],
+)
+def test_a_folder_with_a_scheme_is_refused_and_leaves_nothing(refused, tmp_path, given, option):
+    message = refused("fit", "--config", "train.yaml", *given)
+    assert f"{option} must be on a file system, got " in message
+    assert [path.name for path in tmp_path.iterdir()] == ["train.yaml"]
+
+
 def test_the_command_itself_exits_with_2(dlo):
     (dlo.folder / "train.yaml").write_text(CONFIG.replace("max_epochs", "max_epoch"))
     done = dlo("fit", "--config", "train.yaml", code=2)

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
-from dlo_framework.checkpoint.formats.safetensors_file import make_file_manifest, refuse_existing
+from dlo_framework.checkpoint.formats.safetensors_file import check_new_file, make_file_manifest, refuse_existing
 from dlo_framework.checkpoint.formats.torch_file import SafeCheckpointIO, read_file
 from dlo_framework.checkpoint.loading import load
 from dlo_framework.checkpoint.manifest import Manifest, SavedTensor
@@ -53,7 +53,7 @@ def to_lightning(source: Path, target: Path) -> None:
     Raises:
         DloError: if the source is damaged, or the target cannot be written.
     """
-    refuse_existing(target)
+    check_new_file(target)
     SafeCheckpointIO().save_checkpoint(as_lightning(load(source)), target)
 
 

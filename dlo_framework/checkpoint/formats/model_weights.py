@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from dlo_framework.checkpoint.formats.safetensors_file import refuse_existing, write_safetensors
+from dlo_framework.checkpoint.formats.safetensors_file import check_new_file, write_safetensors
 from dlo_framework.checkpoint.formats.torch_file import SafeCheckpointIO, read_file
 from dlo_framework.checkpoint.loading import LazyStateDict, as_lazy_state_dict, load
 from dlo_framework.checkpoint.verify import verify
@@ -66,7 +66,7 @@ def export_weights(
     Raises:
         DloError: if the source is damaged, or the target cannot be written.
     """
-    refuse_existing(target)
+    check_new_file(target)
     opened = verify(source)
     checkpoint = read_file(opened.path, mmap=True) if opened.manifest is None else load(source, level=None)
     weights = model_weights(checkpoint, prefix)

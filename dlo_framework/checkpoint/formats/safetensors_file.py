@@ -16,7 +16,7 @@ from dlo_framework.checkpoint.loading import LazyStateDict, TensorReader, assemb
 from dlo_framework.checkpoint.manifest import STATE, Chunk, Key, Manifest, SavedTensor
 from dlo_framework.checkpoint.saving import disk_errors, save
 from dlo_framework.checkpoint.state_tree import MODEL, read_state, write_state
-from dlo_framework.checkpoint.store import HashedFile, store_of
+from dlo_framework.checkpoint.store import HashedFile, refuse_remote, store_of
 from dlo_framework.checkpoint.tensor_file import dtype_name, make_header, memory_of, read_header
 from dlo_framework.checkpoint.verify import sha256, verify
 from dlo_framework.errors import DloError
@@ -38,7 +38,7 @@ def to_single_file(source: Path, target: Path) -> Path:
         DloError: if the source is damaged, or a file cannot be written.
     """
     for path in (target, state_file_of(target)):
-        refuse_existing(path)
+        check_new_file(path)
     found, manifest = verify(source)
     assert manifest is not None
     rest = read_state(found / STATE)
@@ -157,7 +157,13 @@ def _whole_file(path: Path) -> Iterator[HashedFile]:
         yield file
 
 
+def check_new_file(path: Path) -> None:
+    """Raises a DloError if a single file cannot be written to ``path``: something is there, or it is in a store."""
+    refuse_remote(path)
+    refuse_existing(path)
+
+
 def refuse_existing(path: Path) -> None:
-    """Raises a DloError if there is something at the path of a file to write."""
+    """Raises a DloError if there is something at the path of a file or folder to write."""
     if store_of(path).status(path) is not None:
         raise DloError(f"{path} exists; remove it, or choose another path")

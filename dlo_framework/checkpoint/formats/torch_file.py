@@ -17,7 +17,7 @@ from lightning.pytorch.plugins.io import TorchCheckpointIO
 
 from dlo_framework.atomic_file import PARTIAL
 from dlo_framework.checkpoint.state_tree import make_read_error, make_refusal, tensor_bytes
-from dlo_framework.checkpoint.store import LOCAL, OLD, checkpoint_path, leftover_path, store_of
+from dlo_framework.checkpoint.store import LOCAL, OLD, checkpoint_path, leftover_path, refuse_remote, store_of
 from dlo_framework.disk_space import NO_SPACE, describe_shortage, explain_refusal, find_os_error, free_bytes
 from dlo_framework.errors import DloError
 
@@ -33,8 +33,7 @@ class SafeCheckpointIO(TorchCheckpointIO):
                 storage than a file system.
         """
         target = checkpoint_path(path, storage_options)
-        if store_of(target) is not LOCAL:
-            raise DloError(f"a checkpoint in one file must be on a file system, got {path}; save canonical ones there")
+        refuse_remote(target)
         target.parent.mkdir(parents=True, exist_ok=True)
         need = tensor_bytes(checkpoint)
         free = free_bytes(target.parent)

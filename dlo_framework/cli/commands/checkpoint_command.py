@@ -70,27 +70,37 @@ def _parser() -> CommandParser:
     return parser
 
 
+def _find(path: Path) -> Path:
+    """Returns the current path of a checkpoint: a folder in any store, or a single file on a file system."""
+    from dlo_framework.checkpoint.store import is_folder, locate, refuse_remote
+
+    found = locate(path)
+    if found is None:
+        raise DloError(f"no checkpoint {path}")
+    if not is_folder(found):
+        refuse_remote(found)
+    return found
+
+
 def _verify(path: Path, level: Any) -> int:
-    from dlo_framework.checkpoint import locate
     from dlo_framework.checkpoint.verify import find_damage
 
-    if locate(path) is None:
-        raise DloError(f"no checkpoint {path}")
+    _find(path)
     problem = find_damage(path, level)
     print(problem or f"ok: {path}")
     return 1 if problem else 0
 
 
 def _convert(path: Path, target: Path) -> int:
-    from dlo_framework.checkpoint import locate
     from dlo_framework.checkpoint.formats import lightning_file, safetensors_file
     from dlo_framework.checkpoint.formats.importers import find_importer
-    from dlo_framework.checkpoint.store import is_folder_checkpoint
+    from dlo_framework.checkpoint.store import is_folder, is_folder_checkpoint, refuse_remote
 
-    found = locate(path)
-    if found is None:
-        raise DloError(f"no checkpoint {path}")
-    known = found.suffix == ".safetensors" if found.is_file() else is_folder_checkpoint(found)
+    found = _find(path)
+    is_file = not is_folder(found)
+    known = found.suffix == ".safetensors" if is_file else is_folder_checkpoint(found)
+    if not known:
+        refuse_remote(found, "another program's checkpoint")
     importer = None
     try:
         importer = None if known else find_importer(found)
@@ -100,22 +110,22 @@ def _convert(path: Path, target: Path) -> int:
         print(f"note: {error}", file=sys.stderr)
     if importer is not None:
         if target.suffix == ".safetensors":
-            kind = f"{importer.name} {'file' if found.is_file() else 'folder'}"
+            kind = f"{importer.name} {'file' if is_file else 'folder'}"
             raise DloError(f"TARGET must be a folder for the {kind} {path}, got {target}; remove the ending")
         for note in importer.convert(found, target):
             print(f"note: {note}", file=sys.stderr)
         print(f"wrote {target}")
     elif target.suffix == ".safetensors":
-        if found.is_file():
+        if is_file:
             raise DloError(
                 f"PATH must be a checkpoint folder for a .safetensors TARGET, got the file {path}; convert it to a"
                 f" folder first, or export its weights alone with `dlo checkpoint export {path} {target}`"
             )
         print(f"wrote {target} and {safetensors_file.to_single_file(path, target)}")
-    elif path.suffix == ".safetensors" and found.is_file():
+    elif path.suffix == ".safetensors" and is_file:
         safetensors_file.from_single_file(path, target)
         print(f"wrote {target}")
-    elif found.is_file():
+    elif is_file:
         for note in lightning_file.import_lightning(path, target):
             print(f"note: {note}", file=sys.stderr)
         print(f"wrote {target}")
@@ -134,7 +144,9 @@ def _export(path: Path, target: Path, prefix: str | None, dtype: str | None) -> 
     import torch
 
     from dlo_framework.checkpoint.formats.model_weights import TORCH_ENDINGS, export_weights
+    from dlo_framework.checkpoint.store import refuse_remote
 
+    refuse_remote(target, "TARGET")
     if target.suffix not in (".safetensors", *TORCH_ENDINGS):
         return _export_folder(path, target, prefix, getattr(torch, dtype) if dtype else None)
 
@@ -187,14 +199,12 @@ def _inspect(path: Path, *, as_json: bool) -> int:
 
 def _read_manifest(path: Path) -> Manifest:
     """Returns the manifest of a checkpoint folder, or one built from the content of a single file."""
-    from dlo_framework.checkpoint import locate, read_manifest
     from dlo_framework.checkpoint.formats.torch_file import read_file
+    from dlo_framework.checkpoint.verify import open_checkpoint
 
-    found = locate(path)
-    if found is None:
-        raise DloError(f"no checkpoint {path}")
-    if found.is_dir():
-        return read_manifest(found)
+    found, manifest = open_checkpoint(path)
+    if manifest is not None:
+        return manifest
     if path.suffix == ".safetensors":
         from dlo_framework.checkpoint.formats.safetensors_file import manifest_of_file
 
