@@ -80,8 +80,8 @@ class SlicedShard:
     """Shard of a tensor that tensor parallelism has sliced, and that FSDP or ZeRO may shard further.
 
     Attributes:
-        part: Rank's shard of the slice.
-        cut: Slice of the full tensor.
+        shard: Rank's shard of the slice.
+        tensor_slice: Slice of the full tensor.
     """
 
     shard: Tensor | FlatShard

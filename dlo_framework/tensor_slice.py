@@ -91,12 +91,12 @@ class Layout:
     """Result of tensor and pipeline parallelism on a model. Names are relative to the model.
 
     Attributes:
-        cuts: Slices of the parameters and buffers that the ranks of the tp axis share.
+        slices: Slices of the parameters and buffers that the ranks of the tp axis share.
         partial: Parameters that each rank holds in full and whose gradients must be summed over the tp axis.
-        elsewhere: Parameters and buffers of other pipeline stages; here they are on the meta device, so that optimizer
-            groups and checkpoints know all names.
-        repeated: Parameters of which an earlier pipeline stage holds a copy: an embedding that the head is tied to. The
-            gradients of the copies must be summed.
+        other_stages: Parameters and buffers of other pipeline stages; here they are on the meta device, so that
+            optimizer groups and checkpoints know all names.
+        tied_copies: Parameters of which an earlier pipeline stage holds a copy: an embedding that the head is tied to.
+            The gradients of the copies must be summed.
     """
 
     slices: dict[str, TensorSlice] = field(default_factory=dict)

@@ -75,7 +75,7 @@ class CanonicalStrategy(Strategy, StrategyContract):
     #: Whether checkpoints are written in the background while training goes on; the command line's
     #: ``--run.async_checkpoints`` sets it.
     async_checkpoints = False
-    #: ``as_shard``, or ``lightning``: a single file that rank 0 writes, as Lightning's own strategies do;
+    #: ``canonical``, or ``lightning``: a single file that rank 0 writes, as Lightning's own strategies do;
     #: ``--run.checkpoint_format`` sets it.
     checkpoint_format = "canonical"
     #: Whether every rank holds the full state of module and optimizers, in the module's own tensors.

@@ -23,7 +23,7 @@ class MeshGroups:
         timeout: Time limit of a collective; None for torch's default.
 
     Attributes:
-        place: Coordinates of this rank.
+        coordinates: Coordinates of this rank.
     """
 
     def __init__(self, spec: MeshSpec, device_type: str, timeout: timedelta | None = None) -> None:

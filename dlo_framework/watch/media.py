@@ -7,7 +7,7 @@ Lightning has no common method for them. TensorBoard's writer has its own; ``Wan
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -30,7 +30,7 @@ def log_image(trainer: Trainer, tag: str, make: Callable[[], Tensor]) -> None:
         tag: Name of the image.
         make: Function that returns the image, ``[3, H, W]`` of uint8; called only if a logger takes images.
     """
-    loggers = list(_taking(trainer, "log_image", tag))
+    loggers = _taking(trainer, "log_image", tag)
     image = make() if loggers else None
     for logger in loggers:
         assert image is not None
@@ -66,19 +66,21 @@ def log_text(trainer: Trainer, tag: str, make: Callable[[], str]) -> None:
             logger.log_text(key=tag, columns=["text"], data=[[make()]], step=trainer.global_step)
 
 
-def _taking(trainer: Trainer, method: str, tag: str) -> Iterator[Any]:
-    """Yields the loggers that take images or texts, by the name of their method; none on ranks other than 0."""
-    for logger in trainer.loggers if trainer.is_global_zero else ():
-        if is_tensorboard(logger) or callable(getattr(logger, method, None)):
-            yield logger
-        else:
-            _name_missing(type(logger).__name__, method, tag)
+def _taking(trainer: Trainer, method: str, tag: str) -> list[Any]:
+    """Returns the loggers that take images or texts, by the name of their method; none on ranks other than 0."""
+    loggers: list[Any] = list(trainer.loggers) if trainer.is_global_zero else []
+    taking = [logger for logger in loggers if is_tensorboard(logger) or callable(getattr(logger, method, None))]
+    names = ", ".join(type(logger).__name__ for logger in taking)
+    for logger in loggers:
+        if logger not in taking:
+            _name_missing(type(logger).__name__, method, tag, names)
+    return taking
 
 
 @functools.cache
-def _name_missing(logger: str, method: str, tag: str) -> None:
+def _name_missing(logger: str, method: str, tag: str, others: str) -> None:
     kind = method.removeprefix("log_")
+    advice = f"add a TensorBoardLogger beside it, or define {method}(key, ...) as in WandbLogger in your own logger"
     rank_zero_info(
-        f"{logger} takes no {kind}s, so {tag} is not logged there; add a TensorBoardLogger beside it, or define"
-        f" {method}(key, ...) as in WandbLogger in a logger of your own"
+        f"{logger} takes no {kind}s, so {tag} is not logged there; {f'it is logged to {others}' if others else advice}"
     )

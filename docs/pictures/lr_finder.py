@@ -53,7 +53,7 @@ def draw() -> str:
     lines.append(f'<text x="{LEFT + WIDTH / 2}" y="{TOP + HEIGHT + 42}" text-anchor="middle">learning rate</text>')
     lines.append(_curve(sweep.rates, sweep.losses, "#808080", "1", 0.5))
     lines.append(_curve(sweep.rates, sweep.smoothed, "#3f6ad8", "2", 1.0))
-    for row, (name, rate) in enumerate(suggest(rates, losses).items()):
+    for row, (name, rate) in enumerate(suggest(rates, losses)[0].items()):
         assert rate is not None
         x, y = _x(rate), TOP + 20 + 20 * row
         lines.append(f'<path d="M{x:.1f} {TOP}v{HEIGHT}" stroke="{COLOURS[name]}" stroke-width="2"/>')

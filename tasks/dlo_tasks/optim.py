@@ -212,7 +212,8 @@ def build_optimizer(
 
     Args:
         model: Module whose trainable parameters are optimized, grouped by :func:`parameter_groups`.
-        name: Name of the optimizer in timm, or one that :func:`optimizer_class` finds.
+        name: Name of the optimizer in timm, or one that :func:`optimizer_class` finds. If `muon` is in it, the stem,
+            the head and exempt parameters are in groups with `use_fallback: True`, for which timm's Muon uses AdamW.
         lr: Base learning rate.
         weight_decay: Weight decay, see :func:`parameter_groups`.
         layer_decay: Layer-wise decay of the learning rate, see :func:`parameter_groups`.
@@ -247,7 +248,7 @@ def check_optimizer(name: str) -> None:
     if optimizer_class(name) is None and name.lower().removeprefix("lookahead_") not in known:
         others = [other for other in _imported() if other.lower() not in known]
         raise DloError(
-            f"unknown optimizer '{name}'{did_you_mean(name, [*known, *others])} available: {', '.join(known)};"
+            f"unknown optimizer '{name}'{did_you_mean(name, [*known, *others]) or ';'} available: {', '.join(known)};"
             " or the path of a class, such as torch.optim.RAdam"
         )
 

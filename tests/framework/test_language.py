@@ -45,25 +45,25 @@ PLAINER = {
 SECTION = re.compile(r"^(Args|Attributes|Returns|Yields|Raises|Example|Examples|Note|References|Source):\s*$")
 
 
-def described(docstring: str) -> Iterator[tuple[str, str]]:
-    """Yields the names and descriptions of a docstring's arguments and attributes (Google style)."""
+def described(docstring: str) -> Iterator[tuple[str, str, str]]:
+    """Yields the section, name and description of a docstring's arguments and attributes (Google style)."""
     lines = docstring.expandtabs().splitlines()
     margin = min((len(line) - len(line.lstrip()) for line in lines[1:] if line.strip()), default=0)
-    inside, indent = False, None
+    section, indent = "", None
     for line in lines[1:]:
         text = line[margin:]
         if text and not text[0].isspace():
             match = SECTION.match(text)
-            inside, indent = bool(match and match[1] in ("Args", "Attributes")), None
+            section, indent = match[1] if match else "", None
             continue
-        if not inside or not text.strip():
+        if section not in ("Args", "Attributes") or not text.strip():
             continue
         depth = len(text) - len(text.lstrip())
         indent = depth if indent is None else indent
         if depth == indent:
             name, colon, description = text.strip().partition(":")
             if colon:
-                yield name, description.strip()
+                yield section, name, description.strip()
 
 
 def wrong_arguments(source: str) -> Iterator[tuple[int, str]]:
@@ -71,9 +71,31 @@ def wrong_arguments(source: str) -> Iterator[tuple[int, str]]:
     for node in ast.walk(ast.parse(source)):
         if not isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
             continue
-        for name, description in described(ast.get_docstring(node, clean=False) or ""):
+        for _, name, description in described(ast.get_docstring(node, clean=False) or ""):
             if NOT_A_NOUN.match(description) or description[:1].islower():
                 yield getattr(node, "lineno", 1), f"{name}: {description}"
+
+
+def members(node: ast.ClassDef) -> set[str]:
+    """Returns the names of a class's fields, properties and methods, and of the attributes that it sets."""
+    own: set[str] = set()
+    for each in ast.walk(node):
+        if isinstance(each, ast.Name) and isinstance(each.ctx, ast.Store):
+            own.add(each.id)
+        elif isinstance(each, ast.FunctionDef):
+            own.add(each.name)
+        elif isinstance(each, ast.Attribute) and isinstance(each.value, ast.Name) and each.value.id == "self":
+            own.add(each.attr)
+    return own
+
+
+def missing_attributes(source: str) -> Iterator[tuple[int, str]]:
+    """Yields the line and the name of each attribute that a class describes and does not have."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.ClassDef):
+            for section, name, _ in described(ast.get_docstring(node, clean=False) or ""):
+                if section == "Attributes" and name not in members(node):
+                    yield node.lineno, f"{node.name}.{name}"
 
 
 def prose(path: Path) -> str:
@@ -116,6 +138,15 @@ def test_descriptions_of_arguments_begin_with_a_noun() -> None:
     assert found == []
 
 
+def test_attributes_that_a_class_describes_exist() -> None:
+    found = [
+        f"{path.relative_to(ROOT)}:{line}: {text}"
+        for path in code()
+        for line, text in missing_attributes(path.read_text())
+    ]
+    assert found == []
+
+
 def test_plainer_words_are_used() -> None:
     found = [
         f"{path.relative_to(ROOT)}:{line}: {text}" for path in [*code(), *pages()] for line, text in plainer_words(path)
@@ -134,6 +165,8 @@ def test_the_check_sees_what_it_is_for(tmp_path: Path) -> None:
         '        b: Number of ranks,\n            of all.\n        c: dim.\n\n    Returns:\n        It.\n    """\n'
     )
     assert [text for _, text in wrong_arguments(source)] == ["a: of the pipeline.", "c: dim."]
+    fields = 'class A:\n    """It.\n\n    Attributes:\n        a: Number.\n        b: Number.\n    """\n\n    a: int\n'
+    assert list(missing_attributes(fields)) == [(1, "A.b")]
     page = tmp_path / "page.md"
     page.write_text("It is fixed anew.\n\n```\nanew\n```\n\n`anew` is no longer used; this is no mesh.\n")
     assert [line for line, _ in plainer_words(page)] == [1, 7]

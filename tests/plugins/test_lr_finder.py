@@ -19,8 +19,9 @@ from dlo_framework.stop import GracefulStop, RunStopped
 from dlo_framework.watch.bar import RunBar
 from dlo_plugins.callbacks.lr_finder import LRFinder, lr_finder_callback
 from dlo_plugins.callbacks.lr_finder.lr_finder_callback import set_learning_rate
-from dlo_plugins.callbacks.lr_finder.lr_suggest import sweep_rates
+from dlo_plugins.callbacks.lr_finder.lr_suggest import SUGGESTIONS, sweep_rates
 from dlo_plugins.callbacks.one_cycle import OneCycle
+from support.named_sets import isolate_named_sets
 
 
 class Noisy(Dataset):
@@ -307,6 +308,25 @@ def test_a_loss_that_diverges_at_once_is_told(tmp_path):
     with pytest.raises(DloError, match=r"got \d+ steps up to lr .*; set min_lr: 1e-10"):
         fit(tmp_path, LRFinder(), make=Wild)
     assert (tmp_path / "lr_find.png").exists(), "the curve shows why"
+
+
+@pytest.mark.parametrize("suggestion", ["raises_at_each_curve", "valley"])
+def test_a_suggestion_that_raises_leaves_the_report_of_the_sweep(tmp_path, capsys, monkeypatch, suggestion):
+    isolate_named_sets(monkeypatch)
+
+    @SUGGESTIONS.register("raises_at_each_curve")
+    def raises(rates, losses):
+        raise KeyError("x")
+
+    message = "suggestion raises_at_each_curve must return a positive rate or None, got KeyError: 'x'; correct"
+    chosen = suggestion != "valley"
+    with pytest.raises(DloError, match=message) if chosen else pytest.warns(UserWarning, match=message):
+        fit(tmp_path, LRFinder(num_steps=30, suggestion=suggestion))
+    found = json.loads((tmp_path / "lr_find.json").read_text())["suggestions"]
+    lines = capsys.readouterr().out.splitlines()
+    assert f"  {'raises_at_each_curve':<22}none" in lines
+    assert f"  {'valley':<22}{found['valley']:.3g}{'' if chosen else ' <- used'}" in lines
+    assert f"  {'curve':<22}{tmp_path / 'lr_find.png'}" in lines
 
 
 def test_a_module_that_skips_batches_gives_nan_and_is_told(tmp_path):

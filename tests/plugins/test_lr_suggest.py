@@ -6,7 +6,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dlo_framework.errors import DloError
 from dlo_plugins.callbacks.lr_finder.lr_suggest import (
     SUGGESTIONS,
     Sweep,
@@ -158,9 +157,10 @@ def test_slide_is_the_published_one(losses):
 def test_all_suggestions_of_a_typical_curve_lie_before_its_lowest_point():
     losses = [2.3 - 1.5 / (1 + (0.003 / rate) ** 1.2) + (rate / 0.3) ** 2 for rate in RATES]
     lowest = RATES[int(np.argmin(losses))]
-    found = suggest(RATES, losses)
+    found, errors = suggest(RATES, losses)
+    assert errors == {}
     assert all(rate is not None and rate <= lowest for rate in found.values())
-    assert suggest([1.0], [1.0]) == dict.fromkeys(found)
+    assert suggest([1.0], [1.0]) == (dict.fromkeys(found), {})
 
 
 def test_rescaled_rates_keep_their_ratios():
@@ -178,9 +178,8 @@ def test_a_wrong_suggestion_leaves_the_others(found: Any, monkeypatch: pytest.Mo
             raise found
         return found
 
-    with pytest.warns(UserWarning, match="suggestion mine must return a positive rate or None, got"):
-        suggested = suggest([1e-3, 1e-2, 1e-1, 1.0], [3.0, 2.0, 1.0, 4.0])
+    suggested, errors = suggest([1e-3, 1e-2, 1e-1, 1.0], [3.0, 2.0, 1.0, 4.0])
     assert suggested["mine"] is None
     assert any(rate for rate in suggested.values())
-    with pytest.raises(DloError, match="suggestion mine must return a positive rate or None, got"):
-        suggest([1e-3, 1e-2, 1e-1, 1.0], [3.0, 2.0, 1.0, 4.0], chosen="mine")
+    assert list(errors) == ["mine"]
+    assert str(errors["mine"]).startswith("suggestion mine must return a positive rate or None, got")

@@ -25,7 +25,7 @@ from dlo_plugins.mesh import mesh_rehearsal
 from dlo_plugins.mesh.pipeline_options import forward_costs
 from dlo_plugins.pipeline.fake_kernels import grouped_mm
 from dlo_plugins.strategies.mesh import MeshStrategy
-from dlo_plugins.tensor.coverage import Coverage
+from dlo_plugins.tensor.coverage import Coverage, measure_coverage
 from dlo_tasks.imagenet.classifier import ImageClassifier
 from dlo_tasks.llm.causal_lm import CausalLM
 from support.causal_types import tiny
@@ -120,6 +120,22 @@ def test_heads_that_ranks_do_not_divide_are_named_with_their_rules_and_a_size_th
     assert "set tp to 2" in message
     with pytest.raises(DloError, match=r"pp 2 x tp 4 .* set tp to 2"):
         strategy_of(8, tp=4, pp=2).check_model(Words())
+
+
+def test_a_failure_without_a_text_is_named_by_its_kind_alone() -> None:
+    class Asserting(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            if self.weight.shape != (WIDTH, WIDTH):
+                raise AssertionError
+            return super().forward(x)
+
+    class Asserts(Words):
+        def configure_model(self) -> None:
+            super().configure_model()
+            self.model.blocks[0].attn.q = Asserting(WIDTH, WIDTH)
+
+    with pytest.raises(DloError, match=r"got AssertionError in the forward of .* on rank 0; set tp to 1"):
+        strategy_of(2, tp=2).check_model(Asserts())
 
 
 def test_nothing_is_left_of_a_check() -> None:
@@ -467,6 +483,14 @@ def test_what_tensor_parallelism_leaves_in_full_is_said_with_its_share() -> None
     assert "  1/2  " in dense
     assert "1/2 of" not in dense
     assert Coverage(100, 100).describe() == "divides 100% of 100 parameters"
+
+
+def test_parameters_of_the_model_itself_are_named_among_those_in_full() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4, bias=False))
+    model.register_parameter("pos_embed", torch.nn.Parameter(torch.zeros(8)))
+    coverage = measure_coverage(model, {})
+    assert coverage.replicated == {"pos_embed": 8, "0": 16}
+    assert coverage.describe().endswith("the plan has no rule for them: 0 (66.7%), pos_embed (33.3%)")
 
 
 # --- appliers of phase SHARD ------------------------------------------------------------------------------------

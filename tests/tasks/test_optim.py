@@ -309,6 +309,8 @@ def test_every_task_that_builds_by_these_functions_is_checked():
 def test_wrong_names_say_what_is_near():
     with pytest.raises(DloError, match=r"unknown optimizer 'adamww'; did you mean 'adamw'\?"):
         optim.check_optimizer("adamww")
+    with pytest.raises(DloError, match=r"unknown optimizer 'WholeNorm'; available: .*adamw.*; or the path of a class"):
+        optim.check_optimizer("WholeNorm")
     with pytest.raises(DloError, match=r"optimizer_args must be arguments of optimizer 'sgd', .*beta"):
         optim.build_optimizer(nn.Linear(2, 2), "sgd", lr=1.0, weight_decay=0.0, args={"beta": 1})
     with pytest.raises(

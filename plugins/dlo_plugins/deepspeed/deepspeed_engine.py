@@ -40,7 +40,8 @@ class DeepSpeedEngine:
     Attributes:
         deepspeed: DeepSpeed's engine.
         optimizer: Torch optimizer that steps, with this rank's partitions in its groups.
-        masters: Master weights; None if the optimizer steps the parameters themselves (stage 0 in single precision).
+        master_weights: Master weights; None if the optimizer steps the parameters themselves (stage 0 in single
+            precision).
     """
 
     def __init__(

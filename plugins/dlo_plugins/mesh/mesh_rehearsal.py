@@ -323,7 +323,8 @@ def _refusal(failure: Failure, rehearsal: _Rehearsal, spec: MeshSpec) -> DloErro
     model, where = type(rehearsal.task.model).__name__, failure.where
     what = f"'{where}'{_rules(rehearsal, where)}" if where else "the model"
     phase = "backward" if failure.in_backward else "forward"
-    first = (str(failure.error).strip().splitlines() or [""])[0]
+    lines = str(failure.error).strip().splitlines()
+    reason = f": {lines[0]}" if lines else ""
     if _is_in_later_stage(rehearsal, spec, failure):
         return DloError(
             f"a pipeline's head must run after the last block, got a forward of {model} that calls '{where}' on rank"
@@ -331,7 +332,7 @@ def _refusal(failure: Failure, rehearsal: _Rehearsal, spec: MeshSpec) -> DloErro
         )
     return DloError(
         f"each rank of {_axes(spec)} must be able to train its part of {model}, got {type(failure.error).__name__} in"
-        f" the {phase} of {what} on rank {failure.rank}: {first}; {_fix(rehearsal, spec)}"
+        f" the {phase} of {what} on rank {failure.rank}{reason}; {_fix(rehearsal, spec)}"
     )
 
 

@@ -82,7 +82,8 @@ class Pipeline:
 
     Attributes:
         stages: Stages of the model.
-        holds: Predicate for the names that this rank holds; `holds.first` for those of which it is the first holder.
+        ownership: Predicate for the names that this rank holds; `ownership.is_first_holder` for those of which it is
+            the first holder.
         placement: Placement of the stages on ranks.
         before_backward: Callback before each backward, called with the stage, the micro-batch, and whether the stage's
             gradients are complete after it. That is never true where weight gradients come later; use

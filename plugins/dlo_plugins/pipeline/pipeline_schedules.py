@@ -63,7 +63,8 @@ class ScheduleRule:
         order: Function of the placement, a rank and the number of micro-batches that returns the rank's actions.
         stages_per_rank: Number of stages that each rank holds; None leaves it to the user.
         shape: Order in which ranks get the stages; see :class:`~dlo_plugins.pipeline.actions.Placement`.
-        splits_backward: Whether weight gradients are separate actions, apart from input gradients.
+        splits_backward: Whether weight gradients may be separate actions, apart from input gradients; without it an
+            order that has any is refused.
         check: Function of the numbers of ranks and of micro-batches that raises a DloError for numbers that the
             schedule cannot run; None where it can run any.
     """
@@ -117,8 +118,8 @@ def make_schedule(name: str, ranks: int, micro_batches: int, stages_per_rank: in
         stages_per_rank: Number of stages that each rank holds, for schedules that leave it open; 2 by default there.
 
     Raises:
-        DloError: If no such schedule exists, or it cannot run these numbers; the message computes the nearest that it
-            can run.
+        DloError: If no such schedule exists, its actions are not as it was registered, or it cannot run these numbers;
+            the message computes the nearest that it can run.
     """
     where = make_placement(name, ranks, stages_per_rank)
     known, rule = _find_rule(name)
@@ -129,6 +130,11 @@ def make_schedule(name: str, ranks: int, micro_batches: int, stages_per_rank: in
     orders = tuple(_order(known, rule, where, rank, micro_batches) for rank in range(ranks))
     for rank, order in enumerate(orders):
         _check_complete(known, order, {(stage, n) for stage in where.stages_of(rank) for n in range(micro_batches)})
+        if not rule.splits_backward and any(action.kind in (I, W) for action in order):
+            raise DloError(
+                f"schedule {known} must be registered with splits_backward=True to run input and weight gradients"
+                f" (I, W), got them on rank {rank}; add it to register(), or use full backwards (B)"
+            )
     return Schedule(known, where, micro_batches, orders)
 
 

@@ -25,7 +25,8 @@ class Coverage:
     Attributes:
         total: Number of parameters.
         sharded: Number of parameters that are sharded over the ranks.
-        replicated: Number of parameters that each rank holds in full, by module; numbers in its name are `*`.
+        replicated: Number of parameters that each rank holds in full, by module; numbers in its name are `*`. A
+            parameter of the model itself, such as `pos_embed`, is under its own name.
     """
 
     total: int
@@ -66,7 +67,7 @@ def measure_coverage(module: nn.Module, divisions: Mapping[str, Division]) -> Co
         if name in divisions:
             divided += parameter.numel()
         else:
-            full[re.sub(r"\.\d+(?=\.|$)", ".*", name.rpartition(".")[0])] += parameter.numel()
+            full[re.sub(r"\.\d+(?=\.|$)", ".*", name.rpartition(".")[0] or name)] += parameter.numel()
     return Coverage(total, divided, dict(full))
 
 

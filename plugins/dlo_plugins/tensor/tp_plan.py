@@ -50,7 +50,7 @@ class TPPlan:
         regions: Regions by the name of their module.
         vocabulary: Names of embeddings and output projections that are split over the vocabulary.
         partial: Names of replicated parameters whose gradient is a partial sum on each rank.
-        demands: Counts that must be divisible by the number of ranks.
+        divisibilities: Counts that must be divisible by the number of ranks.
     """
 
     divisions: dict[str, Division] = field(default_factory=dict)

@@ -43,7 +43,7 @@ class ImageClassifier(Task):
         bce_threshold: Threshold of `bce` above which targets become 1, and the others 0; DeiT III uses 0. It is
             applied after `label_smoothing` and undoes it, so it must be above the smoothing of each class.
         optimizer: Name of the optimizer in timm: `adamw`, `lamb`, `lars`, `muon`, `sgd` (Nesterov),
-            `momentum`...
+            `momentum`...; or of a class under `plugins:`, or the path of a class.
         lr: Base learning rate for the given global batch; it is not scaled.
         weight_decay: Weight decay; norms, biases and parameters that the model exempts have none.
         optimizer_args: Further arguments of the optimizer, such as `betas` or `momentum`.

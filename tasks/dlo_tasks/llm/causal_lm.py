@@ -71,7 +71,8 @@ class CausalLM(Task):
         recompute: Whether to keep only the blocks' inputs for backward, and to recompute all other activations.
         loss_kernel: Implementation of the loss over the vocabulary: `torch`, torch's operations; `compiled`, the same
             with everything but the matrix products in one kernel of torch.compile; `liger`, Liger Kernel, on a GPU.
-        optimizer: Name of the optimizer in timm: `adamw`, `lamb`, `adafactor`, `muon`...
+        optimizer: Name of the optimizer in timm: `adamw`, `lamb`, `adafactor`, `muon`...; or of a class under
+            `plugins:`, or the path of a class.
         lr: Base learning rate, for the global batch. It is not scaled with the batch size.
         weight_decay: Weight decay; norms and biases have none.
         optimizer_args: More arguments for the optimizer, such as `betas`.

@@ -38,10 +38,11 @@ class Traits(NamedTuple):
     """Properties of a model.
 
     Attributes:
-        packs: Whether restarting positions keep documents in one row apart.
-        counts_from_0: Whether it takes `position_ids`, and its default ones are 0, 1, 2...; RoBERTa's begin after its
-            padding token.
-        projects: Whether logits are the head's output, scaled and soft-capped, so that they can be computed in chunks.
+        isolates_documents: Whether restarting positions keep documents in one row apart.
+        positions_from_0: Whether it takes `position_ids`, and its default ones are 0, 1, 2...; RoBERTa's begin after
+            its padding token.
+        has_linear_head: Whether logits are the head's output, scaled and soft-capped, so that they can be computed in
+            chunks.
     """
 
     isolates_documents: bool

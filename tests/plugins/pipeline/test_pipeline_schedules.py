@@ -222,6 +222,7 @@ def test_a_user_s_wrong_function_is_named(order: Any, message: str, monkeypatch:
         ("F0 B0 F1", r"each micro-batch of a rank's stages backward once, got 0 times for stage 0 and micro-batch 1"),
         ("F0 F0 B0 F1 B1", r"forward once, got 2 times for stage 0 and micro-batch 0; correct the rank's order"),
         ("F0 I0 F1 I1 W0", r"a weight gradient \(W\) for each input gradient \(I\), got 1 for 2; add them"),
+        ("F0 I0 W0 F1 B1", r"schedule Wrong must be registered with splits_backward=True to run .* on rank 0; add it"),
         ("B0 F0 F1 B1", r"under schedule Wrong, got rank 0 at B0\.0 wait for one another; order each rank's actions"),
     ],
 )

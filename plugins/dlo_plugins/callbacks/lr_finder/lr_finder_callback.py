@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from tqdm import tqdm
 
 from dlo_framework.atomic_file import write_atomic
@@ -105,11 +106,20 @@ class LRFinder(BeforeTraining):
         self.lr, self.suggestions = state_dict["lr"], dict(state_dict["suggestions"])
 
     def before_training(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Sweeps, reports, and sets the rate."""
+        """Sweeps, reports, and sets the rate.
+
+        Raises:
+            DloError: The chosen method fails, or the curve does not allow its suggestion; after the report.
+        """
         sweep = self.sweep(trainer)
-        self.suggestions = suggest(*sweep.trimmed(), chosen=self.suggestion)
+        self.suggestions, errors = suggest(*sweep.trimmed())
         self.lr = self.suggestions[self.suggestion]
         self._report(trainer, sweep)
+        chosen = errors.pop(self.suggestion, None)
+        for error in errors.values():
+            rank_zero_warn(str(error))
+        if chosen is not None:
+            raise chosen
         if self.lr is None:
             raise DloError(self._too_short(sweep))
         if self.apply:
@@ -147,12 +157,12 @@ class LRFinder(BeforeTraining):
         lines = [f"\nlearning rates from {self.min_lr:g} to {sweep.rates[-1]:.3g} in {len(sweep.rates)} steps"]
         if sweep.stopped:
             lines[0] += f"; {sweep.stopped}"
+        width = max(map(len, [*self.suggestions, "curve"])) + 2
         for name, rate in self.suggestions.items():
-            used = " <- used" if self.apply else " <- suggested"
-            lines.append(
-                f"  {name:<9}{'none' if rate is None else f'{rate:.3g}'}{used if name == self.suggestion else ''}"
-            )
-        print("\n".join([*lines, f"  curve    {path}"]), flush=True)
+            lines.append(f"  {name:<{width}}{'none' if rate is None else f'{rate:.3g}'}")
+            if name == self.suggestion and rate is not None:
+                lines[-1] += " <- used" if self.apply else " <- suggested"
+        print("\n".join([*lines, f"  {'curve':<{width}}{path}"]), flush=True)
 
     def to_json(self, sweep: Sweep) -> str:
         """Returns the points, the suggestions and the chosen rate as JSON; NaN and infinity become null."""

@@ -13,7 +13,6 @@ import math
 from collections.abc import Callable, Sequence
 
 import numpy as np
-from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from dlo_framework.errors import DloError
 from dlo_framework.registry.named_functions import NamedFunctions
@@ -142,23 +141,28 @@ def slide(
     return rates[found]
 
 
-def suggest(rates: Sequence[float], losses: Sequence[float], chosen: str = "") -> dict[str, float | None]:
-    """Returns the suggestions of all imported methods for a curve; None for those that the curve does not allow.
-
-    A method that raises, or returns no rate, suggests nothing, with a warning: the others keep the sweep.
+def suggest(rates: Sequence[float], losses: Sequence[float]) -> tuple[dict[str, float | None], dict[str, DloError]]:
+    """Returns the suggestions of all imported methods for a curve, and the errors of those that failed.
 
     Args:
         rates: Learning rates, ascending.
         losses: Smoothed losses.
-        chosen: Name of the suggestion that the run takes.
 
-    Raises:
-        DloError: The chosen method raises, or returns no rate.
+    Returns:
+        The rate by name, None where the curve does not allow one or the method failed; and by name the error of each
+        method that raised, or returned no rate.
     """
-    return {name: _call(name, method, rates, losses, chosen) for name, method in SUGGESTIONS.loaded().items()}
+    found: dict[str, float | None] = {}
+    errors: dict[str, DloError] = {}
+    for name, method in SUGGESTIONS.loaded().items():
+        try:
+            found[name] = _call(name, method, rates, losses)
+        except DloError as error:
+            found[name], errors[name] = None, error
+    return found, errors
 
 
-def _call(name: str, method: Suggest, rates: Sequence[float], losses: Sequence[float], chosen: str) -> float | None:
+def _call(name: str, method: Suggest, rates: Sequence[float], losses: Sequence[float]) -> float | None:
     if len(rates) < 2:
         return None
     try:
@@ -168,11 +172,7 @@ def _call(name: str, method: Suggest, rates: Sequence[float], losses: Sequence[f
         problem = f"the rate {found}"
     except Exception as error:
         problem = f"{type(error).__name__}: {error}"
-    message = f"suggestion {name} must return a positive rate or None, got {problem}; correct {method.__module__}"
-    if name == chosen:
-        raise DloError(message)
-    rank_zero_warn(message)
-    return None
+    raise DloError(f"suggestion {name} must return a positive rate or None, got {problem}; correct {method.__module__}")
 
 
 def rescale_rates(rates: Sequence[float], highest: float) -> list[float]:
