@@ -106,6 +106,12 @@ def test_two_ranks_train_a_vit_as_one_process() -> None:
     assert_parity(vit, cases(*TWO, *SCHEDULES[:1], {"tp": 2}, qk_norm=True), steps=2)
 
 
+def test_optimizers_of_full_tensors_train_under_tp_as_in_one_process() -> None:
+    axes = ({"tp": 2}, {"tp": 2, "sequence_parallel": True})
+    assert_parity(partial(llm, optimizer="lamb"), cases(*axes, trainer={"gradient_clip_val": 0.5}), steps=3)
+    assert_parity(partial(llm, optimizer="adafactorbv", optimizer_args={}), cases(*axes), steps=3)
+
+
 def test_what_else_a_run_has_goes_with_it() -> None:
     recomputed = {"appliers": [ActivationCheckpoint()]}
     kept = {"appliers": [FullyShard(reshard_after_forward=True)]}

@@ -57,9 +57,10 @@ def text(folder: Path) -> TextData:
     return TextData(str(file), cache_dir=str(folder / "cache"), seq_len=32, batch_size=16, **options)
 
 
-def language_model() -> CausalLM:
+def language_model(optimizer: str = "adamw") -> CausalLM:
     sizes = {**FAMILIES["qwen3"], "num_hidden_layers": 4, "vocab_size": 320}
     options: dict[str, Any] = {"lr": 1e-3, "optimizer_args": {"eps": 1e-4}, "schedule": "constant"}
+    options["optimizer"] = optimizer
     return CausalLM(config={"model_type": "qwen3", **sizes}, **options)
 
 
@@ -97,30 +98,49 @@ class Losses(Callback):
             trainer.save_checkpoint(self.save)
 
 
-def fit(world_size: int, name: str, folder: Path, steps: int, save: Path | None, resume: Path | None) -> list[float]:
+def fit(
+    world_size: int,
+    name: str,
+    folder: Path,
+    steps: int,
+    save: Path | None,
+    resume: Path | None,
+    optimizer: str = "adamw",
+) -> list[float]:
     seed_everything(7, workers=True, verbose=False)
     losses = Losses(save)
     run = trainer(world_size, name, max_steps=steps, callbacks=[losses, ExactResume()])
-    run.fit(language_model(), datamodule=text(folder), ckpt_path=resume)
+    run.fit(language_model(optimizer), datamodule=text(folder), ckpt_path=resume)
     return losses.found
 
 
-def _chain(rank: int, world_size: int, folder: Path, chain: tuple[str, ...]) -> list[list[float]]:
+def _chain(rank: int, world_size: int, folder: Path, chain: tuple[str, ...], optimizer: str) -> list[list[float]]:
     silence_lightning()
     found, before = [], None
     for number, name in enumerate(chain):
         after = folder / f"{number}.ckpt"
-        found.append(fit(world_size, name, folder, STEPS * (number + 1), after, before))
+        found.append(fit(world_size, name, folder, STEPS * (number + 1), after, before, optimizer))
         before = after
     leave_group()
     return found
 
 
-@pytest.mark.parametrize("chain", [CHAIN, pytest.param(LONG_CHAIN, marks=pytest.mark.slow)], ids=len)
-def test_a_run_goes_on_from_mesh_to_mesh_to_zero_to_one_process(tmp_path: Path, chain: tuple[str, ...]) -> None:
-    whole = fit(1, "one", tmp_path, STEPS * (len(chain) + 1), None, None)
-    links = run_distributed(_chain, 4, tmp_path, chain, backend=None)[0]
-    links.append(fit(1, "one", tmp_path, STEPS * (len(chain) + 1), None, tmp_path / f"{len(chain) - 1}.ckpt"))
+@pytest.mark.parametrize(
+    ("chain", "optimizer"),
+    [
+        (CHAIN, "adamw"),
+        (("tp x dp",), "lamb"),  # It steps full tensors, which tp ranks join from their slices.
+        pytest.param(LONG_CHAIN, "adamw", marks=pytest.mark.slow),
+        pytest.param(LONG_CHAIN, "lamb", marks=pytest.mark.slow),
+    ],
+)
+def test_a_run_goes_on_from_mesh_to_mesh_to_zero_to_one_process(
+    tmp_path: Path, chain: tuple[str, ...], optimizer: str
+) -> None:
+    steps, last = STEPS * (len(chain) + 1), tmp_path / f"{len(chain) - 1}.ckpt"
+    whole = fit(1, "one", tmp_path, steps, None, None, optimizer)
+    links = run_distributed(_chain, 4, tmp_path, chain, optimizer, backend=None)[0]
+    links.append(fit(1, "one", tmp_path, steps, None, last, optimizer))
     assert [len(link) for link in links] == [STEPS] * len(links)
     assert [loss for link in links for loss in link] == pytest.approx(whole, rel=1e-6)
 

@@ -19,6 +19,7 @@ def parameters() -> list[nn.Parameter]:
         (lambda p: torch.optim.SGD(p, lr=1e-3, momentum=0.9, nesterov=True), "elementwise"),
         (lambda p: torch.optim.RMSprop(p), "elementwise"),
         (lambda p: torch.optim.Adagrad(p), "elementwise"),
+        (lambda p: torch.optim.Rprop(p), "elementwise"),
         (lambda p: timm.optim.Lion(p), "elementwise"),
         (lambda p: torch.optim.Muon(p), "tensor"),
         (lambda p: torch.optim.Adafactor(p), "tensor"),
@@ -29,6 +30,44 @@ def parameters() -> list[nn.Parameter]:
 )
 def test_known_optimizers(make, kind: str) -> None:
     assert probe_optimizer(make(parameters())) == kind
+
+
+class LowRank(torch.optim.Optimizer):
+    """Of GaLore's kind: the gradients of large matrices are projected on a few singular vectors."""
+
+    def __init__(self, params: object, rank: int = 8) -> None:
+        super().__init__(params, {"lr": 0.1, "rank": rank})
+
+    @torch.no_grad()
+    def step(self, closure: object = None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.ndim == 2 and min(p.shape) > group["rank"]:
+                    u = torch.linalg.svd(p.grad, full_matrices=False)[0][:, : group["rank"]]
+                    p.grad = u @ (u.T @ p.grad)
+                p.add_(p.grad, alpha=-group["lr"])
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda p: timm.optim.create_optimizer_v2(p, "adafactorbv"),  # Factors from 16 rows and columns.
+        lambda p: timm.optim.AdamP(p),  # Projects where gradient and weight are nearly orthogonal.
+        lambda p: timm.optim.SGDP(p, lr=0.1),
+        lambda p: LowRank(p),
+    ],
+)
+def test_an_update_that_combines_elements_in_some_cases_only(make) -> None:
+    assert probe_optimizer(make([nn.Parameter(torch.randn(24, 20)), nn.Parameter(torch.randn(20))])) == "tensor"
+    large = nn.Parameter(torch.randn(2048, 1024, device="meta"))  # Of another pipeline stage.
+    assert probe_optimizer(make([nn.Parameter(torch.randn(3)), large])) == "tensor"
+
+
+def test_a_class_can_say_that_it_needs_full_tensors() -> None:
+    class Later(torch.optim.SGD):
+        needs_full_tensors = True
+
+    assert probe_optimizer(Later(parameters(), lr=0.1)) == "tensor"
 
 
 class AskingForAClosure(torch.optim.AdamW):

@@ -18,7 +18,8 @@ from dlo_framework.errors import DloError
 from dlo_framework.shards import FlatShard, Shard, SlicedShard, attach_slice
 from dlo_plugins.fsdp.row_shards import RowGroup, RowShard, make_groups
 from dlo_plugins.fsdp.sharding import ShardedModule
-from dlo_plugins.sharding.optimizer_probe import probe_optimizer
+from dlo_plugins.fsdp.tp_full_tensors import JoinedTensorShard
+from dlo_plugins.sharding.optimizer_probe import Kind, probe_optimizer
 from dlo_plugins.sharding.optimizer_shards import FullTensorShard, OptimizerShard, patch_global_norm
 
 
@@ -42,7 +43,7 @@ class OptimizerShards:
         self._shares = {id(optimizer): self._share(optimizer) for optimizer in optimizers}
 
     def _share(self, optimizer: Optimizer) -> OptimizerShard[RowGroup] | None:
-        kind = probe_optimizer(optimizer)
+        kind = self._probe(optimizer)
         if kind == "all" and not patch_global_norm(optimizer, lambda: self.gradient_norm(optimizer)):
             if self.sharded.options.offload and self.sharded.device.type != "cpu":
                 raise DloError(
@@ -50,17 +51,27 @@ class OptimizerShards:
                     f" {type(optimizer).__name__}; leave offload out"
                 )
             return None
-        if kind != "elementwise" and self.sharded.layout.slices:
-            raise DloError(
-                f"an optimizer under tensor parallelism must be elementwise, got {type(optimizer).__name__}, which"
-                " needs full tensors; use an elementwise optimizer such as AdamW, or tp: 1 with more dp_shard"
-            )
         groups = make_groups(optimizer, self._local_names(), self.communicator, self.sharded.device)
-        share = (RowShard if kind == "elementwise" else FullTensorShard)(groups, self.communicator)
+        share: OptimizerShard[RowGroup]
+        if kind == "elementwise":
+            share = RowShard(groups, self.communicator)
+        elif self.sharded.tensor_parallel.size > 1:
+            slices = self.sharded.layout.slices
+            share = JoinedTensorShard(groups, self.communicator, self.sharded.tensor_parallel, slices)
+        else:
+            share = FullTensorShard(groups, self.communicator)
         share.replace_params(optimizer, self._names)
         prefer_fused(optimizer, on_cpu=self.sharded.options.offload and self.sharded.device.type != "cpu")
         optimizer.register_step_post_hook(lambda *_: share.all_gather_params())
         return share
+
+    def _probe(self, optimizer: Optimizer) -> Kind:
+        """Returns what an update depends on; tp ranks, whose slices may differ in shape, agree."""
+        kind, ranks = probe_optimizer(optimizer), self.sharded.tensor_parallel
+        if ranks.size == 1 or kind == "all":
+            return kind
+        combining = ranks.sum(torch.tensor(float(kind == "tensor"), device=self.sharded.device))
+        return "tensor" if combining else "elementwise"
 
     def _local_names(self) -> dict[int, str]:
         return {id(parameter): name for name, parameter in self.sharded.parameters.items()}
@@ -116,7 +127,8 @@ class OptimizerShards:
     def _counts(self, name: str, tensor: Tensor) -> bool:
         """Returns whether the norm counts this rank's shard of a gradient, of which another rank may have a copy."""
         layout, place = self.sharded.layout, self.sharded.groups.coordinates
-        if name in layout.tied_copies or (place.tp and name not in layout.slices):
+        has_full = name not in layout.slices or isinstance(self.share_of(name), JoinedTensorShard)
+        if name in layout.tied_copies or (place.tp and has_full):
             return False
         # A scalar without a local parameter is replicated on every rank.
         return not (id(tensor) in self._names and tensor.ndim == 0 and self.communicator.rank)

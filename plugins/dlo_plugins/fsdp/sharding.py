@@ -98,6 +98,7 @@ class ShardedModule:
     Attributes:
         sharers: Communicator of the ranks among which this rank's part of the module is sharded.
         copy: Communicator of the ranks that together hold one copy of the full module.
+        tensor_parallel: Communicator of the tp axis.
         parameters: Parameters of which this rank holds the full tensor or a shard, by name; each once.
         roots: Outermost sharded modules.
         units: Names of the units.
@@ -117,7 +118,7 @@ class ShardedModule:
         self.module, self.groups, self.device, self.options = module, groups, device, options
         self.layout = layout or Layout()
         self.sharers, self.copy = Communicator(groups.shard_group), Communicator(groups.replica_group)
-        self._data, self._tensor = Communicator(groups.data_group), Communicator(groups.group("tp"))
+        self._data, self.tensor_parallel = Communicator(groups.data_group), Communicator(groups.group("tp"))
         wanted = groups.has_data_parallelism or options.needs_fsdp
         self._mesh = groups.data_mesh(REPLICATE, SHARD) if wanted else None
         self._elsewhere = _named(module, self.layout.other_stages)
@@ -270,7 +271,7 @@ class ShardedModule:
         parts = [local_tensor(gradients[name]) for name in names]
         if not parts:
             return
-        joined = self._tensor.sum(torch.cat([part.reshape(-1) for part in parts]))
+        joined = self.tensor_parallel.sum(torch.cat([part.reshape(-1) for part in parts]))
         for part, total in zip(parts, joined.split([part.numel() for part in parts]), strict=True):
             part.copy_(total.view_as(part))
 

@@ -2,12 +2,18 @@
 
 The probe runs the optimizer instead of looking up its name. So it is right for a user's own optimizer too, and for a
 flag that changes the update (timm's ``caution`` takes a mean over the tensor).
+
+It looks twice. First it compares the updates of small tensors that are stepped together, alone, and cut. An update can
+pass that and still read the full tensor: only from a size on (timm's ``adafactorbv`` factors from 16 rows and columns),
+or only if a condition on the tensor holds (``adamp`` projects where gradient and weight are nearly orthogonal). So it
+then looks at the operators of a step on tensors of the parameters' own shapes.
 """
 
 from __future__ import annotations
 
 import copy
 import inspect
+import math
 import operator
 from collections import defaultdict
 from typing import Any, Literal
@@ -15,6 +21,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from dlo_framework.distributed.local_memory import local_tensor
 
@@ -22,6 +30,12 @@ Kind = Literal["elementwise", "tensor", "all"]
 
 _STEPS = 3
 _SHAPES = ((6, 4), (4, 8))
+#: Largest number of elements of a tensor whose step's operators are looked at; larger dims are halved.
+_MOST_ELEMENTS = 2**18
+#: Operators on several elements that combine none; also all views, and torch's pointwise, foreach and fused operators.
+_COPIES = {"_to_copy", "_unsafe_view", "cat", "clone", "copy", "copy_", "detach", "fill_", "index", "index_put_"}
+_COPIES |= {"lift_fresh", "stack", "zero_"}
+_FOREACH_REDUCTIONS = {"_foreach_norm", "_foreach_max"}
 _HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 
 
@@ -29,13 +43,17 @@ def probe_optimizer(optimizer: Optimizer) -> Kind:
     """Returns what an optimizer's update of an element depends on.
 
     A copy of the optimizer takes a few steps on small tensors, with the settings of each parameter group in turn: on
-    two full tensors, on one of them alone, and on that one cut in two.
+    two full tensors, on one of them alone, and on that one cut in two. If these agree, it takes steps on tensors of the
+    parameters' shapes, until an operator combines elements of a tensor. If the class sets ``needs_full_tensors``, the
+    optimizer gets full tensors in any case: the probe takes three steps, and cannot see what comes later.
 
     Returns:
         Kind of the update: ``"elementwise"`` if it depends on that element's gradients alone, ``"tensor"`` if on others
         of its tensor too, ``"all"`` if on other tensors too.
     """
     kinds = {_probe_group(optimizer, group) for group in optimizer.param_groups}
+    if getattr(optimizer, "needs_full_tensors", False):
+        kinds.add("tensor")
     return next((kind for kind in ("all", "tensor") if kind in kinds), "elementwise")
 
 
@@ -61,7 +79,57 @@ def _probe_group(optimizer: Optimizer, group: dict[str, Any]) -> Kind:
         )
     except (RuntimeError, ValueError, IndexError):
         return "tensor"  # The optimizer needs two dims, as Muon does, and raised.
-    return "elementwise" if _same(torch.cat(cut), alone[0].flatten()) else "tensor"
+    if not _same(torch.cat(cut), alone[0].flatten()) or _combines_elements(optimizer, group, device):
+        return "tensor"
+    return "elementwise"
+
+
+def _combines_elements(optimizer: Optimizer, group: dict[str, Any], device: torch.device) -> bool:
+    """Returns whether an operator of a step on tensors of the parameters' shapes combines elements of a tensor."""
+    shapes = {_shrunk(tuple(parameter.shape)) for parameter in group["params"] if parameter.numel()}
+    generator = torch.Generator().manual_seed(0)
+    for shape in sorted(shapes | {(256, 256)}):
+        weight, *gradients = (torch.randn(shape, generator=generator).to(device) for _ in range(_STEPS + 1))
+        try:
+            with _ElementwiseOnly():
+                _stepped(optimizer, group, [weight], [[gradient] for gradient in gradients])
+        except _CombinedElementsError:
+            return True
+    return False
+
+
+def _shrunk(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Returns a shape whose largest dims are halved until it has few enough elements."""
+    dims = list(shape)
+    while math.prod(dims) > _MOST_ELEMENTS:
+        dims[dims.index(max(dims))] //= 2
+    return tuple(dims)
+
+
+class _CombinedElementsError(Exception):
+    """An operator has combined elements of a tensor."""
+
+
+class _ElementwiseOnly(TorchDispatchMode):
+    """Mode that raises at the first of torch's operators that combines elements of a tensor.
+
+    Operators of other libraries are unknown, and pass: what they do to small tensors has been compared.
+    """
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Runs an operator, or raises."""
+        several = any(isinstance(leaf, Tensor) and leaf.numel() > 1 for leaf in tree_leaves((args, kwargs)))
+        if several and func.namespace == "aten" and _may_combine(func):
+            raise _CombinedElementsError(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+def _may_combine(func: Any) -> bool:
+    name = func.overloadpacket.__name__
+    if name.startswith("_foreach_"):
+        return name in _FOREACH_REDUCTIONS
+    plain = name.startswith("_fused_") or name.endswith("_like") or name.startswith("new_") or name in _COPIES
+    return not (plain or func.is_view or torch.Tag.pointwise in func.tags)
 
 
 def _stepped(

@@ -247,7 +247,7 @@ class FullTensorShard(OptimizerShard[Group]):
     def __init__(self, groups: list[Group], communicator: Communicator) -> None:
         super().__init__(groups, communicator)
         self._places = [(group, number) for group in groups for number in range(len(group.names))]
-        numels = [group.parameters[number].numel() for group, number in self._places]
+        numels = [self._numel(group, number) for group, number in self._places]
         self._owner = dict(zip(self._keys(), assign_balanced(numels, communicator.size), strict=True))
         for group, number in self._places:
             if self._owner[id(group), number] == communicator.rank:
@@ -257,6 +257,9 @@ class FullTensorShard(OptimizerShard[Group]):
 
     def _keys(self) -> list[tuple[int, int]]:
         return [(id(group), number) for group, number in self._places]
+
+    def _numel(self, group: Group, number: int) -> int:
+        return group.parameters[number].numel()
 
     @torch.no_grad()
     def load_full_params(self) -> None:
