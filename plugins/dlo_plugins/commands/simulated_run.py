@@ -12,8 +12,8 @@ from lightning.pytorch import Trainer
 from dlo_framework.cli.config_scan import ConfigScan
 from dlo_framework.cli.lightning_cli import DloCLI, check_strategy
 from dlo_framework.errors import DloError
-from dlo_framework.mesh import MeshSpec
 from dlo_framework.testing.training import silence_lightning
+from dlo_plugins.strategies.mesh import MeshStrategy
 
 
 class SimulatedRun(DloCLI):
@@ -67,8 +67,9 @@ class SimulatedRun(DloCLI):
 
 def _ranks_of_axes(strategy: Any) -> int:
     """Returns the product of the axes of a strategy's mesh, those of any size as 1; 1 for a strategy without a mesh."""
-    spec = getattr(strategy, "spec", None)
-    return math.prod(max(1, size) for size in dataclasses.astuple(spec)) if isinstance(spec, MeshSpec) else 1
+    if not isinstance(strategy, MeshStrategy):
+        return 1
+    return math.prod(max(1, size) for size in dataclasses.astuple(strategy.spec))
 
 
 def count_ranks_and_nodes(devices: Any, nodes: int, ranks: int | None) -> tuple[int, int]:
