@@ -38,6 +38,7 @@ from dlo_plugins.callbacks.one_cycle import OneCycle
 from dlo_plugins.callbacks.pipeline_timeline import PipelineTimeline
 from dlo_plugins.callbacks.progressive_resizing import ProgressiveResizing
 from dlo_plugins.callbacks.rectangular_validation import RectangularValidation
+from dlo_plugins.callbacks.rotor_callback import Rotor
 from dlo_plugins.callbacks.time_to_target import TimeToTarget
 from dlo_plugins.strategies.deepspeed import DeepSpeedBridge
 from dlo_plugins.strategies.fsdp import FSDPStrategy
@@ -131,6 +132,9 @@ BESIDE: dict[str, With] = {
     "PipelineTimeline": With(lambda: [PipelineTimeline(step=2)], alone=False),
     "ProgressiveResizing": With(lambda: [ProgressiveResizing({0: 8, "50%": 16})], tasks=IMAGES),
     "RectangularValidation": With(lambda: [RectangularValidation()], tasks=IMAGES, photographs=True),
+    # Four batches are measured; the last two run by the plan.
+    "Rotor": With(lambda: [Rotor("90%")]),
+    "Rotor, offloading": With(lambda: [Rotor("90%", offload=True, link="100GB/s")]),
     "TimeToTarget": With(lambda: [TimeToTarget("val_loss", 1.0, mode="min")]),
     "WeightEMA": With(lambda: [WeightEMA(0.8)]),
 }
