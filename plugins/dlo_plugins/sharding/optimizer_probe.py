@@ -34,7 +34,7 @@ _SHAPES = ((6, 4), (4, 8))
 _MOST_ELEMENTS = 2**18
 #: Operators on several elements that combine none; also all views, and torch's pointwise, foreach and fused operators.
 _COPIES = {"_to_copy", "_unsafe_view", "cat", "clone", "copy", "copy_", "detach", "fill_", "index", "index_put_"}
-_COPIES |= {"lift_fresh", "stack", "zero_"}
+_COPIES |= {"lift_fresh", "masked_fill", "masked_fill_", "stack", "zero_"}
 _FOREACH_REDUCTIONS = {"_foreach_norm", "_foreach_max"}
 _HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 
