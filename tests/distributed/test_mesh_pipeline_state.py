@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import Trainer
+from lightning.pytorch import Callback, Trainer
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics import MeanSquaredError, Metric, PearsonCorrCoef
@@ -134,14 +134,37 @@ def statistics_of(world_size: int, strategy: Any, kind: str, folder: Path) -> tu
     return {name: float(value) for name, value in run.callback_metrics.items()}, gather_full_weights(run)
 
 
+class NoOldGradients(Callback):
+    """Checks, in the forward of this rank's first block, that the last step's gradients have been freed."""
+
+    def __init__(self) -> None:
+        self.seen = 0
+
+    def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
+        blocks = pl_module.model.blocks
+        own = next(block for block in blocks if next(block.parameters()).device.type != "meta")
+        own.register_forward_pre_hook(lambda *_: self.check(trainer))
+
+    def check(self, trainer: Trainer) -> None:
+        groups = trainer.optimizers[0].param_groups
+        stepped = [tensor for group in groups for tensor in group["params"]]
+        in_model = {id(tensor) for tensor in trainer.lightning_module.parameters()}
+        shares = [tensor for tensor in stepped if id(tensor) not in in_model]
+        assert shares
+        assert all(tensor.grad is None for tensor in shares)
+        self.seen += 1
+
+
 def losses_of(world_size: int, strategy: Any, loader: DataLoader[Any]) -> dict[str, Tensor]:
     task = Classify("pair")
     task.configure_model()
     for name, module in task.model.named_modules():
         if isinstance(module, nn.BatchNorm1d):  # Statistics would be of parts of a batch.
             task.model.set_submodule(name, nn.Identity())
-    run = trainer(world_size, strategy, limit_val_batches=0)
+    check = NoOldGradients()
+    run = trainer(world_size, strategy, limit_val_batches=0, callbacks=[check] if world_size > 1 else [])
     run.fit(task, loader)
+    assert world_size == 1 or check.seen > 1
     return gather_full_weights(run)
 
 

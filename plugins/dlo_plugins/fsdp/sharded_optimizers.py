@@ -79,12 +79,16 @@ class OptimizerShards:
     # --- gradients -----------------------------------------------------------------------------------------
 
     def drop_gradients(self, wanted: Callable[[OptimizerShard[RowGroup]], bool]) -> set[str]:
-        """Drops the parameters' gradients of the shards that ``wanted`` selects; returns the parameters' names."""
+        """Drops the gradients of the shards that ``wanted`` selects; returns the parameters' names.
+
+        A pipeline's step runs before Lightning's `zero_grad`: without this, the gradients that the last step has set
+        would take memory beside the new ones.
+        """
         dropped: set[str] = set()
         for share in self._shares.values():
             if share is not None and wanted(share):
-                for parameter in _parameters(share):
-                    parameter.grad = None
+                for tensor in (*_parameters(share), *share.stepped_tensors):
+                    tensor.grad = None
                 dropped.update(name for group in share.groups for name in group.names)
         return dropped
 
